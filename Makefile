@@ -18,13 +18,14 @@ GPU := .venv-gpu/bin/python
 GPU_TESTS ?= tests/specdec/core/test_tree.py tests/specdec/core/test_sampling.py tests/specdec/core/test_rules.py tests/specdec/decoding/test_decoder.py \
   tests/specdec/proposers tests/train/test_losses.py
 
-.PHONY: help setup demo test quick lint engines gpu gpu-wheels gpu-test gpu-report
+.PHONY: help setup demo test test-full test-engines lint engines gpu gpu-wheels gpu-test gpu-report
 
 help:
 	@echo "make setup   virtual environment in .venv, and the default target (once, a few minutes)"
 	@echo "make demo    train head=eagle on the CPU, validated by decoding; then decode it beside the shipped head"
-	@echo "make test    all tests, in two processes (about 13 minutes on two cores); on more cores: make test PROCESSES=8"
-	@echo "make quick   a selection of them for daily work: each kind of head once, nothing that trains (about six minutes on two cores)"
+	@echo "make test    the first tier of tests, in two processes (under four minutes on two cores); on more cores: make test PROCESSES=8"
+	@echo "make test-full     all tests but those of engines (about ten minutes on two cores)"
+	@echo "make test-engines  exports inside vLLM and llama.cpp, after make engines"
 	@echo "make lint    ruff and mypy"
 	@echo "make engines vLLM and llama.cpp on the CPU, in engines (once, 4 minutes, 4 GB), for tests of exports"
 	@echo "make gpu     on a machine with CUDA, without a network: all tests there, then a report (under 10 minutes)"
@@ -49,11 +50,17 @@ demo: $(READY)
 	$(BIN)/python scripts/demo.py
 
 # Each process runs on one thread (tests/conftest.py). Processes take tests from one another when they have none left.
-test: $(READY)
-	$(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal
+PYTEST := $(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal
 
-quick: $(READY)
-	$(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal -m "not slow"
+test: $(READY)
+	$(PYTEST) -m "not full and not engines"
+
+test-full: $(READY)
+	$(PYTEST) -m "not engines"
+
+test-engines: $(READY)
+	@test -x engines/bin/python || { echo "make engines installs vLLM and llama.cpp first (4 minutes, 4 GB)."; exit 1; }
+	$(PYTEST) -m engines
 
 lint: $(READY)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && cp train.py .mypy_cache/train_command.py && $(BIN)/mypy .mypy_cache/train_command.py

@@ -20,7 +20,7 @@ from train.answers import datastore
 
 
 @dataclass(frozen=True)
-class Datastore:
+class DatastoreOptions:
     data: str = field(metadata={"help": "rows with messages or text: a .jsonl file, a folder of them, or a dataset"})
     out: str = field(metadata={"help": "folder to make", "folder": True})
     length: int = field(default=16, metadata={"help": "longest match that can be found, in tokens"})
@@ -31,7 +31,7 @@ class Datastore:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    chosen = options(Datastore, __doc__, arguments)
+    chosen = options(DatastoreOptions, __doc__, arguments)
     out = Path(chosen.out)
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=FOLDER or delete it.")

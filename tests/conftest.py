@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items):
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         variants = [parameters[name] for name in ("any_drafter", "small_drafter") if name in parameters]
         if any(variant not in QUICK for variant in variants):
-            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.full)
 
 
 @pytest.fixture(autouse=True)

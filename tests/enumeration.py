@@ -55,10 +55,10 @@ class Enumerate:
         self.scripts, self.others = scripts, []
         self.taken, self.weights = [[] for _ in scripts], [1.0] * len(scripts)
 
-    def token(self, law, where):
+    def token(self, distribution, where):
         picked = torch.zeros(len(self.scripts), dtype=torch.long)
         for row in where.nonzero()[:, 0].tolist():
-            weights, taken = law[row].tolist(), self.taken[row]
+            weights, taken = distribution[row].tolist(), self.taken[row]
             possible = [index for index, weight in enumerate(weights) if weight > 0]
             if len(taken) < len(self.scripts[row]):
                 possible = [self.scripts[row][len(taken)]]
@@ -68,9 +68,9 @@ class Enumerate:
             taken.append(possible[0])
         return picked
 
-    def accept(self, chance, where):
-        chance = chance.clamp(max=1)
-        return self.token(torch.stack([1 - chance, chance], dim=1), where) == 1
+    def accept(self, probability, where):
+        probability = probability.clamp(max=1)
+        return self.token(torch.stack([1 - probability, probability], dim=1), where) == 1
 
 
 def rows_of(tree: Tree, rows: list[int]) -> Tree:
@@ -79,13 +79,13 @@ def rows_of(tree: Tree, rows: list[int]) -> Tree:
 
 def at_nodes(tree: Tree, table: dict) -> torch.Tensor:
     """[B, N, V]: the entry of `table` for each node's prefix, which is the tokens from below the root to the node."""
-    laws = []
+    distributions = []
     for tokens, parents in zip(tree.tokens[:, 1:].tolist(), tree.parents[:, 1:].tolist()):
         prefixes = [()]
         for token, parent in zip(tokens, parents):
             prefixes.append((*prefixes[parent], token))
-        laws.append(torch.stack([table[prefix] for prefix in prefixes]))
-    return torch.stack(laws)
+        distributions.append(torch.stack([table[prefix] for prefix in prefixes]))
+    return torch.stack(distributions)
 
 
 def rule_outcomes(rule, tree: Tree, probs: torch.Tensor):
@@ -105,14 +105,14 @@ def rule_outcomes(rule, tree: Tree, probs: torch.Tensor):
 
 
 def random_laws(seed: int, *, allowed: int = V) -> dict:
-    """A random law of the next token for every prefix. Tokens from `allowed` on have probability 0."""
+    """A random distribution of the next token for every prefix. Tokens from `allowed` on have probability 0."""
     generator = torch.Generator().manual_seed(seed)
-    laws = {}
+    distributions = {}
     for prefix in PREFIXES:
-        law = torch.rand(V, generator=generator, dtype=torch.float64) ** 2
-        law[allowed:] = 0
-        laws[prefix] = law / law.sum()
-    return laws
+        distribution = torch.rand(V, generator=generator, dtype=torch.float64) ** 2
+        distribution[allowed:] = 0
+        distributions[prefix] = distribution / distribution.sum()
+    return distributions
 
 
 def drafts(q: dict, parents: list[int], *, replacement: bool = True, conditioned: bool = True):
@@ -120,22 +120,24 @@ def drafts(q: dict, parents: list[int], *, replacement: bool = True, conditioned
 
     conditioned=False passes q itself for children that were drawn without replacement. This is wrong on purpose.
     """
-    tokens, laws, weights = [], [], []
+    tokens, distributions, weights = [], [], []
     for drafted_tokens in itertools.product(range(V), repeat=len(parents) - 1):
         prefixes, node_laws, weight = [()], [torch.zeros(V, dtype=torch.float64)], 1.0
         for node, token in enumerate(drafted_tokens, start=1):
-            law = q[prefixes[parents[node]]].clone()
-            node_laws.append(law if conditioned else law.clone())
+            distribution = q[prefixes[parents[node]]].clone()
+            node_laws.append(distribution if conditioned else distribution.clone())
             if not replacement:
-                law[[drafted_tokens[other - 1] for other in range(1, node) if parents[other] == parents[node]]] = 0
-                law /= law.sum()
-            weight *= float(law[token])
+                distribution[
+                    [drafted_tokens[other - 1] for other in range(1, node) if parents[other] == parents[node]]
+                ] = 0
+                distribution /= distribution.sum()
+            weight *= float(distribution[token])
             prefixes.append((*prefixes[parents[node]], token))
         if weight > 0:
             tokens.append([0, *drafted_tokens])
-            laws.append(torch.stack(node_laws))
+            distributions.append(torch.stack(node_laws))
             weights.append(weight)
-    return Tree(torch.tensor(tokens), torch.tensor(parents).repeat(len(tokens), 1), torch.stack(laws)), weights
+    return Tree(torch.tensor(tokens), torch.tensor(parents).repeat(len(tokens), 1), torch.stack(distributions)), weights
 
 
 @functools.cache
@@ -153,10 +155,10 @@ def drafted(name: str, seed: int, allowed: int = V):
 
 
 def rule_error(p: dict, rule, parts, probs=None) -> float:
-    """The largest difference, over TEXTS, between the law of decoded texts and the target's law.
+    """The largest difference, over TEXTS, between the distribution of decoded texts and the target's distribution.
 
-    A decoded text begins with the tokens that the rule emits and continues by the target's law.
-    p: the target's law for every prefix. parts: pairs (tree, probabilities [B] of its drafts), which sum to 1 over all
+    A decoded text begins with the tokens that the rule emits and continues by the target's distribution.
+    p: the target's distribution for every prefix. parts: pairs (tree, probabilities [B] of its drafts), which sum to 1 over all
     parts. probs [B, N, V]: given to the rule in place of p at the nodes.
     """
 
@@ -167,11 +169,11 @@ def rule_error(p: dict, rule, parts, probs=None) -> float:
     for tree, weights in parts:
         for row, weight, emitted in rule_outcomes(rule, tree, at_nodes(tree, p) if probs is None else probs):
             emitted_probability[emitted] += weights[row] * weight
-    law = {
+    distribution = {
         text: sum(emitted_probability[text[:n]] * continuation(text, n) for n in range(1, len(text) + 1))
         for text in TEXTS
     }
-    return max(abs(law[text] - continuation(text, 0)) for text in TEXTS)
+    return max(abs(distribution[text] - continuation(text, 0)) for text in TEXTS)
 
 
 # Whole decoders
@@ -197,8 +199,8 @@ def sampled_target():
 
 
 @functools.cache
-def next_law(sampling: Sampling, text: tuple[int, ...]) -> torch.Tensor:
-    """The law [V] of the token after `text`, computed by transformers."""
+def next_distribution(sampling: Sampling, text: tuple[int, ...]) -> torch.Tensor:
+    """The distribution [V] of the token after `text`, computed by transformers."""
     steps = [
         RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
         TemperatureLogitsWarper(sampling.temperature),
@@ -211,9 +213,9 @@ def next_law(sampling: Sampling, text: tuple[int, ...]) -> torch.Tensor:
     return LogitsProcessorList(steps)(tokens, logits).softmax(-1)[0]
 
 
-def chance(sampling: Sampling, before: tuple[int, ...], text: tuple[int, ...]) -> float:
+def probability(sampling: Sampling, before: tuple[int, ...], text: tuple[int, ...]) -> float:
     """The probability that the target continues `before` with `text`."""
-    return math.prod(float(next_law(sampling, before + text[:n])[text[n]]) for n in range(len(text)))
+    return math.prod(float(next_distribution(sampling, before + text[:n])[text[n]]) for n in range(len(text)))
 
 
 class Switch:
@@ -226,13 +228,13 @@ class Switch:
     def uniform(self) -> torch.Tensor:
         return torch.rand(1, 1, generator=self.generator, dtype=torch.float64)
 
-    def token(self, law, where):
+    def token(self, distribution, where):
         if self.on:
-            return self.enumeration.token(law, where)
-        return specdec_sampling.pick(law, self.uniform().expand(len(law), 1))
+            return self.enumeration.token(distribution, where)
+        return specdec_sampling.pick(distribution, self.uniform().expand(len(distribution), 1))
 
-    def accept(self, chance, where):
-        return self.enumeration.accept(chance, where) if self.on else where & (self.uniform()[0] < chance)
+    def accept(self, probability, where):
+        return self.enumeration.accept(probability, where) if self.on else where & (self.uniform()[0] < probability)
 
 
 def decoder_outcomes(decoder: Decoder, number: int, *, seed: int, alone: bool, monkeypatch):
@@ -250,7 +252,9 @@ def decoder_outcomes(decoder: Decoder, number: int, *, seed: int, alone: bool, m
             patch.setattr(rules, "Draws", lambda generator, draws=draws: draws)
             for module in (growth, auto):
                 patch.setattr(
-                    module, "pick", lambda law, uniform, draws=draws, where=everywhere: draws.token(law, where)
+                    module,
+                    "pick",
+                    lambda distribution, uniform, draws=draws, where=everywhere: draws.token(distribution, where),
                 )
             stream, before = decoder.stream([list(PROMPT)] * len(scripts), 50), PROMPT
             for place in range(number + 1):
@@ -265,31 +269,38 @@ def decoder_outcomes(decoder: Decoder, number: int, *, seed: int, alone: bool, m
 
 
 def decoder_error(decoder: Decoder, number: int, *, seed: int = 0, alone: bool = False, monkeypatch) -> float:
-    """The largest difference between the law of texts that begin with the tokens of this round and the target's law."""
+    """The largest difference between the distribution of texts that begin with the tokens of this round and the target's distribution."""
     emitted_probability = collections.Counter()
     outcomes = list(decoder_outcomes(decoder, number, seed=seed, alone=alone, monkeypatch=monkeypatch))
     before = outcomes[0][0]
     for _, weight, emitted in outcomes:
         emitted_probability[emitted] += weight
     sampling = decoder.sampling
-    law = {
-        text: sum(emitted_probability[text[:n]] * chance(sampling, before + text[:n], text[n:]) for n in range(1, 4))
+    distribution = {
+        text: sum(
+            emitted_probability[text[:n]] * probability(sampling, before + text[:n], text[n:]) for n in range(1, 4)
+        )
         for text in THREE_TOKENS
     }
-    return max(abs(law[text] - chance(sampling, before, text)) for text in THREE_TOKENS)
+    return max(abs(distribution[text] - probability(sampling, before, text)) for text in THREE_TOKENS)
 
 
 def without_temperature(tree: Tree) -> Tree:
-    laws = tree.probs ** SAMPLINGS["warm"].temperature
-    return Tree(tree.tokens, tree.parents, laws / laws.sum(-1, keepdim=True).clamp(min=1e-9), linear=tree.linear)
+    distributions = tree.probs ** SAMPLINGS["warm"].temperature
+    return Tree(
+        tree.tokens,
+        tree.parents,
+        distributions / distributions.sum(-1, keepdim=True).clamp(min=1e-9),
+        linear=tree.linear,
+    )
 
 
 def answer_statistic(decoder: Decoder, num: int) -> tuple[float, int]:
-    """-> chi-square of the first four tokens of `num` answers against the exact law, its degrees of freedom"""
+    """-> chi-square of the first four tokens of `num` answers against the exact distribution, its degrees of freedom"""
     answers = decoder.generate([list(PROMPT)] * num, 4, generator=torch.Generator().manual_seed(0)).tokens
     counts = collections.Counter(map(tuple, answers))
     texts = list(itertools.product(range(V), repeat=4))
-    expected = [num * chance(decoder.sampling, PROMPT, text) for text in texts]
+    expected = [num * probability(decoder.sampling, PROMPT, text) for text in texts]
     pairs = [(counts[text], e) for text, e in zip(texts, expected) if e >= 5]
     rest = [(counts[text], e) for text, e in zip(texts, expected) if e < 5]
     pairs.append((sum(count for count, _ in rest), sum(e for _, e in rest)))

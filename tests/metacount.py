@@ -47,7 +47,7 @@ PRODUCTS = {
 
 def meta_target(config: PreTrainedConfig, monkeypatch) -> Target:
     """A target without values in bfloat16, of which nothing is checked that values would be needed for"""
-    monkeypatch.setattr("specdec.target.model.fingerprint", lambda *_: "0" * 16)
+    monkeypatch.setattr("specdec.target.model.fingerprint_of_model", lambda *_: "0" * 16)
     monkeypatch.setattr(Target, "_check_logits", lambda self: None)
     with torch.device("meta"), Count():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention.NAME)

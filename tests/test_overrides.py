@@ -87,6 +87,7 @@ def test_options_of_another_command_are_checked():
         check({"train.steps": "x"}, "training.")
 
 
+@pytest.mark.full
 def test_a_run_in_such_folders_trains_and_is_continued(tmp_path):
     here = tmp_path / "数据 (1), ${x}{'#"
     here.mkdir()

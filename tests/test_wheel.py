@@ -25,7 +25,7 @@ from tests.support import (
     write_rows,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 CLONE = ("specdec", "train", "scripts", "conf")  # folders that the wheel is made of
 # Packages of the console command and of training, which the package alone must not import

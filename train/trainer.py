@@ -48,7 +48,7 @@ class NotFiniteLoss(ValueError):
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """What a step of the optimizer gave. Its tensors stay on the device until somebody reads them."""
 
     number: int  # steps before it
@@ -203,7 +203,7 @@ class Trainer:
             if (settings.validate_first or self.drafter.pretrained) and self.step == 0:
                 self.validate(record, required=True)
             first, loss = self.step + 1, math.nan
-            unread: list[Step] = []  # steps whose losses nobody has read
+            unread: list[TrainingStep] = []  # steps whose losses nobody has read
             norms: list[Tensor] = []  # of the steps since the last line
             with TrainingProgress(steps=settings.steps, done=self.step, shown=main) as line:
                 while self.step < settings.steps:
@@ -251,7 +251,7 @@ class Trainer:
         if main:
             self.folder.finish(self.step)
 
-    def take_step(self, *, compare: bool) -> Step:
+    def take_step(self, *, compare: bool) -> TrainingStep:
         """One step of the optimizer, in which nothing waits for a device. A step whose loss is not finite changes nothing.
 
         compare: whether to compare the guesses of its last micro-batch with the text
@@ -295,9 +295,9 @@ class Trainer:
         self.optimizer.zero_grad()
         tokens = sum(int((micro.batch.documents >= 0).sum()) for micro in micro_batches) * self.group.num
         rounds = None if loss.matches is None else count_rounds(micro.batch, loss.matches)
-        return Step(self.step, total, norm.detach() if finite else None, tokens, rounds)
+        return TrainingStep(self.step, total, norm.detach() if finite else None, tokens, rounds)
 
-    def read_losses(self, unread: list[Step], loss: float) -> float:
+    def read_losses(self, unread: list[TrainingStep], loss: float) -> float:
         """Reads the losses of steps, and empties the list. -> the newest; `loss` if there is none. Raises NotFiniteLoss"""
         kept = [step for step in unread if step.norm is not None]
         unread.clear()
@@ -556,7 +556,7 @@ class TrainingProgress:
         """Tokens/s count from here."""
         self.clock, self.tokens = time.perf_counter(), 0
 
-    def advance(self, step: Step, loss: float, seconds: float) -> tuple[str, dict]:
+    def advance(self, step: TrainingStep, loss: float, seconds: float) -> tuple[str, dict]:
         """One step is done, in so many seconds. -> the line, and the figures of it that are logged"""
         self.tokens, self.seconds = self.tokens + step.tokens, self.seconds + seconds
         if step.rounds is not None:

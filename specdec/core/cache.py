@@ -426,12 +426,12 @@ class UnrollCache:
         # step d -> earlier step -> where the slots of step d are among those of the earlier one; None: in the same places
         self.places: dict[int, dict[int, Tensor | None]] = {}
 
-    def at_step(self, d: int, kept: Tensor | None = None) -> "UnrollStep":
+    def at_step(self, d: int, kept: Tensor | None = None) -> "CachedStep":
         """kept [B, S]: the places of the slots of step d among those of the step before; None: the same slots"""
         earlier = self.places.get(d - 1, {})
         moved = {e: at if kept is None or at is None else at.gather(1, kept) for e, at in earlier.items()}
         self.places[d] = {e: kept if at is None else at for e, at in moved.items()} | {d - 1: kept}
-        return UnrollStep(self, d)
+        return CachedStep(self, d)
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> None:
         """Stores K and V that all steps see: a block drafter's context."""
@@ -439,7 +439,7 @@ class UnrollCache:
 
 
 @dataclass(frozen=True)
-class UnrollStep:
+class CachedStep:
     """What step d sees of an `UnrollCache`. A step that is computed again, in the backward pass, sees what it saw before."""
 
     cache: UnrollCache

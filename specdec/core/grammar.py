@@ -1,7 +1,7 @@
 """Answers that follow a grammar: a JSON schema, a regular expression, or a grammar in Lark's form (`llguidance`).
 
-The grammar is part of the target's law, as top-p is: after each text, tokens that no sentence of the grammar has there get
-probability 0 and the others are normalised, before temperature and filters, and before any acceptance rule. The laws of
+The grammar is part of the target's distribution, as top-p is: after each text, tokens that no sentence of the grammar has there get
+probability 0 and the others are normalised, before temperature and filters, and before any acceptance rule. The distributions of
 drafts are left alone.
 """
 
@@ -265,7 +265,7 @@ def constrain(
     """constraints [B]: None for a row without a grammar -> the tree, and what may follow each of its nodes [B, N, V] bool
 
     prune: whether nodes are left out that cannot be accepted: chosen drafts that the grammar does not allow, and what is
-    below. A sampled draft stays where the text before it is allowed, because its refusal changes the law of the next token.
+    below. A sampled draft stays where the text before it is allowed, because its refusal changes the distribution of the next token.
     """
     masks, kept = [], []
     for constraint, tokens, parents in zip(constraints, tree.tokens.tolist(), tree.parents.tolist()):

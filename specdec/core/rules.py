@@ -1,8 +1,8 @@
-"""Acceptance rules: pure functions of a tree and the target's laws, without a model (docs/methods.md, section 1).
+"""Acceptance rules: pure functions of a tree and the target's distributions, without a model (docs/methods.md, section 1).
 
 No rule waits for a GPU: loops run over node numbers in Python, and everything else is tensors.
 
-tree.probs[b, i] is the law that node i was drawn from, given the context of its parent and its earlier siblings. The
+tree.probs[b, i] is the distribution that node i was drawn from, given the context of its parent and its earlier siblings. The
 rules need no other knowledge of how drafts were made:
 
     a chain                               q (Leviathan et al. 2211.17192; Chen et al. 2302.01318)
@@ -12,7 +12,7 @@ rules need no other knowledge of how drafts were made:
     chosen children                       one-hot; tree.probs = None stands for it and needs less memory
 
 Every rule returns path [B, P], the accepted nodes from node 0 down (P = N; entries past num_kept are 0), num_kept [B]
-and next_token [B], NO_TOKEN where there is none. The target's laws, probs [B, N, V], are in float32 or float64.
+and next_token [B], NO_TOKEN where there is none. The target's distributions, probs [B, N, V], are in float32 or float64.
 """
 
 from collections.abc import Callable
@@ -32,18 +32,22 @@ class Draws:
     def __init__(self, source: Randomness):
         self.source = source
 
-    def accept(self, chance: Tensor, where: Tensor) -> Tensor:
-        """chance [B] (1 or more: always), where [B] bool -> [B] bool; False, and no draw, where `where` is False."""
-        needing = where if chance.device.type == "cpu" else None  # on a GPU the question would cost more than a draw
-        return where & (uniform(len(chance), self.source, chance.device, chance.dtype, needing) < chance)
+    def accept(self, probability: Tensor, where: Tensor) -> Tensor:
+        """probability [B] (1 or more: always), where [B] bool -> [B] bool; False, and no draw, where `where` is False."""
+        needing = (
+            where if probability.device.type == "cpu" else None
+        )  # on a GPU the question would cost more than a draw
+        return where & (
+            uniform(len(probability), self.source, probability.device, probability.dtype, needing) < probability
+        )
 
-    def token(self, law: Tensor, where: Tensor) -> Tensor:
-        """law [B, V], where [B] bool -> one index drawn for each row [B]; any index where `where` is False.
+    def token(self, distribution: Tensor, where: Tensor) -> Tensor:
+        """distribution [B, V], where [B] bool -> one index drawn for each row [B]; any index where `where` is False.
 
-        NO_TOKEN where a law has none: NaN, or no probability.
+        NO_TOKEN where a distribution has none: NaN, or no probability.
         """
-        index = pick(law, uniforms(len(law), self.source, law.device))
-        return torch.where(law.gather(1, index[:, None])[:, 0] > 0, index, NO_TOKEN)
+        index = pick(distribution, uniforms(len(distribution), self.source, distribution.device))
+        return torch.where(distribution.gather(1, index[:, None])[:, 0] > 0, index, NO_TOKEN)
 
 
 def greedy(tree: Tree, choices: Tensor) -> Accepted:
@@ -59,7 +63,7 @@ def sample(tree: Tree, probs: Tensor, draws: Draws) -> Accepted:
     """Token by token. Lossless for every kind of drafting listed above. probs is overwritten.
 
     Walk down from the root. At a node, try its children in order: accept child x with probability min(1, r(x) / q(x)),
-    where r starts as the target's law p and becomes norm(max(r - q, 0)) after a refusal. A chosen child is accepted
+    where r starts as the target's distribution p and becomes norm(max(r - q, 0)) after a refusal. A chosen child is accepted
     with probability r(x); if it is refused, r(x) becomes 0 and r is normalised. When every child is refused, the next
     token is drawn from r.
     """
@@ -69,9 +73,9 @@ def sample(tree: Tree, probs: Tensor, draws: Draws) -> Accepted:
         parent = tree.parents[:, node]
         if probs.device.type == "cpu" and not bool((parent == end).any()):
             continue  # no row's path ends at this parent; on a GPU the question would cost more than it saves
-        law = probs[rows, parent]  # [B, V] r after the parent's earlier children
-        accepted = draws.accept(chance(law, tree, node), parent == end)
-        probs[rows, parent], _ = refuse(law, tree, node)
+        distribution = probs[rows, parent]  # [B, V] r after the parent's earlier children
+        accepted = draws.accept(probability(distribution, tree, node), parent == end)
+        probs[rows, parent], _ = refuse(distribution, tree, node)
         end = torch.where(accepted, node, end)
     return *trace(tree.ancestors(), end), draws.token(probs[rows, end], torch.ones_like(end, dtype=torch.bool))
 
@@ -82,7 +86,7 @@ def block(tree: Tree, probs: Tensor, draws: Draws) -> Accepted:
     Lossless for every kind of drafting listed above. probs is overwritten.
 
     Nodes are tried in post-order: children before their parent, the root last. The accepted path ends at the first node
-    that is accepted; a node is accepted with chance P, given that all nodes before it were refused. P(root) = 1 and
+    that is accepted; a node is accepted with probability P, given that all nodes before it were refused. P(root) = 1 and
     P(x) = min(1, P p(x) / q(x)), with P and p of x's parent. After each child, the parent's p and P become
     p = norm(R) and P = |R| / (|R| + 1 - P), where R = max(P p - q, 0). No draw changes these values, because a node is
     tried only if all nodes before it were refused. So they are computed in the order of the nodes, before any draw.
@@ -99,14 +103,14 @@ def block(tree: Tree, probs: Tensor, draws: Draws) -> Accepted:
         parent = tree.parents[:, node]
         before = budget[rows, parent]  # [B]
         mass = before[:, None] * probs[rows, parent]  # [B, V] P p
-        budget[:, node] = chance(mass, tree, node)
+        budget[:, node] = probability(mass, tree, node)
         probs[rows, parent], total = refuse(mass, tree, node)
         budget[rows, parent] = torch.where(before == 1, before, total / (total + 1 - before))
         turn[:, node] = turn[rows, parent]
         turn[rows, parent] += size[:, node]
     end = torch.zeros_like(size[:, 0])
     undecided = torch.ones_like(end, dtype=torch.bool)  # [B]
-    for candidate in turn.argsort(1)[:, :-1].unbind(1):  # [B] each; the root, whose chance is 1, needs no draw
+    for candidate in turn.argsort(1)[:, :-1].unbind(1):  # [B] each; the root, whose probability is 1, needs no draw
         accepted = draws.accept(budget[rows, candidate], undecided)
         end = torch.where(accepted, candidate, end)
         undecided = undecided & ~accepted
@@ -127,7 +131,7 @@ def typical(tree: Tree, probs: Tensor, draws: Draws, *, epsilon: float = 0.09, d
     return path, num_kept, draws.token(probs[rows, end], torch.ones_like(rows, dtype=torch.bool))
 
 
-def chance(mass: Tensor, tree: Tree, node: int) -> Tensor:
+def probability(mass: Tensor, tree: Tree, node: int) -> Tensor:
     """min(1, r(x) / q(x)) [B] of a node's token x; mass [B, V] is r."""
     token = tree.tokens[:, node, None]  # [B, 1]
     wanted = mass.gather(1, token)[:, 0]
@@ -135,9 +139,9 @@ def chance(mass: Tensor, tree: Tree, node: int) -> Tensor:
 
 
 def refuse(mass: Tensor, tree: Tree, node: int) -> tuple[Tensor, Tensor]:
-    """norm(R) [B, V] and |R| [B] for R = max(r - q, 0), q being the law of `node`; mass [B, V] is r.
+    """norm(R) [B, V] and |R| [B] for R = max(r - q, 0), q being the distribution of `node`; mass [B, V] is r.
 
-    Where |R| is no more than a rounding error, r is returned instead; if r is a law, a refusal is then as rare.
+    Where |R| is no more than a rounding error, r is returned instead; if r is a distribution, a refusal is then as rare.
     """
     if tree.probs is None:
         rest = mass.scatter(1, tree.tokens[:, node, None], 0)

@@ -1,4 +1,4 @@
-"""From logits to the law (the distribution) of the next token, as in transformers' generate: a repetition penalty, then
+"""From logits to the distribution (the distribution) of the next token, as in transformers' generate: a repetition penalty, then
 temperature, top-k and top-p."""
 
 import math
@@ -14,17 +14,17 @@ from specdec.core.tree import Tree
 
 Kind = Literal[
     "greedy", "sampled", "cut"
-]  # what a law costs: the likeliest token; a softmax; with filters or a penalty
+]  # what a distribution costs: the likeliest token; a softmax; with filters or a penalty
 Randomness = torch.Generator | None | Sequence[torch.Generator | None]  # one of all rows, or one for each row
 
 LOW = 1e-3  # below this temperature, logits are divided as differences from the largest one, which cannot overflow
-LOWEST = 1e-30  # below this temperature, which float32 cannot divide by, a law is greedy
+LOWEST = 1e-30  # below this temperature, which float32 cannot divide by, a distribution is greedy
 NO_TOKEN = -1  # in the place of a token that does not exist: the logits are not finite, or all are -inf
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings of the law. Temperature 0 is greedy, and so is one below LOWEST; then only the penalty has an effect."""
+    """The settings of the distribution. Temperature 0 is greedy, and so is one below LOWEST; then only the penalty has an effect."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -63,7 +63,7 @@ class Sampling:
         penalty = self.repetition_penalty
         return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
-    def law(self, logits: Tensor) -> Tensor:
+    def distribution(self, logits: Tensor) -> Tensor:
         """logits [..., V] -> probabilities at temperature > 0, in float32 (float64 for logits in float64)
 
         Top-k keeps all logits that equal the k-th. Of equal logits at the boundary, top-p keeps those of the highest
@@ -101,7 +101,7 @@ class RowSampling:
 
     @property
     def costliest(self) -> Sampling:
-        """A setting of the rows whose law takes as long as that of all."""
+        """A setting of the rows whose distribution takes as long as that of all."""
         order: tuple[Kind, ...] = ("greedy", "sampled", "cut")
         return max(self.rows, key=lambda row: order.index(row.kind))
 
@@ -113,16 +113,18 @@ class RowSampling:
                 logits[rows] = sampling.penalise(logits[rows], seen[rows])
         return logits
 
-    def law(self, logits: Tensor) -> Tensor:
-        """As `Sampling.law`; a greedy row's law gives its most likely token in any case, if there is one."""
-        laws = torch.zeros_like(precise(logits))
+    def distribution(self, logits: Tensor) -> Tensor:
+        """As `Sampling.distribution`; a greedy row's distribution gives its most likely token in any case, if there is one."""
+        distributions = torch.zeros_like(precise(logits))
         for sampling, rows in self._groups(logits.device):
             if sampling.greedy:
                 largest, best = logits[rows].max(-1, keepdim=True)
-                laws[rows] = torch.zeros_like(laws[rows]).scatter_(-1, best, largest.isfinite().to(laws.dtype))
+                distributions[rows] = torch.zeros_like(distributions[rows]).scatter_(
+                    -1, best, largest.isfinite().to(distributions.dtype)
+                )
             else:
-                laws[rows] = sampling.law(logits[rows])
-        return laws
+                distributions[rows] = sampling.distribution(logits[rows])
+        return distributions
 
     def _groups(self, device: torch.device) -> list[tuple[Sampling, Tensor]]:
         """Each setting, and the numbers of its rows."""
@@ -154,14 +156,14 @@ def nucleus(logits: Tensor, top_p: float) -> Tensor:
     nums, totals = above.sum(-1).tolist(), probs.sum(-1, dtype=torch.float64).tolist()
     places = above.flatten().nonzero()[:, 0]  # in the flat logits
     kept_places, kept_logits = [], []
-    for row, law, where, total in zip(
+    for row, distribution, where, total in zip(
         logits.take(places).split(nums), probs.take(places).split(nums), places.split(nums), totals
     ):
-        few, tail = candidates(law, most, total)
+        few, tail = candidates(distribution, most, total)
         ascending, order = row[few].sort(dim=0, stable=True)
         few = few[order]
         # Added up in float64 and then rounded, as a CPU's cumsum of the sorted tokens is
-        reached = (tail + law[few].cumsum(0, dtype=torch.float64)).to(law.dtype)
+        reached = (tail + distribution[few].cumsum(0, dtype=torch.float64)).to(distribution.dtype)
         num_dropped = int((reached[:-1] <= 1 - top_p).sum())
         kept_places.append(where[few[num_dropped:]])
         kept_logits.append(ascending[num_dropped:])
@@ -169,8 +171,8 @@ def nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 
 def candidates(probs: Tensor, most: float, total: float) -> tuple[Tensor, float]:
-    """probs [n] of some tokens of a law whose sum is `total`, the largest among them; most: that top-p drops at least, if
-    tokens allow it -> increasing places in `probs`, with all tokens that top-p keeps, and the sum of the law's other tokens
+    """probs [n] of some tokens of a distribution whose sum is `total`, the largest among them; most: that top-p drops at least, if
+    tokens allow it -> increasing places in `probs`, with all tokens that top-p keeps, and the sum of the distribution's other tokens
 
     n tokens of at most most / n each have together no more than `most`, so all of them are dropped. The same holds for
     the tokens left, with what the dropped ones leave of `most`. Equal tokens stay together.
@@ -191,13 +193,17 @@ def sorted_nucleus(logits: Tensor, top_p: float) -> Tensor:
     return logits.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
 
 
-def pick(law: Tensor, uniform: Tensor) -> Tensor:
-    """law [B, V], uniform [B, 1] in float64 from [0, 1) -> one index for each row [B], distributed as the law
+def pick(distribution: Tensor, uniform: Tensor) -> Tensor:
+    """distribution [B, V], uniform [B, 1] in float64 from [0, 1) -> one index for each row [B], distributed as the distribution
 
-    Of a law with NaN any index, in range, so that nothing is read outside of a table.
+    Of a distribution with NaN any index, in range, so that nothing is read outside of a table.
     """
-    reached = law.cumsum(-1, dtype=torch.float64)  # [B, V] in float32 the chances of rare tokens would be rounded away
-    return torch.searchsorted(reached, uniform * reached[:, -1:], right=True)[:, 0].clamp_(max=law.shape[-1] - 1)
+    reached = distribution.cumsum(
+        -1, dtype=torch.float64
+    )  # [B, V] in float32 the probabilities of rare tokens would be rounded away
+    return torch.searchsorted(reached, uniform * reached[:, -1:], right=True)[:, 0].clamp_(
+        max=distribution.shape[-1] - 1
+    )
 
 
 def uniforms(num: int, source: Randomness, device) -> Tensor:

@@ -12,9 +12,9 @@ Nodes = list[tuple[int, int]]  # the drafts of one row, nodes 1, 2, .. of a tree
 
 
 def certain(tokens: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
-    """tokens [B, N] -> [B, N, V] the laws that give them in any case"""
-    laws = torch.zeros(*tokens.shape, vocab_size, dtype=dtype, device=tokens.device)
-    return laws.scatter_(2, tokens[..., None], 1.0)
+    """tokens [B, N] -> [B, N, V] the distributions that give them in any case"""
+    distributions = torch.zeros(*tokens.shape, vocab_size, dtype=dtype, device=tokens.device)
+    return distributions.scatter_(2, tokens[..., None], 1.0)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,9 @@ class Tree:
 
     tokens: Tensor  # [B, N] node 0, the root, is the newest committed token
     parents: Tensor  # [B, N] parents[i] < i; parents[0] = -1
-    probs: Tensor | None  # [B, N, V] the law that node i was sampled from; None: the nodes were chosen, not sampled
+    probs: (
+        Tensor | None
+    )  # [B, N, V] the distribution that node i was sampled from; None: the nodes were chosen, not sampled
     linear: bool = False  # whether every row is a chain
     done: PartialPass | None = None
 

@@ -388,7 +388,7 @@ class Batch:
             first = torch.where(largest.isfinite(), best, NO_TOKEN)
         else:
             draws = rules.Draws(self._randomness(requests))
-            first = draws.token(sampling.law(logits), torch.ones_like(num, dtype=torch.bool))
+            first = draws.token(sampling.distribution(logits), torch.ones_like(num, dtype=torch.bool))
         newest = first.clamp(min=0)
         if marks is not None:
             marks.scatter_(1, newest[:, None], True)

@@ -8,7 +8,7 @@ THE SLOT RULE (the only alignment in the project; every other file refers to it)
     position      0     1     2     3     4
     token         x0    x1    x2    x3    x4
     feature       f0    f1    f2    f3    f4      f_i: computed by the target once it has read x_i
-    target        p1    p2    p3    p4    p5      p_i: its law for token i, found at position i-1
+    target        p1    p2    p3    p4    p5      p_i: its distribution for token i, found at position i-1
 
     slot 2 step 1   (f1, x2) -> h    guesses x3, judged by p3 (position 2)
     slot 2 step 2   (h , x3) -> h'   guesses x4, judged by p4 (position 3)

@@ -71,7 +71,7 @@ class Report:
     speedup_ci: list[float] | None
     ms_per_round: dict[str, float] | None  # by decode.STAGES
     adapted_target: bool = False  # whether outputs are those of a target that the head has changed
-    lossy: bool = False  # whether the acceptance rule changes the law of the answers
+    lossy: bool = False  # whether the acceptance rule changes the distribution of the answers
     identical_outputs: float | None = None  # share of the answers that equal plain decoding; None at temperature > 0
     largest_gap_at_difference: float | None = None  # the largest top-2 logit gap where a greedy answer differs
     replayed_prompts: int | None = None  # None where replay does not apply
@@ -240,11 +240,11 @@ def verdict(report: Report) -> str:
     adapted = "; outputs are those of the adapted target, not of the original one" if report.adapted_target else ""
     if report.lossy:
         return (
-            "NOT lossless: this rule accepts tokens that the target would seldom say, so answers follow another law"
+            "NOT lossless: this rule accepts tokens that the target would seldom say, so answers follow another distribution"
             + adapted
         )
     if report.temperature > 0:
-        return f"lossless by the acceptance rule (answers are draws from the same law, not the same draws){adapted}"
+        return f"lossless by the acceptance rule (answers are draws from the same distribution, not the same draws){adapted}"
     assert report.identical_outputs is not None
     num = round(report.identical_outputs * report.num_prompts)
     if num == report.num_prompts:

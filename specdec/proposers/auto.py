@@ -412,7 +412,7 @@ class Auto(Proposer):
                     spine[number] = next((node for node in nodes if node not in row.barred), nodes[0])
                 drafts = given([[row.tokens[node]] for row, node in zip(rows, spine)], device)
             else:
-                distribution = sampling.law(logits[:, 0])  # [B, W]
+                distribution = sampling.distribution(logits[:, 0])  # [B, W]
                 surest = distribution.max(-1).values.tolist()
                 timer.stop(step, late)
                 kinds = [Kind("drawn", sure, level) for sure in surest]

@@ -95,7 +95,7 @@ class Cascade(Proposer):
             rule="token",
             runner=self.runner,
             hidden_states=self.target_layers,
-            law=True,
+            distribution=True,
         )
         draws = rules.Draws(generator)
         self._take_part()
@@ -116,10 +116,10 @@ class Cascade(Proposer):
             wanted = (place <= num) & (place <= (done + kept)[:, None])
             place = torch.where(wanted, place, 1 + num)
             tokens.scatter_(1, place, following)
-            if verdict.law is not None:
+            if verdict.distribution is not None:
                 if probs is None:
-                    probs = verdict.law.new_zeros(*tokens.shape, verdict.law.shape[-1])
-                probs[part.rows, place] = verdict.law[part.rows, path]
+                    probs = verdict.distribution.new_zeros(*tokens.shape, verdict.distribution.shape[-1])
+                probs[part.rows, place] = verdict.distribution[part.rows, path]
             done = done + kept
             if not tree.linear:
                 part.keep(path)

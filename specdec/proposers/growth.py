@@ -84,7 +84,7 @@ def grow_chain(
         if sampling.greedy:
             draft = logits[:, 0].argmax(-1)
         else:
-            distributions.append(sampling.law(logits[:, 0]))  # [B, W]
+            distributions.append(sampling.distribution(logits[:, 0]))  # [B, W]
             draft = pick(distributions[-1], uniforms(len(newest), generator, newest.device))
         tokens.append(steps.drafter.to_target(draft))
         if d < depth:
@@ -187,7 +187,7 @@ def grow_sampled_tree(
             parents = parents[: depths.index(d)]
             break
         for place, node in enumerate(level):
-            distribution = sampling.law(logits[:, place])  # [B, W]
+            distribution = sampling.distribution(logits[:, place])  # [B, W]
             for child in [child for child in range(1, len(parents)) if parents[child] == node]:
                 draft = pick(distribution, uniforms(len(newest), generator, newest.device))
                 distributions[child - 1], tokens[child] = distribution, drafter.to_target(draft)

@@ -97,7 +97,7 @@ class LayerSkip(Proposer):
             logits, best, log_probability = self.runner("draft", self._read_out, h)
             certainty = certainty + log_probability
             if not sampling.greedy:
-                distributions.append(sampling.law(logits))
+                distributions.append(sampling.distribution(logits))
                 best = pick(distributions[-1], uniforms(len(best), generator, best.device))
             tokens.append(best)
             if self.threshold and bool(certainty.max().exp() < self.threshold):

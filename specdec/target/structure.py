@@ -51,7 +51,7 @@ class LogitShape:
         return cls(scale, fields.get("final_logit_softcapping"))
 
 
-class Recorder(transformers.Cache):
+class LayerRecorder(transformers.Cache):
     """Stands in for a cache in one pass, and notes what every layer wants to keep."""
 
     def __init__(self, layers: list, running: list[nn.Module]):
@@ -164,10 +164,10 @@ def _equal(output: Tensor, final: Tensor) -> bool:
 
 def record(
     decoder: nn.Module, blocks: list[nn.Module], states: list, tokens: Tensor, positions: Tensor, masks: object
-) -> Recorder:
+) -> LayerRecorder:
     """Runs the decoder with a recorder as its cache. states: places for the states of recurrent layers"""
     running: list[nn.Module] = []
-    recorder = Recorder(states, running)
+    recorder = LayerRecorder(states, running)
     with watched(blocks, running):
         decoder(
             input_ids=tokens,

@@ -23,7 +23,7 @@ class Verdict:
     next_token: Tensor  # [B] NO_TOKEN where the target has none
     output: TargetOutput  # of the nodes, [B, N, .]
     choices: Tensor | None  # [B, N] the most likely token after each node; at temperature > 0 only if asked for
-    law: Tensor | None  # [B, N, V] the target's law after each node, if asked for and temperature > 0
+    distribution: Tensor | None  # [B, N, V] the target's distribution after each node, if asked for and temperature > 0
 
     def along(self, tree: Tree, depth: int) -> tuple[Tensor, Tensor]:
         """-> path [B, P], P at most 1 + depth, and the token that follows each of its nodes [B, P].
@@ -38,7 +38,7 @@ class Verdict:
 class Verifier:
     """Puts trees before the target.
 
-    hidden_states: those wanted in `Verdict.output`; choices, law: whether the verdict has them at temperature > 0
+    hidden_states: those wanted in `Verdict.output`; choices, distribution: whether the verdict has them at temperature > 0
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class Verifier:
         runner: Runner,
         hidden_states: tuple[int, ...] = (),
         choices: bool = False,
-        law: bool = False,
+        distribution: bool = False,
     ):
         self.target, self.compiled = target, CompiledTarget(target, runner)
         self.sampling, self.rule, self.runner = sampling, rules.RULES[rule], runner
-        self.hidden_states, self.choices, self.law = hidden_states, choices, law
+        self.hidden_states, self.choices, self.distribution = hidden_states, choices, distribution
 
     def __call__(
         self,
@@ -98,9 +98,9 @@ class Verifier:
             path, num_kept, next_token, choices = _greedy(tree, logits)
             return Verdict(path, num_kept, next_token, output, choices, None)
         likely = logits.argmax(-1) if self.choices else None
-        law = sampling.law(logits)
-        kept = law.clone() if self.law else None  # the rule overwrites it
-        return Verdict(*self.rule(tree, law, draws), output, likely, kept)
+        distribution = sampling.distribution(logits)
+        kept = distribution.clone() if self.distribution else None  # the rule overwrites it
+        return Verdict(*self.rule(tree, distribution, draws), output, likely, kept)
 
     @property
     def capturable(self) -> bool:

@@ -29,7 +29,7 @@ def rounds(accept: Tensor) -> tuple[float, Tensor]:
     -> number of rounds, accepted [K]: tau = (n - 1) / rounds = 1 + accepted.sum() / rounds
     """
     depth, num_tokens = accept.shape
-    chances = accept.double().cpu().tolist()
+    probabilities = accept.double().cpu().tolist()
     starts = [0.0] * (num_tokens + depth + 2)
     starts[1] = 1.0
     accepted = [0.0] * depth
@@ -38,7 +38,7 @@ def rounds(accept: Tensor) -> tuple[float, Tensor]:
         for d in range(1, depth + 1):
             if start + d >= num_tokens:  # the last place is filled by the target's own token, not by a draft
                 break
-            survives = alive * chances[d - 1][start]
+            survives = alive * probabilities[d - 1][start]
             starts[start + d] += alive - survives
             accepted[d - 1] += survives
             alive = survives
@@ -82,11 +82,11 @@ def acceptances(
     output: what `read` gave for these texts; only its features are needed at temperature 0. None: it is read here
     """
 
-    def chances(logits: Tensor, token: Tensor, truth: Tensor | None) -> Tensor:
-        return _chances(drafter, logits, token, truth, temperature)
+    def probabilities(logits: Tensor, token: Tensor, truth: Tensor | None) -> Tensor:
+        return _probabilities(drafter, logits, token, truth, temperature)
 
     output = output or read(drafter, texts)
-    return _by_start(drafter, texts, output, chances, depth=depth, judged=temperature > 0, dtype=torch.float64)
+    return _by_start(drafter, texts, output, probabilities, depth=depth, judged=temperature > 0, dtype=torch.float64)
 
 
 @torch.no_grad()
@@ -141,14 +141,14 @@ def _by_start(
     return [values[:, : len(answer)] for values, (_, answer) in zip(found.cpu(), texts)]
 
 
-def _chances(drafter: Drafter, logits: Tensor, token: Tensor, truth: Tensor | None, temperature: float) -> Tensor:
+def _probabilities(drafter: Drafter, logits: Tensor, token: Tensor, truth: Tensor | None, temperature: float) -> Tensor:
     """[M]: the probability that each token's draft, made by logits [M, W], was accepted; truth [M, V]: target's logits"""
     if truth is None:
         return drafter.to_target(logits.argmax(-1)) == token
     draft = (
         token if drafter.target_to_draft is None else drafter.target_to_draft[token]
     )  # [M], -1 if it cannot be drafted
-    law = (logits.to(truth.dtype) / temperature).log_softmax(-1)
-    guess = law.gather(1, draft.clamp(min=0)[:, None])[:, 0]
+    distribution = (logits.to(truth.dtype) / temperature).log_softmax(-1)
+    guess = distribution.gather(1, draft.clamp(min=0)[:, None])[:, 0]
     real = (truth / temperature).log_softmax(-1).gather(1, token[:, None])[:, 0]
     return torch.where(draft >= 0, (guess - real).exp().clamp(max=1), 0.0)

@@ -33,7 +33,7 @@ NEW, K = 14, 3
 
 def engines(test):
     """Marks a test that needs the real engines."""
-    return pytest.mark.engines(pytest.mark.slow(missing(test)))
+    return pytest.mark.engines(pytest.mark.full(missing(test)))
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tests.golden import figures, interface, signature
 from tests.golden.figures import MIDDLE, STEPS
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.skipif(torch.accelerator.is_available(), reason="recorded on CPUs"),
 ]
 ANYWHERE = json.loads((figures.GOLDEN / "anywhere.json").read_text())["anywhere"]

@@ -178,7 +178,7 @@ def test_what_was_interrupted_goes_on(run_adapt, monkeypatch):
     assert len(list(Path("adapted/adaptations").glob("*.json"))) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_passes_a_signal_to_training_and_goes_on(made, tmp_path):
     given = {
         "checkpoint": made / "head",

@@ -21,7 +21,7 @@ engines = pytest.mark.skipif(
     not (ROOT / "engines" / "ready").is_file(), reason="the engines are not installed: make engines"
 )
 real = pytest.mark.skipif(not REAL_TARGET.exists(), reason="needs make setup")
-pytestmark = [pytest.mark.slow, real]
+pytestmark = [pytest.mark.full, real]
 
 
 def call(monkeypatch, script, *arguments: str) -> None:

@@ -23,7 +23,7 @@ from specdec.unroll.replay import acceptance
 from tests.support import save_eagle, save_target, write_prompts, write_rows
 from train.data import rows as data
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 TRAINING = {"tokens": 2_000_000, "tokens_per_second": 1234.5, "peak_memory": 2**30, "seconds": 1620.0}
 

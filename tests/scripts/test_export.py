@@ -15,7 +15,7 @@ from tests.exports import REPORT, SERVED, bring_in, make_medusa2
 from tests.loops import follow
 from tests.support import load_head, random_tokens, save_eagle, save_target, small_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 import_script = importlib.import_module("scripts.import")
 

@@ -10,7 +10,7 @@ from scripts import evaluate, generate
 from specdec.core.grammar import Grammar
 from tests.support import save_eagle, save_target
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 SCHEMA = {
     "type": "object",
     "properties": {"sky": {"enum": ["blue", "grey"]}, "numbers": {"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 3}},

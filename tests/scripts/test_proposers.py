@@ -1,4 +1,4 @@
-"""Tests of every file of conf/proposer as scripts build it: greedy identity, the sampled law, batches, refusals."""
+"""Tests of every file of conf/proposer as scripts build it: greedy identity, the sampled distribution, batches, refusals."""
 
 from helpers import proposers
 
@@ -22,7 +22,7 @@ from specdec.proposers.auto import Auto
 from specdec.target.model import Target
 from tests.support import make_drafter, make_target, random_tokens
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 V, NUM_NEW = 6, 24
 CHAIN = Drafting(3)
@@ -101,18 +101,18 @@ def test_commands_draft_by_the_same_members_as_the_library(made, small_target):
     assert [type(member) for member in auto.members] == [type(member) for member in usual.members]
 
 
-def law_of_texts(target: Target, prompt: list[int], sampling: Sampling) -> dict[tuple[int, ...], float]:
-    """The target's own law of the first NUM_TOKENS tokens, by one pass over all texts."""
+def distribution_of_texts(target: Target, prompt: list[int], sampling: Sampling) -> dict[tuple[int, ...], float]:
+    """The target's own distribution of the first NUM_TOKENS tokens, by one pass over all texts."""
     texts = list(itertools.product(range(target.vocab_size), repeat=NUM_TOKENS))
     tokens = torch.tensor([[*prompt, *text] for text in texts])
-    law = sampling.law(target.logits(target.read(tokens, ()).final))  # [texts, T, V]
+    distribution = sampling.distribution(target.logits(target.read(tokens, ()).final))  # [texts, T, V]
     # [texts, NUM_TOKENS]
-    probabilities = law[:, len(prompt) - 1 : -1].gather(2, tokens[:, len(prompt) :, None])[..., 0]
+    probabilities = distribution[:, len(prompt) - 1 : -1].gather(2, tokens[:, len(prompt) :, None])[..., 0]
     return dict(zip(texts, probabilities.prod(1).tolist()))
 
 
 def chi_square(target: Target, proposer, sampling: Sampling) -> tuple[float, int, int]:
-    """-> the p-value of sampled answers under the target's law, accepted drafts, rounds without an accepted draft"""
+    """-> the p-value of sampled answers under the target's distribution, accepted drafts, rounds without an accepted draft"""
     prompt = [1, 2, 0, 1, 2, 0, 1]
     decoder = Decoder(target, proposer, sampling=sampling, stop=set())
     counts: dict[tuple[int, ...], int] = {}
@@ -124,9 +124,9 @@ def chi_square(target: Target, proposer, sampling: Sampling) -> tuple[float, int
             counts[text] = counts.get(text, 0) + 1
         accepted += sum(map(sum, generation.accepted))
         refused += sum(count == 0 for row in generation.accepted for count in row)
-    law = law_of_texts(target, prompt, sampling)
+    distribution = distribution_of_texts(target, prompt, sampling)
     total = ROWS * BATCHES
-    expected = {text: total * chance for text, chance in law.items()}
+    expected = {text: total * probability for text, probability in distribution.items()}
     rare = [text for text, number in expected.items() if number < 8]
     pairs = [(counts.get(text, 0), number) for text, number in expected.items() if text not in rare]
     if rare:
@@ -141,9 +141,9 @@ def tiny_target():
     return make_target(3, num_layers=2)
 
 
-def test_sampled_answers_follow_the_law_of_the_target(name, made, tiny_target):
-    chance, accepted, refused = chi_square(tiny_target, made(name, tiny_target), Sampling(temperature=3.0))
-    assert chance > 1e-3 and (name == "forced" or (accepted > 100 and refused > 100))
+def test_sampled_answers_follow_the_distribution_of_the_target(name, made, tiny_target):
+    probability, accepted, refused = chi_square(tiny_target, made(name, tiny_target), Sampling(temperature=3.0))
+    assert probability > 1e-3 and (name == "forced" or (accepted > 100 and refused > 100))
 
 
 def test_a_rule_that_keeps_the_mass_of_refused_drafts_is_detected(made, tiny_target, monkeypatch):

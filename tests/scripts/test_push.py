@@ -18,7 +18,7 @@ from specdec.target.model import Target
 from tests.exports import REPORT, SERVED
 from tests.support import ROOT, child_environment, save_eagle, save_target, write_prompts
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 NAME, BASE = "user/head", "org/Base-1"
 TRAINING = {"parameters": 2_500_000, "tokens": 5_700_000, "seconds": 90.0, "processes": 1, "unique_tokens": 1_200_000}

@@ -18,7 +18,7 @@ from specdec.decoding.drafting import Drafting
 from tests.support import ROOT, save_eagle, save_target, write_prompts
 from train import progress
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def command(script: str, *arguments: str):
         child.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_sigterm_finishes_what_runs_and_takes_nothing_new(folder):
     with started(folder) as (child, url):
         assert "<h1>specdec</h1>" in httpx.get(url).text
@@ -93,7 +93,7 @@ def test_sigterm_finishes_what_runs_and_takes_nothing_new(folder):
             httpx.get(f"{url}/health")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_server_records_conversations(folder, tmp_path):
     with started(folder, f"record={tmp_path / 'server'}", "record_tags=a,b") as (server, url):
         body = {**QUESTION, "max_tokens": 16}
@@ -116,7 +116,7 @@ def test_recording_that_cannot_be_is_refused(folder, run_script):
     refuse(serve, "record_max_bytes=1 must be room", head, "record=x", "record_max_bytes=1")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_head_that_comes_into_use_is_taken_while_requests_run(folder, tmp_path):
     for number in (1, 2):
         save_eagle(

@@ -28,7 +28,7 @@ from specdec.hf import Speculative
 from tests.generate_laws import distance, law_of
 from tests.support import load_head, make_drafter, make_target, random_tokens
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 V, PAD = 12, 0  # so few tokens that a random drafter is sometimes right
 LENGTHS, LETTERS = (5, 12, 2, 9), "abcdefghijkl"
@@ -222,15 +222,15 @@ LAWS = [{}, WARPED, WARPED | {"temperature": 1.2}, WARPED | {"top_p": 1.0}, WARP
 
 
 @pytest.fixture(scope="module")
-def laws(model):
-    """The laws after each of two prompts, under each of the settings in LAWS."""
+def distributions(model):
+    """The distributions after each of two prompts, under each of the settings in LAWS."""
     rows = [[value[row : row + 1] for value in inputs_of().values()] for row in (1, 2)]
     return [[law_of(model, ids, mask, 3, settings) for settings in LAWS] for ids, mask in rows]
 
 
 @pytest.mark.parametrize("name, decode", [("eagle", None), ("draft", None), ("eagle", SAMPLED_TREE)], ids=str)
-def test_sampled_answers_have_the_law_of_generate(model, head, laws, name, decode):
-    """Answers to two prompts, one of them padded, follow their own law and differ from the other laws."""
+def test_sampled_answers_have_the_law_of_generate(model, head, distributions, name, decode):
+    """Answers to two prompts, one of them padded, follow their own distribution and differ from the other distributions."""
     inputs, num = {key: value[1:3] for key, value in inputs_of().items()}, 300
     speculative = Speculative(head(name), decode)
     for number, settings in enumerate(LAWS[:2]):
@@ -239,9 +239,13 @@ def test_sampled_answers_have_the_law_of_generate(model, head, laws, name, decod
         answers = model.generate(**inputs, **sampled, pad_token_id=PAD, custom_generate=speculative)
         assert answers.shape == (2 * num, 15)
         assert torch.equal(answers[:, :12], inputs["input_ids"].repeat_interleave(num, 0))
-        for tokens, prompt_laws in zip(answers[:, 12:].split(num), laws):
+        for tokens, prompt_laws in zip(answers[:, 12:].split(num), distributions):
             assert distance(tokens, prompt_laws[number]) < 4
-            assert all(distance(tokens, law) > 5 for law in prompt_laws if law is not prompt_laws[number])
+            assert all(
+                distance(tokens, distribution) > 5
+                for distribution in prompt_laws
+                if distribution is not prompt_laws[number]
+            )
 
 
 def test_sampling_from_one_token_is_greedy(model, eagle, plain):

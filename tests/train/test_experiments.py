@@ -12,7 +12,7 @@ from tests.support import ROOT
 from train.config import RunConfig
 from train.data import reading
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 FOLDER = ROOT / "conf" / "experiment"
 FILES = sorted(FOLDER.rglob("*.yaml"))

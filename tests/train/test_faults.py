@@ -274,7 +274,7 @@ def test_unfinished_files_of_killed_processes_are_removed_when_they_are_old(tmp_
 # kill -9 at random moments: `python -m tests.faults` tries more of them
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["training, writing features", "scripts/answer.py"])
 def test_nothing_is_lost_by_kill_9(tmp_path, monkeypatch, name):
     for variable in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "PYTHONPATH"):  # put back afterwards

@@ -252,7 +252,7 @@ def test_losses_over_all_depths_against_a_loop(any_drafter, name):
     assert loss.total.item() == pytest.approx(total, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_sampled_anchors_give_the_mean_loss(any_drafter):
     """The loss of sampled slots is, on average, the loss of all slots."""
     rows = [make_row(0, 4, 30, 61)]
@@ -316,7 +316,7 @@ def decoded(generation, row: int, depth: int) -> tuple[int, list[int]]:
     return len(accepted), [sum(count >= d for count in accepted) for d in range(1, depth + 1)]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_replay_equals_decoding(small_drafter, small_target):
     """Temperature 0, several prompts, answers cut by a limit and answers that end with a stop token."""
     depth, accepted_counts = small_drafter.depth or 4, set()
@@ -336,7 +336,7 @@ def test_replay_equals_decoding(small_drafter, small_target):
 
 
 # Pairs: each head with one of the two vocabularies
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "small_drafter", [(head, n % 2 == 1, {}) for n, head in enumerate(HEADS)], indirect=True, ids=name_of
 )
@@ -377,7 +377,7 @@ def test_text_tau_equals_replay(small_drafter, small_target):
     assert tokens / rounds == pytest.approx(emitted / num_rounds, abs=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_configured_objectives_train_every_parameter(target):
     """The settings of conf/head are accepted, and every trainable parameter gets a gradient."""
     for head in HEADS:

@@ -12,7 +12,7 @@ from train.data.packing import Packs, Rows
 from train.data.rows import Row
 from train.onpolicy import OnPolicy
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 V = 61
 VOCAB = torch.arange(0, V, 2)

@@ -129,7 +129,7 @@ def test_an_optimizers_state_survives_the_folder_exactly(tmp_path, name):
     assert all(torch.equal(resumed.get_parameter(n), p) for n, p in whole.named_parameters())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [
@@ -177,7 +177,7 @@ def test_norms_are_averaged_and_clipped_steps_counted():
     assert read_norms(norms, 1.0) == {} and read_norms([torch.tensor(1.0)], 1.0) == {"grad_norm": 1.0, "clipped": 0.0}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_clipping_is_in_the_log_and_in_the_progress(fit, capsys):
     fit("clipped", "train.max_grad_norm=1e-6", "train.log_every=2")
     printed = capsys.readouterr().out
@@ -186,7 +186,7 @@ def test_clipping_is_in_the_log_and_in_the_progress(fit, capsys):
     assert all(line["grad_norm"] > 1e-6 for line in logged) and "100% clipped" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("better", ["plain", "average"])
 def test_a_checkpoint_holds_the_better_of_weights_and_average(fit, monkeypatch, better):
     replay = Validation.replay
@@ -209,7 +209,7 @@ def test_a_checkpoint_holds_the_better_of_weights_and_average(fit, monkeypatch, 
     assert any(not torch.equal(state[name], state["average:" + name]) for name in trained)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_average_begins_with_the_solved_weights(fit):
     fit("begun", "head=eagle3", "train.ema=0.9", "solve_packs=2", "optimizer.lr=0", "train.steps=1")
     state = weights_of("begun", 1, state=True)
@@ -217,7 +217,7 @@ def test_the_average_begins_with_the_solved_weights(fit):
     assert trained and all(torch.equal(state[name], state["average:" + name]) for name in trained)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("override", ["decode=tree", "head=medusa2", "validation.decode=always"])
 def test_an_average_that_replay_cannot_judge_is_refused(fit, override):
     with pytest.raises(ValueError, match=r"train\.ema=0\.9 lets replay choose"):

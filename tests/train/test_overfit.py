@@ -13,7 +13,7 @@ from train.data.rows import Row, collate
 from train.features.outputs import Online
 from train.objective import Objective
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 V, LENGTH, STEPS = 17, 26, 300
 

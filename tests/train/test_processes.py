@@ -59,7 +59,7 @@ def start_processes(folder, cwd, run, *more) -> list[subprocess.Popen]:
 LONG = ("train.steps=100000", "train.validate_every=100000", "train.save_every=5", "train.timeout=1")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_process_that_dies_ends_the_run_with_a_sentence_and_one_process_continues_it(folder, tmp_path, fit):
     """Two processes; one is killed; the other says what it waited for. One process goes on with the same packs in a step."""
     processes = start_processes(folder, tmp_path, "run", *LONG)

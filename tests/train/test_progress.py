@@ -157,6 +157,7 @@ def test_a_terminal_without_cursor_movement_gets_plain_lines(answering, tmp_path
     assert status == 0 and "\x1b" not in printed and "answering: 0/8 answers" in printed
 
 
+@pytest.mark.full
 def test_quiet_prints_the_result_only(answering, tmp_path):
     done = subprocess.run(
         [sys.executable, *map(str, answering), f"out={tmp_path}/answers.jsonl", "limit=4", "progress=quiet"],
@@ -181,6 +182,7 @@ def test_training_on_a_terminal_shows_loss_rate_and_time_left(stopped, folder, t
         assert re.search(r"training[^\n]*steps[^\n]*\n[^\n]*validation: ", printed.replace("\r", ""))
 
 
+@pytest.mark.full
 def test_two_processes_show_one_set_of_lines(folder, tmp_path):
     overrides = train_overrides(folder, "two", "target.dtype=float64", "progress=plain")[1:]
     first, second = fit_by_two(tmp_path, [{"run": "two", "overrides": [*overrides]}])

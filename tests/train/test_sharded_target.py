@@ -10,6 +10,8 @@ from specdec import checkpoint
 from tests.processes import fit_by_two
 from tests.support import losses_of, train_overrides
 
+pytestmark = pytest.mark.full  # starts processes
+
 SHARD = "target.shard=true"
 SAME = ("data.length=128", "train.batch=2", "validation.share=null")
 RUNS = {  # by name: settings, beside target.shard

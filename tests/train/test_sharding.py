@@ -13,7 +13,7 @@ from tests.processes import fit_by_two, fit_float64, free_ports
 from tests.support import ROOT, child_environment, log_of, losses_of, report_of, train_overrides, weights_of, write_rows
 from train.trainer import ASK
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 SHARD = ["train.shard=true"]
 SETTINGS = ["data.pack=true", "data.length=128", "train.ema=0.9", "validation.decode=end", "validation.share=0",

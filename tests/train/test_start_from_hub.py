@@ -10,7 +10,7 @@ from specdec import checkpoint
 from specdec.core.hub import fetch, push
 from tests.support import fit_interrupted
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 NAME = "user/head"
 CARD = b"---\nlicense: mit\ntags: []\n---\n"

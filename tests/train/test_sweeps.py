@@ -56,7 +56,7 @@ def train(folder, tmp_path, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_sweep_ends_in_one_page_of_what_its_reports_say(train, fit, tmp_path, monkeypatch, capsys):
     status, said = train("head=eagle,mtp", "optimizer.lr=1e-3,2e-3", "tracker=tensorboard")
     folder = tmp_path / "checkpoints" / "sweep-head-optimizer.lr"
@@ -122,7 +122,7 @@ def opens(page: Path, profile: Path) -> bool:
     return "<th><button>" in done.stdout and errors is None
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_job_that_fails_does_not_lose_the_others_and_is_named_at_the_end(train, tmp_path):
     status, said = train("run=mixed", "train.best_by=oops,tau,speedup")
     folder = tmp_path / "checkpoints" / "mixed"
@@ -134,7 +134,7 @@ def test_a_job_that_fails_does_not_lose_the_others_and_is_named_at_the_end(train
     assert "train.steps was 4, is 5" in (folder / "train.best_by-tau" / "failed").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_processes_share_every_job_of_a_sweep(folder, tmp_path):
     fixed = [each for each in train_overrides(folder, "two") if not each.startswith("optimizer.lr=")]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -146,7 +146,7 @@ def test_two_processes_share_every_job_of_a_sweep(folder, tmp_path):
     assert done.stdout.count("comparison: ") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_a_job_held_is_given_back(fit, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     held = []

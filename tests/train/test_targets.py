@@ -8,7 +8,7 @@ from specdec.target.model import Target
 from tests.families import FAMILIES, Family, make
 from tests.support import losses_of, small_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,8 @@ from specdec import checkpoint
 from tests.support import ROOT, PowerCutError, before_steps, cut_power, losses_of, train_command, train_overrides
 from tests.together import together
 
+pytestmark = pytest.mark.full  # starts processes
+
 MODULE = "tests.train.test_tensor_parallel"
 TOGETHER = "target.tp=2"
 SAME = ("validation.num_prompts=2", "validation.max_new_tokens=6", "train.batch=2")
@@ -138,7 +140,7 @@ def test_a_run_goes_on_with_a_target_that_is_held_together(work, monkeypatch):
     check_same("begun", "online-alone")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_groups_of_two_processes_train_as_two_processes(work, folder, monkeypatch):
     monkeypatch.chdir(work.place)
     runs = [settings(str(folder), "groups", "cached", TOGETHER)]

@@ -105,7 +105,7 @@ def read_wandb(folder: Path) -> tuple[dict[int, dict[str, float]], list, dict]:
     return steps, artifacts, runs
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_wandb_offline_holds_what_the_run_holds(fit):
     assert fit("wandb", "tracker=wandb", *SHORT) == 0
     folder = Path("checkpoints/wandb")
@@ -121,7 +121,7 @@ def test_wandb_offline_holds_what_the_run_holds(fit):
     assert row["replayed_tau"] == report["by_category"][row["category"]]["replayed_tau"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_continued_run_is_the_same_run_of_wandb(fit):
     fit_interrupted(fit, "died", "tracker=wandb", *SHORT)
     steps, _, runs = read_wandb(Path("checkpoints/died"))
@@ -130,7 +130,7 @@ def test_a_continued_run_is_the_same_run_of_wandb(fit):
     assert sorted(steps) == [1, 2, 3, 4]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_tensorboard_holds_what_the_run_holds(fit):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -152,7 +152,7 @@ def test_tensorboard_holds_what_the_run_holds(fit):
     assert f"{report['by_category']['all']['replayed_tau']:.4g}" in text("best/by_category")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_trackio_holds_what_the_run_holds(fit, tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "trackio"]:
         monkeypatch.delitem(sys.modules, name)  # it reads its folder when it is imported
@@ -187,7 +187,7 @@ class Broken:
         raise AssertionError("called after it had failed")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_tracker_that_fails_ends_with_one_warning_and_the_run_goes_on(fit, monkeypatch, recwarn):
     monkeypatch.setattr(tracking, "open_tracker", Broken)
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")

@@ -32,7 +32,7 @@ from train.state import RunFolder
 from train.trainer import Trainer
 from train.validate import Validation
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 HEADS = sorted(path.stem for path in (ROOT / "conf" / "head").glob("*.yaml"))
 DRAFTS_WITH_TARGET = ("consistency",)  # no draft vocabulary, and no unroll that could be replayed

@@ -242,7 +242,7 @@ def test_where_auto_cannot_draft_validation_goes_on(make, small_target, monkeypa
 # What a run leaves behind
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_best_step_is_decoded_at_the_end(fit, monkeypatch, capsys):
     """Of three steps the second is the best: the last one stays replayed, and the reports, the log and the lines say so."""
     judged = iter([0.1, 0.9, 0.5])
@@ -272,7 +272,7 @@ def test_the_best_step_is_decoded_at_the_end(fit, monkeypatch, capsys):
     assert [row["validation"]["step"] for row in log_of("run") if "validation" in row] == [1, 2, 3, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("place", "method"), [(Trainer, "_decode_best"), (RunFolder, "write_report"), (RunFolder, "finish")]
 )

@@ -26,7 +26,7 @@ from specdec.target.model import Target
 from tests.compiled import KINDS, TREE, check_same, decoder_of, prompts_of
 from tests.support import chain_of, make_drafter, make_target, random_tokens, scale_forward
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

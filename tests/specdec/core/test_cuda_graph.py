@@ -20,7 +20,7 @@ from tests.families import FAMILIES
 from tests.support import make_drafter, make_target
 from tests.target_table import target_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Tests of answers under a grammar: the law of the constrained target, greedy identity, masks, pruning, ends, bad grammars."""
+"""Tests of answers under a grammar: the distribution of the constrained target, greedy identity, masks, pruning, ends, bad grammars."""
 
 import collections
 import json
@@ -34,7 +34,7 @@ CHAIN, TREE = chain_of(2), TreeShape(depth=2, width=2, nodes=4)
 FREE = dict.fromkeys(range(1, 10), 1.0)
 
 
-# The law at temperature > 0
+# The distribution at temperature > 0
 
 
 class Constrained:
@@ -48,8 +48,8 @@ class Constrained:
         return self.decoder.stream(prompts, num, constraints=constraints)
 
 
-def next_law(sampling: Sampling, text: tuple[int, ...], seed: int) -> torch.Tensor:
-    """The law [V] of the constrained target after `text`, with transformers' processors."""
+def next_distribution(sampling: Sampling, text: tuple[int, ...], seed: int) -> torch.Tensor:
+    """The distribution [V] of the constrained target after `text`, with transformers' processors."""
     tokens = torch.tensor([text])
     with torch.no_grad():
         logits = sampled_target().model(tokens).logits[:, -1]
@@ -64,22 +64,22 @@ def next_law(sampling: Sampling, text: tuple[int, ...], seed: int) -> torch.Tens
 
 
 def error(decoder: Decoder, number: int, monkeypatch, *, seed: int = 3, alone: bool = False) -> float:
-    """The largest difference between the law of texts that begin with this round's tokens and the constrained target's."""
+    """The largest difference between the distribution of texts that begin with this round's tokens and the constrained target's."""
 
-    def chance(before, text):
-        laws = (next_law(decoder.sampling, before + text[:n], seed) for n in range(len(text)))
-        return math.prod(float(law[token]) for law, token in zip(laws, text))
+    def probability(before, text):
+        distributions = (next_distribution(decoder.sampling, before + text[:n], seed) for n in range(len(text)))
+        return math.prod(float(distribution[token]) for distribution, token in zip(distributions, text))
 
     constrained = Constrained(decoder, seed)
     outcomes = list(decoder_outcomes(constrained, number, seed=1, alone=alone, monkeypatch=monkeypatch))
     emitted_probability, before = collections.Counter(), outcomes[0][0]
     for _, weight, emitted in outcomes:
         emitted_probability[emitted] += weight
-    law = {
-        text: sum(emitted_probability[text[:n]] * chance(before + text[:n], text[n:]) for n in range(1, 4))
+    distribution = {
+        text: sum(emitted_probability[text[:n]] * probability(before + text[:n], text[n:]) for n in range(1, 4))
         for text in THREE_TOKENS
     }
-    return max(abs(law[text] - chance(before, text)) for text in THREE_TOKENS)
+    return max(abs(distribution[text] - probability(before, text)) for text in THREE_TOKENS)
 
 
 def decoder_of(case: str, sampling: str, rule: str) -> Decoder:
@@ -100,7 +100,7 @@ CHILDREN = {"distinct tree": "distinct", "independent tree": "independent"}
 CASES = ["plain", "forced", "chain", "chosen tree", "distinct tree", "independent tree"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("case, sampling", [(case, "all" if place % 2 else "warm") for place, case in enumerate(CASES)])
 def test_answers_have_the_law_of_the_constrained_target(case, sampling, rule, monkeypatch):
@@ -110,9 +110,9 @@ def test_answers_have_the_law_of_the_constrained_target(case, sampling, rule, mo
         assert error(decoder, number, monkeypatch) < 1e-12
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_grammar_that_drops_sampled_drafts_is_detected(monkeypatch):
-    """Negative control: to leave out a sampled draft because of what it is changes the law."""
+    """Negative control: to leave out a sampled draft because of what it is changes the distribution."""
     wrong = grammar.constrain
 
     def dropping(tree: Tree, constraints, vocab_size, *, prune):
@@ -130,7 +130,7 @@ def test_a_grammar_that_drops_sampled_drafts_is_detected(monkeypatch):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_auto_keeps_the_law_of_the_constrained_target(monkeypatch):
     monkeypatch.setattr(auto, "DEEPEST", 2)  # the enumeration knows rounds of up to three tokens
     decoder = decoder_of("auto", "warm", "token")

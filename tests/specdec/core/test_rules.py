@@ -51,7 +51,7 @@ def test_lossless(rule, drafting, p_allowed, q_allowed):
 @pytest.mark.parametrize("drafting", DRAFTINGS)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_lossless_for_warped_and_penalised_laws(rule, drafting, sampling):
-    """The law equals that of the target under temperature, top-k, top-p and a penalty on the tokens before."""
+    """The distribution equals that of the target under temperature, top-k, top-p and a penalty on the tokens before."""
     generator = torch.Generator().manual_seed(3)
     logits = {prefix: 2 * torch.randn(V, generator=generator, dtype=torch.float64) for prefix in PREFIXES}
     prompt, root, p = [1], 0, {}
@@ -59,11 +59,11 @@ def test_lossless_for_warped_and_penalised_laws(rule, drafting, sampling):
         penalised = logits[prefix].tolist()
         for token in {*prompt, root, *prefix}:
             penalised[token] *= sampling.repetition_penalty ** (1 if penalised[token] < 0 else -1)
-        p[prefix] = sampling.law(torch.tensor(penalised, dtype=torch.float64))
+        p[prefix] = sampling.distribution(torch.tensor(penalised, dtype=torch.float64))
     tree, weights = drafted(drafting, 10)
     committed = torch.zeros(len(tree.tokens), V, dtype=torch.bool)
     committed[:, [*prompt, root]] = True
-    probs = sampling.law(sampling.penalise(at_nodes(tree, logits), seen(tree, committed)))
+    probs = sampling.distribution(sampling.penalise(at_nodes(tree, logits), seen(tree, committed)))
     torch.testing.assert_close(probs, at_nodes(tree, p), rtol=0, atol=1e-14)
     assert rule_error(p, rule, [(tree, weights)], probs) < 1e-12
 
@@ -93,38 +93,41 @@ def test_the_same_law_after_a_refusal_is_detected(rule, drafting, monkeypatch):
 
 
 def test_wrong_budgets_are_detected(monkeypatch):
-    p, right = random_laws(0), rules.chance
+    p, right = random_laws(0), rules.probability
     not_clipped = lambda mass, *node: 1e9 * right(mass / 1e9, *node)
     forgotten = lambda mass, *node: right(mass / mass.sum(-1, keepdim=True), *node)  # p / q, without P of the parent
     for wrong in (not_clipped, forgotten):
-        monkeypatch.setattr(rules, "chance", wrong)
+        monkeypatch.setattr(rules, "probability", wrong)
         assert rule_error(p, rules.block, [drafted("chain", 10)]) > 1e-2
 
 
 def direct_block(p: dict, q: dict, drawn: tuple[int, ...]) -> list[float]:
-    """The law of the number of accepted drafts by block verification (2403.10444; docs/methods.md, section 1)."""
-    budgets, chances = [1.0], []
+    """The distribution of the number of accepted drafts by block verification (2403.10444; docs/methods.md, section 1)."""
+    budgets, probabilities = [1.0], []
     for place, token in enumerate(drawn):
         rest = float((budgets[-1] * p[drawn[:place]] - q[drawn[:place]]).clamp(min=0).sum())
         bottom = rest + 1 - budgets[-1]
-        chances.append(rest / bottom if bottom > 0 else 1.0)
+        probabilities.append(rest / bottom if bottom > 0 else 1.0)
         budgets.append(min(1.0, budgets[-1] * float(p[drawn[:place]][token] / q[drawn[:place]][token])))
-    chances = [1.0, *chances[1:], budgets[-1]]
-    return [chance * math.prod(1 - later for later in chances[a + 1 :]) for a, chance in enumerate(chances)]
+    probabilities = [1.0, *probabilities[1:], budgets[-1]]
+    return [
+        probability * math.prod(1 - later for later in probabilities[a + 1 :])
+        for a, probability in enumerate(probabilities)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_block_on_a_chain_is_block_verification(seed):
     p, q = random_laws(seed), random_laws(seed + 10)
     tree, _ = drafted("chain", seed + 10)
-    laws = torch.zeros(len(tree.tokens), DEPTH + 1, dtype=torch.float64)
+    distributions = torch.zeros(len(tree.tokens), DEPTH + 1, dtype=torch.float64)
     for row, weight, emitted in rule_outcomes(rules.block, tree, at_nodes(tree, p)):
-        laws[row, len(emitted) - 1] += weight
+        distributions[row, len(emitted) - 1] += weight
     direct = [direct_block(p, q, tuple(row)) for row in tree.tokens[:, 1:].tolist()]
-    torch.testing.assert_close(laws, torch.tensor(direct, dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(distributions, torch.tensor(direct, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("drafting", DRAFTINGS)
 def test_block_verification_accepts_more_than_token_verification(drafting):
     """Block verification accepts at least as much as token verification (as much without draws); typical more."""
@@ -140,7 +143,7 @@ def test_block_verification_accepts_more_than_token_verification(drafting):
 
 
 def expected_drafts_of_chain(p: torch.Tensor, q: torch.Tensor, depth: int, rule) -> float:
-    """The expected number of accepted drafts of a chain with the same laws at every depth."""
+    """The expected number of accepted drafts of a chain with the same distributions at every depth."""
     tree, weights = drafts(collections.defaultdict(lambda: q), list(range(-1, depth)))
     return expected_drafts(collections.defaultdict(lambda: p), rule, tree, weights)
 
@@ -180,7 +183,7 @@ def longest_path(tree: Tree, row: int, kept: torch.Tensor) -> list[int]:
 
 
 def test_greedy_equals_the_lossless_rules_with_one_hot_laws():
-    """Batches of chosen trees and of sampled chains: greedy takes the path of the lossless rules with one-hot laws."""
+    """Batches of chosen trees and of sampled chains: greedy takes the path of the lossless rules with one-hot distributions."""
     generator = torch.Generator().manual_seed(0)
     lengths = set()
     for sampled in (False, True):
@@ -215,11 +218,13 @@ def test_typical_keeps_the_longest_acceptable_path():
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("rule", EVERY_RULE)
 def test_rows_do_not_depend_on_each_other(rule, sampled):
-    """Each row of a batch of different trees has its outcomes alone; a chosen node equals a draw from a one-hot law."""
+    """Each row of a batch of different trees has its outcomes alone; a chosen node equals a draw from a one-hot distribution."""
     generator = torch.Generator().manual_seed(1)
     tree, probs = random_trees(generator, 20, 8, V), random_probs(generator, 20, 8, V)
-    laws = random_probs(generator, 20, 8, V) if sampled else torch.nn.functional.one_hot(tree.tokens, V).double()
-    drawn = Tree(tree.tokens, tree.parents, laws)
+    distributions = (
+        random_probs(generator, 20, 8, V) if sampled else torch.nn.functional.one_hot(tree.tokens, V).double()
+    )
+    drawn = Tree(tree.tokens, tree.parents, distributions)
     together = [(row, emitted, round(weight, 12)) for row, weight, emitted in rule_outcomes(rule, drawn, probs)]
     alone = []
     for row in range(20):
@@ -247,11 +252,11 @@ def test_no_value_is_read_from_the_device(sampled):
 
 def test_draws_follow_their_laws():
     draws = rules.Draws(torch.Generator().manual_seed(0))
-    law = torch.tensor([0.0, 0.7, 0.0, 0.3, 0.0])
+    distribution = torch.tensor([0.0, 0.7, 0.0, 0.3, 0.0])
     where = torch.ones(20000, dtype=torch.bool)
-    drawn = draws.token(3 * law.expand(20000, 5), where)  # the sum of the law does not matter
-    torch.testing.assert_close(drawn.bincount(minlength=5) / 20000, law, rtol=0, atol=0.02)
-    assert not (drawn.bincount(minlength=5)[law == 0]).any()
+    drawn = draws.token(3 * distribution.expand(20000, 5), where)  # the sum of the distribution does not matter
+    torch.testing.assert_close(drawn.bincount(minlength=5) / 20000, distribution, rtol=0, atol=0.02)
+    assert not (drawn.bincount(minlength=5)[distribution == 0]).any()
     where = torch.arange(20000) % 2 == 0
     accepted = draws.accept(torch.full((20000,), 0.3), where)
     assert not accepted[~where].any() and accepted[where].float().mean() == pytest.approx(0.3, abs=0.02)

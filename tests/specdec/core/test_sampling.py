@@ -1,4 +1,4 @@
-"""The target's law against the logits processors of transformers, and the penalty's context against a loop."""
+"""The target's distribution against the logits processors of transformers, and the penalty's context against a loop."""
 
 import dataclasses
 
@@ -36,18 +36,20 @@ def test_law_equals_that_of_transformers(temperature, top_k, top_p, dtype, ties)
         scores = TopKLogitsWarper(top_k)(None, scores)
     if top_p is not None:
         scores = TopPLogitsWarper(top_p)(None, scores)
-    law = Sampling(temperature, top_k=top_k, top_p=top_p).law(logits)
+    distribution = Sampling(temperature, top_k=top_k, top_p=top_p).distribution(logits)
     expected = scores.softmax(-1)
     if ties and top_p is not None:  # which of equal logits an unstable sort puts last is not defined
-        torch.testing.assert_close(law.sort(-1).values, expected.sort(-1).values, rtol=1e-6, atol=0)
+        torch.testing.assert_close(distribution.sort(-1).values, expected.sort(-1).values, rtol=1e-6, atol=0)
     else:
-        assert torch.equal(law, expected)
-    assert law.dtype == dtype
-    assert torch.equal(Sampling(temperature, top_k=top_k, top_p=top_p).law(logits.view(5, 10, V)), law.view(5, 10, V))
+        assert torch.equal(distribution, expected)
+    assert distribution.dtype == dtype
+    assert torch.equal(
+        Sampling(temperature, top_k=top_k, top_p=top_p).distribution(logits.view(5, 10, V)), distribution.view(5, 10, V)
+    )
 
 
 def full_sort(logits: torch.Tensor, top_k: int | None, top_p: float) -> torch.Tensor:
-    """The law by a sort of all tokens. Of equal logits at the boundary the highest token ids are kept."""
+    """The distribution by a sort of all tokens. Of equal logits at the boundary the highest token ids are kept."""
     if top_k is not None:
         logits = logits.masked_fill(logits < logits.sort(-1).values[:, -top_k, None], -torch.inf)
     ascending, order = logits.sort(dim=-1, stable=True)
@@ -61,7 +63,7 @@ def full_sort(logits: torch.Tensor, top_k: int | None, top_p: float) -> torch.Te
 @pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.95, 0.999])
 @pytest.mark.parametrize("kind", ["peaked", "usual", "flat", "equal", "ties", "bfloat16", "forbidden"])
 def test_top_p_of_many_tokens_keeps_what_a_sort_of_all_of_them_keeps(kind, top_p, top_k, dtype):
-    """A few tokens are sorted in place of all; no law may be so peaked, flat or full of equal logits that this shows."""
+    """A few tokens are sorted in place of all; no distribution may be so peaked, flat or full of equal logits that this shows."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(12, 20_000, generator=generator, dtype=dtype)
     logits = {
@@ -73,9 +75,12 @@ def test_top_p_of_many_tokens_keeps_what_a_sort_of_all_of_them_keeps(kind, top_p
         "bfloat16": lambda: (2.5 * noise).bfloat16().to(dtype),
         "forbidden": lambda: noise.masked_fill(noise < 1, -torch.inf),
     }[kind]()
-    law, expected = Sampling(1.0, top_k=top_k, top_p=top_p).law(logits), full_sort(logits, top_k, top_p)
-    assert torch.equal(law > 0, expected > 0)
-    assert torch.equal(law, expected)
+    distribution, expected = (
+        Sampling(1.0, top_k=top_k, top_p=top_p).distribution(logits),
+        full_sort(logits, top_k, top_p),
+    )
+    assert torch.equal(distribution > 0, expected > 0)
+    assert torch.equal(distribution, expected)
 
 
 def test_top_p_sorts_few_of_many_tokens():
@@ -84,12 +89,14 @@ def test_top_p_sorts_few_of_many_tokens():
     assert len(few) < 16_000 and tail < 0.1
     assert tail == pytest.approx(1 - float(usual[few].sum()), abs=1e-6)
     flat = torch.full_like(usual, 1 / 49_152)
-    assert len(candidates(flat, 0.1, 1.0)[0]) == 49_152  # of a flat law no token can be left out unseen
+    assert len(candidates(flat, 0.1, 1.0)[0]) == 49_152  # of a flat distribution no token can be left out unseen
 
 
 def test_law_of_bfloat16_logits_is_computed_in_float32():
     logits = random_logits(torch.bfloat16, 4)
-    assert torch.equal(Sampling(0.7, top_p=0.9).law(logits), Sampling(0.7, top_p=0.9).law(logits.float()))
+    assert torch.equal(
+        Sampling(0.7, top_p=0.9).distribution(logits), Sampling(0.7, top_p=0.9).distribution(logits.float())
+    )
 
 
 @pytest.mark.parametrize("penalty", [0.8, 1.0, 1.5])
@@ -136,12 +143,12 @@ def test_no_value_is_read_from_the_device():
     tokens = torch.empty(2, 4, dtype=torch.long, device="meta")
     sampling = Sampling(0.7, top_k=3, top_p=0.9, repetition_penalty=1.2)
     context = seen(chain(tokens, None), torch.empty(2, V, dtype=torch.bool, device="meta"))
-    assert sampling.law(sampling.penalise(torch.empty(2, 4, V, device="meta"), context)).shape == (2, 4, V)
+    assert sampling.distribution(sampling.penalise(torch.empty(2, 4, V, device="meta"), context)).shape == (2, 4, V)
 
 
 @pytest.mark.parametrize("num", [V, 20_000])
 def test_logits_that_are_not_numbers_give_such_a_law(num):
-    assert Sampling(1.0, top_p=0.9).law(torch.full((2, num), torch.nan)).isnan().all()
+    assert Sampling(1.0, top_p=0.9).distribution(torch.full((2, num), torch.nan)).isnan().all()
 
 
 TINY = [1e-45, 1e-38, 1e-36, 1e-30, 1e-12, 1e-5]
@@ -150,19 +157,22 @@ TINY = [1e-45, 1e-38, 1e-36, 1e-30, 1e-12, 1e-5]
 @pytest.mark.parametrize("temperature", TINY)
 @pytest.mark.parametrize("size", [1.0, 1e4, 1e30])
 def test_tiny_temperatures_are_greedy(temperature, size):
-    """Of two equal largest logits a law has both, where it is none of those that are greedy outright."""
+    """Of two equal largest logits a distribution has both, where it is none of those that are greedy outright."""
     logits = size * random_logits(torch.float32, 4, 3)
     sampling = Sampling(temperature)
     assert sampling.greedy == (temperature < 1e-30)
     for each in (sampling, RowSampling((sampling, Sampling(0.8), sampling, Sampling()))):
         if each.greedy:
             continue
-        law = each.law(logits)
-        assert law.isfinite().all() and torch.allclose(law.sum(-1), torch.ones(4, 3))
-        assert torch.equal(law[::2].argmax(-1), logits[::2].argmax(-1)) and law[::2].max(-1).values.min() > 0.999
+        distribution = each.distribution(logits)
+        assert distribution.isfinite().all() and torch.allclose(distribution.sum(-1), torch.ones(4, 3))
+        assert (
+            torch.equal(distribution[::2].argmax(-1), logits[::2].argmax(-1))
+            and distribution[::2].max(-1).values.min() > 0.999
+        )
     if not sampling.greedy:
         tied = torch.tensor([2.0, 5.0, 5.0, -3.0]) * size
-        assert sampling.law(tied).tolist() == [0, 0.5, 0.5, 0]
+        assert sampling.distribution(tied).tolist() == [0, 0.5, 0.5, 0]
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1e-45, -1.0])
@@ -180,5 +190,5 @@ def test_a_law_without_a_token_says_so_and_the_other_rows_have_theirs(bad):
     logits[1] = logits[1].index_fill(0, torch.tensor([5]), torch.nan) if bad == "one NaN" else bad
     everywhere = torch.ones(3, dtype=torch.bool)
     for sampling in (Sampling(0.8), Sampling(1e-20), RowSampling((Sampling(0.8), Sampling(0.3), Sampling())), RowSampling((Sampling(0.8), Sampling(), Sampling()))):  # fmt: skip
-        drawn = rules.Draws(torch.Generator().manual_seed(0)).token(sampling.law(logits), everywhere)
+        drawn = rules.Draws(torch.Generator().manual_seed(0)).token(sampling.distribution(logits), everywhere)
         assert drawn[1] == NO_TOKEN and (drawn[[0, 2]] >= 0).all() and (drawn < V).all()

@@ -72,15 +72,17 @@ def test_tree_keeps_the_best_nodes(any_drafter):
     """Compares with a naive ranking of all nodes of a complete, wide enough tree by joint log-probability."""
     (whole, _), (kept, _) = (propose(any_drafter, TreeShape(2, 4, nodes), 0.0, 0) for nodes in (20, 6))
     single, _ = propose(any_drafter, chain_of(1), 1.0, 0)
-    law = single.probs[:, 1].log()  # of depth 1
+    distribution = single.probs[:, 1].log()  # of depth 1
     for row in range(2):
         path_sets = [
             {tuple(tree.tokens[row, walk_up(parents, node)[::-1]].tolist()[1:]) for node in range(1, len(parents))}
             for tree, parents in ((whole, whole.parents[row].tolist()), (kept, kept.parents[row].tolist()))
         ]
         assert len(path_sets[0]) == 20 and len(path_sets[1]) == 6 and path_sets[1] < path_sets[0]
-        firsts = sorted((path[0] for path in path_sets[0] if len(path) == 1), key=lambda token: -law[row, token])
-        assert firsts == law[row].topk(4).indices.tolist()
+        firsts = sorted(
+            (path[0] for path in path_sets[0] if len(path) == 1), key=lambda token: -distribution[row, token]
+        )
+        assert firsts == distribution[row].topk(4).indices.tolist()
         chosen = [path[0] for path in path_sets[1] if len(path) == 1]
         assert set(chosen) == set(firsts[: len(chosen)])
 
@@ -93,12 +95,12 @@ def test_proposed_chain(any_drafter, temperature):
     if temperature == 0:
         assert tree.probs is None
         return
-    laws = tree.probs[:, 1:]  # [B, K, V]
-    assert laws.shape[-1] == any_drafter.target.vocab_size
-    torch.testing.assert_close(laws.sum(-1), torch.ones(2, 3, dtype=torch.float64))
-    assert (laws.gather(2, tree.tokens[:, 1:, None]) > 0).all()
+    distributions = tree.probs[:, 1:]  # [B, K, V]
+    assert distributions.shape[-1] == any_drafter.target.vocab_size
+    torch.testing.assert_close(distributions.sum(-1), torch.ones(2, 3, dtype=torch.float64))
+    assert (distributions.gather(2, tree.tokens[:, 1:, None]) > 0).all()
     if any_drafter.draft_to_target is not None:
-        assert laws.sum((0, 1)).nonzero().flatten().tolist() == any_drafter.draft_to_target.tolist()
+        assert distributions.sum((0, 1)).nonzero().flatten().tolist() == any_drafter.draft_to_target.tolist()
 
 
 def test_impossible_shapes_are_refused():

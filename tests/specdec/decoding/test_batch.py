@@ -316,11 +316,11 @@ def test_prompts_read_in_pieces_are_answered_as_read_whole(small_target, name):
     """Greedy answers and seeded ones, with what heads drafted; rounds of the others are between the pieces."""
     made = text_proposers(small_target)
     make = made.get(name) or (lambda: HeadProposer(make_drafter(small_target, name), chain_of(2)))
-    prompts, laws = prompts_of(small_target), [Sampling(), Sampling(1.0)]
+    prompts, distributions = prompts_of(small_target), [Sampling(), Sampling(1.0)]
 
     def answer(most: int | None) -> list:
         batch = greedy(small_target, make(), STOP).batch()
-        requests = [Request(prompt, 16, seeded(n), laws[n % 2]) for n, prompt in enumerate(prompts)]
+        requests = [Request(prompt, 16, seeded(n), distributions[n % 2]) for n, prompt in enumerate(prompts)]
         batch.admit(requests[:2])
         for joining in (requests[2:6], requests[6:]):
             prefill, pieces = batch.prefill(joining), 0

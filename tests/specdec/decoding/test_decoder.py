@@ -220,13 +220,13 @@ def test_prompts_and_lengths_that_cannot_be_decoded_are_refused(target):
 
 
 def exact_law(target, prompt: list[int], num: int, temperature: float) -> torch.Tensor:
-    """[V, .., V]: the law of the first `num` tokens"""
+    """[V, .., V]: the distribution of the first `num` tokens"""
     texts = list(itertools.product(range(target.vocab_size), repeat=num))
     tokens = torch.tensor([[*prompt, *text] for text in texts])
-    laws = (target.logits(target.read(tokens, ()).final) / temperature).softmax(-1)
+    distributions = (target.logits(target.read(tokens, ()).final) / temperature).softmax(-1)
     places = torch.arange(len(prompt) - 1, tokens.shape[1] - 1)
-    chances = laws[:, places].gather(2, tokens[:, places + 1, None])[..., 0].prod(1)
-    return chances.reshape([target.vocab_size] * num)
+    probabilities = distributions[:, places].gather(2, tokens[:, places + 1, None])[..., 0].prod(1)
+    return probabilities.reshape([target.vocab_size] * num)
 
 
 TREE = TreeShape(depth=2, width=2, nodes=4)
@@ -235,19 +235,19 @@ TREE = TreeShape(depth=2, width=2, nodes=4)
 SAMPLED = [(None, False, "eagle"), (TREE, False, "eagle"), (chain_of(3), True, "eagle")]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("shape, reduced, head", SAMPLED + [(chain_of(2), False, head) for head in HEADS], ids=str)
 def test_sampled_text_has_the_targets_law(shape, reduced, head):
-    """The first tokens that rounds emit, over many answers: chi-square against the exact law."""
+    """The first tokens that rounds emit, over many answers: chi-square against the exact distribution."""
     temperature, num = 1.3, 600
     target = make_target(3, num_layers=8)
     proposer = shape and HeadProposer(make_drafter(target, head, reduced), shape)
     decoder = Decoder(target, proposer, sampling=Sampling(temperature), stop=set())
     generator = torch.Generator().manual_seed(0)
     tokens = torch.tensor(decoder.generate([[1, 2, 0]] * num, 3, generator=generator).tokens)
-    law = exact_law(target, [1, 2, 0], 3, temperature).flatten()
+    distribution = exact_law(target, [1, 2, 0], 3, temperature).flatten()
     counts = torch.bincount(tokens @ torch.tensor([9, 3, 1]), minlength=27)
-    expected = num * law
+    expected = num * distribution
     common = expected >= 5
     counts, expected = (torch.cat([x[common], x[~common].sum()[None]]) for x in (counts, expected))
     statistic, freedom = float(((counts - expected) ** 2 / expected).sum()), len(counts) - 1

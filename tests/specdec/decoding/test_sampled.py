@@ -13,7 +13,7 @@ from specdec.proposers.heads import HeadProposer
 from tests.enumeration import SAMPLINGS, answer_statistic, decoder_error, sampled_target, without_temperature
 from tests.support import chain_of, make_drafter
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 CHAIN, TREE = chain_of(2), TreeShape(depth=2, width=2, nodes=4)
 
@@ -64,17 +64,17 @@ def test_plain_decoding_is_exact(sampling, monkeypatch):
 def test_lossless_where_drafting_sometimes_stops_early(rule, shape, children, monkeypatch):
     """Stopping uses only what is known before the draw; drafting stops after some first drafts and not after others."""
     probe = decoder_of("warm", shape, children=children, stopping=Stopping())
-    depths, chances = {}, set()
+    depths, probabilities = {}, set()
     for threshold in (0.0, None):
         if threshold is None:
-            threshold = sorted(chances)[len(chances) // 2]
+            threshold = sorted(probabilities)[len(probabilities) // 2]
         decoder = decoder_of("warm", shape, rule=rule, children=children, stopping=Stopping(threshold=threshold))
         original_propose, proposer, sizes = decoder.proposer.propose, decoder.proposer, set()
 
         def propose(*arguments, original_propose=original_propose, proposer=proposer, sizes=sizes):
             tree = original_propose(*arguments)
             sizes.add(tree.tokens.shape[1])
-            chances.add(float(sum(map(proposer.stopping.log_probability, proposer.evidence)).exp()))
+            probabilities.add(float(sum(map(proposer.stopping.log_probability, proposer.evidence)).exp()))
             return tree
 
         proposer.propose = propose
@@ -87,16 +87,16 @@ def test_lossless_where_drafting_sometimes_stops_early(rule, shape, children, mo
 
 
 def as_if_independent(tree: Tree) -> Tree:
-    """Gives every sibling the law of the first sibling."""
+    """Gives every sibling the distribution of the first sibling."""
     parents = tree.parents[0].tolist()
     first = [parents.index(parent) for parent in parents]
     return Tree(tree.tokens, tree.parents, tree.probs[:, first])
 
 
 def anticipating(tree: Tree) -> Tree:
-    """Removes the last draft unless it is the most likely token of its own law. One row only."""
-    law = tree.probs[0, -1]
-    if law[tree.tokens[0, -1]] >= law.max():
+    """Removes the last draft unless it is the most likely token of its own distribution. One row only."""
+    distribution = tree.probs[0, -1]
+    if distribution[tree.tokens[0, -1]] >= distribution.max():
         return tree
     return Tree(tree.tokens[:, :-1], tree.parents[:, :-1], tree.probs[:, :-1], linear=tree.linear)
 

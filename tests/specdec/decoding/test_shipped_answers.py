@@ -14,7 +14,7 @@ from tests.support import REAL_TARGET, ROOT
 from train.data import rows as data
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.skipif(not REAL_TARGET.exists(), reason="needs make setup"),
 ]
 NUM_NEW, ROWS = 16, 2

@@ -30,7 +30,7 @@ from tests.exports import (
 )
 from tests.loops import follow
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 OTHER = {"block": OTHER_BLOCK, "intermediate_size": 20}
 LAYERS = {"target_layers": [1, 4, 6]}

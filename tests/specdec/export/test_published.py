@@ -25,7 +25,7 @@ from tests.exports import (
     rewrite,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def test_import_of_sharded_weights(target, tmp_path):

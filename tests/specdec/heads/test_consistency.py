@@ -16,7 +16,7 @@ from train.consistency import ConsistencyObjective, Reader, cut, draw, place
 from train.data.rows import Row, collate
 from train.optimization import parameter_groups
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 V, N = 11, 4
 CONFIG = load_head("consistency")
@@ -88,7 +88,7 @@ def test_blocks_begin_at_every_token_of_the_answers():
 
 
 def test_all_blocks_in_one_pass_equal_each_block_alone():
-    """With this mask and these positions, a state's tokens get the law of a plain pass over [text before, state]."""
+    """With this mask and these positions, a state's tokens get the distribution of a plain pass over [text before, state]."""
     torch.manual_seed(0)
     target, starts = make().target, cut(BATCH, N)
     states = torch.randint(V, (2, N, starts.shape[1]))
@@ -99,10 +99,10 @@ def test_all_blocks_in_one_pass_equal_each_block_alone():
         positions=torch.cat([BATCH.positions, place(BATCH, starts, N).flatten(1)], dim=1),
         mask=torch.cat([top, masks.jacobi_mask(BATCH.documents, starts, N)], dim=2),
     ).final
-    laws = target.logits(final[:, BATCH.tokens.shape[1] :]).log_softmax(-1).unflatten(1, states.shape[1:])
+    distributions = target.logits(final[:, BATCH.tokens.shape[1] :]).log_softmax(-1).unflatten(1, states.shape[1:])
     for row, number, text in each_block(starts):
         expected = law_after(target, text + states[row, :, number].tolist())[len(text) :]
-        torch.testing.assert_close(laws[row, :, number], expected, rtol=0, atol=1e-10)
+        torch.testing.assert_close(distributions[row, :, number], expected, rtol=0, atol=1e-10)
 
 
 @torch.no_grad()
@@ -114,8 +114,8 @@ def test_trajectories_equal_those_of_single_passes():
     blocks = [(row, number, text, greedy(target, text, N)) for row, number, text in each_block(starts)]
     for row, number, text, fixed in blocks:
         assert continuation.tokens[row, :, number].tolist() == fixed
-        law = target.logits(continuation.final[row, :, number]).log_softmax(-1)
-        torch.testing.assert_close(law, law_after(target, text + fixed)[len(text) :], rtol=0, atol=1e-10)
+        distribution = target.logits(continuation.final[row, :, number]).log_softmax(-1)
+        torch.testing.assert_close(distribution, law_after(target, text + fixed)[len(text) :], rtol=0, atol=1e-10)
     reader, num_changed = Reader(target, BATCH, starts, N), 0
     for shift in range(N + 1):
         passes = (torch.arange(starts.shape[1]) + shift) % (N + 1)
@@ -192,8 +192,8 @@ def test_cross_entropy_equals_that_of_the_text():
         total[ce] = ConsistencyObjective(drafter, **{**SETTINGS, "losses": losses})(BATCH, None).total.item()
     expected = 0.0
     for row in (row for pack in PACKS for row in pack):
-        law = law_after(drafter.target, row.tokens)
-        expected -= sum(float(law[i - 1, row.tokens[i]]) for i in range(1, len(row.tokens)) if row.mask[i])
+        distribution = law_after(drafter.target, row.tokens)
+        expected -= sum(float(distribution[i - 1, row.tokens[i]]) for i in range(1, len(row.tokens)) if row.mask[i])
     assert total[2.0] - total[0.0] == pytest.approx(2 * expected, rel=1e-9)
 
 

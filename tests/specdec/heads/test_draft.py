@@ -24,7 +24,7 @@ from specdec.target.model import Target
 from tests.exports import export, make_form
 from tests.support import chain_of, disturb, random_tokens, save_word_model, text_logits, word_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 V = 61
 VOCAB = torch.arange(0, V, 2)

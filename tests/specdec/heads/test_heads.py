@@ -99,7 +99,7 @@ def test_another_draft_vocabulary_changes_no_other_logit(any_drafter, text, requ
 
 @pytest.mark.parametrize("slot, parts", SLOTS)
 def test_decoding_against_the_slot_rule_and_the_unroll(any_drafter, text, slot, parts):
-    """Compares the laws of sampled drafts, after earlier rounds with other drafts."""
+    """Compares the distributions of sampled drafts, after earlier rounds with other drafts."""
     depth, temperature, generator = depth_of(any_drafter), 0.6, torch.Generator().manual_seed(0)
     tokens, features = text
     proposer, first = HeadProposer(any_drafter, chain_of(depth)), 0
@@ -115,11 +115,11 @@ def test_decoding_against_the_slot_rule_and_the_unroll(any_drafter, text, slot, 
     for d in range(1, depth + 1):
         readout, _ = at_goals(unrolled, unrolled.readouts, d, [slot + d])
         for logits_of_step in (logits[d - 1], any_drafter.logits(d, readout)[0]):
-            law = torch.zeros(any_drafter.target.vocab_size, dtype=torch.float64)
-            law[any_drafter.to_target(torch.arange(any_drafter.vocab_size))] = (logits_of_step / temperature).softmax(
-                -1
-            )
-            torch.testing.assert_close(tree.probs[0, d], law, atol=1e-10, rtol=0)
+            distribution = torch.zeros(any_drafter.target.vocab_size, dtype=torch.float64)
+            distribution[any_drafter.to_target(torch.arange(any_drafter.vocab_size))] = (
+                logits_of_step / temperature
+            ).softmax(-1)
+            torch.testing.assert_close(tree.probs[0, d], distribution, atol=1e-10, rtol=0)
 
 
 @paired("any_drafter, shape", VARIANTS, [chain_of(5), TreeShape(depth=4, width=3, nodes=30)])
@@ -213,7 +213,7 @@ def test_rows_of_a_batch_equal_separate_rows(any_drafter, text):
 @paired("any_drafter, some", VARIANTS, [[1], [12], [6, 7], [2, 5, 11]])
 def test_sparse_goals_give_the_readouts_of_all_goals(any_drafter, text, some, monkeypatch):
     """Later steps run on few slots, with the same readouts there as if they run on all slots."""
-    monkeypatch.setattr(unroll_plan, "ROUND", 1)
+    monkeypatch.setattr(unroll_plan, "ROUND_SLOTS", 1)
     sparse = unroll_row(any_drafter, *text, goals=torch.isin(torch.arange(LENGTH), torch.tensor(some)))
     full = unroll_row(any_drafter, *text)
     for d in range(1, depth_of(any_drafter) + 1):
@@ -228,7 +228,7 @@ def test_sparse_goals_give_the_readouts_of_all_goals(any_drafter, text, some, mo
 
 def test_fewer_slots_from_step_to_step_give_the_readouts_of_all_slots(any_drafter, text, monkeypatch):
     """Each step runs on a part of the slots of the step before, with the same readouts there."""
-    monkeypatch.setattr(unroll_plan, "ROUND", 1)
+    monkeypatch.setattr(unroll_plan, "ROUND_SLOTS", 1)
     depth, tokens, features = depth_of(any_drafter), *text
     if any_drafter.attends not in ("path", "none"):
         return

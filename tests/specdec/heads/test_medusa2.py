@@ -23,7 +23,7 @@ from train.data.rows import Row, collate
 from train.objective import Objective
 from train.optimization import parameter_groups
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 CONFIG = load_head("medusa2")
 ROW = Row("0", "all", random_tokens(0, 14, 6), [False] * 4 + [True] * 10)
@@ -76,10 +76,10 @@ def test_the_loss_equals_a_naive_sum_and_trains_only_heads_and_adapter():
 
     tokens = torch.tensor([ROW.tokens])
     output = target.read(tokens, drafter.target_layers)
-    law = lambda final: target.logits(final).log_softmax(-1)
+    distribution = lambda final: target.logits(final).log_softmax(-1)
     expected = 0.0
     for goal in range(4, 14):
-        p, original_law = law(output.final[0, goal - 1]), law(before[0, goal - 1])
+        p, original_law = distribution(output.final[0, goal - 1]), distribution(before[0, goal - 1])
         expected += float((original_law.exp() * (original_law - p)).sum())
         for d in range(1, 5):
             if goal - d >= 1:

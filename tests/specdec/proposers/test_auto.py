@@ -70,7 +70,7 @@ def test_a_size_beyond_the_longest_chain_is_not_filled_up_with_a_longer_one(smal
 
 
 def test_prompts_join_and_leave(small_target):
-    """Three rows at a time; ended answers enter the memory of the suffix tree, and chances are kept."""
+    """Three rows at a time; ended answers enter the memory of the suffix tree, and probabilities are kept."""
     prompts = [*repeating_texts(3, 12), *[random_tokens(seed, 5, small_target.vocab_size) for seed in range(4)]]
     plain = [Decoder(small_target, None, sampling=Sampling(), stop={2}).generate([p], 30).tokens[0] for p in prompts]
     for head in ("eagle", "medusa", None):
@@ -114,6 +114,7 @@ def test_nothing_is_drafted_where_every_node_costs_a_pass(small_target):
 BUSY = {1: 1.0, 2: 2.3, 3: 2.9, 4: 3.1, 5: 3.3, 8: 4.0}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("copies", [False, True])
 def test_beside_busy_processes_it_stays_near_plain_decoding(small_target, copies):
     """By told costs. copies: whether the text repeats, so that a suffix tree is often right."""

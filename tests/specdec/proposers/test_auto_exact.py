@@ -38,7 +38,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("sampling", ["warm", "all"])
 @pytest.mark.parametrize("case", CASES)
@@ -61,7 +61,7 @@ def test_the_distribution_of_the_target_is_kept(case, sampling, rule, monkeypatc
     assert max(sizes) >= min(2, max(proposer.costs.sizes))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_is_drafted_beside_a_draw_does_not_depend_on_it(monkeypatch):
     monkeypatch.setattr(auto_module, "DEEPEST", 2)
     proposer = forgetful(auto(sampled_target(), ratios=UNEVEN, num=2))
@@ -77,7 +77,7 @@ def test_what_is_drafted_beside_a_draw_does_not_depend_on_it(monkeypatch):
     assert trees[0] == trees[1] == trees[2]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_dropping_a_draft_because_of_what_was_drawn_is_detected(monkeypatch):
     """The negative control: a drawn draft of token 0 is left out, as a chosen one may be."""
     monkeypatch.setattr(auto_module, "DEEPEST", 1)

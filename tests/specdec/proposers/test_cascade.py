@@ -16,7 +16,7 @@ from specdec.target.verifier import Verifier
 from tests.enumeration import answer_statistic, sampled_target, without_temperature
 from tests.support import chain_of, check_counters, greedy, make_drafter, prompts_of, random_tokens
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 TREE = TreeShape(depth=2, width=2, nodes=4)
 SMALL = {"num": 4, "sinks": 1, "window": 3, "chunks": 0, "chunk": 1}
@@ -289,7 +289,7 @@ NARROW = {"num": 2, "sinks": 0, "window": 1, "chunks": 0, "chunk": 1}
 
 
 def test_the_laws_of_drafts_equal_those_of_the_partial_target(target):
-    """Checks the law of every draft after the drafts before it; some rows need more inner rounds than others."""
+    """Checks the distribution of every draft after the drafts before it; some rows need more inner rounds than others."""
     sampling, prompts = Sampling(1.3), PROMPTS
     for make in INNERS.values():
         proposer, cache = cascade(target, make(target), **SMALL), read_prompts(target, PROMPTS)
@@ -305,7 +305,7 @@ def test_the_laws_of_drafts_equal_those_of_the_partial_target(target):
             tree = proposer.propose(sampling, torch.Generator().manual_seed(0))
         logits = logits_on_the_part(target, cascade(target, **SMALL), cache, tree.tokens)
         assert tree.linear and tree.tokens.shape == (4, 5) and tree.tokens[:, 0].tolist() == NEW[:, 0].tolist()
-        torch.testing.assert_close(tree.probs[:, 1:], sampling.law(logits)[:, :-1], rtol=0, atol=1e-12)
+        torch.testing.assert_close(tree.probs[:, 1:], sampling.distribution(logits)[:, :-1], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])

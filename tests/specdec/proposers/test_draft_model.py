@@ -18,7 +18,7 @@ from specdec.target.model import Target
 from tests.enumeration import SAMPLINGS, decoder_error, sampled_target
 from tests.support import random_tokens, save_word_model, word_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 V, DEPTH, NUM_NEW = 61, 3, 21
 CHAIN = Drafting(DEPTH)

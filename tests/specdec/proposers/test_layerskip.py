@@ -24,7 +24,7 @@ from tests.enumeration import SAMPLINGS, answer_statistic, decoder_error, sample
 from tests.loops import logits_of_layers
 from tests.support import NUM_NEW, SUBSETS, greedy, make_target, prompts_of, random_tokens, scale_forward
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 GREEDY = Sampling()
 
@@ -69,7 +69,7 @@ def test_drafts_equal_those_of_a_model_of_these_layers(target, layers):
             if sampling.greedy:
                 assert tree.probs is None and tokens[1:] == logits.argmax(-1).tolist()
             else:
-                torch.testing.assert_close(tree.probs[row, 1:], sampling.law(logits), atol=1e-10, rtol=0)
+                torch.testing.assert_close(tree.probs[row, 1:], sampling.distribution(logits), atol=1e-10, rtol=0)
 
 
 def test_sampled_drafts_are_drawn_from_the_laws_they_come_with(small_target):
@@ -183,7 +183,7 @@ def decoder_of(*, rule="token", sampling="warm", wrong=None, **how) -> Decoder:
 @pytest.fixture
 def enumerated(monkeypatch):
     """Lets tests/enumeration.py enumerate the draws of this proposer as it enumerates those of heads."""
-    monkeypatch.setattr(layerskip, "pick", lambda law, uniform: growth.pick(law, uniform))
+    monkeypatch.setattr(layerskip, "pick", lambda distribution, uniform: growth.pick(distribution, uniform))
     return monkeypatch
 
 

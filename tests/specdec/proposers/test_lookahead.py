@@ -9,7 +9,7 @@ import torch
 from specdec.proposers.lookahead import Lookahead
 from tests.support import LENGTHS, NUM_NEW, check_counters, greedy, make_target, prompts_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 SETTINGS = [(1, 2, 0), (5, 2, 0), (3, 2, 2), (1, 4, 3), (4, 3, 0), (4, 3, 4), (3, 5, 2)]  # window, ngram, guesses
 

@@ -31,7 +31,7 @@ from tests.support import (
     random_tokens,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 CHAIN, TREE = chain_of(4), TreeShape(depth=3, width=3, nodes=8)
 STOPPING = Stopping(threshold=0.3)
@@ -211,16 +211,16 @@ def test_no_threshold_changes_the_answers(any_drafter, target):
     def answer(proposer):
         return Decoder(target, proposer, sampling=Sampling(), stop=set()).generate(prompts, 6)
 
-    plain, chances = answer(None), []
+    plain, probabilities = answer(None), []
     for shape, fraction in ((chain_of(3), 0.0), (chain_of(3), 0.5), (chain_of(3), 1.0), (TREE, 0.5)):
-        threshold = sorted(chances)[len(chances) // 2] if fraction == 0.5 else fraction
+        threshold = sorted(probabilities)[len(probabilities) // 2] if fraction == 0.5 else fraction
         proposer = HeadProposer(any_drafter, shape, stopping=Stopping(threshold=threshold))
         decoder = Decoder(target, proposer, sampling=Sampling(), stop=set())
         generation = Generation([[], []], [[], []])
         for emitted in decoder.stream(prompts, 6, result=generation):
             generation.tokens = [before + tokens for before, tokens in zip(generation.tokens, emitted.tokens)]
             if fraction == 0 and proposer.evidence:
-                chances.append(float(sum(map(Stopping().log_probability, proposer.evidence)).max().exp()))
+                probabilities.append(float(sum(map(Stopping().log_probability, proposer.evidence)).max().exp()))
         assert generation.tokens == plain.tokens
         check_counters(generation)
         if fraction == 0:
@@ -246,7 +246,7 @@ def test_some_rounds_draft_less_than_others(small_target):
 
 
 def expected_drafts(paths) -> float:
-    """Expected accepted drafts, if children are accepted with the chances that `static_parents` assumes."""
+    """Expected accepted drafts, if children are accepted with the probabilities that `static_parents` assumes."""
     return sum(math.prod(FIRST_CHILD * NEXT_CHILD**rank for rank in path) for path in paths)
 
 

@@ -49,20 +49,20 @@ def following(known: list[list[int]], part: tuple[int, ...]) -> dict[int, int]:
 
 def best_first(known: list[list[int]], part: tuple[int, ...], num: int, least: float) -> list[tuple[int, int]]:
     """The drafts after `part`: the most likely candidate of a plain list is taken repeatedly."""
-    draft, candidates, chance = [], [], 1.0
+    draft, candidates, probability = [], [], 1.0
     while True:
         while part and not following(known, part):
             part = part[1:]
         counts = following(known, part) if part else {}
         for token, count in counts.items():
-            share = chance * count / sum(counts.values())
+            share = probability * count / sum(counts.values())
             if share >= least:
                 candidates.append((share, token, len(draft), (*part, token)))
         if not candidates or len(draft) == num:
             return draft
         best = max(candidates, key=lambda candidate: candidate[0])  # the first of equal ones
         candidates.remove(best)
-        chance, token, parent, part = best
+        probability, token, parent, part = best
         draft.append((token, parent))
 
 
@@ -224,7 +224,7 @@ def test_memory_is_bounded():
     assert none.younger.num_tokens == none.older.num_tokens == 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_decoding_accepts_the_drafts_of_a_naive_search(small_target):
     def drafts_after(prompt, answer):
         text = prompt + answer
@@ -248,7 +248,7 @@ def test_decoding_with_memory_takes_fewer_rounds(small_target):
     assert sum(map(len, again.accepted)) < 0.8 * sum(map(len, first.accepted))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_measurement_begins_without_memory(small_target):
     """Although the warm-up decodes the first prompt."""
     prompts = [Prompt(str(seed), "", random_tokens(seed, 9, 6)) for seed in (0, 1, 0)]

@@ -19,7 +19,7 @@ FOLDER = ROOT / "targets" / "gemma3-270m"
 NUM_NEW = 12
 TREE = TreeShape(depth=4, width=3, nodes=10)
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.skipif(
         not (FOLDER / "config.json").exists(),
         reason=f"{FOLDER} is not here: python scripts/get_target.py name=gemma3-270m (Google's Gemma terms of use)",

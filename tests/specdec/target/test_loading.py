@@ -34,7 +34,7 @@ print(peak() - before)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 @pytest.mark.parametrize(
     ("saved", "loaded"), [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")]

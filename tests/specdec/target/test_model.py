@@ -12,7 +12,7 @@ from specdec.target import attention
 from specdec.target.model import Target, load_tokenizer
 from tests.support import make_target
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 4,
              "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}  # fmt: skip

@@ -24,6 +24,8 @@ from train.data.rows import Batch
 from train.features.outputs import Online
 from train.objective import Objective
 
+pytestmark = pytest.mark.full  # starts processes
+
 # Transformers' experts compute in at most 32 bits
 FAMILIES = {"phi3": "float64", "gemma4_text-shared": "float64", "qwen3_5_text": "float64", "deepseek_v3": "float32"}
 PROMPTS = [[1, 2, 3, 4, 5], [7, 5], [9, 9, 9]]

@@ -166,7 +166,7 @@ def test_the_quantisation_is_read_from_the_configuration(fields, label):
     assert quantisation_of(config) == label
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_bitsandbytes_on_the_real_target(tmp_path):
     pytest.importorskip("bitsandbytes")
     how = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)

@@ -19,6 +19,8 @@ from train.data.rows import Batch
 from train.features.feature_files import FeatureFolder
 from train.features.outputs import Kept, Online
 
+pytestmark = pytest.mark.full  # starts processes
+
 MODULE = "tests.specdec.target.test_sharding"
 FAMILIES = ["gemma4_text-shared", "phi3"]  # with values beside the layers, joined matrices
 REFUSED = ["qwen3_5_text", "qwen3_moe"]

@@ -28,7 +28,7 @@ from train.data.packing import SCHEMA, Packs, Rows, first_fit
 from train.data.reading import Source, read_sources
 from train.data.stream import Stream
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 SHIPPED = ROOT / "data" / "train.jsonl"
 

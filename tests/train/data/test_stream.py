@@ -13,7 +13,7 @@ from train.data.loader import Loader, Material, Order
 from train.data.packing import Packs, Rows
 from train.data.stream import Stream
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
