@@ -16,7 +16,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -123,19 +122,6 @@ def open_folder(chosen: EngineOptions) -> Iterator[str]:
         yield folder
 
 
-def check(chosen: EngineOptions) -> None:
-    if not Path(chosen.python).is_file() and shutil.which(chosen.python) is None:
-        raise ValueError(
-            f"There is no vLLM: {chosen.python} does not exist. `make engines` sets it up for a CPU (4 GB); on a GPU machine "
-            "install vllm and give python=, such as python=python3."
-        )
-    with socket.socket() as probe:
-        if probe.connect_ex(("127.0.0.1", chosen.port)) == 0:
-            raise ValueError(
-                f"port={chosen.port} is in use: another engine may run there. Stop it, or give another port=."
-            )
-
-
 def run_server(chosen: EngineOptions, target: Target, layers: list[int], folder: str) -> int:
     """Runs the server until it ends or is stopped. -> its exit status"""
     url = f"http://localhost:{chosen.port}"
@@ -166,7 +152,11 @@ def main(arguments: list[str] | None = None) -> None:
         words = shlex.join(make_command(chosen, target, layers, folder))
         print(f"PYTHONPATH={MODULES} {FOLDER}={shlex.quote(folder)} {words}")
         return
-    check(chosen)
+    if not Path(chosen.python).is_file() and shutil.which(chosen.python) is None:
+        raise ValueError(
+            f"There is no vLLM: {chosen.python} does not exist. `make engines` sets it up for a CPU (4 GB); on a GPU machine "
+            "install vllm and give python=, such as python=python3."
+        )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with open_folder(chosen) as folder:
         status = run_server(chosen, target, layers, folder)

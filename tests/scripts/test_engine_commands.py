@@ -70,15 +70,6 @@ def test_wrong_options_are_named(monkeypatch, arguments, what):
         call(monkeypatch, launch_engine, *arguments)
 
 
-def test_a_port_in_use_is_named(monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=f"port={port} is in use"):
-            call(monkeypatch, launch_engine, f"port={port}", f"python={sys.executable}")
-
-
 def test_a_vllm_that_ends_is_told_and_leaves_no_folder(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(launch_engine.os, "access", lambda *_: False)

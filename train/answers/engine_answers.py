@@ -88,18 +88,14 @@ class AnswerServer:
                 return self._read_ids(choice["token_ids"], finish, job)
             said = choice["message"]
             text = said["content"] or ""
-            removed = {
-                "thinking": ("reasoning", said.get("reasoning") or said.get("reasoning_content")),
-                "calls of tools": ("tool", said.get("tool_calls")),
-            }
+            removed = any(said.get(key) for key in ("reasoning", "reasoning_content", "tool_calls"))
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise BadAnswer(f"it has no answer of the interface's form ({type(error).__name__}: {error})") from error
-        for what, (parser, found) in removed.items():
-            if found:
-                raise ValueError(
-                    f"The server takes {what} out of the answers, so it is not known what the target wrote. Start it without a "
-                    f"{parser} parser."
-                )
+        if removed:
+            raise ValueError(
+                "The server takes thinking or calls of tools out of the answers, so it is not known what the target wrote. "
+                "Start it without a reasoning parser and without a tool parser."
+            )
         if finish not in ("stop", "length"):
             raise BadAnswer(f"the answer to {job.id} ended because of {finish!r}")
         if not is_text(text):  # half of a surrogate pair, where a server cut a character

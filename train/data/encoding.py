@@ -56,7 +56,6 @@ class Encoding:
     thinking: bool | None = None  # the mode of rows that do not say theirs
 
     def __post_init__(self):
-        data.check_offsets(self.tokenizer)
         chat_template.check_mode(self.tokenizer, self.thinking)
 
     def key(self, source: str) -> str:

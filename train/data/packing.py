@@ -79,23 +79,21 @@ class Rows:
             [numpy.zeros(0, dtype=numpy.int64), *(numpy.diff(ends) for (_, ends), _ in self.lists)]
         )
 
-    def find(self, number: int) -> tuple[int, int]:
-        """-> the batch that holds a row, and the row's number in it"""
-        index = bisect.bisect_right(self.firsts, number) - 1
-        return index, number - self.firsts[index]
-
     def arrays(self, number: int, length: int) -> tuple[ndarray, ndarray]:
         """-> tokens (int32) and mask (bool) of a row, cut to `length`"""
-        index, row = self.find(number)
+        index = bisect.bisect_right(self.firsts, number) - 1  # of the batch that holds the row
+        row = number - self.firsts[index]
         (tokens, ends), (mask, mask_ends) = self.lists[index]
         start, mask_start = int(ends[row]), int(mask_ends[row])
         num = min(int(ends[row + 1]) - start, length)
         return tokens[start : start + num], mask[mask_start : mask_start + num].view(bool)
 
     def row(self, number: int, length: int) -> Row:
-        index, row = self.find(number)
         tokens, mask = self.arrays(number, length)
-        row_id, category = (self.batches[index][name][row].as_py() for name in ("id", "category"))
+        index = bisect.bisect_right(self.firsts, number) - 1
+        row_id, category = (
+            self.batches[index][name][number - self.firsts[index]].as_py() for name in ("id", "category")
+        )
         return Row(id=row_id, category=category, tokens=tokens.tolist(), mask=mask.tolist())
 
     def goals(self, length: int) -> ndarray:

@@ -50,7 +50,6 @@ class Plan:
     thinking: bool | None = None  # the mode of rows that do not say theirs
 
     def __post_init__(self):
-        data.check_offsets(self.tokenizer)
         chat_template.check_mode(self.tokenizer, self.thinking)
         for name, given in (("tokens", self.tokens), ("hold_out", self.hold_out)):
             if given:

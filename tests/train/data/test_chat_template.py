@@ -17,7 +17,6 @@ from train.answers import answering, datastore
 from train.data import chat_template, reading
 from train.data import rows as data
 from train.data.encoding import Encoding, load_packs
-from train.data.stream import Plan
 
 TOOLS = "{% if tools %}{{ '<|im_start|>system\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
 AS_OBJECT = "{% for c in m.tool_calls or [] %}{{ '<call>' ~ (c.function | tojson) ~ '</call>' }}{% endfor %}"
@@ -158,17 +157,6 @@ def test_answers_of_the_history_stand_behind_another_prompt(turns):
         assert supervised(tokenizer, encoded) == ["Seven.<|im_end|>"] * turns and encoded.thinking is False
 
 
-def test_an_unknown_mode_is_said_once():
-    tokenizer = with_template(THINKS.replace("'<think>\n\n</think>\n\n'", "'/no_think '"))
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        encoded = data.encode(tokenizer, as_row(PLAIN))
-        data.encode(tokenizer, as_row(pair("3+4?", "Eight.")))
-    (said,) = {str(each.message) for each in found}
-    assert "writes a text of its own before answers" in said
-    assert supervised(tokenizer, encoded)[0].startswith("<think>")
-
-
 def test_modes_of_prompts(tmp_path):
     tokenizer, path = with_template(THINKS), tmp_path / "p.jsonl"
     write_rows(path, [{"prompt": "a", "thinking": False}, {"prompt": "a"}, {"prompt": "a", "thinking": True}])
@@ -249,10 +237,6 @@ def test_a_tokenizer_without_offsets_makes_prompts_and_no_rows(tmp_path):
     assert "é?" in tokenizer.decode(prompt.tokens)
     with pytest.raises(ValueError, match=r"\(ByT5Tokenizer\) has no fast form"):
         data.encode(tokenizer, as_row(PLAIN))
-    with pytest.raises(ValueError, match="has no fast form"):
-        Encoding(tokenizer, tmp_path)
-    with pytest.raises(ValueError, match="has no fast form"):
-        Plan(str(tmp_path / "p.jsonl"), tokenizer, length=9, packed=True, buffer=2, seed=0)
 
 
 @pytest.mark.parametrize("by_template", [False, True])
