@@ -174,28 +174,24 @@ class AnswerServer:
                 for _ in self.client.urls:
                     self.client.post(PATHS[way], body, check)
                 return way
-            except (Refused, _UnsupportedWay) as error:
+            except Refused as error:
                 reason = str(error)
         taken = "neither token ids nor messages" if example.prompt is None else "no token ids"
         raise ValueError(f"The server takes {taken}. {reason}")
 
     def _check_way(self, example: AnswerJob, way: str, answer: dict) -> None:
-        """Raises _UnsupportedWay if an answer of one token is not of that way."""
+        """Raises Refused if an answer of one token is not of that way."""
         try:
             choice = answer["choices"][0]
             ids = choice.get("token_ids")
             if way == "ids" and not (isinstance(ids, list) and ids):
-                raise _UnsupportedWay("It does not return token ids.")
+                raise Refused("It does not return token ids.")
             discard_states(self.client, answer, [*example.tokens, *(ids or ())])
             if way == "chat":
                 choice["message"]["content"]
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
-            raise _UnsupportedWay(f"Its answers have another form than OpenAI's ({reason}).") from error
-
-
-class _UnsupportedWay(ValueError):
-    """A server does not take or give what a way needs."""
+            raise Refused(f"Its answers have another form than OpenAI's ({reason}).") from error
 
 
 def in_order(

@@ -19,8 +19,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from specdec.core.grammar import Grammar
 from specdec.core.row_files import FORMS, LINES, PARQUET, parse_line, read_file
 from train.data.chat_template import options_of
@@ -37,10 +35,6 @@ class Source:
 
 def read_sources(train: str | Sequence[str] | Mapping[str, float]) -> list[Source]:
     """The setting `train` in one of its three forms. Raises ValueError for no source, or for a weight of 0 or less."""
-    if isinstance(train, str):
-        with contextlib.suppress(yaml.YAMLError):
-            weighted = yaml.safe_load(train) if train.startswith("{") and not Path(train).exists() else None
-            train = weighted if isinstance(weighted, dict) else train  # overrides.py leaves such a text
     train = [train] if isinstance(train, str) else train
     weights = dict(train) if isinstance(train, Mapping) else dict.fromkeys(train, 1)
     if not weights or (not isinstance(train, Mapping) and len(weights) < len(train)):
