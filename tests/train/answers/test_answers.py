@@ -68,9 +68,7 @@ def test_rows_are_in_order_and_hold_the_ids_of_the_target(run):
     for row, prompt in zip(rows, [prompt for prompt in PROMPTS for _ in range(2)]):
         asked = data.encode_prompt(model.tokenizer, [{"role": "user", "content": prompt["prompt"]}])
         body = by_prompt[tuple(asked), row["temperature"]]
-        assert (
-            body["top_p"] == 0.9 and body["top_k"] == 0 and body["repetition_penalty"] == 1
-        )  # no default of the model
+        assert (body["top_p"], body["top_k"], body["repetition_penalty"]) == (0.9, 0, 1)  # no default of the model
         choice, _ = model.write(json.dumps(asked), body)
         assert row["tokens"] == asked + choice["ids"] and row["prompt_tokens"] == len(asked)
         assert row["messages"][-1] == {"role": "assistant", "content": choice["text"]}
@@ -152,9 +150,8 @@ def test_thinking_mode(run, folder):
     tokenizer = copy.deepcopy(small_tokenizer())
     tokenizer.chat_template = THINKING
     tokenizer.save_pretrained(folder / "target")
-    rows = {
-        mode: run(Model(), f"thinking={mode}", "limit=1", out=f"{mode}.jsonl")[0] for mode in ("true", "false", "null")
-    }
+    ask = lambda mode: run(Model(), f"thinking={mode}", "limit=1", out=f"{mode}.jsonl")[0]
+    rows = {mode: ask(mode) for mode in ("true", "false", "null")}
     assert [row.get("thinking") for row in rows.values()] == [True, False, None]
     none = tokenizer("<none>")["input_ids"]
     ends = {mode: row["tokens"][: row["prompt_tokens"]][-len(none) :] == none for mode, row in rows.items()}
@@ -163,9 +160,8 @@ def test_thinking_mode(run, folder):
     assert run.server.requests[-1][1]["chat_template_kwargs"] == {"enable_thinking": False}
     row = {key: value for key, value in rows["false"].items() if key != "tokens"}
     encoded = data.encode(tokenizer, row)  # rendered again in the same mode
-    assert encoded.tokens[: encoded.mask.index(True)] == data.encode_prompt(
-        tokenizer, row["messages"][:1], thinking=False
-    )
+    prompt = data.encode_prompt(tokenizer, row["messages"][:1], thinking=False)
+    assert encoded.tokens[: encoded.mask.index(True)] == prompt
 
 
 # Refusals
@@ -198,18 +194,11 @@ def test_another_tokenizer_is_refused(run):
         run(model)
 
 
-def test_another_model_is_named(run):
+def test_another_model_is_named_and_different_ones_are_refused(run):
     with pytest.warns(UserWarning, match=r"The server's model is called models/other, and target\.name="):
         run(Model(name="other"), "limit=1")
-
-
-def test_servers_of_different_models_are_refused(run):
     what = r"no model in common \(models/target; models/other\)"
-    with (
-        SmallServer(Model(name="other")) as other,
-        SmallServer(Model()) as server,
-        pytest.raises(ValueError, match=what),
-    ):
+    with SmallServer(Model(name="other")) as other, SmallServer(Model()) as server, pytest.raises(ValueError, match=what):
         run(Model(), f"engine={server.url},{other.url}")
 
 
