@@ -198,7 +198,11 @@ def test_another_model_is_named_and_different_ones_are_refused(run):
     with pytest.warns(UserWarning, match=r"The server's model is called models/other, and target\.name="):
         run(Model(name="other"), "limit=1")
     what = r"no model in common \(models/target; models/other\)"
-    with SmallServer(Model(name="other")) as other, SmallServer(Model()) as server, pytest.raises(ValueError, match=what):
+    with (
+        SmallServer(Model(name="other")) as other,
+        SmallServer(Model()) as server,
+        pytest.raises(ValueError, match=what),
+    ):
         run(Model(), f"engine={server.url},{other.url}")
 
 
