@@ -48,6 +48,12 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
+def default_progress(monkeypatch):
+    """What a command of an earlier test chose (`progress=`) is not passed on to the processes of this one."""
+    monkeypatch.delenv("SPECDEC_PROGRESS", raising=False)
+
+
+@pytest.fixture(autouse=True)
 def _no_state_of_accelerate():
     """accelerate keeps the settings of the first Accelerator of a process, and refuses others later."""
     yield

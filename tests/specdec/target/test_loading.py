@@ -23,7 +23,7 @@ from tests.support import child_environment, save_word_model
 MEASURE = """
 import sys, torch
 import accelerate, transformers.models.llama.modeling_llama
-from specdec.target import Target
+from specdec.target.model import Target
 
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
