@@ -1,7 +1,7 @@
 """Trains a drafter; validation decodes.
 
-    accelerate launch train.py head=eagle
-    python train.py -m head=eagle,mtp optimizer.lr=3e-4,1e-3    trains several, one after the other, and compares them (docs/tracking.md)
+accelerate launch train.py head=eagle
+python train.py -m head=eagle,mtp optimizer.lr=3e-4,1e-3    trains several, one after the other, and compares them (docs/tracking.md)
 """
 
 import specdec.core.threads  # noqa: F401  says how threads wait, before torch is imported
@@ -95,8 +95,8 @@ def fit_alone(config: RunConfig, path: Path, accelerator: Accelerator) -> int:
             page = write_page(path, trainer.validation, tokenizer, prompts=heldout, split=split)
             console.say(f"report: {page}")
             report = checkpoint.read_json(page.with_name("report.json"))
-            tracker.report(trainer.step, "best", report)
-            tracker.page(trainer.step, page, worth(Report.from_json(report))[1])
+            tracker.log(trainer.step, "best", report)
+            tracker.attach(page, worth(Report.from_json(report))[1])
     display.end(console, trainer)
     return 130 if trainer.interrupted == signal.SIGINT else 0  # a scheduler is to see that all is well
 

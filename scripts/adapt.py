@@ -15,6 +15,7 @@ from helpers.options import option, options, run, split
 
 import functools
 import gc
+import itertools
 import json
 import math
 import re
@@ -35,11 +36,10 @@ from specdec.heads.base import Drafter
 from specdec.proposers import datastore
 from train import adapt as adaptation
 from train import progress
-from train.adapt_folder import KINDS, AdaptationPlan, Home
+from train.adapt_folder import AdaptationPlan, Home
 from train.answers.resumable import check_settings
 from train.config import flat
 from train.data import reading
-from train.data.reading import read_sources
 from train.lock import lock
 
 FREE = ("checkpoint", "traffic", "out", "watch", "settings")  # options that may change when an adaptation goes on
@@ -58,30 +58,21 @@ class Adapt:
     out: str = field(metadata={"help": "folder of the adapted heads; it stands for the head in use", "folder": True})
     old: str | None = option(
         None,
-        "files that the head was trained on (a,b); null: those of its config.yaml, or the shipped ones; empty: none",
+        "files that the head was trained on (a,b), some of whose rows are held out to judge forgetting; null: those of its "
+        "config.yaml, or the shipped ones; empty: none",
     )
-    old_heldout: str | None = option(
-        None, "answers that forgetting is judged on; null: some of old, not trained on here"
-    )
-    old_split: str | None = option(None, f"of old= and old_heldout=: {loading.SPLIT}")
     old_share: float = option(0.3, "share of the tokens trained on that are old ones")
     heldout_share: float = option(0.2, "share of the conversations that are held out, the newest")
     epochs: float = option(3.0, "how often rows are read")
     lr: float | None = option(None, "learning rate; null: a third of the head's own")
-    tolerance: float = option(0.03, "share by which tau of old answers may fall; twice that for each category")
-    shares: str = option(
-        "1,0.75,0.5,0.25",
-        "comma list: shares of the trained weights, the rest being those of the head in use; the largest one that forgets little "
-        "enough on old answers kept for this choice is judged",
-    )
+    tolerance: float = option(0.03, "share by which tau of old answers may fall")
     min_tokens: int = option(5000, "new tokens of answers that training needs")
     max_tokens: int | None = option(None, "most new tokens that are trained on, the newest; null: all")
     watch: float | None = option(None, "go on, and look for new rows every so many seconds; null: once")
     depth: int = option(4, "drafts of the chain that heads are judged with")
     judged: int = option(100, "answers of new and of old rows that are judged, at most")
     length: int = option(1024, "tokens of an answer with its prompt that are judged and trained on, at most")
-    store: bool = option(True, "make OUT/datastore of the rows, for proposer=retrieval and proposer.suffix.datastore")
-    head: str | None = option(None, "file of conf/head whose objective trains; null: by the checkpoint's class")
+    head: str | None = option(None, "file of conf/head whose objective trains; null: the one that fits the checkpoint")
     seed: int = option(0, "of the choice of old rows")
     training: dict[str, str] = field(
         default_factory=dict,
@@ -90,24 +81,12 @@ class Adapt:
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
 
     @property
-    def limits(self) -> adaptation.Limits:
-        return adaptation.Limits(self.depth, self.judged, self.length)
-
-    @property
-    def all_shares(self) -> list[float]:
-        """The largest first. Raises ValueError for what is no list of shares."""
-        try:
-            found = [float(each) for each in split(self.shares)]
-        except ValueError:
-            found = []
-        if not found or not all(0 < each <= 1 for each in found):
-            raise ValueError(f"shares={self.shares} must be a comma list of numbers above 0, up to 1, such as 1,0.5.")
-        return sorted(found, reverse=True)
+    def limits(self) -> adaptation.JudgeLimits:
+        return adaptation.JudgeLimits(self.depth, self.judged, self.length)
 
 
 def main(arguments: list[str] | None = None) -> None:
     given = options(Adapt, __doc__, arguments)
-    given.all_shares  # noqa: B018  # raises
     overrides.check(given.training, "training.")
     if own := sorted(OWN & set(given.training)):
         raise ValueError(f"training.{own[0]}= is chosen by this command: leave it out.")
@@ -132,8 +111,6 @@ def watch(given: Adapt, home: Home, console: progress.Results) -> None:
     try:
         while True:
             try:
-                if not home.training.exists():
-                    look(given, home)
                 adapt(given, home, console)
             except adaptation.TooFew as error:
                 if str(error) != said:
@@ -141,14 +118,6 @@ def watch(given: Adapt, home: Home, console: progress.Results) -> None:
             time.sleep(given.watch or 0)
     except KeyboardInterrupt:
         console.say(f"stopped; {home.path} stands for {home.current.name}")
-
-
-def look(given: Adapt, home: Home) -> None:
-    """Raises TooFew unless there are so many tokens that no adaptation has looked at that min_tokens are left to train on."""
-    tried = max((each["until"] for each in home.history()), default=float("-inf"))
-    answers, _ = adaptation.read_traffic(Path(given.traffic), source_of(given, home))
-    new = adaptation.count_tokens(answer for answer in answers if answer.time > tried)
-    check_tokens(int(new * (1 - given.heldout_share)), given.min_tokens)
 
 
 def check_tokens(tokens: int, needed: int) -> None:
@@ -174,7 +143,7 @@ def adapt(given: Adapt, home: Home, console: progress.Results) -> None:
     settings = {key: value for key, value in asdict(given).items() if key not in FREE}
     plan = home.read_plan()
     if plan is None:
-        plan = prepare(given, home, settings, console)
+        plan = prepare(given, home, settings)
     else:
         then = {key: value for key, value in plan.about["settings"].items() if key in settings}  # some options went
         advice = f"Give those again, or delete {home.training} to begin anew."
@@ -184,85 +153,74 @@ def adapt(given: Adapt, home: Home, console: progress.Results) -> None:
     judge_new(given, home, plan, trained, console)
 
 
-def load(given: Adapt, folder: Path) -> tuple[loading.Loaded, Drafter]:
-    """The head with its target. Raises ValueError for a head that replay does not apply to."""
-    advice = "train it by train.py start=."
-    if loading.adapts(folder):
-        raise ValueError(f"{folder} changes its target, so answers recorded with it are others' then: {advice}")
-    loaded = loading.load(str(folder), given.target)
-    if not isinstance(loaded.drafter, Drafter):
-        raise ValueError(f"{folder} does not draft by steps, so it cannot be judged by replay: {advice}")
-    return loaded, loaded.drafter
+def check_head(folder: Path) -> None:
+    """Raises ValueError for a head that replay does not apply to."""
+    kind = checkpoint.drafter_class(str(checkpoint.read_json(folder / "drafter.json").get("_target_")))
+    if kind.adapts_target or not issubclass(kind, Drafter):
+        why = (
+            "changes its target, which would not have written these answers" if kind.adapts_target else "takes no steps"
+        )
+        raise ValueError(f"{folder} {why}, so it cannot be judged by replay: train it by train.py start=.")
 
 
-def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results) -> AdaptationPlan:
-    """Reads and splits the rows, updates the datastore, judges the head in use. -> what to train"""
-    begun = time.perf_counter()
-    until = max((each["until"] for each in home.history() if each["decision"] == "accepted"), default=float("-inf"))
+def prepare(given: Adapt, home: Home, settings: dict) -> AdaptationPlan:
+    """Reads and splits the rows. -> what to train. With watch=, enough of the rows must be new to all adaptations."""
+    check_head(home.current)
     find_head(home.first, given.head)  # which refuses a wrong one now
+    never, past = float("-inf"), home.history()
+    tried = max((each["until"] for each in past), default=never)
+    until = max((each["until"] for each in past if each["decision"] == "accepted"), default=never)
     source = source_of(given, home)
     answers, left_out = adaptation.read_traffic(Path(given.traffic), source)
     new = [answer for answer in answers if answer.time > until]
+    if given.watch is not None:
+        tokens = adaptation.count_tokens(answer for answer in answers if answer.time > tried)
+        check_tokens(int(tokens * (1 - given.heldout_share)), given.min_tokens)
     if not new:
         raise adaptation.TooFew(
             f"traffic={given.traffic} has no rows that are newer than those of the head in use: record more."
         )
     training, heldout = adaptation.split_newest(new, given.heldout_share)
-    tokenizer = load_tokenizer(source.target, given.target.trust_remote_code)
-    earlier, judged_old = home.known("heldout"), read_old_heldout(given, tokenizer)
-    training = adaptation.keep_newest(adaptation.without_prompts(training, [*earlier, *judged_old]), given.max_tokens)
-    check_tokens(adaptation.count_tokens(training), given.min_tokens)
-    slices = {"new": given.limits.choose(heldout)}
-    fit = [answer for answer in heldout if len(answer.prompt) + 2 <= given.length]
-    if (num := len({answer.conversation for answer in fit})) < adaptation.ENOUGH:
+    earlier = home.known("heldout")
+    training = adaptation.drop_known(training, earlier)
+    if given.max_tokens is not None:
+        training = adaptation.take_tokens(reversed(training), given.max_tokens)[::-1]
+    check_tokens(tokens := adaptation.count_tokens(training), given.min_tokens)
+    num = len({answer.conversation for answer in heldout if len(answer.prompt) + 2 <= given.length})
+    if num < adaptation.ENOUGH:
         raise adaptation.TooFew(
             f"{num} held-out conversations fit into length={given.length}: a head is judged by {adaptation.ENOUGH} or more. Record more."
         )
-    loaded, drafter = load(given, home.current)
-    sources = find_old(given.old, home.first, loaded.target.name)
-    try:
-        older = adaptation.OldRows(
-            sources, tokenizer, split=given.old_split, seed=given.seed, further=home.known("trained")
-        )
-    except ValueError as error:
-        raise ValueError(f"old={','.join(sources)}: {error} Give old=FILE, or old= for no old rows.") from None
-    old = given.limits.choose(judged_old)
-    if given.old_heldout is None:
-        old = given.limits.choose(older.hold_out(given.judged, without=[*heldout, *training, *earlier]))
-    elif not old:
-        raise ValueError(
-            f"old_heldout={given.old_heldout} has no answer of two tokens or more within length={given.length}."
-        )
-    slices["old"] = old + given.limits.choose(adaptation.without_prompts(earlier, [*heldout, *training]))
-    taken = [*heldout, *training, *slices["old"], *earlier, *judged_old]
-    num = min(given.judged, len(older.rows) // 4) if given.all_shares != [1.0] else 0
-    slices["mix"] = given.limits.choose(older.hold_out(num, without=taken))
-    share = given.old_share / (1 - given.old_share)
-    rest = older.sample(int(share * adaptation.count_tokens(training)), without=[*taken, *slices["mix"]])
-    number = home.next_number()
-    if given.store:
-        texts = [*rest, *(answer for answer in answers if answer.time <= until), *new]
-        console.say(f"{home.path / 'datastore'}: {home.store(number, texts, tokenizer):,} tokens to draft from")
-    before = {
-        kind: given.limits.judge(drafter, slices[kind], what=f"judging the head in use, {kind} answers")
-        for kind in KINDS
-    }
+    old, rest = choose_old(given, home, source, [*heldout, *training, *earlier], tokens)
+    old += adaptation.drop_known(earlier, [*heldout, *training])
+    slices = {"new": given.limits.choose(heldout), "old": given.limits.choose(old)}
     about = {"until": max(answer.time for answer in new), "notes": notes_on(left_out, slices), "settings": settings}
-    about["minutes"] = {"judging before": (time.perf_counter() - begun) / 60}
     start = str(home.current.relative_to(home.path))
-    plan = AdaptationPlan(number, start, [*training, *rest], len(training), slices, before, about)
+    plan = AdaptationPlan(home.next_number(), start, [*training, *rest], len(training), slices, about)
     home.save_plan(plan, source.tokenizer)
     return plan
 
 
-def read_old_heldout(given: Adapt, tokenizer: PreTrainedTokenizerBase) -> adaptation.Answers:
-    """The answers of old_heldout=, none of which is trained on, whether it is judged or not."""
-    if given.old_heldout is None:
-        return []
-    with reading.at(f"old_heldout={given.old_heldout}"):
-        found = reading.load_conversations(given.old_heldout, split=given.old_split)
-        rows = [adaptation.encode_answer(tokenizer, row) for row in found]
-    return [answer for answer in rows if answer is not None]
+def choose_old(
+    given: Adapt, home: Home, source: adaptation.TrafficSource, taken: adaptation.Answers, tokens: int
+) -> tuple[adaptation.Answers, adaptation.Answers]:
+    """-> old answers that forgetting is judged on, the same ones at every adaptation, and others to train on.
+
+    taken: answers that are used already; tokens: new ones that are trained on
+    """
+    sources = find_old(given.old, home.first, source.target)
+    tokenizer = load_tokenizer(source.target, given.target.trust_remote_code)
+    earlier = [{**answer.to_row(source.tokenizer), "category": "adapted"} for answer in home.known("trained")]
+    try:
+        rows = [row for name in sources for row in reading.load_conversations(name)]
+        with reading.at(f"old={','.join(sources)}"):
+            drawn = list(itertools.islice(adaptation.draw_old(rows, tokenizer, seed=given.seed), given.judged))
+            rest = adaptation.draw_old([*rows, *earlier], tokenizer, seed=given.seed)
+            most = int(given.old_share / (1 - given.old_share) * tokens)
+            unused = adaptation.drop_known(rest, [*taken, *drawn])
+            return adaptation.drop_known(drawn, taken), adaptation.take_tokens(unused, most)
+    except ValueError as error:
+        raise ValueError(f"old={','.join(sources)}: {error} Give old=FILE, or old= for no old rows.") from None
 
 
 def notes_on(left_out: dict[str, int], slices: dict[str, adaptation.Answers]) -> list[str]:
@@ -270,9 +228,8 @@ def notes_on(left_out: dict[str, int], slices: dict[str, adaptation.Answers]) ->
     inexact = sum(not answer.exact for answer in slices["new"])
     if inexact:
         notes.append(
-            f"{inexact} of {len(slices['new'])} judged answers were written with top-k, top-p, a penalty, a grammar or the like, at an "
-            "unknown temperature, or have ids that were made of their text. Replay takes them as drawn at their temperature "
-            "alone (0 if it is unknown), so their tau is an estimate, before and after alike."
+            f"{inexact} of {len(slices['new'])} judged answers were not drawn at a known temperature alone. Replay takes "
+            "them so (0 if it is unknown), and their tau is an estimate, before and after alike."
         )
     if not slices["old"]:
         notes.append("There are no old answers, so what was forgotten is not known.")
@@ -281,63 +238,44 @@ def notes_on(left_out: dict[str, int], slices: dict[str, adaptation.Answers]) ->
 
 def judge_new(given: Adapt, home: Home, plan: AdaptationPlan, trained: Path, console: progress.Results) -> None:
     """Judges the trained head, and takes it into use or not."""
-    begun = time.perf_counter()
-    loaded, drafter = load(given, trained)
-    start = checkpoint.start(home.path / plan.start, loaded.target, {}, lambda _: drafter.draft_to_target)[0]
-    weights, whole = start.state_dict(), checkpoint.read_tensors(trained / "drafter.safetensors")
-
-    def judge(share: float, kind: str) -> adaptation.PartTable:
-        drafter.load_state_dict(adaptation.mix_weights(weights, whole, share))
-        what = f"judging {share:g} of the new weights, {kind} answers"
-        return adaptation.compare_parts(
-            plan.heldout[kind],
-            plan.before[kind],
-            given.limits.judge(drafter, plan.heldout[kind], what=what),
+    loaded = loading.load(str(home.path / plan.start), given.target)
+    heads = {"the head in use": loaded.drafter, "the new head": checkpoint.load(trained, loaded.target)}
+    changes = {
+        kind: adaptation.TauChange.of(
+            answers,
+            *(
+                given.limits.judge(head, answers, what=f"judging {name}, {kind} answers")
+                for name, head in heads.items()
+            ),
         )
-
-    share, tables, (good, reasons), mixing = adaptation.try_shares(
-        given.all_shares, judge, tolerance=given.tolerance, choosing=bool(plan.heldout["mix"])
-    )
-    new, old = plan.training[: plan.num_new], plan.training[plan.num_new :]
-    ran = checkpoint.read_json(trained / "report.json")["training"]
-    training: dict[str, Any] = {
-        "new_answers": len(new),
-        "new_tokens": adaptation.count_tokens(new),
-        "old_answers": len(old),
+        for kind, answers in plan.heldout.items()
     }
-    training |= {"old_tokens": adaptation.count_tokens(old), "mixing": mixing, "steps": size_training(given, plan)[1]}
-    training |= {"tokens_read": ran["tokens"], "lr": choose_rate(given, home)}
-    minutes = {"training": ran["seconds"] / 60, "judging after": (time.perf_counter() - begun) / 60}
+    assert changes["new"] is not None
+    good, reasons = adaptation.decide(changes["new"], changes["old"], tolerance=given.tolerance)
+    tokens = [adaptation.count_tokens(part) for part in (plan.training[: plan.num_new], plan.training[plan.num_new :])]
     document = {
         "number": plan.number,
         "decision": "accepted" if good else "refused",
         "reasons": reasons,
         "start": plan.start,
         "in_use": f"heads/{plan.number}" if good else plan.start,
-        "slices": tables,
-        "training": training,
+        "slices": {kind: change and asdict(change) for kind, change in changes.items()},
+        "training": {"new_tokens": tokens[0], "old_tokens": tokens[1], "steps": size_training(given, plan)[1]},
         **plan.about,
-        "minutes": {**plan.about["minutes"], **minutes},
     }
-    show(console, tables)
+    for kind, part in changes.items():
+        if part:
+            (low, high), (least, most) = part.before_ci, part.change_ci
+            console.say(
+                f"{kind} answers: tau {part.before:.3f} ({low:.2f} .. {high:.2f}) -> {part.after:.3f}, change "
+                f"{part.change:+.3f} ({least:+.3f} .. {most:+.3f}), {part.conversations} conversations"
+            )
     page = home.record(plan.number, document)
     if good:
-        tensors = adaptation.mix_weights(weights, whole, share)
-        home.accept(plan, trained, tensors, document, datastore.fingerprint(loaded.tokenizer))
+        home.accept(plan, trained, document, datastore.fingerprint(loaded.tokenizer))
     home.finish()
     console.say(f"{document['decision']}: {' '.join(reasons)}")
     console.say(f"{home.path} stands for {document['in_use']}. Page: {page}")
-
-
-def show(console: progress.Results, tables: dict[str, adaptation.PartTable]) -> None:
-    """tau of all parts, as lines."""
-    for kind, parts in tables.items():
-        for name, part in parts.items():
-            (low, high), (least, most) = part["before_ci"], part["change_ci"]
-            console.say(
-                f"{kind} answers, {name}: tau {part['before']:.3f} ({low:.2f} .. {high:.2f}) -> {part['after']:.3f}, change "
-                f"{part['change']:+.3f} ({least:+.3f} .. {most:+.3f}), {part['conversations']} conversations"
-            )
 
 
 # Training: train.py in a process of its own, with the settings of the head
@@ -350,23 +288,14 @@ def settings_of(head: Path) -> dict[str, Any]:
 
 
 def find_head(head: Path, given: str | None) -> str:
-    """The file of conf/head for a checkpoint. Of several with its class that one whose sizes are most like its own."""
-    names = sorted(path.stem for path in (loading.CONF / "head").glob("*.yaml"))
-    if given is not None:
-        if given not in names:
-            raise ValueError(f"There is no head {given!r}; there are: {', '.join(names)}.")
-        return given
-    document = checkpoint.read_json(head / "drafter.json")
-    module = str(document["_target_"]).split(".")[-2]
-    unlike = {}
-    for name in names:
-        file = OmegaConf.load(loading.CONF / "head" / f"{name}.yaml")
-        drafter: Any = OmegaConf.to_container(file.drafter, resolve=False)
-        if drafter["_target_"] == document["_target_"]:
-            unlike[name] = sum(document.get(key) != value for key, value in drafter.items()), name != module
-    if not unlike:
-        raise ValueError(f"{head} holds {document['_target_']}, for which conf/head has no file: give head=NAME.")
-    return min(unlike, key=lambda name: unlike[name])
+    """The file of conf/head for a checkpoint: `given`, or the first one with its class."""
+    confs = {path.stem: OmegaConf.load(path) for path in sorted((loading.CONF / "head").glob("*.yaml"))}
+    kind = checkpoint.read_json(head / "drafter.json")["_target_"]
+    found = [name for name, conf in confs.items() if name == given or (given is None and conf.drafter._target_ == kind)]
+    if not found:
+        what = f"There is no head {given!r}" if given else f"No file of conf/head is of {kind}: give head=NAME"
+        raise ValueError(f"{what}; there are: {', '.join(confs)}.")
+    return found[0]
 
 
 def find_old(given: str | None, head: Path, target: str) -> list[str]:
@@ -375,19 +304,13 @@ def find_old(given: str | None, head: Path, target: str) -> list[str]:
         return split(given)
     recorded = settings_of(head).get("data", {}).get("train")
     if recorded is not None:
-        return [source.name for source in read_sources(recorded)]
+        return [source.name for source in reading.read_sources(recorded)]
     if Path(target).name == Path(str(OmegaConf.load(loading.CONF / "target" / "smollm2-135m.yaml").name)).name:
         return [SHIPPED]
     raise ValueError(
         f"It is not recorded what {head} was trained on: give old=FILE with such rows, or old= for none (then nothing "
         "keeps the head from forgetting, and nothing shows it)."
     )
-
-
-def choose_rate(given: Adapt, home: Home) -> float:
-    """lr=, or a third of the rate that the head was trained with, or that its file of conf/head has."""
-    usual = OmegaConf.load(loading.CONF / "head" / f"{find_head(home.first, given.head)}.yaml").lr
-    return given.lr or LOWER * float(settings_of(home.first).get("optimizer", {}).get("lr") or usual)
 
 
 def size_training(given: Adapt, plan: AdaptationPlan) -> tuple[int, int]:
@@ -427,7 +350,9 @@ def make_arguments(given: Adapt, home: Home, plan: AdaptationPlan, length: int, 
     name = given.target.name or loading.target_of(home.path / plan.start)
     target = {**asdict(given.target), "name": Path(name) if Path(name).exists() else name}
     vocab = checkpoint.read_tensors(home.first / "drafter.safetensors").get("draft_to_target")
-    objective = settings_of(home.first).get("head", {}).get("objective", {})
+    settings, head = settings_of(home.first), find_head(home.first, given.head)
+    objective = settings.get("head", {}).get("objective", {})
+    own_lr = settings.get("optimizer", {}).get("lr") or OmegaConf.load(loading.CONF / "head" / f"{head}.yaml").lr
     values: dict[str, Any] = {
         **{f"head.objective.{key}": value for key, value in flat(objective).items() if key != "_target_"},
         "run": folder / "run",
@@ -438,7 +363,7 @@ def make_arguments(given: Adapt, home: Home, plan: AdaptationPlan, length: int, 
         "features.folder": folder / "features",
         "data.cache": folder / "data-cache",
         "data.length": length,
-        "optimizer.lr": choose_rate(given, home),
+        "optimizer.lr": given.lr or LOWER * float(own_lr),
         "optimizer.warmup": min(20, steps // 10),
         "train.steps": steps,
         "train.validate_every": steps,  # the last step is taken, not the best one: adapt.py judges it
@@ -453,7 +378,6 @@ def make_arguments(given: Adapt, home: Home, plan: AdaptationPlan, length: int, 
         **given.training,
     }
     rows = f"data.train=[{quote(folder / 'train.jsonl')}]"
-    head = find_head(home.first, given.head)
     return [f"head={head}", rows, *(f"{key}={quote(value)}" for key, value in values.items())]
 
 

@@ -5,13 +5,11 @@
 Each prompt gets one answer per temperature. Writes conversations to OUT and the settings to OUT.meta.json. After an
 interruption the same command continues.
 
-engine=URL lets a server with OpenAI's interface answer; vLLM also gives the token ids, which are kept in the rows. With
-features.folder=DIR the hidden states that scripts/launch_engine.py gives are kept too, so that train.py reads no answer again.
+engine=URL lets a server with OpenAI's interface answer; vLLM also gives the token ids, which are kept in the rows.
 """
 
 from helpers import decoding, loading
-from helpers.layers import layers_of
-from helpers.options import option, options, run, split
+from helpers.options import option, options, run
 
 import contextlib
 from collections import Counter
@@ -23,22 +21,18 @@ import rich.console
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from specdec.core.compile import Runner
-from specdec.target.model import Target, load_tokenizer
+from specdec.target.model import load_tokenizer
 from train import progress, ranges
 from train.answers import answering
-from train.answers.answering import AnswerJob, AnswerSettings, AnswerWriter, OwnDecoder
-from train.answers.engine_answers import AnswerServer, AnswerStates, ServerWriter
+from train.answers.answering import AnswerJob, AnswerSettings, OwnDecoder
+from train.answers.engine_answers import AnswerServer
 from train.answers.resumable import Resumable, digest, resumable
 from train.data import chat_template, reading
 from train.data import rows as data
 from train.features.engine_client import EngineClient
-from train.features.engine_features import EngineTarget
-from train.features.feature_files import FeatureFolder
-from train.ranges import named
 
 WAYS = {
     "ids": "takes and gives token ids, which are kept in the rows",
-    "text": "takes token ids and gives text: training tokenises the answers again",
     "chat": "takes messages: its own chat template decides, and training tokenises the answers again",
 }
 ADVICE = "Use the same settings to continue, or choose another out=FILE."
@@ -52,14 +46,6 @@ class AnswerDecodeOptions:
 
 
 @dataclass(frozen=True)
-class FeatureOptions:
-    folder: str | None = option(None, "also keep the hidden states, for train.py features.folder=; null: no")
-    heads: str = option("eagle3", "comma list of the heads (conf/head) whose layers are kept")
-    layers: str | None = option(None, "list such as [2,15,28] of the layers instead; the last one is always kept")
-    bits: int | None = option(None, "8: integers with a scale for each token; null: as the target computes")
-
-
-@dataclass(frozen=True)
 class AnswerOptions:
     prompts: str = field(metadata={"help": "rows with prompt or messages: JSONL, folder or dataset"})
     out: str = field(metadata={"help": "the .jsonl file to write or to continue"})
@@ -67,14 +53,12 @@ class AnswerOptions:
     limit: int | None = option(None, "answer only the first LIMIT prompts; null: all")
     max_new_tokens: int = option(160, "longest answer, in tokens")
     thinking: bool | None = option(None, loading.THINKING + "; null: the template's default")
-    tag: str | None = option(None, "comma list of tags that every row gets, beside those of its prompt")
     engine: str | None = option(None, "comma list of URLs of servers; null: this project's decoder")
     in_flight: int = option(64, "requests that are under way at once, with engine=")
     batch: int = option(16, "prompts answered at once, without engine=")
     seed: int = option(0, "seed of the sampling")
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
     decode: AnswerDecodeOptions = field(default_factory=AnswerDecodeOptions)
-    features: FeatureOptions = field(default_factory=FeatureOptions)
 
 
 def parse_temperatures(temperature: str) -> list[float]:
@@ -87,18 +71,6 @@ def parse_temperatures(temperature: str) -> list[float]:
     for value in values:
         ranges.check({"decode.temperature": value})
     return values
-
-
-def check(chosen: AnswerOptions) -> None:
-    if chosen.target.name is None:
-        raise ValueError("target.name= must name the model that answers: a folder or a Hub name.")
-    if chosen.prompts == "self":
-        raise ValueError("prompts=self: the target no longer writes prompts itself. Give prompts=FILE.")
-    if chosen.features.folder is not None and chosen.engine is None:
-        raise ValueError(
-            "features.folder= keeps hidden states that a server gives with the answers: give engine=URL of one that python "
-            "scripts/launch_engine.py has started."
-        )
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, target: loading.TargetOptions) -> set[int]:
@@ -123,7 +95,7 @@ def open_writer(
     settings: AnswerSettings,
     jobs: list[AnswerJob],
     console: rich.console.Console,
-) -> Iterator[tuple[AnswerWriter, dict[str, str]]]:
+) -> Iterator[tuple[OwnDecoder | AnswerServer, dict[str, str]]]:
     """The servers, or this project's decoder; with what identifies the target, where this process has loaded it."""
     if chosen.engine is None:
         target = loading.load_target(chosen.target).target
@@ -132,41 +104,13 @@ def open_writer(
         return
     last = max(jobs, key=lambda job: len(job.tokens))
     with contextlib.closing(EngineClient(chosen.engine, in_flight=chosen.in_flight, say=console.print)) as client:
-        server = AnswerServer(client, tokenizer, name=str(chosen.target.name), example=jobs[0])
+        server = AnswerServer(client, tokenizer, settings, name=str(chosen.target.name), example=jobs[0])
         console.print(f"{server.model} at {', '.join(client.urls)} {WAYS[server.way]}.")
         server.check_length(len(last.tokens) + chosen.max_new_tokens, f"{last.place}: the longest prompt, {last.id},")
-        states = None if chosen.features.folder is None else keep_states(chosen, server, console)
-        yield ServerWriter(server, settings, chosen.in_flight, states), {}
-
-
-def keep_states(chosen: AnswerOptions, server: AnswerServer, console: rich.console.Console) -> AnswerStates:
-    """Where hidden states go. Raises ValueError if the server gives none, or not these layers."""
-    options = chosen.features
-    if server.way != "ids":
-        raise ValueError(
-            "features.folder= needs a server that takes and gives token ids, such as vLLM 0.10.2 or newer."
-        )
-    with named("target"):
-        target = Target.load_ends(
-            str(chosen.target.name),
-            dtype=chosen.target.dtype_here,
-            trust_remote_code=chosen.target.trust_remote_code,
-        )
-    with named("features"):
-        layers = layers_of(target, heads=options.heads, layers=options.layers)
-        folder = FeatureFolder(target, tuple(layers), Path(str(options.folder)), bits=options.bits)
-        states = AnswerStates(EngineTarget(server.client, target, tuple(folder.layers)), folder)
-    folder.open()
-    console.print(f"hidden states {list(folder.layers)} of every answer go to {options.folder}.")
-    return states
+        yield server, {}
 
 
 # Answers
-
-
-def digest_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Changes with the tokens and with how prompts are rendered."""
-    return digest(repr([data.vocabulary(tokenizer, len(tokenizer))[0], tokenizer.chat_template]).encode())
 
 
 def check_prompts(answers: Resumable, jobs: list[AnswerJob], source: str) -> None:
@@ -185,15 +129,15 @@ def check_prompts(answers: Resumable, jobs: list[AnswerJob], source: str) -> Non
 
 
 def write_answers(chosen: AnswerOptions, console: rich.console.Console) -> None:
-    check(chosen)
+    if chosen.target.name is None:
+        raise ValueError("target.name= must name the model that answers: a folder or a Hub name.")
     temperatures = parse_temperatures(chosen.decode.temperature)
     tokenizer = load_tokenizer(str(chosen.target.name), trust_remote_code=chosen.target.trust_remote_code)
     stop = stop_tokens(tokenizer, chosen.target)
     prompts = reading.load_prompts(chosen.prompts, split=chosen.split, limit=chosen.limit)
     if not prompts:
         raise ValueError(f"There are no prompts in {chosen.prompts}: give a file with some, and a limit= of 1 or more.")
-    tags = tuple(split(chosen.tag))
-    jobs = answering.list_jobs(tokenizer, prompts, temperatures, thinking=chosen.thinking, tags=tags)
+    jobs = answering.list_jobs(tokenizer, prompts, temperatures, thinking=chosen.thinking)
     recorded = {
         "target": chosen.target.name,
         "seed": chosen.seed,
@@ -204,32 +148,28 @@ def write_answers(chosen: AnswerOptions, console: rich.console.Console) -> None:
         "top_p": chosen.decode.top_p,
         "max_new_tokens": chosen.max_new_tokens,
         "thinking": chosen.thinking,
-        "tag": chosen.tag,
     }
     with resumable(Path(f"{chosen.out}.meta.json"), Path(chosen.out), recorded, advice=ADVICE) as answers:
         finished = {row.get("id") for row in answers.rows}
         if None in finished:
             raise ValueError(f"{chosen.out} has rows without an id, so it was not written by this command. {ADVICE}")
         check_prompts(answers, jobs, chosen.prompts)
-        answers.same(tokenizer_or_chat_template=digest_of(tokenizer))
+        vocabulary, _ = data.vocabulary(tokenizer, len(tokenizer))
+        answers.same(tokenizer_or_chat_template=digest(repr([vocabulary, tokenizer.chat_template]).encode()))
         missing = [job for job in jobs if job.id not in finished]
         progress.note(f"{len(jobs)} answers to write, {len(jobs) - len(missing)} of them are in {chosen.out} already.")
         if missing:
             settings = AnswerSettings(frozenset(stop), chosen.max_new_tokens, chosen.decode.top_p, chosen.seed)
             with open_writer(chosen, tokenizer, settings, jobs, console) as (writer, weights):
                 answers.same(**weights)
-                write_missing(chosen, tokenizer, writer, missing, answers, console)
+                written = write_missing(writer, missing, answers, vocabulary)
+                console.print(f"{chosen.out}: {written}.")
 
 
 def write_missing(
-    chosen: AnswerOptions,
-    tokenizer: PreTrainedTokenizerBase,
-    writer: AnswerWriter,
-    missing: list[AnswerJob],
-    answers: Resumable,
-    console: rich.console.Console,
-) -> None:
-    vocabulary, _ = data.vocabulary(tokenizer, len(tokenizer))
+    writer: OwnDecoder | AnswerServer, missing: list[AnswerJob], answers: Resumable, vocabulary: str
+) -> str:
+    """Appends rows. -> how many were written, cut and empty. vocabulary: its digest"""
     ends: Counter[str] = Counter()
     with progress.start("answering", len(missing), unit="answers") as shown:
         for group in writer.write(missing):
@@ -237,9 +177,9 @@ def write_missing(
             ends.update(answer.finish for _, answer in group)
             ends.update("empty" for _, answer in group if not answer.text.strip())
             shown.advance(len(group), num_tokens=sum(answer.num_tokens for _, answer in group))
-    console.print(
-        f"{chosen.out}: {shown.done} answers written, {shown.num_tokens} tokens in {shown.seconds:.0f} s; {ends['length']} "
-        f"were cut at {chosen.max_new_tokens} tokens, {ends['empty']} are empty."
+    return (
+        f"{shown.done} answers written, {shown.num_tokens} tokens in {shown.seconds:.0f} s; {ends['length']} were cut at "
+        f"{writer.settings.max_new_tokens} tokens, {ends['empty']} are empty"
     )
 
 

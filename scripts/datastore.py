@@ -21,11 +21,8 @@ from train.answers import datastore
 
 @dataclass(frozen=True)
 class DatastoreOptions:
-    data: str = field(
-        metadata={"help": "rows with messages or text: a .jsonl file, a folder of them, a dataset; or a .txt file"}
-    )
+    data: str = field(metadata={"help": "rows with messages or text: a .jsonl file, a folder of them, or a dataset"})
     out: str = field(metadata={"help": "folder to make", "folder": True})
-    keep: str = field(default="answers", metadata={"help": "of conversations: answers or everything"})
     length: int = field(default=16, metadata={"help": "longest match that can be found, in tokens"})
     split: str | None = field(default=None, metadata={"help": loading.SPLIT})
     thinking: bool | None = field(default=None, metadata={"help": f"{loading.THINKING}; null: told by the rows"})
@@ -43,13 +40,13 @@ def main(arguments: list[str] | None = None) -> None:
     start = time.perf_counter()
     tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
     read = datastore.read_texts(
-        chosen.data, tokenizer, split=chosen.split, keep=chosen.keep, limit=chosen.limit, thinking=chosen.thinking
+        chosen.data, tokenizer, split=chosen.split, limit=chosen.limit, thinking=chosen.thinking
     )
     texts = list(progress.track(read, "tokenising", unit="texts"))
     if not texts:
         raise ValueError(f"data={chosen.data} holds no text, so there is nothing to retrieve: give some with text.")
     tokenised = time.perf_counter()
-    about = {"source": Path(chosen.data).name, "keep": chosen.keep, "limit": chosen.limit}
+    about = {"source": Path(chosen.data).name, "limit": chosen.limit}
     datastore.build(
         out,
         texts,

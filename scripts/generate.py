@@ -27,12 +27,8 @@ from train.data import rows as data
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(proposers.ProposerOptions):
-    prompt: str = field(
-        metadata={"help": "text of the user's message; text to continue, for a model without a chat template"}
-    )
-    thinking: bool | None = option(
-        None, f"{loading.THINKING}; null: as the checkpoint was trained, else the template's default"
-    )
+    prompt: str = field(metadata={"help": "text of the user's message, or to continue, without a chat template"})
+    thinking: bool | None = option(None, f"{loading.THINKING}; null: as the checkpoint was trained, else the default")
     max_new_tokens: int = option(128, "longest answer, in tokens")
     stop_strings: str | None = option(None, "comma list of texts that end the answer")
     seed: int = option(0, "seed of sampling")
@@ -66,42 +62,41 @@ def main(arguments: list[str] | None = None) -> None:
     ruled = decoding.Ruled.of(chosen.decode.grammar, loaded)
     if ruled and ruled.given is None:
         raise ValueError(f"decode.grammar=rows is for commands with prompts=; here, give {FORMS}.")
+    begin = lambda: [ruled.grammars.constraint(ruled.given)] if ruled else None  # constraints, at an answer's beginning
     for each in (decoder, plain) if chosen.compare else (decoder,):
-        each.generate([prompt], 4, constraints=constraint_of(ruled))  # a warm-up
+        each.generate([prompt], 4, constraints=begin())  # a warm-up
     loaded.proposer.forget()
 
-    drafted = stream(chosen, loaded, decoder, prompt, console, ruled)
-    if rate(drafted):
-        tau = (len(drafted.tokens[0]) - 1) / len(drafted.accepted[0])
+    drafted = print_answer(chosen, loaded, decoder, prompt, console, begin())
+    if compute_rate(drafted):
+        tokens, rounds = len(drafted.tokens[0]), len(drafted.accepted[0])
         console.print(
-            f"{len(drafted.tokens[0])} tokens in {len(drafted.accepted[0])} rounds: tau {tau:.2f}, "
-            f"{rate(drafted):.1f} tokens/s ({loaded.title}, temperature {sampling.temperature:g})"
+            f"{tokens} tokens in {rounds} rounds: tau {(tokens - 1) / rounds:.2f}, {compute_rate(drafted):.1f} tokens/s "
+            f"({loaded.title}, temperature {sampling.temperature:g})"
         )
     if chosen.compare:
         generator = seeded_generator(loaded.target, chosen.seed)
-        constraints = constraint_of(ruled)
-        again = plain.generate([prompt], chosen.max_new_tokens, generator=generator, constraints=constraints)
+        again = plain.generate([prompt], chosen.max_new_tokens, generator=generator, constraints=begin())
         gap = None
         if sampling.greedy:
-            again_from = constraint_of(ruled)
-            constraint = again_from[0] if again_from else None
+            (constraint,) = begin() or [None]
             gap = top2_gap(loaded.target, prompt, drafted.tokens[0], again.tokens[0], sampling, constraint)
-        compare(drafted, again, sampling, gap, console)
+        print_comparison(drafted, again, sampling, gap, console)
 
 
-def stream(
+def print_answer(
     chosen: Generate,
     loaded: proposers.Chosen,
     decoder: Decoder,
     prompt: list[int],
     console: rich.console.Console,
-    ruled: decoding.Ruled | None,
+    constraints: list[Constraint | None] | None,
 ) -> Generation:
     """Decodes the prompt and prints tokens as they come, drafted ones in green. Says if the grammar was left incomplete."""
     before = () if loaded.tokenizer.chat_template else prompt
     write = lambda tokens, **settings: str(loaded.tokenizer.decode(tokens, **settings))
     result, text = Generation([[]], [[]]), StreamedText(write, before=before)
-    generator, constraints = seeded_generator(loaded.target, chosen.seed), constraint_of(ruled)
+    generator = seeded_generator(loaded.target, chosen.seed)
     rounds = decoder.stream(
         [prompt], chosen.max_new_tokens, generator=generator, result=result, constraints=constraints
     )
@@ -112,9 +107,9 @@ def stream(
             if token not in loaded.stop:
                 console.print(text.add(token), end="", style=style, markup=False)
     console.print("\n")
-    if constraints and constraints[0].complete:
+    if constraints and constraints[0] and constraints[0].complete:
         console.print(f"The answer is complete under the grammar, with {len(result.tokens[0])} tokens.")
-    elif constraints:
+    elif constraints and constraints[0]:
         console.print(
             "The answer ends before the grammar is complete: raise max_new_tokens=, bound what the grammar allows (maxLength, "
             "maxItems), or leave out stop_strings=."
@@ -122,22 +117,17 @@ def stream(
     return result
 
 
-def constraint_of(ruled: decoding.Ruled | None) -> list[Constraint] | None:
-    """That of one answer, at its beginning."""
-    constraint = ruled and ruled.grammars.constraint(ruled.given)
-    return [constraint] if constraint else None
-
-
-def rate(generation: Generation) -> float:
+def compute_rate(generation: Generation) -> float:
     """Tokens/s of the rounds; 0 without a round."""
     return (len(generation.tokens[0]) - 1) / generation.seconds if generation.seconds else 0.0
 
 
-def compare(
+def print_comparison(
     drafted: Generation, plain: Generation, sampling: Sampling, gap: float | None, console: rich.console.Console
 ) -> None:
     """gap: between the target's two largest logits where greedy answers differ"""
-    if not (rate(drafted) and rate(plain)):
+    fast, slow = compute_rate(drafted), compute_rate(plain)
+    if not (fast and slow):
         return
     same = "; the same answer" if sampling.greedy else ""
     first = first_difference(drafted.tokens[0], plain.tokens[0])
@@ -146,7 +136,7 @@ def compare(
             f"; another answer from token {first + 1} on, where the target's two best logits are {gap:.3g} apart (a pass over several "
             "tokens rounds differently; target.dtype=float32 rounds less)"
         )
-    console.print(f"without drafts {rate(plain):.1f} tokens/s: speedup {rate(drafted) / rate(plain):.2f}{same}")
+    console.print(f"without drafts {slow:.1f} tokens/s: speedup {fast / slow:.2f}{same}")
 
 
 if __name__ == "__main__":

@@ -3,13 +3,12 @@
     specdec launch_engine target.name=Qwen/Qwen3-8B heads=eagle3
 
 The server is for features.engine=URL of train.py and engine=URL of answer.py. It runs until it is stopped. With print=true the
-command to run on another machine is printed instead. Hidden states are files in a folder; a machine that does not see the
+command to run on another machine is printed instead. Hidden states are files in a folder. A machine that does not see the
 folder fetches them from the server.
 """
 
 from helpers import loading
-from helpers.layers import layers_of
-from helpers.options import option, options, run
+from helpers.options import option, options, run, split
 
 import contextlib
 import json
@@ -17,16 +16,15 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
 from specdec.target.model import Target
 from train.ranges import named
@@ -34,7 +32,6 @@ from train.ranges import named
 MODULES = Path(__file__).resolve().parents[1] / "train" / "features" / "in_vllm"  # what vLLM imports by name
 FOLDER = "SPECDEC_HIDDEN_STATES"  # the variable that names the folder to hidden_states_route.py
 PYTHON = "engines/bin/python"  # where `make engines` installs vLLM
-READY_WITHIN = 1800  # seconds; large targets load slowly
 
 
 @dataclass(frozen=True)
@@ -45,12 +42,32 @@ class EngineOptions:
     host: str = option("127.0.0.1", "address that it listens on; 0.0.0.0: all, for other machines")
     folder: str | None = option(None, "where hidden states wait to be read; null: a new folder in memory (/dev/shm)")
     max_model_len: int = option(4096, "tokens that a text, or a prompt and its answer, may have")
-    tensor_parallel: int = option(1, "GPUs that share one copy of the target")
-    data_parallel: int = option(1, "copies of the target")
-    more: str = option("", 'further arguments of vLLM, such as "--gpu-memory-utilization 0.8 --quantization fp8"')
+    more: str = option("", 'further arguments of vLLM, such as "--tensor-parallel-size 4 --gpu-memory-utilization 0.8"')
     python: str = option(PYTHON, "interpreter with vLLM; `make engines` makes this one, for a CPU")
     print: bool = option(False, "print the command and start nothing")
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
+
+
+def choose_layers(target: Target, *, heads: str, layers: str | None = None) -> list[int]:
+    """The hidden states that the heads of conf/head read, or the given ones, and the last one, in order.
+
+    heads: comma list; layers: list such as [2,15,28], which takes the place of heads
+    Raises ValueError, naming the option.
+    """
+    if layers is not None:
+        try:
+            wanted = sorted(int(layer) for layer in layers.strip(" []").split(",") if layer.strip())
+            return sorted({*target.layer_ids(wanted), target.num_layers})
+        except ValueError as error:
+            raise ValueError(f"layers={layers} must be a list of numbers, such as [2,15,28]. {error}") from None
+    found = {target.num_layers}
+    for name in split(heads):
+        path = loading.CONF / "head" / f"{name}.yaml"
+        if not path.exists():
+            known = ", ".join(sorted(path.stem for path in path.parent.glob("*.yaml")))
+            raise ValueError(f"heads={name}: there is no head of that name. There are {known}.")
+        found |= set(instantiate(OmegaConf.load(path).drafter, target, vocab=None, _convert_="all").target_layers)
+    return sorted(found)
 
 
 def make_command(chosen: EngineOptions, target: Target, layers: list[int], folder: str) -> list[str]:
@@ -76,8 +93,6 @@ def make_command(chosen: EngineOptions, target: Target, layers: list[int], folde
         "--kv-transfer-config": json.dumps(connector),
         "--middleware": "hidden_states_route.HiddenStatesRoute",  # for machines that do not see the folder
     }
-    parallel = {"--tensor-parallel-size": chosen.tensor_parallel, "--data-parallel-size": chosen.data_parallel}
-    given |= {name: str(number) for name, number in parallel.items() if number > 1}
     words = [
         chosen.python,
         "-m",
@@ -107,36 +122,15 @@ def open_folder(chosen: EngineOptions) -> Iterator[str]:
         yield folder
 
 
-def check(chosen: EngineOptions) -> None:
-    if not Path(chosen.python).is_file() and shutil.which(chosen.python) is None:
-        raise ValueError(
-            f"There is no vLLM: {chosen.python} does not exist. `make engines` sets it up for a CPU (4 GB); on a GPU machine "
-            "install vllm and give python=, such as python=python3."
-        )
-    with socket.socket() as probe:
-        if probe.connect_ex(("127.0.0.1", chosen.port)) == 0:
-            raise ValueError(
-                f"port={chosen.port} is in use: another engine may run there. Stop it, or give another port=."
-            )
-
-
 def run_server(chosen: EngineOptions, target: Target, layers: list[int], folder: str) -> int:
     """Runs the server until it ends or is stopped. -> its exit status"""
-    started = time.monotonic()
+    url = f"http://localhost:{chosen.port}"
+    print(f"{target.name} will be served at {url}, with layers {layers}, once vLLM says that its start is complete.")
+    print(f"use: features.engine={url} (train.py), engine={url} (scripts/answer.py)", flush=True)
     # A session of its own: Ctrl-C reaches this process, which then ends the server and all of its processes
     words = make_command(chosen, target, layers, folder)
     server = subprocess.Popen(words, env=make_environment(folder), start_new_session=True)
-    url = f"http://localhost:{chosen.port}"
     try:
-        while server.poll() is None and time.monotonic() - started < READY_WITHIN:
-            try:
-                httpx.get(f"{url}/health", timeout=2, trust_env=False).raise_for_status()
-                break
-            except httpx.HTTPError:
-                time.sleep(1)
-        if server.poll() is None:
-            print(f"\n{target.name} is served at {url} after {time.monotonic() - started:.0f} s, with layers {layers}.")
-            print(f"use: features.engine={url} (train.py), engine={url} (scripts/answer.py)", flush=True)
         return server.wait()
     finally:
         for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, None)):
@@ -152,13 +146,17 @@ def main(arguments: list[str] | None = None) -> None:
         target = Target.load_ends(
             name, dtype=chosen.target.dtype_here, trust_remote_code=chosen.target.trust_remote_code
         )
-    layers = layers_of(target, heads=chosen.heads, layers=chosen.layers)
+    layers = choose_layers(target, heads=chosen.heads, layers=chosen.layers)
     if chosen.print:
         folder = str(Path(chosen.folder or "engine-states").absolute())
         words = shlex.join(make_command(chosen, target, layers, folder))
         print(f"PYTHONPATH={MODULES} {FOLDER}={shlex.quote(folder)} {words}")
         return
-    check(chosen)
+    if not Path(chosen.python).is_file() and shutil.which(chosen.python) is None:
+        raise ValueError(
+            f"There is no vLLM: {chosen.python} does not exist. `make engines` sets it up for a CPU (4 GB); on a GPU machine "
+            "install vllm and give python=, such as python=python3."
+        )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with open_folder(chosen) as folder:
         status = run_server(chosen, target, layers, folder)

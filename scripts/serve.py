@@ -1,23 +1,26 @@
 """Serves a target with drafts over OpenAI's HTTP interface, for trying a head and for measuring it.
 
-    python scripts/serve.py checkpoint=checkpoints/shipped/eagle3
+    specdec serve checkpoint=checkpoints/shipped/eagle3
     curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
       -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}'
 
-http://localhost:8000 is a page on which drafted and plain answers are written side by side. Beside OpenAI's fields, requests may
-have top_k, repetition_penalty, ignore_eos, structured_outputs, chat_template_kwargs (enable_thinking), speculate=false for an answer without drafts, and details=true for
-what every round drafted. /metrics counts drafts under vLLM's names. record=FOLDER records conversations, to train on them
-(docs/traffic.md); nothing is recorded without it. Ctrl-C or SIGTERM: what runs is finished, a second one ends it.
+http://localhost:8000 is a page on which drafted and plain answers are written side by side. Beside OpenAI's fields, requests may have
+top_k, repetition_penalty, ignore_eos, structured_outputs, chat_template_kwargs (enable_thinking), speculate=false for an answer without
+drafts, and details=true for what every round drafted. /health counts tokens, rounds and drafts. record=FOLDER records conversations,
+to train on them (docs/traffic.md); nothing is recorded without it. Ctrl-C or SIGTERM: what runs is finished, a second one ends it.
 docs/serving.md says when to serve with vLLM, SGLang or llama.cpp instead.
 """
 
-from helpers import decoding, loading, proposers, recording, watching
-from helpers.listening import listen, warn_if_open
-from helpers.options import option, options, run
+from helpers import decoding, loading, proposers
+from helpers.options import option, options, run, split
 
 import copy
 import functools
 import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specdec import checkpoint
@@ -25,16 +28,22 @@ from specdec.core.grammar import Grammars
 from specdec.core.sampling import Sampling
 from specdec.decoding.batch import Request
 from specdec.decoding.decoder import Decoder
-from specdec.server.traffic import Origin
+from specdec.decoding.drafting import Drafting
+from specdec.proposers.auto import Auto
+from specdec.proposers.base import Proposer
+from specdec.server.engine import Engine
+from specdec.server.record import Recorder
+from train import progress
 from train.data import chat_template
 from train.data import rows as data
 from train.pages.page import live_page
 
 KINDS = [Sampling(1.0, top_p=0.9), Sampling(1.0), Sampling()]  # one of each Sampling.kind
+OWN_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(proposers.ProposerOptions, recording.RecordOptions):
+class Serve(proposers.ProposerOptions):
     host: str = option("127.0.0.1", "address to listen at; 0.0.0.0: all of this machine, for anyone who reaches it")
     port: int = option(8000, "port to listen at; 0: any free one")
     model: str | None = option(None, "name of the model in requests; null: the target's. The checkpoint's is known too")
@@ -42,17 +51,25 @@ class Serve(proposers.ProposerOptions, recording.RecordOptions):
     rows: int = option(8, "requests that are decoded at once; the others wait")
     queue: int = option(256, "requests that may wait; further ones are refused with status 429")
     prefill_tokens: int = option(512, "tokens of new prompts that are read between two rounds of the other requests")
-    max_length: int = option(
-        4096, "tokens that a prompt and its answer may have together, at most the target's positions"
-    )
+    max_length: int = option(4096, "tokens of a prompt and its answer together, at most the target's positions")
     max_body: int = option(1 << 20, "bytes that a request may have")
     timeout: float = option(600.0, "seconds after which a request is given up")
-    watch: float | None = option(
-        None,
-        "look every so many seconds whether checkpoint= stands for another head, and draft with that then; null: no",
-    )
+    watch: float | None = option(None, "seconds between looks whether checkpoint= stands for another head; null: never")
+    record: str | None = option(None, "folder that conversations are written to, as rows to train on; null: nowhere")
+    record_rate: float = option(1.0, "share of the conversations that are recorded; all turns of one, or none")
+    record_max_bytes: int = option(1 << 30, "bytes that the folder may have; recording stops there")
+    record_tags: str = option("", "comma list of tags for every row; the first names its category")
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
     decode: decoding.DecodeOptions = field(default_factory=decoding.DecodeOptions)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Takes a port before anything large is loaded. Raises ValueError if that cannot be."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"Nothing can listen at {host}:{port} ({error}): choose another port= or host=.") from error
 
 
 def warm_up(decoder: Decoder, rows: int) -> None:
@@ -67,56 +84,111 @@ def warm_up(decoder: Decoder, rows: int) -> None:
         decoder.proposer.forget()
 
 
+def check_options(chosen: Serve) -> None:
+    """Raises ValueError for options that only requests have, and for watch= where nothing could be replaced."""
+    if chosen.decode.temperature != "0":
+        raise ValueError("decode.temperature is for each request to say: give temperature in the request.")
+    if chosen.decode.grammar is not None:
+        raise ValueError("decode.grammar is for each request to say: give structured_outputs in the request.")
+    head = chosen.settings.get("checkpoint", chosen.checkpoint)
+    if chosen.watch is None:
+        return
+    if head is None:
+        raise ValueError("watch= looks at checkpoint=: give that too.")
+    if loading.adapts(head):
+        raise ValueError(
+            f"watch=: {head} changes its target, so it cannot be replaced while requests run: leave watch=null."
+        )
+
+
+@dataclass
+class Watcher:
+    """Lets a server draft with another head when its checkpoint= stands for another one, as after scripts/adapt.py.
+
+    known: the folders that the drafts were read from; decoder: makes the decoder of a proposer
+    """
+
+    given: proposers.ProposerOptions
+    loaded: proposers.Chosen
+    drafting: Drafting
+    engine: Engine
+    decoder: Callable[[Proposer], Decoder]
+
+    def __post_init__(self):
+        self.known = self.loaded.drawn_from
+
+    def look(self) -> None:
+        """Replaces the drafts if they have changed, and returns when the engine has taken the new ones.
+
+        It raises an error if that fails; the next call tries again.
+        """
+        given = self.given
+        config = proposers.configure(
+            self.loaded.name, settings=given.settings, drafting=self.drafting, checkpoint=given.checkpoint
+        )
+        now = proposers.drawn_from(config)
+        if now == self.known:
+            return
+        head = given.settings.get("checkpoint", given.checkpoint)
+        name = checkpoint.name_of(checkpoint.resolve(head)) if head else None
+        new = proposers.make(config, self.loaded.target)
+        if isinstance(new, Auto) and isinstance(self.loaded.proposer, Auto):
+            new.opened = self.loaded.proposer.opened  # what passes of the target cost is known
+        self.engine.swap(lambda: self.decoder(new), name).result()
+        self.known = now
+        print(f"new requests are drafted by {', '.join(now)}", flush=True)
+
+    def run(self, seconds: float) -> None:
+        """Looks every so many seconds, for ever."""
+        said = None
+        while True:
+            time.sleep(seconds)
+            try:
+                self.look()
+                said = None
+            except Exception as error:  # the drafts before go on
+                if str(error) != said:
+                    print(f"warning: the drafts were not replaced: {error}", flush=True)
+                said = str(error)
+
+
 def main(arguments: list[str] | None = None) -> None:
     chosen = options(Serve, __doc__, arguments)
     try:
         import uvicorn
 
         from specdec.server.app import Served, make_app
-        from specdec.server.engine import Engine
-        from specdec.server.metrics import Metrics
     except ImportError as error:
         raise ValueError(f"Serving needs more packages ({error}): pip install '.[serve]'") from error
-    if chosen.watch is not None:
-        watching.check(chosen)
-    if chosen.decode.temperature != "0":
-        raise ValueError("decode.temperature is for each request to say: give temperature in the request.")
-    if chosen.decode.grammar is not None:
-        raise ValueError("decode.grammar is for each request to say: give structured_outputs in the request.")
-
-    record = recording.settings(chosen)
+    check_options(chosen)
     listening = listen(chosen.host, chosen.port)
+    recorder = None
+    if chosen.record is not None:
+        tags = split(chosen.record_tags)
+        recorder = Recorder(chosen.record, rate=chosen.record_rate, max_bytes=chosen.record_max_bytes, tags=tags)
     drafting = chosen.decode.drafting()
     loaded = proposers.load(chosen, chosen.target, drafting)
     chat_template.check_mode(loaded.tokenizer, chosen.thinking)
     decoding.show_measuring(loaded.proposer)
-    runner, stop = drafting.runner(), loaded.stop
-    decoder = lambda proposer: drafting.decoder(loaded.target, proposer, sampling=Sampling(), stop=stop, runner=runner)
+    runner, stop, target = drafting.runner(), loaded.stop, loaded.target
+    decoder = lambda proposer: drafting.decoder(target, proposer, sampling=Sampling(), stop=stop, runner=runner)
     drafted = decoder(loaded.proposer)
-    plain = Decoder(loaded.target, None, sampling=Sampling(), stop=stop, runner=runner)
+    plain = Decoder(target, None, sampling=Sampling(), stop=stop, runner=runner)
     warm_up(drafted, chosen.rows)
 
     own = copy.deepcopy(loaded.tokenizer)  # grammars are compiled in threads of their own
-
-    @functools.cache
-    def grammars() -> Grammars:  # with the first request that needs them
-        return Grammars(own, loaded.target.vocab_size, stop)
-
-    model = chosen.model or loaded.target.name
-    metrics = Metrics(model)
+    grammars = functools.cache(lambda: Grammars(own, target.vocab_size, stop))  # with the first request that needs them
     head = checkpoint.name_of(loaded.checkpoint) if loaded.checkpoint else None
     engine = Engine(
-        drafted, plain, rows=chosen.rows, queue=chosen.queue, prefill_tokens=chosen.prefill_tokens, head=head,
-        saw=metrics.saw_step,
-    )  # fmt: skip
-    positions = loaded.target.max_positions
-    longest = chosen.max_length if positions is None else min(chosen.max_length, positions - loaded.proposer.depth)
+        drafted, plain, rows=chosen.rows, queue=chosen.queue, prefill_tokens=chosen.prefill_tokens, head=head
+    )
+    model, most = chosen.model or target.name, chosen.max_length
+    longest = most if target.max_positions is None else min(most, target.max_positions - loaded.proposer.depth)
     drafts = f"{loaded.title} of {chosen.checkpoint}" if chosen.checkpoint else loaded.title
-    origin = Origin("server", loaded.target.name, loaded.target.fingerprint())  # each request knows its head
-    recorder = recording.open_recorder(record, origin, loaded.tokenizer) if record else None
+    if recorder:
+        recorder.set_origin("server", target, copy.deepcopy(loaded.tokenizer))
     served = Served(
         engine=engine,
-        metrics=metrics,
         tokenizer=loaded.tokenizer,
         engine_tokenizer=copy.deepcopy(loaded.tokenizer),
         encode_chat=functools.partial(data.encode_prompt, loaded.tokenizer),
@@ -131,16 +203,18 @@ def main(arguments: list[str] | None = None) -> None:
         page=live_page(target=model, drafts=drafts, max_length=longest, chat=bool(loaded.tokenizer.chat_template)),
         recorder=recorder,
     )
-    warn_if_open(chosen.host, chosen.port, "server")
+    if chosen.host not in OWN_HOSTS:
+        place = f"{chosen.host}:{chosen.port}"
+        progress.note(f"warning: anyone who reaches {place} can use this server: it asks for no password.")
     logging.basicConfig(level=logging.WARNING)
-    host, port = listening.getsockname()[:2]
-    address = f"http://{host}:{port}"
-    print(
-        f"{model}, drafted by {drafts}: {address} (page), {address}/v1 (OpenAI's interface){recording.describe(record)}",
-        flush=True,
+    address = "http://{}:{}".format(*listening.getsockname()[:2])
+    recorded = (
+        f"; {100 * chosen.record_rate:g} % of the conversations are recorded in {chosen.record}" if recorder else ""
     )
+    print(f"{model}, drafted by {drafts}: {address} (page), {address}/v1 (OpenAI's interface){recorded}", flush=True)
     if chosen.watch is not None:
-        watching.start(chosen, loaded, drafting, engine, decoder)
+        watcher = Watcher(chosen, loaded, drafting, engine, decoder)
+        threading.Thread(target=watcher.run, args=(chosen.watch,), name="watch", daemon=True).start()
     config = uvicorn.Config(make_app(served), log_level="warning", access_log=False)
     uvicorn.Server(config).run(sockets=[listening])
 

@@ -22,7 +22,7 @@ GONE = {
     "sweep": "specdec evaluate batches=1,4,16 measures batch sizes.",
     "replay": "specdec evaluate answers=FILE replays heads along answers, without decoding.",
     "tune": "specdec evaluate explain=true shows what auto measured and chose; chains= and trees= compare fixed shapes.",
-    "proxy": "specdec serve record=FOLDER records conversations.",
+    "proxy": "specdec serve record=FOLDER records conversations; write other servers' logs as rows (docs/file-formats.md).",
     "identity": "Tests compare decoding with transformers' generate: tests/specdec/target/test_families.py.",
     "bench": "The comparison of decoding systems is in benchmarks/ of the clone.",
     "check_engines": "The check of exports in engines is in benchmarks/ of the clone.",

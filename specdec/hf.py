@@ -5,7 +5,7 @@ of its own loop.
 """
 
 import contextlib
-import dataclasses
+import copy
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import (
     BaseStreamer,
     GenerateDecoderOnlyOutput,
@@ -28,7 +28,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from specdec import caller_frame, checkpoint
+from specdec import checkpoint
 from specdec.core import precision
 from specdec.core.compile import Runner
 from specdec.core.generation import Generation, Round
@@ -38,11 +38,11 @@ from specdec.decoding.drafting import Drafting
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
-from specdec.server.traffic import Answered, Asked, Origin, Recorder, Recording
+from specdec.server.record import Exchange, Recorder
 from specdec.target import attention
 from specdec.target.model import Target, load_tokenizer
 
-# What changes logits, in the order in which Sampling does it; the last normalises, which changes no law.
+# What changes logits, in the order in which Sampling does it; the last normalises, which changes no distribution.
 PROCESSORS: tuple[type, ...] = (
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -54,7 +54,6 @@ MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 MODE_SETTINGS = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "penalty_alpha", "dola_layers",
                  "constraints", "force_words_ids")  # fmt: skip
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-ARGUMENTS = ("assistant_model", "synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask")
 MODEL_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
 
 
@@ -75,8 +74,12 @@ class Speculative:
 
     checkpoint: a step's folder, a run's folder for its best step, or user/name[@revision] on the Hugging Face Hub
     decode: how to draft and verify; None: how much to draft is chosen every round (proposers/auto.py), not compiled
-    grammar: that all answers follow (specdec.core.grammar.Grammar); give `generate` the tokenizer= then
-    record: a folder, or a recorder with a tokenizer, to which prompts and answers are written (docs/traffic.md); None: nowhere
+    tokenizer: of the model; needed for a grammar, and for `record` where the model's folder has none
+    grammar: that all answers follow (specdec.core.grammar.Grammar)
+    record: a folder, or a recorder, to which prompts and answers are written (docs/traffic.md); None: nowhere
+
+    `generate` hands `streamer=` and `tokenizer=` to no custom_generate. So give it `token_streamer=` for a streamer, and
+    stopping_criteria=[StopStringCriteria(tokenizer, strings)] for stop strings. What `assistant_model=` drafts is not used.
 
     The drafter is loaded at the first call and kept, with the model, until a call with another model. Raises ValueError
     for a model that is not the checkpoint's target, and for settings of `generate` that this decoder does not support.
@@ -89,18 +92,17 @@ class Speculative:
         checkpoint: str | Path,
         decode: Drafting | None = None,
         *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         grammar: Grammar | None = None,
         record: Recorder | str | Path | None = None,
     ):
-        self._folder, self._decode, self._grammar, self.record = checkpoint, decode, grammar, record
-        self._grammars: tuple[tuple, Grammars] | None = None  # of the last tokenizer, vocabulary size and ends
+        if grammar is not None and tokenizer is None:
+            raise ValueError("A grammar needs the tokenizer: give Speculative(..., tokenizer=tokenizer).")
+        self._folder, self._decode, self._tokenizer, self._grammar = checkpoint, decode, tokenizer, grammar
+        self.record = record
+        self._grammars: tuple[tuple, Grammars] | None = None  # of the last vocabulary size and ends
         self.last: Generation | None = None
         self._loaded: _Loaded | None = None
-
-    def __getattr__(self, name: str):
-        if name == "__signature__":  # `generate` is reading the signature
-            caller_frame.return_tokenizer()
-        raise AttributeError(f"{type(self).__name__} has no attribute {name}")
 
     def __call__(
         self,
@@ -110,64 +112,71 @@ class Speculative:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
-        streamer: BaseStreamer | None = None,
-        tokenizer: Any = None,
+        token_streamer: BaseStreamer | None = None,
         **model_kwargs,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """input_ids [B, T] -> [B, T + new], or that in an output object; called by `generate`"""
-        given = caller_frame.generate_arguments()  # `generate` passes on neither `streamer` nor ARGUMENTS
-        streamer = given.get("streamer") if streamer is None else streamer
-        _check(model, generation_config, {name: given.get(name) for name in ARGUMENTS} | model_kwargs)
-        sampling, ignored = _sampling(logits_processor, bool(generation_config.do_sample), input_ids.shape[1])
-        mask = _mask(input_ids, model_kwargs)
-        pad = _pad(generation_config, stopping_criteria)
+        _check_settings(model, generation_config, model_kwargs)
+        sampling, ignored = _read_sampling(logits_processor, bool(generation_config.do_sample), input_ids.shape[1])
+        mask = _read_mask(input_ids, model_kwargs)
+        pad = _find_pad(generation_config, stopping_criteria)
         num_new = (stopping_criteria.max_length or generation_config.max_length) - input_ids.shape[1]
         prompts = [tokens[real].tolist() for tokens, real in zip(input_ids, mask)]
         result = Generation([[] for _ in prompts], [[] for _ in prompts])
-        with _borrowed(model):
+        with _borrow_model(model):
             loaded = self._load(model)
-            recorder = self._recorder(loaded)
+            recorder = self._open_recorder(loaded)
             decoder = loaded.drafting.decoder(
                 loaded.target, loaded.proposer, sampling=sampling, stop=set(), runner=loaded.runner
             )
             penalised = None
             if sampling.penalises:
-                penalised = _marks(input_ids[:, ignored:], loaded.target.vocab_size)
-            constraints = self._constrain(tokenizer, generation_config, loaded.target.vocab_size, len(prompts))
+                penalised = _mark_tokens(input_ids[:, ignored:], loaded.target.vocab_size)
+            constraints = self._make_constraints(generation_config, loaded.target.vocab_size, len(prompts))
             rounds = decoder.stream(
                 prompts, max(1, num_new), penalised=penalised, result=result, constraints=constraints
             )
-            sequences = _hand_out(rounds, result, input_ids, stopping_criteria, pad, streamer)
+            sequences = _hand_out(rounds, result, input_ids, stopping_criteria, pad, token_streamer)
         self.last = result
         if recorder is not None:
-            _record(recorder, prompts, result, sampling, num_new, _ends(generation_config), self._grammar)
+            for exchange in self._make_exchanges(prompts, result, sampling, num_new, _find_ends(generation_config)):
+                recorder.record(exchange)
         if generation_config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]  # they are whole numbers
         return sequences
 
-    def _constrain(
-        self, tokenizer: Any, config: GenerationConfig, vocab_size: int, num: int
-    ) -> list[Constraint | None] | None:
+    def _make_constraints(self, config: GenerationConfig, vocab_size: int, num: int) -> list[Constraint | None] | None:
         """Of each answer, at its beginning."""
-        if self._grammar is None:
+        if self._grammar is None or self._tokenizer is None:
             return None
-        if tokenizer is None:
-            raise ValueError("A grammar needs the tokenizer: call generate(..., tokenizer=tokenizer).")
-        stop = _ends(config)
-        key = id(tokenizer), vocab_size, stop
+        key = vocab_size, _find_ends(config)
         if self._grammars is None or self._grammars[0] != key:
-            self._grammars = key, Grammars(tokenizer, vocab_size, stop)
+            self._grammars = key, Grammars(self._tokenizer, *key)
         return [self._grammars[1].constraint(self._grammar) for _ in range(num)]
 
-    def _recorder(self, loaded: _Loaded) -> Recorder | None:
+    def _open_recorder(self, loaded: _Loaded) -> Recorder | None:
         """Raises ValueError if the folder cannot be used, or if the model's tokenizer is not found."""
         if self.record is None:
             return None
-        if not isinstance(self.record, Recorder):
-            self.record = Recorder(Recording(Path(self.record)), tokenizer=load_tokenizer(loaded.target.name))
-        target, head = loaded.target, checkpoint.name_of(checkpoint.resolve(self._folder))
-        self.record.origin = Origin("generate", target.name, target.fingerprint(), head)
+        known = isinstance(self.record, Recorder) and self.record.origin.get("target_fingerprint")
+        if known != loaded.target.fingerprint():
+            tokenizer = copy.deepcopy(self._tokenizer) if self._tokenizer else load_tokenizer(loaded.target.name)
+            self.record = self.record if isinstance(self.record, Recorder) else Recorder(self.record)
+            self.record.set_origin("generate", loaded.target, tokenizer)
+        assert isinstance(self.record, Recorder)
         return self.record
+
+    def _make_exchanges(
+        self, prompts: list[list[int]], result: Generation, sampling: Sampling, num_new: int, stop: set[int]
+    ) -> Iterator[Exchange]:
+        """Each row as a request and its answer, of which only ids are known. stop: ids that end an answer"""
+        head = checkpoint.name_of(checkpoint.resolve(self._folder))
+        grammar = self._grammar.to_row() if self._grammar else None
+        for prompt, tokens, accepted in zip(prompts, result.tokens, result.accepted):
+            end = tokens[-1] if tokens[-1] in stop else None
+            finish = "length" if end is None and len(tokens) >= num_new else "stop"
+            counts = list(accepted), sum(result.drafted[: len(accepted)])
+            yield Exchange(prompt + tokens, len(prompt), end, finish, sampling, *counts, grammar=grammar, head=head)
 
     def _load(self, model: PreTrainedModel) -> _Loaded:
         """The drafter for this model; it is loaded again only for another model, or if the weights have changed."""
@@ -212,6 +221,8 @@ def _hand_out(
     result: collects tokens and counts; pad: the token after an answer's end; None: answers go on until all have ended
     """
     running = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    if streamer is not None:
+        streamer.put(input_ids.cpu())  # as `generate` does
     awaited = list(range(len(input_ids)))  # rows whose next token is not padding
     lengths, num = [0] * len(input_ids), 0
     for emitted in rounds:
@@ -235,43 +246,17 @@ def _hand_out(
         streamer.end()
     for row, length in enumerate(lengths):
         result.tokens[row] = result.tokens[row][:length]
-        result.accepted[row] = _within(result.accepted[row], length)
+        result.accepted[row] = _cut_counts(result.accepted[row], length)
     return input_ids
 
 
-def _ends(config: GenerationConfig) -> set[int]:
+def _find_ends(config: GenerationConfig) -> set[int]:
     """Token ids that end an answer."""
     ends = config._eos_token_tensor
     return set() if ends is None else set(ends.flatten().tolist())
 
 
-def _record(
-    recorder: Recorder,
-    prompts: list[list[int]],
-    result: Generation,
-    sampling: Sampling,
-    num_new: int,
-    stop: set[int],
-    grammar: Grammar | None,
-) -> None:
-    """Records each row, of which only ids are known. stop: ids that end an answer"""
-    for prompt, tokens, accepted in zip(prompts, result.tokens, result.accepted):
-        end = tokens[-1] if tokens[-1] in stop else None
-        answered = Answered(
-            None,
-            "length" if end is None and len(tokens) >= num_new else "stop",
-            prompt + tokens,
-            num_prompt=len(prompt),
-            end=end,
-            rounds=len(accepted),
-            drafted=sum(result.drafted[: len(accepted)]),
-            accepted=list(accepted),
-        )
-        asked = Asked(None, None, dataclasses.asdict(sampling), grammar=grammar.to_row() if grammar else None)
-        recorder.record(asked, answered)
-
-
-def _within(accepted: list[int], length: int) -> list[int]:
+def _cut_counts(accepted: list[int], length: int) -> list[int]:
     """The drafts emitted by each round, of those rounds that an answer of `length` tokens consists of."""
     counts, left = [], length - 1
     for count in accepted:
@@ -282,7 +267,7 @@ def _within(accepted: list[int], length: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def _borrowed(model: PreTrainedModel) -> Iterator[None]:
+def _borrow_model(model: PreTrainedModel) -> Iterator[None]:
     """Within, the model can be a Target. Afterwards its attention, training modes and requires_grad are as before."""
     config = model.config.get_text_config()
     implementation = config._attn_implementation
@@ -304,7 +289,7 @@ def _refusal(setting: str, advice: str) -> ValueError:
     return ValueError(f"Speculative cannot honour {setting}: {advice}, or call generate without custom_generate.")
 
 
-def _check(model: PreTrainedModel, config: GenerationConfig, arguments: dict[str, Any]) -> None:
+def _check_settings(model: PreTrainedModel, config: GenerationConfig, arguments: dict[str, Any]) -> None:
     """Raises ValueError for what the decoder does not support."""
     if model.config.is_encoder_decoder:
         raise _refusal("an encoder and decoder", "take a decoder-only model")
@@ -330,7 +315,7 @@ def _check(model: PreTrainedModel, config: GenerationConfig, arguments: dict[str
             raise _refusal(name, "it takes token ids, their attention_mask and no further models, so leave it out")
 
 
-def _sampling(processors: LogitsProcessorList, do_sample: bool, length: int) -> tuple[Sampling, int]:
+def _read_sampling(processors: LogitsProcessorList, do_sample: bool, length: int) -> tuple[Sampling, int]:
     """The sampling that the processors amount to, and how many of the prompts' `length` columns a penalty leaves out.
 
     Raises ValueError for processors that do something else.
@@ -369,7 +354,7 @@ def _sampling(processors: LogitsProcessorList, do_sample: bool, length: int) -> 
     return sampling, ignored
 
 
-def _mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
+def _read_mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
     """[B, T] bool, the prompts' tokens. Raises ValueError for right padding and positions that do not count them."""
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask
@@ -382,7 +367,7 @@ def _mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
     return mask
 
 
-def _pad(config: GenerationConfig, criteria: StoppingCriteriaList) -> int | None:
+def _find_pad(config: GenerationConfig, criteria: StoppingCriteriaList) -> int | None:
     """What `generate` puts behind an answer that ended; None where it lets such an answer go on, without an eos token."""
     if not any(hasattr(criterion, "eos_token_id") for criterion in criteria):
         return None
@@ -393,7 +378,7 @@ def _pad(config: GenerationConfig, criteria: StoppingCriteriaList) -> int | None
     return int(config._pad_token_tensor)
 
 
-def _marks(tokens: Tensor, vocab_size: int) -> Tensor:
+def _mark_tokens(tokens: Tensor, vocab_size: int) -> Tensor:
     """tokens [B, T] -> [B, V] bool, where they are; like `generate`, the padding too, and none past the vocabulary"""
     marks = torch.zeros(len(tokens), vocab_size + 1, dtype=torch.bool, device=tokens.device)
     return marks.scatter_(1, tokens.clamp(max=vocab_size), True)[:, :-1]

@@ -99,7 +99,7 @@ class SmallServer:
 class Model:
     """What a server says: an answer of some words, which depend on prompt, seed and temperature. No weights are needed.
 
-    way: "ids" as vLLM; "text": unknown fields are refused; "deaf": they are passed over; "chat": no token ids
+    way: "ids" as vLLM; "deaf": unknown fields are passed over; "chat": only messages are taken
     """
 
     def __init__(self, way: str = "ids", *, length: int = 512, name: str = "target", **changes):
@@ -122,7 +122,7 @@ class Model:
         if path == "v1/chat/completions":
             choice, num = self.write(json.dumps(body["messages"]), body)
             choice |= {"message": {"content": choice.pop("text"), **self.changes}}
-        elif self.way == "chat" or (self.way == "text" and "return_token_ids" in body):
+        elif self.way == "chat":
             return 400, {"message": "unknown field"}
         else:
             choice, num = self.write(json.dumps(body["prompt"]), body)

@@ -19,7 +19,6 @@ FLOORS = [
     "checkpoint",
     "export",
     "server",
-    "caller_frame",
     "hf",
     "command",
 ]

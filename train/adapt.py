@@ -1,31 +1,24 @@
-"""Adapting a head to recorded answers: the rows, the gate, and the mixing of weights."""
+"""Adapting a head to recorded answers: the rows, and the gate that decides whether the new head is used."""
 
 import collections
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from specdec.heads.base import Drafter
+from specdec.heads.base import Drafter, Head
 from specdec.measuring import report as figures
 from specdec.measuring.report import PromptCounts
-from specdec.server import traffic_files
+from specdec.server import record
 from train import validate
 from train.data import reading
 from train.data import rows as data
 
-ALL = "all"
-ENOUGH = 8  # conversations, below which neither a slice is judged nor a category of it
-FEWER = 2  # times the tolerance of all old answers: what a category of them may fall
+ENOUGH = 8  # conversations, below which no head is judged
 NEEDED = "Rows need token ids of this target (tokens, prompt_tokens, tokenizer, target) and a time."
-UNSEEN = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]  # of rows that have token ids only
-PartTable = dict[str, dict[str, Any]]  # by part: `all`, `category NAME`, `tag NAME`, `temperature T`
-Tensors = dict[str, Tensor]
 
 
 class TooFew(ValueError):
@@ -42,13 +35,10 @@ class RecordedAnswer:
     id: str
     conversation: str
     time: float  # seconds
-    category: str
-    tags: tuple[str, ...]
     temperature: float
     prompt: list[int]
     answer: list[int]
     exact: bool  # whether its ids were drawn at a known temperature, and by that alone, as replay takes it
-    messages: list[dict]
 
     def to_row(self, tokenizer: str) -> dict:
         """As train.py reads it. tokenizer: `datastore.fingerprint`"""
@@ -63,22 +53,17 @@ class RecordedAnswer:
         if not all(type(token) is int and token >= 0 for token in tokens) or type(num) is not int or num < 1:
             raise ValueError("not a list of token ids")
         name = str(place if row.get("id") is None else row["id"])
-        drawn = row.get("top_k") in (None, 0, -1) and all(
-            row.get(key) in (None, 1) for key in ("top_p", "repetition_penalty")
-        )
-        free = row.get("grammar") is None and not row.get("other_law")
-        as_written = free and row.get("ids") != "retokenised" and row.get("temperature") is not None
+        cut = row.get("top_k") not in (None, 0, -1) or row.get("ids") == "retokenised" or row.get("other_law")
+        changed = any(row.get(key) not in (None, 1) for key in ("top_p", "repetition_penalty"))
+        unknown = row.get("grammar") is not None or row.get("temperature") is None
         return cls(
             id=name,
             conversation=str(name if row.get("conversation") is None else row["conversation"]),
             time=float(row.get("time") or 0.0),
-            category=str(row.get("category") or ALL),
-            tags=tuple(map(str, row.get("tags") or ())),
             temperature=float(row.get("temperature") or 0.0),
             prompt=tokens[:num],
             answer=tokens[num:],
-            exact=row.get("exact", drawn and as_written),
-            messages=row.get("messages") or UNSEEN,
+            exact=row.get("exact", not (cut or changed or unknown)),
         )
 
 
@@ -126,7 +111,7 @@ def read_traffic(folder: Path, wanted: TrafficSource) -> tuple[Answers, dict[str
     if not folder.is_dir():
         raise ValueError(f"traffic={folder} is not a folder: give the one that recorded answers are written to.")
     paths = sorted(path for path in folder.iterdir() if path.name.endswith(".jsonl"))
-    parsed = [wanted.parse(row, place=place) for place, row in traffic_files.read_lines(paths)]
+    parsed = [wanted.parse(row, place=place) for place, row in record.read_lines(paths)]
     left_out = collections.Counter(each for each in parsed if isinstance(each, str))
     found = [each for each in parsed if isinstance(each, RecordedAnswer)]
     if not found:
@@ -165,7 +150,7 @@ def split_newest(answers: Answers, share: float) -> tuple[Answers, Answers]:
     order = sorted(newest, key=lambda name: (newest[name], name))
     held = set(order[len(order) - max(1, round(share * len(order))) :])
     heldout = [answer for answer in answers if answer.conversation in held]
-    training = without_prompts([answer for answer in answers if answer.conversation not in held], heldout)
+    training = drop_known(answers, heldout)
     if not training:
         raise TooFew(
             f"{len(order)} conversations, of which {len(held)} are held out, leave nothing to train on: record more, "
@@ -174,71 +159,32 @@ def split_newest(answers: Answers, share: float) -> tuple[Answers, Answers]:
     return training, heldout
 
 
-def without_prompts(answers: Iterable[RecordedAnswer], others: Iterable[RecordedAnswer]) -> Answers:
-    """Those whose prompt, and whose conversation, is none of the others'."""
-    return list(filter(_unlike(others), answers))
+def drop_known(answers: Iterable[RecordedAnswer], known: Iterable[RecordedAnswer]) -> Answers:
+    """The answers whose prompt and whose conversation is none of the known ones."""
+    known = list(known)
+    prompts, conversations = {tuple(each.prompt) for each in known}, {each.conversation for each in known}
+    return [each for each in answers if tuple(each.prompt) not in prompts and each.conversation not in conversations]
 
 
-def _unlike(others: Iterable[RecordedAnswer]) -> Callable[[RecordedAnswer], bool]:
-    others = list(others)
-    prompts, conversations = {tuple(other.prompt) for other in others}, {other.conversation for other in others}
-    return lambda answer: tuple(answer.prompt) not in prompts and answer.conversation not in conversations
+def take_tokens(answers: Iterable[RecordedAnswer], most: int) -> Answers:
+    """The first answers, up to the one that exceeds so many tokens."""
+    found: Answers = []
+    total = 0
+    for answer in answers:
+        total += len(answer.answer)
+        if total > most:
+            break
+        found.append(answer)
+    return found
 
 
-def keep_newest(answers: Answers, most: int | None) -> Answers:
-    """The newest answers with at most so many tokens; answers [..] in the order of their times"""
-    kept, total = len(answers), 0
-    while kept and most is not None and (total := total + len(answers[kept - 1].answer)) <= most:
-        kept -= 1
-    return answers if most is None else answers[kept:]
+def draw_old(rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase, *, seed: int) -> Iterator[RecordedAnswer]:
+    """Answers that the head was trained on before, in an order that follows from the seed and their ids alone.
 
-
-class OldRows:
-    """Rows that the head was trained on before, encoded when they are needed. Their order follows from the seed and their ids.
-
-    sources: as data.train; further: answers of earlier adaptations
+    rows: as of `reading.load_conversations`; each is encoded when it is needed
     """
-
-    def __init__(
-        self, sources: list[str], tokenizer: PreTrainedTokenizerBase, *, split: str | None, seed: int, further: Answers
-    ):
-        self.tokenizer, self.seed, self.further = tokenizer, seed, further
-        self.name = f"old={','.join(sources)}"
-        self.rows: list[dict | RecordedAnswer] = [
-            row for source in sources for row in reading.load_conversations(source, split=split)
-        ]
-
-    def hold_out(self, num: int, *, without: Answers) -> Answers:
-        """`num` rows of the sources, evenly from their categories: the same ones at every adaptation."""
-        places: collections.Counter[str] = collections.Counter()
-        order = []
-        for row in self._drawn(self.rows):
-            category = row.category if isinstance(row, RecordedAnswer) else str(row["category"])
-            order.append((places[category], category, row))
-            places[category] += 1
-        encoded = self._encoded([row for _, _, row in sorted(order, key=lambda each: each[:2])], without)
-        return [answer for _, answer in zip(range(num), encoded)]
-
-    def sample(self, tokens: int, *, without: Answers) -> Answers:
-        """Rows with so many tokens of answers, of the sources and of earlier adaptations."""
-        found: Answers = []
-        encoded, total = self._encoded(self._drawn([*self.rows, *self.further]), without), 0
-        while total < tokens and (answer := next(encoded, None)) is not None:
-            found.append(answer)
-            total += len(answer.answer)
-        return found
-
-    def _drawn(self, rows: Iterable[dict | RecordedAnswer]) -> list[dict | RecordedAnswer]:
-        name = lambda row: row.id if isinstance(row, RecordedAnswer) else row["id"]
-        return sorted(rows, key=lambda row: hashlib.sha256(f"{self.seed} {name(row)}".encode()).digest())
-
-    def _encoded(self, rows: Iterable[dict | RecordedAnswer], without: Answers) -> Iterator[RecordedAnswer]:
-        wanted = _unlike(without)
-        for row in rows:
-            with reading.at(self.name):
-                answer = row if isinstance(row, RecordedAnswer) else encode_answer(self.tokenizer, row)
-            if answer is not None and wanted(answer):
-                yield answer
+    order = sorted(rows, key=lambda row: hashlib.sha256(f"{seed} {row['id']}".encode()).digest())
+    return (answer for row in order if (answer := encode_answer(tokenizer, row)) is not None)
 
 
 def encode_answer(tokenizer: PreTrainedTokenizerBase, row: dict) -> RecordedAnswer | None:
@@ -257,7 +203,7 @@ def encode_answer(tokenizer: PreTrainedTokenizerBase, row: dict) -> RecordedAnsw
 
 
 @dataclass(frozen=True)
-class Limits:
+class JudgeLimits:
     """How much is judged. depth: of the chain; num: answers of a slice; length: tokens of an answer with its prompt"""
 
     depth: int
@@ -270,8 +216,9 @@ class Limits:
         step = max(1.0, len(fit) / self.num)
         return [fit[int(place * step)] for place in range(min(self.num, len(fit)))]
 
-    def judge(self, drafter: Drafter, answers: Answers, *, what: str) -> list[PromptCounts]:
+    def judge(self, drafter: Head, answers: Answers, *, what: str) -> list[PromptCounts]:
         """What tau is made of, of each answer, by replay at the temperature that it was written at. what: is shown"""
+        assert isinstance(drafter, Drafter)
         texts = [
             validate.Written(each.prompt, each.answer[: self.length - len(each.prompt)], each.temperature)
             for each in answers
@@ -279,132 +226,61 @@ class Limits:
         return validate.count_replays(validate.replay_texts(drafter, texts, depth=self.depth, what=what))
 
 
-def compare_parts(answers: Answers, before: list[PromptCounts], after: list[PromptCounts]) -> PartTable:
-    """tau of all answers, each category, tag and temperature, before and after, with 95 % intervals over conversations.
+@dataclass(frozen=True)
+class TauChange:
+    """tau of held-out answers before and after training, with 95 % intervals over conversations."""
 
-    Categories, tags and temperatures that all answers have are left out.
-    """
-    parts: dict[str, list[int]] = {ALL: list(range(len(answers)))} if answers else {}
-    for number, answer in enumerate(answers):
-        temperature = f"temperature {answer.temperature:g}"
-        for name in (f"category {answer.category}", *(f"tag {tag}" for tag in answer.tags), temperature):
-            parts.setdefault(name, []).append(number)
-    found: PartTable = {}
-    for name in sorted(parts, key=lambda name: (name != ALL, name)):
-        numbers = parts[name]
-        if name != ALL and len(numbers) == len(answers):
-            continue
-        then, now = (_by_conversation(answers, counts, numbers) for counts in (before, after))
-        change, span = figures.tau_difference(now, then)
-        found[name] = {
-            "conversations": len(then),
-            "answers": len(numbers),
-            "tokens": count_tokens(answers[number] for number in numbers),
-            "before": figures.tau(then),
-            "before_ci": figures.interval(then, figures.tau, 0),
-            "after": figures.tau(now),
-            "after_ci": figures.interval(now, figures.tau, 0),
-            "change": change,
-            "change_ci": span,
-        }
-    return found
+    conversations: int
+    answers: int
+    tokens: int
+    before: float
+    before_ci: list[float]
+    after: float
+    after_ci: list[float]
+    change: float
+    change_ci: list[float]  # paired
+
+    @classmethod
+    def of(cls, answers: Answers, before: list[PromptCounts], after: list[PromptCounts]) -> "TauChange | None":
+        """before, after: of each answer. None without answers."""
+        if not answers:
+            return None
+        then, now = _by_conversation(answers, before), _by_conversation(answers, after)
+        spans = [figures.interval(each, figures.tau, 0) for each in (then, now)]
+        difference = figures.tau_difference(now, then)
+        num = len(answers), count_tokens(answers)
+        return cls(len(then), *num, figures.tau(then), spans[0], figures.tau(now), spans[1], *difference)
 
 
-def _by_conversation(answers: Answers, counts: list[PromptCounts], numbers: list[int]) -> list[PromptCounts]:
+def _by_conversation(answers: Answers, counts: list[PromptCounts]) -> list[PromptCounts]:
     """Answers of one conversation are alike, so intervals are over conversations."""
     sums: dict[str, list[float]] = {}
-    for number in numbers:
-        total = sums.setdefault(answers[number].conversation, [0.0, 0.0])
-        total[0] += counts[number].num_rounds
-        total[1] += counts[number].num_emitted
+    for answer, each in zip(answers, counts, strict=True):
+        total = sums.setdefault(answer.conversation, [0.0, 0.0])
+        total[0] += each.num_rounds
+        total[1] += each.num_emitted
     return [PromptCounts(*total) for total in sums.values()]
 
 
-def decide(new: PartTable, old: PartTable, *, tolerance: float) -> tuple[bool, list[str]]:
-    """Whether the new head is taken: there are ENOUGH new conversations, the tau of their answers rises, its whole interval
-    above 0, and nothing is forgotten (`find_forgotten`).
+def decide(new: TauChange, old: TauChange | None, *, tolerance: float) -> tuple[bool, list[str]]:
+    """Whether the new head is taken: there are ENOUGH new conversations, tau of their answers rises, its whole interval
+    above 0, and that of old answers falls by no more than a share `tolerance`.
 
     -> the decision, with every reason against it, or else the reason for it
     """
-    change, (low, high) = new[ALL]["change"], new[ALL]["change_ci"]
-    rise = f"tau of the new answers changes by {change:+.3f} ({low:+.3f} .. {high:+.3f})"
+    low, high = new.change_ci
+    rise = f"tau of the new answers changes by {new.change:+.3f} ({low:+.3f} .. {high:+.3f})"
     against = [] if low > 0 else [f"{rise}, which is not surely a rise."]
-    if (num := new[ALL]["conversations"]) < ENOUGH:  # whose interval says little
-        against.append(f"{num} held-out conversations are too few to judge a head by: {ENOUGH} are needed.")
-    against += find_forgotten(old, tolerance)
-    kept = (
-        f"old answers fall by no more than {tolerance:.0%}, and no category of them by more than {FEWER * tolerance:.0%}"
-        if old
-        else "there are no old answers, so what it forgot is not known"
-    )
-    return not against, against or [f"{rise}, and {kept}."]
-
-
-def find_forgotten(old: PartTable, tolerance: float) -> list[str]:
-    """What fell too far: tau of all old answers by more than a share `tolerance`, that of a category with ENOUGH conversations by
-    more than FEWER times as much.
-
-    A category is measured on a part of the conversations. In two adaptations of seven categories with 24 each, the standard errors of their
-    changes were 0.8 to 2.1 %: if all of them fall by 1.5 %, one falls by more than 3 % for about every second head.
-    """
-    found = []
-    for name, part in old.items():
-        fall = 1 - part["after"] / part["before"]
-        if name != ALL and not (name.startswith("category ") and part["conversations"] >= ENOUGH):
-            continue
-        most = tolerance if name == ALL else FEWER * tolerance
-        if fall > most:
-            found.append(
-                f"tau of old answers ({name}) falls by {fall:.1%}, from {part['before']:.2f} to {part['after']:.2f}: "
-                f"more than {most:.0%} (tolerance={tolerance:g}{'' if name == ALL else f', {FEWER} times that for a category'})."
-            )
-    return found
-
-
-# Weights between the head in use and the trained one (WiSE-FT, 2109.01903): a part of what was forgotten comes back
-
-
-def mix_weights(start: Tensors, trained: Tensors, share: float) -> Tensors:
-    """(1 - share) * start + share * trained, in the types of `trained`. Tensors of integers are those of `trained`.
-
-    Raises ValueError if names or shapes differ.
-    """
-    if {name: each.shape for name, each in start.items()} != {name: each.shape for name, each in trained.items()}:
-        raise ValueError("The trained head has other tensors than the one it comes from: give shares=1.")
-    return {
-        name: start[name].double().lerp(new.double(), share).to(new.dtype) if new.is_floating_point() else new
-        for name, new in trained.items()
-    }
-
-
-def describe_share(share: float, answers: str, table: PartTable, tolerance: float) -> dict[str, Any]:
-    """What a share of the trained weights forgets, as JSON. answers: whose table it is; table: {} without old answers"""
-    fall = 1 - table[ALL]["after"] / table[ALL]["before"] if table else None
-    return {"share": share, "answers": answers, "fall": fall, "forgotten": find_forgotten(table, tolerance)}
-
-
-def try_shares(
-    shares: Sequence[float], judge: Callable[[float, str], PartTable], *, tolerance: float, choosing: bool
-) -> tuple[float, dict[str, PartTable], tuple[bool, list[str]], list[dict[str, Any]]]:
-    """The largest share of the trained weights that forgets little enough, and what the gate says of it.
-
-    With `choosing`, a share is judged by the gate only if it forgets little on answers that are kept for that, or is the
-    last one. If the gate refuses a share for nothing but forgetting, the next smaller one is tried.
-
-    shares: the largest first; judge(share, kind) -> the table of the held-out answers of that kind
-    -> the share, the tables that the gate saw, its decision with reasons, and all looks as JSON
-    """
-    looks = []
-    for share in shares:
-        if choosing:
-            looks.append(describe_share(share, "to choose by", judge(share, "mix"), tolerance))
-            if looks[-1]["forgotten"] and share != shares[-1]:
-                continue
-        tables = {kind: judge(share, kind) for kind in ("new", "old")}
-        decision = decide(tables["new"], tables["old"], tolerance=tolerance)
-        looks.append(describe_share(share, "the gate's", tables["old"], tolerance))
-        if (
-            decision[0] or decision[1] != looks[-1]["forgotten"]
-        ):  # less of the new weights helps against forgetting alone
-            break
-    return share, tables, decision, looks
+    if new.conversations < ENOUGH:  # whose interval says little
+        against.append(
+            f"{new.conversations} held-out conversations are too few to judge a head by: {ENOUGH} are needed."
+        )
+    if old and (fall := 1 - old.after / old.before) > tolerance:
+        against.append(
+            f"tau of old answers falls by {fall:.1%}, from {old.before:.2f} to {old.after:.2f}: more than {tolerance:.0%} "
+            f"(tolerance={tolerance:g})."
+        )
+    kept = f"old answers fall by no more than {tolerance:.0%}"
+    return not against, against or [
+        f"{rise}, and {kept if old else 'there are no old answers, so what it forgot is not known'}."
+    ]

@@ -332,7 +332,7 @@ def make_material(
         if chosen.on_policy:
             shares = {"on_policy": chosen.on_policy, "on_policy_temperature": chosen.on_policy_temperature}
             on_policy = OnPolicy(drafter, packs, length=chosen.length, stop=stop, **shares)
-        return Material(packs, chosen.length, features, on_policy, stream, chosen.ahead)
+        return Material(packs, chosen.length, features, on_policy, stream)
 
 
 # Validation

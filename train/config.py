@@ -54,7 +54,6 @@ class DataSettings:
     on_policy_temperature: float
     cache: str  # folder
     workers: int | None
-    ahead: int  # micro-batches
     stream: bool
     buffer: int  # rows
 
@@ -270,7 +269,7 @@ def fixed_settings(document: dict) -> dict:
     free: tuple[str, ...] = ("resume", "tracker", "threads", "features", "decode", "validation", "run", "progress")
     free += ("target.device", "target.tp", "target.shard", "target.trust_remote_code")
     # What is read, a stream and its buffer too, is in the fingerprint
-    free += tuple(f"data.{key}" for key in ("split", "heldout_split", "cache", "workers", "ahead", "stream", "buffer"))
+    free += tuple(f"data.{key}" for key in ("split", "heldout_split", "cache", "workers", "stream", "buffer"))
     freely = "log_every validate_every validate_first save_every save_minutes best_by timeout skip_not_finite shard"
     free += tuple(f"train.{key}" for key in freely.split())
     return flat(document, without=free)

@@ -37,12 +37,12 @@ _live: Progress | None = None  # in mode rich: the lines that are redrawn
 class Task:
     """Long work that is under way; `start` makes it."""
 
-    def __init__(self, what: str, total: int | None, unit: str, done: int):
+    def __init__(self, what: str, total: int | None, unit: str, done: int, prints: bool):
         self.what, self.total, self.unit = what, total, unit
         self.done = self.first = done
         self.num_tokens, self.figures = 0, ""
         self.begun = self.said = time.perf_counter()
-        self.prints = False  # whether it prints lines, in mode plain
+        self.prints = prints  # whether it prints lines, in mode plain
         self.row: tuple[Progress, TaskID] | None = None  # its line, in mode rich
 
     @property
@@ -69,32 +69,30 @@ class Task:
 
     def __str__(self) -> str:
         """What is done of it, the rate, and the time left."""
+        count, rate = self._measure()
         if self.figures:
-            return f"{self._count}  {self.figures}"
-        seconds, done = self.seconds, self.done - self.first
-        parts = [self._count] if self.unit else []
-        if done > 0:
-            parts.append(self._rate(seconds))
-            if self.total is not None:
-                parts.append(f"{duration(seconds / done * (self.total - self.done))} left")
-        elif self.total is None:
-            parts.append(duration(seconds))
-        return ", ".join(parts)
+            return f"{count}  {self.figures}"
+        left = ""
+        if rate and self.total is not None:
+            left = f"{duration(self.seconds / (self.done - self.first) * (self.total - self.done))} left"
+        elif not rate and self.total is None:
+            left = duration(self.seconds)
+        return ", ".join(filter(None, (count, rate, left)))
 
     def summary(self) -> str:
         """What was done, in which time, at which rate."""
-        parts = [f"{self._count + ' ' if self.unit else ''}in {duration(self.seconds)}"]
-        parts += [f"{self.num_tokens:,} tokens"] if self.num_tokens else []
-        return ", ".join(parts + ([self._rate(self.seconds)] if self.done > self.first else []))
+        count, rate = self._measure()
+        tokens = f"{self.num_tokens:,} tokens" if self.num_tokens else ""
+        return ", ".join(filter(None, (f"{count} in {duration(self.seconds)}".lstrip(), tokens, rate)))
 
-    @property
-    def _count(self) -> str:
-        return f"{self.done:,}{'' if self.total is None else f'/{self.total:,}'} {self.unit}"
-
-    def _rate(self, seconds: float) -> str:
-        num, unit = (self.num_tokens, "tokens") if self.num_tokens else (self.done - self.first, self.unit)
-        rate = num / max(seconds, 1e-9)
-        return f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.2g} {unit}/s"
+    def _measure(self) -> tuple[str, str]:
+        """-> what is done of how much (empty without a unit), and the rate (empty before anything is done)"""
+        done = self.done - self.first
+        count = f"{self.done:,}{'' if self.total is None else f'/{self.total:,}'} {self.unit}" if self.unit else ""
+        num, unit = (self.num_tokens, "tokens") if self.num_tokens else (done, self.unit)
+        rate = num / max(self.seconds, 1e-9)
+        text = f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.2g} {unit}/s"
+        return count, text if done > 0 else ""
 
 
 def duration(seconds: float) -> str:
@@ -118,12 +116,8 @@ def choose(mode: str, *, main: bool) -> None:
     close()
     _mode, _main, _live = mode, main, None
     if mode == "rich":
-        whole = rich.table.Column(no_wrap=True)
-        columns = (
-            TextColumn("{task.description}", markup=False, table_column=whole),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[shown]}", markup=False, table_column=whole.copy()),
-        )
+        text = lambda name: TextColumn(name, markup=False, table_column=rich.table.Column(no_wrap=True))
+        columns = text("{task.description}"), BarColumn(bar_width=None), text("{task.fields[shown]}")
         screen = rich.console.Console(stderr=True, force_terminal=True)
         _live = Progress(*columns, console=screen, transient=True, refresh_per_second=4, redirect_stdout=terminals)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -162,21 +156,20 @@ def start(
     own_lines: False if the caller prints lines of its own with `note` in mode plain
     any_process: whether a process shows it that is not the main one too, for work that one of them does
     """
-    task, live = Task(what, total, unit, done), _live
-    if _main or any_process:
-        task.prints = own_lines and _mode == "plain"
-        if live is not None:
-            task.row = live, live.add_task(what, total=total, completed=done, shown=task)
-            live.start()
+    shown, live = _main or any_process, _live
+    task = Task(what, total, unit, done, prints=shown and own_lines and _mode == "plain")
+    if shown and live is not None:
+        task.row = live, live.add_task(what, total=total, completed=done, shown=task)
+        live.start()
     task.say(str(task))
     try:
         yield task
     finally:
         task.say(task.summary())
-        if task.row is not None and task.row[1] in task.row[0].task_ids:
-            task.row[0].remove_task(task.row[1])
-            if not task.row[0].task_ids:
-                task.row[0].stop()
+        if live is not None and task.row is not None and task.row[1] in live.task_ids:
+            live.remove_task(task.row[1])
+            if not live.task_ids:
+                live.stop()
 
 
 def track(

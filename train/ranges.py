@@ -137,7 +137,7 @@ RANGES = {
     # Data and features
     "data.train": Range(str, lists="weighted"), "data.heldout": TEXT, "split": TEXT.or_null, "heldout_split": TEXT.or_null, "length": COUNT, "pack": FLAG.or_null,
     "limit": COUNT.or_null, "data.thinking": FLAG.or_null, "hold_out": whole(0), "data.tokens": COUNT.or_null, "on_policy": SHARE,
-    "on_policy_temperature": number(0), "cache": TEXT, "workers": FEW.or_null, "ahead": whole(0, 1024), "stream": FLAG,
+    "on_policy_temperature": number(0), "cache": TEXT, "workers": FEW.or_null, "stream": FLAG,
     "buffer": COUNT, "features.mode": choice("cached", "online", "engine"), "features.engine": TEXT.or_list.or_null,
     "in_flight": whole(1, 65536), "patience": number(0, 10**6), "features.folder": TEXT,
     "features.layers": whole().list_of(), "bits": choice(8).or_null,
@@ -186,7 +186,7 @@ RANGES = {
     ),
     **dict.fromkeys("minutes most_seconds seconds watch".split(), LONG),
     **dict.fromkeys("most_memory peak_flops epochs".split(), POSITIVE),
-    "tp": FEW, "data_parallel": FEW, "tensor_parallel": FEW, "min_tokens": whole(0), "row": whole(0), "picture_prompt": whole(0),
+    "tp": FEW, "min_tokens": whole(0), "row": whole(0), "picture_prompt": whole(0),
     "port": whole(0, 65535), "record_rate": SHARE, "old_share": number(0, 1, below=True),
     "heldout_share": number(0, 1, below=True), "tolerance": number(0),
 }  # fmt: skip

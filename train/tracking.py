@@ -1,4 +1,4 @@
-"""What a run tells W&B, TensorBoard or trackio: the same names and values for all three (docs/tracking.md).
+"""What a run tells W&B, TensorBoard or trackio: the same figures under the same names for all three (docs/tracking.md).
 
 A tracker is only a copy: log.jsonl and report.json hold everything. If it fails, one warning names it, and the run goes
 on without it.
@@ -24,10 +24,6 @@ PROJECT = "specdec"  # or WANDB_PROJECT, TRACKIO_PROJECT
 WANDB_ID = "wandb_id"  # file in the folder of a run: the number under which a continued run goes on
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")  # names of environment variables whose values are never shown
 PARTS = ("by_category", "by_tag", "by_prompt", "differences")  # of a report: tables, not figures
-TABLE = (
-    *("replayed_prompts", "replayed_tau", "replayed_tau_low", "replayed_tau_high", "num_prompts", "tau", "tau_low"),
-    *("tau_high", "speedup", "survival_1", "replayed_survival_1"),
-)
 
 
 def figures_of(kind: str, values: dict[str, Any]) -> dict[str, float]:
@@ -55,13 +51,6 @@ def figures_of(kind: str, values: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def table_of(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The figures of each category of the prompts. Figures that no category has are left out."""
-    rows = {name: figures_of("", part) for name, part in report.get("by_category", {}).items()}
-    known = [key for key in TABLE if any(f"/{key}" in row for row in rows.values())]
-    return [{"category": name, **{key: row.get(f"/{key}") for key in known}} for name, row in rows.items()]
-
-
 def check(name: str) -> None:
     """Raises ValueError for a tracker that is not installed."""
     if name != "none" and importlib.util.find_spec(name) is None:
@@ -79,6 +68,7 @@ def without_secrets(text: str) -> str:
 def open_tracker(name: str, folder: Path, run: str, settings: dict[str, Any], step: int) -> GeneralTracker:
     """Accelerate's tracker of a run. run: its name; step: those done before, if the run is continued"""
     group = run.rpartition("/")[0] or None  # of a sweep
+    project = os.environ.get(f"{name.upper()}_PROJECT", PROJECT)
     tracker: GeneralTracker
     if name == "wandb":
         if not (folder / WANDB_ID).exists():
@@ -86,42 +76,20 @@ def open_tracker(name: str, folder: Path, run: str, settings: dict[str, Any], st
         netrc = Path.home() / ".netrc"
         logged_in = "WANDB_API_KEY" in os.environ or (netrc.exists() and "api.wandb.ai" in netrc.read_text())
         mode = os.environ.get("WANDB_MODE") or ("online" if logged_in else "offline")
-        tracker = WandBTracker(
-            os.environ.get("WANDB_PROJECT", PROJECT),
-            name=run,
-            group=group,
-            mode=mode,
-            config=settings,
-            id=(folder / WANDB_ID).read_text().strip(),
-            resume="allow" if mode == "online" else None,
-            dir=os.environ.get("WANDB_DIR", str(folder.resolve())),
-            settings={"console": "off", "silent": mode == "offline"},
-        )
+        about = {"id": (folder / WANDB_ID).read_text().strip(), "resume": "allow" if mode == "online" else None}
+        about |= {"dir": os.environ.get("WANDB_DIR", str(folder.resolve())), "mode": mode}
+        silent = {"console": "off", "silent": mode == "offline"}
+        tracker = WandBTracker(project, name=run, group=group, config=settings, settings=silent, **about)
     elif name == "tensorboard":
         tracker = TensorBoardTracker("tensorboard", folder, purge_step=step + 1 if step else None)
-    else:
-        tracker = TrackioTracker(
-            os.environ.get("TRACKIO_PROJECT", PROJECT),
-            name=run,
-            group=group,
-            config=settings,
-            embed=False,
-            resume="allow" if step else "never",  # by its name, which an older run may have had
-        )
+    else:  # a continued run goes on by its name, which an older run may have had
+        resume = "allow" if step else "never"
+        tracker = TrackioTracker(project, name=run, group=group, config=settings, embed=False, resume=resume)
     tracker.start()
     if name == "wandb":  # steps that a continued run does again may come twice
         tracker.tracker.define_metric("step")
         tracker.tracker.define_metric("*", step_metric="step")
-    elif name == "tensorboard":
-        tracker.log({"settings": markdown([{"setting": key, "value": settings[key]} for key in settings])}, step=0)
     return tracker
-
-
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """A table; numbers with four digits."""
-    text = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")
-    lines = [[*rows[0]], ["---"] * len(rows[0]), *([text(value) for value in row.values()] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 class Tracking:
@@ -158,43 +126,26 @@ class Tracking:
 
     def record(self, step: int, row: dict[str, Any]) -> None:
         """A row of log.jsonl: figures of a step, or of a validation."""
-        if "validation" in row:
-            self.report(step, "validation", row["validation"])
-        else:
-            self._log(step, figures_of("train", row))
+        self.log(step, "validation" if "validation" in row else "train", row.get("validation", row))
 
-    def report(self, step: int, kind: str, report: dict[str, Any]) -> None:
-        """The figures of a report.json, and its table by category. kind: validation, or best for that of the best step"""
-        self._log(step, figures_of(kind, report))
-        rows = table_of(report)
-        if rows and self.name == "tensorboard":
-            self._log(step, {f"{kind}/by_category": markdown(rows)})
-        elif rows and self.tracker is not None:
+    def log(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        """The numbers of a row or of a report.json. kind: train, validation, or best for the report of the best step"""
+        if self.tracker is not None:
             with self._guarded():
-                data = [[*row.values()] for row in rows] if self.name == "wandb" else rows
-                table = importlib.import_module(self.name).Table(columns=[*rows[0]], data=data)
-                self._log(step, {f"{kind}/by_category": table})
+                figures = figures_of(kind, values)
+                if self.name == "wandb":  # whose own steps may not come twice
+                    self.tracker.log({"step": step, **figures})
+                else:
+                    self.tracker.log(figures, step=step)
 
-    def page(self, step: int, path: Path, verdict: str) -> None:
-        """The page of the run, and its first sentence. TensorBoard holds no files, so it gets the path."""
-        if self.name == "tensorboard":
-            self._log(step, {"report": f"{verdict}\n\nThe page of this run: `{path}`"})
-        elif self.tracker is not None:
+    def attach(self, page: Path, verdict: str) -> None:
+        """The page of the run as an artifact, described by its first sentence. TensorBoard holds no files."""
+        if self.tracker is not None and self.name != "tensorboard":
             with self._guarded():
                 name = re.sub(r"[^\w.-]", "-", f"{self.run}-report")
                 artifact = importlib.import_module(self.name).Artifact(name, type="report", description=verdict)
-                artifact.add_file(str(path))
+                artifact.add_file(str(page))
                 self.tracker.tracker.log_artifact(artifact)
-                if self.name == "wandb":
-                    self.tracker.tracker.summary["verdict"] = verdict
-
-    def _log(self, step: int, values: dict[str, Any]) -> None:
-        if self.tracker is not None:
-            with self._guarded():
-                if self.name == "wandb":  # whose own steps may not come twice
-                    self.tracker.log({"step": step, **values})
-                else:
-                    self.tracker.log(values, step=step)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:

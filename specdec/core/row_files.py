@@ -31,14 +31,13 @@ LONGEST_LINE = 2**26  # characters
 LONGEST_DOCUMENT = 2**28  # characters
 GZIP = b"\x1f\x8b"
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-OTHERS = {
-    b"\x28\xb5\x2f\xfd": "compressed with zstd",
-    b"\xfd7zXZ\x00": "compressed with xz",
-    b"BZh": "compressed with bzip2",
-    b"PK\x03\x04": "a zip archive",
-    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
-    b"ARROW1": "a single Arrow file",
-}
+OTHERS = (
+    b"\x28\xb5\x2f\xfd",
+    b"\xfd7zXZ\x00",
+    b"BZh",
+    b"PK\x03\x04",
+    b"7z\xbc\xaf\x27\x1c",
+)  # zstd, xz, bzip2, zip, 7z
 
 
 def read_text(path: Path, *, longest: int = LONGEST_LINE) -> Iterator[str]:
@@ -74,9 +73,8 @@ def _open(path: Path) -> Iterator[TextIO]:
         first = raw.peek(len(GZIP))
         content: Any = gzip.GzipFile(fileobj=raw) if first.startswith(GZIP) else raw
         start = content.peek(8)
-        for magic, what in OTHERS.items():
-            if start.startswith(magic):
-                raise ValueError(f"{path} is {what}, which is not read here. Unpack it first, and give {FORMS}.")
+        if start.startswith(OTHERS):
+            raise ValueError(f"{path} is compressed otherwise than with gzip. Unpack it first, and give {FORMS}.")
         encoding = json.detect_encoding(start[:4])
         utf8 = encoding.startswith("utf-8")
         # Bytes that are not UTF-8 become lone surrogates, so that their line is known
@@ -118,36 +116,23 @@ def read_file(path: Path) -> Iterator[tuple[str, str | dict]]:
 
 
 def read_document(path: Path) -> Iterator[tuple[str, str]]:
-    """The rows of a .json file: a list, {"data": list}, one row, or lines as in a .jsonl file."""
-    lines: list[str] = []
-    length = 0
+    """The rows of a .json file: a list or one row, or lines as in a .jsonl file."""
+    text = ""
     for line in read_text(path, longest=LONGEST_DOCUMENT):
-        lines.append(line)
-        length += len(line)
-        if length > LONGEST_DOCUMENT:
-            break
+        text += line
+        if len(text) > LONGEST_DOCUMENT:
+            raise ValueError(f"{path} has more than {LONGEST_DOCUMENT:,} characters. Give a .jsonl file.")
     try:
-        found = json.loads("".join(lines)) if length <= LONGEST_DOCUMENT else None
+        found = json.loads(text.strip() or "[]")
     except (ValueError, RecursionError) as error:
-        found = error
-    if isinstance(found, dict):
-        wrapped = isinstance(found.get("data"), list) and not {"messages", "prompt", "text"} & set(found)
-        found = found["data"] if wrapped else [found]
-    if isinstance(found, list):
-        yield from ((f"{path} row {index}", json.dumps(row)) for index, row in enumerate(found))
+        try:
+            json.loads(text.strip().partition("\n")[0])
+        except (ValueError, RecursionError):
+            raise ValueError(f"{path}: not valid JSON ({error}). Repair it, or give {FORMS}.") from None
+        yield from read_lines(path)
         return
-    first = next((line for line in lines if line.strip()), "")
-    if not first.strip():
-        return
-    try:
-        json.loads(first)
-    except (ValueError, RecursionError):
-        if found is None:
-            raise ValueError(
-                f"{path} has more than {LONGEST_DOCUMENT:,} characters. Give a .jsonl file, with one row a line."
-            ) from None
-        raise ValueError(f"{path}: not valid JSON ({found}). Repair it, or give {FORMS}.") from None
-    yield from read_lines(path)
+    rows = found if isinstance(found, list) else [found]
+    yield from ((f"{path} row {index}", json.dumps(row)) for index, row in enumerate(rows))
 
 
 def read_parquet(path: Path, file: BinaryIO) -> Iterator[tuple[str, dict]]:
@@ -207,7 +192,8 @@ def cut_damaged_end(path: Path, *, only_unfinished: bool = False) -> int:
             if end == size and not only_unfinished:
                 start = content.rfind(b"\n", 0, size - 1) + 1
                 end = start if _parse_own(content[start:]) is None else size
-        file.truncate(end)
+        if end < size:
+            file.truncate(end)
     return size - end
 
 

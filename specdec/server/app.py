@@ -1,14 +1,15 @@
-"""HTTP: OpenAI's interface, metrics and the page, in front of the engine."""
+"""HTTP: OpenAI's interface, the state of the server and the page, in front of the engine."""
 
 import asyncio
 import contextlib
 import json
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -19,13 +20,19 @@ from transformers import PreTrainedTokenizerBase
 from specdec.core import token_text
 from specdec.core.generation import Ends, StopStrings, reached
 from specdec.core.grammar import Constraint, Grammar
-from specdec.server import recording, traffic
-from specdec.server.asgi import read_body, refuse, wait_until_gone
-from specdec.server.engine import End, Engine, Event, Job, Round
-from specdec.server.metrics import Metrics
+from specdec.server.engine import End, Engine, Event, Job, Reason, Round
 from specdec.server.protocol import ChatRequest, CompletionRequest, RequestError, Settings, parse
+from specdec.server.record import Exchange, Recorder, allows_recording
 from specdec.server.text import StreamedText
 
+COUNTS = (
+    "prompt_tokens",
+    "tokens",
+    "rounds",
+    "drafted",
+    "accepted",
+    *(f"requests_{reason}" for reason in get_args(Reason)),
+)
 NO_RETRY = {"x-should-retry": "false"}  # of OpenAI's clients, which otherwise ask again after such an error
 
 
@@ -40,15 +47,16 @@ class Served:
     thinking: the mode of requests that do not say theirs
     stop: token ids that end an answer; max_length: tokens of a prompt and its answer; timeout: seconds of a request
     max_body: bytes; page: the live page
-    compile_grammar: raises ValueError for one that cannot be used; None: requests cannot have grammars
+    compile_grammar: raises ValueError for one that cannot be used
     recorder: writes down what is answered; None: nothing is recorded
+    counts: of tokens, rounds, drafts and accepted drafts so far, and of requests by their ends; /health shows them
     """
 
     engine: Engine
-    metrics: Metrics
     tokenizer: PreTrainedTokenizerBase
     engine_tokenizer: PreTrainedTokenizerBase
     encode_chat: Callable[..., list[int]]
+    compile_grammar: Callable[[Grammar], Constraint | None]
     stop: frozenset[int]
     model: str
     other_names: tuple[str, ...] = ()
@@ -57,8 +65,12 @@ class Served:
     thinking: bool | None = None
     max_body: int = 1 << 20
     page: str = ""
-    compile_grammar: Callable[[Grammar], Constraint | None] | None = None
-    recorder: traffic.Recorder | None = None
+    recorder: Recorder | None = None
+    counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTS, 0)))
+
+    def thinking_of(self, chat: ChatRequest) -> bool | None:
+        """The mode of a chat; None: the template's default"""
+        return self.thinking if chat.thinking is None else chat.thinking
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
@@ -75,18 +87,16 @@ class Answer:
     job: Job
     text: StreamedText
     events: asyncio.Queue[Event]
-    began: float
     recorded_as: str | None = None  # the id of its row; None: it is not recorded
     said: str = ""  # the text so far
 
     async def pieces(self) -> AsyncIterator[tuple[list[str], Round | None, str | None]]:
         """Text of each token, the round that they came from, and at the end the reason. Raises RequestError if the request failed."""
-        metrics, served = self.served.metrics, self.served
+        counts = self.served.counts
         while True:
             event = await self.events.get()
             if isinstance(event, End):
-                metrics.ended.labels(served.model, event.reason).inc()
-                metrics.whole.labels(served.model).observe(time.monotonic() - self.began)
+                counts[f"requests_{event.reason}"] += 1
                 if event.reason in ("timeout", "error"):
                     status = 504 if event.reason == "timeout" else 500
                     raise RequestError(event.message, status=status, headers=NO_RETRY)
@@ -95,26 +105,41 @@ class Answer:
                 self._record(event.reason)
                 yield [rest], None, event.reason
                 return
-            if event.drafted is None:
-                metrics.first_token.labels(served.model).observe(time.monotonic() - self.began)
-            metrics.saw_round(event)
+            counts["tokens"] += len(event.tokens)
+            if event.drafted is not None:
+                counts.update(rounds=1, drafted=event.drafted, accepted=event.accepted)
             ends = self.job.ends.tokens
             pieces = ["" if token in ends else self.text.add(token) for token in event.tokens]
             self.said += "".join(pieces)
             yield pieces, event, None
 
     def _record(self, reason: str) -> None:
-        if self.recorded_as is None or self.served.recorder is None:
+        recorder, settings, job = self.served.recorder, self.settings, self.job
+        if self.recorded_as is None or recorder is None:
             return
-        recording.record(
-            self.served.recorder,
-            self.settings,
-            self.job,
-            name=self.recorded_as,
+        chat = settings if isinstance(settings, ChatRequest) else None
+        generation = job.request.generation
+        (tokens,), (accepted,) = generation.tokens, generation.accepted
+        exchange = Exchange(
+            job.prompt + tokens,
+            len(job.prompt),
+            tokens[-1] if tokens[-1] in job.ends.tokens else None,
+            reason,
+            job.sampling,
+            accepted,
+            sum(generation.drafted),
+            messages=[message.to_row() for message in chat.messages] if chat else None,
+            prompt=settings.text if isinstance(settings, CompletionRequest) else None,
             text=self.said,
-            finish=reason,
-            thinking=self.served.thinking,
+            metadata=settings.metadata,
+            seed=settings.seed,
+            grammar=grammar.to_row() if (grammar := settings.grammar()) else None,
+            thinking=self.served.thinking_of(chat) if chat else None,
+            tools=chat.offered if chat else None,
+            head=job.head,
+            name=self.recorded_as,
         )
+        recorder.record(exchange)
 
     def usage(self) -> dict[str, Any]:
         """As OpenAI's, with what became of the drafts. Once the answer has ended, as the engine counts until then."""
@@ -146,29 +171,24 @@ class Form:
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
 
-    def whole(self, text: str, reason: str, usage: dict) -> dict:
+    def write_whole(self, text: str, reason: str, usage: dict) -> dict:
         said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": reason}
-        return self._document("chat.completion" if self.chat else "text_completion", [choice], usage=usage)
+        return self._write("chat.completion", said, reason, usage=usage)
 
-    def first(self) -> list[dict]:
-        """What a stream of chunks begins with."""
-        return [self.chunk({"role": "assistant", "content": ""})] if self.chat else []
+    def write_chunk(self, text: str | None, reason: str | None = None, **more: Any) -> dict:
+        """A part of a stream. text: None in one without a choice, as the last one with the usage"""
+        said: dict | None = None if text is None else {"text": text}
+        if self.chat and text is not None:
+            said = {"delta": {"content": text} if text else {}}
+        return self._write("chat.completion.chunk", said, reason, **more)
 
-    def piece(self, text: str, reason: str | None = None, **more: Any) -> dict:
-        if not self.chat:
-            return self.chunk({"text": text}, reason, **more)
-        return self.chunk({"content": text} if text else {}, reason, **more)
+    def write_first(self) -> dict:
+        """What the stream of a chat begins with."""
+        return self._write("chat.completion.chunk", {"delta": {"role": "assistant", "content": ""}}, None)
 
-    def chunk(self, said: dict, reason: str | None = None, **more: Any) -> dict:
-        choice = {"index": 0, **({"delta": said} if self.chat else said), "logprobs": None, "finish_reason": reason}
-        return self._document("chat.completion.chunk" if self.chat else "text_completion", [choice], **more)
-
-    def last(self, usage: dict) -> dict:
-        """The chunk of stream_options.include_usage."""
-        return self._document("chat.completion.chunk" if self.chat else "text_completion", [], usage=usage)
-
-    def _document(self, kind: str, choices: list[dict], **more: Any) -> dict:
+    def _write(self, kind: str, said: dict | None, reason: str | None, **more: Any) -> dict:
+        choices = [] if said is None else [{"index": 0, **said, "logprobs": None, "finish_reason": reason}]
+        kind = kind if self.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
 
 
@@ -187,13 +207,16 @@ def make_app(served: Served) -> Starlette:
         return HTMLResponse(served.page)
 
     async def health(_: Request) -> Response:
-        found: dict[str, Any] = {"status": "ok" if served.engine.alive else "dead"}
+        engine = served.engine
+        found: dict[str, Any] = {
+            "status": "ok" if engine.alive else "dead",
+            "running": engine.num_running,
+            "waiting": engine.num_waiting,
+            **served.counts,
+        }
         if served.recorder:
             found["recording"] = served.recorder.alive
-        return JSONResponse(found, 200 if served.engine.alive else 503)
-
-    async def metrics(_: Request) -> Response:
-        return Response(served.metrics.text(served.engine), media_type="text/plain; version=0.0.4")
+        return JSONResponse(found, 200 if engine.alive else 503)
 
     async def models(request: Request) -> Response:
         names = (served.model, *served.other_names)
@@ -209,15 +232,19 @@ def make_app(served: Served) -> Starlette:
         routes=[
             Route("/", page),
             Route("/health", health),
-            Route("/metrics", metrics),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", models),
             Route("/v1/chat/completions", partial(_complete, served, ChatRequest), methods=["POST"]),
             Route("/v1/completions", partial(_complete, served, CompletionRequest), methods=["POST"]),
         ],
         lifespan=lifespan,
-        exception_handlers={RequestError: refuse, 404: _refuse_path, 405: _refuse_path},
+        exception_handlers={RequestError: _refuse, 404: _refuse_path, 405: _refuse_path},
     )
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return JSONResponse(error.to_json(), error.status, headers=error.headers)
 
 
 async def _refuse_path(request: Request, error: Exception) -> Response:
@@ -236,10 +263,10 @@ async def _complete(served: Served, kind: type[Settings], request: Request) -> R
     constraint = await asyncio.to_thread(_constrain, served, grammar) if grammar else None
     answer = _begin(served, settings, constraint)
     form = Form(isinstance(settings, ChatRequest), settings.model or served.model)
-    answer.recorded_as = form.id if traffic.allowed(request.headers, settings.store) else None
+    answer.recorded_as = form.id if allows_recording(request.headers, settings.store) else None
     if settings.stream:
         return StreamingResponse(_stream(answer, form), media_type="text/event-stream")
-    gone = asyncio.ensure_future(wait_until_gone(request))
+    gone = asyncio.ensure_future(_wait_until_gone(request))
     whole = asyncio.ensure_future(_whole(answer, form))
     try:
         await asyncio.wait({gone, whole}, return_when=asyncio.FIRST_COMPLETED)
@@ -251,10 +278,21 @@ async def _complete(served: Served, kind: type[Settings], request: Request) -> R
 
 
 async def _read_body(request: Request, most: int) -> bytes:
-    """Raises RequestError for a body that is longer, and for one that is not said to be JSON."""
+    """Raises RequestError for a body that is not said to be JSON, or has more than `most` bytes, before all of it is read."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError("Send the body with the header Content-Type: application/json.", status=415)
-    return await read_body(request, most)
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > most:
+            raise RequestError(f"The body is longer than the {most} bytes that this server takes.", status=413)
+    return bytes(body)
+
+
+async def _wait_until_gone(request: Request) -> None:
+    """Returns when the client has left. The body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _known(served: Served, name: str) -> str:
@@ -283,7 +321,6 @@ def _begin(served: Served, settings: Settings, constraint: Constraint | None) ->
         loop.call_soon_threadsafe(events.put_nowait, event)
 
     strings = StopStrings(settings.stop_strings, decoder(served.engine_tokenizer)) if settings.stop_strings else None
-    began = time.monotonic()
     job = Job(
         prompt,
         settings.most_tokens or room,
@@ -293,7 +330,7 @@ def _begin(served: Served, settings: Settings, constraint: Constraint | None) ->
         seed=settings.seed,
         speculate=settings.speculate,
         watch=settings.details,
-        deadline=began + served.timeout,
+        deadline=time.monotonic() + served.timeout,
         constraint=constraint,
     )
     try:
@@ -306,17 +343,15 @@ def _begin(served: Served, settings: Settings, constraint: Constraint | None) ->
             status=429,
             headers={"Retry-After": "1"},
         )
-    served.metrics.prompt_tokens.labels(served.model).inc(len(prompt))
+    served.counts["prompt_tokens"] += len(prompt)
     before = prompt if isinstance(settings, CompletionRequest) else ()
     text = StreamedText(decoder(served.tokenizer), settings.stop_strings, before)
-    return Answer(served, settings, job, text, events, began)
+    return Answer(served, settings, job, text, events)
 
 
 def _constrain(served: Served, grammar: Grammar) -> Constraint | None:
     """The constraint of an answer that begins. Raises RequestError for a grammar that cannot be used."""
     try:
-        if served.compile_grammar is None:
-            raise ValueError("This server cannot follow a grammar: leave response_format out.")
         return served.compile_grammar(grammar)
     except ValueError as error:
         raise RequestError(str(error), parameter="response_format") from None
@@ -332,8 +367,8 @@ def _encode(served: Served, settings: Settings) -> list[int]:
             )
         try:
             tools = {"tools": settings.offered} if settings.offered else {}
-            mode = served.thinking if settings.thinking is None else settings.thinking
-            return served.encode_chat([message.to_row() for message in settings.messages], mode, **tools)
+            messages = [message.to_row() for message in settings.messages]
+            return served.encode_chat(messages, served.thinking_of(settings), **tools)
         except ValueError as error:
             raise RequestError(str(error), parameter="messages") from None
     assert isinstance(settings, CompletionRequest)
@@ -354,7 +389,7 @@ def _encode(served: Served, settings: Settings) -> list[int]:
 async def _whole(answer: Answer, form: Form) -> dict:
     async for _, _, reason in answer.pieces():
         if reason is not None:
-            return form.whole(answer.said, reason, answer.usage())
+            return form.write_whole(answer.said, reason, answer.usage())
     raise AssertionError("an answer ends with a reason")
 
 
@@ -366,14 +401,14 @@ async def _stream(answer: Answer, form: Form) -> AsyncIterator[str]:
         return f"data: {json.dumps(document)}\n\n"
 
     try:
-        for chunk in form.first():
-            yield sent(chunk)
+        if form.chat:
+            yield sent(form.write_first())
         async for pieces, done, reason in answer.pieces():
             text, more = "".join(pieces), {"round": _details(served, pieces, done)} if settings.details and done else {}
             if text or reason or more:
-                yield sent(form.piece(text, reason, **more))
+                yield sent(form.write_chunk(text, reason, **more))
         if settings.details or (settings.stream_options and settings.stream_options.include_usage):
-            yield sent(form.last(answer.usage()))
+            yield sent(form.write_chunk(None, usage=answer.usage()))
         yield "data: [DONE]\n\n"
     except RequestError as error:
         yield sent(error.to_json())

@@ -210,7 +210,6 @@ class Engine:
     queue: requests that may wait
     prefill_tokens: of prompts, read between two rounds: the others wait no longer for a long prompt
     head: name of the checkpoint that drafts
-    saw: called in the engine's thread for every round, with the lane's step
     """
 
     def __init__(
@@ -222,7 +221,6 @@ class Engine:
         queue: int,
         prefill_tokens: int = 512,
         head: str | None = None,
-        saw: Callable[[Step], None] = lambda step: None,
     ):
         self.rows, self.prefill_tokens = rows, prefill_tokens
         self.lanes = {
@@ -231,7 +229,7 @@ class Engine:
         }  # that requests join, with drafts or without
         self.leaving: list[Lane] = []  # of drafts that were replaced, until their requests have ended
         self.next: Swap | None = None
-        self.queue, self.saw = queue, saw
+        self.queue = queue
         self.changed = threading.Condition()
         self.given_up: list[Job] = []
         self.arrived: list[Job] = []
@@ -353,7 +351,6 @@ class Engine:
         try:
             if step := lane.advance():
                 lane.hand_out(step)
-                self.saw(step)
         except Exception as error:  # memory that is missing, or a mistake of ours: the server goes on
             LOG.exception("a round failed")
             lane.fail(COULD_NOT.format(type(error).__name__, error))

@@ -150,7 +150,7 @@ class Settings(BaseModel):
     ignore_eos: bool = False
     speculate: bool = True
     details: bool = False
-    metadata: dict[str, Any] | None = None  # traffic.py reads `conversation` and `tags`
+    metadata: dict[str, Any] | None = None  # record.py reads `conversation` and `tags`
     store: bool | None = None  # false: not recorded
 
     def sampling(self) -> Sampling:

@@ -31,8 +31,8 @@ def call(monkeypatch, script, *arguments: str) -> None:
 
 
 def test_the_printed_command_serves_what_the_heads_read(monkeypatch, capsys):
-    call(monkeypatch, launch_engine, "print=true", "heads=eagle3,eagle", "max_model_len=99999", "tensor_parallel=4",
-         "more=--gpu-memory-utilization 0.5", "folder=/tmp/states")  # fmt: skip
+    call(monkeypatch, launch_engine, "print=true", "heads=eagle3,eagle", "max_model_len=99999",
+         "more=--tensor-parallel-size 4 --gpu-memory-utilization 0.5", "folder=/tmp/states")  # fmt: skip
     words = shlex.split(capsys.readouterr().out)
     given = dict(zip(words, words[1:]))
     speculative = json.loads(given["--speculative-config"])
@@ -40,7 +40,7 @@ def test_the_printed_command_serves_what_the_heads_read(monkeypatch, capsys):
     assert layers == [2, 15, 27, 30] and speculative["method"] == "extract_hidden_states"
     assert given["--max-model-len"] == str(Target.load_ends(str(REAL_TARGET)).max_positions)
     assert given["--tensor-parallel-size"] == "4" and given["--gpu-memory-utilization"] == "0.5"
-    assert "--no-enable-prefix-caching" in words and "--data-parallel-size" not in words
+    assert "--no-enable-prefix-caching" in words
     connector = json.loads(given["--kv-transfer-config"])
     assert connector["kv_connector_extra_config"] == {"shared_storage_path": "/tmp/states"}
     route = given["--middleware"].rpartition(".")[0]
@@ -68,15 +68,6 @@ def test_layers_may_be_given(monkeypatch, capsys):
 def test_wrong_options_are_named(monkeypatch, arguments, what):
     with pytest.raises(ValueError, match=what):
         call(monkeypatch, launch_engine, *arguments)
-
-
-def test_a_port_in_use_is_named(monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=f"port={port} is in use"):
-            call(monkeypatch, launch_engine, f"port={port}", f"python={sys.executable}")
 
 
 def test_a_vllm_that_ends_is_told_and_leaves_no_folder(monkeypatch, tmp_path):

@@ -46,7 +46,7 @@ def test_generate_prints_the_answer_of_plain_decoding(run):
 @pytest.mark.parametrize("longer", [[1, 2, 4, 5], [1, 2]])
 def test_generate_says_where_and_why_answers_differ(longer, capsys):
     drafted, plain = (Generation([tokens], [[1]], seconds=1.0) for tokens in ([1, 2, 3], longer))
-    generate.compare(drafted, plain, Sampling(), 0.125, progress.Results())
+    generate.print_comparison(drafted, plain, Sampling(), 0.125, progress.Results())
     printed = " ".join(capsys.readouterr().out.split())
     assert "another answer from token 3 on, where the target's two best logits are 0.125 apart" in printed
 

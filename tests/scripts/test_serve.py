@@ -1,8 +1,11 @@
-"""Tests of scripts/serve.py as a command: start, signals, refusals, recording."""
+"""Tests of scripts/serve.py: as a command with signals and recording, its watcher, refusals."""
+
+from helpers import loading, proposers
 
 import contextlib
 import json
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -15,28 +18,35 @@ import pytest
 
 from scripts import serve
 from specdec.core import files
-from specdec.server import traffic
-from specdec.target.model import Target
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
+from specdec.decoding.drafting import Drafting
+from specdec.server.engine import Engine
+from specdec.server.record import read_rows
 from tests.support import ROOT, save_eagle, save_target
 from tests.warm import start
 
 ADDRESS = r"http://127\.0\.0\.1:\d+"
 QUESTION = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0}
+STOP = {2}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    """A target and two heads."""
     path = tmp_path_factory.mktemp("served")
-    save_eagle(path / "head", save_target(path / "target"))
+    target = save_target(path / "target")
+    for number in (1, 2):
+        save_eagle(path / "heads" / f"000{number}", target, seed=number)
     return path
 
 
-@contextlib.contextmanager
-def started(folder, *more: str):
-    """-> the process and its URL"""
-    head = [f"checkpoint={folder / 'head'}", "proposer=head", "target.dtype=float32", "rows=2"]
-    with command("serve", *head, *more) as (child, line):
-        yield child, re.search(ADDRESS, line).group()
+@pytest.fixture
+def run_folder(folder, tmp_path):
+    """A folder like a run's, whose `best` names the first head."""
+    shutil.copytree(folder / "heads", tmp_path / "run" / "heads")
+    files.write_text(tmp_path / "run" / "best", "heads/0001\n")
+    return tmp_path / "run"
 
 
 def line_of(child) -> str:
@@ -51,102 +61,139 @@ def line_of(child) -> str:
 
 
 @contextlib.contextmanager
-def command(script: str, *arguments: str):
-    """-> the process of a script that serves, and the line that it begins with"""
-    child = start([ROOT / "scripts" / f"{script}.py", "port=0", *arguments])
+def started(checkpoint, *more: str):
+    """-> the process of the command and its URL"""
+    given = [f"checkpoint={checkpoint}", "proposer=head", "target.dtype=float32", "rows=2", "port=0"]
+    child = start([ROOT / "scripts" / "serve.py", *given, *more])
     try:
-        yield child, line_of(child)
+        yield child, re.search(ADDRESS, line_of(child)).group()
     finally:
         child.kill()
         child.wait()
 
 
 @pytest.mark.full
-def test_sigterm_finishes_what_runs_and_takes_nothing_new(folder):
-    with started(folder) as (child, url):
+def test_the_command_follows_its_checkpoint_records_and_finishes_what_runs(folder, run_folder, tmp_path):
+    body = {**QUESTION, "max_tokens": 300, "ignore_eos": True}
+    ask = lambda: httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+    text_of = lambda answer: answer["choices"][0]["message"]["content"]
+    more = ("watch=0.2", f"record={tmp_path / 'rows'}", "record_tags=a,b")
+    with started(run_folder, *more) as (child, url), ThreadPoolExecutor(2) as pool:
         assert "<h1>specdec</h1>" in httpx.get(url).text
+        first = pool.submit(ask)
+        while httpx.get(f"{url}/health").json()["running"] != 1:
+            time.sleep(0.01)
+        files.write_text(run_folder / "best", "heads/0002\n")
+        assert line_of(child).startswith(f"new requests are drafted by {run_folder / 'heads' / '0002'}")
+        assert text_of(first.result()) == text_of(ask())
+        files.write_text(run_folder / "best", "heads/0003\n")
+        assert "the drafts were not replaced" in line_of(child)
+        assert text_of(ask()) == text_of(first.result())
         lines: list[str] = []
 
-        def ask() -> None:
-            body = {
-                **QUESTION,
-                "max_tokens": 600,
-                "ignore_eos": True,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-            with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
+        def stream() -> None:
+            streamed = {**body, "max_tokens": 600, "stream": True, "stream_options": {"include_usage": True}}
+            with httpx.stream("POST", f"{url}/v1/chat/completions", json=streamed, timeout=60) as answer:
                 lines.extend(line for line in answer.iter_lines() if line)
 
-        asking = threading.Thread(target=ask)
+        asking = threading.Thread(target=stream)
         asking.start()
-        while (
-            "vllm:num_requests_running" not in (text := httpx.get(f"{url}/metrics").text) or 'target"} 1.0' not in text
-        ):
+        while httpx.get(f"{url}/health").json()["running"] != 1:
             time.sleep(0.01)
         child.send_signal(signal.SIGTERM)
         asking.join(timeout=60)
         assert json.loads(lines[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 600
-        assert lines[-1] == "data: [DONE]"
-        assert child.wait(timeout=30) in (0, -signal.SIGTERM)
+        assert lines[-1] == "data: [DONE]" and child.wait(timeout=30) in (0, -signal.SIGTERM)
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
+    rows = list(read_rows(tmp_path / "rows"))
+    assert len(rows) == 4 and rows[0]["id"] == first.result()["id"] and rows[0]["tags"] == ["a", "b"]
+    assert rows[0]["target"] == str(folder / "target") and rows[0]["target_fingerprint"]
+    assert [row["head"] for row in rows] == ["heads/0001", *["heads/0002"] * 3]
 
 
-@pytest.mark.full
-def test_the_server_records_conversations(folder, tmp_path):
-    with started(folder, f"record={tmp_path / 'server'}", "record_tags=a,b") as (server, url):
-        body = {**QUESTION, "max_tokens": 16}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
-        server.send_signal(signal.SIGTERM)
-        server.wait(timeout=30)
-    (row,) = traffic.read(tmp_path / "server")
-    assert row["id"] == answer["id"] and row["tags"] == ["a", "b"] and row["target"] == str(folder / "target")
-    assert row["head"] == f"{folder.name}/head" and row["target_fingerprint"] and row["prompt_tokens"]
+@contextlib.contextmanager
+def watched(run_folder, loaded, make_decoder):
+    """-> the `look` of a watcher, and the engine whose drafts it replaces"""
+    given = proposers.ProposerOptions(checkpoint=str(run_folder), proposer="head")
+    decoder = lambda proposer: Decoder(loaded.target, proposer, sampling=Sampling(), stop=STOP)
+    engine = Engine(decoder(loaded.proposer), decoder(None), rows=2, queue=4, head="first")
+    engine.start()
+    try:
+        yield serve.Watcher(given, loaded, Drafting(), engine, make_decoder(decoder)).look, engine
+    finally:
+        engine.stop()
 
 
-def test_recording_that_cannot_be_is_refused(folder, run_script):
-    def refuse(script, message: str, *arguments: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            run_script(script, *arguments)
-
-    head = f"checkpoint={folder / 'head'}"
-    refuse(serve, "record_rate=2.0 must be a number from 0 to 1", head, "record=x", "record_rate=2")
-    refuse(serve, "record_redact=json:x cannot be found", head, "record=x", "record_redact=json:x")
-    refuse(serve, "record_max_bytes=1 must be room", head, "record=x", "record_max_bytes=1")
+def load(folder, run_folder) -> proposers.Chosen:
+    options = loading.TargetOptions(name=str(folder / "target"), dtype="float32")
+    given = proposers.ProposerOptions(checkpoint=str(run_folder), proposer="head")
+    return proposers.load(given, options, Drafting())
 
 
-@pytest.mark.full
-def test_a_head_that_comes_into_use_is_taken_while_requests_run(folder, tmp_path):
-    for number in (1, 2):
-        save_eagle(
-            tmp_path / "heads" / f"000{number}", Target.load(str(folder / "target"), dtype="float32"), seed=number
-        )
-    files.write_text(tmp_path / "best", "heads/0001\n")
-    body = {**QUESTION, "max_tokens": 300, "ignore_eos": True}
-    ask = lambda: httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]["message"]
-    with started(folder, f"checkpoint={tmp_path}", "watch=0.2") as (child, url), ThreadPoolExecutor(2) as pool:
-        first = pool.submit(ask)
-        files.write_text(tmp_path / "best", "heads/0002\n")
-        assert line_of(child).startswith(f"new requests are drafted by {tmp_path / 'heads' / '0002'}")
-        assert first.result() == ask()
-        files.write_text(tmp_path / "best", "heads/0003\n")
-        assert "the drafts were not replaced" in line_of(child)
-        assert ask() == first.result()
+def busy(*_, **__):
+    raise OSError("busy")
+
+
+def test_a_failure_that_passes_is_tried_again(folder, run_folder, monkeypatch, capsys):
+    faults = [MemoryError("no room")]
+
+    def failing(decoder):
+        def make(proposer) -> Decoder:
+            if faults:
+                raise faults.pop()
+            return decoder(proposer)
+
+        return make
+
+    with watched(run_folder, load(folder, run_folder), failing) as (look, engine):
+        look()
+        files.write_text(run_folder / "best", "heads/0002\n")
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="busy"):
+            patch.setattr(proposers, "make", busy)
+            look()  # while it is read
+        with pytest.raises(MemoryError):
+            look()  # while the engine takes it
+        assert engine.lanes[True].head == "first" and "drafted by" not in capsys.readouterr().out
+        look()
+        assert engine.lanes[True].head == "heads/0002"
+        assert capsys.readouterr().out == f"new requests are drafted by {run_folder / 'heads' / '0002'}\n"
+        taken = engine.lanes[True]
+        look()
+        assert engine.lanes[True] is taken
+
+
+def test_a_head_that_comes_into_use_while_the_one_before_is_read_is_taken(folder, run_folder, monkeypatch, capsys):
+    make = proposers.make
+
+    def late(*arguments):
+        proposer = make(*arguments)
+        files.write_text(run_folder / "best", "heads/0002\n")
+        return proposer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(proposers, "make", late)
+        loaded = load(folder, run_folder)
+    with watched(run_folder, loaded, lambda decoder: decoder) as (look, engine):
+        look()
+        assert engine.lanes[True].head == "heads/0002" and "0002" in capsys.readouterr().out
 
 
 def test_what_cannot_be_served_is_refused(folder, monkeypatch, run_script):
+    head = f"checkpoint={folder / 'heads' / '0001'}"
+
     def refuse(message: str, *arguments: str) -> None:
         with pytest.raises(ValueError, match=message):
-            run_script(serve, f"checkpoint={folder / 'head'}", *arguments)
+            run_script(serve, *arguments)
 
-    refuse("rows=0 must be a whole number of 1 or more", "rows=0")
-    refuse("watch=0.0 must be a number above 0", "watch=0")
-    with pytest.raises(ValueError, match="watch= looks at checkpoint="):
-        run_script(serve, "watch=5")
-    refuse("give temperature in the request", "decode.temperature=1")
+    refuse("rows=0 must be a whole number of 1 or more", head, "rows=0")
+    refuse("watch=0.0 must be a number above 0", head, "watch=0")
+    refuse("watch= looks at checkpoint=", "watch=5")
+    refuse("give temperature in the request", head, "decode.temperature=1")
+    refuse("record_rate=2.0 must be a number from 0 to 1", head, "record=x", "record_rate=2")
+    refuse("record_max_bytes=1 must be room", head, "port=0", "record=x", "record_max_bytes=1")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        refuse("choose another port=", f"port={taken.getsockname()[1]}")
-    refuse("port=70000 must be a whole number from 0 to 65535", "port=70000")
+        refuse("choose another port=", head, f"port={taken.getsockname()[1]}")
+    refuse("port=70000 must be a whole number from 0 to 65535", head, "port=70000")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    refuse(r"pip install '\.\[serve\]'")
+    refuse(r"pip install '\.\[serve\]'", head)

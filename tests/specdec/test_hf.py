@@ -68,7 +68,8 @@ def head(folder):
 
 @pytest.fixture(scope="module")
 def eagle(head):
-    return Speculative(head("eagle"))
+    """A fixed shape: what auto drafts depends on clocks."""
+    return Speculative(head("eagle"), Drafting())
 
 
 def inputs_of(rows: int = len(LENGTHS)) -> dict[str, torch.Tensor]:
@@ -110,12 +111,13 @@ def agree(model, speculative, inputs, **settings) -> torch.Tensor:
     """
     results = []
     criteria = settings.pop("rule", None)
-    for extra in ({}, {"custom_generate": speculative}):
+    for drafted in (False, True):
         streamer = Recorder()
+        extra = {"custom_generate": speculative, "token_streamer": streamer} if drafted else {"streamer": streamer}
         if criteria is not None:
             extra["stopping_criteria"] = [until := Until(criteria)]
         settings = {"do_sample": False, "pad_token_id": PAD, "max_new_tokens": 24} | settings
-        answer = model.generate(**inputs, **settings, **extra, streamer=streamer)
+        answer = model.generate(**inputs, **settings, **extra)
         results.append((answer, streamer.seen, until.seen if criteria is not None else None))
     (reference, *reference_records), (answers, *records) = results
     assert answers.dtype == torch.long and answers.tolist() == reference.tolist()
@@ -197,12 +199,10 @@ def test_stop_strings_are_honoured(model, eagle):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     whole = agree(model, eagle, inputs_of())
     string = "".join(LETTERS[token] for token in whole[0, 15:18])
-    ends = {"stop_strings": [string], "tokenizer": tokenizer, "eos_token_id": 5}
-    answers = agree(model, eagle, inputs_of(), **ends)
-    assert answers.tolist() != agree(model, eagle, inputs_of(), eos_token_id=5).tolist()
-    del ends["stop_strings"], ends["tokenizer"]
-    criteria = StopStringCriteria(tokenizer, [string])
-    assert agree(model, eagle, inputs_of(), **ends, stopping_criteria=[criteria]).tolist() == answers.tolist()
+    settings = {"eos_token_id": 5, "do_sample": False, "pad_token_id": PAD, "max_new_tokens": 24}
+    plain = model.generate(**inputs_of(), stop_strings=[string], tokenizer=tokenizer, **settings)
+    answers = agree(model, eagle, inputs_of(), **settings, stopping_criteria=[StopStringCriteria(tokenizer, [string])])
+    assert answers.tolist() == plain.tolist() != agree(model, eagle, inputs_of(), eos_token_id=5).tolist()
 
 
 def test_a_generation_config_and_an_output_object_are_honoured(model, eagle):
@@ -248,21 +248,15 @@ def test_sampled_answers_have_the_law_of_generate(model, head, distributions, na
             )
 
 
-def test_sampling_from_one_token_is_greedy(model, eagle, plain):
-    settings = {"do_sample": True, "max_new_tokens": 24, "top_k": 1, "pad_token_id": PAD}
-    assert model.generate(**inputs_of(), **settings, custom_generate=eagle).tolist() == plain
-
-
-def test_sampling_draws_from_the_generator_of_torch(model, head):
-    """The first call, which loads the drafter, draws the same numbers as later calls. A fixed shape: what auto drafts
-    depends on clocks."""
-    eagle = Speculative(head("eagle"), Drafting())
+def test_sampling_draws_from_the_generator_of_torch(model, head, plain):
+    """The first call, which loads the drafter, draws the same numbers as later calls."""
+    eagle, answers = Speculative(head("eagle"), Drafting()), []
     settings = {"do_sample": True, "max_new_tokens": 24, "pad_token_id": PAD, "custom_generate": eagle}
-    answers = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         answers.append(model.generate(**inputs_of(), **settings).tolist())
     assert answers[0] == answers[1] != answers[2]
+    assert model.generate(**inputs_of(), **settings, top_k=1).tolist() == plain
 
 
 # Refusals
@@ -291,8 +285,6 @@ REFUSED = [
     ({"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.9, 13)])}, "prompt_ignore_length=13"),
     ({"top_p": 0.0, "do_sample": True}, "top_p=0"),
     ({"prompt_lookup_num_tokens": 2}, r"assisted_generation \(prompt_lookup_num_tokens\)"),
-    ({"negative_prompt_ids": torch.tensor([[1, 2]])}, "negative_prompt_ids"),
-    ({"synced_gpus": True}, "synced_gpus"),
     ({"cache_implementation": "static"}, "cache_implementation=static"),
     ({"prefill_chunk_size": 2}, "prefill_chunk_size"),
     ({"position_ids": torch.arange(12).expand(4, -1)}, "these position_ids"),
@@ -305,28 +297,21 @@ def test_settings_that_cannot_be_honoured_are_refused(model, eagle, settings, wo
         model.generate(**inputs_of(), max_new_tokens=4, pad_token_id=PAD, **settings, custom_generate=eagle)
 
 
-def test_further_models_caches_and_embeddings_are_refused(model, eagle):
+def test_caches_embeddings_right_padding_and_a_missing_pad_token_are_refused(model, eagle):
     inputs = inputs_of(1)
     embeds = model.get_input_embeddings()(inputs["input_ids"])
-    for extra, words in (
-        ({"assistant_model": model, **inputs}, "assistant_model"),
-        ({"past_key_values": filled_cache(model), **inputs}, "past_key_values"),
-        ({"past_key_values": DynamicCache(config=model.config), **inputs}, "past_key_values"),
-        ({"inputs_embeds": embeds}, "inputs_embeds"),
-        ({"inputs_embeds": embeds, **inputs}, "inputs_embeds"),
-    ):
-        with pytest.raises(ValueError, match=f"Speculative cannot honour {words}: "):
-            model.generate(**extra, custom_generate=eagle)
-
-
-def test_right_padding_and_a_missing_pad_token_are_refused(model, eagle):
-    inputs = {key: value.flip(1) for key, value in inputs_of().items()}
-    with pytest.raises(ValueError, match=r'on the left \(tokenizer\.padding_side="left"\)'):
-        model.generate(**inputs, custom_generate=eagle)
     until = Until(twice)
     until.eos_token_id = torch.tensor([3])
-    with pytest.raises(ValueError, match="set pad_token_id"):
-        model.generate(**inputs_of(), stopping_criteria=[until], custom_generate=eagle)
+    for extra, words in (
+        ({"past_key_values": filled_cache(model), **inputs}, "cannot honour past_key_values: "),
+        ({"past_key_values": DynamicCache(config=model.config), **inputs}, "cannot honour past_key_values: "),
+        ({"inputs_embeds": embeds}, "cannot honour inputs_embeds: "),
+        ({"inputs_embeds": embeds, **inputs}, "cannot honour inputs_embeds: "),
+        ({key: value.flip(1) for key, value in inputs_of().items()}, r'on the left \(tokenizer\.padding_side="left"\)'),
+        ({"stopping_criteria": [until], **inputs_of()}, "set pad_token_id"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model.generate(**extra, custom_generate=eagle)
 
 
 # The caller's model
@@ -381,8 +366,7 @@ def test_a_drafter_is_loaded_once_for_each_model(folder, head, model, monkeypatc
 
 def test_a_drafter_that_adapts_its_target_is_refused(model, head, tmp_path):
     document = json.loads((head("medusa") / "drafter.json").read_text())
-    document["_target_"] = "specdec.heads.medusa.Medusa2"
-    (tmp_path / "drafter.json").write_text(json.dumps(document))
+    (tmp_path / "drafter.json").write_text(json.dumps(document | {"_target_": "specdec.heads.medusa.Medusa2"}))
     names = [name for name, _ in model.named_parameters()]
     with pytest.raises(ValueError, match="adapts its target, which would change your model"):
         model.generate(**inputs_of(1), custom_generate=Speculative(tmp_path))
@@ -390,14 +374,13 @@ def test_a_drafter_that_adapts_its_target_is_refused(model, head, tmp_path):
 
 
 @pytest.mark.parametrize("chosen", ["float32", "bfloat16"])
-def test_a_model_in_a_dtype_that_this_device_only_imitates_is_told(monkeypatch, folder, eagle, chosen):
+def test_a_model_in_a_dtype_that_this_device_only_imitates_is_told(monkeypatch, folder, head, chosen):
     monkeypatch.setattr(precision, "choose", lambda device: precision.Choice(chosen, "this CPU was asked"))
-    model = load_model(folder).bfloat16()
-    drafted = Speculative(eagle._folder)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        model.generate(**inputs_of(1), max_new_tokens=2, custom_generate=drafted)
+        load_model(folder).bfloat16().generate(
+            **inputs_of(1), max_new_tokens=2, custom_generate=Speculative(head("eagle"))
+        )
     said = [str(each.message) for each in told if "bfloat16" in str(each.message)]
-    assert said == (
-        ["The model is in bfloat16, but this CPU was asked: load it with dtype=torch.float32."] * (chosen == "float32")
-    )
+    wanted = "The model is in bfloat16, but this CPU was asked: load it with dtype=torch.float32."
+    assert said == [wanted] * (chosen == "float32")

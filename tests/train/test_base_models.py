@@ -119,28 +119,27 @@ def test_a_completion_follows_the_tokens_that_decoding_reads(tokenizer):
     prompt, completion = "Count ", "to world"  # the border is inside of the text's second token
     assert tokenizer(prompt + completion)["input_ids"][:2] != tokenizer(prompt)["input_ids"]
     row = data.encode(tokenizer, {"id": "1", "category": "all", "prompt": prompt, "completion": completion})
-    (known,) = [{"id": "1", "prompt": prompt, "messages": []}]
-    read = data.encode_row(tokenizer, known)
+    read = data.encode_row(tokenizer, {"id": "1", "prompt": prompt, "messages": []})
     assert row.tokens[: len(read)] == read and row.mask.index(True) == len(read)
     assert tokenizer.decode(row.tokens) == prompt + completion + "<|im_end|>"
 
 
-def test_chat_models_take_both_kinds_of_rows():
+def test_chat_models_take_both_kinds_of_rows(tmp_path, tokenizer):
     chat = small_tokenizer()
     forms = ({"prompt": PROMPT, "completion": COMPLETION}, {"messages": pair(PROMPT, COMPLETION)})
     first, second = (data.encode(chat, {"id": "1", "category": "all", **form}) for form in forms)
-    assert first == second
-    assert encoded(chat, text=TEXT) == ("Count", " to world")
+    assert first == second and encoded(chat, text=TEXT) == ("Count", " to world")
+    write_rows(tmp_path / "rows.jsonl", forms[:1])
+    (text,) = datastore.read_texts(str(tmp_path / "rows.jsonl"), begun(tokenizer))
+    assert tokenizer.decode(text) == "<|im_start|>" + PROMPT + COMPLETION + "<|im_end|>"
 
 
 def test_rows_that_cannot_be_encoded_are_refused_with_what_to_do(tokenizer):
     for row in ({"text": ""}, {"text": "Count"}, {"prompt": PROMPT, "completion": "", "finish": "length"}):
         with pytest.raises(ValueError, match="row 7: its text or completion is too short"):
             encoded(tokenizer, **row)
-    messages, what = (
-        pair(PROMPT, COMPLETION),
-        r"no chat template.*rows with prompt.*text, or with prompt and completion",
-    )
+    messages = pair(PROMPT, COMPLETION)
+    what = r"no chat template.*rows with prompt.*text, or with prompt and completion"
     with pytest.raises(ValueError, match="row 7 has messages.*" + what):
         encoded(tokenizer, messages=messages)
     with pytest.raises(ValueError, match=what):
@@ -161,12 +160,6 @@ def test_prompts_are_read_as_they_are(tmp_path, tokenizer):
         load(tokenizer)
     assert [prompt.tokens for prompt in load(begun(tokenizer))] == [[BEGIN, *text], [BEGIN]]
     assert [prompt.tokens for prompt in load(small_tokenizer())] != [[BEGIN, *text], [BEGIN]]
-
-
-def test_completions_go_into_a_datastore(tmp_path, tokenizer):
-    write_rows(tmp_path / "rows.jsonl", [{"prompt": PROMPT, "completion": COMPLETION}])
-    (text,) = datastore.read_texts(str(tmp_path / "rows.jsonl"), begun(tokenizer))
-    assert tokenizer.decode(text) == "<|im_start|>" + PROMPT + COMPLETION + "<|im_end|>"
 
 
 def test_the_text_of_an_answer_goes_on_from_its_prompt():

@@ -16,7 +16,7 @@ SHARD = "target.shard=true"
 SAME = ("data.length=128", "train.batch=2", "validation.share=null")
 RUNS = {  # by name: settings, beside target.shard
     "online": ("head=eagle3", "decode=tree", "decode.depth=2", "validation.decode=always"),
-    "cached": ("head=medusa", "features.mode=cached", "data.ahead=2", "train.accumulation=2"),
+    "cached": ("head=medusa", "features.mode=cached", "train.accumulation=2"),
     "streamed": ("head=eagle", "data.stream=true", "data.buffer=4", "train.shard=true", "train.steps=2"),
     "written": ("head=draft", "head.drafter.num_layers=1", "data.on_policy=0.5", "data.on_policy_temperature=1.0", "train.steps=2"),
 }  # fmt: skip

@@ -25,7 +25,7 @@ TOGETHER = "target.tp=2"
 SAME = ("validation.num_prompts=2", "validation.max_new_tokens=6", "train.batch=2")
 RUNS = {  # by name: settings, beside target.tp
     "online": ("head=eagle3", "decode=tree", "decode.depth=2", "validation.decode=always"),
-    "cached": ("head=medusa", "features.mode=cached", "data.ahead=2", "train.accumulation=2"),
+    "cached": ("head=medusa", "features.mode=cached", "train.accumulation=2"),
     "streamed": ("head=eagle", "data.stream=true", "data.buffer=4"),
     "written": ("head=draft", "head.drafter.num_layers=1", "data.on_policy=1.0", "data.on_policy_temperature=1.0"),
 }  # fmt: skip

@@ -30,7 +30,6 @@ from tests.support import (
 from train.objective import Objective
 from train.state import RunFolder
 from train.trainer import Trainer
-from train.validate import Validation
 
 pytestmark = pytest.mark.full
 
@@ -299,17 +298,3 @@ def test_a_start_of_another_family_is_refused(fit):
         fit("further", "head=medusa", "start=checkpoints/first")
     with pytest.raises(ValueError, match=r"does not exist\. A checkpoint is a folder"):
         fit("further", "head=eagle", "start=checkpoints/none")
-
-
-def test_a_run_ends_with_what_more_data_would_bring(fit, monkeypatch, capsys):
-    replay, taus = Validation.replay, iter((1.2, 1.3, 1.4, 1.5, 1.6, 1.7))
-
-    def judged(self, frozen):
-        accepted = next(taus) - 1
-        found = replay(self, frozen)
-        return [dataclasses.replace(each, replayed_accepted=[accepted] * len(each.replayed_accepted)) for each in found]
-
-    monkeypatch.setattr(Validation, "replay", judged)
-    fit("more", "train.steps=6", "train.validate_every=1", "decode.depth=3")
-    printed = capsys.readouterr().out
-    assert "what more data would bring: tau 1." in printed and "fitted to 6 validations" in printed

@@ -1,7 +1,7 @@
 """The target's answers to prompts, as conversations to train on: a drafter learns from what its target writes.
 
-The decoder of this project (`OwnDecoder`) or a server (engine_answers.py) writes them. Both take jobs and yield what was
-written, some jobs at a time. `HeldoutAnswers` are those that validation replays: plain, and kept for later runs.
+The decoder of this project (`OwnDecoder`) or a server (engine_answers.AnswerServer) writes them. `write` of both takes
+jobs and yields what was written, some jobs at a time. `HeldoutAnswers` are those that validation replays: plain, and kept for later runs.
 """
 
 import functools
@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from accelerate import PartialState
@@ -79,23 +78,16 @@ class WrittenAnswer:
     num_tokens: int
 
 
-class AnswerWriter(Protocol):
-    def write(self, jobs: Iterable[AnswerJob]) -> Iterator[list[tuple[AnswerJob, WrittenAnswer]]]:
-        """What was written for the jobs, some of them at a time."""
-        ...
-
-
 def list_jobs(
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[dict],
     temperatures: list[float],
     *,
     thinking: bool | None = None,
-    tags: tuple[str, ...] = (),
 ) -> list[AnswerJob]:
     """One job for each prompt and temperature.
 
-    prompts: rows of reading.load_prompts; tags: added to theirs; thinking: mode of prompts that do not name theirs
+    prompts: rows of reading.load_prompts; thinking: mode of prompts that do not name theirs
     Raises ValueError if two prompts have the same id, or for a thinking mode that the chat template does not have.
     """
     chat_template.check_mode(tokenizer, thinking)
@@ -105,7 +97,7 @@ def list_jobs(
             "category": prompt["category"],
             "messages": prompt["messages"],
             "tokens": data.encode_row(tokenizer, prompt, thinking=thinking),
-            "tags": tuple(dict.fromkeys([*prompt["tags"], *tags])),
+            "tags": tuple(prompt["tags"]),
             "prompt": None if tokenizer.chat_template else prompt.get("prompt"),
             "options": ({} if thinking is None else {"thinking": thinking}) | chat_template.options_of(prompt),
             "place": prompt.get("place", ""),
@@ -152,7 +144,7 @@ def make_row(job: AnswerJob, answer: WrittenAnswer, *, tokenizer: str) -> dict:
 
 @dataclass(frozen=True)
 class OwnDecoder:
-    """An `AnswerWriter` that decodes in this process, `batch` jobs at once: when an answer ends, the next job takes its place.
+    """Decodes in this process, `batch` jobs at once: when an answer ends, the next job takes its place.
 
     The random numbers of an answer follow from the id of its job, whatever is decoded beside it.
     runner: compiles the target's passes

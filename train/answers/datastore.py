@@ -8,7 +8,6 @@ import numpy
 import transformers
 
 import specdec
-from specdec.core import row_files
 from specdec.proposers import datastore
 from train.data import chat_template, reading
 from train.data import rows as data
@@ -19,29 +18,17 @@ def read_texts(
     tokenizer: transformers.PreTrainedTokenizerBase,
     *,
     split: str | None = None,
-    keep: str = "answers",
     limit: int | None = None,
     thinking: bool | None = None,
 ) -> Iterator[list[int]]:
     """Token ids of every text that is not empty.
 
-    source: one .txt file, or what `reading.read_rows` takes, with rows that have `text`, `messages`, `prompt` and
-        `completion`, or token ids (data.kept)
+    source: what `reading.read_rows` takes, with rows that have `text`, `messages`, `prompt` and `completion`, or token
+        ids. Of conversations, only the assistant's turns are taken
     thinking: the mode of conversations that do not say theirs
-    keep: of conversations, only the assistant's turns ("answers") or the whole rendered conversation ("everything")
 
     Raises ValueError for a row with neither `text` nor `messages`.
     """
-    if keep not in ("answers", "everything"):
-        raise ValueError(f"keep={keep} must be answers or everything.")
-    path = Path(source)
-    if path.suffix == ".txt":
-        if not path.is_file():
-            raise ValueError(f"There is no file {path}. Give a .txt file, {reading.FORMS}.")
-        text = "".join(row_files.read_text(path, longest=row_files.LONGEST_DOCUMENT))
-        with reading.at(source):
-            yield from filter(None, [data.tokenise(tokenizer, text)["input_ids"]])
-        return
     chat_template.check_mode(tokenizer, thinking)
     special = data.find_special(tokenizer)
     for number, (place, row) in enumerate(itertools.islice(reading.read_rows(source, split), limit)):
@@ -49,7 +36,7 @@ def read_texts(
             reading.check_messages(row, place)
             with reading.at(place):
                 encoded = data.encode(tokenizer, reading.name_row(row, number, thinking))
-            yield from [encoded.tokens] if keep == "everything" else turns(encoded, special)
+            yield from turns(encoded, special)
         elif isinstance(row.get("text"), str):
             with reading.at(place):
                 tokens = data.tokenise(tokenizer, row["text"])["input_ids"]

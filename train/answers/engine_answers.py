@@ -1,11 +1,10 @@
 """Answers of a server with OpenAI's interface, many at once, in the order of the jobs.
 
-vLLM takes and gives token ids. Other servers give the text only (v1/completions), or take messages (v1/chat/completions):
+vLLM takes and gives token ids. Other servers take messages and give text:
 
-    way    request                        answer        who decides about template and tokens
-    ids    v1/completions, ids            ids           this project
-    text   v1/completions, ids            text          this project, but the answer is tokenised again
-    chat   v1/chat/completions, messages  text          the server; the answer is tokenised again
+    way    request                        answer        chat template and tokens
+    ids    v1/completions, ids            ids           of this project
+    chat   v1/chat/completions, messages  text          of the server; the answer is tokenised again
 """
 
 import functools
@@ -13,25 +12,22 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from specdec.core.untrusted import is_text
 from train.answers.answering import AnswerJob, AnswerSettings, WrittenAnswer, make_answer
 from train.data import chat_template
 from train.features.engine_client import BadAnswer, EngineClient, Refused
-from train.features.engine_features import EngineTarget, apply_final_norm, discard_states
-from train.features.feature_files import FeatureFolder
+from train.features.engine_features import discard_states
 
 AHEAD = 4  # requests that wait for an earlier answer, for each one in flight
-PATHS = {"ids": "v1/completions", "text": "v1/completions", "chat": "v1/chat/completions"}
+PATHS = {"ids": "v1/completions", "chat": "v1/chat/completions"}
 
 
 class AnswerServer:
-    """The target in one server, or in several that are used in turn.
+    """The target in one server, or in several that are used in turn, which answer jobs in their order.
 
     name: the target's, which the server's model is compared with
     example: a job, with which it is found out what the servers understand
@@ -39,11 +35,32 @@ class AnswerServer:
     Raises ValueError, with what to do, if a server does not answer or has another tokenizer.
     """
 
-    def __init__(self, client: EngineClient, tokenizer: PreTrainedTokenizerBase, *, name: str, example: AnswerJob):
-        self.client, self.tokenizer = client, tokenizer
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: AnswerSettings,
+        *,
+        name: str,
+        example: AnswerJob,
+    ):
+        self.client, self.tokenizer, self.settings = client, tokenizer, settings
         self.model, self.limit = self._choose_model(name)
         self._check_tokenizer(example)
         self.way = self._find_way(example)
+
+    def write(self, jobs: Iterable[AnswerJob]) -> Iterator[list[tuple[AnswerJob, WrittenAnswer]]]:
+        """What was written for the jobs, some of them at a time."""
+        return in_order(self._submit, iter(jobs), ahead=AHEAD * self.client.in_flight)
+
+    def _submit(self, job: AnswerJob) -> "Future[WrittenAnswer]":
+        def read(answer: dict) -> WrittenAnswer:
+            found = self.read_answer(answer, job)
+            if found.tokens is not None:
+                discard_states(self.client, answer, job.tokens + found.tokens)
+            return found
+
+        return self.client.submit(PATHS[self.way], self.make_body(job, self.settings, self.way), read)
 
     def make_body(self, job: AnswerJob, settings: AnswerSettings, way: str) -> dict:
         """The request for a job. What this interface leaves open is set here, so that the model's defaults do not count."""
@@ -58,33 +75,27 @@ class AnswerServer:
             template = chat_template.template_arguments(self.tokenizer, job.options.get("thinking"))
             tools = {"tools": job.options["tools"]} if "tools" in job.options else {}
             return body | tools | {"messages": job.messages} | ({"chat_template_kwargs": template} if template else {})
-        body["prompt"] = job.tokens
-        if way == "text":
-            return body
         ends = {"stop_token_ids": sorted(settings.stop), "ignore_eos": True}  # only `stop` ends an answer
-        return body | ends | {"return_token_ids": True, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        others = {"return_token_ids": True, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        return body | {"prompt": job.tokens} | ends | others
 
-    def read_answer(self, answer: dict, job: AnswerJob, settings: AnswerSettings) -> WrittenAnswer:
+    def read_answer(self, answer: dict, job: AnswerJob) -> WrittenAnswer:
         """What came back for a job. Raises BadAnswer for what may be right the next time."""
         try:
             choice = answer["choices"][0]
             finish = choice["finish_reason"]
             if self.way == "ids":
-                return self._read_ids(choice["token_ids"], finish, job, settings)
-            said = choice if self.way == "text" else choice["message"]
-            text = said["text" if self.way == "text" else "content"] or ""
-            removed = {
-                "thinking": ("reasoning", said.get("reasoning") or said.get("reasoning_content")),
-                "calls of tools": ("tool", said.get("tool_calls")),
-            }
+                return self._read_ids(choice["token_ids"], finish, job)
+            said = choice["message"]
+            text = said["content"] or ""
+            removed = any(said.get(key) for key in ("reasoning", "reasoning_content", "tool_calls"))
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise BadAnswer(f"it has no answer of the interface's form ({type(error).__name__}: {error})") from error
-        for what, (parser, found) in removed.items():
-            if found:
-                raise ValueError(
-                    f"The server takes {what} out of the answers, so it is not known what the target wrote. Start it without a "
-                    f"{parser} parser."
-                )
+        if removed:
+            raise ValueError(
+                "The server takes thinking or calls of tools out of the answers, so it is not known what the target wrote. "
+                "Start it without a reasoning parser and without a tool parser."
+            )
         if finish not in ("stop", "length"):
             raise BadAnswer(f"the answer to {job.id} ended because of {finish!r}")
         if not is_text(text):  # half of a surrogate pair, where a server cut a character
@@ -93,7 +104,8 @@ class AnswerServer:
         usage = answer.get("usage") or {}
         return WrittenAnswer(text, finish, None, int(usage.get("completion_tokens") or 0))
 
-    def _read_ids(self, tokens: list, finish: str, job: AnswerJob, settings: AnswerSettings) -> WrittenAnswer:
+    def _read_ids(self, tokens: list, finish: str, job: AnswerJob) -> WrittenAnswer:
+        settings = self.settings
         if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
             raise BadAnswer(f"the answer to {job.id} has no token ids")
         ended = tokens[-1] in settings.stop
@@ -156,90 +168,30 @@ class AnswerServer:
     def _find_way(self, example: AnswerJob) -> str:
         """The first way that all servers support."""
         settings = AnswerSettings(stop=frozenset(), max_new_tokens=1)
-        for way in PATHS if example.prompt is None else ("ids", "text"):
+        for way in PATHS if example.prompt is None else ("ids",):
             try:
                 body, check = self.make_body(example, settings, way), functools.partial(self._check_way, example, way)
                 for _ in self.client.urls:
                     self.client.post(PATHS[way], body, check)
                 return way
-            except (Refused, _UnsupportedWay) as error:
+            except Refused as error:
                 reason = str(error)
         taken = "neither token ids nor messages" if example.prompt is None else "no token ids"
         raise ValueError(f"The server takes {taken}. {reason}")
 
     def _check_way(self, example: AnswerJob, way: str, answer: dict) -> None:
-        """Raises _UnsupportedWay if an answer of one token is not of that way."""
+        """Raises Refused if an answer of one token is not of that way."""
         try:
             choice = answer["choices"][0]
             ids = choice.get("token_ids")
             if way == "ids" and not (isinstance(ids, list) and ids):
-                raise _UnsupportedWay("It does not return token ids.")
+                raise Refused("It does not return token ids.")
             discard_states(self.client, answer, [*example.tokens, *(ids or ())])
             if way == "chat":
                 choice["message"]["content"]
-                return
-            num = (answer.get("usage") or {}).get("prompt_tokens", len(example.tokens))
-            if num != len(example.tokens):
-                raise _UnsupportedWay(f"It counts {num} tokens in a prompt of {len(example.tokens)} ids.")
-            choice["text"]
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
-            raise _UnsupportedWay(f"Its answers have another form than OpenAI's ({reason}).") from error
-
-
-class _UnsupportedWay(ValueError):
-    """A server does not take or give what a way needs."""
-
-
-@dataclass(frozen=True)
-class AnswerStates:
-    """Where the hidden states that come with answers are kept, so that training reads no text again.
-
-    source: the same servers; folder: with the layers that they give
-    """
-
-    source: EngineTarget
-    folder: FeatureFolder
-
-    def keep(self, answer: dict, job: AnswerJob, tokens: list[int]) -> None:
-        """Writes the states of a prompt and its answer. Those of the last token, which nothing needs, are zero."""
-        new, states = self.source.receive(answer, job.tokens)
-        if new != tokens:
-            raise BadAnswer(f"the hidden states of {job.id} are of another answer")
-        *parts, final = self.source.select(states, self.folder.layers)
-        target = self.source.target
-        parts.append(apply_final_norm(target, final.to(target.device), (target.num_layers,)).cpu())
-        padded = [torch.cat([part, part.new_zeros(1, part.shape[1])]) for part in parts]
-        self.folder.write(torch.tensor(job.tokens + tokens), padded)
-
-
-@dataclass(frozen=True)
-class ServerWriter:
-    """An `AnswerWriter` whose jobs are answered by a server, in their order. states: None: hidden states are not kept"""
-
-    server: AnswerServer
-    settings: AnswerSettings
-    in_flight: int
-    states: AnswerStates | None = None
-
-    def write(self, jobs: Iterable[AnswerJob]) -> Iterator[list[tuple[AnswerJob, WrittenAnswer]]]:
-        return in_order(self._submit, iter(jobs), ahead=AHEAD * self.in_flight)
-
-    def _submit(self, job: AnswerJob) -> "Future[WrittenAnswer]":
-        server = self.server
-        body = server.make_body(job, self.settings, server.way)
-        if self.states:
-            body["kv_transfer_params"] = {"include_output_tokens": True}
-
-        def read(answer: dict) -> WrittenAnswer:
-            found = server.read_answer(answer, job, self.settings)
-            if found.tokens is not None and self.states:
-                self.states.keep(answer, job, found.tokens)
-            elif found.tokens is not None:
-                discard_states(server.client, answer, job.tokens + found.tokens)
-            return found
-
-        return server.client.submit(PATHS[server.way], body, read)
+            raise Refused(f"Its answers have another form than OpenAI's ({reason}).") from error
 
 
 def in_order(

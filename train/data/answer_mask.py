@@ -14,7 +14,6 @@ A turn ends with the first special token after its content. The template's text 
 import bisect
 import functools
 import re
-import warnings
 from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
@@ -98,18 +97,7 @@ def find_answers(
             starts[place] = behind
     if not as_new and text[: starts[-1]] != rendered(messages[: answers[-1]], add_generation_prompt=True):
         return None, mode
-    if mode is None and starts[-1] > last:
-        return starts, False
-    answer = messages[answers[-1]]
-    content = answer["content"].strip()
-    if mode is None and form.mode and not answer.get("reasoning_content") and text.find(content, last) > last:
-        warnings.warn(
-            f"The chat template of {tokenizer.name_or_path} writes a text of its own before answers, which is "
-            "supervised: say in the rows, or by thinking=, in which mode they were written "
-            '("thinking": true or false).',
-            stacklevel=2,
-        )
-    return starts, mode
+    return starts, False if mode is None and starts[-1] > last else mode
 
 
 def find_starts(rendered: Callable[..., str], messages: list[dict], text: str, answers: list[int]) -> list[int] | None:

@@ -2,9 +2,8 @@
 
     data.cache/
       rows-<key>/    encoded.arrow: the rows of one source (packing.SCHEMA)
-      packs-<key>/   members.npy, ends.npy: which rows are in which pack; facts.json with their fingerprint
 
-The key of rows covers the source's content, the tokenizer with its chat template, the libraries that render and
+The key covers the source's content, the tokenizer with its chat template, the libraries that render and
 tokenise, and this project's own code that does. files.keep_folder makes the folders in one process of a run, and
 notices damaged ones. `datasets.map` does neither, and would need a copy of all lines on the disk.
 """
@@ -57,7 +56,6 @@ class Encoding:
     thinking: bool | None = None  # the mode of rows that do not say theirs
 
     def __post_init__(self):
-        data.check_offsets(self.tokenizer)
         chat_template.check_mode(self.tokenizer, self.thinking)
 
     def key(self, source: str) -> str:
@@ -74,11 +72,7 @@ class Encoding:
             self.limit,
             self.thinking,
         ]
-        return _digest(parts)
-
-
-def _digest(parts: list) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def identify_content(source: str, split: str | None) -> list:
@@ -110,8 +104,7 @@ def load_packs(
     Raises ValueError, naming file and line or the row, for what cannot be encoded.
     """
     found = reading.read_sources(train)
-    keys = [encoding.key(source.name) for source in found]
-    folders = [encoding.cache / f"rows-{key}" for key in keys]
+    folders = [encoding.cache / f"rows-{encoding.key(source.name)}" for source in found]
     for source, folder in zip(found, folders):
         files.keep_folder(folder, functools.partial(encode_source, source.name, encoding), option="cache=")
     rows = packing.Rows.load(folders)
@@ -120,9 +113,7 @@ def load_packs(
         nums = numpy.diff(numpy.searchsorted(numbers, rows.starts)).tolist()  # rows of each source
         copies = [packing.count_copies(num, source.weight) for num, source in zip(nums, found)]
         numbers = packing.repeat_rows(numbers, numpy.concatenate(copies))
-    key = _digest([keys, [str(source.weight) for source in found], hold_out, tokens, length, packed])
-    folder = encoding.cache / f"packs-{key}"
-    return packing.Packs(rows, length=length, packed=packed, numbers=numbers, folder=folder)
+    return packing.Packs(rows, length=length, packed=packed, numbers=numbers)
 
 
 # One source

@@ -32,17 +32,13 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Material:
-    """What steps are made of: packs, and the target's outputs for them.
-
-    ahead: micro-batches that are read ahead of the step; 0: none. Answers that the draft writes are never written ahead
-    """
+    """What steps are made of: packs, and the target's outputs for them."""
 
     packs: Packs  # all, or those of a stream's first rows
     length: int  # tokens of a pack
     features: Features | None  # None: the objective reads the target itself
     on_policy: OnPolicy | None = None
     stream: Stream | None = None
-    ahead: int = 0
 
     def __post_init__(self):
         if self.stream and self.on_policy:
@@ -97,14 +93,15 @@ class Loader:
     """The micro-batches of one process. Their content follows from their number and not from what is read ahead.
 
     order: of the packs, where they are not those of a stream, and how many a micro-batch and a step have
+    ahead: micro-batches that are read ahead of the step; 0: none. Answers that the draft writes are never read ahead
     What fails in the thread is raised where its result is asked for.
     """
 
-    def __init__(self, material: Material, *, order: Order, device: torch.device):
+    def __init__(self, material: Material, *, order: Order, device: torch.device, ahead: int = 1):
         self.material, self.order, self.device = material, order, devices.numbered(device)
         self.batch, self.accumulation = order.batch, order.accumulation
         self.first = (0, 0)  # a micro-batch, and its first pack in the stream
-        self.ahead = 0 if material.on_policy else material.ahead
+        self.ahead = 0 if material.on_policy else ahead
         self.thread = ThreadPoolExecutor(1, "loader", use_device, (self.device,)) if self.ahead else None
         self.coming: dict[int, Future[MicroBatch]] = {}
         self.coming_on_device: dict[int, Future[tuple[Batch, TargetOutput | None]]] = {}
@@ -197,7 +194,7 @@ class Loader:
                 raise
             raise ValueError(
                 f"The thread that reads data ahead of the step failed ({type(error).__name__}: {error}). Look at the "
-                "data and the cached features; ahead=0 reads them in the step."
+                "data and the cached features."
             ) from error
 
 

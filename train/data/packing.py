@@ -3,7 +3,6 @@
 import bisect
 import hashlib
 import itertools
-import json
 import warnings
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
@@ -15,7 +14,6 @@ import pyarrow
 import torch
 from numpy import ndarray
 
-from specdec.core import files
 from train.data.rows import Row
 
 ENCODED = "encoded.arrow"  # the file of a source's encoded rows
@@ -81,23 +79,21 @@ class Rows:
             [numpy.zeros(0, dtype=numpy.int64), *(numpy.diff(ends) for (_, ends), _ in self.lists)]
         )
 
-    def find(self, number: int) -> tuple[int, int]:
-        """-> the batch that holds a row, and the row's number in it"""
-        index = bisect.bisect_right(self.firsts, number) - 1
-        return index, number - self.firsts[index]
-
     def arrays(self, number: int, length: int) -> tuple[ndarray, ndarray]:
         """-> tokens (int32) and mask (bool) of a row, cut to `length`"""
-        index, row = self.find(number)
+        index = bisect.bisect_right(self.firsts, number) - 1  # of the batch that holds the row
+        row = number - self.firsts[index]
         (tokens, ends), (mask, mask_ends) = self.lists[index]
         start, mask_start = int(ends[row]), int(mask_ends[row])
         num = min(int(ends[row + 1]) - start, length)
         return tokens[start : start + num], mask[mask_start : mask_start + num].view(bool)
 
     def row(self, number: int, length: int) -> Row:
-        index, row = self.find(number)
         tokens, mask = self.arrays(number, length)
-        row_id, category = (self.batches[index][name][row].as_py() for name in ("id", "category"))
+        index = bisect.bisect_right(self.firsts, number) - 1
+        row_id, category = (
+            self.batches[index][name][number - self.firsts[index]].as_py() for name in ("id", "category")
+        )
         return Row(id=row_id, category=category, tokens=tokens.tolist(), mask=mask.tolist())
 
     def goals(self, length: int) -> ndarray:
@@ -148,30 +144,22 @@ class Packs(torch.utils.data.Dataset):
     """Rows cut to `length` and packed, or one row in each pack; items are packs for `collate`.
 
     numbers: the rows to pack, in this order; a row may occur several times. None: all
-    folder: where the order of the rows is kept for later runs; None: nowhere
     `fingerprint` (16 hex digits) changes with any token, mask or boundary; `num_supervised` counts goals.
     One warning says how many rows were cut and skipped. Raises ValueError if no row remains.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        *,
-        length: int,
-        packed: bool = True,
-        numbers: ndarray | None = None,
-        folder: Path | None = None,
-    ):
+    def __init__(self, rows: Rows, *, length: int, packed: bool = True, numbers: ndarray | None = None):
         self.rows, self.length = rows, length
         numbers = numpy.arange(len(rows)) if numbers is None else numbers
-        if folder is None:
-            self.members, self.ends, facts = arrange_rows(rows, numbers, length=length, packed=packed)
-        else:
-            files.keep_folder(folder, lambda partial: self._write(partial, numbers, packed), option="cache=")
-            self.members, self.ends = (numpy.load(folder / f"{name}.npy") for name in ("members", "ends"))
-            facts = json.loads((folder / "facts.json").read_text())
-        self.num_cut, self.num_skipped = facts["num_cut"], facts["num_skipped"]
-        self.num_supervised, self.fingerprint = facts["num_supervised"], facts["fingerprint"]
+        goals = rows.goals(length)
+        kept = numbers[goals[numbers] > 0]
+        self.num_cut, self.num_skipped = int((rows.lengths[kept] > length).sum()), len(numbers) - len(kept)
+        self.num_supervised = int(goals[kept].sum())
+        pack_of = place_rows(numpy.minimum(rows.lengths[kept], length).tolist(), length, packed)
+        self.members = kept[numpy.argsort(pack_of, kind="stable")]  # the rows in the order of their packs
+        sizes = numpy.bincount(pack_of)
+        self.ends = numpy.concatenate([[0], numpy.cumsum(sizes)]).astype(numpy.int64)  # of each pack in it, after a 0
+        self.fingerprint = self._digest(numpy.repeat(sizes, sizes).tolist())
         if self.num_cut or self.num_skipped:
             warnings.warn(
                 f"Of {len(numbers)} rows, {self.num_cut} are cut at {length} tokens and {self.num_skipped} are "
@@ -181,11 +169,15 @@ class Packs(torch.utils.data.Dataset):
         if not len(self):
             raise ValueError(f"No row has a supervised token among their first {length}. Raise the length or add data.")
 
-    def _write(self, folder: Path, numbers: ndarray, packed: bool) -> None:
-        members, ends, facts = arrange_rows(self.rows, numbers, length=self.length, packed=packed)
-        numpy.save(folder / "members.npy", members)
-        numpy.save(folder / "ends.npy", ends)
-        (folder / "facts.json").write_text(json.dumps(facts))
+    def _digest(self, sizes: list[int]) -> str:
+        """sizes: rows in the pack of each member"""
+        digest = hashlib.sha256()
+        for number, size in zip(self.members.tolist(), sizes):
+            tokens, mask = self.rows.arrays(number, self.length)
+            digest.update(numpy.array([size, len(tokens)], dtype="<i8").tobytes())
+            digest.update(tokens.astype("<i8").tobytes())
+            digest.update(mask.tobytes())
+        return digest.hexdigest()[:16]
 
     @cached_property
     def modes(self) -> list[bool | None]:
@@ -217,29 +209,6 @@ class Packs(torch.utils.data.Dataset):
             raise IndexError(index)
         members = self.members[self.ends[index] : self.ends[index + 1]].tolist()
         return [self.rows.row(number, self.length) for number in members]
-
-
-def arrange_rows(rows: Rows, numbers: ndarray, *, length: int, packed: bool) -> tuple[ndarray, ndarray, dict]:
-    """-> the rows in the order of their packs, where in it each pack ends (after a 0), and facts about the packs"""
-    goals = rows.goals(length)
-    kept = numbers[goals[numbers] > 0]
-    lengths = numpy.minimum(rows.lengths[kept], length)
-    pack_of = place_rows(lengths.tolist(), length, packed)
-    members = kept[numpy.argsort(pack_of, kind="stable")]
-    sizes = numpy.bincount(pack_of)
-    digest = hashlib.sha256()
-    for number, size in zip(members.tolist(), numpy.repeat(sizes, sizes).tolist()):
-        tokens, mask = rows.arrays(number, length)
-        digest.update(numpy.array([size, len(tokens)], dtype="<i8").tobytes())
-        digest.update(tokens.astype("<i8").tobytes())
-        digest.update(mask.tobytes())
-    facts = {
-        "num_cut": int((rows.lengths[kept] > length).sum()),
-        "num_skipped": len(numbers) - len(kept),
-        "num_supervised": int(goals[kept].sum()),
-        "fingerprint": digest.hexdigest()[:16],
-    }
-    return members, numpy.concatenate([[0], numpy.cumsum(sizes)]).astype(numpy.int64), facts
 
 
 # Which rows

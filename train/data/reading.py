@@ -5,7 +5,7 @@ data.train=[a.jsonl,b.jsonl]             several, each read once an epoch
 'data.train={a.jsonl: 2, b.jsonl: 0.5}'  an epoch has a twice and every second row of b
 
 The reader is the project's own, not that of `datasets`: that one replaces half of a surrogate pair by nothing, reads no
-UTF-16, takes {"data": [...]} for one row, and names no file and line where a row is damaged.
+UTF-16, and names no file and line where a row is damaged.
 """
 
 import contextlib
@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from specdec.core.grammar import Grammar
 from specdec.core.row_files import FORMS, LINES, PARQUET, parse_line, read_file
@@ -37,10 +35,6 @@ class Source:
 
 def read_sources(train: str | Sequence[str] | Mapping[str, float]) -> list[Source]:
     """The setting `train` in one of its three forms. Raises ValueError for no source, or for a weight of 0 or less."""
-    if isinstance(train, str):
-        with contextlib.suppress(yaml.YAMLError):
-            weighted = yaml.safe_load(train) if train.startswith("{") and not Path(train).exists() else None
-            train = weighted if isinstance(weighted, dict) else train  # overrides.py leaves such a text
     train = [train] if isinstance(train, str) else train
     weights = dict(train) if isinstance(train, Mapping) else dict.fromkeys(train, 1)
     if not weights or (not isinstance(train, Mapping) and len(weights) < len(train)):
@@ -252,11 +246,10 @@ def load_prompts(source: str, *, split: str | None = None, limit: int | None = N
     answer, with `thinking` and `tools` where a row has them.
 
     A row has a `prompt` (text: a user's message for chat models), or `messages`, of which an assistant's at the end is
-    left out; `prompt` is None then. Rows with `dropped`, which a filter of prompts left out, are not read.
+    left out; `prompt` is None then.
     """
-    rows = ((place, row) for place, row in read_rows(source, split) if not row.get("dropped"))
     prompts = []
-    for index, (place, row) in enumerate(itertools.islice(rows, limit)):
+    for index, (place, row) in enumerate(itertools.islice(read_rows(source, split), limit)):
         with at(place):
             prompts.append({**_to_prompt(name_row(row, index), place), "place": place, **options_of(row)})
     return prompts

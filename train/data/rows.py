@@ -111,7 +111,6 @@ def load_prompts(
 
     Raises ValueError as reading.load_prompts and reading.spread, and for a prompt that the template refuses.
     """
-    chat_template.check_mode(tokenizer, thinking)
     with reading.at(source):
         rows = reading.spread(reading.load_prompts(source, split=split), limit)
         return encode_prompts(rows, tokenizer, thinking=thinking, trained=trained)
@@ -134,10 +133,8 @@ def encode_prompts(
             "in one mode.",
             stacklevel=2,
         )
-    tokens = [encode_row(tokenizer, row, thinking=thinking) for row in rows]
-    return [
-        Prompt(row["id"], row["category"], each, tuple(row["tags"]), row["grammar"]) for row, each in zip(rows, tokens)
-    ]
+    encode = lambda row: encode_row(tokenizer, row, thinking=thinking)
+    return [Prompt(row["id"], row["category"], encode(row), tuple(row["tags"]), row["grammar"]) for row in rows]
 
 
 def encode_row(tokenizer: PreTrainedTokenizerBase, row: dict, *, thinking: bool | None = None) -> list[int]:
@@ -194,14 +191,11 @@ def take_kept_ids(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row
             stacklevel=2,
         )
         return None
-    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < size for token in tokens):
+    ids = isinstance(tokens, list) and all(type(token) is int and 0 <= token < size for token in tokens)
+    if not ids or type(num_prompt) is not int or not 0 < num_prompt < len(tokens):
         raise ValueError(
-            f"Row {conversation['id']}: tokens must be a list of ids from 0 to {size - 1}. Repair or remove the row."
-        )
-    if type(num_prompt) is not int or not 0 < num_prompt < len(tokens):
-        raise ValueError(
-            f"Row {conversation['id']}: prompt_tokens={num_prompt} must be at least 1 and below the number of tokens, "
-            f"{len(tokens)}. Repair or remove the row."
+            f"Row {conversation['id']}: tokens must be a list of ids from 0 to {size - 1}, and prompt_tokens={num_prompt} "
+            "at least 1 and below their number. Repair or remove the row."
         )
     mask = [False] * num_prompt + [True] * (len(tokens) - num_prompt)
     mode = chat_template.known_mode(tokenizer, options_of(conversation).get("thinking"))

@@ -50,12 +50,10 @@ class Plan:
     thinking: bool | None = None  # the mode of rows that do not say theirs
 
     def __post_init__(self):
-        data.check_offsets(self.tokenizer)
         chat_template.check_mode(self.tokenizer, self.thinking)
-        if self.tokens is not None:
-            raise ValueError(
-                f"tokens={self.tokens} counts over the whole data set: use limit= (rows) with stream=true."
-            )
+        for name, given in (("tokens", self.tokens), ("hold_out", self.hold_out)):
+            if given:
+                raise ValueError(f"{name}={given} counts over the whole data set: use limit= (rows), or stream=false.")
 
 
 @dataclass(frozen=True)
@@ -71,46 +69,22 @@ class Drawn:
         return data.truncate(encoded, plan.length)
 
 
-class Draws:
+def draw_rows(plan: Plan, sources: list[reading.Source]) -> Iterator[Drawn]:
     """The endless draws of a plan."""
 
-    def __init__(self, plan: Plan):
-        self.plan, self.sources = plan, reading.read_sources(plan.train)
-        self.order = reading.order_sources(self.sources)
-        self.held = self._hold_out()
-
-    def _rows(self, source: str) -> Iterator[tuple[int, tuple[str, str | dict]]]:
-        rows = reading.read_raw(source, self.plan.split, streaming=True)
-        return enumerate(itertools.islice(rows, self.plan.limit))
-
-    def _hold_out(self) -> set[tuple[str, int]]:
-        """(source, index) of the rows that are held out: the first ones written at temperature 0."""
-        num = self.plan.hold_out
-        greedy = (
-            (source.name, index)
-            for source in (self.sources if num else ())
-            for index, (place, raw) in self._rows(source.name)
-            if reading.to_row(place, raw).get("temperature") == 0
-        )
-        held = set(itertools.islice(greedy, num))
-        if len(held) < num:
-            raise ValueError(f"Too few rows were written at temperature 0: lower hold_out={num}.")
-        return held
-
-    def _endless(self, source: str) -> Iterator[Drawn]:
+    def read_endlessly(source: str) -> Iterator[Drawn]:
         for again in itertools.chain([False], itertools.repeat(True)):
             empty = True
-            for index, (place, raw) in self._rows(source):
-                if (source, index) not in self.held:
-                    empty = False
-                    yield Drawn(place, index, raw, again)
+            rows = reading.read_raw(source, plan.split, streaming=True)
+            for index, (place, raw) in enumerate(itertools.islice(rows, plan.limit)):
+                empty = False
+                yield Drawn(place, index, raw, again)
             if empty:
                 raise ValueError(f"There are no rows in {source}.")
 
-    def __iter__(self) -> Iterator[Drawn]:
-        endless = [self._endless(source.name) for source in self.sources]
-        for index in itertools.cycle(self.order):
-            yield next(endless[index])
+    endless = [read_endlessly(source.name) for source in sources]
+    for index in itertools.cycle(reading.order_sources(sources)):
+        yield next(endless[index])
 
 
 def _digest(parts: list) -> str:
@@ -127,9 +101,9 @@ class Stream:
 
     def __init__(self, plan: Plan, *, process: int = 0, num_processes: int = 1):
         self.plan, self.process, self.num_processes = plan, process, num_processes
-        self.draws = Draws(plan)
+        self.sources = reading.read_sources(plan.train)
         self.first = self._read_first()
-        found = [reading.find_files(source.name) for source in self.draws.sources]
+        found = [reading.find_files(source.name) for source in self.sources]
         sizes = [[(path.name, path.stat().st_size) for path in paths] for paths in found]
         self.files = _digest(sizes) if all(found) else None
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="stream")
@@ -137,10 +111,10 @@ class Stream:
 
     def _read_first(self) -> packing.Packs:
         plan = self.plan
-        drawn = itertools.takewhile(lambda each: not each.again, itertools.islice(self.draws, FIRST))
+        drawn = itertools.takewhile(lambda each: not each.again, itertools.islice(draw_rows(plan, self.sources), FIRST))
         rows = [row for each in drawn if (row := each.encode(plan)) is not None]
         packs = packing.Packs(packing.Rows.of(rows), length=plan.length, packed=plan.packed)
-        weights = [[source.name, str(source.weight)] for source in self.draws.sources]
+        weights = [[source.name, str(source.weight)] for source in self.sources]
         packs.fingerprint = "stream-" + _digest([packs.fingerprint, weights, plan.buffer, plan.limit, plan.hold_out])
         return packs
 
@@ -171,7 +145,7 @@ class Stream:
 
     def _read_buffers(self, buffer: int) -> Iterator[list[list[Row]]]:
         """Yields the packs of this process' buffers, from one of them on."""
-        draws, size = iter(self.draws), self.plan.buffer
+        draws, size = draw_rows(self.plan, self.sources), self.plan.buffer
         taken = 0
         for number in itertools.count(buffer):
             start = (number * self.num_processes + self.process) * size

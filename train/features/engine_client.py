@@ -59,7 +59,7 @@ class EngineClient:
     ):
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
         self.urls = [_base_url(url) for url in urls.split(",")]
-        self.patience, self.say = patience, say
+        self.in_flight, self.patience, self.say = in_flight, patience, say
         key = os.environ.get("OPENAI_API_KEY")
         self.client = httpx.Client(
             **loopback.client_options(*self.urls),
@@ -188,10 +188,8 @@ class EngineClient:
 
 def _base_url(url: str) -> str:
     base = url.strip().rstrip("/").removesuffix("/v1")
-    if base == "vllm":
-        raise ValueError(f"engine=vllm: vLLM no longer runs inside this process. {START}")
     if not base.startswith(("http://", "https://")):
-        raise ValueError(f"{url!r} is not the URL of a server, such as http://localhost:8000.")
+        raise ValueError(f"{url!r} is not the URL of a server. {START}")
     return base
 
 

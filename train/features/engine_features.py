@@ -9,9 +9,6 @@ import contextlib
 import fcntl
 import itertools
 import json
-import shutil
-import threading
-import warnings
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -29,10 +26,13 @@ from specdec.target.model import Target, TargetOutput
 from train.features.engine_client import SERVER, BadAnswer, EngineClient
 
 ROUTE = "v1/hidden_states"
-ENOUGH = 64 * 2**20  # bytes; a disk with less is called full
 CHECK_EVERY = 16  # texts of which one is compared with the token that the engine chose
 CLOSE = 0.25  # standard deviations of the logits by which that token may fall short of the best one here
 RESTART = "Start it again with python scripts/launch_engine.py"
+LOST = (
+    "The engine's log says why: it may have been stopped, or its disk be full. python scripts/launch_engine.py starts one "
+    "that hands them out over HTTP to machines that do not see its folder"
+)
 
 
 class StateFile:
@@ -58,10 +58,15 @@ class StateFile:
     def load(self) -> tuple[dict[str, Tensor], dict]:
         """The tensors and the metadata, as soon as they are written. Raises BadAnswer if they cannot be read."""
         try:
-            content = self._read() if self.here else self.client.fetch(self.server, f"{ROUTE}/{self.path.name}")
+            if self.here:
+                with contextlib.suppress(FileNotFoundError), self.lock.open() as held:
+                    fcntl.flock(held, fcntl.LOCK_SH)
+                content = self.path.read_bytes()
+            else:
+                content = self.client.fetch(self.server, f"{ROUTE}/{self.path.name}")
             tensors = safetensors.torch.load(content)
         except (OSError, ValueError, safetensors.SafetensorError) as error:
-            raise BadAnswer(f"the hidden states in {self.path} cannot be read ({error}). {self._advice()}") from error
+            raise BadAnswer(f"the hidden states in {self.path} cannot be read ({error}). {LOST}") from error
         header = content[8 : 8 + int.from_bytes(content[:8], "little")]
         return tensors, json.loads(header).get("__metadata__", {})
 
@@ -71,25 +76,6 @@ class StateFile:
         for each in (self.path, self.lock):
             with contextlib.suppress(OSError):
                 each.unlink()
-
-    def _read(self) -> bytes:
-        with contextlib.suppress(FileNotFoundError), self.lock.open() as held:
-            fcntl.flock(held, fcntl.LOCK_SH)
-        return self.path.read_bytes()
-
-    def _advice(self) -> str:
-        if not self.path.parent.is_dir():
-            return (
-                "Start the engine with python scripts/launch_engine.py, which hands them out over HTTP, or let both machines "
-                "see its folder under the same path"
-            )
-        free = shutil.disk_usage(self.path.parent).free
-        if free < ENOUGH:
-            return (
-                f"The disk of {self.path.parent} is full ({free / 2**20:.0f} MiB free): make room, or start the engine with "
-                "folder="
-            )
-        return "The engine's log says why; it may have been stopped, or its disk be full"
 
 
 def discard_states(client: EngineClient, answer: dict, tokens: list[int]) -> None:
@@ -114,7 +100,7 @@ class EngineTarget:
         self.client, self.target = client, target
         self.layers = tuple(sorted({*layers, target.num_layers}))
         self.model = str(client.describe_models()[0][0]["id"])
-        self.numbers, self.guard = itertools.count(), threading.Lock()
+        self.numbers = itertools.count()
         self.stored: tuple[int, ...] | None = None  # the layers in the server's files, once known
         tokens = torch.arange(1, 9) % target.vocab_size
         for _ in client.urls:  # they are asked in turn
@@ -229,20 +215,13 @@ class EngineTarget:
                 f"The engine's hidden states have width {width}, and {self.target.name} has {self.target.width}: it serves "
                 "another model."
             )
-        stored = tuple(json.loads(about["layers"])) if "layers" in about else self.layers
+        stored = tuple(json.loads(about.get("layers", "[]")))
         if len(stored) != num or not set(self.layers) <= set(stored):
             raise ValueError(
-                f"The engine gives {f'layers {list(stored)}' if 'layers' in about else f'{num} layers'}, and the head needs "
-                f"{list(self.layers)}. {RESTART} 'layers={json.dumps(list(self.layers))}'."
+                f"The engine gives layers {list(stored) or 'without their numbers'}, and the head needs {list(self.layers)}. "
+                f"{RESTART} 'layers={json.dumps(list(self.layers))}'."
             )
-        with self.guard:
-            first, self.stored = self.stored is None, stored
-        if first and "layers" not in about:
-            warnings.warn(
-                f"The engine's files do not say which layers they hold: {list(stored)}, which the head needs, are assumed. "
-                "python scripts/launch_engine.py starts one whose files do.",
-                stacklevel=2,
-            )
+        self.stored = stored
 
 
 def apply_final_norm(target: Target, states: Tensor, layers: tuple[int, ...]) -> Tensor:

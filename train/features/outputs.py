@@ -10,7 +10,6 @@ Documents do not see each other, so the outputs of a document depend on its toke
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,24 +23,6 @@ from train.features.feature_files import FeatureFolder
 
 AHEAD = 4  # batches that `read_each` has under way
 Begun = Callable[[torch.device], TargetOutput | None]  # the end of reading ahead; None: not all was there
-
-
-class Features(Protocol):
-    """A source of the target's outputs."""
-
-    def __call__(self, batch: Batch, ahead: TargetOutput | None = None) -> TargetOutput:
-        """batch of B packs -> features [B, T, F*D], final [B, T, D], on the batch's device
-
-        ahead: what `begin` has read
-        """
-        ...
-
-    def begin(self, batch: Batch) -> Begun | None:
-        """Starts to read what a later call needs; None if there is nothing to start. A thread calls this.
-
-        batch: on the CPU
-        """
-        ...
 
 
 def read_outputs(target: Target, batch: Batch, layers: tuple[int, ...], *, gradient: bool = False) -> TargetOutput:
@@ -67,25 +48,6 @@ def keep_up(target: Target, num: int) -> None:
         target.read(one, (), positions=one)
 
 
-def read_each(
-    features: Features, batches: Iterable[Batch], device: torch.device
-) -> Iterator[tuple[Batch, TargetOutput]]:
-    """Batches on the device, in turn, with their outputs, of which those of the next ones are under way."""
-    coming: deque[tuple[Batch, Begun | None]] = deque()
-
-    def next_one() -> tuple[Batch, TargetOutput]:
-        host, begun = coming.popleft()
-        batch = host.to(device)
-        return batch, features(batch, begun(device) if begun else None)
-
-    for batch in batches:
-        coming.append((batch, features.begin(batch)))
-        if len(coming) > AHEAD:
-            yield next_one()
-    while coming:
-        yield next_one()
-
-
 class Online:
     """The target in the same process, run for every batch."""
 
@@ -93,10 +55,11 @@ class Online:
         self.target, self.layers = target, layers
 
     def __call__(self, batch: Batch, ahead: TargetOutput | None = None) -> TargetOutput:
+        """batch of B packs -> features [B, T, F*D], final [B, T, D], on the target's device"""
         return read_outputs(self.target, batch, self.layers)
 
     def begin(self, batch: Batch) -> None:
-        return None
+        """Nothing is read ahead."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +106,10 @@ class Kept:
         self.layers = (*layers, target.num_layers)
 
     def begin(self, batch: Batch) -> Begun | None:
+        """Starts to read what a later call needs; None if the target here must compute it. batch: on the CPU
+
+        A thread calls this.
+        """
         documents = cut_documents(batch)
         if self.reader is None and not all(self.folder and self.folder.has(each.tokens) for each in documents):
             return None
@@ -174,6 +141,7 @@ class Kept:
         return finish
 
     def __call__(self, batch: Batch, ahead: TargetOutput | None = None) -> TargetOutput:
+        """batch of B packs -> features [B, T, F*D], final [B, T, D], on the batch's device. ahead: what `begin` has read"""
         if ahead is None:
             ahead = self._gather(batch)
         if not self._everywhere(ahead is not None):
@@ -219,3 +187,25 @@ class Kept:
     def _everywhere(self, found: bool) -> bool:
         """Whether all processes that hold the target together have found it: else they compute it together."""
         return min(self.target.share.all_say(found)) > 0
+
+
+Features = Online | Kept
+
+
+def read_each(
+    features: Features, batches: Iterable[Batch], device: torch.device
+) -> Iterator[tuple[Batch, TargetOutput]]:
+    """Batches on the device, in turn, with their outputs, of which those of the next ones are under way."""
+    coming: deque[tuple[Batch, Begun | None]] = deque()
+
+    def next_one() -> tuple[Batch, TargetOutput]:
+        host, begun = coming.popleft()
+        batch = host.to(device)
+        return batch, features(batch, begun(device) if begun else None)
+
+    for batch in batches:
+        coming.append((batch, features.begin(batch)))
+        if len(coming) > AHEAD:
+            yield next_one()
+    while coming:
+        yield next_one()

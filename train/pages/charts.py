@@ -1,16 +1,16 @@
 """Charts as inline SVG, drawn by matplotlib. Texts and axes take the colour of the page's text, light or dark."""
 
-import contextlib
 import io
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup, escape
 
 TEXT = "#010203"  # becomes the colour of the page's text
+COLOURED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "specdec",
@@ -22,20 +22,17 @@ STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "grid.alpha": 0.25,
     "legend.framealpha": 0.0,
-    **dict.fromkeys(
-        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), TEXT
-    ),
+    **dict.fromkeys(COLOURED, TEXT),
 }
 
 
 @dataclass(frozen=True)
 class ChartCurve:
-    """A line through points (x, y), marks at them, or both."""
+    """A line through points (x, y), or marks with intervals of y."""
 
     name: str
     points: Sequence[tuple[float, float]]
     marks: bool = False
-    line: bool = True
     spans: Sequence[tuple[float, float]] = ()  # of each point: an interval of y
 
 
@@ -44,48 +41,36 @@ def number(value: float) -> str:
     size = abs(value)
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
-    if size >= 1e6:
-        return f"{value / 1e6:.3g} M"
     if size >= 1e4:
-        return f"{value / 1e3:.3g} K"
+        return f"{value / 1e6:.3g} M" if size >= 1e6 else f"{value / 1e3:.3g} K"
     if size < 1e-3:
         return f"{value:.1e}".replace("e-0", "e-")
     return f"{value:,.4g}" if size >= 100 else f"{value:.3g}"
 
 
-def lines(curves: Sequence[ChartCurve], *, x: str, y: str, title: str, low: float | None = None) -> Markup:
-    """Curves over common axes, named x and y. low: where y begins; None: below the lowest figure"""
+def lines(curves: Sequence[ChartCurve], *, x: str, y: str, title: str) -> Markup:
+    """Curves over common axes, named x and y."""
     curves = [curve for curve in curves if curve.points]
     if not curves:
         return Markup('<p class="soft">{}: nothing of this was measured.</p>').format(title)
-    drawing = _Drawing(title)
-    with drawing.axes(x, y) as axes:
+
+    def plot(axes: Any) -> None:
         for place, curve in enumerate(curves):
             across, up = zip(*curve.points)
-            marked = curve.marks or len(curve.points) == 1
-            axes.plot(
-                across,
-                up,
-                color=f"C{place}",
-                label=curve.name,
-                linewidth=1.2,
-                markersize=4,
-                marker="o" if marked else "",
-                linestyle="-" if curve.line else "",
-            )
+            marker = "o" if curve.marks or len(curve.points) == 1 else ""
+            axes.plot(across, up, color=f"C{place}", label=curve.name, linewidth=1.2, markersize=4, marker=marker)
             if curve.spans:
                 axes.vlines(across, *zip(*curve.spans), color=f"C{place}", linewidth=1.2)
         whole = all(float(a).is_integer() for curve in curves for a, _ in curve.points)
         axes.xaxis.get_major_locator().set_params(integer=whole)
-        if low is not None:
-            axes.set_ylim(bottom=low)
-    return drawing.svg
+
+    return _draw(plot, x=x, y=y, title=title)
 
 
 def bars(groups: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], *, x: str, y: str, title: str) -> Markup:
     """Bars beside each other, one for each name and group. groups: by name, [len(names)] heights from 0"""
-    drawing = _Drawing(title)
-    with drawing.axes(x, y) as axes:
+
+    def plot(axes: Any) -> None:
         width = 0.8 / len(groups)
         for place, (group, heights) in enumerate(groups):
             left = [index - 0.4 + (place + 0.5) * width for index in range(len(names))]
@@ -93,32 +78,27 @@ def bars(groups: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], *,
         axes.set_xticks(range(len(names)), names)
         axes.set_ylim(bottom=0)
         axes.grid(False, axis="x")
-    return drawing.svg
+
+    return _draw(plot, x=x, y=y, title=title)
 
 
-class _Drawing:
-    def __init__(self, title: str):
-        self.title, self.svg = title, Markup("")
+def _draw(plot: Callable[[Any], None], *, x: str, y: str, title: str) -> Markup:
+    """A figure, whose axes are given to `plot`."""
+    import matplotlib
+    from matplotlib.figure import Figure
 
-    @contextlib.contextmanager
-    def axes(self, x: str, y: str) -> Iterator[Any]:
-        """Empty axes to draw on; `svg` is the figure afterwards."""
-        import matplotlib
-        from matplotlib.figure import Figure
-
-        with matplotlib.rc_context(STYLE):
-            figure = Figure(figsize=(5.6, 2.5))
-            figure.subplots_adjust(left=0.12, right=0.98, bottom=0.18, top=0.96)
-            axes = figure.add_subplot()
-            axes.set(xlabel=x, ylabel=y)
-            yield axes
-            if len(axes.get_legend_handles_labels()[0]) > 1:
-                axes.legend()
-            written = io.StringIO()
-            figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
-        drawn = re.sub(r"<metadata>.*?</metadata>", "", written.getvalue().partition("<svg")[2], flags=re.DOTALL)
-        drawn = re.sub(r' id="[\w.]+_\d+"', "", drawn).replace(TEXT, "currentColor")  # such names come in every chart
-        drawn = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', "", drawn, count=1)
-        self.svg = Markup("<figure><figcaption>{}</figcaption>{}</figure>").format(
-            self.title, Markup(f'<svg role="img" aria-label="{escape(self.title)}"{drawn}')
-        )
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.6, 2.5))
+        figure.subplots_adjust(left=0.12, right=0.98, bottom=0.18, top=0.96)
+        axes = figure.add_subplot()
+        axes.set(xlabel=x, ylabel=y)
+        plot(axes)
+        if len(axes.get_legend_handles_labels()[0]) > 1:
+            axes.legend()
+        written = io.StringIO()
+        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
+    drawn = re.sub(r"<metadata>.*?</metadata>", "", written.getvalue().partition("<svg")[2], flags=re.DOTALL)
+    drawn = re.sub(r' id="[\w.]+_\d+"', "", drawn).replace(TEXT, "currentColor")  # such names come in every chart
+    drawn = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', "", drawn, count=1)
+    svg = Markup(f'<svg role="img" aria-label="{escape(title)}"{drawn}')
+    return Markup("<figure><figcaption>{}</figcaption>{}</figure>").format(title, svg)

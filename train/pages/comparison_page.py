@@ -16,14 +16,8 @@ from train.pages.page import Section, Table, render_page, write_figure
 
 PAGE = "comparison.html"
 UNLIKE = ("run", "resume", "tracker", "threads", "head.lr", "features.folder", "data.cache")  # say nothing about a head
-SAME_PROMPTS = (
-    "target.name",
-    "target.dtype",
-    "data.heldout",
-    "validation.num_prompts",
-    "validation.max_new_tokens",
-    "validation.temperature",
-)
+JUDGED_BY = ("num_prompts", "max_new_tokens", "temperature")
+SAME_PROMPTS = ("target.name", "target.dtype", "data.heldout", *(f"validation.{name}" for name in JUDGED_BY))
 Columns = Mapping[float, Mapping[str, Report]]  # temperature -> method -> report
 Differences = Mapping[float, Mapping[str, tuple[float, list[float]]]]  # the same, of tau minus that of the first method
 Differs = Mapping[str, Mapping[str, str]]  # method -> setting -> value, of settings that are not the same everywhere
@@ -42,44 +36,27 @@ def render_comparison(
     logs: Logs | None = None,
 ) -> str:
     """first: the method that `differences` are taken to; they may lack methods; logs: of methods that were trained"""
+    every = lambda column: {name: report.to_json() for name, report in column.items()}
     data = {
         "settings": settings,
-        "reports": {
-            f"{t:g}": {name: report.to_json() for name, report in column.items()} for t, column in columns.items()
-        },
+        "reports": {f"{t:g}": every(column) for t, column in columns.items()},
         "differences": {
-            f"{t:g}": {name: [value, *span] for name, (value, span) in row.items()} for t, row in differences.items()
+            f"{t:g}": {name: [each, *span] for name, (each, span) in row.items()} for t, row in differences.items()
         },
         "differs": differs or {},
         "logs": logs or {},
     }
-    figures = [chart for t, column in columns.items() for chart in charts(t, column)] + run_charts(logs or {})
     said = {name: verdict(report) for name, report in columns[min(columns)].items() if report.decoded}
+    answers = [f"{name}: {verdict}" for name, verdict in said.items()]
     sections = [
         Section(texts=[conditions]),
-        Section("Which way to choose", table=rank(columns)),
         Section("All of them", table=tabulate(columns, differences, first, differs or {})),
-        Section("Figures", charts=figures),
+        Section(
+            "Figures", charts=[*(chart_speed(t, column) for t, column in columns.items()), *chart_runs(logs or {})]
+        ),
+        Section("Are the answers those of the target?", points=answers),
     ]
-    if said:
-        answers = [f"{name}: {verdict}" for name, verdict in said.items()]
-        sections.append(Section("Are the answers those of the target?", points=answers))
     return render_page(title, data=data, sections=sections)
-
-
-def replayed(report: Report) -> bool:
-    """Whether replay saw more prompts than decoding, as in a run: its figures are then those to compare."""
-    return report.replayed_tau is not None and (report.replayed_prompts or 0) > report.num_prompts
-
-
-def num_prompts(report: Report) -> int:
-    """Of the figures to compare."""
-    return (report.replayed_prompts or 0) if replayed(report) else report.num_prompts
-
-
-def tau_of(report: Report) -> tuple[float | None, list[float] | None]:
-    """tau with its interval, of replay or of decoding, whichever saw more prompts."""
-    return (report.replayed_tau, report.replayed_tau_ci) if replayed(report) else (report.tau, report.tau_ci)
 
 
 def tabulate(columns: Columns, differences: Differences, first: str, differs: Differs) -> Table:
@@ -89,13 +66,15 @@ def tabulate(columns: Columns, differences: Differences, first: str, differs: Di
     for temperature, column in columns.items():
         for name, report in column.items():
             ran, stages, auto = report.training or Training(), report.ms_per_round or {}, report.auto or {}
+            num = report.replayed_prompts or 0
             rows.append(
                 {
-                    "run" if differs else "way": name,
+                    "run" if differs else "method": name,
                     **{key: differs.get(name, {}).get(key, "") for key in settings},
                     "temperature": number(temperature) if len(columns) > 1 else "",
-                    "tau, replayed": write_figure(*tau_of(report)) if replayed(report) else "",
+                    "tau, replayed": write_figure(report.replayed_tau, report.replayed_tau_ci),
                     "tau, decoded": write_figure(report.tau, report.tau_ci),
+                    f"tau minus that of {first}": write_figure(*differences[temperature].get(name, (None,)), sign="+"),
                     "speedup": write_figure(report.speedup, report.speedup_ci),
                     "speedup, auto": write_figure(auto.get("speedup"), auto.get("speedup_ci")),
                     "tokens/s": write_figure(report.tokens_per_second),
@@ -104,89 +83,40 @@ def tabulate(columns: Columns, differences: Differences, first: str, differs: Di
                     "verify, ms": write_figure(stages.get("verify")),
                     "tokens trained on": number(ran.tokens) if ran.tokens else "",
                     "minutes": number(ran.seconds / 60) if ran.seconds else "",
-                    "prompts": str(num_prompts(report)),
-                    "prompts, decoded": str(report.num_prompts) if replayed(report) else "",
+                    "prompts, replayed": str(num or ""),
+                    "prompts, decoded": str(report.num_prompts or ""),
                     "step": str(report.step or ""),
-                    f"tau minus that of {first}": write_figure(*differences[temperature].get(name, (None,)), sign="+"),
                 }
             )
     heads = [key for key in rows[0] if any(row[key] for row in rows)]
     return Table(heads, [[row[key] or "-" for key in heads] for row in rows])
 
 
-def rank(columns: Columns) -> Table:
-    """The best method at each temperature, of all prompts and of each category of several, beside the second one.
-
-    By speedup where all were decoded, else by `tau_of`.
-    """
-    rows = []
-    for temperature, column in columns.items():
-        parts: dict[str, dict[str, Report]] = {"all": {**column}}
-        for name, report in column.items():
-            for category, part in report.by_category.items():
-                parts.setdefault(f"category {category}", {})[name] = part
-        for kind, reports in parts.items():
-            if kind != "all" and (len(parts) == 2 or min(map(num_prompts, reports.values())) < 2):
-                continue
-            timed = all(report.speedup is not None for report in reports.values())
-            figure = (lambda report: (report.speedup, report.speedup_ci)) if timed else tau_of
-            order = sorted(reports, key=lambda name: -(figure(reports[name])[0] or 0.0))
-            cells = [kind, number(temperature), "speedup" if timed else "tau"]
-            for name in order[:2]:
-                value, span = figure(reports[name])
-                cells += [name, write_figure(value, span) or "-"]
-            spans = [span for name in order[:2] if (span := figure(reports[name])[1])]
-            sure = len(spans) == 2 and spans[0][0] > spans[1][1]
-            rows.append([*cells, *["-"] * (7 - len(cells)), "apart" if sure else "overlap" if len(spans) == 2 else "-"])
-    return Table(["prompts", "temperature", "by", "best", "(95 %)", "second", "(95 %)", "intervals"], rows)
-
-
-def charts(temperature: float, column: Mapping[str, Report]) -> list[Markup]:
-    """Speedup against tau, and survival by depth."""
+def chart_speed(temperature: float, column: Mapping[str, Report]) -> Markup:
     marks = [
         ChartCurve(name, [(report.tau, report.speedup)], spans=[(report.speedup_ci[0], report.speedup_ci[1])])
         for name, report in column.items()
         if report.tau is not None and report.speedup is not None and report.speedup_ci is not None
     ]
-    survival = [
-        ChartCurve(
-            name,
-            [*enumerate((report.replayed_survival if replayed(report) else report.survival) or [], start=1)],
-            marks=True,
-        )
-        for name, report in column.items()
-    ]
-    return [
-        lines(marks, x="tau", y="speedup", low=0, title=f"Speedup against tau, T={temperature:g}"),
-        lines(
-            survival,
-            x="drafts",
-            y="share of rounds",
-            low=0,
-            title=f"Rounds that accept so many drafts, T={temperature:g}",
-        ),
-    ]
+    return lines(marks, x="tau", y="speedup", title=f"Speedup against tau, T={temperature:g}")
 
 
-def run_charts(logs: Logs) -> list[Markup]:
+def chart_runs(logs: Logs) -> list[Markup]:
     """Runs over the tokens that they read and over their steps: tau of held-out prompts, and the loss."""
-    if not logs:
-        return []
     taus, losses = [], []
     for name, rows in logs.items():
         reports = [row["validation"] for row in rows if "validation" in row and not row.get("last")]
-        points = [
+        known = [
             ((each.get("training") or {}).get("tokens"), each.get("replayed_tau") or each.get("tau"))
             for each in reports
         ]
-        taus.append(ChartCurve(name, [(tokens, tau) for tokens, tau in points if tokens and tau], marks=True))
+        taus.append(ChartCurve(name, [(tokens, tau) for tokens, tau in known if tokens and tau], marks=True))
         losses.append(ChartCurve(name, [(row["step"], row["loss"]) for row in rows if "loss" in row]))
-    return [
+    charts = [
         lines(taus, x="tokens", y="tau", title="tau of held-out prompts over the tokens read"),
-        lines(
-            losses, x="step", y="loss", title="Loss of training steps; heads with other losses cannot be compared by it"
-        ),
+        lines(losses, x="step", y="loss", title="Loss of training steps; other objectives cannot be compared by it"),
     ]
+    return charts if logs else []
 
 
 # The runs of a sweep, from their report.json and log.jsonl
@@ -210,25 +140,24 @@ def write(folder: Path) -> Path:
 def render_runs(runs: list[Path], *, title: str) -> str:
     """runs: their folders. The first one is what the others are compared with."""
     documents = {run.name: run_page.read(run) for run in runs}
-    reports = {name: Report.from_json(document["report"], source=name) for name, document in documents.items()}
     settings = {run.name: settings_of(run) for run in runs}
-    first = runs[0].name
-    columns: dict[float, dict[str, Report]] = {}
+    first, columns = runs[0].name, dict[float, dict[str, Report]]()
+    reports = {name: Report.from_json(document["report"], source=name) for name, document in documents.items()}
     for name, report in reports.items():
         columns.setdefault(report.temperature, {})[name] = report
-    common = {
-        key: value
-        for key, value in settings[first].items()
-        if all(each.get(key) == value for each in settings.values())
-    }
+    own = settings[first].items()
+    common = {key: value for key, value in own if all(each.get(key) == value for each in settings.values())}
+    named = (*SAME_PROMPTS, "train.steps", "train.batch", "data.length")
+    known = ", ".join(f"{key}={common[key]}" for key in named if key in common)
     return render_comparison(
         columns,
-        {t: paired(column, reports[first], settings, first) for t, column in columns.items()},
+        {t: pair_runs(column, reports[first], settings, first) for t, column in columns.items()},
         first=first,
         title=title,
-        conditions=conditions(common),
+        conditions=f"{known}. The best step of each run. tau: {TAU}. Intervals are 95 % bootstrap intervals over prompts. "
+        "Runs were decoded at different times: specdec evaluate checkpoint=A,B decodes them in turn.",
         settings=common,
-        differs=differing(settings),
+        differs=find_differing(settings),
         logs={name: document["log"] for name, document in documents.items()},
     )
 
@@ -239,7 +168,7 @@ def settings_of(run: Path) -> dict[str, Any]:
     return flat(yaml.safe_load(path.read_text())) if path.exists() else {}
 
 
-def differing(settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
+def find_differing(settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
     """run -> setting -> value, of the settings in which runs differ.
 
     `head` is the class; what belongs to it is shown if it differs between runs of the same class.
@@ -252,14 +181,15 @@ def differing(settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
             kind = values.get(head) if key.startswith("head.") and key != head else None
             kinds.setdefault(kind, set()).add(str(values.get(key)))
         if any(len(values) > 1 for values in kinds.values()):
-            name = "head" if key == head else key
             for run, values in settings.items():
-                if key in values:
-                    found[run][name] = str(values[key]).rpartition(".")[2] if key == head else str(values[key])
+                if key == head and key in values:
+                    found[run]["head"] = str(values[key]).rpartition(".")[2]
+                elif key in values:
+                    found[run][key] = str(values[key])
     return found
 
 
-def paired(
+def pair_runs(
     column: dict[str, Report], other: Report, settings: dict[str, dict[str, Any]], first: str
 ) -> dict[str, tuple[float, list[float]]]:
     """tau of each run minus that of the first one, where both were judged on the same prompts in the same way."""
@@ -273,14 +203,3 @@ def paired(
             ]
             found[name] = tau_difference(*counts)
     return found
-
-
-def conditions(common: dict[str, Any]) -> str:
-    """What all runs had in common, and how to read the page."""
-    known = [
-        f"{key}={common[key]}" for key in (*SAME_PROMPTS, "train.steps", "train.batch", "data.length") if key in common
-    ]
-    return (
-        f"{', '.join(known)}. The best step of each run. tau: {TAU}. Intervals are 95 % bootstrap intervals over prompts. The runs were "
-        "decoded at different times: specdec evaluate checkpoint=A,B decodes the best ones in turn, which compares their speed fairly."
-    )

@@ -17,34 +17,26 @@ from train.data.packing import Packs, covered
 ABOUT = "about.json"
 
 
-def write(run: Path, config: dict, drafter: Head, packs: Packs, *, start: str | None, **more: Any) -> None:
-    """about.json in the folder of a run, of `describe`.
-
-    start: the checkpoint that the run was started from, as it was given; in `config` it has the commit of a head on the Hub
-    """
-    about = describe(config, drafter, packs, **more)
-    if start is not None:
-        about["start"] = {"given": start, "used": config["start"]}
-    files.write_text(run / ABOUT, json.dumps(about, indent=1) + "\n")
-
-
-def read(folder: Path) -> dict:
-    """about.json of a run, or of the run that a step's folder belongs to; {} for older runs. Raises ValueError if it is damaged."""
-    places = (folder / ABOUT, *([folder.parent / ABOUT] if folder.name.startswith("step_") else []))
-    return next((checkpoint.read_json(path) for path in places if path.exists()), {})
-
-
-def describe(
-    config: dict, drafter: Head, packs: Packs, *, arguments: list[str], num_prompts: int, num_processes: int
-) -> dict:
-    """Target, data, drafter and environment of a run, and the command that repeats it.
+def write(
+    run: Path,
+    config: dict,
+    drafter: Head,
+    packs: Packs,
+    *,
+    start: str | None,
+    arguments: list[str],
+    num_prompts: int,
+    num_processes: int,
+) -> None:
+    """about.json in the folder of a run: target, data, drafter and environment, and the command that repeats it.
 
     config: as conf/train.yaml; arguments: of train.py; num_prompts: held-out ones that are judged on
+    start: the checkpoint that the run was started from, as it was given; in `config` it has the commit of a head on the Hub
     """
     target, data = drafter.target, config["data"]
     vocab = drafter.draft_to_target if isinstance(drafter, Drafter) else None
     launcher = "accelerate launch" if num_processes == 1 else f"torchrun --nproc_per_node {num_processes}"
-    return {
+    about: dict[str, Any] = {
         "command": shlex.join([*launcher.split(), "train.py", *(each for each in arguments if "resume=" not in each)]),
         "target": {
             "name": target.name,
@@ -82,3 +74,12 @@ def describe(
             "seed": config["train"]["seed"],
         },
     }
+    if start is not None:
+        about["start"] = {"given": start, "used": config["start"]}
+    files.write_text(run / ABOUT, json.dumps(about, indent=1) + "\n")
+
+
+def read(folder: Path) -> dict:
+    """about.json of a run, or of the run that a step's folder belongs to; {} for older runs. Raises ValueError if it is damaged."""
+    places = (folder / ABOUT, *([folder.parent / ABOUT] if folder.name.startswith("step_") else []))
+    return next((checkpoint.read_json(path) for path in places if path.exists()), {})

@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +39,6 @@ class Section:
         return any((self.tiles, rows, self.charts, self.points, self.body)) or not self.heading
 
 
-@cache
-def environment() -> jinja2.Environment:
-    """Everything that is written into a page is escaped."""
-    loader = jinja2.FileSystemLoader(FOLDER)
-    return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-
-
-def interval(pair: Sequence[float] | None) -> str:
-    """95 % interval as text"""
-    return "" if pair is None else f"{pair[0]:.2f} .. {pair[1]:.2f}"
-
-
 def write_figure(value: float | None, span: Sequence[float] | None = None, *, digits: int = 2, sign: str = "") -> str:
     """A figure with its 95 % interval; empty if it is not known. sign: + to write that of positive numbers"""
     text = lambda each: f"{each:{sign}.{digits}f}"
@@ -60,9 +47,8 @@ def write_figure(value: float | None, span: Sequence[float] | None = None, *, di
 
 def render_page(title: str, *, data: dict, verdict: tuple[str, str] | None = None, sections: Sequence[Section]) -> str:
     """A page. data: the figures that it shows, which it holds as JSON too; verdict: yes, no or unsure, and a sentence"""
-    return _render(
-        "page.html.jinja", title=title, data=data, verdict=verdict, sections=[part for part in sections if part.filled]
-    )
+    filled = [part for part in sections if part.filled]
+    return _render("page.html.jinja", title=title, data=data, verdict=verdict, sections=filled)
 
 
 def live_page(*, target: str, drafts: str, max_length: int, chat: bool = True) -> str:
@@ -72,18 +58,19 @@ def live_page(*, target: str, drafts: str, max_length: int, chat: bool = True) -
     chat: whether prompts are a user's messages, not texts to continue
     """
     data = {"target": target, "drafts": drafts, "max_length": max_length, "chat": chat}
-    script = Markup((FOLDER / "live.js").read_text())
-    return _render("live.html.jinja", title="specdec", data=data, live_script=script)
+    return _render("live.html.jinja", title="specdec", data=data, live_script=read_markup("live.js"))
 
 
 def _render(template: str, *, data: dict, **values: Any) -> str:
-    text = json.dumps(finite(data)).replace(
-        "<", "\\u003c"
-    )  # no text of an answer may end the element that it stands in
-    style, script = (Markup((FOLDER / name).read_text()) for name in ("page.css", "page.js"))
-    return (
-        environment().get_template(template).render(data=Markup(text), given=data, style=style, script=script, **values)
-    )
+    loader = jinja2.FileSystemLoader(FOLDER)
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    text = Markup(json.dumps(finite(data)).replace("<", "\\u003c"))  # no answer may end the element that it stands in
+    shared = {"style": read_markup("page.css"), "script": read_markup("page.js"), "data": text, "given": data}
+    return environment.get_template(template).render(**shared, **values)
+
+
+def read_markup(name: str) -> Markup:
+    return Markup((FOLDER / name).read_text())
 
 
 def finite(value: Any) -> Any:

@@ -11,16 +11,14 @@ from markupsafe import Markup
 from specdec import checkpoint
 from specdec.core import files
 from specdec.measuring.report import TAU, Report, verdict
-from specdec.measuring.speed import chain_speedups
 from train.answers.resumable import read_rows
 from train.pages import facts
 from train.pages.charts import ChartCurve, bars, lines, number
-from train.pages.page import Section, Table, interval, render_page
+from train.pages.page import Section, Table, render_page, write_figure
 
 PAGE, SAMPLES = "report.html", "samples.json"
 SMOOTH = 20  # logged losses that are averaged
 WORTH = 1.05  # speedup that the whole interval must reach
-WIDE = 0.3  # width of tau's interval from which more prompts are advised
 INTERVALS = "A chain of K drafts can reach K + 1. Intervals are 95 % bootstrap intervals over prompts."
 KEY = Markup(
     '<p class="key"><span class="d1">1st</span><span class="d2">2nd</span><span class="d3">3rd</span>'
@@ -58,65 +56,41 @@ def worth(report: Report) -> tuple[str, str]:
     if not report.decoded or report.speedup is None or report.speedup_ci is None:
         return "unsure", (
             f"Not known: tau is {report.replayed_tau:.2f}, but nothing was decoded with the clock running. "
-            "scripts/evaluate.py measures the speedup."
+            "specdec evaluate measures the speedup."
         )
-    way, speedup, span, num = (
-        f"the {report.shape or 'fixed shape'}",
-        report.speedup,
-        report.speedup_ci,
-        report.num_prompts,
-    )
+    way, speedup, span = f"the {report.shape or 'fixed shape'}", report.speedup, report.speedup_ci
+    num = report.num_prompts
     if report.auto and report.auto["speedup"] > speedup:
         way, speedup, span = "proposer=auto", report.auto["speedup"], report.auto["speedup_ci"]
         num = report.auto.get("num_prompts", num)
-    said = (
-        f"{speedup:.2f} times as fast as plain decoding ({span[0]:.2f} .. {span[1]:.2f}) with {way}, on {num} prompts"
-    )
+    said = f"{write_figure(speedup)} times as fast as plain decoding ({span[0]:.2f} .. {span[1]:.2f}) with {way}, on {num} prompts"
     if report.lossy:
         return "no", f"Not lossless: {said}, with a rule that changes the answers."
     if span[0] >= WORTH:
         return "yes", f"Yes: {said}."
     if span[1] < 1:
         return "no", f"No: {said}."
-    return "unsure", f"Not sure: {said}. More prompts would tell (validation.num_prompts, scripts/evaluate.py)."
-
-
-def advice(report: Report) -> list[str]:
-    """What follows from the intervals that were measured."""
-    said = []
-    if report.speedup_ci and report.speedup_ci[1] < 1 and report.auto and report.auto["speedup"] > 1:
-        said.append(
-            f"The {report.shape or 'fixed shape'} is slower than plain decoding ({interval(report.speedup_ci)}), while "
-            f"proposer=auto is {report.auto['speedup']:.2f} times as fast: serve it with auto."
-        )
-    span = report.replayed_tau_ci or report.tau_ci
-    if span and span[1] - span[0] >= WIDE:
-        said.append(
-            f"tau is known to {interval(span)} only: raise validation.num_prompts. A replayed prompt costs one pass."
-        )
-    return said
+    return "unsure", f"Not sure: {said}. More prompts would tell (validation.num_prompts, specdec evaluate)."
 
 
 def render_run(document: dict[str, Any]) -> str:
     """The page of `read`'s document."""
-    report, about, logged = Report.from_json(document["report"]), document["about"], document["log"]
+    report, about = Report.from_json(document["report"]), document["about"]
     lossless = [f"The answers: {verdict(report)}."] if report.decoded else []
     gap = "A gap as small as the rounding of the target's dtype is a tie that rounding decides either way."
     differ = [[each["prompt"], str(each["token"]), number(each["gap"])] for each in report.differences]
     groups = {**about, "training": asdict(report.training) if report.training else {}}
-    known = [
-        (f"{group}: {name}", each)
+    rows = [
+        [f"{group}: {name}", number(each) if isinstance(each, int | float) else str(each)]
         for group, part in groups.items()
         if isinstance(part, dict)
         for name, each in part.items()
-    ]
-    rows = [
-        [name, number(each) if isinstance(each, int | float) else str(each)] for name, each in known if each is not None
+        if each is not None
     ]
     command = Markup("<p>The command that repeats it:</p><pre>{}</pre>").format(about["command"]) if about else ""
     sections = [
-        Section(texts=[*lossless, *advice(report), f"tau: {TAU}. {INTERVALS}"], tiles=tiles(report)),
-        Section("Drafts", charts=drafts(report)),
+        Section(texts=[*lossless, f"tau: {TAU}. {INTERVALS}"], tiles=list_tiles(report)),
+        Section("Drafts", charts=chart_drafts(report)),
         Section("By category", table=tabulate("category", report.by_category)),
         Section("By tag", table=tabulate("tag", report.by_tag)),
         Section("Answers of the target, with the drafts", body=mark_samples(document["samples"])),
@@ -125,61 +99,68 @@ def render_run(document: dict[str, Any]) -> str:
             texts=[gap],
             table=Table(["prompt", "first other token", "gap of the two best logits there"], differ),
         ),
-        Section("The run", charts=curves(logged) if logged else []),
+        Section("The run", charts=chart_log(document["log"])),
         Section("Data, training and environment", table=Table(["fact", "value"], rows), body=command),
     ]
     title = f"{document['name']}, step {report.step}"
     return render_page(title, data=document, verdict=worth(report), sections=sections)
 
 
-def tiles(report: Report) -> list[tuple[str, str, str]]:
+def list_tiles(report: Report) -> list[tuple[str, str, str]]:
     """The main figures: name, value, interval. What was not measured is left out."""
     auto, plain = report.auto or {}, report.baseline_tokens_per_second
-    prompts = f"{report.replayed_prompts or report.num_prompts} prompts"
     found = [
-        ("tau, replayed", report.replayed_tau, f"{interval(report.replayed_tau_ci)}, {prompts}"),
-        ("tau, decoded", report.tau, f"{interval(report.tau_ci)}, {report.num_prompts} prompts"),
-        (f"speedup, {report.shape or 'fixed'}", report.speedup, interval(report.speedup_ci)),
-        ("speedup, auto", auto.get("speedup"), interval(auto.get("speedup_ci"))),
-        ("tokens/s with drafts", report.tokens_per_second, f"plain: {plain:.2f}" if plain else ""),
+        ("tau, replayed", report.replayed_tau, report.replayed_tau_ci),
+        ("tau, decoded", report.tau, report.tau_ci),
+        (f"speedup, {report.shape or 'fixed'}", report.speedup, report.speedup_ci),
+        ("speedup, auto", auto.get("speedup"), auto.get("speedup_ci")),
+        ("tokens/s with drafts", report.tokens_per_second, report.tokens_per_second_ci),
+        ("tokens/s without", plain, None),
+        ("prompts replayed", report.replayed_prompts, None),
+        ("prompts decoded", report.num_prompts, None),
     ]
-    return [(name, f"{value:.2f}", more) for name, value, more in found if value]
+    return [
+        (
+            name,
+            number(value) if isinstance(value, int) else f"{value:.2f}",
+            f"{span[0]:.2f} .. {span[1]:.2f}" if span else "",
+        )
+        for name, value, span in found
+        if value
+    ]
 
 
 def tabulate(name: str, parts: Mapping[str, Report]) -> Table:
     """tau of each category or tag."""
     rows = []
     for part, report in parts.items():
-        tau, survival = report.replayed_tau or report.tau, report.replayed_survival or report.survival
-        span, prompts = report.replayed_tau_ci or report.tau_ci, report.replayed_prompts or report.num_prompts
+        survival = report.replayed_survival or report.survival
+        tau = report.replayed_tau or report.tau, report.replayed_tau_ci or report.tau_ci
         first = f"{100 * survival[0]:.1f} %" if survival else "-"
-        speedup = f"{report.speedup:.2f}" if report.speedup else "-"
-        rows.append([part or "none", str(prompts), f"{tau:.2f}", interval(span), first, speedup])
-    return Table([name, "prompts", "tau", "95 %", "first draft accepted", "speedup"], rows)
+        prompts = str(report.replayed_prompts or report.num_prompts)
+        rows.append([part or "none", prompts, write_figure(*tau), first, write_figure(report.speedup) or "-"])
+    return Table([name, "prompts", "tau (95 %)", "first draft accepted", "speedup"], rows)
 
 
 def mark_samples(samples: Sequence[dict]) -> Markup:
-    """Answers whose drafts are marked. samples: as `train.pages.samples.samples` gives them"""
+    """Answers whose drafts are marked. samples: as `train.pages.samples.sample_answers` gives them"""
     found = KEY if samples else Markup("")
+    refused = Markup('<span class="refused" title="refused: {}">{}</span>')
     for sample in samples:
         answer = Markup("")
         for piece in sample["pieces"]:
             if piece["depth"]:
                 answer += Markup('<span class="d{}">{}</span>').format(min(piece["depth"], 4), piece["text"])
-            elif piece["refused"] is not None:
-                answer += Markup('<span class="refused" title="refused: {}">{}</span>').format(
-                    piece["refused"], piece["text"]
-                )
             else:
-                answer += piece["text"]
+                answer += piece["text"] if piece["refused"] is None else refused.format(piece["refused"], piece["text"])
         found += Markup('<p><b>{}</b> <span class="soft">{}</span></p><div class="answer">{}</div>').format(
             sample["category"], sample["prompt"], answer
         )
     return found
 
 
-def curves(log: Sequence[dict]) -> list[Markup]:
-    """The run over its steps."""
+def chart_log(log: Sequence[dict]) -> list[Markup]:
+    """Loss and tau over the steps of the run."""
     logged = lambda name: [(row["step"], row[name]) for row in log if isinstance(row.get(name), int | float)]
     reports = {row["step"]: row["validation"] for row in log if "validation" in row}
 
@@ -189,50 +170,32 @@ def curves(log: Sequence[dict]) -> list[Markup]:
         return ChartCurve(title, [(step, report[name]) for step, report in known.items()], marks=True, spans=spans)
 
     loss = logged("loss")
-    means = [
-        (loss[end - 1][0], sum(value for _, value in loss[end - SMOOTH : end]) / SMOOTH)
-        for end in range(SMOOTH, 1 + len(loss))
-    ]
-    taus = [
-        judged("replayed_tau", "replayed tau"),
-        judged("tau", "decoded tau"),
-        ChartCurve("training texts", logged("tau")),
-    ]
-    tau = "tau of held-out prompts (with 95 % intervals) and of training texts"
-    others = {"learning_rate": "Learning rate", "grad_norm": "Norm of the gradient before clipping"}
-    return [
+    ends = range(SMOOTH, 1 + len(loss))
+    means = [(loss[end - 1][0], sum(value for _, value in loss[end - SMOOTH : end]) / SMOOTH) for end in ends]
+    losses = [ChartCurve("loss", loss), ChartCurve(f"mean of {SMOOTH}", means)]
+    taus = [judged("replayed_tau", "replayed tau"), judged("tau", "decoded tau")]
+    charts = [
+        lines(losses, x="step", y="loss", title="Loss of training steps"),
         lines(
-            [ChartCurve("loss", loss), ChartCurve(f"mean of {SMOOTH}", means)],
+            [*taus, ChartCurve("training texts", logged("tau"))],
             x="step",
-            y="loss",
-            title="Loss of training steps",
-        ),
-        lines(taus, x="step", y="tau", title=tau),
-        *(
-            lines([ChartCurve(name, logged(name))], x="step", y=name, low=0, title=title)
-            for name, title in others.items()
+            y="tau",
+            title="tau of held-out prompts (with 95 % intervals) and of training texts",
         ),
     ]
+    return charts if log else []
 
 
-def drafts(report: Report) -> list[Markup]:
+def chart_drafts(report: Report) -> list[Markup]:
     """What became of the drafts, by depth, and what a round takes."""
     survival, stages, drawn = report.replayed_survival or report.survival or [], report.ms_per_round, []
     if survival:
         acceptance = [share / before if before else 0.0 for share, before in zip(survival, [1.0, *survival])]
         groups = [("rounds that accept so many drafts", survival), ("of those that accept one less", acceptance)]
-        names = [str(depth) for depth in range(1, 1 + len(survival))]
-        drawn.append(
-            bars(groups, names, x="drafts", y="share", title="Survival, and acceptance given the drafts before")
-        )
-    if stages and report.speedup is not None and report.speedup_ci:
-        predicted, (low, high) = chain_speedups(report), report.speedup_ci
-        shown = [
-            ChartCurve("predicted for a chain", [*enumerate(predicted, start=1)], marks=True),
-            ChartCurve("measured", [(len(predicted), report.speedup)], spans=[(low, high)]),
-        ]
-        drawn.append(
-            bars([("ms", [*stages.values()])], [*stages], x="part of a round", y="ms", title="Time of a round")
-        )
-        drawn.append(lines(shown, x="drafts", y="speedup", title="Speedup by the number of drafts"))
+        depths = [str(depth) for depth in range(1, 1 + len(survival))]
+        title = "Survival, and acceptance given the drafts before"
+        drawn.append(bars(groups, depths, x="drafts", y="share", title=title))
+    if stages:
+        times = [("ms", [*stages.values()])]
+        drawn.append(bars(times, [*stages], x="part of a round", y="ms", title="Time of a round"))
     return drawn

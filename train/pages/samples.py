@@ -1,8 +1,8 @@
 """Answers of the target with what a drafter would have drafted along them, by replay of a greedy chain."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -20,35 +20,28 @@ NUM_SAMPLES = 6  # answers on the page of a run
 LONGEST_PROMPT = 400  # characters that are shown of a prompt
 
 
-@dataclass(frozen=True)
-class Token:
+class TracedToken(NamedTuple):
     """A token of an answer. depth: of the draft that it was; 0: the target's own. refused: the draft that the target refused there"""
 
     depth: int
     refused: int | None
 
 
-def trace(accept: Tensor, guesses: Tensor) -> list[Token]:
+def trace_rounds(accept: Tensor, guesses: Tensor) -> list[TracedToken]:
     """The rounds along an answer of n tokens. accept, guesses [K, n], placed as in `replay.rounds`; temperature 0"""
     depth, num = accept.shape
-    found, start = [Token(0, None)], 1  # the first token comes from the prompt's pass
-    while start < num:
-        for d in range(1, depth + 1):
-            if start + d >= num:  # the last place is filled by the target's own token
-                found.append(Token(0, None))
-                return found
-            if not accept[d - 1, start]:
-                found.append(Token(0, int(guesses[d - 1, start])))
-                start += d
-                break
-            found.append(Token(d, None))
-        else:
-            found.append(Token(0, None))
-            start += depth + 1
+    found = [TracedToken(0, None)]  # the first token comes from the prompt's pass
+    while (start := len(found)) < num:
+        d = 1
+        while d <= depth and start + d < num and accept[d - 1, start]:
+            found.append(TracedToken(d, None))
+            d += 1
+        refused = d <= depth and start + d < num  # the last place is filled by the target's own token
+        found.append(TracedToken(0, int(guesses[d - 1, start]) if refused else None))
     return found
 
 
-def samples(
+def sample_answers(
     drafter: Drafter, tokenizer: PreTrainedTokenizerBase, texts: list[tuple[Prompt, str, list[int]]], *, depth: int
 ) -> list[dict]:
     """texts: prompts, what they ask, and greedy answers -> for each {id, category, prompt, pieces: [{text, depth, refused}]}"""
@@ -59,12 +52,12 @@ def samples(
     found = []
     for (prompt, asked, answer), accept, guesses in zip(texts, accepts, guessed):
         shown = asked if len(asked) <= LONGEST_PROMPT else f"{asked[:LONGEST_PROMPT]} ..."
-        pieces = _pieces(tokenizer, answer, trace(accept, guesses))
+        pieces = _pieces(tokenizer, answer, trace_rounds(accept, guesses))
         found.append({"id": prompt.id, "category": prompt.category, "prompt": shown, "pieces": pieces})
     return found
 
 
-def _pieces(tokenizer: PreTrainedTokenizerBase, answer: list[int], tokens: list[Token]) -> list[dict]:
+def _pieces(tokenizer: PreTrainedTokenizerBase, answer: list[int], tokens: list[TracedToken]) -> list[dict]:
     """The text of each token; one that ends inside a character has none, and its text is that of the next one."""
     pieces, shown = [], ""
     for end, token in enumerate(tokens, start=1):
@@ -87,6 +80,6 @@ def write_page(
         texts = list(zip(validation.prompts, asked, validation.answers or ()))[:NUM_SAMPLES]
         drafter = checkpoint.load(best, validation.target)
         assert isinstance(drafter, Drafter)
-        found = samples(drafter, tokenizer, texts, depth=validation.drafting.depth)
+        found = sample_answers(drafter, tokenizer, texts, depth=validation.drafting.depth)
         files.write_text(best / run_page.SAMPLES, json.dumps(found) + "\n")
     return run_page.write(run)

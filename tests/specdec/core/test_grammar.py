@@ -381,13 +381,14 @@ def test_generate_follows_a_grammar(tmp_path):
     target, tokenizer = save_target(tmp_path / "target"), small_tokenizer()
     save_eagle(tmp_path / "head", target)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float64)
-    speculative = Speculative(tmp_path / "head", grammar=Grammar.parse("regex:(sky|blue) is [0-9]{2}"))
+    grammar = Grammar.parse("regex:(sky|blue) is [0-9]{2}")
+    speculative = Speculative(tmp_path / "head", tokenizer=tokenizer, grammar=grammar)
     tokenizer.padding_side = "left"
     inputs = tokenizer(["What is the sky?", "a"], return_tensors="pt", padding=True)
     inputs.pop("token_type_ids", None)
     settings = {"custom_generate": speculative, "max_new_tokens": 30, "do_sample": False, "pad_token_id": 2}
-    answers = model.generate(**inputs, **settings, tokenizer=tokenizer)
+    answers = model.generate(**inputs, **settings)
     texts = tokenizer.batch_decode(answers[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert all(re.fullmatch("(sky|blue) is [0-9]{2}", text) for text in texts)
     with pytest.raises(ValueError, match="tokenizer=tokenizer"):
-        model.generate(**inputs, **settings)
+        Speculative(tmp_path / "head", grammar=grammar)

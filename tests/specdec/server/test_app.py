@@ -5,19 +5,18 @@ import copy
 import functools
 import json
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
 
+from specdec.core.grammar import Grammars
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
 from specdec.server.app import Served, make_app
 from specdec.server.engine import Engine
-from specdec.server.metrics import Metrics
 from tests.running import running
 from tests.support import chain_of, greedy, make_drafter, small_tokenizer
 from train.data import rows as data
@@ -32,12 +31,14 @@ def serving(target, *, rows=4, queue=64, template=None, **settings):
     tokenizer = copy.deepcopy(small_tokenizer())
     proposer = HeadProposer(make_drafter(target, "eagle3"), chain_of(3))
     drafted, plain = (Decoder(target, each, sampling=Sampling(), stop=STOP) for each in (proposer, None))
-    metrics = Metrics("tiny")
-    engine = Engine(drafted, plain, rows=rows, queue=queue, head="run/step", saw=metrics.saw_step)
+    engine = Engine(drafted, plain, rows=rows, queue=queue, head="run/step")
+    grammars = functools.cache(lambda: Grammars(small_tokenizer(), target.vocab_size, STOP))
     usual = {"stop": frozenset(STOP), "model": "tiny", "max_length": 400, "max_body": 20000, "page": "<h1>a page</h1>"}
     tokenizer.chat_template = template or tokenizer.chat_template
     encode = functools.partial(data.encode_prompt, tokenizer)
-    served = Served(engine, metrics, tokenizer, small_tokenizer(), encode, **(usual | settings))
+    served = Served(
+        engine, tokenizer, small_tokenizer(), encode, lambda each: grammars().constraint(each), **(usual | settings)
+    )
     with running(make_app(served)) as url:
         yield url, served
     assert not engine.alive
@@ -131,11 +132,12 @@ def test_completions_take_text_or_token_ids(client, tiny):
 
 
 def test_settings_of_sampling(client):
-    assert ask(client, "a", temperature=1, seed=3).choices == ask(client, "a", temperature=1, seed=3).choices
-    found = {ask(client, "a", temperature=1).choices[0].message.content for _ in range(5)}
-    assert len(found) > 1
-    only = {ask(client, "a", temperature=1, extra_body={"top_k": 1}).choices[0].message.content for _ in range(3)}
-    assert only == {ask(client, "a", temperature=0).choices[0].message.content}
+    def text(**more) -> str:
+        return ask(client, "a", **more).choices[0].message.content
+
+    assert text(temperature=1, seed=3) == text(temperature=1, seed=3)
+    assert len({text(temperature=1) for _ in range(5)}) > 1
+    assert {text(temperature=1, extra_body={"top_k": 1}) for _ in range(3)} == {text(temperature=0)}
     free, never = (
         ask(client, "a", max_tokens=30, extra_body={"ignore_eos": True, "repetition_penalty": penalty})
         for penalty in (1.0, 100.0)
@@ -193,35 +195,24 @@ def test_clients_that_leave_free_their_rows(server):
         with contextlib.suppress(httpx.TimeoutException), asking as answer:
             next(answer.iter_lines())
         await_idle(served)
-    written = counted(url, "vllm:generation_tokens_total")
+    written = httpx.get(f"{url}/health").json()["tokens"]
     time.sleep(0.3)
-    assert counted(url, "vllm:generation_tokens_total") == written
+    assert httpx.get(f"{url}/health").json()["tokens"] == written
 
 
-def counted(url: str, name: str, **labels: str) -> float:
-    text = urllib.request.urlopen(f"{url}/metrics").read().decode()
-    lines = [line for line in text.splitlines() if line.startswith(name + "{")]
-    return sum(float(line.rpartition(" ")[2]) for line in lines if all(f'{k}="{v}"' in line for k, v in labels.items()))
-
-
-def test_metrics_count_what_usage_says(server, client):
+def test_health_counts_what_usage_says(server, client):
     url, served = server
     await_idle(served)
-    names = {
-        "drafted": "vllm:spec_decode_num_draft_tokens_total",
-        "accepted": "vllm:spec_decode_num_accepted_tokens_total",
-        "rounds": "vllm:spec_decode_num_drafts_total",
-    }
-    before = {key: counted(url, name) for key, name in names.items()}
-    first = counted(url, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position="0")
-    ended = counted(url, "vllm:request_success_total")
-    usages = [ask(client, question).usage.speculation for question in QUESTIONS[:4]]
-    for key, name in names.items():
-        assert counted(url, name) - before[key] == sum(usage[key] for usage in usages)
-    by_position = [(usage["accepted_by_position"] or [0])[0] for usage in usages]
-    assert counted(url, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position="0") - first == sum(by_position)
-    assert counted(url, "vllm:request_success_total") - ended == 4
-    assert counted(url, "vllm:num_requests_running") == 0
+    before = httpx.get(f"{url}/health").json()
+    usages = [ask(client, question).usage for question in QUESTIONS[:4]]
+    after = httpx.get(f"{url}/health").json()
+    assert after["status"] == "ok" and after["running"] == after["waiting"] == 0 and "recording" not in after
+    for name in ("rounds", "drafted", "accepted"):
+        assert after[name] - before[name] == sum(usage.speculation[name] for usage in usages)
+    assert after["tokens"] - before["tokens"] == sum(usage.completion_tokens for usage in usages)
+    assert after["prompt_tokens"] - before["prompt_tokens"] == sum(usage.prompt_tokens for usage in usages)
+    ended = [sum(found[f"requests_{reason}"] for reason in ("stop", "length")) for found in (before, after)]
+    assert ended[1] - ended[0] == 4
 
 
 def test_models_health_and_page(server, client):
@@ -230,7 +221,6 @@ def test_models_health_and_page(server, client):
     assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError, match="no model 'big'"):
         client.models.retrieve("big")
-    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
     assert httpx.get(url).text == "<h1>a page</h1>"
     missing = httpx.get(f"{url}/v1/chat/completions")
     assert missing.status_code == 405 and "GET" in missing.json()["error"]["message"]
@@ -271,29 +261,17 @@ def test_what_cannot_be_answered_is_refused_with_a_sentence(server, body, status
     assert error["message"].endswith((".", "?"))
 
 
-def test_harmless_fields_of_openai_are_allowed(client):
-    found = ask(
-        client, "a", n=1, user="me", frequency_penalty=0, tools=[], response_format={"type": "text"}, logprobs=False
-    )
-    assert found.choices[0].message.role == "assistant"
-
-
-def test_a_page_elsewhere_cannot_post_forms(server):
-    found = httpx.post(
-        f"{server[0]}/v1/completions", content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"}
-    )
-    assert found.status_code == 415
+def test_harmless_fields_are_allowed_and_forms_of_other_pages_are_not(server, client):
+    harmless = {"n": 1, "user": "me", "frequency_penalty": 0, "tools": [], "response_format": {"type": "text"}}
+    assert ask(client, "a", **harmless, logprobs=False).choices[0].message.role == "assistant"
+    headers = {"Content-Type": "text/plain"}
+    assert httpx.post(f"{server[0]}/v1/completions", content=b'{"prompt": "a"}', headers=headers).status_code == 415
 
 
 def test_a_round_for_the_page_holds_its_tokens_and_its_tree(server, answers):
     question = QUESTIONS[0]
-    body = {
-        "messages": [{"role": "user", "content": question}],
-        "temperature": 0,
-        "max_tokens": 24,
-        "stream": True,
-        "details": True,
-    }
+    body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 24}
+    body |= {"stream": True, "details": True}
     with httpx.stream("POST", f"{server[0]}/v1/chat/completions", json=body) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     assert lines[-1] == "[DONE]"
@@ -308,12 +286,9 @@ def test_a_round_for_the_page_holds_its_tokens_and_its_tree(server, answers):
 
 def test_a_full_queue_and_a_late_answer(tiny):
     body = {"prompt": "a", "max_tokens": 380, "ignore_eos": True}
-    with serving(tiny, rows=1, queue=1) as (url, _):
-        with ThreadPoolExecutor(6) as pool:
-            codes = sorted(
-                answer.status_code
-                for answer in pool.map(lambda _: httpx.post(f"{url}/v1/completions", json=body, timeout=60), range(6))
-            )
+    with serving(tiny, rows=1, queue=1) as (url, _), ThreadPoolExecutor(6) as pool:
+        post = lambda _: httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code
+        codes = sorted(pool.map(post, range(6)))
         assert codes[0] == 200 and codes[-1] == 429
     with serving(tiny, timeout=0.05) as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         start = time.monotonic()

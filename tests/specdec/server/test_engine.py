@@ -1,5 +1,6 @@
 """Tests of the thread that decodes: every request gets its own answer, whatever the others do."""
 
+import contextlib
 import gc
 import queue
 import threading
@@ -22,19 +23,26 @@ STOP, GREEDY = {2}, Sampling()
 
 
 class Client:
-    """A job, and its events."""
+    """A job, and its events. endless: no token ends the answer"""
 
-    def __init__(self, prompt, num=12, sampling=GREEDY, **more):
+    def __init__(self, prompt, num=12, sampling=GREEDY, *, endless: bool = False, **more):
         self.events: queue.Queue = queue.Queue()
         more.setdefault("deliver", self.events.put)
-        self.job = Job(prompt, num, sampling, Ends(frozenset(STOP)), **more)
+        self.job = Job(prompt, num, sampling, Ends(frozenset() if endless else frozenset(STOP)), **more)
         self.rounds: list[Round] = []
+
+    def ask(self, engine: Engine) -> "Client":
+        assert engine.submit(self.job)
+        return self
 
     def wait(self) -> End:
         while not isinstance(event := self.events.get(timeout=60), End):
             self.rounds.append(event)
         assert self.events.empty()
         return event
+
+    def call_after_two_events(self, do) -> None:
+        self.job.deliver = lambda event: (self.events.put(event), self.events.qsize() == 2 and do())
 
     @property
     def tokens(self) -> list[int]:
@@ -46,18 +54,30 @@ def drafter(small_target):
     return make_drafter(small_target, "eagle3")
 
 
+def decoder(target, drafter=None, depth: int = 3) -> Decoder:
+    proposer = HeadProposer(drafter, chain_of(depth)) if drafter else None
+    return Decoder(target, proposer, sampling=Sampling(), stop=STOP)
+
+
 def make_engine(target, drafter, *, rows=3, queue=64, **more) -> Engine:
-    drafted = Decoder(target, HeadProposer(drafter, chain_of(3)), sampling=Sampling(), stop=STOP)
-    return Engine(drafted, Decoder(target, None, sampling=Sampling(), stop=STOP), rows=rows, queue=queue, **more)
+    return Engine(decoder(target, drafter), decoder(target), rows=rows, queue=queue, **more)
+
+
+@contextlib.contextmanager
+def at_work(engine: Engine):
+    """Within, its thread runs. At the end everything that was submitted has ended."""
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+    assert not engine.alive and engine.num_running == engine.num_waiting == 0 and not engine.leaving
 
 
 @pytest.fixture
 def engine(small_target, drafter):
-    engine = make_engine(small_target, drafter)
-    engine.start()
-    yield engine
-    engine.stop()
-    assert not engine.alive
+    with at_work(make_engine(small_target, drafter)) as engine:
+        yield engine
 
 
 def prompts(num: int) -> list[list[int]]:
@@ -65,101 +85,76 @@ def prompts(num: int) -> list[list[int]]:
 
 
 def test_every_request_gets_the_answer_that_it_gets_alone(small_target, engine):
-    decoder = greedy(small_target, None, STOP)  # before the engine uses the target: threads must not share it
+    alone = greedy(small_target, None, STOP)  # before the engine uses the target: threads must not share it
     clients = [Client(prompt, 4 + number % 9, speculate=bool(number % 3)) for number, prompt in enumerate(prompts(24))]
-    alone = [decoder.generate([each.job.prompt], each.job.max_new_tokens).tokens[0] for each in clients]
+    answers = [alone.generate([each.job.prompt], each.job.max_new_tokens).tokens[0] for each in clients]
     for client in clients:
-        assert engine.submit(client.job)
-    for number, (client, answer) in enumerate(zip(clients, alone)):
+        client.ask(engine)
+    for number, (client, answer) in enumerate(zip(clients, answers)):
         end = client.wait()
-        assert client.tokens == answer
-        assert end.reason == ("stop" if answer[-1] in STOP else "length")
+        assert client.tokens == answer and end.reason == ("stop" if answer[-1] in STOP else "length")
         assert client.rounds[0].drafted is None and all(each.rows <= 3 for each in client.rounds)
         assert {each.drafted for each in client.rounds[1:]} <= ({3} if number % 3 else {0})
-    assert engine.num_running == engine.num_waiting == 0
 
 
 def test_drafts_are_replaced_between_rounds_and_no_request_is_dropped(small_target, drafter):
-    decoder = greedy(small_target, None, STOP)
-    answer = lambda prompt: decoder.generate([prompt], 30).tokens[0]
-    pairs = sorted(((prompt, answer(prompt)) for prompt in prompts(60)), key=lambda pair: -len(pair[1]))[:12]
-    clients, alone = [Client(prompt, 30) for prompt, _ in pairs], [tokens for _, tokens in pairs]
-    clients[2].job.speculate = False
+    alone = greedy(small_target, None, STOP)
+    pairs = [(prompt, alone.generate([prompt], 30).tokens[0]) for prompt in prompts(60)]
+    pairs = sorted(pairs, key=lambda pair: -len(pair[1]))[:12]
+    clients = [Client(prompt, 30, speculate=number != 2) for number, (prompt, _) in enumerate(pairs)]
     engine, threads = make_engine(small_target, drafter, rows=2), []
     old = engine.lanes[True]
 
     def make() -> Decoder:
         threads.append(threading.current_thread())
-        proposer = HeadProposer(make_drafter(small_target, "medusa"), chain_of(2))
-        return Decoder(small_target, proposer, sampling=Sampling(), stop=STOP)
+        return decoder(small_target, make_drafter(small_target, "medusa"), 2)
 
-    def swap_in_the_middle(event) -> None:
-        if clients[0].events.qsize() == 2:
-            engine.swap(make)
-        clients[0].events.put(event)
-
-    clients[0].job.deliver = swap_in_the_middle
+    clients[0].call_after_two_events(lambda: engine.swap(make))
     for client in clients[:9]:
-        engine.submit(client.job)
-    engine.start()
-    try:
+        client.ask(engine)
+    with at_work(engine):
         ends = [client.wait() for client in clients[1:9]]
         assert threads == [engine.thread] and engine.lanes[True] is not old
         for client in clients[9:]:
-            engine.submit(client.job)
+            client.ask(engine)
         ends += [client.wait() for client in (clients[0], *clients[9:])]
         with pytest.raises(ZeroDivisionError):
             engine.swap(lambda: 1 / 0).result(timeout=60)
-        last = Client(pairs[0][0], 30)
-        engine.submit(last.job)
+        last = Client(pairs[0][0], 30).ask(engine)
         last.wait()
-    finally:
-        engine.stop()
-    assert [client.tokens for client in clients] == alone and last.tokens == alone[0]
+    assert [client.tokens for client in (*clients, last)] == [tokens for _, tokens in (*pairs, pairs[0])]
     assert {end.reason for end in ends} <= {"stop", "length"}
-    drafted = [{each.drafted for each in client.rounds[1:]} for client in clients]
+    drafted = [{each.drafted for each in client.rounds[1:]} for client in (*clients, last)]
     assert drafted[:3] == [{3}, {3}, {0}]  # what had begun ended with the old drafts
-    assert all(each == {2} for each in drafted[3:]) and {each.drafted for each in last.rounds[1:]} == {2}
-    assert not engine.leaving and engine.num_running == engine.num_waiting == 0
+    assert all(each == {2} for each in drafted[3:])
 
 
 def test_a_swap_is_done_when_the_engine_has_taken_it(small_target, drafter):
-    new = lambda: Decoder(small_target, HeadProposer(drafter, chain_of(2)), sampling=Sampling(), stop=STOP)
     engine = make_engine(small_target, drafter, head="first")
     old = weakref.ref(engine.lanes[True])
-    early, late = engine.swap(lambda: 1 / 0), engine.swap(new, "second")
+    early, late = engine.swap(lambda: 1 / 0), engine.swap(lambda: decoder(small_target, drafter, 2), "second")
     assert early.cancelled() and not late.done()
-    engine.start()
-    try:
+    with at_work(engine):
         late.result(timeout=60)
-        clients = [Client(prompts(1)[0]), Client(prompts(1)[0], speculate=False)]
-        for client in clients:
-            engine.submit(client.job)
+        for speculate, head in ((True, "second"), (False, None)):
+            client = Client(prompts(1)[0], speculate=speculate).ask(engine)
             client.wait()
-        assert [client.job.head for client in clients] == ["second", None]
+            assert client.job.head == head
         gc.collect()
         assert old() is None
-    finally:
-        engine.stop()
 
 
 def test_a_seed_gives_the_same_answer_beside_others(engine):
     def ask(beside: int) -> list[int]:
-        clients = [
-            Client([1, 3, 5], 20, Sampling(1.0), seed=7),
-            *(Client(p, 20, Sampling(1.3)) for p in prompts(beside)),
-        ]
-        for client in clients:
-            engine.submit(client.job)
+        others = (Client(prompt, 20, Sampling(1.3)) for prompt in prompts(beside))
+        clients = [each.ask(engine) for each in (Client([1, 3, 5], 20, Sampling(1.0), seed=7), *others)]
         for client in clients:
             client.wait()
         return clients[0].tokens
 
-    alone = ask(0)
-    assert ask(5) == alone
-    others = [Client([1, 3, 5], 20, Sampling(1.0)) for _ in range(6)]
+    assert ask(5) == ask(0)
+    others = [Client([1, 3, 5], 20, Sampling(1.0)).ask(engine) for _ in range(6)]
     for client in others:
-        engine.submit(client.job)
         client.wait()
     assert len({tuple(client.tokens) for client in others}) > 1  # without a seed, each has another one
 
@@ -167,8 +162,7 @@ def test_a_seed_gives_the_same_answer_beside_others(engine):
 def test_trees_are_told_to_those_who_watch(engine):
     client, silent = Client([1, 2, 3], 16, watch=True), Client([1, 2, 3], 16)
     for each in (client, silent):
-        engine.submit(each.job)
-        each.wait()
+        each.ask(engine).wait()
     assert all(each.tree is None for each in silent.rounds) and client.tokens == silent.tokens
     for before, each in zip(client.rounds, client.rounds[1:]):
         tokens, parents, accepted = each.tree
@@ -184,12 +178,10 @@ def test_an_accepted_draft_that_ends_the_answer_is_told_as_accepted(small_target
     text = prompt + greedy(small_target, None).generate([prompt], 40).tokens[0]
     drafted, plain = greedy(small_target, Scripted([text], 3, oracle(3))), greedy(small_target, None)
     end = text[5]  # the first token is read off the prompt, the next two are drafts
-    engine, client = Engine(drafted, plain, rows=1, queue=4), Client(prompt, 20, watch=True)
+    client = Client(prompt, 20, watch=True)
     client.job.request.ends = Ends(frozenset({end}))
-    engine.submit(client.job)
-    engine.start()
-    assert client.wait().reason == "stop" and end not in text[3:5]
-    engine.stop()
+    with at_work(Engine(drafted, plain, rows=1, queue=4)) as engine:
+        assert client.ask(engine).wait().reason == "stop" and end not in text[3:5]
     _, last = client.rounds
     tokens, _, accepted = last.tree
     assert last.tokens == text[4:6] and accepted == [0, 1, 2, 3]
@@ -200,10 +192,8 @@ def test_others_go_on_while_a_long_prompt_is_read(small_target, drafter):
     alone = greedy(small_target, None, STOP)
     prompt = random_tokens(1, 90, 6)
     answers = [alone.generate([each], 12).tokens[0] for each in (prompt, [1, 2, 3])]
-    lane = Lane(Decoder(small_target, HeadProposer(drafter, chain_of(3)), sampling=Sampling(), stop=STOP), 3, 8)
-    short, long, gone = Client([1, 2], 200), Client(prompt, 12), Client(prompt, 12)
-    late = Client([1, 2, 3], 12)
-    short.job.request.ends = Ends(frozenset())
+    lane = Lane(decoder(small_target, drafter), 3, 8)
+    short, long, gone, late = Client([1, 2], 200, endless=True), *(Client(p, 12) for p in (prompt, prompt, [1, 2, 3]))
     lane.waiting.append(short.job)
     assert lane.advance() is not None
     lane.waiting.extend([long.job, gone.job])
@@ -229,107 +219,75 @@ def test_others_go_on_while_a_long_prompt_is_read(small_target, drafter):
 
 def test_requests_that_are_given_up_leave_their_rows(small_target, drafter):
     engine = make_engine(small_target, drafter, rows=1)
-    first, waits, second = Client([1, 2], 400), Client([3, 4], 400), Client([5, 1], 6)
-    for client in (first, waits, second):
-        engine.submit(client.job)
-    engine.start()
-    first.events.get(timeout=60)
-    engine.give_up(waits.job)
-    engine.give_up(first.job)
-    assert second.wait().reason in ("stop", "length")
-    engine.stop()
+    first, waits, second = (each.ask(engine) for each in (Client([1, 2], 400), Client([3, 4], 400), Client([5, 1], 6)))
+    with at_work(engine):
+        first.events.get(timeout=60)
+        engine.give_up(waits.job)
+        engine.give_up(first.job)
+        assert second.wait().reason in ("stop", "length")
     assert waits.events.empty() and len(first.job.request.tokens) < 400
-    assert engine.num_running == engine.num_waiting == 0
 
 
-def test_a_full_queue_refuses(small_target, drafter):
+def test_a_full_queue_refuses_and_stopping_finishes_what_was_submitted(small_target, drafter):
     engine = make_engine(small_target, drafter, rows=1, queue=2)
-    clients = [Client([1, 2], 5) for _ in range(4)]
+    clients = [Client(prompt, 9) for prompt in prompts(4)]
     assert [engine.submit(client.job) for client in clients] == [True, True, False, False]
-    engine.start()
-    for client in clients[:2]:
-        client.wait()
-    assert engine.submit(clients[2].job)
-    clients[2].wait()
-    engine.stop()
-    assert not engine.submit(clients[3].job)  # it is stopping
+    with at_work(engine):
+        clients[0].wait()
+        clients[1].wait()
+        clients[2].ask(engine)
+    assert clients[2].wait().reason in ("stop", "length")
+    assert not engine.submit(clients[3].job)
 
 
 def test_late_requests_end_and_the_others_go_on(small_target, drafter):
-    engine = make_engine(small_target, drafter, rows=2)
-    late = Client([1, 2], 400, deadline=time.monotonic() + 0.3)
-    waits = Client([1, 2], 5, deadline=time.monotonic() - 1)
-    good = Client([1, 2], 5)
+    engine, now = make_engine(small_target, drafter, rows=2), time.monotonic()
+    late, waits, good = (Client([1, 2], 400, deadline=now + 0.3), Client([1, 2], deadline=now - 1), Client([1, 2]))
     for client in (late, waits, good):
-        engine.submit(client.job)
-    engine.start()
-    assert waits.wait().reason == "timeout" and not waits.rounds
-    assert good.wait().reason in ("stop", "length")
-    end = late.wait()
-    assert end.reason in ("timeout", "stop")
-    engine.stop()
+        client.ask(engine)
+    with at_work(engine):
+        assert waits.wait().reason == "timeout" and not waits.rounds
+        assert good.wait().reason in ("stop", "length")
+        assert late.wait().reason in ("timeout", "stop")
 
 
 def test_a_round_that_fails_ends_its_requests_only(small_target, drafter, monkeypatch):
-    engine = make_engine(small_target, drafter)
-    lane, fail = engine.lanes[True], threading.Event()
-    step = type(lane.batch).step
+    engine, step, faults = make_engine(small_target, drafter), Batch.step, [MemoryError("no memory is left")]
+    plain = greedy(small_target, None, STOP).generate([[1, 2]], 30).tokens[0]
 
     def broken(batch):
-        if fail.is_set() and batch.proposer:
-            fail.clear()
-            raise MemoryError("no memory is left")
+        if faults and batch.proposer:
+            raise faults.pop()
         return step(batch)
 
-    monkeypatch.setattr(type(lane.batch), "step", broken)
-    plain = greedy(small_target, None, STOP).generate([[1, 2]], 30).tokens[0]
-    fail.set()
-    clients = [Client([1, 2], 30), Client([1, 2], 30, speculate=False)]
-    for client in clients:
-        engine.submit(client.job)
-    engine.start()
-    end = clients[0].wait()
-    assert end.reason == "error" and "no memory is left" in end.message
-    assert clients[1].wait().reason in ("stop", "length") and clients[1].tokens == plain
-    again = Client([1, 2], 30)
-    engine.submit(again.job)
-    again.wait()
-    assert again.tokens == plain
-    engine.stop()
+    monkeypatch.setattr(Batch, "step", broken)
+    clients = [Client([1, 2], 30, speculate=speculate).ask(engine) for speculate in (True, False)]
+    with at_work(engine):
+        end = clients[0].wait()
+        assert end.reason == "error" and "no memory is left" in end.message
+        clients[1].wait()
+        again = Client([1, 2], 30).ask(engine)
+        again.wait()
+    assert clients[1].tokens == again.tokens == plain
 
 
 def test_a_client_whose_events_cannot_be_delivered_disturbs_nobody(engine):
     def raise_it(_):
         raise RuntimeError("the event loop is closed")
 
-    gone, good = Client([1, 2], 50, deliver=raise_it), Client([1, 2], 8)
-    engine.submit(gone.job)
-    engine.submit(good.job)
+    Client([1, 2], 50, deliver=raise_it).ask(engine)
+    good = Client([1, 2], 8).ask(engine)
     good.wait()
     assert len(good.tokens) == 8 or good.tokens[-1] in STOP
-
-
-def test_stopping_finishes_what_was_submitted(small_target, drafter):
-    engine = make_engine(small_target, drafter, rows=1)
-    clients = [Client(prompt, 9) for prompt in prompts(4)]
-    for client in clients:
-        engine.submit(client.job)
-    engine.start()
-    engine.stop()
-    assert [client.wait().reason in ("stop", "length") for client in clients] == [True] * 4
-
-
-def test_what_cannot_be_decoded_is_refused_at_once(engine):
     with pytest.raises(ValueError, match="at least one token"):
-        engine.submit(Client([]).job)
+        Client([]).ask(engine)
 
 
 def test_accepted_drafts_by_position():
-    assert reached([0, 2, 1, 2], 2) == [3, 2]
-    assert reached([], 0) == []
+    assert reached([0, 2, 1, 2], 2) == [3, 2] and reached([], 0) == []
 
 
-# Rows whose laws have no token
+# Rows whose distributions have no token
 
 NOTHING = Sampling(0.8, repetition_penalty=7.0)  # `without_numbers` takes its logits
 
@@ -342,72 +300,54 @@ def without_numbers(sampling, logits, seen):
 @pytest.mark.parametrize("sampling", [Sampling(0.8), GREEDY], ids=["sampled", "greedy"])
 def test_a_row_without_a_token_ends_alone(small_target, drafter, monkeypatch, speculate, sampling):
     monkeypatch.setattr(Sampling, "penalise", without_numbers)
-    engine = make_engine(small_target, drafter, rows=4)
-    long = lambda: Client([5, 1, 3], 40, sampling, seed=1, speculate=speculate)
-    alone, beside = long(), long()
-    bad = [Client([3, 4], 6, replace(NOTHING, temperature=t), speculate=speculate) for t in (0.8, 0.0)]
-    tiny = [Client([3, 4], 6, Sampling(t), speculate=speculate) for t in (1e-38, 1e-45, 1e-30, 1e-12)]
-    plain = Client([3, 4], 6, speculate=speculate)
-    for client in (alone, beside):
-        client.job.ends = client.job.request.ends = Ends(frozenset())
-    engine.start()
-    try:
-        engine.submit(alone.job)
-        assert alone.wait().reason == "length"
-        engine.submit(plain.job)
+    alone, beside = (Client([5, 1, 3], 40, sampling, seed=1, speculate=speculate, endless=True) for _ in range(2))
+    other = lambda sampling: Client([3, 4], 6, sampling, speculate=speculate)
+    bad = [other(replace(NOTHING, temperature=t)) for t in (0.8, 0.0)]
+    tiny = [other(Sampling(t)) for t in (1e-38, 1e-45, 1e-30, 1e-12)]
+    with at_work(make_engine(small_target, drafter, rows=4)) as engine:
+        assert alone.ask(engine).wait().reason == "length"
+        plain = other(GREEDY).ask(engine)
         plain.wait()
-        beside.job.deliver = lambda event: (beside.events.put(event), [engine.submit(each.job) for each in (*bad, *tiny) if beside.events.qsize() == 2])  # fmt: skip
-        engine.submit(beside.job)
+        beside.call_after_two_events(lambda: [each.ask(engine) for each in (*bad, *tiny)])
+        beside.ask(engine)
         ends = [client.wait() for client in bad]
         for client in tiny:
             assert client.wait().reason in ("stop", "length") and client.tokens == plain.tokens
         assert beside.wait().reason == "length" and len(beside.tokens) == 40 and beside.tokens == alone.tokens
-    finally:
-        engine.stop()
     assert {end.reason for end in ends} == {"error"} and not any(client.tokens for client in bad)
     assert all(end.message.startswith("No token can follow the answer's first 0: ") for end in ends)
 
 
+class Refusing:
+    """A grammar that refuses its third token."""
+
+    taken = 0
+
+    def following(self):
+        return None
+
+    def take(self, new):
+        self.taken += len(new)
+        if self.taken > 2:
+            raise ValueError("the grammar stopped")
+
+
 def test_a_row_that_fails_in_the_middle_ends_alone(small_target, drafter, monkeypatch):
-    """Its grammar refuses its third token."""
-
-    class Refusing:
-        taken = 0
-
-        def following(self):
-            return None
-
-        def take(self, new):
-            self.taken += len(new)
-            if self.taken > 2:
-                raise ValueError("the grammar stopped")
-
+    grammar = "specdec.decoding.batch.grammar"
+    monkeypatch.setattr(f"{grammar}.constrain", lambda tree, *_, **__: (tree, None))
+    unpack = lambda states, size, device: torch.ones(len(states), 1, size, dtype=torch.bool)
+    monkeypatch.setattr(f"{grammar}.unpack", unpack)
     engine = make_engine(small_target, drafter)
-    monkeypatch.setattr("specdec.decoding.batch.grammar.constrain", lambda tree, *_, **__: (tree, None))
-    monkeypatch.setattr(
-        "specdec.decoding.batch.grammar.unpack",
-        lambda states, size, device: torch.ones(len(states), 1, size, dtype=torch.bool),
-    )
-    bad, others = (
-        Client([3, 4], 9, constraint=Refusing(), speculate=False),
-        [Client([5, 1], 9, speculate=False) for _ in range(2)],
-    )
-    bad.job.ends = bad.job.request.ends = Ends(frozenset())
-    for client in (bad, *others):
-        engine.submit(client.job)
-    engine.start()
-    try:
+    bad = Client([3, 4], 9, constraint=Refusing(), speculate=False, endless=True).ask(engine)
+    others = [Client([5, 1], 9, speculate=False).ask(engine) for _ in range(2)]
+    with at_work(engine):
         end = bad.wait()
         assert (end.reason, end.message) == ("error", "the grammar stopped") and len(bad.tokens) == 2
         assert [client.wait().reason in ("stop", "length") for client in others] == [True, True]
-    finally:
-        engine.stop()
 
 
 def test_prompts_that_cannot_be_read_do_not_end_what_runs(small_target, drafter, monkeypatch):
-    engine = make_engine(small_target, drafter)
-    read, running, bad = Batch.read, Client([5, 1, 3], 30), Client([3, 4], 6)
-    running.job.ends = running.job.request.ends = Ends(frozenset())
+    read, running, bad = Batch.read, Client([5, 1, 3], 30, endless=True), Client([3, 4], 6)
 
     def failing(batch, prefill, most=None):
         if prefill.tokens.tolist() == [bad.job.prompt]:
@@ -415,14 +355,8 @@ def test_prompts_that_cannot_be_read_do_not_end_what_runs(small_target, drafter,
         return read(batch, prefill, most)
 
     monkeypatch.setattr(Batch, "read", failing)
-    running.job.deliver = lambda event: (
-        running.events.put(event),
-        running.events.qsize() == 2 and engine.submit(bad.job),
-    )
-    engine.submit(running.job)
-    engine.start()
-    try:
+    with at_work(make_engine(small_target, drafter)) as engine:
+        running.call_after_two_events(lambda: bad.ask(engine))
+        running.ask(engine)
         assert bad.wait().message == "The server could not decode this (MemoryError: no room)."
         assert running.wait().reason == "length" and len(running.tokens) == 30
-    finally:
-        engine.stop()

@@ -27,8 +27,7 @@ CHAT = {"messages": [{"role": "user", "content": "What is the sky?"}], "temperat
 
 @pytest.fixture(scope="module")
 def url(tiny):
-    grammars = Grammars(small_tokenizer(), tiny.vocab_size, STOP)
-    with serving(tiny, compile_grammar=grammars.constraint) as (url, _):
+    with serving(tiny) as (url, _):
         yield url
 
 
@@ -94,9 +93,3 @@ def test_a_json_object_may_be_anything(url):
 def test_what_cannot_be_followed_is_refused_in_a_sentence(url, more, said):
     answer = post(url, **more)
     assert answer.status_code == 400 and said in answer.json()["error"]["message"]
-
-
-def test_a_server_without_grammars_says_so(tiny):
-    with serving(tiny) as (url, _):
-        answer = post(url, response_format=FORMAT)
-        assert answer.status_code == 400 and "cannot follow a grammar" in answer.json()["error"]["message"]

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from tests.specdec.server.test_app import serving
-from tests.specdec.server.test_recording import recording, rows_of
+from tests.specdec.server.test_record import recorded, rows_of
 from tests.train.data.test_chat_template import CALL, CALLS, HEAD, MESSAGES, TAIL, THINKS, TOOL, with_template
 from train.data import rows as data
 
@@ -25,7 +25,7 @@ def test_tools_calls_and_results_are_rendered_and_recorded(tiny, tmp_path):
     as_text = {**CALL, "function": {"name": "get_tide", "arguments": json.dumps(CALL["function"]["arguments"])}}
     openai_form[1]["tool_calls"] = [as_text]
     tokenizer = with_template(CALLS)
-    with recording(tiny, tmp_path, serve={"template": CALLS}) as (url, served):
+    with recorded(tiny, tmp_path, serve={"template": CALLS}) as (url, served):
         answers = [
             ask(url, openai_form, tools=[TOOL], tool_choice="auto", parallel_tool_calls=True),
             ask(url, openai_form, tools=[TOOL], tool_choice="none"),
@@ -64,7 +64,7 @@ def test_what_the_template_refuses_is_a_bad_request(tiny, template):
 
 
 def test_the_thinking_mode_of_the_server_is_that_of_requests_without_one(tiny, tmp_path):
-    with recording(tiny, tmp_path, serve={"template": THINKS, "thinking": False}) as (url, served):
+    with recorded(tiny, tmp_path, serve={"template": THINKS, "thinking": False}) as (url, served):
         question = [{"role": "user", "content": "a"}]
         for more in ({}, {"chat_template_kwargs": {"enable_thinking": True}}):
             assert ask(url, question, **more).status_code == 200

@@ -117,9 +117,8 @@ def test_answers_are_continued_with_the_same_prompts_only(inputs, run, tmp_path,
     assert sorted(row["id"] for row in whole) == ["0@0", "1@0", "2@0"]
 
     write_rows(prompts, [{"prompt": text} for text in ["Name a stone.", *texts]])
-    with pytest.raises(
-        ValueError, match=r"a\.jsonl has an answer 0@0 to another prompt than .*p\.jsonl:1 now: .*Put the prompts back"
-    ):
+    what = r"a\.jsonl has an answer 0@0 to another prompt than .*p\.jsonl:1 now: .*Put the prompts back"
+    with pytest.raises(ValueError, match=what):
         run(answer, *given)
     assert lines(out) == whole
 
@@ -155,20 +154,13 @@ def test_answers_are_continued_by_the_same_target_only(inputs, run, tmp_path):
     del document["inputs"]  # of an earlier version
     meta.write_text(json.dumps(document))
     run(answer, *given)
-    assert len(lines(out)) == 2 and set(json.loads(meta.read_text())["inputs"]) == {
-        "target",
-        "tokenizer_or_chat_template",
-    }
+    recorded = json.loads(meta.read_text())["inputs"]
+    assert len(lines(out)) == 2 and set(recorded) == {"target", "tokenizer_or_chat_template"}
 
 
 def test_a_comparison_is_continued_with_the_same_target_only(inputs, run, tmp_path):
-    given = [
-        f"target.name={inputs}/target",
-        f"prompts={inputs}/prompts.jsonl",
-        f"out={tmp_path}/c",
-        "proposers=ngram",
-        *SHORT,
-    ]
+    given = [f"target.name={inputs}/target", f"prompts={inputs}/prompts.jsonl", f"out={tmp_path}/c", "proposers=ngram"]
+    given += SHORT
     run(evaluate, *given)
     save_target(inputs / "target", num_layers=8, seed=1)
     with pytest.raises(ValueError, match=r"rows\.jsonl was begun with another target, under the same name"):
@@ -177,21 +169,13 @@ def test_a_comparison_is_continued_with_the_same_target_only(inputs, run, tmp_pa
 
 def test_inputs_are_recorded_where_none_are(tmp_path):
     record, rows = tmp_path / "meta.json", tmp_path / "rows.jsonl"
-
-    def begin():
-        return Resumable(record, rows, {"seed": 0}, advice="Choose another.")
-
+    begin = lambda: Resumable(record, rows, {"seed": 0}, advice="Choose another.")
     begin().same(target="a")
-    begin().same(target="b")  # there are no rows yet
     third = begin()
-    third.same(target="b")
+    third.same(target="b")  # there were no rows yet
     third.append({"id": 1})
     with pytest.raises(ValueError, match=r"rows\.jsonl was begun with another target.*Choose another"):
         begin().same(target="a")
-    again = begin()
-    again.same(target="b", other="c")
+    begin().same(target="b", other="c")
     with pytest.raises(ValueError, match="another other"):
         begin().same(other="d")
-    record.write_text(json.dumps({"seed": 0}))
-    begin().same(target="e")
-    assert json.loads(record.read_text()) == {"seed": 0, "inputs": {"target": "e"}}

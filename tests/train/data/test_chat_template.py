@@ -17,7 +17,6 @@ from train.answers import answering, datastore
 from train.data import chat_template, reading
 from train.data import rows as data
 from train.data.encoding import Encoding, load_packs
-from train.data.stream import Plan
 
 TOOLS = "{% if tools %}{{ '<|im_start|>system\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
 AS_OBJECT = "{% for c in m.tool_calls or [] %}{{ '<call>' ~ (c.function | tojson) ~ '</call>' }}{% endfor %}"
@@ -88,28 +87,23 @@ def test_what_the_template_leaves_out_is_refused_with_file_and_row(tmp_path, tem
         data.load_prompts(source, tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"tools": [1]}, r"a\.jsonl:1: tools must be a list"),
-        ({"tools": "get_tide"}, r"a\.jsonl:1: tools must be a list"),
-        ({"messages": [PLAIN[0], {**PLAIN[1], "tool_calls": "x"}]}, r"a\.jsonl:1: tool_calls must be a list"),
-    ],
-)
-def test_what_is_no_tool_is_refused(tmp_path, given, message):
-    write_rows(tmp_path / "a.jsonl", [{"messages": PLAIN, **given}])
-    with pytest.raises(ValueError, match=message):
-        reading.load_conversations(str(tmp_path / "a.jsonl"))
-    with pytest.raises(ValueError, match=message):
-        reading.load_prompts(str(tmp_path / "a.jsonl"))
+def test_what_is_no_tool_is_refused(tmp_path):
+    calls = [PLAIN[0], {**PLAIN[1], "tool_calls": "x"}]
+    for given, name in (
+        ({"tools": [1]}, "tools"),
+        ({"tools": "get_tide"}, "tools"),
+        ({"messages": calls}, "tool_calls"),
+    ):
+        write_rows(tmp_path / "a.jsonl", [{"messages": PLAIN, **given}])
+        for load in (reading.load_conversations, reading.load_prompts):
+            with pytest.raises(ValueError, match=rf"a\.jsonl:1: {name} must be a list"):
+                load(str(tmp_path / "a.jsonl"))
 
 
 def test_prompts_and_answers_keep_tools_and_mode(tmp_path):
     tokenizer = with_template(CALLS)
-    write_rows(
-        tmp_path / "p.jsonl",
-        [{"id": "a", "prompt": "Tide?", "tools": json.dumps([TOOL])}, {"prompt": "b", "tools": []}],
-    )
+    rows = [{"id": "a", "prompt": "Tide?", "tools": json.dumps([TOOL])}, {"prompt": "b", "tools": []}]
+    write_rows(tmp_path / "p.jsonl", rows)
     (first, second) = reading.load_prompts(str(tmp_path / "p.jsonl"))
     assert first["tools"] == [TOOL] and "tools" not in second
     jobs = answering.list_jobs(tokenizer, [first, second], [0.0])
@@ -161,17 +155,6 @@ def test_answers_of_the_history_stand_behind_another_prompt(turns):
     for mode in ({}, {"thinking": False}):
         encoded = data.encode(tokenizer, as_row(PLAIN * turns, **mode))
         assert supervised(tokenizer, encoded) == ["Seven.<|im_end|>"] * turns and encoded.thinking is False
-
-
-def test_an_unknown_mode_is_said_once():
-    tokenizer = with_template(THINKS.replace("'<think>\n\n</think>\n\n'", "'/no_think '"))
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        encoded = data.encode(tokenizer, as_row(PLAIN))
-        data.encode(tokenizer, as_row(pair("3+4?", "Eight.")))
-    (said,) = {str(each.message) for each in found}
-    assert "writes a text of its own before answers" in said
-    assert supervised(tokenizer, encoded)[0].startswith("<think>")
 
 
 def test_modes_of_prompts(tmp_path):
@@ -254,10 +237,6 @@ def test_a_tokenizer_without_offsets_makes_prompts_and_no_rows(tmp_path):
     assert "é?" in tokenizer.decode(prompt.tokens)
     with pytest.raises(ValueError, match=r"\(ByT5Tokenizer\) has no fast form"):
         data.encode(tokenizer, as_row(PLAIN))
-    with pytest.raises(ValueError, match="has no fast form"):
-        Encoding(tokenizer, tmp_path)
-    with pytest.raises(ValueError, match="has no fast form"):
-        Plan(str(tmp_path / "p.jsonl"), tokenizer, length=9, packed=True, buffer=2, seed=0)
 
 
 @pytest.mark.parametrize("by_template", [False, True])

@@ -81,16 +81,14 @@ def test_cut_answer_has_no_end_of_turn(tokenizer, template, content):
     assert row.mask[-1]
 
 
-def test_supervision_ends_with_the_answer_without_an_end_of_turn(tokenizer):
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ':\n' + m['content'] + '\n' }}{% endfor %}" + (
+def test_where_supervision_ends_and_begins(tokenizer):
+    across = pair("Say hello.", "\n Hello")  # its newline merges with that of the template, so no token begins with it
+    assert supervised(tokenizer, data.encode(tokenizer, as_row(across))) == [" Hello<|im_end|>"]
+    tokenizer.chat_template = (  # without an end of turn
+        "{% for m in messages %}{{ m['role'] + ':\n' + m['content'] + '\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
     )
     assert supervised(tokenizer, data.encode(tokenizer, as_row(pair("a", "one") * 2))) == ["one", "one"]
-
-
-def test_token_across_the_border_is_not_supervised(tokenizer):
-    messages = pair("Say hello.", "\n Hello")  # its newline merges with that of the template
-    assert supervised(tokenizer, data.encode(tokenizer, as_row(messages))) == [" Hello<|im_end|>"]
 
 
 REWRITES = PLAIN.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>'")
@@ -141,13 +139,13 @@ def test_conversations_are_read_from_every_format(tmp_path):
     for split in (None, "train"):
         with pytest.raises(ValueError, match=r"two has no split 'train'; it has: dev, test\. Choose one with split="):
             reading.load_conversations(str(tmp_path / "two"), split=split)
-
-
-def test_missing_sources_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"no file .*none\.jsonl\. Give a \.jsonl file, a folder"):
-        reading.load_conversations(str(tmp_path / "none.jsonl"))
-    with pytest.raises(ValueError, match=r"neither \.jsonl files nor a saved dataset"):
-        reading.load_conversations(str(tmp_path))
+    (tmp_path / "empty").mkdir()
+    for name, message in (
+        ("none.jsonl", r"no file .*none\.jsonl\. Give a \.jsonl file, a folder"),
+        ("empty", r"neither \.jsonl files nor a saved dataset"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            reading.load_conversations(str(tmp_path / name))
 
 
 def test_prompts_are_read_from_every_format(tmp_path):
@@ -159,7 +157,7 @@ def test_prompts_are_read_from_every_format(tmp_path):
     prompts = load(*rows)
     assert [prompt["messages"] for prompt in prompts] == [SINGLE[:1], MULTI[:3], SINGLE[:1]]
     assert [(prompt["id"], prompt["category"]) for prompt in prompts] == [("0", "qa"), ("x", "all"), ("2", "all")]
-    prompts = load(rows[0] | {"tags": ["short"]}, rows[1] | {"dropped": "too long"}, rows[2], limit=2)
+    prompts = load(rows[0] | {"tags": ["short"]}, rows[2], rows[1], limit=2)
     assert [(prompt["messages"], prompt["tags"]) for prompt in prompts] == [(SINGLE[:1], ["short"]), (SINGLE[:1], [])]
     with pytest.raises(ValueError, match=r"prompts\.jsonl:1: tags must be a list of texts"):
         load({"prompt": "a", "tags": "b"})
@@ -170,24 +168,19 @@ def test_prompts_are_read_from_every_format(tmp_path):
 # Batches
 
 
-def test_truncation_is_counted():
+def test_packs_count_and_cut_rows_and_have_a_fingerprint():
     rows = [make_row(3, 4), make_row(3, 5), make_row(8, 4), make_row(0, 1)]
     with pytest.warns(UserWarning, match="Of 4 rows, 1 are cut at 7 tokens and 2 are skipped"):
         packs = Packs(Rows.of(rows), length=7)
     assert (packs.num_cut, packs.num_skipped) == (1, 2)
     assert [len(row.tokens) for pack in packs for row in pack] == [7, 7]
-    assert data.truncate(make_row(6, 4), 7).mask == [False] * 6 + [True]
-    assert data.truncate(make_row(7, 4), 7) is None
-
-
-def test_packs_count_supervised_tokens_and_have_a_fingerprint():
+    assert data.truncate(make_row(6, 4), 7).mask == [False] * 6 + [True] and data.truncate(make_row(7, 4), 7) is None
     rows = [make_row(1, num, str(num)) for num in (5, 4, 3, 2, 1)]  # of 6, 5, 4, 3, 2 tokens
     assert [[row.id for row in pack] for pack in Packs(Rows.of(rows), length=10)] == [["5", "3"], ["4", "2", "1"]]
     rows = [make_row(2, 3), make_row(0, 4), make_row(3, 1)]
     packs = Packs(Rows.of(rows), length=10)
     assert len(packs) == 2 and packs[1] == [rows[2]]
-    batch = data.collate([packs[0], packs[1]], length=10, pad_token=0)
-    assert packs.num_supervised == batch.loss_mask.sum() == 3 + 3 + 1
+    assert packs.num_supervised == data.collate([*packs], length=10, pad_token=0).loss_mask.sum() == 3 + 3 + 1
     assert packs.fingerprint == Packs(Rows.of(rows), length=10).fingerprint and len(packs.fingerprint) == 16
     assert packs.fingerprint != Packs(Rows.of([*rows[:2], make_row(2, 2)]), length=10).fingerprint
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="Raise the length"):
@@ -233,38 +226,28 @@ def test_an_incomplete_last_row_is_removed_and_a_damaged_row_is_refused(tmp_path
             read_rows(out)
 
 
-def test_other_settings_are_refused(tmp_path):
+def test_results_are_continued_with_the_same_settings_only(tmp_path):
     out = tmp_path / "new" / "out.jsonl"
 
-    def begin(settings):
-        return Resumable(out.with_name("out.jsonl.meta.json"), out, settings, advice="Use the same.")
+    def begin(**settings):
+        return Resumable(out.with_name("meta.json"), out, {"sizes": (1, 2), **settings}, advice="Use the same.")
 
-    begin({"seed": 0, "top_p": 1.0, "dtype": "float32"})
-    # Another seed is accepted, since no row has been written yet.
-    begin({"seed": 1, "top_p": 1.0, "dtype": "float32"}).append({"id": "a@0"})
-    assert begin({"seed": 1, "top_p": 1.0, "dtype": "float32"}).rows == [{"id": "a@0"}]
-    with pytest.raises(ValueError, match=r"seed \(then 1, now 0\), top_p \(then 1.0, now 0.9\)\. Use the same"):
-        begin({"seed": 0, "top_p": 0.9, "dtype": "float32"})
-    os.remove(tmp_path / "new" / "out.jsonl.meta.json")
-    with pytest.raises(ValueError, match="its settings are unknown"):
-        begin({"seed": 1})
-
-
-def test_continuing_adds_rows_and_names_nested_settings(tmp_path):
-    def begin(**proposer):
-        settings = {"sizes": (1, 2), "proposer": proposer}
-        return Resumable(tmp_path / "settings.json", tmp_path / "rows.jsonl", settings, advice="")
-
-    results = begin(max=4)
-    results.append({"a": 1}, {"a": float("inf")})
-    results.append({"a": 3})
-    with (tmp_path / "rows.jsonl").open("a") as file:
+    begin(seed=0, proposer={"max": 4})
+    begin(seed=1, proposer={"max": 4}).append({"a": 1}, {"a": float("inf")})  # there were no rows yet
+    with out.open("a") as file:
         file.write('{"a": 4')
-    results = begin(max=4)
-    results.append({"a": 4})
-    assert [row["a"] for row in results.rows] == [1, float("inf"), 3, 4] and begin(max=4).rows == results.rows
-    with pytest.raises(ValueError, match=r"proposer\.min \(then None, now 3\), proposer\.max \(then 4, now None\)"):
-        begin(min=3)
+    results = begin(seed=1, proposer={"max": 4})
+    results.append({"a": 3})
+    rows = [{"a": 1}, {"a": float("inf")}, {"a": 3}]
+    assert results.rows == begin(seed=1, proposer={"max": 4}).rows == rows
+    what = (
+        r"seed \(then 1, now 0\), proposer\.min \(then None, now 3\), proposer\.max \(then 4, now None\)\. Use the same"
+    )
+    with pytest.raises(ValueError, match=what):
+        begin(seed=0, proposer={"min": 3})
+    os.remove(out.with_name("meta.json"))
+    with pytest.raises(ValueError, match="its settings are unknown"):
+        begin(seed=1)
 
 
 def test_jobs_and_their_answers(tokenizer, small_target):
@@ -301,29 +284,19 @@ def test_an_answer_is_trimmed_at_its_end(tokenizer):
     assert make_answer(tokenizer, hello, {end}) == WrittenAnswer("Hello", "length", hello, len(hello))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["data=b", "rows=3"],
-            "no option 'rows'. Did you mean 'row'. Known options: data, row, num, max_length, split, thinking, target.name",
-        ),
+def test_options(monkeypatch, capsys):
+    known = "data, row, num, max_length, split, thinking, target.name"
+    for arguments, message in (
+        (["data=b", "rows=3"], f"no option 'rows'. Did you mean 'row'. Known options: {known}"),
         (["target.name=a"], "Give a value for: data"),
         (["target.name=a", "data=b", "row=x"], "row=x must be a whole number"),
         (["target"], "not of the form key=value"),
-    ],
-)
-def test_wrong_options_are_refused(monkeypatch, arguments, message):
-    monkeypatch.setattr("sys.argv", ["script", *arguments])
-    with pytest.raises(SystemExit, match=message):
-        options(ShowData, "doc")
-
-
-def test_options(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["script", "target.name=0,1", "data=2", "row=3"])
-    assert options(ShowData, "doc") == ShowData(data="2", row=3, target=TokenizerOptions("0,1"))
-    monkeypatch.setattr("sys.argv", ["script", "--help"])
+    ):
+        with pytest.raises(SystemExit, match=message):
+            options(ShowData, "doc", arguments)
+    given = ["target.name=0,1", "data=2", "row=3"]
+    assert options(ShowData, "doc", given) == ShowData(data="2", row=3, target=TokenizerOptions("0,1"))
     with pytest.raises(SystemExit):
-        options(ShowData, "python scripts/show_data.py")
+        options(ShowData, "python scripts/show_data.py", ["--help"])
     printed = capsys.readouterr().out
     assert "python scripts/show_data.py" in printed and "index of the first row to print (default: 0)" in printed

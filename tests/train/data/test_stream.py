@@ -1,5 +1,6 @@
 """Tests of rows that are read as training goes on: streams, and batches that are read ahead of their step."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -48,16 +49,15 @@ def test_processes_read_different_rows_of_a_stream(tokenizer, tmp_path):
     assert set(parts[0][:8]) == {f"a-{n}" for n in range(8)} and parts[0][:8] != sorted(parts[0][:8])
 
 
-def test_weights_hold_out_and_limit_of_a_stream(tokenizer, tmp_path):
-    train = {conversations(tmp_path / "a.jsonl", 9, temperature=0): 1, conversations(tmp_path / "b.jsonl", 50): 3}
-    stream = Stream(make_plan(tokenizer, train, hold_out=2, limit=6, packed=False))
+def test_weights_and_limit_of_a_stream(tokenizer, tmp_path):
+    train = {conversations(tmp_path / "a.jsonl", 9): 1, conversations(tmp_path / "b.jsonl", 50): 3}
+    stream = Stream(make_plan(tokenizer, train, limit=4, packed=False))
     seen = [name for pack in read(stream, range(40)) for name in pack]
     shares = [sum(name.startswith(source) for name in seen) for source in "ab"]
-    assert shares == [10, 30] and set(seen) == {f"a-{n}" for n in range(2, 6)} | {f"b-{n}" for n in range(6)}
-    with pytest.raises(ValueError, match="lower hold_out=7"):
-        Stream(make_plan(tokenizer, train, hold_out=7, limit=6))
-    with pytest.raises(ValueError, match="use limit="):
-        make_plan(tokenizer, train, tokens=5)
+    assert shares == [10, 30] and set(seen) == {f"{source}-{n}" for source in "ab" for n in range(4)}
+    for given in ({"tokens": 5}, {"hold_out": 7}):
+        with pytest.raises(ValueError, match="counts over the whole data set: use limit="):
+            make_plan(tokenizer, train, **given)
 
 
 def test_a_broken_row_of_a_stream_is_named_when_it_comes(tokenizer, tmp_path, monkeypatch):
@@ -93,16 +93,16 @@ def test_a_streamed_run_resumes_with_the_same_losses(fit, folder, tmp_path):
 @pytest.mark.parametrize(
     "settings", [["features.mode=online"], ["features.mode=cached", "features.folder=cache"]], ids=" ".join
 )
-def test_reading_ahead_changes_no_loss(fit, settings):
-    runs = {ahead: f"ahead-{ahead}" for ahead in (0, 2)}
-    for ahead, run in runs.items():
-        fit(run, *settings, "train.accumulation=2", f"data.ahead={ahead}")
-    assert losses_of(runs[0]) == losses_of(runs[2]) and len(losses_of(runs[0])) == 4
+def test_reading_ahead_changes_no_loss(fit, settings, monkeypatch):
+    for ahead in (0, 2):
+        monkeypatch.setattr("train.trainer.Loader", functools.partial(Loader, ahead=ahead))
+        fit(f"ahead-{ahead}", *settings, "train.accumulation=2")
+    assert losses_of("ahead-0") == losses_of("ahead-2") and len(losses_of("ahead-0")) == 4
 
 
 def make_loader(packs, ahead: int) -> Loader:
     order = Order(len(packs), seed=3, batch=2, accumulation=2, number=0, num=1)
-    return Loader(Material(packs, 64, None, ahead=ahead), order=order, device=torch.device("cpu"))
+    return Loader(Material(packs, 64, None), order=order, device=torch.device("cpu"), ahead=ahead)
 
 
 def test_batches_read_ahead_are_those_of_the_step():
@@ -123,6 +123,6 @@ def test_a_thread_that_fails_raises_in_the_training_loop():
             raise OSError(5, "Input/output error")
 
     loader = make_loader(Broken(Rows.of(make_rows([20, 30])), length=64), 1)
-    with pytest.raises(ValueError, match=r"thread that reads data ahead.*OSError.*Input/output error.*ahead=0"):
+    with pytest.raises(ValueError, match=r"thread that reads data ahead.*OSError.*Input/output error"):
         loader.step(0)
     loader.close()

@@ -60,17 +60,14 @@ def test_only_what_is_read_and_not_there_counts(target, packs, tmp_path):
     assert count_missing(folder, packs, reads) == 0
 
 
-def test_rows_that_are_read_several_times_are_written_once(target, packs, tmp_path):
+def test_rows_count_once_and_of_many_a_sample_is_looked_for(target, packs, tmp_path, monkeypatch):
     twice = Packs(packs.rows, length=LONG, numbers=torch.arange(NUM).repeat(2).numpy())
     folder = FeatureFolder(target, (1, 2), tmp_path / "cache")
     assert count_missing(folder, twice, range(len(twice))) == packs.num_tokens == twice.num_tokens / 2
-
-
-def test_of_many_documents_a_sample_is_looked_for(target, packs, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "SAMPLE", 10)
     looked = []
     monkeypatch.setattr(FeatureFolder, "has", lambda folder, tokens: looked.append(len(tokens)) or False)
-    found = count_missing(FeatureFolder(target, (1, 2), tmp_path / "cache"), packs, range(len(packs)))
+    found = count_missing(folder, packs, range(len(packs)))
     assert len(looked) == 10 and found == 4 * sum(looked)
 
 
@@ -93,9 +90,7 @@ def test_a_short_run_on_much_data_fits_on_the_disk(target, packs, tmp_path, monk
     if few:
         open_features(config, drafter, packs, Accelerator(cpu=True), None)
         share = sum(lengths(packs, reads).values()) / packs.num_tokens
-        assert said == [
-            f"features up to {share * whole / 1e9:.2f} GB will be written to {tmp_path}/cache as they are needed"
-        ]
+        assert f"up to {share * whole / 1e9:.2f} GB will be written to {tmp_path}/cache as they are needed" in said[0]
     else:
         with pytest.raises(ValueError, match=r"Cached features need .* GB .* fewer steps, less data"):
             open_features(config, drafter, packs, Accelerator(cpu=True), None)

@@ -5,7 +5,7 @@ import torch
 from specdec.measuring.measure import Prompt
 from specdec.unroll import replay
 from tests.support import make_drafter, prompts_of, save_target, small_tokenizer
-from train.pages.samples import Token, _pieces, samples, trace
+from train.pages.samples import TracedToken, _pieces, sample_answers, trace_rounds
 
 
 def test_the_rounds_of_a_trace_are_those_of_replay():
@@ -13,7 +13,7 @@ def test_the_rounds_of_a_trace_are_those_of_replay():
     for num in (1, 2, 5, 40):
         accept = (torch.rand(3, num, generator=generator) < 0.6).double()
         guesses = torch.randint(100, (3, num), generator=generator)
-        tokens = trace(accept, guesses)
+        tokens = trace_rounds(accept, guesses)
         rounds, accepted = replay.rounds(accept)
         assert len(tokens) == num
         assert [sum(token.depth == d for token in tokens) for d in (1, 2, 3)] == accepted.tolist()
@@ -30,7 +30,7 @@ def test_refused_drafts_are_those_that_the_drafter_would_have_made(small_target)
     for depth in range(3):
         for start in range(1, len(answer) - depth):
             assert bool(accept[depth, start]) == (int(guesses[depth, start]) == answer[start + depth])
-    for place, token in enumerate(trace(accept, guesses)):
+    for place, token in enumerate(trace_rounds(accept, guesses)):
         assert token.refused is None or token.refused != answer[place]
 
 
@@ -38,7 +38,7 @@ def test_characters_of_several_tokens_are_kept_whole():
     tokenizer = small_tokenizer()
     text = "Ein Stück Käse, 日本"
     answer = tokenizer(text, add_special_tokens=False)["input_ids"]
-    pieces = _pieces(tokenizer, answer, [Token(place % 3, None) for place in range(len(answer))])
+    pieces = _pieces(tokenizer, answer, [TracedToken(place % 3, None) for place in range(len(answer))])
     assert "".join(piece["text"] for piece in pieces) == text and len(pieces) == len(answer)
     assert not any("\ufffd" in piece["text"] for piece in pieces)
 
@@ -46,5 +46,7 @@ def test_characters_of_several_tokens_are_kept_whole():
 def test_samples_name_what_was_asked(tmp_path):
     saved = save_target(tmp_path / "target")
     drafter = make_drafter(saved, "eagle3")
-    found = samples(drafter, small_tokenizer(), [(Prompt("a", "small", [1, 5, 6, 7]), "x" * 500, [8, 9, 10])], depth=2)
+    found = sample_answers(
+        drafter, small_tokenizer(), [(Prompt("a", "small", [1, 5, 6, 7]), "x" * 500, [8, 9, 10])], depth=2
+    )
     assert found[0]["id"] == "a" and found[0]["prompt"].endswith("x ...") and len(found[0]["pieces"]) == 3
