@@ -7,7 +7,7 @@
 http://localhost:8000 is a page on which drafted and plain answers are written side by side. Beside OpenAI's fields, requests may have
 top_k, repetition_penalty, ignore_eos, structured_outputs, chat_template_kwargs (enable_thinking), speculate=false for an answer without
 drafts, and details=true for what every round drafted. /health counts tokens, rounds and drafts. record=FOLDER records conversations,
-to train on them (docs/traffic.md); nothing is recorded without it. Ctrl-C or SIGTERM: what runs is finished, a second one ends it.
+to train on them (docs/adapting.md); nothing is recorded without it. Ctrl-C or SIGTERM: what runs is finished, a second one ends it.
 docs/serving.md says when to serve with vLLM, SGLang or llama.cpp instead.
 """
 

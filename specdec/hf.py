@@ -76,7 +76,7 @@ class Speculative:
     decode: how to draft and verify; None: how much to draft is chosen every round (proposers/auto.py), not compiled
     tokenizer: of the model; needed for a grammar, and for `record` where the model's folder has none
     grammar: that all answers follow (specdec.core.grammar.Grammar)
-    record: a folder, or a recorder, to which prompts and answers are written (docs/traffic.md); None: nowhere
+    record: a folder, or a recorder, to which prompts and answers are written (docs/adapting.md); None: nowhere
 
     `generate` hands `streamer=` and `tokenizer=` to no custom_generate. So give it `token_streamer=` for a streamer, and
     stopping_criteria=[StopStringCriteria(tokenizer, strings)] for stop strings. What `assistant_model=` drafts is not used.

@@ -1,4 +1,4 @@
-"""Records conversations that are served, as rows to train on. Nothing is recorded unless somebody asks for it. docs/traffic.md
+"""Records conversations that are served, as rows to train on. Nothing is recorded unless somebody asks for it. docs/adapting.md
 
 Rows are appended to the newest of the files traffic-000001.jsonl, ... of a folder, by one recorder at a time.
 """
