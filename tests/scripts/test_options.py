@@ -23,7 +23,7 @@ SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "optio
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_number_has_a_range_that_its_default_fits(script):
-    for each in flatten(option_class(script)):
+    for each in flatten(option_class(f"scripts/{script}.py")):
         if re.search(r"\bint\b|\bfloat\b", str(each.type)):
             assert each.range is not None, f"{script}.py: {each.name} has no range in train/ranges.py"
         if each.range is not None and each.default is not MISSING:

@@ -231,7 +231,7 @@ def render(
     except Exception as error:  # a template computes: 1 / 0, a macro that calls itself
         keys = ", ".join(dict.fromkeys(str(key) for message in messages for key in message))
         raise ValueError(
-            f"The chat template of {tokenizer.name_or_path} cannot write these messages ({type(error).__name__}: {error}). "
+            f"The chat template of {tokenizer.name_or_path or 'this tokenizer'} cannot write these messages ({type(error).__name__}: {error}). "
             f"Look at their keys, {keys}; if they are right, repair the template."
         ) from error
 
