@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import common, hardware
 from specdec.core import devices, files, precision
 from specdec.target.model import Target
-from train.data.rows import Batch, Row, collate
+from train.data.rows import Row, TrainingBatch, collate
 from train.features.outputs import Online
 from train.optimization import OptimizerSettings, make_optimizer
 
@@ -146,7 +146,7 @@ def compose_settings(chosen: StepOptions, head: str) -> DictConfig:
         return hydra.compose("train", overrides=[f"head={head}", "run=benchmark", *chosen.train])
 
 
-def make_batch(chosen: StepOptions, length: int, vocab_size: int) -> Batch:
+def make_batch(chosen: StepOptions, length: int, vocab_size: int) -> TrainingBatch:
     """Packs of random text."""
     generator, size = torch.Generator().manual_seed(0), min(chosen.document or length, length)
 

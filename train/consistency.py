@@ -28,7 +28,7 @@ from specdec.core import devices, masks
 from specdec.heads.consistency import Consistency
 from specdec.target.adapter import original as original_target
 from specdec.target.model import Target, TargetOutput
-from train.data.rows import Batch, answers
+from train.data.rows import TrainingBatch, answers
 from train.objective import Loss, cross_entropy, divergence
 from train.ranges import refuse
 
@@ -42,7 +42,7 @@ class Continuation:
     final: Tensor  # [B, n, M, D] final states at these tokens: the distribution of the next ones
 
 
-def cut(batch: Batch, num: int) -> Tensor:
+def cut(batch: TrainingBatch, num: int) -> Tensor:
     """Cuts every answer into adjacent blocks of `num` tokens; the first block starts at random in its first `num` tokens.
 
     -> starts [B, M], places in the row; rows with fewer blocks are filled up with 0, where no block can start
@@ -56,7 +56,7 @@ def cut(batch: Batch, num: int) -> Tensor:
     return devices.send(torch.tensor([row + [0] * (longest - len(row)) for row in rows]), batch.tokens.device)
 
 
-def draw(batch: Batch, starts: Tensor, num: int) -> Tensor:
+def draw(batch: TrainingBatch, starts: Tensor, num: int) -> Tensor:
     """y(0): tokens drawn from the text before each block in its document; starts [B, M] -> [B, num, M]"""
     before = batch.positions.gather(1, starts)[:, None]  # [B, 1, M]
     shares = torch.rand(len(starts), num, starts.shape[1], device=starts.device)
@@ -67,7 +67,7 @@ def draw(batch: Batch, starts: Tensor, num: int) -> Tensor:
 class Reader:
     """The target reads a batch once, and then blocks that continue it, any number of times."""
 
-    def __init__(self, target: Target, batch: Batch, starts: Tensor, num: int):
+    def __init__(self, target: Target, batch: TrainingBatch, starts: Tensor, num: int):
         """starts [B, M]: where blocks of num tokens begin"""
         self.target, self.batch, self.starts, self.num = target, batch, starts, num
         num_rows, length = batch.tokens.shape
@@ -109,7 +109,7 @@ class Reader:
         return state
 
 
-def place(batch: Batch, starts: Tensor, num: int) -> Tensor:
+def place(batch: TrainingBatch, starts: Tensor, num: int) -> Tensor:
     """Positions of the blocks' tokens in their documents: starts [B, M] -> [B, num, M]"""
     return batch.positions.gather(1, starts)[:, None] + torch.arange(num, device=starts.device)[:, None]
 
@@ -148,7 +148,7 @@ class ConsistencyObjective(nn.Module):
         self.drafter, self.depth, self.passes = drafter, depth, passes
         self.losses = {name: weight for name, weight in losses.items() if weight}
 
-    def forward(self, batch: Batch, output: TargetOutput | None, *, compare: bool = False) -> Loss:
+    def forward(self, batch: TrainingBatch, output: TargetOutput | None, *, compare: bool = False) -> Loss:
         """output: None, because the adapted target is read here; compare: there is nothing to compare"""
         assert output is None
         target = self.drafter.target

@@ -13,7 +13,7 @@ from specdec.target.adapter import original as original_target
 from specdec.target.model import Target, TargetOutput
 from specdec.unroll.plan import ROUND_SLOTS, Unrolled, UnrollPart, UnrollPlan, plan_unroll, unroll
 from train import losses
-from train.data.rows import Batch, answers
+from train.data.rows import TrainingBatch, answers
 from train.features.outputs import read_outputs
 from train.losses import LOSSES
 from train.ranges import refuse
@@ -133,7 +133,7 @@ class Objective(nn.Module):
         weights = weights if chosen.weighting == "decay" else [1.0] * self.depth
         self.shares = [weight / sum(weights) for weight in weights]  # [K]
 
-    def forward(self, batch: Batch, output: TargetOutput | None, *, compare: bool = True) -> Loss:
+    def forward(self, batch: TrainingBatch, output: TargetOutput | None, *, compare: bool = True) -> Loss:
         """output: of the frozen target; None for a drafter that adapts its target, because the target is then read here
 
         compare: whether to compare guesses with the text
@@ -182,14 +182,16 @@ class Objective(nn.Module):
             matches[:, rows, position] = judged["matches"]
         return Loss(total, len(rows), matches)
 
-    def _read(self, batch: Batch) -> tuple[TargetOutput, TargetOutput]:
+    def _read(self, batch: TrainingBatch) -> tuple[TargetOutput, TargetOutput]:
         """The outputs of the adapted target, with gradient, and of the original one."""
         target, layers = self.drafter.target, self.drafter.target_layers
         with original_target(target):
             original = read_outputs(target, batch, ())
         return read_outputs(target, batch, layers, gradient=True), original
 
-    def _judge(self, part: UnrollPart, batch: Batch, final: Tensor, unrolled: Unrolled, compare: bool) -> Judgement:
+    def _judge(
+        self, part: UnrollPart, batch: TrainingBatch, final: Tensor, unrolled: Unrolled, compare: bool
+    ) -> Judgement:
         """-> [K, M] each, for the M goals of a part"""
         drafter = self.drafter
         rows, position = unrolled.plan.goals[part.goals].unbind(1)
@@ -250,7 +252,7 @@ class Objective(nn.Module):
         logits = (target.logits(part) / self.temperature for part in judge.split(_num_slots(target)))
         return torch.cat([part.logsumexp(-1).float() for part in logits])
 
-    def _weigh(self, judged: Judgement, batch: Batch, steps: UnrollPlan) -> Tensor:
+    def _weigh(self, judged: Judgement, batch: TrainingBatch, steps: UnrollPlan) -> Tensor:
         """The scalar loss"""
         factors = [share / step.share if step.share else 0.0 for share, step in zip(self.shares, steps.steps)]
         losses_by_goal = judged["pointwise"]
@@ -263,7 +265,7 @@ class Objective(nn.Module):
         return self._weigh_texts(judged, weights, losses_by_goal, batch, steps)
 
     def _weigh_texts(
-        self, judged: Judgement, weights: Tensor, losses_by_goal: Tensor, batch: Batch, steps: UnrollPlan
+        self, judged: Judgement, weights: Tensor, losses_by_goal: Tensor, batch: TrainingBatch, steps: UnrollPlan
     ) -> Tensor:
         """The scalar loss, with weights or losses that look at several depths of a slot, or at whole texts."""
         num_rows, length = batch.tokens.shape
@@ -352,7 +354,7 @@ def by_start(values: Tensor) -> Tensor:
     return torch.stack(moved)
 
 
-def slots(batch: Batch, output: TargetOutput, depth: int) -> Slots:
+def slots(batch: TrainingBatch, output: TargetOutput, depth: int) -> Slots:
     """All slots of a batch whose steps 1..depth stay inside one document, for `Drafter.solve`."""
     length = batch.tokens.shape[1]
     num = length - depth  # slots 1..length-depth

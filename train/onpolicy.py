@@ -14,7 +14,7 @@ from specdec.core.tree import TreeShape
 from specdec.heads.base import Drafter, Head
 from specdec.proposers.heads import HeadProposer
 from train.data.packing import Packs
-from train.data.rows import Batch, collate, last_answer
+from train.data.rows import TrainingBatch, collate, last_answer
 from train.features.outputs import Online
 
 ROUND = 16  # tokens sampled before they are read again: the distributions [B, ROUND, V] are held that long
@@ -47,7 +47,7 @@ class OnPolicy:
         self.on_policy, self.temperature, self.stop = on_policy, on_policy_temperature, stop
         self.features = Online(drafter.target, drafter.target_layers)
 
-    def __call__(self, indices: list[int]) -> Batch | None:
+    def __call__(self, indices: list[int]) -> TrainingBatch | None:
         """The packs of a micro-batch with their prompts answered anew; None if this micro-batch keeps the answers it has."""
         if float(torch.rand(())) >= self.on_policy:
             return None

@@ -25,7 +25,7 @@ from specdec.unroll import replay
 from train import progress
 from train.config import TrainSettings
 from train.data.loader import Loader, Material, MicroBatch, Order, permutation
-from train.data.rows import Batch, answers
+from train.data.rows import TrainingBatch, answers
 from train.distributed import AnyObjective, Group, Waiting, Weights, gathered, local, say
 from train.features.outputs import read_each
 from train.objective import Loss, by_start, slots
@@ -431,8 +431,8 @@ def is_due(step: int, every: int) -> bool:
 
 @torch.no_grad()
 def find_rows_not_finite(
-    objective: Callable[[Batch, TargetOutput | None], Loss],
-    read: Sequence[tuple[list[list[str]], Batch, TargetOutput | None]],
+    objective: Callable[[TrainingBatch, TargetOutput | None], Loss],
+    read: Sequence[tuple[list[list[str]], TrainingBatch, TargetOutput | None]],
 ) -> list[str]:
     """Ids of the rows whose loss, computed alone, is not finite, in all processes; in the order of the packs.
 
@@ -451,13 +451,15 @@ def find_rows_not_finite(
 
 
 def _take_document(
-    batch: Batch, output: TargetOutput | None, place: int, document: int
-) -> tuple[Batch, TargetOutput | None]:
+    batch: TrainingBatch, output: TargetOutput | None, place: int, document: int
+) -> tuple[TrainingBatch, TargetOutput | None]:
     """A document of a pack as a batch of its own, [1, T of the document]."""
     host = batch.on_host
     inside = (host.documents[place] == document).nonzero()[:, 0]
     span = (slice(place, place + 1), slice(int(inside[0]), int(inside[-1]) + 1))
-    part = Batch(host.tokens[span], host.loss_mask[span], torch.zeros_like(host.documents[span]), host.positions[span])
+    part = TrainingBatch(
+        host.tokens[span], host.loss_mask[span], torch.zeros_like(host.documents[span]), host.positions[span]
+    )
     return part.to(batch.tokens.device), output and TargetOutput(output.features[span], output.final[span])
 
 
@@ -573,7 +575,7 @@ class TrainingProgress:
         return line, {"loss": loss, **tau, "tokens_per_second": rate}
 
 
-def count_rounds(batch: Batch, matches: Tensor) -> tuple[int, float]:
+def count_rounds(batch: TrainingBatch, matches: Tensor) -> tuple[int, float]:
     """A greedy chain over the batch's own text, in which a draft counts if it is the text's token; matches [K, B, T].
 
     -> emitted tokens and rounds, whose ratio is tau

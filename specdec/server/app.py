@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from specdec.core import token_text
 from specdec.core.generation import Ends, StopStrings, reached
 from specdec.core.grammar import Constraint, Grammar
-from specdec.server.engine import End, Engine, Event, Job, Reason, Round
+from specdec.server.engine import End, Engine, Event, Job, Reason, ServedRound
 from specdec.server.protocol import ChatRequest, CompletionRequest, RequestError, Settings, parse
 from specdec.server.record import Exchange, Recorder, allows_recording
 from specdec.server.text import StreamedText
@@ -90,7 +90,7 @@ class Answer:
     recorded_as: str | None = None  # the id of its row; None: it is not recorded
     said: str = ""  # the text so far
 
-    async def pieces(self) -> AsyncIterator[tuple[list[str], Round | None, str | None]]:
+    async def pieces(self) -> AsyncIterator[tuple[list[str], ServedRound | None, str | None]]:
         """Text of each token, the round that they came from, and at the end the reason. Raises RequestError if the request failed."""
         counts = self.served.counts
         while True:
@@ -163,7 +163,7 @@ class Answer:
         }
 
 
-class Form:
+class AnswerForm:
     """How answers to chats, or to prompts, are written."""
 
     def __init__(self, chat: bool, model: str):
@@ -262,7 +262,7 @@ async def _complete(served: Served, kind: type[Settings], request: Request) -> R
     # In a thread of its own, as compiling may take a second
     constraint = await asyncio.to_thread(_constrain, served, grammar) if grammar else None
     answer = _begin(served, settings, constraint)
-    form = Form(isinstance(settings, ChatRequest), settings.model or served.model)
+    form = AnswerForm(isinstance(settings, ChatRequest), settings.model or served.model)
     answer.recorded_as = form.id if allows_recording(request.headers, settings.store) else None
     if settings.stream:
         return StreamingResponse(_stream(answer, form), media_type="text/event-stream")
@@ -386,14 +386,14 @@ def _encode(served: Served, settings: Settings) -> list[int]:
     return tokens
 
 
-async def _whole(answer: Answer, form: Form) -> dict:
+async def _whole(answer: Answer, form: AnswerForm) -> dict:
     async for _, _, reason in answer.pieces():
         if reason is not None:
             return form.write_whole(answer.said, reason, answer.usage())
     raise AssertionError("an answer ends with a reason")
 
 
-async def _stream(answer: Answer, form: Form) -> AsyncIterator[str]:
+async def _stream(answer: Answer, form: AnswerForm) -> AsyncIterator[str]:
     """Server-sent events. The request is given up if the client leaves."""
     settings, served = answer.settings, answer.served
 
@@ -416,7 +416,7 @@ async def _stream(answer: Answer, form: Form) -> AsyncIterator[str]:
         served.engine.give_up(answer.job)
 
 
-def _details(served: Served, pieces: list[str], done: Round) -> dict:
+def _details(served: Served, pieces: list[str], done: ServedRound) -> dict:
     """A round for the live page: the text of each token, and the tree of drafts."""
     found: dict[str, Any] = {
         "tokens": pieces,

@@ -24,7 +24,7 @@ Reason = Literal["stop", "length", "timeout", "error"]
 
 
 @dataclass(frozen=True)
-class Round:
+class ServedRound:
     """What one round did for one request.
 
     tokens: what it emitted: accepted drafts, then the target's own token; empty where the answer had ended before
@@ -51,7 +51,7 @@ class End:
     message: str = ""
 
 
-Event = Round | End
+Event = ServedRound | End
 
 
 @dataclass(eq=False)
@@ -136,7 +136,7 @@ class Lane:
         self.reading = None
         for job, tokens in zip(new, self.batch.admit([job.request for job in new], prefill)):
             if id(job.request) in self.jobs:  # it was not given up
-                job.tell(Round(tokens))
+                job.tell(ServedRound(tokens))
                 self._settle(job)
 
     def hand_out(self, step: Step) -> None:
@@ -147,7 +147,7 @@ class Lane:
                 continue  # it was given up during the round
             tree = _tree_of(step, number) if job.watch else None
             milliseconds = 1e3 * step.cost.seconds
-            job.tell(Round(tokens, accepted, step.num_drafted, tree, milliseconds, len(step.requests)))
+            job.tell(ServedRound(tokens, accepted, step.num_drafted, tree, milliseconds, len(step.requests)))
             self._settle(job)
 
     def give_up(self, job: Job) -> None:

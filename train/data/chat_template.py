@@ -46,7 +46,7 @@ def options_of(row: dict) -> dict:
 
 
 @dataclass(frozen=True)
-class Form:
+class TemplateForm:
     """How a chat template takes what rows hold."""
 
     parts: bool  # contents are lists of parts
@@ -93,7 +93,7 @@ def _change(call: dict, **changes: Callable) -> dict:
     return call | {key: change(call.get(key)) for key, change in changes.items()}
 
 
-def find_form(tokenizer: PreTrainedTokenizerBase) -> Form:
+def find_form(tokenizer: PreTrainedTokenizerBase) -> TemplateForm:
     return _find_form(tokenizer, template_of(tokenizer))
 
 
@@ -104,7 +104,7 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _find_form(tokenizer: PreTrainedTokenizerBase, template: str) -> Form:
+def _find_form(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateForm:
     """template: the tokenizer's, which may change"""
 
     def text(*messages: dict, **more) -> str:
@@ -135,7 +135,7 @@ def _find_form(tokenizer: PreTrainedTokenizerBase, template: str) -> Form:
     mode = next((mode for mode in MODES if asked(**{mode: True}) != asked(**{mode: False})), None)
     prompt, without = asked(), asked(**{mode: False}) if mode else ""
     said = text(question, {"role": "assistant", "content": say(OTHER)})
-    return Form(
+    return TemplateForm(
         parts,
         next((kind for kind, given in kinds if writes(given)), None),
         mode,

@@ -12,7 +12,7 @@ from specdec.core import devices
 from specdec.target.model import TargetOutput
 from train.data import rows as data
 from train.data.packing import Packs
-from train.data.rows import Batch, Row
+from train.data.rows import Row, TrainingBatch
 from train.data.stream import Stream
 from train.features.outputs import Begun, Features
 from train.onpolicy import OnPolicy
@@ -25,7 +25,7 @@ class MicroBatch:
     number: int  # of this process' micro-batches, from 0 on
     indices: list[int]  # of the packs; none in a stream
     rows: list[list[str]]  # ids of each pack's rows, to name them
-    batch: Batch  # on the CPU
+    batch: TrainingBatch  # on the CPU
     written: bool  # whether the draft wrote its answers (on-policy)
     begun: Begun | None = None  # the target's outputs, if they are being read ahead
 
@@ -49,13 +49,15 @@ class Material:
         """Of the data set; None for a stream, which may have no end."""
         return None if self.stream else self.packs.num_tokens
 
-    def collate(self, indices: list[int]) -> Batch:
+    def collate(self, indices: list[int]) -> TrainingBatch:
         return self.lay([self.packs[index] for index in indices])
 
-    def lay(self, packs: list[list[Row]]) -> Batch:
+    def lay(self, packs: list[list[Row]]) -> TrainingBatch:
         return data.collate(packs, length=self.length, pad_token=0)
 
-    def target_output(self, micro: MicroBatch, batch: Batch, ahead: TargetOutput | None = None) -> TargetOutput | None:
+    def target_output(
+        self, micro: MicroBatch, batch: TrainingBatch, ahead: TargetOutput | None = None
+    ) -> TargetOutput | None:
         """batch: that of the micro-batch, on the training device; ahead: what has been read of them already"""
         features: Features | None = self.on_policy.features if micro.written and self.on_policy else self.features
         return features(batch, ahead) if features else None
@@ -104,7 +106,7 @@ class Loader:
         self.ahead = 0 if material.on_policy else ahead
         self.thread = ThreadPoolExecutor(1, "loader", use_device, (self.device,)) if self.ahead else None
         self.coming: dict[int, Future[MicroBatch]] = {}
-        self.coming_on_device: dict[int, Future[tuple[Batch, TargetOutput | None]]] = {}
+        self.coming_on_device: dict[int, Future[tuple[TrainingBatch, TargetOutput | None]]] = {}
 
     def step(self, step: int) -> list[MicroBatch]:
         """The micro-batches of a step."""
@@ -115,7 +117,7 @@ class Loader:
             self._submit(number)
         return [self._result(self.coming[number]) for number in range(first, stop)]
 
-    def on_device(self, micro: MicroBatch) -> tuple[Batch, TargetOutput | None]:
+    def on_device(self, micro: MicroBatch) -> tuple[TrainingBatch, TargetOutput | None]:
         """A micro-batch on the training device, and the target's outputs for it if the objective needs them."""
         number = micro.number
         if self.thread is None:
@@ -175,7 +177,7 @@ class Loader:
         names = [[row.id for row in pack] for pack in packs]
         return MicroBatch(number, indices, names, batch, written is not None, begun)
 
-    def _to_device(self, coming: Future[MicroBatch]) -> tuple[Batch, TargetOutput | None]:
+    def _to_device(self, coming: Future[MicroBatch]) -> tuple[TrainingBatch, TargetOutput | None]:
         micro = coming.result()  # it was submitted before, so the only thread has made it
         return micro.batch.to(self.device), micro.begun(self.device) if micro.begun else None
 

@@ -1,4 +1,4 @@
-"""Conversations to `Batch`: prompts and rows of token ids with their mask, truncation, collation."""
+"""Conversations to `TrainingBatch`: prompts and rows of token ids with their mask, truncation, collation."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """Packed conversations. What follows from masks alone is computed on the host, without waiting for a device."""
 
     tokens: Tensor  # [B, T] int64
@@ -41,20 +41,20 @@ class Batch:
     documents: Tensor  # [B, T] int64, which packed document, -1 for padding
     positions: Tensor  # [B, T] int64, position inside its own document, 0 for padding
 
-    host: "Batch | None" = None  # the same on the CPU; None: it is there
+    host: "TrainingBatch | None" = None  # the same on the CPU; None: it is there
 
     @property
-    def on_host(self) -> "Batch":
+    def on_host(self) -> "TrainingBatch":
         return self.host or self
 
-    def to(self, device: torch.device | str) -> "Batch":
+    def to(self, device: torch.device | str) -> "TrainingBatch":
         device = torch.device(device)
         if device.type == "cpu":
             return self.on_host
         tokens, loss_mask, documents, positions = (
             devices.send(each, device) for each in (self.tokens, self.loss_mask, self.documents, self.positions)
         )
-        return Batch(tokens, loss_mask, documents, positions, host=self.on_host)
+        return TrainingBatch(tokens, loss_mask, documents, positions, host=self.on_host)
 
     def goals(self, supervise: str) -> Tensor:
         """[B, T] bool on the CPU: the tokens that a drafter is trained to guess.
@@ -64,10 +64,12 @@ class Batch:
         host = self.on_host
         return host.positions > 0 if supervise == "text" else host.loss_mask
 
-    def select(self, places: list[int]) -> "Batch":
+    def select(self, places: list[int]) -> "TrainingBatch":
         """Some of the batch's packs, on the CPU."""
         host = self.on_host
-        return Batch(host.tokens[places], host.loss_mask[places], host.documents[places], host.positions[places])
+        return TrainingBatch(
+            host.tokens[places], host.loss_mask[places], host.documents[places], host.positions[places]
+        )
 
 
 # The chat template
@@ -322,7 +324,7 @@ def truncate(row: Row, max_length: int) -> Row | None:
     return dataclasses.replace(row, tokens=row.tokens[:max_length], mask=row.mask[:max_length])
 
 
-def collate(packs: list[list[Row]], *, length: int, pad_token: int) -> Batch:
+def collate(packs: list[list[Row]], *, length: int, pad_token: int) -> TrainingBatch:
     """Lays each pack's rows one after the other and pads to `length`."""
     tokens = torch.full((len(packs), length), pad_token)  # [B, T]
     loss_mask = torch.zeros_like(tokens, dtype=torch.bool)  # [B, T]
@@ -338,7 +340,7 @@ def collate(packs: list[list[Row]], *, length: int, pad_token: int) -> Batch:
             documents[index, place] = document
             positions[index, place] = torch.arange(len(row.tokens))
             start = place.stop
-    return Batch(tokens=tokens, loss_mask=loss_mask, documents=documents, positions=positions)
+    return TrainingBatch(tokens=tokens, loss_mask=loss_mask, documents=documents, positions=positions)
 
 
 def last_answer(row: Row) -> tuple[int, int]:
@@ -347,7 +349,7 @@ def last_answer(row: Row) -> tuple[int, int]:
     return stop - row.mask[stop - 1 :: -1].index(False), stop
 
 
-def answers(batch: Batch, row: int) -> list[tuple[int, int]]:
+def answers(batch: TrainingBatch, row: int) -> list[tuple[int, int]]:
     """Supervised stretches [start, stop) of one row of a batch."""
     keys = torch.where(batch.loss_mask[row], batch.documents[row], -1).tolist()
     cuts = [i for i in range(len(keys)) if i == 0 or keys[i] != keys[i - 1]] + [len(keys)]

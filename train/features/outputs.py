@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec.core import devices
 from specdec.core.masks import Documents
 from specdec.target.model import Target, TargetOutput
-from train.data.rows import Batch
+from train.data.rows import TrainingBatch
 from train.features.engine_features import EngineTarget, apply_final_norm
 from train.features.feature_files import FeatureFolder
 
@@ -25,7 +25,9 @@ AHEAD = 4  # batches that `read_each` has under way
 Begun = Callable[[torch.device], TargetOutput | None]  # the end of reading ahead; None: not all was there
 
 
-def read_outputs(target: Target, batch: Batch, layers: tuple[int, ...], *, gradient: bool = False) -> TargetOutput:
+def read_outputs(
+    target: Target, batch: TrainingBatch, layers: tuple[int, ...], *, gradient: bool = False
+) -> TargetOutput:
     """The target's outputs for a batch of B packs -> features [B, T, F*D], final [B, T, D]; documents do not see each other
 
     gradient: whether to keep the graph, for the training of an adapted target
@@ -54,11 +56,11 @@ class Online:
     def __init__(self, target: Target, layers: tuple[int, ...]):
         self.target, self.layers = target, layers
 
-    def __call__(self, batch: Batch, ahead: TargetOutput | None = None) -> TargetOutput:
+    def __call__(self, batch: TrainingBatch, ahead: TargetOutput | None = None) -> TargetOutput:
         """batch of B packs -> features [B, T, F*D], final [B, T, D], on the target's device"""
         return read_outputs(self.target, batch, self.layers)
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: TrainingBatch) -> None:
         """Nothing is read ahead."""
 
 
@@ -75,7 +77,7 @@ class PackedDocument:
         return self.row, slice(self.start, self.start + len(self.tokens))
 
 
-def cut_documents(batch: Batch) -> list[PackedDocument]:
+def cut_documents(batch: TrainingBatch) -> list[PackedDocument]:
     """The documents of a batch."""
     host, found = batch.on_host, []
     for row, (tokens, numbers) in enumerate(zip(host.tokens, host.documents)):
@@ -105,7 +107,7 @@ class Kept:
         self.target, self.folder, self.reader = target, folder, reader
         self.layers = (*layers, target.num_layers)
 
-    def begin(self, batch: Batch) -> Begun | None:
+    def begin(self, batch: TrainingBatch) -> Begun | None:
         """Starts to read what a later call needs; None if the target here must compute it. batch: on the CPU
 
         A thread calls this.
@@ -140,7 +142,7 @@ class Kept:
 
         return finish
 
-    def __call__(self, batch: Batch, ahead: TargetOutput | None = None) -> TargetOutput:
+    def __call__(self, batch: TrainingBatch, ahead: TargetOutput | None = None) -> TargetOutput:
         """batch of B packs -> features [B, T, F*D], final [B, T, D], on the batch's device. ahead: what `begin` has read"""
         if ahead is None:
             ahead = self._gather(batch)
@@ -150,7 +152,7 @@ class Kept:
         assert ahead is not None
         return ahead
 
-    def _gather(self, batch: Batch) -> TargetOutput | None:
+    def _gather(self, batch: TrainingBatch) -> TargetOutput | None:
         """What the folder and the reader give; None if the target here must compute something."""
         begun = self.begin(batch.on_host)
         return begun(batch.tokens.device) if begun else None
@@ -167,7 +169,7 @@ class Kept:
         for tokens, states, last in zip(texts, received, final.split([len(text) for text in texts]), strict=True):
             self.folder.write(tokens, [*states[:-1], last])
 
-    def _compute(self, batch: Batch) -> None:
+    def _compute(self, batch: TrainingBatch) -> None:
         """Writes the documents that the folder lacks, with all documents of their packs. All processes call this together."""
         assert self.folder is not None
         lacking = {each.row for each in cut_documents(batch) if self._read(each.tokens) is None}
@@ -193,12 +195,12 @@ Features = Online | Kept
 
 
 def read_each(
-    features: Features, batches: Iterable[Batch], device: torch.device
-) -> Iterator[tuple[Batch, TargetOutput]]:
+    features: Features, batches: Iterable[TrainingBatch], device: torch.device
+) -> Iterator[tuple[TrainingBatch, TargetOutput]]:
     """Batches on the device, in turn, with their outputs, of which those of the next ones are under way."""
-    coming: deque[tuple[Batch, Begun | None]] = deque()
+    coming: deque[tuple[TrainingBatch, Begun | None]] = deque()
 
-    def next_one() -> tuple[Batch, TargetOutput]:
+    def next_one() -> tuple[TrainingBatch, TargetOutput]:
         host, begun = coming.popleft()
         batch = host.to(device)
         return batch, features(batch, begun(device) if begun else None)

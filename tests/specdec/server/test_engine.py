@@ -16,7 +16,7 @@ from specdec.core.sampling import Sampling
 from specdec.decoding.batch import Batch
 from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
-from specdec.server.engine import End, Engine, Job, Lane, Round
+from specdec.server.engine import End, Engine, Job, Lane, ServedRound
 from tests.support import Scripted, chain_of, greedy, make_drafter, oracle, random_tokens
 
 STOP, GREEDY = {2}, Sampling()
@@ -29,7 +29,7 @@ class Client:
         self.events: queue.Queue = queue.Queue()
         more.setdefault("deliver", self.events.put)
         self.job = Job(prompt, num, sampling, Ends(frozenset() if endless else frozenset(STOP)), **more)
-        self.rounds: list[Round] = []
+        self.rounds: list[ServedRound] = []
 
     def ask(self, engine: Engine) -> "Client":
         assert engine.submit(self.job)

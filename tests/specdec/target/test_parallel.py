@@ -20,7 +20,7 @@ from specdec.target.model import Target
 from tests import families
 from tests.support import greedy, make_drafter, save_word_model
 from tests.together import together
-from train.data.rows import Batch
+from train.data.rows import TrainingBatch
 from train.features.outputs import Online
 from train.objective import Objective
 
@@ -110,7 +110,7 @@ def loss(target: Target, drafter) -> list[float]:
     """The loss of a batch and the norm of its gradient."""
     torch.manual_seed(0)
     tokens = torch.randint(57, (2, 24))
-    batch = Batch(tokens, torch.rand(2, 24) < 0.6, torch.zeros_like(tokens), torch.arange(24).expand(2, -1))
+    batch = TrainingBatch(tokens, torch.rand(2, 24) < 0.6, torch.zeros_like(tokens), torch.arange(24).expand(2, -1))
     batch.loss_mask[:, :2] = False
     settings = {"decay": 0.8, "weighting": "decay", "temperature": 1.0, "eta": 3.0, "noise": 0.0}
     objective = Objective(drafter, losses={"kl": 1.0}, depth=drafter.depth or 3, anchors=None, chunk=None, **settings)

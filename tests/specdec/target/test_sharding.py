@@ -15,7 +15,7 @@ from specdec.target.model import Target
 from tests import families
 from tests.support import save_word_model
 from tests.together import together
-from train.data.rows import Batch
+from train.data.rows import TrainingBatch
 from train.features.feature_files import FeatureFolder
 from train.features.outputs import Kept, Online
 
@@ -61,7 +61,7 @@ def compare(folder: str) -> dict:
     }
 
 
-def batch() -> Batch:
+def batch() -> TrainingBatch:
     """Packs of other documents in each process."""
     lengths = LENGTHS[dist.get_rank()]
     torch.manual_seed(dist.get_rank())
@@ -73,7 +73,7 @@ def batch() -> Batch:
             documents[row, start : start + count] = number
             positions[row, start : start + count] = torch.arange(count)
             start += count
-    return Batch(torch.randint(57, (2, 32)), documents >= 0, documents, positions)
+    return TrainingBatch(torch.randint(57, (2, 32)), documents >= 0, documents, positions)
 
 
 def difference(first, second) -> float:
