@@ -17,6 +17,7 @@ from tests import device
 from tests.compiler import missing
 from tests.hub import Hub
 from tests.support import HEADS, QUICK, VARIANTS, make_drafter, make_target, name_of
+from train import progress
 
 NUM_THREADS = os.environ.get("TEST_THREADS", "1")
 torch.set_num_threads(int(NUM_THREADS))
@@ -49,8 +50,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def default_progress(monkeypatch):
-    """What a command of an earlier test chose (`progress=`) is not passed on to the processes of this one."""
+    """What a command of an earlier test chose (`progress=`) holds neither here nor in the processes of this test."""
     monkeypatch.delenv("SPECDEC_PROGRESS", raising=False)
+    monkeypatch.setattr(progress, "_mode", "plain")
 
 
 @pytest.fixture(autouse=True)

@@ -161,7 +161,7 @@ def test_the_command_passes_a_signal_to_training_and_goes_on(made, tmp_path):
         "out": tmp_path / "adapted",
         "old": made / "old.jsonl",
     }
-    given |= dict(each.split("=", 1) for each in (*TINY, "epochs=40", "tolerance=0.9", "progress=plain"))
+    given |= dict(each.split("=", 1) for each in (*TINY, "epochs=150", "tolerance=0.9", "progress=plain"))
     given |= {"training.data.heldout": made / "prompts.jsonl", "training.train.log_every": 1}
 
     def started() -> subprocess.Popen:

