@@ -29,7 +29,8 @@ from specdec.target.model import Target
 from specdec.target.verifier import Verifier
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32)  # nodes of the measured passes of one row, with the root
-FEW_SIZES = (1, 2, 4, 6, 8, 12, 16, 24)  # the same for several rows, and where every size is compiled
+BATCH_SIZES = (1, 2, 4, 8, 16, 32)  # the same for several rows
+FEW_SIZES = (1, 2, 4, 6, 8, 12, 16, 24)  # where every size is compiled
 ROWS = (1, 8, 32, 64)  # measured numbers of rows; others are interpolated
 CONTEXT, LONG_CONTEXT = 128, 700  # tokens in the cache during the measurement, and for the cost of longer contexts
 SECONDS = 1.5  # time budget of one measurement; each size is measured at least twice
@@ -182,7 +183,7 @@ class MeasuredCosts(Costs):
                 self._measure(each)
 
     def _measure(self, rows: int) -> None:
-        some = FEW_SIZES if self.by_shape or rows > 1 else SIZES
+        some = FEW_SIZES if self.by_shape else BATCH_SIZES if rows > 1 else SIZES
         timer = self.timer(rows)
         title = f"costs of {rows} rows"
         measured = timer.measure(self.progress([num for num in some if 2 * num < self.limit], title))

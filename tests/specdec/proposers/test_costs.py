@@ -272,11 +272,11 @@ def test_the_first_start_makes_few_passes(small_target, tmp_path, monkeypatch):
     proposer = measured(small_target)
     Decoder(small_target, proposer, sampling=Sampling(), stop=set())
     proposer.costs.prepare(8)
-    sizes = [(1, num) for num in costs_module.SIZES] + [(8, num) for num in costs_module.FEW_SIZES]
+    sizes = [(1, num) for num in costs_module.SIZES] + [(8, num) for num in costs_module.BATCH_SIZES]
     assert sorted(passes) == sorted(2 * sizes)
     for rows in (1, 2, 5, 8):  # what was not measured is between
         curve = proposer.costs.curve(rows)
-        known = [num for num in costs_module.SIZES if num <= (32 if rows == 1 else 24)]
+        known = costs_module.SIZES
         assert curve == pytest.approx({num: 0.02 + 0.002 * rows * num for num in known})
         proposer.costs.prepare(rows)
     assert len(passes) == 2 * len(sizes)
