@@ -2,9 +2,9 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,23 +48,6 @@ class RoundClock:
         """Between two places, after the first `read` behind them."""
         spent = start.when.elapsed_time(end.when) / 1e3 if self.queued else end.when - start.when
         return max(0.0, spent - (end.apart - start.apart))
-
-
-# Fair timing: what is compared takes turns, so that whatever disturbs the machine disturbs all alike.
-
-Key = TypeVar("Key")
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
-def interleave(functions: Mapping[Key, Callable[[Item], Result]], item: Item, number: int) -> dict[Key, Result]:
-    """Calls every function with `item`, one after the other; `number` counts the items, and the order rotates with it.
-
-    -> the results, by the keys of `functions`
-    """
-    keys = list(functions)
-    first = number % len(keys)
-    return {key: functions[key](item) for key in keys[first:] + keys[:first]}
 
 
 def fastest_batch(

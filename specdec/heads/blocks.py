@@ -63,7 +63,7 @@ def block_config(target: Target, *, intermediate_size: int | None, block: dict |
 
 
 def llama_config(target: Target, *, intermediate_size: int | None) -> LlamaConfig:
-    """A Llama of the target's width, with its heads and rotary embedding as far as a Llama has such (sizes.py)."""
+    """A Llama of the target's width, with its heads and rotary embedding as far as a Llama has such."""
     fields = fields_of(target.config)
     queries, keys, head_dim = attention_heads(fields, target.width)
     return LlamaConfig(

@@ -76,7 +76,7 @@ class Layer(nn.Module):
 class BlockDrafter(Drafter):
     """num_drafts drafts from one pass of num_layers layers; the target's embedding and LM head are borrowed.
 
-    target_layers: hidden states to fuse; null: five, evenly from 2 to L - 2 (layers.py)
+    target_layers: hidden states to fuse; null: five, evenly from 2 to L - 2 (blocks.py)
     anchor_predicts: DSpark's alignment, see above; else DFlash's
     fuse: input fusion, in addition to the keys and values: a linear map of the anchor's embedding and the newest feature
         is added to every input. It is not in the papers and no engine has it, but it gives short runs a closed-form start

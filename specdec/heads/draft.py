@@ -33,7 +33,7 @@ class Draft(Drafter):
     num_layers: null: as many as copy_layers names, or 2
     width: null: the target's width and architecture, or a Llama of its width if the target is not built like one (windows,
         recurrent layers, experts, scaled or capped logits: see `copyable`); a number: a new Llama with attention heads
-        as wide as those of any other head (sizes.py)
+        as wide as those of any other head (blocks.py)
     intermediate_size: null: the target's, in proportion to the width
     copy_layers: for each layer the target's layer (0 .. L-1, or -L .. -1) that it starts from; []: random weights; null:
         layers at equal distances from the first to the last if the shapes are the target's, and none if they are not

@@ -113,7 +113,7 @@ class Eagle3(_Eagle):
 
     own_output: whether it trains an LM head of its own, which starts as a copy of the target's, as in the paper; if not, it uses
         the target's, frozen, and its file holds none
-    target_layers: hidden states to fuse; None: (2, L // 2, L - 3), as in published heads; for shallow targets see layers.py
+    target_layers: hidden states to fuse; None: (2, L // 2, L - 3), as in published heads; for shallow targets see blocks.py
     num_layers: the block and the layers behind it; published heads have one layer
     norm_features, norm_output: the norms of EAGLE 3.1 (2605.09992): each fused state is normed, and the state that is
         fed back is the normed one. Off by default, because every serving engine loads the plain form

@@ -319,13 +319,3 @@ def tau_difference(
 
     pairs = list(zip(results, others, strict=True))
     return statistic(pairs), interval(pairs, statistic, seed)
-
-
-def rate_ratio_interval(results: list[PromptResult], others: list[PromptResult]) -> list[float]:
-    """95 % interval over prompts of the drafted tokens/s of `results` over that of `others`, the same prompts in order."""
-
-    def statistic(pairs: list[tuple[PromptResult, PromptResult]]) -> float:
-        numerator, denominator = (rate([pair[side] for pair in pairs], "drafted") for side in (0, 1))
-        return numerator / denominator if denominator else float("nan")
-
-    return interval(list(zip(results, others, strict=True)), statistic, 0)

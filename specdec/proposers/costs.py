@@ -130,10 +130,6 @@ class Costs:
         correction = self.corrections[min(self.corrections, key=lambda known: abs(known - rows))]
         return {num: seconds * correction.factor(num) for num, seconds in curve.items() if num in correction.places}
 
-    def plain_seconds(self, rows: int, entries: int | None = None) -> float:
-        """Of the cheapest pass that holds the root."""
-        return min(self.curve(rows, entries).values())
-
     def observe(self, rows: int, num: int, seconds: float, entries: int | None = None) -> None:
         """Takes in the seconds of a pass. A size that looked too cheap is chosen until it is corrected."""
         measured = self._measured(rows, entries)

@@ -127,7 +127,7 @@ class Recorder:
                 LOG.warning("%s ended with a damaged line, which was cut off (%d bytes).", self.path, cut)
         except filelock.Timeout:
             raise ValueError(f"Another recorder writes in {folder}: choose another folder.") from None
-        except (OSError, NotImplementedError) as error:
+        except (OSError, NotImplementedError) as error:  # the second: filelock, where a file system has no locks
             raise ValueError(f"Nothing can be recorded in {folder} ({error}): choose another folder.") from error
         self._thread = ThreadPoolExecutor(1, "recorder")  # a program that ends waits for what is left
         self._waiting, self._guard = 0, threading.Lock()

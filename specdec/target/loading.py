@@ -59,7 +59,7 @@ def load_model(
     name: a folder, or a name on the Hugging Face Hub; dtype: one of DTYPES, for what is not quantised, or auto (precision.py)
     trust_remote_code: whether code that the folder brings may run; it has all rights of the user
     device: a device; or "auto": the layers in equal shares over all accelerators, everything else on the first
-    tp: processes that hold the model together (target_parallel.py); all of them call this, and each loads its part
+    tp: processes that hold the model together (target/parallel.py); all of them call this, and each loads its part
     -> the model, how its checkpoint is quantised (None: not), and these processes. Raises ValueError with what to do.
     """
     check_dtype(dtype)
@@ -177,7 +177,7 @@ def load_tokenizer(
 ) -> transformers.PreTrainedTokenizerBase:
     """name: a folder, or a name on the Hugging Face Hub. Raises ValueError with what to do.
 
-    Warns of ids that the model has no embedding for (token_ids.py). It puts in front of plain text what the model expects there
+    Warns of ids that the model has no embedding for (core/token_text.py). It puts in front of plain text what the model expects there
     (plain_text.expect_opening).
     """
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}

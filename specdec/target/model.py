@@ -3,8 +3,7 @@
 A target without its layers has the embedding, the final norm and the LM head. That is all that heads and their losses
 need beside features that another process computes (an engine, or files). It has no `read`.
 
-Only this file and those beside it (target_structure.py, target_loading.py, target_ends.py, target_fingerprint.py,
-target/adapter.py, target/compiled.py, core/cache.py) use the inside of a transformers model.
+Only the files of this folder and core/cache.py use the inside of a transformers model.
 """
 
 import copy
@@ -105,9 +104,9 @@ class Target:
         trust_remote_code: bool = False,
         tp: int = 1,
     ) -> "Target":
-        """name: a folder, or a name on the Hugging Face Hub; device: a device, or "auto" (target_loading.py)
+        """name: a folder, or a name on the Hugging Face Hub; device: a device, or "auto" (target/loading.py)
         dtype: of what is not quantised, one of target_loading.DTYPES; "auto": what the device computes in (precision.py)
-        tp: processes that hold the target together (target_parallel.py)
+        tp: processes that hold the target together (target/parallel.py)
 
         Raises ValueError with what to do.
         """
@@ -155,7 +154,7 @@ class Target:
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> "Target":
-        """A target of whose layers each launched process keeps a part (target_sharding.py). All processes call this.
+        """A target of whose layers each launched process keeps a part (target/loading.py). All processes call this.
 
         Arguments as of `load`, but one device.
         """
@@ -250,7 +249,7 @@ class Target:
 
     @property
     def layer_types(self) -> list[str]:
-        """The kind of every layer, as layer_kinds.py names them."""
+        """The kind of every layer, as target/structure.py names them."""
         if self.kinds.names is None:
             return [self.kinds.one] * self.num_layers
         return list(self.config.layer_types)[: self.num_layers]

@@ -35,7 +35,7 @@ class Share:
 
     size: int = 1
     mesh: DeviceMesh | None = None  # of these processes; None: one process holds the whole target
-    same: bool = True  # whether they read the same data; else each reads its own (target_sharding.py)
+    same: bool = True  # whether they read the same data; else each reads its own (target/loading.py)
 
     @property
     def first(self) -> bool:

@@ -1,4 +1,4 @@
-"""Which slots every step of a training unroll runs on, what they read, and which goals they guess (slot rule: drafter.py).
+"""Which slots every step of a training unroll runs on, what they read, and which goals they guess (slot rule: heads/base.py).
 
 All of it follows from the masks of a batch. It is computed on the CPU, so the sizes of all tensors are known before the
 device has done anything.
@@ -204,7 +204,7 @@ def _choose(wanted: Tensor, limit: int | None) -> tuple[Tensor, Tensor]:
     return order, torch.where(wanted, place, -1)
 
 
-# The training unroll: a drafter's steps over every slot of a text, for training and replay (unroll_plan.py).
+# The training unroll: a drafter's steps over every slot of a text, for training and replay.
 
 
 @dataclass(frozen=True)

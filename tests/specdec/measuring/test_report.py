@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from specdec.core.clock import interleave
 from specdec.core.generation import Generation
 from specdec.decoding.drafting import Drafting
 from specdec.measuring.measure import Prompt, PromptResult
@@ -63,14 +62,6 @@ def test_shipped_reports_can_be_read(path: Path):
 def test_another_document_is_refused():
     with pytest.raises(ValueError, match=r"^some\.json is not a report of drafting"):
         Report.from_json({"tau": 1.0}, source="some.json")
-
-
-def test_every_function_runs_first_in_turn():
-    calls = []
-    functions = {name: lambda item, name=name: calls.append(name) or (name, item) for name in "abc"}
-    for number in range(4):
-        assert interleave(functions, 7, number) == {name: (name, 7) for name in "abc"}
-    assert "".join(calls) == "abc" + "bca" + "cab" + "abc"
 
 
 def test_conf_decode_holds_the_defaults_of_drafting():

@@ -1,14 +1,9 @@
 """The chain that pays for an export, and the interval of a ratio of rates."""
 
-import math
 from dataclasses import replace
 
-import pytest
-
-from specdec.core.generation import Generation
 from specdec.measuring import speed
-from specdec.measuring.measure import Prompt, PromptResult
-from specdec.measuring.report import Report, rate_ratio_interval
+from specdec.measuring.report import Report
 
 
 def stages(draft: float, verify: float, rest: float = 0.0) -> dict[str, float]:
@@ -40,13 +35,3 @@ def test_reports_keep_the_numbers_of_experts_and_older_ones_load():
     assert "experts" not in report.to_json() and Report.from_json(report.to_json()) == report
     mixture = replace(report, experts=[8, 2])
     assert Report.from_json(mixture.to_json()) == mixture
-
-
-def test_the_interval_of_a_rate_ratio_is_paired_by_prompt():
-    prompt = Prompt("", "", [0])
-    rows = [
-        PromptResult(prompt, Generation([[0]], [[]]), Generation([[0] * 9], [[1] * 4], seconds=s), math.nan, [], None)
-        for s in (1, 5)
-    ]
-    slower = [replace(row, drafted=replace(row.drafted, seconds=2 * row.drafted.seconds)) for row in rows]
-    assert rate_ratio_interval(slower, rows) == pytest.approx([0.5, 0.5])
