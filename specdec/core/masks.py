@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec.core import devices
+from specdec.core.varlen import Segments
 
 
 def causal_mask(num: int, device) -> Tensor:
@@ -147,3 +148,33 @@ class Together:
     def read(self, tokens: Tensor, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """function(tokens, positions [B, T], mask) -> [B, T, E]"""
         return function(tokens, self.positions, document_mask(self.index))
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The documents of packs, read in one call, one after the other (core/varlen.py). Padding is read too, as one more text.
+
+    positions [1, B * T]: of each token in its document; shape: (B, T)
+    """
+
+    segments: Segments
+    positions: Tensor
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, index: Tensor) -> "Packed":
+        """index [B, T], on the CPU: as of `Documents`"""
+        num_rows, length = index.shape
+        flat = (index + torch.arange(num_rows)[:, None] * (int(index.max()) + 2)).flatten()  # no two rows share a number
+        _, counts = torch.unique_consecutive(flat, return_counts=True)
+        starts = counts.cumsum(0) - counts
+        positions = torch.arange(num_rows * length) - starts.repeat_interleave(counts)
+        return cls(Segments.of(counts.tolist(), longest=length), positions[None], (num_rows, length))
+
+    def to(self, device: torch.device) -> "Packed":
+        moved = devices.move([self.segments.query_starts.long(), self.positions], device)
+        return Packed(self.segments.on(moved[0], moved[0]), moved[1], self.shape)
+
+    def read(self, tokens: Tensor, function: Callable[[Tensor, Tensor, Segments], Tensor]) -> Tensor:
+        """function(tokens [1, B * T], positions [1, B * T], segments) -> [1, B * T, E]. tokens [B, T] -> [B, T, E]"""
+        return function(tokens.reshape(1, -1), self.positions, self.segments).unflatten(1, self.shape)[0]

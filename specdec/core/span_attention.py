@@ -2,7 +2,8 @@
 
 Scores over common keys exist for one chunk of slots at a time. The forward pass keeps the log of each query's sum of
 exponents over all of its keys, and the backward pass computes the chunk's weights again from it (Dao, 2205.14135, section
-3.1). Weights over both kinds of keys come from one softmax: the two parts are joined by their sums of exponents.
+3.1). Weights over both kinds of keys come from one softmax: the two parts are joined by their sums of exponents. Where the
+device has a kernel for texts side by side (varlen.py), common keys need no chunks: each document is a text.
 """
 
 from collections.abc import Iterator
@@ -11,12 +12,42 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from specdec.core import fast
+from specdec.core.varlen import Segments, attend_segments, attend_segments_backward
+
 CHUNK = 2**21  # entries of a chunk's mask on a CPU, whose kernel works through its scores in blocks
 SLOTS = 256  # of a chunk on a CPU: with more, slots of one document are computed against keys of others
 SCORES = 2**26  # scores of a chunk on other devices
 WIDE = ("cuda",) if torch.version.cuda else ()  # kinds of devices whose products of 16-bit matrices may be 32-bit ones
+MOST_QUERIES = 6  # queries that the kernel for texts computes for each slot at most: where slots are scattered, chunks are faster
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The documents of a span's slots as texts, for the kernel.
+
+    slots, places [n]: which slots, of all rows, stand at which of the kernel's queries; None: all of them in order. Queries
+    between them are computed in vain. keys [C]: which common keys, of all rows, are the kernel's; None: all in order
+    num_queries: of the kernel; left: how many keys before its last one a query sees too; None: all
+    """
+
+    segments: Segments
+    slots: Tensor | None
+    places: Tensor | None
+    keys: Tensor | None
+    num_queries: int
+    left: int | None = None
+
+    def tensors(self) -> list[Tensor]:
+        chosen = [each for each in (self.slots, self.places, self.keys) if each is not None]
+        return [self.segments.query_starts.long(), self.segments.key_starts.long(), *chosen]
+
+    def with_tensors(self, query_starts: Tensor, key_starts: Tensor, *chosen: Tensor) -> "Texts":
+        moved = iter(chosen)
+        parts = [None if each is None else next(moved) for each in (self.slots, self.places, self.keys)]
+        return Texts(self.segments.on(query_starts, key_starts), *parts, self.num_queries, self.left)
 
 
 @dataclass(frozen=True)
@@ -25,20 +56,27 @@ class Span:
 
     apart: the slot's own key is not among them, although it sees that one too
     host: first and last on the CPU, so that nobody has to wait for a device to know them; None: they are there
+    texts: the same spans for the kernel, if they are those of documents; None: slots are scattered, or nobody told
     """
 
     first: Tensor
     last: Tensor
     apart: bool = False
     host: tuple[Tensor, Tensor] | None = None
+    texts: Texts | None = None
 
-    def of(self, order: Tensor) -> "Span":
-        """The spans of chosen slots. order [B, S']"""
-        return Span(self.first.gather(1, order), self.last.gather(1, order), self.apart)
+    def of(self, order: Tensor, documents: Tensor | None = None) -> "Span":
+        """The spans of chosen slots. order [B, S'], increasing; documents [B, S]: as of `spans`, to know the texts"""
+        chosen = Span(self.first.gather(1, order), self.last.gather(1, order), self.apart)
+        return chosen if documents is None else replace(chosen, texts=_find_texts(documents, order, 0))
 
-    def on(self, first: Tensor, last: Tensor) -> "Span":
-        """The same spans, of which a device has copies."""
-        return Span(first, last, self.apart, (self.first, self.last))
+    def tensors(self) -> list[Tensor]:
+        return [self.first, self.last, *([] if self.texts is None else self.texts.tensors())]
+
+    def on(self, first: Tensor, last: Tensor, *texts: Tensor) -> "Span":
+        """The same spans, of which a device has copies. Arguments as `tensors` gives them"""
+        moved = None if self.texts is None else self.texts.with_tensors(*texts)
+        return Span(first, last, self.apart, (self.first, self.last), moved)
 
     def mask(self, num_keys: int) -> Tensor:
         """[B, 1, S, keys] bool: True for the keys of the span, and the slot's own key if it is apart (of all slots in order)."""
@@ -61,7 +99,41 @@ def spans(documents: Tensor, *, lag: int = 0) -> Span:
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     first = torch.where(begins | (documents < 0), number, 0).cummax(1).values
-    return Span(first, number - lag, apart=lag > 0)
+    return Span(first, number - lag, lag > 0, texts=_find_texts(documents, None if lag == 0 else number, lag))
+
+
+def _find_texts(documents: Tensor, order: Tensor | None, lag: int) -> Texts | None:
+    """The texts of slots `order` [B, S], increasing; None: all slots, of a span without a lag. None if slots are scattered.
+
+    A text's queries are all slots from its first chosen one to its last one, its keys those from the document's begin to `lag`
+    before the last slot. Padding sees whatever the kernel gives it, as nobody reads that.
+    """
+    if documents.device.type != "cpu":
+        return None
+    num_rows, length = documents.shape
+    flat = (documents + torch.arange(num_rows)[:, None] * (int(documents.max()) + 2)).flatten()
+    numbers, counts = torch.unique_consecutive(flat, return_counts=True)
+    if order is None:
+        return Texts(Segments.of(counts.tolist(), longest=length), None, None, None, len(flat))
+    stops = counts.cumsum(0)
+    real = documents.flatten()[stops - 1] >= 0
+    column = (order + torch.arange(num_rows)[:, None] * length).flatten()  # [B * S], increasing
+    begins, ends = (stops - counts)[real], stops[real]
+    low = torch.searchsorted(column, begins + lag)  # the first and the last chosen slot that sees a key of its document
+    high = torch.searchsorted(column, ends)
+    some = high > low
+    begins, low, high = begins[some], low[some], high[some]
+    if not len(low):
+        return None
+    start, stop = column[low], column[high - 1] + 1
+    queries, keys = stop - start, stop - lag - begins
+    if int(queries.sum()) > MOST_QUERIES * len(column):
+        return None
+    slots = torch.cat([torch.arange(a, b) for a, b in zip(low.tolist(), high.tolist())])
+    offset = (queries.cumsum(0) - queries - start).repeat_interleave(high - low)
+    chosen = torch.cat([torch.arange(a, a + n) for a, n in zip(begins.tolist(), keys.tolist())])
+    segments = Segments.of(queries.tolist(), keys.tolist(), longest=length)
+    return Texts(segments, slots, column[slots] + offset, chosen, int(queries.sum()))
 
 
 def within(seen: Seen, window: int | None, *, depth: int, positions: Tensor, first: int) -> Seen:
@@ -80,7 +152,8 @@ def within(seen: Seen, window: int | None, *, depth: int, positions: Tensor, fir
         return torch.maximum(first, last + depth - window)
 
     host = seen.host and (narrow(*seen.host), seen.host[1])
-    return replace(seen, first=narrow(seen.first, seen.last), host=host)
+    texts = seen.texts and replace(seen.texts, left=window - depth)
+    return replace(seen, first=narrow(seen.first, seen.last), host=host, texts=texts)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen, *own: Tensor, causal: bool = False) -> Tensor:
@@ -104,11 +177,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, seen, causal, *own):
         own_key, own_value = _join(own, query)
-        out = torch.zeros_like(query)
-        log_sum = out.new_full((*query.shape[:-1], 1), float("-inf"), dtype=_exact(query))
-        for row, slots, keys, mask in _chunks(query, key, seen):
-            parts = query[row][:, :, slots], key[row][:, keys], value[row][:, keys]
-            out[row][:, :, slots], log_sum[row][:, :, slots] = _common(*parts, mask)
+        if use_texts(seen, query):
+            out, log_sum = _of_texts(query, key, value, seen.texts)
+        else:
+            out = torch.zeros_like(query)
+            log_sum = out.new_full((*query.shape[:-1], 1), float("-inf"), dtype=_exact(query))
+            for row, slots, keys, mask in _chunks(query, key, seen):
+                parts = query[row][:, :, slots], key[row][:, keys], value[row][:, keys]
+                out[row][:, :, slots], log_sum[row][:, :, slots] = _common(*parts, mask)
         out, log_sum = _add_own(query, out, log_sum, own_key, own_value, causal)
         ctx.save_for_backward(query, key, value, out, log_sum, *own)
         ctx.seen, ctx.causal = seen, causal
@@ -118,6 +194,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad):
         query, key, value, out, log_sum, *own = ctx.saved_tensors
         grad_query, *grad_own = _own_backward(grad, query, out, log_sum, own, ctx.causal)
+        if use_texts(ctx.seen, query):
+            some, *keys = _of_texts_backward(grad, query, out, log_sum, key, value, ctx.seen.texts)
+            return grad_query + some, *keys, None, None, *grad_own
         grad_key, grad_value = (torch.zeros_like(each, dtype=_exact(each)) for each in (key, value))
         for row, slots, keys, mask in _chunks(query, key, ctx.seen):
             given, q, o, total = (each[row][:, :, slots] for each in (grad, query, out, log_sum))
@@ -126,6 +205,11 @@ class _Attention(torch.autograd.Function):
             grad_key[row][:, keys] += some[1]
             grad_value[row][:, keys] += some[2]
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, *grad_own
+
+
+def use_texts(seen: Span, query: Tensor) -> bool:
+    """Whether common keys are attended to by the kernel for texts side by side."""
+    return seen.texts is not None and fast.on("varlen", query.device, query.dtype)
 
 
 def _exact(values: Tensor) -> torch.dtype:
@@ -217,6 +301,56 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
         wide = torch.bmm(left.flatten(0, -3), right.flatten(0, -3), out_dtype=torch.float32)
         return wide.view(*left.shape[:-1], -1)
     return (left @ right).to(_exact(left))
+
+
+# Common keys of all rows as texts: query, out [B, G, R, S, P, E]; log_sum [B, G, R, S, P, 1]; key, value [B, G, C, E]
+
+
+def _of_texts(query: Tensor, key: Tensor, value: Tensor, texts: Texts) -> tuple[Tensor, Tensor]:
+    """`_common`, of all rows; zero, and minus infinity, for slots that see no key"""
+    out, log_sum = attend_segments(
+        _to_texts(query, texts), _keys_of(key, texts), _keys_of(value, texts), texts.segments, scale=1.0, window=texts.left
+    )
+    log_sum = log_sum.transpose(0, 1)[..., None]  # [Q, H, 1]
+    return _from_texts(out, query, texts, 0.0), _from_texts(log_sum, query, texts, float("-inf"))
+
+
+def _of_texts_backward(grad, query, out, log_sum, key, value, texts: Texts) -> tuple[Tensor, Tensor, Tensor]:
+    """`_common_backward`, of all rows"""
+    given, q, o = (_to_texts(each, texts) for each in (grad, query, out))
+    total = _to_texts(log_sum, texts, 0.0)[..., 0].transpose(0, 1).contiguous()  # [H, Q]
+    k, v = _keys_of(key, texts), _keys_of(value, texts)
+    slopes = attend_segments_backward(given, q, k, v, o, total, texts.segments, scale=1.0, window=texts.left)
+    grads = []
+    for slope, part in zip(slopes[1:], (key, value)):
+        if texts.keys is not None:
+            slope = slope.new_zeros(part.shape[0] * part.shape[2], *slope.shape[1:]).index_copy(0, texts.keys, slope)
+        grads.append(slope.unflatten(0, (part.shape[0], -1)).transpose(1, 2))
+    return _from_texts(slopes[0], query, texts, 0.0), *grads
+
+
+def _to_texts(values: Tensor, texts: Texts, fill: float = 0.0) -> Tensor:
+    """[B, G, R, S, P, .] -> [Q, G * R * P, .]"""
+    flat = values.permute(0, 3, 1, 2, 4, 5).flatten(2, 4).flatten(0, 1)
+    if texts.slots is None:
+        return flat
+    empty = flat.new_full((texts.num_queries, *flat.shape[1:]), fill)
+    return empty.index_copy(0, texts.places, flat.index_select(0, texts.slots))
+
+
+def _from_texts(values: Tensor, query: Tensor, texts: Texts, fill: float) -> Tensor:
+    """[Q, G * R * P, .] -> [B, G, R, S, P, .]"""
+    num_rows, groups, heads, num_slots, num_queries, _ = query.shape
+    if texts.slots is not None:
+        empty = values.new_full((num_rows * num_slots, *values.shape[1:]), fill)
+        values = empty.index_copy(0, texts.slots, values.index_select(0, texts.places))
+    return values.view(num_rows, num_slots, groups, heads, num_queries, -1).permute(0, 2, 3, 1, 4, 5)
+
+
+def _keys_of(values: Tensor, texts: Texts) -> Tensor:
+    """[B, G, C, E] -> [C', G, E]"""
+    flat = values.transpose(1, 2).flatten(0, 1)
+    return flat if texts.keys is None else flat.index_select(0, texts.keys)
 
 
 # Own keys of all rows: query, out [B, G, R, S, P, E]; log_sum [B, G, R, S, P, 1]; own [B, G, S, N, E]

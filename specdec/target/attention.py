@@ -13,6 +13,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from specdec.core.varlen import Segments, attend_segments
+
 NAME = "specdec"
 FEW_ROWS, FEW_TOKENS = 3, 16  # with at most so many rows, or more tokens than this, sdpa is not slower
 MOST_SCORES = 2**26  # scores that matrix products make at a time
@@ -52,13 +54,17 @@ def attention(
     scaling: float | None = None,
     s_aux: Tensor | None = None,
     softcap: float | None = None,
+    segments: Segments | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """query [B, H, S, E], key [B, G, C, E], value [B, G, C, V], mask [B, 1, S, C] bool -> [B, S, H, V]
 
     s_aux [H]: attention sinks, one more score per head whose value is zero (gpt-oss)
     softcap: c in c * tanh(score / c), applied before the mask (Gemma 2)
+    segments: texts that stand one after the other in one row, each of which is read alone; the mask is then of `segment_mask`
     """
+    if segments is not None:
+        return read_segments(query, key, value, attention_mask, segments, scaling, s_aux, softcap), None
     num_rows, _, num_tokens, _ = query.shape
     if s_aux is not None or softcap is not None:
         return products(query, key, value, attention_mask, scaling=scaling, sinks=s_aux, softcap=softcap), None
@@ -71,6 +77,33 @@ def attention(
         )
         return out.transpose(1, 2), None
     return products(query, key, value, attention_mask, scaling=scaling), None
+
+
+def segment_mask(window: int | None, device: torch.device) -> Tensor:
+    """What a layer takes in place of a mask, where it reads segments: no values, but a shape that tells its window."""
+    return torch.empty(1, 1, 1, window or 0, dtype=torch.bool, device=device)
+
+
+def read_segments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    segments: Segments,
+    scaling: float | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """Attention inside each text of one row; shapes as for `attention`, mask of `segment_mask`"""
+    if softcap is not None or mask is None or value.shape[-1] != query.shape[-1]:
+        raise NotImplementedError("the kernel for several texts has no cap of scores, and no values of another width")
+    parts = [each[0].transpose(0, 1) for each in (query, key, value)]  # [T, H or G, E]
+    scale, window = scaling or query.shape[-1] ** -0.5, mask.shape[-1] - 1 if mask.shape[-1] else None
+    out, log_sum = attend_segments(*parts, segments, scale=scale, window=window)
+    if sinks is not None:  # one more score takes a share of every softmax, and gives no value
+        share = torch.sigmoid(log_sum - sinks[:, None].to(log_sum.dtype))  # [H, T]
+        out = out * share.transpose(0, 1)[..., None].to(out.dtype)
+    return out[None]
 
 
 def products(

@@ -7,6 +7,7 @@ Only the files of this folder and core/cache.py use the inside of a transformers
 """
 
 import copy
+import functools
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec.core import masks, precision
+from specdec.core import fast, masks, precision
 from specdec.core.cache import LayerStates, RowCache
 from specdec.core.shards import Shards
+from specdec.core.varlen import Segments
 from specdec.target import attention, loading
 from specdec.target import structure as target_structure
 from specdec.target.loading import DTYPES as DTYPES
@@ -33,6 +35,8 @@ from specdec.target.loading import (
 from specdec.target.loading import load_tokenizer as load_tokenizer
 from specdec.target.parallel import Share, whole
 from specdec.target.structure import LayerMasks, LogitShape, check_supported
+
+SAME = 0.05  # relative difference of states in 16 bits that two ways to compute attention may have
 
 
 @dataclass(frozen=True)
@@ -267,12 +271,14 @@ class Target:
         positions: Tensor | None = None,
         mask: Tensor | None = None,
         cache: RowCache | None = None,
+        segments: Segments | None = None,
         gradient: bool = False,
     ) -> TargetOutput:
         """tokens, positions [B, S]; mask [B, 1, S, keys] bool, True where a query may attend; None: causal.
 
         hidden_states: which ones `features` is made of, as `layer_ids` returns them
         cache: `cache.reserve(S)` must have been called
+        segments: of one row of tokens, in place of a mask: texts that do not see each other (where `reads_segments`)
         gradient: whether to keep the graph, for the training of an adapted target
         """
         if not self.whole:
@@ -288,12 +294,15 @@ class Target:
         hooks = [point.register_forward_pre_hook(keep(k), with_kwargs=True) for k, point in points]
         if isinstance(cache, RowCache) and cache.states is not None:
             hooks += [self._watch_mixer(place, mixer, cache) for place, mixer in self._mixers.items()]
+        given: dict = {"attention_mask": self.layer_masks(mask, positions, cache)}
+        if segments is not None:
+            given = {"attention_mask": self.kinds.segment_masks(self.device), "segments": segments}
         try:
             with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
                 output = self.decoder(
                     input_ids=tokens,
                     position_ids=positions,
-                    attention_mask=self.layer_masks(mask, positions, cache),
+                    **given,
                     past_key_values=cache,
                     use_cache=False,  # a cache that is given is used all the same; only a new one would not be made
                 )
@@ -303,6 +312,23 @@ class Target:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    @functools.cached_property
+    def reads_segments(self) -> bool:
+        """Whether it reads packed texts in one call, as it reads them alone: on devices with the kernel, tried with two texts."""
+        if not self.whole or self.recurrent or self.spread or self.kinds.chunk or not fast.on("varlen", self.device, self.dtype):
+            return False
+        packed = masks.Packed.of(torch.tensor([[0] * 3 + [1] * (target_structure.NUM_TOKENS - 3)])).to(self.device)
+        tokens = self._sample_text()
+        try:
+            final = packed.read(tokens, lambda *read: self.read(read[0], (), positions=read[1], segments=read[2]).final)
+            alone = torch.cat([self.read(part, ()).final for part in tokens.split([3, tokens.shape[1] - 3], dim=1)], dim=1)
+            error = float((final - alone).float().norm() / alone.float().norm())
+        except (TypeError, NotImplementedError, RuntimeError) as reason:
+            return fast.leave_out("varlen", f"{self.name} cannot read several texts in one call ({str(reason).splitlines()[0]})")
+        if error > (SAME if torch.finfo(self.dtype).bits < 32 or self.quantisation else 1e-3):
+            return fast.leave_out("varlen", f"{self.name} reads several texts in one call differently, by {error:.1%}")
+        return True
 
     def layer_masks(self, mask: Tensor | None, positions: Tensor | None, cache: RowCache | None) -> LayerMasks:
         """The masks that the decoder takes: `mask` itself, or one for each kind of layer. Arguments as of `read`"""

@@ -17,6 +17,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin as StateLaye
 from transformers.masking_utils import create_masks_for_generate
 
 from specdec.core.cache import EntryShape
+from specdec.target.attention import segment_mask
 
 MOST_NODES = 256  # of a tree of drafts, for targets that count slots of the cache
 NUM_TOKENS = 12  # of the text that a model is tried on
@@ -276,6 +277,12 @@ class LayerKinds:
         if self.names is None:
             return self._mask(self.one, mask, queries, keys)
         return {name: self._mask(name, mask, queries, keys) for name in self.names}
+
+    def segment_masks(self, device: torch.device) -> LayerMasks:
+        """What stands for the mask of each kind of layer, where the model reads segments (target/attention.py)."""
+        if self.names is None:
+            return segment_mask(self.window if self.one == SLIDING else None, device)
+        return {name: segment_mask(self.window if name == SLIDING else None, device) for name in self.names}
 
     def _mask(self, name: str, mask: Tensor, queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
         if name not in (SLIDING, CHUNKED):

@@ -45,7 +45,7 @@ class UnrollStep:
     share: float  # of the slots with a goal, the share that runs; below 1 if they were sampled
 
     def tensors(self) -> list[Tensor]:
-        spans = [] if self.seen is None else [self.seen.first, self.seen.last]
+        spans = [] if self.seen is None else self.seen.tensors()
         return [
             self.reads,
             self.positions,
@@ -58,8 +58,8 @@ class UnrollStep:
     def with_tensors(
         self, reads: Tensor, positions: Tensor, goals: Tensor, places: Tensor, *more: Tensor
     ) -> "UnrollStep":
-        seen = None if self.seen is None else self.seen.on(*more[:2])
         kept = None if self.kept is None else more[-1]
+        seen = None if self.seen is None else self.seen.on(*(more if kept is None else more[:-1]))
         return replace(self, kept=kept, reads=reads, positions=positions, seen=seen, goals=goals, places=places)
 
 
@@ -163,7 +163,7 @@ def plan_unroll(
             order, place = _choose(wanted & (before >= 0), limit)
             share = int((place >= 0).sum()) / max(1, int(wanted.sum()))
             kept = before.gather(1, order).clamp(min=0)
-            seen = everywhere and everywhere.of(order)
+            seen = everywhere and everywhere.of(order, index)
         column = (at - offset[d - 1] - first).clamp(min=0)
         found = place[rows, column]  # [G]
         known = (exists[d - 1] & (found >= 0)).nonzero()[:, 0]

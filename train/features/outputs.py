@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from specdec.core import devices
-from specdec.core.masks import Documents
+from specdec.core.masks import Documents, Packed
+from specdec.core.varlen import Segments
 from specdec.target.model import Target, TargetOutput
 from train.data.rows import TrainingBatch
 from train.features.engine_features import EngineTarget, apply_final_norm
@@ -32,14 +33,19 @@ def read_outputs(
 
     gradient: whether to keep the graph, for the training of an adapted target
     """
-    documents = Documents.of(batch.on_host.documents).to(target.device)
-    keep_up(target, len(documents.groups))
 
-    def states(tokens: Tensor, positions: Tensor) -> Tensor:
-        output = target.read(tokens, layers, positions=positions, gradient=gradient)
+    def states(tokens: Tensor, positions: Tensor, segments: Segments | None = None) -> Tensor:
+        output = target.read(tokens, layers, positions=positions, segments=segments, gradient=gradient)
         return torch.cat([output.features, output.final], dim=-1)
 
-    both = documents.read(batch.tokens.to(target.device), states)
+    index = batch.on_host.documents
+    documents: Documents | Packed
+    if target.reads_segments:
+        documents = Packed.of(index)
+    else:
+        documents = Documents.of(index)
+        keep_up(target, len(documents.groups))
+    both = documents.to(target.device).read(batch.tokens.to(target.device), states)
     return TargetOutput(*both.split([both.shape[-1] - target.width, target.width], dim=-1))
 
 

@@ -1,0 +1,185 @@
+"""Fast paths: which of them a device may use, which the user has turned off, and the proof that they agree with the reference.
+
+A fast path is used where the table below allows it and where a small case agreed with the reference on this device. The case
+runs once on each kind of device, in a process of its own, because a fault of a GPU would end this one. What differs or fails is
+left out with one sentence, and the reference goes on. No fast path is used on a CPU, where the reference is as fast.
+"""
+
+import contextlib
+import hashlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import filelock
+import torch
+
+import specdec
+from specdec.core.files import write_text
+from specdec.core.untrusted import read_json
+
+# Each path, and the function that compares it with the reference on a device and raises an error where they differ
+PATHS = {
+    "varlen": "specdec.core.varlen:check",  # packed texts in one call
+    "loss": "train.fused:check",  # LM head and loss without logits of all goals
+    "blocks": "specdec.core.compile:check_blocks",  # torch.compile of decoder blocks in training
+    "graphs": "specdec.core.compile:check_graphs",  # passes and steps of decoding as CUDA graphs
+}
+SECONDS = 300  # that the proof of one path may take
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """A row of the table: devices, and the paths that may be used there. lowest: compute capability"""
+
+    name: str
+    paths: tuple[str, ...]
+    lowest: tuple[int, int] = (0, 0)
+
+
+HIP = DeviceKind("AMD GPU (MI300), where the kernel for packed texts has no windows", ("loss", "blocks", "graphs"))
+CUDA = (
+    DeviceKind("NVIDIA GPU since Ampere (A100, L40S, RTX 4090, H100, H200, B200)", tuple(PATHS), lowest=(8, 0)),
+    DeviceKind("NVIDIA GPU before Ampere (T4, V100), without the kernel for packed texts", ("loss", "graphs")),
+)
+OTHER = DeviceKind("CPU, Apple GPU and others", ())
+
+_off: dict[str, str] = {}  # paths that are turned off, and why
+_forced: set[str] = set()
+_proved: dict[torch.device, dict[str, str]] = {}  # by device: why a path failed; an empty text: it is proved
+_used: set[str] = set()
+
+
+def kind_of(device: torch.device) -> DeviceKind:
+    """The row of the table for a device."""
+    if device.type != "cuda":
+        return OTHER
+    if torch.version.hip:
+        return HIP
+    return next(kind for kind in CUDA if torch.cuda.get_device_capability(device) >= kind.lowest)
+
+
+def on(path: str, device: torch.device, dtype: torch.dtype | None = None) -> bool:
+    """Whether to use a fast path. The first question on a kind of device proves its paths, which may take a minute.
+
+    dtype: of what it computes with; the kernel for packed texts has 16 bits only
+    """
+    if path in _off:
+        return False
+    if path not in _forced:
+        if path not in kind_of(device).paths or (path == "varlen" and dtype not in (torch.bfloat16, torch.float16)):
+            return False
+        if _prove(device)[path]:
+            return False
+    _used.add(path)
+    return True
+
+
+def turn_off(names: str) -> None:
+    """names: "off" for all, or a comma list of paths. Raises ValueError for others."""
+    chosen = list(PATHS) if names == "off" else [name for name in names.split(",") if name]
+    if unknown := set(chosen) - set(PATHS):
+        raise ValueError(f"fast={names}: {', '.join(sorted(unknown))} is no fast path; there are {', '.join(PATHS)}, or off.")
+    _off.update(dict.fromkeys(chosen, "turned off by fast="))
+
+
+def leave_out(path: str, reason: str) -> bool:
+    """Says why a path is not used for one thing, a target for example -> False"""
+    warnings.warn(f"The fast path {path} is left out: {reason}. The reference is used.", stacklevel=2)
+    return False
+
+
+def describe() -> dict[str, str]:
+    """For reports: of each path whether it was used, or why it was not."""
+    failed = {path: why for reasons in _proved.values() for path, why in reasons.items() if why}
+    return {path: "used" if path in _used else _off.get(path) or failed.get(path, "not used") for path in PATHS}
+
+
+@contextlib.contextmanager
+def forced(*paths: str) -> Iterator[None]:
+    """Within, these paths are used on every device, with their references where there is no kernel: for tests."""
+    before = set(_forced)
+    _forced.update(paths)
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(before)
+
+
+def _prove(device: torch.device) -> dict[str, str]:
+    """The result for each path: from a file of this machine, or else from a child process, which one process starts."""
+    if device not in _proved:
+        about = {
+            "device": torch.cuda.get_device_name(device),
+            "torch": torch.__version__,
+            "driver": str(torch.version.cuda or torch.version.hip),
+            "specdec": specdec.__version__,
+        }
+        file = _folder() / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(file.with_suffix(".lock")):
+            known = read_json(file) if file.is_file() else {}
+            if not set(PATHS) <= set(known):
+                known = about | _run_checks(device)
+                write_text(file, json.dumps(known, indent=1))
+        _proved[device] = {path: known[path] for path in PATHS}
+        for path, why in _proved[device].items():
+            if why:
+                leave_out(path, f"on {about['device']} {why}")
+    return _proved[device]
+
+
+def _folder() -> Path:
+    given, usual = os.environ.get("SPECDEC_CACHE"), os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    return (Path(given) if given else Path(usual) / "specdec").expanduser() / "fast"
+
+
+def _run_checks(device: torch.device) -> dict[str, str]:
+    """Each path's proof in a child process; where one dies, another goes on with the paths behind."""
+    results: dict[str, str] = {}
+    while left := [path for path in PATHS if path not in results]:
+        command = [sys.executable, "-m", "specdec.core.fast", str(device), *left]
+        try:
+            paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=SECONDS, check=False, env=os.environ | paths
+            )
+            lines, end = done.stdout.splitlines(), f"ended its process with {done.returncode}"
+        except subprocess.TimeoutExpired as late:
+            lines, end = (late.stdout or b"").decode(errors="replace").splitlines(), f"took more than {late.timeout:.0f} s"
+        for line in lines:
+            if line.startswith("{"):
+                results |= json.loads(line)
+        results.setdefault(next((path for path in left if path not in results), left[0]), end)
+    return results
+
+
+def compare(name: str, found: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor], allowed: float) -> None:
+    """Raises ValueError if tensors differ by more than this share of the wanted ones' size."""
+    for result, reference in zip(found, wanted, strict=True):
+        error = float((result.double() - reference.double()).norm() / reference.double().norm().clamp(min=1e-9))
+        if not error <= allowed:
+            raise ValueError(f"differs from the reference by {error:.2%} ({name})")
+
+
+def main(device: str, *paths: str) -> None:
+    """Prints one line for each path: {path: why it failed, or an empty text}"""
+    for path in paths:
+        module, function = PATHS[path].split(":")
+        try:
+            getattr(importlib.import_module(module), function)(torch.device(device))
+            why = ""
+        except Exception as error:  # a proof runs compilers and kernels: any error can occur
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        print(json.dumps({path: why}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,146 @@
+"""Attention over texts that stand one after the other: one call of a kernel for all of them, without masks and padding.
+
+On a GPU it is flash attention (2205.14135), which `torch.nn.attention.varlen` calls too. Its operators are called directly,
+because torch 2.11 and 2.13 both have them, with windows, heads in groups and log-sums. Elsewhere a loop over the texts is the
+reference, in any dtype.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from specdec.core import fast
+
+ROUND_TEXTS = 64  # numbers of texts are multiples of it, filled up with empty ones, so that few shapes occur
+KERNEL_DEVICES = ("cuda", "meta")
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Texts side by side. The last query of a text sees all of its keys, and each query before it one key fewer.
+
+    query_starts, key_starts [N+1] int32: where each text begins, and at the end their numbers of queries Q and of keys C
+    longest: of queries and of keys of a text, or more
+    """
+
+    query_starts: Tensor
+    key_starts: Tensor
+    longest: tuple[int, int]
+
+    @classmethod
+    def of(cls, queries: Sequence[int], keys: Sequence[int] | None = None, *, longest: int | None = None) -> "Segments":
+        """queries, keys: their numbers for each text; longest: a number for all batches, so that shapes stay the same"""
+        keys = queries if keys is None else keys
+        more = [0] * (-len(queries) % ROUND_TEXTS)
+        starts = [torch.tensor([0, *counts, *more]).cumsum(0).int() for counts in (queries, keys)]
+        return cls(*starts, (longest or max(queries, default=0), longest or max(keys, default=0)))
+
+    def on(self, query_starts: Tensor, key_starts: Tensor) -> "Segments":
+        """The same texts, with copies of the starts on a device, of any integer type."""
+        return Segments(query_starts.int(), key_starts.int(), self.longest)
+
+
+def attend_segments(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scale: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Softmax over the keys that each query sees.
+
+    query [Q, H, E]; key [C, G, E], value [C, G, V]: H / G neighbouring heads share each of the G heads of keys
+    window: how many keys before its last one a query sees too; None: all
+    -> out [Q, H, V], and the logarithm of each query's sum of exponents [H, Q], at least float32
+    """
+    if query.device.type in KERNEL_DEVICES:
+        starts = segments.query_starts, segments.key_starts
+        out, log_sum, *_ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *starts, *segments.longest, 0.0, window is None, False, **_kernel_options(scale, window)
+        )
+        return out, log_sum
+    outs, sums = [], []
+    for queries, keys in _texts(segments):
+        scores = _scores(query[queries], key[keys], scale, window)  # [H, q, c]
+        sums.append(scores.logsumexp(-1))
+        weights = (scores - sums[-1][..., None]).exp().to(value.dtype)
+        outs.append((weights @ _repeated(value[keys], query)).transpose(0, 1))
+    if not outs:
+        return query.new_zeros(0, query.shape[1], value.shape[-1]), query.new_zeros(query.shape[1], 0)
+    return torch.cat(outs), torch.cat(sums, dim=-1)
+
+
+def attend_segments_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    segments: Segments,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value. out and log_sum may be those of a softmax that had further keys."""
+    if query.device.type in KERNEL_DEVICES:
+        starts, kind = (segments.query_starts, segments.key_starts), {"device": query.device}
+        unused = torch.zeros(2, dtype=torch.uint64, **kind), torch.empty(0, **kind)  # random numbers of a dropout
+        options = _kernel_options(scale, window)
+        return torch.ops.aten._flash_attention_backward(
+            grad, query, key, value, out, log_sum, *starts, *segments.longest, 0.0, window is None, *unused, **options
+        )
+    grads = torch.zeros_like(query), *(torch.zeros_like(each, dtype=log_sum.dtype) for each in (key, value))
+    for queries, keys in _texts(segments):
+        weights = (_scores(query[queries], key[keys], scale, window) - log_sum[:, queries, None]).exp()  # [H, q, c]
+        given = grad[queries].transpose(0, 1)  # [H, q, V]
+        mean = (given * out[queries].transpose(0, 1)).sum(-1, keepdim=True, dtype=log_sum.dtype)
+        slope = scale * weights * ((given @ _repeated(value[keys], query).transpose(-1, -2)).to(log_sum.dtype) - mean)
+        grads[0][queries] = (slope.to(key.dtype) @ _repeated(key[keys], query)).transpose(0, 1)
+        shared = len(slope) // key.shape[1]  # heads that share one of keys
+        for place, product in ((1, slope.mT @ query[queries].transpose(0, 1).to(slope.dtype)), (2, weights.mT @ given.to(weights.dtype))):
+            grads[place][keys] += product.unflatten(0, (-1, shared)).sum(1).transpose(0, 1)
+    return grads[0], grads[1].to(key.dtype), grads[2].to(value.dtype)
+
+
+def _kernel_options(scale: float, window: int | None) -> dict:
+    left, right = (-1, 0) if window is None else (window, 0)
+    return {"scale": scale, "window_size_left": left, "window_size_right": right}
+
+
+def _texts(segments: Segments) -> list[tuple[slice, slice]]:
+    """The places of each text's queries and keys, without empty texts."""
+    starts = [pairwise(each.tolist()) for each in (segments.query_starts, segments.key_starts)]
+    return [(slice(*queries), slice(*keys)) for queries, keys in zip(*starts) if queries[1] > queries[0]]
+
+
+def _repeated(values: Tensor, query: Tensor) -> Tensor:
+    """[c, G, E] -> [H, c, E]"""
+    return values.transpose(0, 1).repeat_interleave(query.shape[1] // values.shape[1], dim=0)
+
+
+def _scores(query: Tensor, key: Tensor, scale: float, window: int | None) -> Tensor:
+    """query [q, H, E], key [c, G, E] of a text -> [H, q, c], minus infinity where a key is not seen"""
+    scores = query.transpose(0, 1) @ _repeated(key, query).transpose(-1, -2)
+    scores = scale * scores.to(torch.promote_types(scores.dtype, torch.float32))
+    num, behind = query.shape[0], key.shape[0] - query.shape[0]
+    seen = torch.ones(scores.shape[1:], dtype=torch.bool, device=query.device).tril(behind)
+    if window is not None:
+        seen &= seen.triu(behind - window) if num else seen
+    return scores.masked_fill(~seen, float("-inf"))
+
+
+def check(device: torch.device) -> None:
+    """Compares the kernel with the loop in float64 on this device. Raises ValueError where they differ beyond rounding."""
+    segments = Segments.of([70, 1, 200], [90, 1, 200])
+    there = segments.on(segments.query_starts.to(device), segments.key_starts.to(device))
+    for window, width in ((None, 128), (40, 64)):
+        shapes = (271, 8, width), (291, 2, width), (291, 2, width), (271, 8, width)
+        wide = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+        some = [each.to(device, torch.bfloat16) for each in wide]
+        options: dict = {"scale": width**-0.5, "window": window}
+        wanted, total = attend_segments(*wide[:3], segments, **options)
+        found, log_sum = attend_segments(some[0], some[1], some[2], there, **options)
+        fast.compare("outputs", [found.cpu(), log_sum.cpu()], [wanted, total], 0.02)
+        slopes = attend_segments_backward(wide[3], wide[0], wide[1], wide[2], wanted, total, segments, **options)
+        grads = attend_segments_backward(some[3], some[0], some[1], some[2], found, log_sum, there, **options)
+        fast.compare("gradients", [each.cpu() for each in grads], slopes, 0.03)

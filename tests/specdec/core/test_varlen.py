@@ -1,0 +1,109 @@
+"""Texts side by side in one call: the reference loop, the texts of spans, and the target's pass, each against dense masks."""
+
+import pytest
+import torch
+
+from specdec.core import fast, masks, span_attention, varlen
+from specdec.core.span_attention import spans
+from specdec.core.varlen import Segments, attend_segments, attend_segments_backward
+
+INDEX = torch.tensor([[0, 0, 0, 1, 1, 1, -1], [0, 0, 0, 0, 0, 0, 0], [-1, 0, 0, -1, 1, 1, 1]])
+
+
+@pytest.mark.parametrize("window", [None, 0, 2])
+def test_texts_side_by_side_against_each_alone(window):
+    torch.manual_seed(0)
+    queries, keys = [5, 1, 7], [8, 1, 7]
+    parts = [torch.randn(num, heads, 4, dtype=torch.float64) for num, heads in ((13, 4), (16, 2), (16, 2))]
+    query, key, value = leaves = [part.requires_grad_() for part in parts]
+    segments = Segments.of(queries, keys)
+    out, log_sum = attend_segments(query, key, value, segments, scale=0.5, window=window)
+    wanted = []
+    for q, k, v in zip(query.split(queries), key.split(keys), value.split(keys)):
+        mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+        mask = mask if window is None else mask & mask.triu(len(k) - len(q) - window)
+        scores = 0.5 * torch.einsum("qhe,khe->hqk", q, k.repeat_interleave(2, dim=1)).masked_fill(~mask, float("-inf"))
+        wanted.append(torch.einsum("hqk,khe->qhe", scores.softmax(-1), v.repeat_interleave(2, dim=1)))
+        torch.testing.assert_close(log_sum[:, sum(map(len, wanted)) - len(q) :][:, : len(q)], scores.logsumexp(-1))
+    torch.testing.assert_close(out, torch.cat(wanted), atol=1e-12, rtol=0)
+    given = torch.randn_like(out)
+    grads = attend_segments_backward(given, *leaves, out, log_sum, segments, scale=0.5, window=window)
+    for grad, reference in zip(grads, torch.autograd.grad(torch.cat(wanted), leaves, given)):
+        torch.testing.assert_close(grad, reference, atol=1e-10, rtol=0)
+
+
+def random_packs(seed: int) -> torch.Tensor:
+    """[B, T] documents of packs, some of which end in padding"""
+    torch.manual_seed(seed)
+    rows, length = int(torch.randint(1, 4, ())), int(torch.randint(4, 40, ()))
+    packs = torch.full((rows, length), -1)
+    for row in packs:
+        place, number = 0, 0
+        while place < length - int(torch.randint(0, 4, ())):
+            num = int(torch.randint(1, 12, ()))
+            row[place : place + num] = number
+            place, number = place + num, number + 1
+    return packs
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("lag, share", [(0, 1.0), (0, 0.6), (2, 1.0)])
+@pytest.mark.parametrize("window", [None, 3])
+def test_texts_of_random_packs_against_a_dense_mask(seed, lag, share, window):
+    """Values and gradients of slots inside documents, of all of them and of chosen ones, with own keys beside."""
+    index = random_packs(seed)
+    num_rows, length = index.shape
+    seen = spans(index, lag=lag)
+    if share < 1:
+        order = torch.stack([torch.rand(length).argsort()[: max(1, int(share * length))].sort().values for _ in index])
+        seen = seen.of(order, index)
+    else:
+        order = torch.arange(length).expand(num_rows, -1)
+    seen = span_attention.within(seen, window, depth=1, positions=order, first=0)
+    shapes = (num_rows, 2, 3, order.shape[1], 2, 4), *[(num_rows, 2, length, 4)] * 2, *[(num_rows, 2, order.shape[1], 2, 4)] * 2
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    real = (index.gather(1, order) >= 0)[:, None, None, :, None, None]
+    given = torch.randn(shapes[0], dtype=torch.float64) * real  # nobody reads what padding gives
+    results = []
+    for paths in ((), ("varlen",)):
+        with fast.forced(*paths):
+            assert span_attention.use_texts(seen, inputs[0]) == (paths != () and seen.texts is not None)
+            out = span_attention.attend(*inputs[:3], seen, *inputs[3:])
+            results.append([out * real, *torch.autograd.grad(out, inputs, given)])
+    for found, wanted in zip(*results):
+        torch.testing.assert_close(found, wanted, atol=1e-10, rtol=0)
+
+
+def test_texts_cover_exactly_what_slots_see():
+    """Each chosen slot's last key of its text is the last of its span, and the first is the document's."""
+    for seed in range(40):
+        index = random_packs(seed)
+        order = torch.stack([torch.rand(index.shape[1]).argsort()[:3].sort().values for _ in index])
+        seen = spans(index).of(order, index)
+        if (texts := seen.texts) is None:
+            continue
+        flat = (seen.first + torch.arange(len(index))[:, None] * index.shape[1]).flatten()
+        last = (seen.last + torch.arange(len(index))[:, None] * index.shape[1]).flatten()
+        starts, ends = (each.tolist() for each in (texts.segments.query_starts, texts.segments.key_starts))
+        for slot, place in zip(texts.slots.tolist(), texts.places.tolist()):
+            text = max(number for number, start in enumerate(starts[:-1]) if start <= place < starts[number + 1])
+            keys = texts.keys[ends[text] : ends[text + 1]]
+            assert int(keys[0]) == int(flat[slot])
+            assert int(keys[len(keys) - (starts[text + 1] - place)]) == int(last[slot])
+
+
+def test_scattered_slots_are_left_to_chunks():
+    index = torch.zeros(1, 64, dtype=torch.long)
+    assert spans(index).of(torch.tensor([[3, 60]]), index).texts is None
+    assert spans(index).of(torch.tensor([[3, 5]]), index).texts is not None
+
+
+def test_packed_documents_in_one_call():
+    """The places and the positions of tokens, padding in a text of its own, and a number of texts that stays."""
+    packed = masks.Packed.of(INDEX)
+    lengths = packed.segments.query_starts.diff()
+    assert lengths[: int((lengths > 0).sum())].tolist() == [3, 3, 1, 7, 1, 2, 1, 3] and len(lengths) == varlen.ROUND_TEXTS
+    assert packed.positions.tolist() == [[*range(3), *range(3), 0, *range(7), 0, *range(2), 0, *range(3)]]
+    assert packed.segments.longest == (7, 7)
+    tokens = torch.arange(21).view(3, 7)
+    assert torch.equal(packed.read(tokens, lambda tokens, *_: tokens[..., None])[..., 0], tokens)
