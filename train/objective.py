@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from specdec.core import fast
 from specdec.heads.base import Drafter, Slots
 from specdec.target.adapter import original as original_target
 from specdec.target.model import Target, TargetOutput
@@ -15,6 +16,7 @@ from specdec.unroll.plan import ROUND_SLOTS, Unrolled, UnrollPart, UnrollPlan, p
 from train import losses
 from train.data.rows import TrainingBatch, answers
 from train.features.outputs import read_outputs
+from train.fused import PartsOfGoals, fused_kl, has_kernel
 from train.losses import LOSSES
 from train.ranges import refuse
 
@@ -25,6 +27,7 @@ ALL_TOKENS = {"tv", "nla", "top_k", "confidence", *TEXT_LOSSES}  # need the targ
 LOGITS = 2**27
 BYTES = 24  # of free memory for each logit: its derivative is kept, and the step needs most of the memory
 BYTES_OF_PROBS = 64  # the same with losses other than KL, of which autograd keeps distributions in float32
+AT_ONCE = 2**28  # the same where no logits are kept: products are large, and a GPU is not filled by what they make
 TARGET_LOGITS = 2**25  # the same for logits of the target over all V tokens
 
 
@@ -159,6 +162,9 @@ class Objective(nn.Module):
             self.drafter, batch.tokens, features, steps, gradient_checkpointing=chosen.gradient_checkpointing
         )
         compare = compare or chosen.weighting == "vat"
+        if self._weights_known and torch.is_grad_enabled() and fast.on("loss", batch.tokens.device):
+            judged, total = self._judge_at_once(batch, output.final, unrolled, compare)
+            return self._finish(judged, total, batch, steps, output, original)
         results = []
         parts = list(steps.parts(self.chunk))
         for part in parts:
@@ -169,7 +175,17 @@ class Objective(nn.Module):
             else:
                 results.append(self._judge(*arguments))
         judged = {name: torch.cat([result[name] for result in results], dim=1) for name in results[0]}
-        total = self._weigh(judged, batch, steps)
+        return self._finish(judged, self._weigh(judged, batch, steps), batch, steps, output, original)
+
+    def _finish(
+        self,
+        judged: Judgement,
+        total: Tensor,
+        batch: TrainingBatch,
+        steps: UnrollPlan,
+        output: TargetOutput,
+        original: TargetOutput | None,
+    ) -> Loss:
         rows, position = steps.goals.unbind(1)
         if original is not None and ADAPTED in self.losses:
             finals = output.final[rows, position - 1], original.final[rows, position - 1]
@@ -177,10 +193,37 @@ class Objective(nn.Module):
                 self.drafter.target, *finals, temperature=self.temperature
             )
         matches = None
-        if compare:
+        if "matches" in judged:
             matches = torch.zeros(self.depth, *batch.tokens.shape, dtype=torch.bool, device=total.device)  # [K, B, T]
             matches[:, rows, position] = judged["matches"]
         return Loss(total, len(rows), matches)
+
+    @property
+    def _weights_known(self) -> bool:
+        """Whether the weight of each goal's loss is known before its logits are."""
+        return self.settings.weighting == "decay" and not TEXT_LOSSES & set(self.losses)
+
+    def _judge_at_once(
+        self, batch: TrainingBatch, final: Tensor, unrolled: Unrolled, compare: bool
+    ) -> tuple[Judgement, Tensor]:
+        """What `_judge` gives for all parts, if it was asked to compare, and the weighted sum of losses, by train/fused.py."""
+        steps, kernel = unrolled.plan, self.losses.keys() == {"kl"} and has_kernel(final.device)
+        states = unrolled.states if "smooth_l1" in self.losses else []
+        parts = list(steps.parts(max(1, AT_ONCE // (self.depth * self.drafter.vocab_size))))
+        places = [[step.places[at] for step, at in zip(steps.steps, part.steps)] for part in parts]
+        results: list[Judgement] = []
+
+        def judge(number: int, values: list[Tensor]) -> tuple[Tensor, Judgement]:
+            taken = _Taken(steps, values[: self.depth], values[self.depth :])
+            judged = self._judge(parts[number], batch, final, taken, compare, together=self.drafter.one_output, kernel=kernel)
+            total = self._weigh(judged, batch, steps)
+            return total, {name: each for name, each in judged.items() if name == "matches"}
+
+        values = [*unrolled.readouts, *states]
+        trained = [each for each in self.drafter.parameters() if each.requires_grad]
+        rows = [row * (2 if states else 1) for row in places]
+        total = PartsOfGoals.apply(judge, rows, results, len(values), *values, *trained)
+        return {name: torch.cat([each[name] for each in results], dim=1) for name in results[0]}, total
 
     def _read(self, batch: TrainingBatch) -> tuple[TargetOutput, TargetOutput]:
         """The outputs of the adapted target, with gradient, and of the original one."""
@@ -190,9 +233,20 @@ class Objective(nn.Module):
         return read_outputs(target, batch, layers, gradient=True), original
 
     def _judge(
-        self, part: UnrollPart, batch: TrainingBatch, final: Tensor, unrolled: Unrolled, compare: bool
+        self,
+        part: UnrollPart,
+        batch: TrainingBatch,
+        final: Tensor,
+        unrolled: "Unrolled | _Taken",
+        compare: bool,
+        *,
+        together: bool = False,
+        kernel: bool = False,
     ) -> Judgement:
-        """-> [K, M] each, for the M goals of a part"""
+        """-> [K, M] each, for the M goals of a part
+
+        together: whether one product makes the logits of all depths; kernel: whether one kernel makes their KL
+        """
         drafter = self.drafter
         rows, position = unrolled.plan.goals[part.goals].unbind(1)
         num, tokens = len(rows), batch.tokens[rows, position]  # [M]
@@ -205,15 +259,24 @@ class Objective(nn.Module):
         depths: dict[str, list[Tensor]] = {name: [] for name in ("exists", "pointwise", *extra)}
         if compare:
             depths["matches"] = []
-        for d in range(1, self.depth + 1):
-            readout = unrolled.at(unrolled.readouts, d, part)  # [m, R]
+        readouts = [unrolled.at(unrolled.readouts, d, part) for d in range(1, self.depth + 1)]  # [m, R] each
+        sizes = [len(each) for each in readouts]
+        every = _rounded(partial(drafter.logits, 1), torch.cat(readouts)).split(sizes) if together else None
+        for d, readout in enumerate(readouts, start=1):
             numbers = unrolled.plan.steps[d - 1].goals[part.steps[d - 1]] - part.goals.start  # [m]
             whole = len(numbers) == num
 
             def spread(values: Tensor, numbers: Tensor = numbers, whole: bool = whole) -> Tensor:  # [m] -> [M]
                 return values if whole else values.new_zeros(num).index_copy(0, numbers, values)
 
-            logits = _rounded(partial(drafter.logits, d), readout)  # [m, W]
+            logits = every[d - 1] if every else _rounded(partial(drafter.logits, d), readout)  # [m, W]
+            if compare:
+                guess = drafter.to_target(logits.detach().argmax(-1))
+                depths["matches"].append(spread(guess == tokens.index_select(0, numbers)))
+            if kernel:
+                depths["exists"].append(spread(torch.ones_like(numbers, dtype=torch.bool)))
+                depths["pointwise"].append(spread(self.losses["kl"] * fused_kl(logits, goal.logits, numbers, self.temperature)))
+                continue
             judged = losses.Judged(
                 goal if whole else goal.of(numbers),
                 logits,
@@ -224,9 +287,6 @@ class Objective(nn.Module):
             weighted = [weight * LOSSES[name](judged) for name, weight in self.losses.items() if name in LOSSES]
             depths["exists"].append(spread(torch.ones_like(numbers, dtype=torch.bool)))
             depths["pointwise"].append(spread(sum(weighted, goal.norm.new_zeros(len(numbers)))))
-            if compare:
-                guess = drafter.to_target(logits.detach().argmax(-1))
-                depths["matches"].append(spread(guess == tokens.index_select(0, numbers)))
             for name, function in extra.items():
                 depths[name].append(spread(function(judged)))
         return {name: torch.stack(values) for name, values in depths.items()}
@@ -298,6 +358,18 @@ class Objective(nn.Module):
                 for start, stop in answers(batch.on_host, row):
                     total = total + self.losses["rounds"] * losses.rounds(by_start(by_goal[:, row, start:stop]))
         return total
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """An `Unrolled` of the slots of one part of the goals, [m, .] for each depth."""
+
+    plan: UnrollPlan
+    readouts: list[Tensor]
+    states: list[Tensor]
+
+    def at(self, values: list[Tensor], d: int, part: UnrollPart) -> Tensor:
+        return values[d - 1]
 
 
 def divergence(target: Target, final: Tensor, wanted: Tensor, *, temperature: float = 1.0) -> Tensor:

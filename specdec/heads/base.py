@@ -152,6 +152,7 @@ class Drafter(Head):
     # Whether the drafts of a round follow from its first pass, because no step reads a draft or the state of another step, and
     # `logits` is the same at all depths
     parallel = False
+    one_output = True  # whether `logits` is the same at all depths
 
     @property
     def first_slot(self) -> int:

@@ -44,7 +44,7 @@ class _Heads(Drafter):
         vocab: Tensor | None = None,
     ):
         super().__init__(target, vocab=vocab)
-        self.depth = num_heads
+        self.depth, self.one_output = num_heads, not own_output
         self.target_layers = target.layer_ids([-1])
         self.lm_heads = nn.ModuleList(
             nn.Linear(target.width, self.vocab_size, bias=False) for _ in range(num_heads if own_output else 0)

@@ -6,7 +6,13 @@ import torch
 from specdec.core import fast, masks, span_attention, varlen
 from specdec.core.span_attention import spans
 from specdec.core.varlen import Segments, attend_segments, attend_segments_backward
+from tests.families import FAMILIES
+from tests.target_table import target_of
+from train.data.rows import Row, collate
+from train.features.outputs import read_outputs
 
+# Families whose attention takes a mask apart, or caps its scores
+CANNOT = {"nemotron", "stablelm", "gemma2", "vaultgemma", "doge", "falcon"}
 INDEX = torch.tensor([[0, 0, 0, 1, 1, 1, -1], [0, 0, 0, 0, 0, 0, 0], [-1, 0, 0, -1, 1, 1, 1]])
 
 
@@ -107,3 +113,26 @@ def test_packed_documents_in_one_call():
     assert packed.segments.longest == (7, 7)
     tokens = torch.arange(21).view(3, 7)
     assert torch.equal(packed.read(tokens, lambda tokens, *_: tokens[..., None])[..., 0], tokens)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", [family for family in FAMILIES if not family.refused], ids=str)
+def test_targets_read_packs_in_one_call_as_text_by_text(family, recwarn):
+    """With windows, sinks and latent attention; a family that cannot says so in one sentence, and reads groups as before."""
+    target = target_of(family)
+    rows = [Row(str(num), "all", [(7 * at + num) % 60 + 1 for at in range(num)], [False] * num) for num in (9, 20, 3, 14)]
+    batch = collate([rows[:2], rows[2:]], length=32, pad_token=0)
+    wanted = read_outputs(target, batch, (0, 2))
+    target.__dict__.pop("reads_segments")
+    try:
+        with fast.forced("varlen"):
+            found = read_outputs(target, batch, (0, 2))
+            can = target.reads_segments
+    finally:
+        target.__dict__.pop("reads_segments")
+    said = [str(warning.message) for warning in recwarn if "fast path varlen" in str(warning.message)]
+    assert can != (target.recurrent or bool(target.kinds.chunk) or len(said) == 1)
+    real = batch.documents >= 0
+    for one, other in ((found.features, wanted.features), (found.final, wanted.final)):
+        torch.testing.assert_close(one[real], other[real], atol=1e-4, rtol=1e-4)
+    assert can or str(family) in CANNOT or target.recurrent or target.kinds.chunk

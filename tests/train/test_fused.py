@@ -1,0 +1,84 @@
+"""The fast paths of a training step give the loss and the gradients of the reference, in float64."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from specdec.core import fast
+from tests.support import VARIANTS, make_drafter, name_of
+from tests.train.test_objective import make_objective, make_row
+from train import fused, objective
+from train.data.rows import collate
+from train.features.outputs import Online
+
+PATHS = ("varlen", "loss")
+
+
+def step(judging, batch, paths: tuple[str, ...]):
+    """-> Loss, gradients by name of a backward pass with these fast paths"""
+    judging.zero_grad()
+    with fast.forced(*paths):
+        judging.drafter.target.__dict__.pop("reads_segments", None)
+        loss = judging(batch, Online(judging.drafter.target, judging.drafter.target_layers)(batch))
+        loss.total.backward()
+    grads = {name: each.grad for name, each in judging.drafter.named_parameters() if each.grad is not None}
+    return loss, grads
+
+
+def make_batch(vocab_size: int):
+    rows = [make_row(seed, *sizes, vocab_size) for seed, sizes in enumerate([(4, 9), (2, 6), (5, 3), (3, 14)])]
+    return collate([rows[:2], rows[2:]], length=26, pad_token=0)
+
+
+@pytest.mark.parametrize("chunk", [2**28, 60])  # all goals at once, and a few at a time
+@pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
+def test_losses_and_gradients_are_those_of_the_reference(target, variant, chunk, monkeypatch):
+    monkeypatch.setattr(objective, "AT_ONCE", chunk)
+    drafter = make_drafter(target, *variant)
+    losses = {"kl": 1.0, "ce": 0.5, "tv": 0.7} | ({"smooth_l1": 0.3} if drafter.estimates else {})
+    losses |= {"confidence": 0.2} if drafter.confident else {}
+    judging, batch = make_objective(drafter, losses=losses, decay=0.8), make_batch(target.vocab_size)
+    wanted, reference = step(judging, batch, ())
+    found, grads = step(judging, batch, PATHS)
+    torch.testing.assert_close(found.total, wanted.total, atol=1e-10, rtol=1e-10)
+    assert torch.equal(found.matches, wanted.matches) and found.num_goals == wanted.num_goals
+    assert grads.keys() == reference.keys()
+    for name in grads:
+        torch.testing.assert_close(grads[name], reference[name], atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("weighting, losses", [("dpace", {"kl": 1.0}), ("vat", {"ce": 1.0}), ("decay", {"lk": 1.0})])
+def test_losses_whose_weights_follow_from_all_goals_keep_their_way(target, weighting, losses):
+    judging, batch = make_objective(make_drafter(target, "eagle3"), losses=losses, weighting=weighting), make_batch(target.vocab_size)
+    (wanted, reference), (found, grads) = (step(judging, batch, paths) for paths in ((), PATHS))
+    torch.testing.assert_close(found.total, wanted.total, atol=1e-10, rtol=1e-10)
+    for name in grads:
+        torch.testing.assert_close(grads[name], reference[name], atol=1e-9, rtol=1e-9)
+
+
+def test_no_logits_of_all_goals_are_kept(target, monkeypatch):
+    """Between the forward and the backward pass nothing is saved that has as many entries as goals and tokens."""
+    monkeypatch.setattr(objective, "AT_ONCE", 60)
+    judging, batch = make_objective(make_drafter(target, "eagle3"), losses={"kl": 1.0}), make_batch(target.vocab_size)
+    sizes = {}
+    for paths in ((), PATHS):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each.numel()) or each, lambda each: each):
+            with fast.forced(*paths):
+                output = Online(judging.drafter.target, judging.drafter.target_layers)(batch)
+                loss = dataclasses.replace(judging(batch, output))
+        sizes[paths] = max(kept)
+        assert loss.num_goals > 20
+    assert sizes[PATHS] <= sizes[()]
+
+
+@pytest.mark.skipif(fused.triton is None, reason="needs triton; its interpreter runs on a CPU: TRITON_INTERPRET=1")
+def test_the_kernel_of_kl_in_tritons_interpreter(monkeypatch):
+    import os
+
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("TRITON_INTERPRET=1 must be set before triton is imported")
+    monkeypatch.setattr(fused, "has_kernel", lambda device: True)
+    monkeypatch.setattr(fused, "BLOCK", 1024)
+    fused.check(torch.device("cpu"))

@@ -1,0 +1,156 @@
+"""Losses without the logits of all goals: a part of the goals at a time, with their gradients made in the forward pass.
+
+Where the weight of each loss is known beforehand, the gradient of a part follows as soon as its logits are there. So nothing of
+size [goals, W] outlives its part, and no LM head is computed again in the backward pass, as in liger-kernel's linear losses
+(2410.10989), but for any loss and head, and against a target over a draft vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.core import fast
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # comes with torch for GPUs
+    triton = None
+
+
+
+
+class PartsOfGoals(torch.autograd.Function):
+    """The sum of a loss over parts of the goals, as a function of values and parameters.
+
+    judge(part, values) -> scalar, and results without gradients; values: for each of `values` [B, S, .] the rows of a part
+    places: for each part, for each value, the rows that it needs, [m] of B * S
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        judge: Callable[[int, list[Tensor]], tuple[Tensor, dict[str, Tensor]]],
+        places: Sequence[Sequence[Tensor]],
+        results: list[dict[str, Tensor]],
+        num_values: int,
+        *inputs: Tensor,
+    ) -> Tensor:
+        values, parameters = inputs[:num_values], inputs[num_values:]
+        flat = [value.detach().flatten(0, 1) for value in values]
+        slopes = [torch.zeros_like(value) for value in flat]
+        sums: list[Tensor | None] = [None] * len(parameters)
+        total = values[0].new_zeros((), dtype=torch.promote_types(values[0].dtype, torch.float32))
+        for number, rows in enumerate(places):
+            with torch.enable_grad():
+                leaves = [value.index_select(0, row).requires_grad_() for value, row in zip(flat, rows)]
+                loss, found = judge(number, leaves)
+                grads = torch.autograd.grad(loss, [*leaves, *parameters], allow_unused=True)
+            total += loss.detach()
+            results.append(found)
+            for slope, row, grad in zip(slopes, rows, grads):
+                if grad is not None:
+                    slope.index_copy_(0, row, grad)  # a slot guesses one goal at each depth
+            for place, grad in enumerate(grads[num_values:]):
+                if grad is not None:
+                    known = sums[place]
+                    sums[place] = grad if known is None else known.add_(grad)
+        ctx.slopes = [slope.view_as(value) for slope, value in zip(slopes, values)]
+        ctx.sums = sums
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):
+        slopes = [slope.mul_(grad.to(slope.dtype)) for slope in ctx.slopes]
+        sums = [None if each is None else each.mul_(grad.to(each.dtype)) for each in ctx.sums]
+        ctx.slopes = ctx.sums = None
+        return None, None, None, None, *slopes, *sums
+
+
+class _FusedKL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, goal: Tensor, rows: Tensor, temperature: float) -> Tensor:
+        losses = torch.empty(len(logits), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
+        slope = logits.detach()  # in place: no operation that makes logits keeps them
+        _kl_kernel[(len(logits),)](
+            slope, goal, rows, losses, logits.shape[1], logits.stride(0), goal.stride(0), 1 / temperature, BLOCK=BLOCK
+        )
+        ctx.save_for_backward(slope)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):
+        (slope,) = ctx.saved_tensors
+        return slope.mul_(grad[:, None].to(slope.dtype)), None, None, None
+
+
+def fused_kl(logits: Tensor, goal: Tensor, rows: Tensor, temperature: float) -> Tensor:
+    """Forward KL of losses.kl in one kernel: logits [m, W], goal [M, W] tempered, rows [m] each one's goal -> [m]
+
+    The values of `logits` are lost.
+    """
+    return _FusedKL.apply(logits, goal, rows, temperature)
+
+
+def has_kernel(device: torch.device) -> bool:
+    return triton is not None and device.type == "cuda"
+
+
+BLOCK = 4096  # logits that a program of the kernel holds at a time
+
+if triton is not None:
+
+    @triton.jit
+    def _kl_kernel(logits, goal, rows, losses, WIDTH: tl.constexpr, stride, goal_stride, factor, BLOCK: tl.constexpr):
+        """One row: with l the drafter's logits / temperature and g the target's, the loss is the mean of g - l under the
+        target's distribution, - log sum exp g + log sum exp l. The logits become the slopes, (q - p) / temperature."""
+        row = tl.program_id(0).to(tl.int64)
+        logits += row * stride
+        goal += tl.load(rows + row).to(tl.int64) * goal_stride
+        most_l = -float("inf")  # largest so far, and sums of exponents relative to it
+        most_g = -float("inf")
+        sum_l = 0.0
+        sum_g = 0.0
+        gap = 0.0
+        for start in range(0, WIDTH, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            there = at < WIDTH
+            l = tl.load(logits + at, mask=there, other=-float("inf")).to(tl.float32) * factor
+            g = tl.load(goal + at, mask=there, other=-float("inf")).to(tl.float32)
+            new_l = tl.maximum(most_l, tl.max(l, 0))
+            new_g = tl.maximum(most_g, tl.max(g, 0))
+            weight = tl.exp(g - new_g)
+            sum_l = sum_l * tl.exp(most_l - new_l) + tl.sum(tl.exp(l - new_l), 0)
+            scale = tl.exp(most_g - new_g)
+            sum_g = sum_g * scale + tl.sum(weight, 0)
+            gap = gap * scale + tl.sum(tl.where(there, weight * (g - l), 0.0), 0)
+            most_l = new_l
+            most_g = new_g
+        log_l = most_l + tl.log(sum_l)
+        log_g = most_g + tl.log(sum_g)
+        tl.store(losses + row, gap / sum_g - log_g + log_l)
+        for start in range(0, WIDTH, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            there = at < WIDTH
+            l = tl.load(logits + at, mask=there, other=0.0).to(tl.float32) * factor
+            g = tl.load(goal + at, mask=there, other=0.0).to(tl.float32)
+            slope = (tl.exp(l - log_l) - tl.exp(g - log_g)) * factor
+            tl.store(logits + at, slope.to(logits.dtype.element_ty), mask=there)
+
+
+def check(device: torch.device) -> None:
+    """Compares the kernel with float64 on this device. Raises ValueError where they differ beyond rounding."""
+    if not has_kernel(device):
+        return
+    logits, goal, given = torch.randn(5, 9001) * 4, torch.randn(3, 9001) * 4, torch.rand(5)
+    rows = torch.tensor([0, 0, 1, 2, 1])
+    leaf = logits.double().requires_grad_()
+    q, p = (leaf / 0.7).log_softmax(-1), goal.double().log_softmax(-1)[rows]
+    wanted = (p.exp() * (p - q)).sum(-1)
+    leaf32 = logits.to(device).requires_grad_()
+    found = fused_kl(leaf32 * 1.0, goal.to(device), rows.to(device), 0.7)
+    fast.compare("KL", [found.cpu()], [wanted], 1e-4)
+    grads = torch.autograd.grad(found, leaf32, given.to(device)), torch.autograd.grad(wanted, leaf, given.double())
+    fast.compare("gradients of KL", [grads[0][0].cpu()], [grads[1][0]], 1e-4)
