@@ -17,7 +17,10 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from specdec.core import precision
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._inductor.exc import InductorError
+
+from specdec.core import fast, precision
 
 LINEAR = {torch.ops.aten.mm.default: (None, 0, 1), torch.ops.aten.addmm.default: (0, 1, 2)}  # bias, input, weight.T
 # The kernels between the products are too small for several threads; C++ around them saves a third of the overhead.
@@ -283,6 +286,57 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
+# Blocks of a training step, by torch.compile: what stands between matrix products becomes few kernels, also in the backward pass.
+
+BACKEND = "inductor"
+RECOMPILE_LIMIT = 64  # for one function: kinds of layers, and numbers of slots until torch takes that size as unknown
+
+
+@functools.cache
+def _compile_block(function: Callable) -> Callable:
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+    return torch.compile(function, fullgraph=True, backend=BACKEND)
+
+
+def run_block(function: Callable, module: nn.Module, *inputs, **options):
+    """function(module, *inputs, **options), compiled. Where torch cannot compile it, one sentence says so, and it runs as it is."""
+    if function not in _not_compiled:
+        try:
+            return _compile_block(function)(module, *inputs, **options)
+        except (TorchDynamoException, InductorError, BackendCompilerFailed) as error:
+            _not_compiled.add(function)
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            fast.leave_out("blocks", f"{function.__qualname__} could not be compiled ({first})")
+    return function(module, *inputs, **options)
+
+
+_not_compiled: set[Callable] = set()
+
+
+def training_block(function: Callable) -> Callable:
+    """Decorates a method of a module, of tensors only, which training runs compiled where the device allows it."""
+
+    @functools.wraps(function)
+    def run(module: nn.Module, first: Tensor, *more):
+        if torch.is_grad_enabled() and fast.on("blocks", first.device):
+            return run_block(function, module, first, *more)
+        return function(module, first, *more)
+
+    return run
+
+
+def check_blocks(device: torch.device) -> None:
+    """Compares a compiled MLP with the plain one on this device. Raises ValueError where they differ beyond rounding."""
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64)).to(device)
+    results = []
+    for function in (_compile_block(nn.Sequential.forward), nn.Sequential.forward):
+        x = torch.randn(96, 64, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+        out = function(mlp, x)
+        results.append([each.detach().cpu() for each in (out, *torch.autograd.grad(out.square().sum(), [x, *mlp.parameters()]))])
+    fast.compare("a compiled block", *results, 0.02)
+
+
 # CUDA graphs: what a function of tensors gives the device to do, recorded once and then started as a whole.
 #
 # A pass of a small or well compiled target is over before Python has launched the hundreds of kernels of the next one.
@@ -342,3 +396,17 @@ def capture_graph(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[
         return tuple(value.clone() for value in outputs)  # the next replay overwrites them
 
     return replay
+
+
+def check_graphs(device: torch.device) -> None:
+    """Compares a captured function with the plain one on this device. Raises ValueError where they differ."""
+    weight, memory = torch.randn(64, 64, device=device), torch.zeros(4, 64, device=device)
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        memory.copy_(x @ weight)
+        return memory.softmax(-1), memory + 1
+
+    x = [torch.randn(4, 64, device=device) for _ in range(3)]
+    replay = capture_graph(function, x[:1], GraphPool())
+    for each in x:
+        fast.compare("a CUDA graph", [part.cpu() for part in replay(each)], [part.cpu() for part in function(each)], 1e-5)

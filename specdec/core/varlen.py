@@ -1,8 +1,8 @@
 """Attention over texts that stand one after the other: one call of a kernel for all of them, without masks and padding.
 
-On a GPU it is flash attention (2205.14135), which `torch.nn.attention.varlen` calls too. Its operators are called directly,
-because torch 2.11 and 2.13 both have them, with windows, heads in groups and log-sums. Elsewhere a loop over the texts is the
-reference, in any dtype.
+On a GPU it is flash attention (2205.14135). `torch.nn.attention.varlen` calls the same operators, but its arguments differ
+between torch 2.11 and 2.13; the operators have windows, heads in groups and log-sums in both. Elsewhere a loop over the texts is
+the reference, in any dtype.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,6 @@ from torch import Tensor
 from specdec.core import fast
 
 ROUND_TEXTS = 64  # numbers of texts are multiples of it, filled up with empty ones, so that few shapes occur
-KERNEL_DEVICES = ("cuda", "meta")
 
 
 @dataclass(frozen=True)
@@ -52,21 +51,7 @@ def attend_segments(
     window: how many keys before its last one a query sees too; None: all
     -> out [Q, H, V], and the logarithm of each query's sum of exponents [H, Q], at least float32
     """
-    if query.device.type in KERNEL_DEVICES:
-        starts = segments.query_starts, segments.key_starts
-        out, log_sum, *_ = torch.ops.aten._flash_attention_forward(
-            query, key, value, *starts, *segments.longest, 0.0, window is None, False, **_kernel_options(scale, window)
-        )
-        return out, log_sum
-    outs, sums = [], []
-    for queries, keys in _texts(segments):
-        scores = _scores(query[queries], key[keys], scale, window)  # [H, q, c]
-        sums.append(scores.logsumexp(-1))
-        weights = (scores - sums[-1][..., None]).exp().to(value.dtype)
-        outs.append((weights @ _repeated(value[keys], query)).transpose(0, 1))
-    if not outs:
-        return query.new_zeros(0, query.shape[1], value.shape[-1]), query.new_zeros(query.shape[1], 0)
-    return torch.cat(outs), torch.cat(sums, dim=-1)
+    return _attend(query, key, value, *_arguments(segments), scale, window)
 
 
 def attend_segments_backward(
@@ -82,24 +67,106 @@ def attend_segments_backward(
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value. out and log_sum may be those of a softmax that had further keys."""
-    if query.device.type in KERNEL_DEVICES:
-        starts, kind = (segments.query_starts, segments.key_starts), {"device": query.device}
-        unused = torch.zeros(2, dtype=torch.uint64, **kind), torch.empty(0, **kind)  # random numbers of a dropout
-        options = _kernel_options(scale, window)
-        return torch.ops.aten._flash_attention_backward(
-            grad, query, key, value, out, log_sum, *starts, *segments.longest, 0.0, window is None, *unused, **options
-        )
+    return _attend_backward(grad, query, key, value, out, log_sum, *_arguments(segments), scale, window)
+
+
+def _arguments(segments: Segments) -> tuple[Tensor, Tensor, int, int]:
+    return segments.query_starts, segments.key_starts, *segments.longest
+
+
+# Operators of torch, so that a compiled block has each of them as one node. On a CPU they are loops over texts.
+
+
+@torch.library.custom_op("specdec::attend_segments", mutates_args=())
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    longest_query: int,
+    longest_key: int,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    outs, sums = [], []
+    for queries, keys in _texts(query_starts, key_starts):
+        scores = _scores(query[queries], key[keys], scale, window)  # [H, q, c]
+        sums.append(scores.logsumexp(-1))
+        weights = (scores - sums[-1][..., None]).exp().to(value.dtype)
+        outs.append((weights @ _repeated(value[keys], query)).transpose(0, 1))
+    if not outs:
+        return query.new_zeros(0, query.shape[1], value.shape[-1]), query.new_zeros(query.shape[1], 0)
+    return torch.cat(outs), torch.cat(sums, dim=-1)
+
+
+@_attend.register_kernel("cuda")
+def _(query, key, value, query_starts, key_starts, longest_query, longest_key, scale, window):
+    out, log_sum, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, query_starts, key_starts, longest_query, longest_key, 0.0, window is None, False,
+        **_kernel_options(scale, window),
+    )  # fmt: skip
+    return out, log_sum
+
+
+@_attend.register_fake
+def _(query, key, value, query_starts, key_starts, longest_query, longest_key, scale, window):
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty(*query.shape[:2], value.shape[-1]), query.new_empty(*query.shape[1::-1], dtype=dtype)
+
+
+@torch.library.custom_op("specdec::attend_segments_backward", mutates_args=())
+def _attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    longest_query: int,
+    longest_key: int,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     grads = torch.zeros_like(query), *(torch.zeros_like(each, dtype=log_sum.dtype) for each in (key, value))
-    for queries, keys in _texts(segments):
+    for queries, keys in _texts(query_starts, key_starts):
         weights = (_scores(query[queries], key[keys], scale, window) - log_sum[:, queries, None]).exp()  # [H, q, c]
-        given = grad[queries].transpose(0, 1)  # [H, q, V]
+        given, q = (each[queries].transpose(0, 1) for each in (grad, query))  # [H, q, .]
         mean = (given * out[queries].transpose(0, 1)).sum(-1, keepdim=True, dtype=log_sum.dtype)
         slope = scale * weights * ((given @ _repeated(value[keys], query).transpose(-1, -2)).to(log_sum.dtype) - mean)
         grads[0][queries] = (slope.to(key.dtype) @ _repeated(key[keys], query)).transpose(0, 1)
-        shared = len(slope) // key.shape[1]  # heads that share one of keys
-        for place, product in ((1, slope.mT @ query[queries].transpose(0, 1).to(slope.dtype)), (2, weights.mT @ given.to(weights.dtype))):
-            grads[place][keys] += product.unflatten(0, (-1, shared)).sum(1).transpose(0, 1)
+        for sums, product in zip(grads[1:], (slope.mT @ q.to(slope.dtype), weights.mT @ given.to(weights.dtype))):
+            sums[keys] += product.unflatten(0, (key.shape[1], -1)).sum(1).transpose(0, 1)
     return grads[0], grads[1].to(key.dtype), grads[2].to(value.dtype)
+
+
+@_attend_backward.register_kernel("cuda")
+def _(grad, query, key, value, out, log_sum, query_starts, key_starts, longest_query, longest_key, scale, window):
+    kind = {"device": query.device}
+    unused = torch.zeros(2, dtype=torch.uint64, **kind), torch.empty(0, **kind)  # random numbers of a dropout
+    return torch.ops.aten._flash_attention_backward(
+        grad.contiguous(), query, key, value, out, log_sum, query_starts, key_starts, longest_query, longest_key, 0.0,
+        window is None, *unused, **_kernel_options(scale, window),
+    )  # fmt: skip
+
+
+@_attend_backward.register_fake
+def _(grad, query, key, value, *_):
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _keep_inputs(ctx, inputs, output) -> None:
+    query, key, value, query_starts, key_starts, *ctx.options = inputs
+    ctx.save_for_backward(query, key, value, *output, query_starts, key_starts)
+
+
+def _backward(ctx, grad, _):
+    return *_attend_backward(grad, *ctx.saved_tensors, *ctx.options), *[None] * 6
+
+
+_attend.register_autograd(_backward, setup_context=_keep_inputs)
 
 
 def _kernel_options(scale: float, window: int | None) -> dict:
@@ -107,9 +174,9 @@ def _kernel_options(scale: float, window: int | None) -> dict:
     return {"scale": scale, "window_size_left": left, "window_size_right": right}
 
 
-def _texts(segments: Segments) -> list[tuple[slice, slice]]:
+def _texts(query_starts: Tensor, key_starts: Tensor) -> list[tuple[slice, slice]]:
     """The places of each text's queries and keys, without empty texts."""
-    starts = [pairwise(each.tolist()) for each in (segments.query_starts, segments.key_starts)]
+    starts = [pairwise(each.tolist()) for each in (query_starts, key_starts)]
     return [(slice(*queries), slice(*keys)) for queries, keys in zip(*starts) if queries[1] > queries[0]]
 
 

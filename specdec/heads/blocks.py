@@ -9,6 +9,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from specdec.core.cache import RowCache
+from specdec.core.compile import training_block
 from specdec.core.devices import exact_products
 from specdec.core.span_attention import Seen
 from specdec.target.model import Target
@@ -99,12 +100,20 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Seen, cache) -> Tensor:
         """x [B, S, E], rotary cos and sin [B, S, head_dim], mask [B, 1, S, keys] or spans -> [B, S, D]"""
+        return self.o_proj(self.attend(x, rotary, mask, cache))
+
+    def attend(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Seen, cache) -> Tensor:
+        """`forward` without its last product -> [B, S, heads * head_dim]"""
+        out = cache.attend(self.layer, *self.project(x, *rotary), mask)  # [B, heads, S, head_dim]
+        return out.transpose(1, 2).flatten(2)
+
+    @training_block
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """-> query, key, value [B, heads, S, head_dim]"""
         shape = (*x.shape[:2], -1, self.head_dim)
         query, key, value = (p(x).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
-        query, key = apply_rotary_pos_emb(query, key, *rotary)  # [B, heads, S, head_dim]
-        query, key = query.to(value.dtype), key.to(value.dtype)
-        out = cache.attend(self.layer, query, key, value, mask)  # [B, heads, S, head_dim]
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        query, key = apply_rotary_pos_emb(query, key, cos, sin)
+        return query.to(value.dtype), key.to(value.dtype), value
 
     def alone(self, x: Tensor) -> Tensor:
         """What it gives where every position attends to itself only: x [M, E] -> [M, D]"""
@@ -124,7 +133,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor], mask: Seen, cache) -> Tensor:
         """x [B, S, E] into attention, residual [B, S, D] -> [B, S, D]"""
-        h = residual + self.self_attn(x, rotary, mask, cache)
+        return self.finish(self.self_attn.attend(x, rotary, mask, cache), residual)
+
+    @training_block
+    def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """What follows attention: attended [B, S, heads * head_dim], residual [B, S, D] -> [B, S, D]"""
+        h = residual + self.self_attn.o_proj(attended)
         return h + self.mlp(self.post_attention_layernorm(h))
 
     def alone(self, h: Tensor) -> Tensor:

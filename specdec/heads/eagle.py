@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.core.cache import RowCache
+from specdec.core.compile import training_block
 from specdec.core.span_attention import within
 from specdec.heads.base import Drafter, SizedLinear, Slots
 from specdec.heads.blocks import (
@@ -168,9 +169,14 @@ class Eagle3(_Eagle):
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
         return self.fc(features)
 
-    def step(self, d, h, tokens, positions, mask, cache):
+    @training_block
+    def join(self, h: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
+        """h, embedding [B, S, D] -> the normed state, and what attention reads [B, S, 2D]"""
         normed = self.hidden_norm(h)
-        x = torch.cat([self.input_layernorm(self.embed(tokens)), normed], dim=-1)  # [B, S, 2D]
+        return normed, torch.cat([self.input_layernorm(embedding), normed], dim=-1)
+
+    def step(self, d, h, tokens, positions, mask, cache):
+        normed, x = self.join(h, self.embed(tokens))
         rotary = self.rotary(x, positions)
         first, *further = (
             within(mask, window, depth=d, positions=positions, first=self.first_slot) for window in self.windows

@@ -8,6 +8,7 @@ Only the files of this folder and core/cache.py use the inside of a transformers
 
 import copy
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from specdec.core import fast, masks, precision
 from specdec.core.cache import LayerStates, RowCache
+from specdec.core.compile import run_block
 from specdec.core.shards import Shards
 from specdec.core.varlen import Segments
 from specdec.target import attention, loading
@@ -37,6 +39,13 @@ from specdec.target.parallel import Share, whole
 from specdec.target.structure import LayerMasks, LogitShape, check_supported
 
 SAME = 0.05  # relative difference of states in 16 bits that two ways to compute attention may have
+
+
+def _run_block(forward: Callable, block: nn.Module, *args, **kwargs):
+    """A block's own `forward`, compiled where it reads segments"""
+    if kwargs.get("segments") is None or torch.is_grad_enabled():
+        return forward(block, *args, **kwargs)
+    return run_block(forward, block, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ class Target:
         self.max_positions = target_structure.last_position(config)
         self.rotary_boundary = target_structure.rotary_boundary(config)
         self.quantisation = quantisation or quantisation_of(model.config)  # such as bitsandbytes-4bit; None: none
-        self.shards = shards
+        self.shards, self._compiles = shards, False
         self.shape_logits = LogitShape.of(config)
         self.blocks = target_structure.find_blocks(self.decoder, config.num_hidden_layers, name)
         self.num_layers = len(self.blocks)
@@ -296,6 +305,7 @@ class Target:
             hooks += [self._watch_mixer(place, mixer, cache) for place, mixer in self._mixers.items()]
         given: dict = {"attention_mask": self.layer_masks(mask, positions, cache)}
         if segments is not None:
+            self._compile_blocks()
             given = {"attention_mask": self.kinds.segment_masks(self.device), "segments": segments}
         try:
             with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
@@ -329,6 +339,14 @@ class Target:
         if error > (SAME if torch.finfo(self.dtype).bits < 32 or self.quantisation else 1e-3):
             return fast.leave_out("varlen", f"{self.name} reads several texts in one call differently, by {error:.1%}")
         return True
+
+    def _compile_blocks(self) -> None:
+        """Lets blocks run compiled where they read segments without gradients: then shapes are the same at every call."""
+        if self._compiles or not fast.on("blocks", self.device):
+            return
+        self._compiles = True
+        for block in self.blocks:
+            block.forward = functools.partial(_run_block, type(block).forward, block)
 
     def layer_masks(self, mask: Tensor | None, positions: Tensor | None, cache: RowCache | None) -> LayerMasks:
         """The masks that the decoder takes: `mask` itself, or one for each kind of layer. Arguments as of `read`"""

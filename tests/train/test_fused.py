@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from specdec.core import fast
+from specdec.core import compile, fast
 from tests.support import VARIANTS, make_drafter, name_of
 from tests.train.test_objective import make_objective, make_row
 from train import fused, objective
@@ -82,3 +82,25 @@ def test_the_kernel_of_kl_in_tritons_interpreter(monkeypatch):
     monkeypatch.setattr(fused, "has_kernel", lambda device: True)
     monkeypatch.setattr(fused, "BLOCK", 1024)
     fused.check(torch.device("cpu"))
+
+
+def test_blocks_compile_once_for_ragged_packs(target, monkeypatch):
+    """Twenty packs of other documents: after the first two, which show torch that numbers of slots differ, nothing is compiled."""
+    monkeypatch.setattr(compile, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compile, "_not_compiled", set())
+    compile._compile_block.cache_clear()
+    torch._dynamo.reset()
+    judging = make_objective(make_drafter(target, "eagle3"), losses={"kl": 1.0})
+    vocab_size, counts = target.vocab_size, []
+    for number in range(20):
+        sizes = [(2 + number % 5, 3 + (7 * number) % 11), (3, 2 + number % 4), (1 + number % 3, 9 - number % 5)]
+        rows = [make_row(seed, *size, vocab_size) for seed, size in enumerate(sizes)]
+        batch = collate([rows], length=40, pad_token=0)
+        wanted, reference = step(judging, batch, ())
+        found, grads = step(judging, batch, (*PATHS, "blocks"))
+        torch.testing.assert_close(found.total, wanted.total, atol=1e-10, rtol=1e-10)
+        for name in grads:
+            torch.testing.assert_close(grads[name], reference[name], atol=1e-9, rtol=1e-9)
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert not compile._not_compiled and counts[0] > 0
+    assert counts[2:] == [counts[2]] * 18, counts
