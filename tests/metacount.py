@@ -8,15 +8,23 @@
 A view is no launch, attention of torch is one, and an operation that is several kernels counts as several (KERNELS). Bytes moved are those
 of all arguments and results of launches, as caches are small beside them; live bytes are those of the tensors that were made.
 Where the host reads a value it waits, and it reads a one. What stays the same from run to run is the use: numbers are compared with budgets.
+
+`count.seconds` is a roofline of one H100: a product runs at a share of the peak that depends on its smallest dimension (EFFICIENCY),
+attention over texts at ATTENTION, everything else at 80 % of the bandwidth and in at least 2 microseconds. `model_blocks` stands for
+torch.compile: in a compiled block, everything between two products is one kernel, that reads its inputs and writes its results once.
 """
 
 import contextlib
 import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 import torch
+from functorch.compile import aot_function, min_cut_rematerialization_partition
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
@@ -24,12 +32,19 @@ from specdec.target import attention
 from specdec.target.model import Target
 
 aten = torch.ops.aten
+PEAK, BANDWIDTH = 989e12, 0.8 * 3.35e12  # of an H100 in bfloat16; bytes/s that kernels reach
+EFFICIENCY = ((512, 0.65), (128, 0.5), (32, 0.35), (0, 0.1))  # of a product whose smallest dimension is at least this
+ATTENTION = 0.45
+LAUNCH, PRODUCT_LAUNCH = 2e-6, 3e-6
+GEMMS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
+TEXTS = {"attend_segments": 1.0, "attend_segments_backward": 2.5}  # products of queries and keys, of forward ones
 VIEWS = set(
     "view _unsafe_view t transpose permute expand slice select unsqueeze squeeze alias as_strided split split_with_sizes unbind "
     "detach _reshape_alias diagonal lift_fresh empty empty_like new_empty empty_strided new_empty_strided is_same_size".split()
 )
 KERNELS = {"logsumexp": 7, "sort": 6, "topk": 3, "cumsum": 2, "cummax": 2, "index_put_": 2, "index_put": 3, "nonzero": 4,
-           "_index_put_impl_": 2, "embedding_dense_backward": 6, "argmax": 2, "max": 2}  # fmt: skip
+           "_index_put_impl_": 2, "embedding_dense_backward": 6, "argmax": 2, "max": 2,
+           "attend_segments_backward": 3}  # fmt: skip
 FILLS = set(
     "zeros ones full zeros_like ones_like full_like new_zeros new_full fill_ zero_ arange rand rand_like".split()
 )
@@ -55,17 +70,24 @@ def meta_target(config: PreTrainedConfig, monkeypatch) -> Target:
 
 
 class Count(TorchDispatchMode):
-    """moved, live: bytes; live: the most at one time, of what was made within; waits: of the host for the device"""
+    """moved, live: bytes; live: the most at one time, of what was made within; waits: of the host for the device
+
+    seconds, flops: of the roofline; texts: lengths of the documents that attention over texts reads
+    """
 
     supports_higher_order_operators = True
+    current: "Count"
 
-    def __init__(self) -> None:
+    def __init__(self, texts: Sequence[int] = ()) -> None:
         super().__init__()
         self.launches = self.moved = self.live = self.waits = self._now = 0
+        self.seconds = self.flops = 0.0
+        self.pairs = sum(num * (num + 1) / 2 for num in texts)  # of a query and a key that it sees
         self._known: dict[int, weakref.ref] = {}
         self._undo = contextlib.ExitStack()
 
     def __enter__(self):
+        Count.current = self
         self._undo.enter_context(_FusedAttention())
         return super().__enter__()
 
@@ -98,7 +120,7 @@ class Count(TorchDispatchMode):
             if each.untyped_storage()._cdata not in old:
                 self._watch(each.untyped_storage())
         if name not in VIEWS:
-            self._launched(name, given, made)
+            self.add(name, given, made, args)
         return out
 
     def _in_parts(self, func, args, kwargs):
@@ -111,7 +133,8 @@ class Count(TorchDispatchMode):
         finally:
             super().__exit__(None, None, None)
 
-    def _launched(self, name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+    def add(self, name: str, given: list[torch.Tensor], made: list[torch.Tensor], args: Sequence) -> None:
+        """One operation that is not a view."""
         self.launches += KERNELS.get(name, 1)
         read, written = [_read(each) for each in given], sum(each.nbytes for each in made)
         if name in FILLS:
@@ -123,6 +146,22 @@ class Count(TorchDispatchMode):
         elif name == "logsumexp":
             read = 5 * read
         self.moved += sum(read) + written
+        self._take_time(name, sum(read) + written, args)
+
+    def _take_time(self, name: str, moved: float, args: Sequence) -> None:
+        flops, seconds, least = 0.0, moved / BANDWIDTH, LAUNCH * KERNELS.get(name, 1)
+        if name in GEMMS:
+            left, right = args[GEMMS[name]], args[GEMMS[name] + 1]
+            flops, least = 2.0 * left.numel() * right.shape[-1], PRODUCT_LAUNCH
+            smallest = min(left.shape[-2], left.shape[-1], right.shape[-1])
+            share = next(share for size, share in EFFICIENCY if smallest >= size)
+            seconds = max(seconds, flops / (share * PEAK if left.element_size() < 4 else 0.7 * 60e12))
+        elif name in TEXTS:
+            query = args[TEXTS[name] > 1]
+            flops = 4.0 * TEXTS[name] * query.shape[1] * query.shape[2] * self.pairs
+            seconds = max(seconds, flops / (ATTENTION * PEAK))
+        self.flops += flops
+        self.seconds += max(seconds, least)
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.size()
@@ -136,6 +175,112 @@ class Count(TorchDispatchMode):
         self._known[key] = weakref.ref(storage, gone)
         self._now += size
         self.live = max(self.live, self._now)
+
+
+def model_block(function: Callable) -> Callable:
+    """A stand-in for `torch.compile(function)` while it is counted: the same operations, and one kernel between two products."""
+    known: dict[tuple, Callable] = {}
+
+    def run(module: torch.nn.Module, *inputs, **options):
+        tensors = [*module.parameters()] + [each for each in _tensors(inputs) if each.requires_grad]
+        training = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+        key = (training, type(module), *(each.shape for each in _tensors(inputs)))
+        if not training:
+            with _disable_current_modes():
+                graph = make_fx(lambda *given: function(module, *given, **options))(*inputs)
+            return _FusedRun(graph)(*inputs)
+        if key not in known:
+            names = [name for name, _ in module.named_parameters()]
+
+            def plain(*given):
+                with torch.nn.utils.stateless._reparametrize_module(module, dict(zip(names, given))):
+                    return function(module, *given[len(names) :])
+
+            known[key] = aot_function(
+                plain, fw_compiler=lambda graph, _: _FusedRun(graph), bw_compiler=lambda graph, _: _FusedRun(graph),
+                partition_fn=min_cut_rematerialization_partition,
+            )  # fmt: skip
+            with _disable_current_modes():  # the first call traces, which is not counted
+                known[key](*module.parameters(), *inputs)
+        return known[key](*module.parameters(), *inputs)
+
+    return run
+
+
+class _FusedRun:
+    """A graph of operations, counted as products and fused kernels between them."""
+
+    def __init__(self, graph: torch.fx.GraphModule):
+        self.graph = graph
+
+    def __call__(self, *inputs):
+        count = Count.current
+        with _disable_current_modes():
+            run = _Values(self.graph)
+            result = run.run(*inputs)
+        level: dict[torch.fx.Node, int] = {}
+        groups: dict[int, list[torch.fx.Node]] = defaultdict(list)
+        for node in self.graph.graph.nodes:
+            before = [(level[each], each) for each in node.all_input_nodes]
+            level[node] = max((number + (_kind(each) == "product") for number, each in before), default=0)
+            if _kind(node) == "product":
+                given = [run.values[each] for each in node.all_input_nodes if isinstance(run.values[each], torch.Tensor)]
+                args = torch.fx.map_arg(node.args, lambda each: run.values[each])
+                count.add(_name(node), given, _tensors([run.values[node]]), args)
+            elif _kind(node) == "point":
+                groups[level[node]].append(node)
+        for members in groups.values():
+            inside = set(members)
+            read = {_source(each) for node in members for each in node.all_input_nodes} - inside
+            written = {node for node in members if any(_outside(user, inside) for user in node.users)}
+            moved = sum(_read(each) for node in read | written for each in _tensors([run.values.get(node)]))
+            count.launches += 1
+            count.moved += moved
+            count.seconds += max(LAUNCH, moved / BANDWIDTH)
+        old = {each.untyped_storage()._cdata for each in _tensors(inputs)}
+        for each in _tensors(result if isinstance(result, list | tuple) else [result]):
+            if each.untyped_storage()._cdata not in old:
+                count._watch(each.untyped_storage())
+        return result
+
+
+class _Values(torch.fx.Interpreter):
+    """Keeps what each node gave."""
+
+    def __init__(self, graph):
+        super().__init__(graph, garbage_collect_values=False)
+        self.values: dict[torch.fx.Node, object] = {}
+
+    def run_node(self, node):
+        self.values[node] = super().run_node(node)
+        return self.values[node]
+
+
+def _name(node: torch.fx.Node) -> str:
+    return getattr(getattr(node.target, "overloadpacket", node.target), "__name__", str(node.target))
+
+
+def _kind(node: torch.fx.Node) -> str:
+    if node.op != "call_function":
+        return "place"
+    name = _name(node)
+    if name in GEMMS or name in TEXTS:
+        return "product"
+    return "place" if name in VIEWS or name == "getitem" else "point"
+
+
+def _source(node: torch.fx.Node) -> torch.fx.Node:
+    """What a view looks at"""
+    while node.op == "call_function" and _kind(node) == "place" and _name(node) != "getitem":
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _outside(user: torch.fx.Node, inside: set) -> bool:
+    """Whether a result is read behind its kernel, by another one or as a result of the graph"""
+    if _kind(user) == "place" and user.op != "output":
+        return any(_outside(each, inside) for each in user.users)
+    return user not in inside
 
 
 def _tensors(values) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
-from specdec.core import rules, span_attention
+from specdec.core import compile, fast, rules, span_attention
 from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
 from specdec.core.tree import plant
@@ -77,24 +77,31 @@ def head_of(target) -> Eagle3:
     return drafter.to("meta")
 
 
-def test_a_training_step_of_eagle3_for_qwen3_8b(monkeypatch):
-    target = meta_target(QWEN3_8B, monkeypatch)
-    settings = load_head("eagle3")["objective"] | {"depth": 7, "losses": {"kl": 1.0}}
-    objective = Objective(head_of(target), **settings)
+def count_step(target, documents: list[int], *, paths: tuple[str, ...] = (), vocab: int = W, length: int = 8192) -> Count:
+    """A training step of EAGLE-3 at depth 7, where 30 % of each conversation are prompt."""
+    with torch.device("meta"):
+        drafter = Eagle3(target, vocab=None if vocab == target.vocab_size else torch.arange(vocab, device="cpu")).to("meta")
+    objective = Objective(drafter, **load_head("eagle3")["objective"] | {"depth": 7, "losses": {"kl": 1.0}})
     judge = objective._judge
 
-    def judged(*arguments):  # again in the backward pass, where torch.autocast would be on as it was
+    def judged(*arguments, **options):  # again in the backward pass, where torch.autocast would be on as it was
         with Autocast():
-            return judge(*arguments)
+            return judge(*arguments, **options)
 
-    monkeypatch.setattr(objective, "_judge", judged)
-    rows = [Row(str(num), "all", [1] * num, [place >= 0.3 * num for place in range(num)]) for num in DOCUMENTS]
-    batch = collate([rows], length=8192, pad_token=0).to(torch.device("meta"))
-    with Count() as count:
+    objective._judge = judged
+    rows = [Row(str(num), "all", [1] * num, [place >= 0.3 * num for place in range(num)]) for num in documents]
+    batch = collate([rows], length=length, pad_token=0).to(torch.device("meta"))
+    target.__dict__["reads_segments"] = "varlen" in paths
+    with fast.forced(*paths), Count(documents) as count:
         output = Online(target, objective.drafter.target_layers)(batch)
         with Autocast():
             loss = objective(batch, output, compare=False)
         (loss.total / loss.num_goals).backward()
+    return count
+
+
+def test_a_training_step_without_fast_paths(monkeypatch):
+    count = count_step(meta_target(QWEN3_8B, monkeypatch), DOCUMENTS)
     Budget(launches=29_980, moved=1317, live=16.5, waits=len(DOCUMENTS)).check(count)
 
 
