@@ -156,7 +156,7 @@ def load_target(config: RunConfig, accelerator: Accelerator) -> tuple[Target, Pr
             return Target.load_ends(chosen.name, **given | {"device": accelerator.device}), tokenizer
         if chosen.shard:
             return Target.load_sharded(chosen.name, **given), tokenizer
-        return Target.load(chosen.name, tp=chosen.tp, **given), tokenizer
+        return Target.load(chosen.name, **given), tokenizer
 
 
 def target_inputs(target: Target) -> dict[str, str | None]:

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from specdec.heads.base import Drafter, Head
 from specdec.target.model import Target
-from specdec.target.parallel import Share
+from specdec.target.sharding import Share
 from train.consistency import ConsistencyObjective
 from train.objective import Loss, Objective
 

@@ -118,7 +118,7 @@ class Run:
 
 
 def use_threads(record: Path | None = None) -> None:
-    """One for each core that other processes leave free, unless OMP_NUM_THREADS says otherwise; decided once in a process.
+    """One for each core, unless OMP_NUM_THREADS says otherwise; decided once in a process.
 
     record: settings of results that are continued, if it exists: as many as there
     """
@@ -127,11 +127,7 @@ def use_threads(record: Path | None = None) -> None:
     given = os.environ.get("OMP_NUM_THREADS")
     if not given and record is not None and record.exists():
         given = checkpoint.read_json(record).get("threads")
-    num, cores = int(given) if given else threads.free_cores(), threads.usable_cores()
-    if not given and num < cores:
-        print(
-            f"{num} of {cores} cores: other processes keep the rest busy; OMP_NUM_THREADS= takes more", file=sys.stderr
-        )
+    num = int(given) if given else threads.usable_cores()
     _threads.append(num)
     torch.set_num_threads(num)
 
@@ -237,13 +233,10 @@ def load_target(options: TargetOptions, *, default: str | None = None) -> Opened
     use_threads()
     usual = default_target()
     name = options.name or default or usual
-    tp, device = 1, options.place
     try:
         with named("target"):
-            if isinstance(options, SharedTargetOptions):
-                tp, device = options.tp, join_processes(options.tp, device)
             target = Target.load(
-                name, dtype=options.dtype, device=device, trust_remote_code=options.trust_remote_code, tp=tp
+                name, dtype=options.dtype, device=options.place, trust_remote_code=options.trust_remote_code
             )
             say_dtype(options.dtype, str(target.dtype).removeprefix("torch."), precision.choose(target.device))
             return open_target(target)

@@ -238,7 +238,6 @@ def test_a_target_that_does_not_fit_into_a_cpu_is_named(folder, monkeypatch):
     monkeypatch.setattr("specdec.target.loading._read", fail)
     monkeypatch.setattr("specdec.target.loading.load_config", lambda *_, **__: SimpleNamespace(to_dict=dict))
     monkeypatch.setattr("specdec.target.loading._find_class", lambda *_, **__: found)
-    monkeypatch.setattr("specdec.target.parallel.check", lambda *_, **__: None)
     monkeypatch.setattr(attention, "implementation", lambda kind: "sdpa")
     with pytest.raises(ValueError, match=r"does not fit into the memory of device=cpu"):
         Target.load(str(folder / "target"))

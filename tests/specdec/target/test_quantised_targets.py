@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -21,11 +20,10 @@ from specdec.heads.eagle import Eagle
 from specdec.heads.medusa import Medusa2
 from specdec.proposers.heads import HeadProposer
 from specdec.target import loading as target_loading
-from specdec.target.loading import quantisation_of
 from specdec.target.model import Target
 from tests.families import FAMILIES, Family, make
 from tests.saved_targets import PROMPT, SIZES, check_decoding, edit, save
-from tests.support import REAL_TARGET, save_eagle
+from tests.support import save_eagle
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
@@ -131,58 +129,19 @@ def test_a_quantised_lm_head_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("error", "advice"),
-    [
-        (
-            ImportError("Using `bitsandbytes` requires bitsandbytes: `pip install bitsandbytes`"),
-            "`pip install bitsandbytes`",
-        ),
-        (ModuleNotFoundError("No module named 'torchao'", name="torchao"), "pip install torchao"),
-        (RuntimeError("No GPU found."), "Use another machine"),
-    ],
-)
-def test_a_quantiser_that_is_not_installed_is_named(tmp_path, monkeypatch, error, advice):
-    folder = edit(save(tmp_path), quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
-
-    def fail(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
-    with pytest.raises(ValueError, match=rf"is quantised \(bitsandbytes-4bit\) and cannot be loaded here: .*{advice}"):
-        Target.load(str(folder), dtype="float32")
-
-
-@pytest.mark.parametrize(
     ("fields", "label"),
     [
         ({"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, "bitsandbytes-8bit"),
         ({"quant_method": "gptq", "bits": 4}, "gptq-4bit"),
         ({"quant_method": "mxfp4"}, "mxfp4"),
-        (None, None),
     ],
 )
-def test_the_quantisation_is_read_from_the_configuration(fields, label):
-    config = LlamaConfig(**SIZES, **({"quantization_config": fields} if fields else {}))
-    assert quantisation_of(config) == label
+def test_a_quantiser_that_is_not_installed_is_named(tmp_path, monkeypatch, fields, label):
+    folder = edit(save(tmp_path), quantization_config=fields)
 
+    def fail(*args, **kwargs):
+        raise ImportError("Using it requires this: `pip install this`")
 
-@pytest.mark.full
-def test_bitsandbytes_on_the_real_target(tmp_path):
-    pytest.importorskip("bitsandbytes")
-    how = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(
-        REAL_TARGET, dtype=torch.float32, device_map="cpu", quantization_config=how
-    )
-    model.save_pretrained(tmp_path)
-    target = Target.load(str(tmp_path), dtype="float32")
-    assert target.fingerprint().endswith("-bitsandbytes-4bit") and target.dtype == torch.float32
-    tokens = torch.tensor([PROMPT])
-    wanted, logits = target.model(tokens).logits, target.logits(target.read(tokens, ()).final)
-    assert (logits - wanted).norm() < 0.1 * wanted.norm()  # on some CPUs these layers compute in bfloat16
-    assert len(Decoder(target, None, sampling=Sampling(0), stop=set()).generate([PROMPT], 8).tokens[0]) == 8
-
-
-def test_a_quantiser_that_transformers_does_not_know_is_refused(tmp_path):
-    folder = edit(save(tmp_path), quantization_config={"quant_method": "newer"})
-    with pytest.raises(ValueError, match=r"quantised by a method that transformers .* does not know \(newer\)"):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(ValueError, match=rf"is quantised \({label}\) and cannot be loaded here .*`pip install this`"):
         Target.load(str(folder), dtype="float32")

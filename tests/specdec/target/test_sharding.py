@@ -1,5 +1,6 @@
 """Tests of targets of whose layers two processes hold a part each: states are those of a whole target, whatever each reads."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from specdec.decoding.decoder import Decoder
 from specdec.target.adapter import adapt
 from specdec.target.model import Target
 from tests import families
+from tests.saved_targets import edit
 from tests.support import save_word_model
 from tests.together import together
 from train.data.rows import TrainingBatch
@@ -33,6 +35,7 @@ def folder(tmp_path_factory):
     for family in families.FAMILIES:
         if str(family) in {*FAMILIES, *REFUSED}:
             families.make(family).save_pretrained(folder / str(family))
+    edit(save_word_model(folder / "quantised"), quantization_config={"quant_method": "fp8"})
     save_word_model(folder / "plain", tied=True)
     return folder
 
@@ -116,6 +119,7 @@ def sentences(folder: str, parts: Target) -> list[str]:
         lambda: Target.load_sharded(plain, device="auto"),
         lambda: Target.load_sharded(f"{folder}/qwen3_5_text", dtype="float32"),
         lambda: Target.load_sharded(f"{folder}/qwen3_moe", dtype="float32"),
+        lambda: Target.load_sharded(f"{folder}/quantised", dtype="float32"),
         lambda: Decoder(parts, None, sampling=Sampling(), stop=set(), runner=Runner(compile=True)),
         lambda: adapt(parts, rank=2, alpha=4, modules=["q_proj"]),
     ]
@@ -154,10 +158,11 @@ def test_the_fingerprint_is_that_of_the_whole_target(results):
 
 
 def test_what_is_not_possible_is_refused(results):
-    auto, recurrent, experts, compiled, adapted = results[0]["sentences"]
+    auto, recurrent, experts, quantised, compiled, adapted = results[0]["sentences"]
     assert "use device=null with shard=true" in auto
     assert "recurrent or convolution layers" in recurrent and recurrent.endswith("Use shard=false.")
-    assert "experts" in experts and "Use shard=false; then tp=N" in experts
+    assert "experts" in experts and "Use shard=false; then device=auto" in experts
+    assert re.search(r"is quantised \(fp8\), and shard=true divides only plain weights", quantised)
     assert compiled.endswith("set compile=false.")
     assert adapted.endswith("or choose another head.")
 
@@ -165,13 +170,3 @@ def test_what_is_not_possible_is_refused(results):
 def test_one_process_is_refused(folder):
     with pytest.raises(ValueError, match=r"^shard=true keeps a part .* there is one process: start several"):
         Target.load_sharded(str(folder / "plain"))
-
-
-def test_a_quantised_target_is_refused(tmp_path, monkeypatch):
-    model = families.make(families.FAMILIES[0])
-    model.config.quantization_config = {"quant_method": "fp8"}
-    model.save_pretrained(tmp_path)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    with pytest.raises(ValueError, match=r"is quantised \(fp8\), and shard=true divides only plain weights"):
-        Target.load_sharded(str(tmp_path))
