@@ -81,7 +81,7 @@ class Family:
     fields: of the configuration, where they differ from SIZES
     refused: a regular expression of the sentence that refuses the family; empty for a family that works
     recurrent: whether it verifies chains only, and is trained on one conversation a row
-    compiled: whether decode.compile=true works
+    compiled: whether decode.compile=true works; with recurrent layers it never does
     """
 
     model_type: str
@@ -90,6 +90,10 @@ class Family:
     refused: str = ""
     recurrent: bool = False
     compiled: bool = True
+
+    @property
+    def compiles(self) -> bool:
+        return self.compiled and not self.recurrent
 
     def __str__(self) -> str:
         return "-".join(filter(None, [self.model_type, self.variant]))
@@ -314,10 +318,10 @@ FAMILIES = [
         refused=COMPRESSED,
     ),
     # Recurrences, convolutions
-    Family("qwen3_next", {**DELTA, **SHARED, "partial_rotary_factor": 0.5}, recurrent=True, compiled=False),
-    Family("qwen3_5_text", {**DELTA, "partial_rotary_factor": 0.5}, recurrent=True, compiled=False),
-    Family("qwen3_5_moe_text", {**DELTA, **SHARED, "partial_rotary_factor": 0.5}, recurrent=True, compiled=False),
-    Family("olmo_hybrid", {**DELTA, "linear_num_key_heads": 4}, recurrent=True, compiled=False),
+    Family("qwen3_next", {**DELTA, **SHARED, "partial_rotary_factor": 0.5}, recurrent=True),
+    Family("qwen3_5_text", {**DELTA, "partial_rotary_factor": 0.5}, recurrent=True),
+    Family("qwen3_5_moe_text", {**DELTA, **SHARED, "partial_rotary_factor": 0.5}, recurrent=True),
+    Family("olmo_hybrid", {**DELTA, "linear_num_key_heads": 4}, recurrent=True),
     Family(
         "kimi_linear",
         {
@@ -331,7 +335,6 @@ FAMILIES = [
             "model_max_length": 256,
         },
         recurrent=True,
-        compiled=False,
     ),
     Family(
         "minimax",
@@ -347,19 +350,14 @@ FAMILIES = [
             "mlp_beta_factor": 0.7,
         },
         recurrent=True,
-        compiled=False,
     ),
     Family(
-        "lfm2",
-        {"layer_types": ["conv", FULL, "conv", FULL], "block_multiple_of": 8, "conv_bias": True},
-        recurrent=True,
-        compiled=False,
+        "lfm2", {"layer_types": ["conv", FULL, "conv", FULL], "block_multiple_of": 8, "conv_bias": True}, recurrent=True
     ),
     Family(
         "lfm2_moe",
         {**EXPERTS, "layer_types": ["conv", FULL, "conv", FULL], "num_experts": 4, "num_dense_layers": 1},
         recurrent=True,
-        compiled=False,
     ),
     Family(
         "granitemoehybrid",
@@ -372,9 +370,8 @@ FAMILIES = [
             "position_embedding_type": "rope",
         },
         recurrent=True,
-        compiled=False,
     ),
-    Family("bamba", {**MAMBA2, "attn_layer_indices": [1, 3]}, recurrent=True, compiled=False),
+    Family("bamba", {**MAMBA2, "attn_layer_indices": [1, 3]}, recurrent=True),
     Family(
         "falcon_h1",
         {
@@ -391,7 +388,6 @@ FAMILIES = [
             "ssm_out_multiplier": 0.9,
         },
         recurrent=True,
-        compiled=False,
     ),
     Family(
         "nemotron_h",
@@ -411,7 +407,6 @@ FAMILIES = [
             "moe_shared_expert_intermediate_size": 24,
         },
         recurrent=True,
-        compiled=False,
     ),
     Family(
         "jamba",
@@ -442,7 +437,6 @@ FAMILIES = [
             "use_mamba_kernels": False,
         },
         recurrent=True,
-        compiled=False,
     ),
     Family("mamba", {"state_size": 8}, refused=NO_CACHE),
     Family("gpt_neox", {"rotary_pct": 0.5}, compiled=False),

@@ -3,10 +3,10 @@
     target = meta_target(config)                     # on the device "meta", so every branch for a device beside the CPU is taken
     with Count() as count, Autocast():
         ...
-    count.launches, count.moved, count.live, count.waits
+    count.launches, count.live, count.waits
 
-A view is no launch, attention of torch is one, and an operation that is several kernels counts as several (KERNELS). Bytes moved are those
-of all arguments and results of launches, as caches are small beside them; live bytes are those of the tensors that were made.
+A view is no launch, attention of torch is one, and an operation that is several kernels counts as several (KERNELS). Live bytes are
+those of the tensors that were made.
 Where the host reads a value it waits, and it reads a one. What stays the same from run to run is the use: numbers are compared with budgets.
 """
 
@@ -30,10 +30,6 @@ VIEWS = set(
 )
 KERNELS = {"logsumexp": 7, "sort": 6, "topk": 3, "cumsum": 2, "cummax": 2, "index_put_": 2, "index_put": 3, "nonzero": 4,
            "_index_put_impl_": 2, "embedding_dense_backward": 6, "argmax": 2, "max": 2}  # fmt: skip
-FILLS = set(
-    "zeros ones full zeros_like ones_like full_like new_zeros new_full fill_ zero_ arange rand rand_like".split()
-)
-GATHERS = {"index_select", "gather", "embedding", "index"}
 PRODUCTS = {
     F.linear,
     torch.matmul,
@@ -55,13 +51,13 @@ def meta_target(config: PreTrainedConfig, monkeypatch) -> Target:
 
 
 class Count(TorchDispatchMode):
-    """moved, live: bytes; live: the most at one time, of what was made within; waits: of the host for the device"""
+    """live: the most bytes at one time, of what was made within; waits: of the host for the device"""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.launches = self.moved = self.live = self.waits = self._now = 0
+        self.launches = self.live = self.waits = self._now = 0
         self._known: dict[int, weakref.ref] = {}
         self._undo = contextlib.ExitStack()
 
@@ -98,7 +94,7 @@ class Count(TorchDispatchMode):
             if each.untyped_storage()._cdata not in old:
                 self._watch(each.untyped_storage())
         if name not in VIEWS:
-            self._launched(name, given, made)
+            self.launches += KERNELS.get(name, 1)
         return out
 
     def _in_parts(self, func, args, kwargs):
@@ -110,19 +106,6 @@ class Count(TorchDispatchMode):
             return func.decompose(*args, **kwargs)
         finally:
             super().__exit__(None, None, None)
-
-    def _launched(self, name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
-        self.launches += KERNELS.get(name, 1)
-        read, written = [_read(each) for each in given], sum(each.nbytes for each in made)
-        if name in FILLS:
-            read = []
-        elif name in GATHERS:  # of the first argument only what is taken
-            read[0] = written
-        elif name in ("index_put_", "_index_put_impl_"):
-            read, written = read[-1:], read[-1]
-        elif name == "logsumexp":
-            read = 5 * read
-        self.moved += sum(read) + written
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.size()
@@ -147,11 +130,6 @@ def _tensors(values) -> list[torch.Tensor]:
         elif isinstance(value, list | tuple):
             found += _tensors(value)
     return found
-
-
-def _read(tensor: torch.Tensor) -> int:
-    """Bytes; those of an expanded tensor are read once."""
-    return min(tensor.nbytes, tensor.untyped_storage().size()) if 0 in tensor.stride() else tensor.nbytes
 
 
 @torch.library.custom_op("specdec_tests::attention", mutates_args=())

@@ -41,15 +41,14 @@ GB = 1e9
 @dataclass(frozen=True)
 class Budget:
     launches: int
-    moved: float  # GB read and written
     live: float  # GB that are held at one time, beside weights
     waits: int  # of the host for the device
 
     def check(self, count: Count) -> None:
-        found = Budget(count.launches, count.moved / GB, count.live / GB, count.waits)
+        found = Budget(count.launches, count.live / GB, count.waits)
         print(found)
         assert all(value <= getattr(self, name) for name, value in vars(found).items()), f"more than {self}: {found}"
-        assert found.launches > self.launches / 2 and found.moved > self.moved / 2, f"lower the budget {self}: {found}"
+        assert found.launches > self.launches / 2, f"lower the budget {self}: {found}"
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +66,7 @@ def test_what_is_counted():
         assert y.dtype == torch.bfloat16 and z.shape == (2, 1, 8, 16)
         # a cast of x and w each, the product, relu, sum, argmax (2), attention
         assert count.launches == 8 and count.waits == 3
-        sizes = 1024 + 512, 256 + 128, 512 + 128 + 128, 128 + 128, 64 + 2, 64 + 64, 4 * 1024
-        assert count.moved == sum(sizes) and count.live == 1024 + 128 + 128  # z, y, and w once more
+        assert count.live == 1024 + 128 + 128  # z, y, and w once more
 
 
 def head_of(target) -> Eagle3:
@@ -95,7 +93,7 @@ def test_a_training_step_of_eagle3_for_qwen3_8b(monkeypatch):
         with Autocast():
             loss = objective(batch, output, compare=False)
         (loss.total / loss.num_goals).backward()
-    Budget(launches=29_980, moved=1317, live=16.5, waits=len(DOCUMENTS)).check(count)
+    Budget(launches=29_980, live=16.5, waits=len(DOCUMENTS)).check(count)
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +105,9 @@ def llama():
 @pytest.mark.parametrize(
     "context, nodes, budget",
     [
-        (500, 1, Budget(launches=1490, moved=16.82, live=0.0171, waits=0)),
-        (3_000, 1, Budget(launches=1490, moved=21.70, live=0.0679, waits=0)),
-        (3_000, 64, Budget(launches=1530, moved=23.41, live=0.0724, waits=0)),
+        (500, 1, Budget(launches=1490, live=0.0171, waits=0)),
+        (3_000, 1, Budget(launches=1490, live=0.0679, waits=0)),
+        (3_000, 64, Budget(launches=1530, live=0.0724, waits=0)),
     ],
 )
 def test_a_pass_of_llama_8b(llama, context, nodes, budget):
@@ -127,8 +125,8 @@ def test_a_pass_of_llama_8b(llama, context, nodes, budget):
 @pytest.mark.parametrize(
     "temperature, budget",
     [
-        (0.0, Budget(launches=1970, moved=20.05, live=0.0090, waits=1)),
-        (1.0, Budget(launches=2109, moved=20.11, live=0.0128, waits=1)),
+        (0.0, Budget(launches=1970, live=0.0090, waits=1)),
+        (1.0, Budget(launches=2109, live=0.0128, waits=1)),
     ],
 )
 def test_a_round_of_eagle3_for_llama_8b(llama, temperature, budget):

@@ -23,8 +23,7 @@ from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.server.engine import Engine
 from specdec.server.record import read_rows
-from tests.support import ROOT, save_eagle, save_target
-from tests.warm import start
+from tests.support import ROOT, save_eagle, save_target, start
 
 ADDRESS = r"http://127\.0\.0\.1:\d+"
 QUESTION = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0}

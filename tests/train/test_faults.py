@@ -2,8 +2,8 @@
 
 import contextlib
 import io
-import json
 import os
+import random
 import resource
 import signal
 import socket
@@ -271,17 +271,9 @@ def test_unfinished_files_of_killed_processes_are_removed_when_they_are_old(tmp_
     assert [path.name for path in tmp_path.iterdir()] == [young.name]
 
 
-# kill -9 at random moments: `python -m tests.faults` tries more of them
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["training, writing features", "scripts/answer.py"])
-def test_nothing_is_lost_by_kill_9(tmp_path, monkeypatch, name):
-    for variable in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "PYTHONPATH"):  # put back afterwards
-        monkeypatch.setenv(variable, "")
-    faults.set_environment()
+@pytest.mark.parametrize("name", faults.BEGUN)
+def test_nothing_is_lost_by_kill_9_at_random_moments(tmp_path, name):
     faults.make_inputs(tmp_path)
-    (work,) = (work for work in faults.works(tmp_path) if work.name == name)
-    (tmp_path / "runs").mkdir()
-    outcome = faults.measure(work, 2, tmp_path / "runs", faults.random.Random(json.dumps(name)))
-    assert outcome.moments == 2 and outcome.lost == ()
+    kills, lost = faults.kill_and_repeat(faults.commands(tmp_path)[name], tmp_path, 2, random.Random(name))
+    assert kills == 2 and lost == []

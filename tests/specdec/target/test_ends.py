@@ -102,7 +102,7 @@ def test_what_is_missing_or_damaged_is_named(tmp_path):
         Target.load_ends(str(tmp_path))
 
 
-@pytest.mark.parametrize("places", [{"a": "../other.safetensors"}, {"a": "/etc/passwd"}, ["a"], {"a": 3}])
+@pytest.mark.parametrize("places", [{"a": "../other.safetensors"}, {"a": "/etc/passwd"}, ["a"]])
 def test_an_index_leads_nowhere_else(places, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     with pytest.raises(ValueError, match=r"is not inside it|has no weight_map"):

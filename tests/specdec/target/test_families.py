@@ -178,7 +178,7 @@ def test_compiled_decoding_equals_generate_or_is_refused(family, traced):
         decoder = Decoder(target, None, sampling=Sampling(0.0), stop=set(), runner=runner)
         return decoder.generate(PROMPTS[:1], 4).tokens
 
-    if family.compiled:
+    if family.compiles:
         assert decode() == [answers[0][:4]]
     else:
         with pytest.raises(ValueError, match="compile=false"):

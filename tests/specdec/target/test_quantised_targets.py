@@ -12,17 +12,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from specdec import checkpoint
-from specdec.core.sampling import Sampling
-from specdec.core.tree import TreeShape
-from specdec.decoding.decoder import Decoder
 from specdec.heads.draft import Draft
-from specdec.heads.eagle import Eagle
 from specdec.heads.medusa import Medusa2
-from specdec.proposers.heads import HeadProposer
 from specdec.target import loading as target_loading
 from specdec.target.model import Target
-from tests.families import FAMILIES, Family, make
-from tests.saved_targets import PROMPT, SIZES, check_decoding, edit, save
+from tests.saved_targets import SIZES, check_decoding, edit, save
 from tests.support import save_eagle
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -57,28 +51,6 @@ def test_an_fp8_checkpoint_decodes_and_says_so_in_its_fingerprint(fp8, tmp_path)
     assert fp8.quantisation == "fp8" and re.fullmatch("[0-9a-f]{16}-fp8", fp8.fingerprint())
     assert fp8.embeddings_fingerprint() == target.embeddings_fingerprint()
     check_decoding(fp8)
-
-
-def test_an_mxfp4_checkpoint_of_gpt_oss_decodes(tmp_path):
-    """Its experts are stored as blocks of 32 weights of four bits with one exponent; on a CPU they become bfloat16."""
-    given = next(family for family in FAMILIES if str(family) == "gpt_oss")
-    wide = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
-    make(Family("gpt_oss", {**given.fields, **wide})).bfloat16().save_pretrained(tmp_path)
-    tensors = {}
-    for name, value in safetensors.torch.load_file(tmp_path / "model.safetensors").items():
-        if name.endswith(("gate_up_proj", "down_proj")):  # [experts, in, out]
-            shape = (value.shape[0], value.shape[2], value.shape[1] // 32)
-            tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
-            tensors[f"{name}_scales"] = torch.full(shape, 124, dtype=torch.uint8)  # 2**-3
-        else:
-            tensors[name] = value
-    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    edit(tmp_path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": kept})
-    target = Target.load(str(tmp_path))
-    assert target.fingerprint().endswith("-mxfp4")
-    decoder = Decoder(target, HeadProposer(Eagle(target), TreeShape(2, 2, 4)), sampling=Sampling(0), stop=set())
-    assert len(decoder.generate([PROMPT], 8).tokens[0]) == 8
 
 
 def test_a_head_is_used_with_another_quantisation_of_its_target_with_a_warning(fp8, tmp_path):

@@ -1,7 +1,6 @@
 """Tests of targets of whose layers two processes hold a part each: states are those of a whole target, whatever each reads."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +17,7 @@ from tests.saved_targets import edit
 from tests.support import save_word_model
 from tests.together import together
 from train.data.rows import TrainingBatch
-from train.features.feature_files import FeatureFolder
-from train.features.outputs import Kept, Online
+from train.features.outputs import Online
 
 pytestmark = pytest.mark.full  # starts processes
 
@@ -57,7 +55,6 @@ def compare(folder: str) -> dict:
     return {
         "online": {name: difference(*(Online(each, (1, 2))(batch()) for each in pair)) for name, pair in pairs.items()},
         "behind": [parts.share.behind(3 + 2 * dist.get_rank()), whole.share.behind(3)],
-        "kept": kept(whole, parts, f"{folder}/features"),
         "bytes": {name: [num_bytes(each) for each in pair] for name, pair in pairs.items()},
         "fingerprints": {name: [each.fingerprint() for each in pair] for name, pair in pairs.items()},
         "sentences": sentences(folder, parts),
@@ -86,21 +83,6 @@ def difference(first, second) -> float:
         float((one - two)[inside].abs().max() / one[inside].abs().max())
         for one, two in ((first.features, second.features), (first.final, second.final))
     )
-
-
-def kept(whole: Target, parts: Target, path: str) -> list[float]:
-    """Features through a folder of each process: when both lack all, when only the first lacks some, and when none does."""
-    path = f"{path}-{dist.get_rank()}"
-    folder = FeatureFolder(parts, (1, 2), Path(path))
-    folder.open()
-    source, goal, found = Kept(parts, (1, 2), folder=folder), Online(whole, (1, 2))(batch()), []
-    for remove in (False, dist.get_rank() == 0, False):
-        if remove:
-            next(Path(path).glob("*/*.safetensors")).unlink()
-        before = len(list(folder.path.glob("*/*.safetensors")))
-        found.append(difference(source(batch()), goal))
-        assert len(list(folder.path.glob("*/*.safetensors"))) == before + (1 if remove else 0) or before == 0
-    return found
 
 
 def num_bytes(target: Target) -> list[int]:
@@ -139,7 +121,6 @@ def test_features_are_those_of_a_whole_target(results):
     for result in results:
         assert result["online"].keys() == {*FAMILIES, "plain"}
         assert all(value < 1e-10 for value in result["online"].values()), result["online"]
-        assert len(result["kept"]) == 3 and max(result["kept"]) < 1e-10
     assert [result["behind"] for result in results] == [[2, 0], [0, 0]]
 
 
