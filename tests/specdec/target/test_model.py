@@ -4,27 +4,18 @@ import sys
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec.heads.medusa import Medusa2
 from specdec.target import attention
 from specdec.target.model import Target, load_tokenizer
+from tests.saved_targets import save
 from tests.support import make_target
 
 pytestmark = pytest.mark.full
 
-SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
-
-
-def save(folder) -> str:
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.4)).save_pretrained(folder)
-    return str(folder)
-
 
 def test_hidden_states_are_numbered_as_in_transformers(tmp_path):
-    target = Target.load(save(tmp_path), dtype="float64")
+    target = Target.load(str(save(tmp_path, num_hidden_layers=8)), dtype="float64")
     tokens = torch.tensor([[3, 1, 4, 1, 5]])
     states = target.model(tokens, output_hidden_states=True).hidden_states
     output = target.read(tokens, target.layer_ids([0, 3, -1]))
@@ -33,11 +24,11 @@ def test_hidden_states_are_numbered_as_in_transformers(tmp_path):
 
 
 def test_the_fingerprint_depends_on_weights_and_not_on_their_dtype(tmp_path):
-    folder = save(tmp_path)
+    folder = str(save(tmp_path))
     first = Target.load(folder, dtype="float32")
     assert first.fingerprint() == Target.load(folder, dtype="bfloat16").fingerprint()
     with torch.no_grad():
-        first.decoder.layers[5].mlp.down_proj.weight[0, 0] += 0.1
+        first.decoder.layers[2].mlp.down_proj.weight[0, 0] += 0.1
     assert first.fingerprint() != Target(first.model, name="changed").fingerprint()
 
 
