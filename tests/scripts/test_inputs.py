@@ -52,7 +52,7 @@ def test_the_split_of_prompts_is_an_option_and_the_only_one_is_taken(folder, run
 def test_the_split_of_a_dataset_of_the_hub(monkeypatch):
     rows, asked = [{"prompt": "a"}], []
 
-    def load(source, split, streaming):
+    def load(source, split):
         asked.append(split)
         if split not in names:
             raise ValueError(f'Unknown split "{split}". Should be one of {names}.')

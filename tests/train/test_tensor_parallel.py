@@ -26,7 +26,6 @@ SAME = ("validation.num_prompts=2", "validation.max_new_tokens=6", "train.batch=
 RUNS = {  # by name: settings, beside target.tp
     "online": ("head=eagle3", "decode=tree", "decode.depth=2", "validation.decode=always"),
     "cached": ("head=medusa", "features.mode=cached", "train.accumulation=2"),
-    "streamed": ("head=eagle", "data.stream=true", "data.buffer=4"),
     "written": ("head=draft", "head.drafter.num_layers=1", "data.on_policy=1.0", "data.on_policy_temperature=1.0"),
 }  # fmt: skip
 
@@ -130,7 +129,7 @@ def begin_and_fail(overrides: list[str]) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_that_hold_a_target_together_train_as_one(work, monkeypatch, name):
-    """Online, from files, from a stream, and on texts of the draft's own."""
+    """Online, from files, and on texts of the draft's own."""
     monkeypatch.chdir(work.place)
     check_same(f"{name}-together", f"{name}-alone")
 

@@ -13,14 +13,12 @@ A turn ends with the first special token after its content. The template's text 
 
 import bisect
 import functools
-import re
 from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
 
 from train.data.chat_template import Marked, find_form, render
 
-FEW = 3  # answers; of more, not every prompt is rendered
 ADVICE = "add {% generation %} markers around what the assistant writes to its chat_template.jinja"
 
 
@@ -47,7 +45,7 @@ def find_content_end(text: str, content: str, start: int, stop: int) -> int:
 
 
 def find_turns(
-    tokenizer: PreTrainedTokenizerBase, conversation: dict, text: str, options: dict, marked: tuple[Marked, str]
+    tokenizer: PreTrainedTokenizerBase, conversation: dict, text: str, options: dict, marked: Marked
 ) -> tuple[list[tuple[int, int, int]], bool | None]:
     """(start, content end, stop) of every assistant turn, in characters; the turn ends somewhere from content end to
     stop. Beside them, the thinking mode of the last one. options: as `render`; marked: of `mark`
@@ -67,7 +65,7 @@ def find_turns(
     contents = [messages[index]["content"] for index in answers]
     ends = [find_content_end(text, *turn) for turn in zip(contents, starts, stops, strict=True)]
     for place, index in enumerate(answers):
-        end = marked[0].find_end(index, marked[1], text, starts[place], find_form(tokenizer).end)
+        end = marked.find_end(index, text, starts[place], find_form(tokenizer).end)
         ends[place] = ends[place] if end is None else end
     return list(zip(starts, ends, stops, strict=True)), mode
 
@@ -104,57 +102,14 @@ def find_starts(rendered: Callable[..., str], messages: list[dict], text: str, a
     """How long the prompts of some answers are, in characters; None if one is not the beginning of `text`.
 
     rendered: `render` with all but messages and add_generation_prompt
-    A prompt that ends with a content and what the template wrote behind one before is not rendered again, as each
-    rendering takes time for all messages before it. The last one is, which shows that earlier turns are not rewritten.
     """
-    ends = find_ends(rendered, messages, text) if len(answers) > FEW else None
-    openings: dict[tuple[str, str], list[str]] = {}  # by the roles before and behind them
     starts = []
     for index in answers:
-        end = ends[index - 1] if ends else None
-        known = openings.setdefault((messages[index - 1]["role"], messages[index]["role"]), [])
-        opening = next((each for each in known if end is not None and text.startswith(each, end)), None)
-        if opening is not None and end is not None and index != answers[-1]:
-            starts.append(end + len(opening))
-            continue
         prompt = rendered(messages[:index], add_generation_prompt=True)
         if not text.startswith(prompt):
             return None
-        if end is not None and end <= len(prompt) and opening is None:
-            known.append(prompt[end:])
         starts.append(len(prompt))
     return starts
-
-
-def find_ends(rendered: Callable[..., str], messages: list[dict], text: str) -> list[int | None] | None:
-    """Where the content of each message ends in the rendered conversation `text`; None for an empty one.
-
-    A second rendering has a name in the place of each content. None unless both are the same around the contents.
-    """
-    name = "x-content-{:06d}-x"
-    named = [
-        {**message, "content": name.format(index)} if message["content"].strip() else message
-        for index, message in enumerate(messages)
-    ]
-    try:
-        found = rendered(named, add_generation_prompt=False)
-    except ValueError:
-        return None
-    places = [index for index, message in enumerate(messages) if message["content"].strip()]
-    first, *parts = re.split(r"x-content-(\d{6})-x", found)
-    if "x-content-" in text or [int(number) for number in parts[::2]] != places or not text.startswith(first):
-        return None
-    ends: list[int | None] = [None] * len(messages)
-    place = len(first)
-    for index, behind in zip(places, parts[1::2]):
-        content = messages[index]["content"]
-        forms = (content, content.strip(), content.rstrip(), content.lstrip())
-        written = next((each for each in forms if text.startswith(each + behind, place)), None)
-        if written is None:
-            return None
-        ends[index] = place + len(written)
-        place += len(written) + len(behind)
-    return ends if place == len(text) else None
 
 
 def find_special(tokenizer: PreTrainedTokenizerBase) -> set[int]:

@@ -192,6 +192,9 @@ def encode_batch(batch: list[Numbered], encoding: Encoding | None = None) -> pya
     encoding = encoding or _held[0]
     columns = []
     for index, place, raw in batch:
-        encoded, row = data.encode_raw(encoding.tokenizer, place, index, raw, thinking=encoding.thinking)
+        row = reading.to_row(place, raw)
+        reading.check_messages(row, place)
+        with reading.at(place):
+            encoded = data.encode(encoding.tokenizer, reading.name_row(row, index, encoding.thinking))
         columns.append(packing.to_columns(encoded, greedy=row.get("temperature") == 0))
     return pyarrow.RecordBatch.from_pylist(columns, packing.SCHEMA)

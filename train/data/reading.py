@@ -24,7 +24,6 @@ from specdec.core.row_files import FORMS, LINES, PARQUET, parse_line, read_file
 from train.data.chat_template import options_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
-LONGEST_TURN = 10_000  # rows after which the order of sources in a stream repeats
 
 
 @dataclass(frozen=True)
@@ -45,19 +44,6 @@ def read_sources(train: str | Sequence[str] | Mapping[str, float]) -> list[Sourc
             raise ValueError(f"train={weights}: the weight of {name} must be a number above 0, such as 2 or 0.5.")
         sources.append(Source(str(name), Fraction(str(weight))))
     return sources
-
-
-def order_sources(sources: Sequence[Source]) -> list[int]:
-    """The order in which a stream draws rows from its sources, over and over: shares of rows equal the weights."""
-    scale = math.lcm(*(source.weight.denominator for source in sources))
-    shares = [int(source.weight * scale) for source in sources]
-    shares = [share // math.gcd(*shares) for share in shares]
-    if sum(shares) > LONGEST_TURN:
-        raise ValueError(
-            f"The weights {', '.join(str(float(source.weight)) for source in sources)} have too many digits."
-        )
-    places = [((turn + 1) / share, index) for index, share in enumerate(shares) for turn in range(share)]
-    return [index for _, index in sorted(places)]
 
 
 # The rows of a source
@@ -112,11 +98,10 @@ def find_files(source: str) -> list[Path]:
     return []
 
 
-def open_dataset(source: str, split: str | None, *, streaming: bool = False) -> Any:
+def open_dataset(source: str, split: str | None) -> Any:
     """One split of a dataset in a folder, or of one that `datasets.load_dataset` finds.
 
     split: None: train, or the only one
-    streaming: whether to read a dataset that is not in a folder as it comes, without a copy on the disk
     """
     import datasets  # here: it takes a second of each command's start, and most sources are files
 
@@ -125,12 +110,12 @@ def open_dataset(source: str, split: str | None, *, streaming: bool = False) -> 
         return data[choose_split(source, split, list(data))] if isinstance(data, datasets.DatasetDict) else data
     try:
         try:
-            return datasets.load_dataset(source, split=split or "train", streaming=streaming)
+            return datasets.load_dataset(source, split=split or "train")
         except ValueError:
             if split is not None:
                 raise
             split = choose_split(source, split, datasets.get_dataset_split_names(source))
-            return datasets.load_dataset(source, split=split, streaming=streaming)
+            return datasets.load_dataset(source, split=split)
     except (OSError, ValueError) as error:
         raise ValueError(f"Could not read {source!r}. Give {FORMS}. ({type(error).__name__}: {error})") from error
 
@@ -146,12 +131,11 @@ def choose_split(source: str, split: str | None, names: list[str]) -> str:
     return split
 
 
-def read_raw(source: str, split: str | None, *, streaming: bool = False) -> Iterator[tuple[str, str | dict]]:
+def read_raw(source: str, split: str | None) -> Iterator[tuple[str, str | dict]]:
     """Yields (place, JSON text) or (place, row), which `to_row` takes."""
     if files := find_files(source):
         return itertools.chain.from_iterable(map(read_file, files))
-    data = open_dataset(source, split, streaming=streaming)
-    return ((f"{source} row {index}", row) for index, row in enumerate(data))
+    return ((f"{source} row {index}", row) for index, row in enumerate(open_dataset(source, split)))
 
 
 def read_rows(source: str, split: str | None) -> Iterator[tuple[str, dict]]:

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import rich.text
@@ -105,36 +104,23 @@ def load_prompts(
     split: str | None = None,
     limit: int | None = None,
     thinking: bool | None = None,
-    trained: Collection[bool | None] = (),
 ) -> list[Prompt]:
     """Prompts to decode, from any form that reading.load_prompts reads; `limit` of them, spread evenly over the rows.
 
-    thinking: the mode of prompts that do not say theirs; trained: the modes of the rows that a head is trained on
+    thinking: the mode of prompts that do not say theirs
 
     Raises ValueError as reading.load_prompts and reading.spread, and for a prompt that the template refuses.
     """
     with reading.at(source):
         rows = reading.spread(reading.load_prompts(source, split=split), limit)
-        return encode_prompts(rows, tokenizer, thinking=thinking, trained=trained)
+        return encode_prompts(rows, tokenizer, thinking=thinking)
 
 
 def encode_prompts(
-    rows: list[dict],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    thinking: bool | None = None,
-    trained: Collection[bool | None] = (),
+    rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, thinking: bool | None = None
 ) -> list[Prompt]:
-    """Rows of reading.load_prompts as prompts to decode. thinking, trained: as of `load_prompts`"""
+    """Rows of reading.load_prompts as prompts to decode. thinking: the mode of prompts that do not say theirs"""
     chat_template.check_mode(tokenizer, thinking)
-    modes = {row.get("thinking", thinking) for row in rows}
-    if trained and tokenizer.chat_template and find_form(tokenizer).mode and modes != set(trained):
-        warnings.warn(
-            f"The rows to train on have {chat_template.name_modes(trained)}, and the held-out prompts have "
-            f"{chat_template.name_modes(modes)}. Give thinking=true or false, or the key in the rows, so that both are "
-            "in one mode.",
-            stacklevel=2,
-        )
     encode = lambda row: encode_row(tokenizer, row, thinking=thinking)
     return [Prompt(row["id"], row["category"], encode(row), tuple(row["tags"]), row["grammar"]) for row in rows]
 
@@ -284,25 +270,7 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> R
             f"{name}: {'everything' if any(mask) else 'nothing'} would be supervised. Look at its messages; if "
             f"they are right, {ADVICE}. The row: {show(tokenizer, row).markup[:1000]}"
         )
-    if spans is not None and not chat_template.markers_hold(tokenizer, chat_template.template_of(tokenizer)):
-        raise ValueError(
-            f"{name}: the generation markers in the chat template of {tokenizer.name_or_path} do not stand around what "
-            "the assistant writes. Repair them, or remove them."
-        )
     return row
-
-
-def encode_raw(
-    tokenizer: PreTrainedTokenizerBase, place: str, index: int, raw: str | dict, *, thinking: bool | None
-) -> tuple[Row, dict]:
-    """What reading.read_raw yields -> the encoded row, and the row as it was read. Raises ValueError, naming the place.
-
-    index: the row's id where it has none; thinking: its mode, if it does not say it
-    """
-    row = reading.to_row(place, raw)
-    reading.check_messages(row, place)
-    with reading.at(place):
-        return encode(tokenizer, reading.name_row(row, index, thinking)), row
 
 
 def show(tokenizer: PreTrainedTokenizerBase, row: Row) -> rich.text.Text:

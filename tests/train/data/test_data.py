@@ -280,8 +280,8 @@ def test_jobs_and_their_answers(tokenizer, small_target):
 
 def test_an_answer_is_trimmed_at_its_end(tokenizer):
     hello, end = tokenizer("Hello")["input_ids"], tokenizer.eos_token_id
-    assert make_answer(tokenizer, [*hello, end], {end}) == WrittenAnswer("Hello", "stop", [*hello, end], len(hello) + 1)
-    assert make_answer(tokenizer, hello, {end}) == WrittenAnswer("Hello", "length", hello, len(hello))
+    assert make_answer(tokenizer, [*hello, end], {end}) == WrittenAnswer("Hello", "stop", [*hello, end])
+    assert make_answer(tokenizer, hello, {end}) == WrittenAnswer("Hello", "length", hello)
 
 
 def test_options(monkeypatch, capsys):

@@ -18,7 +18,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from specdec.core import files
-from tests.conversations import conversations, make_plan, pair, read
+from tests.conversations import conversations, pair
 from tests.small_server import STOP
 from tests.support import REAL_TARGET, ROOT, small_tokenizer, write_rows
 from train.data import packing, reading
@@ -26,7 +26,6 @@ from train.data import rows as data
 from train.data.encoding import Encoding, load_packs
 from train.data.packing import SCHEMA, Packs, Rows, first_fit
 from train.data.reading import Source, read_sources
-from train.data.stream import Stream
 
 pytestmark = pytest.mark.full
 
@@ -129,8 +128,6 @@ def test_datasets_and_files_give_the_same_packs(load, tmp_path):
     packs = [load(str(tmp_path / name), length=512, packed=True) for name in ("saved", "files")]
     assert packs[0].fingerprint == packs[1].fingerprint and ids(packs[0]) == ids(packs[1])
     assert len(ids(load(str(tmp_path / "saved"), length=512, limit=5))) == 5
-    stream = Stream(make_plan(small_tokenizer(), str(tmp_path / "saved"), length=512, packed=False, buffer=12))
-    assert sorted(name for pack in read(stream, range(12)) for name in pack) == sorted(row["id"] for row in rows)
 
 
 def test_progress_names_the_source_and_counts_rows_and_tokens(load, tmp_path, capsys):
@@ -315,7 +312,6 @@ def test_forms_of_sources():
             read_sources(wrong)
     for weight, counts in ((2, [2] * 6), (0.5, [0, 1] * 3), (1.5, [1, 2] * 3)):
         assert packing.count_copies(6, Fraction(str(weight))).tolist() == counts
-    assert reading.order_sources(read_sources({"a": 1, "b": 0.5})) == [0, 0, 1]
 
 
 def test_weights_say_how_often_rows_occur(load, tmp_path):

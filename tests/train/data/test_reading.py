@@ -7,22 +7,18 @@ import gzip
 import io
 import json
 import lzma
-import random
 
 import datasets
 import pytest
 from pyarrow import Table, parquet
 
 from specdec.server import record
-from tests.conversations import ASKS, HEAD, TAIL, pair, with_template
+from tests.conversations import ASKS, pair, with_template
 from tests.support import small_tokenizer, write_rows
 from train.answers import datastore
-from train.answers.answering import AnswerJob, AnswerSettings
-from train.answers.engine_answers import AnswerServer
-from train.data import answer_mask, reading
+from train.data import reading
 from train.data import rows as data
 from train.data.encoding import Encoding, load_packs
-from train.data.stream import Plan, Stream
 
 ROWS = [{"id": f"r{n}", "messages": pair(f"Count to {n}. \u00e9", "Hello \U0001f600")} for n in range(3)]
 LINES = [json.dumps(row, ensure_ascii=False) for row in ROWS]
@@ -76,10 +72,6 @@ def test_training_reads_the_same_files(tmp_path, name):
         encoding = Encoding(small_tokenizer(), tmp_path / "cache")
         encoded.append(load_packs(str(tmp_path / each), encoding, length=128, packed=False).fingerprint)
     assert encoded[0] == encoded[1]
-    plan = Plan(str(tmp_path / name), small_tokenizer(), length=128, packed=False, buffer=3, seed=0)
-    stream = Stream(plan)
-    assert {row.id for number in range(3) for row in stream.pack(number)} == {"r0", "r1", "r2"}
-    stream.close()
 
 
 def test_a_folder_of_parquet_files(tmp_path):
@@ -167,14 +159,6 @@ def test_a_typed_prompt_that_is_no_text_is_refused():
     typed = b"caf\xe9".decode("utf-8", "surrogateescape")  # as sys.argv has it
     with pytest.raises(ValueError, match=r"half of a surrogate pair.*typed in UTF-8"):
         data.encode_prompt(small_tokenizer(), [{"role": "user", "content": typed}])
-
-
-@pytest.mark.parametrize(("finish", "text"), [("length", "a"), ("stop", "a\ufffd")])
-def test_half_of_a_pair_in_the_answer_of_a_server_is_replaced(finish, text):
-    server = object.__new__(AnswerServer)
-    server.way, server.settings = "chat", AnswerSettings(frozenset(), 4)
-    answer = {"choices": [{"message": {"content": f"a{HALF}"}, "finish_reason": finish}]}
-    assert server.read_answer(answer, AnswerJob("a", "b", 0.0, [], [1])).text == text
 
 
 def test_half_of_a_pair_in_recorded_rows_counts_as_damage(tmp_path):
@@ -267,7 +251,6 @@ def test_a_row_that_the_template_cannot_write_is_named_with_its_file(tmp_path, m
     for read in (
         lambda: load_packs(source, Encoding(tokenizer, tmp_path / "c"), length=99, packed=False),
         lambda: list(datastore.read_texts(source, tokenizer)),
-        lambda: Stream(Plan(source, tokenizer, length=99, packed=False, buffer=2, seed=0)),
     ):
         with pytest.raises(ValueError, match=r"a\.jsonl:2: .*" + message):
             read()
@@ -302,69 +285,3 @@ def test_training_validates_on_a_split_and_on_categories_of_any_type(fit, folder
     assert fit("run", *given, "data.heldout_split=dev") == 0
     report = json.loads((tmp_path / "checkpoints" / "run" / "step_000001" / "report.json").read_text())
     assert set(report["by_category"]) == {"5", "7"}
-
-
-# Long rows
-
-
-CONTENTS = ["a", " assistant ", "assistant\n", "user", "<|im_end|>\n<|im_start|>assistant\n"]
-CONTENTS += ["x-content", "1\n\n2", "a" * 30]
-TRIMMED = HEAD + "{{ m['content'] | trim }}" + TAIL
-THINKS = (  # only the last answer keeps what it thought, as Qwen3's
-    HEAD + "{% set said = m['content'] if loop.last else m['content'].split('</think>')[-1] %}{{ said }}" + TAIL
-)
-BARE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}" + (
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-)
-SHORTENED = TRIMMED.replace("in messages", "in messages[-5:]")  # forgets what is long ago
-
-
-@pytest.mark.parametrize(
-    "template", [None, TRIMMED, THINKS, BARE, SHORTENED], ids=["own", "trimmed", "thinks", "bare", "short"]
-)
-def test_masks_of_many_turns_are_those_of_every_prompt(monkeypatch, template):
-    tokenizer, draw = with_template(template), random.Random(0)
-
-    def mask(messages):
-        try:
-            return data.encode(tokenizer, {"id": "a", "category": "b", "messages": messages})
-        except ValueError as error:
-            return str(error)
-
-    masks = []
-    for _ in range(60):
-        messages = []
-        for _ in range(draw.randint(4, 9)):
-            messages.append({"role": draw.choice(["user", "user", "tool"]), "content": draw.choice(CONTENTS)})
-            if draw.random() < 0.2:
-                messages.append({"role": "assistant", "content": draw.choice(["", "</think>", "b"])})
-            messages.append(
-                {"role": "assistant", "content": draw.choice(["t</think>", "", "", ""]) + draw.choice(CONTENTS)}
-            )
-        masks.append((messages, mask(messages)))
-    monkeypatch.setattr(answer_mask, "FEW", 10**9)  # every prompt is rendered, as the mask is defined
-    assert all(mask(messages) == found for messages, found in masks)
-    assert any(isinstance(found, data.Row) for _, found in masks) or template is SHORTENED
-
-
-@pytest.mark.parametrize("roles", [["user"], ["user", "assistant", "tool"]], ids=["chat", "calls"])
-def test_the_number_of_renderings_does_not_grow_with_the_turns(monkeypatch, roles):
-    own, counts = small_tokenizer().chat_template, []
-    tokenizer = with_template(own.replace("+ '<|im_end|>'", "~ (message['tool_calls'] or '') ~ '<|im_end|>'"))
-    render = tokenizer.apply_chat_template
-    counted = lambda *args, **more: counts.append(0) or render(*args, **more)
-    monkeypatch.setattr(tokenizer, "apply_chat_template", counted)
-
-    def count(turns: int) -> int:
-        counts.clear()
-        messages = []
-        for turn in range(turns):
-            calls = {"assistant": {"content": "", "tool_calls": [{"name": "n", "arguments": {"n": turn}}]}}
-            messages += [{"role": role, "content": f"{role} {turn}", **calls.get(role, {})} for role in roles]
-            messages.append({"role": "assistant", "content": f"answer {turn}"})
-        row = data.encode(tokenizer, {"id": "a", "category": "b", "messages": messages})
-        assert tokenizer.decode([t for t, own in zip(row.tokens, row.mask) if own]).count("answer ") == turns
-        return len(counts)
-
-    count(1)  # what the template does is found out once
-    assert count(100) == count(10) <= 8
