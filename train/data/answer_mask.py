@@ -12,12 +12,13 @@ A turn ends with the first special token after its content. The template's text 
 """
 
 import bisect
+import contextlib
 import functools
 from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
 
-from train.data.chat_template import Marked, find_form, render
+from train.data.chat_template import find_form, render
 
 ADVICE = "add {% generation %} markers around what the assistant writes to its chat_template.jinja"
 
@@ -45,10 +46,11 @@ def find_content_end(text: str, content: str, start: int, stop: int) -> int:
 
 
 def find_turns(
-    tokenizer: PreTrainedTokenizerBase, conversation: dict, text: str, options: dict, marked: Marked
-) -> tuple[list[tuple[int, int, int]], bool | None]:
+    tokenizer: PreTrainedTokenizerBase, conversation: dict, text: str, options: dict
+) -> tuple[list[tuple[int, int | None, int]], bool | None]:
     """(start, content end, stop) of every assistant turn, in characters; the turn ends somewhere from content end to
-    stop. Beside them, the thinking mode of the last one. options: as `render`; marked: of `mark`
+    stop, and with the last special token before stop if content end is None, as calls of tools may hold such tokens.
+    Beside them, the thinking mode of the last one. options: as `render`
     """
     messages = conversation["messages"]
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -62,12 +64,15 @@ def find_turns(
             f"from it. To train on such conversations, {ADVICE}."
         )
     stops = starts[1:] + [len(text)]
-    contents = [messages[index]["content"] for index in answers]
-    ends = [find_content_end(text, *turn) for turn in zip(contents, starts, stops, strict=True)]
-    for place, index in enumerate(answers):
-        end = marked.find_end(index, text, starts[place], find_form(tokenizer).end)
-        ends[place] = ends[place] if end is None else end
-    return list(zip(starts, ends, stops, strict=True)), mode
+    turns: list[tuple[int, int | None, int]] = []
+    for index, start, stop in zip(answers, starts, stops, strict=True):
+        end: int | None = find_content_end(text, messages[index]["content"], start, stop)
+        if messages[index].get("tool_calls"):
+            with contextlib.suppress(ValueError):  # it refuses a conversation that ends with calls
+                until = render(tokenizer, messages[: index + 1], add_generation_prompt=False, **options)
+                end, stop = (None, len(until)) if text.startswith(until) else (end, stop)
+        turns.append((start, end, stop))
+    return turns, mode
 
 
 def find_answers(
@@ -119,16 +124,21 @@ def find_special(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def derive_mask(
-    tokens: list[int], starts: list[int], turns: list[tuple[int, int, int]], special: set[int]
+    tokens: list[int], starts: list[int], turns: list[tuple[int, int | None, int]], special: set[int]
 ) -> list[bool]:
     """Mask of the tokens that begin inside a turn; `starts`: increasing places of the tokens' first characters.
 
-    A turn ends with the first special token after its content, or with its content where none follows.
+    A turn ends with the first special token after its content, or with its content where none follows; with the last
+    one where the end of its content is None.
     """
     mask = [False] * len(tokens)
-    for turn in turns:
-        first, content_end, stop = (bisect.bisect_left(starts, place) for place in turn)
-        ends = (index + 1 for index in range(content_end, stop) if tokens[index] in special)
-        end = next(ends, min(content_end, stop))
+    for start, content_end, until in turns:
+        first, stop = bisect.bisect_left(starts, start), bisect.bisect_left(starts, until)
+        after = first if content_end is None else bisect.bisect_left(starts, content_end)
+        ends = [index + 1 for index in range(after, stop) if tokens[index] in special]
+        if content_end is None:
+            end = ends[-1] if ends else stop
+        else:
+            end = ends[0] if ends else min(after, stop)
         mask[first:end] = [True] * (end - first)
     return mask

@@ -1,7 +1,7 @@
 """What a chat template makes of a conversation, found by rendering.
 
-A template leaves out, without a word, what it does not know. So a copy of the conversation is rendered with marks in
-place of what may be lost. Marks that are missing in its text say what is lost; the others say where calls of tools end.
+A template leaves out, without a word, what it does not know: then a conversation that says something else there has the
+same text.
 """
 
 import contextlib
@@ -20,8 +20,6 @@ MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MODES = ("enable_thinking", "thinking")  # names that templates have for the thinking mode
 SPEAKERS = ("system", "developer", "user", "assistant")  # every template that takes them writes what they say
 WORD, OTHER = "specdecword", "specdecother"
-NUMBER = "73055192{:04d}"  # mark in arguments: what stands behind a number stands behind all arguments
-MARK = re.compile(r"specdecmark\d+x|73055192\d{4}")
 TOOL = {
     "type": "function",
     "function": {"name": WORD, "description": WORD, "parameters": {"type": "object", "properties": {}}},
@@ -52,7 +50,6 @@ class TemplateForm:
     arguments: type | None  # of calls: dict, or str for JSON; None: neither is written
     mode: str | None  # its variable for the thinking mode; None: it has no such mode
     without: str  # what it writes behind a prompt with thinking=false; empty: nothing
-    end: str  # what stands behind an answer; empty: nothing
 
     def fit(self, messages: list[dict]) -> list[dict]:
         """Messages in this form."""
@@ -117,12 +114,10 @@ def _find_form(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateFor
     asked = functools.partial(text, question, add_generation_prompt=True)
     mode = next((mode for mode in MODES if asked(**{mode: True}) != asked(**{mode: False})), None)
     prompt, without = asked(), asked(**{mode: False}) if mode else ""
-    said = text(question, {"role": "assistant", "content": OTHER})
     return TemplateForm(
         next((kind for kind, given in kinds if writes(given)), None),
         mode,
         without.removeprefix(prompt) if without.startswith(prompt) else "",
-        said.rpartition(OTHER)[2].strip(),
     )
 
 
@@ -162,67 +157,41 @@ def template_arguments(
     return mode | ({"tools": tools} if tools else {})
 
 
-@dataclass(frozen=True)
-class Marked:
-    """The text of a copy of a conversation with marks in place of tools and their calls.
+def check_written(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict],
+    text: str,
+    *,
+    tools: list[dict] | None = None,
+    **options,
+) -> None:
+    """Raises ValueError if the template leaves out tools, their calls, or what a role says: the text is the same without it.
 
-    last: the mark at the end of the last call of tools, by the number of the message that has calls
+    text: what `render` makes of the messages; options: as of `render`
     """
-
-    text: str
-    last: dict[int, str]
-
-    def find_end(self, index: int, original: str, start: int, end: str) -> int | None:
-        """Where the calls of message `index` end in the text of the conversation itself; None: it cannot be told.
-
-        start: where the message begins; end: what stands behind answers
-        """
-        if index not in self.last or not (found := re.search(self.last[index], self.text)):
-            return None
-        following = MARK.search(self.text, found.end())
-        behind = self.text[found.end() : following.start() if following else len(self.text)]
-        place = original.find(behind, start)
-        return None if place < 0 else place + max(0, behind.find(end))
-
-
-def mark(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, tools: list[dict] | None = None, **options
-) -> Marked:
-    """options: as `render`. Raises ValueError if the template leaves out a part of what the messages and tools say."""
-    meanings: dict[str, str] = {}  # what each mark stands for
-    last: dict[int, str] = {}
-    copies: list[dict] = []
-
-    def new(meaning: str, form: str = "specdecmark{}x") -> str:
-        word = form.format(len(meanings))
-        meanings[word] = meaning
-        return word
-
-    def add(arguments: object) -> object:
-        found = parse_arguments({} if arguments is None else arguments)
-        word = last[len(copies)] = new("tool_calls", NUMBER)
-        return {**found, WORD: int(word)} if isinstance(found, dict) else word
-
-    for message in messages:
-        if calls := message.get("tool_calls"):
-            calls = [_change(call, name=lambda _: new("tool_calls"), arguments=add) for call in calls]
-            message = {**message, "tool_calls": calls}
-        if message["role"] not in SPEAKERS:
-            message = {**message, "content": new(f"messages of the role {message['role']}")}
-        copies.append(message)
-    tools = tools and [_change(tool, name=lambda _: new("tools")) for tool in tools]
-    if not meanings:
-        return Marked("", {})
-    try:
-        text = render(tokenizer, copies, tools=tools, **options)
-    except ValueError:  # it takes the conversation, but not the copy: nothing can be said
-        return Marked("", {})
-    if lost := " and ".join(dict.fromkeys(meaning for word, meaning in meanings.items() if word not in text)):
+    changed = {}
+    if tools:
+        changed["tools"] = messages, [_change(tool, name=lambda _: WORD) for tool in tools]
+    if any(message.get("tool_calls") for message in messages):
+        call = lambda each: _change(each, arguments=lambda _: {WORD: WORD})
+        copies = [
+            {**message, "tool_calls": [*map(call, message["tool_calls"])]} if message.get("tool_calls") else message
+            for message in messages
+        ]
+        changed["tool_calls"] = copies, tools
+    for role in dict.fromkeys(message["role"] for message in messages if message["role"] not in SPEAKERS):
+        copies = [{**message, "content": WORD} if message["role"] == role else message for message in messages]
+        changed[f"messages of the role {role}"] = copies, tools
+    lost = []
+    for name, (copies, others) in changed.items():
+        with contextlib.suppress(ValueError):  # it refuses the copy, so it reads what was changed
+            if render(tokenizer, copies, tools=others, **options) == text:
+                lost.append(name)
+    if lost:
         raise ValueError(
-            f"The chat template of {tokenizer.name_or_path} leaves out {lost}, so the target would not read them. "
-            "Remove them, or choose a target whose chat template writes them."
+            f"The chat template of {tokenizer.name_or_path} leaves out {' and '.join(lost)}, so the target would not read "
+            "them. Remove them, or choose a target whose chat template writes them."
         )
-    return Marked(text, last)
 
 
 def without_template(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -17,7 +17,7 @@ from specdec.measuring.measure import Prompt
 from specdec.proposers import datastore
 from train.data import answer_mask, chat_template, reading
 from train.data.answer_mask import ADVICE, find_special
-from train.data.chat_template import find_form, mark, options_of, render, template_arguments
+from train.data.chat_template import check_written, find_form, options_of, render, template_arguments
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def encode_prompt(
         raise ValueError("The prompt has half of a surrogate pair, which is no character: was it typed in UTF-8?")
     options = {"add_generation_prompt": True, "thinking": thinking, "tools": tools}
     text = render(tokenizer, messages, **options)
-    mark(tokenizer, messages, **options)
+    check_written(tokenizer, messages, text, **options)
     return tokenise(tokenizer, text)["input_ids"]
 
 
@@ -239,7 +239,7 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> R
         raise ValueError(f"{name} has no assistant turn, only {roles}. Let the target answer it first.")
     try:
         text = render(tokenizer, messages, add_generation_prompt=False, **options)
-        marked = mark(tokenizer, messages, add_generation_prompt=False, **options)
+        check_written(tokenizer, messages, text, add_generation_prompt=False, **options)
         encoding = tokenise(tokenizer, text, return_offsets_mapping=True)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
@@ -255,7 +255,7 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> R
     if spans is not None:
         mask = answer_mask.mask_spans(starts, spans)
     else:
-        turns, mode = answer_mask.find_turns(tokenizer, conversation, text, options, marked)
+        turns, mode = answer_mask.find_turns(tokenizer, conversation, text, options)
         mask = answer_mask.derive_mask(tokens, starts, turns, find_special(tokenizer))
     if conversation.get("finish") == "length" and True in mask and not answers[-1].get("tool_calls"):
         last = len(mask) - 1 - mask[::-1].index(True)

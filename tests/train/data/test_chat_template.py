@@ -63,7 +63,7 @@ def test_tools_are_written_and_calls_supervised_to_their_end(template, open, clo
 @pytest.mark.parametrize(
     ("template", "given", "lost"),
     [
-        (None, {"messages": MESSAGES, "tools": [TOOL]}, "tool_calls and tools"),
+        (None, {"messages": MESSAGES, "tools": [TOOL]}, "tools and tool_calls"),
         (None, {"messages": PLAIN, "tools": json.dumps([TOOL])}, "tools"),
         (None, {"messages": MESSAGES}, "tool_calls"),
         (CALLS.replace(TOOLS, "{% if tools %}{{ 'You have get_tide.' }}{% endif %}"), {"messages": PLAIN, "tools": [TOOL]}, "tools"),
