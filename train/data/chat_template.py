@@ -169,7 +169,7 @@ def check_written(
 
     text: what `render` makes of the messages; options: as of `render`
     """
-    changed = {}
+    changed: dict[str, tuple[list[dict], list[dict] | None]] = {}
     if tools:
         changed["tools"] = messages, [_change(tool, name=lambda _: WORD) for tool in tools]
     if any(message.get("tool_calls") for message in messages):

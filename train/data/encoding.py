@@ -50,7 +50,7 @@ class Encoding:
 
     tokenizer: PreTrainedTokenizerBase
     cache: Path
-    split: str | None = None  # of a dataset; None: train, or the only one
+    split: str | None = None  # of a dataset; None: train
     limit: int | None = None  # rows of each source
     workers: int | None = None  # processes; None: as many as the cores and the rows allow
     thinking: bool | None = None  # the mode of rows that do not say theirs
@@ -108,7 +108,8 @@ def load_packs(
     for source, folder in zip(found, folders):
         files.keep_folder(folder, functools.partial(encode_source, source.name, encoding), option="cache=")
     rows = packing.Rows.load(folders)
-    numbers = packing.take_tokens(rows, packing.hold_out_rows(rows, hold_out), tokens)
+    kept = numpy.delete(numpy.arange(len(rows)), reading.hold_out(rows.column("greedy").tolist(), hold_out))
+    numbers = packing.take_tokens(rows, kept, tokens)
     if any(source.weight != 1 for source in found):
         nums = numpy.diff(numpy.searchsorted(numbers, rows.starts)).tolist()  # rows of each source
         copies = [packing.count_copies(num, source.weight) for num, source in zip(nums, found)]

@@ -210,14 +210,6 @@ class Packs(torch.utils.data.Dataset):
 # Which rows
 
 
-def hold_out_rows(rows: Rows, num: int) -> ndarray:
-    """Numbers of all rows but the first `num` of those written at temperature 0, as reading.hold_out."""
-    greedy = numpy.flatnonzero(rows.column("greedy"))[:num]
-    if len(greedy) < num:
-        raise ValueError(f"Only {len(greedy)} rows were written at temperature 0: lower hold_out={num}.")
-    return numpy.delete(numpy.arange(len(rows)), greedy)
-
-
 def take_tokens(rows: Rows, numbers: ndarray, num: int | None) -> ndarray:
     """The first of the numbered rows, until `num` supervised tokens are reached; all for None."""
     counts = rows.column("supervised")[numbers]

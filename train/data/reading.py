@@ -99,36 +99,26 @@ def find_files(source: str) -> list[Path]:
 
 
 def open_dataset(source: str, split: str | None) -> Any:
-    """One split of a dataset in a folder, or of one that `datasets.load_dataset` finds.
-
-    split: None: train, or the only one
-    """
+    """One split, by default train, of a dataset in a folder, or of one that `datasets.load_dataset` finds."""
     import datasets  # here: it takes a second of each command's start, and most sources are files
 
-    if Path(source).is_dir():
-        data = datasets.load_from_disk(source)
-        return data[choose_split(source, split, list(data))] if isinstance(data, datasets.DatasetDict) else data
+    split = split or "train"
     try:
-        try:
-            return datasets.load_dataset(source, split=split or "train")
-        except ValueError:
-            if split is not None:
-                raise
-            split = choose_split(source, split, datasets.get_dataset_split_names(source))
+        if not Path(source).is_dir():
             return datasets.load_dataset(source, split=split)
+        data = datasets.load_from_disk(source)
     except (OSError, ValueError) as error:
-        raise ValueError(f"Could not read {source!r}. Give {FORMS}. ({type(error).__name__}: {error})") from error
-
-
-def choose_split(source: str, split: str | None, names: list[str]) -> str:
-    if split is None:
-        split = names[0] if len(names) == 1 else "train"
-    if split not in names:
         raise ValueError(
-            f"{source} has no split {split!r}; it has: {', '.join(names)}. Choose one with split= (train.py: "
-            "data.split=, data.heldout_split=)."
+            f"Could not read split {split!r} of {source!r}. Give {FORMS}. ({type(error).__name__}: {error})"
+        ) from error
+    if not isinstance(data, datasets.DatasetDict):
+        return data
+    if split not in data:
+        raise ValueError(
+            f"{source} has no split {split!r}; it has: {', '.join(data)}. Choose one with split= (train.py: data.split=, "
+            "data.heldout_split=)."
         )
-    return split
+    return data[split]
 
 
 def read_raw(source: str, split: str | None) -> Iterator[tuple[str, str | dict]]:
@@ -206,7 +196,7 @@ def load_conversations(
 ) -> list[dict]:
     """Reads rows with `messages` or plain text, and `id` and `category` filled in; other keys are kept.
 
-    source: as FORMS says; split: of a dataset; None: train, or the only one
+    source: as FORMS says; split: of a dataset; None: train
     Raises ValueError, naming file and line, for a row that is no conversation.
     """
     conversations: list[dict] = []
@@ -216,13 +206,15 @@ def load_conversations(
     return conversations
 
 
-def hold_out(conversations: list[dict], num: int) -> tuple[list[dict], list[dict]]:
-    """The first `num` rows written at temperature 0, and the rest: what evaluate answers= replays is not trained on."""
-    greedy = [index for index, row in enumerate(conversations) if row.get("temperature") == 0][:num]
-    if len(greedy) < num:
-        raise ValueError(f"Only {len(greedy)} rows were written at temperature 0: lower hold_out={num}.")
-    held = set(greedy)
-    return [conversations[i] for i in greedy], [row for i, row in enumerate(conversations) if i not in held]
+def hold_out(greedy: Sequence[bool], num: int) -> list[int]:
+    """The first `num` rows written at temperature 0: what evaluate answers= replays is not trained on.
+
+    greedy: whether each row was written at temperature 0
+    """
+    held = [index for index, each in enumerate(greedy) if each][:num]
+    if len(held) < num:
+        raise ValueError(f"Only {len(held)} rows were written at temperature 0: lower hold_out={num}.")
+    return held
 
 
 def load_prompts(source: str, *, split: str | None = None, limit: int | None = None) -> list[dict]:

@@ -1,6 +1,5 @@
 """Conversations to `TrainingBatch`: prompts and rows of token ids with their mask, truncation, collation."""
 
-import dataclasses
 import functools
 import itertools
 import warnings
@@ -283,13 +282,6 @@ def show(tokenizer: PreTrainedTokenizerBase, row: Row) -> rich.text.Text:
 
 
 # Rows to batches
-
-
-def truncate(row: Row, max_length: int) -> Row | None:
-    """The row's first `max_length` tokens; None if none of them could be a goal."""
-    if not any(row.mask[1:max_length]):
-        return None
-    return dataclasses.replace(row, tokens=row.tokens[:max_length], mask=row.mask[:max_length])
 
 
 def collate(packs: list[list[Row]], *, length: int, pad_token: int) -> TrainingBatch:
