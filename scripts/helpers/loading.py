@@ -170,7 +170,7 @@ def trained_on(folder: Path) -> str | None:
             data = read_yaml(path).get("data")
             if not isinstance(data, dict) or "train" not in data:
                 return None
-            return ", ".join(Path(source.name).name for source in read_sources(data["train"]))
+            return ", ".join(Path(source).name for source in read_sources(data["train"]))
     data = facts.read(folder).get("data")
     return str(data["train"]) if isinstance(data, dict) and "train" in data else None
 

@@ -103,16 +103,16 @@ def load_packs(
     train: as reading.read_sources; hold_out, tokens: as conf/data
     Raises ValueError, naming file and line or the row, for what cannot be encoded.
     """
-    found = reading.read_sources(train)
-    folders = [encoding.cache / f"rows-{encoding.key(source.name)}" for source in found]
-    for source, folder in zip(found, folders):
-        files.keep_folder(folder, functools.partial(encode_source, source.name, encoding), option="cache=")
+    weights = reading.read_sources(train)
+    folders = [encoding.cache / f"rows-{encoding.key(source)}" for source in weights]
+    for source, folder in zip(weights, folders):
+        files.keep_folder(folder, functools.partial(encode_source, source, encoding), option="cache=")
     rows = packing.Rows.load(folders)
     kept = numpy.delete(numpy.arange(len(rows)), reading.hold_out(rows.column("greedy").tolist(), hold_out))
     numbers = packing.take_tokens(rows, kept, tokens)
-    if any(source.weight != 1 for source in found):
+    if any(weight != 1 for weight in weights.values()):
         nums = numpy.diff(numpy.searchsorted(numbers, rows.starts)).tolist()  # rows of each source
-        copies = [packing.count_copies(num, source.weight) for num, source in zip(nums, found)]
+        copies = [packing.count_copies(num, weight) for num, weight in zip(nums, weights.values())]
         numbers = packing.repeat_rows(numbers, numpy.concatenate(copies))
     return packing.Packs(rows, length=length, packed=packed, numbers=numbers)
 

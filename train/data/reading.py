@@ -14,7 +14,6 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -26,24 +25,17 @@ from train.data.chat_template import options_of
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 
 
-@dataclass(frozen=True)
-class Source:
-    name: str  # a form that `find_files` or `open_dataset` takes
-    weight: Fraction
-
-
-def read_sources(train: str | Sequence[str] | Mapping[str, float]) -> list[Source]:
-    """The setting `train` in one of its three forms. Raises ValueError for no source, or for a weight of 0 or less."""
+def read_sources(train: str | Sequence[str] | Mapping[str, float]) -> dict[str, Fraction]:
+    """The setting `train` in one of its three forms -> the weight of each source. Raises ValueError for no source, or for
+    a weight of 0 or less."""
     train = [train] if isinstance(train, str) else train
     weights = dict(train) if isinstance(train, Mapping) else dict.fromkeys(train, 1)
     if not weights or (not isinstance(train, Mapping) and len(weights) < len(train)):
         raise ValueError(f"train={train}: give at least one source, and each once (a weight of 2 reads it twice).")
-    sources = []
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise ValueError(f"train={weights}: the weight of {name} must be a number above 0, such as 2 or 0.5.")
-        sources.append(Source(str(name), Fraction(str(weight))))
-    return sources
+    return {str(name): Fraction(str(weight)) for name, weight in weights.items()}
 
 
 # The rows of a source

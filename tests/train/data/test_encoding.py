@@ -25,7 +25,7 @@ from train.data import packing, reading
 from train.data import rows as data
 from train.data.encoding import Encoding, load_packs
 from train.data.packing import SCHEMA, Packs, Rows, first_fit
-from train.data.reading import Source, read_sources
+from train.data.reading import read_sources
 
 pytestmark = pytest.mark.full
 
@@ -304,9 +304,8 @@ def test_packs_are_mapped_and_not_loaded(tmp_path):
 
 def test_forms_of_sources():
     one = Fraction(1)
-    assert read_sources("a") == [Source("a", one)]
-    assert read_sources(["a", "b"]) == [Source("a", one), Source("b", one)]
-    assert read_sources({"a": 2, "b": 0.5}) == [Source("a", one * 2), Source("b", one / 2)]
+    assert read_sources("a") == {"a": one} and read_sources(["a", "b"]) == {"a": one, "b": one}
+    assert read_sources({"a": 2, "b": 0.5}) == {"a": one * 2, "b": one / 2}
     for wrong in ([], {}, ["a", "a"], {"a": 0}, {"a": -1.0}, {"a": "2"}, {"a": float("inf")}):
         with pytest.raises(ValueError, match="train="):
             read_sources(wrong)
