@@ -158,20 +158,6 @@ def test_modes_of_prompts(tmp_path):
         data.load_prompts(str(path), small_tokenizer(), thinking=True)
 
 
-def test_packs_know_the_modes_of_their_rows(tmp_path):
-    tokenizer, path = with_template(THINKS), tmp_path / "a.jsonl"
-    thoughts = [PLAIN[0], {**PLAIN[1], "reasoning_content": "Add."}]
-    write_rows(path, [{"messages": thoughts}, {"messages": thoughts, "thinking": True}, {"messages": PLAIN}])
-
-    def modes(thinking=None, limit=None):
-        encoding = Encoding(tokenizer, tmp_path / "c", limit=limit, thinking=thinking)
-        return load_packs(str(path), encoding, length=99, packed=True).modes
-
-    assert modes() == [None, True, False] and modes(limit=1) == [None] and modes(True) == [True]
-    with pytest.raises(ValueError, match="has no thinking mode"):
-        Encoding(small_tokenizer(), tmp_path, thinking=True)
-
-
 # Tokenizers
 
 

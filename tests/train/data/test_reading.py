@@ -1,6 +1,5 @@
 """Files and rows as people have them are read, or refused with a sentence that names file and row."""
 
-import bz2
 import codecs
 import copy
 import gzip
@@ -36,7 +35,6 @@ def tabled() -> bytes:
 READ = {
     "mark.jsonl": TEXT.encode("utf-8-sig"),
     "little.jsonl": codecs.BOM_UTF16_LE + TEXT.encode("utf-16-le"),
-    "big.jsonl": codecs.BOM_UTF16_BE + TEXT.encode("utf-16-be"),
     "unmarked.jsonl": TEXT.encode("utf-16-le"),
     "wide.jsonl": TEXT.encode("utf-32"),
     "returns.jsonl": b"\r\n" + TEXT.replace("\n", "\r\n").encode() + b"\r\n",
@@ -44,13 +42,9 @@ READ = {
     "escaped.jsonl": "\n".join(map(json.dumps, ROWS)).encode(),
     "packed.jsonl": gzip.compress(TEXT.encode()),
     "members.jsonl.gz": b"".join(gzip.compress(f"{line}\n".encode()) for line in LINES),
-    "wide.jsonl.gz": gzip.compress(TEXT.encode("utf-16")),
     "no-ending": TEXT.encode(),
-    "lines.txt": TEXT.encode(),
-    "text.jsonl.gz": TEXT.encode(),
     "list.json": json.dumps(ROWS).encode(),
     "pretty.json": json.dumps(ROWS, indent=2).encode("utf-16"),
-    "lines.json": TEXT.encode(),
     "list.json.gz": gzip.compress(json.dumps(ROWS).encode()),
     "table.parquet": tabled(),
     "table": tabled(),
@@ -84,26 +78,16 @@ def test_a_folder_of_parquet_files(tmp_path):
 REFUSED = {
     "latin.jsonl": ((TEXT + LINES[0]).replace("\U0001f600", "").encode("latin-1"), r"latin\.jsonl:1: byte 0xe9 is not UTF-8.*iconv"),
     "second.jsonl": (LINES[0].encode() + b"\n{\"prompt\": \"caf\x80\"}", r"second\.jsonl:2: byte 0x80 is not UTF-8"),
-    "odd.jsonl": (TEXT.encode("utf-16")[:-1], r"odd\.jsonl is not whole UTF-16.* text behind line \d"),
     "rows.jsonl": (b"\x28\xb5\x2f\xfd\x00\x00", r"rows\.jsonl is compressed otherwise than with gzip.*Unpack it first"),
-    "xz.jsonl": (lzma.compress(TEXT.encode()), "compressed otherwise"),
-    "bz.jsonl": (bz2.compress(TEXT.encode()), "compressed otherwise"),
     "twice.jsonl.gz": (gzip.compress(lzma.compress(TEXT.encode())), "compressed otherwise"),
-    "rows.zip": (b"PK\x03\x04rest", "compressed otherwise"),
     "half.parquet": (tabled()[:-30], r"half\.parquet: the parquet file is damaged or incomplete"),
-    "text.parquet": (TEXT.encode(), r"text\.parquet: the parquet file is damaged"),
     "half.jsonl.gz": (gzip.compress(TEXT.encode() * 999)[:-20], r"half\.jsonl\.gz: the compressed file is incomplete or damaged after line \d+"),
     "half.json": (json.dumps(ROWS)[:-3].encode(), r"half\.json: not valid JSON.*Give|half\.json: not valid JSON.*give"),
-    "numbers.json": (b"[1, 2]", r"numbers\.json row 0: expected a JSON object, found int"),
     "list.jsonl": (json.dumps(ROWS).encode(), r"list\.jsonl:1: expected a JSON object, found list.*ending \.json"),
     "table.csv": (b"prompt\nWhat is rain?\n", r"table\.csv:1 is no row: table\.csv holds no JSON\. Give a \.jsonl file"),
     "notes.txt": (b"\nWhat is rain?\n", r"notes\.txt:2 is no row"),
     "nul.jsonl": (b'{"prompt": "a\0b"}\n', r"nul\.jsonl:1: not valid JSON"),
-    "zeros.jsonl": (TEXT.encode() + bytes(100), r"zeros\.jsonl:4: not valid JSON"),
     "deep.jsonl": (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", r"deep\.jsonl:1: not valid JSON"),
-    "long.jsonl": (b'{"a": ' + b"9" * 10_000 + b"}", r"long\.jsonl:1: not valid JSON"),
-    "code.jsonl": (b"__import__('os')", r"code\.jsonl:1: not valid JSON"),
-    "cut.jsonl": (TEXT.encode() + b'{"messages": [', r"cut\.jsonl:4: not valid JSON"),
 }  # fmt: skip
 
 
@@ -126,12 +110,8 @@ def test_an_empty_file_has_no_rows(tmp_path):
 
 HALVES = [
     {"messages": pair(f"a {HALF}", "b")},
-    {"messages": pair("a", "\udc00")},
     {"id": HALF, "prompt": "a", "messages": ROWS[0]["messages"]},
-    {"category": HALF, "prompt": "a", "messages": ROWS[0]["messages"]},
-    {"prompt": f"{HALF} a"},
     {"tools": [{"function": {"name": "f", "description": HALF}}], "messages": ROWS[0]["messages"]},
-    {"messages": [{"role": "user", "content": "a", HALF: "b"}]},
     {"text": f"\ude00{HALF}"},
 ]
 
