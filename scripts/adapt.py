@@ -304,7 +304,7 @@ def find_old(given: str | None, head: Path, target: str) -> list[str]:
         return split(given)
     recorded = settings_of(head).get("data", {}).get("train")
     if recorded is not None:
-        return [source.name for source in reading.read_sources(recorded)]
+        return list(reading.read_sources(recorded))
     if Path(target).name == Path(str(OmegaConf.load(loading.CONF / "target" / "smollm2-135m.yaml").name)).name:
         return [SHIPPED]
     raise ValueError(

@@ -274,7 +274,7 @@ def read_answers(chosen: Evaluate, tokenizer: PreTrainedTokenizerBase) -> tuple[
     source, temperature = str(chosen.answers), chosen.decode.sampling().temperature
     rows = reading.load_conversations(source, split=chosen.split)
     if chosen.hold_out is not None:
-        rows, _ = reading.hold_out(rows, chosen.hold_out)
+        rows = [rows[i] for i in reading.hold_out([row.get("temperature") == 0 for row in rows], chosen.hold_out)]
     rows = [row for row in rows if row.get("temperature", temperature) == temperature]
     if not rows:
         raise ValueError(f"{source} has no row at decode.temperature={temperature:g}.")

@@ -41,7 +41,7 @@ def test_lists_dicts_and_numbers_are_what_the_documents_say(tmp_path, monkeypatc
     assert read("data.train=[数据/a.jsonl, my data (1)/b.jsonl]") == ["数据/a.jsonl", "my data (1)/b.jsonl"]
     assert read("data.train={a.jsonl: 2, b.jsonl: 0.5}") == {"a.jsonl": 2, "b.jsonl": 0.5}
     weighted = read_sources(read("data.train={a.jsonl: 2, data/b.jsonl: 0.5}"))
-    assert [(source.name, float(source.weight)) for source in weighted] == [("a.jsonl", 2), ("data/b.jsonl", 0.5)]
+    assert weighted == {"a.jsonl": 2, "data/b.jsonl": 0.5}
     assert read("features.engine=[http://a:1,http://b:2]") == ["http://a:1", "http://b:2"]
     assert read("optimizer.lr=1e-3") == 1e-3 and read("optimizer.betas=[0.9,0.95]") == [0.9, 0.95]
     assert read('data.train="two words (1)"') == "two words (1)"  # quoted for Hydra already
@@ -72,6 +72,11 @@ def test_commas_separate_the_values_of_a_sweep(tmp_path, monkeypatch):
 def test_a_sweep_over_lists_and_quoted_texts():
     assert jobs("data.train=[a.jsonl],[a.jsonl,b.jsonl]") == [[["a.jsonl"]], [["a.jsonl", "b.jsonl"]]]
     assert len(jobs("data.train={a: 2},{b: 1}")) == 2 and len(jobs("run='a','b'")) == 2
+
+
+@pytest.mark.parametrize("text", ["{a: 2", "{a}.jsonl", "{"])
+def test_what_only_looks_like_a_dict_is_one_name(text):
+    assert list(read_sources(text)) == [text]
 
 
 def test_options_of_another_command_are_checked():

@@ -30,7 +30,6 @@ from train.data import rows as data
 from train.data.encoding import Encoding, load_packs
 from train.data.loader import Material, permutation
 from train.data.packing import Packs, draft_vocab
-from train.data.stream import Plan, Stream
 from train.distributed import Group, Waiting, compute_by_main
 from train.features.engine_client import EngineClient
 from train.features.engine_features import EngineTarget
@@ -56,8 +55,7 @@ def make_trainer(
     """
     target, tokenizer = load_target(config, accelerator)
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
-    loaded = load_data(config, tokenizer, target, accelerator)
-    packs, stream = (loaded.first, loaded) if isinstance(loaded, Stream) else (loaded, None)
+    packs = load_data(config, tokenizer, target)
     rows = reading.load_prompts(config.data.heldout, split=config.data.heldout_split)
     with reading.at(str(config.data.heldout)):
         prompts = encode_prompts(config, tokenizer, packs, reading.spread(rows, config.validation.num_prompts))
@@ -71,8 +69,8 @@ def make_trainer(
         optimizer = optimization.make_optimizer(drafter, config.optimizer, adapter=config.head.get("adapter"))
     display.start(progress.note, config, drafter, packs, len(prompts))
     validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
-    material = make_material(config, drafter, packs, stream, stop, accelerator, engine)
-    inputs = {"heldout": reading.digest_of(rows), **target_inputs(target), "files": stream and stream.files}
+    material = make_material(config, drafter, packs, stop, accelerator, engine)
+    inputs = {"heldout": reading.digest_of(rows), **target_inputs(target)}
     folder = RunFolder(path, spec, fixed_settings(config.document()) | inputs)
     scheduler = optimization.schedule(optimizer, config.optimizer, steps=config.train.steps)
     parts: dict[str, Any] = {"material": material, "validation": validation, "settings": config.train, "folder": folder}
@@ -186,19 +184,13 @@ def packs_rows(target: Target, *, length: int, pack: bool | None) -> bool:
     return not target.recurrent if pack is None else pack
 
 
-def load_data(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, target: Target, accelerator: Accelerator
-) -> Packs | Stream:
-    """The conversations that are trained on, all of them packed, or read as they come."""
+def load_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase, target: Target) -> Packs:
+    """The conversations that are trained on, packed."""
     chosen = config.data
     same: dict[str, Any] = {name: getattr(chosen, name) for name in ("train", "hold_out", "tokens", "length")}
     same |= {"packed": packs_rows(target, length=chosen.length, pack=chosen.pack)}
     source: dict[str, Any] = {name: getattr(chosen, name) for name in ("split", "limit", "thinking")}
     with named("data"):
-        if chosen.stream:
-            plan = Plan(tokenizer=tokenizer, buffer=chosen.buffer, seed=config.train.seed, **source, **same)
-            group = Group.of(accelerator, target)
-            return Stream(plan, process=group.number, num_processes=group.num)
         encoding = Encoding(tokenizer, Path(chosen.cache), workers=chosen.workers, **source)
         return load_packs(encoding=encoding, **same)  # whichever process encodes shows it
 
@@ -208,7 +200,7 @@ def encode_prompts(
 ) -> list[Prompt]:
     """Held-out prompts, in the thinking mode of the rows that are trained on, unless the settings or a prompt say another."""
     thinking = packs.modes[0] if config.data.thinking is None and len(packs.modes) == 1 else config.data.thinking
-    return data.encode_prompts(rows, tokenizer, thinking=thinking, trained=packs.modes)
+    return data.encode_prompts(rows, tokenizer, thinking=thinking)
 
 
 # The drafter
@@ -314,7 +306,6 @@ def make_material(
     config: RunConfig,
     drafter: Head,
     packs: Packs,
-    stream: Stream | None,
     stop: set[int],
     accelerator: Accelerator,
     engine: EngineTarget | None,
@@ -332,7 +323,7 @@ def make_material(
         if chosen.on_policy:
             shares = {"on_policy": chosen.on_policy, "on_policy_temperature": chosen.on_policy_temperature}
             on_policy = OnPolicy(drafter, packs, length=chosen.length, stop=stop, **shares)
-        return Material(packs, chosen.length, features, on_policy, stream)
+        return Material(packs, chosen.length, features, on_policy)
 
 
 # Validation

@@ -54,8 +54,6 @@ class DataSettings:
     on_policy_temperature: float
     cache: str  # folder
     workers: int | None
-    stream: bool
-    buffer: int  # rows
 
 
 @dataclass(frozen=True)
@@ -192,8 +190,6 @@ class RunConfig:
             f"start_vocab={start} is for a checkpoint that is trained further: give start=, too.": new,
             "A head that adapts the target needs head.adapter: {lr, delay}, see conf/head/medusa2.yaml.": adapts
             and "adapter" not in self.head,
-            "features.mode=cached keeps the target's outputs for every text, and data.stream=true reads texts once: use "
-            "features.mode=online or engine.": features.mode == "cached" and data.stream,
             # A server reads the texts
             f"{served} the head changes the target, {here}": urls and adapts,
             f"{served} data.on_policy lets the target judge texts that the draft writes, {here}": urls and written,
@@ -268,8 +264,8 @@ def fixed_settings(document: dict) -> dict:
     """The settings that a run's figures depend on, by dotted name."""
     free: tuple[str, ...] = ("resume", "tracker", "threads", "features", "decode", "validation", "run", "progress")
     free += ("target.device", "target.tp", "target.shard", "target.trust_remote_code")
-    # What is read, a stream and its buffer too, is in the fingerprint
-    free += tuple(f"data.{key}" for key in ("split", "heldout_split", "cache", "workers", "stream", "buffer"))
+    # What is read is in the fingerprint
+    free += tuple(f"data.{key}" for key in ("split", "heldout_split", "cache", "workers"))
     freely = "log_every validate_every validate_first save_every save_minutes best_by timeout skip_not_finite shard"
     free += tuple(f"train.{key}" for key in freely.split())
     return flat(document, without=free)

@@ -58,14 +58,13 @@ def start(say: Callable[[str], None], config: RunConfig, drafter: Head, packs: P
     cut = f", {how} over {target.share.size} processes" if target.share.size > 1 else ""
     size = sum(parameter.numel() for parameter in target.model.parameters()) / 1e6
     reads = f"hidden states {layers} of {target.num_layers}" if layers else "no hidden states"
-    first = ", the first of a stream" if config.data.stream else ""
     say(f"target   {target.name} ({size:.1f} M parameters, frozen, {str(target.dtype).removeprefix('torch.')}{cut})")
     say(
         f"drafter  {type(drafter).__name__}: {drafter.num_parameters() / 1e6:.2f} M trained parameters, reads {reads}, "
         f"drafts from {drafter.vocab_size:,} of {target.vocab_size:,} tokens"
     )
     say(
-        f"data     {len(packs):,} packs of {config.data.length} tokens, {packs.num_supervised:,} supervised tokens{first}; "
+        f"data     {len(packs):,} packs of {config.data.length} tokens, {packs.num_supervised:,} supervised tokens; "
         f"{num_prompts} held-out prompts"
     )
     say(f"tau: {TAU}")

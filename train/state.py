@@ -25,7 +25,6 @@ NUM_STATES = 2  # kept: if the newest is damaged, the one before it is used
 STEP = ("train.batch", "train.accumulation", "processes")  # settings whose product is the packs of a step
 INPUTS = {  # digests among the settings of a run; earlier versions recorded only the data
     "data": "the training data",
-    "files": "the files of the training data",
     "target": "the target's weights",
     "embeddings": "the target's embeddings",
     "heldout": "the held-out prompts",

@@ -92,8 +92,8 @@ class Trainer:
             self.weights = Weights(accelerator, objective, optimizer)
         self.objective, self.optimizer = self.weights.prepared, self.weights.optimizer
         self.average = None if settings.ema is None else Average(self.drafter, settings.ema)
-        # Each loss is read before the update where that costs nothing, or where later is too late: a stream cannot go back
-        self.reads_at_once = accelerator.device.type == "cpu" or settings.skip_not_finite or material.stream is not None
+        # Each loss is read before the update where that costs nothing
+        self.reads_at_once = accelerator.device.type == "cpu" or settings.skip_not_finite
         # What resuming continues
         self.step = 0
         self.seen, self.seconds = 0, 0.0  # tokens and seconds of training, without validation and saving
@@ -169,13 +169,6 @@ class Trainer:
         self.seen, self.seconds = document["seen"], document["seconds"]
         self.skipped = document.get("skipped", 0)
         self.validation.seconds |= document.get("validation", {})
-        if self.material.stream:
-            positions = document["stream"]
-            if len(positions) != self.group.num:
-                raise ValueError(
-                    f"A stream is dealt to its processes: resume with {len(positions)} of them, as the run was begun."
-                )
-            self.loader.seek(self.step, positions[self.group.number])
         then, now = packs_of_step(document["about"]), packs_of_step(self.folder.settings)
         self.indices.first = (self.step, document.get("packs", self.step * then))
         if self.accelerator.is_main_process:
@@ -374,7 +367,7 @@ class Trainer:
             tokens_per_second=self.seen / self.seconds if self.seconds else None,
             peak_memory=read_peak_memory(self.accelerator.device),
             processes=self.accelerator.num_processes,
-            unique_tokens=self.material.num_tokens,
+            unique_tokens=self.material.packs.num_tokens,
         )
 
     def _decode_best(self) -> None:
@@ -398,11 +391,6 @@ class Trainer:
 
     def save_state(self) -> None:
         """Copies what resuming needs from the devices; a thread of the main process writes it."""
-        positions = []  # of each process in a stream
-        if self.material.stream:
-            position = torch.tensor([self.loader.position(self.step)], device=self.accelerator.device)
-            with self.waiting("the others' places in the stream"):
-                positions = self.accelerator.gather(position).tolist()[:: self.group.share.size]
         with self.waiting(f"the weights of step {self.step}"):
             weights, optimizer, averaged = self.weights.saved(self.average.state_dict() if self.average else {})
         if self.accelerator.is_main_process:
@@ -415,7 +403,6 @@ class Trainer:
                 "skipped": self.skipped,
                 "scheduler": scheduler,
                 "validation": self.validation.seconds,
-                **({"stream": positions} if positions else {}),
             }
             averaged = {AVERAGE + name: value for name, value in averaged.items()}
             self.saving.write(self.step, weights=weights | averaged, optimizer=optimizer, document=counters)

@@ -166,7 +166,7 @@ def trained_on(folder: Path) -> str | None:
             data = read_yaml(path).get("data")
             if not isinstance(data, dict) or "train" not in data:
                 return None
-            return ", ".join(Path(source.name).name for source in read_sources(data["train"]))
+            return ", ".join(Path(source).name for source in read_sources(data["train"]))
     data = facts.read(folder).get("data")
     return str(data["train"]) if isinstance(data, dict) and "train" in data else None
 
@@ -262,10 +262,9 @@ def open_target(target: Target) -> Opened:
 
 def load_prompts(options: PromptOptions, opened: Opened, heads: Sequence[str] = ()) -> list[Prompt]:
     """The prompts to decode, in the thinking mode of the rows that the checkpoints `heads` were trained on. Raises ValueError, naming file and row, also for one that is too long for the target."""
-    mode = mode_of(heads)
-    thinking, trained = (mode if options.thinking is None else options.thinking), () if mode is None else (mode,)
+    thinking = mode_of(heads) if options.thinking is None else options.thinking
     prompts = data.load_prompts(
-        options.prompts, opened.tokenizer, split=options.split, limit=options.limit, thinking=thinking, trained=trained
+        options.prompts, opened.tokenizer, split=options.split, limit=options.limit, thinking=thinking
     )
     plain = Decoder(opened.target, None, sampling=Sampling(), stop=set())
     check_prompts(plain, prompts, options.max_new_tokens, source=options.prompts)

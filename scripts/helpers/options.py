@@ -31,7 +31,7 @@ from specdec.core import devices, files
 from train import progress, ranges
 
 WRITTEN = ("out", "picture")  # options that name what a command writes
-SPLIT = "split of a dataset; null: train, or the only one"
+SPLIT = "split of a dataset; null: train"
 Options = TypeVar("Options")
 # Where memory does not suffice: options that size what a command holds at once, and those that make the target smaller
 SIZES = (

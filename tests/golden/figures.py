@@ -45,7 +45,6 @@ TRAINING = {
     "average": ("head=eagle", "train.ema=0.9", "optimizer.schedule=constant", "validation.temperature=1"),
     "on policy": ("head=draft", "data.on_policy=0.5", "head.drafter.copy_layers=[0,7]"),
     "not packed": ("head=dspark", "head.objective.anchors=16", "data.pack=false", "data.train={train.jsonl: 2, texts.jsonl: 0.5}"),
-    "stream": ("head=eagle3", "data.stream=true", "data.train=[train.jsonl,texts.jsonl]", "data.buffer=8"),
     "from a head": ("head=eagle", "start=trained", "start_vocab=data"),
 }  # fmt: skip
 PACKS = {

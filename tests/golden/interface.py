@@ -65,7 +65,7 @@ def read_packs(*overrides: str) -> list[list[tuple]]:
         composed = compose("train", overrides=list(overrides))
     config = RunConfig.of(OmegaConf.to_container(composed, resolve=True))
     target = load_target(config.target.name, config.target.dtype)
-    packs = build.load_data(config, load_tokenizer(target.name), target, None)
+    packs = build.load_data(config, load_tokenizer(target.name), target)
     return [[(row.id, row.tokens, row.mask) for row in packs[number]] for number in range(len(packs))]
 
 

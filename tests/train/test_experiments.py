@@ -45,9 +45,9 @@ def test_experiment_composes_and_finds_its_data(experiment, load, monkeypatch):
         assert drafter.get(name) in (None, depth), name
     assert config.decode.nodes == config.decode.depth  # a chain
     conversations = load(config.data.train, split=config.data.split)
-    held_out, rest = reading.hold_out(conversations, config.data.hold_out)
-    assert len(held_out) == config.data.hold_out and len(rest) == len(conversations) - len(held_out)
-    assert all(row["messages"][-1]["role"] == "assistant" for row in rest)
+    greedy = [row.get("temperature") == 0 for row in conversations]
+    assert len(reading.hold_out(greedy, config.data.hold_out)) == config.data.hold_out
+    assert all(row["messages"][-1]["role"] == "assistant" for row in conversations)
     prompts = reading.load_prompts(config.data.heldout)
     assert len(reading.spread(prompts, config.validation.num_prompts)) == config.validation.num_prompts
 

@@ -17,7 +17,7 @@ SAME = ("data.length=128", "train.batch=2", "validation.share=null")
 RUNS = {  # by name: settings, beside target.shard
     "online": ("head=eagle3", "decode=tree", "decode.depth=2", "validation.decode=always"),
     "cached": ("head=medusa", "features.mode=cached", "train.accumulation=2"),
-    "streamed": ("head=eagle", "data.stream=true", "data.buffer=4", "train.shard=true", "train.steps=2"),
+    "shared": ("head=eagle", "train.shard=true", "train.steps=2"),
     "written": ("head=draft", "head.drafter.num_layers=1", "data.on_policy=0.5", "data.on_policy_temperature=1.0", "train.steps=2"),
 }  # fmt: skip
 FIGURES = ("tau", "replayed_tau", "survival", "num_prompts", "num_rounds", "identical_outputs")
@@ -62,7 +62,7 @@ def check_same(run: str, other: str) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_train_as_with_whole_targets(work, monkeypatch, name):
-    """Online with decoding of trees, from files, from a stream with a drafter in parts, and on texts of the draft's own."""
+    """Online with decoding of trees, from files, with a drafter in parts, and on texts of the draft's own."""
     monkeypatch.chdir(work)
     assert losses_of(f"{name}-parts")
     check_same(f"{name}-parts", f"{name}-whole")

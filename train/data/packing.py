@@ -107,11 +107,6 @@ def _lists(column: pyarrow.ListArray) -> tuple[ndarray, ndarray]:
     return column.values.to_numpy(), column.offsets.to_numpy()
 
 
-def place_rows(lengths: Sequence[int], capacity: int, packed: bool) -> ndarray:
-    """-> the pack of each row, [R]: by first fit, or one of its own"""
-    return first_fit(lengths, capacity) if packed else numpy.arange(len(lengths))
-
-
 def first_fit(lengths: Sequence[int], capacity: int) -> ndarray:
     """First fit: every row, in order, goes into the first pack with enough room. -> the pack of each row, [R]
 
@@ -155,7 +150,8 @@ class Packs(torch.utils.data.Dataset):
         kept = numbers[goals[numbers] > 0]
         self.num_cut, self.num_skipped = int((rows.lengths[kept] > length).sum()), len(numbers) - len(kept)
         self.num_supervised = int(goals[kept].sum())
-        pack_of = place_rows(numpy.minimum(rows.lengths[kept], length).tolist(), length, packed)
+        lengths = numpy.minimum(rows.lengths[kept], length)
+        pack_of = first_fit(lengths.tolist(), length) if packed else numpy.arange(len(lengths))
         self.members = kept[numpy.argsort(pack_of, kind="stable")]  # the rows in the order of their packs
         sizes = numpy.bincount(pack_of)
         self.ends = numpy.concatenate([[0], numpy.cumsum(sizes)]).astype(numpy.int64)  # of each pack in it, after a 0
@@ -212,14 +208,6 @@ class Packs(torch.utils.data.Dataset):
 
 
 # Which rows
-
-
-def hold_out_rows(rows: Rows, num: int) -> ndarray:
-    """Numbers of all rows but the first `num` of those written at temperature 0, as reading.hold_out."""
-    greedy = numpy.flatnonzero(rows.column("greedy"))[:num]
-    if len(greedy) < num:
-        raise ValueError(f"Only {len(greedy)} rows were written at temperature 0: lower hold_out={num}.")
-    return numpy.delete(numpy.arange(len(rows)), greedy)
 
 
 def take_tokens(rows: Rows, numbers: ndarray, num: int | None) -> ndarray:
