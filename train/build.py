@@ -272,9 +272,7 @@ def connect_engine(config: RunConfig, drafter: Head, console: progress.Results) 
     chosen, target = config.features, drafter.target
     if not chosen.urls:
         return None
-    times = {"patience": chosen.patience, "longest": chosen.patience / 2}
-    client = EngineClient(chosen.urls, in_flight=chosen.in_flight, say=console.say, **times)
-    return EngineTarget(client, target, (*drafter.target_layers, *target.layer_ids(chosen.layers)))
+    return EngineTarget(EngineClient(chosen.urls, longest=5, say=console.say), target, drafter.target_layers)
 
 
 def open_features(
@@ -291,7 +289,7 @@ def open_features(
         return Kept(target, layers, folder=None, reader=engine)
     num = config.train.steps * config.train.batch * config.train.accumulation * Group.of(accelerator, target).num
     num = max(num, config.solve_packs if config.start is None else 0, MEASURED)
-    folder = FeatureFolder(target, (*layers, *target.layer_ids(chosen.layers)), Path(chosen.folder), bits=chosen.bits)
+    folder = FeatureFolder(target, layers, Path(chosen.folder))
     size = folder.num_bytes(count_missing(folder, packs, permutation(len(packs), config.train.seed)[:num]))
     if size:
         folder.check_space(size)

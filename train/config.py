@@ -64,11 +64,7 @@ class FeatureSettings:
 
     mode: str  # cached, online or engine
     engine: str | list[str] | None
-    in_flight: int  # texts
-    patience: float  # minutes
     folder: str
-    layers: list[int]
-    bits: int | None
 
     def __post_init__(self):
         online = self.mode == "online" and self.urls

@@ -35,7 +35,6 @@ TRAINING = {
     "consistency": ("head=consistency", "head.vocab_size=null"),
     "eagle cached": ("head=eagle", "features.mode=cached"),
     "eagle3 cached": ("head=eagle3", "features.mode=cached"),
-    "eagle3 cached in 8 bits": ("head=eagle3", "features.mode=cached", "features.bits=8"),
     "all losses": ("head=eagle", ALL_LOSSES, "head.objective.noise=0.1"),
     "losses in chunks": ("head=eagle3", "head.objective.chunk=16", "head.objective.gradient_checkpointing=true"),
     "dpace": ("head=medusa", "head.objective.weighting=dpace", "head.objective.supervise=text"),

@@ -57,7 +57,7 @@ class AnswerServer:
         def read(answer: dict) -> WrittenAnswer:
             found = self.read_answer(answer, job)
             if found.tokens is not None:
-                discard_states(self.client, answer, job.tokens + found.tokens)
+                discard_states(answer, job.tokens + found.tokens)
             return found
 
         return self.client.submit(PATHS[self.way], self.make_body(job, self.settings, self.way), read)
@@ -186,7 +186,7 @@ class AnswerServer:
             ids = choice.get("token_ids")
             if way == "ids" and not (isinstance(ids, list) and ids):
                 raise Refused("It does not return token ids.")
-            discard_states(self.client, answer, [*example.tokens, *(ids or ())])
+            discard_states(answer, [*example.tokens, *(ids or ())])
             if way == "chat":
                 choice["message"]["content"]
         except (KeyError, IndexError, TypeError, AttributeError) as error:
