@@ -36,7 +36,6 @@ from train.features.engine_client import EngineClient
 from train.features.engine_features import EngineTarget
 from train.features.feature_files import FeatureFolder
 from train.features.outputs import Features, Kept, Online
-from train.onpolicy import OnPolicy
 from train.pages import facts
 from train.ranges import named
 from train.state import RunFolder
@@ -71,7 +70,7 @@ def make_trainer(
         optimizer = optimization.make_optimizer(drafter, config.optimizer, adapter=config.head.get("adapter"))
     display.start(progress.note, config, drafter, packs, len(prompts))
     validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
-    material = make_material(config, drafter, packs, stream, stop, accelerator, engine)
+    material = make_material(config, drafter, packs, stream, accelerator, engine)
     inputs = {"heldout": reading.digest_of(rows), **target_inputs(target), "files": stream and stream.files}
     folder = RunFolder(path, spec, fixed_settings(config.document()) | inputs)
     scheduler = optimization.schedule(optimizer, config.optimizer, steps=config.train.steps)
@@ -313,7 +312,6 @@ def make_material(
     drafter: Head,
     packs: Packs,
     stream: Stream | None,
-    stop: set[int],
     accelerator: Accelerator,
     engine: EngineTarget | None,
 ) -> Material:
@@ -325,12 +323,7 @@ def make_material(
         waiting = Waiting(config.train.timeout, accelerator.process_index, accelerator.num_processes)
         with waiting("the folder of features"):
             accelerator.wait_for_everyone()
-    chosen, on_policy = config.data, None
-    with named("data"):
-        if chosen.on_policy:
-            shares = {"on_policy": chosen.on_policy, "on_policy_temperature": chosen.on_policy_temperature}
-            on_policy = OnPolicy(drafter, packs, length=chosen.length, stop=stop, **shares)
-        return Material(packs, chosen.length, features, on_policy, stream)
+    return Material(packs, config.data.length, features, stream)
 
 
 # Validation

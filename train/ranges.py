@@ -136,8 +136,8 @@ RANGES = {
     "target.dtype": choice("auto", "bfloat16", "float32", "float16", "float64"), "trust_remote_code": FLAG,
     # Data and features
     "data.train": Range(str, lists="weighted"), "data.heldout": TEXT, "split": TEXT.or_null, "heldout_split": TEXT.or_null, "length": COUNT, "pack": FLAG.or_null,
-    "limit": COUNT.or_null, "data.thinking": FLAG.or_null, "hold_out": whole(0), "data.tokens": COUNT.or_null, "on_policy": SHARE,
-    "on_policy_temperature": number(0), "cache": TEXT, "workers": FEW.or_null, "stream": FLAG,
+    "limit": COUNT.or_null, "data.thinking": FLAG.or_null, "hold_out": whole(0), "data.tokens": COUNT.or_null,
+    "cache": TEXT, "workers": FEW.or_null, "stream": FLAG,
     "buffer": COUNT, "features.mode": choice("cached", "online", "engine"), "features.engine": TEXT.or_list.or_null,
     "in_flight": whole(1, 65536), "features.folder": TEXT,
     # Optimizer and loop

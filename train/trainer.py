@@ -264,8 +264,7 @@ class Trainer:
         losses = []
         for number, micro in enumerate(micro_batches, start=1):
             last = number == settings.accumulation
-            # A draft is always sure of its own text
-            compared = compare and last and self.every_slot and not micro.written
+            compared = compare and last and self.every_slot
             with nullcontext() if last or self.weights.sums_at_once else accelerator.no_sync(self.objective):
                 batch, output = self.loader.on_device(micro)
                 with accelerator.autocast():  # which accelerate leaves out where it shards
@@ -314,7 +313,7 @@ class Trainer:
         read = []
         for micro in micro_batches:
             batch = micro.batch.to(self.accelerator.device)
-            read.append((micro.rows, batch, self.material.target_output(micro, batch)))
+            read.append((micro.rows, batch, self.material.target_output(batch)))
         with self.weights.whole() as objective, self.accelerator.autocast():
             rows = find_rows_not_finite(objective, read)
         self.saving.wait()  # the sentence names the last state

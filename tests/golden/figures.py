@@ -42,7 +42,6 @@ TRAINING = {
     "batches": ("head=mtp", "train.batch=2", "train.accumulation=2", "train.max_grad_norm=0"),
     "muon": ("head=eagle", "optimizer.name=muon", "optimizer.schedule=wsd", "optimizer.weight_decay=0.1"),
     "average": ("head=eagle", "train.ema=0.9", "optimizer.schedule=constant", "validation.temperature=1"),
-    "on policy": ("head=draft", "data.on_policy=0.5", "head.drafter.copy_layers=[0,7]"),
     "not packed": ("head=dspark", "head.objective.anchors=16", "data.pack=false", "data.train={train.jsonl: 2, texts.jsonl: 0.5}"),
     "stream": ("head=eagle3", "data.stream=true", "data.train=[train.jsonl,texts.jsonl]", "data.buffer=8"),
     "from a head": ("head=eagle", "start=trained", "start_vocab=data"),

@@ -27,7 +27,6 @@ RUNS = {  # by name: settings, beside target.tp
     "online": ("head=eagle3", "decode=tree", "decode.depth=2", "validation.decode=always"),
     "cached": ("head=medusa", "features.mode=cached", "train.accumulation=2"),
     "streamed": ("head=eagle", "data.stream=true", "data.buffer=4"),
-    "written": ("head=draft", "head.drafter.num_layers=1", "data.on_policy=1.0", "data.on_policy_temperature=1.0"),
 }  # fmt: skip
 
 

@@ -292,3 +292,9 @@ def test_a_start_of_another_family_is_refused(fit):
         fit("further", "head=medusa", "start=checkpoints/first")
     with pytest.raises(ValueError, match=r"does not exist\. A checkpoint is a folder"):
         fit("further", "head=eagle", "start=checkpoints/none")
+
+
+def test_trained_adapters_are_merged_in_the_checkpoint(fit, folder):
+    assert fit("lora", "head=draft", "head.drafter.lora={r: 2, target_modules: [q_proj, v_proj]}", *SHORT) == 0
+    target = Target.load(f"{folder}/target", dtype="float32")
+    assert not any("lora" in name for name in checkpoint.load("checkpoints/lora", target).state_dict())

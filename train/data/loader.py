@@ -15,7 +15,6 @@ from train.data.packing import Packs
 from train.data.rows import Row, TrainingBatch
 from train.data.stream import Stream
 from train.features.outputs import Begun, Features
-from train.onpolicy import OnPolicy
 
 Result = TypeVar("Result")
 
@@ -26,7 +25,6 @@ class MicroBatch:
     indices: list[int]  # of the packs; none in a stream
     rows: list[list[str]]  # ids of each pack's rows, to name them
     batch: TrainingBatch  # on the CPU
-    written: bool  # whether the draft wrote its answers (on-policy)
     begun: Begun | None = None  # the target's outputs, if they are being read ahead
 
 
@@ -37,12 +35,7 @@ class Material:
     packs: Packs  # all, or those of a stream's first rows
     length: int  # tokens of a pack
     features: Features | None  # None: the objective reads the target itself
-    on_policy: OnPolicy | None = None
     stream: Stream | None = None
-
-    def __post_init__(self):
-        if self.stream and self.on_policy:
-            raise ValueError("on_policy= needs packs that can be read again: use stream=false.")
 
     @property
     def num_tokens(self) -> int | None:
@@ -55,12 +48,9 @@ class Material:
     def lay(self, packs: list[list[Row]]) -> TrainingBatch:
         return data.collate(packs, length=self.length, pad_token=0)
 
-    def target_output(
-        self, micro: MicroBatch, batch: TrainingBatch, ahead: TargetOutput | None = None
-    ) -> TargetOutput | None:
-        """batch: that of the micro-batch, on the training device; ahead: what has been read of them already"""
-        features: Features | None = self.on_policy.features if micro.written and self.on_policy else self.features
-        return features(batch, ahead) if features else None
+    def target_output(self, batch: TrainingBatch, ahead: TargetOutput | None = None) -> TargetOutput | None:
+        """batch: on the training device; ahead: what has been read of them already"""
+        return self.features(batch, ahead) if self.features else None
 
 
 @dataclass
@@ -95,7 +85,7 @@ class Loader:
     """The micro-batches of one process. Their content follows from their number and not from what is read ahead.
 
     order: of the packs, where they are not those of a stream, and how many a micro-batch and a step have
-    ahead: micro-batches that are read ahead of the step; 0: none. Answers that the draft writes are never read ahead
+    ahead: micro-batches that are read ahead of the step; 0: none
     What fails in the thread is raised where its result is asked for.
     """
 
@@ -103,7 +93,7 @@ class Loader:
         self.material, self.order, self.device = material, order, devices.numbered(device)
         self.batch, self.accumulation = order.batch, order.accumulation
         self.first = (0, 0)  # a micro-batch, and its first pack in the stream
-        self.ahead = 0 if material.on_policy else ahead
+        self.ahead = ahead
         self.thread = ThreadPoolExecutor(1, "loader", use_device, (self.device,)) if self.ahead else None
         self.coming: dict[int, Future[MicroBatch]] = {}
         self.coming_on_device: dict[int, Future[tuple[TrainingBatch, TargetOutput | None]]] = {}
@@ -122,14 +112,14 @@ class Loader:
         number = micro.number
         if self.thread is None:
             batch = micro.batch.to(self.device)
-            return batch, self.material.target_output(micro, batch)
+            return batch, self.material.target_output(batch)
         for later in range(number, number + self.ahead + 1):
             if later not in self.coming_on_device:
                 self._submit(later)
                 self.coming_on_device[later] = self.thread.submit(self._to_device, self.coming[later])
         batch, output = self._result(self.coming_on_device.pop(number))
         del self.coming[number]
-        return batch, self.material.target_output(micro, batch, output)
+        return batch, self.material.target_output(batch, output)
 
     def close(self) -> None:
         if self.thread is not None:
@@ -171,11 +161,10 @@ class Loader:
         else:
             indices = self.order(*divmod(number, self.accumulation))
             packs = [material.packs[index] for index in indices]
-        written = material.on_policy(indices) if material.on_policy else None
-        batch = written or material.lay(packs)
+        batch = material.lay(packs)
         begun = material.features.begin(batch) if material.features and self.thread else None
         names = [[row.id for row in pack] for pack in packs]
-        return MicroBatch(number, indices, names, batch, written is not None, begun)
+        return MicroBatch(number, indices, names, batch, begun)
 
     def _to_device(self, coming: Future[MicroBatch]) -> tuple[TrainingBatch, TargetOutput | None]:
         micro = coming.result()  # it was submitted before, so the only thread has made it

@@ -174,7 +174,6 @@ def test_a_server_that_is_not_right_is_refused_with_a_reason(engine, source, nam
         (("features.mode=online",), r"features\.mode=online runs the target in this process"),
         (("features.mode=offline",), "must be one of cached, online, engine"),
         (("head=medusa2",), "the head changes the target"),
-        (("head=draft", "data.on_policy=0.5"), "the draft writes"),
         (("decode=tree",), "judged by replay, which needs a chain"),
         (("train.best_by=speedup",), "train.best_by=speedup is measured by decoding"),
     ],
