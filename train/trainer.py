@@ -27,7 +27,6 @@ from train.config import TrainSettings
 from train.data.loader import Loader, Material, MicroBatch, Order, permutation
 from train.data.rows import TrainingBatch, answers
 from train.distributed import AnyObjective, Group, Waiting, Weights, gathered, local, say
-from train.features.outputs import read_each
 from train.objective import Loss, by_start, slots
 from train.optimization import AVERAGE, Average, read_norms, take
 from train.pages import run_page
@@ -132,9 +131,9 @@ class Trainer:
             return 0
         depth = 1 if drafter.depth is None else self.depth  # steps of one module start alike
         texts: list[Slots] = []
-        coming = (self.material.collate([index]) for index in progress.track(packs, "first packs", unit="packs"))
-        for batch, output in read_each(features, coming, self.accelerator.device):
-            texts.append(slots(batch, output, depth))
+        for index in progress.track(packs, "first packs", unit="packs"):
+            batch = self.material.collate([index]).to(self.accelerator.device)
+            texts.append(slots(batch, features(batch), depth))
             if sum(len(text.tokens) for text in texts) > max(LEAST_SLOTS, 6 * drafter.target.width):
                 break
         if not texts:

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import threading
-import time
 import warnings
 import zlib
 from pathlib import Path
@@ -21,8 +20,6 @@ from torch import Tensor
 from specdec.core.files import unwritable, write_text
 from specdec.core.untrusted import read_json
 from specdec.target.model import Target
-
-STALE = 3600  # seconds after which an unfinished file is one that a killed process has left
 
 
 class FeatureFolder:
@@ -58,7 +55,6 @@ class FeatureFolder:
         if not (self.path / "about.json").exists():
             self.path.mkdir(parents=True, exist_ok=True)
             write_text(self.path / "about.json", json.dumps(self.about, indent=2) + "\n")
-        remove_stale(self.path)
 
     def num_bytes(self, num_tokens: int) -> int:
         return num_tokens * len(self.layers) * self.target.width * self.target.embed.weight.element_size()
@@ -133,13 +129,3 @@ def checksum(name: str, value: Tensor) -> str:
     """CRC-32 of a tensor's name, type, shape and bytes: 4 GB/s on one core, next to nothing beside the reading."""
     about = zlib.crc32(f"{name} {value.dtype} {tuple(value.shape)}".encode())
     return f"{zlib.crc32(value.contiguous().view(torch.uint8).numpy().data, about):08x}"
-
-
-def remove_stale(folder: Path) -> None:
-    """Removes the unfinished files of killed processes. Other processes may be writing: theirs are young."""
-    for partial in folder.rglob("*.partial"):
-        try:
-            if time.time() - partial.stat().st_mtime > STALE:
-                partial.unlink()
-        except FileNotFoundError:  # its writer was quicker
-            pass
