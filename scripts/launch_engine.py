@@ -114,11 +114,11 @@ def run_server(chosen: EngineOptions, target: Target, layers: list[int], folder:
     url = f"http://localhost:{chosen.port}"
     print(f"{target.name} will be served at {url}, with layers {layers}, once vLLM says that its start is complete.")
     print(f"use: features.engine={url} (train.py), engine={url} (scripts/answer.py)", flush=True)
-    # A session of its own: Ctrl-C reaches this process, which then ends the server and all of its processes
     # The first three variables matter on a CPU only
     given = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
     path = os.pathsep.join(filter(None, [str(MODULES), os.environ.get("PYTHONPATH")]))
     words = make_command(chosen, target, layers, folder)
+    # A session of its own: Ctrl-C reaches this process, which then ends the server and all of its processes
     server = subprocess.Popen(words, env=given | dict(os.environ) | {"PYTHONPATH": path}, start_new_session=True)
     try:
         return server.wait()

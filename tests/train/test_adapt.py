@@ -18,7 +18,6 @@ from train.adapt import (
     decide,
     draw_old,
     split_newest,
-    take_tokens,
     to_lines,
 )
 from train.adapt_folder import AdaptationPlan, Home
@@ -44,12 +43,6 @@ def test_prompts_that_are_held_out_are_not_trained_on():
     assert [each.id for each in heldout] == ["r8", "r9"] and "r2" not in [each.id for each in training]
     with pytest.raises(TooFew, match="leave nothing to train on"):
         split_newest([dataclasses.replace(each, prompt=[1]) for each in answers], 0.2)
-
-
-def test_tokens_are_limited():
-    answers = [answer(n) for n in range(10)]
-    assert [each.id for each in take_tokens(answers, 35)] == ["r0", "r1", "r2"]
-    assert take_tokens(answers, 1000) == answers and take_tokens(answers, 0) == []
 
 
 def test_old_rows_are_drawn_in_the_same_order_whatever_is_added(small_tokenizer):
