@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -153,7 +154,7 @@ def test_the_command_passes_a_signal_to_training_and_goes_on(made, tmp_path):
         "out": tmp_path / "adapted",
         "old": made / "old.jsonl",
     }
-    given |= dict(each.split("=", 1) for each in (*TINY, "epochs=120", "tolerance=0.9", "progress=plain"))
+    given |= dict(each.split("=", 1) for each in (*TINY, "epochs=60", "tolerance=0.9", "progress=plain"))
     given |= {"training.data.heldout": made / "prompts.jsonl", "training.train.log_every": 1}
 
     def started() -> subprocess.Popen:
@@ -186,7 +187,7 @@ def test_a_folder_is_watched(made, run_adapt, monkeypatch, tmp_path):
         if len(looks) == 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(adapt.time, "sleep", sleep)
+    monkeypatch.setattr(adapt, "time", SimpleNamespace(sleep=sleep))  # for this command alone, not for other threads
     out = run_adapt("watch=5", f"traffic={traffic}", "tolerance=0.9")
     assert looks == ["0001", "0002", "0002", "0002"]
     assert (
@@ -217,7 +218,7 @@ def test_watching_counts_what_is_left_to_train_on(made, run_adapt, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(adapt.time, "sleep", stop)
+    monkeypatch.setattr(adapt, "time", SimpleNamespace(sleep=stop))
     assert "new tokens to train on (min_tokens)" in run_adapt("watch=5", f"min_tokens={total}")
     trained = []
     monkeypatch.setattr(adapt, "run_train", lambda arguments: trained.append(arguments) or 130)
