@@ -35,7 +35,6 @@ from train.features.engine_client import EngineClient
 from train.features.engine_features import EngineTarget
 from train.features.feature_files import FeatureFolder
 from train.features.outputs import Features, Kept, Online
-from train.onpolicy import OnPolicy
 from train.pages import facts
 from train.ranges import named
 from train.state import RunFolder
@@ -69,8 +68,13 @@ def make_trainer(
         optimizer = optimization.make_optimizer(drafter, config.optimizer, adapter=config.head.get("adapter"))
     display.start(progress.note, config, drafter, packs, len(prompts))
     validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
+<<<<<<< HEAD
     material = make_material(config, drafter, packs, stop, accelerator, engine)
     inputs = {"heldout": reading.digest_of(rows), **target_inputs(target)}
+=======
+    material = make_material(config, drafter, packs, stream, accelerator, engine)
+    inputs = {"heldout": reading.digest_of(rows), **target_inputs(target), "files": stream and stream.files}
+>>>>>>> features
     folder = RunFolder(path, spec, fixed_settings(config.document()) | inputs)
     scheduler = optimization.schedule(optimizer, config.optimizer, steps=config.train.steps)
     parts: dict[str, Any] = {"material": material, "validation": validation, "settings": config.train, "folder": folder}
@@ -264,9 +268,7 @@ def connect_engine(config: RunConfig, drafter: Head, console: progress.Results) 
     chosen, target = config.features, drafter.target
     if not chosen.urls:
         return None
-    times = {"patience": chosen.patience, "longest": chosen.patience / 2}
-    client = EngineClient(chosen.urls, in_flight=chosen.in_flight, say=console.say, **times)
-    return EngineTarget(client, target, (*drafter.target_layers, *target.layer_ids(chosen.layers)))
+    return EngineTarget(EngineClient(chosen.urls, longest=5, say=console.say), target, drafter.target_layers)
 
 
 def open_features(
@@ -283,7 +285,7 @@ def open_features(
         return Kept(target, layers, folder=None, reader=engine)
     num = config.train.steps * config.train.batch * config.train.accumulation * Group.of(accelerator, target).num
     num = max(num, config.solve_packs if config.start is None else 0, MEASURED)
-    folder = FeatureFolder(target, (*layers, *target.layer_ids(chosen.layers)), Path(chosen.folder), bits=chosen.bits)
+    folder = FeatureFolder(target, layers, Path(chosen.folder))
     size = folder.num_bytes(count_missing(folder, packs, permutation(len(packs), config.train.seed)[:num]))
     if size:
         folder.check_space(size)
@@ -306,7 +308,11 @@ def make_material(
     config: RunConfig,
     drafter: Head,
     packs: Packs,
+<<<<<<< HEAD
     stop: set[int],
+=======
+    stream: Stream | None,
+>>>>>>> features
     accelerator: Accelerator,
     engine: EngineTarget | None,
 ) -> Material:
@@ -318,12 +324,16 @@ def make_material(
         waiting = Waiting(config.train.timeout, accelerator.process_index, accelerator.num_processes)
         with waiting("the folder of features"):
             accelerator.wait_for_everyone()
+<<<<<<< HEAD
     chosen, on_policy = config.data, None
     with named("data"):
         if chosen.on_policy:
             shares = {"on_policy": chosen.on_policy, "on_policy_temperature": chosen.on_policy_temperature}
             on_policy = OnPolicy(drafter, packs, length=chosen.length, stop=stop, **shares)
         return Material(packs, chosen.length, features, on_policy)
+=======
+    return Material(packs, config.data.length, features, stream)
+>>>>>>> features
 
 
 # Validation

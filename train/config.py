@@ -50,8 +50,6 @@ class DataSettings:
     limit: int | None  # rows of each source
     hold_out: int  # rows
     tokens: int | None  # supervised ones
-    on_policy: float  # share of the micro-batches
-    on_policy_temperature: float
     cache: str  # folder
     workers: int | None
 
@@ -62,11 +60,7 @@ class FeatureSettings:
 
     mode: str  # cached, online or engine
     engine: str | list[str] | None
-    in_flight: int  # texts
-    patience: float  # minutes
     folder: str
-    layers: list[int]
-    bits: int | None
 
     def __post_init__(self):
         online = self.mode == "online" and self.urls
@@ -182,7 +176,7 @@ class RunConfig:
 
     def __post_init__(self):
         start, target, data, features, train = self.start_vocab, self.target, self.data, self.features, self.train
-        adapts, by, written, urls = self.adapts_target, train.best_by, data.on_policy, features.urls
+        adapts, by, urls = self.adapts_target, train.best_by, features.urls
         here = "for which the target must be in this process: use features.mode=online."
         served, parts, shared = f"features.engine={urls}:", "train.shard=true:", "target.shard=true:"
         optimizer, new = self.optimizer.name, self.start is None and start != "keep"
@@ -192,7 +186,6 @@ class RunConfig:
             and "adapter" not in self.head,
             # A server reads the texts
             f"{served} the head changes the target, {here}": urls and adapts,
-            f"{served} data.on_policy lets the target judge texts that the draft writes, {here}": urls and written,
             f"{served} train.best_by={by} is measured by decoding, {here}": urls and by != "tau",
             f"{served} target.tp={target.tp} cuts a target in these processes, {here}": urls and target.tp > 1,
             f"{served} target.shard=true keeps the target's layers in these processes, {here}": urls and target.shard,
@@ -202,15 +195,11 @@ class RunConfig:
             f"{parts} optimizer.name={optimizer} needs whole matrices, and each process has a part of them: use "
             f"optimizer.name={SHARDED_OPTIMIZER}, or set train.shard=false.": train.shard
             and optimizer != SHARDED_OPTIMIZER,
-            f"{parts} data.on_policy={written} lets every process write with the whole draft model at every step: set "
-            "data.on_policy=0 or train.shard=false.": train.shard and written,
             # The target's layers are in parts
             f"{shared} head={self.head['drafter']['_target_']} changes the target, which must then be whole in each process: set "
             "target.shard=false.": target.shard and adapts,
             f"{shared} train.best_by=speedup would measure how fast layers are gathered for each pass, and not how fast drafts "
             "are: use train.best_by=tau.": target.shard and by == "speedup",
-            f"{shared} with data.on_policy={written} some processes read files while others need the target: use "
-            "features.mode=online.": target.shard and written and features.mode != "online",
         }
         refuse(wrong)
 

@@ -136,11 +136,10 @@ RANGES = {
     "target.dtype": choice("auto", "bfloat16", "float32", "float16", "float64"), "trust_remote_code": FLAG,
     # Data and features
     "data.train": Range(str, lists="weighted"), "data.heldout": TEXT, "split": TEXT.or_null, "heldout_split": TEXT.or_null, "length": COUNT, "pack": FLAG.or_null,
-    "limit": COUNT.or_null, "data.thinking": FLAG.or_null, "hold_out": whole(0), "data.tokens": COUNT.or_null, "on_policy": SHARE,
-    "on_policy_temperature": number(0), "cache": TEXT, "workers": FEW.or_null,
+    "limit": COUNT.or_null, "data.thinking": FLAG.or_null, "hold_out": whole(0), "data.tokens": COUNT.or_null,
+    "cache": TEXT, "workers": FEW.or_null,
     "features.mode": choice("cached", "online", "engine"), "features.engine": TEXT.or_list.or_null,
-    "in_flight": whole(1, 65536), "patience": number(0, 10**6), "features.folder": TEXT,
-    "features.layers": whole().list_of(), "bits": choice(8).or_null,
+    "features.folder": TEXT,
     # Optimizer and loop
     "optimizer.name": choice("adamw", "adamw8bit", "muon"), "lr": number(0), "muon_lr": number(0).or_null,
     "betas": number(0, 1, below=True).list_of(2), "weight_decay": number(0), "schedule": choice("cosine", "wsd", "constant"),
@@ -180,7 +179,7 @@ RANGES = {
     "min": FEW, "max": FEW, "samples": COUNT, "factor": number(0), "offset": number(0), "least": SHARE, "memory": whole(0),
     # Numbers of the scripts alone
     **dict.fromkeys(
-        "judged max_length max_model_len prefill_tokens prompt queue record_max_bytes max_body rounds rows tokens max_tokens".split(),
+        "max_length max_model_len prefill_tokens prompt queue record_max_bytes max_body rounds rows tokens max_tokens".split(),
         COUNT,
     ),
     **dict.fromkeys("minutes watch".split(), LONG),

@@ -27,7 +27,6 @@ from train.config import TrainSettings
 from train.data.loader import Loader, Material, MicroBatch, Order, permutation
 from train.data.rows import TrainingBatch, answers
 from train.distributed import AnyObjective, Group, Waiting, Weights, gathered, local, say
-from train.features.outputs import read_each
 from train.objective import Loss, by_start, slots
 from train.optimization import AVERAGE, Average, read_norms, take
 from train.pages import run_page
@@ -132,9 +131,9 @@ class Trainer:
             return 0
         depth = 1 if drafter.depth is None else self.depth  # steps of one module start alike
         texts: list[Slots] = []
-        coming = (self.material.collate([index]) for index in progress.track(packs, "first packs", unit="packs"))
-        for batch, output in read_each(features, coming, self.accelerator.device):
-            texts.append(slots(batch, output, depth))
+        for index in progress.track(packs, "first packs", unit="packs"):
+            batch = self.material.collate([index]).to(self.accelerator.device)
+            texts.append(slots(batch, features(batch), depth))
             if sum(len(text.tokens) for text in texts) > max(LEAST_SLOTS, 6 * drafter.target.width):
                 break
         if not texts:
@@ -257,8 +256,7 @@ class Trainer:
         losses = []
         for number, micro in enumerate(micro_batches, start=1):
             last = number == settings.accumulation
-            # A draft is always sure of its own text
-            compared = compare and last and self.every_slot and not micro.written
+            compared = compare and last and self.every_slot
             with nullcontext() if last or self.weights.sums_at_once else accelerator.no_sync(self.objective):
                 batch, output = self.loader.on_device(micro)
                 with accelerator.autocast():  # which accelerate leaves out where it shards
@@ -307,7 +305,7 @@ class Trainer:
         read = []
         for micro in micro_batches:
             batch = micro.batch.to(self.accelerator.device)
-            read.append((micro.rows, batch, self.material.target_output(micro, batch)))
+            read.append((micro.rows, batch, self.material.target_output(batch)))
         with self.weights.whole() as objective, self.accelerator.autocast():
             rows = find_rows_not_finite(objective, read)
         self.saving.wait()  # the sentence names the last state

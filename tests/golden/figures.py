@@ -35,7 +35,6 @@ TRAINING = {
     "consistency": ("head=consistency", "head.vocab_size=null"),
     "eagle cached": ("head=eagle", "features.mode=cached"),
     "eagle3 cached": ("head=eagle3", "features.mode=cached"),
-    "eagle3 cached in 8 bits": ("head=eagle3", "features.mode=cached", "features.bits=8"),
     "all losses": ("head=eagle", ALL_LOSSES, "head.objective.noise=0.1"),
     "losses in chunks": ("head=eagle3", "head.objective.chunk=16", "head.objective.gradient_checkpointing=true"),
     "dpace": ("head=medusa", "head.objective.weighting=dpace", "head.objective.supervise=text"),
@@ -43,7 +42,6 @@ TRAINING = {
     "batches": ("head=mtp", "train.batch=2", "train.accumulation=2", "train.max_grad_norm=0"),
     "muon": ("head=eagle", "optimizer.name=muon", "optimizer.schedule=wsd", "optimizer.weight_decay=0.1"),
     "average": ("head=eagle", "train.ema=0.9", "optimizer.schedule=constant", "validation.temperature=1"),
-    "on policy": ("head=draft", "data.on_policy=0.5", "head.drafter.copy_layers=[0,7]"),
     "not packed": ("head=dspark", "head.objective.anchors=16", "data.pack=false", "data.train={train.jsonl: 2, texts.jsonl: 0.5}"),
     "from a head": ("head=eagle", "start=trained", "start_vocab=data"),
 }  # fmt: skip

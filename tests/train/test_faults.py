@@ -262,13 +262,6 @@ def test_every_flipped_bit_of_a_pack_is_found(tmp_path):
         feature_files.read_tensors(path, ["4"])
 
 
-def test_unfinished_files_of_killed_processes_are_removed_when_they_are_old(tmp_path):
-    old, young = tmp_path / "pack_000000.1.partial", tmp_path / "pack_000001.2.partial"
-    for path in (old, young):
-        path.touch()
-    os.utime(old, (0, 0))
-    feature_files.remove_stale(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [young.name]
 
 
 @pytest.mark.full

@@ -139,7 +139,6 @@ def test_the_choices_are_those_that_exist():
         ("optimizer.name=sgd", "optimizer.name=sgd must be one of adamw, adamw8bit, muon."),
         ("threads=-2", "threads=-2 must be a whole number from 1 to 1024, or null."),
         ("decode.depth=0", "decode.depth=0 must be a whole number from 1 to 1024."),
-        ("features.layers=3", "features.layers=3 must be a list of values, each a whole number."),
         ("validation.decode=never", "validation.decode=never must be one of best, end, always."),
         ("resume=yes", "resume=yes must be one of true, false, auto."),
         ("run=", "run= must be a text that is not empty."),

@@ -168,7 +168,6 @@ def test_a_configuration_of_accelerate_with_fsdp_is_refused(fit, monkeypatch):
         (["head=medusa2"], "Medusa2 trains an adapter inside the target"),
         (["optimizer.name=muon"], "optimizer.name=muon needs whole matrices"),
         (["optimizer.name=adamw8bit"], "use optimizer.name=adamw,"),
-        (["head=draft", "data.on_policy=0.5"], "set data.on_policy=0"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(fit, options, message):

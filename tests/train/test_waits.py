@@ -6,6 +6,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 from hydra.utils import instantiate
+from safetensors.torch import save_file
 
 from specdec.core import clock, devices
 from specdec.core.sampling import Sampling, uniform
@@ -19,7 +20,6 @@ from specdec.unroll import replay
 from tests.pretend_device import ELSEWHERE, Elsewhere, PretendDevice
 from tests.support import HEADS, load_head, make_target, random_tokens
 from train.data.rows import Row, collate
-from train.features.engine_client import BadAnswer
 from train.features.engine_features import EngineTarget
 from train.features.feature_files import FeatureFolder
 from train.features.outputs import Kept, Online
@@ -275,21 +275,16 @@ def test_states_of_an_engine_get_their_norm_where_the_step_takes_them(device, ke
     assert torch.equal(first, 2.0 * real.expand_as(first))
 
 
-def test_a_thread_that_reads_states_of_an_engine_leaves_the_device_alone(device, monkeypatch):
-    target, asides = make_target(VOCAB, num_layers=4, device=ELSEWHERE), []
+def test_a_thread_that_reads_states_of_an_engine_leaves_the_device_alone(device, tmp_path):
     source = EngineTarget.__new__(EngineTarget)
-    source.target, source.stored = target, (1, 2, 4)
-    states = torch.randn(7, 3, target.width).double()
+    source.target, source.layers = make_target(VOCAB, num_layers=4, device=ELSEWHERE), (1, 2, 4)
+    states, path = torch.randn(7, 3, source.target.width).double(), tmp_path / "states.safetensors"
+    save_file({"token_ids": torch.arange(7), "hidden_states": states}, path, metadata={"layers": "[1, 2, 4]"})
+    answer = {"choices": [{"token_ids": [9]}], "kv_transfer_params": {"hidden_states_path": str(path)}}
     device.waits.clear()
-    parts = source.select(states, (2, 4))
-    assert not device.waits and all(type(part) is torch.Tensor for part in parts)
-    assert torch.equal(parts[0], states[:, 1]) and torch.equal(parts[1], states[:, 2])
-    best = int(target.logits(target.norm(states[-1:, 2].to(ELSEWHERE))).cpu().argmax())
-    monkeypatch.setattr("specdec.core.devices.aside", lambda place: asides.append(place) or contextlib.nullcontext())
-    source.select(states, (2,), chosen=best)
-    with pytest.raises(BadAnswer, match="short of the best"):
-        source.select(states, (2,), chosen=(best + 1) % VOCAB)
-    assert asides == [ELSEWHERE] * 2  # such a look waits, but not for the training
+    new, parts = source.receive(answer, list(range(7)), (2, 4))
+    assert new == [9] and not device.waits and all(type(part) is torch.Tensor for part in parts)
+    assert torch.equal(parts[0], states[:, 1]) and torch.equal(parts[1], states[:, 2]) and not path.exists()
 
 
 def test_beside_the_training_is_a_stream_of_its_own(monkeypatch):

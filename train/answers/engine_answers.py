@@ -44,7 +44,7 @@ class AnswerServer:
     def _submit(self, job: AnswerJob) -> "Future[WrittenAnswer]":
         def read(answer: dict) -> WrittenAnswer:
             found = self.read_answer(answer, job)
-            discard_states(self.client, answer, job.tokens + found.tokens)
+            discard_states(answer, job.tokens + found.tokens)
             return found
 
         settings = self.settings

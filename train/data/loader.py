@@ -14,7 +14,6 @@ from train.data import rows as data
 from train.data.packing import Packs
 from train.data.rows import TrainingBatch
 from train.features.outputs import Begun, Features
-from train.onpolicy import OnPolicy
 
 Result = TypeVar("Result")
 
@@ -25,7 +24,6 @@ class MicroBatch:
     indices: list[int]  # of the packs
     rows: list[list[str]]  # ids of each pack's rows, to name them
     batch: TrainingBatch  # on the CPU
-    written: bool  # whether the draft wrote its answers (on-policy)
     begun: Begun | None = None  # the target's outputs, if they are being read ahead
 
 
@@ -36,17 +34,17 @@ class Material:
     packs: Packs
     length: int  # tokens of a pack
     features: Features | None  # None: the objective reads the target itself
+<<<<<<< HEAD
     on_policy: OnPolicy | None = None
+=======
+>>>>>>> features
 
     def collate(self, indices: list[int]) -> TrainingBatch:
         return data.collate([self.packs[index] for index in indices], length=self.length, pad_token=0)
 
-    def target_output(
-        self, micro: MicroBatch, batch: TrainingBatch, ahead: TargetOutput | None = None
-    ) -> TargetOutput | None:
-        """batch: that of the micro-batch, on the training device; ahead: what has been read of them already"""
-        features: Features | None = self.on_policy.features if micro.written and self.on_policy else self.features
-        return features(batch, ahead) if features else None
+    def target_output(self, batch: TrainingBatch, ahead: TargetOutput | None = None) -> TargetOutput | None:
+        """batch: on the training device; ahead: what has been read of them already"""
+        return self.features(batch, ahead) if self.features else None
 
 
 @dataclass
@@ -80,15 +78,26 @@ class Order:
 class Loader:
     """The micro-batches of one process. Their content follows from their number and not from what is read ahead.
 
+<<<<<<< HEAD
     order: of the packs, and how many a micro-batch and a step have
     ahead: micro-batches that are read ahead of the step; 0: none. Answers that the draft writes are never read ahead
+=======
+    order: of the packs, where they are not those of a stream, and how many a micro-batch and a step have
+    ahead: micro-batches that are read ahead of the step; 0: none
+>>>>>>> features
     What fails in the thread is raised where its result is asked for.
     """
 
     def __init__(self, material: Material, *, order: Order, device: torch.device, ahead: int = 1):
         self.material, self.order, self.device = material, order, devices.numbered(device)
+<<<<<<< HEAD
         self.accumulation = order.accumulation
         self.ahead = 0 if material.on_policy else ahead
+=======
+        self.batch, self.accumulation = order.batch, order.accumulation
+        self.first = (0, 0)  # a micro-batch, and its first pack in the stream
+        self.ahead = ahead
+>>>>>>> features
         self.thread = ThreadPoolExecutor(1, "loader", use_device, (self.device,)) if self.ahead else None
         self.coming: dict[int, Future[MicroBatch]] = {}
         self.coming_on_device: dict[int, Future[tuple[TrainingBatch, TargetOutput | None]]] = {}
@@ -107,14 +116,14 @@ class Loader:
         number = micro.number
         if self.thread is None:
             batch = micro.batch.to(self.device)
-            return batch, self.material.target_output(micro, batch)
+            return batch, self.material.target_output(batch)
         for later in range(number, number + self.ahead + 1):
             if later not in self.coming_on_device:
                 self._submit(later)
                 self.coming_on_device[later] = self.thread.submit(self._to_device, self.coming[later])
         batch, output = self._result(self.coming_on_device.pop(number))
         del self.coming[number]
-        return batch, self.material.target_output(micro, batch, output)
+        return batch, self.material.target_output(batch, output)
 
     def close(self) -> None:
         if self.thread is not None:
@@ -127,13 +136,24 @@ class Loader:
     # In the thread, if there is one
 
     def _micro_batch(self, number: int) -> MicroBatch:
+<<<<<<< HEAD
         material, indices = self.material, self.order(*divmod(number, self.accumulation))
         packs = [material.packs[index] for index in indices]
         written = material.on_policy(indices) if material.on_policy else None
         batch = written or data.collate(packs, length=material.length, pad_token=0)
+=======
+        material, indices = self.material, list[int]()
+        if material.stream:
+            first = self._first_pack(number)
+            packs = [material.stream.pack(place) for place in range(first, first + self.batch)]
+        else:
+            indices = self.order(*divmod(number, self.accumulation))
+            packs = [material.packs[index] for index in indices]
+        batch = material.lay(packs)
+>>>>>>> features
         begun = material.features.begin(batch) if material.features and self.thread else None
         names = [[row.id for row in pack] for pack in packs]
-        return MicroBatch(number, indices, names, batch, written is not None, begun)
+        return MicroBatch(number, indices, names, batch, begun)
 
     def _to_device(self, coming: Future[MicroBatch]) -> tuple[TrainingBatch, TargetOutput | None]:
         micro = coming.result()  # it was submitted before, so the only thread has made it
