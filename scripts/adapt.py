@@ -349,7 +349,6 @@ def make_arguments(given: Adapt, home: Home, plan: AdaptationPlan, length: int, 
     folder = home.training.resolve()  # out= may be relative in one launch and absolute in the next
     name = given.target.name or loading.target_of(home.path / plan.start)
     target = {**asdict(given.target), "name": Path(name) if Path(name).exists() else name}
-    vocab = checkpoint.read_tensors(home.first / "drafter.safetensors").get("draft_to_target")
     settings, head = settings_of(home.first), find_head(home.first, given.head)
     objective = settings.get("head", {}).get("objective", {})
     own_lr = settings.get("optimizer", {}).get("lr") or OmegaConf.load(loading.CONF / "head" / f"{head}.yaml").lr
@@ -357,8 +356,6 @@ def make_arguments(given: Adapt, home: Home, plan: AdaptationPlan, length: int, 
         **{f"head.objective.{key}": value for key, value in flat(objective).items() if key != "_target_"},
         "run": folder / "run",
         "start": (home.path / plan.start).resolve(),
-        # The draft vocabulary grows with the traffic: in all adaptations together by an eighth of the first head's
-        **({} if vocab is None else {"start_vocab": "more", "head.vocab_size": len(vocab)}),
         "resume": "auto",
         "features.folder": folder / "features",
         "data.cache": folder / "data-cache",

@@ -20,7 +20,6 @@ from hydra import compose, initialize_config_dir
 
 from tests.support import ROOT, PowerCutError, before_steps, child_environment, train_command
 from train import build
-from train.distributed import Weights, local
 from train.objective import Objective
 from train.trainer import Trainer
 
@@ -51,7 +50,6 @@ def fit_float64(
 
     with pytest.MonkeyPatch.context() as patch, before_steps(act):
         patch.setattr(Objective, "forward", spoiled)
-        patch.delenv("ACCELERATE_USE_FSDP", raising=False)  # accelerate sets it
         torch.set_default_dtype(torch.float64)
         try:
             assert train_command().fit(config) == 0 and stop is None
@@ -93,8 +91,8 @@ def fit_by_two(cwd: Path, runs: list[dict]) -> list[str]:
 
 
 def tell() -> None:
-    """Lets the process print what it computes itself, and its share of the weights when they are saved."""
-    start, count, saved = Trainer._measure_and_solve, build.draft_vocab, Weights.saved
+    """Lets the process print what it computes itself."""
+    start, count = Trainer._measure_and_solve, build.draft_vocab
 
     def telling(what, function):
         def told(*arguments, **settings):
@@ -103,15 +101,8 @@ def tell() -> None:
 
         return told
 
-    def telling_saved(weights, average):
-        parameters = list(weights.drafter.parameters())
-        here = sum(local(parameter).numel() for parameter in parameters)
-        print(f"share {here / sum(parameter.numel() for parameter in parameters):.2f}")
-        return saved(weights, average)
-
     Trainer._measure_and_solve = telling("start", start)
     build.draft_vocab = telling("vocabulary", count)
-    Weights.saved = telling_saved
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from typing import Any
 import numpy
 import torch
 import transformers
-import yaml
 from accelerate import Accelerator, PartialState
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 from torch import Tensor
@@ -24,14 +23,14 @@ from specdec.heads.base import Head
 from specdec.measuring.measure import Prompt, check_prompts
 from specdec.target.model import Target, load_tokenizer
 from train import display, distributed, optimization, progress
-from train.config import RunConfig, fixed_settings
+from train.config import RunConfig, fixed_settings, read_settings
 from train.data import reading
 from train.data import rows as data
 from train.data.encoding import Encoding, load_packs
 from train.data.loader import Material, permutation
 from train.data.packing import Packs, draft_vocab
 from train.data.stream import Plan, Stream
-from train.distributed import Group, Waiting, compute_by_main
+from train.distributed import Waiting, compute_by_main
 from train.features.engine_client import EngineClient
 from train.features.engine_features import EngineTarget
 from train.features.feature_files import FeatureFolder
@@ -47,10 +46,8 @@ PRECISIONS = {"bf16": "bf16", "fp32": "no"}  # of train.py, and what accelerate 
 SAMPLE = 2000  # documents that are looked for in a folder before training
 
 
-def make_trainer(
-    config: RunConfig, path: Path, accelerator: Accelerator, console: progress.Results
-) -> tuple[Trainer, PreTrainedTokenizerBase]:
-    """The trainer of a run before its first step, and the target's tokenizer. path: the run's folder
+def make_trainer(config: RunConfig, path: Path, accelerator: Accelerator, console: progress.Results) -> Trainer:
+    """The trainer of a run before its first step. path: the run's folder
 
     Refuses now what would fail after hours of training.
     """
@@ -76,7 +73,7 @@ def make_trainer(
     folder = RunFolder(path, spec, fixed_settings(config.document()) | inputs)
     scheduler = optimization.schedule(optimizer, config.optimizer, steps=config.train.steps)
     parts: dict[str, Any] = {"material": material, "validation": validation, "settings": config.train, "folder": folder}
-    return Trainer(accelerator, objective, optimizer, scheduler, **parts), tokenizer
+    return Trainer(accelerator, objective, optimizer, scheduler, **parts)
 
 
 def make(settings: dict, *arguments: Any, **more: Any) -> Any:
@@ -95,14 +92,12 @@ def start_processes(config: RunConfig) -> tuple[Accelerator, RunConfig]:
     """Seeds everything, sets the threads of a CPU, and puts what the device computes in, in the place of `auto`."""
     set_seed(config.train.seed)
     transformers.utils.logging.disable_progress_bar()
-    with named("train"):
-        plugin = distributed.make_plugin(config.train.shard)
+    distributed.check_accelerate()
     cpu = not torch.accelerator.is_available()  # said outright, or several processes would not find each other
     timeout = timedelta(minutes=config.train.timeout + 1)  # a little more than the trainer waits, which says what for
     config = choose_precision(config, PartialState(cpu=cpu, timeout=timeout).device)
     mixed, handlers = PRECISIONS[config.precision], [InitProcessGroupKwargs(timeout=timeout)]
-    accelerator = Accelerator(cpu=cpu, mixed_precision=mixed, fsdp_plugin=plugin, kwargs_handlers=handlers)
-    distributed.use_plugin(accelerator, plugin)
+    accelerator = Accelerator(cpu=cpu, mixed_precision=mixed, kwargs_handlers=handlers)
     # One process has `cuda`, which no tensor's device equals
     accelerator.state.device = devices.numbered(accelerator.device)
     if accelerator.device.type == "cpu":  # the launcher sets one thread a process
@@ -112,10 +107,7 @@ def start_processes(config: RunConfig) -> tuple[Accelerator, RunConfig]:
 
 def recall_precision(config: RunConfig, path: Path) -> RunConfig:
     """`auto` of a run that is resumed is what it was in the first launch, on whatever machine. path: of the run"""
-    before = path / "config.yaml"
-    if not config.resume or not before.exists():
-        return config
-    then = yaml.safe_load(before.read_text()) or {}
+    then = read_settings(path / "config.yaml") if config.resume else {}
     dtype = then.get("target", {}).get("dtype", precision.AUTO)
     return config.with_precision(then.get("precision", precision.AUTO), dtype)
 
@@ -156,7 +148,7 @@ def load_target(config: RunConfig, accelerator: Accelerator) -> tuple[Target, Pr
             return Target.load_ends(chosen.name, **given | {"device": accelerator.device}), tokenizer
         if chosen.shard:
             return Target.load_sharded(chosen.name, **given), tokenizer
-        return Target.load(chosen.name, tp=chosen.tp, **given), tokenizer
+        return Target.load(chosen.name, **given), tokenizer
 
 
 def target_inputs(target: Target) -> dict[str, str | None]:
@@ -197,8 +189,7 @@ def load_data(
     with named("data"):
         if chosen.stream:
             plan = Plan(tokenizer=tokenizer, buffer=chosen.buffer, seed=config.train.seed, **source, **same)
-            group = Group.of(accelerator, target)
-            return Stream(plan, process=group.number, num_processes=group.num)
+            return Stream(plan, process=accelerator.process_index, num_processes=accelerator.num_processes)
         encoding = Encoding(tokenizer, Path(chosen.cache), workers=chosen.workers, **source)
         return load_packs(encoding=encoding, **same)  # whichever process encodes shows it
 
@@ -240,8 +231,7 @@ def make_drafter(config: RunConfig, target: Target, packs: Packs) -> tuple[Head,
         vocab = choose_vocab(config, target, packs)
         with named("head.drafter"):
             return make(spec, target, vocab=vocab), spec
-    keep = config.start_vocab == "keep"
-    new_vocab = None if keep else lambda before: choose_vocab(config, target, packs, before=before)
+    new_vocab = None if config.start_vocab == "keep" else lambda before: choose_vocab(config, target, packs)
     drafter, start_spec = checkpoint.start(config.start, target, spec, new_vocab)
     if start_spec["_target_"] != spec["_target_"]:
         raise ValueError(
@@ -251,17 +241,10 @@ def make_drafter(config: RunConfig, target: Target, packs: Packs) -> tuple[Head,
     return drafter, start_spec
 
 
-def choose_vocab(config: RunConfig, target: Target, packs: Packs, *, before: Tensor | None = None) -> Tensor | None:
-    """The draft vocabulary: increasing ids [W]; None: all tokens. before: of the checkpoint that is trained further"""
-    choice, size = "data" if config.start is None else config.start_vocab, config.head["vocab_size"]
-    count = lambda: draft_vocab(packs, choice, before, size=size, num_tokens=target.vocab_size)
-    vocab = compute_by_main(count, "the draft vocabulary", minutes=config.train.timeout)
-    if choice == "more" and before is not None and vocab is not None and len(vocab) == len(before):
-        progress.note(
-            f"start_vocab=more adds no token: the head drafts {len(before):,}, and an eighth more than head.vocab_size={size} are "
-            "allowed, of tokens that are frequent here and could not be drafted"
-        )
-    return vocab
+def choose_vocab(config: RunConfig, target: Target, packs: Packs) -> Tensor | None:
+    """The draft vocabulary: increasing ids [W]; None: all tokens."""
+    count = lambda: draft_vocab(packs, size=config.head["vocab_size"], num_tokens=target.vocab_size)
+    return compute_by_main(count, "the draft vocabulary", minutes=config.train.timeout)
 
 
 # The target's outputs
@@ -289,7 +272,7 @@ def open_features(
         return Online(target, layers)
     if chosen.mode == "engine":
         return Kept(target, layers, folder=None, reader=engine)
-    num = config.train.steps * config.train.batch * config.train.accumulation * Group.of(accelerator, target).num
+    num = config.train.steps * config.train.batch * config.train.accumulation * accelerator.num_processes
     num = max(num, config.solve_packs if config.start is None else 0, MEASURED)
     folder = FeatureFolder(target, (*layers, *target.layer_ids(chosen.layers)), Path(chosen.folder), bits=chosen.bits)
     size = folder.num_bytes(count_missing(folder, packs, permutation(len(packs), config.train.seed)[:num]))
@@ -365,7 +348,7 @@ def make_validation(
     if ema is not None and not validation.replays:
         raise ValueError(
             f"train.ema={ema} lets replay choose between the weights and their average, and replay does not apply "
-            "here: it needs a chain (decode=chain), a head that leaves the target as it is, train.best_by=tau, and "
+            "here: it needs a chain (decode=chain), a head that leaves the target as it is, and "
             "validation.decode=best or end. Or set train.ema=null."
         )
     return validation

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from train.config import OptimizerSettings
-from train.distributed import in_parts, local
 
 ADAMW8BIT = "bitsandbytes"
 AVERAGE = "average:"  # before the names of averaged weights in a saved state
@@ -164,8 +163,7 @@ class Average:
         """After a step of the optimizer."""
         self.updates += 1
         kept = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        values, weights = ([local(each) for each in those.values()] for those in (self.values, self.weights))
-        torch._foreach_lerp_(values, weights, 1 - kept)
+        torch._foreach_lerp_([*self.values.values()], [*self.weights.values()], 1 - kept)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -191,7 +189,7 @@ class Average:
         """state: whole tensors"""
         self.updates = int(state["updates"])
         for name, value in self.values.items():
-            value.copy_(in_parts(state[name], value))
+            value.copy_(state[name])
 
 
 def read_norms(norms: list[Tensor], limit: float) -> dict[str, float]:

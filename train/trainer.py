@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 
@@ -20,13 +20,12 @@ from torch import Tensor
 from specdec.core import devices
 from specdec.heads.base import Drafter, Head, Slots
 from specdec.measuring.report import Training
-from specdec.target.model import TargetOutput
 from specdec.unroll import replay
 from train import progress
 from train.config import TrainSettings
 from train.data.loader import Loader, Material, MicroBatch, Order, permutation
 from train.data.rows import TrainingBatch, answers
-from train.distributed import AnyObjective, Group, Waiting, Weights, gathered, local, say
+from train.distributed import AnyObjective, Group, Waiting, change_together, copied_state, say
 from train.features.outputs import read_each
 from train.objective import Loss, by_start, slots
 from train.optimization import AVERAGE, Average, read_norms, take
@@ -80,17 +79,16 @@ class Trainer:
         self.accelerator, self.settings, self.material, self.validation = accelerator, settings, material, validation
         self.scheduler, self.drafter = scheduler, objective.drafter
         self.depth, self.every_slot, self.supervise = objective.depth, objective.every_slot, objective.supervise
-        self.group = Group.of(accelerator, objective.drafter.target)
-        about = {"data": material.packs.fingerprint, "processes": self.group.num}
+        self.process, self.num_processes = accelerator.process_index, accelerator.num_processes
+        about = {"data": material.packs.fingerprint, "processes": self.num_processes}
         self.folder = replace(folder, settings={**folder.settings, **about})
         self.saving = Saving(self.folder.save_state, every=settings.save_every, minutes=settings.save_minutes)
-        num, group = len(material.packs), self.group
-        self.indices = Order(num, settings.seed, settings.batch, settings.accumulation, group.number, group.num)
+        read = settings.seed, settings.batch, settings.accumulation, self.process, self.num_processes
+        self.indices = Order(len(material.packs), *read)
         self.loader = Loader(material, order=self.indices, device=accelerator.device)
         self.waiting = Waiting(settings.timeout, accelerator.process_index, accelerator.num_processes)
         with self.waiting("the others to load their target and data"):
-            self.weights = Weights(accelerator, objective, optimizer)
-        self.objective, self.optimizer = self.weights.prepared, self.weights.optimizer
+            self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
         self.average = None if settings.ema is None else Average(self.drafter, settings.ema)
         # Each loss is read before the update where that costs nothing, or where later is too late: a stream cannot go back
         self.reads_at_once = accelerator.device.type == "cpu" or settings.skip_not_finite or material.stream is not None
@@ -112,8 +110,8 @@ class Trainer:
         change = lambda drafter: self._measure_and_solve(drafter, packs, solve=num_packs > 0, fresh=fresh)
         with self.waiting("the closed-form start"):
             # By the processes that hold the main one's target with it
-            group = Group.in_step(self.accelerator, self.drafter.target)
-            num = self.weights.change(change, here=group.number == 0)
+            here = Group.of(self.accelerator, self.drafter.target).number == 0
+            num = change_together(self.drafter, change, here=here)
         if self.average is not None:
             self.average.begin()
         if num > 0:
@@ -161,8 +159,8 @@ class Trainer:
         weights, optimizer, document = state
         if self.average is not None:
             self.average.load_state_dict(take(weights, AVERAGE))
-        self.weights.load(weights)
-        self.weights.load_optimizer(optimizer)
+        self.drafter.load_state_dict(weights)
+        self.optimizer.load_state_dict(optimizer)
         lambdas = [None] * len(optimizer["param_groups"])
         self.scheduler.load_state_dict(document["scheduler"] | {"lr_lambdas": lambdas})
         self.step, self.best = document["step"], document["best"]
@@ -171,11 +169,11 @@ class Trainer:
         self.validation.seconds |= document.get("validation", {})
         if self.material.stream:
             positions = document["stream"]
-            if len(positions) != self.group.num:
+            if len(positions) != self.num_processes:
                 raise ValueError(
                     f"A stream is dealt to its processes: resume with {len(positions)} of them, as the run was begun."
                 )
-            self.loader.seek(self.step, positions[self.group.number])
+            self.loader.seek(self.step, positions[self.process])
         then, now = packs_of_step(document["about"]), packs_of_step(self.folder.settings)
         self.indices.first = (self.step, document.get("packs", self.step * then))
         if self.accelerator.is_main_process:
@@ -183,7 +181,7 @@ class Trainer:
         progress.note(f"Resumed from step {self.step}.")
         if then != now:
             say(
-                f"The run was begun by {document['about']['processes']} processes and goes on with {self.group.num}: a step now has "
+                f"The run was begun by {document['about']['processes']} processes and goes on with {self.num_processes}: a step now has "
                 f"{now} packs instead of {then}. The order of packs goes on; train.batch and train.accumulation could keep the "
                 "packs of a step."
             )
@@ -257,7 +255,7 @@ class Trainer:
         compare: whether to compare the guesses of its last micro-batch with the text
         """
         settings, accelerator = self.settings, self.accelerator
-        torch.manual_seed(settings.seed * 1_000_003 + self.step * 1009 + self.group.number)
+        torch.manual_seed(settings.seed * 1_000_003 + self.step * 1009 + self.process)
         micro_batches = self.loader.step(self.step)
         goals = torch.tensor(float(sum(int(micro.batch.goals(self.supervise).sum()) for micro in micro_batches)))
         num_goals = accelerator.reduce(devices.send(goals, accelerator.device), "sum")  # of all processes
@@ -266,12 +264,10 @@ class Trainer:
             last = number == settings.accumulation
             # A draft is always sure of its own text
             compared = compare and last and self.every_slot and not micro.written
-            with nullcontext() if last or self.weights.sums_at_once else accelerator.no_sync(self.objective):
+            with nullcontext() if last else accelerator.no_sync(self.objective):
                 batch, output = self.loader.on_device(micro)
-                with accelerator.autocast():  # which accelerate leaves out where it shards
-                    loss: Loss = self.objective(batch, output, compare=compared)
-                # Gradients are averaged over processes: divide by the goals of all of them, times their number. Both sums
-                # count all processes that hold a target together.
+                loss: Loss = self.objective(batch, output, compare=compared)
+                # Gradients are averaged over processes: divide by the goals of all of them, times their number
                 accelerator.backward(loss.total * accelerator.num_processes / num_goals)
             losses.append(loss.total.detach())
         total = accelerator.reduce(torch.stack(losses).sum(), "sum") / num_goals
@@ -281,19 +277,19 @@ class Trainer:
             finite = math.isfinite(total)
             if not finite:
                 self._refuse_or_skip(self.step, float(total), micro_batches)
-        norm = gathered(accelerator.clip_grad_norm_(self.objective.parameters(), settings.limit))
+        norm = accelerator.clip_grad_norm_(self.objective.parameters(), settings.limit)
         if finite:
             if not self.reads_at_once:  # weights stay finite until somebody reads the loss
                 good = total.isfinite() & norm.isfinite()
                 for parameter in self.objective.parameters():
                     if parameter.grad is not None:
-                        local(parameter.grad).masked_fill_(~good, 0)
+                        parameter.grad.masked_fill_(~good, 0)
             self.optimizer.step()
             if self.average is not None:
                 self.average.update()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        tokens = sum(int((micro.batch.documents >= 0).sum()) for micro in micro_batches) * self.group.num
+        tokens = sum(int((micro.batch.documents >= 0).sum()) for micro in micro_batches) * self.num_processes
         rounds = None if loss.matches is None else count_rounds(micro.batch, loss.matches)
         return TrainingStep(self.step, total, norm.detach() if finite else None, tokens, rounds)
 
@@ -310,18 +306,12 @@ class Trainer:
         return losses[-1]
 
     def _refuse_or_skip(self, step: int, loss: float, micro_batches: list[MicroBatch]) -> None:
-        """Names the rows, in the log too, and raises NotFiniteLoss unless such steps are to be left out."""
-        read = []
-        for micro in micro_batches:
-            batch = micro.batch.to(self.accelerator.device)
-            read.append((micro.rows, batch, self.material.target_output(micro, batch)))
-        with self.weights.whole() as objective, self.accelerator.autocast():
-            rows = find_rows_not_finite(objective, read)
+        """Names the rows of the step, in the log too, and raises NotFiniteLoss unless such steps are to be left out."""
+        rows = [row for micro in micro_batches for pack in micro.rows for row in pack]
+        rows = list(dict.fromkeys(gather_object(rows)))
         self.saving.wait()  # the sentence names the last state
-        what = "no row alone gives it, so look at the learning rate first"
-        if rows:
-            what = f"row{'s' * (len(rows) > 1)} {', '.join(rows[:6])}{', ...' if len(rows) > 6 else ''}"
-        what = f"The loss is {loss} at step {step + 1} ({what})."
+        named = f"row{'s' * (len(rows) > 1)} {', '.join(rows[:6])}{', ...' if len(rows) > 6 else ''}"
+        what = f"The loss is {loss} at step {step + 1} ({named})."
         if not self.settings.skip_not_finite:
             raise NotFiniteLoss(
                 f"{what} Nothing of this step was kept; the last good state is that of step {self.folder.saved_step()}."
@@ -339,15 +329,18 @@ class Trainer:
             self.folder.log(self.step, figures)
             record(self.step, figures)
 
+    def _frozen(self) -> Head:
+        """A copy of the drafter in the target's dtype, to decode with and to save."""
+        return self.drafter.decodable().to(dtype=self.drafter.target.dtype)
+
     def validate(self, record: Callable[[int, dict], None], *, required: bool) -> None:
         """Judges the weights, saves a checkpoint of the better ones, and marks it if it is the best so far."""
         self.saving.wait()  # decoding is timed
         cost = self.cost()  # before decoding
-        with self.waiting(f"the weights of step {self.step}"):
-            candidates = {"plain": self.weights.frozen()}
-            if self.average is not None:
-                with self.average.applied():
-                    candidates["average"] = self.weights.frozen()
+        candidates = {"plain": self._frozen()}
+        if self.average is not None:
+            with self.average.applied():
+                candidates["average"] = self._frozen()
         kind = self.validation.figure
         best = self.best.get("figure") if self.best.get("by", kind) == kind else None
         with self.waiting(f"the validation of step {self.step}", timed=False):
@@ -385,8 +378,7 @@ class Trainer:
         if best is None or not self.validation.unfinished(best[1]):
             return
         name, report, weights = best
-        with self.waiting("the best step"):
-            frozen = self.weights.frozen()
+        frozen = self._frozen()
         frozen.load_state_dict(weights)
         with self.waiting("the decoding of the best step", timed=False):
             report = self.validation.decode_best(frozen, report, trained=self.seconds)
@@ -402,10 +394,14 @@ class Trainer:
         if self.material.stream:
             position = torch.tensor([self.loader.position(self.step)], device=self.accelerator.device)
             with self.waiting("the others' places in the stream"):
-                positions = self.accelerator.gather(position).tolist()[:: self.group.share.size]
-        with self.waiting(f"the weights of step {self.step}"):
-            weights, optimizer, averaged = self.weights.saved(self.average.state_dict() if self.average else {})
+                positions = self.accelerator.gather(position).tolist()
         if self.accelerator.is_main_process:
+            states = (
+                self.drafter.state_dict(),
+                self.optimizer.state_dict(),
+                self.average.state_dict() if self.average else {},
+            )
+            weights, optimizer, averaged = (copied_state(state) for state in states)
             scheduler = {key: value for key, value in self.scheduler.state_dict().items() if key != "lr_lambdas"}
             counters = {
                 "packs": self.indices.read_before(self.step),
@@ -424,43 +420,6 @@ class Trainer:
 def is_due(step: int, every: int) -> bool:
     """Whether a step is one of every so many; 0: none is."""
     return every > 0 and step % every == 0
-
-
-# Losses that are not finite
-
-
-@torch.no_grad()
-def find_rows_not_finite(
-    objective: Callable[[TrainingBatch, TargetOutput | None], Loss],
-    read: Sequence[tuple[list[list[str]], TrainingBatch, TargetOutput | None]],
-) -> list[str]:
-    """Ids of the rows whose loss, computed alone, is not finite, in all processes; in the order of the packs.
-
-    objective: without the wrapper that synchronises gradients, with the weights before the step
-    read: of each micro-batch of this process the ids of each pack's rows, the batch and the target's outputs
-    All processes must call this. A loss that depends on random numbers may be finite when it is computed again.
-    """
-    found = []
-    for packs, batch, output in read:
-        for place, pack in enumerate(packs):
-            for document, row in enumerate(pack):
-                part, part_output = _take_document(batch, output, place, document)
-                if part.loss_mask.any() and not math.isfinite(float(objective(part, part_output).total)):
-                    found.append(row)
-    return list(dict.fromkeys(gather_object(found)))  # once, if several processes read the same
-
-
-def _take_document(
-    batch: TrainingBatch, output: TargetOutput | None, place: int, document: int
-) -> tuple[TrainingBatch, TargetOutput | None]:
-    """A document of a pack as a batch of its own, [1, T of the document]."""
-    host = batch.on_host
-    inside = (host.documents[place] == document).nonzero()[:, 0]
-    span = (slice(place, place + 1), slice(int(inside[0]), int(inside[-1]) + 1))
-    part = TrainingBatch(
-        host.tokens[span], host.loss_mask[span], torch.zeros_like(host.documents[span]), host.positions[span]
-    )
-    return part.to(batch.tokens.device), output and TargetOutput(output.features[span], output.final[span])
 
 
 # Signals that end a run soon, with a saved state

@@ -50,11 +50,11 @@ BATCH_TOKENS = 4096  # of prompts and answers that are replayed at once, padding
 class Validation:
     """Judges drafters. All processes call it together; each does a part of the prompts, the same as those it holds a target with.
 
-    config: its `validation` and `decode`, and of `train` best_by and seed
+    config: its `validation` and `decode`, and of `train` the seed
     console: prints reports and sentences
     engine: reads texts and writes the target's answers in place of a target here; then nothing is decoded
     Where replay applies (`replays`), it decides which step is the best. Where it does not (trees, heads that adapt the
-    target, best_by=speedup), all prompts are decoded, if there is time for it.
+    target), all prompts are decoded, if there is time for it.
     """
 
     def __init__(
@@ -69,17 +69,14 @@ class Validation:
         engine: EngineTarget | None = None,
     ):
         self.settings, self.drafting = config.validation, config.decode
-        self.best_by, self.seed = config.train.best_by, config.train.seed
+        self.seed = config.train.seed
         self.target, self.prompts, self.stop, self.engine = drafter.target, prompts, stop, engine
         self.console = console
-        self.accelerator, self.group = accelerator, Group.in_step(accelerator, drafter.target)
+        self.accelerator, self.group = accelerator, Group.of(accelerator, drafter.target)
         self.sampling = Sampling(temperature=self.settings.temperature)
         self.adapts, self.drafts = drafter.adapts_target, isinstance(drafter, Drafter)
         self.replays = (
-            self.settings.decode != "always"
-            and self.best_by == "tau"
-            and not self.adapts
-            and self.drafting.replayable(drafter, self.sampling)
+            self.settings.decode != "always" and not self.adapts and self.drafting.replayable(drafter, self.sampling)
         )
         # What later validations use again
         self.costs: dict[Path, Costs] = {}  # of auto, as far as they are known
@@ -91,13 +88,7 @@ class Validation:
     @property
     def figure(self) -> str:
         """The figure of a report that chooses the best step."""
-        return "replayed_tau" if self.replays else self.best_by
-
-    @property
-    def traceable(self) -> bool:
-        """Whether replay can say what was drafted along the answers, in this process alone."""
-        alone = self.engine is None and self.target.share.size == 1
-        return alone and self.answers is not None and self.sampling.greedy and self.drafting.stopping is None
+        return "replayed_tau" if self.replays else "tau"
 
     def __call__(
         self, candidates: dict[str, Head], *, step: int, trained: float, best: float | None, required: bool
@@ -305,7 +296,7 @@ class Validation:
             for number, group in enumerate(groups):
                 wanted = (len(groups) if whole else number + 1) * (time.perf_counter() - begun) / max(1, number)
                 late = left is not None and number >= at_least and wanted > left
-                if self.group.share.all_say(late)[0]:
+                if self.target.share.all_say(late)[0]:
                     return
                 yield group
 

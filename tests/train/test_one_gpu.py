@@ -247,25 +247,23 @@ def test_a_target_that_does_not_fit_into_a_cpu_is_named(folder, monkeypatch):
 # Settings of accelerate
 
 
-REFUSED = {"DYNAMO_BACKEND": "INDUCTOR", "USE_DEEPSPEED": "true", "USE_MEGATRON_LM": "true", "USE_PARALLELISM_CONFIG": "true",
-           "GRADIENT_ACCUMULATION_STEPS": "4"}  # fmt: skip
+REFUSED = {"DYNAMO_BACKEND": "INDUCTOR", "USE_FSDP": "true", "USE_DEEPSPEED": "true", "USE_MEGATRON_LM": "true",
+           "USE_PARALLELISM_CONFIG": "true", "GRADIENT_ACCUMULATION_STEPS": "4"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("shard", [False, True])
-def test_settings_of_accelerate_that_training_does_not_take_are_refused(monkeypatch, name, shard):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+def test_settings_of_accelerate_that_training_does_not_take_are_refused(monkeypatch, name):
     monkeypatch.setenv(f"ACCELERATE_{name}", REFUSED[name])
     said = rf"^accelerate's configuration asks for .* \(ACCELERATE_{name}={REFUSED[name]}\): choose"
     with pytest.raises(ValueError, match=said):
-        distributed.make_plugin(shard)
+        distributed.check_accelerate()
 
 
 def test_what_accelerates_launcher_always_sets_is_taken(monkeypatch):
     for variable, value in {"ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_FSDP": "false",
                             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}.items():  # fmt: skip
         monkeypatch.setenv(variable, value)
-    assert distributed.make_plugin(False) is None
+    distributed.check_accelerate()
 
 
 def test_they_are_refused_before_anything_is_loaded(fit, monkeypatch):

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from specdec.core.rules import RULES
 from specdec.proposers.growth import Children
 from tests.support import HEADS_FOLDER, ROOT, log_of
-from train import display, optimization, progress, ranges, sweeps
+from train import display, optimization, overrides, progress, ranges
 from train.config import RunConfig
 from train.optimization import read_norms
 from train.ranges import named
@@ -246,7 +246,7 @@ def test_only_messages_of_value_errors_are_renamed():
     ],
 )
 def test_a_run_and_its_features_are_named_by_the_target(given, wanted):
-    assert sweeps.target_name("targets/smollm2-135m/") == "smollm2-135m"
+    assert overrides.target_name("targets/smollm2-135m/") == "smollm2-135m"
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = hydra.compose("train", overrides=given, return_hydra_config=True)
     before = HydraConfig.instance().cfg

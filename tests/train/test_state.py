@@ -13,7 +13,7 @@ from specdec import checkpoint
 from specdec.core import files
 from tests.pretend_device import ELSEWHERE, Elsewhere, PretendDevice
 from tests.support import PowerCutError, before_steps, cut_power, losses_of
-from train.distributed import gathered_state
+from train.distributed import copied_state
 from train.state import RunFolder, Saving, pack_state
 
 STATE = {"weights": {"weight": torch.arange(3.0)}, "optimizer": {"state": {}, "param_groups": []}, "document": {}}
@@ -199,9 +199,8 @@ def test_a_copy_for_the_disk_takes_no_memory_of_the_device():
         shared = torch.ones(2).to(ELSEWHERE)
         state = {"w": parameter, "state": {0: {"a": shared, "step": torch.tensor(1.0)}, 1: {"a": shared}}, "lr": 0.1}
     with NoNewTensor():
-        copied = gathered_state(state, keep=True)
+        copied = copied_state(state)
         moments, counts = pack_state(copied["state"])
-        assert gathered_state(state, keep=False)["state"] == {0: {"a": None, "step": None}, 1: {"a": None}}
     assert copied["lr"] == 0.1 and not counts and copied["w"].tolist() == [0, 1, 2]
     assert set(moments) == {"0.a", "0.step", "1.a"} and all(type(value) is torch.Tensor for value in moments.values())
     assert moments["0.a"] is copied["state"][0]["a"]  # not copied once more

@@ -31,13 +31,13 @@ SETTINGS = {"num_prompts": 5, "max_new_tokens": 24, "temperature": 0.0, "decode"
 
 @pytest.fixture
 def make(small_target, tmp_path, monkeypatch):
-    """make(drafter, drafting, by="tau", **settings) -> a Validation in a new working directory; it records what it shows"""
+    """make(drafter, drafting, **settings) -> a Validation in a new working directory; it records what it shows"""
     monkeypatch.chdir(tmp_path)
     prompts = [Prompt(str(number), "", tokens) for number, tokens in enumerate(prompts_of(small_target))]
 
-    def validation(drafter, drafting=CHAIN, by="tau", **changed):
+    def validation(drafter, drafting=CHAIN, **changed):
         settings = ValidationSettings(**SETTINGS | changed)
-        config = SimpleNamespace(validation=settings, decode=drafting, train=SimpleNamespace(best_by=by, seed=0))
+        config = SimpleNamespace(validation=settings, decode=drafting, train=SimpleNamespace(seed=0))
         shown = []
         console = SimpleNamespace(say=shown.append, print=shown.append)
         made = Validation(Accelerator(cpu=True), drafter, prompts, config=config, stop={5}, console=console)
@@ -165,9 +165,8 @@ def test_where_replay_does_not_apply_all_prompts_are_decoded_or_none(make, small
     assert judge(made, drafter, trained=500.0) is None and made.seconds["decode"] == 10
     assert judge(made, drafter, trained=700.0).num_prompts == 5
     assert judge(made, drafter, trained=700.0, required=True).num_prompts == 5
-    for other in (make(drafter, share=0.0, decode="always"), make(drafter, by="speedup", share=None)):
-        report = judge(other, drafter)
-        assert report.num_prompts == 5 and report.replayed_tau == pytest.approx(report.tau, abs=1e-9)
+    report = judge(make(drafter, share=0.0, decode="always"), drafter)
+    assert report.num_prompts == 5 and report.replayed_tau == pytest.approx(report.tau, abs=1e-9)
     assert judge(make(drafter, tree, decode="end"), drafter, trained=1e9).num_prompts == 5  # share=null
 
 
@@ -190,12 +189,13 @@ COUNTED = ("num_prompts", "num_rounds", "tau", "survival", "identical_outputs", 
 
 
 @pytest.mark.parametrize(
-    ("drafting", "by", "temperature"), [(CHAIN, "tau", 0.0), (CHAIN, "speedup", 0.7), (Drafting(3, 2, 6), "tau", 0.0)]
+    ("drafting", "decode", "temperature"),
+    [(CHAIN, "best", 0.0), (CHAIN, "always", 0.7), (Drafting(3, 2, 6), "best", 0.0)],
 )
-def test_auto_is_reported_beside_the_fixed_shape(make, small_target, drafting, by, temperature):
+def test_auto_is_reported_beside_the_fixed_shape(make, small_target, drafting, decode, temperature):
     drafter = make_drafter(small_target, "eagle").decodable()
-    fixed = judge(make(drafter, drafting, by, temperature=temperature), drafter)
-    beside = judge(make(drafter, drafting, by, temperature=temperature, auto="always"), drafter)
+    fixed = judge(make(drafter, drafting, decode=decode, temperature=temperature), drafter)
+    beside = judge(make(drafter, drafting, decode=decode, temperature=temperature, auto="always"), drafter)
     assert fixed.auto is None and beside.auto["num_prompts"] == 5
     for name in COUNTED:
         assert getattr(beside, name) == getattr(fixed, name), name
