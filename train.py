@@ -22,7 +22,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specdec import checkpoint
 from specdec.core import devices, files
-from specdec.measuring.report import Report
 from train import build, display, overrides, progress, tracking
 from train.config import RunConfig, fixed_settings
 from train.distributed import ProcessLost, is_main, plain_warnings
@@ -77,9 +76,8 @@ def fit_alone(config: RunConfig, path: Path, accelerator: Accelerator) -> int:
         document = config.document()
         files.write_text(path / "config.yaml", yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
         about = {"arguments": sys.argv[1:], "num_processes": accelerator.num_processes, "start": given}
-        num = len(trainer.validation.prompts)
-        facts.write(path, document, trainer.drafter, trainer.material.packs, num_prompts=num, **about)
-    with tracker.running(config.run, trainer.folder.settings, step=trainer.step):
+        facts.write(path, document, trainer.drafter, trainer.material.packs, **about)
+    with tracker.running(config.run, trainer.folder.settings):
         try:
             trainer.fit(tracker.record)
         except NotFiniteLoss as error:
@@ -94,9 +92,7 @@ def fit_alone(config: RunConfig, path: Path, accelerator: Accelerator) -> int:
         if main and trainer.best:
             page = run_page.write(path)
             console.say(f"report: {page}")
-            report = checkpoint.read_json(page.with_name("report.json"))
-            tracker.log(trainer.step, "best", report)
-            tracker.attach(page, run_page.worth(Report.from_json(report))[1])
+            tracker.log(trainer.step, "best", checkpoint.read_json(page.with_name("report.json")))
     display.end(console, trainer)
     return 130 if trainer.interrupted == signal.SIGINT else 0  # a scheduler is to see that all is well
 

@@ -7,8 +7,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from tests.support import ROOT, save_target, write_rows
-from tests.warm import start
+from tests.support import ROOT
 from train.data.reading import read_sources
 from train.overrides import as_written, check
 
@@ -64,34 +63,7 @@ def test_several_values_are_refused_with_the_loop_that_replaces_them(monkeypatch
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
-@pytest.mark.parametrize("text", ["{a: 2", "{a}.jsonl", "{"])
-def test_what_only_looks_like_a_dict_is_one_name(text):
-    assert [source.name for source in read_sources(text)] == [text]
-
-
 def test_options_of_another_command_are_checked():
     check({"train.steps": "3", "optimizer.lr": "1e-3", "head": "eagle", "data.heldout": "数"}, "training.")
     with pytest.raises(ValueError, match=r"^training\.train\.steps=x must be a whole number of 1 or more\.$"):
         check({"train.steps": "x"}, "training.")
-
-
-@pytest.mark.full
-def test_a_run_in_such_folders_trains_and_is_continued(tmp_path):
-    here = tmp_path / "数据 (1), ${x}{'#"
-    here.mkdir()
-    save_target(here / "target", num_layers=3)
-    messages = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "One, two, three."}]
-    write_rows(here / "rows.jsonl", [{"id": f"{n}", "messages": messages} for n in range(4)])
-    write_rows(here / "prompts.jsonl", [{"prompt": "Count on."}])
-    settings = {
-        "head": "eagle", "run": "null ${y}", "target.name": here / "target", "data.train": here / "rows.jsonl",
-        "data.heldout": here / "prompts.jsonl", "data.cache": here / "c", "features.folder": here / "f", "data.length": 64, "precision": "fp32",
-        "target.dtype": "float32", "solve_packs": 0, "head.vocab_size": 40, "head.objective.depth": 1, "train.steps": 1, "validation.auto": "never",
-        "validation.decode": "end", "validation.share": 0, "validation.num_prompts": 1, "validation.max_new_tokens": 2, "decode.depth": 1,
-    }  # fmt: skip
-    for resume, said in (("false", "best replayed tau"), ("auto", "nothing left to do")):
-        arguments = [*(f"{key}={value}" for key, value in settings.items()), f"resume={resume}"]
-        command = start([ROOT / "train.py", *arguments], cwd=tmp_path, errors=True)
-        printed, _ = command.communicate(timeout=240)
-        assert command.returncode == 0 and said in printed, printed
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["answers", "null ${y}"]

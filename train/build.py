@@ -37,7 +37,7 @@ from train.features.feature_files import FeatureFolder
 from train.features.outputs import Features, Kept, Online
 from train.onpolicy import OnPolicy
 from train.pages import facts
-from train.ranges import named
+from train.ranges import named, refuse
 from train.state import RunFolder
 from train.trainer import MEASURED, Trainer
 from train.validate import Validation
@@ -339,16 +339,12 @@ def make_validation(
         with named("validation"):
             check_prompts(decoder, prompts, config.validation.max_new_tokens, source=config.data.heldout)
     validation = Validation(accelerator, drafter, prompts, config=config, stop=stop, console=console, engine=engine)
-    ema = config.train.ema
-    if engine is not None and not validation.replays:
-        raise ValueError(
-            "features.engine=: without the target in this process a drafter is judged by replay, which needs a chain "
-            "(decode=chain) and validation.decode=best or end. Or use features.mode=online."
-        )
-    if ema is not None and not validation.replays:
-        raise ValueError(
-            f"train.ema={ema} lets replay choose between the weights and their average, and replay does not apply "
-            "here: it needs a chain (decode=chain), a head that leaves the target as it is, and "
-            "validation.decode=best or end. Or set train.ema=null."
-        )
+    ema, needs = config.train.ema, "a chain (decode=chain) and validation.decode=best or end"
+    wrong = {
+        "features.engine=: without the target in this process a drafter is judged by replay, which needs "
+        f"{needs}. Or use features.mode=online.": engine is not None,
+        f"train.ema={ema} lets replay choose between the weights and their average, and replay does not apply here: it needs "
+        f"{needs}, and a head that leaves the target as it is. Or set train.ema=null.": ema is not None,
+    }
+    refuse(wrong if not validation.replays else {})
     return validation

@@ -22,7 +22,9 @@ GONE = {
     "data.stream": "Conversations are encoded once, in data.cache.",
     "data.buffer": "Conversations are encoded once, in data.cache, and read in a random order.",
     "features.layers": "A folder of features holds what its head reads: give each head a features.folder of its own.",
-    "features.bits": "Features are kept in the target's dtype.",
+    "features.bits": "Features are kept in the dtype of the target.",
+    "features.in_flight": "As many texts are asked for as the servers read at once.",
+    "features.patience": "An engine that does not answer ends the run, and resume=true continues it.",
 }
 
 
@@ -138,7 +140,7 @@ class ValidationSettings:
     max_new_tokens: int
     temperature: float
     decode: str  # best, end or always
-    auto: str  # never, end or always
+    auto: str  # never or end
     share: float | None  # of the training time; None: any
     answers: str  # folder
 
@@ -179,7 +181,7 @@ class RunConfig:
     @classmethod
     def of(cls, document: dict) -> "RunConfig":
         """document: conf/train.yaml with the user's options, in groups"""
-        ranges.check(document, free=("head.",))  # a new head has options of its own
+        ranges.check(document, free=("head.", *GONE))  # a new head has options of its own
         parts = {}
         for name, part in PARTS.items():
             with named(name):

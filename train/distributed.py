@@ -24,26 +24,22 @@ from train.objective import Objective
 
 Item = TypeVar("Item")
 AnyObjective = Objective | ConsistencyObjective
-# Variables by which accelerate's configuration asks for what train.py does not take from it, with the values that change nothing
-OFF, ONCE = ("false", "", "0", "no", "off", "n", "f"), ("1", "")
-OF_ACCELERATE = {
-    "ACCELERATE_USE_FSDP": (OFF, "FSDP: every process has the whole drafter, and target.shard=true divides a target"),
-    "ACCELERATE_USE_DEEPSPEED": (OFF, "DeepSpeed, which train.py does not use"),
-    "ACCELERATE_USE_MEGATRON_LM": (OFF, "Megatron-LM, which train.py does not use"),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": (OFF, "parallelism_config, whose place target.shard takes here"),
-    "ACCELERATE_DYNAMO_BACKEND": (OFF, "torch.compile (dynamo), which training does not use"),
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (ONCE, "gradient accumulation, which train.accumulation sets here"),
+OFF = ("false", "", "0", "no", "off", "n", "f")
+OF_ACCELERATE = {  # variables by which its configuration asks for what train.py does not take, with the values that change nothing
+    **dict.fromkeys(("USE_FSDP", "USE_DEEPSPEED", "USE_MEGATRON_LM", "USE_PARALLELISM_CONFIG", "DYNAMO_BACKEND"), OFF),
+    "GRADIENT_ACCUMULATION_STEPS": ("1", ""),
 }
 
 
 def check_accelerate() -> None:
     """Raises ValueError if accelerate's own configuration asks for what train.py does not take from it."""
-    for variable, (harmless, what) in OF_ACCELERATE.items():
-        given = os.environ.get(variable, harmless[0])
+    for name, harmless in OF_ACCELERATE.items():
+        given = os.environ.get(f"ACCELERATE_{name}", harmless[0])
         if given.lower() not in harmless:
             raise ValueError(
-                f"accelerate's configuration asks for {what} ({variable}={given}): choose a configuration without it "
-                "(accelerate config), or unset the variable."
+                f"accelerate's configuration has ACCELERATE_{name}={given}, which train.py does not take from it: every process has the "
+                "whole drafter, target.shard=true divides a target, and train.accumulation accumulates. Choose a configuration "
+                "without it (accelerate config), or unset the variable."
             )
 
 

@@ -151,7 +151,7 @@ RANGES = {
     "seed": whole(0, 2**32 - 1), "ema": number(0, 1, above=True, below=True).or_null,
     # Validation
     "num_prompts": COUNT.or_null, "max_new_tokens": COUNT, "temperature": number(0), "validation.decode": choice("best", "end", "always"),
-    "validation.auto": choice("never", "end", "always"), "validation.share": number(0).or_null,
+    "validation.auto": choice("never", "end"), "validation.share": number(0).or_null,
     "validation.answers": TEXT,
     # Heads
     "vocab_size": COUNT.or_null, "delay": whole(0), "num_drafts": FEW, "num_layers": FEW, "Draft.num_layers": FEW.or_null,

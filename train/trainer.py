@@ -1,12 +1,11 @@
 """The training loop. `Trainer.fit` is the loop, `Trainer.take_step` one step of it; what they need follows below."""
 
 import collections
-import contextlib
 import math
+import os
 import resource
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext
@@ -60,7 +59,7 @@ class TrainingStep:
 class Trainer:
     """Trains `objective`; everything that a run leaves behind is in `folder`.
 
-    The order of packs and every random number follow from (seed, step, process or group), so that a resumed run continues
+    The order of packs and every random number follow from (seed, step, process), so that a resumed run continues
     exactly.
     """
 
@@ -195,15 +194,16 @@ class Trainer:
         record: gets each step and its figures that are logged
         """
         settings, main = self.settings, self.accelerator.is_main_process
-        asking = Asking(self.accelerator, self.waiting, step=self.step, seconds=self.seconds)
-        with Signals(say, within=asking.within) as signals, closing(self.loader), self.saving:
+        asking = Asking(self.accelerator, self.waiting)
+        with Signals(within=asking.within, speaks=main) as signals, closing(self.loader), self.saving:
             self.objective.train()
             if (settings.validate_first or self.drafter.pretrained) and self.step == 0:
                 self.validate(record, required=True)
             first, loss = self.step + 1, math.nan
             unread: list[TrainingStep] = []  # steps whose losses nobody has read
             norms: list[Tensor] = []  # of the steps since the last line
-            with TrainingProgress(steps=settings.steps, done=self.step, shown=main) as line:
+            line = StepLine(steps=settings.steps, done=self.step)
+            with progress.start("training", settings.steps, unit="steps", done=self.step, own_lines=False) as task:
                 while self.step < settings.steps:
                     number = self.step + 1
                     last = number == settings.steps
@@ -220,6 +220,7 @@ class Trainer:
                     if step.norm is not None:
                         norms.append(step.norm)
                     text, figures = line.advance(step, loss, seconds)
+                    task.update(number, figures=text)
                     if shown:
                         clipping = read_norms(norms, settings.limit)
                         if clipping:
@@ -235,7 +236,7 @@ class Trainer:
                         self.validate(record, required=last)
                         line.restart()
                     overdue = main and self.saving.overdue()
-                    self.interrupted, overdue = asking(signals.number, overdue, number, self.seconds, now=validated)
+                    self.interrupted, overdue = asking(signals.number, overdue, number, line.pace, now=validated)
                     if overdue or self.saving.after(number) or last or self.interrupted:
                         loss = self.read_losses(unread, loss)
                         self.save_state()
@@ -428,15 +429,12 @@ def is_due(step: int, every: int) -> bool:
 class Signals:
     """Within, `number` is the signal that has come, or 0. A second Ctrl-C raises KeyboardInterrupt at once.
 
-    within: steps after which the run ends
-    say: prints a line; called in a thread of its own, as a signal may come in the middle of another print to the same
-        file, which Python refuses ("reentrant call")
+    within: steps after which the run ends; speaks: whether this process says so
     """
 
-    def __init__(self, say: Callable[[str], None], *, within: int = 1):
-        self.say, self.number = say, 0
+    def __init__(self, *, within: int = 1, speaks: bool = True):
+        self.number, self.speaks = 0, speaks
         self.when = "after this step" if within == 1 else f"within {within} steps"
-        self.saying: threading.Thread | None = None
 
     def __enter__(self) -> "Signals":
         self.previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
@@ -445,43 +443,36 @@ class Signals:
     def __exit__(self, *_) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
-        if self.saying:
-            self.saying.join()
 
     def _receive(self, number: int, _) -> None:
         if number == self.number == signal.SIGINT:
             raise KeyboardInterrupt
-        if not self.number:
+        if not self.number and self.speaks:
             text = f"{SIGNALS[signal.Signals(number)]}: stopping {self.when}."
             if number == signal.SIGINT:
                 text += " Press Ctrl-C again to stop at once and lose the steps since the last save."
-            self.saying = threading.Thread(target=self.say, args=(text,))
-            self.saying.start()
+            os.write(2, f"{text}\n".encode())  # a print within another one would be an error ("reentrant call")
         self.number = number
 
 
 class Asking:
-    """Tells all processes of a signal that came to one of them, and of a state that the main one finds overdue.
+    """Tells all processes of a signal that came to one of them, and of a state that the main one finds overdue."""
 
-    step, seconds: of training so far
-    """
-
-    def __init__(self, accelerator: Accelerator, waiting: Waiting, *, step: int, seconds: float):
+    def __init__(self, accelerator: Accelerator, waiting: Waiting):
         self.accelerator, self.waiting = accelerator, waiting
         self.within = 1 if accelerator.num_processes == 1 else ASK  # steps after which all know of a signal
-        self.asked, self.next = (step, seconds), 0  # the last question, and the step of the next one
+        self.next = 0  # the step of the next question
 
-    def __call__(self, number: int, overdue: bool, step: int, seconds: float, *, now: bool) -> tuple[int, bool]:
+    def __call__(self, number: int, overdue: bool, step: int, pace: float, *, now: bool) -> tuple[int, bool]:
         """-> the signal that has come to any process, 0 for none, and whether the main process finds a state overdue
 
-        number, overdue: in this process; now: whether several processes ask now. Otherwise they do when it is time
+        number, overdue: in this process; pace: seconds of a step; now: whether several processes ask now. Otherwise they
+        do when it is time
         """
         if self.accelerator.num_processes == 1:
             return number, overdue
         if not now and step < self.next:
             return 0, False
-        (before, seconds_before), self.asked = self.asked, (step, seconds)
-        pace = (seconds - seconds_before) / max(1, step - before)
         steps = max(1, min(ASK, int(ASK_SECONDS / pace))) if pace else ASK
         with self.waiting(f"step {step}"):
             mine = torch.tensor([[number, overdue, steps]], device=self.accelerator.device)
@@ -493,25 +484,13 @@ class Asking:
 # What a run shows of its steps
 
 
-class TrainingProgress:
-    """Loss, text tau over the last shown steps, tokens/s since the last validation, time left. shown: whether anybody sees them"""
+class StepLine:
+    """Loss, text tau over the last shown steps, tokens/s since the last validation, time left. done: steps before these"""
 
-    def __init__(self, *, steps: int, done: int, shown: bool):
-        self.steps, self.first, self.visible = steps, done, shown
+    def __init__(self, *, steps: int, done: int):
+        self.steps, self.first, self.seconds, self.pace = steps, done, 0.0, 0.0  # pace: seconds of a step
         self.rounds: collections.deque[tuple[int, float]] = collections.deque(maxlen=SHOWN)
-        self.seconds = 0.0
         self.restart()
-
-    def __enter__(self) -> "TrainingProgress":
-        self.task: progress.Task | None = None
-        self.stack = contextlib.ExitStack()
-        if self.visible:
-            task = progress.start("training", self.steps, unit="steps", done=self.first, own_lines=False)
-            self.task = self.stack.enter_context(task)
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.stack.close()
 
     def restart(self) -> None:
         """Tokens/s count from here."""
@@ -520,17 +499,16 @@ class TrainingProgress:
     def advance(self, step: TrainingStep, loss: float, seconds: float) -> tuple[str, dict]:
         """One step is done, in so many seconds. -> the line, and the figures of it that are logged"""
         self.tokens, self.seconds = self.tokens + step.tokens, self.seconds + seconds
+        done = step.number + 1
+        self.pace = self.seconds / (done - self.first)
         if step.rounds is not None:
             self.rounds.append(step.rounds)
         emitted, rounds = (sum(counts) for counts in zip(*self.rounds)) if self.rounds else (0, 0.0)
         tau = {"tau": emitted / rounds} if rounds else {}
         rate = self.tokens / (time.perf_counter() - self.clock)
-        done = step.number + 1
-        left = progress.duration((self.steps - done) * self.seconds / (done - self.first))
+        left = progress.duration((self.steps - done) * self.pace)
         worth = f"text tau {tau['tau']:.3f}  " if tau else ""
         line = f"loss {loss:.4f}  {worth}{rate:,.0f} tokens/s  {left} left"
-        if self.task is not None:
-            self.task.update(done, figures=line)
         return line, {"loss": loss, **tau, "tokens_per_second": rate}
 
 

@@ -190,7 +190,6 @@ def test_hidden_states_are_fetched_where_the_folder_is_not_seen(engine, source, 
         (("head=medusa2",), "the head changes the target"),
         (("head=draft", "data.on_policy=0.5"), "the draft writes"),
         (("decode=tree",), "judged by replay, which needs a chain"),
-        (("train.best_by=speedup",), "train.best_by=speedup is measured by decoding"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(fit, engine, options, what):

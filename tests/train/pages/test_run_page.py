@@ -1,8 +1,6 @@
 """Tests of the page of a run: it says what report.json says, holds all that it needs, and opens without an error."""
 
 import json
-import re
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,7 +10,6 @@ import pytest
 from scripts import report as script
 from specdec import checkpoint
 from specdec.measuring.report import Report
-from tests import browser
 from tests.support import write_rows
 from train.pages import page, run_page
 
@@ -82,15 +79,6 @@ def test_a_run_leaves_a_page_that_says_what_its_report_says(made, monkeypatch, c
     script.main()
     assert str(path) in capsys.readouterr().out
     assert path.read_text() == text
-
-
-@browser.needed
-def test_a_browser_opens_the_page_without_an_error(made, tmp_path):
-    command = [browser.PROGRAM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile", "--enable-logging=stderr",
-               "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom", f"file://{(made / 'report.html').resolve()}"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert "<th><button>" in done.stdout, done.stderr  # the script has run
-    assert not re.search(r"CONSOLE.*(error|warning|Uncaught|Failed)", done.stderr, re.IGNORECASE), done.stderr
 
 
 def report_of(**figures) -> Report:
