@@ -21,6 +21,8 @@ GONE = {
     "train.best_by": "The best step is that with the highest tau.",
     "data.stream": "Conversations are encoded once, in data.cache.",
     "data.buffer": "Conversations are encoded once, in data.cache, and read in a random order.",
+    "data.on_policy": "Training reads the answers of data.train.",
+    "data.on_policy_temperature": "Training reads the answers of data.train.",
     "features.layers": "A folder of features holds what its head reads: give each head a features.folder of its own.",
     "features.bits": "Features are kept in the dtype of the target.",
     "features.in_flight": "As many texts are asked for as the servers read at once.",
