@@ -13,7 +13,6 @@ from hydra import compose, initialize_config_dir
 from tests.support import ROOT, PowerCutError, before_steps, train_command
 from tests.together import free_ports, printed_by
 from train import build
-from train.distributed import Weights, local
 from train.objective import Objective
 from train.trainer import Trainer
 
@@ -74,8 +73,8 @@ def fit_all(runs: list[dict]) -> None:
 
 
 def tell() -> None:
-    """Lets the process print what it computes itself, and its share of the weights when they are saved."""
-    start, count, saved = Trainer._measure_and_solve, build.draft_vocab, Weights.saved
+    """Lets the process print what it computes itself."""
+    start, count = Trainer._measure_and_solve, build.draft_vocab
 
     def telling(what, function):
         def told(*arguments, **settings):
@@ -84,12 +83,5 @@ def tell() -> None:
 
         return told
 
-    def telling_saved(weights, average):
-        parameters = list(weights.drafter.parameters())
-        here = sum(local(parameter).numel() for parameter in parameters)
-        print(f"share {here / sum(parameter.numel() for parameter in parameters):.2f}")
-        return saved(weights, average)
-
     Trainer._measure_and_solve = telling("start", start)
     build.draft_vocab = telling("vocabulary", count)
-    Weights.saved = telling_saved

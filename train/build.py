@@ -11,7 +11,6 @@ from typing import Any
 import numpy
 import torch
 import transformers
-import yaml
 from accelerate import Accelerator, PartialState
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 from torch import Tensor
@@ -24,19 +23,19 @@ from specdec.heads.base import Head
 from specdec.measuring.measure import Prompt, check_prompts
 from specdec.target.model import Target, load_tokenizer
 from train import display, distributed, optimization, progress
-from train.config import RunConfig, fixed_settings
+from train.config import RunConfig, fixed_settings, read_settings
 from train.data import reading
 from train.data import rows as data
 from train.data.encoding import Encoding, load_packs
 from train.data.loader import Material, permutation
 from train.data.packing import Packs, draft_vocab
-from train.distributed import Group, Waiting, compute_by_main
+from train.distributed import Waiting, compute_by_main
 from train.features.engine_client import EngineClient
 from train.features.engine_features import EngineTarget
 from train.features.feature_files import FeatureFolder
 from train.features.outputs import Features, Kept, Online
 from train.pages import facts
-from train.ranges import named
+from train.ranges import named, refuse
 from train.state import RunFolder
 from train.trainer import MEASURED, Trainer
 from train.validate import Validation
@@ -45,10 +44,8 @@ PRECISIONS = {"bf16": "bf16", "fp32": "no"}  # of train.py, and what accelerate 
 SAMPLE = 2000  # documents that are looked for in a folder before training
 
 
-def make_trainer(
-    config: RunConfig, path: Path, accelerator: Accelerator, console: progress.Results
-) -> tuple[Trainer, PreTrainedTokenizerBase]:
-    """The trainer of a run before its first step, and the target's tokenizer. path: the run's folder
+def make_trainer(config: RunConfig, path: Path, accelerator: Accelerator, console: progress.Results) -> Trainer:
+    """The trainer of a run before its first step. path: the run's folder
 
     Refuses now what would fail after hours of training.
     """
@@ -68,17 +65,12 @@ def make_trainer(
         optimizer = optimization.make_optimizer(drafter, config.optimizer, adapter=config.head.get("adapter"))
     display.start(progress.note, config, drafter, packs, len(prompts))
     validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
-<<<<<<< HEAD
-    material = make_material(config, drafter, packs, stop, accelerator, engine)
+    material = make_material(config, drafter, packs, accelerator, engine)
     inputs = {"heldout": reading.digest_of(rows), **target_inputs(target)}
-=======
-    material = make_material(config, drafter, packs, stream, accelerator, engine)
-    inputs = {"heldout": reading.digest_of(rows), **target_inputs(target), "files": stream and stream.files}
->>>>>>> features
     folder = RunFolder(path, spec, fixed_settings(config.document()) | inputs)
     scheduler = optimization.schedule(optimizer, config.optimizer, steps=config.train.steps)
     parts: dict[str, Any] = {"material": material, "validation": validation, "settings": config.train, "folder": folder}
-    return Trainer(accelerator, objective, optimizer, scheduler, **parts), tokenizer
+    return Trainer(accelerator, objective, optimizer, scheduler, **parts)
 
 
 def make(settings: dict, *arguments: Any, **more: Any) -> Any:
@@ -97,14 +89,12 @@ def start_processes(config: RunConfig) -> tuple[Accelerator, RunConfig]:
     """Seeds everything, sets the threads of a CPU, and puts what the device computes in, in the place of `auto`."""
     set_seed(config.train.seed)
     transformers.utils.logging.disable_progress_bar()
-    with named("train"):
-        plugin = distributed.make_plugin(config.train.shard)
+    distributed.check_accelerate()
     cpu = not torch.accelerator.is_available()  # said outright, or several processes would not find each other
     timeout = timedelta(minutes=config.train.timeout + 1)  # a little more than the trainer waits, which says what for
     config = choose_precision(config, PartialState(cpu=cpu, timeout=timeout).device)
     mixed, handlers = PRECISIONS[config.precision], [InitProcessGroupKwargs(timeout=timeout)]
-    accelerator = Accelerator(cpu=cpu, mixed_precision=mixed, fsdp_plugin=plugin, kwargs_handlers=handlers)
-    distributed.use_plugin(accelerator, plugin)
+    accelerator = Accelerator(cpu=cpu, mixed_precision=mixed, kwargs_handlers=handlers)
     # One process has `cuda`, which no tensor's device equals
     accelerator.state.device = devices.numbered(accelerator.device)
     if accelerator.device.type == "cpu":  # the launcher sets one thread a process
@@ -114,10 +104,7 @@ def start_processes(config: RunConfig) -> tuple[Accelerator, RunConfig]:
 
 def recall_precision(config: RunConfig, path: Path) -> RunConfig:
     """`auto` of a run that is resumed is what it was in the first launch, on whatever machine. path: of the run"""
-    before = path / "config.yaml"
-    if not config.resume or not before.exists():
-        return config
-    then = yaml.safe_load(before.read_text()) or {}
+    then = read_settings(path / "config.yaml") if config.resume else {}
     dtype = then.get("target", {}).get("dtype", precision.AUTO)
     return config.with_precision(then.get("precision", precision.AUTO), dtype)
 
@@ -236,8 +223,7 @@ def make_drafter(config: RunConfig, target: Target, packs: Packs) -> tuple[Head,
         vocab = choose_vocab(config, target, packs)
         with named("head.drafter"):
             return make(spec, target, vocab=vocab), spec
-    keep = config.start_vocab == "keep"
-    new_vocab = None if keep else lambda before: choose_vocab(config, target, packs, before=before)
+    new_vocab = None if config.start_vocab == "keep" else lambda before: choose_vocab(config, target, packs)
     drafter, start_spec = checkpoint.start(config.start, target, spec, new_vocab)
     if start_spec["_target_"] != spec["_target_"]:
         raise ValueError(
@@ -247,17 +233,10 @@ def make_drafter(config: RunConfig, target: Target, packs: Packs) -> tuple[Head,
     return drafter, start_spec
 
 
-def choose_vocab(config: RunConfig, target: Target, packs: Packs, *, before: Tensor | None = None) -> Tensor | None:
-    """The draft vocabulary: increasing ids [W]; None: all tokens. before: of the checkpoint that is trained further"""
-    choice, size = "data" if config.start is None else config.start_vocab, config.head["vocab_size"]
-    count = lambda: draft_vocab(packs, choice, before, size=size, num_tokens=target.vocab_size)
-    vocab = compute_by_main(count, "the draft vocabulary", minutes=config.train.timeout)
-    if choice == "more" and before is not None and vocab is not None and len(vocab) == len(before):
-        progress.note(
-            f"start_vocab=more adds no token: the head drafts {len(before):,}, and an eighth more than head.vocab_size={size} are "
-            "allowed, of tokens that are frequent here and could not be drafted"
-        )
-    return vocab
+def choose_vocab(config: RunConfig, target: Target, packs: Packs) -> Tensor | None:
+    """The draft vocabulary: increasing ids [W]; None: all tokens."""
+    count = lambda: draft_vocab(packs, size=config.head["vocab_size"], num_tokens=target.vocab_size)
+    return compute_by_main(count, "the draft vocabulary", minutes=config.train.timeout)
 
 
 # The target's outputs
@@ -283,7 +262,7 @@ def open_features(
         return Online(target, layers)
     if chosen.mode == "engine":
         return Kept(target, layers, folder=None, reader=engine)
-    num = config.train.steps * config.train.batch * config.train.accumulation * Group.of(accelerator, target).num
+    num = config.train.steps * config.train.batch * config.train.accumulation * accelerator.num_processes
     num = max(num, config.solve_packs if config.start is None else 0, MEASURED)
     folder = FeatureFolder(target, layers, Path(chosen.folder))
     size = folder.num_bytes(count_missing(folder, packs, permutation(len(packs), config.train.seed)[:num]))
@@ -308,11 +287,6 @@ def make_material(
     config: RunConfig,
     drafter: Head,
     packs: Packs,
-<<<<<<< HEAD
-    stop: set[int],
-=======
-    stream: Stream | None,
->>>>>>> features
     accelerator: Accelerator,
     engine: EngineTarget | None,
 ) -> Material:
@@ -324,16 +298,7 @@ def make_material(
         waiting = Waiting(config.train.timeout, accelerator.process_index, accelerator.num_processes)
         with waiting("the folder of features"):
             accelerator.wait_for_everyone()
-<<<<<<< HEAD
-    chosen, on_policy = config.data, None
-    with named("data"):
-        if chosen.on_policy:
-            shares = {"on_policy": chosen.on_policy, "on_policy_temperature": chosen.on_policy_temperature}
-            on_policy = OnPolicy(drafter, packs, length=chosen.length, stop=stop, **shares)
-        return Material(packs, chosen.length, features, on_policy)
-=======
-    return Material(packs, config.data.length, features, stream)
->>>>>>> features
+    return Material(packs, config.data.length, features)
 
 
 # Validation
@@ -357,16 +322,12 @@ def make_validation(
         with named("validation"):
             check_prompts(decoder, prompts, config.validation.max_new_tokens, source=config.data.heldout)
     validation = Validation(accelerator, drafter, prompts, config=config, stop=stop, console=console, engine=engine)
-    ema = config.train.ema
-    if engine is not None and not validation.replays:
-        raise ValueError(
-            "features.engine=: without the target in this process a drafter is judged by replay, which needs a chain "
-            "(decode=chain) and validation.decode=best or end. Or use features.mode=online."
-        )
-    if ema is not None and not validation.replays:
-        raise ValueError(
-            f"train.ema={ema} lets replay choose between the weights and their average, and replay does not apply "
-            "here: it needs a chain (decode=chain), a head that leaves the target as it is, train.best_by=tau, and "
-            "validation.decode=best or end. Or set train.ema=null."
-        )
+    ema, needs = config.train.ema, "a chain (decode=chain) and validation.decode=best or end"
+    wrong = {
+        "features.engine=: without the target in this process a drafter is judged by replay, which needs "
+        f"{needs}. Or use features.mode=online.": engine is not None,
+        f"train.ema={ema} lets replay choose between the weights and their average, and replay does not apply here: it needs "
+        f"{needs}, and a head that leaves the target as it is. Or set train.ema=null.": ema is not None,
+    }
+    refuse(wrong if not validation.replays else {})
     return validation

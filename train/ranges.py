@@ -128,29 +128,29 @@ COUNT, SIZE, FEW, EVERY = whole(1), whole(1, 2**20), whole(1, 1024), whole(0)
 
 RANGES = {
     # A run
-    "run": TEXT, "start": TEXT.or_null, "start_vocab": choice("keep", "data", "more"), "resume": choice(True, False, "auto"),
+    "run": TEXT, "start": TEXT.or_null, "start_vocab": choice("keep", "data"), "resume": choice(True, False, "auto"),
     "tracker": choice("none", "wandb", "tensorboard", "trackio"), "progress": choice("auto", "rich", "plain", "quiet"),
     "threads": FEW.or_null, "precision": choice("auto", "bf16", "fp32"), "solve_packs": whole(0), "_target_": TEXT,
     # The target
-    "target.name": TEXT, "target.revision": TEXT.or_null, "target.device": TEXT.or_null, "target.tp": FEW, "target.shard": FLAG,
+    "target.name": TEXT, "target.revision": TEXT.or_null, "target.device": TEXT.or_null, "target.shard": FLAG,
     "target.dtype": choice("auto", "bfloat16", "float32", "float16", "float64"), "trust_remote_code": FLAG,
     # Data and features
     "data.train": Range(str, lists="weighted"), "data.heldout": TEXT, "split": TEXT.or_null, "heldout_split": TEXT.or_null, "length": COUNT, "pack": FLAG.or_null,
     "limit": COUNT.or_null, "data.thinking": FLAG.or_null, "hold_out": whole(0), "data.tokens": COUNT.or_null,
     "cache": TEXT, "workers": FEW.or_null,
     "features.mode": choice("cached", "online", "engine"), "features.engine": TEXT.or_list.or_null,
-    "features.folder": TEXT,
+    "in_flight": whole(1, 65536), "features.folder": TEXT,
     # Optimizer and loop
     "optimizer.name": choice("adamw", "adamw8bit", "muon"), "lr": number(0), "muon_lr": number(0).or_null,
     "betas": number(0, 1, below=True).list_of(2), "weight_decay": number(0), "schedule": choice("cosine", "wsd", "constant"),
     "warmup": whole(0), "optimizer.decay": number(0, 1, above=True), "final": SHARE, "steps": COUNT, "batch": whole(1, 65536),
     "accumulation": whole(1, 65536), "max_grad_norm": number(0), "log_every": EVERY, "validate_every": EVERY, "save_every": EVERY.or_null,
     "save_minutes": number(0).or_null,
-    "validate_first": FLAG, "best_by": choice("tau", "speedup"), "skip_not_finite": FLAG, "train.shard": FLAG, "timeout": LONG,
+    "validate_first": FLAG, "skip_not_finite": FLAG, "timeout": LONG,
     "seed": whole(0, 2**32 - 1), "ema": number(0, 1, above=True, below=True).or_null,
     # Validation
     "num_prompts": COUNT.or_null, "max_new_tokens": COUNT, "temperature": number(0), "validation.decode": choice("best", "end", "always"),
-    "validation.auto": choice("never", "end", "always"), "validation.share": number(0).or_null,
+    "validation.auto": choice("never", "end"), "validation.share": number(0).or_null,
     "validation.answers": TEXT,
     # Heads
     "vocab_size": COUNT.or_null, "delay": whole(0), "num_drafts": FEW, "num_layers": FEW, "Draft.num_layers": FEW.or_null,
@@ -179,7 +179,7 @@ RANGES = {
     "min": FEW, "max": FEW, "samples": COUNT, "factor": number(0), "offset": number(0), "least": SHARE, "memory": whole(0),
     # Numbers of the scripts alone
     **dict.fromkeys(
-        "max_length max_model_len prefill_tokens prompt queue record_max_bytes max_body rounds rows tokens max_tokens".split(),
+        "judged max_length max_model_len prefill_tokens prompt queue record_max_bytes max_body rounds rows tokens max_tokens".split(),
         COUNT,
     ),
     **dict.fromkeys("minutes watch".split(), LONG),

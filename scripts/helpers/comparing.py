@@ -29,7 +29,6 @@ from specdec.measuring.report import TAU, Report, summarise_by_category, tau_dif
 from specdec.target.model import Target
 from train import progress
 from train.answers.resumable import Resumable, digest, digest_folder, resumable
-from train.pages import run_page
 from train.pages.comparison_page import render_comparison
 
 Columns = dict[float, dict[str, Report]]  # temperature -> method -> report
@@ -207,7 +206,6 @@ def write(
         f"{'compiled' if settings['decode']['compile'] else 'not compiled'}. tau: {TAU}. Intervals: 95 % over prompts. All methods "
         "decode the same prompts in turn, round by round."
     )
-    logs = {run.name: log for run in run_of.values() if (log := run_page.log_of(run.folder))}
     page = render_comparison(
         columns,
         differences,
@@ -215,7 +213,6 @@ def write(
         title=f"{len(names)} ways to draft",
         conditions=conditions,
         settings=settings,
-        logs=logs,
     )
     files.write_text(out / "comparison.html", page)
     document = {

@@ -86,13 +86,8 @@ def test_a_step_that_is_not_finite_is_left_out_by_all(work, monkeypatch):
     ("settings", "message"),
     [
         ([], r"^target\.shard=true keeps a part of the target's layers .* there is one process: start several"),
-        (["target.tp=2"], r"^target\.tp=2 cuts .* use one of the two"),
         (["head=medusa2"], r"^target\.shard=true: head=.* changes the target"),
         (["head=consistency"], r"^target\.shard=true: head=.* changes the target"),
-        (
-            ["train.best_by=speedup"],
-            r"^target\.shard=true: train\.best_by=speedup would measure .* use train\.best_by=tau",
-        ),
         (["target.device=auto"], r"^target\.shard=true"),
         (
             ["features.mode=engine", "features.engine=http://localhost:1"],

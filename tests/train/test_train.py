@@ -105,7 +105,7 @@ SPOILED = ("data.pack=true", "data.length=128", "solve_packs=0")
 def test_a_loss_that_is_not_finite_stops_and_names_step_and_row(fit, folder, monkeypatch):
     settings, said = (
         (*SPOILED, "train.save_every=1"),
-        r"nan at step (\d) \(row row-8\)\. .*last good state is that of step",
+        r"nan at step (\d) \(rows? .*row-8.*\)\. .*last good state is that of step",
     )
     with monkeypatch.context() as patch:
         spoil(patch, folder, 9)
@@ -115,7 +115,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_step_and_row(fit, folder, mon
         assert RunFolder(Path("checkpoints/nan"), {}, {}).saved_step() == step - 1
         assert fit("nan", *settings, "train.skip_not_finite=true", "resume=auto") == 0
     skipped = [row for row in log_of("nan") if "skipped" in row]
-    assert skipped[0] == {"step": step, "skipped": ["row-8"], "num_skipped": 1}
+    assert skipped[0]["step"] == step and skipped[0]["num_skipped"] == 1 and "row-8" in skipped[0]["skipped"]
     assert all(value.isfinite().all() for value in weights_of("nan").values())
 
 
@@ -128,7 +128,7 @@ def test_a_loss_that_is_read_later_changes_no_weights(fit, folder, monkeypatch):
         fit("whole", *settings)
         second = trainers[-1].material.packs[trainers[-1].indices(1, 0)[0]][0].id  # row-8 has the number 9
         spoil(monkeypatch, folder, int(second.removeprefix("row-")) + 1)
-        with pytest.raises(ValueError, match=rf"nan at step 2 \(row {second}\)"):
+        with pytest.raises(ValueError, match=rf"nan at step 2 \(rows? .*{second}"):
             fit("nan", *settings)
     assert trainers[-1].step == 3  # in the last step, when everything is shown
     assert all(value.isfinite().all() for value in trainers[-1].drafter.state_dict().values())
@@ -263,27 +263,21 @@ def test_training_starts_from_a_checkpoint(fit, head):
 
 
 @pytest.mark.parametrize("head", ["mtp", "eagle3"])
-def test_training_further_can_draft_other_tokens(fit, folder, head, capsys):
+def test_training_further_can_draft_other_tokens(fit, folder, head):
     """Of eagle3, whose output layer has rows of its own, those of tokens that stay are kept, and further ones are the target's."""
-    load = lambda: Target.load(f"{folder}/target", dtype="float32")
     fit("first", f"head={head}", "head.vocab_size=16", *SHORT)
-    fit("data", f"head={head}", "head.vocab_size=12", "start_vocab=data", *ONCE)
-    fit("more", f"head={head}", "head.vocab_size=16", "start_vocab=more", *ONCE)
-    first, data, more = weights_of("first", 2), weights_of("data", 1), weights_of("more", 1)
-    before, smaller, larger = (set(each["draft_to_target"].tolist()) for each in (first, data, more))
-    assert len(before) == 16 and len(smaller) == 12 and smaller < before < larger and len(larger) == 18
+    fit("less", f"head={head}", "head.vocab_size=12", "start_vocab=data", *ONCE)
+    fit("more", f"head={head}", "head.vocab_size=24", "start_vocab=data", *ONCE)
+    first, less, more = weights_of("first", 2), weights_of("less", 1), weights_of("more", 1)
+    before, smaller, larger = (set(each["draft_to_target"].tolist()) for each in (first, less, more))
+    assert [len(before), len(smaller), len(larger)] == [16, 12, 24] and smaller < before < larger
     rows = torch.isin(more["draft_to_target"], first["draft_to_target"])
     for name in first.keys() - {"draft_to_target", "lm_head.weight"}:
         torch.testing.assert_close(first[name], more[name], rtol=1e-6, atol=0)
     if head == "eagle3":
         torch.testing.assert_close(more["lm_head.weight"][rows], first["lm_head.weight"], rtol=1e-6, atol=0)
-        start = checkpoint.start("checkpoints/more", load(), {})[0]
+        start = checkpoint.start("checkpoints/more", Target.load(f"{folder}/target", dtype="float32"), {})[0]
         torch.testing.assert_close(start.lm_head.weight[~rows], start.goal_head[0][~rows].float(), rtol=1e-6, atol=0)
-    assert "adds no token" not in capsys.readouterr().out
-    fit("again", f"head={head}", "head.vocab_size=16", "start_vocab=more", *ONCE[1:], "start=checkpoints/more")
-    assert "start_vocab=more adds no token: the head drafts 18" in capsys.readouterr().out
-    again = checkpoint.load("checkpoints/again", load())
-    assert torch.equal(again.draft_to_target, more["draft_to_target"])  # it does not grow again and again
 
 
 def test_a_start_of_another_family_is_refused(fit):

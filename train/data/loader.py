@@ -34,10 +34,6 @@ class Material:
     packs: Packs
     length: int  # tokens of a pack
     features: Features | None  # None: the objective reads the target itself
-<<<<<<< HEAD
-    on_policy: OnPolicy | None = None
-=======
->>>>>>> features
 
     def collate(self, indices: list[int]) -> TrainingBatch:
         return data.collate([self.packs[index] for index in indices], length=self.length, pad_token=0)
@@ -78,26 +74,14 @@ class Order:
 class Loader:
     """The micro-batches of one process. Their content follows from their number and not from what is read ahead.
 
-<<<<<<< HEAD
     order: of the packs, and how many a micro-batch and a step have
-    ahead: micro-batches that are read ahead of the step; 0: none. Answers that the draft writes are never read ahead
-=======
-    order: of the packs, where they are not those of a stream, and how many a micro-batch and a step have
     ahead: micro-batches that are read ahead of the step; 0: none
->>>>>>> features
     What fails in the thread is raised where its result is asked for.
     """
 
     def __init__(self, material: Material, *, order: Order, device: torch.device, ahead: int = 1):
         self.material, self.order, self.device = material, order, devices.numbered(device)
-<<<<<<< HEAD
-        self.accumulation = order.accumulation
-        self.ahead = 0 if material.on_policy else ahead
-=======
-        self.batch, self.accumulation = order.batch, order.accumulation
-        self.first = (0, 0)  # a micro-batch, and its first pack in the stream
-        self.ahead = ahead
->>>>>>> features
+        self.accumulation, self.ahead = order.accumulation, ahead
         self.thread = ThreadPoolExecutor(1, "loader", use_device, (self.device,)) if self.ahead else None
         self.coming: dict[int, Future[MicroBatch]] = {}
         self.coming_on_device: dict[int, Future[tuple[TrainingBatch, TargetOutput | None]]] = {}
@@ -136,21 +120,9 @@ class Loader:
     # In the thread, if there is one
 
     def _micro_batch(self, number: int) -> MicroBatch:
-<<<<<<< HEAD
         material, indices = self.material, self.order(*divmod(number, self.accumulation))
         packs = [material.packs[index] for index in indices]
-        written = material.on_policy(indices) if material.on_policy else None
-        batch = written or data.collate(packs, length=material.length, pad_token=0)
-=======
-        material, indices = self.material, list[int]()
-        if material.stream:
-            first = self._first_pack(number)
-            packs = [material.stream.pack(place) for place in range(first, first + self.batch)]
-        else:
-            indices = self.order(*divmod(number, self.accumulation))
-            packs = [material.packs[index] for index in indices]
-        batch = material.lay(packs)
->>>>>>> features
+        batch = data.collate(packs, length=material.length, pad_token=0)
         begun = material.features.begin(batch) if material.features and self.thread else None
         names = [[row.id for row in pack] for pack in packs]
         return MicroBatch(number, indices, names, batch, begun)

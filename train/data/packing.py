@@ -19,7 +19,6 @@ from train.data.rows import Row
 ENCODED = "encoded.arrow"  # the file of a source's encoded rows
 CHUNK = 2_000  # rows whose tokens are counted together
 MODES = (None, True, False)  # of thinking, as numbers in the column `thinking`
-FEWEST = 2  # times that `more` must have seen a token
 SCHEMA = pyarrow.schema(
     {
         "tokens": pyarrow.list_(pyarrow.int32()),
@@ -233,24 +232,13 @@ def repeat_rows(numbers: ndarray, copies: ndarray) -> ndarray:
 # Draft vocabularies
 
 
-def draft_vocab(
-    packs: Packs, choice: str, before: torch.Tensor | None, *, size: int | None, num_tokens: int
-) -> torch.Tensor | None:
-    """A draft vocabulary, increasing ids [W]; None: all `num_tokens`. Ties prefer low ids.
-
-    choice: data: the `size` ids that are supervised most often here; more: those of `before`, and of the others the
-        most frequent ones that are supervised twice or more, until there are an eighth more than `size`
-    """
+def draft_vocab(packs: Packs, *, size: int | None, num_tokens: int) -> torch.Tensor | None:
+    """A draft vocabulary, increasing ids [W]: the `size` that are supervised most often; None: all `num_tokens`. Ties prefer low ids."""
+    if size is None or size >= num_tokens:
+        return None
     frequencies = torch.zeros(num_tokens, dtype=torch.long)
     frequencies[: len(packs.supervised_counts)] = packs.supervised_counts
-    counts, ids = frequencies.sort(descending=True, stable=True)
-    if choice == "data":
-        return None if size is None or size >= num_tokens else ids[:size].sort().values
-    if before is None:
-        return None
-    others = ids[(counts >= FEWEST) & ~torch.isin(ids, before.cpu())]
-    room = None if size is None else max(0, size + size // 8 - len(before))
-    return torch.cat([before.cpu(), others[:room]]).sort().values
+    return frequencies.argsort(descending=True, stable=True)[:size].sort().values
 
 
 def covered(packs: Packs, vocab: torch.Tensor) -> float:

@@ -175,7 +175,6 @@ def test_a_server_that_is_not_right_is_refused_with_a_reason(engine, source, nam
         (("features.mode=offline",), "must be one of cached, online, engine"),
         (("head=medusa2",), "the head changes the target"),
         (("decode=tree",), "judged by replay, which needs a chain"),
-        (("train.best_by=speedup",), "train.best_by=speedup is measured by decoding"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(fit, engine, options, what):

@@ -68,15 +68,11 @@ def test_a_run_leaves_a_page_that_says_what_its_report_says(made, monkeypatch, c
     assert data["log"] == page.finite(
         [json.loads(line) for line in Path("checkpoints/paged/log.jsonl").read_text().splitlines()]
     )
-    assert data["samples"] == json.loads((made / "samples.json").read_text()) and len(data["samples"]) == 2
     assert data["about"]["data"]["supervised tokens"] > 0 and "head=eagle3" not in data["name"]
     shown = [report["replayed_tau"], report["tau"], report["speedup"], report["tokens_per_second"]]
     assert {f"{shown[0]:.2f}", f"{shown[1]:.2f}", f"{shown[2]:.2f}", f"{shown[3]:.2f}"} <= set(found.tiles)
     assert run_page.worth(Report.from_json(report))[1] in "".join(found.texts)
     assert {"hostile", "plain"} <= set(found.texts)  # a tag and a category
-    answers = ["".join(piece["text"] for piece in sample["pieces"]) for sample in data["samples"]]
-    everything = "".join(found.texts)
-    assert all(answer in everything for answer in answers) and HOSTILE in everything
     assert len(text) < 1_000_000 and set(found.addresses) == {"data:,"} and "<img" not in text.split("<script>")[0]
     (made / "report.html").unlink()
     monkeypatch.setattr(sys, "argv", ["report.py", "run=checkpoints/paged"])
