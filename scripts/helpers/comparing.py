@@ -32,15 +32,15 @@ from train.answers.resumable import Resumable, digest, digest_folder, resumable
 from train.pages import run_page
 from train.pages.comparison_page import render_comparison
 
-Columns = dict[float, dict[str, Report]]  # temperature -> method -> report
-Found = dict[float, dict[str, list[PromptResult]]]  # the same, of the results
+Found = dict[float, dict[str, list[PromptResult]]]  # temperature -> method -> results, by prompt
 
 
 def compare(chosen: Any, out: Path, console: progress.Results) -> None:
     """chosen: Evaluate; out: the folder"""
     loading.use_threads(out / "settings.json")
     samplings = sorted(set(chosen.decode.samplings()), key=lambda sampling: sampling.temperature)
-    draftings = [chosen.decode.drafting(shape) for shape in chosen.shapes()] or [chosen.decode.drafting()]
+    shapes = decoding.read_shapes(chosen.chains, chosen.trees)
+    draftings = [chosen.decode.drafting(shape) for shape in shapes] or [chosen.decode.drafting()]
     batches = read_batches(chosen)
     names = ",".join(filter(None, (chosen.proposers, chosen.proposer)))
     if not names and not split(chosen.checkpoint):
@@ -49,13 +49,9 @@ def compare(chosen: Any, out: Path, console: progress.Results) -> None:
         )
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
     opened = loading.shared_target(runs, chosen.target, head=chosen.settings.get("checkpoint"))
-    prompts = loading.load_prompts(chosen, opened, split(chosen.checkpoint))
-    ruled = decoding.Ruled.of(chosen.decode.grammar, opened)
-    if ruled:
-        prompts = ruled.apply(prompts)
-    configs = configure_for_each(
-        names, settings=chosen.settings, drafting=draftings[0], checkpoints={run.name: str(run.folder) for run in runs}
-    )
+    prompts = loading.load_prompts(chosen, opened)
+    folders = {run.name: str(run.folder) for run in runs}
+    configs = proposers.configure_all(names, settings=chosen.settings, drafting=draftings[0], checkpoints=folders)
     methods, run_of = make_methods(runs, configs, opened.target, draftings)
     settings = describe(chosen, runs, configs, prompts, opened.target)
     prompts = list(itertools.islice(itertools.cycle(prompts), max(len(prompts), *batches)))
@@ -63,52 +59,32 @@ def compare(chosen: Any, out: Path, console: progress.Results) -> None:
         results.same(target=opened.target.fingerprint())
         num = len(prompts) * len(samplings) * len(batches)
         progress.note(f"{len(results.rows)} of {num} prompts x temperatures x batch sizes are in {out}")
+        stop = set() if chosen.ignore_stop else opened.stop
         for batch, sampling in itertools.product(batches, samplings):
-            stop, grammars = set() if chosen.ignore_stop else opened.stop, ruled.grammars if ruled else None
-            how = MeasureSettings(sampling, stop, chosen.max_new_tokens, chosen.seed, batch, grammars)
+            how = MeasureSettings(sampling, stop, chosen.max_new_tokens, chosen.seed, batch)
             decode_missing(methods, prompts, how, results, chosen.prompts)
-        named = {f"{method.name}, batch {batch}" if len(batches) > 1 else method.name: (method, batch)
-                 for batch, method in itertools.product(batches, methods)}  # fmt: skip
-        found = {
-            sampling.temperature: {
-                name: results_of(results.rows, method, sampling.temperature, batch)
-                for name, (method, batch) in named.items()
-            }
-            for sampling in samplings
-        }
-        write(out, console, {name: method for name, (method, _) in named.items()}, run_of, found, settings)
+        found: Found = {sampling.temperature: {} for sampling in samplings}
+        named: dict[str, Method] = {}
+        for sampling, batch, method in itertools.product(samplings, batches, methods):
+            name = f"{method.name}, batch {batch}" if len(batches) > 1 else method.name
+            named[name] = method
+            found[sampling.temperature][name] = results_of(results.rows, method, sampling.temperature, batch)
+        write(out, console, named, run_of, found, settings)
 
 
 def read_batches(chosen: Any) -> list[int]:
     """The batch sizes, in order. Raises ValueError for what is no list of numbers."""
-    try:
-        sizes = sorted({int(part) for part in split(chosen.batches)}) or [chosen.batch or 1]
-    except ValueError:
-        sizes = [0]
-    if sizes[0] < 1:
+    sizes = split(chosen.batches) or [str(chosen.batch)]
+    if not all(size.isdecimal() and int(size) for size in sizes):
         raise ValueError(f"batches={chosen.batches}: give numbers of 1 or more, such as 1,4,16.")
-    return sizes
-
-
-def configure_for_each(
-    listed: str, *, settings: proposers.Settings, drafting: Drafting, checkpoints: dict[str, str]
-) -> dict[str, proposers.Config]:
-    """The proposers with each of the checkpoints, given by name: those that hold a trained head are named after its."""
-    if "checkpoint" in settings or len(checkpoints) < 2:
-        only = next(iter(checkpoints.values()), None)
-        return proposers.configure_all(listed, settings=settings, drafting=drafting, checkpoint=only)
-    found: dict[str, proposers.Config] = {}
-    for head, folder in checkpoints.items():
-        configs = proposers.configure_all(listed, settings=settings, drafting=drafting, checkpoint=folder)
-        found |= {f"{name} with {head}" if proposers.heads(each) else name: each for name, each in configs.items()}
-    return found
+    return sorted({int(size) for size in sizes})
 
 
 def describe(
     chosen: Any, runs: list[Run], configs: dict[str, proposers.Config], prompts: list[Prompt], target: Target
 ) -> dict:
     """The settings that all rows of a comparison have in common."""
-    folders = sorted({folder for config in configs.values() for folder in proposers.folders(config)})
+    folders = sorted({folder for config in configs.values() for folder in proposers.drawn_from(config)})
     weights = {run.name: digest((run.folder / "drafter.safetensors").read_bytes()) for run in runs}
     given = ("prompts", "max_new_tokens", "chains", "trees", "ignore_stop", "seed")
     return {
@@ -119,7 +95,7 @@ def describe(
         "prompts_digest": digest(repr(prompts).encode()),
         **{name: getattr(chosen, name) for name in given},
         "decode": asdict(chosen.decode),
-        "conditions": loading.conditions(target),
+        "target": target.name,
         **loading.machine(target),
     }
 
@@ -178,8 +154,7 @@ def results_of(rows: Iterable[dict], method: Method, temperature: float, batch: 
         if (row["temperature"], row["batch"]) == (temperature, batch):
             cell = {**row["methods"][method.name]}
             plain, drafted = Generation(**row["plain"][method.baseline]), Generation(**cell.pop("drafted"))
-            prompt = {key: value for key, value in row["prompt"].items() if key != "grammar"}
-            results.append(PromptResult(Prompt(**prompt), plain, drafted, **cell))
+            results.append(PromptResult(Prompt(**row["prompt"]), plain, drafted, **cell))
     return results
 
 
@@ -192,20 +167,22 @@ def write(
     settings: dict,
 ) -> None:
     """Writes comparison.html and report.json, and prints a table. methods: by the names in `found`; run_of: by Method.name"""
-    columns = {
-        temperature: {name: summarise(methods[name], run_of, temperature, column[name]) for name in methods}
-        for temperature, column in found.items()
-    }
-    lowest = columns[min(columns)]
-    names, first = sorted(lowest, key=lambda name: -(lowest[name].tau or 0.0)), next(iter(lowest))
+    columns: dict[float, dict[str, Report]] = {}
+    for temperature, column in found.items():
+        reports = {name: summarise(methods[name], results, temperature) for name, results in column.items()}
+        columns[temperature] = {
+            name: replace(report, training=run.training) if (run := run_of.get(methods[name].name)) else report
+            for name, report in reports.items()
+        }
+    lowest, first = columns[min(columns)], next(iter(methods))
+    names = sorted(lowest, key=lambda name: -(lowest[name].tau or 0.0))
     columns = {temperature: {name: column[name] for name in names} for temperature, column in columns.items()}
     differences = {t: {name: tau_difference(each[name], each[first]) for name in names} for t, each in found.items()}
-    fixed = {name: method.drafting for name, method in methods.items() if method.name in run_of}
-    fastest = max(fixed, key=lambda name: lowest[name].speedup or 0.0, default=None)
     conditions = (
-        f"{settings['conditions']}; {settings['num_prompts']} prompts of {settings['prompts']}, <= {settings['max_new_tokens']} new tokens; torch {settings['torch']}, "
-        f"{'compiled' if settings['decode']['compile'] else 'not compiled'}. tau: {TAU}. Intervals: 95 % over prompts. All methods "
-        "decode the same prompts in turn, round by round."
+        "{target}, {dtype}, {machine}, {threads} threads; {num_prompts} prompts of {prompts}, <= {max_new_tokens} new tokens; torch "
+        "{torch}, ".format(**settings)
+        + f"{'compiled' if settings['decode']['compile'] else 'not compiled'}. tau: {TAU}. Intervals: 95 % over prompts. All "
+        "methods decode the same prompts in turn, round by round."
     )
     logs = {run.name: log for run in run_of.values() if (log := run_page.log_of(run.folder))}
     page = render_comparison(
@@ -222,7 +199,6 @@ def write(
         "definition_of_tau": TAU,
         "conditions": conditions,
         "settings": settings,
-        "drafting": fastest and asdict(fixed[fastest]),  # of the fastest fixed shape, for decode.file=
         "temperatures": {
             f"{t:g}": {name: report.to_json() for name, report in column.items()} for t, column in columns.items()
         },
@@ -231,19 +207,18 @@ def write(
     files.write_text(out / "report.json", json.dumps(document, indent=1) + "\n")
     for temperature, reports in columns.items():
         console.print(make_table(temperature, reports, methods, differences[temperature], first))
-    said = f"; decode.file={out}/report.json decodes as {fastest}, the fastest fixed shape" if fastest else ""
-    console.print(f"written: {out}/comparison.html and report.json{said}")
+    console.print(f"written: {out}/comparison.html and report.json")
 
 
-def summarise(method: Method, run_of: dict[str, Run], temperature: float, results: list[PromptResult]) -> Report:
-    report = summarise_by_category(
+def summarise(method: Method, results: list[PromptResult], temperature: float) -> Report:
+    """The report of one method at one temperature."""
+    return summarise_by_category(
         results,
         depth=method.proposer.depth,
         temperature=temperature,
         adapted=method.target.adapted,
         lossy=method.drafting.rule in rules.LOSSY,
     )
-    return replace(report, training=run_of[method.name].training if method.name in run_of else None)
 
 
 def make_table(

@@ -7,20 +7,18 @@ The same words mean the same thing in every command:
     proposer=NAME proposers=A,B   what drafts, by its file in conf/proposer
     proposer.KEY=VALUE            its settings; with proposers=, or inside another proposer, proposer.NAME.KEY=VALUE
     proposer.checkpoint=DIR       the trained head inside a proposer that holds one; default: the first of checkpoint=
-    target.name= target.dtype= target.device= target.tp=
+    target.name= target.dtype= target.device=
     prompts= split= limit= max_new_tokens= batch= seed= out=
     decode.temperature= decode.depth= decode.width= decode.nodes= decode.compile= ...
     chains=1,2,3 trees=4x3x8      shapes to compare: chain lengths, and DEPTHxWIDTHxNODES of trees
     progress=                     how long work is shown (train/progress.py); every command takes it
 """
 
-import contextlib
 import dataclasses
 import difflib
 import errno
 import os
 import sys
-import time
 import typing
 import warnings
 from collections.abc import Callable, Iterator
@@ -48,8 +46,6 @@ SIZES = (
 SMALLER = {"target.dtype": "target.dtype=bfloat16", "target.device": "target.device=auto with more GPUs"}
 KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 TRUTH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
-SECONDS_FOR_MAIN = 10  # the main process tells an error first, and the launcher then ends the others
-MAIN = os.environ.get("RANK", "0") == "0"  # whether this is the process that prints and writes
 _names: set[str] = set()  # of the options of this command
 
 
@@ -108,14 +104,8 @@ def flatten(kind: Any, prefix: str = "", group: Any = None) -> Iterator[Option]:
         if dataclasses.is_dataclass(field.type):
             yield from flatten(field.type, f"{prefix}{field.name}.", default)
         else:
-            text = find_help(kind, field.name)
-            yield Option(prefix + field.name, field.type, default, text, field.metadata.get("prefix"))
-
-
-def find_help(kind: type, name: str) -> str:
-    """The help text of an option: a class that only replaces an inherited default keeps the text of its base class."""
-    fields = [vars(owner).get("__dataclass_fields__", {}).get(name) for owner in kind.__mro__]
-    return next((field.metadata["help"] for field in fields if field is not None and "help" in field.metadata), "")
+            help, taken = field.metadata.get("help", ""), field.metadata.get("prefix")
+            yield Option(prefix + field.name, field.type, default, help, taken)
 
 
 def describe(known: dict[str, Option], docstring: str) -> str:
@@ -164,7 +154,7 @@ def options(kind: type[Options], docstring: str, arguments: list[str] | None = N
         raise SystemExit(0)
     given = parse(arguments, known)
     try:
-        progress.choose(given.pop("progress", known.pop("progress").default), main=MAIN)
+        progress.choose(given.pop("progress", known.pop("progress").default), main=True)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     missing = [name for name in known if known[name].default is dataclasses.MISSING and name not in given]
@@ -237,45 +227,28 @@ def less_memory() -> str:
     return (f"lower {lower}, or " if lower else "") + "use " + ", or ".join([*use, "a smaller or quantised target"])
 
 
-@contextlib.contextmanager
-def only_main_speaks() -> Iterator[None]:
-    """Within, of processes that torchrun started, the others print nothing, and they wait with their errors."""
-    if MAIN:
-        yield
-        return
-    warnings.simplefilter("ignore")
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        try:
-            yield
-        except SystemExit as error:
-            if error.code not in (None, 0):
-                time.sleep(SECONDS_FOR_MAIN)
-            raise
-
-
 def run(main: Callable[..., None], arguments: list[str] | None = None) -> None:
-    """Runs a command with `arguments` (None: the command line): a user's mistake (ValueError), full memory and what the system refuses (OSError) end in one sentence, Ctrl-C without a
-    traceback, warnings are lines."""
+    """Runs a command with `arguments` (None: the command line): a user's mistake (ValueError), full memory and what the system
+    refuses (OSError) end in one sentence, Ctrl-C without a traceback, warnings are lines."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-    with only_main_speaks():
-        try:
-            main() if arguments is None else main(arguments)
-        except ValueError as error:
-            raise SystemExit(f"error: {error}") from None
-        except (RuntimeError, MemoryError) as error:
-            full = devices.out_of_memory(error)
-            if full is None:
-                raise
-            raise SystemExit(f"error: {full}: {less_memory()}.") from None
-        except BrokenPipeError:
-            os._exit(1)
-        except OSError as error:
-            raise SystemExit(f"error: {files.explain(error)}") from None
-        except KeyboardInterrupt as error:
-            print(str(error) or "Stopped.", file=sys.stderr)
-            raise SystemExit(130) from None
-        finally:
-            progress.close()
+    try:
+        main() if arguments is None else main(arguments)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    except (RuntimeError, MemoryError) as error:
+        full = devices.out_of_memory(error)
+        if full is None:
+            raise
+        raise SystemExit(f"error: {full}: {less_memory()}.") from None
+    except BrokenPipeError:
+        os._exit(1)
+    except OSError as error:
+        raise SystemExit(f"error: {files.explain(error)}") from None
+    except KeyboardInterrupt as error:
+        print(str(error) or "Stopped.", file=sys.stderr)
+        raise SystemExit(130) from None
+    finally:
+        progress.close()

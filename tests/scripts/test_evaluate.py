@@ -1,6 +1,6 @@
 """Tests of scripts/evaluate.py on tiny checkpoints: reports, comparisons, batch sizes, replay, explanations, refusals."""
 
-from helpers import decoding, explaining, loading
+from helpers import loading
 
 import json
 import re
@@ -13,11 +13,8 @@ import torch
 from scripts import evaluate
 from specdec import checkpoint
 from specdec.core import files
-from specdec.core.clock import fastest_batch
 from specdec.heads.eagle import Eagle
 from specdec.heads.medusa import Medusa2
-from specdec.measuring.measure import name_drafting
-from specdec.proposers.candidates import Acceptance, Kind
 from specdec.target.model import Target
 from specdec.unroll.replay import acceptance
 from tests.support import save_eagle, save_target, write_prompts, write_rows
@@ -87,44 +84,16 @@ def test_batches_give_the_same_figures(run, folder):
     assert found[1]["identical_outputs"] == 1 and found[1]["settings"]["batch"] == 3
 
 
-def test_the_fastest_batch_is_chosen_by_tokens_per_second(run, monkeypatch):
-    prompts = [[n] for n in range(20)]
-    rates = {1: 10.0, 4: 30.0, 16: 20.0}
-    assert fastest_batch(lambda group: rates[len(group)], prompts) == 4
-    assert fastest_batch(lambda group: rates[len(group)], prompts, sizes=(1, 16)) == 16
-    assert fastest_batch(lambda group: float(len(group)), prompts[:15]) == 4  # fewer than 16 prompts
-    monkeypatch.setattr(evaluate, "fastest_batch", lambda decode, prompts: 3 if decode(prompts) > 0 else 0)
-    assert "decoding 3 prompts at once, which is fastest here" in run("batch=null")
-
-
 def test_auto_is_explained(run, folder):
-    printed = run("explain=true", "proposer.suffix.num=4")
+    printed = run("explain=true", "proposer=auto", "proposer.suffix.num=4")
     found = json.loads((folder / "report.json").read_text())["explained"]
     assert len(found) == 1 and sum(found[0]["by_nodes"].values()) == found[0]["rounds"] > 0
     assert min(found[0]["pass_ms"].values()) > 0 and found[0]["tokens_per_round"]["measured"] >= 1
-    assert "by the drafter" in printed and "tokens expected" in printed
-    beside = run("explain=true", "proposer=head", "decode.temperature=1", "batch=2")
+    assert "over one node" in printed and "tokens expected" in printed
+    beside = run("explain=true", "decode.temperature=1", "batch=2")
     assert "speedup auto" in beside and "tokens expected" in beside
     with pytest.raises(ValueError, match="explain=true explains proposer=auto, which ngram is not"):
         run("explain=true", "proposer=ngram")
-
-
-def test_probabilities_are_compared_with_what_was_accepted():
-    recorded, known = explaining.RecordedAcceptance(), Acceptance()
-    cases = [(0.15, True), (0.15, False), (0.25, False), (0.35, True), (0.25, True)]
-    expected = []
-    for estimate, accepted in cases:
-        kind = Kind("head", estimate, 1)
-        expected.append(known.probability(kind))
-        for each in (recorded, known):
-            each.learn(kind, accepted)
-    first, second = explaining.calibrate(recorded)
-    assert (first["source"], first["low"], first["high"], first["num"]) == ("head", 0.1, 0.3, 4)
-    assert first["drafter"] == pytest.approx(0.8 / 4) and first["accepted"] == 0.5
-    assert first["auto"] == pytest.approx(
-        (sum(expected[:3]) + expected[4]) / 4
-    )  # what was expected before it was known
-    assert second["num"] == 1 and second["accepted"] == 1
 
 
 @pytest.mark.parametrize(
@@ -143,7 +112,7 @@ def test_probabilities_are_compared_with_what_was_accepted():
         (["proposer=auto", "proposer.costs=nowhere.json"], "costs=nowhere.json must be a JSON file"),
         (["checkpoint={folder}/one,{folder}/one"], "Two runs are called one"),
         (["checkpoint=", "chains=2"], "nothing to compare"),
-        (["chains=2", "explain=true"], "explain=true and target.tp= are for one method"),
+        (["chains=2", "explain=true"], "explain=true is for one method"),
         (["chains=1,two"], "chains=1,two cannot be read: give a comma list of DEPTH, such as 1,2,3"),
         (["trees=4x3"], "DEPTHxWIDTHxNODES, such as"),
         (["trees=3x2x2"], "cannot hold a path"),
@@ -224,10 +193,6 @@ def test_a_comparison_has_the_reports_of_every_method(compared):
     assert chain["replayed_tau"] == pytest.approx(chain["tau"])
     first, differences = "one, chain of 3", report["tau minus that of one, chain of 3"]["0"]
     assert differences[first] == [0, [0, 0]]
-    fastest = max(
-        (name for name in names if name != "ngram"), key=lambda name: report["temperatures"]["0"][name]["speedup"]
-    )
-    assert fastest.endswith(name_drafting(decoding.read_drafting(f"{out}/report.json", compile=None)))
     page = (out / "comparison.html").read_text()
     inside = json.loads(page.split('id="data">')[1].split("</script>")[0])
     assert {t: set(column) for t, column in inside["reports"].items()} == dict.fromkeys(("0", "1"), names)

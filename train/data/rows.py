@@ -136,7 +136,7 @@ def encode_prompts(
             stacklevel=2,
         )
     encode = lambda row: encode_row(tokenizer, row, thinking=thinking)
-    return [Prompt(row["id"], row["category"], encode(row), tuple(row["tags"]), row["grammar"]) for row in rows]
+    return [Prompt(row["id"], row["category"], encode(row), tuple(row["tags"])) for row in rows]
 
 
 def encode_row(tokenizer: PreTrainedTokenizerBase, row: dict, *, thinking: bool | None = None) -> list[int]:
