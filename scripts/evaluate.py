@@ -190,9 +190,9 @@ def replay(chosen: Evaluate, console: progress.Results) -> None:
             raise ValueError(f"{folder} adapts its target, which did not write these answers: leave answers= out.")
     sampling = chosen.decode.sampling()
     heads = loading.load_runs(chosen.checkpoint, chosen.target)
-    texts, categories = read_answers(chosen, loading.shared_target(heads, chosen.target).tokenizer)
-    first: list[figures.PromptCounts] = []
-    for number, head in enumerate(heads):
+    texts = read_answers(chosen, loading.shared_target(heads, chosen.target).tokenizer)
+    first: list[figures.PromptCounts] | None = None
+    for head in heads:
         if not isinstance(head.drafter, Drafter):
             raise ValueError(f"{head.folder} does not draft by steps, so it cannot be replayed: leave answers= out.")
         judged = validate.replay_texts(head.drafter, texts, depth=chosen.decode.depth, what="replay")
@@ -205,17 +205,14 @@ def replay(chosen: Evaluate, console: progress.Results) -> None:
             f"{sampling.temperature:g}, {len(texts)} answers, {sum(len(text.answer) - 1 for text in texts)} tokens, survival by depth "
             + " ".join(f"{value:.3f}" for value in survival)
         )
-        if len(names := sorted(set(categories))) > 1:
-            of = {name: [count for each, count in zip(categories, counts) if each == name] for name in names}
-            console.print("  " + ", ".join(f"{name} {figures.tau(part):.2f}" for name, part in of.items()))
-        first = counts if number == 0 else first
-        if number > 0:
+        if first is not None:
             change, (low, high) = figures.tau_difference(counts, first)
             console.print(f"  {change:+.3f} ({low:+.3f} .. {high:+.3f}) against {heads[0].folder}, the same answers")
+        first = first or counts
 
 
-def read_answers(chosen: Evaluate, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Written], list[str]]:
-    """The answers to replay, all written at one temperature, cut, and their categories. Raises ValueError if there is none."""
+def read_answers(chosen: Evaluate, tokenizer: PreTrainedTokenizerBase) -> list[Written]:
+    """The answers to replay, all written at one temperature, cut. Raises ValueError if there is none."""
     source, temperature = str(chosen.answers), chosen.decode.sampling().temperature
     rows = reading.load_conversations(source, split=chosen.split)
     if chosen.hold_out is not None:
@@ -223,7 +220,7 @@ def read_answers(chosen: Evaluate, tokenizer: PreTrainedTokenizerBase) -> tuple[
     rows = [row for row in rows if row.get("temperature", temperature) == temperature]
     if not rows:
         raise ValueError(f"{source} has no row at decode.temperature={temperature:g}.")
-    texts, categories = [], []
+    texts = []
     for row in rows:
         with reading.at(source):
             encoded = data.encode(tokenizer, row)
@@ -231,10 +228,9 @@ def read_answers(chosen: Evaluate, tokenizer: PreTrainedTokenizerBase) -> tuple[
         answer = encoded.tokens[start : min(stop, chosen.length)]
         if len(answer) >= 2:
             texts.append(Written(encoded.tokens[:start], answer, temperature))
-            categories.append(encoded.category)
     if not texts:
         raise ValueError(f"No answer has a second token within length={chosen.length}: raise it.")
-    return texts, categories
+    return texts
 
 
 if __name__ == "__main__":

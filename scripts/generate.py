@@ -15,7 +15,7 @@ from typing import Any
 
 import rich.console
 
-from specdec.core.generation import Generation, StopStrings
+from specdec.core.generation import Generation
 from specdec.core.grammar import FORMS, Constraint, Grammar, Grammars
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
@@ -37,7 +37,6 @@ class Generate(proposers.ProposerOptions):
     prompt: str = field(metadata={"help": "text of the user's message, or to continue, without a chat template"})
     thinking: bool | None = option(None, f"{loading.THINKING}; null: as the checkpoint was trained, else the default")
     max_new_tokens: int = option(128, "longest answer, in tokens")
-    stop_strings: str | None = option(None, "comma list of texts that end the answer")
     seed: int = option(0, "seed of sampling")
     compare: bool = option(True, "answer again without drafts, and compare")
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
@@ -55,14 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     messages = [{"role": "user", "content": chosen.prompt}]
     row = {"id": "prompt=", "prompt": chosen.prompt, "messages": messages}
     prompt = data.encode_row(loaded.tokenizer, row, thinking=thinking)
-    strings = tuple(chosen.stop_strings.split(",")) if chosen.stop_strings else ()
-    write = lambda tokens: str(loaded.tokenizer.decode(tokens))
-    shared: dict[str, Any] = {
-        "sampling": sampling,
-        "stop": loaded.stop,
-        "stop_strings": StopStrings(strings, write) if strings else None,
-        "runner": drafting.runner(),
-    }
+    shared: dict[str, Any] = {"sampling": sampling, "stop": loaded.stop, "runner": drafting.runner()}
     decoder = drafting.decoder(loaded.target, loaded.proposer, **shared)
     plain = Decoder(loaded.target, None, **shared)
     decoding.show_measuring(loaded.proposer)
@@ -125,8 +117,8 @@ def print_answer(
         console.print(f"The answer is complete under the grammar, with {len(result.tokens[0])} tokens.")
     elif constraints and constraints[0]:
         console.print(
-            "The answer ends before the grammar is complete: raise max_new_tokens=, bound what the grammar allows (maxLength, "
-            "maxItems), or leave out stop_strings=."
+            "The answer ends before the grammar is complete: raise max_new_tokens=, or bound what the grammar allows (maxLength, "
+            "maxItems)."
         )
     return result
 

@@ -23,7 +23,6 @@ from specdec.measuring.measure import (
     Prompt,
     PromptResult,
     measure,
-    name_drafting,
 )
 from specdec.measuring.report import TAU, Report, summarise_by_category, tau_difference
 from specdec.target.model import Target
@@ -109,9 +108,17 @@ def make_methods(
     for run in runs:
         for shape in decoding.cut([drafting.shape for drafting in draftings], run.drafter.depth):
             drafting = replace(draftings[0], depth=shape.depth, width=shape.width, nodes=shape.nodes)
-            name, proposer = f"{run.name}, {name_drafting(drafting)}", drafting.proposer(run.drafter)
-            run_of[name] = run
-            methods.append(Method(name, run.drafter.target, proposer, drafting, run.baseline, run.drafter))
+            label = str(shape) if shape.chain else f"tree of {shape.depth}x{shape.width}x{shape.nodes}"
+            method = Method(
+                f"{run.name}, {label}",
+                run.drafter.target,
+                drafting.proposer(run.drafter),
+                drafting,
+                run.baseline,
+                run.drafter,
+            )
+            run_of[method.name] = run
+            methods.append(method)
     for name, config in configs.items():
         methods.append(Method(name, target, proposers.make(config, target), draftings[0]))
     for method in methods:

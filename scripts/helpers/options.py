@@ -31,19 +31,8 @@ from train import progress, ranges
 WRITTEN = ("out", "picture")  # options that name what a command writes
 SPLIT = "split of a dataset; null: train, or the only one"
 Options = TypeVar("Options")
-# Where memory does not suffice: options that size what a command holds at once, and those that make the target smaller
-SIZES = (
-    "batch",
-    "batches",
-    "rows",
-    "max_new_tokens",
-    "max_length",
-    "length",
-    "prefill_tokens",
-    "decode.nodes",
-    "trees",
-)
-SMALLER = {"target.dtype": "target.dtype=bfloat16", "target.device": "target.device=auto with more GPUs"}
+# Options that size what a command holds at once, which a sentence names where memory does not suffice
+SIZES = "batch batches rows max_new_tokens max_length length prefill_tokens decode.nodes trees".split()
 KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 TRUTH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 _names: set[str] = set()  # of the options of this command
@@ -222,9 +211,10 @@ def parse(arguments: list[str], known: dict[str, Option]) -> dict[str, Any]:
 
 def less_memory() -> str:
     """Which options of this command lower the memory that it needs."""
-    lower = ", ".join(f"{name}=" for name in SIZES if name in _names)
-    use = [words for name, words in SMALLER.items() if name in _names]
-    return (f"lower {lower}, or " if lower else "") + "use " + ", or ".join([*use, "a smaller or quantised target"])
+    lower = [f"{name}=" for name in SIZES if name in _names]
+    use = ["target.dtype=bfloat16", "target.device=auto with more GPUs"] if "target.device" in _names else []
+    first = f"lower {', '.join(lower)}, or " if lower else ""
+    return first + "use " + ", or ".join([*use, "a smaller or quantised target"])
 
 
 def run(main: Callable[..., None], arguments: list[str] | None = None) -> None:

@@ -14,7 +14,6 @@ from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.heads.base import Drafter, Head
 from specdec.proposers.base import Proposer
-from specdec.proposers.growth import Stopping
 from specdec.target.model import Target
 from specdec.unroll import replay
 
@@ -91,7 +90,6 @@ class MeasureSettings:
 
     batch: prompts decoded at once: when an answer ends, the next prompt takes its place. An answer's times are its share of
         those of the batch
-    Raises ValueError for a batch below 1.
     """
 
     sampling: Sampling
@@ -99,10 +97,6 @@ class MeasureSettings:
     max_new_tokens: int
     seed: int = 0
     batch: int = 1
-
-    def __post_init__(self):
-        if self.batch < 1:
-            raise ValueError(f"batch={self.batch} must be at least 1.")
 
 
 def measure(
@@ -237,14 +231,6 @@ def judge(method: Method, prompt: Prompt, plain: Generation, drafted: Generation
     if sampling.greedy:
         gap = top2_gap(method.target, prompt.tokens, plain.tokens[0], drafted.tokens[0], sampling)
     return PromptResult(prompt, plain, drafted, rounds, accepted, gap)
-
-
-def name_drafting(drafting: Drafting) -> str:
-    """A short name of the shape: chain of 3, tree of 4x3x8 (depth x width x nodes)."""
-    shape = drafting.shape
-    if drafting.stopping is not None:
-        return f"chain of up to {shape.depth}, stopping below {Stopping(**drafting.stopping).threshold:.2f}"
-    return str(shape) if shape.chain else f"tree of {shape.depth}x{shape.width}x{shape.nodes}"
 
 
 def seeded_generator(target: Target, seed: int) -> torch.Generator:

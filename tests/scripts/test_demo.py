@@ -6,7 +6,6 @@ import pytest
 
 from scripts import demo
 from scripts.demo import Speed
-from specdec.decoding.decoder import Decoder
 
 FAST = Speed(read=0.2, token=0.04)  # two cores with bfloat16 units
 SLOW = Speed(read=0.6, token=0.12)
@@ -27,14 +26,6 @@ def test_the_plan_fits_into_the_minutes_and_says_so():
     assert f"about {plan.training / 60:.0f} minutes" in demo.describe(plan, SLOWEST)
     read_once = (demo.PACKS - demo.SOLVED) * SLOW.read
     assert SLOW.training(1000) - SLOW.training(100) == pytest.approx(900 * demo.STEP * SLOW.read + read_once)
-
-
-def test_the_speed_is_measured(small_target, monkeypatch):
-    reads, read = [], small_target.read
-    monkeypatch.setattr(small_target, "read", lambda tokens, *more: reads.append(tokens.shape) or read(tokens, *more))
-    monkeypatch.setattr(Decoder, "generate", lambda *_: None)
-    speed = demo.measure(small_target, [1, 2, 3])
-    assert reads == [(1, demo.LENGTH)] * 2 and speed.read > 0 and speed.token > 0
 
 
 def test_a_run_goes_on_with_the_sizes_that_it_was_begun_with(monkeypatch, tmp_path, capsys):

@@ -101,12 +101,9 @@ def test_auto_is_explained(run, folder):
     [
         (["checkpoint=nowhere"], "does not exist"),
         (["decode.temperature=hot"], "give numbers"),
-        (["decode.temperature=-1"], "0 .greedy. or above"),
         (["decode.depth=0"], "decode.depth=0 must be a whole number from 1 to 1024"),
         (["prompts=nowhere.jsonl"], "There is no file"),
         (["max_new_tokens=100000"], "positions"),
-        (["batch=0"], "batch=0 must be a whole number from 1 to 65536"),
-        (["limit=0"], "limit=0 must be a whole number of 1 or more, or null"),
         (["target.name={folder}/other"], "fingerprint"),
         (["checkpoint=", "proposer=head"], "needs a trained head"),
         (["proposer=auto", "proposer.costs=nowhere.json"], "costs=nowhere.json must be a JSON file"),
@@ -119,14 +116,9 @@ def test_auto_is_explained(run, folder):
         (["chains=0"], "at least 1"),
         (["batches=1,x"], "batches=1,x: give numbers"),
         (["batches=0"], "batches=0: give numbers of 1 or more"),
-        (["proposers=ngrams"], "no proposer 'ngrams'; there are: .*ngram"),
         (["proposers=ngram,ngram"], "list each once"),
-        (["checkpoint=", "proposers=head"], "needs a trained head"),
-        (["proposers=ngram", "proposer.ngram.most=3"], "ngram has the settings"),
         (["proposers=ngram", "proposer.max=3"], "proposer.NAME.KEY"),
-        (["proposers=ngram", "proposer.ngram.max=none"], "proposer.ngram.max=none must be a whole number"),
         (["checkpoint={folder}/adapting", "proposers=head"], "adapts its target, which the other proposers share"),
-        (["proposers=ngram", "proposer.ngram.checkpoint={folder}/one"], "ngram holds no trained head"),
         (["checkpoint={folder}/adapting", "answers=x.jsonl"], "adapts its target, which did not write these answers"),
         (["checkpoint=", "answers=x.jsonl"], "answers= replays trained heads"),
     ],
@@ -135,16 +127,9 @@ def test_wrong_arguments_are_refused(refuse, folder, tmp_path, arguments, messag
     refuse(message, *(argument.format(folder=folder) for argument in arguments), f"out={tmp_path}/out")
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("chekpoint=x", "no option 'chekpoint'. Did you mean 'checkpoint'"),
-        ("limit=many", "limit"),
-        ("temperature=1", "Did you mean 'decode.temperature'"),
-    ],
-)
-def test_misspelt_options_are_refused(run, argument, message):
-    with pytest.raises(SystemExit, match=message):
+@pytest.mark.parametrize("argument", ["chekpoint=x", "temperature=1"])
+def test_misspelt_options_are_refused(run, argument):
+    with pytest.raises(SystemExit, match=r"Did you mean '(checkpoint|decode\.temperature)'"):
         run(argument)
 
 
@@ -295,24 +280,23 @@ def test_replay_compares_heads_on_the_same_answers(run, folder, tmp_path):
             parameter.mul_(5)
     checkpoint.save(tmp_path / "second", surer, {"_target_": "specdec.heads.eagle.Eagle"})
     rows = [{"messages": [{"role": "user", "content": f"w{n} w3"}, {"role": "assistant", "content": f"w{n} w{4 * n} w{36 - 4 * n} w8 w4"}],
-             "temperature": 1, "category": "ab"[n % 2]} for n in range(2, 6)]  # fmt: skip
+             "temperature": 1} for n in range(2, 6)]  # fmt: skip
     write_rows(tmp_path / "answers.jsonl", rows)
     given = [f"answers={tmp_path}/answers.jsonl", "hold_out=null", "decode.temperature=1", "decode.depth=4"]
     printed = run(f"checkpoint={folder}/one,{tmp_path}/second", *given)
     taus = []
     for name in (folder / "one", tmp_path / "second"):
         loaded = loading.load(str(name), loading.TargetOptions(dtype="float32"))
-        emitted, rounds = {"a": 0, "b": 0}, {"a": 0.0, "b": 0.0}
+        emitted, rounds = 0, 0.0
         for row in rows:
             encoded = data.encode(loaded.tokenizer, row | {"id": "x"})
             start, stop = data.last_answer(encoded)
             prompt, answer = encoded.tokens[:start], encoded.tokens[start:stop]
             accepting = acceptance(loaded.drafter, prompt, answer, depth=4, temperature=1)
-            rounds[row["category"]] += expected_rounds(accepting.tolist(), 1, len(answer))
-            emitted[row["category"]] += len(answer) - 1
-        taus.append(sum(emitted.values()) / sum(rounds.values()))
+            rounds += expected_rounds(accepting.tolist(), 1, len(answer))
+            emitted += len(answer) - 1
+        taus.append(emitted / rounds)
         assert f"replayed tau {taus[-1]:.3f} (" in printed and "chain of 4, temperature 1, 4 answers" in printed
-        assert ", ".join(f"{name} {emitted[name] / rounds[name]:.2f}" for name in "ab") in printed
     assert abs(taus[0] - taus[1]) > 0.001 and f"{taus[1] - taus[0]:+.3f} (" in printed
     assert printed.count("the same answers") == 1
     with pytest.raises(ValueError, match=r"no row at decode\.temperature=0"):

@@ -30,18 +30,14 @@ def test_threads_are_decided_once_and_say_why_they_are_few(monkeypatch, capsys):
     assert torch.get_num_threads() == 3 and not capsys.readouterr().err
 
 
-def test_results_that_are_continued_keep_their_threads(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("given", "recorded"), [(None, 2), ("2", 1)])
+def test_a_users_number_of_threads_wins_and_then_that_of_continued_results(monkeypatch, tmp_path, given, recorded):
     monkeypatch.setattr(threads, "free_cores", lambda: 1)
-    (tmp_path / "settings.json").write_text(json.dumps({"threads": 2}))
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    (tmp_path / "settings.json").write_text(json.dumps({"threads": recorded}))
     loading.use_threads(tmp_path / "settings.json")
     assert torch.get_num_threads() == 2
-
-
-def test_a_users_number_of_threads_wins(monkeypatch, capsys):
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    monkeypatch.setattr(threads, "free_cores", lambda: 1)
-    loading.use_threads()
-    assert torch.get_num_threads() == 2 and not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

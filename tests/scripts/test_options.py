@@ -4,12 +4,10 @@ from helpers import proposers
 from helpers.options import flatten, option, options, run
 
 import errno
-import importlib
 import os
 import re
 import sys
 from dataclasses import MISSING, dataclass, field
-from pathlib import Path
 
 import pytest
 
@@ -149,23 +147,3 @@ def test_a_mistake_of_ours_keeps_its_traceback():
 
     with pytest.raises(KeyError):
         run(main)
-
-
-@pytest.mark.parametrize(
-    ("script", "arguments"),
-    [
-        ("answer", ["target.name=targets/smollm2-135m", "prompts={prompts}", "out=/proc/nope/x.jsonl"]),
-        ("datastore", ["data={rows}", "out=/proc/nope/x"]),
-    ],
-)
-def test_a_folder_that_cannot_be_made_is_named(script, arguments, tmp_path, monkeypatch):
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
-    row = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c d e"}]}\n'
-    (tmp_path / "r.jsonl").write_text(row)
-    given = [each.format(prompts=tmp_path / "p.jsonl", rows=tmp_path / "r.jsonl") for each in arguments]
-    monkeypatch.setattr(sys, "argv", [script, *given])
-    monkeypatch.chdir(ROOT)
-    module = importlib.import_module(f"scripts.{script}")
-    with pytest.raises(SystemExit) as ended:
-        run(module.main)
-    assert re.match(r"error: .*/proc/nope", str(ended.value.code)) and Path("/proc").exists()
