@@ -17,7 +17,6 @@ from specdec.core import files, hub, rules
 from specdec.core.generation import Generation
 from specdec.decoding.drafting import Drafting
 from specdec.measuring.measure import (
-    FROZEN,
     MeasureSettings,
     Method,
     Prompt,
@@ -29,8 +28,9 @@ from specdec.target.model import Target
 from train import progress
 from train.answers.resumable import Resumable, digest, digest_folder, resumable
 from train.pages import run_page
-from train.pages.comparison_page import render_comparison
+from train.pages.comparison_page import Differences, render_comparison, tabulate
 
+SHOWN = ("method", "temperature", "tau, decoded", "tau minus", "speedup", "tokens/s", "plain")  # in a terminal
 Found = dict[float, dict[str, list[PromptResult]]]  # temperature -> method -> results, by prompt
 
 
@@ -212,8 +212,7 @@ def write(
         f"tau minus that of {first}": {f"{t:g}": column for t, column in differences.items()},
     }
     files.write_text(out / "report.json", json.dumps(document, indent=1) + "\n")
-    for temperature, reports in columns.items():
-        console.print(make_table(temperature, reports, methods, differences[temperature], first))
+    console.print(make_table(columns, differences, first))
     console.print(f"written: {out}/comparison.html and report.json")
 
 
@@ -228,27 +227,13 @@ def summarise(method: Method, results: list[PromptResult], temperature: float) -
     )
 
 
-def make_table(
-    temperature: float,
-    column: dict[str, Report],
-    methods: dict[str, Method],
-    differences: dict[str, tuple[float, list[float]]],
-    first: str,
-) -> rich.table.Table:
-    """What a terminal shows: the methods of one temperature, the slowest first."""
-    table = rich.table.Table(title=f"temperature {temperature:g}; difference: of tau, to {first}", title_justify="left")
-    table.add_column("method")
-    for name in ("tau", "difference", "tokens/s", "plain", "speedup", "95 % over prompts"):
-        table.add_column(name, justify="right")
-    for name, report in sorted(column.items(), key=lambda item: item[1].speedup or 0.0):
-        value, (low, high) = differences[name]
-        table.add_row(
-            name if methods[name].baseline == FROZEN else f"{name} (beside {methods[name].baseline})",
-            f"{report.tau:.2f}",
-            f"{value:+.2f} ({low:+.2f} .. {high:+.2f})",
-            f"{report.tokens_per_second:.1f}",
-            f"{report.baseline_tokens_per_second:.1f}",
-            f"{report.speedup:.2f}",
-            "{:.2f} .. {:.2f}".format(*(report.speedup_ci or ())),
-        )
+def make_table(columns: dict[float, dict[str, Report]], differences: Differences, first: str) -> rich.table.Table:
+    """What a terminal shows of the page's table."""
+    whole = tabulate(columns, differences, first, {})
+    shown = [place for place, head in enumerate(whole.heads) if head.startswith(SHOWN)]
+    table = rich.table.Table()
+    for place in shown:
+        table.add_column(whole.heads[place], no_wrap=place == 0)
+    for row in whole.rows:
+        table.add_row(*(row[place] for place in shown))
     return table

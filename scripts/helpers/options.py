@@ -164,10 +164,10 @@ def fill(kind: Any, given: dict[str, Any]) -> Any:
     own = {name: value for name, value in given.items() if "." not in name}
     for field in dataclasses.fields(kind):
         if callable(field.default_factory) and dataclasses.is_dataclass(field.type):
-            inside = [(name.removeprefix(f"{field.name}."), value) for name, value in given.items()]
-            own[field.name] = dataclasses.replace(
-                field.default_factory(), **{name: value for name, value in inside if f"{field.name}.{name}" in given}
-            )
+            inside = {
+                name.partition(".")[2]: value for name, value in given.items() if name.startswith(f"{field.name}.")
+            }
+            own[field.name] = dataclasses.replace(field.default_factory(), **inside)
     return kind(**own)
 
 

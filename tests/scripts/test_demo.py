@@ -14,12 +14,12 @@ SLOWEST = Speed(read=7, token=0.2)
 
 def test_the_plan_fits_into_the_minutes_and_says_so():
     plan = demo.make_plan(FAST, 15)
-    assert plan.whole and (plan.steps, plan.prompts) == (1000, 8) and "That is less" not in demo.describe(plan, FAST)
+    assert (plan.steps, plan.prompts) == (1000, 8) and "That is less" not in demo.describe(plan, FAST)
     for minutes in (8, 15, 60):
         plan = demo.make_plan(SLOW, minutes)
         assert plan.training + plan.comparing <= minutes * 60 and plan.training <= demo.SHARE * minutes * 60
         said = demo.describe(plan, SLOW)
-        assert ("That is less than the 1,000 steps and 8 prompts" in said) == (not plan.whole)
+        assert ("That is less than the 1,000 steps and 8 prompts" in said) == ((plan.steps, plan.prompts) != (1000, 8))
         assert f"{plan.steps:,} steps" in said
     plan = demo.make_plan(SLOWEST, 15)
     assert (plan.steps, plan.prompts) == (demo.FEWEST_STEPS, demo.FEWEST_PROMPTS)
