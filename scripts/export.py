@@ -32,7 +32,7 @@ class Export:
         None, "drafts per round in the launch lines; null: the fastest by the checkpoint's report"
     )
     license: str = option("other", "licence of the weights, for the model card")
-    data: str | None = option(None, "training data, for the model card; null: from the run's config.yaml")
+    data: str | None = option(None, "training data, for the model card; null: as the run recorded it")
     merged_target: str | None = option(
         None, "for a head that adapts its target (medusa2): folder for the adapted model"
     )

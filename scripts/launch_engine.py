@@ -131,7 +131,7 @@ def run_server(chosen: EngineOptions, target: Target, layers: list[int], folder:
 
 def main(arguments: list[str] | None = None) -> None:
     chosen = options(EngineOptions, __doc__, arguments)
-    name = chosen.target.name or loading.default_target()
+    name = chosen.target.name or loading.DEFAULT_TARGET
     with named("target"):
         target = Target.load_ends(
             name, dtype=chosen.target.dtype_here, trust_remote_code=chosen.target.trust_remote_code

@@ -88,14 +88,12 @@ def check_options(chosen: Serve) -> None:
     """Raises ValueError for options that only requests have, and for watch= where nothing could be replaced."""
     if chosen.decode.temperature != "0":
         raise ValueError("decode.temperature is for each request to say: give temperature in the request.")
-    if chosen.decode.grammar is not None:
-        raise ValueError("decode.grammar is for each request to say: give structured_outputs in the request.")
     head = chosen.settings.get("checkpoint", chosen.checkpoint)
     if chosen.watch is None:
         return
     if head is None:
         raise ValueError("watch= looks at checkpoint=: give that too.")
-    if loading.adapts(head):
+    if loading.head_class(head).adapts_target:
         raise ValueError(
             f"watch=: {head} changes its target, so it cannot be replaced while requests run: leave watch=null."
         )

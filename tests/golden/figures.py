@@ -222,11 +222,8 @@ def shipped(name: str) -> dict:
 
 def ruled() -> dict:
     """Answers that follow grammars, with what is forced as drafts."""
-    interface.run_command(
-        "scripts/evaluate.py", "proposer=forced", "target.name=target", "target.dtype=float64", "prompts=ruled.jsonl",
-        "decode.grammar=rows", "decode.temperature=0,1", "max_new_tokens=40", "batch=2", "out=report.json", "progress=quiet",
-    )  # fmt: skip
-    return lasting(json.loads(Path("report.json").read_text()))
+    reports = [interface.decode_ruled("target", "ruled.jsonl", temperature, 40, rows=2) for temperature in (0.0, 1.0)]
+    return lasting({**reports[0], "definition_of_tau": interface.TAU, "temperatures": reports})
 
 
 # Digests and comparisons

@@ -3,7 +3,6 @@
 from helpers.options import options
 
 import json
-from pathlib import Path
 
 import datasets
 import pytest
@@ -13,6 +12,8 @@ from specdec.target.model import Target
 from tests.support import save_target, write_prompts, write_rows
 from train.data import reading
 
+LONG = [{"id": "fine", "prompt": "Say hello."}, {"id": "toolong", "prompt": "word " * 3000}]
+TWICE = [{"id": 5, "prompt": "a"}, {"prompt": "b"}, {"id": "5", "prompt": "c"}]
 SHORT = ["target.device=cpu", "target.dtype=float32", "max_new_tokens=4"]
 
 
@@ -21,8 +22,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     save_target(folder / "target")
     write_prompts(folder / "prompts.jsonl", 2)
-    rows = [{"id": name, "prompt": text} for name, text in (("fine", "Say hello."), ("toolong", "word " * 3000))]
-    write_rows(folder / "long.jsonl", rows)
     saved = datasets.Dataset.from_list([{"id": "only", "prompt": "Say hello."}])
     datasets.DatasetDict({"test": saved, "dev": saved}).save_to_disk(folder / "two")
     return folder
@@ -78,41 +77,24 @@ def test_the_folder_of_a_result_is_made_before_anything_is_loaded(run, monkeypat
             run(script, "proposers=ngram", f"out={tmp_path}/file")
 
 
-def test_a_folder_that_may_not_be_written_is_refused(monkeypatch, run, tmp_path):
-    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
-    with pytest.raises(SystemExit, match=r"out=.*/report\.json cannot be written .*Permission denied"):
-        run(evaluate, "proposer=ngram", f"out={tmp_path}/report.json")
-
-
 # Prompts
 
 
-def test_a_prompt_that_is_too_long_is_named(folder, refuse, tmp_path):
-    source, where = f"prompts={folder}/long.jsonl", r"long\.jsonl, prompt toolong: A prompt of \d+ tokens, 4 new ones"
-    refuse(where, evaluate, "proposer=ngram", source, f"out={tmp_path}/a.json", *SHORT)
-    refuse(where, evaluate, "proposers=ngram", source, f"out={tmp_path}/b", *SHORT)
-    refuse(r"long\.jsonl:2, prompt toolong@0: A prompt of", answer, source, f"out={tmp_path}/c.jsonl", *SHORT)
-    assert not (tmp_path / "c.jsonl").exists() or not (tmp_path / "c.jsonl").read_text()
-
-
-def test_a_file_without_prompts_is_named(refuse, tmp_path):
-    (tmp_path / "empty.jsonl").write_text("\n\n")
-    source = f"prompts={tmp_path}/empty.jsonl"
-    refuse(
-        r"empty\.jsonl: No rows leave nothing to decode",
-        evaluate,
-        "proposer=ngram",
-        source,
-        f"out={tmp_path}/a",
-        *SHORT,
-    )
-    refuse(r"There are no prompts in .*empty\.jsonl", answer, source, f"out={tmp_path}/b", *SHORT)
-
-
-def test_prompts_of_the_same_id_are_named(folder, refuse, tmp_path):
-    write_rows(tmp_path / "twice.jsonl", [{"id": 5, "prompt": "a"}, {"prompt": "b"}, {"id": "5", "prompt": "c"}])
-    refuse(r"the same id, 5 \(.*twice\.jsonl:1; .*twice\.jsonl:3\)", answer, f"prompts={tmp_path}/twice.jsonl",
-           f"out={tmp_path}/a.jsonl", *SHORT)  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "script", "given", "message"),
+    [
+        (LONG, evaluate, "proposer=ngram", r"rows\.jsonl, prompt toolong: A prompt of \d+ tokens, 4 new ones"),
+        (LONG, evaluate, "proposers=ngram", r"rows\.jsonl, prompt toolong: A prompt of \d+ tokens, 4 new ones"),
+        (LONG, answer, "seed=0", r"rows\.jsonl:2, prompt toolong@0: A prompt of"),
+        ([], evaluate, "proposer=ngram", r"rows\.jsonl: No rows leave nothing to decode"),
+        ([], answer, "seed=0", r"There are no prompts in .*rows\.jsonl"),
+        (TWICE, answer, "seed=0", r"the same id, 5 \(.*rows\.jsonl:1; .*rows\.jsonl:3\)"),
+    ],
+)
+def test_what_cannot_be_decoded_is_named_before_anything_is(refuse, tmp_path, rows, script, given, message):
+    write_rows(tmp_path / "rows.jsonl", rows)
+    refuse(message, script, given, f"prompts={tmp_path}/rows.jsonl", f"out={tmp_path}/out", *SHORT)
+    assert script is evaluate or not (tmp_path / "out").exists() or not (tmp_path / "out").read_text()
 
 
 def test_categories_of_any_type_are_in_reports(folder, run, tmp_path):

@@ -20,20 +20,22 @@ def undecided(monkeypatch):
     torch.set_num_threads(before)
 
 
-def test_threads_are_decided_once(monkeypatch):
-    for cores in (3, 1):
-        monkeypatch.setattr(threads, "usable_cores", lambda cores=cores: cores)
-        loading.use_threads()
-        assert torch.get_num_threads() == 3
+def test_threads_are_decided_once_and_say_why_they_are_few(monkeypatch, capsys):
+    monkeypatch.setattr(threads, "usable_cores", lambda: 4)
+    monkeypatch.setattr(threads, "usable_cores", lambda: 3)
+    loading.use_threads()
+    assert torch.get_num_threads() == 3 and "3 of 4 cores" in capsys.readouterr().err
+    monkeypatch.setattr(threads, "usable_cores", lambda: 1)
+    loading.use_threads()
+    assert torch.get_num_threads() == 3 and not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("given", [None, "2"])
-def test_a_users_number_of_threads_or_that_of_continued_results_wins(monkeypatch, tmp_path, given):
+@pytest.mark.parametrize(("given", "recorded"), [(None, 2), ("2", 1)])
+def test_a_users_number_of_threads_wins_and_then_that_of_continued_results(monkeypatch, tmp_path, given, recorded):
     monkeypatch.setattr(threads, "usable_cores", lambda: 1)
     if given:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-    else:
-        (tmp_path / "settings.json").write_text(json.dumps({"threads": 2}))
+    (tmp_path / "settings.json").write_text(json.dumps({"threads": recorded}))
     loading.use_threads(tmp_path / "settings.json")
     assert torch.get_num_threads() == 2
 

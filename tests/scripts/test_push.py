@@ -61,11 +61,8 @@ def test_the_card_states_what_is_known(run, hub, arguments, home, tmp_path):
     for name in (
         "README.md",
         "SHA256SUMS",
-        "about.json",
-        "drafter.json",
         "drafter.safetensors",
-        "report.html",
-        "served.json",
+        *"about.json drafter.json report.html served.json".split(),
     ):
         assert f"\n{name} " in f"\n{printed}"
     metadata = yaml.safe_load(card.split("---")[1])
@@ -119,10 +116,8 @@ def test_a_pushed_head_works_by_name_in_every_script(run, hub, arguments, home, 
     printed = run(evaluate, f"checkpoint={NAME}@v1", *common, *prompts, "out=report.json")
     assert f"{NAME}@{commit} on" in printed
     assert json.loads((tmp_path / "report.json").read_text())["settings"]["checkpoint"] == f"{NAME}@{commit}"
-    run(evaluate, "proposer=head", f"proposer.checkpoint={NAME}", *common, *prompts)
-    given = ["proposers=auto", "chains=2", "trees=", "decode.temperature=0", "out=compared"]
-    printed = run(evaluate, f"checkpoint={home}/run,{NAME},{NAME}@v1", *common, *prompts, *given)
-    assert all(f"{name}, chain of 2" in printed for name in ("run", NAME, f"{NAME}@v1"))
+    printed = run(evaluate, f"checkpoint={home}/run,{NAME}", *common, *prompts, "chains=2", "out=compared")
+    assert all(f"{name}, chain of 2" in printed for name in ("run", NAME))
     printed = run(export, f"checkpoint={NAME}", *common[:2], "format=vllm", "out=exported")
     card = (tmp_path / "exported" / "README.md").read_text()
     assert f"the checkpoint `{NAME}@{commit}`" in card and "| trained on | rows.jsonl |" in card
@@ -158,30 +153,19 @@ def test_the_commands_heed_the_variables_of_huggingface_hub(hub, arguments, home
 
     def command(script: str, *given: str, **variables: str) -> subprocess.CompletedProcess:
         places = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": ""}
-        environment = (
-            child_environment(**places, **variables)
-            if "HF_TOKEN" not in variables
-            else child_environment(**places | variables)
-        )
-        return subprocess.run(
-            [sys.executable, f"scripts/{script}.py", *given], cwd=ROOT, env=environment, capture_output=True, text=True
-        )
+        environment = child_environment(**places | variables)
+        line = [sys.executable, f"scripts/{script}.py", *given]
+        return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
 
     refused = command("push", *arguments)
     assert refused.returncode == 1 and "only with a token that may write: `hf auth login`" in refused.stderr
     assert "Traceback" not in refused.stderr and hub.requests == []
     pushed = command("push", *arguments, HF_TOKEN="hf_user")
     assert pushed.returncode == 0, pushed.stderr
-    given = [
-        f"checkpoint={NAME}",
-        "prompt=Count.",
-        "max_new_tokens=4",
-        f"target.name={home}/target",
-        "target.dtype=float32",
-    ]
+    given = [f"checkpoint={NAME}", "prompt=Count.", "max_new_tokens=4", *arguments[2:]]
     refused = command("generate", *given, HF_HUB_OFFLINE="1")
     assert refused.returncode == 1 and "HF_HUB_OFFLINE=1 forbids to ask for it" in refused.stderr
-    for variables in ({}, {"HF_HUB_OFFLINE": "1"}):
-        done = command("generate", *given, **variables)
-        assert done.returncode == 0, done.stderr
+    assert command("generate", *given).returncode == 0
+    done = command("generate", *given, HF_HUB_OFFLINE="1")  # from the cache
+    assert done.returncode == 0, done.stderr
     fetch.cache_clear()

@@ -121,7 +121,7 @@ def encode_prompts(
     """Rows of reading.load_prompts as prompts to decode. thinking: the mode of prompts that do not say theirs"""
     chat_template.check_mode(tokenizer, thinking)
     encode = lambda row: encode_row(tokenizer, row, thinking=thinking)
-    return [Prompt(row["id"], row["category"], encode(row), tuple(row["tags"]), row["grammar"]) for row in rows]
+    return [Prompt(row["id"], row["category"], encode(row), tuple(row["tags"])) for row in rows]
 
 
 def encode_row(tokenizer: PreTrainedTokenizerBase, row: dict, *, thinking: bool | None = None) -> list[int]:

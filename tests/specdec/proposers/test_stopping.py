@@ -307,51 +307,13 @@ def test_shipped_settings_can_decode(name, small_target):
     assert drafting.decoder(small_target, proposer, sampling=Sampling(), stop=set()).generate([[1]], 3)
 
 
-def test_options_of_scripts_become_settings(tmp_path):
+def test_options_of_scripts_become_settings():
     assert DecodeOptions().drafting() == Drafting(**{**drafting_of("base"), **drafting_of("chain"), "nodes": None})
     chosen = DecodeOptions(depth=3, width=2, children="distinct", rule="typical", lossy=True, compile=True)
     assert chosen.drafting() == Drafting(3, 2, None, "distinct", None, "typical", True, True)
     assert chosen.drafting().shape == TreeShape(3, 2, 6)
     options = DecodeOptions(temperature="0,0.5", top_k=3, top_p=0.5, repetition_penalty=2.0)
     assert options.samplings() == [Sampling(0.0, 3, 0.5, 2.0), Sampling(0.5, 3, 0.5, 2.0)]
-    drafting = Drafting(
-        4, stopping={"weight": 0.5, "bias": 0.1, "confidence_weight": 0.0, "threshold": 0.3}, compile=True
-    )
-    path = tmp_path / "decode.yaml"
-    OmegaConf.save(OmegaConf.create(vars(drafting)), path)
-    assert DecodeOptions(file=str(path), depth=9).drafting() == drafting  # the file has precedence over depth=9
-
-
-DAMAGES = {
-    "empty": "",
-    "a list": "- 1\n- 2\n",
-    "a word": "chain\n",
-    "no YAML": "depth: [1\n",
-    "an unknown key": "depth: 2\nwidth: 1\ncompile: false\nheight: 3\n",
-    "too little": "compile: false\n",
-    "stopping of another kind": "depth: 2\ncompile: false\nstopping: 3\n",
-    "an unknown coefficient": "depth: 2\ncompile: false\nstopping: {slope: 1}\n",
-    "words for numbers": "depth: two\ncompile: false\n",
-    "other children": "depth: 2\ncompile: false\nchildren: many\n",
-    "too few nodes": "depth: 4\nwidth: 2\nnodes: 2\ncompile: false\n",
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_settings_file_is_refused(tmp_path, small_target, damage):
-    path = tmp_path / "decode.yaml"
-    path.write_text(DAMAGES[damage])
-    with pytest.raises(ValueError) as caught:
-        DecodeOptions(file=str(path)).drafting()
-    assert "decode." in str(caught.value) and str(caught.value).endswith(".")
-
-
-def test_a_missing_settings_file_is_refused(tmp_path):
-    for path in (tmp_path, tmp_path / "none.yaml"):
-        with pytest.raises(
-            ValueError, match=r"^decode\.file=.* cannot be used .* the report\.json of specdec evaluate chains=1,2,3\.$"
-        ):
-            DecodeOptions(file=str(path)).drafting()
 
 
 @pytest.mark.parametrize(
