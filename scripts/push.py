@@ -16,7 +16,7 @@ from pathlib import Path
 
 from specdec import checkpoint
 from specdec.core import files, hub
-from specdec.export.cards import Provenance, make_hub_card
+from specdec.export.cards import Provenance, make_card
 from specdec.export.engines import make_forms
 from train.pages import facts
 
@@ -89,17 +89,16 @@ def compose_card(chosen: Push, loaded: loading.Loaded, target: str) -> str:
     """The model card. target: its name in the card"""
     data = chosen.data or loading.trained_on(loaded.folder)
     provenance = Provenance.read(
-        loaded.folder, target=loaded.target, license=chosen.license, data=data, num_drafts=chosen.num_drafts
+        loaded.folder,
+        target=loaded.target,
+        license=chosen.license,
+        data=data,
+        num_drafts=chosen.num_drafts,
+        about=facts.read(loaded.folder),
     )
-    forms = {}
-    for name, form in make_forms(loaded.drafter).items():
-        if form.engines:
-            lines = {engine: line.replace(loaded.target.name, target) for engine, line in form.engines.items()}
-            forms[name] = replace(form, engines=lines)
-    return make_hub_card(
+    return make_card(
         replace(provenance, target=target, fingerprint=provenance.document["target_fingerprint"]),
-        facts.read(loaded.folder),
-        forms,
+        make_forms(loaded.drafter),
         repo=chosen.repo,
         adapts=loaded.drafter.adapts_target,
     )

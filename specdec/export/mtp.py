@@ -4,13 +4,12 @@ import torch
 from torch import Tensor
 
 from specdec.export import layout
-from specdec.export.layout import BLOCK_FIELDS, Layout, Shapes
+from specdec.export.layout import Layout
 from specdec.heads.blocks import fields_of
 from specdec.heads.mtp import MTP
 from specdec.heads.native import MIMO, swap_halves
 from specdec.target.model import Target
 
-FIELDS = BLOCK_FIELDS | {"num_nextn_predict_layers"}
 PREFIX = "model.mtp_layers.0."
 NAMES = [(f"{own}.", f"{PREFIX}{public}.") for public, own in MIMO.items()]
 NAMES += [("input_layernorm.", f"{PREFIX}input_layernorm."), ("block.", PREFIX)]
@@ -62,12 +61,11 @@ def mimo(drafter: MTP) -> Layout:
         **OVERRIDE,
         "torch_dtype": None,
     }
-    return Layout(layout.rename(module, NAMES), fields, shapes(fields), FIELDS)
+    return Layout(layout.rename(module, NAMES), fields)
 
 
 def read_mtp(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict]:
     """-> the arguments of `heads.mtp.MTP`, its tensors. Raises ValueError if they are no such module of this target."""
-    layout.check_tensors(tensors, shapes(layout.complete(config)))
     module = layout.rename(tensors, layout.swap(NAMES))
     module["eh_proj.weight"] = swap_halves(module["eh_proj.weight"])
     biases = [f"block.self_attn.{part}_proj.bias" for part in "qkv"]
@@ -85,14 +83,3 @@ def read_mtp(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[
         "zero_first": True,
     }
     return arguments, {f"modules_by_depth.0.{name}": value for name, value in module.items()}
-
-
-def shapes(config: dict) -> Shapes:
-    hidden = config["hidden_size"]
-    manifest = layout.block_shapes(config, prefix=PREFIX)
-    manifest |= {
-        name.replace("weight", "bias"): shape[:1] for name, shape in manifest.items() if name[-13:-12] in "qkv"
-    }
-    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_layernorm")
-    manifest |= {f"{PREFIX}{name}.weight": (hidden,) for name in norms}
-    return manifest | {f"{PREFIX}input_proj.weight": (hidden, 2 * hidden)}

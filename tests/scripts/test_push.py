@@ -35,7 +35,7 @@ ABOUT = {
 def home(tmp_path_factory):
     """A target, and the run of an EAGLE-1 head with everything that a run leaves."""
     home = tmp_path_factory.mktemp("push")
-    report = {**REPORT, "training": TRAINING, "identical_outputs": 1.0}
+    report = {**REPORT, "training": TRAINING}
     extra = {"report.json": report, cards.SERVED: SERVED}
     save_eagle(home / "run" / "step_000002", save_target(home / "target"), extra=extra)
     (home / "run" / "best").write_text("step_000002\n")
@@ -125,7 +125,7 @@ def test_a_pushed_head_works_by_name_in_every_script(run, hub, arguments, home, 
     assert all(f"{name}, chain of 2" in printed for name in ("run", NAME, f"{NAME}@v1"))
     printed = run(export, f"checkpoint={NAME}", *common[:2], "format=vllm", "out=exported")
     card = (tmp_path / "exported" / "README.md").read_text()
-    assert f"the checkpoint `{NAME}@{commit}`" in card and "| trained on | rows.jsonl |" in card
+    assert f"| checkpoint | {NAME}@{commit} |" in card and "| trained on | rows.jsonl |" in card
     printed, card = dry_run(run, [f"checkpoint={NAME}", "repo=user/second", *common[:2]], tmp_path / "card.md")
     assert f"| command | `{ABOUT['command']}` |" in card  # it is pushed again with the record of its run
     assert names.pinned(folder) == f"{NAME}@{commit}"

@@ -11,9 +11,6 @@ import torch
 
 from specdec import checkpoint
 from specdec.core import files
-from specdec.export.cards import Provenance
-from specdec.export.engines import make_form
-from specdec.export.folder import write_export
 from specdec.heads.eagle import Eagle3
 from specdec.heads.mtp import MTP
 from specdec.target.model import Target
@@ -84,17 +81,6 @@ def test_what_cannot_be_a_checkpoint_is_one_sentence(tmp_path, monkeypatch, give
     with pytest.raises(ValueError, match=r"no checkpoint( \(.*\))?\. A checkpoint is a folder") as refused:
         checkpoint.resolve(given)
     assert len(str(refused.value)) < 400 and "\0" not in str(refused.value)
-
-
-def test_export_is_read_back_with_both_vocabulary_maps(saved, target, tmp_path):
-    folder, _ = saved
-    form = make_form(checkpoint.load(folder, target), "safetensors")
-    provenance = Provenance.read(folder, target=target, license="mit", data=None, num_drafts=None)
-    tensors = write_export(form, tmp_path / "out", dtype=torch.float32, provenance=provenance)
-    assert torch.equal(tensors["d2t"] + torch.arange(len(VOCAB)), VOCAB)
-    assert torch.equal(tensors["t2d"].nonzero()[:, 0], VOCAB)
-    with pytest.raises(ValueError, match="exists"):
-        write_export(form, tmp_path / "out", dtype=torch.float32, provenance=provenance)
 
 
 def test_a_truncated_file_is_refused(saved, target):

@@ -106,7 +106,7 @@ def load_packs(
     found = reading.read_sources(train)
     folders = [encoding.cache / f"rows-{encoding.key(source.name)}" for source in found]
     for source, folder in zip(found, folders):
-        files.keep_folder(folder, functools.partial(encode_source, source.name, encoding), option="cache=")
+        files.keep_folder(folder, functools.partial(encode_source, source.name, encoding))
     rows = packing.Rows.load(folders)
     numbers = packing.take_tokens(rows, packing.hold_out_rows(rows, hold_out), tokens)
     if any(source.weight != 1 for source in found):

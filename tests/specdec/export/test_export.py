@@ -50,21 +50,14 @@ OTHER_ROPE = {
 @pytest.mark.parametrize(
     ("head", "reduced", "arguments", "form", "message"),
     [
-        *((head, False, {}, "vllm", "vLLM cannot run .* It serves EAGLE-1, EAGLE-3")
-          for head in ("hydra", "mtp_parallel")),
-        *((head, False, {}, "sglang", "SGLang cannot run .* It serves EAGLE-1 and EAGLE-3")
-          for head in ("hydra", "medusa", "mtp_parallel")),
-        *((head, False, {}, "sglang", "take format=vllm or gguf, or train an EAGLE-3 head") for head in ("dflash", "dspark")),
+        *((head, False, {}, form, f"format={form} takes .*Formats that take it: {others}")
+          for head, form, others in (
+              ("hydra", "vllm", "safetensors, which takes all"), ("mtp_parallel", "sglang", "safetensors"),
+              ("medusa", "sglang", "medusa, vllm"), ("dflash", "sglang", "gguf, speculators, vllm"), ("mtp", "gguf", "sglang, vllm"),
+              ("eagle", "speculators", "eagle, sglang, vllm"), ("dspark", "eagle", "gguf, speculators, vllm"),
+              ("eagle", "medusa", "eagle, sglang, vllm"), ("eagle3", "transformers", "eagle, gguf, sglang"))),
         ("eagle3", False, {"norm_features": True, "norm_before_fc": True}, "speculators", "not both: take format=vllm"),
-        ("eagle", False, {"block": OTHER_ROPE}, "eagle", "only the rotary embeddings default, linear, dynamic: take format=vllm"),
-        *((head, False, {}, "gguf", "cannot run .* It serves EAGLE-3")
-          for head in ("eagle", "mtp", "medusa", "hydra")),
-        *((head, False, {}, "speculators", "Take format=vllm, or train an EAGLE-3 head")
-          for head in ("eagle", "mtp", "medusa", "draft")),
-        *((head, False, {}, "eagle", "for EAGLE-1 and EAGLE-3 heads, not for .* try format=vllm")
-          for head in ("mtp", "medusa", "dflash")),
-        ("eagle", False, {}, "medusa", "is for Medusa heads, not for Eagle: try format=vllm"),
-        ("eagle3", False, {}, "transformers", "is for draft models, .* take format=vllm"),
+        ("eagle", False, {"block": OTHER_ROPE}, "eagle", "no rotary embedding of the type llama3: take format=vllm"),
         *((head, False, {"fuse": True}, form, "Train with fuse=false")
           for head in ("dflash", "dspark") for form in ("vllm", "gguf", "speculators")),
         ("dspark", False, {"markov_rank": None}, "vllm", "train with markov_rank=256"),
@@ -169,7 +162,6 @@ def granite() -> Target:
                                             (MTP, "vllm"), (BlockDrafter, "vllm")])  # fmt: skip
 def test_heads_of_scaled_targets_are_exported(granite, head, form):
     made = make_form(head(granite).double(), form)
-    made.layout.check()
     assert any("scales or caps" in note for note in made.notes)
     if "eos_token_id" in made.layout.config:
         assert made.layout.config["eos_token_id"] == [1, 2] and made.layout.config["pad_token_id"] == 0
@@ -179,7 +171,7 @@ def test_exports_that_a_target_does_not_have(granite, monkeypatch):
     dspark = BlockDrafter(granite, markov_rank=4, anchor_predicts=True)
     with pytest.raises(ValueError, match="scales or caps its logits"):
         make_form(dspark, "vllm")
-    make_form(dspark, "safetensors").layout.check()
+    make_form(dspark, "safetensors")
     with pytest.raises(ValueError, match="SGLang does not serve this kind of head with a granite target"):
         make_form(Eagle3(granite), "sglang")
     monkeypatch.setattr(type(granite.model), "_is_stateful", True)
@@ -200,7 +192,7 @@ def test_targets_that_scale_their_embeddings_or_rotate_a_part_of_each_attention_
     unscaled = target.embed
     monkeypatch.setattr(target, "embed", lambda tokens: 2 * unscaled(tokens))
     monkeypatch.setattr(target.embed, "weight", unscaled.weight, raising=False)
-    make_form(heads["eagle3"], "vllm").layout.check()
+    make_form(heads["eagle3"], "vllm")
     for head in ("eagle", "dflash"):
         with pytest.raises(ValueError, match="scales its embeddings"):
             make_form(heads[head], "vllm")
@@ -322,18 +314,19 @@ def test_the_card_states_provenance_figures_and_commands(target, tmp_path, form)
     write_export(engine_form, out, dtype=torch.float32, provenance=provenance)
     card = (out / "README.md").read_text()
     for text in ("license: apache-2.0", "base_model: tiny", "answers.jsonl", "fingerprint f00", "| hidden states read | 2, 4, 5 |",
-                 "run/step", "8 prompts, temperature 0, chain of 3 | 1.50 (1.25 .. 1.75)", "| vLLM 0.32.0 | the same | 1.900 (-5.0 %) |",
-                 "| drafts a round | 2 |", str(out)):  # fmt: skip
+                 "| checkpoint | run/step |", "8 prompts, temperature 0, chain of 3 | 1.50 (1.25 .. 1.75)", "| vLLM 0.32.0 | the same | 1.900 (-5.0 %) |",
+                 "With 2 drafts a round:", str(out)):  # fmt: skip
         assert text in card
-    assert len(engine_form.engines) > 0 and not any(mark in card for mark in ("<out>", "<num>", "<num+1>"))
-    for line in engine_form.engines.values():
-        assert line.replace("<out>", str(out)).replace("<num>", "2").replace("<num+1>", "3") in card
+    lines = engine_form.launch_lines(target="tiny", out=str(out), num=2)
+    assert lines and all(f"{engine}:\n\n```\n{line}\n```" in card for engine, line in lines.items())
+    assert not any(mark in card for mark in ("<target>", "<out>", "<num>", "<num+1>"))
+    assert not any(mark in line for mark in ("<target>", "<out>", "<num>", "<num+1>") for line in lines.values())
     assert engine_form.settings_for("DIR", 2).get("model", "DIR") == "DIR"
 
 
 def test_the_card_states_missing_measurements_and_differences(target):
     drafter = make_exact(target, "mtp", True, {"zero_first": False})
-    card = make_card(make_form(drafter, "vllm"), make_provenance(drafter), "DIR", torch.float32)
+    card = make_card(make_provenance(drafter), {"vllm": make_form(drafter, "vllm")}, out="DIR")
     for text in ("Not measured.", "from a reduced vocabulary and this engine from the whole one", "first row of a prompt",
                  "--hf-overrides", '"method": "mtp", "model": "DIR", "num_speculative_tokens": 3'):  # fmt: skip
         assert text in card
