@@ -26,8 +26,6 @@ class Push:
     checkpoint: str = field(metadata={"help": loading.CHECKPOINT})
     repo: str = field(metadata={"help": "user/name on the Hub; it is made if it does not exist"})
     private: bool = option(False, "make a new repository private")
-    revision: str | None = option(None, "branch to commit to, which is made if it does not exist; null: main")
-    tag: str | None = option(None, "tag to give to the commit")
     base_model: str | None = option(
         None,
         "Hub name of the target, for drafter.json and the card; null: the name in drafter.json, which may be a folder",
@@ -61,14 +59,8 @@ def main(arguments: list[str] | None = None) -> None:
         files.write_text(Path(chosen.out), card)
         print(f"written: {chosen.out}, the model card; nothing was uploaded")
         return
-    commit = hub.push(
-        chosen.repo,
-        contents,
-        private=chosen.private,
-        branch=chosen.revision,
-        tag=chosen.tag,
-        message=f"Add {type(loaded.drafter).__name__} for {target}",
-    )
+    message = f"Add {type(loaded.drafter).__name__} for {target}"
+    commit = hub.push(chosen.repo, contents, private=chosen.private, message=message)
     print(f"pushed: {commit.commit_url}")
     print(f"Next: specdec evaluate checkpoint={chosen.repo}@{commit.oid}")
 
