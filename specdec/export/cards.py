@@ -192,19 +192,12 @@ def _by_replay(report: Report) -> bool:
 
 
 def _figures(provenance: Provenance) -> list[str]:
-    """Survival by depth, speedup with its conditions, and whether answers are unchanged."""
+    """Speedup with its conditions, and whether answers are unchanged."""
     report, about = provenance.report, provenance.about
     if report is None:
         return []
-    survival = report.replayed_survival if _by_replay(report) else report.survival
-    parts = []
-    if survival:
-        depths = " | ".join(map(str, range(1, 1 + len(survival))))
-        shares = " | ".join(f"{share:.2f}" for share in survival)
-        rows = [f"| drafts | {depths} |", f"|---|{'---|' * len(survival)}", f"| share of the rounds | {shares} |"]
-        parts.append("Survival, the share of the rounds that accept at least so many drafts:\n\n" + "\n".join(rows))
     if report.speedup is None or report.speedup_ci is None:
-        return [*parts, "The speedup was not measured: nothing was decoded with the clock running."]
+        return ["The speedup was not measured: nothing was decoded with the clock running."]
     environment, dtype = about.get("environment") or {}, (about.get("target") or {}).get("dtype")
     machine = "a machine that is not recorded"
     if environment:
@@ -214,7 +207,6 @@ def _figures(provenance: Provenance) -> list[str]:
         low, high = report.auto["speedup_ci"]
         fast += f", {report.auto['speedup']:.2f} ({low:.2f} .. {high:.2f}) with proposer=auto"
     return [
-        *parts,
         f"Speedup over plain decoding, with 95 % intervals over prompts: {fast}. {report.num_prompts} prompts, one stream, "
         f"temperature {report.temperature:g}, {dtype or 'a dtype that is not recorded'}, {machine}.",
         f"Answers: {verdict(report)}.",

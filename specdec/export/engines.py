@@ -83,15 +83,6 @@ def _medusa(drafter: Any, kind: str) -> Special:
     ]
 
 
-def _transformers(drafter: Any, kind: str) -> Special:
-    if drafter.target.model._is_stateful:
-        raise ValueError(
-            f"transformers has no assisted generation for stateful models such as {drafter.target.config.model_type}: take "
-            "format=vllm, or model.generate(..., custom_generate=Speculative(CHECKPOINT))."
-        )
-    return "", []
-
-
 def _has_bias(drafter: Eagle) -> bool:
     return drafter.fc.bias is not None and bool(drafter.fc.bias.any())
 
@@ -209,7 +200,6 @@ FORMATS = {
             "num_assistant_tokens=<num>, num_assistant_tokens_schedule='constant', assistant_confidence_threshold=0)"
         },
         whole=("draft",),
-        special=_transformers,
     ),
     "vllm": EngineFormat(  # vLLM 0.32; sections 3 to 10
         takes={"eagle": "eagle", "eagle3": "eagle3", "peagle": "eagle3", "medusa": "medusa", "mtp": "mtp",
@@ -369,10 +359,6 @@ TARGETS = {
     "SafeAILab's code": {"states": SAFEAILAB, "last": SAFEAILAB},
 }
 SURE = ("SGLang", "SafeAILab's code")  # they stop, or read the target wrongly, if the family is not listed
-ADVICE = {
-    "vLLM": "its class for transformers' own models does, with --model-impl transformers, which was not tried",
-    "llama.cpp": "other builds may",
-}
 
 
 def check_target(engine: str, reads: str, target: Target) -> tuple[str, ...]:
@@ -399,7 +385,7 @@ def check_target(engine: str, reads: str, target: Target) -> tuple[str, ...]:
                 f"{', '.join(sorted(families))}. Take another format, or a draft model (head=draft), which needs nothing of the "
                 "target; format=safetensors takes every head."
             )
-        found.append(f"Not known to load: {source} gives no hidden states of {family} targets; {ADVICE[engine]}.")
+        found.append(f"Not known to load: {source} gives no hidden states of {family} targets.")
     if target.recurrent:
         found.append(f"Speculative decoding of targets with recurrent layers, as this one, was not tried in {engine}.")
     return tuple(found)

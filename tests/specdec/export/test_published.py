@@ -185,7 +185,7 @@ def test_damaged_and_foreign_weights_are_refused(target, tmp_path):
     rewrite(out, num_attention_heads=4, speculators_model_type="peagle")
     refuse(out, target, "write mask_token_id")
     rewrite(out, speculators_model_type="mlp")
-    refuse(out, target, "type mlp cannot be imported; eagle3, peagle, dflash and dspark can")
+    refuse(out, target, "type mlp cannot be imported; eagle3, peagle, dflash, dspark can")
     rewrite(out, speculators_model_type=None, tensors={**dict.fromkeys(tensors), "other.weight": torch.zeros(2)})
     refuse(out, target, "none of the known layouts")
 
@@ -200,7 +200,7 @@ MISREAD = [
     ("dflash", "vllm", {"sample_from_anchor": True}, "DFlash with sample_from_anchor"),
     ("dflash", "vllm", {"layer_types": ["sliding_attention"] * 2}, "must say how many positions they see"),
     ("dspark", "vllm", {"markov_head_type": "gated"}, "of the type gated cannot be imported; vanilla can"),
-    ("dspark", "speculators", {"sample_from_anchor": None}, "write sample_from_anchor, true or false"),
+    ("dspark", "speculators", {"sample_from_anchor": None}, "write sample_from_anchor into config.json"),
     ("dspark", "vllm", {"tensors": {"markov_head.markov_w1.weight": torch.zeros(60, 64).double()}}, "size mismatch for markov_in.weight"),
     ("dspark", "vllm", {"tensors": {"embed_tokens.weight": torch.zeros(61, 32).double()}}, "embed_tokens.weight is not the target's"),
     ("dspark", "safetensors", {}, "use the checkpoint"),
@@ -225,7 +225,7 @@ def test_a_folder_in_the_form_that_speculators_writes(target, tmp_path):
     (tmp_path / "out" / "config.json").write_text(json.dumps({**document, "target_hidden_size": None}))
     assert_equal_drafters(bring_in(tmp_path / "out", target), drafter)
     rewrite(tmp_path / "out", norm_before_residual=None)
-    refuse(tmp_path / "out", target, "write norm_before_residual, true or false")
+    refuse(tmp_path / "out", target, "write norm_before_residual into config.json")
 
 
 def test_rotary_frequencies_of_old_files_are_ignored_and_attention_biases_refused(target, tmp_path):
