@@ -85,7 +85,12 @@ def eagle3(drafter: Eagle3) -> Layout:
     layout.check_layers(layers, target)
     head = layout.own_tensors(drafter)
     if drafter.lm_head is None:
-        head["lm_head.weight"] = _borrowed_lm_head(drafter)
+        weight, bias = drafter.goal_head
+        if bias is not None:
+            raise ValueError(
+                f"The LM head of {target.name} has a bias, and in engines EAGLE-3's LM head has none: train with own_output=true."
+            )
+        head["lm_head.weight"] = target.shape_logits.scale * weight  # a cap keeps the order
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -106,16 +111,6 @@ def eagle3(drafter: Eagle3) -> Layout:
     first = MIDLAYER if num_layers == 1 else LAYER.format(0)
     tensors = layout.rename(head, names3(first, num_layers)) | layout.vocab_tensors(drafter)
     return Layout(tensors, config)
-
-
-def _borrowed_lm_head(drafter: Eagle3) -> Tensor:
-    """The target's rows [W, D] as a head's own, as engines want it. Raises ValueError for an LM head with a bias."""
-    weight, bias = drafter.goal_head
-    if bias is not None:
-        raise ValueError(
-            f"The LM head of {drafter.target.name} has a bias, and in engines EAGLE-3's LM head has none: train with own_output=true."
-        )
-    return drafter.target.shape_logits.scale * weight  # a cap keeps the order
 
 
 # Import
@@ -159,7 +154,8 @@ def read_eagle3(config: dict, tensors: dict[str, Tensor], target: Target) -> tup
     if len(tensors["lm_head.weight"]) == target.vocab_size:  # then the maps are the identity
         vocab = None
     first = LAYER.format(0) if any(name.startswith(LAYER.format(0)) for name in tensors) else MIDLAYER
-    borrows = _borrows_lm_head(tensors["lm_head.weight"], vocab, target)
+    given, plain = tensors["lm_head.weight"], target.lm_head.bias is None and target.shape_logits.plain
+    borrows = plain and torch.equal(given, layout.lm_head_rows(target, vocab).to(given))  # to the last bit
     if borrows:
         del tensors["lm_head.weight"]
     head = layout.rename(layout.without_maps(tensors), layout.swap(names3(first, num_layers)))
@@ -192,10 +188,3 @@ def _read_fields(config: dict, target: Target) -> tuple[dict, tuple[int, ...]]:
     layers = config.get("eagle_aux_hidden_state_layer_ids") or ([k + 1 for k in inner] if inner else None)
     norm = nested.get("norm_before_fc", config.get("norm_before_fc", False))
     return {**config, "norm_before_fc": norm}, tuple(layers or default_layers(target))
-
-
-def _borrows_lm_head(weight: Tensor, vocab: Tensor | None, target: Target) -> bool:
-    """Whether a head has the target's own LM head [W, D], to the last bit, so that it need not be kept. vocab [W]; None: all"""
-    if target.lm_head.bias is not None or not target.shape_logits.plain:
-        return False
-    return torch.equal(weight, layout.lm_head_rows(target, vocab).to(weight))

@@ -35,11 +35,7 @@ def _vllm(drafter: Any, kind: str) -> Special:
     if kind == "dspark":
         notes.append("Only vLLM's V2 runner (GPU) drafts with DSpark.")
     if kind == "dflash":
-        notes += [
-            "mask_embedding.pt has the mask's embedding: keep it beside the weights, where vLLM looks for it.",
-            "vLLM 0.32 on a CPU normalises the features' keys of all layers with the first layer's weight, so the drafts of a "
-            "head with several layers differ slightly there; GPUs were not tried.",
-        ]
+        notes.append("mask_embedding.pt has the mask's embedding: keep it beside the weights, where vLLM looks for it.")
         if drafter.window is not None:
             notes.append(
                 "vLLM counts the window of a sliding layer from each input of a block, training from the first one."

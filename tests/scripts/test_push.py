@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import yaml
@@ -12,11 +10,10 @@ from scripts import evaluate, export, generate, push
 from specdec import checkpoint
 from specdec.core import files
 from specdec.core import hub as names
-from specdec.core.hub import fetch
 from specdec.export import cards
 from specdec.target.model import Target
 from tests.exports import REPORT, SERVED
-from tests.support import ROOT, child_environment, save_eagle, save_target, write_prompts
+from tests.support import save_eagle, save_target, write_prompts
 
 pytestmark = pytest.mark.full
 
@@ -151,37 +148,3 @@ def test_a_damaged_checkpoint_is_not_pushed(refuse, hub, home, tmp_path):
     report.write_text(report.read_text().replace("1.25", "1.35"))
     refuse("report.json is damaged", push, f"checkpoint={tmp_path}/bad", f"repo={NAME}", f"target.name={home}/target")
     assert hub.requests == []
-
-
-def test_the_commands_heed_the_variables_of_huggingface_hub(hub, arguments, home, tmp_path):
-    """HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE, in processes of their own."""
-
-    def command(script: str, *given: str, **variables: str) -> subprocess.CompletedProcess:
-        places = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": ""}
-        environment = (
-            child_environment(**places, **variables)
-            if "HF_TOKEN" not in variables
-            else child_environment(**places | variables)
-        )
-        return subprocess.run(
-            [sys.executable, f"scripts/{script}.py", *given], cwd=ROOT, env=environment, capture_output=True, text=True
-        )
-
-    refused = command("push", *arguments)
-    assert refused.returncode == 1 and "only with a token that may write: `hf auth login`" in refused.stderr
-    assert "Traceback" not in refused.stderr and hub.requests == []
-    pushed = command("push", *arguments, HF_TOKEN="hf_user")
-    assert pushed.returncode == 0, pushed.stderr
-    given = [
-        f"checkpoint={NAME}",
-        "prompt=Count.",
-        "max_new_tokens=4",
-        f"target.name={home}/target",
-        "target.dtype=float32",
-    ]
-    refused = command("generate", *given, HF_HUB_OFFLINE="1")
-    assert refused.returncode == 1 and "HF_HUB_OFFLINE=1 forbids to ask for it" in refused.stderr
-    for variables in ({}, {"HF_HUB_OFFLINE": "1"}):
-        done = command("generate", *given, **variables)
-        assert done.returncode == 0, done.stderr
-    fetch.cache_clear()

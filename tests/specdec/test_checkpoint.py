@@ -3,7 +3,6 @@
 import copy
 import hashlib
 import os
-import re
 
 import pytest
 import torch
@@ -136,13 +135,3 @@ def test_a_full_disk_leaves_the_old_checkpoint(saved, monkeypatch):
         checkpoint.save(folder, drafter, SPEC)
     assert (folder / "drafter.safetensors").read_bytes() == before
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
-
-
-def test_no_load_runs_code():
-    """Published heads may be pickles; with weights_only=True, torch reads only tensors and plain values from them."""
-    root = checkpoint.Path(checkpoint.__file__).parents[1]
-    paths = [path for folder in ("specdec", "train", "scripts") for path in (root / folder).rglob("*.py")]
-    sources = [path.read_text() for path in [*paths, root / "train.py"]]
-    loads = [call for source in sources for call in re.findall(r"(?<!safetensors\.)torch\.load\(.*", source)]
-    assert len(sources) > 20 and loads and all("weights_only=True" in call for call in loads)
-    assert not any(re.search(r"import pickle|pickle\.loads?\(|\.load_state\(", source) for source in sources)

@@ -20,7 +20,6 @@ from specdec.target.model import Target
 from tests import reference
 from tests.exports import (
     ALL_NORMS,
-    OTHER_BLOCK,
     REPORT,
     SERVED,
     export,
@@ -199,58 +198,9 @@ def test_targets_that_scale_their_embeddings_or_rotate_a_part_of_each_attention_
         make_form(make_exact(target, "mtp"), "vllm")
 
 
-# Fields of config.json
+# Fields of config.json; all of them are in the golden record, and tests/reference.py reads them as engines do
 
-SWITCHES_OFF = dict.fromkeys(("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"), False)
-UNTIED = dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), False)
 LAYERS = {"target_layers": [1, 4, 6]}
-
-
-@pytest.mark.parametrize(
-    ("head", "reduced", "arguments", "form", "fields"),
-    [
-        *(("eagle", False, {}, form, {"bias": False, "architectures": [name]})
-          for form, name in (("vllm", "EagleLlamaForCausalLM"), ("sglang", "LlamaForCausalLMEagle"), ("eagle", "LlamaForCausalLM"))),
-        ("eagle", False, {"fc_bias": True}, "eagle", {"bias": True}),
-        *(("eagle3", reduced, {}, form, {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 40 if reduced else 61,
-                                         **SWITCHES_OFF, **UNTIED})
-          for reduced in (False, True) for form in ("vllm", "sglang", "eagle", "gguf")),
-        ("eagle3", False, {"target_layers": [1, 4, 6, 7]}, "vllm",  # in both numberings
-         {"eagle_aux_hidden_state_layer_ids": [1, 4, 6, 7], "num_aux_hidden_states": 4,
-          "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 5, 6], "use_aux_hidden_state": True}}),
-        ("eagle3", False, {"block": OTHER_BLOCK}, "vllm",  # in both spellings
-         {"rope_theta": 500.0, "rope_parameters": OTHER_BLOCK["rope_parameters"],
-          "rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 4.0}}),
-        ("medusa", False, {}, "vllm", {"medusa_fc_bias": True, "hidden_size": 32, "num_heads": 4}),
-        ("medusa", False, {}, "medusa", {"medusa_fc_bias": True, "hidden_size": 32, "medusa_num_heads": 4, "medusa_num_layers": 1}),
-        ("mtp", False, {}, "vllm",
-         {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1, "num_hidden_layers": 8}),
-        ("eagle3", True, {}, "speculators",  # fields that its readers guess differently
-         {"norm_before_residual": False, "draft_vocab_size": 40, "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
-          "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}),
-    ],
-)  # fmt: skip
-def test_fields_of_config_json(target, head, reduced, arguments, form, fields):
-    layout = make_form(make_exact(target, head, reduced, arguments), form).layout
-    assert {name: layout.config.get(name) for name in fields} == fields
-    if head == "eagle3":
-        assert ("d2t" in layout.tensors) == ("t2d" in layout.tensors) == reduced
-        written = any("layer_ids" in name or name == "eagle_config" for name in layout.config)
-        assert written == ("target_layers" in arguments or form == "speculators")  # the default layers need no field
-        assert any(name.startswith("midlayer.") for name in layout.tensors) == (form != "speculators")
-    if head == "medusa":
-        assert [name for name in layout.config if "num" in name and "heads" in name] == list(fields)[2:3]
-        assert sum(name.endswith("bias") for name in layout.tensors) == 4
-
-
-def test_biases_that_engines_expect_are_zero(target):
-    for form in ("vllm", "sglang", "eagle"):
-        bias = make_form(make_exact(target, "eagle"), form).layout.tensors["fc.bias"]
-        assert bias.shape == (32,) and not bias.any()
-    form = make_form(make_exact(target, "mtp"), "vllm")
-    for part in "qkv":
-        assert not form.layout.tensors[f"model.mtp_layers.0.self_attn.{part}_proj.bias"].any()
-    assert "--hf-overrides '{\"num_nextn_predict_layers\": 1}'" in form.engines["vLLM"]
 
 
 @pytest.mark.parametrize("head", ["eagle", "eagle3", "mtp", "dflash", "dspark"])
@@ -286,16 +236,6 @@ def test_block_drafters_number_outputs_and_put_their_mask_at_an_end_token(end):
     moved = (layout.tensors["embed_tokens.weight"] != target.embed.weight).any(dim=1)
     assert moved.nonzero().flatten().tolist() == [mask] and layout.config["block_size"] == 4
     assert torch.equal(layout.tensors["embed_tokens.weight"][mask], drafter.mask_embedding)
-
-
-def test_a_container_states_its_layers_and_its_target(target):
-    config = make_form(make_exact(target, "eagle3", True), "speculators").layout.config
-    layer, speculators = config["transformer_layer_config"], config["speculators_config"]
-    assert layer["model_type"] == "llama" and layer["rope_parameters"]["rope_theta"] == 10_000.0
-    assert layer["max_position_embeddings"] == 512 and layer["vocab_size"] == 61
-    assert speculators["algorithm"] == "eagle3" and speculators["verifier"]["name_or_path"] == "tiny"
-    (method,) = speculators["proposal_methods"]
-    assert method["proposal_type"] == speculators["default_proposal_method"]
 
 
 # The card
