@@ -150,25 +150,15 @@ def block_fields(config: LlamaConfig, target: Target) -> dict:
     }
 
 
-def complete(config: dict) -> dict:
-    """Adds the defaults of transformers for fields that are not there. Raises ValueError if it describes no decoder block."""
-    for name in ("num_attention_heads", "hidden_size", "intermediate_size"):
-        if name not in config:
-            raise ValueError(f"config.json has no field {name!r}: is this the folder of a drafter?")
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    return {**config, "num_key_value_heads": config.get("num_key_value_heads") or heads, "head_dim": head_dim}
-
-
 def read_block(config: dict, target: Target) -> dict:
     """The arguments `intermediate_size` and `block` of a head with this config.json; `block` holds what differs from block_config.
 
     Raises ValueError for a head of another width.
     """
-    config = complete(config)
-    if not (config.get("target_hidden_size") or target.width) == config["hidden_size"] == target.width:
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    if not (config.get("target_hidden_size") or target.width) == width == target.width:
         raise ValueError(
-            f"The head is {config['hidden_size']} wide and {target.name} is {target.width}: only heads of their target's "
+            f"The head is {width} wide and {target.name} is {target.width}: only heads of their target's "
             "width can be imported. Is the target the model that the head was trained for?"
         )
     rope = config.get("rope_parameters")
@@ -178,7 +168,9 @@ def read_block(config: dict, target: Target) -> dict:
         rope = {"rope_type": scaling.pop("rope_type", kind) or "default", **scaling}
         rope["rope_theta"] = config.get("rope_theta", 10_000.0)  # the default of all engines
     written = {
-        **{name: config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")},
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or width // heads,
         "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope_parameters": rope,
         "hidden_act": config.get("hidden_act", "silu"),
