@@ -68,8 +68,6 @@ class Hub:
         for pattern, answer in (
             ("POST /api/repos/create", self.create),
             ("POST /api/validate-yaml", self.validate),
-            (r"POST /api/models/(\w+/[\w.-]+)/branch/(.+)", self.branch),
-            (r"POST /api/models/(\w+/[\w.-]+)/tag/(.+)", self.tag),
             (r"POST /api/models/(\w+/[\w.-]+)/preupload/(.+)", self.preupload),
             (r"POST /api/models/(\w+/[\w.-]+)/commit/(.+)", self.commit),
             (r"GET /api/models/(\w+/[\w.-]+)/tree/(.+)", self.tree),
@@ -114,20 +112,6 @@ class Hub:
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", metadata.get("base_model", "x")):
             wrong.append("base_model")
         return (400 if wrong else 200), {}, {"errors": [{"message": name} for name in wrong], "warnings": []}
-
-    def branch(self, name, branch, *, user, body):
-        repository = self.find(name, user, write=True)
-        if branch in repository.refs:
-            return 409, {}, {"error": "exists"}
-        repository.refs[branch] = repository.refs["main"]
-        return 200, {}, {}
-
-    def tag(self, name, revision, *, user, body):
-        repository, tag = self.find(name, user, write=True), json.loads(body)["tag"]
-        if tag in repository.refs:
-            return 409, {}, {"error": "exists"}
-        repository.refs[tag] = self.at(repository, revision)[0]
-        return 200, {}, {}
 
     def preupload(self, name, revision, *, user, body):
         self.find(name, user, write=True)

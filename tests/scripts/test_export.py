@@ -68,7 +68,7 @@ def test_export_prints_how_to_serve_and_import_restores_the_head(run, home, tmp_
         (["format=onnx"], "no format 'onnx'; there are: eagle, gguf, medusa, safetensors, sglang"),
         (["num_drafts=0"], "num_drafts=0 must be a whole number from 1 to 1024"),
         (["merged_target=x"], "merged_target=x: this drafter does not adapt its target"),
-        (["format=gguf"], "It serves EAGLE-3"),
+        (["format=gguf"], "Formats that take it: eagle, sglang, vllm"),
     ],
 )
 def test_refused_exports_write_nothing(refuse, home, tmp_path, given, message):

@@ -106,7 +106,7 @@ def load_packs(
     weights = reading.read_sources(train)
     folders = [encoding.cache / f"rows-{encoding.key(source)}" for source in weights]
     for source, folder in zip(weights, folders):
-        files.keep_folder(folder, functools.partial(encode_source, source, encoding), option="cache=")
+        files.keep_folder(folder, functools.partial(encode_source, source, encoding))
     rows = packing.Rows.load(folders)
     kept = numpy.delete(numpy.arange(len(rows)), reading.hold_out(rows.column("greedy").tolist(), hold_out))
     numbers = packing.take_tokens(rows, kept, tokens)

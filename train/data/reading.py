@@ -4,8 +4,8 @@ data.train=a.jsonl                       one source
 data.train=[a.jsonl,b.jsonl]             several, each read once an epoch
 'data.train={a.jsonl: 2, b.jsonl: 0.5}'  an epoch has a twice and every second row of b
 
-The reader is the project's own, not that of `datasets`: that one replaces half of a surrogate pair by nothing, reads no
-UTF-16, and names no file and line where a row is damaged.
+The reader is the project's own, not that of `datasets`: that one replaces half of a surrogate pair by nothing, and
+names no file and line where a row is damaged.
 """
 
 import contextlib

@@ -145,7 +145,7 @@ def test_clients_opt_out():
 # Files
 
 
-@pytest.mark.parametrize("damage", [b'{"id": "half', b"not JSON\n", b"[1]\n", b"\0\0\0\0", b"\xff\xfe\n", b""])
+@pytest.mark.parametrize("damage", [b'{"id": "half', b"\0\0\0\0", b""])
 def test_a_damaged_last_line_is_cut_off_and_said(tmp_path, damage, caplog):
     record(tmp_path, chat("a"), chat("b"))
     path = tmp_path / "traffic-000001.jsonl"
