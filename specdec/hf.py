@@ -5,7 +5,6 @@ of its own loop.
 """
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -160,7 +159,7 @@ class Speculative:
             return None
         known = isinstance(self.record, Recorder) and self.record.origin.get("target_fingerprint")
         if known != loaded.target.fingerprint():
-            tokenizer = copy.deepcopy(self._tokenizer) if self._tokenizer else load_tokenizer(loaded.target.name)
+            tokenizer = self._tokenizer or load_tokenizer(loaded.target.name)
             self.record = self.record if isinstance(self.record, Recorder) else Recorder(self.record)
             self.record.set_origin("generate", loaded.target, tokenizer)
         assert isinstance(self.record, Recorder)

@@ -30,15 +30,12 @@ class ServedRound:
     tokens: what it emitted: accepted drafts, then the target's own token; empty where the answer had ended before
     accepted: how many of them are drafts
     drafted: nodes of the tree, without the root; None: the tokens were read off the prompt
-    tree: the tokens of the nodes from the root on, their parents, and the accepted nodes, if the request watches; where the
-        answer ends at an accepted draft, that draft and accepted ones behind it are among them, and not in `accepted`
     milliseconds: of the whole round, with all its rows; rows: how many took part
     """
 
     tokens: list[int]
     accepted: int = 0
     drafted: int | None = None
-    tree: tuple[list[int], list[int], list[int]] | None = None
     milliseconds: float = 0.0
     rows: int = 1
 
@@ -60,7 +57,6 @@ class Job:
 
     deliver: called for every event, in the engine's thread; it must not wait
     speculate: with drafts, or plain
-    watch: whether events hold the trees of drafts
     deadline: when it is given up, by time.monotonic(); None: never
     constraint: of a grammar that the answer follows; None: it is free
     head: name of the checkpoint that drafts, once it has begun; None: none does, or it has no name
@@ -73,7 +69,6 @@ class Job:
     deliver: Callable[[Event], None]
     seed: int | None = None
     speculate: bool = True
-    watch: bool = False
     deadline: float | None = None
     constraint: Constraint | None = None
     head: str | None = field(init=False, default=None)
@@ -141,13 +136,12 @@ class Lane:
 
     def hand_out(self, step: Step) -> None:
         """Tells each job what a round did for it."""
-        for number, (request, tokens, accepted) in enumerate(zip(step.requests, step.tokens, step.accepted)):
+        for request, tokens, accepted in zip(step.requests, step.tokens, step.accepted):
             job = self.jobs.get(id(request))
             if job is None:
                 continue  # it was given up during the round
-            tree = _tree_of(step, number) if job.watch else None
             milliseconds = 1e3 * step.cost.seconds
-            job.tell(ServedRound(tokens, accepted, step.num_drafted, tree, milliseconds, len(step.requests)))
+            job.tell(ServedRound(tokens, accepted, step.num_drafted, milliseconds, len(step.requests)))
             self._settle(job)
 
     def give_up(self, job: Job) -> None:
@@ -185,13 +179,6 @@ class Lane:
                 job.tell(End("error", job.request.fault))
             else:
                 job.tell(End("stop" if job.request.ended else "length"))
-
-
-def _tree_of(step: Step, number: int) -> tuple[list[int], list[int], list[int]]:
-    """number: of the request in the step"""
-    row = step.rows[number]
-    tree, path = step.tree, step.path[row, : step.num_kept[number]]
-    return tree.tokens[row].tolist(), tree.parents[row].tolist(), path.tolist()
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from specdec.decoding.batch import Batch
 from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
 from specdec.server.engine import End, Engine, Job, Lane, ServedRound
-from tests.support import Scripted, chain_of, greedy, make_drafter, oracle, random_tokens
+from tests.support import chain_of, greedy, make_drafter, random_tokens
 
 STOP, GREEDY = {2}, Sampling()
 
@@ -157,35 +157,6 @@ def test_a_seed_gives_the_same_answer_beside_others(engine):
     for client in others:
         client.wait()
     assert len({tuple(client.tokens) for client in others}) > 1  # without a seed, each has another one
-
-
-def test_trees_are_told_to_those_who_watch(engine):
-    client, silent = Client([1, 2, 3], 16, watch=True), Client([1, 2, 3], 16)
-    for each in (client, silent):
-        each.ask(engine).wait()
-    assert all(each.tree is None for each in silent.rounds) and client.tokens == silent.tokens
-    for before, each in zip(client.rounds, client.rounds[1:]):
-        tokens, parents, accepted = each.tree
-        assert tokens[0] == before.tokens[-1] and parents == [-1, 0, 1, 2]
-        drafts = [tokens[node] for node in accepted[1:]]
-        assert drafts[: each.accepted] == each.tokens[: each.accepted]
-        assert len(drafts) == each.accepted or each is client.rounds[-1]
-
-
-def test_an_accepted_draft_that_ends_the_answer_is_told_as_accepted(small_target):
-    """It belongs to the tree's accepted nodes, though the answer has no token behind it."""
-    prompt = [1, 2, 3]
-    text = prompt + greedy(small_target, None).generate([prompt], 40).tokens[0]
-    drafted, plain = greedy(small_target, Scripted([text], 3, oracle(3))), greedy(small_target, None)
-    end = text[5]  # the first token is read off the prompt, the next two are drafts
-    client = Client(prompt, 20, watch=True)
-    client.job.request.ends = Ends(frozenset({end}))
-    with at_work(Engine(drafted, plain, rows=1, queue=4)) as engine:
-        assert client.ask(engine).wait().reason == "stop" and end not in text[3:5]
-    _, last = client.rounds
-    tokens, _, accepted = last.tree
-    assert last.tokens == text[4:6] and accepted == [0, 1, 2, 3]
-    assert [tokens[node] for node in accepted] == text[3:7]
 
 
 def test_others_go_on_while_a_long_prompt_is_read(small_target, drafter):

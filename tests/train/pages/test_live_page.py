@@ -18,7 +18,7 @@ FOUND = """new Promise((done, fail) => {
     const text = name => document.querySelector(`#${name} .answer`).textContent;
     const root = document.documentElement;
     done({said, drafted: text("drafted"), plain: text("plain"), figure: document.querySelector("#drafted .figure").textContent,
-      tree: document.querySelectorAll("#tree li").length, wide: root.scrollWidth - root.clientWidth,
+      wide: root.scrollWidth - root.clientWidth,
       back: getComputedStyle(document.body).backgroundColor});
   };
   look();
@@ -44,7 +44,7 @@ def test_a_browser_asks_and_shows_both_answers(url, tmp_path):
             found = browser.value(FOUND)
             assert "Both answers are the same" in found["said"] or "first tokens" in found["said"], found
             assert found["drafted"] == found["plain"] != ""
-            assert found["tree"] == 4 and " drafts accepted" in found["figure"]  # the root and a chain of 3
+            assert " drafts accepted" in found["figure"]
             assert found["wide"] <= 0  # nothing to scroll to on a phone
             backs[scheme] = found["back"]
         typed = 'document.querySelector("textarea").value = "Say blue 1 times."; document.querySelector("form button").click()'
