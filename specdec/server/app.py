@@ -32,7 +32,7 @@ NO_RETRY = {"x-should-retry": "false"}  # of OpenAI's clients, which otherwise a
 class Served:
     """What the server has, and what it allows.
 
-    model: the name of the target, which requests may give
+    model: the name of the target, which requests may give; head: that of the checkpoint that drafts
     tokenizer: used in the thread of the event loop only; engine_tokenizer: a copy of it, for that of the engine
     encode_chat: messages, `enable_thinking` (None: the template's default) and, if there are any, tools= -> token ids; ValueError if
         the template refuses
@@ -50,6 +50,7 @@ class Served:
     compile_grammar: Callable[[Grammar], Constraint | None]
     stop: frozenset[int]
     model: str
+    head: str | None = None
     max_length: int = 4096
     timeout: float = 600.0
     thinking: bool | None = None
@@ -121,7 +122,7 @@ class Answer:
             grammar=grammar.to_row() if (grammar := settings.grammar()) else None,
             thinking=self.served.thinking_of(chat) if chat else None,
             tools=chat.offered if chat else None,
-            head=job.head,
+            head=self.served.head if job.speculate else None,
             name=self.recorded_as,
         )
         recorder.record(exchange)

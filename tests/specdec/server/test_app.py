@@ -31,9 +31,9 @@ def serving(target, *, rows=4, queue=64, template=None, **settings):
     tokenizer = copy.deepcopy(small_tokenizer())
     proposer = HeadProposer(make_drafter(target, "eagle3"), chain_of(3))
     drafted, plain = (Decoder(target, each, sampling=Sampling(), stop=STOP) for each in (proposer, None))
-    engine = Engine(drafted, plain, rows=rows, queue=queue, head="run/step")
+    engine = Engine(drafted, plain, rows=rows, queue=queue)
     grammars = functools.cache(lambda: Grammars(small_tokenizer(), target.vocab_size, STOP))
-    usual = {"stop": frozenset(STOP), "model": "tiny", "max_length": 400, "page": "<h1>a page</h1>"}
+    usual = {"stop": frozenset(STOP), "model": "tiny", "head": "run/step", "max_length": 400, "page": "<h1>a page</h1>"}
     tokenizer.chat_template = template or tokenizer.chat_template
     encode = functools.partial(data.encode_prompt, tokenizer)
     served = Served(
