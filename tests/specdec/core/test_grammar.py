@@ -278,21 +278,6 @@ def test_a_schema_forces_its_names_and_ends_with_a_stop_token(real_grammars):
     assert not again.ended and again.fits(tokens)
 
 
-@pytest.mark.parametrize("day, real", [("2024-02-29", True), ("2000-02-29", True), ("2022-02-29", False), ("1900-02-29", False),
-                                       ("2022-02-28", True), ("2022-02-30", False), ("2022-12-31", True)])  # fmt: skip
-@pytest.mark.parametrize("form, rest", [("date", ""), ("date-time", "T09:30:00Z")])
-@pytest.mark.parametrize("more", [{}, {"allOf": [{"pattern": "^[12]"}]}])
-def test_a_date_is_a_day_that_exists(real_grammars, day, real, form, rest, more):
-    tokenizer, grammars = real_grammars
-    schema = {"anyOf": [{"type": "string", "format": form, **more}, {"const": {"format": "date"}}]}
-    constraint = grammars.constraint(Grammar.of_row({"json_schema": schema}))
-    constraint.take(tokenizer(json.dumps(day + rest))["input_ids"])
-    assert constraint.complete == real
-    other = grammars.constraint(Grammar.of_row({"json_schema": schema}))
-    other.take(tokenizer('{"format": "date"}')["input_ids"])
-    assert other.complete
-
-
 @pytest.mark.parametrize(
     "document, why",
     [
