@@ -175,7 +175,8 @@ class Speculative:
             end = tokens[-1] if tokens[-1] in stop else None
             finish = "length" if end is None and len(tokens) >= num_new else "stop"
             counts = list(accepted), sum(result.drafted[: len(accepted)])
-            yield Exchange(prompt + tokens, len(prompt), end, finish, sampling, *counts, grammar=grammar, head=head)
+            fields = {"finish": finish, "grammar": grammar, "head": head}
+            yield Exchange(prompt + tokens, len(prompt), end, sampling, *counts, fields)
 
     def _load(self, model: PreTrainedModel) -> _Loaded:
         """The drafter for this model; it is loaded again only for another model, or if the weights have changed."""

@@ -43,17 +43,12 @@ class Grammar:
         try:
             if len(text) < 1024 and Path(text).is_file():
                 text = Path(text).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ValueError(f"grammar={value[:60]} cannot be read ({error}): give {FORMS}.") from None
-        if kind == "json_schema":
-            try:
-                return cls.of_row({kind: json.loads(text)})
-            except (ValueError, RecursionError) as error:
-                raise ValueError(
-                    f"grammar={value[:60]}: it is neither a file nor JSON ({error}): write a schema such as "
-                    '{"type": "object"}, or the name of a file that holds one.'
-                ) from None
-        return cls(kind, text)
+            return cls.of_row({kind: json.loads(text) if kind == "json_schema" else text})
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"grammar={value[:60]} cannot be read ({error}): give {FORMS}; a schema is JSON, such as "
+                '{"type": "object"}.'
+            ) from None
 
     @classmethod
     def of_row(cls, document: Any) -> "Grammar":

@@ -104,26 +104,27 @@ class Answer:
         chat = settings if isinstance(settings, ChatRequest) else None
         generation = job.request.generation
         (tokens,), (accepted,) = generation.tokens, generation.accepted
+        fields: dict[str, Any] = {
+            "id": self.recorded_as,
+            "finish": reason,
+            "seed": settings.seed,
+            "grammar": grammar.to_row() if (grammar := settings.grammar()) else None,
+            "thinking": self.served.thinking_of(chat) if chat else None,
+            "head": self.served.head if job.speculate else None,
+        }
+        if chat and chat.offered:
+            fields["tools"] = chat.offered
         exchange = Exchange(
             job.prompt + tokens,
             len(job.prompt),
             tokens[-1] if tokens[-1] in job.ends.tokens else None,
-            reason,
             job.sampling,
             accepted,
             sum(generation.drafted),
+            fields,
             messages=[message.to_row() for message in chat.messages] if chat else None,
-            prompt=settings.prompt
-            if isinstance(settings, CompletionRequest) and isinstance(settings.prompt, str)
-            else None,
             text=self.said,
             conversation=(settings.metadata or {}).get("conversation"),
-            seed=settings.seed,
-            grammar=grammar.to_row() if (grammar := settings.grammar()) else None,
-            thinking=self.served.thinking_of(chat) if chat else None,
-            tools=chat.offered if chat else None,
-            head=self.served.head if job.speculate else None,
-            name=self.recorded_as,
         )
         recorder.record(exchange)
 
@@ -135,10 +136,6 @@ class Answer:
             "prompt_tokens": len(self.job.prompt),
             "completion_tokens": len(tokens),
             "total_tokens": len(self.job.prompt) + len(tokens),
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": sum(accepted),
-                "rejected_prediction_tokens": drafted - sum(accepted),
-            },
             "speculation": {
                 "rounds": len(accepted),
                 "drafted": drafted,

@@ -29,14 +29,13 @@ class ServedRound:
     tokens: what it emitted: accepted drafts, then the target's own token; empty where the answer had ended before
     accepted: how many of them are drafts
     drafted: nodes of the tree, without the root; None: the tokens were read off the prompt
-    milliseconds: of the whole round, with all its rows; rows: how many took part
+    milliseconds: of the whole round, with all its rows
     """
 
     tokens: list[int]
     accepted: int = 0
     drafted: int | None = None
     milliseconds: float = 0.0
-    rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -134,8 +133,7 @@ class Lane:
             job = self.jobs.get(id(request))
             if job is None:
                 continue  # it was given up during the round
-            milliseconds = 1e3 * step.cost.seconds
-            job.tell(ServedRound(tokens, accepted, step.num_drafted, milliseconds, len(step.requests)))
+            job.tell(ServedRound(tokens, accepted, step.num_drafted, 1e3 * step.cost.seconds))
             self._settle(job)
 
     def give_up(self, job: Job) -> None:

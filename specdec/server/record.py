@@ -33,30 +33,23 @@ class Exchange:
 
     tokens: ids of the prompt and of the answer; num_prompt: how many are the prompt
     end: the token behind the text of an answer that was not cut, None without one
-    messages: the conversation up to the answer; None: a bare prompt
-    prompt, text: of a bare prompt and of the answer; None: the recorder decodes them
-    conversation: its id, as the client gives it; None: a digest of how it begins
     accepted: drafts that each round kept; drafted: in all rounds
-    head: name of the checkpoint that drafted; name: the id of the row; None: any
+    fields: further ones of the row: `finish`, `grammar`, `head` and, of a server's request, id, seed, thinking and tools
+    messages: the conversation up to the answer; None: a bare prompt
+    text: of the answer; None: the recorder decodes it
+    conversation: its id, as the client gives it; None: a digest of how it begins
     """
 
     tokens: list[int]
     num_prompt: int
     end: int | None
-    finish: str
     sampling: Sampling
     accepted: list[int]
     drafted: int
+    fields: dict[str, Any]
     messages: list[dict] | None = None
-    prompt: str | None = None
     text: str | None = None
     conversation: Any = None
-    seed: int | None = None
-    grammar: dict | None = None
-    thinking: bool | None = None
-    tools: list[dict] | None = None
-    head: str | None = None
-    name: str | None = None
 
 
 class Recorder:
@@ -103,48 +96,42 @@ class Recorder:
             LOG.warning(sentence, self.folder, type(error).__name__, error)
 
     def _make_row(self, exchange: Exchange) -> dict:
-        text, prompt, messages = exchange.text, exchange.prompt, None
-        tokenizer, num = self.tokenizer, exchange.num_prompt
+        text, num, tokenizer = exchange.text, exchange.num_prompt, self.tokenizer
         assert tokenizer is not None, "set_origin comes first"
         if text is None:
             text = str(tokenizer.decode(exchange.tokens[num : None if exchange.end is None else -1]))
+        content: dict[str, list | None] = {"messages": None, "texts": None}
         if exchange.messages is not None:
-            messages = [*exchange.messages, {"role": "assistant", "content": text}]
-        elif prompt is None:
-            prompt = str(tokenizer.decode(exchange.tokens[:num]))
+            content["messages"] = [*exchange.messages, {"role": "assistant", "content": text}]
+        else:
+            content["texts"] = [str(tokenizer.decode(exchange.tokens[:num])), text]
         return {
+            "id": uuid.uuid4().hex,
             "time": time.time(),
             **self.origin,
-            "id": exchange.name or uuid.uuid4().hex,
-            "conversation": _name(exchange.conversation, exchange.messages, prompt),
+            "conversation": _name(exchange.conversation, exchange.messages or exchange.tokens[:num]),
             "category": "traffic",
-            "messages": messages,
-            "texts": None if messages else [prompt, text],
+            **content,
             "tokens": exchange.tokens,
             "prompt_tokens": num,
             "ids": "given",
             **dataclasses.asdict(exchange.sampling),
-            "seed": exchange.seed,
-            "grammar": exchange.grammar,
+            "seed": None,
+            "thinking": None,
             "other_law": False,
-            "finish": exchange.finish,
-            "thinking": exchange.thinking,
-            **({"tools": exchange.tools} if exchange.tools else {}),
             "rounds": len(exchange.accepted),
             "drafted": exchange.drafted,
             "accepted": exchange.accepted,
-            "head": exchange.head,
+            **exchange.fields,
         }
 
 
-def _name(given: Any, messages: list[dict] | None, prompt: str | None) -> str:
-    """The id that all turns of a conversation share: the given one, or a digest of its first messages or of the bare prompt."""
+def _name(given: Any, start: list) -> str:
+    """The id that all turns of a conversation share: the given one, or a digest of its first messages, or of the bare prompt."""
     if given:
         return str(given)[:LONGEST_NAME]
-    start: Any = prompt
-    if messages:
-        roles = [message["role"] for message in messages]
-        start = messages[: roles.index("user") + 1] if "user" in roles else messages
+    users = [place for place, each in enumerate(start) if isinstance(each, dict) and each["role"] == "user"]
+    start = start[: users[0] + 1] if users else start
     return hashlib.sha256(json.dumps(start).encode()).hexdigest()[:16]
 
 

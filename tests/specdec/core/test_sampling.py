@@ -125,10 +125,6 @@ def test_settings_out_of_range_are_refused(name, wrong, right):
     assert dataclasses.asdict(Sampling(**{name: right}))[name] == right
 
 
-def test_temperature_0_is_greedy():
-    assert Sampling().greedy and not Sampling(0.1).greedy
-
-
 def test_no_value_is_read_from_the_device():
     """Tensors of the meta device hold no values, so reading a value raises an error."""
     tokens = torch.empty(2, 4, dtype=torch.long, device="meta")

@@ -2,13 +2,12 @@
 
 import contextlib
 import queue
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 
-from specdec.core.generation import Ends, reached
+from specdec.core.generation import Ends
 from specdec.core.sampling import Sampling
 from specdec.decoding.batch import Batch
 from specdec.decoding.decoder import Decoder
@@ -90,7 +89,7 @@ def test_every_request_gets_the_answer_that_it_gets_alone(small_target, engine):
     for number, (client, answer) in enumerate(zip(clients, answers)):
         end = client.wait()
         assert client.tokens == answer and end.reason == ("stop" if answer[-1] in STOP else "length")
-        assert client.rounds[0].drafted is None and all(each.rows <= 3 for each in client.rounds)
+        assert client.rounds[0].drafted is None
         assert {each.drafted for each in client.rounds[1:]} <= ({3} if number % 3 else {0})
 
 
@@ -138,40 +137,6 @@ def test_others_go_on_while_a_long_prompt_is_read(small_target, drafter):
     assert lane.reading is None and lane.advance() is None
 
 
-def test_requests_that_are_given_up_leave_their_rows(small_target, drafter):
-    engine = make_engine(small_target, drafter, rows=1)
-    first, waits, second = (each.ask(engine) for each in (Client([1, 2], 400), Client([3, 4], 400), Client([5, 1], 6)))
-    with at_work(engine):
-        first.events.get(timeout=60)
-        engine.give_up(waits.job)
-        engine.give_up(first.job)
-        assert second.wait().reason in ("stop", "length")
-    assert waits.events.empty() and len(first.job.request.tokens) < 400
-
-
-def test_a_full_queue_refuses_and_stopping_finishes_what_was_submitted(small_target, drafter):
-    engine = make_engine(small_target, drafter, rows=1, queue=2)
-    clients = [Client(prompt, 9) for prompt in prompts(4)]
-    assert [engine.submit(client.job) for client in clients] == [True, True, False, False]
-    with at_work(engine):
-        clients[0].wait()
-        clients[1].wait()
-        clients[2].ask(engine)
-    assert clients[2].wait().reason in ("stop", "length")
-    assert not engine.submit(clients[3].job)
-
-
-def test_late_requests_end_and_the_others_go_on(small_target, drafter):
-    engine, now = make_engine(small_target, drafter, rows=2), time.monotonic()
-    late, waits, good = (Client([1, 2], 400, deadline=now + 0.3), Client([1, 2], deadline=now - 1), Client([1, 2]))
-    for client in (late, waits, good):
-        client.ask(engine)
-    with at_work(engine):
-        assert waits.wait().reason == "timeout" and not waits.rounds
-        assert good.wait().reason in ("stop", "length")
-        assert late.wait().reason in ("timeout", "stop")
-
-
 def test_a_round_that_fails_ends_its_requests_only(small_target, drafter, monkeypatch):
     engine, step, faults = make_engine(small_target, drafter), Batch.step, [MemoryError("no memory is left")]
     plain = greedy(small_target, None, STOP).generate([[1, 2]], 30).tokens[0]
@@ -204,10 +169,6 @@ def test_a_client_whose_events_cannot_be_delivered_disturbs_nobody(engine):
         Client([]).ask(engine)
 
 
-def test_accepted_drafts_by_position():
-    assert reached([0, 2, 1, 2], 2) == [3, 2] and reached([], 0) == []
-
-
 # Rows whose distributions have no token
 
 NOTHING = Sampling(0.8, repetition_penalty=7.0)  # `without_numbers` takes its logits
@@ -237,34 +198,6 @@ def test_a_row_without_a_token_ends_alone(small_target, drafter, monkeypatch, sp
         assert beside.wait().reason == "length" and len(beside.tokens) == 40 and beside.tokens == alone.tokens
     assert {end.reason for end in ends} == {"error"} and not any(client.tokens for client in bad)
     assert all(end.message.startswith("No token can follow the answer's first 0: ") for end in ends)
-
-
-class Refusing:
-    """A grammar that refuses its third token."""
-
-    taken = 0
-
-    def following(self):
-        return None
-
-    def take(self, new):
-        self.taken += len(new)
-        if self.taken > 2:
-            raise ValueError("the grammar stopped")
-
-
-def test_a_row_that_fails_in_the_middle_ends_alone(small_target, drafter, monkeypatch):
-    grammar = "specdec.decoding.batch.grammar"
-    monkeypatch.setattr(f"{grammar}.constrain", lambda tree, *_, **__: (tree, None))
-    unpack = lambda states, size, device: torch.ones(len(states), 1, size, dtype=torch.bool)
-    monkeypatch.setattr(f"{grammar}.unpack", unpack)
-    engine = make_engine(small_target, drafter)
-    bad = Client([3, 4], 9, constraint=Refusing(), speculate=False, endless=True).ask(engine)
-    others = [Client([5, 1], 9, speculate=False).ask(engine) for _ in range(2)]
-    with at_work(engine):
-        end = bad.wait()
-        assert (end.reason, end.message) == ("error", "the grammar stopped") and len(bad.tokens) == 2
-        assert [client.wait().reason in ("stop", "length") for client in others] == [True, True]
 
 
 def test_prompts_that_cannot_be_read_do_not_end_what_runs(small_target, drafter, monkeypatch):

@@ -40,8 +40,9 @@ def chat(text: str, *, messages=None, **more) -> Exchange:
     messages = messages or question(text)
     prompt = data.encode_prompt(small_tokenizer(), messages)
     letters = [token for letter in "the sky" for token in small_tokenizer()(letter)["input_ids"]]
-    given = {"messages": messages, "text": "the sky", "seed": 3, "head": "run/step_000100", "name": text} | more
-    return Exchange([*prompt, *letters, END], len(prompt), END, "stop", SAMPLING, [2, 0], 6, **given)
+    fields = {"id": text, "finish": "stop", "seed": 3, "grammar": None, "head": "run/step_000100"}
+    given = {"messages": messages, "text": "the sky"} | more
+    return Exchange([*prompt, *letters, END], len(prompt), END, SAMPLING, [2, 0], 6, fields, **given)
 
 
 def make_recorder(folder) -> Recorder:
@@ -85,7 +86,7 @@ def test_a_row_holds_the_request_and_what_became_of_the_drafts(tmp_path):
 
 def test_rows_train_as_they_are(tmp_path):
     prompt = small_tokenizer()("Count to")["input_ids"]
-    bare = Exchange([*prompt, 7, 8], len(prompt), None, "length", SAMPLING, [0], 3, prompt="Count to", text="the")
+    bare = Exchange([*prompt, 7, 8], len(prompt), None, SAMPLING, [0], 3, {"finish": "length"}, text="the")
     rows = record(tmp_path / "t", chat("hi"), bare)
     assert rows[1]["messages"] is None and rows[1]["texts"] == ["Count to", "the"]
     packs = encoding.load_packs(
