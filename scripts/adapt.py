@@ -1,7 +1,7 @@
 """Trains a head further on recorded traffic, and takes the new one into use only if it drafts better and has not forgotten.
 
     specdec adapt checkpoint=checkpoints/shipped/mtp traffic=traffic out=adapted
-    specdec serve checkpoint=adapted watch=30
+    specdec serve checkpoint=adapted
 
 The newest conversations are held out, and the present head is judged on them by replay. Then it is trained on the other new
 rows, beside a share of old ones, and judged again. OUT stands for the head in use; OUT/adaptations has what was measured and

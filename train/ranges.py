@@ -179,12 +179,12 @@ RANGES = {
     "min": FEW, "max": FEW, "samples": COUNT, "factor": number(0), "offset": number(0), "least": SHARE, "memory": whole(0),
     # Numbers of the scripts alone
     **dict.fromkeys(
-        "judged max_length max_model_len prefill_tokens prompt queue record_max_bytes max_body rounds rows tokens max_tokens".split(),
+        "judged max_length max_model_len prefill_tokens prompt queue rounds rows tokens max_tokens".split(),
         COUNT,
     ),
     **dict.fromkeys("minutes watch".split(), LONG),
     "epochs": POSITIVE, "tp": FEW, "min_tokens": whole(0), "row": whole(0),
-    "port": whole(0, 65535), "record_rate": SHARE, "old_share": number(0, 1, below=True),
+    "port": whole(0, 65535), "old_share": number(0, 1, below=True),
     "heldout_share": number(0, 1, below=True), "tolerance": number(0),
 }  # fmt: skip
 

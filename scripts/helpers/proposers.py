@@ -3,7 +3,6 @@
 from helpers import loading
 from helpers.options import option, split
 
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,6 @@ class Chosen(loading.Opened):
     name: str  # of the file in conf/proposer
     proposer: Proposer
     checkpoint: Path | None
-    drawn_from: list[str]  # the folders that it was read from
 
     @property
     def title(self) -> str:
@@ -77,14 +75,7 @@ def load(given: ProposerOptions, options: loading.TargetOptions, drafting: Draft
     opened = loading.load_target(options, default=loading.target_of(folder) if folder else None)
     proposer = make(config, opened.target)
     loading.warn_adapted(folder, opened.target)
-    return Chosen(opened.target, opened.tokenizer, opened.stop, name, proposer, folder, drawn_from(config))
-
-
-def drawn_from(config: Config) -> list[str]:
-    """The folders that the proposer is read from: its head's, and a datastore's."""
-    own = [value for value in config.values() if isinstance(value, str) and os.path.isdir(value)]
-    inside = [folder for value in config.values() if isinstance(value, dict) for folder in drawn_from(value)]
-    return sorted({*map(os.path.realpath, own), *inside})
+    return Chosen(opened.target, opened.tokenizer, opened.stop, name, proposer, folder)
 
 
 def configure_all(

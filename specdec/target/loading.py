@@ -147,14 +147,13 @@ def load_tokenizer(
 ) -> transformers.PreTrainedTokenizerBase:
     """name: a folder, or a name on the Hugging Face Hub. Raises ValueError with what to do.
 
-    Warns of ids that the model has no embedding for (core/token_text.py). It puts in front of plain text what the model expects there
-    (plain_text.expect_opening).
+    Texts with ids that the model has no embedding for are refused later, and plain text begins as the model expects it (core/token_text.py).
     """
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = _read(AutoTokenizer.from_pretrained, name, **origin)
     with contextlib.suppress(ValueError, AttributeError):  # a tokenizer without a model
         config = _read(AutoConfig.from_pretrained, name, **origin).get_text_config(decoder=True)
-        token_text.limit_ids(tokenizer, config.vocab_size, name)
+        token_text.limit_ids(tokenizer, config.vocab_size)
     token_text.expect_opening(tokenizer, name, **origin)
     return tokenizer
 

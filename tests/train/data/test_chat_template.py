@@ -216,8 +216,7 @@ def test_ids_without_an_embedding_are_refused_where_a_text_has_them(tmp_path, by
     if by_template:
         tokenizer.chat_template += "{{ '<|extra|>' }}"
     tokenizer.save_pretrained(tmp_path / "target")
-    with pytest.warns(UserWarning, match=r"has 1 tokens for which .* has none: <\|extra\|> \(\d+\)\. Texts with them"):
-        loaded = load_tokenizer(str(tmp_path / "target"))
+    loaded = load_tokenizer(str(tmp_path / "target"))
     said = "Hi" if by_template else "<|extra|>"
     write_rows(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": said}, PLAIN[1]]}])
     message = r"a\.jsonl:1: .*has the token <\|extra\|> \(\d+\), and the embedding of .* has \d+ rows"
