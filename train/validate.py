@@ -97,7 +97,7 @@ class Validation:
     def traceable(self) -> bool:
         """Whether replay can say what was drafted along the answers, in this process alone."""
         alone = self.engine is None and self.target.share.size == 1
-        return alone and self.answers is not None and self.sampling.greedy and self.drafting.stopping is None
+        return alone and self.answers is not None and self.sampling.greedy
 
     def __call__(
         self, candidates: dict[str, Head], *, step: int, trained: float, best: float | None, required: bool

@@ -15,7 +15,6 @@ from specdec.decoding.drafting import Drafting
 from specdec.measuring.measure import Prompt
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
-from specdec.proposers.growth import Stopping
 from train import progress
 from train.ranges import named
 
@@ -48,7 +47,7 @@ class DecodeOptions(CompileOptions):
     top_k: int | None = option(Sampling.top_k, "sample from the K most probable tokens only")
     top_p: float | None = option(Sampling.top_p, "sample from the most probable tokens of this total probability only")
     repetition_penalty: float = option(Sampling.repetition_penalty, "above 1: tokens that occurred become less likely")
-    children: str = option(Drafting.children, "children in a tree at temperature > 0: chosen, distinct or independent")
+    children: str = option(Drafting.children, "children in a tree at temperature > 0: chosen or distinct")
     rule: str = option(Drafting.rule, "acceptance rule: token, block (whole paths), or typical (needs lossy=true)")
     lossy: bool = option(Drafting.lossy, "allow acceptance rules that change the distribution of answers")
     compile: bool | None = option(None, f"{COMPILE}; null: as in decode.file, else false")
@@ -133,13 +132,14 @@ def read_drafting(path: str, *, compile: bool | None, cuda_graphs: bool = False)
     try:
         document = read_yaml(Path(path))
         document = document.get("drafting", document)  # older files hold nothing else
+        document.pop("stopping", None)  # an option of older versions
         document["cuda_graphs"] = cuda_graphs or document.get("cuda_graphs", False)  # older files lack it
         missing = [item.name for item in fields(Drafting) if item.name not in document]
         if missing:
             raise KeyError(f"it lacks {', '.join(missing)}")
         with named("decode"):
             drafting = Drafting(**{**document, "compile": document["compile"] if compile is None else compile})
-            _ = drafting.shape, Stopping(**(drafting.stopping or {}))  # raise errors here, which name the file
+            _ = drafting.shape  # raises errors here, which name the file
         return drafting
     except (OSError, TypeError, KeyError) as error:
         raise ValueError(

@@ -37,7 +37,7 @@ class ProposerOptions:
     proposer: str | None = option(
         None,
         "what drafts: the name of a file in conf/proposer, where its settings are explained; null: auto, but a head's fixed "
-        "shape with decode.depth, width, nodes or stopping",
+        "shape with decode.depth, width or nodes",
     )
     settings: dict[str, str] = field(
         default_factory=dict, metadata={"prefix": "proposer.", "help": "settings of the proposer, see conf/proposer"}
@@ -101,7 +101,7 @@ def drawn_from(config: Config) -> list[str]:
 def default_name(folder: Path | None, drafting: Drafting) -> str:
     """auto, where it can draft: not with a target that guesses ahead of itself, nor where a fixed shape is asked for."""
     usual = Drafting()
-    fixed = (drafting.shape, drafting.stopping) != (usual.shape, usual.stopping)
+    fixed = drafting.shape != usual.shape
     if folder is not None:
         document = checkpoint_file.read_json(folder / "drafter.json")
         fixed = fixed or not issubclass(checkpoint_file.drafter_class(str(document.get("_target_"))), Drafter)

@@ -14,7 +14,6 @@ from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.heads.base import Drafter, Head
 from specdec.proposers.base import Proposer
-from specdec.proposers.growth import Stopping
 from specdec.target.model import Target
 from specdec.unroll import replay
 
@@ -264,8 +263,6 @@ def judge(
 def name_drafting(drafting: Drafting) -> str:
     """A short name of the shape: chain of 3, tree of 4x3x8 (depth x width x nodes)."""
     shape = drafting.shape
-    if drafting.stopping is not None:
-        return f"chain of up to {shape.depth}, stopping below {Stopping(**drafting.stopping).threshold:.2f}"
     return str(shape) if shape.chain else f"tree of {shape.depth}x{shape.width}x{shape.nodes}"
 
 

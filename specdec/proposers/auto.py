@@ -399,7 +399,7 @@ class Auto(Proposer):
         timer = StepTimer(self, head)
         late = self._num_late(head)
         _, first = head.absorb()
-        state, logits, *_ = first
+        state, logits, _ = first
         seen = masks.causal_mask(depth, device).expand(len(rows), -1, -1)
         spine, distributions = [0] * len(rows), list[Tensor]()
         for level in range(1, depth + 1):
@@ -433,7 +433,7 @@ class Auto(Proposer):
                 break
             timer.start()
             step, late = "step", 0
-            state, logits, *_ = head.step(level + 1, level - 1, state, drafts, seen[:, level - 1 : level, :level])
+            state, logits, _ = head.step(level + 1, level - 1, state, drafts, seen[:, level - 1 : level, :level])
         head.cache.drop_pending()
         for row in rows:
             row.normalise()
