@@ -117,7 +117,6 @@ def cases() -> dict[str, dict]:
         found |= {f"{head}, block": usual | CHAIN | {"rule": "block"}}
         found |= {f"{head}, typical": usual | CHAIN | {"rule": "typical", "lossy": True}}
         found |= {f"{head}, cut": usual | TREE | {"sampling": CUT}}
-    part = {"window": "4", "sinks": "1", "chunks": "1", "chunk": "2", "num": "4"}
     texts = {
         "ngram": ("ngram", {"num": "4"}),
         "suffix": ("suffix", {"num": "6"}),
@@ -127,8 +126,6 @@ def cases() -> dict[str, dict]:
         "jacobi": ("lookahead", {"ngram": "2", "guesses": "0"}),
         "layerskip": ("layerskip", {"layers": "5"}),
         "draft": ("draft", {"model": "other"}),
-        "cascade": ("cascade", part),
-        "cascade of a head": ("cascade", part | {"inner": "head"}),
     }
     for name, (proposer, settings) in texts.items():
         usual = {"proposer": proposer, "settings": settings, "head": "eagle" if "head" in name else None} | CHAIN
