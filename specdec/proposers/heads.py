@@ -133,11 +133,6 @@ class HeadProposer(Proposer):
         self.waiting.append(Committed(tokens, features, num, counts, list(range(len(counts)))))
         self.absorbed = None
 
-    @property
-    def num_waiting(self) -> int:
-        """Tokens of all rows that `absorb` has not read yet."""
-        return sum(part.counts[row] for part in self.waiting for row in part.rows if row is not None)
-
     def select(self, rows, nums):
         index = given(rows, self.opening.device)
         self.cache.select(rows)
@@ -320,7 +315,7 @@ class HeadProposer(Proposer):
             state, _ = drafter.step(d, h, tokens, positions, _lagging(mask, d, cache), cache)
         return *newest, *states
 
-    def _step(self, d: int, state, tokens, seen, cache: RowCache) -> tuple[Tensor, Tensor, Tensor]:
+    def _step(self, d: int, state, tokens, seen, cache: RowCache) -> tuple[Tensor, Tensor]:
         """`step`, as a function of tensors and of the cache made of them."""
         drafter, mask = self.drafter, None
         positions = (cache.lengths + drafter.first_slot + d - 2)[:, None].expand_as(tokens)
