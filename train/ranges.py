@@ -161,7 +161,7 @@ RANGES = {
     "lora": GROUP.or_null, "borrow_embeddings": FLAG.or_null,
     **dict.fromkeys(
         "anchor_predicts fuse confidence window_causal markov_table own_output norm_features norm_output native zero_first "
-        "attention_bias gradient_checkpointing lossy compile cuda_graphs from_text".split(),
+        "attention_bias gradient_checkpointing lossy compile cuda_graphs".split(),
         FLAG,
     ),
     # Objectives
@@ -169,13 +169,13 @@ RANGES = {
     "eta": number(0), "noise": number(0), "supervise": choice("answers", "text"), "anchors": COUNT.or_null,
     "keep": number(0, 1, above=True), "chunk": COUNT.or_null, "passes": whole(0, 1024),
     # Decoding
-    "depth": FEW, "width": FEW, "nodes": whole(1, 65536).or_null, "children": choice("chosen", "distinct", "independent"),
-    "stopping": GROUP.or_null, "rule": choice("token", "block", "typical"), "top_k": COUNT.or_null, "top_p": number(0, 1, above=True).or_null,
+    "depth": FEW, "width": FEW, "nodes": whole(1, 65536).or_null, "children": choice("chosen", "distinct"),
+    "rule": choice("token", "block", "typical"), "top_k": COUNT.or_null, "top_p": number(0, 1, above=True).or_null,
     "repetition_penalty": POSITIVE,
     # Proposers
-    "members": TEXT.or_list, "inner": TEXT, "costs": TEXT.or_null, "num": COUNT, "sinks": whole(0), "window": COUNT, "chunks": whole(0),
-    "proposer.chunk": COUNT, "proposer.model": TEXT, "proposer.checkpoint": TEXT.or_null, "proposer.decode": ANY,
-    "proposer.layers": whole().or_list.or_null, "threshold": SHARE, "ngram": whole(2, 1024), "guesses": whole(0), "datastore": TEXT.or_null,
+    "members": TEXT.or_list, "inner": TEXT, "costs": TEXT.or_null, "num": COUNT, "sinks": whole(0), "window": COUNT,
+    "proposer.model": TEXT, "proposer.checkpoint": TEXT.or_null, "proposer.decode": ANY,
+    "proposer.layers": whole().or_list.or_null, "ngram": whole(2, 1024), "guesses": whole(0), "datastore": TEXT.or_null,
     "min": FEW, "max": FEW, "samples": COUNT, "factor": number(0), "offset": number(0), "least": SHARE, "memory": whole(0),
     # Numbers of the scripts alone
     **dict.fromkeys(

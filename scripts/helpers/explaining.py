@@ -13,7 +13,7 @@ def explain(auto: Auto, rows: int, seconds: float) -> dict:
     """Figures of what auto knows and did, for JSON. rows: of the batch; seconds: of all its rounds"""
     assert auto.costs is not None
     account, rounds = auto.account, max(1, auto.account.rounds)
-    curve = auto.costs.curve(rows, auto.entries)
+    curve = auto.costs.curve(rows)
     return {
         "pass_ms": {num: 1e3 * curve[num] for num in sorted(curve)},  # of the target, by nodes
         "head_ms": {name: 1e3 * auto.times.seconds(name, rows) for name in ("absorb", "step")},
@@ -22,7 +22,7 @@ def explain(auto: Auto, rows: int, seconds: float) -> dict:
         "head_rounds": account.head,
         "trials": account.trials,
         "checks": account.checks,
-        "drafts_by_source": dict(sum((choice.sources for choice in account.choices), Counter())),
+        "drafts_by_source": dict(account.sources),
         "tokens_per_round": {"expected": account.expected / rounds, "measured": account.tokens / rounds},
         "ms_per_round": {"expected": 1e3 * account.seconds / rounds, "measured": 1e3 * seconds / rounds},
     }

@@ -3,6 +3,7 @@
 from helpers import loading
 from helpers.options import option, split
 
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,13 @@ def load(given: ProposerOptions, options: loading.TargetOptions, drafting: Draft
     proposer = make(config, opened.target)
     loading.warn_adapted(folder, opened.target)
     return Chosen(opened.target, opened.tokenizer, opened.stop, name, proposer, folder)
+
+
+def drawn_from(config: Config) -> list[str]:
+    """The folders that the proposer is read from: its head's, and a datastore's."""
+    own = [value for value in config.values() if isinstance(value, str) and os.path.isdir(value)]
+    inside = [folder for value in config.values() if isinstance(value, dict) for folder in drawn_from(value)]
+    return sorted({*map(os.path.realpath, own), *inside})
 
 
 def configure_all(

@@ -110,31 +110,19 @@ def cases() -> dict[str, dict]:
             found |= {f"{head}, tree": usual | TREE, f"{head}, warm tree": usual | TREE | {"sampling": WARM}}
     for head in ("eagle", "medusa", "dspark"):
         usual = {"proposer": "head", "head": head, "sampling": WARM}
-        found |= {
-            f"{head}, {children}": usual | TREE | {"children": children} for children in ("distinct", "independent")
-        }
+        found |= {f"{head}, distinct": usual | TREE | {"children": "distinct"}}
         found |= {f"{head}, block": usual | CHAIN | {"rule": "block"}}
         found |= {f"{head}, typical": usual | CHAIN | {"rule": "typical", "lossy": True}}
         found |= {f"{head}, cut": usual | TREE | {"sampling": CUT}}
-    stopping = {"weight": 1.0, "bias": 0.0, "confidence_weight": 0.5, "threshold": 0.3}
-    found |= {
-        f"{head}, stopping": {"proposer": "head", "head": head, "depth": 4, "stopping": stopping}
-        for head in ("dspark", "mtp")
-    }
-    part = {"window": "4", "sinks": "1", "chunks": "1", "chunk": "2", "num": "4"}
     texts = {
         "ngram": ("ngram", {"num": "4"}),
         "suffix": ("suffix", {"num": "6"}),
         "suffix, no memory": ("suffix", {"memory": "0", "factor": "1.0"}),
         "retrieval": ("retrieval", {"datastore": "datastore", "num": "6"}),
         "lookahead": ("lookahead", {}),
-        "lookahead in the text": ("lookahead", {"from_text": "true", "window": "3", "ngram": "2"}),
         "jacobi": ("lookahead", {"ngram": "2", "guesses": "0"}),
         "layerskip": ("layerskip", {"layers": "5"}),
-        "layerskip, threshold": ("layerskip", {"layers": "[0,1,2,4,7]", "threshold": "0.3"}),
         "draft": ("draft", {"model": "other"}),
-        "cascade": ("cascade", part),
-        "cascade of a head": ("cascade", part | {"inner": "head"}),
     }
     for name, (proposer, settings) in texts.items():
         usual = {"proposer": proposer, "settings": settings, "head": "eagle" if "head" in name else None} | CHAIN

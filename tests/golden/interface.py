@@ -34,7 +34,7 @@ from train.data import rows as data
 from train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
-SHAPE = ("depth", "width", "nodes", "children", "stopping")  # settings of conf/decode; the others are those of Decoder
+SHAPE = ("depth", "width", "nodes", "children")  # settings of conf/decode; the others are those of Decoder
 
 
 def run_command(file: str, *arguments: str) -> str:
