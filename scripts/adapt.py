@@ -10,7 +10,7 @@ docs/adapting.md has more.
 """
 
 from helpers import loading
-from helpers.loading import read_yaml
+
 from helpers.options import option, options, run, split
 
 import gc
@@ -248,7 +248,7 @@ def judge_new(given: Adapt, home: Home, plan: AdaptationPlan, trained: Path, con
 def settings_of(head: Path) -> dict[str, Any]:
     """config.yaml beside the head, of the run that it comes from; {} without one"""
     path = head / "config.yaml"
-    return read_yaml(path) if path.exists() else {}
+    return read_settings(path) if path.exists() else {}
 
 
 def find_head(head: Path) -> str:
@@ -266,8 +266,8 @@ def find_old(given: str | None, head: Path, target: str) -> list[str]:
         return split(given)
     recorded = settings_of(head).get("data", {}).get("train")
     if recorded is not None:
-        return [source.name for source in reading.read_sources(recorded)]
-    if Path(target).name == Path(loading.default_target()).name:
+        return list(reading.read_sources(recorded))
+    if Path(target).name == Path(loading.DEFAULT_TARGET).name:
         return [SHIPPED]
     raise ValueError(
         f"It is not recorded what {head} was trained on: give old=FILE with such rows, or old= for none (then nothing "

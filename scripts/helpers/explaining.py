@@ -1,7 +1,5 @@
 """What proposer=auto measured, expected and chose, as a table and a sentence (docs/auto.md)."""
 
-from collections import Counter
-
 import rich.box
 import rich.console
 import rich.table

@@ -98,7 +98,7 @@ class Run:
 
 
 def use_threads(record: Path | None = None) -> None:
-    """One for each core that other processes leave free, unless OMP_NUM_THREADS says otherwise; decided once in a process.
+    """One for each core that this process may use, unless OMP_NUM_THREADS says otherwise; decided once in a process.
 
     record: settings of results that are continued, if it exists: as many as there
     """
@@ -107,13 +107,8 @@ def use_threads(record: Path | None = None) -> None:
     given = os.environ.get("OMP_NUM_THREADS")
     if not given and record is not None and record.exists():
         given = checkpoint.read_json(record).get("threads")
-    num, cores = int(given) if given else threads.usable_cores(), threads.usable_cores()
-    if not given and num < cores:
-        print(
-            f"{num} of {cores} cores: other processes keep the rest busy; OMP_NUM_THREADS= takes more", file=sys.stderr
-        )
-    _threads.append(num)
-    torch.set_num_threads(num)
+    _threads.append(int(given) if given else threads.usable_cores())
+    torch.set_num_threads(_threads[0])
 
 
 def machine(target: Target) -> dict:
@@ -203,7 +198,6 @@ def load_prompts(chosen: Any, opened: Opened) -> list[Prompt]:
         split=chosen.split,
         limit=chosen.limit,
         thinking=mode if chosen.thinking is None else chosen.thinking,
-        trained=() if mode is None else (mode,),
     )
     plain = Decoder(opened.target, None, sampling=Sampling(), stop=set())
     check_prompts(plain, prompts, chosen.max_new_tokens, source=chosen.prompts)

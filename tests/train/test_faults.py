@@ -1,8 +1,6 @@
 """Faults of a machine: two launches, kills, signals of schedulers, full disks, damaged files, processes that end."""
 
 import contextlib
-import io
-import json
 import os
 import random
 import resource
@@ -209,8 +207,6 @@ def test_every_flipped_bit_of_a_pack_is_found(tmp_path):
     torch.save({}, path)
     with pytest.raises(ValueError, match="truncated or damaged"):
         feature_files.read_tensors(path, ["4"])
-
-
 
 
 @pytest.mark.full

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from scripts import answer
-from tests.processes import fit_by_two
-from tests.support import ROOT, child_environment, start, train_overrides, write_rows
+from tests.support import ROOT, start, train_overrides, write_rows
 from train import progress
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"

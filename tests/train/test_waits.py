@@ -1,6 +1,5 @@
 """How often the host waits for the device, and that nothing mixes devices: on a pretended accelerator."""
 
-import contextlib
 from concurrent.futures import Future
 
 import pytest

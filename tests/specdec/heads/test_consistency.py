@@ -148,8 +148,6 @@ def test_the_loss_equals_a_naive_sum_and_trains_only_the_adapter():
     assert loss.num_goals == int(BATCH.loss_mask.sum()) and loss.matches is None
 
 
-
-
 def test_a_checkpoint_restores_the_adapted_target(tmp_path):
     drafter = make()
     prompt = [random_tokens(5, 6, V)]
