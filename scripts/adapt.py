@@ -10,7 +10,6 @@ docs/adapting.md has more.
 """
 
 from helpers import loading
-
 from helpers.options import option, options, run, split
 
 import gc
@@ -37,7 +36,7 @@ from train import adapt as adaptation
 from train import progress
 from train.adapt_folder import AdaptationPlan, Home
 from train.answers.resumable import check_settings
-from train.config import flat
+from train.config import flat, read_settings
 from train.data import reading
 from train.lock import lock
 

