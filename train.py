@@ -1,7 +1,7 @@
 """Trains a drafter; validation decodes.
 
 accelerate launch train.py head=eagle
-python train.py -m head=eagle,mtp optimizer.lr=3e-4,1e-3    trains several, one after the other, and compares them (docs/tracking.md)
+for head in eagle mtp; do accelerate launch train.py head=$head; done    several; specdec evaluate compares them (docs/tracking.md)
 """
 
 import specdec.core.threads  # noqa: F401  says how threads wait, before torch is imported
@@ -17,26 +17,26 @@ import hydra
 import torch
 import yaml
 from accelerate import Accelerator
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specdec import checkpoint
 from specdec.core import devices, files
-from specdec.measuring.report import Report
-from train import build, display, overrides, progress, sweeps, tracking
+from train import build, display, overrides, progress, tracking
 from train.config import RunConfig, fixed_settings
-from train.distributed import ProcessLost, is_main, num_processes, plain_warnings
+from train.distributed import ProcessLost, is_main, plain_warnings
 from train.lock import lock
-from train.pages import facts
-from train.pages.run_page import worth
-from train.pages.samples import write_page
+from train.pages import facts, run_page
 from train.state import RunFolder
 from train.trainer import NotFiniteLoss
 
 CONF = Path(__file__).parent / "conf"
 # An error that all processes find is told by the main one, and the launcher then ends the others. They wait so long with theirs.
 SECONDS_FOR_MAIN = 10
+MANY = (
+    "error: one launch trains one run. For several use a loop: for head in eagle mtp; do accelerate launch train.py head=$head; "
+    "done. Then specdec evaluate checkpoint=A,B compares them."
+)
 
 
 def fit(chosen: DictConfig) -> int:
@@ -61,24 +61,23 @@ def fit(chosen: DictConfig) -> int:
         except (RuntimeError, MemoryError) as error:
             if (full := devices.out_of_memory(error)) is None:
                 raise
-            raise ValueError(f"{full}: {config.less_memory(num_processes=num_processes())}.") from error
+            raise ValueError(f"{full}: {config.less_memory()}.") from error
 
 
 def fit_alone(config: RunConfig, path: Path, accelerator: Accelerator) -> int:
     """`fit` in a folder that no other launch writes to."""
     console, main, given = progress.Results(), accelerator.is_main_process, config.start
     config = build.pin_start(config, path)
-    trainer, tokenizer = build.make_trainer(config, path, accelerator, console)
+    trainer = build.make_trainer(config, path, accelerator, console)
     tracker = tracking.Tracking(config.tracker if main else "none", path)
     if not (config.resume and trainer.resume()):
         trainer.prepare(config.solve_packs if config.start is None else 0, fresh=config.start is None)
     if main:
         document = config.document()
         files.write_text(path / "config.yaml", yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
-        about = {"arguments": sweeps.arguments(config.run), "num_processes": accelerator.num_processes, "start": given}
-        num = len(trainer.validation.prompts)
-        facts.write(path, document, trainer.drafter, trainer.material.packs, num_prompts=num, **about)
-    with tracker.running(config.run, trainer.folder.settings, step=trainer.step):
+        about = {"arguments": sys.argv[1:], "num_processes": accelerator.num_processes, "start": given}
+        facts.write(path, document, trainer.drafter, trainer.material.packs, **about)
+    with tracker.running(config.run, trainer.folder.settings):
         try:
             trainer.fit(tracker.record)
         except NotFiniteLoss as error:
@@ -91,23 +90,15 @@ def fit_alone(config: RunConfig, path: Path, accelerator: Accelerator) -> int:
         except ValueError as error:
             raise ValueError(f"{error} Then continue with resume=true.") from error
         if main and trainer.best:
-            heldout, split = config.data.heldout, config.data.heldout_split
-            page = write_page(path, trainer.validation, tokenizer, prompts=heldout, split=split)
+            page = run_page.write(path)
             console.say(f"report: {page}")
-            report = checkpoint.read_json(page.with_name("report.json"))
-            tracker.log(trainer.step, "best", report)
-            tracker.attach(page, worth(Report.from_json(report))[1])
+            tracker.log(trainer.step, "best", checkpoint.read_json(page.with_name("report.json")))
     display.end(console, trainer)
     return 130 if trainer.interrupted == signal.SIGINT else 0  # a scheduler is to see that all is well
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(chosen: DictConfig) -> None:
-    job = sweeps.run_of(HydraConfig.get())
-    if job is not None:
-        chosen.run = overrides.literal(job)
-        with plain_warnings():
-            return sweeps.run_job(fit, chosen)
     status: int | str
     try:
         with plain_warnings():
@@ -130,6 +121,8 @@ if __name__ == "__main__":
     if {"-h", "--help"} & set(sys.argv):
         print(__doc__, display.usage(CONF), sep="\n")
         sys.exit()
+    if {"-m", "--multirun"} & set(sys.argv):
+        sys.exit(MANY)
     sys.argv[1:] = overrides.as_written(sys.argv[1:])
     try:
         main()

@@ -30,7 +30,6 @@ from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
 from specdec.core.tree import plant
 from specdec.decoding.decoder import Decoder
-from specdec.measuring import speed
 from specdec.target.model import Target
 from specdec.target.verifier import Verifier
 
@@ -203,8 +202,8 @@ def main(arguments: list[str]) -> None:
     device = hardware.find_device()
     longest = max(chosen.prompt + chosen.max_new_tokens, *common.read_numbers("lengths", chosen.lengths))
     target = hardware.make_random_target(chosen.shape, device=device, positions=longest)
-    num_bytes = speed.bytes_per_token(target)
-    bandwidth = speed.memory_bandwidth(num_bytes, device)
+    num_bytes = hardware.bytes_per_token(target)
+    bandwidth = hardware.memory_bandwidth(num_bytes, device)
     figures = GpuFigures(
         hardware.describe_device(device), target.name, hardware.find_peak(device), bandwidth, num_bytes
     )

@@ -5,6 +5,7 @@ import gc
 import platform
 import re
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from specdec.target import attention
 from specdec.target.model import Target
+from specdec.target.structure import experts_of
 
+MOST_READ = 2**30  # bytes
 SAMPLING = 0.003  # seconds between two looks at the memory of this process
 
 
@@ -133,3 +136,29 @@ def make_random_target(shape: str, *, device: torch.device, positions: int, dtyp
             config, dtype=getattr(torch, dtype), attn_implementation=attention.NAME
         )
     return Target(model, name=f"random Llama {shape}")
+
+
+# The limit of plain decoding
+
+
+def bytes_per_token(target: Target) -> int:
+    """Bytes of weights that the pass of one token reads: of an embedding apart from the LM head one row, which is left out,
+    and of a mixture the experts that a token uses. A multimodal model's other parts are not read."""
+    experts = experts_of(target.config.to_dict())
+    used = 1.0 if experts is None else experts.per_token / experts.num
+    weights = {id(target.lm_head.weight): float(target.lm_head.weight.nbytes)}
+    for name, value in [*target.decoder.named_parameters(), *target.decoder.named_buffers()]:
+        if value is not target.embed.weight:
+            weights[id(value)] = value.nbytes * (used if "experts" in name.split(".") else 1.0)
+    return round(sum(weights.values()))
+
+
+def memory_bandwidth(num_bytes: int, device: torch.device, *, repeats: int = 15) -> float:
+    """Bytes/s at which the device reads `num_bytes`, at most MOST_READ, from memory (a sum of float32); the best of `repeats`."""
+    values = torch.ones(min(num_bytes, MOST_READ) // 4, device=device)
+    best = 0.0
+    for _ in range(repeats):
+        start = time.perf_counter()
+        float(values.sum())  # waits for the device
+        best = max(best, values.nbytes / (time.perf_counter() - start))
+    return best

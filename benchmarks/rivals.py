@@ -24,7 +24,7 @@ import torch
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
-from benchmarks import common
+from benchmarks import common, hardware
 from benchmarks.engines import llamacpp, vllm
 from specdec.core import files
 from specdec.core.sampling import Sampling
@@ -36,7 +36,6 @@ from specdec.export.folder import write_export
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
 from specdec.hf import Speculative
-from specdec.measuring import speed
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
 from specdec.target.model import Target
@@ -364,8 +363,8 @@ def main(arguments: list[str]) -> None:
         finally:
             for method in methods.values():
                 method.close()
-    figures, num_bytes = summarise(methods), speed.bytes_per_token(target)
-    limit = speed.memory_bandwidth(num_bytes, target.device) / num_bytes
+    figures, num_bytes = summarise(methods), hardware.bytes_per_token(target)
+    limit = hardware.memory_bandwidth(num_bytes, target.device) / num_bytes
     title = (
         f"{target.name}, {str(target.dtype).removeprefix('torch.')}, {target.device}, {torch.get_num_threads()} threads; "
         f"{len(prompts)} prompts x {chosen.repeats}. Reading the weights once allows {limit:.0f} tokens/s of plain decoding."

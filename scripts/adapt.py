@@ -1,19 +1,17 @@
 """Trains a head further on recorded traffic, and takes the new one into use only if it drafts better and has not forgotten.
 
     specdec adapt checkpoint=checkpoints/shipped/mtp traffic=traffic out=adapted
-    specdec serve checkpoint=adapted watch=30
+    specdec serve checkpoint=adapted
 
 The newest conversations are held out, and the present head is judged on them by replay. Then it is trained on the other new
-rows, beside a share of old ones, and judged again. OUT stands for the head in use; OUT/adaptation.html shows what was
-measured and decided. With watch=SECONDS it goes on, whenever min_tokens new tokens have come. After Ctrl-C the same command
-continues. docs/adapting.md has more.
+rows, beside a share of old ones, and judged again. OUT stands for the head in use; OUT/adaptations has what was measured and
+decided. With watch=SECONDS it goes on, whenever min_tokens new tokens have come. After Ctrl-C the same command continues.
+docs/adapting.md has more.
 """
 
 from helpers import loading
-from helpers.loading import read_yaml
 from helpers.options import option, options, run, split
 
-import functools
 import gc
 import itertools
 import json
@@ -38,12 +36,20 @@ from train import adapt as adaptation
 from train import progress
 from train.adapt_folder import AdaptationPlan, Home
 from train.answers.resumable import check_settings
-from train.config import flat
+from train.config import flat, read_settings
 from train.data import reading
 from train.lock import lock
 
 FREE = ("checkpoint", "traffic", "out", "watch", "settings")  # options that may change when an adaptation goes on
-OWN = {"run", "start", "resume", "head", "data.train"}  # options of train.py that are not the user's
+OWN = {
+    "run",
+    "start",
+    "resume",
+    "head",
+    "data.train",
+    "data.length",
+    "train.steps",
+}  # options of train.py that are not the user's
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 SHIPPED = "data/answers.jsonl.gz"  # answers of the default target, on which the shipped heads were trained
 ROUND = 128  # tokens: packs have a multiple of it, so that the target's passes have few shapes
@@ -67,22 +73,13 @@ class Adapt:
     lr: float | None = option(None, "learning rate; null: a third of the head's own")
     tolerance: float = option(0.03, "share by which tau of old answers may fall")
     min_tokens: int = option(5000, "new tokens of answers that training needs")
-    max_tokens: int | None = option(None, "most new tokens that are trained on, the newest; null: all")
     watch: float | None = option(None, "go on, and look for new rows every so many seconds; null: once")
-    depth: int = option(4, "drafts of the chain that heads are judged with")
-    judged: int = option(100, "answers of new and of old rows that are judged, at most")
     length: int = option(1024, "tokens of an answer with its prompt that are judged and trained on, at most")
-    head: str | None = option(None, "file of conf/head whose objective trains; null: the one that fits the checkpoint")
-    seed: int = option(0, "of the choice of old rows")
     training: dict[str, str] = field(
         default_factory=dict,
-        metadata={"prefix": "training.", "help": "options of train.py, such as training.data.length=1024"},
+        metadata={"prefix": "training.", "help": "options of train.py, such as training.train.batch=4"},
     )
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
-
-    @property
-    def limits(self) -> adaptation.JudgeLimits:
-        return adaptation.JudgeLimits(self.depth, self.judged, self.length)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -120,62 +117,51 @@ def watch(given: Adapt, home: Home, console: progress.Results) -> None:
         console.say(f"stopped; {home.path} stands for {home.current.name}")
 
 
-def check_tokens(tokens: int, needed: int) -> None:
-    if tokens < needed:
-        raise adaptation.TooFew(f"{tokens:,} of {needed:,} new tokens to train on (min_tokens): record more.")
-
-
-def source_of(given: Adapt, home: Home) -> adaptation.TrafficSource:
-    """Whose answers the head is adapted to."""
-    document = checkpoint.read_json(home.current / "drafter.json")
-    name = given.target.name or str(document.get("target"))
-    tokenizer = load_tokenizer(name, given.target.trust_remote_code)
-    return adaptation.TrafficSource(datastore.fingerprint(tokenizer), name, document.get("target_fingerprint"))
-
-
-@functools.cache
-def load_tokenizer(name: str, trust: bool) -> PreTrainedTokenizerBase:
-    return loading.load_tokenizer(name, trust_remote_code=trust)
-
-
 def adapt(given: Adapt, home: Home, console: progress.Results) -> None:
     """One adaptation, or the rest of the one that was interrupted. Raises TooFew if there is too little to train on."""
     settings = {key: value for key, value in asdict(given).items() if key not in FREE}
     plan = home.read_plan()
     if plan is None:
-        plan = prepare(given, home, settings)
+        plan = prepare(given, home, settings, console)
     else:
         then = {key: value for key, value in plan.about["settings"].items() if key in settings}  # some options went
         advice = f"Give those again, or delete {home.training} to begin anew."
         check_settings(home.training, then, settings, advice=advice)
         console.say(f"the adaptation {plan.number} goes on")
-    trained = train(given, home, plan)
-    judge_new(given, home, plan, trained, console)
+    judge_new(given, home, plan, train(given, home, plan), console)
 
 
 def check_head(folder: Path) -> None:
     """Raises ValueError for a head that replay does not apply to."""
     kind = checkpoint.drafter_class(str(checkpoint.read_json(folder / "drafter.json").get("_target_")))
     if kind.adapts_target or not issubclass(kind, Drafter):
-        why = (
-            "changes its target, which would not have written these answers" if kind.adapts_target else "takes no steps"
+        raise ValueError(
+            f"{folder}: a {kind.__name__} cannot be judged by replay along answers of the unchanged target: train it by "
+            "train.py start=."
         )
-        raise ValueError(f"{folder} {why}, so it cannot be judged by replay: train it by train.py start=.")
 
 
-def prepare(given: Adapt, home: Home, settings: dict) -> AdaptationPlan:
+def check_tokens(tokens: int, needed: int) -> None:
+    if tokens < needed:
+        raise adaptation.TooFew(f"{tokens:,} of {needed:,} new tokens to train on (min_tokens): record more.")
+
+
+def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results) -> AdaptationPlan:
     """Reads and splits the rows. -> what to train. With watch=, enough of the rows must be new to all adaptations."""
     check_head(home.current)
-    find_head(home.first, given.head)  # which refuses a wrong one now
-    never, past = float("-inf"), home.history()
-    tried = max((each["until"] for each in past), default=never)
-    until = max((each["until"] for each in past if each["decision"] == "accepted"), default=never)
-    source = source_of(given, home)
+    find_head(home.first)  # which refuses a wrong one now
+    document = checkpoint.read_json(home.current / "drafter.json")
+    name = given.target.name or str(document.get("target"))
+    tokenizer = loading.load_tokenizer(name, trust_remote_code=given.target.trust_remote_code)
+    source = adaptation.TrafficSource(datastore.fingerprint(tokenizer), name, document.get("target_fingerprint"))
     answers, left_out = adaptation.read_traffic(Path(given.traffic), source)
-    new = [answer for answer in answers if answer.time > until]
+    past = [(each["until"], each["decision"]) for each in home.history()]
+    tried = max((until for until, _ in past), default=-math.inf)
+    known = max((until for until, decision in past if decision == "accepted"), default=-math.inf)
     if given.watch is not None:
         tokens = adaptation.count_tokens(answer for answer in answers if answer.time > tried)
         check_tokens(int(tokens * (1 - given.heldout_share)), given.min_tokens)
+    new = [answer for answer in answers if answer.time > known]
     if not new:
         raise adaptation.TooFew(
             f"traffic={given.traffic} has no rows that are newer than those of the head in use: record more."
@@ -183,18 +169,21 @@ def prepare(given: Adapt, home: Home, settings: dict) -> AdaptationPlan:
     training, heldout = adaptation.split_newest(new, given.heldout_share)
     earlier = home.known("heldout")
     training = adaptation.drop_known(training, earlier)
-    if given.max_tokens is not None:
-        training = adaptation.take_tokens(reversed(training), given.max_tokens)[::-1]
     check_tokens(tokens := adaptation.count_tokens(training), given.min_tokens)
     num = len({answer.conversation for answer in heldout if len(answer.prompt) + 2 <= given.length})
     if num < adaptation.ENOUGH:
         raise adaptation.TooFew(
             f"{num} held-out conversations fit into length={given.length}: a head is judged by {adaptation.ENOUGH} or more. Record more."
         )
-    old, rest = choose_old(given, home, source, [*heldout, *training, *earlier], tokens)
+    if left_out:
+        console.say(f"rows of the traffic that are left out: {left_out}")
+    sources = find_old(given.old, home.first, source.target)
+    adapted = [{**answer.to_row(source.tokenizer), "category": "adapted"} for answer in home.known("trained")]
+    most = int(given.old_share / (1 - given.old_share) * tokens)
+    old, rest = choose_old(sources, adapted, tokenizer, taken=[*heldout, *training, *earlier], most=most)
     old += adaptation.drop_known(earlier, [*heldout, *training])
-    slices = {"new": given.limits.choose(heldout), "old": given.limits.choose(old)}
-    about = {"until": max(answer.time for answer in new), "notes": notes_on(left_out, slices), "settings": settings}
+    slices = {kind: adaptation.choose_judged(each, given.length) for kind, each in (("new", heldout), ("old", old))}
+    about = {"until": max(answer.time for answer in new), "settings": settings}
     start = str(home.current.relative_to(home.path))
     plan = AdaptationPlan(home.next_number(), start, [*training, *rest], len(training), slices, about)
     home.save_plan(plan, source.tokenizer)
@@ -202,54 +191,38 @@ def prepare(given: Adapt, home: Home, settings: dict) -> AdaptationPlan:
 
 
 def choose_old(
-    given: Adapt, home: Home, source: adaptation.TrafficSource, taken: adaptation.Answers, tokens: int
+    sources: list[str], adapted: list[dict], tokenizer: PreTrainedTokenizerBase, *, taken: adaptation.Answers, most: int
 ) -> tuple[adaptation.Answers, adaptation.Answers]:
     """-> old answers that forgetting is judged on, the same ones at every adaptation, and others to train on.
 
-    taken: answers that are used already; tokens: new ones that are trained on
+    adapted: rows of earlier adaptations; taken: answers that are used already; most: tokens of the second ones
     """
-    sources = find_old(given.old, home.first, source.target)
-    tokenizer = load_tokenizer(source.target, given.target.trust_remote_code)
-    earlier = [{**answer.to_row(source.tokenizer), "category": "adapted"} for answer in home.known("trained")]
     try:
         rows = [row for name in sources for row in reading.load_conversations(name)]
-        with reading.at(f"old={','.join(sources)}"):
-            drawn = list(itertools.islice(adaptation.draw_old(rows, tokenizer, seed=given.seed), given.judged))
-            rest = adaptation.draw_old([*rows, *earlier], tokenizer, seed=given.seed)
-            most = int(given.old_share / (1 - given.old_share) * tokens)
-            unused = adaptation.drop_known(rest, [*taken, *drawn])
-            return adaptation.drop_known(drawn, taken), adaptation.take_tokens(unused, most)
+        drawn = list(itertools.islice(adaptation.draw_old(rows, tokenizer), adaptation.JUDGED))
+        unused = adaptation.drop_known(adaptation.draw_old([*rows, *adapted], tokenizer), [*taken, *drawn])
     except ValueError as error:
         raise ValueError(f"old={','.join(sources)}: {error} Give old=FILE, or old= for no old rows.") from None
-
-
-def notes_on(left_out: dict[str, int], slices: dict[str, adaptation.Answers]) -> list[str]:
-    notes = [f"{num} rows of the traffic were left out: {reason}." for reason, num in left_out.items()]
-    inexact = sum(not answer.exact for answer in slices["new"])
-    if inexact:
-        notes.append(
-            f"{inexact} of {len(slices['new'])} judged answers were not drawn at a known temperature alone. Replay takes "
-            "them so (0 if it is unknown), and their tau is an estimate, before and after alike."
-        )
-    if not slices["old"]:
-        notes.append("There are no old answers, so what was forgotten is not known.")
-    return notes
+    return adaptation.drop_known(drawn, taken), adaptation.take_tokens(unused, most)
 
 
 def judge_new(given: Adapt, home: Home, plan: AdaptationPlan, trained: Path, console: progress.Results) -> None:
     """Judges the trained head, and takes it into use or not."""
     loaded = loading.load(str(home.path / plan.start), given.target)
     heads = {"the head in use": loaded.drafter, "the new head": checkpoint.load(trained, loaded.target)}
-    changes = {
-        kind: adaptation.TauChange.of(
-            answers,
-            *(
-                given.limits.judge(head, answers, what=f"judging {name}, {kind} answers")
-                for name, head in heads.items()
-            ),
-        )
-        for kind, answers in plan.heldout.items()
-    }
+    changes = {}
+    for kind, answers in plan.heldout.items():
+        counts = [
+            adaptation.judge(head, answers, length=given.length, what=f"judging {name}, {kind} answers")
+            for name, head in heads.items()
+        ]
+        changes[kind] = part = adaptation.TauChange.of(answers, *counts)
+        if part:
+            (low, high), (least, most) = part.before_ci, part.change_ci
+            console.say(
+                f"{kind} answers: tau {part.before:.3f} ({low:.2f} .. {high:.2f}) -> {part.after:.3f}, change "
+                f"{part.change:+.3f} ({least:+.3f} .. {most:+.3f}), {part.conversations} conversations"
+            )
     assert changes["new"] is not None
     good, reasons = adaptation.decide(changes["new"], changes["old"], tolerance=given.tolerance)
     tokens = [adaptation.count_tokens(part) for part in (plan.training[: plan.num_new], plan.training[plan.num_new :])]
@@ -263,19 +236,9 @@ def judge_new(given: Adapt, home: Home, plan: AdaptationPlan, trained: Path, con
         "training": {"new_tokens": tokens[0], "old_tokens": tokens[1], "steps": size_training(given, plan)[1]},
         **plan.about,
     }
-    for kind, part in changes.items():
-        if part:
-            (low, high), (least, most) = part.before_ci, part.change_ci
-            console.say(
-                f"{kind} answers: tau {part.before:.3f} ({low:.2f} .. {high:.2f}) -> {part.after:.3f}, change "
-                f"{part.change:+.3f} ({least:+.3f} .. {most:+.3f}), {part.conversations} conversations"
-            )
-    page = home.record(plan.number, document)
-    if good:
-        home.accept(plan, trained, document, datastore.fingerprint(loaded.tokenizer))
-    home.finish()
+    home.decide(plan, trained, document, datastore.fingerprint(loaded.tokenizer))
     console.say(f"{document['decision']}: {' '.join(reasons)}")
-    console.say(f"{home.path} stands for {document['in_use']}. Page: {page}")
+    console.say(f"{home.path} stands for {document['in_use']}")
 
 
 # Training: train.py in a process of its own, with the settings of the head
@@ -284,18 +247,16 @@ def judge_new(given: Adapt, home: Home, plan: AdaptationPlan, trained: Path, con
 def settings_of(head: Path) -> dict[str, Any]:
     """config.yaml beside the head, of the run that it comes from; {} without one"""
     path = head / "config.yaml"
-    return read_yaml(path) if path.exists() else {}
+    return read_settings(path) if path.exists() else {}
 
 
-def find_head(head: Path, given: str | None) -> str:
-    """The file of conf/head for a checkpoint: `given`, or the first one with its class."""
-    confs = {path.stem: OmegaConf.load(path) for path in sorted((loading.CONF / "head").glob("*.yaml"))}
+def find_head(head: Path) -> str:
+    """The first file of conf/head for a checkpoint's class."""
     kind = checkpoint.read_json(head / "drafter.json")["_target_"]
-    found = [name for name, conf in confs.items() if name == given or (given is None and conf.drafter._target_ == kind)]
-    if not found:
-        what = f"There is no head {given!r}" if given else f"No file of conf/head is of {kind}: give head=NAME"
-        raise ValueError(f"{what}; there are: {', '.join(confs)}.")
-    return found[0]
+    for path in sorted((loading.CONF / "head").glob("*.yaml")):
+        if OmegaConf.load(path).drafter._target_ == kind:
+            return path.stem
+    raise ValueError(f"{head}: no file of conf/head trains a {kind}.")
 
 
 def find_old(given: str | None, head: Path, target: str) -> list[str]:
@@ -304,8 +265,8 @@ def find_old(given: str | None, head: Path, target: str) -> list[str]:
         return split(given)
     recorded = settings_of(head).get("data", {}).get("train")
     if recorded is not None:
-        return [source.name for source in reading.read_sources(recorded)]
-    if Path(target).name == Path(str(OmegaConf.load(loading.CONF / "target" / "smollm2-135m.yaml").name)).name:
+        return list(reading.read_sources(recorded))
+    if Path(target).name == Path(loading.DEFAULT_TARGET).name:
         return [SHIPPED]
     raise ValueError(
         f"It is not recorded what {head} was trained on: give old=FILE with such rows, or old= for none (then nothing "
@@ -321,10 +282,7 @@ def size_training(given: Adapt, plan: AdaptationPlan) -> tuple[int, int]:
     lengths = [len(answer.prompt) + len(answer.answer) for answer in plan.training]
     usual = OmegaConf.load(loading.CONF / "data" / "shipped.yaml").length
     length = max(usual, min(given.length, ROUND * math.ceil(max(lengths) / ROUND)))
-    if "train.steps" in given.training:
-        return length, int(given.training["train.steps"])
-    size = int(given.training.get("data.length", length))
-    packs = sum(min(each, size) for each in lengths) / size
+    packs = sum(min(each, length) for each in lengths) / length
     together = int(given.training.get("train.batch", 1)) * int(given.training.get("train.accumulation", 1))
     return length, max(1, math.ceil(given.epochs * packs / together))
 
@@ -349,16 +307,13 @@ def make_arguments(given: Adapt, home: Home, plan: AdaptationPlan, length: int, 
     folder = home.training.resolve()  # out= may be relative in one launch and absolute in the next
     name = given.target.name or loading.target_of(home.path / plan.start)
     target = {**asdict(given.target), "name": Path(name) if Path(name).exists() else name}
-    vocab = checkpoint.read_tensors(home.first / "drafter.safetensors").get("draft_to_target")
-    settings, head = settings_of(home.first), find_head(home.first, given.head)
+    settings, head = settings_of(home.first), find_head(home.first)
     objective = settings.get("head", {}).get("objective", {})
     own_lr = settings.get("optimizer", {}).get("lr") or OmegaConf.load(loading.CONF / "head" / f"{head}.yaml").lr
     values: dict[str, Any] = {
         **{f"head.objective.{key}": value for key, value in flat(objective).items() if key != "_target_"},
         "run": folder / "run",
         "start": (home.path / plan.start).resolve(),
-        # The draft vocabulary grows with the traffic: in all adaptations together by an eighth of the first head's
-        **({} if vocab is None else {"start_vocab": "more", "head.vocab_size": len(vocab)}),
         "resume": "auto",
         "features.folder": folder / "features",
         "data.cache": folder / "data-cache",

@@ -5,7 +5,7 @@
 Each prompt gets one answer per temperature. Writes conversations to OUT and the settings to OUT.meta.json. After an
 interruption the same command continues.
 
-engine=URL lets a server with OpenAI's interface answer; vLLM also gives the token ids, which are kept in the rows.
+The rows hold the token ids too. engine=URL lets a vLLM server answer.
 """
 
 from helpers import decoding, loading
@@ -31,10 +31,6 @@ from train.data import chat_template, reading
 from train.data import rows as data
 from train.features.engine_client import EngineClient
 
-WAYS = {
-    "ids": "takes and gives token ids, which are kept in the rows",
-    "chat": "takes messages: its own chat template decides, and training tokenises the answers again",
-}
 ADVICE = "Use the same settings to continue, or choose another out=FILE."
 
 
@@ -53,7 +49,7 @@ class AnswerOptions:
     limit: int | None = option(None, "answer only the first LIMIT prompts; null: all")
     max_new_tokens: int = option(160, "longest answer, in tokens")
     thinking: bool | None = option(None, loading.THINKING + "; null: the template's default")
-    engine: str | None = option(None, "comma list of URLs of servers; null: this project's decoder")
+    engine: str | None = option(None, "comma list of URLs of vLLM servers; null: this project's decoder")
     in_flight: int = option(64, "requests that are under way at once, with engine=")
     batch: int = option(16, "prompts answered at once, without engine=")
     seed: int = option(0, "seed of the sampling")
@@ -102,11 +98,9 @@ def open_writer(
         runner = Runner(chosen.decode.compile)
         yield OwnDecoder(target, tokenizer, settings, chosen.batch, runner), {"target": target.fingerprint()}
         return
-    last = max(jobs, key=lambda job: len(job.tokens))
     with contextlib.closing(EngineClient(chosen.engine, in_flight=chosen.in_flight, say=console.print)) as client:
         server = AnswerServer(client, tokenizer, settings, name=str(chosen.target.name), example=jobs[0])
-        console.print(f"{server.model} at {', '.join(client.urls)} {WAYS[server.way]}.")
-        server.check_length(len(last.tokens) + chosen.max_new_tokens, f"{last.place}: the longest prompt, {last.id},")
+        console.print(f"{server.model} at {', '.join(client.urls)} answers.")
         yield server, {}
 
 
@@ -176,7 +170,7 @@ def write_missing(
             answers.append(*(answering.make_row(*pair, tokenizer=vocabulary) for pair in group))
             ends.update(answer.finish for _, answer in group)
             ends.update("empty" for _, answer in group if not answer.text.strip())
-            shown.advance(len(group), num_tokens=sum(answer.num_tokens for _, answer in group))
+            shown.advance(len(group), num_tokens=sum(len(answer.tokens) for _, answer in group))
     return (
         f"{shown.done} answers written, {shown.num_tokens} tokens in {shown.seconds:.0f} s; {ends['length']} were cut at "
         f"{writer.settings.max_new_tokens} tokens, {ends['empty']} are empty"

@@ -9,14 +9,18 @@ are kept; of other rows, their text.
 from helpers import loading
 from helpers.options import options, run
 
-import functools
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy
+import transformers
+
+import specdec
+from specdec.proposers import datastore
 from specdec.target.model import load_tokenizer
 from train import progress
-from train.answers import datastore
+from train.answers.datastore import read_texts
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,6 @@ class DatastoreOptions:
     out: str = field(metadata={"help": "folder to make", "folder": True})
     length: int = field(default=16, metadata={"help": "longest match that can be found, in tokens"})
     split: str | None = field(default=None, metadata={"help": loading.SPLIT})
-    thinking: bool | None = field(default=None, metadata={"help": f"{loading.THINKING}; null: told by the rows"})
     limit: int | None = field(default=None, metadata={"help": "read only the first LIMIT rows; null: all"})
     target: loading.TokenizerOptions = field(default_factory=loading.TokenizerOptions)
 
@@ -39,22 +42,22 @@ def main(arguments: list[str] | None = None) -> None:
 
     start = time.perf_counter()
     tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
-    read = datastore.read_texts(
-        chosen.data, tokenizer, split=chosen.split, limit=chosen.limit, thinking=chosen.thinking
-    )
+    read = read_texts(chosen.data, tokenizer, split=chosen.split, limit=chosen.limit)
     texts = list(progress.track(read, "tokenising", unit="texts"))
     if not texts:
         raise ValueError(f"data={chosen.data} holds no text, so there is nothing to retrieve: give some with text.")
     tokenised = time.perf_counter()
-    about = {"source": Path(chosen.data).name, "limit": chosen.limit}
-    datastore.build(
-        out,
-        texts,
-        tokenizer,
-        length=chosen.length,
-        about=about,
-        progress=functools.partial(progress.track, what="sorting", unit="rounds"),
-    )
+    tokens = datastore.join(texts)
+    rounds = lambda each: progress.track(each, "sorting", unit="rounds")
+    document = {
+        "tokenizer_fingerprint": datastore.fingerprint(tokenizer),
+        "num_texts": len(texts),
+        "length": chosen.length,
+        "source": Path(chosen.data).name,
+        "limit": chosen.limit,
+        "versions": {module.__name__: module.__version__ for module in (specdec, transformers, numpy)},
+    }
+    datastore.write(out, tokens, datastore.sort(tokens, chosen.length, progress=rounds), document)
     size, end = sum(path.stat().st_size for path in out.iterdir()), time.perf_counter()
     console.print(
         f"{out}: {sum(map(len, texts)):,} tokens in {len(texts):,} texts, {size / 1e6:.1f} MB; {end - start:.0f} s, "

@@ -10,7 +10,6 @@ command continues. It writes checkpoints/demo, with report.html and comparison/c
 from helpers import loading
 from helpers.options import option, options, run
 
-import functools
 import subprocess
 import sys
 import time
@@ -65,10 +64,6 @@ class DemoPlan:
     training: float  # seconds
     comparing: float
 
-    @property
-    def whole(self) -> bool:
-        return self.steps == STEPS and self.prompts == PROMPTS
-
 
 def measure(target: Target, prompt: list[int]) -> Speed:
     decoder = Decoder(target, None, sampling=Sampling(temperature=0), stop=set())
@@ -101,7 +96,7 @@ def describe(plan: DemoPlan, speed: Speed) -> str:
         f"drafts.\nTraining: {plan.steps:,} steps of {LENGTH} tokens, about {plan.training / 60:.0f} minutes. "
         f"Comparison: {plan.prompts} prompts, about {max(1, plan.comparing / 60):.0f} minutes."
     )
-    if not plan.whole:
+    if (plan.steps, plan.prompts) != (STEPS, PROMPTS):
         text += (
             f"\nThat is less than the {STEPS:,} steps and {PROMPTS} prompts of the README's figures, so that it does not take longer; "
             "minutes= allows more."
@@ -120,10 +115,9 @@ def run_command(file: str, given: dict[str, Any]) -> int:
                 continue
 
 
-def read_begun(path: Path, *keys: str) -> int | None:
-    """A number in a file of settings, if there is one: a run continues with the sizes that it was begun with."""
-    document: Any = loading.read_yaml(path) if path.exists() else None
-    return document and int(functools.reduce(lambda part, key: part[key], keys, document))
+def read_begun(path: Path) -> dict:
+    """A file of settings, {} if there is none: a run continues with the sizes that it was begun with."""
+    return loading.read_yaml(path) if path.exists() else {}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -135,8 +129,8 @@ def main(arguments: list[str] | None = None) -> None:
     with progress.start("measuring this machine"):
         speed = measure(opened.target, prompt)
     del opened
-    steps = read_begun(folder / "config.yaml", "train", "steps")
-    prompts = read_begun(folder / "comparison/settings.json", "num_prompts")
+    steps = read_begun(folder / "config.yaml").get("train", {}).get("steps")
+    prompts = read_begun(folder / "comparison/settings.json").get("num_prompts")
     plan = make_plan(speed, chosen.minutes, steps=steps, prompts=prompts)
     print(describe(plan, speed), flush=True)
     if (folder / "finished").exists():

@@ -2,7 +2,7 @@
 
     specdec export checkpoint=checkpoints/shipped/eagle3 format=vllm out=exported
 
-The files are checked against the format's manifest and read back. Formats: vllm, sglang, speculators, eagle, medusa,
+Formats: vllm, sglang, speculators, eagle, medusa,
 transformers, gguf (for llama.cpp's converter), safetensors (this project's own tensor names).
 """
 
@@ -21,6 +21,7 @@ from specdec.heads.medusa import Medusa2
 from specdec.target.adapter import save_merged
 from specdec.target.model import DTYPES, Target
 from train import progress
+from train.pages import facts
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Export:
         None, "drafts per round in the launch lines; null: the fastest by the checkpoint's report"
     )
     license: str = option("other", "licence of the weights, for the model card")
-    data: str | None = option(None, "training data, for the model card; null: from the run's config.yaml")
+    data: str | None = option(None, "training data, for the model card; null: as the run recorded it")
     merged_target: str | None = option(
         None, "for a head that adapts its target (medusa2): folder for the adapted model"
     )
@@ -73,7 +74,12 @@ def main(arguments: list[str] | None = None) -> None:
     form = make_form(drafter, chosen.format)
     data = chosen.data or loading.trained_on(loaded.folder)
     provenance = Provenance.read(
-        loaded.folder, target=drafter.target, license=chosen.license, data=data, num_drafts=chosen.num_drafts
+        loaded.folder,
+        target=drafter.target,
+        license=chosen.license,
+        data=data,
+        num_drafts=chosen.num_drafts,
+        about=facts.read(loaded.folder),
     )
     num = form.num_drafts(provenance.num_drafts)
     if chosen.num_drafts not in (None, num):
@@ -81,13 +87,10 @@ def main(arguments: list[str] | None = None) -> None:
         raise ValueError(
             f"num_drafts={chosen.num_drafts}: this drafter drafts {num} tokens per round, because {reason}."
         )
-    with progress.start("writing the tensors and reading them back"):
-        tensors = write_export(form, out, dtype=DTYPES[chosen.target.dtype_here], provenance=provenance)
-    size = sum(value.numel() * value.element_size() for value in tensors.values())
-    print(
-        f"written: {out}, {len(tensors)} tensors, {size / 1e6:.1f} MB, checked against the manifest, read back and equal"
-    )
-    for engine, line in form.launch_lines(chosen.out, num).items():
+    with progress.start("writing the tensors"):
+        size = write_export(form, out, dtype=DTYPES[chosen.target.dtype_here], provenance=provenance)
+    print(f"written: {out}, {len(form.layout.tensors)} tensors, {size / 1e6:.1f} MB")
+    for engine, line in form.launch_lines(target=drafter.target.name, out=chosen.out, num=num).items():
         print(f"\n{engine}, {num} drafts a round:\n{line}")
     if form.settings:
         print(f"\nas a configuration: {json.dumps(form.settings_for(chosen.out, num))}")

@@ -9,13 +9,14 @@ Green tokens were drafted and accepted. The others come from the target's own pa
 from helpers import decoding, loading, proposers
 from helpers.options import option, options, run
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import rich.console
 
-from specdec.core.generation import Generation, StopStrings
-from specdec.core.grammar import FORMS, Constraint
+from specdec.core.generation import Generation
+from specdec.core.grammar import FORMS, Constraint, Grammar, Grammars
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.measuring.measure import first_difference, seeded_generator, top2_gap
@@ -23,6 +24,12 @@ from specdec.server.text import StreamedText
 from train import progress
 from train.data import chat_template
 from train.data import rows as data
+from train.ranges import named
+
+
+@dataclass(frozen=True)
+class RuledDecodeOptions(decoding.DecodeOptions):
+    grammar: str | None = option(None, f"grammar of the answer: {FORMS}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +37,10 @@ class Generate(proposers.ProposerOptions):
     prompt: str = field(metadata={"help": "text of the user's message, or to continue, without a chat template"})
     thinking: bool | None = option(None, f"{loading.THINKING}; null: as the checkpoint was trained, else the default")
     max_new_tokens: int = option(128, "longest answer, in tokens")
-    stop_strings: str | None = option(None, "comma list of texts that end the answer")
     seed: int = option(0, "seed of sampling")
     compare: bool = option(True, "answer again without drafts, and compare")
-    target: loading.SharedTargetOptions = field(default_factory=loading.SharedTargetOptions)
-    decode: decoding.DecodeOptions = field(default_factory=decoding.DecodeOptions)
+    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
+    decode: RuledDecodeOptions = field(default_factory=RuledDecodeOptions)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -48,21 +54,11 @@ def main(arguments: list[str] | None = None) -> None:
     messages = [{"role": "user", "content": chosen.prompt}]
     row = {"id": "prompt=", "prompt": chosen.prompt, "messages": messages}
     prompt = data.encode_row(loaded.tokenizer, row, thinking=thinking)
-    strings = tuple(chosen.stop_strings.split(",")) if chosen.stop_strings else ()
-    write = lambda tokens: str(loaded.tokenizer.decode(tokens))
-    shared: dict[str, Any] = {
-        "sampling": sampling,
-        "stop": loaded.stop,
-        "stop_strings": StopStrings(strings, write) if strings else None,
-        "runner": drafting.runner(),
-    }
+    shared: dict[str, Any] = {"sampling": sampling, "stop": loaded.stop, "runner": drafting.runner()}
     decoder = drafting.decoder(loaded.target, loaded.proposer, **shared)
     plain = Decoder(loaded.target, None, **shared)
     decoding.show_measuring(loaded.proposer)
-    ruled = decoding.Ruled.of(chosen.decode.grammar, loaded)
-    if ruled and ruled.given is None:
-        raise ValueError(f"decode.grammar=rows is for commands with prompts=; here, give {FORMS}.")
-    begin = lambda: [ruled.grammars.constraint(ruled.given)] if ruled else None  # constraints, at an answer's beginning
+    begin = begin_constraint(chosen.decode.grammar, loaded)
     for each in (decoder, plain) if chosen.compare else (decoder,):
         each.generate([prompt], 4, constraints=begin())  # a warm-up
     loaded.proposer.forget()
@@ -82,6 +78,16 @@ def main(arguments: list[str] | None = None) -> None:
             (constraint,) = begin() or [None]
             gap = top2_gap(loaded.target, prompt, drafted.tokens[0], again.tokens[0], sampling, constraint)
         print_comparison(drafted, again, sampling, gap, console)
+
+
+def begin_constraint(grammar: str | None, loaded: loading.Opened) -> Callable[[], list[Constraint | None] | None]:
+    """-> gives the constraint of an answer, at its beginning; None without a grammar. Raises ValueError for a wrong one."""
+    if grammar is None:
+        return lambda: None
+    with named("decode"):
+        rule = Grammar.parse(grammar)
+    grammars = Grammars(loaded.tokenizer, loaded.target.vocab_size, loaded.stop)
+    return lambda: [grammars.constraint(rule)]
 
 
 def print_answer(
@@ -111,8 +117,8 @@ def print_answer(
         console.print(f"The answer is complete under the grammar, with {len(result.tokens[0])} tokens.")
     elif constraints and constraints[0]:
         console.print(
-            "The answer ends before the grammar is complete: raise max_new_tokens=, bound what the grammar allows (maxLength, "
-            "maxItems), or leave out stop_strings=."
+            "The answer ends before the grammar is complete: raise max_new_tokens=, or bound what the grammar allows (maxLength, "
+            "maxItems)."
         )
     return result
 

@@ -38,12 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
         device=chosen.target.device or "cpu",
         trust_remote_code=chosen.target.trust_remote_code,
     )
-    spec, tensors = read_published(Path(chosen.source), target)
-    dtype = next(value.dtype for value in tensors.values() if value.is_floating_point())  # kept: nothing is rounded
-    try:
-        drafter = checkpoint.build(spec, tensors, target, dtype=dtype).eval()
-    except (RuntimeError, TypeError, KeyError) as error:
-        raise ValueError(f"{chosen.source}: its config.json and weights do not make a drafter ({error}).") from error
+    spec, drafter = read_published(Path(chosen.source), target)
     checkpoint.save(out, drafter, spec)
     print(f"written: {out}, {type(drafter).__name__}, {drafter.num_parameters() / 1e6:.2f} M parameters, reads hidden states "
           f"{list(drafter.target_layers)}, drafts from {drafter.vocab_size:,} of {target.vocab_size:,} tokens")  # fmt: skip

@@ -3,14 +3,14 @@
     specdec launch_engine target.name=Qwen/Qwen3-8B heads=eagle3
 
 The server is for features.engine=URL of train.py and engine=URL of answer.py. It runs until it is stopped. With print=true the
-command to run on another machine is printed instead. Hidden states are files in a folder. A machine that does not see the
-folder fetches them from the server.
+command to run on another machine is printed instead. Hidden states are files: another machine needs a folder= that both see.
 """
 
 from helpers import loading
 from helpers.options import option, options, run, split
 
 import contextlib
+import itertools
 import json
 import os
 import shlex
@@ -30,7 +30,6 @@ from specdec.target.model import Target
 from train.ranges import named
 
 MODULES = Path(__file__).resolve().parents[1] / "train" / "features" / "in_vllm"  # what vLLM imports by name
-FOLDER = "SPECDEC_HIDDEN_STATES"  # the variable that names the folder to hidden_states_route.py
 PYTHON = "engines/bin/python"  # where `make engines` installs vLLM
 
 
@@ -40,7 +39,9 @@ class EngineOptions:
     layers: str | None = option(None, "list such as [2,15,28] of the layers to give instead; the last one always is")
     port: int = option(8000, "port of the server")
     host: str = option("127.0.0.1", "address that it listens on; 0.0.0.0: all, for other machines")
-    folder: str | None = option(None, "where hidden states wait to be read; null: a new folder in memory (/dev/shm)")
+    folder: str | None = option(
+        None, "where hidden states wait, under the same path for all; null: a new one in memory (/dev/shm)"
+    )
     max_model_len: int = option(4096, "tokens that a text, or a prompt and its answer, may have")
     more: str = option("", 'further arguments of vLLM, such as "--tensor-parallel-size 4 --gpu-memory-utilization 0.8"')
     python: str = option(PYTHON, "interpreter with vLLM; `make engines` makes this one, for a CPU")
@@ -56,9 +57,8 @@ def choose_layers(target: Target, *, heads: str, layers: str | None = None) -> l
     """
     if layers is not None:
         try:
-            wanted = sorted(int(layer) for layer in layers.strip(" []").split(",") if layer.strip())
-            return sorted({*target.layer_ids(wanted), target.num_layers})
-        except ValueError as error:
+            return sorted({*target.layer_ids(sorted(json.loads(layers))), target.num_layers})
+        except (TypeError, ValueError) as error:
             raise ValueError(f"layers={layers} must be a list of numbers, such as [2,15,28]. {error}") from None
     found = {target.num_layers}
     for name in split(heads):
@@ -91,23 +91,10 @@ def make_command(chosen: EngineOptions, target: Target, layers: list[int], folde
         "--port": str(chosen.port),
         "--speculative-config": json.dumps(speculative),
         "--kv-transfer-config": json.dumps(connector),
-        "--middleware": "hidden_states_route.HiddenStatesRoute",  # for machines that do not see the folder
     }
-    words = [
-        chosen.python,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        *(word for pair in given.items() for word in pair),
-    ]
+    words = [chosen.python, "-m", "vllm.entrypoints.openai.api_server", *itertools.chain(*given.items())]
     words.append("--no-enable-prefix-caching")  # a cached prefix would have no hidden states
     return words + ["--trust-remote-code"] * target.trust_remote_code + shlex.split(chosen.more)
-
-
-def make_environment(folder: str) -> dict[str, str]:
-    """The variables that vLLM needs. The first three matter on a CPU only."""
-    given = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-    path = os.pathsep.join(filter(None, [str(MODULES), os.environ.get("PYTHONPATH")]))
-    return given | dict(os.environ) | {"PYTHONPATH": path, FOLDER: folder}
 
 
 @contextlib.contextmanager
@@ -127,9 +114,12 @@ def run_server(chosen: EngineOptions, target: Target, layers: list[int], folder:
     url = f"http://localhost:{chosen.port}"
     print(f"{target.name} will be served at {url}, with layers {layers}, once vLLM says that its start is complete.")
     print(f"use: features.engine={url} (train.py), engine={url} (scripts/answer.py)", flush=True)
-    # A session of its own: Ctrl-C reaches this process, which then ends the server and all of its processes
+    # The first three variables matter on a CPU only
+    given = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+    path = os.pathsep.join(filter(None, [str(MODULES), os.environ.get("PYTHONPATH")]))
     words = make_command(chosen, target, layers, folder)
-    server = subprocess.Popen(words, env=make_environment(folder), start_new_session=True)
+    # A session of its own: Ctrl-C reaches this process, which then ends the server and all of its processes
+    server = subprocess.Popen(words, env=given | dict(os.environ) | {"PYTHONPATH": path}, start_new_session=True)
     try:
         return server.wait()
     finally:
@@ -141,7 +131,7 @@ def run_server(chosen: EngineOptions, target: Target, layers: list[int], folder:
 
 def main(arguments: list[str] | None = None) -> None:
     chosen = options(EngineOptions, __doc__, arguments)
-    name = chosen.target.name or loading.default_target()
+    name = chosen.target.name or loading.DEFAULT_TARGET
     with named("target"):
         target = Target.load_ends(
             name, dtype=chosen.target.dtype_here, trust_remote_code=chosen.target.trust_remote_code
@@ -149,8 +139,7 @@ def main(arguments: list[str] | None = None) -> None:
     layers = choose_layers(target, heads=chosen.heads, layers=chosen.layers)
     if chosen.print:
         folder = str(Path(chosen.folder or "engine-states").absolute())
-        words = shlex.join(make_command(chosen, target, layers, folder))
-        print(f"PYTHONPATH={MODULES} {FOLDER}={shlex.quote(folder)} {words}")
+        print(f"PYTHONPATH={MODULES} {shlex.join(make_command(chosen, target, layers, folder))}")
         return
     if not Path(chosen.python).is_file() and shutil.which(chosen.python) is None:
         raise ValueError(

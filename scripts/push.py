@@ -16,7 +16,7 @@ from pathlib import Path
 
 from specdec import checkpoint
 from specdec.core import files, hub
-from specdec.export.cards import Provenance, make_hub_card
+from specdec.export.cards import Provenance, make_card
 from specdec.export.engines import make_forms
 from train.pages import facts
 
@@ -26,8 +26,6 @@ class Push:
     checkpoint: str = field(metadata={"help": loading.CHECKPOINT})
     repo: str = field(metadata={"help": "user/name on the Hub; it is made if it does not exist"})
     private: bool = option(False, "make a new repository private")
-    revision: str | None = option(None, "branch to commit to, which is made if it does not exist; null: main")
-    tag: str | None = option(None, "tag to give to the commit")
     base_model: str | None = option(
         None,
         "Hub name of the target, for drafter.json and the card; null: the name in drafter.json, which may be a folder",
@@ -61,14 +59,8 @@ def main(arguments: list[str] | None = None) -> None:
         files.write_text(Path(chosen.out), card)
         print(f"written: {chosen.out}, the model card; nothing was uploaded")
         return
-    commit = hub.push(
-        chosen.repo,
-        contents,
-        private=chosen.private,
-        branch=chosen.revision,
-        tag=chosen.tag,
-        message=f"Add {type(loaded.drafter).__name__} for {target}",
-    )
+    message = f"Add {type(loaded.drafter).__name__} for {target}"
+    commit = hub.push(chosen.repo, contents, private=chosen.private, message=message)
     print(f"pushed: {commit.commit_url}")
     print(f"Next: specdec evaluate checkpoint={chosen.repo}@{commit.oid}")
 
@@ -89,17 +81,16 @@ def compose_card(chosen: Push, loaded: loading.Loaded, target: str) -> str:
     """The model card. target: its name in the card"""
     data = chosen.data or loading.trained_on(loaded.folder)
     provenance = Provenance.read(
-        loaded.folder, target=loaded.target, license=chosen.license, data=data, num_drafts=chosen.num_drafts
+        loaded.folder,
+        target=loaded.target,
+        license=chosen.license,
+        data=data,
+        num_drafts=chosen.num_drafts,
+        about=facts.read(loaded.folder),
     )
-    forms = {}
-    for name, form in make_forms(loaded.drafter).items():
-        if form.engines:
-            lines = {engine: line.replace(loaded.target.name, target) for engine, line in form.engines.items()}
-            forms[name] = replace(form, engines=lines)
-    return make_hub_card(
+    return make_card(
         replace(provenance, target=target, fingerprint=provenance.document["target_fingerprint"]),
-        facts.read(loaded.folder),
-        forms,
+        make_forms(loaded.drafter),
         repo=chosen.repo,
         adapts=loaded.drafter.adapts_target,
     )

@@ -5,22 +5,19 @@
       -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}'
 
 http://localhost:8000 is a page on which drafted and plain answers are written side by side. Beside OpenAI's fields, requests may have
-top_k, repetition_penalty, ignore_eos, structured_outputs, chat_template_kwargs (enable_thinking), speculate=false for an answer without
-drafts, and details=true for what every round drafted. /health counts tokens, rounds and drafts. record=FOLDER records conversations,
-to train on them (docs/adapting.md); nothing is recorded without it. Ctrl-C or SIGTERM: what runs is finished, a second one ends it.
+top_k, repetition_penalty, ignore_eos, structured_outputs, chat_template_kwargs (enable_thinking), and speculate=false for an answer
+without drafts. record=FOLDER records conversations, to train on them (docs/adapting.md); nothing is recorded without it. Ctrl-C or
+SIGTERM: what runs is finished, a second one ends it.
 docs/serving.md says when to serve with vLLM, SGLang or llama.cpp instead.
 """
 
 from helpers import decoding, loading, proposers
-from helpers.options import option, options, run, split
+from helpers.options import option, options, run
 
 import copy
 import functools
 import logging
 import socket
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specdec import checkpoint
@@ -28,9 +25,6 @@ from specdec.core.grammar import Grammars
 from specdec.core.sampling import Sampling
 from specdec.decoding.batch import Request
 from specdec.decoding.decoder import Decoder
-from specdec.decoding.drafting import Drafting
-from specdec.proposers.auto import Auto
-from specdec.proposers.base import Proposer
 from specdec.server.engine import Engine
 from specdec.server.record import Recorder
 from train import progress
@@ -46,19 +40,14 @@ OWN_HOSTS = ("127.0.0.1", "localhost", "::1")
 class Serve(proposers.ProposerOptions):
     host: str = option("127.0.0.1", "address to listen at; 0.0.0.0: all of this machine, for anyone who reaches it")
     port: int = option(8000, "port to listen at; 0: any free one")
-    model: str | None = option(None, "name of the model in requests; null: the target's. The checkpoint's is known too")
+    model: str | None = option(None, "name of the model in requests; null: the target's")
     thinking: bool | None = option(None, f"{loading.THINKING}; null: the template's default")
     rows: int = option(8, "requests that are decoded at once; the others wait")
     queue: int = option(256, "requests that may wait; further ones are refused with status 429")
     prefill_tokens: int = option(512, "tokens of new prompts that are read between two rounds of the other requests")
     max_length: int = option(4096, "tokens of a prompt and its answer together, at most the target's positions")
-    max_body: int = option(1 << 20, "bytes that a request may have")
     timeout: float = option(600.0, "seconds after which a request is given up")
-    watch: float | None = option(None, "seconds between looks whether checkpoint= stands for another head; null: never")
     record: str | None = option(None, "folder that conversations are written to, as rows to train on; null: nowhere")
-    record_rate: float = option(1.0, "share of the conversations that are recorded; all turns of one, or none")
-    record_max_bytes: int = option(1 << 30, "bytes that the folder may have; recording stops there")
-    record_tags: str = option("", "comma list of tags for every row; the first names its category")
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
     decode: decoding.DecodeOptions = field(default_factory=decoding.DecodeOptions)
 
@@ -85,71 +74,9 @@ def warm_up(decoder: Decoder, rows: int) -> None:
 
 
 def check_options(chosen: Serve) -> None:
-    """Raises ValueError for options that only requests have, and for watch= where nothing could be replaced."""
+    """Raises ValueError for options that only requests have."""
     if chosen.decode.temperature != "0":
         raise ValueError("decode.temperature is for each request to say: give temperature in the request.")
-    if chosen.decode.grammar is not None:
-        raise ValueError("decode.grammar is for each request to say: give structured_outputs in the request.")
-    head = chosen.settings.get("checkpoint", chosen.checkpoint)
-    if chosen.watch is None:
-        return
-    if head is None:
-        raise ValueError("watch= looks at checkpoint=: give that too.")
-    if loading.adapts(head):
-        raise ValueError(
-            f"watch=: {head} changes its target, so it cannot be replaced while requests run: leave watch=null."
-        )
-
-
-@dataclass
-class Watcher:
-    """Lets a server draft with another head when its checkpoint= stands for another one, as after scripts/adapt.py.
-
-    known: the folders that the drafts were read from; decoder: makes the decoder of a proposer
-    """
-
-    given: proposers.ProposerOptions
-    loaded: proposers.Chosen
-    drafting: Drafting
-    engine: Engine
-    decoder: Callable[[Proposer], Decoder]
-
-    def __post_init__(self):
-        self.known = self.loaded.drawn_from
-
-    def look(self) -> None:
-        """Replaces the drafts if they have changed, and returns when the engine has taken the new ones.
-
-        It raises an error if that fails; the next call tries again.
-        """
-        given = self.given
-        config = proposers.configure(
-            self.loaded.name, settings=given.settings, drafting=self.drafting, checkpoint=given.checkpoint
-        )
-        now = proposers.drawn_from(config)
-        if now == self.known:
-            return
-        head = given.settings.get("checkpoint", given.checkpoint)
-        name = checkpoint.name_of(checkpoint.resolve(head)) if head else None
-        new = proposers.make(config, self.loaded.target)
-        if isinstance(new, Auto) and isinstance(self.loaded.proposer, Auto):
-            new.opened = self.loaded.proposer.opened  # what passes of the target cost is known
-        self.engine.swap(lambda: self.decoder(new), name).result()
-        self.known = now
-        print(f"new requests are drafted by {', '.join(now)}", flush=True)
-
-    def run(self, seconds: float) -> None:
-        """Looks every so many seconds, for ever."""
-        said = None
-        while True:
-            time.sleep(seconds)
-            try:
-                self.look()
-                said = None
-            except Exception as error:  # the drafts before go on
-                if str(error) != said:
-                    print(f"warning: the drafts were not replaced: {error}", flush=True)
-                said = str(error)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -162,31 +89,24 @@ def main(arguments: list[str] | None = None) -> None:
         raise ValueError(f"Serving needs more packages ({error}): pip install '.[serve]'") from error
     check_options(chosen)
     listening = listen(chosen.host, chosen.port)
-    recorder = None
-    if chosen.record is not None:
-        tags = split(chosen.record_tags)
-        recorder = Recorder(chosen.record, rate=chosen.record_rate, max_bytes=chosen.record_max_bytes, tags=tags)
+    recorder = Recorder(chosen.record) if chosen.record is not None else None
     drafting = chosen.decode.drafting()
     loaded = proposers.load(chosen, chosen.target, drafting)
     chat_template.check_mode(loaded.tokenizer, chosen.thinking)
     decoding.show_measuring(loaded.proposer)
     runner, stop, target = drafting.runner(), loaded.stop, loaded.target
-    decoder = lambda proposer: drafting.decoder(target, proposer, sampling=Sampling(), stop=stop, runner=runner)
-    drafted = decoder(loaded.proposer)
+    drafted = drafting.decoder(target, loaded.proposer, sampling=Sampling(), stop=stop, runner=runner)
     plain = Decoder(target, None, sampling=Sampling(), stop=stop, runner=runner)
     warm_up(drafted, chosen.rows)
 
     own = copy.deepcopy(loaded.tokenizer)  # grammars are compiled in threads of their own
     grammars = functools.cache(lambda: Grammars(own, target.vocab_size, stop))  # with the first request that needs them
-    head = checkpoint.name_of(loaded.checkpoint) if loaded.checkpoint else None
-    engine = Engine(
-        drafted, plain, rows=chosen.rows, queue=chosen.queue, prefill_tokens=chosen.prefill_tokens, head=head
-    )
+    engine = Engine(drafted, plain, rows=chosen.rows, queue=chosen.queue, prefill_tokens=chosen.prefill_tokens)
     model, most = chosen.model or target.name, chosen.max_length
     longest = most if target.max_positions is None else min(most, target.max_positions - loaded.proposer.depth)
     drafts = f"{loaded.title} of {chosen.checkpoint}" if chosen.checkpoint else loaded.title
     if recorder:
-        recorder.set_origin("server", target, copy.deepcopy(loaded.tokenizer))
+        recorder.set_origin("server", target, loaded.tokenizer)
     served = Served(
         engine=engine,
         tokenizer=loaded.tokenizer,
@@ -195,10 +115,9 @@ def main(arguments: list[str] | None = None) -> None:
         thinking=chosen.thinking,
         stop=frozenset(stop),
         model=model,
-        other_names=(str(chosen.checkpoint),) if chosen.checkpoint else (),
+        head=checkpoint.name_of(loaded.checkpoint) if loaded.checkpoint else None,
         max_length=longest,
         timeout=chosen.timeout,
-        max_body=chosen.max_body,
         compile_grammar=lambda grammar: grammars().constraint(grammar),
         page=live_page(target=model, drafts=drafts, max_length=longest, chat=bool(loaded.tokenizer.chat_template)),
         recorder=recorder,
@@ -208,13 +127,8 @@ def main(arguments: list[str] | None = None) -> None:
         progress.note(f"warning: anyone who reaches {place} can use this server: it asks for no password.")
     logging.basicConfig(level=logging.WARNING)
     address = "http://{}:{}".format(*listening.getsockname()[:2])
-    recorded = (
-        f"; {100 * chosen.record_rate:g} % of the conversations are recorded in {chosen.record}" if recorder else ""
-    )
+    recorded = f"; conversations are recorded in {chosen.record}" if recorder else ""
     print(f"{model}, drafted by {drafts}: {address} (page), {address}/v1 (OpenAI's interface){recorded}", flush=True)
-    if chosen.watch is not None:
-        watcher = Watcher(chosen, loaded, drafting, engine, decoder)
-        threading.Thread(target=watcher.run, args=(chosen.watch,), name="watch", daemon=True).start()
     config = uvicorn.Config(make_app(served), log_level="warning", access_log=False)
     uvicorn.Server(config).run(sockets=[listening])
 

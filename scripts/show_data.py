@@ -12,7 +12,7 @@ from specdec.target.model import load_tokenizer
 from train import progress
 from train.data import chat_template
 from train.data.reading import at, load_conversations
-from train.data.rows import encode, show, truncate
+from train.data.rows import encode, show
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,6 @@ class ShowData:
     data: str = field(metadata={"help": "conversations: a .jsonl file, a folder of them, or a dataset"})
     row: int = field(default=0, metadata={"help": "index of the first row to print"})
     num: int = field(default=1, metadata={"help": "number of rows to print"})
-    max_length: int = field(default=1024, metadata={"help": "rows are cut to this many tokens, as in training"})
     split: str | None = field(default=None, metadata={"help": loading.SPLIT})
     thinking: bool | None = field(default=None, metadata={"help": f"{loading.THINKING}; null: told by the rows"})
     target: loading.TokenizerOptions = field(default_factory=loading.TokenizerOptions)
@@ -38,10 +37,8 @@ def main(arguments: list[str] | None = None) -> None:
     with at(chosen.data):
         rows = [encode(tokenizer, conversation) for conversation in conversations]
     for row in rows:
-        kept = truncate(row, chosen.max_length)
-        num_supervised = sum(kept.mask) if kept else 0
-        console.rule(f"{row.id}  {row.category}  {len(row.tokens)} tokens, {num_supervised} supervised")
-        console.print(show(tokenizer, kept) if kept else f"skipped: the prompt alone fills {chosen.max_length} tokens")
+        console.rule(f"{row.id}  {row.category}  {len(row.tokens)} tokens, {sum(row.mask)} supervised")
+        console.print(show(tokenizer, row))
 
 
 if __name__ == "__main__":

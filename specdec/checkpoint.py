@@ -7,7 +7,6 @@ SHA256SUMS            their checksums
 
 import contextlib
 import importlib
-import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -66,19 +65,11 @@ def resolve(given: str | Path) -> Path:
     """A checkpoint's folder. A run's folder stands for its best step, and so does its file `best`.
 
     If there is no such folder, user/name and user/name@revision are checkpoints on the Hugging Face Hub, which are downloaded.
-    Raises ValueError, with what to do, if that has none, for any other file, and for what cannot be a folder.
+    Raises ValueError, with what to do, if that has none, and for any other file.
     """
     if hub.is_head(str(given)):
         return hub.fetch(str(given))
     folder = Path(given)
-    try:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.stat(folder)
-    except (OSError, ValueError) as error:  # a name that is too long, or that nobody may read
-        text = str(given) if len(str(given)) <= 80 else f"{str(given)[:77]}..."
-        raise ValueError(
-            f"{text!r} is no checkpoint ({error.strerror if isinstance(error, OSError) else error}). {CHECKPOINT}."
-        ) from error
     if not (folder / "drafter.json").exists() and (folder / BEST).is_file():
         folder = folder / BEST
     if not folder.is_file():
@@ -218,25 +209,19 @@ def _check_target(folder: Path, document: dict, target: Target) -> None:
     trained, here, name = str(document.get("target_fingerprint")), target.fingerprint(), document.get("target")
     if trained == here:
         return
-    quantised = target.quantisation is not None or "-" in trained or UNREAD in here
+    unread = UNREAD in trained or UNREAD in here
+    quantised = target.quantisation is not None or "-" in trained or unread
     if not (quantised and document.get("target_embeddings") == target.embeddings_fingerprint()):
-        advice = ""
-        if quantised and "target_embeddings" not in document:
-            advice = (
-                " The checkpoint is older than quantised targets; if only the quantisation differs, add "
-                f'"target_embeddings": "{target.embeddings_fingerprint()}" to its drafter.json.'
-            )
         raise ValueError(
             f"{folder} was trained for {name} (fingerprint {trained}), not for {target.name} ({here}). Use it with its own "
-            f"target.{advice}"
+            "target."
         )
     differs = (
         f" was trained against {trained.partition('-')[2] or 'unquantised'} weights of {name}, and the target here has "
         f"{target.quantisation or 'unquantised'} weights. Answers stay the target's own; acceptance may be a little lower."
     )
-    if UNREAD in trained or UNREAD in here:
-        differs = (
-            f": only the embedding and the final norm of {target.name} were compared with those of {name}, for which it was "
-            "trained, because its layers were not read on one side."
-        )
-    warnings.warn(f"{folder}{differs}", stacklevel=2)
+    compared = (
+        f": only the embedding and the final norm of {target.name} were compared with those of {name}, for which it was "
+        "trained, because its layers were not read on one side."
+    )
+    warnings.warn(f"{folder}{compared if unread else differs}", stacklevel=2)

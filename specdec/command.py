@@ -17,33 +17,14 @@ IN_CLONE = (PACKAGE.parent / "train.py").is_file() and (PACKAGE.parent / "script
 HOME = PACKAGE.parent if IN_CLONE else PACKAGE / "_clone"  # of scripts, train, conf and train.py
 TRAIN = "train"
 CLONE_FILES = ("data/", "targets/", "checkpoints/shipped")  # defaults of options that name files of a clone
+IN_BENCHMARKS = "bench bench_training check_engines get_engines gpu_environment gpu_report serve_heldout".split()
 GONE = {
     "compare": "specdec evaluate checkpoint=A,B compares heads, with proposers= and chains= also proposers and shapes.",
     "sweep": "specdec evaluate batches=1,4,16 measures batch sizes.",
     "replay": "specdec evaluate answers=FILE replays heads along answers, without decoding.",
     "tune": "specdec evaluate explain=true shows what auto measured and chose; chains= and trees= compare fixed shapes.",
     "proxy": "specdec serve record=FOLDER records conversations; write other servers' logs as rows (docs/file-formats.md).",
-    "identity": "Tests compare decoding with transformers' generate: tests/specdec/target/test_families.py.",
-    "bench": "The comparison of decoding systems is in benchmarks/ of the clone.",
-    "check_engines": "The check of exports in engines is in benchmarks/ of the clone.",
-    "get_engines": "The set-up of engines is in benchmarks/ of the clone: make engines.",
-    "serve_heldout": "python -m benchmarks.check_engines, in the clone, measures a head in vLLM.",
-    "gpu_report": "The report of a GPU is in benchmarks/ of the clone: make gpu-report.",
-    "gpu_environment": "The set-up on a GPU machine is in benchmarks/ of the clone: make gpu.",
-    "bench_training": "The benchmark of training steps is in benchmarks/ of the clone.",
-    **dict.fromkeys(
-        (
-            "long_prompts",
-            "token_answers",
-            "find_layers",
-            "data_law",
-            "bench_answers",
-            "bench_features",
-            "compare_training",
-            "load_server",
-        ),
-        "It made one section of results/, whose commit in the history keeps it.",
-    ),
+    **dict.fromkeys(IN_BENCHMARKS, "What it did is in benchmarks/ of the clone (benchmarks/README.md)."),
 }
 
 

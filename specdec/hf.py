@@ -5,7 +5,6 @@ of its own loop.
 """
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,9 +37,8 @@ from specdec.decoding.drafting import Drafting
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
-from specdec.server.record import Exchange, Recorder
 from specdec.target import attention
-from specdec.target.model import Target, load_tokenizer
+from specdec.target.model import Target
 
 # What changes logits, in the order in which Sampling does it; the last normalises, which changes no distribution.
 PROCESSORS: tuple[type, ...] = (
@@ -51,8 +49,6 @@ PROCESSORS: tuple[type, ...] = (
     LogitNormalization,
 )
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-MODE_SETTINGS = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "penalty_alpha", "dola_layers",
-                 "constraints", "force_words_ids")  # fmt: skip
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 MODEL_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
 
@@ -74,9 +70,7 @@ class Speculative:
 
     checkpoint: a step's folder, a run's folder for its best step, or user/name[@revision] on the Hugging Face Hub
     decode: how to draft and verify; None: how much to draft is chosen every round (proposers/auto.py), not compiled
-    tokenizer: of the model; needed for a grammar, and for `record` where the model's folder has none
-    grammar: that all answers follow (specdec.core.grammar.Grammar)
-    record: a folder, or a recorder, to which prompts and answers are written (docs/adapting.md); None: nowhere
+    grammar: that all answers follow (specdec.core.grammar.Grammar); tokenizer: of the model, which a grammar needs
 
     `generate` hands `streamer=` and `tokenizer=` to no custom_generate. So give it `token_streamer=` for a streamer, and
     stopping_criteria=[StopStringCriteria(tokenizer, strings)] for stop strings. What `assistant_model=` drafts is not used.
@@ -94,12 +88,10 @@ class Speculative:
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         grammar: Grammar | None = None,
-        record: Recorder | str | Path | None = None,
     ):
         if grammar is not None and tokenizer is None:
             raise ValueError("A grammar needs the tokenizer: give Speculative(..., tokenizer=tokenizer).")
         self._folder, self._decode, self._tokenizer, self._grammar = checkpoint, decode, tokenizer, grammar
-        self.record = record
         self._grammars: tuple[tuple, Grammars] | None = None  # of the last vocabulary size and ends
         self.last: Generation | None = None
         self._loaded: _Loaded | None = None
@@ -117,7 +109,7 @@ class Speculative:
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """input_ids [B, T] -> [B, T + new], or that in an output object; called by `generate`"""
         _check_settings(model, generation_config, model_kwargs)
-        sampling, ignored = _read_sampling(logits_processor, bool(generation_config.do_sample), input_ids.shape[1])
+        sampling = _read_sampling(logits_processor, bool(generation_config.do_sample))
         mask = _read_mask(input_ids, model_kwargs)
         pad = _find_pad(generation_config, stopping_criteria)
         num_new = (stopping_criteria.max_length or generation_config.max_length) - input_ids.shape[1]
@@ -125,22 +117,16 @@ class Speculative:
         result = Generation([[] for _ in prompts], [[] for _ in prompts])
         with _borrow_model(model):
             loaded = self._load(model)
-            recorder = self._open_recorder(loaded)
             decoder = loaded.drafting.decoder(
                 loaded.target, loaded.proposer, sampling=sampling, stop=set(), runner=loaded.runner
             )
-            penalised = None
-            if sampling.penalises:
-                penalised = _mark_tokens(input_ids[:, ignored:], loaded.target.vocab_size)
+            penalised = _mark_tokens(input_ids, loaded.target.vocab_size) if sampling.penalises else None
             constraints = self._make_constraints(generation_config, loaded.target.vocab_size, len(prompts))
             rounds = decoder.stream(
                 prompts, max(1, num_new), penalised=penalised, result=result, constraints=constraints
             )
             sequences = _hand_out(rounds, result, input_ids, stopping_criteria, pad, token_streamer)
         self.last = result
-        if recorder is not None:
-            for exchange in self._make_exchanges(prompts, result, sampling, num_new, _find_ends(generation_config)):
-                recorder.record(exchange)
         if generation_config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]  # they are whole numbers
         return sequences
@@ -149,34 +135,11 @@ class Speculative:
         """Of each answer, at its beginning."""
         if self._grammar is None or self._tokenizer is None:
             return None
-        key = vocab_size, _find_ends(config)
+        ends = config._eos_token_tensor
+        key = vocab_size, set() if ends is None else set(ends.flatten().tolist())
         if self._grammars is None or self._grammars[0] != key:
             self._grammars = key, Grammars(self._tokenizer, *key)
         return [self._grammars[1].constraint(self._grammar) for _ in range(num)]
-
-    def _open_recorder(self, loaded: _Loaded) -> Recorder | None:
-        """Raises ValueError if the folder cannot be used, or if the model's tokenizer is not found."""
-        if self.record is None:
-            return None
-        known = isinstance(self.record, Recorder) and self.record.origin.get("target_fingerprint")
-        if known != loaded.target.fingerprint():
-            tokenizer = copy.deepcopy(self._tokenizer) if self._tokenizer else load_tokenizer(loaded.target.name)
-            self.record = self.record if isinstance(self.record, Recorder) else Recorder(self.record)
-            self.record.set_origin("generate", loaded.target, tokenizer)
-        assert isinstance(self.record, Recorder)
-        return self.record
-
-    def _make_exchanges(
-        self, prompts: list[list[int]], result: Generation, sampling: Sampling, num_new: int, stop: set[int]
-    ) -> Iterator[Exchange]:
-        """Each row as a request and its answer, of which only ids are known. stop: ids that end an answer"""
-        head = checkpoint.name_of(checkpoint.resolve(self._folder))
-        grammar = self._grammar.to_row() if self._grammar else None
-        for prompt, tokens, accepted in zip(prompts, result.tokens, result.accepted):
-            end = tokens[-1] if tokens[-1] in stop else None
-            finish = "length" if end is None and len(tokens) >= num_new else "stop"
-            counts = list(accepted), sum(result.drafted[: len(accepted)])
-            yield Exchange(prompt + tokens, len(prompt), end, finish, sampling, *counts, grammar=grammar, head=head)
 
     def _load(self, model: PreTrainedModel) -> _Loaded:
         """The drafter for this model; it is loaded again only for another model, or if the weights have changed."""
@@ -250,12 +213,6 @@ def _hand_out(
     return input_ids
 
 
-def _find_ends(config: GenerationConfig) -> set[int]:
-    """Token ids that end an answer."""
-    ends = config._eos_token_tensor
-    return set() if ends is None else set(ends.flatten().tolist())
-
-
 def _cut_counts(accepted: list[int], length: int) -> list[int]:
     """The drafts emitted by each round, of those rounds that an answer of `length` tokens consists of."""
     counts, left = [], length - 1
@@ -291,67 +248,48 @@ def _refusal(setting: str, advice: str) -> ValueError:
 
 def _check_settings(model: PreTrainedModel, config: GenerationConfig, arguments: dict[str, Any]) -> None:
     """Raises ValueError for what the decoder does not support."""
-    if model.config.is_encoder_decoder:
-        raise _refusal("an encoder and decoder", "take a decoder-only model")
-    if (config.num_beams or 1) > 1:
-        raise _refusal(f"num_beams={config.num_beams}", "set num_beams=1")
-    if (mode := config.get_generation_mode()) not in MODES:
-        names = [name for name in MODE_SETTINGS if getattr(config, name, None)]
-        raise _refusal(f"{mode.value} ({', '.join(names)})", "set that to None")
-    for name in OUTPUTS:
-        if getattr(config, name):
-            raise _refusal(name, "only token ids are returned, so set it to False")
-    if config.cache_implementation not in (None, "dynamic"):
-        raise _refusal(
-            f"cache_implementation={config.cache_implementation}", "it keeps a cache of its own, so set None"
-        )
-    if config.prefill_chunk_size is not None:
-        raise _refusal("prefill_chunk_size", "prompts are read at once, so set it to None")
-    cache = arguments.get("past_key_values")
-    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
-        raise _refusal("past_key_values", "it keeps a cache of its own, so pass the whole prompt and no cache")
-    for name, value in arguments.items():
-        if name not in MODEL_ARGUMENTS and value is not None and value is not False:
-            raise _refusal(name, "it takes token ids, their attention_mask and no further models, so leave it out")
+    mode, cache = config.get_generation_mode(), arguments.get("past_key_values")
+    others = [name for name, value in arguments.items() if value is not None and value is not False]
+    own_cache = cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length())
+    refused = [
+        (model.config.is_encoder_decoder, "an encoder and decoder", "take a decoder-only model"),
+        ((config.num_beams or 1) > 1, f"num_beams={config.num_beams}", "set num_beams=1"),
+        (mode not in MODES, mode.value, "set what asks for it, such as prompt_lookup_num_tokens, to None"),
+        *((getattr(config, name), name, "only token ids are returned, so set it to False") for name in OUTPUTS),
+        (config.cache_implementation not in (None, "dynamic"), f"cache_implementation={config.cache_implementation}",
+         "it keeps a cache of its own, so set None"),
+        (config.prefill_chunk_size is not None, "prefill_chunk_size", "prompts are read at once, so set it to None"),
+        (own_cache, "past_key_values", "it keeps a cache of its own, so pass the whole prompt and no cache"),
+        *((name not in MODEL_ARGUMENTS, name, "it takes token ids and their attention_mask, so leave it out")
+          for name in others),
+    ]  # fmt: skip
+    for wrong, setting, advice in refused:
+        if wrong:
+            raise _refusal(setting, advice)
 
 
-def _read_sampling(processors: LogitsProcessorList, do_sample: bool, length: int) -> tuple[Sampling, int]:
-    """The sampling that the processors amount to, and how many of the prompts' `length` columns a penalty leaves out.
-
-    Raises ValueError for processors that do something else.
-    """
+def _read_sampling(processors: LogitsProcessorList, do_sample: bool) -> Sampling:
+    """The sampling that the processors amount to. Raises ValueError for processors that do something else."""
     kinds: list[type] = [type(processor) for processor in processors]
-    for kind in kinds:
-        if kind not in PROCESSORS:
-            known = ", ".join(kind.__name__ for kind in PROCESSORS)
-            raise _refusal(
-                kind.__name__, f"the logits processors that it knows are {known}; leave out what adds others"
-            )
-    if [kind for kind in PROCESSORS if kind in kinds] != kinds:
-        order = " before ".join(kind.__name__ for kind in PROCESSORS if kind in kinds)
-        raise _refusal("this order of logits processors", f"have each once, {order}")
     by_kind: dict[type, Any] = dict(zip(kinds, processors))
     penalty, temperature, top_k, top_p = (by_kind.get(kind) for kind in PROCESSORS[:4])
-    for warper in filter(None, (top_k, top_p)):
-        if warper.filter_value != -torch.inf:
-            raise _refusal(f"filter_value={warper.filter_value}", "leave it at minus infinity")
-    if top_p and top_p.min_tokens_to_keep != 1:
-        raise _refusal(f"min_tokens_to_keep={top_p.min_tokens_to_keep} of top_p", "leave it at 1")
+    usual = not (penalty and penalty.prompt_ignore_length) and not (top_p and top_p.min_tokens_to_keep != 1)
+    usual &= all(warper.filter_value == -torch.inf for warper in (top_k, top_p) if warper)
+    if [kind for kind in PROCESSORS if kind in kinds] != kinds or not usual:
+        known = ", ".join(kind.__name__ for kind in PROCESSORS)
+        raise _refusal(
+            f"the logits processors {', '.join(kind.__name__ for kind in kinds)}",
+            f"it has {known}, each once, in this order and with their usual settings; leave out others",
+        )
     strength = penalty.penalty if penalty else 1.0
-    ignored = penalty.prompt_ignore_length or 0 if penalty else 0
-    if ignored > length:
-        raise _refusal(f"prompt_ignore_length={ignored}", f"make it at most {length}, the length of the prompts")
     if not do_sample:  # the best token stays the best at any temperature
-        return Sampling(repetition_penalty=strength), ignored
-    if top_p and top_p.top_p == 0:
-        raise _refusal("top_p=0", "set do_sample=False for the likeliest token")
-    sampling = Sampling(
+        return Sampling(repetition_penalty=strength)
+    return Sampling(
         temperature.temperature if temperature else 1.0,
         top_k.top_k if top_k else None,
         top_p.top_p if top_p else None,
         strength,
     )
-    return sampling, ignored
 
 
 def _read_mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:

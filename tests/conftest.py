@@ -13,7 +13,6 @@ import torch
 from specdec.core.hub import fetch
 from specdec.proposers import costs
 from specdec.target.model import Target
-from tests import device
 from tests.compiler import missing
 from tests.hub import Hub
 from tests.support import HEADS, QUICK, VARIANTS, make_drafter, make_target, name_of
@@ -30,7 +29,6 @@ costs.SECONDS = 0.05  # what is chosen does not matter to most tests
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     """Keeps lines that scripts print from being wrapped, for any terminal width and any length of a path."""
-    device.begin()
     reporter = config.pluginmanager.getplugin("terminalreporter")
     if reporter is not None:  # pytest's own lines keep the terminal's width
         writer = config.get_terminal_writer()

@@ -7,7 +7,6 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.support import small_tokenizer, write_rows
 from train.data.rows import Row
-from train.data.stream import Plan, Stream
 
 HEAD = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
 ASKS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -54,15 +53,3 @@ def make_rows(lengths) -> list[Row]:
     return [
         Row(str(n), "all", list(range(length)), [False] + [True] * (length - 1)) for n, length in enumerate(lengths)
     ]
-
-
-def make_plan(tokenizer, train, **more) -> Plan:
-    return Plan(
-        **{"train": train, "tokenizer": tokenizer, "length": 64, "packed": True, "buffer": 8, "seed": 3, **more}
-    )
-
-
-def read(stream: Stream, numbers) -> list[list[str]]:
-    packs = [[row.id for row in stream.pack(number)] for number in numbers]
-    stream.close()
-    return packs

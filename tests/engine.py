@@ -9,45 +9,31 @@ import safetensors.torch
 import torch
 
 from specdec.target.model import Target
-from tests.small_server import DELETE, Reply, SmallServer
-from train.features.engine_features import ROUTE
+from tests.small_server import Reply, SmallServer
 
 
 class TinyEngine(SmallServer):
     """Serves `target` while it is used as a context manager. vLLM itself is tested in tests/scripts/test_engines.py.
 
     layers: hidden states that are written to `folder`, the last one before the final norm, as vLLM gives it
-    seen: where clients are told that the files are; another folder: they must fetch them
     spoil: changes an answer before it is sent: called with the request's number and {"answer", "tensors"}, either may become
         None: no file, or a connection that is cut
     """
 
     def __init__(self, target: Target, layers: list[int], folder: Path):
         super().__init__(self._reply)
-        self.target, self.layers, self.folder, self.seen = target, layers, folder, folder
+        self.target, self.layers, self.folder = target, layers, folder
         self.spoil: Callable[[int, dict], object] = lambda number, made: None
         self.one_by_one = threading.Lock()
         self.completions: list[dict] = []  # the bodies of requests
 
     def _reply(self, path: str, body: dict | None) -> Reply | None:
-        if ROUTE in path:
-            return self._file(path)
         if body is None:
             return 200, {"data": [{"id": self.target.name, "max_model_len": 256}]}
         if path != "v1/completions":
             return 404, {"error": {"message": "Not Found"}}
         answer = self.complete(body)
         return None if answer is None else (200, answer)
-
-    def _file(self, path: str) -> Reply:
-        """As train/features/in_vllm/hidden_states_route.py."""
-        file = self.folder / path.rpartition("/")[2]
-        if not file.exists():
-            return 404, {}
-        if path.startswith(DELETE):
-            file.unlink()
-            return 204, b""
-        return 200, file.read_bytes()
 
     def complete(self, body: dict) -> dict | None:
         with self.one_by_one:
@@ -61,7 +47,7 @@ class TinyEngine(SmallServer):
             tensors = {"token_ids": torch.tensor([*prompt, *new][:-1]), "hidden_states": states}
             path = self.folder / f"{number}.safetensors"
             finish = "stop" if new[-1] in stop else "length"
-            answer = {"choices": [{"token_ids": new, "text": "", "finish_reason": finish}], "kv_transfer_params": {"hidden_states_path": str(self.seen / path.name)}}  # fmt: skip
+            answer = {"choices": [{"token_ids": new, "text": "", "finish_reason": finish}], "kv_transfer_params": {"hidden_states_path": str(path)}}  # fmt: skip
             made = {"answer": answer, "tensors": tensors, "about": {"layers": json.dumps(self.layers)}}
             self.spoil(number, made)
             if made["tensors"] is not None:

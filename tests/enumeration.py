@@ -27,20 +27,10 @@ from specdec.proposers import auto, growth
 from tests.support import make_target, random_tree
 
 V, DEPTH = 3, 3
-
-
 TEXTS = list(itertools.product(range(V), repeat=DEPTH + 1))
-
-
 PREFIXES = [prefix for length in range(DEPTH + 1) for prefix in itertools.product(range(V), repeat=length)]
-
-
 CHAIN_PARENTS = [-1, 0, 1, 2]
-
-
 BUSH_PARENTS = [-1, 0, 0, 1, 1, 3]  # neither its order of nodes nor the reverse is a post-order
-
-
 LOSSLESS = [rules.sample, rules.block]
 
 
@@ -179,11 +169,7 @@ def rule_error(p: dict, rule, parts, probs=None) -> float:
 # Whole decoders
 
 PROMPT = (1, 1)
-
-
 THREE_TOKENS = list(itertools.product(range(V), repeat=3))
-
-
 SAMPLINGS = {
     "warm": Sampling(3.0),
     "top_k": Sampling(3.0, top_k=2),

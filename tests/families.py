@@ -28,6 +28,12 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 
 WINDOW = {"sliding_window": 6, "layer_types": [SLIDING, FULL, SLIDING, FULL]}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+ROUTED = {**EXPERTS, "n_routed_experts": 4}
+SHARED = {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+CAPPED = {**WINDOW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 12}
+SIX = {"num_hidden_layers": 6, "sliding_window": 6, "layer_types": 2 * [SLIDING, SLIDING, FULL]}
+LATENT_MIXTURE = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 LATENT = {
     "kv_lora_rank": 16,
     "q_lora_rank": 16,
@@ -36,12 +42,7 @@ LATENT = {
     "v_head_dim": 12,  # values are narrower than keys
     "num_key_value_heads": 4,
 }
-GRANITE = {
-    "embedding_multiplier": 1.5,
-    "logits_scaling": 0.5,
-    "residual_multiplier": 0.7,
-    "attention_multiplier": 0.3,
-}
+GRANITE = {"embedding_multiplier": 1.5, "logits_scaling": 0.5, "residual_multiplier": 0.7, "attention_multiplier": 0.3}
 DELTA = {
     "layer_types": [LINEAR, FULL, LINEAR, FULL],
     "linear_conv_kernel_dim": 4,
@@ -80,7 +81,7 @@ class Family:
     fields: of the configuration, where they differ from SIZES
     refused: a regular expression of the sentence that refuses the family; empty for a family that works
     recurrent: whether it verifies chains only, and is trained on one conversation a row
-    compiled: whether decode.compile=true works
+    compiled: whether decode.compile=true works; with recurrent layers it never does
     """
 
     model_type: str
@@ -89,6 +90,10 @@ class Family:
     refused: str = ""
     recurrent: bool = False
     compiled: bool = True
+
+    @property
+    def compiles(self) -> bool:
+        return self.compiled and not self.recurrent
 
     def __str__(self) -> str:
         return "-".join(filter(None, [self.model_type, self.variant]))
@@ -147,16 +152,10 @@ FAMILIES = [
     Family("ministral", WINDOW),
     Family("phi3", {"sliding_window": 6}, "window"),
     Family("starcoder2", {"sliding_window": 6}, "window"),
-    Family(
-        "gemma2",
-        {**WINDOW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 12},
-    ),
+    Family("gemma2", CAPPED),
     Family("gemma3_text", {**WINDOW, "query_pre_attn_scalar": 12, "final_logit_softcapping": 5.0}, compiled=False),
-    Family(
-        "vaultgemma",
-        {**WINDOW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 12},
-    ),
-    Family("gpt_oss", {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    Family("vaultgemma", CAPPED),
+    Family("gpt_oss", {**WINDOW, **LOCAL}),
     Family("olmo3", WINDOW, compiled=False),
     Family("cohere2", {**WINDOW, "logit_scale": 0.5}),
     Family("exaone4", WINDOW),
@@ -168,8 +167,7 @@ FAMILIES = [
         {
             "attention_chunk_size": 6,  # three chunked layers, then a full one without rotations
             "intermediate_size_mlp": 48,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
+            **LOCAL,
             "interleave_moe_layer_step": 2,
         },
         compiled=False,
@@ -197,9 +195,7 @@ FAMILIES = [
     Family(
         "gemma3n_text",
         {
-            "num_hidden_layers": 6,
-            "sliding_window": 6,
-            "layer_types": [SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL],
+            **SIX,
             "num_kv_shared_layers": 2,
             "vocab_size_per_layer_input": 64,
             "hidden_size_per_layer_input": 8,
@@ -213,9 +209,7 @@ FAMILIES = [
     Family(
         "gemma4_text",
         {
-            "num_hidden_layers": 6,
-            "sliding_window": 6,
-            "layer_types": [SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL],
+            **SIX,
             "global_head_dim": 16,
             "num_kv_shared_layers": 3,
             "use_double_wide_mlp": True,
@@ -243,50 +237,34 @@ FAMILIES = [
         compiled=False,
     ),
     # Experts
-    Family("qwen2_moe", {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24}),
+    Family("qwen2_moe", {**SHARED}),
     Family("qwen3_moe", {**EXPERTS, "num_experts": 4}),
-    Family("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    Family("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}, "window"),
+    Family("mixtral", {**LOCAL}),
+    Family("mixtral", {**LOCAL, "sliding_window": 6}, "window"),
     Family("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
-    Family("glm4_moe", {**EXPERTS, "n_routed_experts": 4, "use_qk_norm": True}, compiled=False),
-    Family("granitemoe", {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}, compiled=False),
+    Family("glm4_moe", {**ROUTED, "use_qk_norm": True}, compiled=False),
+    Family("granitemoe", {**GRANITE, **LOCAL}, compiled=False),
     Family("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}, compiled=False),
-    Family(
-        "dots1",
-        {**EXPERTS, **WINDOW, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
-        compiled=False,
-    ),
+    Family("dots1", {**ROUTED, **WINDOW, "n_shared_experts": 1, "first_k_dense_replace": 1}, compiled=False),
     Family("exaone_moe", {**EXPERTS, **WINDOW, "num_experts": 4}, compiled=False),
     Family("cohere2_moe", {**EXPERTS, **WINDOW, "num_experts": 4}),
     Family("mellum", {**EXPERTS, **WINDOW, "num_experts": 4}, compiled=False),
     Family("laguna", {**EXPERTS, **WINDOW, "num_experts": 4}, compiled=False),
     Family("flex_olmo", {"num_experts": 4, "num_experts_per_tok": 2}),
     Family("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2, "moe_intermediate_size": 24}),
-    Family(
-        "granitemoeshared",
-        {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
-        compiled=False,
-    ),
-    Family("granitemoe_swa", {**GRANITE, **WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}, compiled=False),
-    Family("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    Family("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "lm_head_bias": True}),
+    Family("granitemoeshared", {**GRANITE, **LOCAL, "shared_intermediate_size": 24}, compiled=False),
+    Family("granitemoe_swa", {**GRANITE, **WINDOW, **LOCAL}, compiled=False),
+    Family("minimax_m2", {**LOCAL}),
+    Family("phimoe", {**LOCAL, "lm_head_bias": True}),
     Family("hy_v3", {**EXPERTS, "num_experts": 4}, compiled=False),
-    Family("solar_open", {**EXPERTS, "n_routed_experts": 4}),
-    Family(
-        "jetmoe",
-        {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "num_attention_heads": 4},
-        compiled=False,
-    ),
+    Family("solar_open", {**ROUTED}),
+    Family("jetmoe", {"kv_channels": 8, **LOCAL, "num_attention_heads": 4}, compiled=False),
     # Latent attention, indexers
     Family("minicpm3", {**LATENT, "dim_model_base": 16}),
-    Family("deepseek_v2", {**LATENT, **EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}, compiled=False),
-    Family(
-        "deepseek_v3",
-        {**LATENT, **EXPERTS, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
-        compiled=False,
-    ),
+    Family("deepseek_v2", {**LATENT, **ROUTED, "first_k_dense_replace": 1}, compiled=False),
+    Family("deepseek_v3", {**LATENT, **ROUTED, **LATENT_MIXTURE}, compiled=False),
     Family("youtu", LATENT),
-    Family("glm4_moe_lite", {**LATENT, **EXPERTS, "n_routed_experts": 4}, compiled=False),
+    Family("glm4_moe_lite", {**LATENT, **ROUTED}, compiled=False),
     Family(
         "longcat_flash",
         {
@@ -304,20 +282,12 @@ FAMILIES = [
         "deepseek_v32",
         {
             **LATENT,
-            **EXPERTS,
-            "n_routed_experts": 4,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
+            **ROUTED,
+            **LATENT_MIXTURE,
             "index_topk": 8,
             "index_head_dim": 16,
             "index_n_heads": 8,  # rectified scores of few heads would often tie at zero
         },
-        refused=INDEXED,
-    ),
-    Family(
-        "glm_moe_dsa",
-        {**LATENT, **EXPERTS, "n_routed_experts": 4, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 8},
         refused=INDEXED,
     ),
     Family(
@@ -348,20 +318,10 @@ FAMILIES = [
         refused=COMPRESSED,
     ),
     # Recurrences, convolutions
-    Family(
-        "qwen3_next",
-        {**DELTA, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24, "partial_rotary_factor": 0.5},
-        recurrent=True,
-        compiled=False,
-    ),
-    Family("qwen3_5_text", {**DELTA, "partial_rotary_factor": 0.5}, recurrent=True, compiled=False),
-    Family(
-        "qwen3_5_moe_text",
-        {**DELTA, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24, "partial_rotary_factor": 0.5},
-        recurrent=True,
-        compiled=False,
-    ),
-    Family("olmo_hybrid", {**DELTA, "linear_num_key_heads": 4}, recurrent=True, compiled=False),
+    Family("qwen3_next", {**DELTA, **SHARED, "partial_rotary_factor": 0.5}, recurrent=True),
+    Family("qwen3_5_text", {**DELTA, "partial_rotary_factor": 0.5}, recurrent=True),
+    Family("qwen3_5_moe_text", {**DELTA, **SHARED, "partial_rotary_factor": 0.5}, recurrent=True),
+    Family("olmo_hybrid", {**DELTA, "linear_num_key_heads": 4}, recurrent=True),
     Family(
         "kimi_linear",
         {
@@ -375,14 +335,12 @@ FAMILIES = [
             "model_max_length": 256,
         },
         recurrent=True,
-        compiled=False,
     ),
     Family(
         "minimax",
         {
             "layer_types": [LINEAR, FULL, LINEAR, FULL],
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
+            **LOCAL,
             "block_size": 8,
             "full_attn_alpha_factor": 1.3,
             "full_attn_beta_factor": 0.8,
@@ -392,19 +350,14 @@ FAMILIES = [
             "mlp_beta_factor": 0.7,
         },
         recurrent=True,
-        compiled=False,
     ),
     Family(
-        "lfm2",
-        {"layer_types": ["conv", FULL, "conv", FULL], "block_multiple_of": 8, "conv_bias": True},
-        recurrent=True,
-        compiled=False,
+        "lfm2", {"layer_types": ["conv", FULL, "conv", FULL], "block_multiple_of": 8, "conv_bias": True}, recurrent=True
     ),
     Family(
         "lfm2_moe",
         {**EXPERTS, "layer_types": ["conv", FULL, "conv", FULL], "num_experts": 4, "num_dense_layers": 1},
         recurrent=True,
-        compiled=False,
     ),
     Family(
         "granitemoehybrid",
@@ -412,15 +365,13 @@ FAMILIES = [
             **GRANITE,
             **MAMBA2,
             "layer_types": [LINEAR, FULL, LINEAR, FULL],
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
+            **LOCAL,
             "shared_intermediate_size": 24,
             "position_embedding_type": "rope",
         },
         recurrent=True,
-        compiled=False,
     ),
-    Family("bamba", {**MAMBA2, "attn_layer_indices": [1, 3]}, recurrent=True, compiled=False),
+    Family("bamba", {**MAMBA2, "attn_layer_indices": [1, 3]}, recurrent=True),
     Family(
         "falcon_h1",
         {
@@ -437,7 +388,6 @@ FAMILIES = [
             "ssm_out_multiplier": 0.9,
         },
         recurrent=True,
-        compiled=False,
     ),
     Family(
         "nemotron_h",
@@ -457,7 +407,6 @@ FAMILIES = [
             "moe_shared_expert_intermediate_size": 24,
         },
         recurrent=True,
-        compiled=False,
     ),
     Family(
         "jamba",
@@ -488,35 +437,20 @@ FAMILIES = [
             "use_mamba_kernels": False,
         },
         recurrent=True,
-        compiled=False,
     ),
-    Family("zamba", {"num_key_value_heads": 4}, refused=NO_SCAN),
-    Family("recurrent_gemma", {"lru_width": 32, "attention_window_size": 6, "logits_soft_cap": 5.0}, refused=NO_SCAN),
     Family("mamba", {"state_size": 8}, refused=NO_CACHE),
-    Family("falcon_mamba", {"state_size": 8}, refused=NO_CACHE),
-    Family("mamba2", {"num_heads": 8, "n_groups": 2, "state_size": 8, "chunk_size": 8}, refused=NO_CACHE),
-    # Older ones
     Family("gpt_neox", {"rotary_pct": 0.5}, compiled=False),
     Family("gpt2", compiled=False),
     Family("gpt_bigcode", compiled=False),
     Family("gptj", {"rotary_dim": 4}, refused=OWN_ATTENTION),
-    Family("codegen", {"rotary_dim": 4}, refused=OWN_ATTENTION),
-    Family(
-        "gpt_neo",
-        {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 6},
-        refused=OWN_ATTENTION,
-    ),
-    Family("gpt_neox_japanese", {"rotary_pct": 0.5, "intermediate_multiple_size": 2}, refused=OWN_ATTENTION),
     Family("biogpt", compiled=False),
     Family("opt", {"ffn_dim": 48, "init_std": 0.25, "word_embed_proj_dim": 32}, compiled=False),
     Family("opt", {"ffn_dim": 48, "init_std": 0.25, "word_embed_proj_dim": 16}, "narrow", refused=STREAMS),
     Family("bloom", refused=OWN_ATTENTION),
-    Family("mpt", {"max_seq_len": 256, "expansion_ratio": 2, "logit_scale": 0.5}, refused=OWN_ATTENTION),
     Family("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, compiled=False),
     Family("falcon", {"alibi": True, "bias": True}, "alibi", refused=ALIBI),
     Family("phi", {"qk_layernorm": True}),
     Family("persimmon"),
-    Family("xglm", {"ffn_dim": 48, "init_std": 0.25}, refused=OWN_ATTENTION),
 ]
 
 

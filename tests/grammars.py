@@ -9,7 +9,7 @@ from specdec.core.grammar import Constraint
 
 
 class Language:
-    """A Matcher. may(text) -> the tokens that may follow a text"""
+    """Like llguidance.LLMatcher. may(text) -> the tokens that may follow a text"""
 
     def __init__(self, may: Callable[[tuple[int, ...]], set[int]], vocab_size: int):
         self.may, self.vocab_size, self.text = may, vocab_size, ()

@@ -13,8 +13,6 @@ import yaml
 
 from tests.small_server import Quiet
 
-LARGE = (".safetensors",)  # stored by their SHA-256 (LFS)
-
 
 @dataclass
 class Repository:
@@ -44,7 +42,6 @@ class Hub:
     def __init__(self, **tokens: str):
         self.tokens = tokens
         self.repositories: dict[str, Repository] = {}
-        self.objects: dict[str, bytes] = {}  # by SHA-256
         self.failing: int | None = None
         self.damaged: set[str] = set()
         self.gated: set[str] = set()
@@ -52,8 +49,7 @@ class Hub:
 
     def __enter__(self) -> "Hub":
         self.server = Quiet(("127.0.0.1", 0), self._handler())
-        port = self.server.server_address[1]
-        self.url, self.storage = f"http://127.0.0.1:{port}", f"http://localhost:{port}"  # of large files: another host
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         return self
 
@@ -72,14 +68,8 @@ class Hub:
         for pattern, answer in (
             ("POST /api/repos/create", self.create),
             ("POST /api/validate-yaml", self.validate),
-            (r"POST /api/models/(\w+/[\w.-]+)/branch/(.+)", self.branch),
-            (r"POST /api/models/(\w+/[\w.-]+)/tag/(.+)", self.tag),
             (r"POST /api/models/(\w+/[\w.-]+)/preupload/(.+)", self.preupload),
             (r"POST /api/models/(\w+/[\w.-]+)/commit/(.+)", self.commit),
-            (r"POST /(\w+/[\w.-]+)\.git/info/lfs/objects/batch", self.batch),
-            (r"PUT /objects/(\w+)", self.upload),
-            (r"POST /verify/(\w+)", self.verify),
-            (r"GET /objects/(\w+)/(.+)", self.download),
             (r"GET /api/models/(\w+/[\w.-]+)/tree/(.+)", self.tree),
             (r"GET /api/models/(\w+/[\w.-]+)/revision/(.+)", self.info),
             (r"GET /api/models/(\w+/[\w.-]+)", self.info),
@@ -113,7 +103,7 @@ class Hub:
         if name in self.repositories:
             return 409, {}, {"url": f"{self.url}/{name}", "error": "exists"}
         self.repositories[name] = Repository(asked.get("visibility") == "private")
-        self.repositories[name].commit("main", {".gitattributes": b"*.safetensors filter=lfs\n"})
+        self.repositories[name].commit("main", {".gitattributes": b""})
         return 200, {}, {"url": f"{self.url}/{name}"}
 
     def validate(self, *, user, body):
@@ -123,51 +113,14 @@ class Hub:
             wrong.append("base_model")
         return (400 if wrong else 200), {}, {"errors": [{"message": name} for name in wrong], "warnings": []}
 
-    def branch(self, name, branch, *, user, body):
-        repository = self.find(name, user, write=True)
-        if branch in repository.refs:
-            return 409, {}, {"error": "exists"}
-        repository.refs[branch] = repository.refs["main"]
-        return 200, {}, {}
-
-    def tag(self, name, revision, *, user, body):
-        repository, tag = self.find(name, user, write=True), json.loads(body)["tag"]
-        if tag in repository.refs:
-            return 409, {}, {"error": "exists"}
-        repository.refs[tag] = self.at(repository, revision)[0]
-        return 200, {}, {}
-
     def preupload(self, name, revision, *, user, body):
-        _, there = self.at(self.find(name, user, write=True), revision)
-        found = []
-        for path in (file["path"] for file in json.loads(body)["files"]):
-            about = entry(path, there[path]) if path in there else {}
-            oid = about.get("lfs", about).get("oid")
-            mode = "lfs" if path.endswith(LARGE) else "regular"
-            found.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
-        return 200, {}, {"files": found}
-
-    def batch(self, name, *, user, body):
         self.find(name, user, write=True)
-        found = []
-        for each in json.loads(body)["objects"]:
-            links = {
-                "upload": {"href": f"{self.storage}/objects/{each['oid']}"},
-                "verify": {"href": f"{self.url}/verify/{each['oid']}"},
-            }
-            found.append(each | ({} if each["oid"] in self.objects else {"actions": links}))
-        return 200, {}, {"transfer": "basic", "objects": found}
-
-    def upload(self, oid, *, user, body):
-        if hashlib.sha256(body).hexdigest() != oid:
-            raise Refusal(400, "another content")
-        self.objects[oid] = body
-        return 200, {}, {}
-
-    def verify(self, oid, *, user, body):
-        if len(self.objects[oid]) != json.loads(body)["size"]:
-            raise Refusal(400, "another size")
-        return 200, {}, {}
+        asked = json.loads(body)["files"]
+        return (
+            200,
+            {},
+            {"files": [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in asked]},
+        )
 
     def commit(self, name, revision, *, user, body):
         repository = self.find(name, user, write=True)
@@ -176,8 +129,6 @@ class Hub:
             value = line["value"]
             if line["key"] == "file":
                 contents[value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile":
-                contents[value["path"]] = self.objects[value["oid"]]
             elif line["key"] == "deletedFile":
                 del contents[value["path"]]
         commit = repository.commit(revision, contents)
@@ -197,19 +148,9 @@ class Hub:
         commit, contents = self.at(self.find(name, user), revision)
         if path not in contents:
             raise Refusal(404, "no such file", "EntryNotFound")
-        about = entry(path, contents[path])
-        headers = {"X-Repo-Commit": commit, "ETag": f'"{about["oid"]}"'}
-        if "lfs" not in about:
-            return 200, headers, self.sent(path, contents[path])
-        oid = about["lfs"]["oid"]
-        linked = {"X-Linked-Etag": f'"{oid}"', "X-Linked-Size": str(about["size"])}
-        return 302, {**headers, **linked, "Location": f"{self.storage}/objects/{oid}/{path}"}, b""
-
-    def download(self, oid, path, *, user, body):
-        return 200, {"ETag": f'"{oid}"'}, self.sent(path, self.objects[oid])
-
-    def sent(self, path: str, content: bytes) -> bytes:
-        return content[:-1] + bytes([content[-1] ^ 1]) if path in self.damaged else content
+        content = contents[path]
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{entry(path, content)["oid"]}"'}
+        return 200, headers, content[:-1] + bytes([content[-1] ^ 1]) if path in self.damaged else content
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         hub = self
@@ -246,6 +187,4 @@ class Hub:
 def entry(path: str, content: bytes) -> dict:
     """A file as the Hub lists it."""
     oid = hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
-    large = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
-    found = {"type": "file", "path": path, "size": len(content), "oid": oid}
-    return {**found, "lfs": large} if path.endswith(LARGE) else found
+    return {"type": "file", "path": path, "size": len(content), "oid": oid}

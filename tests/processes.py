@@ -1,15 +1,7 @@
-"""Runs of train.py in float64 by several processes, one run after the other: starting Python takes longer than a tiny run.
+"""Runs of train.py in float64 by several processes, one run after the other: starting Python takes longer than a tiny run."""
 
-python -m tests.processes '[{"run": "name", "overrides": ["key=value", ...], "stop": 3}, ...]'    in each process
-"""
-
-import contextlib
-import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +10,9 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from hydra import compose, initialize_config_dir
 
-from tests.support import ROOT, PowerCutError, before_steps, child_environment, train_command
+from tests.support import ROOT, PowerCutError, before_steps, train_command
+from tests.together import free_ports, printed_by
 from train import build
-from train.distributed import Weights, local
 from train.objective import Objective
 from train.trainer import Trainer
 
@@ -63,38 +55,26 @@ def fit_float64(
                 state._reset_state()
 
 
-def free_ports(num: int) -> list[str]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(num)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [str(each.getsockname()[1]) for each in sockets]
-
-
 def fit_by_two(cwd: Path, runs: list[dict]) -> list[str]:
     """Trains the runs by two processes without a launcher. -> what each has printed"""
     for run, port in zip(runs, free_ports(len(runs))):  # each has its own: the one before may not have closed yet
         run["port"] = port
-    places = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    processes, outputs = [], [cwd / f"printed-{rank}" for rank in range(2)]
-    for rank, output in enumerate(outputs):
-        environment = child_environment(**places, RANK=str(rank), LOCAL_RANK=str(rank))
-        command = [sys.executable, "-m", "tests.processes", json.dumps(runs)]
-        with output.open("w") as file:
-            processes.append(subprocess.Popen(command, cwd=cwd, stdout=file, stderr=file, env=environment))
-    try:
-        codes = [process.wait(timeout=300) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    printed = [output.read_text() for output in outputs]
-    assert codes == [0, 0], "\n\n".join(f"ended with {code}:\n{text[-4000:]}" for code, text in zip(codes, printed))
-    return printed
+    return printed_by(2, "tests.processes:fit_all", runs, cwd=cwd)
+
+
+def fit_all(runs: list[dict]) -> None:
+    """In each process."""
+    os.environ["COLUMNS"] = "10000"
+    tell()
+    for each in runs:
+        os.environ["MASTER_PORT"] = each.pop("port")
+        print(f"# {each['run']}", flush=True)
+        fit_float64(**each)
 
 
 def tell() -> None:
-    """Lets the process print what it computes itself, and its share of the weights when they are saved."""
-    start, count, saved = Trainer._measure_and_solve, build.draft_vocab, Weights.saved
+    """Lets the process print what it computes itself."""
+    start, count = Trainer._measure_and_solve, build.draft_vocab
 
     def telling(what, function):
         def told(*arguments, **settings):
@@ -103,22 +83,5 @@ def tell() -> None:
 
         return told
 
-    def telling_saved(weights, average):
-        parameters = list(weights.drafter.parameters())
-        here = sum(local(parameter).numel() for parameter in parameters)
-        print(f"share {here / sum(parameter.numel() for parameter in parameters):.2f}")
-        return saved(weights, average)
-
     Trainer._measure_and_solve = telling("start", start)
     build.draft_vocab = telling("vocabulary", count)
-    Weights.saved = telling_saved
-
-
-if __name__ == "__main__":
-    os.environ["COLUMNS"] = "10000"
-    torch.set_num_threads(1)
-    tell()
-    for each in json.loads(sys.argv[1]):
-        os.environ["MASTER_PORT"] = each.pop("port")
-        print(f"# {each['run']}", flush=True)
-        fit_float64(**each)

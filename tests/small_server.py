@@ -11,7 +11,6 @@ from tests.support import small_tokenizer
 
 STOP = 2  # <|im_end|>
 Reply = tuple[int, object]  # status; a document, or text or bytes that are sent as they are
-DELETE = "DELETE "  # before the path of such a request
 
 
 class Quiet(ThreadingHTTPServer):
@@ -25,7 +24,7 @@ class Quiet(ThreadingHTTPServer):
 class SmallServer:
     """Serves while it is used as a context manager, and again each time.
 
-    reply: called with path and body (None for GET and DELETE), in a thread for each request; None: the connection is cut
+    reply: called with path and body (None for GET), in a thread for each request; None: the connection is cut
     protocol: with HTTP/1.1, connections stay for further requests, and none is cut
     """
 
@@ -71,9 +70,6 @@ class SmallServer:
 
             def do_GET(self):
                 self.send(small.answer(self.path.strip("/"), None))
-
-            def do_DELETE(self):
-                self.send(small.answer(DELETE + self.path.strip("/"), None))
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -7,6 +7,8 @@ import importlib.util
 import itertools
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import hydra
@@ -293,6 +295,20 @@ def same_weights(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> 
 def child_environment(**more: str) -> dict[str, str]:
     """The environment of processes that tests start: the packages of this clone, one thread."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **more}
+
+
+def start(
+    arguments: list, *, cwd: Path = ROOT, errors: bool = False, file: Path | None = None, **more: str
+) -> subprocess.Popen:
+    """Starts `python ARGUMENTS`, the first of which is a file.
+
+    errors: stdout has what is printed on stderr, too; file: is written in place of `stdout`; more: variables of the environment
+    """
+    opened = lambda path, flags: os.open(path, flags | os.O_NOCTTY)  # a terminal does not become that of the tests
+    with contextlib.nullcontext(subprocess.PIPE) if file is None else open(file, "w", opener=opened) as out:
+        merged = subprocess.STDOUT if errors else None
+        command, env = [sys.executable, *map(str, arguments)], child_environment(**more)
+        return subprocess.Popen(command, cwd=cwd, env=env, stdout=out, stderr=merged, text=True)
 
 
 # Prompts, trees and decoders

@@ -77,7 +77,7 @@ def table_row(family: Family) -> str:
         return line([name_of(family), str(error.value).replace("\n", " ")])
     yes = lambda value: "yes" if value else "no"
     linear = yes(not family.recurrent)
-    works = [features(target_of(family)), "yes", "yes", linear, linear, yes(family.compiled)]
+    works = [features(target_of(family)), "yes", "yes", linear, linear, yes(family.compiles)]
     return line([name_of(family), *works, *exports(family).values()])
 
 

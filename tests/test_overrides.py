@@ -1,12 +1,13 @@
 """Tests that text on the command line of train.py stays as it is written."""
 
+import runpy
+import sys
+
 import pytest
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from tests.support import ROOT, save_target, write_rows
-from tests.warm import start
+from tests.support import ROOT
 from train.data.reading import read_sources
 from train.overrides import as_written, check
 
@@ -43,67 +44,31 @@ def test_lists_dicts_and_numbers_are_what_the_documents_say(tmp_path, monkeypatc
     assert read("data.train=[数据/a.jsonl, my data (1)/b.jsonl]") == ["数据/a.jsonl", "my data (1)/b.jsonl"]
     assert read("data.train={a.jsonl: 2, b.jsonl: 0.5}") == {"a.jsonl": 2, "b.jsonl": 0.5}
     weighted = read_sources(read("data.train={a.jsonl: 2, data/b.jsonl: 0.5}"))
-    assert [(source.name, float(source.weight)) for source in weighted] == [("a.jsonl", 2), ("data/b.jsonl", 0.5)]
+    assert weighted == {"a.jsonl": 2, "data/b.jsonl": 0.5}
     assert read("features.engine=[http://a:1,http://b:2]") == ["http://a:1", "http://b:2"]
     assert read("optimizer.lr=1e-3") == 1e-3 and read("optimizer.betas=[0.9,0.95]") == [0.9, 0.95]
     assert read('data.train="two words (1)"') == "two words (1)"  # quoted for Hydra already
     assert read("head.drafter.lora={r: 8}") == {"r": 8}
     assert read("data.train=[a${b}.jsonl,c.jsonl]") == ["a${b}.jsonl", "c.jsonl"]
-    assert as_written(["head=eagle", "~data", "-m", "hydra/launcher=joblib"]) == ["head=eagle", "~data", "-m", "hydra/launcher=joblib"]  # fmt: skip
+    assert as_written(["head=eagle", "~data", "hydra.verbose=true"]) == ["head=eagle", "~data", "hydra.verbose=true"]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "[a,b]").mkdir()
     (tmp_path / "'a'").touch()
     assert read("data.train=[a,b]") == "[a,b]" and read("data.train='a'") == "'a'"  # what exists wins
 
 
-def jobs(*arguments: str) -> list[list[str]]:
-    parsed = OverridesParser.create().parse_overrides([each for each in as_written(["-m", *arguments]) if each != "-m"])
-    (found,) = BasicSweeper.split_arguments(parsed, None)
-    return [[OverridesParser.create().parse_override(each).value() for each in job] for job in found]
-
-
-def test_commas_separate_the_values_of_a_sweep(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert jobs("head=eagle,mtp", "optimizer.lr=1e-3,2e-3") == [["eagle", 1e-3], ["eagle", 2e-3], ["mtp", 1e-3], ["mtp", 2e-3]]  # fmt: skip
-    assert jobs("data.train=数/a.jsonl,b (1).jsonl", "run=1e3") == [["数/a.jsonl", "1e3"], ["b (1).jsonl", "1e3"]]
-    assert jobs("train.seed=range(1,3)", "start=choice(a,b)") == [[1, "a"], [1, "b"], [2, "a"], [2, "b"]]
-    (tmp_path / "x,y.jsonl").touch()
-    assert jobs("data.train=x,y.jsonl") == [["x,y.jsonl"]]
-
-
-def test_a_sweep_over_lists_and_quoted_texts():
-    assert jobs("data.train=[a.jsonl],[a.jsonl,b.jsonl]") == [[["a.jsonl"]], [["a.jsonl", "b.jsonl"]]]
-    assert len(jobs("data.train={a: 2},{b: 1}")) == 2 and len(jobs("run='a','b'")) == 2
-
-
 @pytest.mark.parametrize("text", ["{a: 2", "{a}.jsonl", "{"])
 def test_what_only_looks_like_a_dict_is_one_name(text):
-    assert [source.name for source in read_sources(text)] == [text]
+    assert list(read_sources(text)) == [text]
+
+
+def test_several_values_are_refused_with_the_loop_that_replaces_them(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "head=eagle,mtp"])
+    with pytest.raises(SystemExit, match=r"^error: one launch trains one run\. .* for head in eagle mtp; do "):
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
 def test_options_of_another_command_are_checked():
     check({"train.steps": "3", "optimizer.lr": "1e-3", "head": "eagle", "data.heldout": "数"}, "training.")
     with pytest.raises(ValueError, match=r"^training\.train\.steps=x must be a whole number of 1 or more\.$"):
         check({"train.steps": "x"}, "training.")
-
-
-@pytest.mark.full
-def test_a_run_in_such_folders_trains_and_is_continued(tmp_path):
-    here = tmp_path / "数据 (1), ${x}{'#"
-    here.mkdir()
-    save_target(here / "target", num_layers=3)
-    messages = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "One, two, three."}]
-    write_rows(here / "rows.jsonl", [{"id": f"{n}", "messages": messages} for n in range(4)])
-    write_rows(here / "prompts.jsonl", [{"prompt": "Count on."}])
-    settings = {
-        "head": "eagle", "run": "null ${y}", "target.name": here / "target", "data.train": here / "rows.jsonl",
-        "data.heldout": here / "prompts.jsonl", "data.cache": here / "c", "features.folder": here / "f", "data.length": 64, "precision": "fp32",
-        "target.dtype": "float32", "solve_packs": 0, "head.vocab_size": 40, "head.objective.depth": 1, "train.steps": 1, "validation.auto": "never",
-        "validation.decode": "end", "validation.share": 0, "validation.num_prompts": 1, "validation.max_new_tokens": 2, "decode.depth": 1,
-    }  # fmt: skip
-    for resume, said in (("false", "best replayed tau"), ("auto", "nothing left to do")):
-        arguments = [*(f"{key}={value}" for key, value in settings.items()), f"resume={resume}"]
-        command = start([ROOT / "train.py", *arguments], cwd=tmp_path, errors=True)
-        printed, _ = command.communicate(timeout=240)
-        assert command.returncode == 0 and said in printed, printed
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["answers", "null ${y}"]

@@ -1,7 +1,6 @@
 """Tests of the wheel: the package drafts without the packages of the commands, and the commands work outside of the clone."""
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -10,10 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 
-from specdec import checkpoint
-from specdec.heads.medusa import Medusa2
 from tests.support import (
     REAL_TARGET,
     ROOT,
@@ -59,14 +55,6 @@ for proposer in (None, drafting.proposer(head)):
     generations.append(decoder.generate(prompt, 24))
 print(json.dumps({"file": specdec.__file__, "same": generations[0].tokens == generations[1].tokens,
                   "accepted": sum(generations[1].accepted[0]), "modules": sorted(sys.modules)}))
-"""
-LOAD = """
-import specdec
-
-try:
-    specdec.load_head(sys.argv[2], specdec.load_target(sys.argv[1], dtype="float32"))
-except ValueError as error:
-    print("refused:", error)
 """
 
 
@@ -122,7 +110,7 @@ def test_the_command_works_outside_of_the_clone(wheel, tmp_path):
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
 
     assert "tau" in run("generate", *given, "prompt=Say hello", "max_new_tokens=8", "proposer=ngram").stdout
-    assert "read back and equal" in run("export", *given, "out=exported", "format=vllm").stdout
+    assert " tensors, " in run("export", *given, "out=exported", "format=vllm").stdout
     assert run("evaluate", *given, "prompts=prompts.jsonl", "max_new_tokens=4", "auto=false").returncode == 0
     assert json.loads((tmp_path / "report.json").read_text())["identical_outputs"] == 1
     refused = run("evaluate", *given)
@@ -146,13 +134,3 @@ def test_a_shipped_head_drafts_without_the_extras(wheel):
     assert result["file"] == str(wheel / "specdec" / "__init__.py")
     assert result["same"] and result["accepted"] > 3
     assert not {name.partition(".")[0] for name in result["modules"]} & HIDDEN
-
-
-def test_a_head_that_adapts_its_target_names_the_extra_that_it_needs(wheel, tmp_path):
-    target = save_target(tmp_path / "target")
-    shape = {"num_heads": 2, "lora_rank": 2}
-    torch.manual_seed(0)
-    drafter = Medusa2(target, **shape)
-    checkpoint.save(tmp_path / "head", drafter.decodable(), {"_target_": "specdec.heads.medusa.Medusa2", **shape})
-    printed = run_bare(wheel, LOAD, tmp_path / "target", tmp_path / "head")
-    assert re.search(r"refused: .*peft.*pip install 'specdec\[train\]'", printed), printed

@@ -4,7 +4,7 @@ import collections
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -14,11 +14,11 @@ from specdec.measuring import report as figures
 from specdec.measuring.report import PromptCounts
 from specdec.server import record
 from train import validate
-from train.data import reading
 from train.data import rows as data
 
 ENOUGH = 8  # conversations, below which no head is judged
-NEEDED = "Rows need token ids of this target (tokens, prompt_tokens, tokenizer, target) and a time."
+DEPTH = 4  # drafts of the chain that heads are judged with
+JUDGED = 100  # answers of new and of old rows that are judged, at most
 
 
 class TooFew(ValueError):
@@ -29,16 +29,12 @@ class TooFew(ValueError):
 
 
 @dataclass(frozen=True)
-class RecordedAnswer:
-    """One answer of the target, with what was known when it was written."""
+class RecordedAnswer(validate.Written):
+    """One answer of the target. time: when it was written, in seconds"""
 
     id: str
     conversation: str
-    time: float  # seconds
-    temperature: float
-    prompt: list[int]
-    answer: list[int]
-    exact: bool  # whether its ids were drawn at a known temperature, and by that alone, as replay takes it
+    time: float
 
     def to_row(self, tokenizer: str) -> dict:
         """As train.py reads it. tokenizer: `datastore.fingerprint`"""
@@ -47,15 +43,12 @@ class RecordedAnswer:
         return {**row, "tokenizer": tokenizer}
 
     @classmethod
-    def from_row(cls, row: dict, *, place: str) -> "RecordedAnswer":
+    def from_row(cls, row: dict, *, place: str = "") -> "RecordedAnswer":
         """Of a row with token ids. place: its id, if it has none. Raises KeyError, TypeError, ValueError for another."""
         tokens, num = row["tokens"], row["prompt_tokens"]
         if not all(type(token) is int and token >= 0 for token in tokens) or type(num) is not int or num < 1:
             raise ValueError("not a list of token ids")
         name = str(place if row.get("id") is None else row["id"])
-        cut = row.get("top_k") not in (None, 0, -1) or row.get("ids") == "retokenised" or row.get("other_law")
-        changed = any(row.get(key) not in (None, 1) for key in ("top_p", "repetition_penalty"))
-        unknown = row.get("grammar") is not None or row.get("temperature") is None
         return cls(
             id=name,
             conversation=str(name if row.get("conversation") is None else row["conversation"]),
@@ -63,7 +56,6 @@ class RecordedAnswer:
             temperature=float(row.get("temperature") or 0.0),
             prompt=tokens[:num],
             answer=tokens[num:],
-            exact=row.get("exact", not (cut or changed or unknown)),
         )
 
 
@@ -87,23 +79,21 @@ class TrafficSource:
 
     def parse(self, row: dict | None, *, place: str) -> RecordedAnswer | str:
         """The answer in a row of traffic, or why it is left out."""
+        if row is None:
+            return "damaged"
+        if any(row.get(key) is None for key in ("tokens", "prompt_tokens", "time")):
+            return "without token ids or a time"
+        if row.get("tokenizer") != self.tokenizer or not self.wrote(row):
+            return "of another target or tokenizer"
         try:
-            if row is None or not reading.has_ids(row):
-                return "damaged" if row is None else "without token ids"
-            if row.get("tokenizer") != self.tokenizer:
-                return "with ids of another tokenizer"
-            if not self.wrote(row):
-                return "of another target"
-            if row.get("time") is None:
-                return "without a time"
             answer = RecordedAnswer.from_row(row, place=place)
         except (ValueError, TypeError, KeyError, RecursionError):
             return "damaged"
         return answer if len(answer.answer) > 1 else "shorter than two tokens"
 
 
-def read_traffic(folder: Path, wanted: TrafficSource) -> tuple[Answers, dict[str, int]]:
-    """-> the answers in a folder of traffic, in the order of their times; why rows were left out, and how many each.
+def read_traffic(folder: Path, wanted: TrafficSource) -> tuple[Answers, str]:
+    """-> the answers in a folder of traffic, in the order of their times; how many rows were left out, and why, in words.
 
     A last line without its end is being written, and is not looked at.
     Raises ValueError if there is no such folder, TooFew if it has no row that can be used.
@@ -113,17 +103,20 @@ def read_traffic(folder: Path, wanted: TrafficSource) -> tuple[Answers, dict[str
     paths = sorted(path for path in folder.iterdir() if path.name.endswith(".jsonl"))
     parsed = [wanted.parse(row, place=place) for place, row in record.read_lines(paths)]
     left_out = collections.Counter(each for each in parsed if isinstance(each, str))
+    why = " and ".join(f"{num} {reason}" for reason, num in left_out.items())
     found = [each for each in parsed if isinstance(each, RecordedAnswer)]
     if not found:
-        why = " and ".join(f"{num} {reason}" for reason, num in left_out.items()) or "there are none"
-        raise TooFew(f"traffic={folder} has no row of {wanted.target} that can be used: {why}. {NEEDED}")
-    return sorted(found, key=lambda answer: answer.time), dict(left_out)
+        raise TooFew(
+            f"traffic={folder} has no row of {wanted.target} that can be used: {why or 'there are none'}. Rows need token ids "
+            "of this target (tokens, prompt_tokens, tokenizer, target) and a time."
+        )
+    return sorted(found, key=lambda answer: answer.time), why
 
 
 def read_answers(path: Path) -> Answers:
     """A file that `to_lines` has written. Raises ValueError if it is damaged."""
     try:
-        return [RecordedAnswer.from_row(json.loads(line), place="") for line in path.read_bytes().splitlines()]
+        return [RecordedAnswer.from_row(json.loads(line)) for line in path.read_bytes().splitlines()]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): take another copy of it.") from None
 
@@ -178,12 +171,12 @@ def take_tokens(answers: Iterable[RecordedAnswer], most: int) -> Answers:
     return found
 
 
-def draw_old(rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase, *, seed: int) -> Iterator[RecordedAnswer]:
-    """Answers that the head was trained on before, in an order that follows from the seed and their ids alone.
+def draw_old(rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase) -> Iterator[RecordedAnswer]:
+    """Answers that the head was trained on before, in an order that follows from their ids alone.
 
     rows: as of `reading.load_conversations`; each is encoded when it is needed
     """
-    order = sorted(rows, key=lambda row: hashlib.sha256(f"{seed} {row['id']}".encode()).digest())
+    order = sorted(rows, key=lambda row: hashlib.sha256(f"0 {row['id']}".encode()).digest())
     return (answer for row in order if (answer := encode_answer(tokenizer, row)) is not None)
 
 
@@ -202,28 +195,21 @@ def encode_answer(tokenizer: PreTrainedTokenizerBase, row: dict) -> RecordedAnsw
 # The gate: tau by replay, and whether the new head is taken
 
 
-@dataclass(frozen=True)
-class JudgeLimits:
-    """How much is judged. depth: of the chain; num: answers of a slice; length: tokens of an answer with its prompt"""
+def choose_judged(answers: Answers, length: int) -> Answers:
+    """At most JUDGED of the answers, spread over the list. length: tokens of an answer with its prompt; long answers are cut later"""
+    fit = [answer for answer in answers if len(answer.prompt) + 2 <= length]
+    step = max(1.0, len(fit) / JUDGED)
+    return [fit[int(place * step)] for place in range(min(JUDGED, len(fit)))]
 
-    depth: int
-    num: int
-    length: int
 
-    def choose(self, answers: Answers) -> Answers:
-        """Those that are judged, spread over the list. Too long prompts are left out; long answers are cut later."""
-        fit = [answer for answer in answers if len(answer.prompt) + 2 <= self.length]
-        step = max(1.0, len(fit) / self.num)
-        return [fit[int(place * step)] for place in range(min(self.num, len(fit)))]
+def judge(drafter: Head, answers: Answers, *, length: int, what: str) -> list[PromptCounts]:
+    """What tau of each answer is made of, by replay at the temperature that it was written at.
 
-    def judge(self, drafter: Head, answers: Answers, *, what: str) -> list[PromptCounts]:
-        """What tau is made of, of each answer, by replay at the temperature that it was written at. what: is shown"""
-        assert isinstance(drafter, Drafter)
-        texts = [
-            validate.Written(each.prompt, each.answer[: self.length - len(each.prompt)], each.temperature)
-            for each in answers
-        ]
-        return validate.count_replays(validate.replay_texts(drafter, texts, depth=self.depth, what=what))
+    length: tokens of an answer with its prompt, beyond which it is cut; what: is shown
+    """
+    assert isinstance(drafter, Drafter)
+    texts = [replace(each, answer=each.answer[: length - len(each.prompt)]) for each in answers]
+    return validate.count_replays(validate.replay_texts(drafter, texts, depth=DEPTH, what=what))
 
 
 @dataclass(frozen=True)

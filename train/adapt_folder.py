@@ -4,7 +4,6 @@ best                    name of the head in use, such as heads/0002; replaced wh
 heads/0001/             a copy of the given head; heads/0002/ ..: accepted ones, with adaptation.json
 rows/0002/              what that head was trained on, and what was held out: trained.jsonl, heldout.jsonl
 adaptations/0002.json   what was measured and decided, of refused heads too
-adaptation.html         the same of all adaptations, as a page
 training/               what is under way: plan.json, the rows, and the run; removed once it is decided
 lock                    while a process adapts here
 
@@ -16,13 +15,10 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from specdec import checkpoint
 from specdec.core import files
-from specdec.measuring.report import TAU
 from train.adapt import Answers, read_answers, to_lines
-from train.pages.page import Section, Table, render_page, write_figure
 
 KINDS = ("new", "old")  # held-out answers that the gate looks at
 
@@ -117,30 +113,24 @@ class Home:
             document["about"],
         )
 
-    def record(self, number: str, document: dict) -> Path:
-        """Writes what was measured and decided, and the page of all adaptations. -> the page"""
-        folder = self.path / "adaptations"
-        folder.mkdir(exist_ok=True)
-        files.write_text(folder / f"{number}.json", json.dumps(document, indent=1) + "\n")
-        page = self.path / "adaptation.html"
-        files.write_text(page, render_adaptations(self.history(), title=self.path.name))
-        return page
+    def decide(self, plan: AdaptationPlan, trained: Path, document: dict, tokenizer: str) -> None:
+        """Records what was decided, takes an accepted head into use, and removes what was under way.
 
-    def accept(self, plan: AdaptationPlan, trained: Path, document: dict, tokenizer: str) -> None:
-        """Takes the trained head into use. From the last line on, everyone gets it."""
-        rows = self.path / "rows" / plan.number
-        _make_private(rows.parent)
-        _make_private(rows)
-        files.write_text(rows / "trained.jsonl", to_lines(plan.training[: plan.num_new], tokenizer))
-        files.write_text(rows / "heldout.jsonl", to_lines(plan.heldout["new"], tokenizer))
-        self._install(plan.number, trained)
-        files.write_text(self.path / "heads" / plan.number / "adaptation.json", json.dumps(document, indent=1) + "\n")
-        self._use(plan.number)
-
-    def finish(self) -> None:
-        """Removes what was under way."""
-        if self.training.exists():
-            files.remove(self.training)
+        document: what was measured and decided; tokenizer: `datastore.fingerprint`
+        """
+        (self.path / "adaptations").mkdir(exist_ok=True)
+        text = json.dumps(document, indent=1) + "\n"
+        files.write_text(self.path / "adaptations" / f"{plan.number}.json", text)
+        if document["decision"] == "accepted":
+            rows = self.path / "rows" / plan.number
+            _make_private(rows.parent)
+            _make_private(rows)
+            files.write_text(rows / "trained.jsonl", to_lines(plan.training[: plan.num_new], tokenizer))
+            files.write_text(rows / "heldout.jsonl", to_lines(plan.heldout["new"], tokenizer))
+            self._install(plan.number, trained)
+            files.write_text(self.path / "heads" / plan.number / "adaptation.json", text)
+            self._use(plan.number)  # from here on, everyone gets it
+        files.remove(self.training)
 
     def _install(self, number: str, source: Path) -> None:
         tensors = {"drafter.safetensors": checkpoint.read_tensors(source / "drafter.safetensors")}
@@ -155,26 +145,3 @@ def _make_private(folder: Path) -> None:
     """For its owner alone, as recorded traffic is."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)  # it may be of an earlier version
-
-
-def render_adaptations(history: list[dict[str, Any]], *, title: str) -> str:
-    """history: documents as adaptation.json, the oldest first; some of earlier versions"""
-    heads = ["number", "decision", "answers", "conversations", "tau before (95 %)", "tau after", "change", "why"]
-    rows = []
-    for each in reversed(history):
-        for kind in KINDS:
-            if not (part := each["slices"][kind]) or not (part := part.get("all", part)):
-                continue
-            figures = [
-                write_figure(part["before"], part["before_ci"]),
-                write_figure(part["after"], part["after_ci"]),
-                write_figure(part["change"], part["change_ci"], digits=3, sign="+"),
-            ]
-            why = " ".join(each["reasons"])
-            rows.append([each["number"], each["decision"], kind, str(part["conversations"]), *figures, why])
-    last = history[-1]
-    about = f"tau: {TAU}; by replay along held-out recorded answers. Intervals are over conversations; that of a change is paired."
-    texts = [f"Head in use: {last['in_use']}.", about]
-    section = Section(texts=texts, table=Table(heads, rows), points=last["notes"])
-    verdict = {"accepted": "yes", "refused": "no"}.get(last["decision"], "unsure"), " ".join(last["reasons"])
-    return render_page(title, data={"history": history}, verdict=verdict, sections=[section])

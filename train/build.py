@@ -11,7 +11,6 @@ from typing import Any
 import numpy
 import torch
 import transformers
-import yaml
 from accelerate import Accelerator, PartialState
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 from torch import Tensor
@@ -24,21 +23,19 @@ from specdec.heads.base import Head
 from specdec.measuring.measure import Prompt, check_prompts
 from specdec.target.model import Target, load_tokenizer
 from train import display, distributed, optimization, progress
-from train.config import RunConfig, fixed_settings
+from train.config import RunConfig, fixed_settings, read_settings
 from train.data import reading
 from train.data import rows as data
 from train.data.encoding import Encoding, load_packs
 from train.data.loader import Material, permutation
 from train.data.packing import Packs, draft_vocab
-from train.data.stream import Plan, Stream
-from train.distributed import Group, Waiting, compute_by_main
+from train.distributed import Waiting, compute_by_main
 from train.features.engine_client import EngineClient
 from train.features.engine_features import EngineTarget
 from train.features.feature_files import FeatureFolder
 from train.features.outputs import Features, Kept, Online
-from train.onpolicy import OnPolicy
 from train.pages import facts
-from train.ranges import named
+from train.ranges import named, refuse
 from train.state import RunFolder
 from train.trainer import MEASURED, Trainer
 from train.validate import Validation
@@ -47,17 +44,14 @@ PRECISIONS = {"bf16": "bf16", "fp32": "no"}  # of train.py, and what accelerate 
 SAMPLE = 2000  # documents that are looked for in a folder before training
 
 
-def make_trainer(
-    config: RunConfig, path: Path, accelerator: Accelerator, console: progress.Results
-) -> tuple[Trainer, PreTrainedTokenizerBase]:
-    """The trainer of a run before its first step, and the target's tokenizer. path: the run's folder
+def make_trainer(config: RunConfig, path: Path, accelerator: Accelerator, console: progress.Results) -> Trainer:
+    """The trainer of a run before its first step. path: the run's folder
 
     Refuses now what would fail after hours of training.
     """
     target, tokenizer = load_target(config, accelerator)
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
-    loaded = load_data(config, tokenizer, target, accelerator)
-    packs, stream = (loaded.first, loaded) if isinstance(loaded, Stream) else (loaded, None)
+    packs = load_data(config, tokenizer, target)
     rows = reading.load_prompts(config.data.heldout, split=config.data.heldout_split)
     with reading.at(str(config.data.heldout)):
         prompts = encode_prompts(config, tokenizer, packs, reading.spread(rows, config.validation.num_prompts))
@@ -71,12 +65,12 @@ def make_trainer(
         optimizer = optimization.make_optimizer(drafter, config.optimizer, adapter=config.head.get("adapter"))
     display.start(progress.note, config, drafter, packs, len(prompts))
     validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
-    material = make_material(config, drafter, packs, stream, stop, accelerator, engine)
-    inputs = {"heldout": reading.digest_of(rows), **target_inputs(target), "files": stream and stream.files}
+    material = make_material(config, drafter, packs, accelerator, engine)
+    inputs = {"heldout": reading.digest_of(rows), **target_inputs(target)}
     folder = RunFolder(path, spec, fixed_settings(config.document()) | inputs)
     scheduler = optimization.schedule(optimizer, config.optimizer, steps=config.train.steps)
     parts: dict[str, Any] = {"material": material, "validation": validation, "settings": config.train, "folder": folder}
-    return Trainer(accelerator, objective, optimizer, scheduler, **parts), tokenizer
+    return Trainer(accelerator, objective, optimizer, scheduler, **parts)
 
 
 def make(settings: dict, *arguments: Any, **more: Any) -> Any:
@@ -95,14 +89,12 @@ def start_processes(config: RunConfig) -> tuple[Accelerator, RunConfig]:
     """Seeds everything, sets the threads of a CPU, and puts what the device computes in, in the place of `auto`."""
     set_seed(config.train.seed)
     transformers.utils.logging.disable_progress_bar()
-    with named("train"):
-        plugin = distributed.make_plugin(config.train.shard)
+    distributed.check_accelerate()
     cpu = not torch.accelerator.is_available()  # said outright, or several processes would not find each other
     timeout = timedelta(minutes=config.train.timeout + 1)  # a little more than the trainer waits, which says what for
     config = choose_precision(config, PartialState(cpu=cpu, timeout=timeout).device)
     mixed, handlers = PRECISIONS[config.precision], [InitProcessGroupKwargs(timeout=timeout)]
-    accelerator = Accelerator(cpu=cpu, mixed_precision=mixed, fsdp_plugin=plugin, kwargs_handlers=handlers)
-    distributed.use_plugin(accelerator, plugin)
+    accelerator = Accelerator(cpu=cpu, mixed_precision=mixed, kwargs_handlers=handlers)
     # One process has `cuda`, which no tensor's device equals
     accelerator.state.device = devices.numbered(accelerator.device)
     if accelerator.device.type == "cpu":  # the launcher sets one thread a process
@@ -112,10 +104,7 @@ def start_processes(config: RunConfig) -> tuple[Accelerator, RunConfig]:
 
 def recall_precision(config: RunConfig, path: Path) -> RunConfig:
     """`auto` of a run that is resumed is what it was in the first launch, on whatever machine. path: of the run"""
-    before = path / "config.yaml"
-    if not config.resume or not before.exists():
-        return config
-    then = yaml.safe_load(before.read_text()) or {}
+    then = read_settings(path / "config.yaml") if config.resume else {}
     dtype = then.get("target", {}).get("dtype", precision.AUTO)
     return config.with_precision(then.get("precision", precision.AUTO), dtype)
 
@@ -156,7 +145,7 @@ def load_target(config: RunConfig, accelerator: Accelerator) -> tuple[Target, Pr
             return Target.load_ends(chosen.name, **given | {"device": accelerator.device}), tokenizer
         if chosen.shard:
             return Target.load_sharded(chosen.name, **given), tokenizer
-        return Target.load(chosen.name, tp=chosen.tp, **given), tokenizer
+        return Target.load(chosen.name, **given), tokenizer
 
 
 def target_inputs(target: Target) -> dict[str, str | None]:
@@ -186,19 +175,13 @@ def packs_rows(target: Target, *, length: int, pack: bool | None) -> bool:
     return not target.recurrent if pack is None else pack
 
 
-def load_data(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, target: Target, accelerator: Accelerator
-) -> Packs | Stream:
-    """The conversations that are trained on, all of them packed, or read as they come."""
+def load_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase, target: Target) -> Packs:
+    """The conversations that are trained on, packed."""
     chosen = config.data
     same: dict[str, Any] = {name: getattr(chosen, name) for name in ("train", "hold_out", "tokens", "length")}
     same |= {"packed": packs_rows(target, length=chosen.length, pack=chosen.pack)}
     source: dict[str, Any] = {name: getattr(chosen, name) for name in ("split", "limit", "thinking")}
     with named("data"):
-        if chosen.stream:
-            plan = Plan(tokenizer=tokenizer, buffer=chosen.buffer, seed=config.train.seed, **source, **same)
-            group = Group.of(accelerator, target)
-            return Stream(plan, process=group.number, num_processes=group.num)
         encoding = Encoding(tokenizer, Path(chosen.cache), workers=chosen.workers, **source)
         return load_packs(encoding=encoding, **same)  # whichever process encodes shows it
 
@@ -208,7 +191,7 @@ def encode_prompts(
 ) -> list[Prompt]:
     """Held-out prompts, in the thinking mode of the rows that are trained on, unless the settings or a prompt say another."""
     thinking = packs.modes[0] if config.data.thinking is None and len(packs.modes) == 1 else config.data.thinking
-    return data.encode_prompts(rows, tokenizer, thinking=thinking, trained=packs.modes)
+    return data.encode_prompts(rows, tokenizer, thinking=thinking)
 
 
 # The drafter
@@ -240,8 +223,7 @@ def make_drafter(config: RunConfig, target: Target, packs: Packs) -> tuple[Head,
         vocab = choose_vocab(config, target, packs)
         with named("head.drafter"):
             return make(spec, target, vocab=vocab), spec
-    keep = config.start_vocab == "keep"
-    new_vocab = None if keep else lambda before: choose_vocab(config, target, packs, before=before)
+    new_vocab = None if config.start_vocab == "keep" else lambda before: choose_vocab(config, target, packs)
     drafter, start_spec = checkpoint.start(config.start, target, spec, new_vocab)
     if start_spec["_target_"] != spec["_target_"]:
         raise ValueError(
@@ -251,17 +233,10 @@ def make_drafter(config: RunConfig, target: Target, packs: Packs) -> tuple[Head,
     return drafter, start_spec
 
 
-def choose_vocab(config: RunConfig, target: Target, packs: Packs, *, before: Tensor | None = None) -> Tensor | None:
-    """The draft vocabulary: increasing ids [W]; None: all tokens. before: of the checkpoint that is trained further"""
-    choice, size = "data" if config.start is None else config.start_vocab, config.head["vocab_size"]
-    count = lambda: draft_vocab(packs, choice, before, size=size, num_tokens=target.vocab_size)
-    vocab = compute_by_main(count, "the draft vocabulary", minutes=config.train.timeout)
-    if choice == "more" and before is not None and vocab is not None and len(vocab) == len(before):
-        progress.note(
-            f"start_vocab=more adds no token: the head drafts {len(before):,}, and an eighth more than head.vocab_size={size} are "
-            "allowed, of tokens that are frequent here and could not be drafted"
-        )
-    return vocab
+def choose_vocab(config: RunConfig, target: Target, packs: Packs) -> Tensor | None:
+    """The draft vocabulary: increasing ids [W]; None: all tokens."""
+    count = lambda: draft_vocab(packs, size=config.head["vocab_size"], num_tokens=target.vocab_size)
+    return compute_by_main(count, "the draft vocabulary", minutes=config.train.timeout)
 
 
 # The target's outputs
@@ -272,9 +247,7 @@ def connect_engine(config: RunConfig, drafter: Head, console: progress.Results) 
     chosen, target = config.features, drafter.target
     if not chosen.urls:
         return None
-    times = {"patience": chosen.patience, "longest": chosen.patience / 2}
-    client = EngineClient(chosen.urls, in_flight=chosen.in_flight, say=console.say, **times)
-    return EngineTarget(client, target, (*drafter.target_layers, *target.layer_ids(chosen.layers)))
+    return EngineTarget(EngineClient(chosen.urls, longest=5, say=console.say), target, drafter.target_layers)
 
 
 def open_features(
@@ -289,9 +262,9 @@ def open_features(
         return Online(target, layers)
     if chosen.mode == "engine":
         return Kept(target, layers, folder=None, reader=engine)
-    num = config.train.steps * config.train.batch * config.train.accumulation * Group.of(accelerator, target).num
+    num = config.train.steps * config.train.batch * config.train.accumulation * accelerator.num_processes
     num = max(num, config.solve_packs if config.start is None else 0, MEASURED)
-    folder = FeatureFolder(target, (*layers, *target.layer_ids(chosen.layers)), Path(chosen.folder), bits=chosen.bits)
+    folder = FeatureFolder(target, layers, Path(chosen.folder))
     size = folder.num_bytes(count_missing(folder, packs, permutation(len(packs), config.train.seed)[:num]))
     if size:
         folder.check_space(size)
@@ -314,8 +287,6 @@ def make_material(
     config: RunConfig,
     drafter: Head,
     packs: Packs,
-    stream: Stream | None,
-    stop: set[int],
     accelerator: Accelerator,
     engine: EngineTarget | None,
 ) -> Material:
@@ -327,12 +298,7 @@ def make_material(
         waiting = Waiting(config.train.timeout, accelerator.process_index, accelerator.num_processes)
         with waiting("the folder of features"):
             accelerator.wait_for_everyone()
-    chosen, on_policy = config.data, None
-    with named("data"):
-        if chosen.on_policy:
-            shares = {"on_policy": chosen.on_policy, "on_policy_temperature": chosen.on_policy_temperature}
-            on_policy = OnPolicy(drafter, packs, length=chosen.length, stop=stop, **shares)
-        return Material(packs, chosen.length, features, on_policy, stream)
+    return Material(packs, config.data.length, features)
 
 
 # Validation
@@ -356,16 +322,12 @@ def make_validation(
         with named("validation"):
             check_prompts(decoder, prompts, config.validation.max_new_tokens, source=config.data.heldout)
     validation = Validation(accelerator, drafter, prompts, config=config, stop=stop, console=console, engine=engine)
-    ema = config.train.ema
-    if engine is not None and not validation.replays:
-        raise ValueError(
-            "features.engine=: without the target in this process a drafter is judged by replay, which needs a chain "
-            "(decode=chain) and validation.decode=best or end. Or use features.mode=online."
-        )
-    if ema is not None and not validation.replays:
-        raise ValueError(
-            f"train.ema={ema} lets replay choose between the weights and their average, and replay does not apply "
-            "here: it needs a chain (decode=chain), a head that leaves the target as it is, train.best_by=tau, and "
-            "validation.decode=best or end. Or set train.ema=null."
-        )
+    ema, needs = config.train.ema, "a chain (decode=chain) and validation.decode=best or end"
+    wrong = {
+        "features.engine=: without the target in this process a drafter is judged by replay, which needs "
+        f"{needs}. Or use features.mode=online.": engine is not None,
+        f"train.ema={ema} lets replay choose between the weights and their average, and replay does not apply here: it needs "
+        f"{needs}, and a head that leaves the target as it is. Or set train.ema=null.": ema is not None,
+    }
+    refuse(wrong if not validation.replays else {})
     return validation

@@ -2,7 +2,10 @@
 
 import math
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from specdec import checkpoint
 from specdec.core.precision import AUTO
@@ -11,7 +14,20 @@ from specdec.heads.base import Head
 from train import ranges
 from train.ranges import named, refuse
 
-SHARDED_OPTIMIZER = "adamw"  # computes every number of a weight from that number's gradient alone, so it works on parts
+# Options that went, and what replaced each. They are dropped when the settings of an older run are read.
+GONE = {
+    "target.tp": "target.shard=true keeps a target's layers in parts, target.device=auto spreads it, and an engine serves it.",
+    "train.shard": "Each process trains the whole drafter; target.shard=true keeps the target's layers in parts.",
+    "train.best_by": "The best step is that with the highest tau.",
+    "data.stream": "Conversations are encoded once, in data.cache.",
+    "data.buffer": "Conversations are encoded once, in data.cache, and read in a random order.",
+    "data.on_policy": "Training reads the answers of data.train.",
+    "data.on_policy_temperature": "Training reads the answers of data.train.",
+    "features.layers": "A folder of features holds what its head reads: give each head a features.folder of its own.",
+    "features.bits": "Features are kept in the dtype of the target.",
+    "features.in_flight": "As many texts are asked for as the servers read at once.",
+    "features.patience": "An engine that does not answer ends the run, and resume=true continues it.",
+}
 
 
 @dataclass(frozen=True)
@@ -22,18 +38,12 @@ class TargetSettings:
     revision: str | None
     dtype: str
     device: str | None
-    tp: int
     shard: bool
     trust_remote_code: bool
 
     def __post_init__(self):
         where = self.device not in (None, "auto")
-        wrong = {
-            f"device={self.device} must be null (where the head trains) or auto (over all GPUs).": where,
-            f"tp={self.tp} cuts a target over some processes that read the same, and shard=true keeps its layers in parts over "
-            "all of them: use one of the two.": self.shard and self.tp > 1,
-        }
-        refuse(wrong)
+        refuse({f"device={self.device} must be null (where the head trains) or auto (over all GPUs).": where})
 
 
 @dataclass(frozen=True)
@@ -50,12 +60,8 @@ class DataSettings:
     limit: int | None  # rows of each source
     hold_out: int  # rows
     tokens: int | None  # supervised ones
-    on_policy: float  # share of the micro-batches
-    on_policy_temperature: float
     cache: str  # folder
     workers: int | None
-    stream: bool
-    buffer: int  # rows
 
 
 @dataclass(frozen=True)
@@ -64,11 +70,7 @@ class FeatureSettings:
 
     mode: str  # cached, online or engine
     engine: str | list[str] | None
-    in_flight: int  # texts
-    patience: float  # minutes
     folder: str
-    layers: list[int]
-    bits: int | None
 
     def __post_init__(self):
         online = self.mode == "online" and self.urls
@@ -113,11 +115,9 @@ class TrainSettings:
     validate_first: bool  # before training too
     save_every: int | None  # None or 0: by minutes only
     save_minutes: float | None  # None or 0: by steps only; neither: at the end and after a signal
-    best_by: str  # the figure that chooses the best checkpoint: tau or speedup
     skip_not_finite: bool  # leave out a step whose loss is not finite, rather than stop
     timeout: float  # minutes that a process waits for the others
     seed: int
-    shard: bool = False  # each process keeps a part of the drafter and of its training state (FSDP2)
     ema: float | None = None  # decay of the average of the weights; None: none is kept
 
     @property
@@ -134,7 +134,7 @@ class ValidationSettings:
     max_new_tokens: int
     temperature: float
     decode: str  # best, end or always
-    auto: str  # never, end or always
+    auto: str  # never or end
     share: float | None  # of the training time; None: any
     answers: str  # folder
 
@@ -175,7 +175,7 @@ class RunConfig:
     @classmethod
     def of(cls, document: dict) -> "RunConfig":
         """document: conf/train.yaml with the user's options, in groups"""
-        ranges.check(document, free=("head.",))  # a new head has options of its own
+        ranges.check(document, free=("head.", *GONE))  # a new head has options of its own
         parts = {}
         for name, part in PARTS.items():
             with named(name):
@@ -183,38 +183,20 @@ class RunConfig:
         return _make(cls, document | parts)
 
     def __post_init__(self):
-        start, target, data, features, train = self.start_vocab, self.target, self.data, self.features, self.train
-        adapts, by, written, urls = self.adapts_target, train.best_by, data.on_policy, features.urls
+        start, target, features = self.start_vocab, self.target, self.features
+        adapts, urls = self.adapts_target, features.urls
         here = "for which the target must be in this process: use features.mode=online."
-        served, parts, shared = f"features.engine={urls}:", "train.shard=true:", "target.shard=true:"
-        optimizer, new = self.optimizer.name, self.start is None and start != "keep"
+        served, shared, new = f"features.engine={urls}:", "target.shard=true:", self.start is None and start != "keep"
         wrong = {
             f"start_vocab={start} is for a checkpoint that is trained further: give start=, too.": new,
             "A head that adapts the target needs head.adapter: {lr, delay}, see conf/head/medusa2.yaml.": adapts
             and "adapter" not in self.head,
-            "features.mode=cached keeps the target's outputs for every text, and data.stream=true reads texts once: use "
-            "features.mode=online or engine.": features.mode == "cached" and data.stream,
             # A server reads the texts
             f"{served} the head changes the target, {here}": urls and adapts,
-            f"{served} data.on_policy lets the target judge texts that the draft writes, {here}": urls and written,
-            f"{served} train.best_by={by} is measured by decoding, {here}": urls and by != "tau",
-            f"{served} target.tp={target.tp} cuts a target in these processes, {here}": urls and target.tp > 1,
             f"{served} target.shard=true keeps the target's layers in these processes, {here}": urls and target.shard,
-            # The drafter is in parts
-            f"{parts} {self.drafter_class.__name__} trains an adapter inside the target, which is whole in every process: set "
-            "train.shard=false.": train.shard and adapts,
-            f"{parts} optimizer.name={optimizer} needs whole matrices, and each process has a part of them: use "
-            f"optimizer.name={SHARDED_OPTIMIZER}, or set train.shard=false.": train.shard
-            and optimizer != SHARDED_OPTIMIZER,
-            f"{parts} data.on_policy={written} lets every process write with the whole draft model at every step: set "
-            "data.on_policy=0 or train.shard=false.": train.shard and written,
             # The target's layers are in parts
             f"{shared} head={self.head['drafter']['_target_']} changes the target, which must then be whole in each process: set "
             "target.shard=false.": target.shard and adapts,
-            f"{shared} train.best_by=speedup would measure how fast layers are gathered for each pass, and not how fast drafts "
-            "are: use train.best_by=tau.": target.shard and by == "speedup",
-            f"{shared} with data.on_policy={written} some processes read files while others need the target: use "
-            "features.mode=online.": target.shard and written and features.mode != "online",
         }
         refuse(wrong)
 
@@ -235,7 +217,7 @@ class RunConfig:
         """In groups, as conf/train.yaml has it."""
         return asdict(self)
 
-    def less_memory(self, *, num_processes: int) -> str:
+    def less_memory(self) -> str:
         """Which options of this run lower the memory that it needs."""
         objective, train = self.head["objective"], self.train
         lower, give = [f"data.length={self.data.length}"], []
@@ -247,17 +229,25 @@ class RunConfig:
             give.append("head.objective.gradient_checkpointing=true")
         if self.start is None and self.head.get("vocab_size", 0) is None:
             give.append("head.vocab_size=32000")
-        if num_processes > 1 and not train.shard:
-            give.append("train.shard=true")
         if self.target.device is None and not self.features.urls:
             give.append("target.device=auto with more GPUs")
         return f"lower {' or '.join(lower)}" + (f", or give {' or '.join(give)}" if give else "")
 
 
+def read_settings(path: Path) -> dict:
+    """The config.yaml of a run in groups, without options that went; {} where there is none."""
+    document = (yaml.safe_load(path.read_text()) or {}) if path.exists() else {}
+    for name in GONE:
+        group, _, key = name.partition(".")
+        if isinstance(document.get(group), dict):
+            document[group].pop(key, None)
+    return document
+
+
 def _make(part: type, given: dict, group: str = "") -> Any:
     """part: a dataclass; group: the beginning of its options' names"""
     for key in given.keys() - part.__dataclass_fields__.keys():  # type: ignore[attr-defined]
-        raise ValueError(f"There is no option {group + key!r}. See --help.")
+        raise ValueError(f"There is no option {group + key!r}. {GONE.get(group + key, 'See --help.')}")
     return part(**given)
 
 
@@ -267,10 +257,10 @@ def _make(part: type, given: dict, group: str = "") -> Any:
 def fixed_settings(document: dict) -> dict:
     """The settings that a run's figures depend on, by dotted name."""
     free: tuple[str, ...] = ("resume", "tracker", "threads", "features", "decode", "validation", "run", "progress")
-    free += ("target.device", "target.tp", "target.shard", "target.trust_remote_code")
-    # What is read, a stream and its buffer too, is in the fingerprint
-    free += tuple(f"data.{key}" for key in ("split", "heldout_split", "cache", "workers", "stream", "buffer"))
-    freely = "log_every validate_every validate_first save_every save_minutes best_by timeout skip_not_finite shard"
+    free += ("target.device", "target.shard", "target.trust_remote_code")
+    # What is read is in the fingerprint
+    free += tuple(f"data.{key}" for key in ("split", "heldout_split", "cache", "workers"))
+    freely = "log_every validate_every validate_first save_every save_minutes timeout skip_not_finite"
     free += tuple(f"train.{key}" for key in freely.split())
     return flat(document, without=free)
 

@@ -29,7 +29,7 @@ from specdec.heads.consistency import Consistency
 from specdec.target.adapter import original as original_target
 from specdec.target.model import Target, TargetOutput
 from train.data.rows import TrainingBatch, answers
-from train.objective import Loss, cross_entropy, divergence
+from train.objective import Loss, divergence
 from train.ranges import refuse
 
 
@@ -121,7 +121,6 @@ class ConsistencyObjective(nn.Module):
         consistency   KL of the adapted target's distribution at a state from the original's at the fixed point, from the state's
                       first wrong token on: the paper's global consistency loss, summed over positions
         original      KL of the adapted target from the original one along the text
-        ce            cross-entropy on the text's tokens, the paper's AR loss: for texts written at temperature 0
     depth: n, tokens of a block
     passes: each block's state is drawn from y(0) .. y(passes), all equally likely
     """
@@ -131,10 +130,10 @@ class ConsistencyObjective(nn.Module):
 
     def __init__(self, drafter: Consistency, *, losses: dict[str, float], depth: int, passes: int):
         super().__init__()
-        known = ("consistency", "original", "ce")
+        known = ("consistency", "original")
         wrong = {
             f"losses={dict(losses)}: give weights to some of {', '.join(known)}; the first needs one.": (
-                set(losses) - set(known) or not losses.get("consistency")
+                {name for name, weight in losses.items() if weight} - set(known) or not losses.get("consistency")
             ),
             f"{drafter.target.name} has recurrent or convolution layers, and consistency training reads many blocks behind one "
             "text, which their state cannot follow: train another head.": drafter.target.recurrent,
@@ -182,7 +181,4 @@ class ConsistencyObjective(nn.Module):
         if "original" in self.losses:
             drift = divergence(target, text[rows, position - 1], original.text[rows, position - 1])
             total = total + self.losses["original"] * drift
-        if "ce" in self.losses:
-            judged = cross_entropy(target, text[rows, position - 1], batch.tokens[rows, position])
-            total = total + self.losses["ce"] * judged
         return Loss(total, len(rows), None)

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from specdec.heads.base import Head
 from specdec.measuring.report import TAU, Report, by_depth, verdict
-from train.config import RunConfig
+from train.config import GONE, RunConfig
 from train.data.packing import Packs
 from train.pages.page import write_figure
 from train.progress import Results
@@ -38,6 +38,8 @@ def unknown(conf: Path, given: list[str]) -> str | None:
         known |= {place, *(key for file in group.rglob("*.yaml") for key in _keys(load(file), f"{place}."))}
     for key in (each.partition("=")[0] for each in given if "=" in each):
         if key not in known and not key.startswith(("+", "~", "-", "hydra")):
+            if key in GONE:
+                return f"There is no option {key!r} any more. {GONE[key]}"
             close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             guess = f" Did you mean {close[0]!r}?" if close else ""
             return f"There is no option {key!r}.{guess} python train.py --help lists them all."
@@ -54,18 +56,16 @@ def _keys(settings: dict, prefix: str = "") -> Iterator[str]:
 def start(say: Callable[[str], None], config: RunConfig, drafter: Head, packs: Packs, num_prompts: int) -> None:
     """What is trained, for which target, on which data."""
     target, layers = drafter.target, ", ".join(map(str, drafter.target_layers))
-    how = "cut" if target.share.same else "its layers in parts"
-    cut = f", {how} over {target.share.size} processes" if target.share.size > 1 else ""
+    cut = f", its layers in parts over {target.share.size} processes" if target.share.size > 1 else ""
     size = sum(parameter.numel() for parameter in target.model.parameters()) / 1e6
     reads = f"hidden states {layers} of {target.num_layers}" if layers else "no hidden states"
-    first = ", the first of a stream" if config.data.stream else ""
     say(f"target   {target.name} ({size:.1f} M parameters, frozen, {str(target.dtype).removeprefix('torch.')}{cut})")
     say(
         f"drafter  {type(drafter).__name__}: {drafter.num_parameters() / 1e6:.2f} M trained parameters, reads {reads}, "
         f"drafts from {drafter.vocab_size:,} of {target.vocab_size:,} tokens"
     )
     say(
-        f"data     {len(packs):,} packs of {config.data.length} tokens, {packs.num_supervised:,} supervised tokens{first}; "
+        f"data     {len(packs):,} packs of {config.data.length} tokens, {packs.num_supervised:,} supervised tokens; "
         f"{num_prompts} held-out prompts"
     )
     say(f"tau: {TAU}")

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from train.config import OptimizerSettings
-from train.distributed import in_parts, local
 
 ADAMW8BIT = "bitsandbytes"
 AVERAGE = "average:"  # before the names of averaged weights in a saved state
@@ -19,23 +18,12 @@ AVERAGE = "average:"  # before the names of averaged weights in a saved state
 OUTPUTS = ("lm_head", "lm_heads", "markov_out", "confidence_head")
 
 
-# Schedules. progress: 0 at the end of the warm-up, 1 after the last step. -> share of lr
-
-
-def cosine(progress: float, settings: OptimizerSettings) -> float:
-    return settings.final + (1 - settings.final) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def wsd(progress: float, settings: OptimizerSettings) -> float:
-    """Warm-up, stable, decay (2404.06395): straight down over the last `decay` of the steps."""
-    return 1 - (1 - settings.final) * max(0.0, progress - (1 - settings.decay)) / settings.decay
-
-
-def constant(progress: float, settings: OptimizerSettings) -> float:
-    return 1.0
-
-
-SHAPES: dict[str, Callable[[float, OptimizerSettings], float]] = {"cosine": cosine, "wsd": wsd, "constant": constant}
+SHAPES: dict[str, Callable[[float, float, float], float]] = {
+    # of schedules: share of lr, by progress (0 at the end of the warm-up, 1 after the last step), final and decay
+    "cosine": lambda progress, final, decay: final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)),
+    "wsd": lambda progress, final, decay: 1 - (1 - final) * max(0.0, progress - (1 - decay)) / decay,  # 2404.06395
+    "constant": lambda progress, final, decay: 1.0,
+}
 
 
 def schedule(
@@ -48,7 +36,8 @@ def schedule(
         start = settings.warmup + delay
         if step < start:
             return max(0, step - delay + 1) / (settings.warmup + 1)
-        return SHAPES[settings.schedule](min(1.0, (step - start) / max(1, steps - start)), settings)
+        progress = min(1.0, (step - start) / max(1, steps - start))
+        return SHAPES[settings.schedule](progress, settings.final, settings.decay)
 
     delays = [group.get("delay", 0) for group in optimizer.param_groups]
     return torch.optim.lr_scheduler.LambdaLR(optimizer, [functools.partial(factor, delay=delay) for delay in delays])
@@ -164,8 +153,7 @@ class Average:
         """After a step of the optimizer."""
         self.updates += 1
         kept = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        values, weights = ([local(each) for each in those.values()] for those in (self.values, self.weights))
-        torch._foreach_lerp_(values, weights, 1 - kept)
+        torch._foreach_lerp_([*self.values.values()], [*self.weights.values()], 1 - kept)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -191,7 +179,7 @@ class Average:
         """state: whole tensors"""
         self.updates = int(state["updates"])
         for name, value in self.values.items():
-            value.copy_(in_parts(state[name], value))
+            value.copy_(state[name])
 
 
 def read_norms(norms: list[Tensor], limit: float) -> dict[str, float]:

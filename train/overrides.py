@@ -2,69 +2,60 @@
 
 import os
 import re
+from pathlib import Path
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from train import ranges
 
-SWEEPS = ("choice(", "range(", "interval(", "glob(", "shuffle(", "sort(", "tag(")  # functions of Hydra's grammar
+LONGEST = 120  # characters of a target in the name of a run
 
 
-def literal(text: str) -> str:
-    """As OmegaConf has to be given a text, so that ${..} in it stays as it is written."""
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+def target_name(name: object) -> str:
+    """A target, in the name of a run: the last part of its own name. Qwen/Qwen3-8B and models/Qwen3-8B/ give Qwen3-8B."""
+    path = Path(str(name))
+    last = path.name if path.name not in ("", "..") else path.resolve().name
+    return re.sub(r"[^\w.+-]+", "-", last).strip("-")[:LONGEST] or "target"
 
 
-def literals(value):
-    """A value, or a list or dict of values, with `literal` texts."""
-    if isinstance(value, dict):
-        return {key: literals(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [literals(each) for each in value]
-    return literal(value) if isinstance(value, str) else value
+OmegaConf.register_new_resolver("target_name", target_name, replace=True)  # in conf/
 
 
 def quoted(text: str) -> str:
-    """As Hydra reads it back as this text, and OmegaConf too."""
-    return QuotedString(literal(text), Quote.single).with_quotes()
+    """As Hydra reads it back as this text, and OmegaConf too: ${..} in it stays as it is written."""
+    return QuotedString(re.sub(r"(\\*)\$\{", r"\1\1\\${", text), Quote.single).with_quotes()
 
 
 def as_written(arguments: list[str]) -> list[str]:
     """Arguments of train.py for Hydra: a value of an option that is a text is quoted where Hydra would read something else, or
-    nothing. Numbers, lists, dicts, null and what is quoted already are Hydra's. With -m, commas separate values; the name of a file
-    that exists is one value all the same.
+    nothing. Numbers, lists, dicts, null and what is quoted already are Hydra's.
     """
-    many = bool({"-m", "--multirun"} & set(arguments))
-    return [_argument(each, many) for each in arguments]
+    return [_argument(each) for each in arguments]
 
 
 def check(written: dict[str, str], prefix: str) -> None:
     """Raises ValueError for an option of train.py, as it is written, that is outside of its range. prefix: of its name in the message"""
     for key, value in written.items():
-        declared, parsed = ranges.find(key), _parse(_argument(f"{key}={value}", False))
+        declared, parsed = ranges.find(key), _parse(_argument(f"{key}={value}"))
         if declared is None or parsed is None or parsed.is_sweep_override() or "${" in value:
             continue
         if not declared.fits(parsed.value()):
             raise ValueError(f"{prefix}{key}={value} must be {declared.words(parsed.value())}.")
 
 
-def _argument(argument: str, many: bool) -> str:
+def _argument(argument: str) -> str:
     key, equals, value = argument.partition("=")
     if not equals or key.startswith(("-", "~", "hydra")):
         return argument
     declared = ranges.find(key.lstrip("+"))
     parsed = _parse(argument)
-    exists = os.path.exists(value)
     if declared is None or not declared.text:
         return argument if parsed else f"{key}={_rewritten(value)}"
-    listed = parsed is not None and parsed.is_sweep_override() and value.startswith(("[", "{", "'", '"'))
-    if many and parsed and not exists and (listed or value.startswith(SWEEPS)):
-        return argument
-    if not exists and many and "," in value and not value.startswith(("[", "{", "'", '"')):
-        return f"{key}=" + ",".join(_argument(f"{key}={part}", False).partition("=")[2] for part in value.split(","))
+    exists = os.path.exists(value)
     interpolated = "${" in value and value.startswith(("[", "{"))
     if parsed and not exists and not interpolated and _is_meant(parsed, declared):
         return argument

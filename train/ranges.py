@@ -128,30 +128,29 @@ COUNT, SIZE, FEW, EVERY = whole(1), whole(1, 2**20), whole(1, 1024), whole(0)
 
 RANGES = {
     # A run
-    "run": TEXT, "start": TEXT.or_null, "start_vocab": choice("keep", "data", "more"), "resume": choice(True, False, "auto"),
+    "run": TEXT, "start": TEXT.or_null, "start_vocab": choice("keep", "data"), "resume": choice(True, False, "auto"),
     "tracker": choice("none", "wandb", "tensorboard", "trackio"), "progress": choice("auto", "rich", "plain", "quiet"),
     "threads": FEW.or_null, "precision": choice("auto", "bf16", "fp32"), "solve_packs": whole(0), "_target_": TEXT,
     # The target
-    "target.name": TEXT, "target.revision": TEXT.or_null, "target.device": TEXT.or_null, "target.tp": FEW, "target.shard": FLAG,
+    "target.name": TEXT, "target.revision": TEXT.or_null, "target.device": TEXT.or_null, "target.shard": FLAG,
     "target.dtype": choice("auto", "bfloat16", "float32", "float16", "float64"), "trust_remote_code": FLAG,
     # Data and features
     "data.train": Range(str, lists="weighted"), "data.heldout": TEXT, "split": TEXT.or_null, "heldout_split": TEXT.or_null, "length": COUNT, "pack": FLAG.or_null,
-    "limit": COUNT.or_null, "data.thinking": FLAG.or_null, "hold_out": whole(0), "data.tokens": COUNT.or_null, "on_policy": SHARE,
-    "on_policy_temperature": number(0), "cache": TEXT, "workers": FEW.or_null, "stream": FLAG,
-    "buffer": COUNT, "features.mode": choice("cached", "online", "engine"), "features.engine": TEXT.or_list.or_null,
-    "in_flight": whole(1, 65536), "patience": number(0, 10**6), "features.folder": TEXT,
-    "features.layers": whole().list_of(), "bits": choice(8).or_null,
+    "limit": COUNT.or_null, "data.thinking": FLAG.or_null, "hold_out": whole(0), "data.tokens": COUNT.or_null,
+    "cache": TEXT, "workers": FEW.or_null,
+    "features.mode": choice("cached", "online", "engine"), "features.engine": TEXT.or_list.or_null,
+    "in_flight": whole(1, 65536), "features.folder": TEXT,
     # Optimizer and loop
     "optimizer.name": choice("adamw", "adamw8bit", "muon"), "lr": number(0), "muon_lr": number(0).or_null,
     "betas": number(0, 1, below=True).list_of(2), "weight_decay": number(0), "schedule": choice("cosine", "wsd", "constant"),
     "warmup": whole(0), "optimizer.decay": number(0, 1, above=True), "final": SHARE, "steps": COUNT, "batch": whole(1, 65536),
     "accumulation": whole(1, 65536), "max_grad_norm": number(0), "log_every": EVERY, "validate_every": EVERY, "save_every": EVERY.or_null,
     "save_minutes": number(0).or_null,
-    "validate_first": FLAG, "best_by": choice("tau", "speedup"), "skip_not_finite": FLAG, "train.shard": FLAG, "timeout": LONG,
+    "validate_first": FLAG, "skip_not_finite": FLAG, "timeout": LONG,
     "seed": whole(0, 2**32 - 1), "ema": number(0, 1, above=True, below=True).or_null,
     # Validation
     "num_prompts": COUNT.or_null, "max_new_tokens": COUNT, "temperature": number(0), "validation.decode": choice("best", "end", "always"),
-    "validation.auto": choice("never", "end", "always"), "validation.share": number(0).or_null,
+    "validation.auto": choice("never", "end"), "validation.share": number(0).or_null,
     "validation.answers": TEXT,
     # Heads
     "vocab_size": COUNT.or_null, "delay": whole(0), "num_drafts": FEW, "num_layers": FEW, "Draft.num_layers": FEW.or_null,
@@ -162,7 +161,7 @@ RANGES = {
     "lora": GROUP.or_null, "borrow_embeddings": FLAG.or_null,
     **dict.fromkeys(
         "anchor_predicts fuse confidence window_causal markov_table own_output norm_features norm_output native zero_first "
-        "attention_bias gradient_checkpointing lossy compile cuda_graphs from_text".split(),
+        "attention_bias gradient_checkpointing lossy compile cuda_graphs".split(),
         FLAG,
     ),
     # Objectives
@@ -170,22 +169,22 @@ RANGES = {
     "eta": number(0), "noise": number(0), "supervise": choice("answers", "text"), "anchors": COUNT.or_null,
     "keep": number(0, 1, above=True), "chunk": COUNT.or_null, "passes": whole(0, 1024),
     # Decoding
-    "depth": FEW, "width": FEW, "nodes": whole(1, 65536).or_null, "children": choice("chosen", "distinct", "independent"),
-    "stopping": GROUP.or_null, "rule": choice("token", "block", "typical"), "top_k": COUNT.or_null, "top_p": number(0, 1, above=True).or_null,
+    "depth": FEW, "width": FEW, "nodes": whole(1, 65536).or_null, "children": choice("chosen", "distinct"),
+    "rule": choice("token", "block", "typical"), "top_k": COUNT.or_null, "top_p": number(0, 1, above=True).or_null,
     "repetition_penalty": POSITIVE,
     # Proposers
-    "members": TEXT.or_list, "inner": TEXT, "costs": TEXT.or_null, "num": COUNT, "sinks": whole(0), "window": COUNT, "chunks": whole(0),
-    "proposer.chunk": COUNT, "proposer.model": TEXT, "proposer.checkpoint": TEXT.or_null, "proposer.decode": ANY,
-    "proposer.layers": whole().or_list.or_null, "threshold": SHARE, "ngram": whole(2, 1024), "guesses": whole(0), "datastore": TEXT.or_null,
+    "members": TEXT.or_list, "inner": TEXT, "costs": TEXT.or_null, "num": COUNT, "sinks": whole(0), "window": COUNT,
+    "proposer.model": TEXT, "proposer.checkpoint": TEXT.or_null, "proposer.decode": ANY,
+    "proposer.layers": whole().or_list.or_null, "ngram": whole(2, 1024), "guesses": whole(0), "datastore": TEXT.or_null,
     "min": FEW, "max": FEW, "samples": COUNT, "factor": number(0), "offset": number(0), "least": SHARE, "memory": whole(0),
     # Numbers of the scripts alone
     **dict.fromkeys(
-        "judged max_length max_model_len prefill_tokens prompt queue record_max_bytes max_body rounds rows tokens max_tokens".split(),
+        "judged max_length max_model_len prefill_tokens prompt queue rounds rows tokens max_tokens".split(),
         COUNT,
     ),
     **dict.fromkeys("minutes watch".split(), LONG),
     "epochs": POSITIVE, "tp": FEW, "min_tokens": whole(0), "row": whole(0),
-    "port": whole(0, 65535), "record_rate": SHARE, "old_share": number(0, 1, below=True),
+    "port": whole(0, 65535), "old_share": number(0, 1, below=True),
     "heldout_share": number(0, 1, below=True), "tolerance": number(0),
 }  # fmt: skip
 

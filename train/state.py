@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import Tensor
 
 from specdec import checkpoint
@@ -19,13 +18,12 @@ from specdec.core import files, untrusted
 from specdec.heads.base import Head
 from specdec.measuring.report import Report
 from train.answers.resumable import read_rows
-from train.config import fixed_settings
+from train.config import fixed_settings, read_settings
 
 NUM_STATES = 2  # kept: if the newest is damaged, the one before it is used
 STEP = ("train.batch", "train.accumulation", "processes")  # settings whose product is the packs of a step
 INPUTS = {  # digests among the settings of a run; earlier versions recorded only the data
     "data": "the training data",
-    "files": "the files of the training data",
     "target": "the target's weights",
     "embeddings": "the target's embeddings",
     "heldout": "the held-out prompts",
@@ -69,7 +67,7 @@ class RunFolder:
                 "the folder."
             )
         if finished.exists() and (self.path / "config.yaml").exists():
-            before = fixed_settings(yaml.safe_load((self.path / "config.yaml").read_text()))
+            before = fixed_settings(read_settings(self.path / "config.yaml"))
             of_step = {key: self.settings.get(key) for key in STEP if key in self.settings}
             self._check_settings(before | of_step)  # of any number of processes
         return finished.exists()

@@ -1,11 +1,10 @@
-"""What a run tells W&B, TensorBoard or trackio: the same figures under the same names for all three (docs/tracking.md).
+"""What a run tells W&B, TensorBoard or trackio, by accelerate: the same figures under the same names for all (docs/tracking.md).
 
 A tracker is only a copy: log.jsonl and report.json hold everything. If it fails, one warning names it, and the run goes
 on without it.
 """
 
 import contextlib
-import importlib
 import importlib.util
 import math
 import os
@@ -65,30 +64,21 @@ def without_secrets(text: str) -> str:
     return re.sub(r"//[^/@\s]+@", "//***@", text)
 
 
-def open_tracker(name: str, folder: Path, run: str, settings: dict[str, Any], step: int) -> GeneralTracker:
-    """Accelerate's tracker of a run. run: its name; step: those done before, if the run is continued"""
-    group = run.rpartition("/")[0] or None  # of a sweep
+def open_tracker(name: str, folder: Path, run: str, settings: dict[str, Any]) -> GeneralTracker:
+    """Accelerate's tracker of a run. run: its name, under which trackio continues a run"""
     project = os.environ.get(f"{name.upper()}_PROJECT", PROJECT)
     tracker: GeneralTracker
     if name == "wandb":
         if not (folder / WANDB_ID).exists():
             files.write_text(folder / WANDB_ID, uuid.uuid4().hex[:8] + "\n")
-        netrc = Path.home() / ".netrc"
-        logged_in = "WANDB_API_KEY" in os.environ or (netrc.exists() and "api.wandb.ai" in netrc.read_text())
-        mode = os.environ.get("WANDB_MODE") or ("online" if logged_in else "offline")
-        about = {"id": (folder / WANDB_ID).read_text().strip(), "resume": "allow" if mode == "online" else None}
-        about |= {"dir": os.environ.get("WANDB_DIR", str(folder.resolve())), "mode": mode}
-        silent = {"console": "off", "silent": mode == "offline"}
-        tracker = WandBTracker(project, name=run, group=group, config=settings, settings=silent, **about)
+        about = {"id": (folder / WANDB_ID).read_text().strip(), "resume": "allow", "settings": {"console": "off"}}
+        place = os.environ.get("WANDB_DIR", str(folder.resolve()))
+        tracker = WandBTracker(project, name=run, dir=place, config=settings, **about)
     elif name == "tensorboard":
-        tracker = TensorBoardTracker("tensorboard", folder, purge_step=step + 1 if step else None)
-    else:  # a continued run goes on by its name, which an older run may have had
-        resume = "allow" if step else "never"
-        tracker = TrackioTracker(project, name=run, group=group, config=settings, embed=False, resume=resume)
+        tracker = TensorBoardTracker("tensorboard", folder)
+    else:
+        tracker = TrackioTracker(project, name=run, config=settings, embed=False, resume="allow")
     tracker.start()
-    if name == "wandb":  # steps that a continued run does again may come twice
-        tracker.tracker.define_metric("step")
-        tracker.tracker.define_metric("*", step_metric="step")
     return tracker
 
 
@@ -99,29 +89,23 @@ class Tracking:
     """
 
     def __init__(self, name: str, folder: Path):
-        self.name, self.folder, self.run = name, folder, ""
+        self.name, self.folder = name, folder
         self.tracker: GeneralTracker | None = None
 
     @contextlib.contextmanager
-    def running(self, run: str, settings: dict[str, Any], *, step: int) -> Iterator[None]:
-        """Open within. run: its name; step: those done before, if it is continued"""
-        self.run = run
+    def running(self, run: str, settings: dict[str, Any]) -> Iterator[None]:
+        """Open within. run: its name"""
         numbers = {key: each for key, each in settings.items() if isinstance(each, int | float)}
         plain = {key: numbers.get(key, without_secrets(str(each))) for key, each in settings.items()}
         if self.name != "none":
             with self._guarded():
-                self.tracker = open_tracker(self.name, self.folder, run, plain, step)
-        failed = True
+                self.tracker = open_tracker(self.name, self.folder, run, plain)
         try:
             yield
-            failed = False
         finally:
             if self.tracker is not None:
                 with self._guarded():
-                    if self.name == "wandb":
-                        self.tracker.tracker.finish(exit_code=int(failed))
-                    else:
-                        self.tracker.finish()
+                    self.tracker.finish()
             self.tracker = None
 
     def record(self, step: int, row: dict[str, Any]) -> None:
@@ -132,20 +116,7 @@ class Tracking:
         """The numbers of a row or of a report.json. kind: train, validation, or best for the report of the best step"""
         if self.tracker is not None:
             with self._guarded():
-                figures = figures_of(kind, values)
-                if self.name == "wandb":  # whose own steps may not come twice
-                    self.tracker.log({"step": step, **figures})
-                else:
-                    self.tracker.log(figures, step=step)
-
-    def attach(self, page: Path, verdict: str) -> None:
-        """The page of the run as an artifact, described by its first sentence. TensorBoard holds no files."""
-        if self.tracker is not None and self.name != "tensorboard":
-            with self._guarded():
-                name = re.sub(r"[^\w.-]", "-", f"{self.run}-report")
-                artifact = importlib.import_module(self.name).Artifact(name, type="report", description=verdict)
-                artifact.add_file(str(page))
-                self.tracker.tracker.log_artifact(artifact)
+                self.tracker.log(figures_of(kind, values), step=step)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:

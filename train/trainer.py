@@ -1,14 +1,13 @@
 """The training loop. `Trainer.fit` is the loop, `Trainer.take_step` one step of it; what they need follows below."""
 
 import collections
-import contextlib
 import math
+import os
 import resource
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 
@@ -20,14 +19,12 @@ from torch import Tensor
 from specdec.core import devices
 from specdec.heads.base import Drafter, Head, Slots
 from specdec.measuring.report import Training
-from specdec.target.model import TargetOutput
 from specdec.unroll import replay
 from train import progress
 from train.config import TrainSettings
 from train.data.loader import Loader, Material, MicroBatch, Order, permutation
 from train.data.rows import TrainingBatch, answers
-from train.distributed import AnyObjective, Group, Waiting, Weights, gathered, local, say
-from train.features.outputs import read_each
+from train.distributed import AnyObjective, Group, Waiting, change_together, copied_state, say
 from train.objective import Loss, by_start, slots
 from train.optimization import AVERAGE, Average, read_norms, take
 from train.pages import run_page
@@ -61,7 +58,7 @@ class TrainingStep:
 class Trainer:
     """Trains `objective`; everything that a run leaves behind is in `folder`.
 
-    The order of packs and every random number follow from (seed, step, process or group), so that a resumed run continues
+    The order of packs and every random number follow from (seed, step, process), so that a resumed run continues
     exactly.
     """
 
@@ -80,20 +77,19 @@ class Trainer:
         self.accelerator, self.settings, self.material, self.validation = accelerator, settings, material, validation
         self.scheduler, self.drafter = scheduler, objective.drafter
         self.depth, self.every_slot, self.supervise = objective.depth, objective.every_slot, objective.supervise
-        self.group = Group.of(accelerator, objective.drafter.target)
-        about = {"data": material.packs.fingerprint, "processes": self.group.num}
+        self.process, self.num_processes = accelerator.process_index, accelerator.num_processes
+        about = {"data": material.packs.fingerprint, "processes": self.num_processes}
         self.folder = replace(folder, settings={**folder.settings, **about})
         self.saving = Saving(self.folder.save_state, every=settings.save_every, minutes=settings.save_minutes)
-        num, group = len(material.packs), self.group
-        self.indices = Order(num, settings.seed, settings.batch, settings.accumulation, group.number, group.num)
+        read = settings.seed, settings.batch, settings.accumulation, self.process, self.num_processes
+        self.indices = Order(len(material.packs), *read)
         self.loader = Loader(material, order=self.indices, device=accelerator.device)
         self.waiting = Waiting(settings.timeout, accelerator.process_index, accelerator.num_processes)
         with self.waiting("the others to load their target and data"):
-            self.weights = Weights(accelerator, objective, optimizer)
-        self.objective, self.optimizer = self.weights.prepared, self.weights.optimizer
+            self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
         self.average = None if settings.ema is None else Average(self.drafter, settings.ema)
-        # Each loss is read before the update where that costs nothing, or where later is too late: a stream cannot go back
-        self.reads_at_once = accelerator.device.type == "cpu" or settings.skip_not_finite or material.stream is not None
+        # Each loss is read before the update where that costs nothing
+        self.reads_at_once = accelerator.device.type == "cpu" or settings.skip_not_finite
         # What resuming continues
         self.step = 0
         self.seen, self.seconds = 0, 0.0  # tokens and seconds of training, without validation and saving
@@ -112,8 +108,8 @@ class Trainer:
         change = lambda drafter: self._measure_and_solve(drafter, packs, solve=num_packs > 0, fresh=fresh)
         with self.waiting("the closed-form start"):
             # By the processes that hold the main one's target with it
-            group = Group.in_step(self.accelerator, self.drafter.target)
-            num = self.weights.change(change, here=group.number == 0)
+            here = Group.of(self.accelerator, self.drafter.target).number == 0
+            num = change_together(self.drafter, change, here=here)
         if self.average is not None:
             self.average.begin()
         if num > 0:
@@ -132,9 +128,9 @@ class Trainer:
             return 0
         depth = 1 if drafter.depth is None else self.depth  # steps of one module start alike
         texts: list[Slots] = []
-        coming = (self.material.collate([index]) for index in progress.track(packs, "first packs", unit="packs"))
-        for batch, output in read_each(features, coming, self.accelerator.device):
-            texts.append(slots(batch, output, depth))
+        for index in progress.track(packs, "first packs", unit="packs"):
+            batch = self.material.collate([index]).to(self.accelerator.device)
+            texts.append(slots(batch, features(batch), depth))
             if sum(len(text.tokens) for text in texts) > max(LEAST_SLOTS, 6 * drafter.target.width):
                 break
         if not texts:
@@ -161,21 +157,14 @@ class Trainer:
         weights, optimizer, document = state
         if self.average is not None:
             self.average.load_state_dict(take(weights, AVERAGE))
-        self.weights.load(weights)
-        self.weights.load_optimizer(optimizer)
+        self.drafter.load_state_dict(weights)
+        self.optimizer.load_state_dict(optimizer)
         lambdas = [None] * len(optimizer["param_groups"])
         self.scheduler.load_state_dict(document["scheduler"] | {"lr_lambdas": lambdas})
         self.step, self.best = document["step"], document["best"]
         self.seen, self.seconds = document["seen"], document["seconds"]
         self.skipped = document.get("skipped", 0)
         self.validation.seconds |= document.get("validation", {})
-        if self.material.stream:
-            positions = document["stream"]
-            if len(positions) != self.group.num:
-                raise ValueError(
-                    f"A stream is dealt to its processes: resume with {len(positions)} of them, as the run was begun."
-                )
-            self.loader.seek(self.step, positions[self.group.number])
         then, now = packs_of_step(document["about"]), packs_of_step(self.folder.settings)
         self.indices.first = (self.step, document.get("packs", self.step * then))
         if self.accelerator.is_main_process:
@@ -183,7 +172,7 @@ class Trainer:
         progress.note(f"Resumed from step {self.step}.")
         if then != now:
             say(
-                f"The run was begun by {document['about']['processes']} processes and goes on with {self.group.num}: a step now has "
+                f"The run was begun by {document['about']['processes']} processes and goes on with {self.num_processes}: a step now has "
                 f"{now} packs instead of {then}. The order of packs goes on; train.batch and train.accumulation could keep the "
                 "packs of a step."
             )
@@ -197,15 +186,16 @@ class Trainer:
         record: gets each step and its figures that are logged
         """
         settings, main = self.settings, self.accelerator.is_main_process
-        asking = Asking(self.accelerator, self.waiting, step=self.step, seconds=self.seconds)
-        with Signals(say, within=asking.within) as signals, closing(self.loader), self.saving:
+        asking = Asking(self.accelerator, self.waiting)
+        with Signals(within=asking.within, speaks=main) as signals, closing(self.loader), self.saving:
             self.objective.train()
             if (settings.validate_first or self.drafter.pretrained) and self.step == 0:
                 self.validate(record, required=True)
             first, loss = self.step + 1, math.nan
             unread: list[TrainingStep] = []  # steps whose losses nobody has read
             norms: list[Tensor] = []  # of the steps since the last line
-            with TrainingProgress(steps=settings.steps, done=self.step, shown=main) as line:
+            line = StepLine(steps=settings.steps, done=self.step)
+            with progress.start("training", settings.steps, unit="steps", done=self.step, own_lines=False) as task:
                 while self.step < settings.steps:
                     number = self.step + 1
                     last = number == settings.steps
@@ -222,6 +212,7 @@ class Trainer:
                     if step.norm is not None:
                         norms.append(step.norm)
                     text, figures = line.advance(step, loss, seconds)
+                    task.update(number, figures=text)
                     if shown:
                         clipping = read_norms(norms, settings.limit)
                         if clipping:
@@ -237,7 +228,7 @@ class Trainer:
                         self.validate(record, required=last)
                         line.restart()
                     overdue = main and self.saving.overdue()
-                    self.interrupted, overdue = asking(signals.number, overdue, number, self.seconds, now=validated)
+                    self.interrupted, overdue = asking(signals.number, overdue, number, line.pace, now=validated)
                     if overdue or self.saving.after(number) or last or self.interrupted:
                         loss = self.read_losses(unread, loss)
                         self.save_state()
@@ -257,21 +248,18 @@ class Trainer:
         compare: whether to compare the guesses of its last micro-batch with the text
         """
         settings, accelerator = self.settings, self.accelerator
-        torch.manual_seed(settings.seed * 1_000_003 + self.step * 1009 + self.group.number)
+        torch.manual_seed(settings.seed * 1_000_003 + self.step * 1009 + self.process)
         micro_batches = self.loader.step(self.step)
         goals = torch.tensor(float(sum(int(micro.batch.goals(self.supervise).sum()) for micro in micro_batches)))
         num_goals = accelerator.reduce(devices.send(goals, accelerator.device), "sum")  # of all processes
         losses = []
         for number, micro in enumerate(micro_batches, start=1):
             last = number == settings.accumulation
-            # A draft is always sure of its own text
-            compared = compare and last and self.every_slot and not micro.written
-            with nullcontext() if last or self.weights.sums_at_once else accelerator.no_sync(self.objective):
+            compared = compare and last and self.every_slot
+            with nullcontext() if last else accelerator.no_sync(self.objective):
                 batch, output = self.loader.on_device(micro)
-                with accelerator.autocast():  # which accelerate leaves out where it shards
-                    loss: Loss = self.objective(batch, output, compare=compared)
-                # Gradients are averaged over processes: divide by the goals of all of them, times their number. Both sums
-                # count all processes that hold a target together.
+                loss: Loss = self.objective(batch, output, compare=compared)
+                # Gradients are averaged over processes: divide by the goals of all of them, times their number
                 accelerator.backward(loss.total * accelerator.num_processes / num_goals)
             losses.append(loss.total.detach())
         total = accelerator.reduce(torch.stack(losses).sum(), "sum") / num_goals
@@ -281,19 +269,19 @@ class Trainer:
             finite = math.isfinite(total)
             if not finite:
                 self._refuse_or_skip(self.step, float(total), micro_batches)
-        norm = gathered(accelerator.clip_grad_norm_(self.objective.parameters(), settings.limit))
+        norm = accelerator.clip_grad_norm_(self.objective.parameters(), settings.limit)
         if finite:
             if not self.reads_at_once:  # weights stay finite until somebody reads the loss
                 good = total.isfinite() & norm.isfinite()
                 for parameter in self.objective.parameters():
                     if parameter.grad is not None:
-                        local(parameter.grad).masked_fill_(~good, 0)
+                        parameter.grad.masked_fill_(~good, 0)
             self.optimizer.step()
             if self.average is not None:
                 self.average.update()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        tokens = sum(int((micro.batch.documents >= 0).sum()) for micro in micro_batches) * self.group.num
+        tokens = sum(int((micro.batch.documents >= 0).sum()) for micro in micro_batches) * self.num_processes
         rounds = None if loss.matches is None else count_rounds(micro.batch, loss.matches)
         return TrainingStep(self.step, total, norm.detach() if finite else None, tokens, rounds)
 
@@ -310,18 +298,12 @@ class Trainer:
         return losses[-1]
 
     def _refuse_or_skip(self, step: int, loss: float, micro_batches: list[MicroBatch]) -> None:
-        """Names the rows, in the log too, and raises NotFiniteLoss unless such steps are to be left out."""
-        read = []
-        for micro in micro_batches:
-            batch = micro.batch.to(self.accelerator.device)
-            read.append((micro.rows, batch, self.material.target_output(micro, batch)))
-        with self.weights.whole() as objective, self.accelerator.autocast():
-            rows = find_rows_not_finite(objective, read)
+        """Names the rows of the step, in the log too, and raises NotFiniteLoss unless such steps are to be left out."""
+        rows = [row for micro in micro_batches for pack in micro.rows for row in pack]
+        rows = list(dict.fromkeys(gather_object(rows)))
         self.saving.wait()  # the sentence names the last state
-        what = "no row alone gives it, so look at the learning rate first"
-        if rows:
-            what = f"row{'s' * (len(rows) > 1)} {', '.join(rows[:6])}{', ...' if len(rows) > 6 else ''}"
-        what = f"The loss is {loss} at step {step + 1} ({what})."
+        named = f"row{'s' * (len(rows) > 1)} {', '.join(rows[:6])}{', ...' if len(rows) > 6 else ''}"
+        what = f"The loss is {loss} at step {step + 1} ({named})."
         if not self.settings.skip_not_finite:
             raise NotFiniteLoss(
                 f"{what} Nothing of this step was kept; the last good state is that of step {self.folder.saved_step()}."
@@ -339,15 +321,18 @@ class Trainer:
             self.folder.log(self.step, figures)
             record(self.step, figures)
 
+    def _frozen(self) -> Head:
+        """A copy of the drafter in the target's dtype, to decode with and to save."""
+        return self.drafter.decodable().to(dtype=self.drafter.target.dtype)
+
     def validate(self, record: Callable[[int, dict], None], *, required: bool) -> None:
         """Judges the weights, saves a checkpoint of the better ones, and marks it if it is the best so far."""
         self.saving.wait()  # decoding is timed
         cost = self.cost()  # before decoding
-        with self.waiting(f"the weights of step {self.step}"):
-            candidates = {"plain": self.weights.frozen()}
-            if self.average is not None:
-                with self.average.applied():
-                    candidates["average"] = self.weights.frozen()
+        candidates = {"plain": self._frozen()}
+        if self.average is not None:
+            with self.average.applied():
+                candidates["average"] = self._frozen()
         kind = self.validation.figure
         best = self.best.get("figure") if self.best.get("by", kind) == kind else None
         with self.waiting(f"the validation of step {self.step}", timed=False):
@@ -374,7 +359,7 @@ class Trainer:
             tokens_per_second=self.seen / self.seconds if self.seconds else None,
             peak_memory=read_peak_memory(self.accelerator.device),
             processes=self.accelerator.num_processes,
-            unique_tokens=self.material.num_tokens,
+            unique_tokens=self.material.packs.num_tokens,
         )
 
     def _decode_best(self) -> None:
@@ -385,8 +370,7 @@ class Trainer:
         if best is None or not self.validation.unfinished(best[1]):
             return
         name, report, weights = best
-        with self.waiting("the best step"):
-            frozen = self.weights.frozen()
+        frozen = self._frozen()
         frozen.load_state_dict(weights)
         with self.waiting("the decoding of the best step", timed=False):
             report = self.validation.decode_best(frozen, report, trained=self.seconds)
@@ -398,14 +382,13 @@ class Trainer:
 
     def save_state(self) -> None:
         """Copies what resuming needs from the devices; a thread of the main process writes it."""
-        positions = []  # of each process in a stream
-        if self.material.stream:
-            position = torch.tensor([self.loader.position(self.step)], device=self.accelerator.device)
-            with self.waiting("the others' places in the stream"):
-                positions = self.accelerator.gather(position).tolist()[:: self.group.share.size]
-        with self.waiting(f"the weights of step {self.step}"):
-            weights, optimizer, averaged = self.weights.saved(self.average.state_dict() if self.average else {})
         if self.accelerator.is_main_process:
+            states = (
+                self.drafter.state_dict(),
+                self.optimizer.state_dict(),
+                self.average.state_dict() if self.average else {},
+            )
+            weights, optimizer, averaged = (copied_state(state) for state in states)
             scheduler = {key: value for key, value in self.scheduler.state_dict().items() if key != "lr_lambdas"}
             counters = {
                 "packs": self.indices.read_before(self.step),
@@ -415,7 +398,6 @@ class Trainer:
                 "skipped": self.skipped,
                 "scheduler": scheduler,
                 "validation": self.validation.seconds,
-                **({"stream": positions} if positions else {}),
             }
             averaged = {AVERAGE + name: value for name, value in averaged.items()}
             self.saving.write(self.step, weights=weights | averaged, optimizer=optimizer, document=counters)
@@ -426,58 +408,18 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-# Losses that are not finite
-
-
-@torch.no_grad()
-def find_rows_not_finite(
-    objective: Callable[[TrainingBatch, TargetOutput | None], Loss],
-    read: Sequence[tuple[list[list[str]], TrainingBatch, TargetOutput | None]],
-) -> list[str]:
-    """Ids of the rows whose loss, computed alone, is not finite, in all processes; in the order of the packs.
-
-    objective: without the wrapper that synchronises gradients, with the weights before the step
-    read: of each micro-batch of this process the ids of each pack's rows, the batch and the target's outputs
-    All processes must call this. A loss that depends on random numbers may be finite when it is computed again.
-    """
-    found = []
-    for packs, batch, output in read:
-        for place, pack in enumerate(packs):
-            for document, row in enumerate(pack):
-                part, part_output = _take_document(batch, output, place, document)
-                if part.loss_mask.any() and not math.isfinite(float(objective(part, part_output).total)):
-                    found.append(row)
-    return list(dict.fromkeys(gather_object(found)))  # once, if several processes read the same
-
-
-def _take_document(
-    batch: TrainingBatch, output: TargetOutput | None, place: int, document: int
-) -> tuple[TrainingBatch, TargetOutput | None]:
-    """A document of a pack as a batch of its own, [1, T of the document]."""
-    host = batch.on_host
-    inside = (host.documents[place] == document).nonzero()[:, 0]
-    span = (slice(place, place + 1), slice(int(inside[0]), int(inside[-1]) + 1))
-    part = TrainingBatch(
-        host.tokens[span], host.loss_mask[span], torch.zeros_like(host.documents[span]), host.positions[span]
-    )
-    return part.to(batch.tokens.device), output and TargetOutput(output.features[span], output.final[span])
-
-
 # Signals that end a run soon, with a saved state
 
 
 class Signals:
     """Within, `number` is the signal that has come, or 0. A second Ctrl-C raises KeyboardInterrupt at once.
 
-    within: steps after which the run ends
-    say: prints a line; called in a thread of its own, as a signal may come in the middle of another print to the same
-        file, which Python refuses ("reentrant call")
+    within: steps after which the run ends; speaks: whether this process says so
     """
 
-    def __init__(self, say: Callable[[str], None], *, within: int = 1):
-        self.say, self.number = say, 0
+    def __init__(self, *, within: int = 1, speaks: bool = True):
+        self.number, self.speaks = 0, speaks
         self.when = "after this step" if within == 1 else f"within {within} steps"
-        self.saying: threading.Thread | None = None
 
     def __enter__(self) -> "Signals":
         self.previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
@@ -486,43 +428,36 @@ class Signals:
     def __exit__(self, *_) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
-        if self.saying:
-            self.saying.join()
 
     def _receive(self, number: int, _) -> None:
         if number == self.number == signal.SIGINT:
             raise KeyboardInterrupt
-        if not self.number:
+        if not self.number and self.speaks:
             text = f"{SIGNALS[signal.Signals(number)]}: stopping {self.when}."
             if number == signal.SIGINT:
                 text += " Press Ctrl-C again to stop at once and lose the steps since the last save."
-            self.saying = threading.Thread(target=self.say, args=(text,))
-            self.saying.start()
+            os.write(2, f"{text}\n".encode())  # a print within another one would be an error ("reentrant call")
         self.number = number
 
 
 class Asking:
-    """Tells all processes of a signal that came to one of them, and of a state that the main one finds overdue.
+    """Tells all processes of a signal that came to one of them, and of a state that the main one finds overdue."""
 
-    step, seconds: of training so far
-    """
-
-    def __init__(self, accelerator: Accelerator, waiting: Waiting, *, step: int, seconds: float):
+    def __init__(self, accelerator: Accelerator, waiting: Waiting):
         self.accelerator, self.waiting = accelerator, waiting
         self.within = 1 if accelerator.num_processes == 1 else ASK  # steps after which all know of a signal
-        self.asked, self.next = (step, seconds), 0  # the last question, and the step of the next one
+        self.next = 0  # the step of the next question
 
-    def __call__(self, number: int, overdue: bool, step: int, seconds: float, *, now: bool) -> tuple[int, bool]:
+    def __call__(self, number: int, overdue: bool, step: int, pace: float, *, now: bool) -> tuple[int, bool]:
         """-> the signal that has come to any process, 0 for none, and whether the main process finds a state overdue
 
-        number, overdue: in this process; now: whether several processes ask now. Otherwise they do when it is time
+        number, overdue: in this process; pace: seconds of a step; now: whether several processes ask now. Otherwise they
+        do when it is time
         """
         if self.accelerator.num_processes == 1:
             return number, overdue
         if not now and step < self.next:
             return 0, False
-        (before, seconds_before), self.asked = self.asked, (step, seconds)
-        pace = (seconds - seconds_before) / max(1, step - before)
         steps = max(1, min(ASK, int(ASK_SECONDS / pace))) if pace else ASK
         with self.waiting(f"step {step}"):
             mine = torch.tensor([[number, overdue, steps]], device=self.accelerator.device)
@@ -534,25 +469,13 @@ class Asking:
 # What a run shows of its steps
 
 
-class TrainingProgress:
-    """Loss, text tau over the last shown steps, tokens/s since the last validation, time left. shown: whether anybody sees them"""
+class StepLine:
+    """Loss, text tau over the last shown steps, tokens/s since the last validation, time left. done: steps before these"""
 
-    def __init__(self, *, steps: int, done: int, shown: bool):
-        self.steps, self.first, self.visible = steps, done, shown
+    def __init__(self, *, steps: int, done: int):
+        self.steps, self.first, self.seconds, self.pace = steps, done, 0.0, 0.0  # pace: seconds of a step
         self.rounds: collections.deque[tuple[int, float]] = collections.deque(maxlen=SHOWN)
-        self.seconds = 0.0
         self.restart()
-
-    def __enter__(self) -> "TrainingProgress":
-        self.task: progress.Task | None = None
-        self.stack = contextlib.ExitStack()
-        if self.visible:
-            task = progress.start("training", self.steps, unit="steps", done=self.first, own_lines=False)
-            self.task = self.stack.enter_context(task)
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.stack.close()
 
     def restart(self) -> None:
         """Tokens/s count from here."""
@@ -561,17 +484,16 @@ class TrainingProgress:
     def advance(self, step: TrainingStep, loss: float, seconds: float) -> tuple[str, dict]:
         """One step is done, in so many seconds. -> the line, and the figures of it that are logged"""
         self.tokens, self.seconds = self.tokens + step.tokens, self.seconds + seconds
+        done = step.number + 1
+        self.pace = self.seconds / (done - self.first)
         if step.rounds is not None:
             self.rounds.append(step.rounds)
         emitted, rounds = (sum(counts) for counts in zip(*self.rounds)) if self.rounds else (0, 0.0)
         tau = {"tau": emitted / rounds} if rounds else {}
         rate = self.tokens / (time.perf_counter() - self.clock)
-        done = step.number + 1
-        left = progress.duration((self.steps - done) * self.seconds / (done - self.first))
+        left = progress.duration((self.steps - done) * self.pace)
         worth = f"text tau {tau['tau']:.3f}  " if tau else ""
         line = f"loss {loss:.4f}  {worth}{rate:,.0f} tokens/s  {left} left"
-        if self.task is not None:
-            self.task.update(done, figures=line)
         return line, {"loss": loss, **tau, "tokens_per_second": rate}
 
 

@@ -6,7 +6,7 @@ Decoding adds speed and losslessness, and takes many times as long, so it is giv
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from specdec.measuring.report import PromptCounts, Report, in_parts, prompt_coun
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
 from specdec.proposers.costs import Costs
-from specdec.target.model import Target, TargetOutput
+from specdec.target.model import Target
 from specdec.target.structure import experts_of
 from specdec.unroll import replay
 from train import display, progress
@@ -42,7 +42,6 @@ from train.distributed import Group
 from train.features.engine_features import EngineTarget
 
 AUTO_SHARE = 1 / 3  # of what validation has taken so far: the most that auto may take at the end
-MOST_KEPT = 2**28  # bytes of the target's states for these texts
 LEAST = 2  # prompts that are decoded at the end, however short the training was: one has no interval
 BATCH_TOKENS = 4096  # of prompts and answers that are replayed at once, padding included
 
@@ -50,11 +49,11 @@ BATCH_TOKENS = 4096  # of prompts and answers that are replayed at once, padding
 class Validation:
     """Judges drafters. All processes call it together; each does a part of the prompts, the same as those it holds a target with.
 
-    config: its `validation` and `decode`, and of `train` best_by and seed
+    config: its `validation` and `decode`, and of `train` the seed
     console: prints reports and sentences
     engine: reads texts and writes the target's answers in place of a target here; then nothing is decoded
     Where replay applies (`replays`), it decides which step is the best. Where it does not (trees, heads that adapt the
-    target, best_by=speedup), all prompts are decoded, if there is time for it.
+    target), all prompts are decoded, if there is time for it.
     """
 
     def __init__(
@@ -69,35 +68,25 @@ class Validation:
         engine: EngineTarget | None = None,
     ):
         self.settings, self.drafting = config.validation, config.decode
-        self.best_by, self.seed = config.train.best_by, config.train.seed
+        self.seed = config.train.seed
         self.target, self.prompts, self.stop, self.engine = drafter.target, prompts, stop, engine
         self.console = console
-        self.accelerator, self.group = accelerator, Group.in_step(accelerator, drafter.target)
+        self.accelerator, self.group = accelerator, Group.of(accelerator, drafter.target)
         self.sampling = Sampling(temperature=self.settings.temperature)
         self.adapts, self.drafts = drafter.adapts_target, isinstance(drafter, Drafter)
         self.replays = (
-            self.settings.decode != "always"
-            and self.best_by == "tau"
-            and not self.adapts
-            and self.drafting.replayable(drafter, self.sampling)
+            self.settings.decode != "always" and not self.adapts and self.drafting.replayable(drafter, self.sampling)
         )
         # What later validations use again
         self.costs: dict[Path, Costs] = {}  # of auto, as far as they are known
         self.answers: list[list[int]] | None = None
-        self.read: dict[int, tuple[Tensor, Tensor]] = {}  # features and final states, by a batch's first prompt
         self.seconds = dict.fromkeys(("answers", "replay", "decode", "auto"), 0.0)  # spent so far
         self.each: float | None = None  # seconds of decoding a prompt plainly and with drafts, as far as is known
 
     @property
     def figure(self) -> str:
         """The figure of a report that chooses the best step."""
-        return "replayed_tau" if self.replays else self.best_by
-
-    @property
-    def traceable(self) -> bool:
-        """Whether replay can say what was drafted along the answers, in this process alone."""
-        alone = self.engine is None and self.target.share.size == 1
-        return alone and self.answers is not None and self.sampling.greedy and self.drafting.stopping is None
+        return "replayed_tau" if self.replays else "tau"
 
     def __call__(
         self, candidates: dict[str, Head], *, step: int, trained: float, best: float | None, required: bool
@@ -106,15 +95,17 @@ class Validation:
 
         trained: seconds of training so far; best: the figure to beat; required: whether it may not be put off
         """
-        left = self._left(trained)
         if not self.replays:
             ((_, frozen),) = candidates.items()
-            results = self._decode_all(frozen, step, left, required)
-            if results is None:
+            if not (required or self.settings.decode == "always" or self._all_fit(trained)):
+                self.console.say(
+                    f"step {step}: validation is put off: decoding takes more than is left of validation.share"
+                )
                 return None
+            results = self._decode(frozen, len(self.prompts))  # figures of different prompts cannot be compared
             report = in_parts(self._summarise(results), results, self._summarise)
             report = replace(report, by_prompt=prompt_counts(results))
-            return frozen, self._finish(self._with_auto(report, frozen), step)
+            return frozen, self._finish(report, step)
         replays = {name: self.replay(frozen) for name, frozen in candidates.items()}
         taus = {name: figures.replayed_tau(each) for name, each in replays.items()}
         kept = max(taus, key=lambda name: taus[name])
@@ -123,24 +114,23 @@ class Validation:
         report = replace(report, by_prompt=prompt_counts(replays[kept]))
         if len(candidates) > 1:
             report = replace(report, ema={"kept": kept, **taus})
-        left = self._left(trained)
         wanted = self.engine is None and self.settings.decode == "best" and not required
-        better = best is None or taus[kept] > best
-        if self._agreed(wanted and better and (left is None or LEAST * (self.each or 0.0) <= left)):
-            report = self._with_decoded(report, candidates[kept], left)
+        num = self._fitting(self._left(trained)) if wanted and (best is None or taus[kept] > best) else 0
+        if num >= min(LEAST, len(self.prompts)):
+            report = self._with_decoded(report, candidates[kept], num)
         return candidates[kept], self._finish(report, step)
 
     def unfinished(self, report: Report) -> bool:
         """Whether `decode_best` has something to add to the report of the best step."""
-        return self._partly_decoded(report) or (self._wants_auto(report, end=True) and not self.adapts)
+        return self._partly_decoded(report) or (self._wants_auto(report) and not self.adapts)
 
     def decode_best(self, frozen: Head, report: Report, *, trained: float) -> Report:
         """At the end: the report of the best step with what decoding its checkpoint gives."""
         if self.engine is not None:
             return report
         if self._partly_decoded(report):
-            report = self._with_decoded(report, frozen, self._left(trained))
-        return self._finish(self._with_auto(report, frozen, end=True), report.step)
+            report = self._with_decoded(report, frozen, max(LEAST, self._fitting(self._left(trained))))
+        return self._finish(self._with_auto(report, frozen), report.step)
 
     def cost(self, trained: float) -> str:
         """One sentence on what validation took."""
@@ -166,7 +156,7 @@ class Validation:
                     texts,
                     depth=self.drafting.depth,
                     temperature=self.settings.temperature,
-                    output=self._read(frozen, numbers[0], texts),
+                    output=self.engine.read(frozen, texts) if self.engine else None,
                 )
                 for number, accept in zip(numbers, accepts):
                     rounds, accepted = replay.rounds(accept)
@@ -189,75 +179,45 @@ class Validation:
         self.each = self.each or 2 * slowest  # drafting needs at most as many passes
         return answers
 
-    def _read(self, frozen: Drafter, first: int, texts: list[tuple[list[int], list[int]]]) -> TargetOutput:
-        """What the target reads in a batch, in memory from the second time on if all batches take at most MOST_KEPT bytes.
-
-        first: number of its first prompt
-        """
-        if first in self.read:
-            return TargetOutput(*(each.to(self.target.device) for each in self.read[first]))
-        output = self.engine.read(frozen, texts) if self.engine else replay.read(frozen, texts)
-        kept = output.features.cpu(), output.final[..., : 0 if self.sampling.greedy else None].cpu()
-        if sum(each.nbytes for pair in [*self.read.values(), kept] for each in pair) <= MOST_KEPT:
-            self.read[first] = kept
-        return output
-
     # Decoding
 
-    def _with_decoded(self, report: Report, frozen: Head, left: float | None) -> Report:
-        """A report of replay and the decoding of as many prompts as there is time for, but at least LEAST."""
-        results = self._decode(frozen, self._within(left, at_least=LEAST, whole=False))
+    def _with_decoded(self, report: Report, frozen: Head, num: int) -> Report:
+        """A report of replay and the decoding of the first `num` prompts."""
         kept = [name for name in vars(report) if name.startswith("replayed_")]
         kept += ["ema", "step", "training", "by_category", "by_tag", "by_prompt"]
         known = {name: getattr(report, name) for name in kept}
-        return self._with_auto(replace(self._summarise(results), **known), frozen)
+        return replace(self._summarise(self._decode(frozen, num)), **known)
 
-    def _decode_all(self, frozen: Head, step: int, left: float | None, required: bool) -> list[PromptResult] | None:
-        """All prompts, as figures of different prompts cannot be compared; None if that takes longer than is left."""
-        if required or left is None or self.settings.decode == "always":
-            return self._decode(frozen, iter)
-        if self.settings.decode == "end":
-            return None
-        in_group = -(-len(self.prompts) // self.group.num)
-        if self._agreed(left > 0 and (self.each or 0.0) * in_group <= left):
-            results = self._decode(frozen, self._within(left, at_least=1, whole=True))
-            if len(results) == len(self.prompts):
-                return results
-        self.console.say(f"step {step}: validation is put off: decoding takes more than is left of validation.share")
-        return None
-
-    def _decode(self, frozen: Head, take: Callable) -> list[PromptResult]:
-        """Decodes what `take` gives this process of its prompts. -> the results of all processes"""
-        mine, done = self._mine(), []
+    def _decode(self, frozen: Head, num: int) -> list[PromptResult]:
+        """Decodes the first `num` prompts, if there are so many. -> the results of all processes"""
+        mine, done = list(self.group.mine(range(min(num, len(self.prompts))))), []
         with self._timed("decode"):
             begun = time.perf_counter()
             if mine:
                 replayed = None if self.replays else frozen
-                done = self._measure(self.drafting.proposer(frozen), mine, replayed, take, "decoding")
-                self.each = (time.perf_counter() - begun) / max(1, len(done))
+                done = self._measure(self.drafting.proposer(frozen), mine, replayed, "decoding")
+                self.each = (time.perf_counter() - begun) / len(done)
             return [result for _, result in sorted(self.group.gather(done), key=lambda pair: pair[0])]
 
     def _partly_decoded(self, report: Report) -> bool:
         """Whether it was only replayed, or decoded in part."""
         return self.replays and report.num_prompts != report.replayed_prompts
 
-    def _wants_auto(self, report: Report, *, end: bool) -> bool:
-        known = report.auto is not None or self.engine is not None or not self.drafts
-        return not known and self.settings.auto in (("end", "always") if end else ("always",))
+    def _wants_auto(self, report: Report) -> bool:
+        return report.auto is None and self.engine is None and self.drafts and self.settings.auto == "end"
 
-    def _with_auto(self, report: Report, frozen: Head, *, end: bool = False) -> Report:
-        """The report with figures of auto on the prompts that were decoded, or at the end on as many as AUTO_SHARE allows.
+    def _with_auto(self, report: Report, frozen: Head) -> Report:
+        """The report with figures of auto on as many of the prompts that were decoded as AUTO_SHARE allows.
 
         Auto takes turns with plain decoding in a pass of its own, so nothing else in the report changes.
         """
-        auto = self._make_auto(frozen) if self._wants_auto(report, end=end) else None
+        auto = self._make_auto(frozen) if self._wants_auto(report) else None
         if auto is None:
             return report
-        mine = self._mine()[: -(-report.num_prompts // self.group.num)]
-        left = AUTO_SHARE * sum(self.seconds.values()) if end and self.settings.auto == "end" else None
-        take = self._within(left, at_least=LEAST, whole=False)
+        num = max(LEAST, self._fitting(AUTO_SHARE * sum(self.seconds.values())))
+        mine = list(self.group.mine(range(min(report.num_prompts, num))))
         with self._timed("auto"):
-            results = self.group.gather(self._measure(auto, mine, None, take, "decoding with auto") if mine else [])
+            results = self.group.gather(self._measure(auto, mine, None, "decoding with auto") if mine else [])
         found = self._summarise([replace(result, auto=result.drafted) for _, result in results]).auto
         assert found is not None
         return replace(report, auto={"num_prompts": len(results), **found})
@@ -277,39 +237,17 @@ class Validation:
         return auto
 
     def _measure(
-        self, proposer: Proposer, mine: list[int], replayed: Head | None, take: Callable, what: str
+        self, proposer: Proposer, mine: list[int], replayed: Head | None, what: str
     ) -> list[tuple[int, PromptResult]]:
-        """Prompts of these numbers, plainly and with the proposer's drafts. -> as many as `take` gives, numbered
-
-        what: is done, for the progress
-        """
-
-        def shown(groups: list) -> Iterable:
-            return progress.track(take(groups), f"validation: {what}", unit="prompts", total=len(groups))
-
+        """Prompts of these numbers, plainly and with the proposer's drafts, numbered. what: is done, for the progress"""
         found = measure(
             [Method("drafted", self.target, proposer, self.drafting, head=replayed)],
             [self.prompts[number] for number in mine],
             MeasureSettings(self.sampling, self.stop, self.settings.max_new_tokens, seed=self.seed),
             numbers=mine,
-            progress=shown,
+            progress=functools.partial(progress.track, what=f"validation: {what}", unit="prompts"),
         )
         return list(zip(mine, [each["drafted"] for group in found for each in group]))
-
-    def _within(self, left: float | None, *, at_least: int, whole: bool) -> Callable[[list], Iterator]:
-        """What gives `measure` its prompts as long as the next one, or all of them (`whole`), fit into `left` seconds."""
-        at_least = -(-at_least // self.group.num)
-
-        def take(groups: list) -> Iterator:
-            begun = time.perf_counter()
-            for number, group in enumerate(groups):
-                wanted = (len(groups) if whole else number + 1) * (time.perf_counter() - begun) / max(1, number)
-                late = left is not None and number >= at_least and wanted > left
-                if self.group.share.all_say(late)[0]:
-                    return
-                yield group
-
-        return take
 
     def _summarise(self, results: list[PromptResult]) -> Report:
         return summarise(
@@ -334,19 +272,28 @@ class Validation:
         """Seconds that validation may still take; None: any number."""
         return None if self.settings.share is None else self.settings.share * trained - sum(self.seconds.values())
 
-    def _agreed(self, decision: bool) -> bool:
-        """The main process's decision, whose clock counts."""
-        return broadcast_object_list([decision])[0]
+    def _fitting(self, left: float | None) -> int:
+        """How many prompts all processes decode in so many seconds, as the main one says, whose clock counts. None: all"""
+        num = len(self.prompts)
+        if left is not None:
+            if self.each is None and self.replays:
+                self.answers = self._answer()  # which says what a prompt takes, in a run that was resumed at its end
+            num = min(num, int(left / self.each) * self.group.num if self.each else LEAST) if left > 0 else 0
+        return broadcast_object_list([num])[0]
+
+    def _all_fit(self, trained: float) -> bool:
+        """Whether there is time to decode all prompts, as far as is known. Where `decode` is end, only if time has no limit."""
+        left = self._left(trained)
+        if left is None or self.settings.decode == "end":
+            return left is None
+        rounds = -(-len(self.prompts) // self.group.num)
+        return broadcast_object_list([left > 0 and (self.each or 0.0) * rounds <= left])[0]
 
     @contextmanager
     def _timed(self, kind: str) -> Iterator[None]:
         begun = time.perf_counter()
         yield
         self.seconds[kind] += time.perf_counter() - begun
-
-    def _mine(self) -> list[int]:
-        """Numbers of the prompts that this process decodes."""
-        return list(self.group.mine(range(len(self.prompts))))
 
 
 # Replay of many answers: those of similar lengths in one batch

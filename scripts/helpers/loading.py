@@ -1,8 +1,8 @@
 """What the commands that decode load: the target, its tokenizer, checkpoints, and prompts."""
 
-from helpers.options import SPLIT, option, split
+from helpers.options import SPLIT as SPLIT
+from helpers.options import option, split
 
-import atexit
 import functools
 import os
 import platform
@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
-from torch import distributed
 from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
@@ -26,12 +26,12 @@ from specdec.measuring.report import Report, Training
 from specdec.target.loading import find_devices
 from specdec.target.model import Target, load_tokenizer
 from train.data import rows as data
-from train.data.reading import read_sources
 from train.pages import facts
 from train.ranges import named
 
 _threads: list[int] = []  # of this process, once they are chosen
 CONF = Path(__file__).resolve().parents[2] / "conf"
+DEFAULT_TARGET = "targets/smollm2-135m"
 LARGEST = 2**20  # bytes of a file of settings
 TRUST = "run Python code that the target's folder brings, with all your rights; read it first"
 THINKING = "thinking mode of the chat template for rows that do not say theirs, true or false"
@@ -62,31 +62,11 @@ class TargetOptions:
 
 
 @dataclass(frozen=True)
-class SharedTargetOptions(TargetOptions):
-    """For commands that several processes can run together, started by torchrun."""
-
-    tp: int = option(
-        1, "processes that hold the target together, each a part of every layer: torchrun --nproc_per_node TP"
-    )
-
-
-@dataclass(frozen=True)
 class TokenizerOptions:
     """For commands that read the target's tokenizer and not its weights."""
 
-    name: str = option("targets/smollm2-135m", "folder or Hub name of the target, for its tokenizer")
+    name: str = option(DEFAULT_TARGET, "folder or Hub name of the target, for its tokenizer")
     trust_remote_code: bool = option(False, TRUST)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptOptions:
-    prompts: str = option("data/prompts_heldout.jsonl", "rows with a prompt or messages: JSONL, folder or dataset")
-    split: str | None = option(None, SPLIT)
-    thinking: bool | None = option(
-        None, f"{THINKING}; null: as the checkpoint was trained, else the template's default"
-    )
-    limit: int | None = option(None, "decode this many prompts, spread over the file; null: all")
-    max_new_tokens: int = option(64, "longest answer, in tokens")
 
 
 @dataclass(frozen=True)
@@ -118,7 +98,7 @@ class Run:
 
 
 def use_threads(record: Path | None = None) -> None:
-    """One for each core that other processes leave free, unless OMP_NUM_THREADS says otherwise; decided once in a process.
+    """One for each core that this process may use, unless OMP_NUM_THREADS says otherwise; decided once in a process.
 
     record: settings of results that are continued, if it exists: as many as there
     """
@@ -127,13 +107,8 @@ def use_threads(record: Path | None = None) -> None:
     given = os.environ.get("OMP_NUM_THREADS")
     if not given and record is not None and record.exists():
         given = checkpoint.read_json(record).get("threads")
-    num, cores = int(given) if given else threads.free_cores(), threads.usable_cores()
-    if not given and num < cores:
-        print(
-            f"{num} of {cores} cores: other processes keep the rest busy; OMP_NUM_THREADS= takes more", file=sys.stderr
-        )
-    _threads.append(num)
-    torch.set_num_threads(num)
+    _threads.append(int(given) if given else threads.usable_cores())
+    torch.set_num_threads(_threads[0])
 
 
 def machine(target: Target) -> dict:
@@ -148,29 +123,8 @@ def machine(target: Target) -> dict:
     }
 
 
-def conditions(target: Target) -> str:
-    """The same in one phrase, for titles."""
-    where = machine(target)
-    return f"{target.name}, {where['dtype']}, {where['machine']}, {where['threads']} threads"
-
-
-def run_names(folders: list[Path]) -> list[str]:
-    """`checkpoint.name_of` each. Raises ValueError if two are called the same."""
-    names = [checkpoint.name_of(path) for path in folders]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"Two runs are called {', '.join(twice)}: list each once, or rename a folder.")
-    return names
-
-
 def trained_on(folder: Path) -> str | None:
-    """The training data that the run's config.yaml names, by the files' names, or else its about.json; None without either."""
-    for path in (folder / "config.yaml", folder.parent / "config.yaml"):
-        if path.exists():
-            data = read_yaml(path).get("data")
-            if not isinstance(data, dict) or "train" not in data:
-                return None
-            return ", ".join(Path(source.name).name for source in read_sources(data["train"]))
+    """The training data that the record of the checkpoint's run names; None without it."""
     data = facts.read(folder).get("data")
     return str(data["train"]) if isinstance(data, dict) and "train" in data else None
 
@@ -185,10 +139,7 @@ class _NoAliases(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> dict:
-    """A YAML or JSON file that a stranger may have made, as plain values by name; ${...} stays as it is written.
-
-    Raises ValueError for what is no such file, or OSError.
-    """
+    """A YAML or JSON file that a stranger may have made, as plain values by name. Raises ValueError for what is no such file."""
     if path.stat().st_size > LARGEST:
         raise ValueError(f"{path} is larger than {LARGEST >> 20} MiB, so it holds no settings.")
     try:
@@ -200,56 +151,24 @@ def read_yaml(path: Path) -> dict:
     return document
 
 
-def default_target() -> str:
-    """The name in conf/target."""
-    return str(read_yaml(CONF / "target" / "smollm2-135m.yaml")["name"])
-
-
-def join_processes(tp: int, device: str) -> str:
-    """Joins the processes that torchrun has started. -> the device to load the target to: each process has its own GPU
-
-    Raises ValueError if they are not as many as `tp`, or share a GPU.
-    """
-    num = int(os.environ.get("WORLD_SIZE", "1"))
-    if num not in (1, tp):
-        raise ValueError(
-            f"tp={tp} and {num} processes: start {tp}, by torchrun --nproc_per_node {tp}, or set tp={num}."
-        )
-    if num == 1 or device == "auto":
-        return device
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"device={device}: with tp={tp} each process takes the GPU of its number, so leave it out.")
-    if device == "cuda":
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(device)
-    if not distributed.is_initialized():
-        distributed.init_process_group("gloo" if device == "cpu" else "nccl")
-        atexit.register(distributed.destroy_process_group)
-    return device
-
-
 def load_target(options: TargetOptions, *, default: str | None = None) -> Opened:
-    """default: its name, where the options give none; without one, that of conf/target. Raises ValueError as Target.load."""
+    """default: its name, where the options give none; without one DEFAULT_TARGET. Raises ValueError as Target.load."""
     if options.trust_remote_code and options.name is None:
         raise ValueError(
             "target.trust_remote_code=true runs code of a model that you name yourself: give target.name= too."
         )
     use_threads()
-    usual = default_target()
-    name = options.name or default or usual
-    tp, device = 1, options.place
+    name = options.name or default or DEFAULT_TARGET
     try:
         with named("target"):
-            if isinstance(options, SharedTargetOptions):
-                tp, device = options.tp, join_processes(options.tp, device)
             target = Target.load(
-                name, dtype=options.dtype, device=device, trust_remote_code=options.trust_remote_code, tp=tp
+                name, dtype=options.dtype, device=options.place, trust_remote_code=options.trust_remote_code
             )
             say_dtype(options.dtype, str(target.dtype).removeprefix("torch."), precision.choose(target.device))
             return open_target(target)
     except ValueError as error:
-        if name == usual and not Path(name).exists():
-            raise ValueError(f"{error} `make setup` (or python scripts/get_target.py) makes {usual}.") from error
+        if name == DEFAULT_TARGET and not Path(name).exists():
+            raise ValueError(f"{error} `make setup` (or python scripts/get_target.py) makes {name}.") from error
         raise
 
 
@@ -267,15 +186,21 @@ def open_target(target: Target) -> Opened:
     return Opened(target, tokenizer, data.stop_tokens(tokenizer, target.model.generation_config))
 
 
-def load_prompts(options: PromptOptions, opened: Opened, heads: Sequence[str] = ()) -> list[Prompt]:
-    """The prompts to decode, in the thinking mode of the rows that the checkpoints `heads` were trained on. Raises ValueError, naming file and row, also for one that is too long for the target."""
-    mode = mode_of(heads)
-    thinking, trained = (mode if options.thinking is None else options.thinking), () if mode is None else (mode,)
+def load_prompts(chosen: Any, opened: Opened) -> list[Prompt]:
+    """The prompts to decode, in the thinking mode of the rows that the checkpoints were trained on. chosen: Evaluate
+
+    Raises ValueError, naming file and row, also for one that is too long for the target.
+    """
+    mode = mode_of(split(chosen.checkpoint))
     prompts = data.load_prompts(
-        options.prompts, opened.tokenizer, split=options.split, limit=options.limit, thinking=thinking, trained=trained
+        chosen.prompts,
+        opened.tokenizer,
+        split=chosen.split,
+        limit=chosen.limit,
+        thinking=mode if chosen.thinking is None else chosen.thinking,
     )
     plain = Decoder(opened.target, None, sampling=Sampling(), stop=set())
-    check_prompts(plain, prompts, options.max_new_tokens, source=options.prompts)
+    check_prompts(plain, prompts, chosen.max_new_tokens, source=chosen.prompts)
     return prompts
 
 
@@ -291,10 +216,10 @@ def target_of(folder: Path) -> str:
     return str(checkpoint.read_json(folder / "drafter.json").get("target"))
 
 
-def adapts(folder: str | Path) -> bool:
-    """Whether the head of a checkpoint changes its target."""
+def head_class(folder: str | Path) -> type[Head]:
+    """The class of a checkpoint's head."""
     document = checkpoint.read_json(checkpoint.resolve(folder) / "drafter.json")
-    return checkpoint.drafter_class(str(document.get("_target_"))).adapts_target
+    return checkpoint.drafter_class(str(document.get("_target_")))
 
 
 def warn_adapted(folder: Path | None, target: Target) -> None:
@@ -317,10 +242,13 @@ def load_runs(listed: str, options: TargetOptions) -> list[Run]:
     Raises ValueError as `load`, and if two have the same name.
     """
     given = [Path(folder) for folder in split(listed)]
+    names = [checkpoint.name_of(folder) for folder in given]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"Two runs are called {', '.join(twice)}: list each once, or rename a folder.")
     runs: list[Run] = []
     targets: dict[str, Target] = {}
-    for name, folder in zip(run_names(given), map(checkpoint.resolve, given)):
-        baseline = f"the target adapted by {name}" if adapts(folder) else FROZEN
+    for name, folder in zip(names, map(checkpoint.resolve, given)):
+        baseline = f"the target adapted by {name}" if head_class(folder).adapts_target else FROZEN
         if baseline not in targets:
             targets[baseline] = load_target(options, default=target_of(folder)).target
         drafter = checkpoint.load(folder, targets[baseline])

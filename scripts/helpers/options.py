@@ -7,20 +7,18 @@ The same words mean the same thing in every command:
     proposer=NAME proposers=A,B   what drafts, by its file in conf/proposer
     proposer.KEY=VALUE            its settings; with proposers=, or inside another proposer, proposer.NAME.KEY=VALUE
     proposer.checkpoint=DIR       the trained head inside a proposer that holds one; default: the first of checkpoint=
-    target.name= target.dtype= target.device= target.tp=
+    target.name= target.dtype= target.device=
     prompts= split= limit= max_new_tokens= batch= seed= out=
     decode.temperature= decode.depth= decode.width= decode.nodes= decode.compile= ...
     chains=1,2,3 trees=4x3x8      shapes to compare: chain lengths, and DEPTHxWIDTHxNODES of trees
     progress=                     how long work is shown (train/progress.py); every command takes it
 """
 
-import contextlib
 import dataclasses
 import difflib
 import errno
 import os
 import sys
-import time
 import typing
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,25 +29,12 @@ from specdec.core import devices, files
 from train import progress, ranges
 
 WRITTEN = ("out", "picture")  # options that name what a command writes
-SPLIT = "split of a dataset; null: train, or the only one"
+SPLIT = "split of a dataset; null: train"
 Options = TypeVar("Options")
-# Where memory does not suffice: options that size what a command holds at once, and those that make the target smaller
-SIZES = (
-    "batch",
-    "batches",
-    "rows",
-    "max_new_tokens",
-    "max_length",
-    "length",
-    "prefill_tokens",
-    "decode.nodes",
-    "trees",
-)
-SMALLER = {"target.dtype": "target.dtype=bfloat16", "target.device": "target.device=auto with more GPUs"}
+# Options that size what a command holds at once, which a sentence names where memory does not suffice
+SIZES = "batch batches rows max_new_tokens max_length length prefill_tokens decode.nodes trees".split()
 KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 TRUTH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
-SECONDS_FOR_MAIN = 10  # the main process tells an error first, and the launcher then ends the others
-MAIN = os.environ.get("RANK", "0") == "0"  # whether this is the process that prints and writes
 _names: set[str] = set()  # of the options of this command
 
 
@@ -108,14 +93,8 @@ def flatten(kind: Any, prefix: str = "", group: Any = None) -> Iterator[Option]:
         if dataclasses.is_dataclass(field.type):
             yield from flatten(field.type, f"{prefix}{field.name}.", default)
         else:
-            text = find_help(kind, field.name)
-            yield Option(prefix + field.name, field.type, default, text, field.metadata.get("prefix"))
-
-
-def find_help(kind: type, name: str) -> str:
-    """The help text of an option: a class that only replaces an inherited default keeps the text of its base class."""
-    fields = [vars(owner).get("__dataclass_fields__", {}).get(name) for owner in kind.__mro__]
-    return next((field.metadata["help"] for field in fields if field is not None and "help" in field.metadata), "")
+            help, taken = field.metadata.get("help", ""), field.metadata.get("prefix")
+            yield Option(prefix + field.name, field.type, default, help, taken)
 
 
 def describe(known: dict[str, Option], docstring: str) -> str:
@@ -164,7 +143,7 @@ def options(kind: type[Options], docstring: str, arguments: list[str] | None = N
         raise SystemExit(0)
     given = parse(arguments, known)
     try:
-        progress.choose(given.pop("progress", known.pop("progress").default), main=MAIN)
+        progress.choose(given.pop("progress", known.pop("progress").default), main=True)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     missing = [name for name in known if known[name].default is dataclasses.MISSING and name not in given]
@@ -185,10 +164,10 @@ def fill(kind: Any, given: dict[str, Any]) -> Any:
     own = {name: value for name, value in given.items() if "." not in name}
     for field in dataclasses.fields(kind):
         if callable(field.default_factory) and dataclasses.is_dataclass(field.type):
-            inside = [(name.removeprefix(f"{field.name}."), value) for name, value in given.items()]
-            own[field.name] = dataclasses.replace(
-                field.default_factory(), **{name: value for name, value in inside if f"{field.name}.{name}" in given}
-            )
+            inside = {
+                name.partition(".")[2]: value for name, value in given.items() if name.startswith(f"{field.name}.")
+            }
+            own[field.name] = dataclasses.replace(field.default_factory(), **inside)
     return kind(**own)
 
 
@@ -232,50 +211,34 @@ def parse(arguments: list[str], known: dict[str, Option]) -> dict[str, Any]:
 
 def less_memory() -> str:
     """Which options of this command lower the memory that it needs."""
-    lower = ", ".join(f"{name}=" for name in SIZES if name in _names)
-    use = [words for name, words in SMALLER.items() if name in _names]
-    return (f"lower {lower}, or " if lower else "") + "use " + ", or ".join([*use, "a smaller or quantised target"])
-
-
-@contextlib.contextmanager
-def only_main_speaks() -> Iterator[None]:
-    """Within, of processes that torchrun started, the others print nothing, and they wait with their errors."""
-    if MAIN:
-        yield
-        return
-    warnings.simplefilter("ignore")
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        try:
-            yield
-        except SystemExit as error:
-            if error.code not in (None, 0):
-                time.sleep(SECONDS_FOR_MAIN)
-            raise
+    lower = [f"{name}=" for name in SIZES if name in _names]
+    use = ["target.dtype=bfloat16", "target.device=auto with more GPUs"] if "target.device" in _names else []
+    first = f"lower {', '.join(lower)}, or " if lower else ""
+    return first + "use " + ", or ".join([*use, "a smaller or quantised target"])
 
 
 def run(main: Callable[..., None], arguments: list[str] | None = None) -> None:
-    """Runs a command with `arguments` (None: the command line): a user's mistake (ValueError), full memory and what the system refuses (OSError) end in one sentence, Ctrl-C without a
-    traceback, warnings are lines."""
+    """Runs a command with `arguments` (None: the command line): a user's mistake (ValueError), full memory and what the system
+    refuses (OSError) end in one sentence, Ctrl-C without a traceback, warnings are lines."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-    with only_main_speaks():
-        try:
-            main() if arguments is None else main(arguments)
-        except ValueError as error:
-            raise SystemExit(f"error: {error}") from None
-        except (RuntimeError, MemoryError) as error:
-            full = devices.out_of_memory(error)
-            if full is None:
-                raise
-            raise SystemExit(f"error: {full}: {less_memory()}.") from None
-        except BrokenPipeError:
-            os._exit(1)
-        except OSError as error:
-            raise SystemExit(f"error: {files.explain(error)}") from None
-        except KeyboardInterrupt as error:
-            print(str(error) or "Stopped.", file=sys.stderr)
-            raise SystemExit(130) from None
-        finally:
-            progress.close()
+    try:
+        main() if arguments is None else main(arguments)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    except (RuntimeError, MemoryError) as error:
+        full = devices.out_of_memory(error)
+        if full is None:
+            raise
+        raise SystemExit(f"error: {full}: {less_memory()}.") from None
+    except BrokenPipeError:
+        os._exit(1)
+    except OSError as error:
+        raise SystemExit(f"error: {files.explain(error)}") from None
+    except KeyboardInterrupt as error:
+        print(str(error) or "Stopped.", file=sys.stderr)
+        raise SystemExit(130) from None
+    finally:
+        progress.close()

@@ -4,7 +4,6 @@ from helpers import loading
 from helpers.options import option, split
 
 import os
-import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import yaml
 from hydra.utils import get_object
 
-from specdec import checkpoint as checkpoint_file
 from specdec.checkpoint import resolve
 from specdec.decoding.drafting import Drafting
 from specdec.heads.base import Drafter
@@ -37,24 +35,11 @@ class ProposerOptions:
     proposer: str | None = option(
         None,
         "what drafts: the name of a file in conf/proposer, where its settings are explained; null: auto, but a head's fixed "
-        "shape with decode.depth, width, nodes or stopping",
+        "shape with decode.depth, width or nodes",
     )
     settings: dict[str, str] = field(
         default_factory=dict, metadata={"prefix": "proposer.", "help": "settings of the proposer, see conf/proposer"}
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SeveralOptions:
-    """For commands that compare checkpoints and proposers."""
-
-    checkpoint: str = option("", loading.CHECKPOINTS)
-    proposers: str = option("", "comma list of files in conf/proposer, to compare too")
-    settings: dict[str, str] = field(
-        default_factory=dict,
-        metadata={"prefix": "proposer.", "help": "KEY=VALUE, with proposers= NAME.KEY=VALUE: settings of a proposer, see "
-                                                 "conf/proposer; checkpoint=DIR: its head"},
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,7 +49,6 @@ class Chosen(loading.Opened):
     name: str  # of the file in conf/proposer
     proposer: Proposer
     checkpoint: Path | None
-    drawn_from: list[str]  # the folders that it was read from
 
     @property
     def title(self) -> str:
@@ -79,50 +63,49 @@ def names() -> list[str]:
 def load(given: ProposerOptions, options: loading.TargetOptions, drafting: Drafting) -> Chosen:
     """A proposer beside its target, which is the checkpoint's if there is one.
 
-    Raises ValueError for what does not exist or does not fit.
+    By default that is auto, where it can draft: not with a target that guesses ahead of itself, nor where a fixed shape is
+    asked for. Raises ValueError for what does not exist or does not fit.
     """
     head = given.settings.get("checkpoint", given.checkpoint)
     folder = resolve(head) if head else None
-    name = given.proposer or default_name(folder, drafting)
-    config = configure(
-        name, settings=given.settings, drafting=drafting, checkpoint=head
-    )  # names the folders that are read
+    fixed = drafting.shape != Drafting().shape
+    if given.proposer is None and folder is not None:
+        fixed = fixed or not issubclass(loading.head_class(folder), Drafter)
+    name = given.proposer or (HEAD if fixed else AUTO)
+    config = configure(name, settings=given.settings, drafting=drafting, checkpoint=head)
     opened = loading.load_target(options, default=loading.target_of(folder) if folder else None)
     proposer = make(config, opened.target)
     loading.warn_adapted(folder, opened.target)
-    return Chosen(opened.target, opened.tokenizer, opened.stop, name, proposer, folder, drawn_from(config))
+    return Chosen(opened.target, opened.tokenizer, opened.stop, name, proposer, folder)
 
 
 def drawn_from(config: Config) -> list[str]:
     """The folders that the proposer is read from: its head's, and a datastore's."""
-    return sorted(map(os.path.realpath, folders(config)))
+    own = [value for value in config.values() if isinstance(value, str) and os.path.isdir(value)]
+    inside = [folder for value in config.values() if isinstance(value, dict) for folder in drawn_from(value)]
+    return sorted({*map(os.path.realpath, own), *inside})
 
 
-def default_name(folder: Path | None, drafting: Drafting) -> str:
-    """auto, where it can draft: not with a target that guesses ahead of itself, nor where a fixed shape is asked for."""
-    usual = Drafting()
-    fixed = (drafting.shape, drafting.stopping) != (usual.shape, usual.stopping)
-    if folder is not None:
-        document = checkpoint_file.read_json(folder / "drafter.json")
-        fixed = fixed or not issubclass(checkpoint_file.drafter_class(str(document.get("_target_"))), Drafter)
-    return HEAD if fixed else AUTO
+def configure_all(
+    listed: str, *, settings: Settings, drafting: Drafting, checkpoints: dict[str, str]
+) -> dict[str, Config]:
+    """The proposers of a comma list, by name; those that hold a trained head with each of the checkpoints, and named after it.
 
-
-def configure_all(listed: str, *, settings: Settings, drafting: Drafting, checkpoint: str | None) -> dict[str, Config]:
-    """The proposers of a comma list, by name. settings: NAME.KEY: VALUE, and `checkpoint` for all trained heads inside.
-
+    settings: NAME.KEY: VALUE, and `checkpoint` for all trained heads inside; checkpoints: folders by name
     Raises ValueError as `configure`, and for a head that adapts the target, which the proposers share.
     """
-    configs = _configure_each(
-        split(listed), f"proposers={listed}", settings, "proposer", drafting=drafting, checkpoint=checkpoint
-    )
-    for head in {head for config in configs.values() for head in heads(config)}:
-        if loading.adapts(head):
+    several, found = "checkpoint" not in settings and len(checkpoints) > 1, dict[str, Config]()
+    where = f"proposers={listed}"
+    for head, folder in checkpoints.items() or [("", None)]:
+        configs = _configure_each(split(listed), where, settings, "proposer", drafting=drafting, checkpoint=folder)
+        found |= {f"{name} with {head}" if several and heads(each) else name: each for name, each in configs.items()}
+    for head in {head for config in found.values() for head in heads(config)}:
+        if loading.head_class(head).adapts_target:
             raise ValueError(
                 f"The head {head} adapts its target, which the other proposers share: evaluate it alone, or compare it "
                 "with checkpoint=; name another head with proposer.checkpoint=DIR."
             )
-    return configs
+    return found
 
 
 def configure(
@@ -133,10 +116,9 @@ def configure(
     prefix: what its options begin with
     """
     checkpoint = settings.get("checkpoint", checkpoint)
-    interpolated = {
-        "decode": {**asdict(drafting), "nodes": drafting.shape.nodes},
-        "checkpoint": checkpoint and str(resolve(checkpoint)),
-    }
+    decode = {**asdict(drafting), "nodes": drafting.shape.nodes}
+    interpolated = {"${decode}": decode, "${checkpoint}": checkpoint and str(resolve(checkpoint))}
+    interpolated |= {f"${{decode.{key}}}": value for key, value in decode.items()}
     own = {key: value for key, value in settings.items() if "." not in key and key != "checkpoint"}
     if name == AUTO and checkpoint is None:
         own = {"members": "[suffix]"} | own  # nothing else drafts without a trained head
@@ -200,14 +182,8 @@ def heads(config: Config) -> list[str]:
     return own + [head for inner in inside for head in heads(inner)]
 
 
-def folders(config: Config) -> set[str]:
-    """All values in a configuration that are folders on this machine."""
-    values = set(filter(lambda value: isinstance(value, str) and Path(value).is_dir(), config.values()))
-    return values.union(*(folders(value) for value in config.values() if isinstance(value, dict)))
-
-
 def read_config(name: str, settings: Settings, interpolated: dict[str, Any], prefix: str) -> Config:
-    """A file of conf/proposer with settings in place of its own. interpolated: what ${decode}, ${decode.KEY} and ${checkpoint} are
+    """A file of conf/proposer with settings in place of its own. interpolated: values of ${decode.KEY}, ${decode} and ${checkpoint}
 
     Raises ValueError, with the option's name, for a setting that does not exist or has a wrong value, and for one that lacks.
     """
@@ -215,9 +191,7 @@ def read_config(name: str, settings: Settings, interpolated: dict[str, Any], pre
         raise ValueError(f"There is no proposer {name!r}; there are: {', '.join(names())}.")
     config = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
     for key, value in config.items():
-        if isinstance(value, str) and (found := re.fullmatch(r"\$\{(\w+)(?:\.(\w+))?\}", value)):
-            whole = interpolated[found[1]]
-            config[key] = whole[found[2]] if found[2] else whole
+        config[key] = interpolated.get(value, value) if isinstance(value, str) else value
     known = [key for key in config if key != "_target_"]
     for key, value in settings.items():
         if key not in known:

@@ -1,6 +1,5 @@
 """Times of what a device was given to do, without waiting for the device."""
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,19 +47,3 @@ class RoundClock:
         """Between two places, after the first `read` behind them."""
         spent = start.when.elapsed_time(end.when) / 1e3 if self.queued else end.when - start.when
         return max(0.0, spent - (end.apart - start.apart))
-
-
-def fastest_batch(
-    decode: Callable[[list[list[int]]], float], prompts: list[list[int]], sizes: tuple[int, ...] = (1, 4, 16)
-) -> int:
-    """The batch size at which `decode`, which takes a group of prompts and returns its tokens/s, is fastest.
-
-    Compares medians over the first three groups of each size, after a warm-up. Sizes larger than the number of prompts
-    are left out.
-    """
-    rates = {}
-    for size in [size for size in sizes if size <= len(prompts)]:
-        groups = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
-        decode(groups[0])
-        rates[size] = statistics.median(map(decode, groups[:3]))
-    return max(rates, key=lambda size: rates[size])

@@ -1,12 +1,13 @@
 """Files and folders that appear whole or not at all, with checksums by which damaged ones are found."""
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import filelock
@@ -16,51 +17,51 @@ from torch import Tensor
 CHECKSUMS = "SHA256SUMS"  # of the files beside it, as `sha256sum --check` reads them
 
 
-def write_folder(folder: Path, *, tensors: dict[str, dict[str, Tensor]], documents: dict[str, dict]) -> None:
-    """Writes `NAME: tensors` as safetensors, `NAME: document` as JSON and their checksums; whole or not at all.
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write files into, which takes the place of `folder`, with checksums, when all of them are on the disk.
 
     Raises ValueError, and leaves nothing behind, if the disk is full.
     """
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial, old = (folder.with_name(folder.name + ending) for ending in (".partial", ".old"))
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     try:
         partial.mkdir(parents=True)
-        for name, values in tensors.items():
-            safetensors.torch.save_file(
-                {key: value.detach().cpu().contiguous() for key, value in values.items()}, partial / name
-            )
-        for name, document in documents.items():
-            (partial / name).write_text(json.dumps(document, indent=2) + "\n")
-        _seal(partial, [*tensors, *documents])
-        old = folder.with_name(folder.name + ".old")
+        yield partial
+        names = sorted(path.name for path in partial.iterdir() if path.is_file())
+        (partial / CHECKSUMS).write_text("".join(f"{_sha256(partial / name)}  {name}\n" for name in names))
+        for path in (*partial.iterdir(), partial):
+            sync(path)
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
             folder.rename(old)
         partial.rename(folder)
         sync(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
-    except (OSError, safetensors.SafetensorError) as error:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise unwritable(folder, error) from error
+        if isinstance(error, OSError | safetensors.SafetensorError):
+            raise unwritable(folder, error) from error
+        raise
 
 
-def _seal(folder: Path, names: Iterable[str]) -> None:
-    """Writes the checksums of a folder's files, and waits until all of it is on the disk."""
-    sums = [f"{_sha256(folder / name)}  {name}\n" for name in names]
-    (folder / CHECKSUMS).write_text("".join(sums))
-    for path in (*folder.iterdir(), folder):
-        sync(path)
+def write_folder(folder: Path, *, tensors: dict[str, dict[str, Tensor]], documents: dict[str, dict]) -> None:
+    """Writes `NAME: tensors` as safetensors and `NAME: document` as JSON; as `whole_folder`."""
+    with whole_folder(folder) as partial:
+        for name, values in tensors.items():
+            whole = {key: value.detach().cpu().contiguous() for key, value in values.items()}
+            safetensors.torch.save_file(whole, partial / name)
+        for name, document in documents.items():
+            (partial / name).write_text(json.dumps(document, indent=2) + "\n")
 
 
-def keep_folder(folder: Path, make: Callable[[Path], object], *, option: str) -> None:
+def keep_folder(folder: Path, make: Callable[[Path], object]) -> None:
     """Makes a folder of files that every process and later runs read, unless it is there and undamaged.
 
     make: writes files into the folder that it is given. One process calls it, while the others wait; a lock that the
         system frees when that process ends, however it ends, sees to that
-    option: the name of the user's option for the place of such folders
     Raises ValueError if the disk is full or the folder cannot be written; nothing is left behind then.
     """
-    partial = folder.with_name(folder.name + ".partial")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(folder.with_name(folder.name + ".lock")):
@@ -70,20 +71,10 @@ def keep_folder(folder: Path, make: Callable[[Path], object], *, option: str) ->
                     return
                 warnings.warn(f"{folder} is damaged ({damage}) and is made again.", stacklevel=2)
                 shutil.rmtree(folder)
-            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-            partial.mkdir()
-            try:
+            with whole_folder(folder) as partial:
                 make(partial)
-                _seal(partial, sorted(path.name for path in partial.iterdir()))
-                partial.rename(folder)
-                sync(folder.parent)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
     except OSError as error:
-        raise ValueError(
-            f"{folder} could not be written ({error}). Free some disk space or choose another folder with {option}."
-        ) from error
+        raise unwritable(folder, error) from error
 
 
 def _find_damage(folder: Path) -> str | None:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import torch
@@ -24,10 +24,6 @@ FORMS = "json:SCHEMA, regex:EXPRESSION or lark:GRAMMAR, each written out or the 
 # Written as json.dumps writes it, unless the schema's own "x-guidance" says otherwise. With free whitespace, small models
 # write blanks without end.
 JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-DATED = ("date", "date-time")  # formats in which llguidance allows 29 February in every year
-LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
-REAL_DAY = f"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2])|[0-9]{{4}}-02-(?:[01][0-9]|2[0-8])|{LEAP_YEAR}-02-29)"
-VALUES = ("const", "enum", "default", "examples")  # keywords of a schema that hold values, not schemas
 
 
 @dataclass(frozen=True)
@@ -47,17 +43,12 @@ class Grammar:
         try:
             if len(text) < 1024 and Path(text).is_file():
                 text = Path(text).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ValueError(f"grammar={value[:60]} cannot be read ({error}): give {FORMS}.") from None
-        if kind == "json_schema":
-            try:
-                return cls.of_row({kind: json.loads(text)})
-            except (ValueError, RecursionError) as error:
-                raise ValueError(
-                    f"grammar={value[:60]}: it is neither a file nor JSON ({error}): write a schema such as "
-                    '{"type": "object"}, or the name of a file that holds one.'
-                ) from None
-        return cls(kind, text)
+            return cls.of_row({kind: json.loads(text) if kind == "json_schema" else text})
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"grammar={value[:60]} cannot be read ({error}): give {FORMS}; a schema is JSON, such as "
+                '{"type": "object"}.'
+            ) from None
 
     @classmethod
     def of_row(cls, document: Any) -> "Grammar":
@@ -76,26 +67,15 @@ class Grammar:
         return {self.kind: json.loads(self.text) if self.kind == "json_schema" else self.text}
 
 
-class Matcher(Protocol):
-    """The part of llguidance.LLMatcher that is used. After an error it allows only an end, and nothing undoes that."""
-
-    def deep_copy(self) -> "Matcher": ...
-    def consume_token(self, token: int) -> bool: ...
-    def validate_tokens(self, tokens: list[int]) -> int: ...
-    def compute_bitmask(self) -> bytes: ...
-    def compute_ff_tokens(self) -> list[int]: ...
-    def is_accepting(self) -> bool: ...
-    def is_error(self) -> bool: ...
-
-
 class Constraint:
     """The state of one answer under a grammar; `take` moves it on.
 
+    matcher: an llguidance.LLMatcher, which after an error allows only an end
     stop: token ids that end an answer; where the grammar allows an end, it allows each of them. So it does in a dead end, which
     some grammars have: a text that no sentence begins with, though each of its tokens was allowed.
     """
 
-    def __init__(self, matcher: Matcher, stop: frozenset[int]):
+    def __init__(self, matcher: Any, stop: frozenset[int]):
         self._matcher, self._stop = matcher, stop
         self.ended = False  # after a token of `stop`, everything is allowed
 
@@ -142,7 +122,7 @@ class Constraint:
         for node, parent in enumerate(parents[1:], start=1):
             children[parent].setdefault(tokens[node], []).append(node)
 
-        def visit(nodes: list[int], matcher: Matcher) -> None:
+        def visit(nodes: list[int], matcher: Any) -> None:
             mask = matcher.compute_bitmask()
             for node in nodes:
                 found[node] = mask
@@ -212,7 +192,7 @@ class Grammars:
     def _compile_once(self, grammar: Grammar) -> Any:
         library = self._library.LLMatcher
         makers: dict[str, Callable] = {
-            "json_schema": lambda text: library.grammar_from_json_schema(with_real_days(text), defaults=JSON_FORM),
+            "json_schema": lambda text: library.grammar_from_json_schema(text, defaults=JSON_FORM),
             "regex": library.grammar_from_regex,
             "lark": library.grammar_from_lark,
         }
@@ -231,22 +211,6 @@ class Grammars:
                 f"The {grammar.kind.replace('_', ' ')} cannot be used: {reason}. Change it, or leave it out."
             )
         return matcher
-
-
-def with_real_days(schema: str) -> str:
-    """A schema, as JSON, whose dates have 29 February in leap years only."""
-
-    def walk(part: Any) -> Any:
-        if isinstance(part, list):
-            return [walk(each) for each in part]
-        if not isinstance(part, dict):
-            return part
-        new = {key: value if key in VALUES else walk(value) for key, value in part.items()}
-        if part.get("format") in DATED:
-            new["allOf"] = [*new.get("allOf", []), {"pattern": REAL_DAY}]
-        return new
-
-    return json.dumps(walk(json.loads(schema)))
 
 
 def unpack(masks: Sequence[Sequence[bytes | None]], vocab_size: int, device: torch.device | str) -> Tensor:

@@ -28,6 +28,13 @@ ONLY_SHOWN = ("README.md", "report.html")  # also uploaded
 NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
 SECONDS = 10  # that the Hub may take to say which commit a name stands for
 TOKEN = "`hf auth login` keeps a token of yours, and the variable HF_TOKEN gives one"
+REFUSED = {
+    RevisionNotFoundError: "{repo} on the Hugging Face Hub has no revision {revision!r}: give one of its commits, tags or branches.",
+    GatedRepoError: "{repo} on the Hugging Face Hub asks you to accept its conditions, on its page: then try again. "
+    f"{TOKEN}.",
+    RepositoryNotFoundError: "There is neither a folder {name} nor a head of that name on the Hugging Face Hub that you may "
+    f"read. If it is private, {TOKEN}.",
+}
 
 
 def looks_local(name: str) -> bool:
@@ -69,23 +76,10 @@ def fetch(name: str) -> Path:
     repo, _, revision = name.partition("@")
     unreachable: str | None = "HF_HUB_OFFLINE=1 forbids to ask for it" if is_offline_mode() else None
     try:
-        if unreachable is None:
-            HfApi().model_info(
-                repo, revision=revision or None, timeout=SECONDS
-            )  # snapshot_download would wait for minutes
-    except RevisionNotFoundError as error:
-        raise ValueError(
-            f"{repo} on the Hugging Face Hub has no revision {revision!r}: give one of its commits, tags or branches."
-        ) from error
-    except GatedRepoError as error:
-        raise ValueError(
-            f"{repo} on the Hugging Face Hub asks you to accept its conditions, on its page: then try again. {TOKEN}."
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ValueError(
-            f"There is neither a folder {name} nor a head of that name on the Hugging Face Hub that you may read. If it is "
-            f"private, {TOKEN}."
-        ) from error
+        if unreachable is None:  # snapshot_download would wait for minutes
+            HfApi().model_info(repo, revision=revision or None, timeout=SECONDS)
+    except (RevisionNotFoundError, GatedRepoError, RepositoryNotFoundError) as error:
+        raise ValueError(REFUSED[type(error)].format(name=name, repo=repo, revision=revision)) from error
     except Exception as error:  # those of the HTTP library, whose name depends on the version of huggingface_hub
         unreachable = reason(error)
     try:
@@ -108,19 +102,11 @@ def fetch(name: str) -> Path:
     return folder
 
 
-def push(
-    repo: str,
-    contents: dict[str, Path | bytes],
-    *,
-    private: bool = False,
-    branch: str | None = None,
-    tag: str | None = None,
-    message: str,
-) -> CommitInfo:
-    """One commit with these files, by name; the repository and the branch are made if they do not exist.
+def push(repo: str, contents: dict[str, Path | bytes], *, private: bool = False, message: str) -> CommitInfo:
+    """One commit with these files, by name; the repository is made if it does not exist. private: of a new repository
 
-    Files of `FILES` and `ONLY_SHOWN` that the repository has from an earlier head are deleted. private: of a new repository;
-    tag: a name for the commit. Raises ValueError, with what to do, if the Hub refuses or cannot be reached.
+    Files of `FILES` and `ONLY_SHOWN` that the repository has from an earlier head are deleted. Raises ValueError, with what
+    to do, if the Hub refuses or cannot be reached.
     """
     if is_offline_mode():
         raise ValueError("HF_HUB_OFFLINE=1 forbids to reach the Hugging Face Hub: unset it, or use dry_run=true.")
@@ -129,29 +115,12 @@ def push(
     api = HfApi()
     try:
         api.create_repo(repo, private=private, exist_ok=True)
-        if branch is not None:
-            api.create_branch(repo, branch=branch, exist_ok=True)
-        old = set(api.list_repo_files(repo, revision=branch)) & {*FILES, *ONLY_SHOWN} - contents.keys()
-        commit = api.create_commit(
-            repo,
-            operations=[
-                *(CommitOperationAdd(name, content) for name, content in contents.items()),
-                *(CommitOperationDelete(name) for name in sorted(old)),
-            ],
-            commit_message=message,
-            revision=branch,
-        )
+        old = set(api.list_repo_files(repo)) & {*FILES, *ONLY_SHOWN} - contents.keys()
+        added = [CommitOperationAdd(name, content) for name, content in contents.items()]
+        deleted = [CommitOperationDelete(name) for name in sorted(old)]
+        return api.create_commit(repo, operations=[*added, *deleted], commit_message=message)
     except Exception as error:  # those of the HTTP library too
         raise ValueError(f"{repo} was not pushed: {reason(error)}.") from error
-    if tag is not None:
-        try:
-            api.create_tag(repo, tag=tag, revision=commit.oid)
-        except Exception as error:
-            raise ValueError(
-                f"{repo} was pushed as commit {commit.oid}, but not tagged {tag}: {reason(error)}. If the tag exists, choose "
-                "another one."
-            ) from error
-    return commit
 
 
 def reason(error: Exception) -> str:

@@ -1,6 +1,6 @@
 """Who attends to whom. Every mask is boolean, True where a query may see a key (docs/architecture.md)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -73,20 +73,6 @@ def jacobi_mask(index: Tensor, starts: Tensor, num: int) -> Tensor:
 ALIKE = 0.75  # documents in one batch have at least this share of the longest one's length
 
 
-def group_alike(lengths: Sequence[int], joins: Callable[[int, int, int], bool]) -> list[list[int]]:
-    """Numbers of texts in groups of similar length, the longest texts first.
-
-    joins(longest, length, num): whether a text of this length joins a group of `num` texts
-    """
-    groups: list[list[int]] = []
-    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
-        if groups and joins(lengths[groups[-1][0]], lengths[number], len(groups[-1])):
-            groups[-1].append(number)
-        else:
-            groups.append([number])
-    return groups
-
-
 @dataclass(frozen=True)
 class Documents:
     """groups: documents of similar length, [n, L] each: the place of every token in the flattened pack; rows shorter than
@@ -106,11 +92,17 @@ class Documents:
         numbers, counts = torch.unique_consecutive(flat, return_counts=True)
         starts = counts.cumsum(0) - counts
         found = [(n, s) for number, s, n in zip(numbers.tolist(), starts.tolist(), counts.tolist()) if number >= 0]
+        alike: list[list[tuple[int, int]]] = []  # length and start of documents of similar length, the longest first
+        for document in sorted(found, key=lambda document: -document[0]):
+            if alike and document[0] >= ALIKE * alike[-1][0][0]:
+                alike[-1].append(document)
+            else:
+                alike.append([document])
         groups, back, size = [], torch.zeros(num_rows * length, dtype=torch.long), 0
-        for numbers in group_alike([n for n, _ in found], lambda longest, length, num: length >= ALIKE * longest):
-            longest = found[numbers[0]][0]
-            group = torch.zeros(len(numbers), longest, dtype=torch.long)
-            for row, (n, start) in enumerate(found[number] for number in numbers):
+        for documents in alike:
+            longest = documents[0][0]
+            group = torch.zeros(len(documents), longest, dtype=torch.long)
+            for row, (n, start) in enumerate(documents):
                 group[row, :n] = torch.arange(start, start + n)
                 back[start : start + n] = size + row * longest + torch.arange(n)
             groups.append(group)

@@ -1,23 +1,20 @@
 """Files of rows, and what becomes of a damaged line.
 
-Files of users (`read_file`): lines in any Unicode encoding, compressed with gzip or not, JSON documents, parquet. What
-a file is follows from its first bytes; only a name that ends in .json says more, as one document may hold all rows. A
-damaged line is refused with its place, the cause and what to do.
+Files of users (`read_file`): lines in UTF-8, JSON documents, both compressed with gzip or not, and parquet. A damaged line
+is refused with its place, the cause and what to do.
 
 Files that this project appends to (`read_own_lines`): JSONL in UTF-8. A damaged line is yielded as None, so that the
 caller skips or refuses it. `cut_damaged_end` removes what a killed writer left behind.
 """
 
-import contextlib
 import gzip
-import io
 import json
 import mmap
 import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO
 
 from specdec.core.untrusted import is_text
 
@@ -27,70 +24,36 @@ FORMS = (
 )
 LINES = (".jsonl", ".jsonl.gz")
 PARQUET = (".parquet",)
-LONGEST_LINE = 2**26  # characters
+LONGEST_LINE = 2**26  # bytes
 LONGEST_DOCUMENT = 2**28  # characters
 GZIP = b"\x1f\x8b"
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-OTHERS = (
-    b"\x28\xb5\x2f\xfd",
-    b"\xfd7zXZ\x00",
-    b"BZh",
-    b"PK\x03\x04",
-    b"7z\xbc\xaf\x27\x1c",
-)  # zstd, xz, bzip2, zip, 7z
 
 
 def read_text(path: Path, *, longest: int = LONGEST_LINE) -> Iterator[str]:
-    """Yields the lines of a text file in UTF-8, UTF-16 or UTF-32, with or without a byte-order mark.
+    """Yields the lines of a text file in UTF-8, with or without a byte-order mark, compressed with gzip or not.
 
-    longest: characters of a line; a small compressed file can hold a huge one
+    longest: bytes of a line; a small compressed file can hold a huge one
     Raises ValueError, naming the line, for a longer line, a damaged file, and bytes that are no such text.
     """
     number = 0
     try:
-        with _open(path) as file:
+        with path.open("rb") as raw:
+            file: Any = gzip.GzipFile(fileobj=raw) if raw.peek(len(GZIP)).startswith(GZIP) else raw
             while line := file.readline(longest + 1):
                 number += 1
                 if len(line) > longest:
-                    raise ValueError(f"{path}:{number}: a line of more than {longest:,} characters cannot be a row.")
-                _check_utf8(line, f"{path}:{number}")
-                yield line.removeprefix("\ufeff")  # of a file that was joined to another one too
+                    raise ValueError(f"{path}:{number}: a line of more than {longest:,} bytes cannot be a row.")
+                yield line.decode().removeprefix("\ufeff")  # of a file that was joined to another one too
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is not whole {error.encoding.upper()} text behind line {number} ({error.reason}). "
-            "Save it as UTF-8."
+            f"{path}:{number}: byte 0x{error.object[error.start]:02x} is not UTF-8. Save the file as UTF-8, compressed with gzip "
+            "or not; of a Latin-1 file, `iconv -f latin1 -t utf-8 FILE` makes one."
         ) from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(
             f"{path}: the compressed file is incomplete or damaged after line {number} ({error}). "
             "Copy or make the file again."
-        ) from None
-
-
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[TextIO]:
-    with path.open("rb") as raw:
-        first = raw.peek(len(GZIP))
-        content: Any = gzip.GzipFile(fileobj=raw) if first.startswith(GZIP) else raw
-        start = content.peek(8)
-        if start.startswith(OTHERS):
-            raise ValueError(f"{path} is compressed otherwise than with gzip. Unpack it first, and give {FORMS}.")
-        encoding = json.detect_encoding(start[:4])
-        utf8 = encoding.startswith("utf-8")
-        # Bytes that are not UTF-8 become lone surrogates, so that their line is known
-        yield io.TextIOWrapper(content, encoding, errors="surrogateescape" if utf8 else "strict")
-
-
-def _check_utf8(line: str, place: str) -> None:
-    if line.isascii():
-        return
-    try:
-        line.encode()
-    except UnicodeEncodeError as error:
-        byte = ord(line[error.start]) - 0xDC00
-        raise ValueError(
-            f"{place}: byte 0x{byte:02x} is not UTF-8. Save the file as UTF-8; of a Latin-1 file, "
-            "`iconv -f latin1 -t utf-8 FILE` makes one."
         ) from None
 
 
@@ -178,20 +141,14 @@ def read_own_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
                 yield number, _parse_own(line)
 
 
-def cut_damaged_end(path: Path, *, only_unfinished: bool = False) -> int:
-    """Cuts off a last line that has no end or is not a JSON object. -> bytes that were cut
-
-    only_unfinished: a last line with an end stays, whatever it holds
-    """
+def cut_damaged_end(path: Path) -> int:
+    """Cuts off a last line that has no end, of a writer that was killed. -> bytes that were cut"""
     size = path.stat().st_size
     if not size:
         return 0
     with path.open("r+b") as file:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             end = content.rfind(b"\n") + 1
-            if end == size and not only_unfinished:
-                start = content.rfind(b"\n", 0, size - 1) + 1
-                end = start if _parse_own(content[start:]) is None else size
         if end < size:
             file.truncate(end)
     return size - end

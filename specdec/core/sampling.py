@@ -1,5 +1,5 @@
-"""From logits to the distribution (the distribution) of the next token, as in transformers' generate: a repetition penalty, then
-temperature, top-k and top-p."""
+"""From logits to the distribution of the next token, as in transformers' generate: a repetition penalty, then temperature, top-k
+and top-p."""
 
 import math
 from collections.abc import Sequence
@@ -12,9 +12,8 @@ from torch import Tensor
 from specdec.core.devices import given, send
 from specdec.core.tree import Tree
 
-Kind = Literal[
-    "greedy", "sampled", "cut"
-]  # what a distribution costs: the likeliest token; a softmax; with filters or a penalty
+# What a distribution costs: the likeliest token; a softmax; with filters or a penalty
+Kind = Literal["greedy", "sampled", "cut"]
 Randomness = torch.Generator | None | Sequence[torch.Generator | None]  # one of all rows, or one for each row
 
 LOW = 1e-3  # below this temperature, logits are divided as differences from the largest one, which cannot overflow
@@ -145,44 +144,28 @@ def of_rows(rows: Sequence[Sampling]) -> AnySampling:
 def nucleus(logits: Tensor, top_p: float) -> Tensor:
     """Top-p: logits [M, V] in float32 or float64 -> the same, -inf where a token is dropped
 
-    A sort of all tokens costs 4 to 10 ms a row on a CPU, so there each row's `candidates` are sorted alone. On a GPU a sort
-    is cheap, and the number of candidates would make the host wait, so all tokens are sorted.
+    A sort of all tokens costs 4 to 10 ms a row on a CPU. There only tokens above (1 - top_p) / V are sorted: all others
+    together have no more than 1 - top_p, so they are dropped. On a GPU a sort is cheap, and a number of tokens would make
+    the host wait.
     """
     if logits.device.type != "cpu":
         return sorted_nucleus(logits, top_p)
     probs = logits.softmax(-1)
-    most = 0.999 * (1 - top_p)  # `candidates`, first for all rows at once: these operations start threads
-    above = probs > most / logits.shape[1]
+    above = probs > 0.999 * (1 - top_p) / logits.shape[1]  # of all rows at once: these operations start threads
     nums, totals = above.sum(-1).tolist(), probs.sum(-1, dtype=torch.float64).tolist()
     places = above.flatten().nonzero()[:, 0]  # in the flat logits
     kept_places, kept_logits = [], []
     for row, distribution, where, total in zip(
         logits.take(places).split(nums), probs.take(places).split(nums), places.split(nums), totals
     ):
-        few, tail = candidates(distribution, most, total)
-        ascending, order = row[few].sort(dim=0, stable=True)
-        few = few[order]
+        ascending, order = row.sort(stable=True)
+        tail = max(0.0, total - float(distribution.sum(dtype=torch.float64)))
         # Added up in float64 and then rounded, as a CPU's cumsum of the sorted tokens is
-        reached = (tail + distribution[few].cumsum(0, dtype=torch.float64)).to(distribution.dtype)
+        reached = (tail + distribution[order].cumsum(0, dtype=torch.float64)).to(distribution.dtype)
         num_dropped = int((reached[:-1] <= 1 - top_p).sum())
-        kept_places.append(where[few[num_dropped:]])
+        kept_places.append(where[order[num_dropped:]])
         kept_logits.append(ascending[num_dropped:])
     return torch.full_like(logits, -torch.inf).put_(torch.cat(kept_places), torch.cat(kept_logits))
-
-
-def candidates(probs: Tensor, most: float, total: float) -> tuple[Tensor, float]:
-    """probs [n] of some tokens of a distribution whose sum is `total`, the largest among them; most: that top-p drops at least, if
-    tokens allow it -> increasing places in `probs`, with all tokens that top-p keeps, and the sum of the distribution's other tokens
-
-    n tokens of at most most / n each have together no more than `most`, so all of them are dropped. The same holds for
-    the tokens left, with what the dropped ones leave of `most`. Equal tokens stay together.
-    """
-    places, left = torch.arange(len(probs)), probs
-    for _ in range(2):
-        tail = max(0.0, total - float(left.sum(dtype=torch.float64)))
-        above = left > (most - tail) / max(1, len(left))
-        places, left = places[above], left[above]
-    return places, max(0.0, total - float(left.sum(dtype=torch.float64)))
 
 
 def sorted_nucleus(logits: Tensor, top_p: float) -> Tensor:
@@ -198,12 +181,10 @@ def pick(distribution: Tensor, uniform: Tensor) -> Tensor:
 
     Of a distribution with NaN any index, in range, so that nothing is read outside of a table.
     """
-    reached = distribution.cumsum(
-        -1, dtype=torch.float64
-    )  # [B, V] in float32 the probabilities of rare tokens would be rounded away
-    return torch.searchsorted(reached, uniform * reached[:, -1:], right=True)[:, 0].clamp_(
-        max=distribution.shape[-1] - 1
-    )
+    # [B, V]; in float32 the probabilities of rare tokens would be rounded away
+    reached = distribution.cumsum(-1, dtype=torch.float64)
+    found = torch.searchsorted(reached, uniform * reached[:, -1:], right=True)[:, 0]
+    return found.clamp_(max=distribution.shape[-1] - 1)
 
 
 def uniforms(num: int, source: Randomness, device) -> Tensor:

@@ -70,20 +70,12 @@ def expect_opening(
 
 # Ids of a tokenizer that a target has no embedding for: texts with them are refused, before the target reads them.
 
-ROWS = "rows_of_embedding"  # attribute of a tokenizer that has more ids than the target has embeddings
+ROWS = "rows_of_embedding"  # attribute of a tokenizer: how many embeddings its target has
 
 
-def limit_ids(tokenizer: PreTrainedTokenizerBase, rows: int, name: str) -> None:
-    """Remembers the number of the target's embeddings if the tokenizer has higher ids, and warns. name: of the target"""
-    names = {token: word for word, token in tokenizer.get_vocab().items() if token >= rows}
-    if names:
-        setattr(tokenizer, ROWS, rows)
-        shown = ", ".join(f"{names[token]} ({token})" for token in sorted(names)[:5])
-        warnings.warn(
-            f"The tokenizer of {name} has {len(names)} tokens for which the model's embedding, of {rows} rows, has none: {shown}"
-            f"{', ..' if len(names) > 5 else ''}. Texts with them are refused.",
-            stacklevel=2,
-        )
+def limit_ids(tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
+    """Remembers the number of the target's embeddings."""
+    setattr(tokenizer, ROWS, rows)
 
 
 def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:

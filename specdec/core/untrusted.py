@@ -6,7 +6,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -92,11 +91,6 @@ def read_pickle(path: Path) -> Any:
             f"{path} cannot be read as plain tensors ({reason}). Take a copy in safetensors, or have somebody who trusts the "
             "file save its tensors again."
         ) from error
-
-
-def read_array(path: Path) -> numpy.ndarray:
-    """An .npy file, mapped. Raises ValueError for what is no plain array of numbers; archives and pickles are none."""
-    return numpy.lib.format.open_memmap(path, mode="r")
 
 
 class Allowance(TorchDispatchMode):

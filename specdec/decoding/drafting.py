@@ -1,6 +1,6 @@
 """How to draft and verify: one frozen record of all settings, and the decoder and proposer that it describes."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from specdec.core import rules
 from specdec.core.compile import Runner
@@ -9,7 +9,7 @@ from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
 from specdec.heads.base import Drafter, Head
 from specdec.proposers.base import Proposer
-from specdec.proposers.growth import Children, Stopping, check_children
+from specdec.proposers.growth import Children, check_children
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.lookahead import Lookahead
 from specdec.target.model import Target
@@ -20,20 +20,18 @@ class Drafting:
     """How to draft and verify. The defaults of this class are the defaults of every command (conf/decode/chain.yaml).
 
     depth: drafts along a path; width, nodes: see TreeShape. nodes=None means `depth` for a chain, else depth x width
-    children: how the children of a tree's node are made, see HeadProposer; stopping: arguments of Stopping
+    children: how the children of a tree's node are made, see HeadProposer
     rule, lossy: the acceptance rule, see Decoder
     compile: whether the target's passes and the drafter's steps are compiled for the shapes that occur
     cuda_graphs: whether the target's passes are captured as CUDA graphs (on a GPU, at temperature 0), compiled or not
 
-    Raises ValueError for an unknown value of `children` or `rule`, an unknown key of `stopping`, and a lossy rule without
-    lossy=True.
+    Raises ValueError for an unknown value of `children` or `rule`, and for a lossy rule without lossy=True.
     """
 
     depth: int = 2
     width: int = 1
     nodes: int | None = None
     children: Children = "chosen"
-    stopping: dict | None = None
     rule: str = "token"
     lossy: bool = False
     compile: bool = False
@@ -41,9 +39,6 @@ class Drafting:
 
     def __post_init__(self):
         check_children(self.children)
-        known = [field.name for field in fields(Stopping)]
-        if not set(self.stopping or ()) <= set(known):
-            raise ValueError(f"stopping={self.stopping} may hold {', '.join(known)} and nothing else.")
         rules.check(self.rule, lossy=self.lossy)
 
     @property
@@ -58,14 +53,12 @@ class Drafting:
         """The proposer that drafts with a trained head. A target that was trained to guess ahead of itself
         (consistency training) drafts by Jacobi iteration."""
         if not isinstance(drafter, Drafter):
-            if self.width > 1 or self.stopping is not None:
+            if self.width > 1:
                 raise ValueError(
-                    f"{type(drafter).__name__} drafts by Jacobi iteration, which gives a chain that never stops early: set "
-                    f"width=1 (it is {self.width}) and stopping=null."
+                    f"{type(drafter).__name__} drafts by Jacobi iteration, which gives a chain: set width=1."
                 )
-            return Lookahead(drafter.target, window=self.depth, ngram=2, guesses=0, from_text=False)
-        stopping = None if self.stopping is None else Stopping(**self.stopping)
-        return HeadProposer(drafter, self.shape, children=self.children, stopping=stopping, compile=self.compile)
+            return Lookahead(drafter.target, window=self.depth, ngram=2, guesses=0)
+        return HeadProposer(drafter, self.shape, children=self.children, compile=self.compile)
 
     def decoder(self, target: Target, proposer: Proposer | None, **arguments) -> Decoder:
         """A decoder with this acceptance rule; arguments: the other ones of Decoder."""
@@ -76,4 +69,4 @@ class Drafting:
         if not isinstance(drafter, Drafter):
             return False
         exact = sampling.greedy or self.rule == "token"
-        return self.shape.chain and self.stopping is None and sampling.kind != "cut" and exact
+        return self.shape.chain and sampling.kind != "cut" and exact

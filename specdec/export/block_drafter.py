@@ -1,27 +1,18 @@
-"""DFlash and DSpark: names, config.json, manifest, and the way back (docs/file-formats.md, section 10)."""
+"""DFlash and DSpark: names, config.json, and the way back (docs/file-formats.md, section 10)."""
+
+import re
 
 from torch import Tensor, nn
 
 from specdec.export import layout
-from specdec.export.layout import BLOCK_FIELDS, Layout, Shapes
+from specdec.export.layout import Layout
 from specdec.heads.dflash import BlockDrafter
 from specdec.target.model import Target
 from specdec.target.structure import FULL, SLIDING
 
 MASK = "mask_embedding.pt"
-FIELDS = BLOCK_FIELDS | {"block_size", "num_target_layers", "layer_types", "dflash_config", "draft_vocab_size"}
-DSPARK_FIELDS = FIELDS - {"dflash_config"} | frozenset(
-    "target_layer_ids mask_token_id sample_from_anchor dspark_bonus_anchor markov_rank markov_head_type "
-    "enable_confidence_head confidence_head_with_markov".split()
-)
-PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+OWN = re.compile(r"^(layers\.\d+\.)([qkvo]_proj|[qk]_norm)\b")  # engines have these inside `self_attn`
 MARKOV_IN, MARKOV_OUT = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
-
-
-def names(num_layers: int) -> list[tuple[str, str]]:
-    """Own and public prefixes of the layers."""
-    layers = [f"layers.{number}." for number in range(num_layers)]
-    return [(f"{layer}{part}.", f"{layer}self_attn.{part}.") for layer in layers for part in PARTS]
 
 
 def is_dspark(drafter: BlockDrafter) -> bool:
@@ -51,7 +42,7 @@ def _write_layers(drafter: BlockDrafter, *, needs: str) -> tuple[dict, dict]:
         for name, value in drafter.state_dict().items()
         if name.split(".")[0] in ("fc", "hidden_norm", "norm", "layers")
     }
-    tensors = layout.rename(head, names(len(drafter.layers)))
+    tensors = {OWN.sub(r"\1self_attn.\2", name): value for name, value in head.items()}
     config = {
         "architectures": [needs],
         "model_type": "qwen3",
@@ -79,9 +70,9 @@ def dflash(drafter: BlockDrafter) -> Layout:
     if drafter.window is not None and not drafter.window_causal:
         nested["causal"] = False  # of all layers; a missing field: of full ones only
     config |= {"block_size": drafter.num_drafts + 1, "dflash_config": nested}
-    fields = FIELDS | set(layout.window_fields(drafter))
-    pickles = {MASK: {"mask_token_id": mask, "embedding": drafter.mask_embedding.detach().clone()}}
-    return Layout(tensors, config, shapes(config, len(drafter.target_layers)), fields, pickles)
+    return Layout(
+        tensors, config, {MASK: {"mask_token_id": mask, "embedding": drafter.mask_embedding.detach().clone()}}
+    )
 
 
 def dspark(drafter: BlockDrafter) -> Layout:
@@ -120,40 +111,7 @@ def dspark(drafter: BlockDrafter) -> Layout:
         "enable_confidence_head": drafter.confident,
         "confidence_head_with_markov": drafter.confident,
     }
-    manifest = shapes(config, len(drafter.target_layers)) | _dspark_shapes(config)
-    manifest["embed_tokens.weight"] = tuple(embedding.shape)
-    return Layout(tensors, config, manifest, DSPARK_FIELDS)
-
-
-def _dspark_shapes(config: dict) -> Shapes:
-    rank = config["markov_rank"]
-    manifest: Shapes = {
-        MARKOV_IN: (config["vocab_size"], rank),
-        MARKOV_OUT: (config["draft_vocab_size"], rank),
-    }
-    if config.get("enable_confidence_head"):
-        width = config["hidden_size"] + (rank if config.get("confidence_head_with_markov") else 0)
-        manifest |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
-    return manifest
-
-
-def shapes(config: dict, num_features: int) -> Shapes:
-    hidden, head_dim = config["hidden_size"], config["head_dim"]
-    manifest: Shapes = {
-        "fc.weight": (hidden, num_features * hidden),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
-    for number in range(config["num_hidden_layers"]):
-        prefix = f"layers.{number}."
-        manifest |= layout.block_shapes(config, prefix=prefix)
-        manifest |= {
-            f"{prefix}input_layernorm.weight": (hidden,),
-            f"{prefix}self_attn.q_norm.weight": (head_dim,),
-            f"{prefix}self_attn.k_norm.weight": (head_dim,),
-        }
-    vocab = layout.vocab_shapes(config)
-    return manifest | ({"lm_head.weight": (config["draft_vocab_size"], hidden), **vocab} if vocab else {})
+    return Layout(tensors, config)
 
 
 def read_block_drafter(
@@ -175,8 +133,6 @@ def read_block_drafter(
         raise ValueError("DFlash with sample_from_anchor cannot be imported.")
     sliding = _read_windows(config, nested)
     layout.check_layers(tuple(layers), target)
-    rows = config.get("draft_vocab_size") or target.vocab_size
-    config = {**layout.complete(config), "vocab_size": target.vocab_size, "draft_vocab_size": rows}
     tensors = dict(tensors)
     if mask is None:
         mask = _read_mask(tensors, int(mask_id or 0), target)
@@ -185,15 +141,9 @@ def read_block_drafter(
     if "d2t" in tensors:
         vocab = layout.check_vocab(tensors["d2t"], tensors.get("t2d"))
     layout.drop_copy(tensors, "lm_head.weight", layout.lm_head_rows(target, vocab))
-    wanted = shapes(config, len(layers))
-    wanted.pop("lm_head.weight", None)
-    if has_markov:
-        if config.get("markov_head_type", "vanilla") != "vanilla":
-            raise ValueError(f"A Markov head of the type {config['markov_head_type']} cannot be imported; vanilla can.")
-        config["markov_rank"] = tensors[MARKOV_IN].shape[-1]
-        wanted |= _dspark_shapes(config)
-    layout.check_tensors(tensors, wanted)
-    head = layout.rename(layout.without_maps(tensors), layout.swap(names(config["num_hidden_layers"])))
+    if has_markov and config.get("markov_head_type", "vanilla") != "vanilla":
+        raise ValueError(f"A Markov head of the type {config['markov_head_type']} cannot be imported; vanilla can.")
+    head = {name.replace(".self_attn.", "."): value for name, value in layout.without_maps(tensors).items()}
     head["mask_embedding"] = mask
     if vocab is not None:
         head["draft_to_target"] = vocab
@@ -229,11 +179,12 @@ def _read_mask(tensors: dict[str, Tensor], mask_id: int, target: Target) -> Tens
 def _read_markov(head: dict[str, Tensor], config: dict) -> dict:
     """The arguments of DSpark's Markov and confidence heads, whose tensors are renamed in `head`."""
     head["markov_in.weight"], head["markov_out.weight"] = head.pop(MARKOV_IN), head.pop(MARKOV_OUT)
-    arguments = {"markov_rank": config["markov_rank"], "markov_table": True}
+    rank = head["markov_in.weight"].shape[-1]
+    arguments = {"markov_rank": rank, "markov_table": True}
     if not config.get("enable_confidence_head"):
         return arguments
     weight, head["confidence_head.bias"] = (head.pop(f"confidence_head.proj.{part}") for part in ("weight", "bias"))
-    more = config["hidden_size"] + config["markov_rank"] - weight.shape[1]  # 0 if it reads the Markov head
+    more = config["hidden_size"] + rank - weight.shape[1]  # 0 if it reads the Markov head
     head["confidence_head.weight"] = nn.functional.pad(weight, (0, more))
     return {**arguments, "confidence": True}
 

@@ -1,9 +1,7 @@
-"""Model cards: of an export, beside its files, and of a checkpoint that is shared on the Hugging Face Hub."""
+"""The model card of an export, and of a checkpoint that is shared on the Hugging Face Hub."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
 
 from specdec import checkpoint
 from specdec.core import hub
@@ -13,12 +11,13 @@ from specdec.measuring.speed import best_chain
 from specdec.target.model import Target
 
 MISSING = "not recorded"
-FOLDER = "exported"  # of an export, in the commands
 WHOLE_VOCABULARY = (
     "The checkpoint drafts from a reduced vocabulary and this engine from the whole one, on which it was not trained: "
     "acceptance differs from the validated one, and each draft costs more."
 )
-USE = """```
+USE = """## Use it with specdec
+
+```
 python scripts/generate.py checkpoint={repo} prompt="Why is the sky blue?"
 accelerate launch train.py head=... start={repo}
 ```
@@ -48,10 +47,18 @@ class Provenance:
     data: str
     license: str
     num_drafts: int
+    about: dict = field(default_factory=dict)  # the run's about.json
 
     @classmethod
     def read(
-        cls, folder: Path, *, target: Target, license: str, data: str | None, num_drafts: int | None
+        cls,
+        folder: Path,
+        *,
+        target: Target,
+        license: str = "other",
+        data: str | None = None,
+        num_drafts: int | None = None,
+        about: dict | None = None,
     ) -> "Provenance":
         """From a checkpoint's folder. num_drafts: None: the fastest number by its own validation, if that decoded a chain, or 3."""
         document = checkpoint.read_json(folder / "drafter.json")
@@ -65,107 +72,73 @@ class Provenance:
         chain = report is not None and report.decoded and (report.shape is None or report.shape.startswith("chain"))
         num = num_drafts or (best_chain(report) if report is not None and chain else 3)
         name, fingerprint = checkpoint.name_of(folder), target.fingerprint()
-        return cls(name, document, target.name, fingerprint, report, served or {}, data or MISSING, license, num)
+        return cls(
+            name, document, target.name, fingerprint, report, served or {}, data or MISSING, license, num, about or {}
+        )
 
 
-def make_card(form: ExportForm, provenance: Provenance, out: str, dtype: torch.dtype) -> str:
-    """Of an export: how to launch each engine, what to expect, where the drafter comes from. out: its folder"""
-    num = form.num_drafts(provenance.num_drafts)
-    parts = [
-        *_heading(provenance),
-        f"Exported from the checkpoint `{provenance.source}` by specdec {provenance.document['versions']['specdec']}; weights in "
-        f"{str(dtype).removeprefix('torch.')}.",
-        _table({**_origin(provenance), "drafts a round": str(num)}),
-        "## Launch",
-        *_launch(form, out, num),
-        "## What to expect",
-        expected(provenance),
-        *([WHOLE_VOCABULARY] if form.whole_vocabulary else []),
-        *(["## Notes", _bullets(form.notes)] if form.notes else []),
-    ]
-    return "\n\n".join(parts) + "\n"
+def make_card(
+    provenance: Provenance,
+    forms: dict[str, ExportForm],
+    *,
+    out: str = "exported",
+    repo: str | None = None,
+    adapts: bool = False,
+) -> str:
+    """What a head is worth, how it was trained, how engines serve it. What is not known is said to be missing.
 
-
-def make_hub_card(provenance: Provenance, about: dict, forms: dict[str, ExportForm], *, repo: str, adapts: bool) -> str:
-    """Of a checkpoint: what it is worth, how it was trained, the commands that use it. What is not known is said to be missing.
-
-    about: the run's about.json, {} if there is none; forms: by the format of scripts/export.py, those that the head has
-    repo: user/name; adapts: whether the head changes its target
+    forms: by format, those that it has; out: the folder of an export, in the commands; adapts: whether it changes its target
+    repo: user/name of a checkpoint on the Hub; None: of an export
     """
+    target, kind = provenance.target, str(provenance.document["_target_"]).rpartition(".")[2]
+    metadata = [
+        f"license: {provenance.license}",
+        *([] if hub.is_folder(target) else [f"base_model: {target}"]),
+        *(["library_name: specdec"] if repo else []),
+        f"tags: [speculative-decoding, {kind.lower()}]",
+    ]
+    own = "those of the target as this head adapts it" if adapts else "the target's own"
     parts = [
-        *_heading(provenance, library="specdec", adapts=adapts),
+        "\n".join(["---", *metadata, "---"]),
+        f"# {kind} for {target}",
+        f"A drafter for speculative decoding: it drafts tokens and {target} verifies them, so the texts are {own}.",
         "## How it was trained",
-        _table({**_origin(provenance), **_training(provenance, about)}),
+        _training(provenance),
         "## What to expect",
         expected(provenance),
-        *_figures(provenance.report, about),
-        "## Use it with specdec",
-        USE.format(repo=repo),
+        *_figures(provenance),
+        *([USE.format(repo=repo)] if repo else []),
         "## Serve it in an engine",
     ]
     for name, form in forms.items():
-        export = f"python scripts/export.py checkpoint={repo} format={name} out={FOLDER}"
-        parts += [f"### format={name}", f"```\n{export}\n```"]
-        parts += _launch(form, FOLDER, form.num_drafts(provenance.num_drafts))
-        parts += [WHOLE_VOCABULARY] if form.whole_vocabulary else []
-        parts += [_bullets(form.notes)] if form.notes else []
+        num = form.num_drafts(provenance.num_drafts)
+        lines = form.launch_lines(target=target, out=out, num=num)
+        export = f"python scripts/export.py checkpoint={repo or provenance.source} format={name} out={out}"
+        parts += [f"### format={name}", f"```\n{export}\n```", f"With {num} drafts a round:"]
+        parts += [f"{engine}:\n\n```\n{line}\n```" for engine, line in lines.items()]
+        notes = [*([WHOLE_VOCABULARY] if form.whole_vocabulary else []), *form.notes]
+        parts += ["\n".join(f"- {note}" for note in notes)] if notes else []
     if not forms:
         parts.append("No engine has a form for this head.")
     return "\n\n".join(parts) + "\n"
 
 
-def _heading(provenance: Provenance, *, library: str | None = None, adapts: bool = False) -> list[str]:
-    """Metadata, title and first sentence. library: what loads the files, for the Hub"""
-    target, kind = provenance.target, str(provenance.document["_target_"]).rpartition(".")[2]
-    metadata = [
-        f"license: {provenance.license}",
-        *([] if hub.is_folder(target) else [f"base_model: {target}"]),
-        *([f"library_name: {library}"] if library else []),
-        f"tags: [speculative-decoding, {kind.lower()}]",
-    ]
-    own = "those of the target as this head adapts it" if adapts else "the target's own"
-    return [
-        "\n".join(["---", *metadata, "---"]),
-        f"# {kind} for {target}",
-        f"A drafter for speculative decoding: it drafts tokens and {target} verifies them, so the texts are {own}.",
-    ]
-
-
-def _launch(form: ExportForm, out: str, num: int) -> list[str]:
-    return [f"{engine}:\n\n```\n{line}\n```" for engine, line in form.launch_lines(out, num).items()]
-
-
-def _bullets(notes: tuple[str, ...]) -> str:
-    return "\n".join(f"- {note}" for note in notes)
-
-
-def _table(rows: dict[str, str]) -> str:
-    """Two columns of Markdown; a bar inside a value does not end its cell."""
-    cells = ("| {} | {} |".format(name, value.replace("|", "\\|")) for name, value in rows.items())
-    return "\n".join(["| | |\n|---|---|", *cells])
-
-
-def _origin(provenance: Provenance) -> dict[str, str]:
-    """Rows of the table: what the drafter reads and where it comes from."""
-    layers = provenance.document["reads_layers"]
-    return {
-        "target": f"{provenance.target}, fingerprint {provenance.fingerprint}",
-        "hidden states read": ", ".join(map(str, layers)) or "none",
-        "trained on": provenance.data,
-        "licence": f"{provenance.license} (the target has its own)",
-    }
-
-
-def _training(provenance: Provenance, about: dict) -> dict[str, str]:
-    """Rows of the table: size, tokens, time, machine, command, versions."""
+def _training(provenance: Provenance) -> str:
+    """A table of two columns: target, data, size, tokens, time, machine, command, versions."""
+    document, about = provenance.document, provenance.about
     spent = (provenance.report and provenance.report.training) or Training()
     environment, data, start = (about.get(name) or {} for name in ("environment", "data", "start"))
     machine, processes = environment.get("machine"), environment.get("processes")
-    versions = {**provenance.document["versions"], **({"python": environment["python"]} if environment else {})}
+    versions = {**document["versions"], **({"python": environment["python"]} if environment else {})}
     tokens = _millions(spent.tokens)
     if spent.tokens and spent.unique_tokens:
         tokens += f", of {_millions(spent.unique_tokens)} different ones"
-    return {
+    rows = {
+        "checkpoint": provenance.source,
+        "target": f"{provenance.target}, fingerprint {provenance.fingerprint}",
+        "hidden states read": ", ".join(map(str, document["reads_layers"])) or "none",
+        "trained on": provenance.data,
+        "licence": f"{provenance.license} (the target has its own)",
         "trained parameters": _millions(spent.parameters),
         "conversations": f"{data['conversations']:,}" if data.get("conversations") else MISSING,
         "tokens read in training": tokens,
@@ -175,6 +148,9 @@ def _training(provenance: Provenance, about: dict) -> dict[str, str]:
         "command": f"`{about['command']}`" if about.get("command") else MISSING,
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
+    # a bar inside a value would end its cell
+    cells = ("| {} | {} |".format(name, value.replace("|", "\\|")) for name, value in rows.items())
+    return "\n".join(["| | |\n|---|---|", *cells])
 
 
 def _millions(number: int | None) -> str:
@@ -215,19 +191,13 @@ def _by_replay(report: Report) -> bool:
     return report.num_prompts < (report.replayed_prompts or 0)
 
 
-def _figures(report: Report | None, about: dict) -> list[str]:
-    """Survival by depth, speedup with its conditions, and whether answers are unchanged."""
+def _figures(provenance: Provenance) -> list[str]:
+    """Speedup with its conditions, and whether answers are unchanged."""
+    report, about = provenance.report, provenance.about
     if report is None:
         return []
-    survival = report.replayed_survival if _by_replay(report) else report.survival
-    parts = []
-    if survival:
-        depths = " | ".join(map(str, range(1, 1 + len(survival))))
-        shares = " | ".join(f"{share:.2f}" for share in survival)
-        rows = [f"| drafts | {depths} |", f"|---|{'---|' * len(survival)}", f"| share of the rounds | {shares} |"]
-        parts.append("Survival, the share of the rounds that accept at least so many drafts:\n\n" + "\n".join(rows))
     if report.speedup is None or report.speedup_ci is None:
-        return [*parts, "The speedup was not measured: nothing was decoded with the clock running."]
+        return ["The speedup was not measured: nothing was decoded with the clock running."]
     environment, dtype = about.get("environment") or {}, (about.get("target") or {}).get("dtype")
     machine = "a machine that is not recorded"
     if environment:
@@ -237,7 +207,6 @@ def _figures(report: Report | None, about: dict) -> list[str]:
         low, high = report.auto["speedup_ci"]
         fast += f", {report.auto['speedup']:.2f} ({low:.2f} .. {high:.2f}) with proposer=auto"
     return [
-        *parts,
         f"Speedup over plain decoding, with 95 % intervals over prompts: {fast}. {report.num_prompts} prompts, one stream, "
         f"temperature {report.temperature:g}, {dtype or 'a dtype that is not recorded'}, {machine}.",
         f"Answers: {verdict(report)}.",

@@ -1,10 +1,8 @@
 """A draft model as an ordinary folder of transformers (docs/file-formats.md, section 3)."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec.export.layout import Layout
 from specdec.heads.draft import Draft
@@ -13,8 +11,8 @@ from specdec.target.model import load_tokenizer
 LEFT_OUT = ("dtype", "_name_or_path", "_model_name_or_path")
 
 
-def language_model(drafter: Draft) -> tuple[Layout, Callable[[Path], None]]:
-    """-> the layout, and a function that writes the tokenizer and the generation settings beside it
+def language_model(drafter: Draft) -> Layout:
+    """With the tokenizer and the generation settings beside it.
 
     Includes the target's embeddings where the draft borrows them, and all V rows of the output layer even if the draft was
     trained on fewer: engines have no draft vocabulary for draft models.
@@ -24,12 +22,7 @@ def language_model(drafter: Draft) -> tuple[Layout, Callable[[Path], None]]:
     config = {**model.config.to_dict(), "architectures": [type(model).__name__], "tie_word_embeddings": tied}
     config = {key: value for key, value in config.items() if key not in LEFT_OUT} | {"torch_dtype": None}
 
-    def kept(state: dict) -> dict:
-        return {name: value for name, value in state.items() if not (tied and name == "lm_head.weight")}
-
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    shapes = {name: tuple(value.shape) for name, value in kept(empty.state_dict()).items()}
+    tensors = {name: value for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")}
     tokenizer = load_tokenizer(drafter.target.name, trust_remote_code=drafter.target.trust_remote_code)
 
     def companions(folder: Path) -> None:
@@ -37,4 +30,4 @@ def language_model(drafter: Draft) -> tuple[Layout, Callable[[Path], None]]:
         if model.generation_config is not None:
             model.generation_config.save_pretrained(folder)
 
-    return Layout(kept(model.state_dict()), config, shapes, frozenset(config)), companions
+    return Layout(tensors, config, more=companions)

@@ -1,17 +1,14 @@
-"""EAGLE-1, EAGLE-3 and P-EAGLE: names, config.json, manifest, and the way back (docs/file-formats.md, sections 4 to 6)."""
+"""EAGLE-1, EAGLE-3 and P-EAGLE: names, config.json, and the way back (docs/file-formats.md, sections 4 to 6)."""
 
 import torch
 from torch import Tensor
 
 from specdec.export import layout
-from specdec.export.layout import BLOCK_FIELDS, Layout, Shapes
+from specdec.export.layout import Layout
 from specdec.heads.eagle import Eagle, Eagle3, PEagle
 from specdec.target.model import Target
 
 NAMES1 = [("block.", "layers.0.")]
-FIELDS1 = BLOCK_FIELDS | {"bias"}
-FIELDS3 = BLOCK_FIELDS | {"draft_vocab_size", "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"}
-LAYER_FIELDS = frozenset({"eagle_aux_hidden_state_layer_ids", "eagle_config", "num_aux_hidden_states"})
 MASK_TOKENS = ("ptd_token_id", "pard_token", "mask_token_id")  # the names of P-EAGLE's mask token
 TOKEN_MAP = "token_map.pt"  # the draft vocabulary of EAGLE-1, which SGLang reads by --speculative-token-map
 MIDLAYER = "midlayer."
@@ -76,7 +73,7 @@ def eagle1(drafter: Eagle, *, architecture: str, bias: bool = False) -> Layout:
     }
     vocab = drafter.draft_to_target
     pickles = {} if vocab is None else {TOKEN_MAP: vocab.tolist()}
-    return Layout(layout.rename(head, NAMES1), config, shapes1(config), FIELDS1, pickles)
+    return Layout(layout.rename(head, NAMES1), config, pickles)
 
 
 def eagle3(drafter: Eagle3) -> Layout:
@@ -88,7 +85,12 @@ def eagle3(drafter: Eagle3) -> Layout:
     layout.check_layers(layers, target)
     head = layout.own_tensors(drafter)
     if drafter.lm_head is None:
-        head["lm_head.weight"] = _borrowed_lm_head(drafter)
+        weight, bias = drafter.goal_head
+        if bias is not None:
+            raise ValueError(
+                f"The LM head of {target.name} has a bias, and in engines EAGLE-3's LM head has none: train with own_output=true."
+            )
+        head["lm_head.weight"] = target.shape_logits.scale * weight  # a cap keeps the order
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -99,63 +101,16 @@ def eagle3(drafter: Eagle3) -> Layout:
         **layout.window_fields(drafter),
         "torch_dtype": None,
     }
-    fields = FIELDS3 | set(layout.window_fields(drafter))
     if layers != default_layers(target):
         # vLLM reads the outer numbers. SGLang reads the inner ones, numbers of layer outputs.
         inner = {"eagle_aux_hidden_state_layer_ids": [k - 1 for k in layers], "use_aux_hidden_state": True}
         config |= {"eagle_aux_hidden_state_layer_ids": list(layers), "num_aux_hidden_states": len(layers)}
         config["eagle_config"] = inner
-        fields = fields | LAYER_FIELDS
     if isinstance(drafter, PEagle):
         config["ptd_token_id"] = drafter.mask_token
-        fields = fields | {"ptd_token_id"}
     first = MIDLAYER if num_layers == 1 else LAYER.format(0)
     tensors = layout.rename(head, names3(first, num_layers)) | layout.vocab_tensors(drafter)
-    return Layout(tensors, config, shapes3(config, first=first), fields)
-
-
-def _borrowed_lm_head(drafter: Eagle3) -> Tensor:
-    """The target's rows [W, D] as a head's own, as engines want it. Raises ValueError for an LM head with a bias."""
-    weight, bias = drafter.goal_head
-    if bias is not None:
-        raise ValueError(
-            f"The LM head of {drafter.target.name} has a bias, and in engines EAGLE-3's LM head has none: train with own_output=true."
-        )
-    return drafter.target.shape_logits.scale * weight  # a cap keeps the order
-
-
-# Manifests
-
-
-def shapes1(config: dict) -> Shapes:
-    hidden = config["hidden_size"]
-    block = layout.block_shapes(config, prefix="layers.0.")
-    return {"fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,), **block}
-
-
-def shapes3(config: dict, *, first: str = MIDLAYER) -> Shapes:
-    """first: the prefix of the first layer"""
-    hidden = config["hidden_size"]
-    num = len(config.get("eagle_aux_hidden_state_layer_ids") or [None] * 3)
-    shapes = {
-        "fc.weight": (hidden, num * hidden),
-        f"{first}input_layernorm.weight": (hidden,),
-        f"{first}hidden_norm.weight": (hidden,),
-        **layout.block_shapes(config, prefix=first, width=2 * hidden),
-        "norm.weight": (hidden,),
-        "lm_head.weight": (config["draft_vocab_size"], hidden),
-        **layout.vocab_shapes(config),
-    }
-    for number in range(1, config.get("num_hidden_layers", 1)):
-        prefix = LAYER.format(number)
-        shapes |= {f"{prefix}input_layernorm.weight": (hidden,), **layout.block_shapes(config, prefix=prefix)}
-    if mask_token(config) is not None:
-        shapes["mask_hidden"] = (1, 1, num * hidden)
-    if config.get("fc_norm"):
-        shapes |= {f"fc_norm.{number}.weight": (hidden,) for number in range(num)}
-    if config.get("norm_before_fc"):
-        shapes["input_norm.weight"] = (num * hidden,)
-    return shapes
+    return Layout(tensors, config)
 
 
 # Import
@@ -169,7 +124,6 @@ def read_eagle1(config: dict, tensors: dict[str, Tensor], vocab: Tensor | None, 
         raise ValueError("Attention biases cannot be imported: this head has some.")
     tensors.setdefault("fc.bias", torch.zeros_like(tensors["fc.weight"][:, 0]))
     arguments = {"_target_": "specdec.heads.eagle.Eagle", **layout.read_block(config, target)}
-    layout.check_tensors(tensors, shapes1(layout.complete(config)))
     head = layout.rename(tensors, layout.swap(NAMES1))
     arguments["fc_bias"] = bool(head["fc.bias"].any())
     if not arguments["fc_bias"]:
@@ -186,7 +140,7 @@ def read_eagle3(config: dict, tensors: dict[str, Tensor], target: Target) -> tup
     """
     tensors = dict(tensors)
     layout.drop_copy(tensors, "embed_tokens.weight", target.embed.weight)
-    config, layers = _read_fields(config, len(tensors.get("lm_head.weight", ())), target)
+    config, layers = _read_fields(config, target)
     mask, num_layers = mask_token(config), config.get("num_hidden_layers", 1)
     if (mask is None) != ("mask_hidden" not in tensors):
         raise ValueError(
@@ -197,12 +151,11 @@ def read_eagle3(config: dict, tensors: dict[str, Tensor], target: Target) -> tup
     vocab = None
     if "d2t" in tensors:
         vocab = layout.check_vocab(tensors["d2t"], tensors.get("t2d"))
-        tensors.setdefault("t2d", torch.zeros(target.vocab_size, dtype=torch.bool))
-    if config["draft_vocab_size"] == target.vocab_size:  # then the maps are the identity
-        tensors, vocab = layout.without_maps(tensors), None
+    if len(tensors["lm_head.weight"]) == target.vocab_size:  # then the maps are the identity
+        vocab = None
     first = LAYER.format(0) if any(name.startswith(LAYER.format(0)) for name in tensors) else MIDLAYER
-    layout.check_tensors(tensors, shapes3(config, first=first))
-    borrows = _borrows_lm_head(tensors["lm_head.weight"], vocab, target)
+    given, plain = tensors["lm_head.weight"], target.lm_head.bias is None and target.shape_logits.plain
+    borrows = plain and torch.equal(given, layout.lm_head_rows(target, vocab).to(given))  # to the last bit
     if borrows:
         del tensors["lm_head.weight"]
     head = layout.rename(layout.without_maps(tensors), layout.swap(names3(first, num_layers)))
@@ -223,11 +176,8 @@ def read_eagle3(config: dict, tensors: dict[str, Tensor], target: Target) -> tup
     return arguments, head
 
 
-def _read_fields(config: dict, num_rows: int, target: Target) -> tuple[dict, tuple[int, ...]]:
-    """-> the fields that say what the head is, all on one level, and the hidden states that it reads
-
-    num_rows: of its LM head, for configs that do not say the size of the draft vocabulary
-    """
+def _read_fields(config: dict, target: Target) -> tuple[dict, tuple[int, ...]]:
+    """-> the fields that say what the head is, all on one level, and the hidden states that it reads"""
     nested = config.get("eagle_config") or {}
     inside = [name for name in ("norm_output", "norm_before_residual", "fc_norm") if nested.get(name)]
     if inside:
@@ -236,18 +186,5 @@ def _read_fields(config: dict, num_rows: int, target: Target) -> tuple[dict, tup
         raise ValueError("Only EAGLE-3 heads without attention biases can be imported.")
     inner = nested.get("eagle_aux_hidden_state_layer_ids")
     layers = config.get("eagle_aux_hidden_state_layer_ids") or ([k + 1 for k in inner] if inner else None)
-    fields = {
-        **layout.complete(config),
-        "eagle_aux_hidden_state_layer_ids": layers,
-        "norm_before_fc": nested.get("norm_before_fc", config.get("norm_before_fc", False)),
-        "vocab_size": target.vocab_size,
-        "draft_vocab_size": config.get("draft_vocab_size") or num_rows or None,
-    }
-    return fields, tuple(layers or default_layers(target))
-
-
-def _borrows_lm_head(weight: Tensor, vocab: Tensor | None, target: Target) -> bool:
-    """Whether a head has the target's own LM head [W, D], to the last bit, so that it need not be kept. vocab [W]; None: all"""
-    if target.lm_head.bias is not None or not target.shape_logits.plain:
-        return False
-    return torch.equal(weight, layout.lm_head_rows(target, vocab).to(weight))
+    norm = nested.get("norm_before_fc", config.get("norm_before_fc", False))
+    return {**config, "norm_before_fc": norm}, tuple(layers or default_layers(target))

@@ -1,10 +1,10 @@
-"""Which engine takes which head in which form: one table, the launch lines, what engines lack, and the targets that they have."""
+"""Which engine takes which head in which form: a function and an entry of FORMATS for each, and the targets that engines have."""
 
 import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from specdec.export import block_drafter, eagle, medusa, mtp
@@ -19,87 +19,175 @@ from specdec.heads.medusa import Medusa, Medusa2
 from specdec.heads.mtp import MTP
 from specdec.target.model import Target
 
+# What one engine does otherwise than others: a function (head, its kind) -> further options of the launch line, sentences for
+# the model card. It raises ValueError for what the engine would run in another way than it was trained.
+Special = tuple[str, list[str]]
+
+
+def _vllm(drafter: Any, kind: str) -> Special:
+    if kind == "eagle" and _has_bias(drafter):
+        raise ValueError("vLLM drops the bias of EAGLE-1's fc, and this head has one: take format=sglang or eagle.")
+    notes = []
+    if kind == "eagle" and drafter.draft_to_target is not None:
+        notes.append("token_map.pt is the draft vocabulary, for SGLang and for import; vLLM has no place for it.")
+    if kind == "medusa":
+        notes.append("vLLM drafts the chain of the heads' best guesses, not their tree.")
+    if kind == "dspark":
+        notes.append("Only vLLM's V2 runner (GPU) drafts with DSpark.")
+    if kind == "dflash":
+        notes.append("mask_embedding.pt has the mask's embedding: keep it beside the weights, where vLLM looks for it.")
+        if drafter.window is not None:
+            notes.append(
+                "vLLM counts the window of a sliding layer from each input of a block, training from the first one."
+            )
+    if kind != "mtp":
+        return "", notes
+    notes.append("vLLM builds the module from the target's configuration, which --hf-overrides changes for that.")
+    return f" --hf-overrides '{json.dumps(mtp.OVERRIDE)}'", notes
+
+
+def _sglang(drafter: Any, kind: str) -> Special:
+    mapped = kind == "eagle" and drafter.draft_to_target is not None
+    more = f" --speculative-token-map <out>/{eagle.TOKEN_MAP}" if mapped else ""
+    return more, ["SGLang was not run: this folder was written from its source."]
+
+
+def _llama_cpp(drafter: Any, kind: str) -> Special:
+    if isinstance(drafter, Eagle3) and len(drafter.target_layers) != 3:
+        raise ValueError("llama.cpp's converter takes EAGLE-3 heads of exactly three hidden states.")
+    return ("" if kind == "draft" else " --target-model-dir <target>"), []
+
+
+def _safeailab(drafter: Any, kind: str) -> Special:
+    rope, layers = drafter.config.rope_parameters["rope_type"], eagle.default_layers(drafter.target)
+    if rope not in ("default", "linear", "dynamic"):
+        raise ValueError(f"SafeAILab's code has no rotary embedding of the type {rope}: take format=vllm.")
+    if isinstance(drafter, Eagle3) and drafter.target_layers != layers:
+        raise ValueError(
+            f"SafeAILab's code reads hidden states {list(layers)}, and this head {list(drafter.target_layers)}. Train with "
+            "target_layers=null, which has these for targets of 7 or more layers, or take format=vllm."
+        )
+    return "", [
+        "SafeAILab's loader needs the base model in shards with an index: model.save_pretrained(DIR, max_shard_size='200MB')."
+    ]
+
+
+def _medusa(drafter: Any, kind: str) -> Special:
+    return "", [
+        "The weights are in two files: medusa_lm_head.pt for the reference code, which was not run and is for Llama targets, "
+        "and model.safetensors, which vLLM reads with method medusa."
+    ]
+
+
+def _has_bias(drafter: Eagle) -> bool:
+    return drafter.fc.bias is not None and bool(drafter.fc.bias.any())
+
+
+def _eagle1(architecture: str) -> dict[str, Callable[[Any], Layout]]:
+    return {"eagle": partial(eagle.eagle1, architecture=architecture)}
+
+
+def _dflash_from_all(drafter: BlockDrafter) -> Layout:
+    check_whole(drafter, "llama.cpp")
+    return block_drafter.dflash(draft_from_all(drafter))  # type: ignore[arg-type]  # a copy of the same class
+
 
 @dataclass(frozen=True)
 class EngineFormat:
     """How engines read heads in one format of scripts/export.py.
 
     takes: the kinds of heads (`kind_of`), with the engine's own name for each
-    lines: by engine how it is launched, as in `ExportForm.engines`; {target}, {method} (of `takes`), {settings} and {more} are filled in
-    refusal: for other kinds; {head} and {family} are filled in
+    lines: by engine how it is launched, as in `ExportForm.engines`; {method} (of `takes`), {settings} and {more} are filled in
     engine: of SOURCES below, whose targets are known; settings: as in `ExportForm`, with <method>
     whole: kinds that the engine lets draft from all tokens, whatever the checkpoint's draft vocabulary
-    lacks: switches of EAGLE-3 that the engine ignores; architecture: its name for EAGLE-1
+    lacks: switches of EAGLE-3 that the engine ignores; None: it has all of EAGLE-3 and P-EAGLE
+    special: as described above; layouts: of kinds that are written otherwise than in LAYOUTS
     """
 
     takes: dict[str, str]
     lines: dict[str, str]
-    refusal: str = ""
     engine: str | None = None
     settings: dict[str, str] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
     lacks: tuple[str, ...] | None = None
-    architecture: str = ""
+    special: Callable[[Any, str], Special] = lambda drafter, kind: ("", [])
+    layouts: dict[str, Callable[[Any], Layout]] = field(default_factory=dict)
 
 
+LAYOUTS: dict[str, Callable[[Any], Layout]] = {
+    "eagle3": eagle.eagle3,
+    "peagle": eagle.eagle3,
+    "medusa": medusa.vllm,
+    "mtp": mtp.mimo,
+    "dflash": block_drafter.dflash,
+    "dspark": block_drafter.dspark,
+    "draft": language_model,
+}
 VLLM_SETTINGS = {"method": "<method>", "model": "<out>", "num_speculative_tokens": "<num>"}
+CONTAINED = {
+    "eagle3": "eagle3",
+    "peagle": "eagle3",
+    "dflash": "dflash",
+    "dspark": "dspark",
+}  # kinds of the Speculators container
 FORMATS = {
     "eagle": EngineFormat(  # SafeAILab's code, which is told whether it is EAGLE-3; docs/file-formats.md, sections 4 and 5
         takes={"eagle": "False", "eagle3": "True", "peagle": "True"},
         lines={
-            "SafeAILab/EAGLE": "EaModel.from_pretrained(base_model_path='{target}', ea_model_path='<out>', use_eagle3={method})"
+            "SafeAILab/EAGLE": "EaModel.from_pretrained(base_model_path='<target>', ea_model_path='<out>', use_eagle3={method})"
         },
-        refusal="format=eagle is for EAGLE-1 and EAGLE-3 heads, not for {head}: try format=vllm.",
         engine="SafeAILab's code",
         whole=("eagle",),
         lacks=("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"),
-        architecture="LlamaForCausalLM",
+        special=_safeailab,
+        layouts={"eagle": lambda drafter: eagle.eagle1(drafter, architecture="LlamaForCausalLM", bias=_has_bias(drafter))},
     ),
-    "gguf": EngineFormat(  # llama.cpp's converter; sections 3, 5 and 10
+    "gguf": EngineFormat(  # llama.cpp's converter, which has no draft vocabulary for DFlash; sections 3, 5 and 10
         takes={"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspark": "dspark", "draft": "simple"},
         lines={
             "llama.cpp": "python convert_hf_to_gguf.py <out> --outtype bf16 --outfile <out>.gguf{more}\n"
-            "python convert_hf_to_gguf.py {target} --outtype bf16 --outfile target.gguf\n"
+            "python convert_hf_to_gguf.py <target> --outtype bf16 --outfile target.gguf\n"
             "llama-server -m target.gguf -md <out>.gguf --spec-type draft-{method} --spec-draft-n-max <num> --spec-draft-p-min 0"
         },
-        refusal="llama.cpp cannot run {head} with a {family} target. It serves EAGLE-3, DFlash and DSpark heads and draft models.",
         engine="llama.cpp",
         settings={"kind": "<method>", "num": "<num>"},
         whole=("dflash", "draft"),
         lacks=("fc_norm", "norm_output"),
+        special=_llama_cpp,
+        layouts={"dflash": _dflash_from_all},
     ),
     "medusa": EngineFormat(  # the reference code, vLLM and TGI; section 7
         takes={"medusa": "medusa"},
         lines={"FasterDecoding/Medusa": "MedusaModel.from_pretrained('<out>')"},
-        refusal="format=medusa is for Medusa heads, not for {head}: try format=vllm.",
         settings=VLLM_SETTINGS,
         whole=("medusa",),
+        special=_medusa,
+        layouts={"medusa": medusa.reference},
     ),
     "safetensors": EngineFormat(takes={}, lines={}),  # any head, under this project's own names, for other readers
-    "sglang": EngineFormat(  # SGLang 0.5, written from its source; sections 4, 5 and 9
+    "sglang": EngineFormat(  # SGLang 0.5, written from its source; sections 4, 5 and 9. It has no place for a mask's embedding
         takes={"eagle": "EAGLE", "eagle3": "EAGLE3", "peagle": "EAGLE3", "mtp": "EAGLE", "draft": "STANDALONE"},
         lines={
-            "SGLang": "python -m sglang.launch_server --model {target} --speculative-algorithm {method} "
+            "SGLang": "python -m sglang.launch_server --model <target> --speculative-algorithm {method} "
             "--speculative-draft-model-path <out> --speculative-num-steps <num> --speculative-eagle-topk 1 "
             "--speculative-num-draft-tokens <num+1>{more}"
         },
-        refusal="SGLang cannot run {head}. It serves EAGLE-1 and EAGLE-3 heads, MTP heads of one module and draft models.",
         engine="SGLang",
         whole=("mtp", "draft"),
         lacks=("norm_before_residual",),
-        architecture="LlamaForCausalLMEagle",
+        special=_sglang,
+        layouts=_eagle1("LlamaForCausalLMEagle"),
     ),
     "speculators": EngineFormat(  # Speculators 0.9 and vLLM; section 11
-        takes={"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspark": "dspark"},
+        takes=CONTAINED,
         lines={
-            "vLLM": "vllm serve {target} --speculative-config '{settings}'",
+            "vLLM": "vllm serve <target> --speculative-config '{settings}'",
             "vLLM, with the target named in config.json": "vllm serve <out>",
             "Speculators": "SpeculatorModel.from_pretrained('<out>')",
         },
-        refusal="The Speculators container has no place for {head}, or vLLM has no loader for it. Take format=vllm, or train "
-        "an EAGLE-3 head.",
         engine="vLLM",
         settings=VLLM_SETTINGS,
+        layouts={kind: partial(container, kind=kind) for kind in CONTAINED},
     ),
     "transformers": EngineFormat(  # section 3
         takes={"draft": "draft"},
@@ -107,70 +195,43 @@ FORMATS = {
             "transformers": "model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained('<out>'), "
             "num_assistant_tokens=<num>, num_assistant_tokens_schedule='constant', assistant_confidence_threshold=0)"
         },
-        refusal="format=transformers is for draft models, and {head} is not a language model. In transformers it runs by "
-        "model.generate(..., custom_generate=Speculative(CHECKPOINT)); for servers take format=vllm.",
         whole=("draft",),
     ),
     "vllm": EngineFormat(  # vLLM 0.32; sections 3 to 10
         takes={"eagle": "eagle", "eagle3": "eagle3", "peagle": "eagle3", "medusa": "medusa", "mtp": "mtp",
                "dflash": "dflash", "dspark": "dspark", "draft": "draft_model"},
-        lines={"vLLM": "vllm serve {target} --speculative-config '{settings}'{more}"},
-        refusal="vLLM cannot run {head}. It serves EAGLE-1, EAGLE-3, P-EAGLE and Medusa heads, MTP heads of one module, block "
-        "drafters and draft models.",
+        lines={"vLLM": "vllm serve <target> --speculative-config '{settings}'{more}"},
         engine="vLLM",
         settings=VLLM_SETTINGS,
         whole=("eagle", "medusa", "mtp", "draft"),
-        architecture="EagleLlamaForCausalLM",
+        special=_vllm,
+        layouts=_eagle1("EagleLlamaForCausalLM"),
     ),
 }  # fmt: skip
-ROPES = ("default", "linear", "dynamic")  # of SafeAILab's code
-NO_MASK = (
-    "SGLang reads the mask's embedding from the target's own rows and has no place for the trained one: take format=vllm or "
-    "gguf, or train an EAGLE-3 head."
-)
-
-# Sentences for model cards
-SHARDED = "SafeAILab's loader needs the base model in shards with an index: model.save_pretrained(DIR, max_shard_size='200MB')."
-NOT_RUN = "SGLang was not run: this folder was written from its source and checked against the manifest."
-TWO_FILES = (
-    "The weights are in two files: medusa_lm_head.pt for the reference code, which was not run, and model.safetensors, "
-    "which vLLM reads with method medusa."
-)
-UNMAPPED = "token_map.pt is the draft vocabulary, for SGLang and for importing the head; vLLM has no place for it."
-WINDOW = "vLLM counts the window of a sliding layer from each input of a block, training from the first one (docs/file-formats.md)."
-VLLM_NOTES = {
-    "medusa": ("vLLM drafts the chain of the heads' best guesses, not their tree.",),
-    "mtp": ("vLLM builds the module from the target's configuration, which --hf-overrides changes for that.",),
-    "dspark": ("Only vLLM's V2 runner (GPU) drafts with DSpark.",),
-    "dflash": (
-        "mask_embedding.pt has the mask's embedding: keep it beside the weights, where vLLM looks for it.",
-        "vLLM 0.32 on a CPU normalises the features' keys of all layers with the first layer's weight, so the drafts of a head "
-        "with several layers differ slightly there; GPUs were not tried.",
-    ),
-}
 
 
 @dataclass(frozen=True)
 class ExportForm:
     """A drafter's layout, and how engines are told to use it.
 
-    engines: a launch line for each, in which <out>, <num> and <num+1> stand for the folder and the number of drafts
+    name: of the format, in FORMATS
+    engines: a launch line for each, in which <target>, <out>, <num> and <num+1> stand for names, and for the number of drafts
     settings: the engine's own configuration of speculation, with the same marks
     most_drafts: the largest number of drafts in a round; None: no limit
     whole_block: a round must have exactly that many drafts: engines put as many masks into a block as there are drafts,
         and all positions of a block attend to each other, so that fewer masks change every draft
     whole_vocabulary: the engine drafts from all V tokens, whatever the checkpoint's draft vocabulary
-    notes: sentences for the model card; more: writes further files into a folder
+    notes: sentences for the model card
     """
 
+    name: str
     layout: Layout
-    engines: dict[str, str]
+    engines: dict[str, str] = field(default_factory=dict)
     settings: dict = field(default_factory=dict)
     most_drafts: int | None = None
     whole_block: bool = False
     whole_vocabulary: bool = False
     notes: tuple[str, ...] = ()
-    more: Callable[[Path], None] | None = None
 
     def num_drafts(self, wanted: int) -> int:
         """Drafts in a round, where so many are wanted."""
@@ -178,9 +239,9 @@ class ExportForm:
             return self.most_drafts
         return min(wanted, self.most_drafts or wanted)
 
-    def launch_lines(self, out: str, num: int) -> dict[str, str]:
+    def launch_lines(self, *, target: str, out: str, num: int) -> dict[str, str]:
         """For each engine the line that serves an export in the folder `out` with `num` drafts in a round."""
-        marks = {"<out>": out, "<num>": str(num), "<num+1>": str(num + 1)}
+        marks = {"<target>": target, "<out>": out, "<num>": str(num), "<num+1>": str(num + 1)}
         lines = dict(self.engines)
         for mark, value in marks.items():
             lines = {engine: line.replace(mark, value) for engine, line in lines.items()}
@@ -191,138 +252,64 @@ class ExportForm:
         return {key: {"<out>": out, "<num>": num}.get(value, value) for key, value in self.settings.items()}
 
 
+KINDS: dict[str, type] = {"eagle": Eagle, "peagle": PEagle, "eagle3": Eagle3, "medusa2": Medusa2, "medusa": Medusa, "mtp": MTP,
+                          "draft": Draft}  # fmt: skip
+
+
 def kind_of(drafter: Drafter) -> str:
     """The name of the head's kind in the tables above; the class's name for others."""
     if isinstance(drafter, BlockDrafter):
         return "dspark" if block_drafter.is_dspark(drafter) else "dflash"
-    kinds: dict[str, type] = {"eagle": Eagle, "peagle": PEagle, "eagle3": Eagle3, "medusa2": Medusa2, "medusa": Medusa, "mtp": MTP,
-                              "draft": Draft}  # fmt: skip
-    return next((kind for kind, found in kinds.items() if isinstance(drafter, found)), type(drafter).__name__)
+    return next((kind for kind, found in KINDS.items() if isinstance(drafter, found)), type(drafter).__name__)
 
 
 def make_form(drafter: Drafter, name: str) -> ExportForm:
-    """The form of a head in a format of FORMATS. Raises ValueError, with the closest form that works, if it has none."""
+    """The form of a head in a format of FORMATS. Raises ValueError, with the formats that take it, if it has none."""
     if name == "safetensors":
-        return ExportForm(plain_layout(drafter), engines={})
-    kind, target, about = kind_of(drafter), drafter.target, FORMATS[name]
+        return ExportForm(name, plain_layout(drafter))
+    kind, about = kind_of(drafter), FORMATS[name]
     if kind == "medusa2" and "medusa" in about.takes:
         raise ValueError(medusa.ADAPTED)
-    if isinstance(drafter, BlockDrafter) and name == "sglang":
-        raise ValueError(NO_MASK)
     if kind not in about.takes:
-        raise ValueError(about.refusal.format(head=type(drafter).__name__, family=target.config.model_type))
-    _check(drafter, name)
-    layout, more = _make_layout(drafter, kind, name)
+        others = (
+            ", ".join(other for other, each in FORMATS.items() if kind in each.takes) or "safetensors, which takes all"
+        )
+        raise ValueError(
+            f"format={name} takes {', '.join(about.takes)}, and not {type(drafter).__name__} ({kind}). Formats that take it: "
+            f"{others}. In transformers it runs by model.generate(..., custom_generate=Speculative(CHECKPOINT))."
+        )
+    if isinstance(drafter, Eagle3) and about.lacks is not None:
+        eagle.check_plain(drafter, str(about.engine), lacks=about.lacks)
+    more, notes = about.special(drafter, kind)
+    layout = {**LAYOUTS, **about.layouts}[kind](drafter)
+    if isinstance(drafter, MTP) and not drafter.zero_first:
+        notes.append(mtp.FIRST_ROW)
+    if about.engine is not None:
+        notes += check_target(about.engine, READS[kind], drafter.target)
     settings: dict = {key: value.replace("<method>", about.takes[kind]) for key, value in about.settings.items()}
     if kind == "peagle" and about.settings:
         settings["parallel_drafting"] = True
-    filled = {
-        "target": target.name,
-        "method": about.takes[kind],
-        "settings": json.dumps(settings).replace('"<num>"', "<num>"),
-        "more": _further_options(drafter, kind, name),
-    }
+    filled = {"method": about.takes[kind], "settings": json.dumps(settings).replace('"<num>"', "<num>"), "more": more}
     return ExportForm(
+        name,
         layout,
         {engine: line.format(**filled) for engine, line in about.lines.items()},
         settings,
         most_drafts=drafter.depth,
         whole_block=isinstance(drafter, BlockDrafter),
         whole_vocabulary=drafter.draft_to_target is not None and kind in about.whole,
-        notes=_notes(drafter, kind, name),
-        more=more,
+        notes=tuple(notes),
     )
 
 
 def make_forms(drafter: Head) -> dict[str, ExportForm]:
-    """All forms that a head has, by format. Heads that are nothing but an adapter of their target have none."""
+    """All forms that engines serve, by format. Heads that are nothing but an adapter of their target have none."""
     found: dict[str, ExportForm] = {}
-    for name in FORMATS:
+    for name, about in FORMATS.items():
         with contextlib.suppress(ValueError):
-            if isinstance(drafter, Drafter):
+            if isinstance(drafter, Drafter) and about.lines:
                 found[name] = make_form(drafter, name)
     return found
-
-
-def _check(drafter: Drafter, name: str) -> None:
-    """Raises ValueError for what an engine would run in another way than it was trained."""
-    target, about = drafter.target, FORMATS[name]
-    if isinstance(drafter, Eagle) and name == "vllm" and _has_bias(drafter):
-        raise ValueError("vLLM drops the bias of EAGLE-1's fc, and this head has one: take format=sglang or eagle.")
-    ropes = drafter.config.rope_parameters if isinstance(drafter, Eagle | Eagle3) else None
-    if name == "eagle" and ropes is not None and ropes["rope_type"] not in ROPES:
-        raise ValueError(f"SafeAILab's code has only the rotary embeddings {', '.join(ROPES)}: take format=vllm.")
-    if isinstance(drafter, Eagle3) and about.lacks is not None:
-        eagle.check_plain(drafter, str(about.engine), lacks=about.lacks)
-    if isinstance(drafter, Eagle3) and name == "gguf" and len(drafter.target_layers) != 3:
-        raise ValueError("llama.cpp's converter takes EAGLE-3 heads of exactly three hidden states.")
-    layers = eagle.default_layers(target)
-    if isinstance(drafter, Eagle3) and name == "eagle" and drafter.target_layers != layers:
-        raise ValueError(
-            f"SafeAILab's code reads hidden states {list(layers)}, and this head {list(drafter.target_layers)}. Train with "
-            "target_layers=null, which has these for targets of 7 or more layers, or take format=vllm."
-        )
-    if name == "transformers" and target.model._is_stateful:
-        raise ValueError(
-            f"transformers has no assisted generation for stateful models such as {target.config.model_type}: take "
-            "format=vllm, or model.generate(..., custom_generate=Speculative(CHECKPOINT))."
-        )
-
-
-def _has_bias(drafter: Eagle) -> bool:
-    return drafter.fc.bias is not None and bool(drafter.fc.bias.any())
-
-
-def _make_layout(drafter: Any, kind: str, name: str) -> tuple[Layout, Callable[[Path], None] | None]:
-    """-> the layout, and what writes further files"""
-    if kind == "draft":
-        return language_model(drafter)
-    if kind == "eagle":
-        bias = name == "eagle" and _has_bias(drafter)
-        return eagle.eagle1(drafter, architecture=FORMATS[name].architecture, bias=bias), None
-    if name == "speculators":
-        return container(drafter, kind), None
-    if kind == "dflash" and name == "gguf":  # llama.cpp's DFlash has no draft vocabulary
-        check_whole(drafter, "llama.cpp")
-        drafter = draft_from_all(drafter)
-    makers: dict[str, Callable[[Any], Layout]] = {
-        "eagle3": eagle.eagle3,
-        "peagle": eagle.eagle3,
-        "medusa": medusa.reference if name == "medusa" else medusa.vllm,
-        "mtp": mtp.mimo,
-        "dflash": block_drafter.dflash,
-        "dspark": block_drafter.dspark,
-    }
-    return makers[kind](drafter), None
-
-
-def _further_options(drafter: Drafter, kind: str, name: str) -> str:
-    """What the launch line of this head has beside that of others."""
-    if name == "vllm" and kind == "mtp":
-        return f" --hf-overrides '{json.dumps(mtp.OVERRIDE)}'"
-    if name == "sglang" and kind == "eagle" and drafter.draft_to_target is not None:
-        return f" --speculative-token-map <out>/{eagle.TOKEN_MAP}"
-    return f" --target-model-dir {drafter.target.name}" if name == "gguf" and kind != "draft" else ""
-
-
-def _notes(drafter: Any, kind: str, name: str) -> tuple[str, ...]:
-    """Sentences for the model card. Raises ValueError where the engine does not serve such a head with this target."""
-    family, engine = drafter.target.config.model_type, FORMATS[name].engine
-    found = list(VLLM_NOTES.get(kind, ())) if name == "vllm" else []
-    if name == "medusa":
-        found.append(TWO_FILES)
-        if family not in ("llama", "mistral"):
-            found.append(f"The reference code is for Llama: it is not known to load {family} targets.")
-    if name == "vllm" and kind == "eagle" and drafter.draft_to_target is not None:
-        found.append(UNMAPPED)
-    if name == "vllm" and kind == "dflash" and drafter.window is not None:
-        found.append(WINDOW)
-    if kind == "mtp" and not drafter.zero_first:
-        found.append(mtp.FIRST_ROW)
-    if name == "eagle":
-        found.append(SHARDED)
-    found += check_target(engine, READS[kind], drafter.target) if engine else ()
-    return (*found, *([NOT_RUN] if name == "sglang" else []))
 
 
 # The targets that engines have, read from their sources. Families are transformers' model types of the text part.
@@ -368,10 +355,6 @@ TARGETS = {
     "SafeAILab's code": {"states": SAFEAILAB, "last": SAFEAILAB},
 }
 SURE = ("SGLang", "SafeAILab's code")  # they stop, or read the target wrongly, if the family is not listed
-ADVICE = {
-    "vLLM": "its class for transformers' own models does, with --model-impl transformers, which was not tried",
-    "llama.cpp": "other builds may",
-}
 
 
 def check_target(engine: str, reads: str, target: Target) -> tuple[str, ...]:
@@ -398,7 +381,7 @@ def check_target(engine: str, reads: str, target: Target) -> tuple[str, ...]:
                 f"{', '.join(sorted(families))}. Take another format, or a draft model (head=draft), which needs nothing of the "
                 "target; format=safetensors takes every head."
             )
-        found.append(f"Not known to load: {source} gives no hidden states of {family} targets; {ADVICE[engine]}.")
+        found.append(f"Not known to load: {source} gives no hidden states of {family} targets.")
     if target.recurrent:
         found.append(f"Speculative decoding of targets with recurrent layers, as this one, was not tried in {engine}.")
     return tuple(found)

@@ -1,7 +1,6 @@
-"""The folder of an export, written and read back; and a published folder in any known layout, read as a checkpoint of ours."""
+"""The folder of an export; and a published folder in any known layout, read as a head of ours."""
 
 import json
-import shutil
 from pathlib import Path
 
 import safetensors.torch
@@ -9,52 +8,46 @@ import torch
 from torch import Tensor
 
 from specdec import checkpoint
+from specdec.core import files
 from specdec.core.untrusted import inside, read_json, read_pickle, read_tensors
 from specdec.export import block_drafter, eagle, medusa, mtp
 from specdec.export.cards import Provenance, make_card
 from specdec.export.engines import ExportForm
-from specdec.export.layout import Layout
+from specdec.heads.base import Head
 from specdec.target.model import Target
 
+# Of a Speculators container, by type: a field that it must have
+CONTAINERS = {
+    "eagle3": "norm_before_residual",
+    "peagle": "mask_token_id",
+    "dflash": None,
+    "dspark": "sample_from_anchor",
+}
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", medusa.FILE, "medusa_lm_head.safetensors")
 
 
-def write_export(form: ExportForm, out: Path, *, dtype: torch.dtype, provenance: Provenance) -> dict[str, Tensor]:
-    """Makes the folder `out`. -> the tensors, as they were read back
-
-    Raises ValueError, and writes nothing, if `out` exists or if the layout does not fit its manifest.
-    """
+def write_export(form: ExportForm, out: Path, *, dtype: torch.dtype, provenance: Provenance) -> int:
+    """Makes the folder `out`. -> bytes of the tensors. Raises ValueError, and writes nothing, if `out` exists."""
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=DIR or delete it.")
-    layout, num = form.layout, form.num_drafts(provenance.num_drafts)
-    config = json.loads(json.dumps(layout.config).replace('"<num>"', str(num)))
+    num = form.num_drafts(provenance.num_drafts)
+    config = json.loads(json.dumps(form.layout.config).replace('"<num>"', str(num)))
     if "torch_dtype" in config:
         config["torch_dtype"] = str(dtype).removeprefix("torch.")
-    tensors, pickles = _cast(layout.tensors, dtype), _cast(dict(layout.pickles), dtype)
-    Layout(tensors, config, layout.shapes, layout.fields).check()
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    tensors = _cast(form.layout.tensors, dtype)
     try:
-        partial.mkdir(parents=True)
-        # older transformers load nothing without this format
-        safetensors.torch.save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        for name, value in pickles.items():
-            torch.save(value, partial / name)
-        if form.more is not None:
-            form.more(partial)
-        (partial / "README.md").write_text(make_card(form, provenance, str(out), dtype))
-        read = read_tensors(partial / "model.safetensors")
-        assert _equal(read, tensors) and json.loads((partial / "config.json").read_text()) == config
-        assert all(_equal(torch.load(partial / name, weights_only=True), value) for name, value in pickles.items())
-        partial.rename(out)
-    except (OSError, safetensors.SafetensorError, RuntimeError) as error:  # the last: torch.save on a full disk
-        raise ValueError(
-            f"{out} could not be written ({error}). Free some disk space or choose another out=DIR."
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return read
+        with files.whole_folder(out) as partial:
+            # older transformers load nothing without this format
+            safetensors.torch.save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            for name, value in form.layout.pickles.items():
+                torch.save(_cast(value, dtype), partial / name)
+            if form.layout.more is not None:
+                form.layout.more(partial)
+            (partial / "README.md").write_text(make_card(provenance, {form.name: form}, out=str(out)))
+    except RuntimeError as error:  # torch.save on a full disk
+        raise files.unwritable(out, error) from error
+    return sum(value.nbytes for value in tensors.values())
 
 
 def _cast(value, dtype: torch.dtype):
@@ -66,16 +59,8 @@ def _cast(value, dtype: torch.dtype):
     return (value.to(dtype) if value.is_floating_point() else value).detach().cpu().contiguous()
 
 
-def _equal(read, written) -> bool:
-    if isinstance(written, Tensor):
-        return read.dtype == written.dtype and torch.equal(read, written)
-    if isinstance(written, dict):
-        return read.keys() == written.keys() and all(_equal(read[key], written[key]) for key in written)
-    return read == written
-
-
-def read_published(folder: Path, target: Target) -> tuple[dict, dict[str, Tensor]]:
-    """-> the drafter's class and arguments, as checkpoint.save takes them, and its tensors, under the names of this project
+def read_published(folder: Path, target: Target) -> tuple[dict, Head]:
+    """-> the drafter's class and arguments, as checkpoint.save takes them, and the drafter, in the dtype of its file
 
     Raises ValueError, with what to do, for a folder that holds no drafter of this target. Nothing in it can run code.
     """
@@ -86,9 +71,15 @@ def read_published(folder: Path, target: Target) -> tuple[dict, dict[str, Tensor
     # older versions of transformers saved rotary frequencies, which follow from the configuration
     tensors = {name: value for name, value in _tensors(folder).items() if not name.endswith("rotary_emb.inv_freq")}
     try:
-        return _read_family(folder, config, tensors, target)
+        spec, tensors = _read_family(folder, config, tensors, target)
+        dtype = next(value.dtype for value in tensors.values() if value.is_floating_point())  # nothing is rounded
+        return spec, checkpoint.build(spec, tensors, target, dtype=dtype).eval()
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
+    except Exception as error:  # fields and tensors of a file may fail in any way
+        what = error.args[0] if isinstance(error, KeyError) else error
+        reason = f"{what} is missing" if isinstance(error, KeyError) else " ".join(str(what).split())
+        raise ValueError(f"{folder}: its config.json and weights do not make a drafter ({reason}).") from error
 
 
 def _read_family(folder: Path, config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict]:
@@ -120,13 +111,11 @@ def _read_family(folder: Path, config: dict, tensors: dict[str, Tensor], target:
 def _check_container(config: dict) -> None:
     """Raises ValueError for a Speculators container that is unknown, or that its readers understand differently."""
     kind = config["speculators_model_type"]
-    for guessing, name in (("eagle3", "norm_before_residual"), ("dspark", "sample_from_anchor")):
-        if kind == guessing and config.get(name) is None:
-            raise ValueError(f"write {name}, true or false, into config.json: vLLM and Speculators guess differently.")
-    if kind == "peagle" and config.get("mask_token_id") is None:
-        raise ValueError("write mask_token_id, the token whose embedding P-EAGLE's masks have, into config.json.")
-    if kind not in ("eagle3", "peagle", "dflash", "dspark"):
-        raise ValueError(f"Speculators of type {kind} cannot be imported; eagle3, peagle, dflash and dspark can.")
+    if kind not in CONTAINERS:
+        raise ValueError(f"Speculators of type {kind} cannot be imported; {', '.join(CONTAINERS)} can.")
+    needed = CONTAINERS[kind]
+    if needed is not None and config.get(needed) is None:
+        raise ValueError(f"write {needed} into config.json: vLLM and Speculators guess differently without it.")
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
@@ -153,18 +142,11 @@ def _mask(folder: Path) -> Tensor | None:
     if not (folder / block_drafter.MASK).exists():
         return None
     state = read_pickle(inside(folder, block_drafter.MASK))
-    embedding = state.get("embedding") if isinstance(state, dict) else state
-    if not isinstance(embedding, Tensor):
-        raise ValueError(f"{block_drafter.MASK} holds no embedding.")
-    return embedding.reshape(-1) if isinstance(state, dict) else embedding
+    return (state["embedding"] if isinstance(state, dict) else state).reshape(-1)
 
 
 def _token_map(folder: Path) -> Tensor | None:
     """The ids of the draft vocabulary, [W] increasing, if they have a file."""
     if not (folder / eagle.TOKEN_MAP).exists():
         return None
-    tokens = read_pickle(inside(folder, eagle.TOKEN_MAP))
-    try:
-        return torch.as_tensor(tokens, dtype=torch.long).sort().values
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{eagle.TOKEN_MAP} holds no ids of tokens ({error}).") from error
+    return torch.as_tensor(read_pickle(inside(folder, eagle.TOKEN_MAP)), dtype=torch.long).sort().values

@@ -1,12 +1,8 @@
-"""A drafter under the names of a public layout, its check against a manifest, and what the layouts of several families share.
+"""A drafter under the names of a public layout, and what the layouts of several families share."""
 
-The manifest of a layout (names and shapes of all tensors) is made from its config.json alone, as an engine builds the
-module before it reads the weights. The check therefore finds a config and tensors that do not fit together, which most
-engines load without an error (docs/file-formats.md, section 13).
-"""
-
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,46 +15,24 @@ from specdec.heads.eagle import Eagle3
 from specdec.target.model import Target
 from specdec.target.structure import FULL, SLIDING
 
-Shapes = dict[str, tuple[int, ...]]
 SIZES = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps".split()
-BLOCK_FIELDS = frozenset(SIZES) | frozenset(
-    "rope_theta rope_scaling rope_parameters max_position_embeddings vocab_size attention_bias mlp_bias "
-    "tie_word_embeddings bos_token_id eos_token_id pad_token_id architectures model_type num_hidden_layers torch_dtype".split()
-)
 
 
 @dataclass(frozen=True)
 class Layout:
     """A drafter under the names of a public layout.
 
-    shapes: the manifest, every tensor that `config` requires; fields: all fields of config.json
-    pickles: further files, written by torch.save, for tensors that engines read from nowhere else
+    pickles: further files, written by torch.save, for tensors that engines read from nowhere else; more: writes others
     """
 
     tensors: dict[str, Tensor]
     config: dict
-    shapes: Shapes
-    fields: frozenset[str]
     pickles: Mapping[str, object] = field(default_factory=dict)
-
-    def check(self) -> None:
-        """Raises ValueError for missing, superfluous or misshapen tensors and fields, mixed dtypes, and a wrong vocabulary map."""
-        check_tensors(self.tensors, self.shapes)
-        given = set(self.config)
-        if given != self.fields:
-            raise ValueError(
-                f"config.json lacks {sorted(self.fields - given)} and has the superfluous {sorted(given - self.fields)}."
-            )
-        sizes = {value.dtype for value in self.tensors.values() if value.is_floating_point()}
-        if len(sizes) != 1:
-            raise ValueError(f"All weights must have one dtype, not {sorted(map(str, sizes))}.")
-        if "d2t" in self.tensors:
-            check_vocab(self.tensors["d2t"], self.tensors["t2d"])
+    more: Callable[[Path], None] | None = None
 
 
 def plain_layout(drafter: Drafter) -> Layout:
     """Any head under this project's own names. config.json holds what a reader needs to know."""
-    tensors = own_tensors(drafter) | vocab_tensors(drafter)
     config = {
         "drafter": type(drafter).__name__,
         "reads_layers": list(drafter.target_layers),
@@ -67,22 +41,10 @@ def plain_layout(drafter: Drafter) -> Layout:
         "draft_vocab_size": drafter.vocab_size,
         "torch_dtype": None,
     }
-    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
-    return Layout(tensors, config, shapes, frozenset(config))
+    return Layout(own_tensors(drafter) | vocab_tensors(drafter), config)
 
 
 # Tensors
-
-
-def check_tensors(tensors: dict[str, Tensor], shapes: Shapes) -> None:
-    """Raises ValueError with every tensor that is missing, superfluous or of another shape."""
-    wrong = [f"{name} is missing" for name in sorted(shapes.keys() - tensors.keys())]
-    wrong += [f"{name} is not part of the layout" for name in sorted(tensors.keys() - shapes.keys())]
-    for name in sorted(shapes.keys() & tensors.keys()):
-        if tuple(tensors[name].shape) != shapes[name]:
-            wrong.append(f"{name} is {list(tensors[name].shape)}, not {list(shapes[name])}")
-    if wrong:
-        raise ValueError("; ".join(wrong[:8]) + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""))
 
 
 def own_tensors(drafter: Drafter) -> dict[str, Tensor]:
@@ -130,12 +92,6 @@ def vocab_tensors(drafter: Drafter) -> dict[str, Tensor]:
     if vocab is None or inverse is None:
         return {}
     return {"d2t": vocab - torch.arange(len(vocab), device=vocab.device), "t2d": inverse >= 0}
-
-
-def vocab_shapes(config: dict) -> Shapes:
-    if config["draft_vocab_size"] == config["vocab_size"]:
-        return {}
-    return {"d2t": (config["draft_vocab_size"],), "t2d": (config["vocab_size"],)}
 
 
 def check_vocab(d2t: Tensor, t2d: Tensor | None) -> Tensor:
@@ -194,42 +150,15 @@ def block_fields(config: LlamaConfig, target: Target) -> dict:
     }
 
 
-def block_shapes(config: dict, *, prefix: str, width: int | None = None) -> Shapes:
-    """Shapes of a block: attention over inputs of `width` (default: the hidden size), MLP, and the norm between them."""
-    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    width = width or hidden
-    return {
-        f"{prefix}self_attn.q_proj.weight": (queries, width),
-        f"{prefix}self_attn.k_proj.weight": (keys, width),
-        f"{prefix}self_attn.v_proj.weight": (keys, width),
-        f"{prefix}self_attn.o_proj.weight": (hidden, queries),
-        f"{prefix}mlp.gate_proj.weight": (inner, hidden),
-        f"{prefix}mlp.up_proj.weight": (inner, hidden),
-        f"{prefix}mlp.down_proj.weight": (hidden, inner),
-        f"{prefix}post_attention_layernorm.weight": (hidden,),
-    }
-
-
-def complete(config: dict) -> dict:
-    """Adds the defaults of transformers for fields that are not there. Raises ValueError if it describes no decoder block."""
-    for name in ("num_attention_heads", "hidden_size", "intermediate_size"):
-        if name not in config:
-            raise ValueError(f"config.json has no field {name!r}: is this the folder of a drafter?")
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    return {**config, "num_key_value_heads": config.get("num_key_value_heads") or heads, "head_dim": head_dim}
-
-
 def read_block(config: dict, target: Target) -> dict:
     """The arguments `intermediate_size` and `block` of a head with this config.json; `block` holds what differs from block_config.
 
     Raises ValueError for a head of another width.
     """
-    config = complete(config)
-    if not (config.get("target_hidden_size") or target.width) == config["hidden_size"] == target.width:
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    if not (config.get("target_hidden_size") or target.width) == width == target.width:
         raise ValueError(
-            f"The head is {config['hidden_size']} wide and {target.name} is {target.width}: only heads of their target's "
+            f"The head is {width} wide and {target.name} is {target.width}: only heads of their target's "
             "width can be imported. Is the target the model that the head was trained for?"
         )
     rope = config.get("rope_parameters")
@@ -239,7 +168,9 @@ def read_block(config: dict, target: Target) -> dict:
         rope = {"rope_type": scaling.pop("rope_type", kind) or "default", **scaling}
         rope["rope_theta"] = config.get("rope_theta", 10_000.0)  # the default of all engines
     written = {
-        **{name: config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")},
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or width // heads,
         "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope_parameters": rope,
         "hidden_act": config.get("hidden_act", "silu"),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec.export import layout
-from specdec.export.layout import Layout, Shapes
+from specdec.export.layout import Layout
 from specdec.heads.medusa import Medusa
 from specdec.target.model import Target
 
@@ -15,9 +15,6 @@ ADAPTED = (
     "Medusa-2 heads were trained with an adapted target and draft badly beside the original one. Export both with "
     "merged_target=DIR, which writes the adapted model for the engine to serve."
 )
-COMMON = frozenset("architectures model_type hidden_size vocab_size medusa_fc_bias torch_dtype".split())
-FIELDS = COMMON | {"num_heads", "num_hidden_layers", "original_lm_head"}
-REFERENCE_FIELDS = COMMON | {"medusa_num_heads", "medusa_num_layers", "base_model_name_or_path"}
 # The names of both layouts
 BLOCK = re.compile(r"(?:(\d+)\.(\d+)\.linear|blocks\.(\d+)\.layers\.(\d+))\.(weight|bias)")
 LM_HEAD = re.compile(r"(\d+)\.\d+\.weight|lm_heads\.(\d+)\.weight")
@@ -37,7 +34,7 @@ def vllm(drafter: Medusa) -> Layout:
         tensors["lm_head.weight"] = drafter.target.lm_head.weight
     counts = {"num_heads": drafter.depth, "num_hidden_layers": len(drafter.blocks[0])}
     config = _fields(drafter, counts, {"original_lm_head": not own})
-    return Layout(tensors, config, shapes(config), FIELDS)
+    return Layout(tensors, config)
 
 
 def reference(drafter: Medusa) -> Layout:
@@ -57,7 +54,7 @@ def reference(drafter: Medusa) -> Layout:
     tensors |= {f"{number}.1.weight": weight.detach().clone() for number, weight in enumerate(own)}
     counts = {"medusa_num_heads": drafter.depth, "medusa_num_layers": 1}
     config = _fields(drafter, counts, {"base_model_name_or_path": drafter.target.name})
-    return Layout(tensors, config, reference_shapes(config), REFERENCE_FIELDS, {FILE: tensors})
+    return Layout(tensors, config, {FILE: tensors})
 
 
 def _fields(drafter: Medusa, counts: dict, more: dict) -> dict:
@@ -88,25 +85,6 @@ def _blocks(drafter: Medusa, prefix: str) -> dict[str, Tensor]:
     return tensors
 
 
-def block_shapes(prefix: str, num_heads: int, num_blocks: int, width: int) -> Shapes:
-    """prefix: with places for the number of a head and of a block"""
-    places = [prefix.format(head, block) for head in range(num_heads) for block in range(num_blocks)]
-    return {f"{name}weight": (width, width) for name in places} | {f"{name}bias": (width,) for name in places}
-
-
-def shapes(config: dict) -> Shapes:
-    width, num, rows = config["hidden_size"], config["num_heads"], config["vocab_size"]
-    heads = ["lm_head.weight"] if config["original_lm_head"] else [f"lm_heads.{n}.weight" for n in range(num)]
-    blocks = block_shapes("blocks.{}.layers.{}.", num, config["num_hidden_layers"], width)
-    return blocks | dict.fromkeys(heads, (rows, width))
-
-
-def reference_shapes(config: dict) -> Shapes:
-    width, num, rows = config["hidden_size"], config["medusa_num_heads"], config["vocab_size"]
-    blocks = block_shapes("{}.{}.linear.", num, 1, width)
-    return blocks | {f"{number}.1.weight": (rows, width) for number in range(num)}
-
-
 def read_medusa(tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict]:
     """-> the arguments of `heads.medusa.Medusa`, its tensors. Raises ValueError if they are no Medusa heads of this target.
 
@@ -128,10 +106,6 @@ def read_medusa(tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict]
     if not borrowed:
         each = heads or dict.fromkeys(range(num), shared)
         own |= {f"lm_heads.{number}.weight": value for number, value in each.items() if value is not None}
-    wanted = block_shapes("blocks.{}.{}.linear.", num, num_blocks, target.width)
-    if not borrowed:
-        wanted |= {f"lm_heads.{number}.weight": (len(original), target.width) for number in range(num)}
-    layout.check_tensors(own, wanted)
     if vocab is not None:
         own["draft_to_target"] = vocab
     arguments = {"num_heads": num, "num_blocks": num_blocks, "own_output": not borrowed}

@@ -4,13 +4,12 @@ import torch
 from torch import Tensor
 
 from specdec.export import layout
-from specdec.export.layout import BLOCK_FIELDS, Layout, Shapes
+from specdec.export.layout import Layout
 from specdec.heads.blocks import fields_of
 from specdec.heads.mtp import MTP
 from specdec.heads.native import MIMO, swap_halves
 from specdec.target.model import Target
 
-FIELDS = BLOCK_FIELDS | {"num_nextn_predict_layers"}
 PREFIX = "model.mtp_layers.0."
 NAMES = [(f"{own}.", f"{PREFIX}{public}.") for public, own in MIMO.items()]
 NAMES += [("input_layernorm.", f"{PREFIX}input_layernorm."), ("block.", PREFIX)]
@@ -18,6 +17,8 @@ FIRST_ROW = (
     "The engine's MTP classes set the embedding in the first row of a prompt to zero, which the training of this module did "
     "not (zero_first=false). Later rows attend to that row."
 )
+BUILT_BY = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act",
+            "rope_parameters")  # fmt: skip
 OVERRIDE = {"num_nextn_predict_layers": 1}  # fields of the target's configuration, where engines read them
 
 
@@ -29,26 +30,23 @@ def mimo(drafter: MTP) -> Layout:
             "module for all depths."
         )
     target, config = drafter.target, drafter.config
-    of_target = fields_of(target.config)
-    rope = dict(of_target.get("rope_parameters") or {})
-    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
+    there = {"hidden_act": "silu", **fields_of(target.config)}
+    there["head_dim"] = target.width // (there.get("num_attention_heads") or target.width)
+    rope = there["rope_parameters"] = dict(there.get("rope_parameters") or {})
+    if rope.get("partial_rotary_factor") == 1.0:
+        del rope["partial_rotary_factor"]
+    differs = [
+        f"{name} is {there.get(name)} and not {getattr(config, name)}"
+        for name in BUILT_BY
+        if getattr(config, name) != there.get(name)
+    ]
+    if target.recurrent or target.windowed:
+        differs.append("layers have windows or a recurrence")
+    if differs:
         raise ValueError(
-            "Engines rotate only a part of each attention head of an MTP module, as this target does, and this module rotates all of it."
+            f"Engines build an MTP module as a layer of {target.name}, where {'; '.join(differs)}. Train with the target's sizes, or "
+            "train an EAGLE-1 or EAGLE-3 head, which has its own."
         )
-    if target.recurrent or target.windowed or rope != config.rope_parameters:
-        raise ValueError(
-            f"Engines build an MTP module as a layer of {target.name}, whose layers have windows, a recurrence or another rotary "
-            "embedding than this module. Train an EAGLE-1 or EAGLE-3 head, which has its own."
-        )
-    of_target["head_dim"] = target.width // (of_target.get("num_attention_heads") or target.width)
-    for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"):
-        if getattr(config, key) != of_target.get(key):
-            raise ValueError(
-                f"Engines build MTP modules by the target's configuration, where {key} is {of_target.get(key)} and not "
-                f"{getattr(config, key)}. Train with the target's sizes, or train an EAGLE-1 head, which has its own."
-            )
-    if of_target.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"Engines run MTP modules with the target's {of_target['hidden_act']}, and this one has silu.")
     module = drafter.module(1).state_dict()
     for part in "qkv":  # engines leave a missing bias uninitialised
         weight = module[f"block.self_attn.{part}_proj.weight"]
@@ -62,12 +60,11 @@ def mimo(drafter: MTP) -> Layout:
         **OVERRIDE,
         "torch_dtype": None,
     }
-    return Layout(layout.rename(module, NAMES), fields, shapes(fields), FIELDS)
+    return Layout(layout.rename(module, NAMES), fields)
 
 
 def read_mtp(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict]:
     """-> the arguments of `heads.mtp.MTP`, its tensors. Raises ValueError if they are no such module of this target."""
-    layout.check_tensors(tensors, shapes(layout.complete(config)))
     module = layout.rename(tensors, layout.swap(NAMES))
     module["eh_proj.weight"] = swap_halves(module["eh_proj.weight"])
     biases = [f"block.self_attn.{part}_proj.bias" for part in "qkv"]
@@ -85,14 +82,3 @@ def read_mtp(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[
         "zero_first": True,
     }
     return arguments, {f"modules_by_depth.0.{name}": value for name, value in module.items()}
-
-
-def shapes(config: dict) -> Shapes:
-    hidden = config["hidden_size"]
-    manifest = layout.block_shapes(config, prefix=PREFIX)
-    manifest |= {
-        name.replace("weight", "bias"): shape[:1] for name, shape in manifest.items() if name[-13:-12] in "qkv"
-    }
-    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_layernorm")
-    manifest |= {f"{PREFIX}{name}.weight": (hidden,) for name in norms}
-    return manifest | {f"{PREFIX}input_proj.weight": (hidden, 2 * hidden)}

@@ -6,10 +6,6 @@ from specdec.heads.dflash import BlockDrafter
 from specdec.heads.eagle import Eagle3, PEagle
 
 VERSION = "0.9.0"
-COMMON = frozenset(
-    "architectures speculators_model_type speculators_version speculators_config transformer_layer_config "
-    "draft_vocab_size target_hidden_size torch_dtype".split()
-)
 LAYER_FIELDS = [
     *SIZES,
     "rope_parameters",
@@ -27,11 +23,10 @@ def container(drafter: Eagle3 | BlockDrafter, kind: str) -> Layout:
     if isinstance(drafter, Eagle3):
         own, plain, model_type = _eagle3(drafter), eagle.eagle3(drafter), "llama"
         tensors = layout.rename(plain.tensors, [(eagle.MIDLAYER, eagle.LAYER.format(0))])
-        shapes = eagle.shapes3(plain.config, first=eagle.LAYER.format(0))
     else:
         plain = block_drafter.dspark(drafter) if kind == "dspark" else block_drafter.dflash(drafter)
         own, model_type = _block(drafter, plain.config), "qwen3"
-        tensors, shapes = plain.tensors, plain.shapes
+        tensors = plain.tensors
     target = drafter.target
     method = {"proposal_type": "greedy", "speculative_tokens": "<num>", "verifier_accept_k": 1, "accept_tolerance": 0.0}
     names = {"eagle3": "Eagle3", "peagle": "PEagle", "dflash": "DFlash", "dspark": "DSpark"}
@@ -55,7 +50,7 @@ def container(drafter: Eagle3 | BlockDrafter, kind: str) -> Layout:
         "torch_dtype": None,
         **own,
     }
-    return Layout(tensors, config, shapes, COMMON.union(own), plain.pickles)
+    return Layout(tensors, config, plain.pickles)
 
 
 def _eagle3(drafter: Eagle3) -> dict:

@@ -79,8 +79,9 @@ class Head(nn.Module, ABC):
 
         rows = slice(None) if vocab is None else vocab
         bias = target.lm_head.bias
-        self._goal_head: tuple[Tensor, Tensor | None]  # frozen [W, D], [W]
-        self._goal_head = (target.lm_head.weight[rows], None if bias is None else bias[rows])
+        # The target's LM head over the draft vocabulary, frozen: weight [W, D], bias [W] or None. `goal_logits` also scales and caps
+        self.goal_head: tuple[Tensor, Tensor | None]
+        self.goal_head = (target.lm_head.weight[rows], None if bias is None else bias[rows])
 
     def _apply(self, fn, recurse=True):
         """Moves and casts, but keeps rotary frequencies in float32: in bfloat16 they are far off at position 200."""
@@ -103,20 +104,8 @@ class Head(nn.Module, ABC):
 
     def goal_logits(self, final: Tensor) -> Tensor:
         """The target's logits over the draft vocabulary: final [..., D] -> [..., W]"""
-        weight, bias = self._goal_head
+        weight, bias = self.goal_head
         return self.target.shape_logits(precision.multiply_few_rows(final.to(weight.dtype), weight, bias))
-
-    @property
-    def goal_head(self) -> tuple[Tensor, Tensor | None]:
-        """The target's LM head over the draft vocabulary, frozen: weight [W, D], bias [W] if the target has one
-
-        `goal_logits` also scales and caps, as the target does.
-        """
-        return self._goal_head
-
-    @goal_head.setter
-    def goal_head(self, head: tuple[Tensor, Tensor | None]) -> None:
-        self._goal_head = head
 
     def to_target(self, tokens: Tensor) -> Tensor:
         """Draft ids -> target ids, any shape."""
@@ -124,7 +113,7 @@ class Head(nn.Module, ABC):
 
     def decodable(self) -> Self:
         """A frozen copy to decode with and to save, so that training can go on undisturbed."""
-        shared = (self._target, self._goal_head)
+        shared = (self._target, self.goal_head)
         frozen = copy.deepcopy(self, {id(part): part for part in shared}).eval().requires_grad_(False)
         for module in frozen.modules():
             if isinstance(module, SizedLinear):

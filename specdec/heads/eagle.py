@@ -158,7 +158,7 @@ class Eagle3(_Eagle):
         self.input_layernorm, self.hidden_norm, self.norm = (RMSNorm(width, eps=eps) for _ in range(3))
         self.lm_head = nn.Linear(width, self.vocab_size, bias=False) if own_output else None
         if self.lm_head is not None:
-            self.lm_head.weight.data.copy_(target.shape_logits.scale * self._goal_head[0])  # a cap keeps the order
+            self.lm_head.weight.data.copy_(target.shape_logits.scale * self.goal_head[0])  # a cap keeps the order
 
     def encode(self, features: Tensor) -> Tensor:
         features = features.to(self.fc.weight.dtype)

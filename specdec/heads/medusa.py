@@ -50,7 +50,7 @@ class _Heads(Drafter):
             nn.Linear(target.width, self.vocab_size, bias=False) for _ in range(num_heads if own_output else 0)
         )
         for head in self.lm_heads:
-            head.weight.data.copy_(target.shape_logits.scale * self._goal_head[0])
+            head.weight.data.copy_(target.shape_logits.scale * self.goal_head[0])
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResBlock(target.width) for _ in range(num_blocks))) for _ in range(num_heads)
         )

@@ -8,13 +8,12 @@ from typing import Any, TypeVar
 import torch
 
 from specdec.core.generation import Generation
-from specdec.core.grammar import Constraint, Grammar, Grammars, unpack
+from specdec.core.grammar import Constraint, unpack
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.heads.base import Drafter, Head
 from specdec.proposers.base import Proposer
-from specdec.proposers.growth import Stopping
 from specdec.target.model import Target
 from specdec.unroll import replay
 
@@ -30,7 +29,6 @@ class Prompt:
     category: str
     tokens: list[int]
     tags: tuple[str, ...] = ()
-    grammar: Grammar | None = None  # that the answer is to follow
 
 
 @dataclass(frozen=True)
@@ -80,13 +78,10 @@ class Method:
     baseline: str = FROZEN  # a name of the target's plain decoding; methods of one target share it
     head: Head | None = None  # to replay along plain answers; None for a proposer that is not trained
 
-    def replayed(self, settings: "MeasureSettings") -> Drafter | None:
-        """The head, if replay applies: it knows the target's free distribution only. At temperature 0 a draft counts if it is the
-        answer's next token, by any distribution."""
-        sampling, head = settings.sampling, self.head
-        free = sampling.greedy or settings.grammars is None
-        applies = free and isinstance(head, Drafter) and self.drafting.replayable(head, sampling)
-        return head if applies and isinstance(head, Drafter) else None
+    def replayed(self, sampling: Sampling) -> Drafter | None:
+        """The head, if replay applies."""
+        head = self.head
+        return head if isinstance(head, Drafter) and self.drafting.replayable(head, sampling) else None
 
 
 @dataclass(frozen=True)
@@ -95,8 +90,6 @@ class MeasureSettings:
 
     batch: prompts decoded at once: when an answer ends, the next prompt takes its place. An answer's times are its share of
         those of the batch
-    grammars: compiles those of prompts; None: no answer follows one
-    Raises ValueError for a batch below 1.
     """
 
     sampling: Sampling
@@ -104,11 +97,6 @@ class MeasureSettings:
     max_new_tokens: int
     seed: int = 0
     batch: int = 1
-    grammars: Grammars | None = None
-
-    def __post_init__(self):
-        if self.batch < 1:
-            raise ValueError(f"batch={self.batch} must be at least 1.")
 
 
 def measure(
@@ -140,7 +128,6 @@ def measure(
     numbered = list(zip(numbers or range(len(prompts)), prompts, strict=True))
     for pairs in progress(split_turns(numbered, settings.batch)):
         group = [prompt for _, prompt in pairs]
-        constraint = constrain_each(settings.grammars, group)
         generations = decode_side_by_side(
             decoders,
             [prompt.tokens for prompt in group],
@@ -148,7 +135,6 @@ def measure(
             rows=settings.batch,
             seeds=[settings.seed + number for number, _ in pairs],
             turn=pairs[0][0] // settings.batch,
-            constraint=constraint,
         )
         yield [
             {
@@ -157,8 +143,7 @@ def measure(
                     prompt,
                     generations[method.baseline][place],
                     generations[method.name][place],
-                    settings,
-                    constraint(place),
+                    settings.sampling,
                 )
                 for method in methods
             }
@@ -189,11 +174,6 @@ def check_prompts(decoder: Decoder, prompts: Iterable[Prompt], max_new_tokens: i
             raise ValueError(f"{f'{source}, ' if source else ''}prompt {prompt.id}: {error}") from None
 
 
-def constrain_each(grammars: Grammars | None, prompts: list[Prompt]) -> Callable[[int], Constraint | None]:
-    """For Decoder.answers: the constraint of each prompt's answer, which is new with every call."""
-    return lambda number: grammars.constraint(prompts[number].grammar) if grammars else None
-
-
 def split_turns(items: list[Item], batch: int) -> list[list[Item]]:
     """What the methods decode side by side: single items; for a batch several batches, so that its rows are mostly full"""
     size = 1 if batch == 1 else BATCHES * batch
@@ -210,20 +190,19 @@ def decode_side_by_side(
     rows: int,
     seeds: list[int],
     turn: int = 0,
-    constraint: Callable[[int], Constraint | None] = lambda number: None,
 ) -> dict[str, list[Generation]]:
     """The answers of several decoders to prompts, at most `rows` of them at once, in the order of the prompts.
 
     After every round the decoder that has emitted the fewest tokens goes on. So all are at the same place of the same answers
     at nearly the same time, and other load of the machine affects all alike. All hold their caches at once.
-    seeds: of each prompt's random numbers; turn: rotates which decoder begins; constraint: see Decoder.answers
+    seeds: of each prompt's random numbers; turn: rotates which decoder begins
     """
     names = list(decoders)
     names = names[turn % len(names) :] + names[: turn % len(names)]
 
     def begin(decoder: Decoder) -> Iterator[tuple[int, list[tuple[int, Generation]]]]:
         generator = lambda number: seeded_generator(decoder.target, seeds[number])
-        return decoder.rounds(prompts, max_new_tokens, rows=rows, generator=generator, constraint=constraint)
+        return decoder.rounds(prompts, max_new_tokens, rows=rows, generator=generator)
 
     running = {name: begin(decoders[name]) for name in names}
     emitted = dict.fromkeys(names, 0)
@@ -239,17 +218,10 @@ def decode_side_by_side(
     return {name: [answer[number] for number in range(len(prompts))] for name, answer in found.items()}
 
 
-def judge(
-    method: Method,
-    prompt: Prompt,
-    plain: Generation,
-    drafted: Generation,
-    settings: MeasureSettings,
-    constraint: Constraint | None = None,
-) -> PromptResult:
-    """One prompt's result from its two answers. constraint: of the grammar that they follow, at their beginning"""
+def judge(method: Method, prompt: Prompt, plain: Generation, drafted: Generation, sampling: Sampling) -> PromptResult:
+    """One prompt's result from its two answers."""
     rounds, accepted, gap = float("nan"), [], None
-    sampling, head = settings.sampling, method.replayed(settings)
+    head = method.replayed(sampling)
     if head is not None:
         accepting = replay.acceptance(
             head, prompt.tokens, plain.tokens[0], depth=method.drafting.depth, temperature=sampling.temperature
@@ -257,16 +229,8 @@ def judge(
         rounds, counts = replay.rounds(accepting)
         accepted = counts.tolist()
     if sampling.greedy:
-        gap = top2_gap(method.target, prompt.tokens, plain.tokens[0], drafted.tokens[0], sampling, constraint)
+        gap = top2_gap(method.target, prompt.tokens, plain.tokens[0], drafted.tokens[0], sampling)
     return PromptResult(prompt, plain, drafted, rounds, accepted, gap)
-
-
-def name_drafting(drafting: Drafting) -> str:
-    """A short name of the shape: chain of 3, tree of 4x3x8 (depth x width x nodes)."""
-    shape = drafting.shape
-    if drafting.stopping is not None:
-        return f"chain of up to {shape.depth}, stopping below {Stopping(**drafting.stopping).threshold:.2f}"
-    return str(shape) if shape.chain else f"tree of {shape.depth}x{shape.width}x{shape.nodes}"
 
 
 def seeded_generator(target: Target, seed: int) -> torch.Generator:

@@ -7,7 +7,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -17,22 +17,6 @@ from specdec.measuring.measure import Prompt, PromptReplay, PromptResult
 
 TAU = "tokens emitted per target pass of a round, bonus or correction token counted; the prompt's own pass is no round"
 RESAMPLES = 1000
-ONLY_IF_KNOWN = (
-    "replayed_prompts",
-    "replayed_tau",
-    "replayed_tau_ci",
-    "replayed_survival",
-    "by_category",
-    "shape",
-    "step",
-    "training",
-    "ema",
-    "experts",
-    "auto",
-    "differences",
-    "by_tag",
-    "by_prompt",
-)  # not in JSON if empty
 
 
 @dataclass(frozen=True)
@@ -60,16 +44,16 @@ class Report:
     temperature: float
     num_prompts: int  # decoded ones
     num_rounds: int
-    tau: float | None
-    tau_ci: list[float] | None
-    survival: list[float] | None  # [K] share of rounds that accept at least d drafts
-    acceptance: list[float] | None  # [K] the same, of the rounds that accept d - 1
-    tokens_per_second: float | None
-    tokens_per_second_ci: list[float] | None
-    baseline_tokens_per_second: float | None
-    speedup: float | None
-    speedup_ci: list[float] | None
-    ms_per_round: dict[str, float] | None  # by decode.STAGES
+    tau: float | None = None
+    tau_ci: list[float] | None = None
+    survival: list[float] | None = None  # [K] share of rounds that accept at least d drafts
+    acceptance: list[float] | None = None  # [K] the same, of the rounds that accept d - 1
+    tokens_per_second: float | None = None
+    tokens_per_second_ci: list[float] | None = None
+    baseline_tokens_per_second: float | None = None
+    speedup: float | None = None
+    speedup_ci: list[float] | None = None
+    ms_per_round: dict[str, float] | None = None  # by decode.STAGES
     adapted_target: bool = False  # whether outputs are those of a target that the head has changed
     lossy: bool = False  # whether the acceptance rule changes the distribution of the answers
     identical_outputs: float | None = None  # share of the answers that equal plain decoding; None at temperature > 0
@@ -102,9 +86,10 @@ class Report:
         document["training"] = self.training and asdict(self.training)
         if self.temperature > 0:
             del document["largest_gap_at_difference"]
-        return {
-            key: value for key, value in document.items() if key not in ONLY_IF_KNOWN or value not in (None, {}, [])
-        }
+        names = [item.name for item in fields(self)]
+        optional = names[names.index("replayed_prompts") :]
+        unknown = [key for key in optional if document[key] in (None, {}, [])]
+        return {key: value for key, value in document.items() if key not in unknown}
 
     @classmethod
     def from_json(cls, document: dict, *, source: str = "this document") -> "Report":
@@ -202,9 +187,7 @@ def prompt_counts(results: Sequence[PromptResult | PromptReplay]) -> list[dict]:
 
 def undecoded(temperature: float) -> Report:
     """The report of a validation that replays only, before `with_replays`."""
-    decoded = (item.name for item in fields(Report) if item.default is MISSING and item.default_factory is MISSING)
-    values: dict[str, Any] = {**dict.fromkeys(decoded), "temperature": temperature, "num_prompts": 0, "num_rounds": 0}
-    return Report(**values)
+    return Report(temperature, num_prompts=0, num_rounds=0)
 
 
 def with_replays(report: Report, replays: Sequence[PromptResult | PromptReplay], *, seed: int = 0) -> Report:

@@ -27,14 +27,13 @@ import torch
 from torch import Tensor
 
 from specdec.core import masks
-from specdec.core.cache import RowCache
 from specdec.core.devices import given
 from specdec.core.generation import Ends
 from specdec.core.grammar import Constraint
 from specdec.core.sampling import AnySampling, Randomness, RowSampling, pick, uniforms
 from specdec.core.tree import Tree, certain, plant, root
 from specdec.proposers.base import Proposer
-from specdec.proposers.candidates import Acceptance, Best, Candidates, Kind, RowCandidates
+from specdec.proposers.candidates import FORGET, Acceptance, Best, Candidates, Kind, RowCandidates
 from specdec.proposers.costs import SIZES, Costs, MeasuredCosts, describe_conditions, find_file, read_told
 from specdec.proposers.growth import widened
 from specdec.proposers.heads import HeadProposer
@@ -44,11 +43,8 @@ from specdec.target.model import Target
 
 SIBLINGS = 3  # candidates of a head for each token
 DEEPEST = 6  # steps of a head
-FORGET = 0.98  # weight of a round in averages after the next one
-KEPT, TRUST = 0.995, 10.0  # the same in `Realised`; tokens for which predictions count as right at first
 RECENT = 15  # timings whose median is the time of a step
 LEARNING = 0.01  # share of the time that rounds may cost which are made to learn something
-LONGEST = 512  # rounds between two trials of a head
 SHORTEST = 8  # rounds between two rounds without drafts that are made to measure one
 
 
@@ -64,9 +60,8 @@ class AutoRound:
     tokens: float  # expected, of all rows
     seconds: float  # expected, of verification and drafting
     plain: float  # seconds that plain decoding takes for as many tokens in as many rows
-    promised: float  # accepted drafts by the sum of their probabilities
     head_seconds: float  # that the head took
-    rows: list[RowCandidates]  # emptied once they were taught
+    rows: list[RowCandidates]
 
 
 @dataclass
@@ -82,23 +77,26 @@ class Account:
     trials: int = 0  # of these, rounds to see whether it pays by now
     checks: int = 0  # rounds that drafted nothing, to see what that takes by now
     sizes: Counter[int] = field(default_factory=Counter)  # rounds by the nodes of their trees
-    choices: deque[AutoRound] = field(default_factory=lambda: deque(maxlen=4096))  # of the last rounds
+    sources: Counter[str] = field(default_factory=Counter)  # verified drafts by Kind.source
 
     def add(self, choice: AutoRound) -> None:
         """One round, before it is verified."""
         self.rounds += 1
         self.sizes[choice.size] += 1
+        self.sources.update(choice.sources)
         self.expected += choice.tokens
         self.seconds += choice.seconds
         self.plain += choice.plain
         self.head += choice.head
         self.trials += choice.trial
         self.checks += choice.check
-        self.choices.append(choice)
 
 
 class StepTimes:
-    """Seconds of the parts of a round beside the target's pass, by name and rows: medians, as machines pause."""
+    """Seconds of the parts of a round beside the target's pass, by name and rows: medians, as machines pause.
+
+    A head's first step also reads prompts, and what was committed since it drafted. So one timing is not known yet.
+    """
 
     def __init__(self) -> None:
         self.recent: dict[tuple[str, int], deque[float]] = {}
@@ -107,48 +105,11 @@ class StepTimes:
         self.recent.setdefault((name, rows), deque(maxlen=RECENT)).append(seconds)
 
     def seconds(self, name: str, rows: int) -> float:
-        """For the nearest known number of rows; 0 for a step that has not been made."""
-        known = [(abs(each - rows), times) for (step, each), times in self.recent.items() if step == name]
+        """For the nearest known number of rows; 0 for a step that is not known."""
+        known = [
+            (abs(of - rows), times) for (step, of), times in self.recent.items() if step == name and len(times) > 1
+        ]
         return statistics.median_low(min(known, key=lambda each: each[0])[1]) if known else 0.0
-
-
-class Realised:
-    """Accepted drafts over the sum of their probabilities. To take the best-looking candidates makes predictions optimistic."""
-
-    def __init__(self) -> None:
-        self.expected = self.real = TRUST
-
-    def observe(self, expected: float, real: float) -> None:
-        fading = (1 - KEPT) * TRUST
-        self.expected = KEPT * self.expected + fading + expected
-        self.real = KEPT * self.real + fading + real
-
-    @property
-    def ratio(self) -> float:
-        return self.real / self.expected
-
-
-class Schedule:
-    """Rounds since each rare event. Rounds that teach something come so seldom that they cost the share LEARNING of the time."""
-
-    def __init__(self) -> None:
-        self.head, self.trying = 0, False  # rounds since the head drafted; whether its trial goes on in the next round
-        self.plain, self.advantage = 0, 1.0  # rounds since one without drafts; speed of the last others over it
-        self.idle = 0  # rounds since the last draft
-
-    @staticmethod
-    def is_due(waited: int, lost: float, fastest: float) -> bool:
-        """lost: seconds that such rounds are expected to lose; fastest: seconds of the fastest round"""
-        return waited >= min(LONGEST, lost / (LEARNING * fastest))
-
-    def add(self, choice: AutoRound) -> None:
-        drafts = choice.size > 1
-        self.trying = choice.trial and self.head > 0  # the first round of a trial reads what was committed meanwhile
-        self.head = 0 if choice.head else self.head + 1
-        self.plain = self.plain + 1 if drafts else 0
-        self.idle = 0 if choice.sources else self.idle + 1
-        if drafts:
-            self.advantage = choice.plain / choice.seconds
 
 
 class Auto(Proposer):
@@ -188,23 +149,23 @@ class Auto(Proposer):
     def forget(self):
         for member in self.members:
             member.forget()
-        self.acceptance, self.realised = Acceptance(), Realised()
-        self.times, self.schedule, self.account = StepTimes(), Schedule(), Account()
+        self.acceptance, self.times, self.account = Acceptance(), StepTimes(), Account()
+        self.since: Counter[str] = (
+            Counter()
+        )  # rounds since the head drafted, since one had drafts, and since one had none
+        self.advantage = 1.0  # expected speed of the last round with drafts over plain decoding
+        self.trying, self.trial_seconds = (
+            False,
+            0.0,
+        )  # whether a trial goes on in the next round; of the head in the last one
         self.speedup = (0.0, 0.0)  # recent tokens, and seconds, in units of plain rounds
-        self.joining = 0.0  # tokens of prompts that join in a round, on average
         self.num_rows = 0
         self.left, self.ends = list[int](), Ends(frozenset())  # tokens that answers may still have; what ends them
-        self.cache: RowCache | None = None
         self.round: AutoRound | None = None  # the last one of this batch
 
     @property
     def compile_seconds(self) -> float:
         return sum(member.compile_seconds for member in self.members)
-
-    @property
-    def entries(self) -> int | None:
-        """Entries of each row of the target's cache."""
-        return None if self.cache is None else self.cache.visible
 
     @property
     def running(self) -> list[int]:
@@ -229,9 +190,6 @@ class Auto(Proposer):
         if self.num_rows:
             self.costs.prepare(self.num_rows)
 
-    def share(self, cache):
-        self.cache = cache
-
     def begin(self, tokens, num):
         for member in self.members:
             member.begin(tokens, num)
@@ -239,9 +197,7 @@ class Auto(Proposer):
         self.constraints: list[Constraint | None] = [None] * len(tokens)
         if self.num_rows != len(tokens):
             self.num_rows, self.speedup = len(tokens), (0.0, 0.0)
-        self.schedule.head = max(1, self.schedule.head)  # the head has prompts to read
-        self.joined, self.round = 0, None
-        self.newly = 0  # tokens of the last round, which a head reads in any case
+        self.round = None
         assert self.costs is not None
         self.costs.prepare(len(tokens))
 
@@ -257,11 +213,7 @@ class Auto(Proposer):
             return  # the prompts
         for candidates, new in zip(self.round.rows, rows):
             candidates.teach(new)
-        self.round.rows.clear()
-        self.newly = sum(counts)
         tokens_got = sum(len(self.ends.cut([], new[:left])[0]) for new, left in zip(rows, self.left))
-        emitting = sum(map(bool, rows))
-        self.realised.observe(self.round.promised, tokens_got - emitting)
         gained, spent = self.speedup
         self.speedup = gained + tokens_got / max(1, len(self.running)), spent
         self.account.tokens += tokens_got
@@ -279,7 +231,6 @@ class Auto(Proposer):
             member.replace(rows, nums, opening)
         for row, following, count in zip(rows, opening.following.tolist(), opening.counts):
             self.newest[row] = following[count - 1]
-        self.joined += sum(opening.counts)
 
     def finish(self, nums):
         for member in self.members:
@@ -297,24 +248,28 @@ class Auto(Proposer):
 
     def propose(self, sampling, generator):
         assert self.costs is not None
-        self.joining, self.joined = FORGET * self.joining + (1 - FORGET) * self.joined, 0
-        candidates, schedule = self._candidates(self.costs), self.schedule
-        fastest, plain = min(candidates.curve.values()), candidates.curve[1]
-        lost = 2 * (schedule.advantage - 1) * fastest
-        due = schedule.plain >= SHORTEST and schedule.is_due(schedule.plain, lost, fastest)
+        rows = [
+            RowCandidates(self.acceptance, [token], left, self.ends.tokens, constraint)
+            for token, left, constraint in zip(self.newest, self.left, self.constraints)
+        ]
+        curve, active = self.costs.curve(self.num_rows), len(self.running)
+        fastest, (gained, spent) = min(curve.values()), self.speedup
+        rate = active / fastest * (max(1.0, gained / spent) if spent else 1.0)  # never less than that of plain decoding
+        candidates = Candidates(rows, self.running, curve, rate, self.linear)
+        due = self.since["plain"] >= SHORTEST and self._is_due("plain", 2 * (self.advantage - 1) * fastest, fastest)
         check = due and self.costs.steps is None  # user-supplied costs need none
         # Where looking at texts takes long and nothing is worth drafting, most rounds do without
-        if schedule.idle < SHORTEST or schedule.idle % SHORTEST == 0 or self._seconds("texts") < 0.01 * fastest:
-            self._look(candidates.rows)
+        unused = self.since["drafts"]
+        if unused < SHORTEST or unused % SHORTEST == 0 or self._seconds("texts") < LEARNING * fastest:
+            self._look(rows)
         head = trial = False
         distributions, drafting, head_seconds = list[Tensor](), 0.0, 0.0
         if self.head is not None and not check and candidates.room:
             head, trial = self._wants_head(self.head, candidates, fastest)
             if head:
                 distributions, drafting, head_seconds = self._grow(self.head, candidates, sampling, generator)
-        active = len(self.running)
-        best = Best(1, plain, float(active)) if check else candidates.best()
-        tree, sources = self._plant(candidates.rows, best.size, distributions)
+        best = Best(1, curve[1], float(active)) if check else candidates.best()
+        tree, sources = self._plant(rows, best.size, distributions)
         self.round = AutoRound(
             size=tree.tokens.shape[1],
             sources=sources,
@@ -323,40 +278,37 @@ class Auto(Proposer):
             check=check,
             tokens=best.tokens,
             seconds=best.seconds + drafting,
-            plain=best.tokens * plain / max(1, active),
-            promised=(best.tokens - active) / candidates.faith,
+            plain=best.tokens * curve[1] / max(1, active),
             head_seconds=head_seconds,
-            rows=candidates.rows,
+            rows=rows,
         )
-        gained, spent = self.speedup
         self.speedup = FORGET * gained, FORGET * spent + self.round.seconds / fastest
-        schedule.add(self.round)
         self.account.add(self.round)
+        self._count(self.round)
         return tree
 
     def timed(self, cost):
-        assert self.round is not None
-        if self.costs is None or self.costs.steps is not None:
-            return
-        size, verify = self.round.size, cost.stages["verify"]
-        say = self.target.share.all_say  # processes with one target must decide alike
-        verifying, rest = say(verify)[0], say(cost.seconds - verify - self.round.head_seconds)[0]
-        self.costs.observe(self.num_rows, size, verifying, self.entries)
-        self.times.observe("rest" if size > 1 else "rest without drafts", self.num_rows, rest)
+        assert self.round is not None and self.costs is not None
+        # Processes with one target must decide alike
+        seconds = self.target.share.all_say(cost.seconds - self.round.head_seconds)[0]
+        self.costs.observe(self.num_rows, self.round.size, seconds)
 
-    def _candidates(self, costs: Costs) -> Candidates:
-        """No candidates yet, and what they are judged by. The rate is never less than that of plain decoding."""
-        known = costs.curve(self.num_rows, self.entries)
-        plain_rest = self._seconds("rest without drafts")
-        more = max(0.0, self._seconds("rest") - plain_rest) if plain_rest else 0.0  # what drafting takes beside
-        curve = {num: known[num] + more * (num > 1) for num in costs.sizes if num in known and num <= max(SIZES)}
-        gained, spent = self.speedup
-        rate = len(self.running) / min(curve.values()) * (max(1.0, gained / spent) if spent else 1.0)
-        rows = [
-            RowCandidates(self.acceptance, [token], left, self.ends.tokens, constraint)
-            for token, left, constraint in zip(self.newest, self.left, self.constraints)
-        ]
-        return Candidates(rows, self.running, curve, rate, self.realised.ratio, self.linear)
+    def _count(self, choice: AutoRound) -> None:
+        """Counts rounds since rare events. A trial takes two: the first one reads what was committed meanwhile."""
+        if choice.trial:
+            self.trial_seconds = choice.head_seconds + (self.trial_seconds if self.trying else 0.0)
+        self.trying = choice.trial and not self.trying
+        for event, happened in (("head", choice.head), ("drafts", choice.sources), ("plain", choice.size == 1)):
+            self.since[event] = 0 if happened else self.since[event] + 1
+        if choice.size > 1:
+            self.advantage = choice.plain / choice.seconds
+
+    def _is_due(self, event: str, lost: float, fastest: float) -> bool:
+        """Whether rounds that lose so many seconds cost less than the share LEARNING of the time since the last ones.
+
+        fastest: seconds of the fastest round
+        """
+        return self.since[event] >= lost / (LEARNING * fastest)
 
     def _look(self, rows: list[RowCandidates]) -> None:
         """Adds the guesses of text proposers."""
@@ -366,25 +318,17 @@ class Auto(Proposer):
                 row.add_guesses(type(member).__name__, member.guess(number))
         for row in rows:
             row.normalise()
-        self.times.observe("texts", self.num_rows, self.target.share.all_say(time.perf_counter() - start)[0])
+        self._observe("texts", start, self.compile_seconds)
 
     def _wants_head(self, head: HeadProposer, candidates: Candidates, fastest: float) -> tuple[bool, bool]:
-        """Whether the head drafts, and whether only for a trial: to see whether it pays by now.
-
-        A head first reads everything that was committed since it drafted, and prompts.
-        """
-        source = "drawn" if ("drawn", 1) in self.acceptance.depths else "head"
+        """Whether the head drafts, and whether only for a trial: to see whether it pays by now."""
+        source = "drawn" if ("drawn", 1) in self.acceptance.counts else "head"
         typical = [self.acceptance.typical(source, depth) for depth in range(1, head.depth + 1)]
-        first = self._seconds("absorb") + self.joining * self._seconds("reading")
-        gain = candidates.gain_of_head(typical, first, self._seconds("step"))
-        reading = self._num_late(head) * self._seconds("reading")
-        # Half of the tokens that answers may still have are rounds in which a head that reads now may draft
-        rounds = max(1.0, sum(self.left) / max(1, len(self.running)) / 2)
-        if gain > (candidates.rate * reading / rounds if self.schedule.head else 0.0):
+        gain = candidates.gain_of_head(typical, self._seconds("absorb"), self._seconds("step"))
+        if gain > 0:
             return True, False
-        # A trial takes two rounds: the first one's time is not what the head takes as a rule
-        lost = 2 * max(0.0, -gain) / candidates.rate + reading
-        trial = self.schedule.trying or self.schedule.is_due(self.schedule.head, lost, fastest)
+        lost = max(2 * -gain / candidates.rate, self.trial_seconds)
+        trial = self.trying or self._is_due("head", lost, fastest)
         return trial, trial
 
     def _grow(
@@ -395,17 +339,16 @@ class Auto(Proposer):
         -> the distributions that were sampled from, [B, W] each; expected and observed seconds of the steps
         """
         rows, device, drafter = candidates.rows, self.target.device, head.drafter
-        depth, step = min(head.depth, candidates.room), "absorb"
-        timer = StepTimer(self, head)
-        late = self._num_late(head)
+        depth, step, spent = min(head.depth, candidates.room), "absorb", 0.0
+        start, compiled = time.perf_counter(), self.compile_seconds
         _, first = head.absorb()
-        state, logits, *_ = first
+        state, logits, _ = first
         seen = masks.causal_mask(depth, device).expand(len(rows), -1, -1)
         spine, distributions = [0] * len(rows), list[Tensor]()
         for level in range(1, depth + 1):
             if sampling.greedy:
                 probabilities, tokens = head.likeliest(logits, min(SIBLINGS, drafter.vocab_size))
-                timer.stop(step, late)
+                spent += self._observe(step, start, compiled)
                 for number, row in enumerate(rows):
                     kinds = [Kind("head", each, level, rank) for rank, each in enumerate(probabilities[number])]
                     nodes = [row.add(token, spine[number], kind) for token, kind in zip(tokens[number], kinds)]
@@ -414,7 +357,7 @@ class Auto(Proposer):
             else:
                 distribution = sampling.distribution(logits[:, 0])  # [B, W]
                 surest = distribution.max(-1).values.tolist()
-                timer.stop(step, late)
+                spent += self._observe(step, start, compiled)
                 kinds = [Kind("drawn", sure, level) for sure in surest]
                 likely = [row.path_probability(node, kind) for row, node, kind in zip(rows, spine, kinds)]
                 if not candidates.gain(likely, drawn=True) > 0:
@@ -431,13 +374,12 @@ class Auto(Proposer):
             likely = [following * row.probabilities[node] * row.is_useful(level + 1) for row, node in zip(rows, spine)]
             if candidates.gain(likely, drawn=not sampling.greedy) <= candidates.rate * self._seconds("step"):
                 break
-            timer.start()
-            step, late = "step", 0
-            state, logits, *_ = head.step(level + 1, level - 1, state, drafts, seen[:, level - 1 : level, :level])
+            step, start, compiled = "step", time.perf_counter(), self.compile_seconds
+            state, logits, _ = head.step(level + 1, level - 1, state, drafts, seen[:, level - 1 : level, :level])
         head.cache.drop_pending()
         for row in rows:
             row.normalise()
-        return distributions, self._seconds("absorb") + (level - 1) * self._seconds("step"), timer.spent
+        return distributions, self._seconds("absorb") + (level - 1) * self._seconds("step"), spent
 
     def _plant(self, rows: list[RowCandidates], size: int, distributions: list[Tensor]) -> tuple[Tree, Counter[str]]:
         """-> the tree of `size` nodes in each row, and who drafts them. distributions: [B, W] of each sampled level"""
@@ -458,33 +400,18 @@ class Auto(Proposer):
             probs[torch.arange(len(rows), device=device), places] = widened(self.head.drafter, distribution)
         return Tree(tree.tokens, tree.parents, probs, tree.linear), sources
 
-    def _num_late(self, head: HeadProposer) -> int:
-        """Tokens that the head has to read beside those of the last round: prompts, and what came since it drafted."""
-        return max(0, head.num_waiting - self.newly)
-
     def _seconds(self, name: str) -> float:
         """Of a part of a round beside the target's pass."""
         told = None if self.costs is None else self.costs.steps
         return self.times.seconds(name, self.num_rows) if told is None else told.get(name, 0.0)
 
+    def _observe(self, name: str, start: float, compiled: float) -> float:
+        """Takes in the seconds of a step that began at `start`, unless it compiled something -> seconds without compiling
 
-class StepTimer:
-    """Times the steps of a head, and tells them to `auto` unless they were compiled. spent: seconds without compiling"""
-
-    def __init__(self, auto: Auto, head: HeadProposer):
-        self.auto, self.head, self.spent = auto, head, 0.0
-        self.start()
-
-    def start(self) -> None:
-        self.begun, self.compiled = time.perf_counter(), self.head.compile_seconds
-
-    def stop(self, name: str, late: int) -> None:
-        """late: tokens that the step has read beside those of the last round"""
-        auto, compiling = self.auto, self.head.compile_seconds - self.compiled
-        seconds = auto.target.share.all_say(time.perf_counter() - self.begun)[0]
-        self.spent += max(0.0, seconds - compiling)
-        if compiling > 0:
-            return
-        if late:
-            name, seconds = "reading", max(0.0, seconds - auto._seconds("absorb")) / late
-        auto.times.observe(name, auto.num_rows, seconds)
+        compiled: compile_seconds then
+        """
+        seconds = self.target.share.all_say(time.perf_counter() - start)[0]
+        compiling = self.compile_seconds - compiled
+        if not compiling:
+            self.times.observe(name, self.num_rows, seconds)
+        return max(0.0, seconds - compiling)

@@ -12,10 +12,8 @@ from specdec.core.grammar import Constraint
 from specdec.core.tree import Nodes
 from specdec.proposers.text import Guess
 
-FORGET = 0.998  # weight of an observation after the next one of its kind: half after 350
+FORGET = 0.995  # weight of an observation, and of a round, after the next one: half after 140
 TRUST = 6.0  # prior weight of the drafter's own estimate, in observations
-DEEPEST = 4  # deeper drafts count as of this depth
-BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # between the groups of estimates
 
 
 @dataclass(frozen=True)
@@ -23,64 +21,47 @@ class Kind:
     """What is known of a draft before it is verified.
 
     source: who drafts it; estimate: the drafter's probability that it is accepted if its parent is; rank: siblings of
-    this source that are likelier; match: tokens of the text that were found again, for text proposers
+    this source that are likelier
     """
 
     source: str
     estimate: float
     depth: int
     rank: int = 0
-    match: int = 0
-
-    @property
-    def keys(self) -> tuple[tuple, tuple]:
-        """Of the counters, the coarse one first."""
-        group = sum(self.estimate >= bound for bound in BOUNDS)
-        coarse = (self.source, self.rank == 0, group)
-        return coarse, (*coarse, min(self.depth, DEEPEST), min(self.match.bit_length(), 5))
-
-
-@dataclass
-class AcceptanceCounter:
-    """How often a draft of a kind was accepted; old observations weigh less."""
-
-    accepted: float = 0.0
-    offered: float = 0.0
-
-    def add(self, accepted: bool) -> None:
-        self.accepted = FORGET * self.accepted + accepted
-        self.offered = FORGET * self.offered + 1
-
-    def correct(self, estimate: float) -> float:
-        return (self.accepted + TRUST * estimate) / (self.offered + TRUST)
 
 
 class Acceptance:
-    """Calibrated acceptance probabilities: the coarse counter of a kind corrects its estimate, the fine one the result."""
+    """Calibrated acceptance probabilities: of drafts with nearly the same estimate, how many were accepted.
+
+    Without observations the estimate counts, which weighs as much as TRUST of them. Old observations weigh less.
+    """
 
     def __init__(self) -> None:
-        self.counters: dict[tuple, AcceptanceCounter] = {}
-        self.depths: dict[tuple[str, int], AcceptanceCounter] = {}
+        self.counts: dict[tuple, tuple[float, float]] = {}  # drafts that were accepted, and all
 
     def probability(self, kind: Kind) -> float:
         """That a draft is accepted if its parent is."""
-        value = min(max(kind.estimate, 1e-4), 0.999)
-        for key in kind.keys:
-            if key in self.counters:
-                value = self.counters[key].correct(value)
-        return value
-
-    def learn(self, kind: Kind, accepted: bool) -> None:
-        """Called for every draft with an accepted parent, verified or not: the text shows whether it was right."""
-        for key in kind.keys:
-            self.counters.setdefault(key, AcceptanceCounter()).add(accepted)
-        if kind.rank == 0:
-            self.depths.setdefault((kind.source, kind.depth), AcceptanceCounter()).add(accepted)
+        return self._corrected(_group(kind), min(max(kind.estimate, 1e-4), 0.999))
 
     def typical(self, source: str, depth: int) -> float:
         """Of a source's first draft at a depth, before anything is known about it; one half without observations."""
-        counter = self.depths.get((source, depth))
-        return 0.5 if counter is None else counter.correct(0.5)
+        return self._corrected((source, depth), 0.5)
+
+    def learn(self, kind: Kind, accepted: bool) -> None:
+        """Called for every draft with an accepted parent, verified or not: the text shows whether it was right."""
+        for key in (_group(kind), *([(kind.source, kind.depth)] if kind.rank == 0 else [])):
+            right, all = self.counts.get(key, (0.0, 0.0))
+            self.counts[key] = FORGET * right + accepted, FORGET * all + 1
+
+    def _corrected(self, key: tuple, estimate: float) -> float:
+        right, all = self.counts.get(key, (0.0, 0.0))
+        return (right + TRUST * estimate) / (all + TRUST)
+
+
+def _group(kind: Kind) -> tuple:
+    """Drafts of one source whose estimates have nearly the same log-odds; likeliest siblings apart."""
+    estimate = min(max(kind.estimate, 0.01), 0.99)
+    return kind.source, kind.rank == 0, round(math.log(estimate / (1 - estimate)))
 
 
 class ChosenDrafts(NamedTuple):
@@ -144,7 +125,7 @@ class RowCandidates:
         numbers, depths, children = [0], [0], Counter[int]()
         for guess in guesses:
             depths.append(depths[guess.parent] + 1)
-            kind = Kind(source, guess.probability, depths[-1], children[guess.parent], guess.match)
+            kind = Kind(source, guess.probability, depths[-1], children[guess.parent])
             children[guess.parent] += 1
             numbers.append(self.add(guess.token, numbers[guess.parent], kind))
 
@@ -241,14 +222,12 @@ class Candidates:
 
     rows: of every row; running: those whose answers have not ended; linear: whether trees are chains
     curve: seconds by nodes, without the head's; rate: tokens a second of all rows that rounds are expected to give
-    faith: accepted drafts over the sum of their probabilities
     """
 
     rows: list[RowCandidates]
     running: list[int]
     curve: dict[int, float]
     rate: float
-    faith: float
     linear: bool
 
     @property
@@ -271,7 +250,7 @@ class Candidates:
     def _best(self, values: list[list[float]], forced: int) -> Best:
         sums = [0.0, *itertools.accumulate(map(sum, itertools.zip_longest(*values, fillvalue=0.0)))]
         found = [
-            Best(size, seconds, len(self.running) + self.faith * sums[min(size, len(sums)) - 1])
+            Best(size, seconds, len(self.running) + sums[min(size, len(sums)) - 1])
             for size, seconds in self.curve.items()
             if size > forced
         ]

@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specdec.core import rules
 from specdec.core.cache import RowCache
@@ -16,10 +15,10 @@ from specdec.target.verifier import Verifier
 class Cascade(Proposer):
     """Useful if a pass spends most of its time on a long context: passes over a part of the cache do not.
 
-    The part of a row's cache is chosen anew each round: the first `sinks` entries, the last `window` entries, and between
-    them the `chunks` chunks of `chunk` entries whose keys are most similar to the newest keys. `inner` drafts for the target
-    on that part, which verifies token by token, until every row has exactly `num` drafts. These have the distributions of the
-    target on the part, and verification by the full target uses them. Only the full target applies a repetition penalty.
+    The part of a row's cache is chosen anew each round: the first `sinks` entries and the last `window` entries. `inner` drafts
+    for the target on that part, which verifies token by token, until every row has exactly `num` drafts. These have the
+    distributions of the target on the part, and verification by the full target uses them. Only the full target applies a
+    repetition penalty.
     """
 
     linear = True
@@ -32,15 +31,11 @@ class Cascade(Proposer):
         num: int,
         sinks: int,
         window: int,
-        chunks: int,
-        chunk: int,
         compile: bool = False,
     ):
-        for name, value, least in (("num", num, 1), ("sinks", sinks, 0), ("window", window, 1), ("chunks", chunks, 0)):
+        for name, value, least in (("num", num, 1), ("sinks", sinks, 0), ("window", window, 1)):
             if value < least:
                 raise ValueError(f"{name}={value} must be at least {least}.")
-        if chunk < 1:
-            raise ValueError(f"chunk={chunk} must be at least 1; chunks=0 takes none.")
         if not inner.rewinds:
             raise ValueError(
                 f"inner={type(inner).__name__} cannot be rewound, so it cannot draft for a cascade: choose another inner=."
@@ -55,8 +50,8 @@ class Cascade(Proposer):
                 f"The layers of {target.name} are on several devices, and a cascade needs one: set target.device=cuda."
             )
         self.target, self.inner = target, inner
-        self.depth, self.sinks, self.window, self.chunks, self.chunk = num, sinks, window, chunks, chunk
-        self.budget = sinks + window + chunks * chunk  # entries of the part
+        self.depth, self.sinks, self.window = num, sinks, window
+        self.budget = sinks + window  # entries of the part
         self.target_layers = inner.target_layers
         self.runner = Runner(compile)
 
@@ -76,7 +71,6 @@ class Cascade(Proposer):
             device=cache.data.device,
             capacity=self.budget + 2 * self.depth + self.inner.depth + 1,  # grows if a tree needs more
         )
-        self.means = cache.data.new_zeros(num_layers, num_rows, num_heads, 0, head_dim)  # the mean of each chunk's keys
         self.inner.share(self.part)
 
     def begin(self, tokens, num):
@@ -134,33 +128,9 @@ class Cascade(Proposer):
         self.part.take_part(self.full, self._entries())
 
     def _entries(self) -> Tensor:
-        """The full cache's entries that the part has, in any order: [layers, B, heads, M], short rows filled up."""
-        full, device = self.full, self.full.data.device
-        shape = *full.data.shape[0:3:2], full.data.shape[3], -1
-        everything = torch.arange(min(self.budget, full.get_seq_length()), device=device)  # those of a short row
-        if full.get_seq_length() <= self.budget:
-            return everything.expand(*shape)
-        start = (full.lengths - self.window).clamp(min=0)[:, None, None]  # [B, 1, 1] of the window
-        parts = [torch.arange(self.sinks, device=device), start + torch.arange(self.window, device=device)]
-        if self.chunks:
-            parts.append(self._similar(start))
-        chosen = torch.cat([part.expand(*shape) for part in parts], dim=-1)
-        return torch.where(full.lengths[:, None, None] <= self.budget, everything, chosen)
-
-    def _similar(self, start: Tensor) -> Tensor:
-        """The entries of the chunks whose mean key is most similar to the newest key, as in TriForce.
-
-        start [B, 1, 1]: where the window starts -> [layers, B, heads, chunks * chunk]
-        """
-        full, size = self.full, self.chunk
-        known, num = self.means.shape[3], (full.get_seq_length() - self.window - self.sinks) // size
-        keys = full.data[:, 0, :, :, self.sinks + known * size : self.sinks + num * size]
-        new = keys.unflatten(3, (num - known, size)).mean(4)  # [layers, B, heads, new chunks, head_dim]
-        means = torch.cat([self.means, new], dim=3)
-        # Only chunks that are full in every row are kept: entries behind a row's committed ones may change.
-        self.means = means[:, :, :, : max(0, min(full.known) - self.sinks) // size]
-        newest = full.data[:, 0, full.rows[:, 0], :, full.lengths - 1].transpose(0, 1)  # [layers, B, heads, head_dim]
-        similarity = F.cosine_similarity(newest[:, :, :, None], means, dim=-1)
-        first = self.sinks + size * torch.arange(num, device=start.device)  # [chunks]
-        best = first[similarity.masked_fill(first + size > start, -torch.inf).topk(self.chunks).indices]
-        return (best[..., None] + torch.arange(size, device=start.device)).flatten(3)
+        """The full cache's entries that the part has: [layers, B, heads, M], short rows filled up."""
+        full = self.full
+        place = torch.arange(min(self.budget, full.get_seq_length()), device=full.data.device)
+        start = (full.lengths - self.budget).clamp(min=0)[:, None]  # [B, 1] entries that a row leaves out
+        chosen = torch.where(place < self.sinks, place, place + start)  # [B, M]
+        return chosen[None, :, None].expand(full.data.shape[0], -1, full.data.shape[3], -1)

@@ -1,11 +1,10 @@
 """The measured cost curve: seconds of the target's pass by rows and nodes.
 
-Costs are measured once on a device and kept on disk. While decoding, every pass corrects them.
+Costs are measured once on a device and kept on disk. While decoding, the observed seconds of every round correct them.
 """
 
 import bisect
 import copy
-import functools
 import hashlib
 import json
 import math
@@ -25,17 +24,15 @@ from specdec.core.files import write_text
 from specdec.core.sampling import AnySampling, Sampling
 from specdec.core.tree import Tree
 from specdec.core.untrusted import read_json
+from specdec.proposers.candidates import FORGET
 from specdec.target.model import Target
 from specdec.target.verifier import Verifier
 
-SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32)  # nodes of the measured passes of one row, with the root
-BATCH_SIZES = (1, 2, 4, 8, 16, 32)  # the same for several rows
-FEW_SIZES = (1, 2, 4, 6, 8, 12, 16, 24)  # where every size is compiled
+SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32)  # nodes of the measured passes, with the root
 ROWS = (1, 8, 32, 64)  # measured numbers of rows; others are interpolated
-CONTEXT, LONG_CONTEXT = 128, 700  # tokens in the cache during the measurement, and for the cost of longer contexts
-SECONDS = 1.5  # time budget of one measurement; each size is measured at least twice
-CLOSE = 1.05  # a size is not repeated once its two fastest passes agree up to this ratio
-NOISE, LOAD, OWN, FADE = 0.1, 0.03, 0.25, 0.005  # see Correction
+CONTEXT = 128  # tokens in the cache during the measurement
+SECONDS = 1.5  # time budget of one measurement; each size is measured at least three times
+LOAD, OWN, MOST = 0.08, 0.15, 0.4  # see Correction
 
 Curve = dict[int, float]  # seconds of a pass by its nodes
 Progress = Callable[[list, str], Iterable]
@@ -65,34 +62,26 @@ def find_file(conditions: dict[str, object]) -> Path:
 
 
 class Correction:
-    """By how much passes take longer now than measured: a Kalman filter over logarithms.
+    """By how much rounds take longer now than measured: the load of the machine times each size's own ratio.
 
-    The logarithm of observed over measured seconds is the load of the machine, which all sizes share, plus the size's own
-    error. NOISE is the standard deviation of one pass, LOAD that of the load's change from pass to pass, OWN that of own
-    errors. Sizes that are near have similar own errors, so one observation also moves its neighbours. In each pass the
-    share FADE of what is known is forgotten, so that a size that looked expensive is tried again.
+    The logarithm of observed over measured seconds that is not explained yet moves the load by the share LOAD, and own ratios
+    by OWN, those of other sizes the less the farther they are. It counts as MOST at most, as machines pause. Own ratios fade,
+    so that a size that looked expensive is tried again.
     """
 
     def __init__(self, sizes: Iterable[int]):
-        self.places = {num: place for place, num in enumerate(sizes, start=1)}  # place 0 is the load
-        logs = numpy.log(list(self.places))
-        self.prior = numpy.zeros((1 + len(logs), 1 + len(logs)))
-        self.prior[0, 0] = LOAD**2 / (1 - (1 - FADE) ** 2)
-        self.prior[1:, 1:] = OWN**2 * numpy.exp(-abs(logs[:, None] - logs))
-        self.mean, self.covariance = numpy.zeros(1 + len(logs)), self.prior
+        self.load, self.own = 0.0, dict.fromkeys(sizes, 0.0)  # logarithms
 
     def factor(self, num: int) -> float:
-        return math.exp(self.mean[0] + self.mean[self.places[num]])
+        return math.exp(self.load + self.own[num])
 
     def observe(self, num: int, ratio: float) -> None:
-        """ratio: observed over measured seconds. More than a standard deviation counts as one, as machines pause."""
-        keep, place = 1 - FADE, self.places[num]
-        covariance = keep**2 * self.covariance + (1 - keep**2) * self.prior
-        gain = covariance[0] + covariance[place]
-        variance = gain[0] + gain[place] + NOISE**2
-        error, most = math.log(ratio) - keep * math.log(self.factor(num)), math.sqrt(variance)
-        self.mean = keep * self.mean + gain / variance * min(max(error, -most), most)
-        self.covariance = covariance - numpy.outer(gain, gain) / variance
+        """ratio: observed over measured seconds"""
+        error = math.log(ratio) - self.load - self.own[num]
+        error = min(max(error, -MOST), MOST)
+        self.load += LOAD * error
+        for size, known in self.own.items():
+            self.own[size] = FORGET * known + OWN * error * min(size, num) / max(size, num)
 
 
 class Costs:
@@ -101,48 +90,37 @@ class Costs:
     table: by rows, then by nodes; sizes: numbers of nodes that a pass may have
     steps: user-supplied seconds of a head's first step ("absorb") and of each further one ("step"); such costs are
         never corrected. None: the head is timed
-    entries, per_entry: cache entries of a row in the measurement, and seconds that each further one adds to a pass. A
-        pass reads the whole cache, so a longer context adds the same to all sizes
     """
 
     def __init__(
-        self,
-        table: Mapping[int, Curve],
-        *,
-        sizes: Iterable[int] = SIZES,
-        steps: dict[str, float] | None = None,
-        entries: int = 0,
-        per_entry: float = 0.0,
+        self, table: Mapping[int, Curve], *, sizes: Iterable[int] = SIZES, steps: dict[str, float] | None = None
     ):
         self.table = {rows: dict(curve) for rows, curve in table.items()}
         self.sizes, self.steps = tuple(sizes), steps
-        self.entries, self.per_entry = entries, per_entry
         self.corrections: dict[int, Correction] = {}  # by rows
 
     def prepare(self, rows: int) -> None:
         """Measures what a batch of `rows` rows needs, which may lose rows: now, not within a round."""
 
-    def curve(self, rows: int, entries: int | None = None) -> Curve:
-        """Seconds by nodes as they are now. entries: of each row's cache; None: as many as in the measurement"""
-        curve = self._measured(rows, entries)
-        if not self.corrections:
-            return curve
-        correction = self.corrections[min(self.corrections, key=lambda known: abs(known - rows))]
-        return {num: seconds * correction.factor(num) for num, seconds in curve.items() if num in correction.places}
+    def curve(self, rows: int) -> Curve:
+        """Seconds by nodes as they are now."""
+        correction = self._correction(rows)
+        return {num: seconds * correction.factor(num) for num, seconds in self._measured(rows).items()}
 
-    def observe(self, rows: int, num: int, seconds: float, entries: int | None = None) -> None:
-        """Takes in the seconds of a pass. A size that looked too cheap is chosen until it is corrected."""
-        measured = self._measured(rows, entries)
-        if self.steps is not None or num not in measured:
-            return
-        if rows not in self.corrections:
-            nearest = min(self.corrections, key=lambda known: abs(known - rows), default=None)
-            known = None if nearest is None else self.corrections[nearest]
-            same = known is not None and known.places.keys() >= measured.keys()
-            self.corrections[rows] = copy.copy(known) if known and same else Correction(measured)
-        self.corrections[rows].observe(num, seconds / measured[num])
+    def observe(self, rows: int, num: int, seconds: float) -> None:
+        """Takes in the seconds of a round. A size that looked too cheap is chosen until it is corrected."""
+        measured = self._measured(rows)
+        if self.steps is None and num in measured:
+            if rows not in self.corrections:
+                self.corrections[rows] = copy.deepcopy(self._correction(rows))
+            self.corrections[rows].observe(num, seconds / measured[num])
 
-    def _measured(self, rows: int, entries: int | None = None) -> Curve:
+    def _correction(self, rows: int) -> Correction:
+        """Of the nearest known number of rows."""
+        nearest = min(self.corrections, key=lambda known: abs(known - rows), default=None)
+        return Correction(self.sizes) if nearest is None else self.corrections[nearest]
+
+    def _measured(self, rows: int) -> Curve:
         """The curve without corrections: interpolated between known numbers of rows, proportional beyond them."""
         known = sorted(self.table)
         place = bisect.bisect(known, rows)
@@ -150,9 +128,8 @@ class Costs:
         share = (rows - low) / (high - low) if low < rows < high else 0.0
         times = 1.0 if low < high else rows / low
         few, many = self.table[low], self.table[high if share else low]
-        more = 0.0 if entries is None else rows * self.per_entry * (entries - self.entries)
-        curve = {num: times * ((1 - share) * few[num] + share * many[num]) for num in few if num in many}
-        return {num: max(0.1 * seconds, seconds + more) for num, seconds in curve.items()}
+        both = [num for num in self.sizes if num in few and num in many]
+        return {num: times * ((1 - share) * few[num] + share * many[num]) for num in both}
 
 
 class MeasuredCosts(Costs):
@@ -162,14 +139,13 @@ class MeasuredCosts(Costs):
     """
 
     def __init__(self, verifier: Verifier, sampling: Sampling, *, linear: bool, progress: Progress):
-        self.timer = functools.partial(PassTimer, verifier, sampling, linear=linear)
+        self.make_timer = lambda rows: PassTimer(verifier, sampling, rows, linear=linear)
         self.by_shape, self.progress = verifier.runner.by_shape, progress  # by_shape: every shape is compiled
         self.limit = verifier.target.max_positions or sys.maxsize
-        self.longer = not (verifier.target.windowed or verifier.target.recurrent or self.by_shape)
         self.conditions = describe_conditions(verifier, sampling)
         # Several processes that hold one target may see different files, and must decide alike
         self.path = find_file(self.conditions) if verifier.target.share.size == 1 else None
-        super().__init__(**self._read(), sizes=FEW_SIZES if self.by_shape else SIZES)
+        super().__init__(self._read(), sizes=SIZES if self.by_shape else sorted({*range(1, 10), *SIZES}))
 
     def prepare(self, rows):
         usual = () if self.by_shape else ROWS
@@ -179,44 +155,29 @@ class MeasuredCosts(Costs):
                 self._measure(each)
 
     def _measure(self, rows: int) -> None:
-        some = FEW_SIZES if self.by_shape else BATCH_SIZES if rows > 1 else SIZES
-        timer = self.timer(rows)
-        title = f"costs of {rows} rows"
-        measured = timer.measure(self.progress([num for num in some if 2 * num < self.limit], title))
+        some = self.progress([num for num in SIZES if 2 * num < self.limit], f"costs of {rows} rows")
+        measured = self.make_timer(rows).measure(some)
         sizes = [num for num in self.sizes if num <= max(measured)]
         seconds = numpy.interp(sizes, list(measured), list(measured.values()))
         self.table[rows] = dict(zip(sizes, map(float, seconds)))
-        if rows == 1 and self.longer and self.limit > 2 * LONG_CONTEXT:
-            other = self.timer(1, context=LONG_CONTEXT)
-            self.entries = timer.cache.visible
-            more = max(0.0, other.measure([1])[1] - self.table[1][1])
-            self.per_entry = more / (other.cache.visible - self.entries)
         self._write()
 
-    def _read(self) -> dict:
+    def _read(self) -> dict[int, Curve]:
         """Empty without a file, or for a damaged one: costs are measured again."""
-        if self.path is None:
-            return {"table": {}}
         try:
-            document = read_json(self.path)
-            table = {
-                int(rows): {int(num): float(seconds) for num, seconds in curve.items()}
-                for rows, curve in document["seconds"].items()
-            }
-            return {"table": table, "entries": int(document["entries"]), "per_entry": float(document["per_entry"])}
+            found = read_json(self.path)["seconds"] if self.path else {}
+            return {int(rows): {int(num): float(each) for num, each in curve.items()} for rows, curve in found.items()}
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
-            return {"table": {}}
+            return {}
 
     def _write(self) -> None:
         """Warns if the folder cannot be written."""
         if self.path is None:
             return
-        document = {"conditions": self.conditions, "seconds": self.table}
-        document |= {"entries": self.entries, "per_entry": self.per_entry}
         own = self.path.with_suffix(f".{os.getpid()}")  # another process may measure the same now
         try:
             own.parent.mkdir(parents=True, exist_ok=True)
-            write_text(own, json.dumps(document, indent=1) + "\n")
+            write_text(own, json.dumps({"conditions": self.conditions, "seconds": self.table}, indent=1) + "\n")
             own.replace(self.path)
         except (OSError, ValueError) as error:
             warnings.warn(
@@ -228,11 +189,10 @@ class MeasuredCosts(Costs):
 class PassTimer:
     """Times passes of the target over trees of random tokens, behind a text of random tokens.
 
-    context: tokens in the cache; those after the first CONTEXT are empty entries, as only the time counts
     linear: chains, for a target that reads nothing else
     """
 
-    def __init__(self, verifier: Verifier, sampling: Sampling, rows: int, *, linear: bool, context: int = CONTEXT):
+    def __init__(self, verifier: Verifier, sampling: Sampling, rows: int, *, linear: bool):
         self.target, self.verifier, self.sampling, self.linear = verifier.target, verifier, sampling, linear
         target, device = self.target, self.target.device
         self.rows, self.cache = rows, target.cache(rows)
@@ -244,9 +204,6 @@ class PassTimer:
         mask = masks.pending_mask(masks.causal_mask(length, device), self.cache.lengths, self.cache.visible)
         target.read(self._tokens(length), (), positions=positions, mask=mask, cache=self.cache)
         self._commit(length)
-        if context > CONTEXT:
-            self.cache.reserve(context - CONTEXT)
-            self._commit(context - CONTEXT)
 
     def seconds(self, num: int) -> float:
         """Of one pass of `num` nodes."""
@@ -282,11 +239,9 @@ class PassTimer:
             spent, plain = sum(map(sum, times.values())), next(iter(times.values()))[0]
             if spent > SECONDS and min(times[num][0], self.seconds(num)) > 0.5 * (num + 1) * plain:
                 break
-        again = list(times)
-        while again and (len(times[again[0]]) < 3 or sum(map(sum, times.values())) < SECONDS):
-            for num in again:
+        while min(map(len, times.values())) < 3 or sum(map(sum, times.values())) < SECONDS:
+            for num in times:
                 times[num].append(self.seconds(num))
-            again = [num for num in again if len(times[num]) < 40 and sorted(times[num])[1] > CLOSE * min(times[num])]
         return {num: float(numpy.quantile(each, 0.25)) for num, each in times.items()}
 
     def _tokens(self, num: int) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """Growing the tree of a trained drafter: a chain, a tree of chosen nodes (EAGLE-2, 2406.16858), a sampled tree."""
 
 import heapq
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
@@ -12,36 +11,16 @@ from specdec.core import masks
 from specdec.core.compile import Runner
 from specdec.core.devices import given
 from specdec.core.sampling import AnySampling, pick, uniforms
-from specdec.core.tree import Tree, TreeShape, chain, root
+from specdec.core.tree import Tree, TreeShape, chain
 from specdec.heads.base import Drafter
 
-Children = Literal["chosen", "distinct", "independent"]
+Children = Literal["chosen", "distinct"]
 
 
 def check_children(children: str) -> None:
     """Raises ValueError unless it is one of `Children`."""
     if children not in get_args(Children):
-        raise ValueError(f"children={children} must be chosen, distinct or independent.")
-
-
-@dataclass(frozen=True)
-class Stopping:
-    """Drafting stops as soon as the estimated probability that a draft is accepted is below `threshold`.
-
-    The probability of one more draft is sigmoid(bias + weight * x + confidence_weight * c), where x is the log-odds of the
-    drafter's most likely token and c the logit of its confidence head (0 without one). The probability of a path is the
-    product of its drafts' probabilities. No token that was drawn enters this estimate before it is offered to verification,
-    so sampling stays lossless (docs/methods.md, section 1).
-    """
-
-    weight: float = 1.0
-    bias: float = 0.0
-    confidence_weight: float = 0.0
-    threshold: float = 0.0
-
-    def log_probability(self, evidence: Tensor) -> Tensor:
-        """evidence [B, 2], x and c -> [B]"""
-        return F.logsigmoid(self.bias + self.weight * evidence[:, 0] + self.confidence_weight * evidence[:, 1])
+        raise ValueError(f"children={children} must be chosen or distinct.")
 
 
 class StepOutput(NamedTuple):
@@ -49,7 +28,6 @@ class StepOutput(NamedTuple):
 
     state: Tensor  # [B, w, H]
     logits: Tensor  # [B, w, W]
-    evidence: Tensor  # [B, 2] of the first node, see Stopping; [B, 0] without stopping
     ahead: Tensor  # [B, K-1, W] logits of the steps behind it, of a parallel drafter's first step; else [B, 0, W]
 
 
@@ -58,7 +36,6 @@ class Steps(Protocol):
 
     drafter: Drafter
     shape: TreeShape
-    children: Children
     runner: Runner
 
     def step(self, d: int, pending: int, state: Tensor, tokens: Tensor, seen: Tensor) -> StepOutput:
@@ -67,20 +44,15 @@ class Steps(Protocol):
         state [B, w, H], tokens [B, w], seen [B, w, pending + w] bool: which drafted nodes each of them sees
         """
 
-    def goes_on(self, evidence: Tensor) -> bool:
-        """Whether to offer one more draft, by the evidence [B, 2] of its distribution; called once for each depth."""
-
 
 def grow_chain(
     steps: Steps, newest: Tensor, first: StepOutput, sampling: AnySampling, generator: torch.Generator | None
 ) -> Tree:
     """Greedy: the most likely tokens; else sampled ones, with their distributions. newest [B], first: step 1 of this token"""
     depth = steps.shape.depth
-    (state, logits, evidence, _), tokens, distributions = first, [newest], []
+    (state, logits, _), tokens, distributions = first, [newest], []
     seen = masks.causal_mask(depth, newest.device).expand(len(newest), -1, -1)
     for d in range(1, depth + 1):
-        if not steps.goes_on(evidence):
-            break
         if sampling.greedy:
             draft = logits[:, 0].argmax(-1)
         else:
@@ -88,7 +60,7 @@ def grow_chain(
             draft = pick(distributions[-1], uniforms(len(newest), generator, newest.device))
         tokens.append(steps.drafter.to_target(draft))
         if d < depth:
-            state, logits, evidence, _ = steps.step(d + 1, d - 1, state, tokens[-1][:, None], seen[:, d - 1 : d, :d])
+            state, logits, _ = steps.step(d + 1, d - 1, state, tokens[-1][:, None], seen[:, d - 1 : d, :d])
     return chain(torch.stack(tokens, dim=1), _spread(steps.drafter, distributions) if distributions else None)
 
 
@@ -99,7 +71,7 @@ def grow_tree(steps: Steps, newest: Tensor, first: StepOutput) -> Tree:
     """
     shape, runner, device, num_rows = steps.shape, steps.runner, newest.device, len(newest)
     width = min(shape.width, steps.drafter.vocab_size)
-    state, logits, evidence, _ = first
+    state, logits, _ = first
     # All nodes of the growing tree, in the order of their making (so parents come first); entry 0 is the root.
     tokens, scores = [newest[:, None]], [torch.zeros(num_rows, 1, device=device)]
     parents = [torch.full((num_rows, 1), -1, device=device)]
@@ -108,8 +80,6 @@ def grow_tree(steps: Steps, newest: Tensor, first: StepOutput) -> Tree:
     seen = torch.zeros(num_rows, 1, 0, dtype=torch.bool, device=device)  # [B, w, P] which cached nodes each sees
     num_nodes, pending = 1, 0
     for d in range(1, shape.depth + 1):
-        if not steps.goes_on(evidence):
-            break
 
         def widen(*inputs, num_nodes=num_nodes):
             return _widen(steps.drafter, width, num_nodes, *inputs)
@@ -122,11 +92,9 @@ def grow_tree(steps: Steps, newest: Tensor, first: StepOutput) -> Tree:
         if d == shape.depth:
             break
         num_nodes += token.shape[1]
-        state, logits, evidence, _ = steps.step(d + 1, pending, state, chosen, seen)
+        state, logits, _ = steps.step(d + 1, pending, state, chosen, seen)
         pending += chosen.shape[1]
     count = len(tokens)
-    if count == 1:
-        return root(newest)
     rank = lambda *parts: _rank(parts, count, shape.nodes)
     kept_tokens, kept_parents = runner(("rank", count), rank, *tokens, *scores, *parents)
     return Tree(kept_tokens, kept_parents, None)
@@ -167,9 +135,8 @@ def _rank(parts: tuple[Tensor, ...], count: int, num_kept: int) -> tuple[Tensor,
 def grow_sampled_tree(
     steps: Steps, newest: Tensor, first: StepOutput, sampling: AnySampling, generator: torch.Generator | None
 ) -> Tree:
-    """The tree of `static_parents` with sampled tokens: which nodes it has does not depend on any draw.
+    """The tree of `static_parents` with sampled tokens, siblings without replacement. Its shape does not depend on any draw.
 
-    Siblings are drawn without replacement if `children` is "distinct", and with replacement if it is "independent".
     newest [B], first: step 1 of this token
     """
     drafter, depth, num_rows = steps.drafter, steps.shape.depth, len(newest)
@@ -179,34 +146,27 @@ def grow_sampled_tree(
         depths.append(depths[parent] + 1)
     tokens = [newest] + [newest] * (len(parents) - 1)
     distributions = [torch.zeros(0)] * (len(parents) - 1)
-    state, logits, evidence, _ = first
+    state, logits, _ = first
     level, pending = [0], 0  # the nodes that `logits` belong to, in order
     seen = torch.zeros(num_rows, 1, 0, dtype=torch.bool, device=newest.device)
     for d in range(1, depth + 1):
-        if not steps.goes_on(evidence):
-            parents = parents[: depths.index(d)]
-            break
         for place, node in enumerate(level):
             distribution = sampling.distribution(logits[:, place])  # [B, W]
             for child in [child for child in range(1, len(parents)) if parents[child] == node]:
                 draft = pick(distribution, uniforms(len(newest), generator, newest.device))
                 distributions[child - 1], tokens[child] = distribution, drafter.to_target(draft)
-                if steps.children == "distinct":
-                    distribution = _without(distribution, draft)
-        following = [node for node in range(len(parents)) if depths[node] == d and node in parents]
+                distribution = _without(distribution, draft)
+        following = [node for node, depth_of in enumerate(depths) if depth_of == d and node in parents]
         if not following or d == depth:
             break
         owner = given([level.index(parents[node]) for node in following], newest.device)
         itself = torch.eye(len(following), dtype=torch.bool, device=newest.device).expand(num_rows, -1, -1)
         seen = torch.cat([seen[:, owner], itself], dim=-1)
         chosen = torch.stack([tokens[node] for node in following], dim=1)
-        state, logits, evidence, _ = steps.step(d + 1, pending, state[:, owner], chosen, seen)
+        state, logits, _ = steps.step(d + 1, pending, state[:, owner], chosen, seen)
         level, pending = following, pending + len(following)
-    num_nodes = len(parents)
-    if num_nodes == 1:
-        return root(newest)
     shape = given(parents, newest.device).expand(num_rows, -1)
-    return Tree(torch.stack(tokens[:num_nodes], dim=1), shape, _spread(drafter, distributions[: num_nodes - 1]))
+    return Tree(torch.stack(tokens, dim=1), shape, _spread(drafter, distributions))
 
 
 def _without(distribution: Tensor, draft: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from specdec.proposers.base import Proposer, last_of
 from specdec.proposers.growth import (
     Children,
     StepOutput,
-    Stopping,
     check_children,
     grow_chain,
     grow_sampled_tree,
@@ -86,7 +85,7 @@ class HeadProposer(Proposer):
     """Drafts a chain if the shape's width is 1, else a tree.
 
     At temperature > 0 a chain's tokens are sampled, and a wider tree's nodes are chosen (EAGLE-2) unless `children` is
-    "distinct" or "independent": then a tree of fixed shape is sampled, its siblings without or with replacement.
+    "distinct": then a tree of fixed shape is sampled, its siblings without replacement.
     """
 
     rewinds = True
@@ -98,7 +97,6 @@ class HeadProposer(Proposer):
         shape: TreeShape,
         *,
         children: Children = "chosen",
-        stopping: Stopping | None = None,
         compile: bool = False,
     ):
         check_children(children)
@@ -107,11 +105,9 @@ class HeadProposer(Proposer):
         self.drafter = drafter.eval()
         self.shape = shape
         self.children = children
-        self.stopping = stopping
         self.runner = Runner(compile)
         self.target_layers = drafter.target_layers
         self.depth, self.linear = shape.depth, shape.chain
-        self.evidence: list[Tensor] = []  # for each depth of the last round, [B, 2]: see Stopping
 
     @property
     def compile_seconds(self) -> float:
@@ -136,11 +132,6 @@ class HeadProposer(Proposer):
             tokens, num, counts = torch.cat([self.opening, tokens], dim=1), num + 1, [count + 1 for count in counts]
         self.waiting.append(Committed(tokens, features, num, counts, list(range(len(counts)))))
         self.absorbed = None
-
-    @property
-    def num_waiting(self) -> int:
-        """Tokens of all rows that `absorb` has not read yet."""
-        return sum(part.counts[row] for part in self.waiting for row in part.rows if row is not None)
 
     def select(self, rows, nums):
         index = given(rows, self.opening.device)
@@ -174,7 +165,6 @@ class HeadProposer(Proposer):
 
     @torch.no_grad()
     def propose(self, sampling, generator):
-        self.evidence = []
         newest, first = self.absorb()
         if self.shape.chain:
             tree = grow_chain(self, newest[:, 0], first, sampling, generator)
@@ -206,10 +196,10 @@ class HeadProposer(Proposer):
         self.cache.make_room(new.tokens.shape[1] + drafts)
         run = Runner() if opening else self.runner  # the shape of a prompt seldom comes again: not worth compiling
         inputs = (new.tokens, new.features, new.num, self.cache.lengths, *self.cache.halves, *self.carried)
-        *carried, newest, state, logits, evidence, ahead = run(("absorb", self.shape.depth), self._absorb, *inputs)
+        *carried, newest, state, logits, ahead = run(("absorb", self.shape.depth), self._absorb, *inputs)
         self.carried = carried
         self.cache.commit(new.num, new.counts)
-        return newest, StepOutput(state, logits, evidence, ahead)
+        return newest, StepOutput(state, logits, ahead)
 
     def _absorb_apart(self, begun: list[int]) -> tuple[Tensor, StepOutput]:
         """Rows that have a prompt to read do so by themselves: the others would be filled up to its length."""
@@ -229,16 +219,14 @@ class HeadProposer(Proposer):
         if self.drafter.parallel:
             assert self.absorbed is not None
             ahead = self.absorbed[1].ahead
-            logits = ahead[:, d - 2 : d - 1]
-            evidence = self._evidence(d, state, logits)
-            return StepOutput(state, logits.expand(-1, tokens.shape[1], -1), evidence, ahead[:, :0])
+            return StepOutput(state, ahead[:, d - 2 : d - 1].expand(-1, tokens.shape[1], -1), ahead[:, :0])
 
         def step(state, tokens, seen, lengths, *halves):
             return self._step(d, state, tokens, seen, self.cache.over(halves, lengths, pending=pending))
 
         inputs = state, tokens, seen, self.cache.lengths, *self.cache.halves
-        state, logits, evidence = self.runner(("step", d, pending), step, *inputs)
-        return StepOutput(state, logits, evidence, logits[:, :0])
+        state, logits = self.runner(("step", d, pending), step, *inputs)
+        return StepOutput(state, logits, logits[:, :0])
 
     def likeliest(self, logits: Tensor, num: int) -> tuple[list, list]:
         """logits [B, 1, W] -> of each row the `num` likeliest tokens: probabilities and target ids"""
@@ -250,41 +238,20 @@ class HeadProposer(Proposer):
         values, tokens = self.runner(("candidates", num), likeliest, logits)
         return values.tolist(), tokens.tolist()
 
-    def goes_on(self, evidence: Tensor) -> bool:
-        """See growth.Steps: whether the next draft's estimated probability reaches the threshold in any row."""
-        if self.stopping is None:
-            return True
-        self.evidence.append(evidence)
-        if self.stopping.threshold == 0:
-            return True
-        probability = sum(
-            map(self.stopping.log_probability, self.evidence), evidence.new_zeros(len(evidence))
-        ).exp()  # [B]
-        return bool(probability.max() >= self.stopping.threshold)
-
-    def _evidence(self, d: int, readout: Tensor, logits: Tensor) -> Tensor:
-        """readout [B, w, R], logits [B, w, W] of step d -> [B, 2] of the first node; [B, 0] without stopping"""
-        if self.stopping is None:
-            return logits.new_zeros(len(logits), 0)
-        best = logits[:, 0].float().log_softmax(-1).max(-1).values  # [B]
-        odds = best - torch.log1p(-best.exp().clamp(max=1 - 1e-6))
-        confidence = self.drafter.confidence(d, readout[:, 0])
-        return torch.stack([odds, torch.zeros_like(odds) if confidence is None else confidence.float()], dim=1)
-
     def _absorb(self, tokens, features, num, lengths, *rest):
         """`absorb`, as a function of tensors. rest: the cache's halves, then the states that are carried so far
 
-        -> the states to carry on, the newest token [B, 1], then state, logits and evidence of its step 1, and logits ahead
+        -> the states to carry on, the newest token [B, 1], then state and logits of its step 1, and logits ahead
         """
         halves, carried = rest[: len(self.cache.halves)], rest[len(self.cache.halves) :]
         cache, newest = self.cache.over(halves, lengths), _newest(tokens, num)
         if self.drafter.parallel:
             state, readouts = self._only_step(tokens, features, num, cache)
             logits = self.drafter.logits(1, readouts)  # [B, K, W] of all depths in one product
-            return newest, state, logits[:, :1], self._evidence(1, readouts, logits), logits[:, 1:]
+            return newest, state, logits[:, :1], logits[:, 1:]
         state, readout, *states = self._first_step(tokens, features, num, cache, carried)
         logits = self.drafter.logits(1, readout)
-        return *states, newest, state, logits, self._evidence(1, readout, logits), logits[:, :0]
+        return *states, newest, state, logits, logits[:, :0]
 
     def _only_step(self, tokens: Tensor, features: Tensor, num: Tensor, cache: RowCache) -> tuple[Tensor, Tensor]:
         """`_first_step` of a parallel drafter, with all steps behind it.
@@ -348,7 +315,7 @@ class HeadProposer(Proposer):
             state, _ = drafter.step(d, h, tokens, positions, _lagging(mask, d, cache), cache)
         return *newest, *states
 
-    def _step(self, d: int, state, tokens, seen, cache: RowCache) -> tuple[Tensor, Tensor, Tensor]:
+    def _step(self, d: int, state, tokens, seen, cache: RowCache) -> tuple[Tensor, Tensor]:
         """`step`, as a function of tensors and of the cache made of them."""
         drafter, mask = self.drafter, None
         positions = (cache.lengths + drafter.first_slot + d - 2)[:, None].expand_as(tokens)
@@ -360,8 +327,7 @@ class HeadProposer(Proposer):
             if drafter.attends == "depth":
                 mask = _lagging(mask, d, cache)
         state, readout = drafter.step(d, state, tokens, positions, mask, cache)
-        logits = drafter.logits(d, readout)
-        return state, logits, self._evidence(d, readout, logits)
+        return state, drafter.logits(d, readout)
 
 
 def make_draft_proposer(

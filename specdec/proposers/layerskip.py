@@ -45,8 +45,6 @@ class LayerSkip(Proposer):
     those of a full pass: verification continues from there, and overwrites the drafts' K and V in the other layers.
 
     At temperature > 0 drafts are sampled.
-    threshold: drafting stops once the product of the most likely tokens' probabilities is below it in every row. It depends
-        on distributions only, not on drawn tokens (docs/methods.md, section 1)
     """
 
     target_layers = ()
@@ -58,18 +56,14 @@ class LayerSkip(Proposer):
         *,
         layers: int | Sequence[int] | None,
         depth: int,
-        threshold: float = 0.0,
         compile: bool = False,
     ):
         self.layers = find_layers(target, layers)
         if depth < 1:
             raise ValueError(f"depth={depth} must be at least 1.")
-        if not 0 <= threshold < 1:
-            raise ValueError(f"threshold={threshold} must be at least 0, which never stops, and below 1.")
         check_layers(target, "it cannot draft with some of them; choose another proposer.")
-        self.target, self.depth, self.threshold = target, depth, threshold
+        self.target, self.depth = target, depth
         self.num_shared = sum(number == place for place, number in enumerate(self.layers))  # E
-        self.varies = threshold > 0
         self.runner = Runner(compile)
         self.compiled = CompiledTarget(target, self.runner)
 
@@ -90,18 +84,14 @@ class LayerSkip(Proposer):
     def propose(self, sampling, generator):
         self.cache.make_room(1 + self.depth)  # now, so that every pass and verification read the same capacity
         tokens, distributions, states = [self.newest], [], []
-        certainty = torch.zeros((), device=self.newest.device)
         for _ in range(self.depth):
             before, h = self._run(tokens[-1], self.layers)
             states.append(before)
-            logits, best, log_probability = self.runner("draft", self._read_out, h)
-            certainty = certainty + log_probability
+            logits, best = self.runner("draft", self._read_out, h)
             if not sampling.greedy:
                 distributions.append(sampling.distribution(logits))
                 best = pick(distributions[-1], uniforms(len(best), generator, best.device))
             tokens.append(best)
-            if self.threshold and bool(certainty.max().exp() < self.threshold):
-                break
         if self.num_shared:
             states.append(self._run(tokens[-1], self.layers[: self.num_shared])[0])
         self.cache.drop_pending()
@@ -121,8 +111,7 @@ class LayerSkip(Proposer):
         states = self.compiled.run_layers(h, numbers, rotary=rotary, positions=cache.slots, mask=mask, cache=cache)
         return states[self.num_shared], states[-1]
 
-    def _read_out(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """h [B, 1, D] -> logits [B, V], the most likely token [B], its log-probability [B], which is 0 without a threshold"""
+    def _read_out(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """h [B, 1, D] -> logits [B, V], the most likely token [B]"""
         logits = self.target.logits(self.target.norm(h))[:, 0]
-        top, best = logits.max(-1)
-        return logits, best, top - logits.logsumexp(-1) if self.threshold else torch.zeros_like(top)
+        return logits, logits.argmax(-1)

@@ -36,7 +36,6 @@ class Lookahead(TextProposer):
 
     window: number of columns; ngram: N, tokens of an n-gram
     guesses: number of n-grams that the pool keeps and proposes for each first token: the latest ones
-    from_text: whether the n-grams of the prompt and the answer also go to the pool
 
     With ngram=2 and guesses=0 it is Jacobi decoding: a chain of `window` guesses, each of them the target's choice of the
     round before. At temperature > 0 the window still iterates the most likely tokens.
@@ -44,15 +43,15 @@ class Lookahead(TextProposer):
 
     watches = True
 
-    def __init__(self, target: Target, *, window: int, ngram: int, guesses: int, from_text: bool):
+    def __init__(self, target: Target, *, window: int, ngram: int, guesses: int):
         if window < 1:
             raise ValueError(f"window={window} must be at least 1 column.")
         if ngram < 2:
             raise ValueError(f"ngram={ngram} must be at least 2: the token to start from and one to guess.")
         if guesses < 0:
             raise ValueError(f"guesses={guesses} must be at least 0; 0 keeps no pool.")
-        self.window, self.ngram, self.guesses, self.from_text = window, ngram, guesses, from_text
-        self.linear = ngram == 2 and guesses == 0 and not from_text
+        self.window, self.ngram, self.guesses = window, ngram, guesses
+        self.linear = ngram == 2 and guesses == 0
         self.depth = window + ngram - 2  # the depth of the last column's last level
 
     def fresh(self, text):
@@ -61,10 +60,6 @@ class Lookahead(TextProposer):
     def extend(self, row, new):
         state, accepted = self.states[row], len(new) - 1
         state.columns = state.columns[accepted:] + state.columns[:accepted]
-        if self.from_text:
-            text = self.texts[row]
-            for end in range(max(self.ngram, len(text) - len(new) + 1), len(text) + 1):
-                self._keep(row, text[end - self.ngram : end])
 
     def draft(self, row):
         text, state = self.texts[row], self.states[row]

@@ -263,4 +263,4 @@ class Automaton:
                 return draft
             negative, _, stated, token, parent, state, depth = heapq.heappop(heap)
             probability = -negative
-            draft.append(Guess(token, parent, stated, match.length + depth - 1))
+            draft.append(Guess(token, parent, stated))

@@ -15,12 +15,11 @@ from specdec.target.model import Target
 
 
 class Guess(NamedTuple):
-    """A node of a draft: as in Nodes, and what is known of it before it is verified."""
+    """A node of a draft: as in Nodes, and how probable it is."""
 
     token: int
     parent: int
     probability: float  # estimated, that it is accepted if its parent is
-    match: int  # tokens at the text's end that were found again
 
 
 class TextProposer(Proposer):
@@ -65,7 +64,7 @@ class TextProposer(Proposer):
 
     def guess(self, row: int) -> list[Guess]:
         """`draft` with estimates; without any of its own, one half."""
-        return [Guess(token, parent, 0.5, 0) for token, parent in self.draft(row)]
+        return [Guess(token, parent, 0.5) for token, parent in self.draft(row)]
 
     def fresh(self, text: list[int]) -> Any:
         """What is kept beside a row's text. text: that text, empty so far, which grows"""
@@ -274,7 +273,7 @@ class Forced(TextProposer):
         return [(token, place) for place, token in enumerate(tokens[: self.depth])]
 
     def guess(self, row):
-        return [Guess(token, place, 1.0, 0) for token, place in self.draft(row)]
+        return [Guess(token, place, 1.0) for token, place in self.draft(row)]
 
 
 def usual_forced(target: Target) -> Forced:

@@ -5,11 +5,10 @@ import contextlib
 import json
 import time
 import uuid
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -20,19 +19,12 @@ from transformers import PreTrainedTokenizerBase
 from specdec.core import token_text
 from specdec.core.generation import Ends, StopStrings, reached
 from specdec.core.grammar import Constraint, Grammar
-from specdec.server.engine import End, Engine, Event, Job, Reason, ServedRound
+from specdec.server.engine import End, Engine, Event, Job, ServedRound
 from specdec.server.protocol import ChatRequest, CompletionRequest, RequestError, Settings, parse
-from specdec.server.record import Exchange, Recorder, allows_recording
+from specdec.server.record import Exchange, Recorder
 from specdec.server.text import StreamedText
 
-COUNTS = (
-    "prompt_tokens",
-    "tokens",
-    "rounds",
-    "drafted",
-    "accepted",
-    *(f"requests_{reason}" for reason in get_args(Reason)),
-)
+LONGEST_BODY = 1 << 22  # bytes of a request
 NO_RETRY = {"x-should-retry": "false"}  # of OpenAI's clients, which otherwise ask again after such an error
 
 
@@ -40,16 +32,15 @@ NO_RETRY = {"x-should-retry": "false"}  # of OpenAI's clients, which otherwise a
 class Served:
     """What the server has, and what it allows.
 
-    model: the name of the target, which requests may give; other_names: further ones
+    model: the name of the target, which requests may give; head: that of the checkpoint that drafts
     tokenizer: used in the thread of the event loop only; engine_tokenizer: a copy of it, for that of the engine
     encode_chat: messages, `enable_thinking` (None: the template's default) and, if there are any, tools= -> token ids; ValueError if
         the template refuses
     thinking: the mode of requests that do not say theirs
     stop: token ids that end an answer; max_length: tokens of a prompt and its answer; timeout: seconds of a request
-    max_body: bytes; page: the live page
+    page: the live page
     compile_grammar: raises ValueError for one that cannot be used
     recorder: writes down what is answered; None: nothing is recorded
-    counts: of tokens, rounds, drafts and accepted drafts so far, and of requests by their ends; /health shows them
     """
 
     engine: Engine
@@ -59,14 +50,12 @@ class Served:
     compile_grammar: Callable[[Grammar], Constraint | None]
     stop: frozenset[int]
     model: str
-    other_names: tuple[str, ...] = ()
+    head: str | None = None
     max_length: int = 4096
     timeout: float = 600.0
     thinking: bool | None = None
-    max_body: int = 1 << 20
     page: str = ""
     recorder: Recorder | None = None
-    counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTS, 0)))
 
     def thinking_of(self, chat: ChatRequest) -> bool | None:
         """The mode of a chat; None: the template's default"""
@@ -92,11 +81,9 @@ class Answer:
 
     async def pieces(self) -> AsyncIterator[tuple[list[str], ServedRound | None, str | None]]:
         """Text of each token, the round that they came from, and at the end the reason. Raises RequestError if the request failed."""
-        counts = self.served.counts
         while True:
             event = await self.events.get()
             if isinstance(event, End):
-                counts[f"requests_{event.reason}"] += 1
                 if event.reason in ("timeout", "error"):
                     status = 504 if event.reason == "timeout" else 500
                     raise RequestError(event.message, status=status, headers=NO_RETRY)
@@ -105,9 +92,6 @@ class Answer:
                 self._record(event.reason)
                 yield [rest], None, event.reason
                 return
-            counts["tokens"] += len(event.tokens)
-            if event.drafted is not None:
-                counts.update(rounds=1, drafted=event.drafted, accepted=event.accepted)
             ends = self.job.ends.tokens
             pieces = ["" if token in ends else self.text.add(token) for token in event.tokens]
             self.said += "".join(pieces)
@@ -120,24 +104,27 @@ class Answer:
         chat = settings if isinstance(settings, ChatRequest) else None
         generation = job.request.generation
         (tokens,), (accepted,) = generation.tokens, generation.accepted
+        fields: dict[str, Any] = {
+            "id": self.recorded_as,
+            "finish": reason,
+            "seed": settings.seed,
+            "grammar": grammar.to_row() if (grammar := settings.grammar()) else None,
+            "thinking": self.served.thinking_of(chat) if chat else None,
+            "head": self.served.head if job.speculate else None,
+        }
+        if chat and chat.offered:
+            fields["tools"] = chat.offered
         exchange = Exchange(
             job.prompt + tokens,
             len(job.prompt),
             tokens[-1] if tokens[-1] in job.ends.tokens else None,
-            reason,
             job.sampling,
             accepted,
             sum(generation.drafted),
+            fields,
             messages=[message.to_row() for message in chat.messages] if chat else None,
-            prompt=settings.text if isinstance(settings, CompletionRequest) else None,
             text=self.said,
-            metadata=settings.metadata,
-            seed=settings.seed,
-            grammar=grammar.to_row() if (grammar := settings.grammar()) else None,
-            thinking=self.served.thinking_of(chat) if chat else None,
-            tools=chat.offered if chat else None,
-            head=job.head,
-            name=self.recorded_as,
+            conversation=(settings.metadata or {}).get("conversation"),
         )
         recorder.record(exchange)
 
@@ -149,10 +136,6 @@ class Answer:
             "prompt_tokens": len(self.job.prompt),
             "completion_tokens": len(tokens),
             "total_tokens": len(self.job.prompt) + len(tokens),
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": sum(accepted),
-                "rejected_prediction_tokens": drafted - sum(accepted),
-            },
             "speculation": {
                 "rounds": len(accepted),
                 "drafted": drafted,
@@ -200,8 +183,6 @@ def make_app(served: Served) -> Starlette:
         served.engine.start()
         yield
         await asyncio.to_thread(served.engine.stop)
-        if served.recorder:
-            await asyncio.to_thread(served.recorder.close)
 
     async def page(_: Request) -> Response:
         return HTMLResponse(served.page)
@@ -212,28 +193,20 @@ def make_app(served: Served) -> Starlette:
             "status": "ok" if engine.alive else "dead",
             "running": engine.num_running,
             "waiting": engine.num_waiting,
-            **served.counts,
         }
         if served.recorder:
-            found["recording"] = served.recorder.alive
+            found["recording"] = not served.recorder.stopped
         return JSONResponse(found, 200 if engine.alive else 503)
 
-    async def models(request: Request) -> Response:
-        names = (served.model, *served.other_names)
-        entries = [
-            {"id": name, "object": "model", "owned_by": "specdec", "max_model_len": served.max_length} for name in names
-        ]
-        asked = request.path_params.get("name")
-        if asked is None:
-            return JSONResponse({"object": "list", "data": entries})
-        return JSONResponse(entries[names.index(_known(served, asked))])
+    async def models(_: Request) -> Response:
+        model = {"id": served.model, "object": "model", "owned_by": "specdec", "max_model_len": served.max_length}
+        return JSONResponse({"object": "list", "data": [model]})
 
     return Starlette(
         routes=[
             Route("/", page),
             Route("/health", health),
             Route("/v1/models", models),
-            Route("/v1/models/{name:path}", models),
             Route("/v1/chat/completions", partial(_complete, served, ChatRequest), methods=["POST"]),
             Route("/v1/completions", partial(_complete, served, CompletionRequest), methods=["POST"]),
         ],
@@ -257,13 +230,13 @@ async def _refuse_path(request: Request, error: Exception) -> Response:
 
 async def _complete(served: Served, kind: type[Settings], request: Request) -> Response:
     """Answers a request of either kind, whole or as a stream."""
-    settings = parse(kind, await _read_body(request, served.max_body))
+    settings = parse(kind, await _read_body(request))
     grammar = settings.grammar()
     # In a thread of its own, as compiling may take a second
     constraint = await asyncio.to_thread(_constrain, served, grammar) if grammar else None
     answer = _begin(served, settings, constraint)
-    form = AnswerForm(isinstance(settings, ChatRequest), settings.model or served.model)
-    answer.recorded_as = form.id if allows_recording(request.headers, settings.store) else None
+    form = AnswerForm(isinstance(settings, ChatRequest), served.model)
+    answer.recorded_as = form.id if settings.store is not False else None
     if settings.stream:
         return StreamingResponse(_stream(answer, form), media_type="text/event-stream")
     gone = asyncio.ensure_future(_wait_until_gone(request))
@@ -277,15 +250,15 @@ async def _complete(served: Served, kind: type[Settings], request: Request) -> R
         served.engine.give_up(answer.job)
 
 
-async def _read_body(request: Request, most: int) -> bytes:
-    """Raises RequestError for a body that is not said to be JSON, or has more than `most` bytes, before all of it is read."""
+async def _read_body(request: Request) -> bytes:
+    """Raises RequestError for a body that is not said to be JSON, and for one that is too long, before all of it is read."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError("Send the body with the header Content-Type: application/json.", status=415)
     body = bytearray()
     async for part in request.stream():
         body += part
-        if len(body) > most:
-            raise RequestError(f"The body is longer than the {most} bytes that this server takes.", status=413)
+        if len(body) > LONGEST_BODY:
+            raise RequestError(f"The body is longer than the {LONGEST_BODY} bytes that this server takes.", status=413)
     return bytes(body)
 
 
@@ -295,17 +268,12 @@ async def _wait_until_gone(request: Request) -> None:
         pass
 
 
-def _known(served: Served, name: str) -> str:
-    """The name of a model. Raises RequestError if there is none of that name."""
-    if name not in (served.model, *served.other_names):
-        raise RequestError(f"There is no model {name!r} here, but {served.model!r}.", status=404, parameter="model")
-    return name
-
-
 def _begin(served: Served, settings: Settings, constraint: Constraint | None) -> Answer:
     """Queues a request, whose answer follows the constraint. Raises RequestError for one that cannot be answered, or not now."""
-    if settings.model is not None:
-        _known(served, settings.model)
+    if settings.model not in (None, served.model):
+        raise RequestError(
+            f"There is no model {settings.model!r} here, but {served.model!r}.", status=404, parameter="model"
+        )
     prompt = _encode(served, settings)
     room = served.max_length - len(prompt)
     if room < 1 or (settings.most_tokens or 0) > room:
@@ -329,7 +297,6 @@ def _begin(served: Served, settings: Settings, constraint: Constraint | None) ->
         deliver,
         seed=settings.seed,
         speculate=settings.speculate,
-        watch=settings.details,
         deadline=time.monotonic() + served.timeout,
         constraint=constraint,
     )
@@ -343,7 +310,6 @@ def _begin(served: Served, settings: Settings, constraint: Constraint | None) ->
             status=429,
             headers={"Retry-After": "1"},
         )
-    served.counts["prompt_tokens"] += len(prompt)
     before = prompt if isinstance(settings, CompletionRequest) else ()
     text = StreamedText(decoder(served.tokenizer), settings.stop_strings, before)
     return Answer(served, settings, job, text, events)
@@ -372,14 +338,14 @@ def _encode(served: Served, settings: Settings) -> list[int]:
         except ValueError as error:
             raise RequestError(str(error), parameter="messages") from None
     assert isinstance(settings, CompletionRequest)
-    tokens: Any = settings.prompt
-    if settings.text is not None:
+    tokens = settings.prompt
+    if isinstance(tokens, str):
         try:
-            tokens = token_text.encode_text(served.tokenizer, settings.text)
+            tokens = token_text.encode_text(served.tokenizer, tokens)
         except ValueError as error:
             raise RequestError(str(error), parameter="prompt") from None
     size = token_text.num_ids(served.tokenizer)
-    if not tokens or not all(isinstance(token, int) and 0 <= token < size for token in tokens):
+    if not tokens or not all(0 <= token < size for token in tokens):
         raise RequestError(
             f"prompt must be one text that is not empty, or token ids from 0 to {size - 1}.", parameter="prompt"
         )
@@ -404,7 +370,7 @@ async def _stream(answer: Answer, form: AnswerForm) -> AsyncIterator[str]:
         if form.chat:
             yield sent(form.write_first())
         async for pieces, done, reason in answer.pieces():
-            text, more = "".join(pieces), {"round": _details(served, pieces, done)} if settings.details and done else {}
+            text, more = "".join(pieces), {"round": _details(pieces, done)} if settings.details and done else {}
             if text or reason or more:
                 yield sent(form.write_chunk(text, reason, **more))
         if settings.details or (settings.stream_options and settings.stream_options.include_usage):
@@ -416,17 +382,7 @@ async def _stream(answer: Answer, form: AnswerForm) -> AsyncIterator[str]:
         served.engine.give_up(answer.job)
 
 
-def _details(served: Served, pieces: list[str], done: ServedRound) -> dict:
-    """A round for the live page: the text of each token, and the tree of drafts."""
-    found: dict[str, Any] = {
-        "tokens": pieces,
-        "accepted": done.accepted,
-        "drafted": done.drafted,
-        "milliseconds": done.milliseconds,
-        "rows": done.rows,
-    }
-    if done.tree is not None:
-        tokens, parents, path = done.tree
-        texts = [str(served.tokenizer.decode([token])) for token in tokens]
-        found["tree"] = {"tokens": texts, "parents": parents, "accepted": path}
-    return found
+def _details(pieces: list[str], done: ServedRound) -> dict:
+    """A round for the live page, with the text of each token."""
+    counts = {"accepted": done.accepted, "drafted": done.drafted, "milliseconds": done.milliseconds}
+    return {"tokens": pieces, **counts}

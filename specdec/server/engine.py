@@ -5,7 +5,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -30,17 +29,13 @@ class ServedRound:
     tokens: what it emitted: accepted drafts, then the target's own token; empty where the answer had ended before
     accepted: how many of them are drafts
     drafted: nodes of the tree, without the root; None: the tokens were read off the prompt
-    tree: the tokens of the nodes from the root on, their parents, and the accepted nodes, if the request watches; where the
-        answer ends at an accepted draft, that draft and accepted ones behind it are among them, and not in `accepted`
-    milliseconds: of the whole round, with all its rows; rows: how many took part
+    milliseconds: of the whole round, with all its rows
     """
 
     tokens: list[int]
     accepted: int = 0
     drafted: int | None = None
-    tree: tuple[list[int], list[int], list[int]] | None = None
     milliseconds: float = 0.0
-    rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -60,10 +55,8 @@ class Job:
 
     deliver: called for every event, in the engine's thread; it must not wait
     speculate: with drafts, or plain
-    watch: whether events hold the trees of drafts
     deadline: when it is given up, by time.monotonic(); None: never
     constraint: of a grammar that the answer follows; None: it is free
-    head: name of the checkpoint that drafts, once it has begun; None: none does, or it has no name
     """
 
     prompt: list[int]
@@ -73,10 +66,8 @@ class Job:
     deliver: Callable[[Event], None]
     seed: int | None = None
     speculate: bool = True
-    watch: bool = False
     deadline: float | None = None
     constraint: Constraint | None = None
-    head: str | None = field(init=False, default=None)
     request: Request = field(init=False)
 
     def __post_init__(self):
@@ -98,13 +89,10 @@ class Job:
 
 
 class Lane:
-    """A batch, and the requests that wait for a place in it.
+    """A batch, and the requests that wait for a place in it. prefill_tokens: of prompts, read between two rounds"""
 
-    prefill_tokens: of prompts, read between two rounds; head: name of the checkpoint that drafts
-    """
-
-    def __init__(self, decoder: Decoder, rows: int, prefill_tokens: int, head: str | None = None):
-        self.decoder, self.rows, self.prefill_tokens, self.head = decoder, rows, prefill_tokens, head
+    def __init__(self, decoder: Decoder, rows: int, prefill_tokens: int):
+        self.decoder, self.rows, self.prefill_tokens = decoder, rows, prefill_tokens
         self.batch: Batch = decoder.batch()
         self.waiting: deque[Job] = deque()
         self.jobs: dict[int, Job] = {}  # by the id of their requests, while they are read and run
@@ -141,13 +129,11 @@ class Lane:
 
     def hand_out(self, step: Step) -> None:
         """Tells each job what a round did for it."""
-        for number, (request, tokens, accepted) in enumerate(zip(step.requests, step.tokens, step.accepted)):
+        for request, tokens, accepted in zip(step.requests, step.tokens, step.accepted):
             job = self.jobs.get(id(request))
             if job is None:
                 continue  # it was given up during the round
-            tree = _tree_of(step, number) if job.watch else None
-            milliseconds = 1e3 * step.cost.seconds
-            job.tell(ServedRound(tokens, accepted, step.num_drafted, tree, milliseconds, len(step.requests)))
+            job.tell(ServedRound(tokens, accepted, step.num_drafted, 1e3 * step.cost.seconds))
             self._settle(job)
 
     def give_up(self, job: Job) -> None:
@@ -175,7 +161,6 @@ class Lane:
             if new and longest * (1 + len(new)) > TOGETHER:
                 break
             new.append(self.waiting.popleft())
-            new[-1].head = self.head
         return new
 
     def _settle(self, job: Job) -> None:
@@ -187,48 +172,19 @@ class Lane:
                 job.tell(End("stop" if job.request.ended else "length"))
 
 
-def _tree_of(step: Step, number: int) -> tuple[list[int], list[int], list[int]]:
-    """number: of the request in the step"""
-    row = step.rows[number]
-    tree, path = step.tree, step.path[row, : step.num_kept[number]]
-    return tree.tokens[row].tolist(), tree.parents[row].tolist(), path.tolist()
-
-
-@dataclass(frozen=True, eq=False)
-class Swap:
-    """A decoder that comes into the place of the one that drafts now. done: see Engine.swap"""
-
-    make: Callable[[], Decoder]
-    head: str | None
-    done: Future[None]
-
-
 class Engine:
     """Decodes jobs in a thread of its own, from `start` until `stop`.
 
     drafted, plain: decoders of one target; rows: requests of each that are decoded at once
     queue: requests that may wait
     prefill_tokens: of prompts, read between two rounds: the others wait no longer for a long prompt
-    head: name of the checkpoint that drafts
     """
 
-    def __init__(
-        self,
-        drafted: Decoder,
-        plain: Decoder,
-        *,
-        rows: int,
-        queue: int,
-        prefill_tokens: int = 512,
-        head: str | None = None,
-    ):
-        self.rows, self.prefill_tokens = rows, prefill_tokens
+    def __init__(self, drafted: Decoder, plain: Decoder, *, rows: int, queue: int, prefill_tokens: int = 512):
         self.lanes = {
-            True: Lane(drafted, rows, prefill_tokens, head),
+            True: Lane(drafted, rows, prefill_tokens),
             False: Lane(plain, rows, prefill_tokens),
-        }  # that requests join, with drafts or without
-        self.leaving: list[Lane] = []  # of drafts that were replaced, until their requests have ended
-        self.next: Swap | None = None
+        }  # by `speculate`
         self.queue = queue
         self.changed = threading.Condition()
         self.given_up: list[Job] = []
@@ -253,11 +209,11 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        return sum(len(lane.jobs) for lane in self._all)
+        return sum(len(lane.jobs) for lane in self.lanes.values())
 
     @property
     def num_waiting(self) -> int:
-        return len(self.arrived) + sum(len(lane.waiting) for lane in self._all)
+        return len(self.arrived) + sum(len(lane.waiting) for lane in self.lanes.values())
 
     def submit(self, job: Job) -> bool:
         """Queues a job -> whether there was room for it. Raises ValueError for one that cannot be decoded."""
@@ -269,23 +225,6 @@ class Engine:
             self.changed.notify()
         return True
 
-    def swap(self, make: Callable[[], Decoder], head: str | None = None) -> Future[None]:
-        """Another decoder drafts for all requests that have not begun; those that have begun end with the one before.
-
-        Until they have, both are held. make: gives the decoder, of the same target. It is called between rounds, in the
-        engine's thread, because passes of a target do not mix; if it fails, everything stays as it is. Of several that come
-        between two rounds, the last one counts. head: name of the new checkpoint
-
-        -> done once new requests get the new drafts; with the error of `make`; or cancelled, if a later one came before it
-        """
-        swap = Swap(make, head, Future())
-        with self.changed:
-            if self.next is not None:
-                self.next.done.cancel()
-            self.next = swap
-            self.changed.notify()
-        return swap.done
-
     def give_up(self, job: Job) -> None:
         """The job ends before the next round; no event follows once that is done."""
         with self.changed:
@@ -295,57 +234,23 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self.changed:
-                while not (self.arrived or self.given_up or self.next or self._busy or self.stopping):
+                while not (self.arrived or self.given_up or self._busy or self.stopping):
                     self.changed.wait()
-                swap, self.next = self.next, None
-            if swap is not None:
-                self._take_over(swap)
-                del swap
-            with self.changed:
                 arrived, self.arrived = self.arrived, []
                 for job in arrived:
                     self.lanes[job.speculate].waiting.append(job)
                 given_up, self.given_up = self.given_up, []
                 if self.stopping and not self._busy:
                     return
-            self._work(given_up)
-
-    def _work(self, given_up: list[Job]) -> None:
-        """One round of every lane, without the jobs that were given up."""
-        for job in given_up:
-            for lane in self._all:
-                lane.give_up(job)
-        self._give_up_late()
-        for lane in self._all:
-            self._advance(lane)
-        self.leaving = [lane for lane in self.leaving if lane.waiting or lane.jobs]
-
-    def _take_over(self, swap: Swap) -> None:
-        """What waits moves to a new lane, unless the new decoder cannot decode it, and what runs stays in the old one."""
-        try:
-            new = Lane(swap.make(), self.rows, self.prefill_tokens, swap.head)
-        except Exception as error:  # the drafts before go on
-            swap.done.set_exception(error)
-            return
-        old = self.lanes[True]
-        for job in [*old.waiting]:
-            try:
-                new.decoder.check([job.prompt], job.max_new_tokens)
-            except ValueError:
-                continue
-            old.waiting.remove(job)
-            new.waiting.append(job)
-        self.leaving.append(old)
-        self.lanes[True] = new
-        swap.done.set_result(None)
-
-    @property
-    def _all(self) -> list[Lane]:
-        return [*self.lanes.values(), *self.leaving]
+            for job in given_up:
+                self.lanes[job.speculate].give_up(job)
+            self._give_up_late()
+            for lane in self.lanes.values():
+                self._advance(lane)
 
     @property
     def _busy(self) -> bool:
-        return any(lane.waiting or lane.jobs for lane in self._all)
+        return any(lane.waiting or lane.jobs for lane in self.lanes.values())
 
     def _advance(self, lane: Lane) -> None:
         try:
@@ -357,7 +262,7 @@ class Engine:
 
     def _give_up_late(self) -> None:
         now = time.monotonic()
-        for lane in self._all:
+        for lane in self.lanes.values():
             for job in [*lane.waiting, *lane.jobs.values()]:
                 if job.deadline is not None and now > job.deadline:
                     lane.give_up(job)

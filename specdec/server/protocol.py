@@ -14,11 +14,8 @@ from specdec.core.untrusted import is_text
 
 # Fields of OpenAI and vLLM that change the answer in ways that this server cannot, with what they may be nevertheless
 REFUSED: dict[str, tuple] = {
-    "n": (1,), "best_of": (1,), "logprobs": (False, 0), "top_logprobs": (0,), "prompt_logprobs": (0,), "echo": (False,),
-    "suffix": ("",), "functions": ([],), "function_call": ("none",),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,), "logit_bias": ({},), "min_p": (0,), "min_tokens": (0,), "use_beam_search": (False,),
-    "modalities": (["text"],), "audio": (), "reasoning_effort": (), "guided_json": (), "guided_regex": (),
+    "n": (1,), "best_of": (1,), "logprobs": (False, 0), "top_logprobs": (0,), "echo": (False,),
+    "suffix": ("",), "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "min_p": (0,),
 }  # fmt: skip
 FORMS = {  # of fields that may hold several things
     "prompt": "a text, or the token ids of one prompt",
@@ -26,16 +23,9 @@ FORMS = {  # of fields that may hold several things
     "stop": "a text, or a list of texts",
     "tool_choice": "none or auto, as this server cannot force a call",
     "response_format": 'a type: {"type": "json_schema", "json_schema": {"name": .., "schema": {..}}}, "json_object" or "text"',
-    "structured_outputs": "one of json (a schema), regex and grammar (in Lark's form)",
+    "chat_template_kwargs": "enable_thinking, true or false",
 }
-IGNORED = (
-    "user",
-    "service_tier",
-    "prediction",
-    "safety_identifier",
-    "prompt_cache_key",
-    "verbosity",
-)
+IGNORED = ("user", "service_tier", "prediction", "safety_identifier", "prompt_cache_key", "verbosity")
 TOKENS = 1 << 20  # more than any request may ask for
 
 
@@ -111,24 +101,23 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's field."""
+    """vLLM's field, for what OpenAI's response_format has no place for."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    json_: Annotated[dict | bool | str | None, Field(alias="json")] = None
     regex: str | None = None
-    grammar_: Annotated[str | None, Field(alias="grammar")] = None
+    grammar_: Annotated[str | None, Field(alias="grammar")] = None  # in Lark's form
 
     def grammar(self) -> Grammar:
-        given = {"json_schema": self.json_, "regex": self.regex, "lark": self.grammar_}
-        given = {kind: value for kind, value in given.items() if value is not None}
+        given = [("regex", self.regex), ("lark", self.grammar_)]
         try:
-            if isinstance(self.json_, str):
-                given["json_schema"] = json.loads(self.json_)
-            return Grammar.of_row(given)
-        except (ValueError, RecursionError):
-            raise RequestError(
-                f"structured_outputs: give {FORMS['structured_outputs']}.", parameter="structured_outputs"
-            ) from None
+            return Grammar.of_row({kind: value for kind, value in given if value is not None})
+        except ValueError:
+            raise RequestError("structured_outputs: give regex or grammar.", parameter="structured_outputs") from None
+
+
+class TemplateArguments(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    enable_thinking: bool | None = None
 
 
 class Settings(BaseModel):
@@ -150,7 +139,7 @@ class Settings(BaseModel):
     ignore_eos: bool = False
     speculate: bool = True
     details: bool = False
-    metadata: dict[str, Any] | None = None  # record.py reads `conversation` and `tags`
+    metadata: dict[str, Any] | None = None  # record.py reads `conversation`
     store: bool | None = None  # false: not recorded
 
     def sampling(self) -> Sampling:
@@ -190,7 +179,7 @@ class Settings(BaseModel):
 class ChatRequest(Settings):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=TOKENS)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     tools: list[dict] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None  # how many calls an answer has is the model's to say
@@ -206,25 +195,12 @@ class ChatRequest(Settings):
 
     @property
     def thinking(self) -> bool | None:
-        """None: the chat template's default. Raises RequestError for other arguments of the template."""
-        given = self.chat_template_kwargs or {}
-        name, value = next(iter(given.items()), ("enable_thinking", None))
-        if len(given) > 1 or name not in ("enable_thinking", "thinking") or not isinstance(value, bool | None):
-            raise RequestError(
-                "chat_template_kwargs may hold enable_thinking (or thinking), true or false.",
-                parameter="chat_template_kwargs",
-            )
-        return value
+        """None: the chat template's default"""
+        return self.chat_template_kwargs.enable_thinking if self.chat_template_kwargs else None
 
 
 class CompletionRequest(Settings):
-    prompt: str | list[int] | list[str]
-
-    @property
-    def text(self) -> str | None:
-        """The prompt; None: token ids, or more than one text."""
-        given = self.prompt[0] if isinstance(self.prompt, list) and len(self.prompt) == 1 else self.prompt
-        return given if isinstance(given, str) else None
+    prompt: str | list[int]
 
 
 def parse(kind: type[Settings], body: bytes) -> Any:

@@ -18,15 +18,15 @@ def adapt(target: Target, *, rank: int, alpha: int, modules: list[str]) -> dict[
     or quantised, or if peft is not installed.
     """
     check_unadapted(target)
-    if target.share.size > 1:
-        raise ValueError(
-            f"A head that adapts its target needs it whole, and {target.name} is cut over {target.share.size} processes: "
-            "load it without that, or choose another head."
+    if target.share.size > 1 or target.quantisation is not None:  # `merge` would round quantised weights once more
+        kept = (
+            f"quantised ({target.quantisation})"
+            if target.quantisation
+            else f"in parts in {target.share.size} processes"
         )
-    if target.quantisation is not None:  # `merge` would round the adapted weights once more
         raise ValueError(
-            f"{target.name} is quantised ({target.quantisation}), and a head that adapts its target changes the weights: "
-            "load the unquantised target, or choose another head."
+            f"{target.name} is {kept}, and a head that adapts its target changes the weights: load the unquantised target whole, "
+            "or choose another head."
         )
     try:
         import peft  # in the extra `train`: only adapted targets need it

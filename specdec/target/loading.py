@@ -11,12 +11,9 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import (
-    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
@@ -35,35 +32,24 @@ from specdec.core import hub, precision, token_text
 from specdec.core.devices import numbered, out_of_memory
 from specdec.core.shards import Shards
 from specdec.target import attention
-from specdec.target import parallel as target_parallel
-from specdec.target import structure as target_structure
-from specdec.target.parallel import Share, whole
 from specdec.target.structure import check_supported, find_blocks
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
-NEWER = "Install a newer transformers that specdec allows (pip install -U specdec), or choose another target."
 DEVICES = "Give cpu, cuda, a numbered one such as cuda:1, or auto (the layers spread over all accelerators)"
 
 
 def load_model(
-    name: str,
-    *,
-    dtype: str,
-    device: str | torch.device,
-    revision: str | None,
-    trust_remote_code: bool = False,
-    tp: int = 1,
-) -> tuple[PreTrainedModel, str | None, Share]:
+    name: str, *, dtype: str, device: str | torch.device, revision: str | None, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, str | None]:
     """Each tensor goes from the file to its device; the host never holds a second copy of the weights.
 
     name: a folder, or a name on the Hugging Face Hub; dtype: one of DTYPES, for what is not quantised, or auto (precision.py)
     trust_remote_code: whether code that the folder brings may run; it has all rights of the user
     device: a device; or "auto": the layers in equal shares over all accelerators, everything else on the first
-    tp: processes that hold the model together (target/parallel.py); all of them call this, and each loads its part
-    -> the model, how its checkpoint is quantised (None: not), and these processes. Raises ValueError with what to do.
+    -> the model, and how its checkpoint is quantised (None: not). Raises ValueError with what to do.
     """
-    check_dtype(dtype)
     devices = find_devices(device)
+    dtype = dtype_for(dtype, devices[0])
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = load_config(name, **origin)
     quantisation = quantisation_of(config)
@@ -72,15 +58,11 @@ def load_model(
     if len(devices) > 1 and not with_accelerate:
         raise ValueError("device=auto needs the package accelerate: pip install 'specdec[train]', or give one device.")
     places: Any = {"device_map": _device_map(factory, config, devices, trust_remote_code)} if with_accelerate else {}
-    target_parallel.check(config, tp, name, device=str(device), quantisation=quantisation)
-    share = target_parallel.share(tp, devices[0])
-    dtype = agreed_dtype(dtype, devices[0], share)
     try:
-        with target_parallel.cut(model_class, share, devices[0]) as more:
-            model, about = _read(
-                factory.from_pretrained, name, dtype=DTYPES[dtype], output_loading_info=True,
-                attn_implementation=attention.implementation(model_class), **origin, **places | more,
-            )  # fmt: skip
+        model, about = _read(
+            factory.from_pretrained, name, dtype=DTYPES[dtype], output_loading_info=True,
+            attn_implementation=attention.implementation(model_class), **origin, **places,
+        )  # fmt: skip
         model = model if with_accelerate else model.to(devices[0])
     except (ImportError, RuntimeError, MemoryError) as error:
         if out_of_memory(error):
@@ -90,24 +72,22 @@ def load_model(
             ) from error
         if quantisation is None:
             raise
-        missing = f"pip install {error.name}" if isinstance(error, ModuleNotFoundError) else "install what it names"
         raise ValueError(
-            f"{name} is quantised ({quantisation}) and cannot be loaded here: {' '.join(str(error).split())} "
-            f"Use another machine, {missing}, or choose a target that is not quantised."
+            f"{name} is quantised ({quantisation}) and cannot be loaded here ({' '.join(str(error).split())}). Install what it "
+            "names, use another machine, or choose a target that is not quantised."
         ) from error
     check_complete(model, about, name)
     precision.prepare_few_rows(model)
-    return model, quantisation, share
+    return model, quantisation
 
 
 def load_skeleton(
-    name: str, *, dtype: str, revision: str | None, trust_remote_code: bool = False
+    name: str, *, dtype: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, str | None]:
     """A model whose parameters and buffers have shapes and no values (device meta); arguments and result as of `load_model`.
 
     dtype: one of DTYPES
     """
-    check_dtype(dtype)
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = load_config(name, **origin)
     factory, model_class = _find_class(name, config, **origin)
@@ -145,24 +125,14 @@ def _find_class(
 
 def load_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The configuration of a model that may be a target. Raises ValueError with what to do."""
-    fields, _ = _read(PreTrainedConfig.get_config_dict, name, revision=revision)
-    kind = fields.get("model_type", "")
-    own_code = fields.get("auto_map")
-    if kind and kind not in CONFIG_MAPPING and not own_code:
-        raise ValueError(
-            f"{name}: transformers {transformers.__version__} does not know model_type={kind}. The model is newer. {NEWER}"
-        )
     config = _read(AutoConfig.from_pretrained, name, revision=revision, trust_remote_code=trust_remote_code)
-    if config.to_dict().get("is_encoder_decoder"):
-        raise ValueError(
-            f"{name} is an encoder-decoder ({kind}); a target must be a causal language model (decoder only), "
-            "such as one of the Llama, Qwen or Mistral family."
-        )
-    own_class = trust_remote_code and "AutoModelForCausalLM" in (own_code or {})
+    fields = config.to_dict()
+    own_class = trust_remote_code and "AutoModelForCausalLM" in (fields.get("auto_map") or {})
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    if not own_class and not known:
+    if fields.get("is_encoder_decoder") or not (own_class or known):
         raise ValueError(
-            f"{name} is a {kind} model, which does not write text token by token; choose a causal language model."
+            f"{name} is a {config.model_type} model; a target must be a causal language model (decoder only), such as one of the "
+            "Llama, Qwen or Mistral family."
         )
     if fields.get("quantization_config") and not AutoHfQuantizer.supports_quant_method(fields["quantization_config"]):
         raise ValueError(
@@ -177,14 +147,13 @@ def load_tokenizer(
 ) -> transformers.PreTrainedTokenizerBase:
     """name: a folder, or a name on the Hugging Face Hub. Raises ValueError with what to do.
 
-    Warns of ids that the model has no embedding for (core/token_text.py). It puts in front of plain text what the model expects there
-    (plain_text.expect_opening).
+    Texts with ids that the model has no embedding for are refused later, and plain text begins as the model expects it (core/token_text.py).
     """
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = _read(AutoTokenizer.from_pretrained, name, **origin)
     with contextlib.suppress(ValueError, AttributeError):  # a tokenizer without a model
         config = _read(AutoConfig.from_pretrained, name, **origin).get_text_config(decoder=True)
-        token_text.limit_ids(tokenizer, config.vocab_size, name)
+        token_text.limit_ids(tokenizer, config.vocab_size)
     token_text.expect_opening(tokenizer, name, **origin)
     return tokenizer
 
@@ -207,19 +176,11 @@ def spread(model: PreTrainedModel, num_layers: int, devices: list[torch.device])
     return parts_of("", model)
 
 
-def check_dtype(dtype: str) -> None:
-    """Raises ValueError for a dtype that a target cannot have."""
+def dtype_for(dtype: str, device: torch.device) -> str:
+    """The name of a dtype in DTYPES, or what `auto` is on this device. Raises ValueError for a name that is neither."""
     if dtype not in (*DTYPES, precision.AUTO):
         raise ValueError(f"dtype={dtype} must be auto, or one of {', '.join(DTYPES)}.")
-
-
-def agreed_dtype(dtype: str, device: torch.device, share: Share) -> str:
-    """`precision.resolve`, as the first of the processes finds it that hold a target together."""
-    check_dtype(dtype)
-    if dtype != precision.AUTO:
-        return dtype
-    number = list(DTYPES).index(precision.resolve(dtype, device))
-    return list(DTYPES)[int(share.all_say(number)[0])]
+    return precision.resolve(dtype, device)
 
 
 def find_devices(device: str | torch.device) -> list[torch.device]:
@@ -273,20 +234,17 @@ def _read(load: Callable, name: str, **kwargs):
         )
     try:
         return load(name, **kwargs)
-    except StrictDataclassError as error:  # a field of its configuration has a value that transformers does not know
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"{name}: transformers {transformers.__version__} does not take its configuration ({reason}). {NEWER}"
-        ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"{name} brings Python code of its own, which would run here with all your rights. Read it, and if you trust "
                 "it, give trust_remote_code=true; otherwise choose a target whose code is in transformers."
             ) from error
+        reason = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else _first_line(error)
         raise ValueError(
-            f"{name} could not be loaded as a causal language model ({_first_line(error)}). Give a folder "
-            "saved by save_pretrained (config.json, safetensors, tokenizer), or a Hub name with the network in reach."
+            f"{name} could not be loaded as a causal language model by transformers {transformers.__version__} ({reason}). Give a "
+            "folder saved by save_pretrained (config.json, safetensors, tokenizer), or a Hub name with the network in reach; a "
+            "newer model needs a newer transformers (pip install -U specdec)."
         ) from error
 
 
@@ -308,13 +266,12 @@ def fill_ends(model: PreTrainedModel, parts: tuple[nn.Module, ...], shards: Shar
     names = {parameter: name for name, parameter in model.named_parameters()}  # a shared one has its first name
     modules = {module: name for name, module in model.named_modules()}
     filled: dict[Tensor, nn.Parameter] = {}
-    read: set[str] = set()
     for part in parts:
         for parameter in list(part.parameters()):
             if not parameter.is_meta:
                 continue
             if parameter not in filled:
-                filled[parameter] = _read_parameter(names[parameter], parameter, shards, read)
+                filled[parameter] = _read_parameter(names[parameter], parameter, shards)
             _replace(model, parameter, filled[parameter])
         for module in part.modules():
             _fill_buffers(model, module, modules[module], shards)
@@ -323,23 +280,16 @@ def fill_ends(model: PreTrainedModel, parts: tuple[nn.Module, ...], shards: Shar
 def read_ends_part(model: PreTrainedModel, part: nn.Module, shards: Shards) -> dict[str, Tensor]:
     """The values of a part's parameters, by their names in it, in their dtype. Raises ValueError for a tensor that is missing."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    read: set[str] = set()
-    return {name: _read_parameter(names[value], value, shards, read).data for name, value in part.named_parameters()}
+    return {name: _read_parameter(names[value], value, shards).data for name, value in part.named_parameters()}
 
 
-def _read_parameter(name: str, parameter: Tensor, shards: Shards, read: set[str]) -> nn.Parameter:
-    """read: the tensors that were read before, to which this one is added"""
-    shape = tuple(parameter.shape)
-    key = shards.find(name, shape)
-    if key is None and len(shape) == 2:  # GPT-NeoX's files have another name for the LM head
-        others = [other for other in shards.files if other not in read and shards.shape(other) == shape]
-        key = others[0] if len(others) == 1 else None
+def _read_parameter(name: str, parameter: Tensor, shards: Shards) -> nn.Parameter:
+    key = shards.find(name, tuple(parameter.shape))
     if key is None:
         raise ValueError(
             f"{shards.name} has no tensor {name} of shape {list(parameter.shape)}, which is needed where the target is read "
             "part by part. Take a complete copy of it, or load the whole target."
         )
-    read.add(key)
     value = shards[key]
     if not value.is_floating_point() or value.element_size() == 1:
         raise ValueError(f"{shards.name}: its tensor {key} is quantised, and heads need plain matrices.")
@@ -385,7 +335,6 @@ def quantisation_of(config) -> str | None:
     fields = config.to_dict().get("quantization_config")
     if not fields:
         return None
-    fields = fields if isinstance(fields, dict) else fields.to_dict()
     method = fields.get("quant_method", "unknown")
     bits = 4 if fields.get("load_in_4bit") else 8 if fields.get("load_in_8bit") else fields.get("bits")
     return f"{getattr(method, 'value', method)}{f'-{bits}bit' if bits else ''}"
@@ -421,6 +370,11 @@ def embeddings_fingerprint(embed: nn.Module, norm: nn.Module, config) -> str:
     return _digest(config, [(f"{part}.{name}", p) for part, module in parts for name, p in module.named_parameters()])
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor of which every process holds a part, put together. All must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def _digest(config, tensors) -> str:
     digest = hashlib.sha256()
     fields = config.to_dict()
@@ -438,83 +392,3 @@ def _plain(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         return [(name, tensor)]
     parts, _ = tensor.__tensor_flatten__()
     return [pair for part in parts for pair in _plain(f"{name}.{part}", vars(tensor)[part])]
-
-
-# A target whose layers are kept in parts by all processes of a run (FSDP2). Each process reads its own texts.
-#
-# A process keeps 1/N of every layer. A layer is gathered from all processes before it computes, and dropped after that. Embedding,
-# final norm and LM head are whole in every process, because heads read them, and so is all else outside of the layers.
-#
-# All processes must call the target equally often, or they wait for each other: `Share.behind` says how often another process
-# calls it more. They may call it with different tokens.
-
-WHOLE = "Use shard=false; then tp=N, device=auto or an engine hold a target that is too large for one device."
-
-
-def load_sharded(
-    name: str, *, dtype: str, device: str | torch.device, revision: str | None, trust_remote_code: bool = False
-) -> tuple[PreTrainedModel, Share]:
-    """The model with this process' part of each layer, and all processes. All call this; none holds more than one whole layer.
-
-    Arguments as of target_loading.load_model, but one device. Raises ValueError with what to do.
-    """
-    num = dist.get_world_size() if dist.is_initialized() else 1
-    if num == 1:
-        raise ValueError(
-            "shard=true keeps a part of the target's layers in each process, and there is one process: start several (accelerate "
-            "launch --num_processes 8, or torchrun --nproc_per_node 8), or set shard=false."
-        )
-    if str(device) == "auto":
-        raise ValueError(
-            "device=auto spreads a target's layers over the devices of one process, and shard=true keeps a part of each layer in "
-            "every process: use device=null with shard=true, or shard=false with auto."
-        )
-    place = find_devices(device)[0]
-    origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    if (quantisation := quantisation_of(load_config(name, **origin))) is not None:
-        raise ValueError(f"{name} is quantised ({quantisation}), and shard=true divides only plain weights. {WHOLE}")
-    mesh = init_device_mesh(place.type, (num,), mesh_dim_names=("shard",))
-    share = Share(num, mesh, same=False)
-    dtype = agreed_dtype(dtype, place, share)
-    model, _ = load_skeleton(name, dtype=dtype, **origin)
-    _check_sharded_dtype(model, DTYPES[dtype], name)
-    _fill_sharded(model, Shards(name, revision=revision), mesh, name)
-    return model.to(place), share  # type: ignore[arg-type]
-
-
-def _check_sharded_dtype(model: PreTrainedModel, dtype: torch.dtype, name: str) -> None:
-    """Raises ValueError for a model of which transformers keeps some parts in 32 bits."""
-    kept = {*(model._keep_in_fp32_modules_strict or ())}
-    if dtype == torch.float16:
-        kept |= {*(model._keep_in_fp32_modules or ())}
-    names = [
-        part for part, _ in [*model.named_parameters(), *model.named_buffers()] if any(key in part for key in kept)
-    ]
-    if names and dtype in (torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"{name}: {names[0]} and other parts stay in 32 bits beside {dtype}, and shard=true gives all parts one type: use "
-            "dtype=float32, or shard=false."
-        )
-
-
-def _fill_sharded(model: PreTrainedModel, shards: Shards, mesh: DeviceMesh, name: str) -> None:
-    decoder = target_structure.find_decoder(model)
-    blocks = target_structure.find_blocks(decoder, model.config.get_text_config(decoder=True).num_hidden_layers, name)
-    for block in blocks:
-        _read_sharded(model, (block,), shards)
-        try:
-            fully_shard(block, mesh=mesh, reshard_after_forward=True)
-        except (ValueError, RuntimeError, AssertionError) as error:
-            raise ValueError(f"{name}: a layer cannot be divided ({' '.join(str(error).split())}). {WHOLE}") from error
-    _read_sharded(model, (model.get_input_embeddings(), model.get_output_embeddings()), shards)
-    _read_sharded(model, (model,), shards)
-    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
-    others = {parameter for parameter in decoder.parameters() if id(parameter) not in inside}
-    fully_shard(decoder, mesh=mesh, ignored_params=others)  # so that layers share streams, and are gathered ahead
-
-
-def _read_sharded(model: PreTrainedModel, parts: tuple[nn.Module, ...], shards: Shards) -> None:
-    try:
-        fill_ends(model, parts, shards)
-    except ValueError as error:
-        raise ValueError(f"shard=true reads a target part by part from its files. {error} {WHOLE}") from error

@@ -10,7 +10,7 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,11 @@ from specdec.core.cache import LayerStates, RowCache
 from specdec.core.compile import run_block
 from specdec.core.shards import Shards
 from specdec.core.varlen import Segments
-from specdec.target import attention, loading
+from specdec.target import attention, loading, sharding
 from specdec.target import structure as target_structure
 from specdec.target.loading import DTYPES as DTYPES
 from specdec.target.loading import (
-    check_dtype,
+    dtype_for,
     embeddings_fingerprint,
     find_devices,
     fingerprint_of_model,
@@ -33,9 +33,10 @@ from specdec.target.loading import (
     load_model,
     load_skeleton,
     quantisation_of,
+    whole,
 )
 from specdec.target.loading import load_tokenizer as load_tokenizer
-from specdec.target.parallel import Share, whole
+from specdec.target.sharding import Share
 from specdec.target.structure import LayerMasks, LogitShape, check_supported
 
 SAME = 0.05  # relative difference of states in 16 bits that two ways to compute attention may have
@@ -115,65 +116,36 @@ class Target:
         device="cpu",
         revision: str | None = None,
         trust_remote_code: bool = False,
-        tp: int = 1,
     ) -> "Target":
         """name: a folder, or a name on the Hugging Face Hub; device: a device, or "auto" (target/loading.py)
         dtype: of what is not quantised, one of target_loading.DTYPES; "auto": what the device computes in (precision.py)
-        tp: processes that hold the target together (target/parallel.py)
 
         Raises ValueError with what to do.
         """
-        model, quantisation, share = load_model(
-            name, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code, tp=tp
+        model, quantisation = load_model(
+            name, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
         )
-        about: dict = {"quantisation": quantisation, "trust_remote_code": trust_remote_code, "share": share}
-        try:
-            return cls(model, name=name, **about)
-        except ValueError as error:
-            if tp == 1:
-                raise
-            raise ValueError(
-                f"tp={tp}: transformers' plan of tensor parallelism may not fit. {error} Or set tp=1."
-            ) from error
+        return cls(model, name=name, quantisation=quantisation, trust_remote_code=trust_remote_code)
 
     @classmethod
-    def load_ends(
-        cls,
-        name: str,
-        *,
-        dtype: str = "auto",
-        device="cpu",
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-    ) -> "Target":
+    def load_ends(cls, name: str, *, dtype: str = "auto", device="cpu", **origin: Any) -> "Target":
         """A target without its layers, read from its safetensors files; arguments as of `load`, but one device."""
-        origin: dict = {"revision": revision, "trust_remote_code": trust_remote_code}
-        check_dtype(dtype)
-        dtype = precision.resolve(dtype, find_devices(device)[0])
+        dtype = dtype_for(dtype, find_devices(device)[0])
         model, quantisation = load_skeleton(name, dtype=dtype, **origin)
-        shards = Shards(name, revision=revision)
-        target = cls(model, name=name, quantisation=quantisation, trust_remote_code=trust_remote_code, shards=shards)
+        shards, trusted = Shards(name, revision=origin.get("revision")), origin.get("trust_remote_code", False)
+        target = cls(model, name=name, quantisation=quantisation, trust_remote_code=trusted, shards=shards)
         for part in (target.embed, target.lm_head, target.norm):
             part.to(device)
         return target
 
     @classmethod
-    def load_sharded(
-        cls,
-        name: str,
-        *,
-        dtype: str = "auto",
-        device="cpu",
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-    ) -> "Target":
-        """A target of whose layers each launched process keeps a part (target/loading.py). All processes call this.
+    def load_sharded(cls, name: str, *, dtype: str = "auto", device="cpu", **origin: Any) -> "Target":
+        """A target of whose layers each launched process keeps a part (target/sharding.py). All processes call this.
 
         Arguments as of `load`, but one device.
         """
-        origin: dict = {"revision": revision, "trust_remote_code": trust_remote_code}
-        model, share = loading.load_sharded(name, dtype=dtype, device=device, **origin)
-        target = cls(model, name=name, trust_remote_code=trust_remote_code, share=share)
+        model, share = sharding.load_sharded(name, dtype=dtype, device=device, **origin)
+        target = cls(model, name=name, trust_remote_code=origin.get("trust_remote_code", False), share=share)
         if target.recurrent:
             raise ValueError(
                 f"{name} has recurrent or convolution layers, which decoding runs alone again to take back drafts; with shard=true "
@@ -386,17 +358,9 @@ class Target:
         tokens = self._sample_text().to(device)
         positions = torch.arange(tokens.shape[1], device=device)[None]
         seen = self.layer_masks(masks.causal_mask(tokens.shape[1], device)[None, None], positions, None)
-        advice = (
-            target_structure.ANOTHER
-            if self.whole
-            else "Load the whole target: it cannot be examined without its layers."
-        )
+        advice = target_structure.ANOTHER if self.whole else "Load the whole target, which can be examined."
         with target_structure.refusals(self.name, decoder, advice=advice):
-            # The norm's output is what the LM head reads
-            norm = target_structure.find_norm(decoder, blocks, tokens, positions, seen)
-            recorder = target_structure.record(
-                decoder, blocks, target_structure.state_layers(self.config), tokens, positions, seen
-            )
+            norm, recorder = target_structure.examine(decoder, blocks, self.config, tokens, positions, seen)
         names = {module: name for name, module in decoder.named_modules()}
         if not self.whole and norm not in names:
             raise ValueError(f"{self.name}: its final norm was not found. {advice}")
@@ -429,13 +393,13 @@ class Target:
                 + target_structure.ANOTHER
             )
         if not wanted.isfinite().all():
+            why = (
+                "use dtype=bfloat16 or float32, whose range is wider"
+                if self.dtype == torch.float16
+                else "its weights are damaged"
+            )
             raise ValueError(
-                f"{self.name}: its logits are not finite in {str(self.dtype).removeprefix('torch.')}"
-                + (
-                    ": use dtype=bfloat16 or float32, whose range is wider."
-                    if self.dtype == torch.float16
-                    else ": its weights are damaged."
-                )
+                f"{self.name}: its logits are not finite in {str(self.dtype).removeprefix('torch.')}: {why}."
             )
         first = "its logits are not its LM head's output of its final state, scaled or capped as its configuration says"
         then = "it does not go on from its cache by several tokens as it reads a text at once"

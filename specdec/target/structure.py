@@ -55,9 +55,9 @@ class LogitShape:
 class LayerRecorder(transformers.Cache):
     """Stands in for a cache in one pass, and notes what every layer wants to keep."""
 
-    def __init__(self, layers: list, running: list[nn.Module]):
-        super().__init__(layers=layers)
-        self.running = running  # the modules that run now, innermost last
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(layers=state_layers(config))
+        self.running: list[nn.Module] = []  # modules inside the blocks, innermost last
         self.entries: dict[int, tuple[EntryShape, EntryShape]] = {}  # by layer: K and V
         self.mixers: dict[int, nn.Module] = {}  # by layer: the module that keeps a state
 
@@ -134,50 +134,50 @@ def find_blocks(decoder: nn.Module, num_layers: int, name: str) -> list[nn.Modul
     )
 
 
-def find_norm(
-    decoder: nn.Module, blocks: list[nn.Module], tokens: Tensor, positions: Tensor, masks: object
-) -> nn.Module:
-    """The last module of which the decoder's final state is the output: its final norm; Identity for a decoder without."""
-    inside = {id(module) for block in blocks for module in block.modules()}
+def examine(
+    decoder: nn.Module,
+    blocks: list[nn.Module],
+    config: PreTrainedConfig,
+    tokens: Tensor,
+    positions: Tensor,
+    masks: object,
+) -> tuple[nn.Module, LayerRecorder]:
+    """Runs the decoder over a few tokens -> its final norm, and what its layers keep.
+
+    The norm is the last module of which the final state is the output; Identity for a decoder without.
+    """
+    recorder = LayerRecorder(config)
     outputs: list[tuple[nn.Module, Tensor]] = []
+    inside = {module for block in blocks for module in block.modules()}
 
     def note(module, args, output):
         if isinstance(output, Tensor):
             outputs.append((module, output))
 
-    hooks = [module.register_forward_hook(note) for module in decoder.modules() if id(module) not in inside]
+    def enter(module, args):
+        recorder.running.append(module)
+
+    def leave(module, args, output):
+        recorder.running.pop()
+
+    outside = set(decoder.modules()) - inside - {decoder}
+    hooks = [module.register_forward_hook(note) for module in outside]
+    hooks += [module.register_forward_pre_hook(enter) for module in inside]
+    hooks += [module.register_forward_hook(leave) for module in inside]
     try:
         final = decoder(
-            input_ids=tokens, position_ids=positions, attention_mask=masks, use_cache=False
+            input_ids=tokens, position_ids=positions, attention_mask=masks, past_key_values=recorder, use_cache=False
         ).last_hidden_state
     finally:
         for hook in hooks:
             hook.remove()
-    same = (module for module, output in reversed(outputs) if _equal(output, final))
-    return next((module for module in same if module is not decoder), nn.Identity())
+    return next((module for module, output in reversed(outputs) if _equal(output, final)), nn.Identity()), recorder
 
 
 def _equal(output: Tensor, final: Tensor) -> bool:
     if output.is_meta:  # it has no values
         return output is final or final._base is output
     return output.numel() == final.numel() and torch.equal(output.reshape(final.shape), final)
-
-
-def record(
-    decoder: nn.Module, blocks: list[nn.Module], states: list, tokens: Tensor, positions: Tensor, masks: object
-) -> LayerRecorder:
-    """Runs the decoder with a recorder as its cache. states: places for the states of recurrent layers"""
-    running: list[nn.Module] = []
-    recorder = LayerRecorder(states, running)
-    with watched(blocks, running):
-        decoder(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=masks,
-            past_key_values=recorder,
-            use_cache=False,
-        )
-    return recorder
 
 
 @contextlib.contextmanager
@@ -195,26 +195,6 @@ def refusals(name: str, decoder: nn.Module, *, advice: str = ANOTHER) -> Iterato
         raise ValueError(
             f"{name}: {kind} does not run with masks and a cache that are given to it ({type(error).__name__}: {first}). {advice}"
         ) from error
-
-
-@contextlib.contextmanager
-def watched(blocks: list[nn.Module], running: list[nn.Module]) -> Iterator[None]:
-    """Within, `running` has the modules inside the blocks that are being run, innermost last."""
-
-    def enter(module, args):
-        running.append(module)
-
-    def leave(module, args, output):
-        running.pop()
-
-    modules = {id(module): module for block in blocks for module in block.modules()}.values()
-    hooks = [module.register_forward_pre_hook(enter) for module in modules]
-    hooks += [module.register_forward_hook(leave) for module in modules]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextlib.contextmanager
@@ -389,14 +369,10 @@ def experts_of(fields: dict) -> Experts | None:
     return Experts(num, per_token) if mixture and 0 < per_token < num else None
 
 
-def growth_of_experts(experts: Experts | None, num_tokens: int) -> float:
-    """What the cost of a pass is linear in: the number of tokens, or with experts the number of experts that they use."""
-    return float(num_tokens) if experts is None else experts.hit(num_tokens)
-
-
 def share_of_growth(experts: Experts | None, low: int, place: int, high: int) -> float:
-    """Where the cost of a pass over `place` tokens is between those over `low` (0) and over `high` (1)."""
-    at_low, at_place, at_high = (growth_of_experts(experts, num) for num in (low, place, high))
-    if at_low == at_high:
-        return 0.0
-    return (at_place - at_low) / (at_high - at_low)
+    """Where the cost of a pass over `place` tokens is between those over `low` (0) and over `high` (1).
+
+    The cost is linear in the number of tokens, or with experts in the number of experts that they use.
+    """
+    at_low, at_place, at_high = (experts.hit(num) if experts else num for num in (low, place, high))
+    return 0.0 if at_low == at_high else (at_place - at_low) / (at_high - at_low)

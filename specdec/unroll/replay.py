@@ -6,8 +6,6 @@ where rounds start. tau is the number of emitted tokens over the expected number
 is certain, and tau is that of the decoder exactly.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -81,38 +79,7 @@ def acceptances(
 
     output: what `read` gave for these texts; only its features are needed at temperature 0. None: it is read here
     """
-
-    def probabilities(logits: Tensor, token: Tensor, truth: Tensor | None) -> Tensor:
-        return _probabilities(drafter, logits, token, truth, temperature)
-
     output = output or read(drafter, texts)
-    return _by_start(drafter, texts, output, probabilities, depth=depth, judged=temperature > 0, dtype=torch.float64)
-
-
-@torch.no_grad()
-def guesses(
-    drafter: Drafter, texts: list[tuple[list[int], list[int]]], *, depth: int, output: TargetOutput | None = None
-) -> list[Tensor]:
-    """The likeliest draft of every round that could begin, [K, n] target ids for each text, placed as in `rounds`; else 0."""
-
-    def best(logits: Tensor, token: Tensor, truth: Tensor | None) -> Tensor:
-        return drafter.to_target(logits.argmax(-1))
-
-    output = output or read(drafter, texts)
-    return _by_start(drafter, texts, output, best, depth=depth, judged=False, dtype=torch.long)
-
-
-def _by_start(
-    drafter: Drafter,
-    texts: list[tuple[list[int], list[int]]],
-    output: TargetOutput,
-    function: Callable[[Tensor, Tensor, Tensor | None], Tensor],
-    *,
-    depth: int,
-    judged: bool,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    """function(drafter's logits [M, W], tokens of the text [M], target's logits [M, V] if `judged`) -> [M], as [K, n] of each text"""
     padded = pad(texts)
     begins = torch.tensor([[len(prompt)] for prompt, _ in texts])  # [B, 1]
     lengths = torch.tensor([[len(prompt) + len(answer)] for prompt, answer in texts])
@@ -126,18 +93,18 @@ def _by_start(
     # [B, K, T + 1]: the guess of depth d for a token belongs to the round that began d - 1 tokens before. The last entry is
     # for guesses of rounds that begin before the answer's first token.
     num_rows, length = padded.shape
-    found = torch.zeros(num_rows, depth, length + 1, dtype=dtype, device=device)
+    found = torch.zeros(num_rows, depth, length + 1, dtype=torch.float64, device=device)
     for part in steps.parts(CHUNK):
         row, position = steps.goals[part.goals].unbind(1)  # [M] each
-        truth = drafter.target.logits(output.final[row, position - 1]) if judged else None  # [M, V]
+        truth = drafter.target.logits(output.final[row, position - 1]) if temperature > 0 else None  # [M, V]
         for d, step in enumerate(steps.steps, start=1):
             numbers = step.goals[part.steps[d - 1]]
             row, position = steps.goals[numbers].unbind(1)
             logits = drafter.logits(d, unrolled.at(unrolled.readouts, d, part))
             own = None if truth is None else truth[numbers - part.goals.start]
-            values = function(logits, tokens[row, position], own)
+            values = _probabilities(drafter, logits, tokens[row, position], own, temperature)
             start = position - begins[row, 0] - d + 1  # tokens of the answer that existed then
-            found[row, d - 1, torch.where(start >= 1, start, -1)] = values.to(dtype)
+            found[row, d - 1, torch.where(start >= 1, start, -1)] = values.to(found.dtype)
     return [values[:, : len(answer)] for values, (_, answer) in zip(found.cpu(), texts)]
 
 

@@ -3,8 +3,6 @@
 import contextlib
 import functools
 import itertools
-import sys
-import zipfile
 from pathlib import Path
 
 import hydra
@@ -16,7 +14,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import check_engines
 from benchmarks.check_engines import CheckOptions, Decoding, ServedHead
-from benchmarks.engines import get_engines, llamacpp
+from benchmarks.engines import llamacpp
 from benchmarks.engines.llamacpp import LlamaCpp, convert
 from benchmarks.engines.vllm import Vllm, VllmReply
 from specdec.export import cards
@@ -122,12 +120,6 @@ def test_vllm_records_what_a_draft_model_drafts(folder, plain):
 
 
 @engines
-def test_vllm_names_the_reason_for_refusing_a_folder(folder):
-    with pytest.raises(ValueError, match=r"cannot load .*target with .*nowhere: .*nowhere"):
-        start_vllm(folder, "nowhere")
-
-
-@engines
 def test_llama_cpp_gives_plain_answers_and_counts_drafts(folder, plain, monkeypatch):
     monkeypatch.setattr(llamacpp, "ENGINES", ROOT / "engines")
     for name in ("target", "draft"):
@@ -143,22 +135,6 @@ def test_llama_cpp_gives_plain_answers_and_counts_drafts(folder, plain, monkeypa
     assert all(counts["target", len(prompt)] == (4, 9, 9) for prompt in PROMPTS)
     assert all(4 < counts["draft", len(prompt)][0] < NEW for prompt in PROMPTS)
     assert all(counts[None, len(prompt)] == (0, 0, 0) for prompt in PROMPTS)
-
-
-@engines
-def test_llama_cpp_looks_up_drafts_without_a_drafter(folder, monkeypatch):
-    monkeypatch.setattr(llamacpp, "ENGINES", ROOT / "engines")
-    convert(str(folder / "target"), str(folder / "looked-up.gguf"))
-    prompt = [11, 42, 7, 300, 5] * 4
-    answers = {}
-    for kind in ("simple", *llamacpp.LOOKUPS):
-        settings = {"size_n": 2, "size_m": 4} if kind == "ngram-simple" else None
-        given = {"context": len(prompt) + NEW, "cache": "f32", "kind": kind, "settings": settings}
-        with contextlib.closing(LlamaCpp(str(folder / "looked-up.gguf"), **given)) as engine:
-            answers[kind] = engine.generate(prompt, NEW, set())
-            assert engine.counted is (kind != "simple")
-            assert engine.counts.rounds == (NEW - 1 - engine.counts.accepted if engine.counted else 0)
-    assert all(answer == answers["simple"] for answer in answers.values())
 
 
 def test_rounds_of_llama_cpp_follow_from_its_counters():
@@ -180,29 +156,6 @@ def test_missing_engines_are_refused(monkeypatch):
     ):
         with pytest.raises(ValueError, match="make engines"):
             make()
-
-
-def test_the_output_of_a_failed_converter_is_shown(tmp_path, monkeypatch):
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").symlink_to(sys.executable)
-    (tmp_path / "llama.cpp").mkdir()
-    (tmp_path / "llama.cpp" / "convert_hf_to_gguf.py").write_text("import sys; print('one\\ntwo'); sys.exit('three')")
-    monkeypatch.setattr(llamacpp, "ENGINES", tmp_path)
-    with pytest.raises(ValueError, match=r"converter refuses model: .*one \| two"):
-        convert("model", "out")
-
-
-def test_get_engines_skips_packages_without_a_cpu_build_and_finished_installs(tmp_path, capsys):
-    requires = ["numpy", "torch==2.12", "torchvision", "hs_connectors==1", "click>=8; python_version > '3'",
-                "ray; extra == 'x'"]  # fmt: skip
-    for name, lines in (("a", requires), ("hs-connectors", ["torch>=2", "fastapi[standard]<1"])):
-        metadata = f"Name: {name}\n" + "".join(f"Requires-Dist: {line}\n" for line in lines) + "\nAbout torch.\n"
-        with zipfile.ZipFile(tmp_path / f"{name}.whl", "w") as wheel:
-            wheel.writestr(f"{name}.dist-info/METADATA", metadata)
-    assert get_engines.requirements(tmp_path) == ["click>=8; python_version > '3'", "fastapi[standard]<1", "numpy"]
-    (tmp_path / "ready").write_text(get_engines.PINS)
-    get_engines.main([str(tmp_path)])
-    assert "already there" in capsys.readouterr().out
 
 
 def is_faithful(row: dict, *, exact: bool) -> bool:

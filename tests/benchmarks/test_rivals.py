@@ -1,10 +1,6 @@
 """Tests of benchmarks/rivals.py: stand-ins for llama.cpp and vLLM answer as the tiny target does, or fail."""
 
 import json
-import os
-import signal
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +8,6 @@ import torch
 
 from benchmarks import rivals
 from benchmarks.engines import llamacpp, vllm
-from benchmarks.engines.child import Child
 from benchmarks.engines.vllm import VllmReply
 from specdec import checkpoint
 from specdec.heads.draft import Draft
@@ -128,13 +123,6 @@ def test_one_table_of_all_rivals_that_outlives_those_that_fail(run, folder, engi
     assert sorted(started) == sorted(closed)
 
 
-def test_a_head_that_an_engine_cannot_serve_says_so(run, folder, engines):
-    _, methods = run(f"checkpoint={folder}/eagle", "rivals=llamacpp", "limit=1", "repeats=1")
-    failure = methods[f"llama.cpp, {folder.name}/eagle, 2 drafts"]["failure"]
-    assert "llama.cpp cannot run Eagle" in failure and "draft models" in failure
-    assert not any("lookup" in name or "vLLM" in name for name in methods)
-
-
 def test_missing_engines_are_one_row_each(run, monkeypatch):
     monkeypatch.setattr(llamacpp, "ENGINES", Path("nowhere"))
     monkeypatch.setattr(llamacpp.importlib.util, "find_spec", lambda name: None)
@@ -142,60 +130,3 @@ def test_missing_engines_are_one_row_each(run, monkeypatch):
     _, methods = run("rivals=llamacpp,vllm", "limit=1", "repeats=1")
     failures = {name: cell["failure"] for name, cell in methods.items() if "failure" in cell}
     assert failures.keys() == {"llamacpp", "vllm"} and all("`make engines`" in text for text in failures.values())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["rivals="], "nothing to time: give checkpoint="),
-        (["rivals=llama"], "rivals=llama: there are transformers, llamacpp, vllm"),
-        (["tree=a"], "tree=a must be a comma list"),
-        (["chains=3"], "There is no option chains=3: give KEY=VALUE of checkpoint"),
-        (["compile=maybe"], "compile=maybe must be of type bool"),
-    ],
-)
-def test_wrong_options_are_refused(run, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        run(*arguments)
-
-
-COUNTING = """
-import json, os, subprocess, sys, threading
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-print("{}", flush=True)
-for line in sys.stdin:
-    print(json.dumps({"pid": os.getpid(), "child": child.pid}), flush=True)
-"""
-
-
-def wait_for(pid: int, *states: str) -> None:
-    """states: letters of /proc for a process: T is stopped; Z has ended; empty: there is none"""
-    end, found = time.monotonic() + 10, None
-    while found not in states:
-        assert time.monotonic() < end, f"process {pid} is {found!r}, not one of {states}"
-        try:
-            found = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            found = ""
-        time.sleep(0.01)
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="needs /proc")
-def test_engines_are_stopped_between_requests_and_end_with_all_their_processes(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(COUNTING)
-    child = Child(program, {}, python=sys.executable, name="it", loads="nothing", environment={})
-    for _ in range(2):
-        reply = child.ask({})
-        for pid in reply.values():
-            wait_for(pid, "T")
-    assert os.getpgid(reply["child"]) == reply["pid"]
-    child.close()
-    child.close()
-    wait_for(reply["pid"], "")
-    wait_for(reply["child"], "", "Z")
-    program.write_text("import os, signal; print('{}', flush=True); os.kill(os.getpid(), signal.SIGKILL)")
-    child = Child(program, {}, python=sys.executable, name="it", loads="nothing", environment={})
-    with pytest.raises(ValueError, match=f"it cannot answer: its process ended with -{signal.SIGKILL:d}"):
-        child.ask({})
-    child.close()

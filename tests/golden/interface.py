@@ -16,18 +16,25 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from specdec import checkpoint
+from specdec.core.generation import Generation
+from specdec.core.grammar import Grammars
 from specdec.core.sampling import Sampling
 from specdec.decoding.batch import Request
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
+from specdec.measuring.measure import Prompt, PromptResult
+from specdec.measuring.report import TAU as TAU
+from specdec.measuring.report import summarise
 from specdec.proposers.base import Proposer
 from specdec.target.model import Target, load_tokenizer
 from train import build
 from train.config import RunConfig
+from train.data import reading
+from train.data import rows as data
 from train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
-SHAPE = ("depth", "width", "nodes", "children", "stopping")  # settings of conf/decode; the others are those of Decoder
+SHAPE = ("depth", "width", "nodes", "children")  # settings of conf/decode; the others are those of Decoder
 
 
 def run_command(file: str, *arguments: str) -> str:
@@ -65,7 +72,7 @@ def read_packs(*overrides: str) -> list[list[tuple]]:
         composed = compose("train", overrides=list(overrides))
     config = RunConfig.of(OmegaConf.to_container(composed, resolve=True))
     target = load_target(config.target.name, config.target.dtype)
-    packs = build.load_data(config, load_tokenizer(target.name), target, None)
+    packs = build.load_data(config, load_tokenizer(target.name), target)
     return [[(row.id, row.tokens, row.mask) for row in packs[number]] for number in range(len(packs))]
 
 
@@ -122,6 +129,34 @@ def decode(
         trees,
         probs,
     )
+
+
+def decode_ruled(folder: str, source: str, temperature: float, length: int, *, rows: int) -> dict:
+    """The report of answers that follow the grammars of rows, with what is forced as drafts."""
+    target, tokenizer, prompts = load_target(folder), load_tokenizer(folder), reading.load_prompts(source)
+    stop = data.stop_tokens(tokenizer, target.model.generation_config)
+    grammars = Grammars(tokenizer, target.vocab_size, stop)
+    tokens = [data.encode_row(tokenizer, row) for row in prompts]
+    forced = make_proposer(target, "forced", None, {}, {})
+
+    def answer(proposer: Proposer | None) -> list[Generation]:
+        decoder, found = Decoder(target, proposer, sampling=Sampling(temperature), stop=stop), dict[int, Generation]()
+        for _, ended in decoder.rounds(
+            tokens,
+            length,
+            rows=rows,
+            generator=lambda number: torch.Generator().manual_seed(number),
+            constraint=lambda number: grammars.constraint(prompts[number]["grammar"]),
+        ):
+            found |= dict(ended)
+        return [found[number] for number in range(len(prompts))]
+
+    results = [
+        PromptResult(Prompt(row["id"], row["category"], read), plain, drafted, float("nan"), [],
+                     None if plain.tokens == drafted.tokens or temperature else 0.0)
+        for row, read, plain, drafted in zip(prompts, tokens, answer(None), answer(forced))
+    ]  # fmt: skip
+    return summarise(results, depth=forced.depth, temperature=temperature).to_json()
 
 
 def _forget_accelerator() -> None:

@@ -78,7 +78,7 @@ def make_today() -> None:
     make_heads()
     figures.train("trained", "head=eagle", "train.steps=4", "train.validate_every=4", "head.vocab_size=100")
     next(Path("checkpoints/trained").glob("step_*")).rename("trained")
-    for path in [*Path("trained").glob("*.html"), Path("trained/samples.json")]:
+    for path in Path("trained").glob("*.html"):
         path.unlink()
     cached = figures.TRAINING["eagle cached"]
     with interface.failing_at(figures.MIDDLE + 2), contextlib.suppress(RuntimeError):

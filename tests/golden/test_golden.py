@@ -90,7 +90,7 @@ def test_training(name):
     check_numbers(figures.training(name), "training", name)
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3 cached", "muon", "stream", "medusa2"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3 cached", "muon", "medusa2"])
 def test_an_interrupted_run_resumes_with_the_recorded_losses(name):
     given = figures.TRAINING[name]
     with interface.failing_at(MIDDLE + 3), pytest.raises(RuntimeError):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -21,8 +22,7 @@ from train.adapt import RecordedAnswer
 from train.lock import lock
 
 TINY = [
-    "target.dtype=float32", "min_tokens=50", "judged=12", "epochs=8", "lr=3e-3", "training.precision=fp32", "training.threads=1",
-    "training.data.length=128", "training.head.objective.losses.kl=0", "training.head.objective.losses.smooth_l1=0",
+    "target.dtype=float32", "min_tokens=50", "epochs=30", "lr=3e-3", "training.precision=fp32", "training.threads=1", "training.head.objective.losses.kl=0", "training.head.objective.losses.smooth_l1=0",
     "training.head.objective.losses.ce=1", "training.validation.num_prompts=1", "progress=quiet",
 ]  # fmt: skip
 
@@ -62,6 +62,7 @@ def made(tmp_path_factory):
 def run_adapt(made, tmp_path, monkeypatch, run_script):
     """run_adapt("key=value", ...) -> what was printed; OUT is `adapted` in a new working directory"""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("train.adapt.JUDGED", 12)
 
     def train(arguments: list[str]) -> int:
         arguments = [each for each in arguments if not each.startswith("hydra.")]
@@ -92,14 +93,8 @@ def test_a_head_that_rises_is_taken_into_use(made, run_adapt, tmp_path):
     assert checkpoint.resolve("adapted") == home / "heads" / "0002" and (home / "heads" / "0001").is_dir()
     new, old = found["slices"]["new"], found["slices"]["old"]
     assert new["change"] > 0.2 and new["change_ci"][0] > 0
-    assert new["conversations"] == 8 and old["answers"] == 12
+    assert new["conversations"] == 8 and old["answers"] == 12  # the first JUDGED of 30
     assert found["training"]["new_tokens"] > found["training"]["old_tokens"] > 0
-    page = (home / "adaptation.html").read_text()
-    held = page.partition('id="data">')[2].partition("</script>")[0]
-    assert json.loads(held)["history"][-1]["slices"] == found["slices"]  # the page has the figures of the document
-    for part in (new, old):
-        assert f"<td>{part['before']:.2f} (" in page and f"<td>{part['after']:.2f} (" in page
-        assert f"<td>{part['change']:+.3f} (" in page
     assert json.loads((home / "heads" / "0002" / "adaptation.json").read_text()) == found
     assert not (home / "training").exists()
     heldout = [json.loads(line)["id"] for line in (home / "rows" / "0002" / "heldout.jsonl").read_text().splitlines()]
@@ -121,14 +116,12 @@ def test_a_head_that_rises_is_taken_into_use(made, run_adapt, tmp_path):
     assert later["slices"]["new"]["conversations"] == 10  # of the rows that came since
     judged = {json.loads(line)["id"] for line in (home / "rows" / "0002" / "heldout.jsonl").read_text().splitlines()}
     assert later["slices"]["old"]["conversations"] == 12 and judged  # old rows, and what was held out before
-    assert (home / "adaptation.html").read_text().count("<td>accepted</td>") == 2  # new and old answers of 0002
 
 
 def test_a_head_that_does_not_rise_is_refused(run_adapt):
     out = run_adapt("lr=1e-12", "epochs=0.1")
     assert document()["decision"] == "refused" and "not surely a rise" in out
     assert checkpoint.resolve("adapted") == Path("adapted/heads/0001") and not Path("adapted/heads/0002").exists()
-    assert "not surely a rise" in Path("adapted/adaptation.html").read_text()
 
 
 def test_what_was_interrupted_goes_on(run_adapt, monkeypatch):
@@ -137,7 +130,7 @@ def test_what_was_interrupted_goes_on(run_adapt, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run_adapt("tolerance=0.9")
     assert checkpoint.resolve("adapted").name == "0001" and Path("adapted/training/plan.json").exists()
-    with pytest.raises(ValueError, match=r"begun with other settings: epochs \(then 8.0, now 2.0\)"):
+    with pytest.raises(ValueError, match=r"begun with other settings: epochs \(then 30.0, now 2.0\)"):
         run_adapt("tolerance=0.9", "epochs=2")
     monkeypatch.setattr(adapt, "run_train", train)
 
@@ -161,7 +154,7 @@ def test_the_command_passes_a_signal_to_training_and_goes_on(made, tmp_path):
         "out": tmp_path / "adapted",
         "old": made / "old.jsonl",
     }
-    given |= dict(each.split("=", 1) for each in (*TINY, "epochs=150", "tolerance=0.9", "progress=plain"))
+    given |= dict(each.split("=", 1) for each in (*TINY, "epochs=60", "tolerance=0.9", "progress=plain"))
     given |= {"training.data.heldout": made / "prompts.jsonl", "training.train.log_every": 1}
 
     def started() -> subprocess.Popen:
@@ -194,7 +187,7 @@ def test_a_folder_is_watched(made, run_adapt, monkeypatch, tmp_path):
         if len(looks) == 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(adapt.time, "sleep", sleep)
+    monkeypatch.setattr(adapt, "time", SimpleNamespace(sleep=sleep))  # for this command alone, not for other threads
     out = run_adapt("watch=5", f"traffic={traffic}", "tolerance=0.9")
     assert looks == ["0001", "0002", "0002", "0002"]
     assert (
@@ -215,8 +208,7 @@ def test_packs_hold_the_longest_row_and_steps_read_all_rows():
     assert [size([10, longest])[0] for longest in (20, 512, 513, 700, 2000)] == [512, 512, 640, 768, 1024]
     assert size([700], length=300)[0] == 512  # as train.py has it
     assert size([512, 256, 2000], epochs=2, length=512)[1] == 2 * 2.5
-    assert size([512, 256, 2000], epochs=2, length=512, training={"data.length": "1024"})[1] == 4
-    assert size([512], training={"train.steps": "7"})[1] == 7
+    assert size([512] * 8, epochs=2, training={"train.batch": "2", "train.accumulation": "2"})[1] == 4
 
 
 def test_watching_counts_what_is_left_to_train_on(made, run_adapt, monkeypatch):
@@ -226,7 +218,7 @@ def test_watching_counts_what_is_left_to_train_on(made, run_adapt, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(adapt.time, "sleep", stop)
+    monkeypatch.setattr(adapt, "time", SimpleNamespace(sleep=stop))
     assert "new tokens to train on (min_tokens)" in run_adapt("watch=5", f"min_tokens={total}")
     trained = []
     monkeypatch.setattr(adapt, "run_train", lambda arguments: trained.append(arguments) or 130)
@@ -237,10 +229,10 @@ def test_watching_counts_what_is_left_to_train_on(made, run_adapt, monkeypatch):
 def test_what_forgetting_is_judged_on_is_not_trained_on(made, run_adapt, monkeypatch):
     monkeypatch.setattr(adapt, "run_train", lambda arguments: 130)
     with pytest.raises(KeyboardInterrupt):
-        run_adapt("judged=9", "old_share=0.9")
+        run_adapt("old_share=0.9")
     plan = adapt.Home(Path("adapted")).read_plan()
     prompts = {tuple(answer.prompt) for answer in plan.training}
-    assert len(plan.heldout["old"]) == 9 and plan.num_new == 32 and len(plan.training) == 32 + 30 - 9
+    assert len(plan.heldout["old"]) == 12 and plan.num_new == 32 and len(plan.training) == 32 + 30 - 12
     assert not prompts & {tuple(answer.prompt) for kind in ("new", "old") for answer in plan.heldout[kind]}
 
 
@@ -259,20 +251,17 @@ def test_what_cannot_be_adapted_to_is_refused(made, run_adapt, tmp_path):
 
     refuse("traffic=nowhere is not a folder", "traffic=nowhere")
     refuse("has no row .* there are none", rows=[])
-    refuse("1 of another target", rows=rows_of([1], target="targets/other"))
-    refuse("2 with ids of another tokenizer", rows=rows_of([1, 2], target=target, tokenizer="0" * 16))
-    refuse("1 without token ids", rows=rows_of([1], target=target, tokens=None))
+    refuse("1 of another target or tokenizer", rows=rows_of([1], target="targets/other"))
+    refuse("2 of another target or tokenizer", rows=rows_of([1, 2], target=target, tokenizer="0" * 16))
+    refuse("1 without token ids or a time", rows=rows_of([1], target=target, tokens=None))
     refuse("1 damaged", rows=rows_of([1], target=target, tokens=["a"]))
     refuse("leave nothing to train on", rows=rows_of([1], target=target))
     refuse("drafter.json does not exist", f"checkpoint={folder}")
     refuse("tolerance=-1", "tolerance=-1")
-    refuse("training.run= is chosen by this command", "training.run=mine")
+    for own in ("run", "train.steps"):
+        refuse(f"training.{own}= is chosen by this command", f"training.{own}=5")
     refuse("heldout_share=1.0 must be a number of at least 0 and below 1", "heldout_share=1")
-    for gone in ("shares=1", "store=false", "old_heldout=x.jsonl", "old_split=test"):
-        with pytest.raises(SystemExit, match="There is no option"):
-            run_adapt(gone)
     refuse("Give old=FILE", "old=missing.jsonl")
-    refuse("There is no head 'other'", "head=other")
     write_rows(folder / "traffic-000001.jsonl", [])
     with lock(Path("adapted/lock"), of=Path("adapted")), pytest.raises(ValueError, match="adapted is in use by"):
         run_adapt()

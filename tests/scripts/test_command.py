@@ -40,7 +40,7 @@ def test_a_verb_runs_with_its_arguments(tmp_path, capsys):
     [
         ("evalute", "There is no verb 'evalute'. Did you mean 'evaluate'? Verbs: adapt, answer"),
         ("compare", "There is no specdec compare any more. specdec evaluate checkpoint=A,B compares heads"),
-        ("identity", "There is no specdec identity any more. Tests compare decoding with transformers' generate"),
+        ("bench", "There is no specdec bench any more. What it did is in benchmarks/ of the clone"),
     ],
 )
 def test_a_wrong_verb_is_answered_with_the_right_one(verb, sentence):

@@ -1,6 +1,6 @@
 """Tests of scripts/evaluate.py on tiny checkpoints: reports, comparisons, batch sizes, replay, explanations, refusals."""
 
-from helpers import decoding, explaining, loading
+from helpers import loading
 
 import json
 import re
@@ -13,19 +13,12 @@ import torch
 from scripts import evaluate
 from specdec import checkpoint
 from specdec.core import files
-from specdec.core.clock import fastest_batch
-from specdec.heads.eagle import Eagle
 from specdec.heads.medusa import Medusa2
-from specdec.measuring.measure import name_drafting
-from specdec.proposers.candidates import Acceptance, Kind
-from specdec.target.model import Target
-from specdec.unroll.replay import acceptance
+from specdec.unroll.replay import acceptance, rounds
 from tests.support import save_eagle, save_target, write_prompts, write_rows
 from train.data import rows as data
 
 pytestmark = pytest.mark.full
-
-TRAINING = {"tokens": 2_000_000, "tokens_per_second": 1234.5, "peak_memory": 2**30, "seconds": 1620.0}
 
 
 @pytest.fixture(scope="module")
@@ -87,44 +80,16 @@ def test_batches_give_the_same_figures(run, folder):
     assert found[1]["identical_outputs"] == 1 and found[1]["settings"]["batch"] == 3
 
 
-def test_the_fastest_batch_is_chosen_by_tokens_per_second(run, monkeypatch):
-    prompts = [[n] for n in range(20)]
-    rates = {1: 10.0, 4: 30.0, 16: 20.0}
-    assert fastest_batch(lambda group: rates[len(group)], prompts) == 4
-    assert fastest_batch(lambda group: rates[len(group)], prompts, sizes=(1, 16)) == 16
-    assert fastest_batch(lambda group: float(len(group)), prompts[:15]) == 4  # fewer than 16 prompts
-    monkeypatch.setattr(evaluate, "fastest_batch", lambda decode, prompts: 3 if decode(prompts) > 0 else 0)
-    assert "decoding 3 prompts at once, which is fastest here" in run("batch=null")
-
-
 def test_auto_is_explained(run, folder):
-    printed = run("explain=true", "proposer.suffix.num=4")
+    printed = run("explain=true", "proposer=auto", "proposer.suffix.num=4")
     found = json.loads((folder / "report.json").read_text())["explained"]
     assert len(found) == 1 and sum(found[0]["by_nodes"].values()) == found[0]["rounds"] > 0
     assert min(found[0]["pass_ms"].values()) > 0 and found[0]["tokens_per_round"]["measured"] >= 1
-    assert "by the drafter" in printed and "tokens expected" in printed
-    beside = run("explain=true", "proposer=head", "decode.temperature=1", "batch=2")
+    assert "over one node" in printed and "tokens expected" in printed
+    beside = run("explain=true", "decode.temperature=1", "batch=2")
     assert "speedup auto" in beside and "tokens expected" in beside
     with pytest.raises(ValueError, match="explain=true explains proposer=auto, which ngram is not"):
         run("explain=true", "proposer=ngram")
-
-
-def test_probabilities_are_compared_with_what_was_accepted():
-    recorded, known = explaining.RecordedAcceptance(), Acceptance()
-    cases = [(0.15, True), (0.15, False), (0.25, False), (0.35, True), (0.25, True)]
-    expected = []
-    for estimate, accepted in cases:
-        kind = Kind("head", estimate, 1)
-        expected.append(known.probability(kind))
-        for each in (recorded, known):
-            each.learn(kind, accepted)
-    first, second = explaining.calibrate(recorded)
-    assert (first["source"], first["low"], first["high"], first["num"]) == ("head", 0.1, 0.3, 4)
-    assert first["drafter"] == pytest.approx(0.8 / 4) and first["accepted"] == 0.5
-    assert first["auto"] == pytest.approx(
-        (sum(expected[:3]) + expected[4]) / 4
-    )  # what was expected before it was known
-    assert second["num"] == 1 and second["accepted"] == 1
 
 
 @pytest.mark.parametrize(
@@ -132,32 +97,24 @@ def test_probabilities_are_compared_with_what_was_accepted():
     [
         (["checkpoint=nowhere"], "does not exist"),
         (["decode.temperature=hot"], "give numbers"),
-        (["decode.temperature=-1"], "0 .greedy. or above"),
         (["decode.depth=0"], "decode.depth=0 must be a whole number from 1 to 1024"),
         (["prompts=nowhere.jsonl"], "There is no file"),
         (["max_new_tokens=100000"], "positions"),
-        (["batch=0"], "batch=0 must be a whole number from 1 to 65536"),
-        (["limit=0"], "limit=0 must be a whole number of 1 or more, or null"),
         (["target.name={folder}/other"], "fingerprint"),
         (["checkpoint=", "proposer=head"], "needs a trained head"),
         (["proposer=auto", "proposer.costs=nowhere.json"], "costs=nowhere.json must be a JSON file"),
         (["checkpoint={folder}/one,{folder}/one"], "Two runs are called one"),
         (["checkpoint=", "chains=2"], "nothing to compare"),
-        (["chains=2", "explain=true"], "explain=true and target.tp= are for one method"),
+        (["chains=2", "explain=true"], "explain=true is for one method"),
         (["chains=1,two"], "chains=1,two cannot be read: give a comma list of DEPTH, such as 1,2,3"),
         (["trees=4x3"], "DEPTHxWIDTHxNODES, such as"),
         (["trees=3x2x2"], "cannot hold a path"),
         (["chains=0"], "at least 1"),
         (["batches=1,x"], "batches=1,x: give numbers"),
         (["batches=0"], "batches=0: give numbers of 1 or more"),
-        (["proposers=ngrams"], "no proposer 'ngrams'; there are: .*ngram"),
         (["proposers=ngram,ngram"], "list each once"),
-        (["checkpoint=", "proposers=head"], "needs a trained head"),
-        (["proposers=ngram", "proposer.ngram.most=3"], "ngram has the settings"),
         (["proposers=ngram", "proposer.max=3"], "proposer.NAME.KEY"),
-        (["proposers=ngram", "proposer.ngram.max=none"], "proposer.ngram.max=none must be a whole number"),
         (["checkpoint={folder}/adapting", "proposers=head"], "adapts its target, which the other proposers share"),
-        (["proposers=ngram", "proposer.ngram.checkpoint={folder}/one"], "ngram holds no trained head"),
         (["checkpoint={folder}/adapting", "answers=x.jsonl"], "adapts its target, which did not write these answers"),
         (["checkpoint=", "answers=x.jsonl"], "answers= replays trained heads"),
     ],
@@ -166,16 +123,9 @@ def test_wrong_arguments_are_refused(refuse, folder, tmp_path, arguments, messag
     refuse(message, *(argument.format(folder=folder) for argument in arguments), f"out={tmp_path}/out")
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("chekpoint=x", "no option 'chekpoint'. Did you mean 'checkpoint'"),
-        ("limit=many", "limit"),
-        ("temperature=1", "Did you mean 'decode.temperature'"),
-    ],
-)
-def test_misspelt_options_are_refused(run, argument, message):
-    with pytest.raises(SystemExit, match=message):
+@pytest.mark.parametrize("argument", ["chekpoint=x", "temperature=1"])
+def test_misspelt_options_are_refused(run, argument):
+    with pytest.raises(SystemExit, match=r"Did you mean '(checkpoint|decode\.temperature)'"):
         run(argument)
 
 
@@ -224,10 +174,6 @@ def test_a_comparison_has_the_reports_of_every_method(compared):
     assert chain["replayed_tau"] == pytest.approx(chain["tau"])
     first, differences = "one, chain of 3", report["tau minus that of one, chain of 3"]["0"]
     assert differences[first] == [0, [0, 0]]
-    fastest = max(
-        (name for name in names if name != "ngram"), key=lambda name: report["temperatures"]["0"][name]["speedup"]
-    )
-    assert fastest.endswith(name_drafting(decoding.read_drafting(f"{out}/report.json", compile=None)))
     page = (out / "comparison.html").read_text()
     inside = json.loads(page.split('id="data">')[1].split("</script>")[0])
     assert {t: set(column) for t, column in inside["reports"].items()} == dict.fromkeys(("0", "1"), names)
@@ -262,23 +208,17 @@ def test_other_settings_are_refused(compare, compared, run, folder, tmp_path):
     with pytest.raises(ValueError, match=r"proposers\.ngram\.max \(then 6, now 4\)"):
         compare(f"out={folder}/out", "proposer.ngram.max=4")
     shutil.copytree(folder / "two", tmp_path / "two")  # other tests use the original
-    arguments = [
-        "checkpoint=",
-        "proposers=auto",
-        f"proposer.checkpoint={tmp_path}/two",
-        "limit=1",
-        f"out={tmp_path}/changed",
-    ]
-    run(*arguments)
+    given = ["checkpoint=", "proposers=auto", f"proposer.checkpoint={tmp_path}/two", "limit=1", f"out={tmp_path}/out"]
+    run(*given)
     step = tmp_path / "two" / "step_000001"
     tensors = safetensors.torch.load_file(step / "drafter.safetensors")
     tensors = {name: 2 * value if value.is_floating_point() else value for name, value in tensors.items()}
     safetensors.torch.save_file(tensors, step / "drafter.safetensors")
     with pytest.raises(ValueError, match=r"drafter\.safetensors is damaged"):
-        run(*arguments)
+        run(*given)
     (step / files.CHECKSUMS).unlink()
     with pytest.raises(ValueError, match=rf"files\.{step} \(then"):
-        run(*arguments)
+        run(*given)
 
 
 def test_a_proposer_with_a_head_is_decoded_with_each_checkpoint(compare, folder):
@@ -291,12 +231,12 @@ def test_a_proposer_with_a_head_is_decoded_with_each_checkpoint(compare, folder)
 
 
 def test_depth_is_limited_by_the_drafter_and_an_adapting_drafter_has_its_own_target(compare, folder):
-    printed = compare(f"checkpoint={folder}/adapting", f"out={folder}/shallow", "limit=1")
+    compare(f"checkpoint={folder}/adapting", f"out={folder}/shallow", "limit=1")
     report = json.loads((folder / "shallow" / "report.json").read_text())["temperatures"]["0"]
     assert {"adapting, chain of 2", "adapting, tree of 2x2x4"} < set(report)
     row = json.loads((folder / "shallow" / "rows.jsonl").read_text().splitlines()[0])
     adapted = "the target adapted by adapting"
-    assert set(row["plain"]) == {adapted, "the frozen target"} and f"beside {adapted}" in printed
+    assert set(row["plain"]) == {adapted, "the frozen target"}
     assert row["plain"][adapted]["tokens"] != row["plain"]["the frozen target"]["tokens"]
     assert report["adapting, chain of 2"]["adapted_target"] and not report["ngram"]["adapted_target"]
 
@@ -323,46 +263,27 @@ def test_batch_sizes_are_compared_with_full_batches(run, folder, monkeypatch):
 
 def test_replay_compares_heads_on_the_same_answers(run, folder, tmp_path):
     """At temperature 1, with figures that are computed here, answer by answer."""
-    torch.manual_seed(9)
-    surer = Eagle(Target.load(str(folder / "target"), dtype="float32"), vocab=torch.arange(0, 61, 4))
-    with torch.no_grad():
-        for parameter in surer.parameters():
-            parameter.mul_(5)
-    checkpoint.save(tmp_path / "second", surer, {"_target_": "specdec.heads.eagle.Eagle"})
-    rows = [{"messages": [{"role": "user", "content": f"w{n} w3"}, {"role": "assistant", "content": f"w{n} w{4 * n} w{36 - 4 * n} w8 w4"}],
-             "temperature": 1, "category": "ab"[n % 2]} for n in range(2, 6)]  # fmt: skip
+    contents = [(f"w{n} w3", f"w{n} w{4 * n} w{36 - 4 * n} w8 w4") for n in range(2, 6)]
+    rows = [{"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}], "temperature": 1, "category": "a"}
+            for asked, said in contents]  # fmt: skip
     write_rows(tmp_path / "answers.jsonl", rows)
     given = [f"answers={tmp_path}/answers.jsonl", "hold_out=null", "decode.temperature=1", "decode.depth=4"]
-    printed = run(f"checkpoint={folder}/one,{tmp_path}/second", *given)
+    printed = run(f"checkpoint={folder}/one,{folder}/two", *given)
     taus = []
-    for name in (folder / "one", tmp_path / "second"):
-        loaded = loading.load(str(name), loading.TargetOptions(dtype="float32"))
-        emitted, rounds = {"a": 0, "b": 0}, {"a": 0.0, "b": 0.0}
+    for name in ("one", "two"):
+        loaded = loading.load(f"{folder}/{name}", loading.TargetOptions(dtype="float32"))
+        emitted, num_rounds = 0, 0.0
         for row in rows:
             encoded = data.encode(loaded.tokenizer, row | {"id": "x"})
             start, stop = data.last_answer(encoded)
             prompt, answer = encoded.tokens[:start], encoded.tokens[start:stop]
-            accepting = acceptance(loaded.drafter, prompt, answer, depth=4, temperature=1)
-            rounds[row["category"]] += expected_rounds(accepting.tolist(), 1, len(answer))
-            emitted[row["category"]] += len(answer) - 1
-        taus.append(sum(emitted.values()) / sum(rounds.values()))
+            num_rounds += rounds(acceptance(loaded.drafter, prompt, answer, depth=4, temperature=1))[0]
+            emitted += len(answer) - 1
+        taus.append(emitted / num_rounds)
         assert f"replayed tau {taus[-1]:.3f} (" in printed and "chain of 4, temperature 1, 4 answers" in printed
-        assert ", ".join(f"{name} {emitted[name] / rounds[name]:.2f}" for name in "ab") in printed
-    assert abs(taus[0] - taus[1]) > 0.001 and f"{taus[1] - taus[0]:+.3f} (" in printed
-    assert printed.count("the same answers") == 1
+    assert f"{taus[1] - taus[0]:+.3f} (" in printed and printed.count("the same answers") == 1
     with pytest.raises(ValueError, match=r"no row at decode\.temperature=0"):
         run(f"answers={tmp_path}/answers.jsonl", "hold_out=null")
     write_rows(tmp_path / "wrong.jsonl", [{"id": "r7", "messages": [{"role": "user", "content": "a"}]}])
     with pytest.raises(ValueError, match=r"wrong\.jsonl: Row r7 has no assistant turn"):
         run(f"answers={tmp_path}/wrong.jsonl", "hold_out=null")
-
-
-def expected_rounds(accepting: list[list[float]], start: int, num_tokens: int) -> float:
-    """Of a chain along an answer, from its token `start` on. accepting[d - 1][s]: probability that the round at s accepts draft d"""
-    if start >= num_tokens:
-        return 0.0
-    number, alive = 1.0, 1.0
-    for d, probability in enumerate(accepting):
-        number += alive * (1 - probability[start]) * expected_rounds(accepting, start + d + 1, num_tokens)
-        alive *= probability[start]
-    return number + alive * expected_rounds(accepting, start + len(accepting) + 1, num_tokens)

@@ -26,13 +26,13 @@ def home(tmp_path_factory):
     home = tmp_path_factory.mktemp("export")
     report = {**REPORT, "ms_per_round": {"draft": 0.1, "verify": 20.0, "keep": 0.0, "other": 0.0}}
     extra = {"report.json": report, cards.SERVED: SERVED}
-    save_eagle(home / "run" / "step", save_target(home / "target"), extra=extra)
-    (home / "run" / "config.yaml").write_text("data: {train: some/answers.jsonl}\n")
+    save_eagle(home / "run" / "step_000001", save_target(home / "target"), extra=extra)
+    (home / "run" / "about.json").write_text('{"data": {"train": "some/answers.jsonl"}}')
     return home
 
 
 def test_export_prints_how_to_serve_and_import_restores_the_head(run, home, tmp_path):
-    export_arguments = [f"checkpoint={home}/run/step", "target.dtype=float32", "format=vllm"]
+    export_arguments = [f"checkpoint={home}/run/step_000001", "target.dtype=float32", "format=vllm"]
     printed = run(export_script, *export_arguments, f"out={tmp_path}/out", "license=mit")
     settings = {"method": "eagle", "model": f"{tmp_path}/out", "num_speculative_tokens": 3}
     assert "vLLM, 3 drafts a round" in printed and f"as a configuration: {json.dumps(settings)}" in printed
@@ -53,7 +53,7 @@ def test_export_prints_how_to_serve_and_import_restores_the_head(run, home, tmp_
     num_drafted = -(-num_tokens // 4)
     assert "Eagle, " in printed and f"drafts from {num_drafted} of {num_tokens} tokens" in printed
     target = Target.load(f"{home}/target", dtype="float32")
-    imported, original = (checkpoint.load(path, target) for path in (tmp_path / "back", home / "run" / "step"))
+    imported, original = (checkpoint.load(path, target) for path in (tmp_path / "back", home / "run" / "step_000001"))
     assert all(torch.equal(value, original.state_dict()[name]) for name, value in imported.state_dict().items())
     assert imported.state_dict().keys() == original.state_dict().keys()
     with pytest.raises(ValueError, match="exists; choose another out=DIR"):
@@ -68,11 +68,18 @@ def test_export_prints_how_to_serve_and_import_restores_the_head(run, home, tmp_
         (["format=onnx"], "no format 'onnx'; there are: eagle, gguf, medusa, safetensors, sglang"),
         (["num_drafts=0"], "num_drafts=0 must be a whole number from 1 to 1024"),
         (["merged_target=x"], "merged_target=x: this drafter does not adapt its target"),
-        (["format=gguf"], "It serves EAGLE-3"),
+        (["format=gguf"], "Formats that take it: eagle, sglang, vllm"),
     ],
 )
 def test_refused_exports_write_nothing(refuse, home, tmp_path, given, message):
-    refuse(message, export_script, f"checkpoint={home}/run/step", "target.dtype=float32", f"out={tmp_path}/out", *given)
+    refuse(
+        message,
+        export_script,
+        f"checkpoint={home}/run/step_000001",
+        "target.dtype=float32",
+        f"out={tmp_path}/out",
+        *given,
+    )
     assert list(tmp_path.iterdir()) == []
 
 

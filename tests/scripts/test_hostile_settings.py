@@ -1,7 +1,6 @@
-"""Settings that a stranger made, for decode.file= and the model card of an export: plain values, or a sentence."""
+"""Settings that a stranger made, a run's config.yaml: plain values, or a sentence."""
 
 from helpers import loading
-from helpers.decoding import read_drafting
 
 import os
 
@@ -31,12 +30,9 @@ FILES = {
 def test_yaml(tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     content = FILES[kind]
-    (tmp_path / "tuned.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ValueError, match=r"tuned\.yaml"):
-        read_drafting("tuned.yaml", compile=None)
-    (tmp_path / "tuned.yaml").rename(tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=r"config\.yaml"):
-        loading.trained_on(tmp_path)
+        loading.read_yaml(tmp_path / "config.yaml")
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
@@ -45,12 +41,6 @@ def test_yaml_of_any_size(tmp_path):
     os.truncate(tmp_path / "config.yaml", 2**40)
     with pytest.raises(ValueError, match="larger than"):
         loading.read_yaml(tmp_path / "config.yaml")
-
-
-def test_variables_of_the_environment_do_not_reach_a_model_card(tmp_path, monkeypatch):
-    monkeypatch.setenv("SECRET", "hunter2")
-    (tmp_path / "config.yaml").write_text("data:\n  train: data/${oc.env:SECRET}.jsonl\n")
-    assert loading.trained_on(tmp_path) == "${oc.env:SECRET}.jsonl"
 
 
 def test_code_of_a_target_that_only_a_checkpoint_names(tmp_path):

@@ -20,28 +20,21 @@ def undecided(monkeypatch):
     torch.set_num_threads(before)
 
 
-def test_threads_are_decided_once_and_say_why_they_are_few(monkeypatch, capsys):
-    monkeypatch.setattr(threads, "usable_cores", lambda: 4)
-    monkeypatch.setattr(threads, "free_cores", lambda: 3)
-    loading.use_threads()
-    assert torch.get_num_threads() == 3 and "3 of 4 cores" in capsys.readouterr().err
-    monkeypatch.setattr(threads, "free_cores", lambda: 1)
-    loading.use_threads()
-    assert torch.get_num_threads() == 3 and not capsys.readouterr().err
+def test_threads_are_decided_once(monkeypatch):
+    for cores in (3, 1):
+        monkeypatch.setattr(threads, "usable_cores", lambda cores=cores: cores)
+        loading.use_threads()
+        assert torch.get_num_threads() == 3
 
 
-def test_results_that_are_continued_keep_their_threads(monkeypatch, tmp_path):
-    monkeypatch.setattr(threads, "free_cores", lambda: 1)
-    (tmp_path / "settings.json").write_text(json.dumps({"threads": 2}))
+@pytest.mark.parametrize(("given", "recorded"), [(None, 2), ("2", 1)])
+def test_a_users_number_of_threads_wins_and_then_that_of_continued_results(monkeypatch, tmp_path, given, recorded):
+    monkeypatch.setattr(threads, "usable_cores", lambda: 1)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    (tmp_path / "settings.json").write_text(json.dumps({"threads": recorded}))
     loading.use_threads(tmp_path / "settings.json")
     assert torch.get_num_threads() == 2
-
-
-def test_a_users_number_of_threads_wins(monkeypatch, capsys):
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    monkeypatch.setattr(threads, "free_cores", lambda: 1)
-    loading.use_threads()
-    assert torch.get_num_threads() == 2 and not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

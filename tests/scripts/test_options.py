@@ -4,12 +4,10 @@ from helpers import proposers
 from helpers.options import flatten, option, options, run
 
 import errno
-import importlib
 import os
 import re
 import sys
 from dataclasses import MISSING, dataclass, field
-from pathlib import Path
 
 import pytest
 
@@ -75,19 +73,17 @@ def test_a_proposer_gets_text_as_it_is_written(tmp_path):
     )
     with pytest.raises(ValueError, match=r"^proposer\.num=0 must be a whole number of 1 or more\.$"):
         proposers.configure("ngram", settings={"num": "0"}, drafting=Drafting(), checkpoint=None)
-    with pytest.raises(ValueError, match=r"^proposer\.threshold=\.nan must be a number from 0 to 1\.$"):
-        proposers.configure("layerskip", settings={"threshold": ".nan"}, drafting=Drafting(), checkpoint=None)
+    with pytest.raises(ValueError, match=r"^proposer\.least=\.nan must be a number from 0 to 1\.$"):
+        proposers.configure("suffix", settings={"least": ".nan"}, drafting=Drafting(), checkpoint=None)
 
 
 @pytest.mark.parametrize(
     ("argument", "sentence"),
     [
         ("batch=0", "batch=0 must be a whole number from 1 to 65536."),
-        ("batch=-1", "batch=-1 must be a whole number from 1 to 65536."),
         ("limit=0", "limit=0 must be a whole number of 1 or more, or null."),
         ("decode.temperature=nan", "decode.temperature=nan must be a number of 0 or more."),
         ("decode.temperature=1e400", "decode.temperature=inf must be a number from 0 to 1e+30."),
-        ("decode.temperature=-1", "decode.temperature=-1.0 must be a number of 0 or more."),
     ],
 )
 def test_a_number_outside_of_its_range_is_refused(read, argument, sentence):
@@ -132,40 +128,12 @@ def test_errors_without_a_file_are_told_too():
 
 
 @pytest.mark.parametrize(
-    ("error", "said"), [(KeyboardInterrupt(), "Stopped.\n"), (KeyboardInterrupt("Kept."), "Kept.\n")]
-)
-def test_ctrl_c_is_a_line_and_130(capsys, error, said):
+    ("error", "said"), [(KeyboardInterrupt(), "Stopped.\n"), (KeyboardInterrupt("Kept."), "Kept.\n"), (KeyError("ours"), None)]
+)  # fmt: skip
+def test_ctrl_c_is_a_line_and_130_and_a_mistake_of_ours_keeps_its_traceback(capsys, error, said):
     def main():
         raise error
 
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit if said else KeyError) as ended:
         run(main)
-    assert ended.value.code == 130 and capsys.readouterr().err == said
-
-
-def test_a_mistake_of_ours_keeps_its_traceback():
-    def main():
-        raise KeyError("ours")
-
-    with pytest.raises(KeyError):
-        run(main)
-
-
-@pytest.mark.parametrize(
-    ("script", "arguments"),
-    [
-        ("answer", ["target.name=targets/smollm2-135m", "prompts={prompts}", "out=/proc/nope/x.jsonl"]),
-        ("datastore", ["data={rows}", "out=/proc/nope/x"]),
-    ],
-)
-def test_a_folder_that_cannot_be_made_is_named(script, arguments, tmp_path, monkeypatch):
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
-    row = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c d e"}]}\n'
-    (tmp_path / "r.jsonl").write_text(row)
-    given = [each.format(prompts=tmp_path / "p.jsonl", rows=tmp_path / "r.jsonl") for each in arguments]
-    monkeypatch.setattr(sys, "argv", [script, *given])
-    monkeypatch.chdir(ROOT)
-    module = importlib.import_module(f"scripts.{script}")
-    with pytest.raises(SystemExit) as ended:
-        run(module.main)
-    assert re.match(r"error: .*/proc/nope", str(ended.value.code)) and Path("/proc").exists()
+    assert said is None or (ended.value.code == 130 and capsys.readouterr().err == said)

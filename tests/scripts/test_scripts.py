@@ -51,8 +51,7 @@ def test_generate_says_where_and_why_answers_differ(longer, capsys):
     assert "another answer from token 3 on, where the target's two best logits are 0.125 apart" in printed
 
 
-def test_export_reads_back_and_refuses_unknown_formats(run, folder):
-    assert "read back and equal" in run(export, f"out={folder}/exported", "format=safetensors")
+def test_export_refuses_unknown_formats(run, folder):
     with pytest.raises(ValueError, match="There is no format 'vlm'; there are: eagle, gguf, medusa, safetensors"):
         run(export, f"out={folder}/other_format", "format=vlm")
 

@@ -3,17 +3,12 @@
 import copy
 import hashlib
 import os
-import re
-from pathlib import Path
 
 import pytest
 import torch
 
 from specdec import checkpoint
 from specdec.core import files
-from specdec.export.cards import Provenance
-from specdec.export.engines import make_form
-from specdec.export.folder import write_export
 from specdec.heads.eagle import Eagle3
 from specdec.heads.mtp import MTP
 from specdec.target.model import Target
@@ -75,26 +70,10 @@ def test_a_file_of_a_checkpoint_is_refused_by_name(saved, target, name):
         assert str(refused.value) == f"{folder / name} is a file, and no checkpoint. Give its folder, {folder}."
 
 
-@pytest.mark.parametrize(
-    "given", ["README.md", "a\0b", "x" * 5000, "some/" * 2000, "checkpoints\0/x"], ids=lambda given: ascii(given[:12])
-)
-def test_what_cannot_be_a_checkpoint_is_one_sentence(tmp_path, monkeypatch, given):
-    monkeypatch.chdir(tmp_path)
-    Path("README.md").write_text("A text\0, and no folder.\n" * 50)
-    with pytest.raises(ValueError, match=r"no checkpoint( \(.*\))?\. A checkpoint is a folder") as refused:
-        checkpoint.resolve(given)
-    assert len(str(refused.value)) < 400 and "\0" not in str(refused.value)
-
-
-def test_export_is_read_back_with_both_vocabulary_maps(saved, target, tmp_path):
-    folder, _ = saved
-    form = make_form(checkpoint.load(folder, target), "safetensors")
-    provenance = Provenance.read(folder, target=target, license="mit", data=None, num_drafts=None)
-    tensors = write_export(form, tmp_path / "out", dtype=torch.float32, provenance=provenance)
-    assert torch.equal(tensors["d2t"] + torch.arange(len(VOCAB)), VOCAB)
-    assert torch.equal(tensors["t2d"].nonzero()[:, 0], VOCAB)
-    with pytest.raises(ValueError, match="exists"):
-        write_export(form, tmp_path / "out", dtype=torch.float32, provenance=provenance)
+def test_a_file_elsewhere_is_no_checkpoint(tmp_path):
+    (tmp_path / "README.md").write_text("A text, and no folder.\n")
+    with pytest.raises(ValueError, match=r"README.md is a file, and no checkpoint\. A checkpoint is a folder"):
+        checkpoint.resolve(tmp_path / "README.md")
 
 
 def test_a_truncated_file_is_refused(saved, target):
@@ -156,13 +135,3 @@ def test_a_full_disk_leaves_the_old_checkpoint(saved, monkeypatch):
         checkpoint.save(folder, drafter, SPEC)
     assert (folder / "drafter.safetensors").read_bytes() == before
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
-
-
-def test_no_load_runs_code():
-    """Published heads may be pickles; with weights_only=True, torch reads only tensors and plain values from them."""
-    root = checkpoint.Path(checkpoint.__file__).parents[1]
-    paths = [path for folder in ("specdec", "train", "scripts") for path in (root / folder).rglob("*.py")]
-    sources = [path.read_text() for path in [*paths, root / "train.py"]]
-    loads = [call for source in sources for call in re.findall(r"(?<!safetensors\.)torch\.load\(.*", source)]
-    assert len(sources) > 20 and loads and all("weights_only=True" in call for call in loads)
-    assert not any(re.search(r"import pickle|pickle\.loads?\(|\.load_state\(", source) for source in sources)

@@ -161,7 +161,6 @@ def twice(ids):
 
 SETTINGS = {
     "penalty": {"repetition_penalty": 1.7},
-    "ignored": {"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.9, 4)])},
     "eos": {"eos_token_id": 3},
     "eos list": {"eos_token_id": [3, 5], "pad_token_id": 5},
     "eos and penalty": {"eos_token_id": 3, "repetition_penalty": 1.3, "pad_token_id": 3},
@@ -270,21 +269,14 @@ def filled_cache(model) -> DynamicCache:
 
 REFUSED = [
     ({"num_beams": 3}, r"num_beams=3: set num_beams=1"),
-    ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
-    ({"output_logits": True, "return_dict_in_generate": True}, "output_logits"),
-    ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
-    ({"min_new_tokens": 4, "eos_token_id": 3}, "MinLengthLogitsProcessor"),
-    ({"min_p": 0.1, "do_sample": True}, "MinPLogitsWarper"),
-    ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
-    ({"suppress_tokens": [1]}, "SuppressTokensLogitsProcessor"),
-    ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
-    ({"prefix_allowed_tokens_fn": lambda row, ids: [1, 2]}, "PrefixConstrainedLogitsProcessor"),
-    ({"logits_processor": LogitsProcessorList([TopKLogitsWarper(3), TemperatureLogitsWarper(0.5)])}, "this order .* Temp"),
-    ({"logits_processor": LogitsProcessorList([TopKLogitsWarper(3, filter_value=-9.0)])}, r"filter_value=-9\.0"),
-    ({"logits_processor": LogitsProcessorList([TopPLogitsWarper(0.5, min_tokens_to_keep=2)])}, "min_tokens_to_keep=2"),
-    ({"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.9, 13)])}, "prompt_ignore_length=13"),
-    ({"top_p": 0.0, "do_sample": True}, "top_p=0"),
-    ({"prompt_lookup_num_tokens": 2}, r"assisted_generation \(prompt_lookup_num_tokens\)"),
+    *(({name: True, "return_dict_in_generate": True}, name) for name in ("output_scores", "output_logits", "output_hidden_states")),
+    ({"min_new_tokens": 4, "eos_token_id": 3}, "the logits processors MinLengthLogitsProcessor"),
+    ({"min_p": 0.1, "do_sample": True}, ".*MinPLogitsWarper"),
+    ({"guidance_scale": 1.5}, ".*UnbatchedClassifierFreeGuidanceLogitsProcessor"),
+    *(({"logits_processor": LogitsProcessorList(given)}, "the logits processors .*in this order and with their usual settings")
+      for given in ([TopKLogitsWarper(3), TemperatureLogitsWarper(0.5)], [TopKLogitsWarper(3, filter_value=-9.0)],
+                    [TopPLogitsWarper(0.5, min_tokens_to_keep=2)], [RepetitionPenaltyLogitsProcessor(1.9, 13)])),
+    ({"prompt_lookup_num_tokens": 2}, "assisted_generation: .*prompt_lookup_num_tokens"),
     ({"cache_implementation": "static"}, "cache_implementation=static"),
     ({"prefill_chunk_size": 2}, "prefill_chunk_size"),
     ({"position_ids": torch.arange(12).expand(4, -1)}, "these position_ids"),

@@ -202,7 +202,7 @@ def command(module, monkeypatch, **options):
 def test_a_head_is_trained_on_completions_and_on_texts(fit, folder, monkeypatch, capsys):
     both = f"data.train=[{folder}/text.jsonl,{folder}/train.jsonl]"
     assert fit("completions", "head=eagle3", "solve_packs=0", "validation.auto=never") == 0
-    assert fit("texts", "head=mtp", both, "data.stream=true", "validation.auto=never") == 0
+    assert fit("texts", "head=mtp", both, "validation.auto=never") == 0
     for run in ("completions", "texts"):
         assert sorted(losses_of(run)) == [1, 2, 3, 4]
     capsys.readouterr()
@@ -233,12 +233,3 @@ def test_answers_are_completions(folder, tmp_path, monkeypatch, capsys):
         command(answer, monkeypatch, out=tmp_path / "served.jsonl", engine=server.url, **shared)
     asked = [body for path, body in server.requests if path == "v1/completions"]
     assert asked and all(body["prompt"][0] == BEGIN for body in asked)
-    assert "v1/chat/completions" not in server.paths()
-
-
-def test_a_server_that_takes_messages_only_is_refused(folder, tmp_path, monkeypatch):
-    with SmallServer(Model("chat")) as server, pytest.raises(ValueError, match="takes no token ids"):
-        command(
-            answer, monkeypatch, prompts=folder / "prompts.jsonl", out=tmp_path / "answers.jsonl", engine=server.url,
-            target__name=folder / "target",
-        )  # fmt: skip

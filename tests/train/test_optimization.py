@@ -23,7 +23,6 @@ from train.optimization import (
     OptimizerSettings,
     hidden_matrices,
     make_optimizer,
-    read_norms,
     schedule,
 )
 from train.state import RunFolder
@@ -169,12 +168,6 @@ def test_the_average_follows_the_weights_and_is_exchanged_for_them():
     restored = Average(nn.Linear(2, 1, bias=False), decay=0.5)
     restored.load_state_dict(average.state_dict())
     assert restored.updates == 5 and torch.equal(restored.values["weight"], average.values["weight"])
-
-
-def test_norms_are_averaged_and_clipped_steps_counted():
-    norms = [torch.tensor(norm) for norm in (0.5, 1.5, 4.0)]
-    assert read_norms(norms, 1.0) == {"grad_norm": 2.0, "clipped": pytest.approx(2 / 3)}
-    assert read_norms(norms, 1.0) == {} and read_norms([torch.tensor(1.0)], 1.0) == {"grad_norm": 1.0, "clipped": 0.0}
 
 
 @pytest.mark.full

@@ -103,9 +103,9 @@ def test_processes_ask_for_signals_seldom_but_often_enough_for_a_launcher_that_k
         asked: list[int] = []
         gather = lambda mine: torch.tensor(mine.tolist() + others if main else others + mine.tolist())
         accelerator = SimpleNamespace(num_processes=2, device=torch.device("cpu"), gather=gather)
-        asking = Asking(accelerator, lambda what: asked.append(step) or contextlib.nullcontext(), step=0, seconds=0.0)
+        asking = Asking(accelerator, lambda what: asked.append(step) or contextlib.nullcontext())
         for step in range(1, 61):
-            answer = asking(0, main, step, step * seconds, now=step == 30)
+            answer = asking(0, main, step, seconds, now=step == 30)
             assert answer == ((15, main) if asked[-1:] == [step] else (0, False))
         return asked
 

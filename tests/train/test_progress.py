@@ -6,7 +6,6 @@ import pty
 import re
 import select
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,9 +13,7 @@ from pathlib import Path
 import pytest
 
 from scripts import answer
-from tests.processes import fit_by_two
-from tests.support import ROOT, child_environment, train_overrides, write_rows
-from tests.warm import start
+from tests.support import ROOT, start, train_overrides, write_rows
 from train import progress
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
@@ -157,16 +154,6 @@ def test_a_terminal_without_cursor_movement_gets_plain_lines(answering, tmp_path
     assert status == 0 and "\x1b" not in printed and "answering: 0/8 answers" in printed, printed[-2000:]
 
 
-@pytest.mark.full
-def test_quiet_prints_the_result_only(answering, tmp_path):
-    done = subprocess.run(
-        [sys.executable, *map(str, answering), f"out={tmp_path}/answers.jsonl", "limit=4", "progress=quiet"],
-        cwd=tmp_path, env=child_environment(), capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0 and done.stderr == ""
-    assert re.fullmatch(r"\S+: 4 answers written, .* are empty\.\n", done.stdout)
-
-
 @pytest.mark.parametrize("stopped", [False, True])
 def test_training_on_a_terminal_shows_loss_rate_and_time_left(stopped, folder, tmp_path):
     steps = 100_000 if stopped else 60
@@ -180,12 +167,3 @@ def test_training_on_a_terminal_shows_loss_rate_and_time_left(stopped, folder, t
         assert "resume=true" in printed
     else:
         assert re.search(r"training[^\n]*steps[^\n]*\n[^\n]*validation: ", printed.replace("\r", ""))
-
-
-@pytest.mark.full
-def test_two_processes_show_one_set_of_lines(folder, tmp_path):
-    overrides = train_overrides(folder, "two", "target.dtype=float64", "progress=plain")[1:]
-    first, second = fit_by_two(tmp_path, [{"run": "two", "overrides": [*overrides]}])
-    assert first.count("validation: replay: 0/") == 1 and first.count("step     1/4") == 1
-    assert "validation: " not in second and "step " not in second
-    assert (first + second).count("encoding train.jsonl: 12/12 rows in ") <= 1

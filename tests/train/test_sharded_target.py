@@ -17,8 +17,6 @@ SAME = ("data.length=128", "train.batch=2", "validation.share=null")
 RUNS = {  # by name: settings, beside target.shard
     "online": ("head=eagle3", "decode=tree", "decode.depth=2", "validation.decode=always"),
     "cached": ("head=medusa", "features.mode=cached", "train.accumulation=2"),
-    "streamed": ("head=eagle", "data.stream=true", "data.buffer=4", "train.shard=true", "train.steps=2"),
-    "written": ("head=draft", "head.drafter.num_layers=1", "data.on_policy=0.5", "data.on_policy_temperature=1.0", "train.steps=2"),
 }  # fmt: skip
 FIGURES = ("tau", "replayed_tau", "survival", "num_prompts", "num_rounds", "identical_outputs")
 
@@ -62,7 +60,7 @@ def check_same(run: str, other: str) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_train_as_with_whole_targets(work, monkeypatch, name):
-    """Online with decoding of trees, from files, from a stream with a drafter in parts, and on texts of the draft's own."""
+    """Online with decoding of trees, and from files."""
     monkeypatch.chdir(work)
     assert losses_of(f"{name}-parts")
     check_same(f"{name}-parts", f"{name}-whole")
@@ -88,18 +86,9 @@ def test_a_step_that_is_not_finite_is_left_out_by_all(work, monkeypatch):
     ("settings", "message"),
     [
         ([], r"^target\.shard=true keeps a part of the target's layers .* there is one process: start several"),
-        (["target.tp=2"], r"^target\.tp=2 cuts .* use one of the two"),
         (["head=medusa2"], r"^target\.shard=true: head=.* changes the target"),
         (["head=consistency"], r"^target\.shard=true: head=.* changes the target"),
-        (
-            ["train.best_by=speedup"],
-            r"^target\.shard=true: train\.best_by=speedup would measure .* use train\.best_by=tau",
-        ),
         (["target.device=auto"], r"^target\.shard=true"),
-        (
-            ["head=draft", "data.on_policy=0.5", "features.mode=cached"],
-            r"^target\.shard=true: with data\.on_policy=0\.5",
-        ),
         (
             ["features.mode=engine", "features.engine=http://localhost:1"],
             r"target\.shard=true keeps the target's layers",

@@ -7,14 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from specdec import checkpoint
 from specdec.core import files
-from tests.pretend_device import ELSEWHERE, Elsewhere, PretendDevice
 from tests.support import PowerCutError, before_steps, cut_power, losses_of
-from train.distributed import gathered_state
-from train.state import RunFolder, Saving, pack_state
+from train.state import RunFolder, Saving
 
 STATE = {"weights": {"weight": torch.arange(3.0)}, "optimizer": {"state": {}, "param_groups": []}, "document": {}}
 QUICK = ("head=eagle", "solve_packs=0", "validation.num_prompts=1", "validation.max_new_tokens=2", "validation.decode=end", "validation.share=0", "validation.auto=never")  # fmt: skip
@@ -185,28 +182,6 @@ def test_a_state_that_could_not_be_written_is_told_at_the_next_occasion(own, whe
             saving.coming.exception()
         {"overdue": saving.overdue, "wait": saving.wait, "write": lambda: saving.write(2, **STATE)}[when]()
         pytest.fail("it was not told")
-
-
-def test_a_copy_for_the_disk_takes_no_memory_of_the_device():
-    class NoNewTensor(PretendDevice):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = super().__torch_dispatch__(func, types, args, kwargs)
-            assert not isinstance(out, Elsewhere) or "detach" in str(func), func  # detach is a view
-            return out
-
-    with PretendDevice():
-        parameter = nn.Parameter(torch.arange(3.0).to(ELSEWHERE))
-        shared = torch.ones(2).to(ELSEWHERE)
-        state = {"w": parameter, "state": {0: {"a": shared, "step": torch.tensor(1.0)}, 1: {"a": shared}}, "lr": 0.1}
-    with NoNewTensor():
-        copied = gathered_state(state, keep=True)
-        moments, counts = pack_state(copied["state"])
-        assert gathered_state(state, keep=False)["state"] == {0: {"a": None, "step": None}, 1: {"a": None}}
-    assert copied["lr"] == 0.1 and not counts and copied["w"].tolist() == [0, 1, 2]
-    assert set(moments) == {"0.a", "0.step", "1.a"} and all(type(value) is torch.Tensor for value in moments.values())
-    assert moments["0.a"] is copied["state"][0]["a"]  # not copied once more
-    assert moments["0.a"].data_ptr() != moments["1.a"].data_ptr()  # safetensors refuses shared memory
-    assert copied["state"][0]["step"].data_ptr() != state["state"][0]["step"].data_ptr()  # training goes on
 
 
 # Of real runs

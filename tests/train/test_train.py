@@ -63,30 +63,24 @@ def test_an_interrupted_run_resumes_with_the_same_losses(fit, settings):
 
 
 def test_cached_features_are_online_ones_and_a_cache_of_another_form_is_refused(fit):
-    """Layers, bits and dtype must be the same; other data are added."""
+    """Layers and dtype must be the same, and nothing in 8 bits; other data are added."""
     cached = ("features.mode=cached", "features.folder=cache")
     fit("first", *cached, "head=eagle", "data.limit=7")
-    for option, what in (("head=eagle3", "layers"), ("features.bits=8", "bits"), ("target.dtype=bfloat16", "dtype")):
+    for option, what in (("head=eagle3", "layers"), ("target.dtype=bfloat16", "dtype")):
         with pytest.raises(ValueError, match=f"another {what}"):
             fit(f"refused-{what}", *cached, option)
+    about = Path("cache/about.json")
+    made = about.read_text()
+    about.write_text(made.replace('"bits": null', '"bits": 8'))  # as earlier versions could make it
+    with pytest.raises(ValueError, match="another bits"):
+        fit("refused", *cached, "head=eagle")
+    about.write_text(made)
     times = lambda: {path.name: path.stat().st_mtime_ns for path in Path("cache").glob("*/*")}
     before = times()
     fit("data", *cached, "head=eagle")
     assert len(times()) > len(before) and before.items() <= times().items()
     fit("online", "features.mode=online", "head=eagle")
     assert losses_of("data") == losses_of("online")
-
-
-def test_features_in_8_bits_are_half_as_large_and_nearly_the_same(fit):
-    sizes = {}
-    for bits in ("null", "8"):
-        folder = f"cache{bits}"
-        more = ("features.mode=cached", f"features.folder={folder}", f"features.bits={bits}", "target.dtype=bfloat16")
-        fit(f"of{bits}", *more)
-        sizes[bits] = sum(path.stat().st_size for path in Path(folder).glob("*/*"))
-    assert sizes["8"] < 0.8 * sizes["null"]  # the target is so small that scales and headers count
-    first, second = losses_of("ofnull"), losses_of("of8")
-    assert first != second and all(abs(first[step] - second[step]) < 0.1 * first[step] for step in first)
 
 
 # Losses that are not finite
@@ -111,7 +105,7 @@ SPOILED = ("data.pack=true", "data.length=128", "solve_packs=0")
 def test_a_loss_that_is_not_finite_stops_and_names_step_and_row(fit, folder, monkeypatch):
     settings, said = (
         (*SPOILED, "train.save_every=1"),
-        r"nan at step (\d) \(row row-8\)\. .*last good state is that of step",
+        r"nan at step (\d) \(rows? .*row-8.*\)\. .*last good state is that of step",
     )
     with monkeypatch.context() as patch:
         spoil(patch, folder, 9)
@@ -121,7 +115,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_step_and_row(fit, folder, mon
         assert RunFolder(Path("checkpoints/nan"), {}, {}).saved_step() == step - 1
         assert fit("nan", *settings, "train.skip_not_finite=true", "resume=auto") == 0
     skipped = [row for row in log_of("nan") if "skipped" in row]
-    assert skipped[0] == {"step": step, "skipped": ["row-8"], "num_skipped": 1}
+    assert skipped[0]["step"] == step and skipped[0]["num_skipped"] == 1 and "row-8" in skipped[0]["skipped"]
     assert all(value.isfinite().all() for value in weights_of("nan").values())
 
 
@@ -134,7 +128,7 @@ def test_a_loss_that_is_read_later_changes_no_weights(fit, folder, monkeypatch):
         fit("whole", *settings)
         second = trainers[-1].material.packs[trainers[-1].indices(1, 0)[0]][0].id  # row-8 has the number 9
         spoil(monkeypatch, folder, int(second.removeprefix("row-")) + 1)
-        with pytest.raises(ValueError, match=rf"nan at step 2 \(row {second}\)"):
+        with pytest.raises(ValueError, match=rf"nan at step 2 \(rows? .*{second}"):
             fit("nan", *settings)
     assert trainers[-1].step == 3  # in the last step, when everything is shown
     assert all(value.isfinite().all() for value in trainers[-1].drafter.state_dict().values())
@@ -235,7 +229,7 @@ def test_ctrl_c_saves_the_state_and_prints_how_to_resume(folder, tmp_path, monke
 @pytest.mark.parametrize(("experiment", "depth"), [("blockwise", 4), ("consistency", 6)])
 def test_an_experiment_runs(fit, experiment, depth):
     """Trains and validates the published experiment; only target, data and length differ."""
-    more = ("data.hold_out=0", "data.tokens=null", "features.layers=[]", "head.vocab_size=null", *SHORT)
+    more = ("data.hold_out=0", "data.tokens=null", "head.vocab_size=null", *SHORT)
     assert fit("some", f"experiment={experiment}", *more) == 0
     report = report_of("some", 2)
     assert report["tau"] >= 1 and report["adapted_target"] == (experiment == "consistency")
@@ -269,27 +263,21 @@ def test_training_starts_from_a_checkpoint(fit, head):
 
 
 @pytest.mark.parametrize("head", ["mtp", "eagle3"])
-def test_training_further_can_draft_other_tokens(fit, folder, head, capsys):
+def test_training_further_can_draft_other_tokens(fit, folder, head):
     """Of eagle3, whose output layer has rows of its own, those of tokens that stay are kept, and further ones are the target's."""
-    load = lambda: Target.load(f"{folder}/target", dtype="float32")
     fit("first", f"head={head}", "head.vocab_size=16", *SHORT)
-    fit("data", f"head={head}", "head.vocab_size=12", "start_vocab=data", *ONCE)
-    fit("more", f"head={head}", "head.vocab_size=16", "start_vocab=more", *ONCE)
-    first, data, more = weights_of("first", 2), weights_of("data", 1), weights_of("more", 1)
-    before, smaller, larger = (set(each["draft_to_target"].tolist()) for each in (first, data, more))
-    assert len(before) == 16 and len(smaller) == 12 and smaller < before < larger and len(larger) == 18
+    fit("less", f"head={head}", "head.vocab_size=12", "start_vocab=data", *ONCE)
+    fit("more", f"head={head}", "head.vocab_size=24", "start_vocab=data", *ONCE)
+    first, less, more = weights_of("first", 2), weights_of("less", 1), weights_of("more", 1)
+    before, smaller, larger = (set(each["draft_to_target"].tolist()) for each in (first, less, more))
+    assert [len(before), len(smaller), len(larger)] == [16, 12, 24] and smaller < before < larger
     rows = torch.isin(more["draft_to_target"], first["draft_to_target"])
     for name in first.keys() - {"draft_to_target", "lm_head.weight"}:
         torch.testing.assert_close(first[name], more[name], rtol=1e-6, atol=0)
     if head == "eagle3":
         torch.testing.assert_close(more["lm_head.weight"][rows], first["lm_head.weight"], rtol=1e-6, atol=0)
-        start = checkpoint.start("checkpoints/more", load(), {})[0]
+        start = checkpoint.start("checkpoints/more", Target.load(f"{folder}/target", dtype="float32"), {})[0]
         torch.testing.assert_close(start.lm_head.weight[~rows], start.goal_head[0][~rows].float(), rtol=1e-6, atol=0)
-    assert "adds no token" not in capsys.readouterr().out
-    fit("again", f"head={head}", "head.vocab_size=16", "start_vocab=more", *ONCE[1:], "start=checkpoints/more")
-    assert "start_vocab=more adds no token: the head drafts 18" in capsys.readouterr().out
-    again = checkpoint.load("checkpoints/again", load())
-    assert torch.equal(again.draft_to_target, more["draft_to_target"])  # it does not grow again and again
 
 
 def test_a_start_of_another_family_is_refused(fit):
@@ -298,3 +286,9 @@ def test_a_start_of_another_family_is_refused(fit):
         fit("further", "head=medusa", "start=checkpoints/first")
     with pytest.raises(ValueError, match=r"does not exist\. A checkpoint is a folder"):
         fit("further", "head=eagle", "start=checkpoints/none")
+
+
+def test_trained_adapters_are_merged_in_the_checkpoint(fit, folder):
+    assert fit("lora", "head=draft", "head.drafter.lora={r: 2, target_modules: [q_proj, v_proj]}", *SHORT) == 0
+    target = Target.load(f"{folder}/target", dtype="float32")
+    assert not any("lora" in name for name in checkpoint.load("checkpoints/lora", target).state_dict())

@@ -1,14 +1,14 @@
 """How often the host waits for the device, and that nothing mixes devices: on a pretended accelerator."""
 
-import contextlib
 from concurrent.futures import Future
 
 import pytest
 import torch
 from hydra.utils import instantiate
+from safetensors.torch import save_file
 
-from specdec.core import clock, devices
-from specdec.core.sampling import Sampling, uniform
+from specdec.core import clock
+from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.decoding.batch import Request
 from specdec.decoding.decoder import Decoder
@@ -19,7 +19,6 @@ from specdec.unroll import replay
 from tests.pretend_device import ELSEWHERE, Elsewhere, PretendDevice
 from tests.support import HEADS, load_head, make_target, random_tokens
 from train.data.rows import Row, collate
-from train.features.engine_client import BadAnswer
 from train.features.engine_features import EngineTarget
 from train.features.feature_files import FeatureFolder
 from train.features.outputs import Kept, Online
@@ -172,25 +171,6 @@ class There(torch.Generator):
     device = ELSEWHERE
 
 
-@pytest.mark.parametrize("kinds", [[There] * 3, [torch.Generator] * 3, [There, torch.Generator, None]])
-def test_numbers_of_each_rows_own_generator_are_drawn_without_a_wait(kinds, device):
-    """The same ones as one draw after the other, each by the generator of its row."""
-    generators = [kind and kind().manual_seed(seed) for seed, kind in enumerate(kinds)]
-    again = [torch.Generator().manual_seed(seed) for seed in range(3)]
-    for _ in range(4):
-        found = uniform(3, generators, ELSEWHERE, torch.float64)
-        assert isinstance(found, Elsewhere) and not device.waits
-        for row, kind in enumerate(kinds):
-            drawn = torch.rand(1, generator=again[row], dtype=torch.float64)
-            assert kind is None or found.values_here[row] == drawn
-    some = torch.tensor([True, False, True])
-    here = [torch.Generator().manual_seed(seed) for seed in range(3)]
-    numbers = [uniform(3, here, "cpu", torch.float64, where) for where in (some, None)]
-    alone = [torch.rand(2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in range(3)]
-    assert numbers[0].tolist() == [alone[0][0], 0, alone[2][0]]  # a row that needs no number draws none
-    assert numbers[1].tolist() == [alone[0][1], alone[1][0], alone[2][1]]
-
-
 SHAPES = {"plain": None, "chain": TreeShape(2, 1, 2), "tree": TreeShape(2, 2, 4)}
 
 
@@ -275,32 +255,13 @@ def test_states_of_an_engine_get_their_norm_where_the_step_takes_them(device, ke
     assert torch.equal(first, 2.0 * real.expand_as(first))
 
 
-def test_a_thread_that_reads_states_of_an_engine_leaves_the_device_alone(device, monkeypatch):
-    target, asides = make_target(VOCAB, num_layers=4, device=ELSEWHERE), []
+def test_a_thread_that_reads_states_of_an_engine_leaves_the_device_alone(device, tmp_path):
     source = EngineTarget.__new__(EngineTarget)
-    source.target, source.stored = target, (1, 2, 4)
-    states = torch.randn(7, 3, target.width).double()
+    source.target, source.layers = make_target(VOCAB, num_layers=4, device=ELSEWHERE), (1, 2, 4)
+    states, path = torch.randn(7, 3, source.target.width).double(), tmp_path / "states.safetensors"
+    save_file({"token_ids": torch.arange(7), "hidden_states": states}, path, metadata={"layers": "[1, 2, 4]"})
+    answer = {"choices": [{"token_ids": [9]}], "kv_transfer_params": {"hidden_states_path": str(path)}}
     device.waits.clear()
-    parts = source.select(states, (2, 4))
-    assert not device.waits and all(type(part) is torch.Tensor for part in parts)
-    assert torch.equal(parts[0], states[:, 1]) and torch.equal(parts[1], states[:, 2])
-    best = int(target.logits(target.norm(states[-1:, 2].to(ELSEWHERE))).cpu().argmax())
-    monkeypatch.setattr("specdec.core.devices.aside", lambda place: asides.append(place) or contextlib.nullcontext())
-    source.select(states, (2,), chosen=best)
-    with pytest.raises(BadAnswer, match="short of the best"):
-        source.select(states, (2,), chosen=(best + 1) % VOCAB)
-    assert asides == [ELSEWHERE] * 2  # such a look waits, but not for the training
-
-
-def test_beside_the_training_is_a_stream_of_its_own(monkeypatch):
-    made = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or ("stream", device))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(stream))
-    devices._side_stream.cache_clear()
-    for _ in range(3):
-        with devices.aside(torch.device("cuda:1")) as stream:
-            assert stream == ("stream", torch.device("cuda:1"))
-    assert len(made) == 1  # cuBLAS keeps a workspace for each
-    devices._side_stream.cache_clear()
-    with devices.aside(torch.device("cpu")) as stream:
-        assert stream is None
+    new, parts = source.receive(answer, list(range(7)), (2, 4))
+    assert new == [9] and not device.waits and all(type(part) is torch.Tensor for part in parts)
+    assert torch.equal(parts[0], states[:, 1]) and torch.equal(parts[1], states[:, 2]) and not path.exists()

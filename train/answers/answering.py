@@ -74,8 +74,7 @@ class WrittenAnswer:
 
     text: str
     finish: str  # "stop", or "length" if it was cut
-    tokens: list[int] | None  # with the token that ended it; None where only the text is known
-    num_tokens: int
+    tokens: list[int]  # with the token that ended it
 
 
 def list_jobs(
@@ -120,7 +119,7 @@ def make_answer(
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     text = str(decode(before + said))[len(str(decode(before))) :]
     text = text.rstrip("\ufffd") if finish == "length" else text  # the cut may fall inside a character
-    return WrittenAnswer(text, finish, tokens, len(tokens))
+    return WrittenAnswer(text, finish, tokens)
 
 
 def make_row(job: AnswerJob, answer: WrittenAnswer, *, tokenizer: str) -> dict:
@@ -133,13 +132,8 @@ def make_row(job: AnswerJob, answer: WrittenAnswer, *, tokenizer: str) -> dict:
         row["messages"] = [*job.messages, {"role": "assistant", "content": answer.text}]
     else:
         row |= {"prompt": job.prompt, "completion": answer.text}
-    if answer.tokens is not None:
-        row |= {
-            "tokens": job.tokens + answer.tokens,
-            "prompt_tokens": len(job.tokens),
-            "tokenizer": tokenizer,
-        }
-    return row
+    ids = {"tokens": job.tokens + answer.tokens, "prompt_tokens": len(job.tokens), "tokenizer": tokenizer}
+    return row | ids
 
 
 @dataclass(frozen=True)

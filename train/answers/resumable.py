@@ -90,7 +90,7 @@ def read_rows(path: Path) -> list[dict]:
     """
     if not path.exists():
         return []
-    row_files.cut_damaged_end(path, only_unfinished=True)
+    row_files.cut_damaged_end(path)
     rows = []
     for number, row in row_files.read_own_lines(path):
         if row is None:

@@ -12,15 +12,14 @@ A turn ends with the first special token after its content. The template's text 
 """
 
 import bisect
+import contextlib
 import functools
-import re
 from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
 
-from train.data.chat_template import Marked, find_form, render
+from train.data.chat_template import find_form, render
 
-FEW = 3  # answers; of more, not every prompt is rendered
 ADVICE = "add {% generation %} markers around what the assistant writes to its chat_template.jinja"
 
 
@@ -47,10 +46,11 @@ def find_content_end(text: str, content: str, start: int, stop: int) -> int:
 
 
 def find_turns(
-    tokenizer: PreTrainedTokenizerBase, conversation: dict, text: str, options: dict, marked: tuple[Marked, str]
-) -> tuple[list[tuple[int, int, int]], bool | None]:
+    tokenizer: PreTrainedTokenizerBase, conversation: dict, text: str, options: dict
+) -> tuple[list[tuple[int, int | None, int]], bool | None]:
     """(start, content end, stop) of every assistant turn, in characters; the turn ends somewhere from content end to
-    stop. Beside them, the thinking mode of the last one. options: as `render`; marked: of `mark`
+    stop, and with the last special token before stop if content end is None, as calls of tools may hold such tokens.
+    Beside them, the thinking mode of the last one. options: as `render`
     """
     messages = conversation["messages"]
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -64,12 +64,15 @@ def find_turns(
             f"from it. To train on such conversations, {ADVICE}."
         )
     stops = starts[1:] + [len(text)]
-    contents = [messages[index]["content"] for index in answers]
-    ends = [find_content_end(text, *turn) for turn in zip(contents, starts, stops, strict=True)]
-    for place, index in enumerate(answers):
-        end = marked[0].find_end(index, marked[1], text, starts[place], find_form(tokenizer).end)
-        ends[place] = ends[place] if end is None else end
-    return list(zip(starts, ends, stops, strict=True)), mode
+    turns: list[tuple[int, int | None, int]] = []
+    for index, start, stop in zip(answers, starts, stops, strict=True):
+        end: int | None = find_content_end(text, messages[index]["content"], start, stop)
+        if messages[index].get("tool_calls"):
+            with contextlib.suppress(ValueError):  # it refuses a conversation that ends with calls
+                until = render(tokenizer, messages[: index + 1], add_generation_prompt=False, **options)
+                end, stop = (None, len(until)) if text.startswith(until) else (end, stop)
+        turns.append((start, end, stop))
+    return turns, mode
 
 
 def find_answers(
@@ -104,57 +107,14 @@ def find_starts(rendered: Callable[..., str], messages: list[dict], text: str, a
     """How long the prompts of some answers are, in characters; None if one is not the beginning of `text`.
 
     rendered: `render` with all but messages and add_generation_prompt
-    A prompt that ends with a content and what the template wrote behind one before is not rendered again, as each
-    rendering takes time for all messages before it. The last one is, which shows that earlier turns are not rewritten.
     """
-    ends = find_ends(rendered, messages, text) if len(answers) > FEW else None
-    openings: dict[tuple[str, str], list[str]] = {}  # by the roles before and behind them
     starts = []
     for index in answers:
-        end = ends[index - 1] if ends else None
-        known = openings.setdefault((messages[index - 1]["role"], messages[index]["role"]), [])
-        opening = next((each for each in known if end is not None and text.startswith(each, end)), None)
-        if opening is not None and end is not None and index != answers[-1]:
-            starts.append(end + len(opening))
-            continue
         prompt = rendered(messages[:index], add_generation_prompt=True)
         if not text.startswith(prompt):
             return None
-        if end is not None and end <= len(prompt) and opening is None:
-            known.append(prompt[end:])
         starts.append(len(prompt))
     return starts
-
-
-def find_ends(rendered: Callable[..., str], messages: list[dict], text: str) -> list[int | None] | None:
-    """Where the content of each message ends in the rendered conversation `text`; None for an empty one.
-
-    A second rendering has a name in the place of each content. None unless both are the same around the contents.
-    """
-    name = "x-content-{:06d}-x"
-    named = [
-        {**message, "content": name.format(index)} if message["content"].strip() else message
-        for index, message in enumerate(messages)
-    ]
-    try:
-        found = rendered(named, add_generation_prompt=False)
-    except ValueError:
-        return None
-    places = [index for index, message in enumerate(messages) if message["content"].strip()]
-    first, *parts = re.split(r"x-content-(\d{6})-x", found)
-    if "x-content-" in text or [int(number) for number in parts[::2]] != places or not text.startswith(first):
-        return None
-    ends: list[int | None] = [None] * len(messages)
-    place = len(first)
-    for index, behind in zip(places, parts[1::2]):
-        content = messages[index]["content"]
-        forms = (content, content.strip(), content.rstrip(), content.lstrip())
-        written = next((each for each in forms if text.startswith(each + behind, place)), None)
-        if written is None:
-            return None
-        ends[index] = place + len(written)
-        place += len(written) + len(behind)
-    return ends if place == len(text) else None
 
 
 def find_special(tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -164,16 +124,21 @@ def find_special(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def derive_mask(
-    tokens: list[int], starts: list[int], turns: list[tuple[int, int, int]], special: set[int]
+    tokens: list[int], starts: list[int], turns: list[tuple[int, int | None, int]], special: set[int]
 ) -> list[bool]:
     """Mask of the tokens that begin inside a turn; `starts`: increasing places of the tokens' first characters.
 
-    A turn ends with the first special token after its content, or with its content where none follows.
+    A turn ends with the first special token after its content, or with its content where none follows; with the last
+    one where the end of its content is None.
     """
     mask = [False] * len(tokens)
-    for turn in turns:
-        first, content_end, stop = (bisect.bisect_left(starts, place) for place in turn)
-        ends = (index + 1 for index in range(content_end, stop) if tokens[index] in special)
-        end = next(ends, min(content_end, stop))
+    for start, content_end, until in turns:
+        first, stop = bisect.bisect_left(starts, start), bisect.bisect_left(starts, until)
+        after = first if content_end is None else bisect.bisect_left(starts, content_end)
+        ends = [index + 1 for index in range(after, stop) if tokens[index] in special]
+        if content_end is None:
+            end = ends[-1] if ends else stop
+        else:
+            end = ends[0] if ends else min(after, stop)
         mask[first:end] = [True] * (end - first)
     return mask

@@ -1,14 +1,14 @@
 """What a chat template makes of a conversation, found by rendering.
 
-A template leaves out, without a word, what it does not know. So a copy of the conversation is rendered with marks in
-place of what may be lost. Marks that are missing in its text say what is lost; the others say where calls of tools end.
+A template leaves out, without a word, what it does not know: then a conversation that says something else there has the
+same text.
 """
 
 import contextlib
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,6 @@ MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MODES = ("enable_thinking", "thinking")  # names that templates have for the thinking mode
 SPEAKERS = ("system", "developer", "user", "assistant")  # every template that takes them writes what they say
 WORD, OTHER = "specdecword", "specdecother"
-NUMBER = "73055192{:04d}"  # mark in arguments: what stands behind a number stands behind all arguments
-MARK = re.compile(r"specdecmark\d+x|73055192\d{4}")
 TOOL = {
     "type": "function",
     "function": {"name": WORD, "description": WORD, "parameters": {"type": "object", "properties": {}}},
@@ -49,18 +47,14 @@ def options_of(row: dict) -> dict:
 class TemplateForm:
     """How a chat template takes what rows hold."""
 
-    parts: bool  # contents are lists of parts
     arguments: type | None  # of calls: dict, or str for JSON; None: neither is written
     mode: str | None  # its variable for the thinking mode; None: it has no such mode
     without: str  # what it writes behind a prompt with thinking=false; empty: nothing
-    end: str  # what stands behind an answer; empty: nothing
 
     def fit(self, messages: list[dict]) -> list[dict]:
-        """Messages in this form. Their contents are texts before."""
+        """Messages in this form."""
         fitted = []
         for message in messages:
-            if self.parts:
-                message = {**message, "content": _parts(message["content"])}
             if calls := message.get("tool_calls"):
                 message = {**message, "tool_calls": [_change(call, arguments=self._convert) for call in calls]}
             fitted.append(message)
@@ -82,10 +76,6 @@ def parse_arguments(arguments: object) -> object:
     return found if isinstance(found, dict) else arguments
 
 
-def _parts(content: str) -> list[dict]:
-    return [{"type": "text", "text": content}]
-
-
 def _change(call: dict, **changes: Callable) -> dict:
     """A copy of a tool or of a call of one, with some fields of its function changed."""
     if isinstance(call.get("function"), dict):
@@ -94,13 +84,7 @@ def _change(call: dict, **changes: Callable) -> dict:
 
 
 def find_form(tokenizer: PreTrainedTokenizerBase) -> TemplateForm:
-    return _find_form(tokenizer, template_of(tokenizer))
-
-
-def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """One text for what may be several templates, by name."""
-    given: Any = tokenizer.chat_template
-    return given if isinstance(given, str) else repr(given)
+    return _find_form(tokenizer, repr(tokenizer.chat_template))  # which may be several, by name
 
 
 @functools.lru_cache(maxsize=8)
@@ -114,17 +98,13 @@ def _find_form(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateFor
             return ""
 
     question: dict = {"role": "user", "content": WORD}
-    in_parts = {"role": "user", "content": _parts(WORD)}
-    parts = WORD not in text(question) and WORD in text(in_parts)
-    say: Callable = _parts if parts else str
-    question = in_parts if parts else question
 
     def writes(arguments: dict | str) -> bool:
         """Whether arguments are written, and neither as Python's text of a dict nor as JSON in JSON."""
         function = {"name": "specdecname", "arguments": arguments}
         call = {"id": "specdec01", "type": "function", "function": function}
-        answer = {"role": "assistant", "content": say(""), "tool_calls": [call]}
-        result = {"role": "tool", "name": "specdecname", "tool_call_id": "specdec01", "content": say("a")}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "name": "specdecname", "tool_call_id": "specdec01", "content": "a"}
         found = text(question, answer, tools=[TOOL]) or text(question, answer, result, tools=[TOOL])
         wrong = (f"'{OTHER}'", f'\\"{OTHER}')
         return OTHER in found and "specdecvalue" in found and not any(each in found for each in wrong)
@@ -134,78 +114,11 @@ def _find_form(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateFor
     asked = functools.partial(text, question, add_generation_prompt=True)
     mode = next((mode for mode in MODES if asked(**{mode: True}) != asked(**{mode: False})), None)
     prompt, without = asked(), asked(**{mode: False}) if mode else ""
-    said = text(question, {"role": "assistant", "content": say(OTHER)})
     return TemplateForm(
-        parts,
         next((kind for kind, given in kinds if writes(given)), None),
         mode,
         without.removeprefix(prompt) if without.startswith(prompt) else "",
-        said.rpartition(OTHER)[2].strip(),
     )
-
-
-# Marks
-
-
-@dataclass(frozen=True)
-class Marked:
-    """A copy of a conversation with marks in it.
-
-    meanings: what each mark stands for
-    last: the mark at the end of the last call of tools, by the number of the message that has calls
-    """
-
-    messages: list[dict]
-    tools: list[dict] | None
-    meanings: dict[str, str]
-    last: dict[int, str]
-
-    @classmethod
-    def of(cls, messages: list[dict], tools: list[dict] | None) -> "Marked":
-        meanings: dict[str, str] = {}
-        last: dict[int, str] = {}
-
-        def mark(meaning: str, form: str = "specdecmark{}x") -> str:
-            word = form.format(len(meanings))
-            meanings[word] = meaning
-            return word
-
-        def add(arguments: object) -> object:
-            found = parse_arguments({} if arguments is None else arguments)
-            word = mark("tool_calls", NUMBER)
-            last[len(copies)] = word
-            return {**found, WORD: int(word)} if isinstance(found, dict) else word
-
-        copies: list[dict] = []
-        for message in messages:
-            if calls := message.get("tool_calls"):
-                message = {
-                    **message,
-                    "tool_calls": [_change(call, name=lambda _: mark("tool_calls"), arguments=add) for call in calls],
-                }
-            if message.get("function_call"):
-                message = {**message, "function_call": {"name": mark("function_call"), "arguments": "{}"}}
-            if message["role"] not in SPEAKERS:
-                message = {**message, "content": mark(f"messages of the role {message['role']}")}
-            copies.append(message)
-        marked_tools = tools and [_change(tool, name=lambda _: mark("tools")) for tool in tools]
-        return cls(copies, marked_tools, meanings, last)
-
-    def lost(self, text: str) -> str:
-        """What a rendered text of this copy does not have; empty: nothing is missing"""
-        return " and ".join(dict.fromkeys(meaning for word, meaning in self.meanings.items() if word not in text))
-
-    def find_end(self, index: int, text: str, original: str, start: int, end: str) -> int | None:
-        """Where the calls of message `index` end in the text of the conversation itself; None: it cannot be told.
-
-        text: of this copy; start: where the message begins; end: what stands behind answers
-        """
-        if index not in self.last or not (found := re.search(self.last[index], text)):
-            return None
-        following = MARK.search(text, found.end())
-        behind = text[found.end() : following.start() if following else len(text)]
-        place = original.find(behind, start)
-        return None if place < 0 else place + max(0, behind.find(end))
 
 
 # Rendering
@@ -244,27 +157,41 @@ def template_arguments(
     return mode | ({"tools": tools} if tools else {})
 
 
-def mark(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, add_generation_prompt: bool, **options
-) -> tuple[Marked, str]:
-    """A copy with marks in place of tools and their calls, and its text. options: as `render`
+def check_written(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict],
+    text: str,
+    *,
+    tools: list[dict] | None = None,
+    **options,
+) -> None:
+    """Raises ValueError if the template leaves out tools, their calls, or what a role says: the text is the same without it.
 
-    Raises ValueError if the template leaves out a part of what the messages and options say.
+    text: what `render` makes of the messages; options: as of `render`
     """
-    marked = Marked.of(messages, options.get("tools"))
-    if not marked.meanings:
-        return marked, ""
-    options = options | {"add_generation_prompt": add_generation_prompt, "tools": marked.tools}
-    try:
-        text = render(tokenizer, marked.messages, **options)
-    except ValueError:  # it takes the conversation, but not the copy: nothing can be said
-        return Marked.of([], None), ""
-    if lost := marked.lost(text):
+    changed: dict[str, tuple[list[dict], list[dict] | None]] = {}
+    if tools:
+        changed["tools"] = messages, [_change(tool, name=lambda _: WORD) for tool in tools]
+    if any(message.get("tool_calls") for message in messages):
+        call = lambda each: _change(each, arguments=lambda _: {WORD: WORD})
+        copies = [
+            {**message, "tool_calls": [*map(call, message["tool_calls"])]} if message.get("tool_calls") else message
+            for message in messages
+        ]
+        changed["tool_calls"] = copies, tools
+    for role in dict.fromkeys(message["role"] for message in messages if message["role"] not in SPEAKERS):
+        copies = [{**message, "content": WORD} if message["role"] == role else message for message in messages]
+        changed[f"messages of the role {role}"] = copies, tools
+    lost = []
+    for name, (copies, others) in changed.items():
+        with contextlib.suppress(ValueError):  # it refuses the copy, so it reads what was changed
+            if render(tokenizer, copies, tools=others, **options) == text:
+                lost.append(name)
+    if lost:
         raise ValueError(
-            f"The chat template of {tokenizer.name_or_path} leaves out {lost}, so the target would not read them. "
-            "Remove them, or choose a target whose chat template writes them."
+            f"The chat template of {tokenizer.name_or_path} leaves out {' and '.join(lost)}, so the target would not read "
+            "them. Remove them, or choose a target whose chat template writes them."
         )
-    return marked, text
 
 
 def without_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -274,11 +201,6 @@ def without_template(tokenizer: PreTrainedTokenizerBase) -> str:
         "(rows with prompt; to train on, with text, or with prompt and completion), choose an instruct model as "
         "target, or put a chat_template.jinja in the target's folder."
     )
-
-
-def name_modes(modes: Iterable[bool | None]) -> str:
-    names = {None: "no thinking mode", True: "thinking=true", False: "thinking=false"}
-    return " and ".join(names[mode] for mode in names if mode in set(modes))
 
 
 def known_mode(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> bool | None:
@@ -309,19 +231,3 @@ def find_spans(
     given = {**tokenizer.special_tokens_map, **arguments}
     _, (spans,) = render([messages], chat_template=template, return_assistant_tokens_mask=True, **given)
     return spans
-
-
-@functools.lru_cache(maxsize=8)
-def markers_hold(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Whether generation markers stand around what the assistant says, and around nothing else that is said."""
-    fit, say = find_form(tokenizer).fit, lambda role, n: {"role": role, "content": f"{WORD}{role}{n}"}
-    messages = [say(role, n) for n in range(2) for role in ("user", "assistant")]
-    for some in (messages, messages[:2]):
-        try:
-            text = str(tokenizer.apply_chat_template(fit(some), tokenize=False))
-            spans = find_spans(tokenizer, fit(some), {}) or []
-        except Exception:  # it refuses such a conversation
-            continue
-        inside = " ".join(text[start:stop] for start, stop in spans)
-        return all((message["content"] in inside) == (message["role"] == "assistant") for message in some)
-    return True

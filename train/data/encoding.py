@@ -50,7 +50,7 @@ class Encoding:
 
     tokenizer: PreTrainedTokenizerBase
     cache: Path
-    split: str | None = None  # of a dataset; None: train, or the only one
+    split: str | None = None  # of a dataset; None: train
     limit: int | None = None  # rows of each source
     workers: int | None = None  # processes; None: as many as the cores and the rows allow
     thinking: bool | None = None  # the mode of rows that do not say theirs
@@ -103,15 +103,16 @@ def load_packs(
     train: as reading.read_sources; hold_out, tokens: as conf/data
     Raises ValueError, naming file and line or the row, for what cannot be encoded.
     """
-    found = reading.read_sources(train)
-    folders = [encoding.cache / f"rows-{encoding.key(source.name)}" for source in found]
-    for source, folder in zip(found, folders):
-        files.keep_folder(folder, functools.partial(encode_source, source.name, encoding), option="cache=")
+    weights = reading.read_sources(train)
+    folders = [encoding.cache / f"rows-{encoding.key(source)}" for source in weights]
+    for source, folder in zip(weights, folders):
+        files.keep_folder(folder, functools.partial(encode_source, source, encoding))
     rows = packing.Rows.load(folders)
-    numbers = packing.take_tokens(rows, packing.hold_out_rows(rows, hold_out), tokens)
-    if any(source.weight != 1 for source in found):
+    kept = numpy.delete(numpy.arange(len(rows)), reading.hold_out(rows.column("greedy").tolist(), hold_out))
+    numbers = packing.take_tokens(rows, kept, tokens)
+    if any(weight != 1 for weight in weights.values()):
         nums = numpy.diff(numpy.searchsorted(numbers, rows.starts)).tolist()  # rows of each source
-        copies = [packing.count_copies(num, source.weight) for num, source in zip(nums, found)]
+        copies = [packing.count_copies(num, weight) for num, weight in zip(nums, weights.values())]
         numbers = packing.repeat_rows(numbers, numpy.concatenate(copies))
     return packing.Packs(rows, length=length, packed=packed, numbers=numbers)
 
@@ -192,6 +193,9 @@ def encode_batch(batch: list[Numbered], encoding: Encoding | None = None) -> pya
     encoding = encoding or _held[0]
     columns = []
     for index, place, raw in batch:
-        encoded, row = data.encode_raw(encoding.tokenizer, place, index, raw, thinking=encoding.thinking)
+        row = reading.to_row(place, raw)
+        reading.check_messages(row, place)
+        with reading.at(place):
+            encoded = data.encode(encoding.tokenizer, reading.name_row(row, index, encoding.thinking))
         columns.append(packing.to_columns(encoded, greedy=row.get("temperature") == 0))
     return pyarrow.RecordBatch.from_pylist(columns, packing.SCHEMA)

@@ -12,10 +12,8 @@ from specdec.core import devices
 from specdec.target.model import TargetOutput
 from train.data import rows as data
 from train.data.packing import Packs
-from train.data.rows import Row, TrainingBatch
-from train.data.stream import Stream
+from train.data.rows import TrainingBatch
 from train.features.outputs import Begun, Features
-from train.onpolicy import OnPolicy
 
 Result = TypeVar("Result")
 
@@ -23,10 +21,9 @@ Result = TypeVar("Result")
 @dataclass(frozen=True)
 class MicroBatch:
     number: int  # of this process' micro-batches, from 0 on
-    indices: list[int]  # of the packs; none in a stream
+    indices: list[int]  # of the packs
     rows: list[list[str]]  # ids of each pack's rows, to name them
     batch: TrainingBatch  # on the CPU
-    written: bool  # whether the draft wrote its answers (on-policy)
     begun: Begun | None = None  # the target's outputs, if they are being read ahead
 
 
@@ -34,33 +31,16 @@ class MicroBatch:
 class Material:
     """What steps are made of: packs, and the target's outputs for them."""
 
-    packs: Packs  # all, or those of a stream's first rows
+    packs: Packs
     length: int  # tokens of a pack
     features: Features | None  # None: the objective reads the target itself
-    on_policy: OnPolicy | None = None
-    stream: Stream | None = None
-
-    def __post_init__(self):
-        if self.stream and self.on_policy:
-            raise ValueError("on_policy= needs packs that can be read again: use stream=false.")
-
-    @property
-    def num_tokens(self) -> int | None:
-        """Of the data set; None for a stream, which may have no end."""
-        return None if self.stream else self.packs.num_tokens
 
     def collate(self, indices: list[int]) -> TrainingBatch:
-        return self.lay([self.packs[index] for index in indices])
+        return data.collate([self.packs[index] for index in indices], length=self.length, pad_token=0)
 
-    def lay(self, packs: list[list[Row]]) -> TrainingBatch:
-        return data.collate(packs, length=self.length, pad_token=0)
-
-    def target_output(
-        self, micro: MicroBatch, batch: TrainingBatch, ahead: TargetOutput | None = None
-    ) -> TargetOutput | None:
-        """batch: that of the micro-batch, on the training device; ahead: what has been read of them already"""
-        features: Features | None = self.on_policy.features if micro.written and self.on_policy else self.features
-        return features(batch, ahead) if features else None
+    def target_output(self, batch: TrainingBatch, ahead: TargetOutput | None = None) -> TargetOutput | None:
+        """batch: on the training device; ahead: what has been read of them already"""
+        return self.features(batch, ahead) if self.features else None
 
 
 @dataclass
@@ -94,16 +74,14 @@ class Order:
 class Loader:
     """The micro-batches of one process. Their content follows from their number and not from what is read ahead.
 
-    order: of the packs, where they are not those of a stream, and how many a micro-batch and a step have
-    ahead: micro-batches that are read ahead of the step; 0: none. Answers that the draft writes are never read ahead
+    order: of the packs, and how many a micro-batch and a step have
+    ahead: micro-batches that are read ahead of the step; 0: none
     What fails in the thread is raised where its result is asked for.
     """
 
     def __init__(self, material: Material, *, order: Order, device: torch.device, ahead: int = 1):
         self.material, self.order, self.device = material, order, devices.numbered(device)
-        self.batch, self.accumulation = order.batch, order.accumulation
-        self.first = (0, 0)  # a micro-batch, and its first pack in the stream
-        self.ahead = 0 if material.on_policy else ahead
+        self.accumulation, self.ahead = order.accumulation, ahead
         self.thread = ThreadPoolExecutor(1, "loader", use_device, (self.device,)) if self.ahead else None
         self.coming: dict[int, Future[MicroBatch]] = {}
         self.coming_on_device: dict[int, Future[tuple[TrainingBatch, TargetOutput | None]]] = {}
@@ -122,60 +100,32 @@ class Loader:
         number = micro.number
         if self.thread is None:
             batch = micro.batch.to(self.device)
-            return batch, self.material.target_output(micro, batch)
+            return batch, self.material.target_output(batch)
         for later in range(number, number + self.ahead + 1):
             if later not in self.coming_on_device:
                 self._submit(later)
                 self.coming_on_device[later] = self.thread.submit(self._to_device, self.coming[later])
         batch, output = self._result(self.coming_on_device.pop(number))
         del self.coming[number]
-        return batch, self.material.target_output(micro, batch, output)
+        return batch, self.material.target_output(batch, output)
 
     def close(self) -> None:
         if self.thread is not None:
             self.thread.shutdown(wait=False, cancel_futures=True)
-        if self.material.stream:
-            self.material.stream.close()
 
     def again(self, step: int) -> list[MicroBatch]:
-        """The micro-batches of a step, not read ahead. A stream cannot go back to an earlier step."""
+        """The micro-batches of a step, not read ahead."""
         return [self._micro_batch(number) for number in range(step * self.accumulation, (step + 1) * self.accumulation)]
-
-    # Where a run continues
-
-    def position(self, step: int) -> list[int]:
-        """What `seek` needs to continue a stream before a step, in this process; nothing for packs."""
-        if not self.material.stream:
-            return []
-        first = self._first_pack(step * self.accumulation)
-        return [*self.material.stream.position(first), first]
-
-    def seek(self, step: int, position: list[int]) -> None:
-        *where, first = position
-        assert self.material.stream
-        self.material.stream.seek(where)
-        self.first = (step * self.accumulation, first)
-
-    def _first_pack(self, number: int) -> int:
-        """In the stream, of a micro-batch."""
-        first_number, first_pack = self.first
-        return first_pack + (number - first_number) * self.batch
 
     # In the thread, if there is one
 
     def _micro_batch(self, number: int) -> MicroBatch:
-        material, indices = self.material, list[int]()
-        if material.stream:
-            first = self._first_pack(number)
-            packs = [material.stream.pack(place) for place in range(first, first + self.batch)]
-        else:
-            indices = self.order(*divmod(number, self.accumulation))
-            packs = [material.packs[index] for index in indices]
-        written = material.on_policy(indices) if material.on_policy else None
-        batch = written or material.lay(packs)
+        material, indices = self.material, self.order(*divmod(number, self.accumulation))
+        packs = [material.packs[index] for index in indices]
+        batch = data.collate(packs, length=material.length, pad_token=0)
         begun = material.features.begin(batch) if material.features and self.thread else None
         names = [[row.id for row in pack] for pack in packs]
-        return MicroBatch(number, indices, names, batch, written is not None, begun)
+        return MicroBatch(number, indices, names, batch, begun)
 
     def _to_device(self, coming: Future[MicroBatch]) -> tuple[TrainingBatch, TargetOutput | None]:
         micro = coming.result()  # it was submitted before, so the only thread has made it

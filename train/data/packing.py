@@ -19,7 +19,6 @@ from train.data.rows import Row
 ENCODED = "encoded.arrow"  # the file of a source's encoded rows
 CHUNK = 2_000  # rows whose tokens are counted together
 MODES = (None, True, False)  # of thinking, as numbers in the column `thinking`
-FEWEST = 2  # times that `more` must have seen a token
 SCHEMA = pyarrow.schema(
     {
         "tokens": pyarrow.list_(pyarrow.int32()),
@@ -107,11 +106,6 @@ def _lists(column: pyarrow.ListArray) -> tuple[ndarray, ndarray]:
     return column.values.to_numpy(), column.offsets.to_numpy()
 
 
-def place_rows(lengths: Sequence[int], capacity: int, packed: bool) -> ndarray:
-    """-> the pack of each row, [R]: by first fit, or one of its own"""
-    return first_fit(lengths, capacity) if packed else numpy.arange(len(lengths))
-
-
 def first_fit(lengths: Sequence[int], capacity: int) -> ndarray:
     """First fit: every row, in order, goes into the first pack with enough room. -> the pack of each row, [R]
 
@@ -155,7 +149,8 @@ class Packs(torch.utils.data.Dataset):
         kept = numbers[goals[numbers] > 0]
         self.num_cut, self.num_skipped = int((rows.lengths[kept] > length).sum()), len(numbers) - len(kept)
         self.num_supervised = int(goals[kept].sum())
-        pack_of = place_rows(numpy.minimum(rows.lengths[kept], length).tolist(), length, packed)
+        lengths = numpy.minimum(rows.lengths[kept], length)
+        pack_of = first_fit(lengths.tolist(), length) if packed else numpy.arange(len(lengths))
         self.members = kept[numpy.argsort(pack_of, kind="stable")]  # the rows in the order of their packs
         sizes = numpy.bincount(pack_of)
         self.ends = numpy.concatenate([[0], numpy.cumsum(sizes)]).astype(numpy.int64)  # of each pack in it, after a 0
@@ -214,14 +209,6 @@ class Packs(torch.utils.data.Dataset):
 # Which rows
 
 
-def hold_out_rows(rows: Rows, num: int) -> ndarray:
-    """Numbers of all rows but the first `num` of those written at temperature 0, as reading.hold_out."""
-    greedy = numpy.flatnonzero(rows.column("greedy"))[:num]
-    if len(greedy) < num:
-        raise ValueError(f"Only {len(greedy)} rows were written at temperature 0: lower hold_out={num}.")
-    return numpy.delete(numpy.arange(len(rows)), greedy)
-
-
 def take_tokens(rows: Rows, numbers: ndarray, num: int | None) -> ndarray:
     """The first of the numbered rows, until `num` supervised tokens are reached; all for None."""
     counts = rows.column("supervised")[numbers]
@@ -245,24 +232,13 @@ def repeat_rows(numbers: ndarray, copies: ndarray) -> ndarray:
 # Draft vocabularies
 
 
-def draft_vocab(
-    packs: Packs, choice: str, before: torch.Tensor | None, *, size: int | None, num_tokens: int
-) -> torch.Tensor | None:
-    """A draft vocabulary, increasing ids [W]; None: all `num_tokens`. Ties prefer low ids.
-
-    choice: data: the `size` ids that are supervised most often here; more: those of `before`, and of the others the
-        most frequent ones that are supervised twice or more, until there are an eighth more than `size`
-    """
+def draft_vocab(packs: Packs, *, size: int | None, num_tokens: int) -> torch.Tensor | None:
+    """A draft vocabulary, increasing ids [W]: the `size` that are supervised most often; None: all `num_tokens`. Ties prefer low ids."""
+    if size is None or size >= num_tokens:
+        return None
     frequencies = torch.zeros(num_tokens, dtype=torch.long)
     frequencies[: len(packs.supervised_counts)] = packs.supervised_counts
-    counts, ids = frequencies.sort(descending=True, stable=True)
-    if choice == "data":
-        return None if size is None or size >= num_tokens else ids[:size].sort().values
-    if before is None:
-        return None
-    others = ids[(counts >= FEWEST) & ~torch.isin(ids, before.cpu())]
-    room = None if size is None else max(0, size + size // 8 - len(before))
-    return torch.cat([before.cpu(), others[:room]]).sort().values
+    return frequencies.argsort(descending=True, stable=True)[:size].sort().values
 
 
 def covered(packs: Packs, vocab: torch.Tensor) -> float:

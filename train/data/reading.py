@@ -4,8 +4,8 @@ data.train=a.jsonl                       one source
 data.train=[a.jsonl,b.jsonl]             several, each read once an epoch
 'data.train={a.jsonl: 2, b.jsonl: 0.5}'  an epoch has a twice and every second row of b
 
-The reader is the project's own, not that of `datasets`: that one replaces half of a surrogate pair by nothing, reads no
-UTF-16, and names no file and line where a row is damaged.
+The reader is the project's own, not that of `datasets`: that one replaces half of a surrogate pair by nothing, and
+names no file and line where a row is damaged.
 """
 
 import contextlib
@@ -14,7 +14,6 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -24,40 +23,19 @@ from specdec.core.row_files import FORMS, LINES, PARQUET, parse_line, read_file
 from train.data.chat_template import options_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
-LONGEST_TURN = 10_000  # rows after which the order of sources in a stream repeats
 
 
-@dataclass(frozen=True)
-class Source:
-    name: str  # a form that `find_files` or `open_dataset` takes
-    weight: Fraction
-
-
-def read_sources(train: str | Sequence[str] | Mapping[str, float]) -> list[Source]:
-    """The setting `train` in one of its three forms. Raises ValueError for no source, or for a weight of 0 or less."""
+def read_sources(train: str | Sequence[str] | Mapping[str, float]) -> dict[str, Fraction]:
+    """The setting `train` in one of its three forms -> the weight of each source. Raises ValueError for no source, or for
+    a weight of 0 or less."""
     train = [train] if isinstance(train, str) else train
     weights = dict(train) if isinstance(train, Mapping) else dict.fromkeys(train, 1)
     if not weights or (not isinstance(train, Mapping) and len(weights) < len(train)):
         raise ValueError(f"train={train}: give at least one source, and each once (a weight of 2 reads it twice).")
-    sources = []
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise ValueError(f"train={weights}: the weight of {name} must be a number above 0, such as 2 or 0.5.")
-        sources.append(Source(str(name), Fraction(str(weight))))
-    return sources
-
-
-def order_sources(sources: Sequence[Source]) -> list[int]:
-    """The order in which a stream draws rows from its sources, over and over: shares of rows equal the weights."""
-    scale = math.lcm(*(source.weight.denominator for source in sources))
-    shares = [int(source.weight * scale) for source in sources]
-    shares = [share // math.gcd(*shares) for share in shares]
-    if sum(shares) > LONGEST_TURN:
-        raise ValueError(
-            f"The weights {', '.join(str(float(source.weight)) for source in sources)} have too many digits."
-        )
-    places = [((turn + 1) / share, index) for index, share in enumerate(shares) for turn in range(share)]
-    return [index for _, index in sorted(places)]
+    return {str(name): Fraction(str(weight)) for name, weight in weights.items()}
 
 
 # The rows of a source
@@ -112,46 +90,34 @@ def find_files(source: str) -> list[Path]:
     return []
 
 
-def open_dataset(source: str, split: str | None, *, streaming: bool = False) -> Any:
-    """One split of a dataset in a folder, or of one that `datasets.load_dataset` finds.
-
-    split: None: train, or the only one
-    streaming: whether to read a dataset that is not in a folder as it comes, without a copy on the disk
-    """
+def open_dataset(source: str, split: str | None) -> Any:
+    """One split, by default train, of a dataset in a folder, or of one that `datasets.load_dataset` finds."""
     import datasets  # here: it takes a second of each command's start, and most sources are files
 
-    if Path(source).is_dir():
-        data = datasets.load_from_disk(source)
-        return data[choose_split(source, split, list(data))] if isinstance(data, datasets.DatasetDict) else data
+    split = split or "train"
     try:
-        try:
-            return datasets.load_dataset(source, split=split or "train", streaming=streaming)
-        except ValueError:
-            if split is not None:
-                raise
-            split = choose_split(source, split, datasets.get_dataset_split_names(source))
-            return datasets.load_dataset(source, split=split, streaming=streaming)
+        if not Path(source).is_dir():
+            return datasets.load_dataset(source, split=split)
+        data = datasets.load_from_disk(source)
     except (OSError, ValueError) as error:
-        raise ValueError(f"Could not read {source!r}. Give {FORMS}. ({type(error).__name__}: {error})") from error
-
-
-def choose_split(source: str, split: str | None, names: list[str]) -> str:
-    if split is None:
-        split = names[0] if len(names) == 1 else "train"
-    if split not in names:
         raise ValueError(
-            f"{source} has no split {split!r}; it has: {', '.join(names)}. Choose one with split= (train.py: "
-            "data.split=, data.heldout_split=)."
+            f"Could not read split {split!r} of {source!r}. Give {FORMS}. ({type(error).__name__}: {error})"
+        ) from error
+    if not isinstance(data, datasets.DatasetDict):
+        return data
+    if split not in data:
+        raise ValueError(
+            f"{source} has no split {split!r}; it has: {', '.join(data)}. Choose one with split= (train.py: data.split=, "
+            "data.heldout_split=)."
         )
-    return split
+    return data[split]
 
 
-def read_raw(source: str, split: str | None, *, streaming: bool = False) -> Iterator[tuple[str, str | dict]]:
+def read_raw(source: str, split: str | None) -> Iterator[tuple[str, str | dict]]:
     """Yields (place, JSON text) or (place, row), which `to_row` takes."""
     if files := find_files(source):
         return itertools.chain.from_iterable(map(read_file, files))
-    data = open_dataset(source, split, streaming=streaming)
-    return ((f"{source} row {index}", row) for index, row in enumerate(data))
+    return ((f"{source} row {index}", row) for index, row in enumerate(open_dataset(source, split)))
 
 
 def read_rows(source: str, split: str | None) -> Iterator[tuple[str, dict]]:
@@ -222,7 +188,7 @@ def load_conversations(
 ) -> list[dict]:
     """Reads rows with `messages` or plain text, and `id` and `category` filled in; other keys are kept.
 
-    source: as FORMS says; split: of a dataset; None: train, or the only one
+    source: as FORMS says; split: of a dataset; None: train
     Raises ValueError, naming file and line, for a row that is no conversation.
     """
     conversations: list[dict] = []
@@ -232,13 +198,15 @@ def load_conversations(
     return conversations
 
 
-def hold_out(conversations: list[dict], num: int) -> tuple[list[dict], list[dict]]:
-    """The first `num` rows written at temperature 0, and the rest: what evaluate answers= replays is not trained on."""
-    greedy = [index for index, row in enumerate(conversations) if row.get("temperature") == 0][:num]
-    if len(greedy) < num:
-        raise ValueError(f"Only {len(greedy)} rows were written at temperature 0: lower hold_out={num}.")
-    held = set(greedy)
-    return [conversations[i] for i in greedy], [row for i, row in enumerate(conversations) if i not in held]
+def hold_out(greedy: Sequence[bool], num: int) -> list[int]:
+    """The first `num` rows written at temperature 0: what evaluate answers= replays is not trained on.
+
+    greedy: whether each row was written at temperature 0
+    """
+    held = [index for index, each in enumerate(greedy) if each][:num]
+    if len(held) < num:
+        raise ValueError(f"Only {len(held)} rows were written at temperature 0: lower hold_out={num}.")
+    return held
 
 
 def load_prompts(source: str, *, split: str | None = None, limit: int | None = None) -> list[dict]:

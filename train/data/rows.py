@@ -1,10 +1,8 @@
 """Conversations to `TrainingBatch`: prompts and rows of token ids with their mask, truncation, collation."""
 
-import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import rich.text
@@ -18,7 +16,7 @@ from specdec.measuring.measure import Prompt
 from specdec.proposers import datastore
 from train.data import answer_mask, chat_template, reading
 from train.data.answer_mask import ADVICE, find_special
-from train.data.chat_template import find_form, mark, options_of, render, template_arguments
+from train.data.chat_template import check_written, find_form, options_of, render, template_arguments
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ def encode_prompt(
         raise ValueError("The prompt has half of a surrogate pair, which is no character: was it typed in UTF-8?")
     options = {"add_generation_prompt": True, "thinking": thinking, "tools": tools}
     text = render(tokenizer, messages, **options)
-    mark(tokenizer, messages, **options)
+    check_written(tokenizer, messages, text, **options)
     return tokenise(tokenizer, text)["input_ids"]
 
 
@@ -105,38 +103,25 @@ def load_prompts(
     split: str | None = None,
     limit: int | None = None,
     thinking: bool | None = None,
-    trained: Collection[bool | None] = (),
 ) -> list[Prompt]:
     """Prompts to decode, from any form that reading.load_prompts reads; `limit` of them, spread evenly over the rows.
 
-    thinking: the mode of prompts that do not say theirs; trained: the modes of the rows that a head is trained on
+    thinking: the mode of prompts that do not say theirs
 
     Raises ValueError as reading.load_prompts and reading.spread, and for a prompt that the template refuses.
     """
     with reading.at(source):
         rows = reading.spread(reading.load_prompts(source, split=split), limit)
-        return encode_prompts(rows, tokenizer, thinking=thinking, trained=trained)
+        return encode_prompts(rows, tokenizer, thinking=thinking)
 
 
 def encode_prompts(
-    rows: list[dict],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    thinking: bool | None = None,
-    trained: Collection[bool | None] = (),
+    rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, thinking: bool | None = None
 ) -> list[Prompt]:
-    """Rows of reading.load_prompts as prompts to decode. thinking, trained: as of `load_prompts`"""
+    """Rows of reading.load_prompts as prompts to decode. thinking: the mode of prompts that do not say theirs"""
     chat_template.check_mode(tokenizer, thinking)
-    modes = {row.get("thinking", thinking) for row in rows}
-    if trained and tokenizer.chat_template and find_form(tokenizer).mode and modes != set(trained):
-        warnings.warn(
-            f"The rows to train on have {chat_template.name_modes(trained)}, and the held-out prompts have "
-            f"{chat_template.name_modes(modes)}. Give thinking=true or false, or the key in the rows, so that both are "
-            "in one mode.",
-            stacklevel=2,
-        )
     encode = lambda row: encode_row(tokenizer, row, thinking=thinking)
-    return [Prompt(row["id"], row["category"], encode(row), tuple(row["tags"]), row["grammar"]) for row in rows]
+    return [Prompt(row["id"], row["category"], encode(row), tuple(row["tags"])) for row in rows]
 
 
 def encode_row(tokenizer: PreTrainedTokenizerBase, row: dict, *, thinking: bool | None = None) -> list[int]:
@@ -253,7 +238,7 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> R
         raise ValueError(f"{name} has no assistant turn, only {roles}. Let the target answer it first.")
     try:
         text = render(tokenizer, messages, add_generation_prompt=False, **options)
-        marked = mark(tokenizer, messages, add_generation_prompt=False, **options)
+        check_written(tokenizer, messages, text, add_generation_prompt=False, **options)
         encoding = tokenise(tokenizer, text, return_offsets_mapping=True)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
@@ -269,7 +254,7 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> R
     if spans is not None:
         mask = answer_mask.mask_spans(starts, spans)
     else:
-        turns, mode = answer_mask.find_turns(tokenizer, conversation, text, options, marked)
+        turns, mode = answer_mask.find_turns(tokenizer, conversation, text, options)
         mask = answer_mask.derive_mask(tokens, starts, turns, find_special(tokenizer))
     if conversation.get("finish") == "length" and True in mask and not answers[-1].get("tool_calls"):
         last = len(mask) - 1 - mask[::-1].index(True)
@@ -284,25 +269,7 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> R
             f"{name}: {'everything' if any(mask) else 'nothing'} would be supervised. Look at its messages; if "
             f"they are right, {ADVICE}. The row: {show(tokenizer, row).markup[:1000]}"
         )
-    if spans is not None and not chat_template.markers_hold(tokenizer, chat_template.template_of(tokenizer)):
-        raise ValueError(
-            f"{name}: the generation markers in the chat template of {tokenizer.name_or_path} do not stand around what "
-            "the assistant writes. Repair them, or remove them."
-        )
     return row
-
-
-def encode_raw(
-    tokenizer: PreTrainedTokenizerBase, place: str, index: int, raw: str | dict, *, thinking: bool | None
-) -> tuple[Row, dict]:
-    """What reading.read_raw yields -> the encoded row, and the row as it was read. Raises ValueError, naming the place.
-
-    index: the row's id where it has none; thinking: its mode, if it does not say it
-    """
-    row = reading.to_row(place, raw)
-    reading.check_messages(row, place)
-    with reading.at(place):
-        return encode(tokenizer, reading.name_row(row, index, thinking)), row
 
 
 def show(tokenizer: PreTrainedTokenizerBase, row: Row) -> rich.text.Text:
@@ -315,13 +282,6 @@ def show(tokenizer: PreTrainedTokenizerBase, row: Row) -> rich.text.Text:
 
 
 # Rows to batches
-
-
-def truncate(row: Row, max_length: int) -> Row | None:
-    """The row's first `max_length` tokens; None if none of them could be a goal."""
-    if not any(row.mask[1:max_length]):
-        return None
-    return dataclasses.replace(row, tokens=row.tokens[:max_length], mask=row.mask[:max_length])
 
 
 def collate(packs: list[list[Row]], *, length: int, pad_token: int) -> TrainingBatch:

@@ -23,7 +23,6 @@ Result = TypeVar("Result")
 TRIES = 5  # of one request whose answers are bad
 LONGEST_PAUSE = 10.0  # seconds between two tries
 CONNECTING = 10.0  # seconds
-SERVER = "specdec_server"  # the key under which an answer names its server
 START = (
     "Start one with python scripts/launch_engine.py, or give the URL of one that runs, such as http://localhost:8000."
 )
@@ -97,7 +96,7 @@ class EngineClient:
                 if bad == TRIES:
                     raise ValueError(f"{url} gave {TRIES} bad answers in a row. The last one: {error}") from error
             else:
-                self._answered(url)
+                self._change(url, silent=False)
                 return result
             if self.closed.wait(min(LONGEST_PAUSE, 0.25 * 2 ** min(number // len(self.urls), 16))):
                 break
@@ -122,16 +121,6 @@ class EngineClient:
                     f"No server with OpenAI's interface answers at {url}{loopback.through(url)} ({_reason(error)}). {START}"
                 ) from None
         return found
-
-    def fetch(self, url: str, path: str) -> bytes:
-        """GET. Raises BadAnswer, and TransportError for a server that is lost."""
-        answer = self.client.get(f"{url}/{path}")
-        if answer.status_code >= 400:
-            raise BadAnswer(f"{url}/{path}: status {answer.status_code}")
-        return answer.content
-
-    def delete(self, url: str, path: str) -> None:
-        self.client.delete(f"{url}/{path}")
 
     def close(self) -> None:
         """Ends all requests, also those that wait for an answer."""
@@ -160,30 +149,24 @@ class EngineClient:
             raise BadAnswer(f"no JSON ({error})") from error
         if not isinstance(document, dict):
             raise BadAnswer("no JSON object")
-        return document | {SERVER: url}
+        return document
 
     def _lost(self, url: str, error: Exception, begun: float) -> None:
-        with self.guard:
-            first = url not in self.silent
-            self.silent.add(url)
-        if self.closed.is_set():
-            return
         proxy = loopback.through(url)
-        if first:
-            self.say(
-                f"{url} does not answer{proxy} ({_reason(error)}); it is asked again for up to {self.patience:g} minutes."
-            )
-        if time.monotonic() - begun > 60 * self.patience:
+        why = f"({_reason(error)}); it is asked again for up to {self.patience:g} minutes"
+        self._change(url, silent=True, what=f"does not answer{proxy} {why}")
+        if time.monotonic() - begun > 60 * self.patience and not self.closed.is_set():
             raise ValueError(
                 f"No server has answered for {self.patience:g} minutes ({url}{proxy}: {_reason(error)}). {START}"
             )
 
-    def _answered(self, url: str) -> None:
+    def _change(self, url: str, *, silent: bool, what: str = "answers again") -> None:
+        """Says when a server stops to answer, and when it answers again."""
         with self.guard:
-            back = url in self.silent
-            self.silent.discard(url)
-        if back:
-            self.say(f"{url} answers again.")
+            changed = silent != (url in self.silent)
+            (self.silent.add if silent else self.silent.discard)(url)
+        if changed and not self.closed.is_set():
+            self.say(f"{url} {what}.")
 
 
 def _base_url(url: str) -> str:

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import threading
-import time
 import warnings
 import zlib
 from pathlib import Path
@@ -22,23 +21,20 @@ from specdec.core.files import unwritable, write_text
 from specdec.core.untrusted import read_json
 from specdec.target.model import Target
 
-STALE = 3600  # seconds after which an unfinished file is one that a killed process has left
-
 
 class FeatureFolder:
     """Outputs of single documents in a folder, found by their tokens.
 
-    layers: numbers of the hidden states that files hold, the final one included
-    bits: 16 or 32 as the target computes them, or 8 with a scale for each token
+    layers: numbers of the hidden states that are needed; files hold these, or more, and the final one
     Raises ValueError for a folder that was made by another target, in another form, or without these layers.
     """
 
-    def __init__(self, target: Target, layers: tuple[int, ...], path: Path, *, bits: int | None = None):
-        self.path, self.target, self.bits = path, target, bits
+    def __init__(self, target: Target, layers: tuple[int, ...], path: Path):
+        self.path, self.target = path, target
         self.about: dict = {
             "target": target.fingerprint(),
             "dtype": str(target.dtype),
-            "bits": bits,
+            "bits": None,  # earlier versions also stored 8-bit integers
             "layers": sorted({*layers, target.num_layers}),
             "files": "documents",
         }
@@ -49,7 +45,7 @@ class FeatureFolder:
             if wrong:
                 raise ValueError(
                     f"The cached features in {path} were made with another {', '.join(wrong)}. Delete the folder, give another "
-                    "folder=, or use mode=online (layers= lets heads that read other layers share a folder)."
+                    "folder=, or use mode=online."
                 )
             self.about = made  # every file holds all layers that the folder was made with
         self.layers: tuple[int, ...] = tuple(self.about["layers"])
@@ -59,11 +55,9 @@ class FeatureFolder:
         if not (self.path / "about.json").exists():
             self.path.mkdir(parents=True, exist_ok=True)
             write_text(self.path / "about.json", json.dumps(self.about, indent=2) + "\n")
-        remove_stale(self.path)
 
     def num_bytes(self, num_tokens: int) -> int:
-        size = 1 if self.bits == 8 else self.target.embed.weight.element_size()
-        return num_tokens * len(self.layers) * (self.target.width * size + (4 if self.bits == 8 else 0))
+        return num_tokens * len(self.layers) * self.target.width * self.target.embed.weight.element_size()
 
     def check_space(self, num_bytes: int) -> None:
         """Raises ValueError if the disk is too small."""
@@ -72,7 +66,7 @@ class FeatureFolder:
         if free < 1.1 * num_bytes:
             raise ValueError(
                 f"Cached features need {num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: use mode=online or engine "
-                "(which keep nothing), bits=8, fewer steps, less data, or another folder=."
+                "(which keep nothing), fewer steps, less data, or another folder=."
             )
 
     def has(self, tokens: Tensor) -> bool:
@@ -83,24 +77,19 @@ class FeatureFolder:
         path = self._file(tokens)
         if not path.exists():
             return None
-        names = [str(layer) for layer in layers]
         try:
-            if self.bits != 8:
-                return read_tensors(path, names)
-            values = read_tensors(path, [*names, *(f"{name}.scale" for name in names)])
+            return read_tensors(path, [str(layer) for layer in layers])
         except ValueError as error:
             warnings.warn(f"{error} It is made again.", RuntimeWarning, stacklevel=2)
             path.unlink(missing_ok=True)
             return None
-        halves = values[: len(names)], values[len(names) :]
-        return [from_8_bits(*pair, self.target.dtype) for pair in zip(*halves)]
 
     def write(self, tokens: Tensor, states: list[Tensor]) -> None:
         """states: [t, D] for each of `layers`"""
         path = self._file(tokens)
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {str(layer): state.cpu().contiguous() for layer, state in zip(self.layers, states, strict=True)}
-        write_tensors(path, to_8_bits(tensors) if self.bits == 8 else tensors)
+        write_tensors(path, tensors)
 
     def _file(self, tokens: Tensor) -> Path:
         name = hashlib.sha256(tokens.to(torch.int32).numpy().tobytes()).hexdigest()[:32]
@@ -140,29 +129,3 @@ def checksum(name: str, value: Tensor) -> str:
     """CRC-32 of a tensor's name, type, shape and bytes: 4 GB/s on one core, next to nothing beside the reading."""
     about = zlib.crc32(f"{name} {value.dtype} {tuple(value.shape)}".encode())
     return f"{zlib.crc32(value.contiguous().view(torch.uint8).numpy().data, about):08x}"
-
-
-def remove_stale(folder: Path) -> None:
-    """Removes the unfinished files of killed processes. Other processes may be writing: theirs are young."""
-    for partial in folder.rglob("*.partial"):
-        try:
-            if time.time() - partial.stat().st_mtime > STALE:
-                partial.unlink()
-        except FileNotFoundError:  # its writer was quicker
-            pass
-
-
-# 8 bits
-
-
-def to_8_bits(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each [t, D] as integers from -127 to 127 and one float32 scale for each token, [t, 1]."""
-    packed: dict[str, Tensor] = {}
-    for name, value in tensors.items():
-        scale = value.float().abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        packed |= {name: (value.float() / scale).round().to(torch.int8), f"{name}.scale": scale}
-    return packed
-
-
-def from_8_bits(value: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return (value.float() * scale).to(dtype)

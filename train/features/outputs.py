@@ -7,8 +7,7 @@
 Documents do not see each other, so the outputs of a document depend on its tokens only.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +21,6 @@ from train.data.rows import TrainingBatch
 from train.features.engine_features import EngineTarget, apply_final_norm
 from train.features.feature_files import FeatureFolder
 
-AHEAD = 4  # batches that `read_each` has under way
 Begun = Callable[[torch.device], TargetOutput | None]  # the end of reading ahead; None: not all was there
 
 
@@ -198,22 +196,3 @@ class Kept:
 
 
 Features = Online | Kept
-
-
-def read_each(
-    features: Features, batches: Iterable[TrainingBatch], device: torch.device
-) -> Iterator[tuple[TrainingBatch, TargetOutput]]:
-    """Batches on the device, in turn, with their outputs, of which those of the next ones are under way."""
-    coming: deque[tuple[TrainingBatch, Begun | None]] = deque()
-
-    def next_one() -> tuple[TrainingBatch, TargetOutput]:
-        host, begun = coming.popleft()
-        batch = host.to(device)
-        return batch, features(batch, begun(device) if begun else None)
-
-    for batch in batches:
-        coming.append((batch, features.begin(batch)))
-        if len(coming) > AHEAD:
-            yield next_one()
-    while coming:
-        yield next_one()

@@ -18,19 +18,11 @@ ABOUT = "about.json"
 
 
 def write(
-    run: Path,
-    config: dict,
-    drafter: Head,
-    packs: Packs,
-    *,
-    start: str | None,
-    arguments: list[str],
-    num_prompts: int,
-    num_processes: int,
+    run: Path, config: dict, drafter: Head, packs: Packs, *, start: str | None, arguments: list[str], num_processes: int
 ) -> None:
     """about.json in the folder of a run: target, data, drafter and environment, and the command that repeats it.
 
-    config: as conf/train.yaml; arguments: of train.py; num_prompts: held-out ones that are judged on
+    config: as conf/train.yaml; arguments: of train.py
     start: the checkpoint that the run was started from, as it was given; in `config` it has the commit of a head on the Hub
     """
     target, data = drafter.target, config["data"]
@@ -47,20 +39,15 @@ def write(
         "drafter": {
             "class": type(drafter).__name__,
             "parameters": drafter.num_parameters(),
-            "target layers": ", ".join(map(str, drafter.target_layers)),
             "draft vocabulary": target.vocab_size if vocab is None else len(vocab),
         },
         "data": {
             "train": ", ".join(map(str, data["train"])) if isinstance(data["train"], list) else str(data["train"]),
-            "held-out prompts": f"{num_prompts} of {data['heldout']}",
-            "packs": len(packs),
+            "heldout": data["heldout"],
             "length": data["length"],
             "conversations": len(packs.members),
-            "tokens": packs.num_tokens,
             "supervised tokens": packs.num_supervised,
             "covered": 1.0 if vocab is None else covered(packs, vocab.cpu()),
-            "cut conversations": packs.num_cut,
-            "skipped conversations": packs.num_skipped,
             "fingerprint": packs.fingerprint,
             **({"thinking": packs.modes[0]} if len(packs.modes) == 1 and packs.modes[0] is not None else {}),
         },

@@ -33,22 +33,6 @@ class Side {
   }
 }
 
-function showTree(tree) {
-  const lists = [];
-  tree.tokens.forEach((token, node) => {
-    const line = lists[node] = document.createElement("li"), accepted = tree.accepted.includes(node);
-    const mark = line.appendChild(document.createElement(node && !accepted ? "s" : "span"));
-    mark.textContent = JSON.stringify(token).slice(1, -1).replaceAll(" ", "\u00b7");
-    if (node && accepted) mark.className = "d2";
-    if (!node) return;
-    const above = lists[tree.parents[node]];
-    (above.querySelector(":scope > ul") ?? above.appendChild(document.createElement("ul"))).append(line);
-  });
-  const root = document.createElement("ul");
-  root.append(lists[0]);
-  document.getElementById("tree").replaceChildren(root);
-}
-
 // Calls `each` with every document of a stream of server-sent events.
 async function read(body, signal, each) {
   const headers = {"Content-Type": "application/json"};
@@ -88,7 +72,6 @@ ask.addEventListener("submit", async event => {
   try {
     await Promise.all(Object.entries(sides).map(([name, side]) => read({...body, speculate: name === "drafted"}, mine.signal, ({round}) => {
       if (round) side.take(round);
-      if (round?.tree && name === "drafted") showTree(round.tree);
     })));
     said.textContent = conclude(sides.drafted, sides.plain, body.temperature === 0);
     said.className = "verdict " + (sides.drafted.rate > sides.plain.rate ? "yes" : "no");

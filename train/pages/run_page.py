@@ -1,6 +1,5 @@
 """The page of a training run: what was trained, on what, and whether it is worth serving."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,14 +15,10 @@ from train.pages import facts
 from train.pages.charts import ChartCurve, bars, lines, number
 from train.pages.page import Section, Table, render_page, write_figure
 
-PAGE, SAMPLES = "report.html", "samples.json"
+PAGE = "report.html"
 SMOOTH = 20  # logged losses that are averaged
 WORTH = 1.05  # speedup that the whole interval must reach
 INTERVALS = "A chain of K drafts can reach K + 1. Intervals are 95 % bootstrap intervals over prompts."
-KEY = Markup(
-    '<p class="key"><span class="d1">1st</span><span class="d2">2nd</span><span class="d3">3rd</span>'
-    '<span class="d4">4th or later draft, accepted</span><span class="refused">a draft was refused here</span> (point at it)</p>'
-)
 
 
 def write(run: Path) -> Path:
@@ -34,21 +29,15 @@ def write(run: Path) -> Path:
 
 
 def read(run: Path) -> dict[str, Any]:
-    """Everything on the page: {name, report, log, about, samples}. Older runs have no about and no samples."""
+    """Everything on the page: {name, report, log, about}. A checkpoint alone has no log, and older runs have no about."""
     best = checkpoint.resolve(run)
+    step, log = best.name.startswith("step_"), best.parent / "log.jsonl"
     return {
-        "name": best.parent.name if best.name.startswith("step_") else best.name,
+        "name": best.parent.name if step else best.name,
         "report": checkpoint.read_json(best / "report.json"),
-        "log": log_of(best),
+        "log": read_rows(log) if step and log.exists() else [],
         "about": facts.read(best),
-        "samples": json.loads((best / SAMPLES).read_text()) if (best / SAMPLES).exists() else [],
     }
-
-
-def log_of(best: Path) -> list[dict[str, Any]]:
-    """The log of the run that a checkpoint belongs to; nothing for a checkpoint alone."""
-    path = best.parent / "log.jsonl"
-    return read_rows(path) if best.name.startswith("step_") and path.exists() else []
 
 
 def worth(report: Report) -> tuple[str, str]:
@@ -77,8 +66,6 @@ def render_run(document: dict[str, Any]) -> str:
     """The page of `read`'s document."""
     report, about = Report.from_json(document["report"]), document["about"]
     lossless = [f"The answers: {verdict(report)}."] if report.decoded else []
-    gap = "A gap as small as the rounding of the target's dtype is a tie that rounding decides either way."
-    differ = [[each["prompt"], str(each["token"]), number(each["gap"])] for each in report.differences]
     groups = {**about, "training": asdict(report.training) if report.training else {}}
     rows = [
         [f"{group}: {name}", number(each) if isinstance(each, int | float) else str(each)]
@@ -93,12 +80,6 @@ def render_run(document: dict[str, Any]) -> str:
         Section("Drafts", charts=chart_drafts(report)),
         Section("By category", table=tabulate("category", report.by_category)),
         Section("By tag", table=tabulate("tag", report.by_tag)),
-        Section("Answers of the target, with the drafts", body=mark_samples(document["samples"])),
-        Section(
-            "Answers that differ from plain decoding",
-            texts=[gap],
-            table=Table(["prompt", "first other token", "gap of the two best logits there"], differ),
-        ),
         Section("The run", charts=chart_log(document["log"])),
         Section("Data, training and environment", table=Table(["fact", "value"], rows), body=command),
     ]
@@ -108,26 +89,17 @@ def render_run(document: dict[str, Any]) -> str:
 
 def list_tiles(report: Report) -> list[tuple[str, str, str]]:
     """The main figures: name, value, interval. What was not measured is left out."""
-    auto, plain = report.auto or {}, report.baseline_tokens_per_second
+    auto = report.auto or {}
     found = [
         ("tau, replayed", report.replayed_tau, report.replayed_tau_ci),
         ("tau, decoded", report.tau, report.tau_ci),
         (f"speedup, {report.shape or 'fixed'}", report.speedup, report.speedup_ci),
         ("speedup, auto", auto.get("speedup"), auto.get("speedup_ci")),
         ("tokens/s with drafts", report.tokens_per_second, report.tokens_per_second_ci),
-        ("tokens/s without", plain, None),
-        ("prompts replayed", report.replayed_prompts, None),
-        ("prompts decoded", report.num_prompts, None),
+        ("tokens/s without", report.baseline_tokens_per_second, None),
     ]
-    return [
-        (
-            name,
-            number(value) if isinstance(value, int) else f"{value:.2f}",
-            f"{span[0]:.2f} .. {span[1]:.2f}" if span else "",
-        )
-        for name, value, span in found
-        if value
-    ]
+    between = lambda span: f"{span[0]:.2f} .. {span[1]:.2f}" if span else ""
+    return [(name, f"{value:.2f}", between(span)) for name, value, span in found if value]
 
 
 def tabulate(name: str, parts: Mapping[str, Report]) -> Table:
@@ -140,23 +112,6 @@ def tabulate(name: str, parts: Mapping[str, Report]) -> Table:
         prompts = str(report.replayed_prompts or report.num_prompts)
         rows.append([part or "none", prompts, write_figure(*tau), first, write_figure(report.speedup) or "-"])
     return Table([name, "prompts", "tau (95 %)", "first draft accepted", "speedup"], rows)
-
-
-def mark_samples(samples: Sequence[dict]) -> Markup:
-    """Answers whose drafts are marked. samples: as `train.pages.samples.sample_answers` gives them"""
-    found = KEY if samples else Markup("")
-    refused = Markup('<span class="refused" title="refused: {}">{}</span>')
-    for sample in samples:
-        answer = Markup("")
-        for piece in sample["pieces"]:
-            if piece["depth"]:
-                answer += Markup('<span class="d{}">{}</span>').format(min(piece["depth"], 4), piece["text"])
-            else:
-                answer += piece["text"] if piece["refused"] is None else refused.format(piece["refused"], piece["text"])
-        found += Markup('<p><b>{}</b> <span class="soft">{}</span></p><div class="answer">{}</div>').format(
-            sample["category"], sample["prompt"], answer
-        )
-    return found
 
 
 def chart_log(log: Sequence[dict]) -> list[Markup]:
@@ -172,16 +127,16 @@ def chart_log(log: Sequence[dict]) -> list[Markup]:
     loss = logged("loss")
     ends = range(SMOOTH, 1 + len(loss))
     means = [(loss[end - 1][0], sum(value for _, value in loss[end - SMOOTH : end]) / SMOOTH) for end in ends]
+    taus = [
+        judged("replayed_tau", "replayed tau"),
+        judged("tau", "decoded tau"),
+        ChartCurve("training texts", logged("tau")),
+    ]
+    title = "tau of held-out prompts (with 95 % intervals) and of training texts"
     losses = [ChartCurve("loss", loss), ChartCurve(f"mean of {SMOOTH}", means)]
-    taus = [judged("replayed_tau", "replayed tau"), judged("tau", "decoded tau")]
     charts = [
         lines(losses, x="step", y="loss", title="Loss of training steps"),
-        lines(
-            [*taus, ChartCurve("training texts", logged("tau"))],
-            x="step",
-            y="tau",
-            title="tau of held-out prompts (with 95 % intervals) and of training texts",
-        ),
+        lines(taus, x="step", y="tau", title=title),
     ]
     return charts if log else []
 

@@ -60,8 +60,9 @@ def test_what_was_pushed_is_loaded_by_name_and_then_from_the_cache(hub, target, 
 def test_a_revision_is_a_commit_a_tag_or_a_branch(hub, target, pushed, tmp_path):
     first, commit = pushed
     second, third = (save(target, tmp_path / "saved" / str(seed), seed) for seed in (1, 2))
-    push(tmp_path / "saved" / "1", tag="v2")
-    push(tmp_path / "saved" / "2", branch="try/out")
+    repository = hub.repositories[NAME]
+    repository.refs["try/out"] = push(tmp_path / "saved" / "2")
+    repository.refs["v2"] = push(tmp_path / "saved" / "1")
     for revision, drafter in {commit: first, "v2": second, "main": second, "try/out": third}.items():
         assert same(checkpoint.load(f"{NAME}@{revision}", target), drafter), revision
     assert same(checkpoint.load(NAME, target), second)
@@ -95,8 +96,8 @@ def test_one_commit_replaces_all_files(hub, target, pushed, tmp_path):
 def test_nothing_but_a_checkpoint_is_downloaded(hub, target, pushed, tmp_path):
     others = ("run.py", "drafter.bin", "sub/drafter.json", "report.html")
     contents = {"drafter.safetensors": b"0", "drafter.json": b"{}", **dict.fromkeys(others, b"1")}
-    names.push(NAME, {**contents, "README.md": b"---\nlicense: mit\ntags: []\n---\n"}, message="More", branch="more")
-    folder = checkpoint.resolve(f"{NAME}@more")
+    names.push(NAME, {**contents, "README.md": b"---\nlicense: mit\ntags: []\n---\n"}, message="More")
+    folder = checkpoint.resolve(NAME)
     found = {str(path.relative_to(folder)) for path in folder.rglob("*.*")}
     assert {"drafter.json", "drafter.safetensors"} <= found <= {*names.FILES}
 
@@ -205,12 +206,3 @@ def test_pushes_that_the_hub_refuses(hub: Hub, monkeypatch, token, status, messa
     with pytest.raises(ValueError, match=message):
         names.push(NAME, {"drafter.json": json.dumps({}).encode()}, message="no")
     assert not hub.repositories
-
-
-def test_a_tag_that_exists(hub, target, pushed, tmp_path):
-    folder = tmp_path / "saved" / "1"
-    save(target, folder, 1)
-    push(folder, tag="v1")
-    save(target, folder, 2)
-    with pytest.raises(ValueError, match=r"was pushed as commit [0-9a-f]{40}, but not tagged v1: .*choose another one"):
-        push(folder, tag="v1")

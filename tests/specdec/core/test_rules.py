@@ -127,21 +127,6 @@ def test_block_on_a_chain_is_block_verification(seed):
     torch.testing.assert_close(distributions, torch.tensor(direct, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("drafting", DRAFTINGS)
-def test_block_verification_accepts_more_than_token_verification(drafting):
-    """Block verification accepts at least as much as token verification (as much without draws); typical more."""
-    totals = torch.zeros(3, dtype=torch.float64)
-    for seed in range(5):
-        p, parts = random_laws(seed), drafted(drafting, seed + 10)
-        token, block, typical = (expected_drafts(p, rule, *parts) for rule in (*LOSSLESS, rules.typical))
-        assert block >= token - 1e-12 and (drafting != "chosen" or block == pytest.approx(token, abs=1e-12))
-        assert rule_error(p, rules.typical, [parts]) > 1e-3
-        totals += torch.tensor([token, block, typical], dtype=torch.float64)
-    assert totals[2] > totals[1] and (drafting == "chosen" or totals[1] > totals[0] + 0.1)
-    assert {name for name, rule in rules.RULES.items() if rule not in LOSSLESS} == rules.LOSSY
-
-
 def expected_drafts_of_chain(p: torch.Tensor, q: torch.Tensor, depth: int, rule) -> float:
     """The expected number of accepted drafts of a chain with the same distributions at every depth."""
     tree, weights = drafts(collections.defaultdict(lambda: q), list(range(-1, depth)))
@@ -153,15 +138,6 @@ def test_expected_drafts_of_a_small_example(rule, figure):
     """The figures are those of docs/methods.md, section 1."""
     p = torch.tensor([1 / 3, 2 / 3, 0], dtype=torch.float64)
     assert expected_drafts_of_chain(p, p[[1, 0, 2]], 2, rule) == pytest.approx(figure, abs=1e-12)
-
-
-@pytest.mark.parametrize("alpha, depth, tau", [(0.5, 3, 1.875), (0.8, 3, 2.952), (0.5, 5, 1.969), (0.8, 5, 3.689)])
-def test_tau_of_equal_acceptance_is_a_geometric_sum(alpha, depth, tau):
-    """Acceptance is independent and equal at every depth; the figures are those of docs/methods.md, section 2."""
-    p = torch.tensor([1 - alpha / 2, alpha / 2, 0], dtype=torch.float64)
-    length = 1 + expected_drafts_of_chain(p, p[[1, 0, 2]], depth, rules.sample)
-    assert length == pytest.approx((1 - alpha ** (depth + 1)) / (1 - alpha), abs=1e-12)
-    assert length == pytest.approx(tau, abs=5e-4)
 
 
 def random_trees(generator, num_rows: int, num_nodes: int, vocab_size: int) -> Tree:

@@ -12,7 +12,7 @@ from transformers.generation.logits_process import (
 )
 
 from specdec.core import rules
-from specdec.core.sampling import NO_TOKEN, RowSampling, Sampling, candidates, seen
+from specdec.core.sampling import NO_TOKEN, RowSampling, Sampling, seen
 from specdec.core.tree import chain
 from tests.support import random_tree
 
@@ -59,8 +59,8 @@ def full_sort(logits: torch.Tensor, top_k: int | None, top_p: float) -> torch.Te
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("top_k", [None, 20, 3000])
-@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.95, 0.999])
+@pytest.mark.parametrize("top_k", [None, 3000])
+@pytest.mark.parametrize("top_p", [1e-6, 0.9, 0.999])
 @pytest.mark.parametrize("kind", ["peaked", "usual", "flat", "equal", "ties", "bfloat16", "forbidden"])
 def test_top_p_of_many_tokens_keeps_what_a_sort_of_all_of_them_keeps(kind, top_p, top_k, dtype):
     """A few tokens are sorted in place of all; no distribution may be so peaked, flat or full of equal logits that this shows."""
@@ -81,15 +81,6 @@ def test_top_p_of_many_tokens_keeps_what_a_sort_of_all_of_them_keeps(kind, top_p
     )
     assert torch.equal(distribution > 0, expected > 0)
     assert torch.equal(distribution, expected)
-
-
-def test_top_p_sorts_few_of_many_tokens():
-    usual = (2.5 * torch.randn(49_152, generator=torch.Generator().manual_seed(0))).softmax(-1)
-    few, tail = candidates(usual, 0.1, 1.0)
-    assert len(few) < 16_000 and tail < 0.1
-    assert tail == pytest.approx(1 - float(usual[few].sum()), abs=1e-6)
-    flat = torch.full_like(usual, 1 / 49_152)
-    assert len(candidates(flat, 0.1, 1.0)[0]) == 49_152  # of a flat distribution no token can be left out unseen
 
 
 def test_law_of_bfloat16_logits_is_computed_in_float32():
@@ -132,10 +123,6 @@ def test_settings_out_of_range_are_refused(name, wrong, right):
     with pytest.raises(ValueError, match=f"^{name}={wrong}"):
         Sampling(**{name: wrong})
     assert dataclasses.asdict(Sampling(**{name: right}))[name] == right
-
-
-def test_temperature_0_is_greedy():
-    assert Sampling().greedy and not Sampling(0.1).greedy
 
 
 def test_no_value_is_read_from_the_device():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdec.core.sampling import Sampling
-from specdec.core.tree import Tree, TreeShape, chain, plant, root
+from specdec.core.tree import Tree, TreeShape, plant
 from specdec.proposers.heads import HeadProposer
 from tests.support import VARIANTS, chain_of, paired, random_tokens, random_tree
 
@@ -28,14 +28,6 @@ def test_depths_and_ancestors_equal_those_of_a_walk_to_the_root():
             path = walk_up(parents, node)
             assert tree.depths()[row, node] == len(path) - 1
             assert tree.ancestors()[row, node].nonzero().flatten().tolist() == sorted(path)
-
-
-def test_chain_and_root():
-    tokens = torch.tensor([[4, 5, 6], [7, 8, 9]])
-    assert chain(tokens, None).parents.tolist() == [[-1, 0, 1]] * 2
-    assert chain(tokens, None).depths().tolist() == [[0, 1, 2]] * 2
-    assert root(tokens[:, 0]).tokens.tolist() == [[4], [7]]
-    assert root(tokens[:, 0]).parents.tolist() == [[-1], [-1]]
 
 
 def propose(drafter, shape: TreeShape, temperature: float, seed: int) -> tuple[Tree, torch.Tensor]:
@@ -85,22 +77,6 @@ def test_tree_keeps_the_best_nodes(any_drafter):
         assert firsts == distribution[row].topk(4).indices.tolist()
         chosen = [path[0] for path in path_sets[1] if len(path) == 1]
         assert set(chosen) == set(firsts[: len(chosen)])
-
-
-@paired("any_drafter, temperature", VARIANTS, [0.0, 1.0])
-def test_proposed_chain(any_drafter, temperature):
-    tree, newest = propose(any_drafter, chain_of(3), temperature, 0)
-    assert tree.parents.tolist() == [[-1, 0, 1, 2]] * 2
-    assert torch.equal(tree.tokens[:, 0], newest)
-    if temperature == 0:
-        assert tree.probs is None
-        return
-    distributions = tree.probs[:, 1:]  # [B, K, V]
-    assert distributions.shape[-1] == any_drafter.target.vocab_size
-    torch.testing.assert_close(distributions.sum(-1), torch.ones(2, 3, dtype=torch.float64))
-    assert (distributions.gather(2, tree.tokens[:, 1:, None]) > 0).all()
-    if any_drafter.draft_to_target is not None:
-        assert distributions.sum((0, 1)).nonzero().flatten().tolist() == any_drafter.draft_to_target.tolist()
 
 
 def test_impossible_shapes_are_refused():

@@ -60,7 +60,7 @@ def text_proposers(target) -> dict:
         "none": lambda: None,
         "suffix": suffix,
         "ngram": ngram,
-        "lookahead": lambda: Lookahead(target, window=3, ngram=3, guesses=2, from_text=True),
+        "lookahead": lambda: Lookahead(target, window=3, ngram=3, guesses=2),
         "auto": lambda: Auto(
             target,
             members=[HeadProposer(make_drafter(target, "eagle3"), chain_of(2)), suffix(), ngram()],

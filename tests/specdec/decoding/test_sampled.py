@@ -8,7 +8,6 @@ from specdec.core import rules
 from specdec.core.sampling import Sampling
 from specdec.core.tree import Tree, TreeShape, root
 from specdec.decoding.decoder import Decoder
-from specdec.proposers.growth import Stopping
 from specdec.proposers.heads import HeadProposer
 from tests.enumeration import SAMPLINGS, answer_statistic, decoder_error, sampled_target, without_temperature
 from tests.support import chain_of, make_drafter
@@ -33,8 +32,12 @@ def decoder_of(
 
 CASES = {
     "chain": [("top_k", CHAIN, {}), ("top_p", CHAIN, {"reduced": True}), ("penalty", CHAIN, {}), ("all", CHAIN, {})],
-    "distinct": [("warm", TREE, {"reduced": True}), ("top_k", TREE, {}), ("penalty", TREE, {"head": "medusa"})],
-    "independent": [("top_p", TREE, {}), ("penalty", TREE, {"reduced": True}), ("all", TREE, {})],
+    "distinct": [
+        ("warm", TREE, {"reduced": True}),
+        ("top_k", TREE, {}),
+        ("all", TREE, {}),
+        ("penalty", TREE, {"head": "medusa"}),
+    ],
     "chosen": [("all", TREE, {"reduced": True})],
 }
 
@@ -48,8 +51,7 @@ def test_lossless(rule, children, sampling, shape, how, monkeypatch):
     how = {**how, "rule": rule, "children": "chosen" if children == "chain" else children}
     decoder = decoder_of(sampling, shape, **how)
     assert decoder_error(decoder, 1, monkeypatch=monkeypatch) < 1e-12
-    if children != "independent":
-        assert decoder_error(decoder, 3, seed=1, monkeypatch=monkeypatch) < 1e-12
+    assert decoder_error(decoder, 3, seed=1, monkeypatch=monkeypatch) < 1e-12
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -57,30 +59,6 @@ def test_plain_decoding_is_exact(sampling, monkeypatch):
     decoder = Decoder(sampled_target(), None, sampling=SAMPLINGS[sampling], stop=set())
     for number in range(4):
         assert decoder_error(decoder, number, monkeypatch=monkeypatch) < 1e-12
-
-
-@pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("shape, children", [(CHAIN, "chosen"), (TreeShape(2, 2, 3), "distinct")], ids=str)
-def test_lossless_where_drafting_sometimes_stops_early(rule, shape, children, monkeypatch):
-    """Stopping uses only what is known before the draw; drafting stops after some first drafts and not after others."""
-    probe = decoder_of("warm", shape, children=children, stopping=Stopping())
-    depths, probabilities = {}, set()
-    for threshold in (0.0, None):
-        if threshold is None:
-            threshold = sorted(probabilities)[len(probabilities) // 2]
-        decoder = decoder_of("warm", shape, rule=rule, children=children, stopping=Stopping(threshold=threshold))
-        original_propose, proposer, sizes = decoder.proposer.propose, decoder.proposer, set()
-
-        def propose(*arguments, original_propose=original_propose, proposer=proposer, sizes=sizes):
-            tree = original_propose(*arguments)
-            sizes.add(tree.tokens.shape[1])
-            probabilities.add(float(sum(map(proposer.stopping.log_probability, proposer.evidence)).exp()))
-            return tree
-
-        proposer.propose = propose
-        assert decoder_error(decoder, 1, alone=True, monkeypatch=monkeypatch) < 1e-12
-        depths[threshold] = sizes
-    assert probe and depths[0.0] == {1 + shape.nodes} and len(depths[threshold]) == 2
 
 
 # Negative controls: the enumeration must detect wrong drafting
@@ -145,7 +123,6 @@ def test_typical_must_be_allowed_and_is_lossy(monkeypatch):
 ANSWERS = [
     ("penalty", CHAIN, {"rule": "block", "reduced": True}),
     ("top_p", TREE, {"children": "distinct", "rule": "block"}),
-    ("warm", TREE, {"children": "independent", "reduced": True, "stopping": Stopping(threshold=0.3)}),
 ]
 
 

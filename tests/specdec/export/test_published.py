@@ -143,7 +143,7 @@ def test_a_head_of_another_target_is_refused(target, tmp_path):
             "32 wide and narrow is 16: .* Is the target the model that the head was trained for",
         )
     export(make_exact(target, "medusa"), "vllm", tmp_path / "medusa")
-    refuse(tmp_path / "medusa", narrow, r"blocks.0.0.linear.bias is \[32\], not \[16\]")
+    refuse(tmp_path / "medusa", narrow, "size mismatch for blocks.0.0.linear.bias")
 
 
 def test_folders_that_hold_no_head_are_refused(target, tmp_path, monkeypatch):
@@ -172,7 +172,7 @@ def test_damaged_and_foreign_weights_are_refused(target, tmp_path):
     (out / "model.safetensors").write_bytes(whole)
     _, tensors = reference.read(out)
     for change, message in (
-        ({"midlayer.hidden_norm.weight": None}, "midlayer.hidden_norm.weight is missing"),
+        ({"midlayer.hidden_norm.weight": None}, "do not make a drafter .*Missing key.* .hidden_norm.weight"),
         ({"mask_hidden": torch.zeros(96)}, "P-EAGLE has mask_hidden .* one of them is missing"),
         ({"d2t": tensors["d2t"] + torch.arange(40)}, "d2t and t2d name different tokens|d2t must hold offsets"),
         ({"model.embed_tokens.weight": target.embed.weight.clone()}, "as a draft model, with model=DIR"),
@@ -181,11 +181,11 @@ def test_damaged_and_foreign_weights_are_refused(target, tmp_path):
         refuse(out, target, message)
         (out / "model.safetensors").write_bytes(whole)
     rewrite(out, num_attention_heads=None)
-    refuse(out, target, "has no field 'num_attention_heads'")
+    refuse(out, target, "do not make a drafter .num_attention_heads is missing")
     rewrite(out, num_attention_heads=4, speculators_model_type="peagle")
     refuse(out, target, "write mask_token_id")
     rewrite(out, speculators_model_type="mlp")
-    refuse(out, target, "type mlp cannot be imported; eagle3, peagle, dflash and dspark can")
+    refuse(out, target, "type mlp cannot be imported; eagle3, peagle, dflash, dspark can")
     rewrite(out, speculators_model_type=None, tensors={**dict.fromkeys(tensors), "other.weight": torch.zeros(2)})
     refuse(out, target, "none of the known layouts")
 
@@ -200,8 +200,8 @@ MISREAD = [
     ("dflash", "vllm", {"sample_from_anchor": True}, "DFlash with sample_from_anchor"),
     ("dflash", "vllm", {"layer_types": ["sliding_attention"] * 2}, "must say how many positions they see"),
     ("dspark", "vllm", {"markov_head_type": "gated"}, "of the type gated cannot be imported; vanilla can"),
-    ("dspark", "speculators", {"sample_from_anchor": None}, "write sample_from_anchor, true or false"),
-    ("dspark", "vllm", {"tensors": {"markov_head.markov_w1.weight": torch.zeros(60, 64).double()}}, r"markov_w1.weight is \[60"),
+    ("dspark", "speculators", {"sample_from_anchor": None}, "write sample_from_anchor into config.json"),
+    ("dspark", "vllm", {"tensors": {"markov_head.markov_w1.weight": torch.zeros(60, 64).double()}}, "size mismatch for markov_in.weight"),
     ("dspark", "vllm", {"tensors": {"embed_tokens.weight": torch.zeros(61, 32).double()}}, "embed_tokens.weight is not the target's"),
     ("dspark", "safetensors", {}, "use the checkpoint"),
 ]  # fmt: skip
@@ -225,7 +225,7 @@ def test_a_folder_in_the_form_that_speculators_writes(target, tmp_path):
     (tmp_path / "out" / "config.json").write_text(json.dumps({**document, "target_hidden_size": None}))
     assert_equal_drafters(bring_in(tmp_path / "out", target), drafter)
     rewrite(tmp_path / "out", norm_before_residual=None)
-    refuse(tmp_path / "out", target, "write norm_before_residual, true or false")
+    refuse(tmp_path / "out", target, "write norm_before_residual into config.json")
 
 
 def test_rotary_frequencies_of_old_files_are_ignored_and_attention_biases_refused(target, tmp_path):

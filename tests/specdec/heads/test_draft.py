@@ -168,21 +168,6 @@ def test_export_is_an_ordinary_folder_that_generate_takes(draft, saved_target, t
         export(loaded, "transformers", tmp_path / "out")
 
 
-@pytest.mark.parametrize("other", ["vllm", "sglang", "gguf"])
-def test_servers_take_the_same_folder(draft, other):
-    layout, other_layout = (make_form(draft, form).layout for form in ("transformers", other))
-    other_layout.check()
-    assert layout.config == other_layout.config and layout.shapes == other_layout.shapes
-    assert other_layout.tensors.keys() == layout.tensors.keys()
-    assert all(torch.equal(value, layout.tensors[name]) for name, value in other_layout.tensors.items())
-
-
-def test_export_of_another_dtype_does_not_cast_the_target(saved_target, tmp_path):
-    export(Draft(saved_target).eval(), "transformers", tmp_path / "out", dtype=torch.bfloat16)
-    assert saved_target.dtype == torch.float32
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
-
-
 def test_export_refuses_heads_that_are_no_language_models(saved_target):
     with pytest.raises(ValueError, match="is for draft models, and Eagle is not a language model"):
         make_form(Eagle(saved_target), "transformers")

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from specdec import checkpoint
-from specdec.core import span_attention
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.proposers.heads import HeadProposer
@@ -16,7 +15,7 @@ from specdec.target import attention
 from specdec.unroll import plan as unroll_plan
 from specdec.unroll.plan import plan_unroll, unroll
 from tests.loops import follow
-from tests.support import VARIANTS, chain_of, load_head, make_drafter, paired, random_tokens
+from tests.support import VARIANTS, chain_of, load_head, paired, random_tokens
 
 LENGTH = 13
 
@@ -144,14 +143,6 @@ def test_drafts_are_the_best_of_each_step(any_drafter, text, shape):
     assert max(map(len, paths)) == slot + 1 + shape.depth
 
 
-def test_steps_of_slots_without_a_feature_do_not_exist(any_drafter, text):
-    """Slot 0 has no feature, so step d does not draft token d."""
-    unrolled = unroll_row(any_drafter, *text)
-    for d in range(1, depth_of(any_drafter) + 1):
-        _, exists = at_goals(unrolled, unrolled.readouts, d, list(range(1, LENGTH)))
-        assert exists.tolist() == [goal - d >= any_drafter.first_slot for goal in range(1, LENGTH)]
-
-
 @paired("any_drafter, sizes", VARIANTS, [(7, 6), (2, 8), (9, 1, 3)])
 def test_packed_documents_equal_separate_documents(any_drafter, text, sizes):
     """Documents in one row with padding give the same readouts as each document alone."""
@@ -179,35 +170,6 @@ def test_packed_documents_equal_separate_documents(any_drafter, text, sizes):
                 expected, _ = at_goals(alone, alone.readouts, d, [goal])
                 torch.testing.assert_close(readout, expected, atol=1e-10, rtol=0)
         start += len(part)
-
-
-def test_rows_of_a_batch_equal_separate_rows(any_drafter, text):
-    """Rows with different numbers and positions of goals give the same readouts as each row alone."""
-    tokens, features = text
-    goals = torch.zeros(2, LENGTH, dtype=torch.bool)
-    goals[0, [3, 4, 12]] = True
-    goals[1, [9]] = True
-    depth = depth_of(any_drafter)
-    with torch.no_grad():
-        steps = plan_unroll(
-            any_drafter,
-            torch.zeros_like(goals, dtype=torch.long),
-            torch.arange(LENGTH).expand(2, -1),
-            goals,
-            depth=depth,
-        )
-        both = unroll(
-            any_drafter, torch.stack([tokens, tokens.flip(0)]), torch.stack([features, features.flip(0)]), steps
-        )
-    for row, alone in enumerate(
-        [unroll_row(any_drafter, *text), unroll_row(any_drafter, tokens.flip(0), features.flip(0))]
-    ):
-        for d, goal in itertools.product(range(1, depth + 1), goals[row].nonzero().flatten().tolist()):
-            readout, exists = at_goals(both, both.readouts, d, [goal], row=row)
-            expected, expected_exists = at_goals(alone, alone.readouts, d, [goal])
-            assert exists == expected_exists
-            if exists:
-                torch.testing.assert_close(readout, expected, atol=1e-10, rtol=0)
 
 
 @paired("any_drafter, some", VARIANTS, [[1], [12], [6, 7], [2, 5, 11]])
@@ -345,19 +307,3 @@ def test_casting_leaves_rotary_frequencies_exact(drafter):
     for name, buffer in frequencies.items():
         assert buffer.dtype == torch.float32 and torch.equal(buffer, drafter.get_buffer(name))
     assert bool(frequencies) == (drafter.attends != "none")
-
-
-def test_blocks_that_attend_in_parts_give_the_same_values_and_gradients(target, monkeypatch):
-    """If the scores need too much memory, slots are computed in parts, with the same values and gradients."""
-    drafter, results = make_drafter(target, "dspark"), []
-    tokens = torch.tensor(random_tokens(0, LENGTH, target.vocab_size))
-    features = target.read(tokens[None], drafter.target_layers).features
-    for limit in (2**27, 300):
-        monkeypatch.setattr(span_attention, "CHUNK", limit)
-        goals = torch.ones(1, LENGTH, dtype=torch.bool)
-        steps = plan_unroll(
-            drafter, torch.zeros_like(goals, dtype=torch.long), torch.arange(LENGTH)[None], goals, depth=4
-        )
-        unrolled = unroll(drafter, tokens[None], features, steps)
-        results.append((unrolled.states[0], torch.autograd.grad(unrolled.states[0].sum(), drafter.fc.weight)[0]))
-    torch.testing.assert_close(results[0], results[1], atol=1e-10, rtol=0)

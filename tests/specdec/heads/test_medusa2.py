@@ -1,27 +1,21 @@
 """Medusa-2 adapts its target in place: decoding uses the adapted target, and the original can still be read."""
 
-import math
-
 import pytest
 import torch
 from hydra.utils import instantiate
 
 from specdec import checkpoint
-from specdec.core.generation import Generation
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
 from specdec.heads.eagle import Eagle
 from specdec.heads.medusa import Medusa2
-from specdec.measuring.measure import Prompt, PromptResult
-from specdec.measuring.report import summarise, verdict
 from specdec.proposers.heads import HeadProposer
 from specdec.target.adapter import original
 from tests.loops import follow
 from tests.support import chain_of, load_head, make_target, random_tokens
 from train.data.rows import Row, collate
 from train.objective import Objective
-from train.optimization import parameter_groups
 
 pytestmark = pytest.mark.full
 
@@ -89,12 +83,6 @@ def test_the_loss_equals_a_naive_sum_and_trains_only_heads_and_adapter():
     assert loss.total.item() == pytest.approx(expected, rel=1e-4)
 
 
-def test_the_adapter_has_its_own_learning_rate():
-    groups = parameter_groups(make()[0], 0.1, adapter=CONFIG["adapter"])
-    assert [len(group["params"]) for group in groups] == [4, 4, 8 * 2 * 2]
-    assert groups[2]["lr"] == CONFIG["adapter"]["lr"] and groups[2]["delay"] == CONFIG["adapter"]["delay"]
-
-
 def test_the_adapter_is_saved_with_the_head(tmp_path):
     drafter, _ = make()
     prompt = [random_tokens(5, 6, 6)]
@@ -107,14 +95,6 @@ def test_the_adapter_is_saved_with_the_head(tmp_path):
     assert decoder.generate(prompt, 20).tokens == expected
     with pytest.raises(ValueError, match="adapted in place by another drafter"):
         checkpoint.load(tmp_path / "step", fresh)
-
-
-def test_reports_name_an_adapted_target():
-    generation = Generation([[0] * 3], [[1]], seconds=1.0)
-    results = [PromptResult(Prompt("", "", [0]), generation, generation, math.nan, [], None)]
-    for adapted in (True, False):
-        report = summarise(results, depth=1, temperature=0, adapted=adapted)
-        assert ("adapted target, not of the original" in verdict(report)) == adapted
 
 
 def test_wrong_options_are_refused():

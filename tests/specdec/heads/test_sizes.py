@@ -13,10 +13,7 @@ from specdec.heads.blocks import (
     POSITIONS,
     Rotary,
     block_config,
-    embedding_rows,
-    embedding_scale,
     five_layers,
-    norm_gain,
     three_layers,
 )
 from specdec.heads.dflash import BlockDrafter
@@ -145,20 +142,6 @@ def make(family: str) -> Target:
 @pytest.fixture(scope="module", params=FAMILIES)
 def shaped(request) -> Target:
     return make(request.param)
-
-
-def test_the_gain_of_the_last_norm():
-    llama, gemma, cohere = make_target(V), make("gemma"), make("cohere")
-    assert norm_gain(llama) is llama.norm.weight
-    assert torch.allclose(norm_gain(gemma), 1 + gemma.norm.weight, rtol=1e-3)
-    assert torch.allclose(norm_gain(cohere), cohere.norm.weight, rtol=1e-3)
-
-
-def test_the_scale_of_the_embedding():
-    gemma, granite = make("gemma"), make("granite")
-    assert embedding_scale(gemma) == pytest.approx(32**0.5, rel=1e-2)
-    assert torch.allclose(embedding_rows(gemma), embedding_scale(gemma) * gemma.embed.weight, rtol=1e-2)
-    assert embedding_scale(granite) == 1  # it scales behind the embedding
 
 
 @pytest.mark.parametrize("vocab", [None, torch.arange(0, V, 2)], ids=["whole", "reduced"])

@@ -2,14 +2,12 @@
 
 import json
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from specdec.core.generation import Generation
-from specdec.decoding.drafting import Drafting
 from specdec.measuring.measure import Prompt, PromptResult
 from specdec.measuring.report import Report, Training, summarise, summarise_by_category
 from tests.support import ROOT
@@ -62,12 +60,3 @@ def test_shipped_reports_can_be_read(path: Path):
 def test_another_document_is_refused():
     with pytest.raises(ValueError, match=r"^some\.json is not a report of drafting"):
         Report.from_json({"tau": 1.0}, source="some.json")
-
-
-def test_conf_decode_holds_the_defaults_of_drafting():
-    """conf/decode repeats the defaults of Drafting, so that Hydra knows the options and their comments."""
-    folder = ROOT / "conf" / "decode"
-    chain = OmegaConf.merge(OmegaConf.load(folder / "base.yaml"), OmegaConf.load(folder / "chain.yaml"))
-    del chain["defaults"]
-    assert Drafting(**OmegaConf.to_container(chain)) == Drafting()
-    assert set(chain) == {item.name for item in fields(Drafting)}

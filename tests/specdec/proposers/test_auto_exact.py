@@ -70,7 +70,7 @@ def test_what_is_drafted_beside_a_draw_does_not_depend_on_it(monkeypatch):
     trees = {}
     for token in range(3):
         row = RowCandidates(Acceptance(), [0], ends=frozenset({1}))
-        row.add_guesses("text", [Guess(2, 0, 0.4, 3), Guess(0, 1, 0.3, 3), Guess(1, 0, 0.2, 3)])
+        row.add_guesses("text", [Guess(2, 0, 0.4), Guess(0, 1, 0.3), Guess(1, 0, 0.2)])
         row.settle_beside(2)
         row.add(token, 0, Kind("drawn", 0.5, 1), drawn=True)
         trees[token] = len(row.values(chain=False)), row.probabilities, row.choose(3, chain=False).drafts[:2]

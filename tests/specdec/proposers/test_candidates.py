@@ -20,7 +20,7 @@ def test_probabilities_become_what_is_seen_and_follow_changes():
 
 
 def test_candidates_that_were_not_verified_teach_too():
-    acceptance, kind = Acceptance(), Kind("Suffix", 0.9, 1, 0, 4)
+    acceptance, kind = Acceptance(), Kind("Suffix", 0.9, 1)
     for _ in range(60):
         row = RowCandidates(acceptance, [5])
         row.add(9, 0, kind)
@@ -59,7 +59,7 @@ def test_the_size_is_the_best_of_all_and_trees_hold_the_likeliest_nodes():
             for token in range(6):
                 row.add(token, generator.randrange(len(row.tokens)), Kind("Suffix", generator.random(), 1))
             row.normalise()
-        candidates = Candidates(rows, [0, 1], curve, rate=2.0, faith=1.0, linear=False)
+        candidates = Candidates(rows, [0, 1], curve, rate=2.0, linear=False)
         best = candidates.best()
         for row in rows:
             chosen = row.choose(best.size - 1, chain=False)

@@ -19,9 +19,8 @@ from tests.support import chain_of, check_counters, greedy, make_drafter, prompt
 pytestmark = pytest.mark.full
 
 TREE = TreeShape(depth=2, width=2, nodes=4)
-SMALL = {"num": 4, "sinks": 1, "window": 3, "chunks": 0, "chunk": 1}
+SMALL = {"num": 4, "sinks": 1, "window": 3}
 WHOLE = {**SMALL, "window": 500}
-RETRIEVING = {**SMALL, "chunks": 2, "chunk": 2}
 
 
 def cascade(target, inner=None, **arguments) -> Cascade:
@@ -117,7 +116,7 @@ class Stubborn(Proposer):
 
 
 def test_options_out_of_range_are_refused(target):
-    for name, value in (("num", 0), ("sinks", -1), ("window", 0), ("chunks", -1), ("chunk", 0)):
+    for name, value in (("num", 0), ("sinks", -1), ("window", 0)):
         with pytest.raises(ValueError, match=rf"^{name}={value} must be at least"):
             cascade(target, **{**SMALL, name: value})
     with pytest.raises(ValueError, match=r"^inner=Stubborn cannot be rewound"):
@@ -163,54 +162,6 @@ def test_the_part_gives_the_logits_of_a_mask_over_the_whole_text(target, argumen
         torch.testing.assert_close(logits[row], expected, rtol=0, atol=1e-12)
 
 
-def test_all_chunks_together_give_the_logits_of_the_whole_text(target):
-    """The part then holds all entries in another order, which does not change the logits."""
-    cache, prompts = read_prompts(target, PROMPTS[:1] * 2), PROMPTS[:1]
-    logits = logits_on_the_part(
-        target, cascade(target, **{**SMALL, "window": 2, "chunk": 3, "chunks": 3}), cache, NEW[[0, 0]]
-    )
-    expected = target.logits(target.read(torch.tensor([prompts[0] + NEW[0].tolist()]), ()).final)[0, 12:]
-    for row in logits:
-        torch.testing.assert_close(row, expected, rtol=0, atol=1e-12)
-
-
-def naive_entries(proposer, cache, layer, row, head) -> set[int]:
-    """The entries that belong to the part of one attention head, chosen chunk by chunk."""
-    num, keys = int(cache.lengths[row]), cache.data[layer, 0, row, head]
-    if num <= proposer.budget:
-        return set(range(num))
-    entries = set(range(proposer.sinks)) | set(range(num - proposer.window, num))
-    starts = range(proposer.sinks, num - proposer.window - proposer.chunk + 1, proposer.chunk)
-    similarities = {
-        start: float(torch.cosine_similarity(keys[num - 1], keys[start : start + proposer.chunk].mean(0), dim=0))
-        for start in starts
-    }
-    for start in sorted(similarities, key=similarities.__getitem__)[-proposer.chunks :]:
-        entries |= set(range(start, start + proposer.chunk))
-    return entries
-
-
-def test_the_most_similar_chunks_are_taken(target):
-    """The rows grow from round to round, and the chunks' means of earlier rounds are reused."""
-    proposer, cache = cascade(target, **RETRIEVING), read_prompts(target, PROMPTS)
-    proposer.share(cache)
-    generator = torch.Generator().manual_seed(0)
-    for counts in ([0, 0, 0, 0], [3, 9, 1, 1], [1, 6, 5, 2]):
-        cache.reserve(9)
-        for row, num in enumerate(cache.known):  # entries after the committed ones are drafts of the previous round
-            fresh = torch.randn(cache.data[:, :, row, :, num : num + 9].shape, generator=generator).double()
-            cache.data[:, :, row, :, num : num + 9] = fresh
-        cache.commit(torch.tensor(counts), counts)
-        proposer._take_part()
-        entries = proposer._entries()
-        for layer, row, head in ((0, 0, 0), (3, 1, 1), (5, 2, 0), (7, 3, 1)):
-            num = min(int(cache.lengths[row]), proposer.budget)
-            taken = entries[layer, row, head, :num].tolist()
-            assert len(taken) == len(set(taken)) and set(taken) == naive_entries(proposer, cache, layer, row, head)
-            part, whole = proposer.part.data, cache.data
-            assert torch.equal(part[layer, :, row, head, :num], whole[layer, :, row, head, taken])
-
-
 # Rounds
 
 
@@ -239,8 +190,7 @@ def together(small_target):
 def test_drafting_does_not_change_the_answers(small_target, together):
     prompts = prompts_of(small_target)
     plain = greedy(small_target, None).generate(prompts, 14)
-    chosen = greedy(small_target, cascade(small_target, **RETRIEVING)).generate(prompts, 14)
-    for generation in (*together.values(), chosen):
+    for generation in together.values():
         assert generation.tokens == plain.tokens
         assert {0, 4} <= {count for row in generation.accepted for count in row}
         check_counters(generation)
@@ -266,16 +216,6 @@ def test_rows_do_not_depend_on_each_other(small_target, together):
         assert decoder.generate([prompts[row]], 14).accepted[0] == together["ngram"].accepted[row]
 
 
-def test_the_part_keeps_its_shape(small_target):
-    """The part's tensor has the same shape in every round, so few shapes are compiled."""
-    proposer = cascade(small_target, eagle(small_target, chain_of(3)), **SMALL)
-    shapes = set()
-    take = proposer._take_part
-    proposer._take_part = lambda: (take(), shapes.add(proposer.part.data.shape))
-    greedy(small_target, proposer).generate(prompts_of(small_target), 14)
-    assert len(shapes) == 1 and proposer.part.visible <= proposer.budget + 2 * 4 + 5
-
-
 # Sampling
 
 
@@ -285,7 +225,7 @@ def sampled(inner, rule="token", **arguments) -> Decoder:
     return Decoder(target, cascade(target, inner, **arguments), sampling=Sampling(1.0), stop=set(), rule=rule)
 
 
-NARROW = {"num": 2, "sinks": 0, "window": 1, "chunks": 0, "chunk": 1}
+NARROW = {"num": 2, "sinks": 0, "window": 1}
 
 
 def test_the_laws_of_drafts_equal_those_of_the_partial_target(target):

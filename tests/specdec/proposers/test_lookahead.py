@@ -36,8 +36,8 @@ class Recorded(Lookahead):
         return tuple([getattr(state, name) for state in self.states] for name in names)
 
 
-def recorded(target, window, ngram, guesses, *, from_text=False, prompts=None):
-    proposer = Recorded(target, window=window, ngram=ngram, guesses=guesses, from_text=from_text)
+def recorded(target, window, ngram, guesses, *, prompts=None):
+    proposer = Recorded(target, window=window, ngram=ngram, guesses=guesses)
     generation = greedy(target, proposer).generate(prompts or prompts_of(target), NUM_NEW)
     return proposer, generation
 
@@ -59,10 +59,9 @@ def plain(small):
     return greedy(small, None).generate(prompts_of(small), NUM_NEW).tokens
 
 
-@pytest.mark.parametrize("from_text", [False, True])
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_drafting_does_not_change_the_answers(small, plain, setting, from_text):
-    proposer, together = recorded(small, *setting, from_text=from_text)
+def test_drafting_does_not_change_the_answers(small, plain, setting):
+    proposer, together = recorded(small, *setting)
     window, ngram, guesses = setting
     assert together.tokens == plain
     check_counters(together)
@@ -72,7 +71,7 @@ def test_drafting_does_not_change_the_answers(small, plain, setting, from_text):
     depths = [int(tree.depths().max()) for _, tree, *_ in proposer.rounds]
     assert max(depths) <= proposer.depth == window + ngram - 2
     for row, prompt in enumerate(prompts_of(small)[:2]):  # a row does not depend on the other rows
-        _, alone = recorded(small, *setting, from_text=from_text, prompts=[prompt])
+        _, alone = recorded(small, *setting, prompts=[prompt])
         assert alone.accepted[0] == together.accepted[row]
 
 
@@ -157,16 +156,6 @@ def test_the_pool_holds_the_latest_ngrams_of_full_columns(small):
     assert largest > 2
 
 
-def test_the_pool_can_hold_the_ngrams_of_the_text(small):
-    proposer, _ = recorded(small, 1, 4, 500, from_text=True)
-    texts, _, _, pools = proposer.rounds[0][0]
-    for text, pool in zip(texts, pools):
-        known = {(first, *guess) for first, guesses in pool.items() for guess in guesses}
-        assert known == {tuple(text[start : start + 4]) for start in range(len(text) - 3)}
-    for (texts, *_, pools), *_ in proposer.rounds:
-        assert all(tuple(text[-3:]) in pool[text[-4]] for text, pool in zip(texts, pools) if len(text) > 3)
-
-
 class Knowing(Lookahead):
     """A proposer whose pool starts with the n-grams of given texts."""
 
@@ -180,7 +169,7 @@ class Knowing(Lookahead):
 def test_correct_ngrams_of_the_pool_are_accepted(target):
     prompts = prompts_of(target)
     answers = greedy(target, None).generate(prompts, NUM_NEW + 4).tokens
-    proposer = Knowing(target, window=2, ngram=4, guesses=50, from_text=False)
+    proposer = Knowing(target, window=2, ngram=4, guesses=50)
     proposer.known = answers
     generation = greedy(target, proposer).generate(prompts, NUM_NEW)
     assert generation.tokens == [answer[:NUM_NEW] for answer in answers]
@@ -207,7 +196,7 @@ def test_trajectories_become_drafts(ngram):
     """If the newest token determines the next one, every n-gram of the window is right and is accepted completely."""
     target = make_cyclic_target(7)
     prompts, num = [[3, 9, 2], [50, 15], [22]], 80
-    proposer = Lookahead(target, window=4, ngram=ngram, guesses=1, from_text=False)
+    proposer = Lookahead(target, window=4, ngram=ngram, guesses=1)
     generation = greedy(target, proposer).generate(prompts, num)
     assert generation.tokens == [
         [token // 7 * 7 + (token + step) % 7 for step in range(1, num + 1)] for *_, token in prompts
@@ -236,4 +225,4 @@ def test_guesses_do_not_depend_on_the_random_generator(small):
 )
 def test_options_out_of_range_are_refused(small, wrong, sentence):
     with pytest.raises(ValueError, match=sentence):
-        Lookahead(small, **{"window": 2, "ngram": 3, "guesses": 2, "from_text": False, **wrong})
+        Lookahead(small, **{"window": 2, "ngram": 3, "guesses": 2, **wrong})

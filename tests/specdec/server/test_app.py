@@ -31,9 +31,9 @@ def serving(target, *, rows=4, queue=64, template=None, **settings):
     tokenizer = copy.deepcopy(small_tokenizer())
     proposer = HeadProposer(make_drafter(target, "eagle3"), chain_of(3))
     drafted, plain = (Decoder(target, each, sampling=Sampling(), stop=STOP) for each in (proposer, None))
-    engine = Engine(drafted, plain, rows=rows, queue=queue, head="run/step")
+    engine = Engine(drafted, plain, rows=rows, queue=queue)
     grammars = functools.cache(lambda: Grammars(small_tokenizer(), target.vocab_size, STOP))
-    usual = {"stop": frozenset(STOP), "model": "tiny", "max_length": 400, "max_body": 20000, "page": "<h1>a page</h1>"}
+    usual = {"stop": frozenset(STOP), "model": "tiny", "head": "run/step", "max_length": 400, "page": "<h1>a page</h1>"}
     tokenizer.chat_template = template or tokenizer.chat_template
     encode = functools.partial(data.encode_prompt, tokenizer)
     served = Served(
@@ -119,11 +119,11 @@ def test_a_model_without_a_chat_template_continues_prompts(tiny):
 def test_completions_take_text_or_token_ids(client, tiny):
     tokenizer = small_tokenizer()
     text, ids = "The sky", tokenizer("The sky")["input_ids"]
-    first, second, third = (
+    first, second = (
         client.completions.create(model="tiny", prompt=prompt, max_tokens=9, temperature=0).choices[0].text
-        for prompt in (text, ids, [text])
+        for prompt in (text, ids)
     )
-    assert first == second == third
+    assert first == second
     streamed = client.completions.create(model="tiny", prompt=text, max_tokens=9, temperature=0, stream=True)
     assert "".join(chunk.choices[0].text for chunk in streamed) == first
     for prompt in ([], "", [10**6], [-1], ["a", "b"]):
@@ -195,32 +195,13 @@ def test_clients_that_leave_free_their_rows(server):
         with contextlib.suppress(httpx.TimeoutException), asking as answer:
             next(answer.iter_lines())
         await_idle(served)
-    written = httpx.get(f"{url}/health").json()["tokens"]
-    time.sleep(0.3)
-    assert httpx.get(f"{url}/health").json()["tokens"] == written
-
-
-def test_health_counts_what_usage_says(server, client):
-    url, served = server
-    await_idle(served)
-    before = httpx.get(f"{url}/health").json()
-    usages = [ask(client, question).usage for question in QUESTIONS[:4]]
-    after = httpx.get(f"{url}/health").json()
-    assert after["status"] == "ok" and after["running"] == after["waiting"] == 0 and "recording" not in after
-    for name in ("rounds", "drafted", "accepted"):
-        assert after[name] - before[name] == sum(usage.speculation[name] for usage in usages)
-    assert after["tokens"] - before["tokens"] == sum(usage.completion_tokens for usage in usages)
-    assert after["prompt_tokens"] - before["prompt_tokens"] == sum(usage.prompt_tokens for usage in usages)
-    ended = [sum(found[f"requests_{reason}"] for reason in ("stop", "length")) for found in (before, after)]
-    assert ended[1] - ended[0] == 4
 
 
 def test_models_health_and_page(server, client):
     url, _ = server
     assert [model.id for model in client.models.list()] == ["tiny"]
-    assert client.models.retrieve("tiny").id == "tiny"
-    with pytest.raises(openai.NotFoundError, match="no model 'big'"):
-        client.models.retrieve("big")
+    found = httpx.get(f"{url}/health").json()
+    assert found["status"] == "ok" and "recording" not in found
     assert httpx.get(url).text == "<h1>a page</h1>"
     missing = httpx.get(f"{url}/v1/chat/completions")
     assert missing.status_code == 405 and "GET" in missing.json()["error"]["message"]
@@ -246,7 +227,7 @@ BAD = [
     (b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 4000}', 400, "400 tokens"),
     (b'{"messages": [{"role": "user", "content": "a"}], "model": "gpt-9"}', 404, "no model 'gpt-9'"),
     (b'{"messages": [{"role": "user", "content": "' + b"a " * 900 + b'"}]}', 400, "400 tokens"),
-    (b'{"messages": [{"role": "user", "content": "' + b"a " * 30000 + b'"}]}', 413, "20000 bytes"),
+    (b'{"messages": [{"role": "user", "content": "' + b"a " * (1 << 21) + b'"}]}', 413, "4194304 bytes"),
     (b"[" * 9000, 400, "not JSON"),
 ]  # fmt: skip
 
@@ -262,13 +243,13 @@ def test_what_cannot_be_answered_is_refused_with_a_sentence(server, body, status
 
 
 def test_harmless_fields_are_allowed_and_forms_of_other_pages_are_not(server, client):
-    harmless = {"n": 1, "user": "me", "frequency_penalty": 0, "tools": [], "response_format": {"type": "text"}}
+    harmless = {"n": 1, "user": "me", "frequency_penalty": 0, "response_format": {"type": "text"}}
     assert ask(client, "a", **harmless, logprobs=False).choices[0].message.role == "assistant"
     headers = {"Content-Type": "text/plain"}
     assert httpx.post(f"{server[0]}/v1/completions", content=b'{"prompt": "a"}', headers=headers).status_code == 415
 
 
-def test_a_round_for_the_page_holds_its_tokens_and_its_tree(server, answers):
+def test_a_round_for_the_page_holds_its_tokens(server, answers):
     question = QUESTIONS[0]
     body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 24}
     body |= {"stream": True, "details": True}
@@ -277,10 +258,7 @@ def test_a_round_for_the_page_holds_its_tokens_and_its_tree(server, answers):
     assert lines[-1] == "[DONE]"
     rounds = [chunk["round"] for chunk in map(json.loads, lines[:-1]) if "round" in chunk]
     assert rounds[0]["drafted"] is None and all(each["drafted"] == 3 for each in rounds[1:])
-    for each in rounds[1:]:
-        tree = each["tree"]
-        assert len(tree["accepted"]) >= 1 + each["accepted"] and tree["parents"] == [-1, 0, 1, 2]
-    assert all(len(each["tree"]["accepted"]) == 1 + each["accepted"] for each in rounds[1:-1])
+    assert all(len(each["tokens"]) == 1 + each["accepted"] for each in rounds[1:-1])
     assert "".join(token for each in rounds for token in each["tokens"]) == answers[question][0]
 
 

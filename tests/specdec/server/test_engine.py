@@ -1,23 +1,19 @@
 """Tests of the thread that decodes: every request gets its own answer, whatever the others do."""
 
 import contextlib
-import gc
 import queue
-import threading
-import time
-import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 
-from specdec.core.generation import Ends, reached
+from specdec.core.generation import Ends
 from specdec.core.sampling import Sampling
 from specdec.decoding.batch import Batch
 from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
 from specdec.server.engine import End, Engine, Job, Lane, ServedRound
-from tests.support import Scripted, chain_of, greedy, make_drafter, oracle, random_tokens
+from tests.support import chain_of, greedy, make_drafter, random_tokens
 
 STOP, GREEDY = {2}, Sampling()
 
@@ -54,8 +50,8 @@ def drafter(small_target):
     return make_drafter(small_target, "eagle3")
 
 
-def decoder(target, drafter=None, depth: int = 3) -> Decoder:
-    proposer = HeadProposer(drafter, chain_of(depth)) if drafter else None
+def decoder(target, drafter=None) -> Decoder:
+    proposer = HeadProposer(drafter, chain_of(3)) if drafter else None
     return Decoder(target, proposer, sampling=Sampling(), stop=STOP)
 
 
@@ -71,7 +67,7 @@ def at_work(engine: Engine):
         yield engine
     finally:
         engine.stop()
-    assert not engine.alive and engine.num_running == engine.num_waiting == 0 and not engine.leaving
+    assert not engine.alive and engine.num_running == engine.num_waiting == 0
 
 
 @pytest.fixture
@@ -93,55 +89,8 @@ def test_every_request_gets_the_answer_that_it_gets_alone(small_target, engine):
     for number, (client, answer) in enumerate(zip(clients, answers)):
         end = client.wait()
         assert client.tokens == answer and end.reason == ("stop" if answer[-1] in STOP else "length")
-        assert client.rounds[0].drafted is None and all(each.rows <= 3 for each in client.rounds)
+        assert client.rounds[0].drafted is None
         assert {each.drafted for each in client.rounds[1:]} <= ({3} if number % 3 else {0})
-
-
-def test_drafts_are_replaced_between_rounds_and_no_request_is_dropped(small_target, drafter):
-    alone = greedy(small_target, None, STOP)
-    pairs = [(prompt, alone.generate([prompt], 30).tokens[0]) for prompt in prompts(60)]
-    pairs = sorted(pairs, key=lambda pair: -len(pair[1]))[:12]
-    clients = [Client(prompt, 30, speculate=number != 2) for number, (prompt, _) in enumerate(pairs)]
-    engine, threads = make_engine(small_target, drafter, rows=2), []
-    old = engine.lanes[True]
-
-    def make() -> Decoder:
-        threads.append(threading.current_thread())
-        return decoder(small_target, make_drafter(small_target, "medusa"), 2)
-
-    clients[0].call_after_two_events(lambda: engine.swap(make))
-    for client in clients[:9]:
-        client.ask(engine)
-    with at_work(engine):
-        ends = [client.wait() for client in clients[1:9]]
-        assert threads == [engine.thread] and engine.lanes[True] is not old
-        for client in clients[9:]:
-            client.ask(engine)
-        ends += [client.wait() for client in (clients[0], *clients[9:])]
-        with pytest.raises(ZeroDivisionError):
-            engine.swap(lambda: 1 / 0).result(timeout=60)
-        last = Client(pairs[0][0], 30).ask(engine)
-        last.wait()
-    assert [client.tokens for client in (*clients, last)] == [tokens for _, tokens in (*pairs, pairs[0])]
-    assert {end.reason for end in ends} <= {"stop", "length"}
-    drafted = [{each.drafted for each in client.rounds[1:]} for client in (*clients, last)]
-    assert drafted[:3] == [{3}, {3}, {0}]  # what had begun ended with the old drafts
-    assert all(each == {2} for each in drafted[3:])
-
-
-def test_a_swap_is_done_when_the_engine_has_taken_it(small_target, drafter):
-    engine = make_engine(small_target, drafter, head="first")
-    old = weakref.ref(engine.lanes[True])
-    early, late = engine.swap(lambda: 1 / 0), engine.swap(lambda: decoder(small_target, drafter, 2), "second")
-    assert early.cancelled() and not late.done()
-    with at_work(engine):
-        late.result(timeout=60)
-        for speculate, head in ((True, "second"), (False, None)):
-            client = Client(prompts(1)[0], speculate=speculate).ask(engine)
-            client.wait()
-            assert client.job.head == head
-        gc.collect()
-        assert old() is None
 
 
 def test_a_seed_gives_the_same_answer_beside_others(engine):
@@ -157,35 +106,6 @@ def test_a_seed_gives_the_same_answer_beside_others(engine):
     for client in others:
         client.wait()
     assert len({tuple(client.tokens) for client in others}) > 1  # without a seed, each has another one
-
-
-def test_trees_are_told_to_those_who_watch(engine):
-    client, silent = Client([1, 2, 3], 16, watch=True), Client([1, 2, 3], 16)
-    for each in (client, silent):
-        each.ask(engine).wait()
-    assert all(each.tree is None for each in silent.rounds) and client.tokens == silent.tokens
-    for before, each in zip(client.rounds, client.rounds[1:]):
-        tokens, parents, accepted = each.tree
-        assert tokens[0] == before.tokens[-1] and parents == [-1, 0, 1, 2]
-        drafts = [tokens[node] for node in accepted[1:]]
-        assert drafts[: each.accepted] == each.tokens[: each.accepted]
-        assert len(drafts) == each.accepted or each is client.rounds[-1]
-
-
-def test_an_accepted_draft_that_ends_the_answer_is_told_as_accepted(small_target):
-    """It belongs to the tree's accepted nodes, though the answer has no token behind it."""
-    prompt = [1, 2, 3]
-    text = prompt + greedy(small_target, None).generate([prompt], 40).tokens[0]
-    drafted, plain = greedy(small_target, Scripted([text], 3, oracle(3))), greedy(small_target, None)
-    end = text[5]  # the first token is read off the prompt, the next two are drafts
-    client = Client(prompt, 20, watch=True)
-    client.job.request.ends = Ends(frozenset({end}))
-    with at_work(Engine(drafted, plain, rows=1, queue=4)) as engine:
-        assert client.ask(engine).wait().reason == "stop" and end not in text[3:5]
-    _, last = client.rounds
-    tokens, _, accepted = last.tree
-    assert last.tokens == text[4:6] and accepted == [0, 1, 2, 3]
-    assert [tokens[node] for node in accepted] == text[3:7]
 
 
 def test_others_go_on_while_a_long_prompt_is_read(small_target, drafter):
@@ -215,40 +135,6 @@ def test_others_go_on_while_a_long_prompt_is_read(small_target, drafter):
     lane.advance()
     lane.give_up(long.job)
     assert lane.reading is None and lane.advance() is None
-
-
-def test_requests_that_are_given_up_leave_their_rows(small_target, drafter):
-    engine = make_engine(small_target, drafter, rows=1)
-    first, waits, second = (each.ask(engine) for each in (Client([1, 2], 400), Client([3, 4], 400), Client([5, 1], 6)))
-    with at_work(engine):
-        first.events.get(timeout=60)
-        engine.give_up(waits.job)
-        engine.give_up(first.job)
-        assert second.wait().reason in ("stop", "length")
-    assert waits.events.empty() and len(first.job.request.tokens) < 400
-
-
-def test_a_full_queue_refuses_and_stopping_finishes_what_was_submitted(small_target, drafter):
-    engine = make_engine(small_target, drafter, rows=1, queue=2)
-    clients = [Client(prompt, 9) for prompt in prompts(4)]
-    assert [engine.submit(client.job) for client in clients] == [True, True, False, False]
-    with at_work(engine):
-        clients[0].wait()
-        clients[1].wait()
-        clients[2].ask(engine)
-    assert clients[2].wait().reason in ("stop", "length")
-    assert not engine.submit(clients[3].job)
-
-
-def test_late_requests_end_and_the_others_go_on(small_target, drafter):
-    engine, now = make_engine(small_target, drafter, rows=2), time.monotonic()
-    late, waits, good = (Client([1, 2], 400, deadline=now + 0.3), Client([1, 2], deadline=now - 1), Client([1, 2]))
-    for client in (late, waits, good):
-        client.ask(engine)
-    with at_work(engine):
-        assert waits.wait().reason == "timeout" and not waits.rounds
-        assert good.wait().reason in ("stop", "length")
-        assert late.wait().reason in ("timeout", "stop")
 
 
 def test_a_round_that_fails_ends_its_requests_only(small_target, drafter, monkeypatch):
@@ -283,10 +169,6 @@ def test_a_client_whose_events_cannot_be_delivered_disturbs_nobody(engine):
         Client([]).ask(engine)
 
 
-def test_accepted_drafts_by_position():
-    assert reached([0, 2, 1, 2], 2) == [3, 2] and reached([], 0) == []
-
-
 # Rows whose distributions have no token
 
 NOTHING = Sampling(0.8, repetition_penalty=7.0)  # `without_numbers` takes its logits
@@ -316,34 +198,6 @@ def test_a_row_without_a_token_ends_alone(small_target, drafter, monkeypatch, sp
         assert beside.wait().reason == "length" and len(beside.tokens) == 40 and beside.tokens == alone.tokens
     assert {end.reason for end in ends} == {"error"} and not any(client.tokens for client in bad)
     assert all(end.message.startswith("No token can follow the answer's first 0: ") for end in ends)
-
-
-class Refusing:
-    """A grammar that refuses its third token."""
-
-    taken = 0
-
-    def following(self):
-        return None
-
-    def take(self, new):
-        self.taken += len(new)
-        if self.taken > 2:
-            raise ValueError("the grammar stopped")
-
-
-def test_a_row_that_fails_in_the_middle_ends_alone(small_target, drafter, monkeypatch):
-    grammar = "specdec.decoding.batch.grammar"
-    monkeypatch.setattr(f"{grammar}.constrain", lambda tree, *_, **__: (tree, None))
-    unpack = lambda states, size, device: torch.ones(len(states), 1, size, dtype=torch.bool)
-    monkeypatch.setattr(f"{grammar}.unpack", unpack)
-    engine = make_engine(small_target, drafter)
-    bad = Client([3, 4], 9, constraint=Refusing(), speculate=False, endless=True).ask(engine)
-    others = [Client([5, 1], 9, speculate=False).ask(engine) for _ in range(2)]
-    with at_work(engine):
-        end = bad.wait()
-        assert (end.reason, end.message) == ("error", "the grammar stopped") and len(bad.tokens) == 2
-        assert [client.wait().reason in ("stop", "length") for client in others] == [True, True]
 
 
 def test_prompts_that_cannot_be_read_do_not_end_what_runs(small_target, drafter, monkeypatch):

@@ -151,7 +151,7 @@ def test_a_trained_head_drafts_as_it_was_trained_replayed_and_exported(family, t
         assert greedy(target, tree).generate(PROMPTS[:2], NUM_NEW).tokens == answers[:2]
     served = "EAGLE-3" in exports(family)["vLLM"]
     form = make_form(head, "vllm" if served else "safetensors")
-    write_export(form, tmp_path / "out", dtype=torch.float32, provenance=make_provenance(head))  # and reads it back
+    write_export(form, tmp_path / "out", dtype=torch.float32, provenance=make_provenance(head))
     if served:
         again = greedy(target, HeadProposer(bring_in(tmp_path / "out", target), chain_of(2)))
         assert again.generate(PROMPTS[:2], NUM_NEW).accepted == generation.accepted
@@ -178,7 +178,7 @@ def test_compiled_decoding_equals_generate_or_is_refused(family, traced):
         decoder = Decoder(target, None, sampling=Sampling(0.0), stop=set(), runner=runner)
         return decoder.generate(PROMPTS[:1], 4).tokens
 
-    if family.compiled:
+    if family.compiles:
         assert decode() == [answers[0][:4]]
     else:
         with pytest.raises(ValueError, match="compile=false"):

@@ -14,7 +14,7 @@ from specdec.heads.medusa import Medusa2
 from specdec.target import loading as target_loading
 from specdec.target.loading import fingerprint_of_model
 from specdec.target.model import Target
-from tests.families import FAMILIES, configuration, make
+from tests.families import FAMILIES, make
 from tests.saved_targets import PROMPT, SIZES, check_decoding, edit, save
 from tests.support import child_environment, save_word_model
 
@@ -36,20 +36,15 @@ print(peak() - before)
 
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-@pytest.mark.parametrize(
-    ("saved", "loaded"), [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")]
-)
-def test_loading_holds_the_weights_once(tmp_path, saved, loaded):
+def test_loading_holds_the_weights_once(tmp_path):
     """The file is mapped, so the peak has its size too where the dtype changes; a further copy would exceed the bound."""
     config = LlamaConfig(**{**SIZES, "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 4096})
-    model = LlamaForCausalLM(config).to(target_loading.DTYPES[saved])
+    model = LlamaForCausalLM(config)
     model.save_pretrained(tmp_path, max_shard_size="20MB")
-    num = sum(parameter.numel() for parameter in model.parameters())
-    in_file, in_memory = (num * target_loading.DTYPES[dtype].itemsize for dtype in (saved, loaded))
-    command = [sys.executable, "-c", MEASURE, str(tmp_path), loaded]
+    in_file = 4 * sum(parameter.numel() for parameter in model.parameters())
+    command = [sys.executable, "-c", MEASURE, str(tmp_path), "bfloat16"]
     done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=True)
-    needed = in_file if saved == loaded else in_file + in_memory
-    assert needed < 1.3 * int(done.stdout) and int(done.stdout) < needed + min(in_file, in_memory) * 0.7
+    assert 1.5 * in_file < 1.3 * int(done.stdout) and int(done.stdout) < 1.85 * in_file
 
 
 # Devices
@@ -60,34 +55,6 @@ def test_devices_that_are_not_there_are_refused(tmp_path):
         Target.load(str(save(tmp_path)), dtype="float32", device="gpu")
 
 
-def test_auto_is_the_same_as_the_only_device(tmp_path):
-    folder = str(save(tmp_path))
-    target, other = (Target.load(folder, dtype="float32", device=device) for device in ("cpu", "auto"))
-    assert target.fingerprint() == other.fingerprint()
-    torch.testing.assert_close(
-        other.model(torch.tensor([PROMPT])).logits.cpu(), target.model(torch.tensor([PROMPT])).logits
-    )
-
-
-def test_layers_are_spread_in_order_and_all_else_is_on_the_first_device():
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 5}))
-    first, second = devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
-    assert target_loading.spread(model, 5, devices) == {
-        "model.embed_tokens": first, "model.norm": first, "model.rotary_emb": first, "lm_head": first,
-        "model.layers.0": first, "model.layers.1": first, "model.layers.2": first, "model.layers.3": second,
-        "model.layers.4": second,
-    }  # fmt: skip
-
-
-def test_blocks_of_two_layers_are_spread():
-    family = next(family for family in FAMILIES if family.model_type == "longcat_flash")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(configuration(family))
-    places = target_loading.spread(model, 8, ["first", "second"])
-    assert [places[f"model.layers.{n}"] for n in range(4)] == ["first", "first", "second", "second"]
-
-
 def test_a_spread_target_computes_the_same(tmp_path, monkeypatch):
     """Two devices by name; a CPU has one memory, so this shows the hooks between the layers and not the transfers."""
     folder = str(save(tmp_path))
@@ -95,20 +62,13 @@ def test_a_spread_target_computes_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(target_loading, "find_devices", lambda device: [torch.device("cpu"), torch.device("cpu", 0)])
     monkeypatch.setattr("accelerate.utils.modeling.check_device_same", lambda first, second: True)
     target = Target.load(folder, dtype="float32", device="auto")
-    assert len(set(target.model.hf_device_map.values())) == 2
+    places = target.model.hf_device_map
+    assert [places[f"model.layers.{n}"].index for n in range(4)] == [None, None, 0, 0]
+    assert {place.index for part, place in places.items() if "layers" not in part} == {None}
     tokens = torch.tensor([PROMPT])
     torch.testing.assert_close(target.read(tokens, (1, 3)).features, wanted.read(tokens, (1, 3)).features)
     assert target.fingerprint() == wanted.fingerprint()
     check_decoding(target)
-
-
-def test_without_accelerate_one_device_works_and_auto_names_the_extra(tmp_path, monkeypatch):
-    folder = str(save(tmp_path))
-    monkeypatch.setattr(target_loading, "is_accelerate_available", lambda: False)
-    assert Target.load(folder, dtype="float32").device == torch.device("cpu")
-    monkeypatch.setattr(target_loading, "find_devices", lambda device: [torch.device("cpu"), torch.device("cpu", 0)])
-    with pytest.raises(ValueError, match=r"^device=auto needs the package accelerate: pip install 'specdec\[train\]'"):
-        Target.load(folder, dtype="float32", device="auto")
 
 
 # Fingerprints
@@ -170,30 +130,22 @@ def test_multimodal_checkpoints_decode_text(tmp_path, family, text, vision):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (transformers.T5Config(), r"is an encoder-decoder \(t5\)"),
-        (transformers.BartConfig(), r"is an encoder-decoder \(bart\)"),
-        (transformers.ViTConfig(), "is a vit model, which does not write text"),
+        (transformers.T5Config(), "is a t5 model; a target must be a causal language model"),
+        (transformers.BartConfig(), "is a bart model; a target must be a causal language model"),
+        (transformers.ViTConfig(), "is a vit model; a target must be a causal language model"),
+        ({"model_type": "newer_than_this"}, r"model type `newer_than_this` .* needs a newer transformers"),
+        ({"layer_types": ["telepathic_attention"] * 4}, r"telepathic_attention.* needs a newer transformers"),
+        ({"quantization_config": {"quant_method": "newer"}}, r"quantised by a method .* does not know \(newer\)"),
     ],
 )
-def test_other_architectures_are_refused_by_their_configuration(tmp_path, config, message):
-    config.save_pretrained(tmp_path)  # no weights: nothing is read of them
+def test_what_cannot_be_a_target_is_refused_by_its_configuration(tmp_path, config, message):
+    if isinstance(config, dict):
+        LlamaConfig(**SIZES).save_pretrained(tmp_path)
+        edit(tmp_path, **config)
+    else:
+        config.save_pretrained(tmp_path)  # no weights: nothing is read of them
     with pytest.raises(ValueError, match=message):
         Target.load(str(tmp_path), dtype="float32")
-
-
-def test_a_model_that_transformers_does_not_know_is_refused(tmp_path):
-    folder = edit(save(tmp_path), model_type="newer_than_this")
-    with pytest.raises(
-        ValueError, match=rf"transformers {transformers.__version__} does not know model_type=newer_than_this"
-    ):
-        Target.load(str(folder), dtype="float32")
-
-
-def test_kinds_of_layers_that_nobody_knows_are_refused(tmp_path):
-    make(next(family for family in FAMILIES if str(family) == "qwen3")).save_pretrained(tmp_path)
-    edit(tmp_path, layer_types=["telepathic_attention"] * 4)
-    with pytest.raises(ValueError, match=r"does not take its configuration .*telepathic_attention.* Install a newer"):
-        Target.load(str(tmp_path))
 
 
 def test_kinds_of_layers_without_entries_that_can_be_dropped_are_refused_by_the_configuration(tmp_path):
@@ -212,26 +164,19 @@ def test_missing_tensors_are_refused(tmp_path):
         Target.load(str(tmp_path), dtype="float32")
 
 
-@pytest.mark.parametrize("what", ["a block", "the LM head"])
-def test_logits_that_overflow_in_float16_are_named(tmp_path, what):
-    """Whether a state of a block or a logit is too large: in bfloat16 and float32 the target can be read."""
-    model = AutoModelForCausalLM.from_pretrained(save_word_model(tmp_path / "large"))
+@pytest.mark.parametrize(
+    ("factor", "dtype", "message"),
+    [
+        (3e5, "float16", "its logits are not finite in float16: use dtype=bfloat16 or float32, whose range is wider"),
+        (torch.nan, "float32", "its logits are not finite in float32: its weights are damaged"),
+    ],
+)
+def test_logits_that_are_no_numbers_are_named(tmp_path, factor, dtype, message):
+    model = AutoModelForCausalLM.from_pretrained(save_word_model(tmp_path))
     with torch.no_grad():
-        (model.model.layers[1].mlp.down_proj if what == "a block" else model.lm_head).weight.mul_(3e5)
-    model.save_pretrained(tmp_path / "large")
-    with pytest.raises(ValueError) as refused:
-        Target.load(str(tmp_path / "large"), dtype="float16")
-    assert str(refused.value) == (
-        f"{tmp_path / 'large'}: its logits are not finite in float16: use dtype=bfloat16 or float32, whose range is wider."
-    )
-    for dtype in ("bfloat16", "float32"):
-        Target.load(str(tmp_path / "large"), dtype=dtype)
-
-
-def test_weights_that_are_no_numbers_are_named(tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(save_word_model(tmp_path / "damaged"))
-    with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
-    model.save_pretrained(tmp_path / "damaged")
-    with pytest.raises(ValueError, match="its logits are not finite in float32: its weights are damaged"):
-        Target.load(str(tmp_path / "damaged"), dtype="float32")
+        model.model.layers[1].mlp.down_proj.weight.mul_(factor)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        Target.load(str(tmp_path), dtype=dtype)
+    if dtype == "float16":
+        Target.load(str(tmp_path), dtype="bfloat16")

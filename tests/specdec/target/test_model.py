@@ -4,28 +4,18 @@ import sys
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdec.heads.draft import Draft
 from specdec.heads.medusa import Medusa2
 from specdec.target import attention
 from specdec.target.model import Target, load_tokenizer
+from tests.saved_targets import save
 from tests.support import make_target
 
 pytestmark = pytest.mark.full
 
-SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
-
-
-def save(folder) -> str:
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.4)).save_pretrained(folder)
-    return str(folder)
-
 
 def test_hidden_states_are_numbered_as_in_transformers(tmp_path):
-    target = Target.load(save(tmp_path), dtype="float64")
+    target = Target.load(str(save(tmp_path, num_hidden_layers=8)), dtype="float64")
     tokens = torch.tensor([[3, 1, 4, 1, 5]])
     states = target.model(tokens, output_hidden_states=True).hidden_states
     output = target.read(tokens, target.layer_ids([0, 3, -1]))
@@ -34,11 +24,11 @@ def test_hidden_states_are_numbered_as_in_transformers(tmp_path):
 
 
 def test_the_fingerprint_depends_on_weights_and_not_on_their_dtype(tmp_path):
-    folder = save(tmp_path)
+    folder = str(save(tmp_path))
     first = Target.load(folder, dtype="float32")
     assert first.fingerprint() == Target.load(folder, dtype="bfloat16").fingerprint()
     with torch.no_grad():
-        first.decoder.layers[5].mlp.down_proj.weight[0, 0] += 0.1
+        first.decoder.layers[2].mlp.down_proj.weight[0, 0] += 0.1
     assert first.fingerprint() != Target(first.model, name="changed").fingerprint()
 
 
@@ -61,18 +51,16 @@ def test_layers_out_of_order_or_range_are_refused(target, layers):
 
 
 def test_messages_for_missing_folders_name_the_fix(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"^The folder targets/nothing-here does not exist\. Give the folder of a model"
-    ):
-        Target.load("targets/nothing-here")
-    with pytest.raises(ValueError, match="does not exist"):
-        load_tokenizer(str(tmp_path / "nothing"))
+    for load in (Target.load, load_tokenizer):
+        with pytest.raises(
+            ValueError, match=r"^The folder targets/nothing-here does not exist\. Give the folder of a model"
+        ):
+            load("targets/nothing-here")
     with pytest.raises(ValueError, match="could not be loaded"):
         Target.load(str(tmp_path))
 
 
-@pytest.mark.parametrize("make", [lambda target: Medusa2(target), lambda target: Draft(target, lora={"r": 2})])
-def test_a_missing_peft_names_the_extra_to_install(monkeypatch, make):
+def test_a_missing_peft_names_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match=r"needs the package peft: pip install 'specdec\[train\]'\.$"):
-        make(make_target(6, num_layers=2))
+        Medusa2(make_target(6, num_layers=2))

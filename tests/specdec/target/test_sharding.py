@@ -1,6 +1,6 @@
 """Tests of targets of whose layers two processes hold a part each: states are those of a whole target, whatever each reads."""
 
-from pathlib import Path
+import re
 
 import pytest
 import torch
@@ -13,11 +13,11 @@ from specdec.decoding.decoder import Decoder
 from specdec.target.adapter import adapt
 from specdec.target.model import Target
 from tests import families
+from tests.saved_targets import edit
 from tests.support import save_word_model
 from tests.together import together
 from train.data.rows import TrainingBatch
-from train.features.feature_files import FeatureFolder
-from train.features.outputs import Kept, Online
+from train.features.outputs import Online
 
 pytestmark = pytest.mark.full  # starts processes
 
@@ -33,6 +33,7 @@ def folder(tmp_path_factory):
     for family in families.FAMILIES:
         if str(family) in {*FAMILIES, *REFUSED}:
             families.make(family).save_pretrained(folder / str(family))
+    edit(save_word_model(folder / "quantised"), quantization_config={"quant_method": "fp8"})
     save_word_model(folder / "plain", tied=True)
     return folder
 
@@ -54,7 +55,6 @@ def compare(folder: str) -> dict:
     return {
         "online": {name: difference(*(Online(each, (1, 2))(batch()) for each in pair)) for name, pair in pairs.items()},
         "behind": [parts.share.behind(3 + 2 * dist.get_rank()), whole.share.behind(3)],
-        "kept": kept(whole, parts, f"{folder}/features"),
         "bytes": {name: [num_bytes(each) for each in pair] for name, pair in pairs.items()},
         "fingerprints": {name: [each.fingerprint() for each in pair] for name, pair in pairs.items()},
         "sentences": sentences(folder, parts),
@@ -85,21 +85,6 @@ def difference(first, second) -> float:
     )
 
 
-def kept(whole: Target, parts: Target, path: str) -> list[float]:
-    """Features through a folder of each process: when both lack all, when only the first lacks some, and when none does."""
-    path = f"{path}-{dist.get_rank()}"
-    folder = FeatureFolder(parts, (1, 2), Path(path))
-    folder.open()
-    source, goal, found = Kept(parts, (1, 2), folder=folder), Online(whole, (1, 2))(batch()), []
-    for remove in (False, dist.get_rank() == 0, False):
-        if remove:
-            next(Path(path).glob("*/*.safetensors")).unlink()
-        before = len(list(folder.path.glob("*/*.safetensors")))
-        found.append(difference(source(batch()), goal))
-        assert len(list(folder.path.glob("*/*.safetensors"))) == before + (1 if remove else 0) or before == 0
-    return found
-
-
 def num_bytes(target: Target) -> list[int]:
     """Of the blocks and of everything else in this process."""
     inside = {id(value) for block in target.blocks for value in block.parameters()}
@@ -116,6 +101,7 @@ def sentences(folder: str, parts: Target) -> list[str]:
         lambda: Target.load_sharded(plain, device="auto"),
         lambda: Target.load_sharded(f"{folder}/qwen3_5_text", dtype="float32"),
         lambda: Target.load_sharded(f"{folder}/qwen3_moe", dtype="float32"),
+        lambda: Target.load_sharded(f"{folder}/quantised", dtype="float32"),
         lambda: Decoder(parts, None, sampling=Sampling(), stop=set(), runner=Runner(compile=True)),
         lambda: adapt(parts, rank=2, alpha=4, modules=["q_proj"]),
     ]
@@ -135,7 +121,6 @@ def test_features_are_those_of_a_whole_target(results):
     for result in results:
         assert result["online"].keys() == {*FAMILIES, "plain"}
         assert all(value < 1e-10 for value in result["online"].values()), result["online"]
-        assert len(result["kept"]) == 3 and max(result["kept"]) < 1e-10
     assert [result["behind"] for result in results] == [[2, 0], [0, 0]]
 
 
@@ -154,10 +139,11 @@ def test_the_fingerprint_is_that_of_the_whole_target(results):
 
 
 def test_what_is_not_possible_is_refused(results):
-    auto, recurrent, experts, compiled, adapted = results[0]["sentences"]
+    auto, recurrent, experts, quantised, compiled, adapted = results[0]["sentences"]
     assert "use device=null with shard=true" in auto
     assert "recurrent or convolution layers" in recurrent and recurrent.endswith("Use shard=false.")
-    assert "experts" in experts and "Use shard=false; then tp=N" in experts
+    assert "experts" in experts and "Use shard=false; then device=auto" in experts
+    assert re.search(r"is quantised \(fp8\), and shard=true divides only plain weights", quantised)
     assert compiled.endswith("set compile=false.")
     assert adapted.endswith("or choose another head.")
 
@@ -165,13 +151,3 @@ def test_what_is_not_possible_is_refused(results):
 def test_one_process_is_refused(folder):
     with pytest.raises(ValueError, match=r"^shard=true keeps a part .* there is one process: start several"):
         Target.load_sharded(str(folder / "plain"))
-
-
-def test_a_quantised_target_is_refused(tmp_path, monkeypatch):
-    model = families.make(families.FAMILIES[0])
-    model.config.quantization_config = {"quant_method": "fp8"}
-    model.save_pretrained(tmp_path)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    with pytest.raises(ValueError, match=r"is quantised \(fp8\), and shard=true divides only plain weights"):
-        Target.load_sharded(str(tmp_path))

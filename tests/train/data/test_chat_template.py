@@ -63,14 +63,13 @@ def test_tools_are_written_and_calls_supervised_to_their_end(template, open, clo
 @pytest.mark.parametrize(
     ("template", "given", "lost"),
     [
-        (None, {"messages": MESSAGES, "tools": [TOOL]}, "tool_calls and tools"),
+        (None, {"messages": MESSAGES, "tools": [TOOL]}, "tools and tool_calls"),
         (None, {"messages": PLAIN, "tools": json.dumps([TOOL])}, "tools"),
         (None, {"messages": MESSAGES}, "tool_calls"),
         (CALLS.replace(TOOLS, "{% if tools %}{{ 'You have get_tide.' }}{% endif %}"), {"messages": PLAIN, "tools": [TOOL]}, "tools"),
         (CALLS.replace("c.function", "c.function.name"), {"messages": MESSAGES}, "tool_calls"),  # without arguments
         (CALLS.replace(HEAD, HEAD + "{% if m.role != 'tool' %}").replace("{{ m['content'] }}", "{{ m['content'] }}{% endif %}"),
          {"messages": MESSAGES}, "messages of the role tool"),
-        (None, {"messages": [PLAIN[0], {**PLAIN[1], "function_call": {"name": "f", "arguments": "{}"}}]}, "function_call"),
     ],
 )  # fmt: skip
 def test_what_the_template_leaves_out_is_refused_with_file_and_row(tmp_path, template, given, lost):
@@ -108,29 +107,19 @@ def test_prompts_and_answers_keep_tools_and_mode(tmp_path):
     assert first["tools"] == [TOOL] and "tools" not in second
     jobs = answering.list_jobs(tokenizer, [first, second], [0.0])
     assert json.dumps(TOOL) in tokenizer.decode(jobs[0].tokens) and "get_tide" not in tokenizer.decode(jobs[1].tokens)
-    written = answering.WrittenAnswer("Hi", "stop", None, 1)
+    written = answering.WrittenAnswer("Hi", "stop", [3, 4])
     kept = answering.make_row(jobs[0], written, tokenizer="t")
     assert kept["tools"] == [TOOL] and "tools" not in answering.make_row(jobs[1], written, tokenizer="t")
-    encoded = data.encode(tokenizer, kept)
+    encoded = data.encode(tokenizer, {**kept, "tokens": None})
     assert encoded.tokens[: encoded.mask.index(True)] == jobs[0].tokens
 
 
-def test_templates_that_take_contents_in_parts():
-    parts = HEAD + "{% for p in m['content'] if p['type'] == 'text' %}{{ p['text'] }}{% endfor %}" + AS_OBJECT + TAIL
-    plain, tokenizer = with_template(HEAD + "{{ m['content'] }}" + AS_OBJECT + TAIL), with_template(parts)
-    for messages in (PLAIN, MESSAGES):
-        assert data.encode(tokenizer, as_row(messages)) == data.encode(plain, as_row(messages))
-
-
-def test_markers_must_hold_and_calls_inside_them_are_supervised():
+def test_calls_inside_markers_are_supervised():
     says, ends = "{% if m.role == 'assistant' %}{% generation %}{{ m['content'] }}", "{{ '<|im_end|>' }}"
     other = "{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}"
     marked = HEAD + says + AS_OBJECT + ends + other + TAIL.replace("<|im_end|>", "")
     plain = HEAD + "{{ m['content'] }}" + AS_OBJECT + TAIL
     assert data.encode(with_template(marked), as_row(MESSAGES)) == data.encode(with_template(plain), as_row(MESSAGES))
-    wrong = HEAD + "{% generation %}{{ m['content'] }}{% endgeneration %}" + TAIL  # around questions, too
-    with pytest.raises(ValueError, match=r"row 7: the generation markers .* do not stand around"):
-        data.encode(with_template(wrong), as_row(PLAIN))
 
 
 # Thinking modes
@@ -167,26 +156,6 @@ def test_modes_of_prompts(tmp_path):
     assert [job.options["thinking"] for job in jobs] == [False, False, True]
     with pytest.raises(ValueError, match=r"thinking=true: .* has no thinking mode"):
         data.load_prompts(str(path), small_tokenizer(), thinking=True)
-    write_rows(path, [{"prompt": "a"}])
-    with pytest.warns(UserWarning, match="train on have thinking=false, and the held-out prompts have no"):
-        data.load_prompts(str(path), tokenizer, trained=[False])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        data.load_prompts(str(path), tokenizer, thinking=False, trained=[False])
-
-
-def test_packs_know_the_modes_of_their_rows(tmp_path):
-    tokenizer, path = with_template(THINKS), tmp_path / "a.jsonl"
-    thoughts = [PLAIN[0], {**PLAIN[1], "reasoning_content": "Add."}]
-    write_rows(path, [{"messages": thoughts}, {"messages": thoughts, "thinking": True}, {"messages": PLAIN}])
-
-    def modes(thinking=None, limit=None):
-        encoding = Encoding(tokenizer, tmp_path / "c", limit=limit, thinking=thinking)
-        return load_packs(str(path), encoding, length=99, packed=True).modes
-
-    assert modes() == [None, True, False] and modes(limit=1) == [None] and modes(True) == [True]
-    with pytest.raises(ValueError, match="has no thinking mode"):
-        Encoding(small_tokenizer(), tmp_path, thinking=True)
 
 
 # Tokenizers
@@ -247,8 +216,7 @@ def test_ids_without_an_embedding_are_refused_where_a_text_has_them(tmp_path, by
     if by_template:
         tokenizer.chat_template += "{{ '<|extra|>' }}"
     tokenizer.save_pretrained(tmp_path / "target")
-    with pytest.warns(UserWarning, match=r"has 1 tokens for which .* has none: <\|extra\|> \(\d+\)\. Texts with them"):
-        loaded = load_tokenizer(str(tmp_path / "target"))
+    loaded = load_tokenizer(str(tmp_path / "target"))
     said = "Hi" if by_template else "<|extra|>"
     write_rows(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": said}, PLAIN[1]]}])
     message = r"a\.jsonl:1: .*has the token <\|extra\|> \(\d+\), and the embedding of .* has \d+ rows"

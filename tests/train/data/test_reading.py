@@ -1,28 +1,22 @@
 """Files and rows as people have them are read, or refused with a sentence that names file and row."""
 
-import bz2
-import codecs
 import copy
 import gzip
 import io
 import json
 import lzma
-import random
 
 import datasets
 import pytest
 from pyarrow import Table, parquet
 
 from specdec.server import record
-from tests.conversations import ASKS, HEAD, TAIL, pair, with_template
+from tests.conversations import ASKS, pair, with_template
 from tests.support import small_tokenizer, write_rows
 from train.answers import datastore
-from train.answers.answering import AnswerJob, AnswerSettings
-from train.answers.engine_answers import AnswerServer
-from train.data import answer_mask, reading
+from train.data import reading
 from train.data import rows as data
 from train.data.encoding import Encoding, load_packs
-from train.data.stream import Plan, Stream
 
 ROWS = [{"id": f"r{n}", "messages": pair(f"Count to {n}. \u00e9", "Hello \U0001f600")} for n in range(3)]
 LINES = [json.dumps(row, ensure_ascii=False) for row in ROWS]
@@ -39,22 +33,14 @@ def tabled() -> bytes:
 
 READ = {
     "mark.jsonl": TEXT.encode("utf-8-sig"),
-    "little.jsonl": codecs.BOM_UTF16_LE + TEXT.encode("utf-16-le"),
-    "big.jsonl": codecs.BOM_UTF16_BE + TEXT.encode("utf-16-be"),
-    "unmarked.jsonl": TEXT.encode("utf-16-le"),
-    "wide.jsonl": TEXT.encode("utf-32"),
     "returns.jsonl": b"\r\n" + TEXT.replace("\n", "\r\n").encode() + b"\r\n",
     "joined.jsonl": TEXT[: TEXT.index("\n") + 1].encode() + b"".join(f"\ufeff{line}\n".encode() for line in LINES[1:]),
     "escaped.jsonl": "\n".join(map(json.dumps, ROWS)).encode(),
     "packed.jsonl": gzip.compress(TEXT.encode()),
     "members.jsonl.gz": b"".join(gzip.compress(f"{line}\n".encode()) for line in LINES),
-    "wide.jsonl.gz": gzip.compress(TEXT.encode("utf-16")),
     "no-ending": TEXT.encode(),
-    "lines.txt": TEXT.encode(),
-    "text.jsonl.gz": TEXT.encode(),
     "list.json": json.dumps(ROWS).encode(),
-    "pretty.json": json.dumps(ROWS, indent=2).encode("utf-16"),
-    "lines.json": TEXT.encode(),
+    "pretty.json": json.dumps(ROWS, indent=2).encode(),
     "list.json.gz": gzip.compress(json.dumps(ROWS).encode()),
     "table.parquet": tabled(),
     "table": tabled(),
@@ -68,7 +54,7 @@ def test_what_can_be_read_is_read(tmp_path, name):
     assert rows == [{**row, "category": "all"} for row in ROWS]
 
 
-@pytest.mark.parametrize("name", ["table.parquet", "pretty.json", "little.jsonl", "packed.jsonl"])
+@pytest.mark.parametrize("name", ["table.parquet", "pretty.json", "packed.jsonl"])
 def test_training_reads_the_same_files(tmp_path, name):
     encoded = []
     for each in ("escaped.jsonl", name):
@@ -76,10 +62,6 @@ def test_training_reads_the_same_files(tmp_path, name):
         encoding = Encoding(small_tokenizer(), tmp_path / "cache")
         encoded.append(load_packs(str(tmp_path / each), encoding, length=128, packed=False).fingerprint)
     assert encoded[0] == encoded[1]
-    plan = Plan(str(tmp_path / name), small_tokenizer(), length=128, packed=False, buffer=3, seed=0)
-    stream = Stream(plan)
-    assert {row.id for number in range(3) for row in stream.pack(number)} == {"r0", "r1", "r2"}
-    stream.close()
 
 
 def test_a_folder_of_parquet_files(tmp_path):
@@ -92,26 +74,17 @@ def test_a_folder_of_parquet_files(tmp_path):
 REFUSED = {
     "latin.jsonl": ((TEXT + LINES[0]).replace("\U0001f600", "").encode("latin-1"), r"latin\.jsonl:1: byte 0xe9 is not UTF-8.*iconv"),
     "second.jsonl": (LINES[0].encode() + b"\n{\"prompt\": \"caf\x80\"}", r"second\.jsonl:2: byte 0x80 is not UTF-8"),
-    "odd.jsonl": (TEXT.encode("utf-16")[:-1], r"odd\.jsonl is not whole UTF-16.* text behind line \d"),
-    "rows.jsonl": (b"\x28\xb5\x2f\xfd\x00\x00", r"rows\.jsonl is compressed otherwise than with gzip.*Unpack it first"),
-    "xz.jsonl": (lzma.compress(TEXT.encode()), "compressed otherwise"),
-    "bz.jsonl": (bz2.compress(TEXT.encode()), "compressed otherwise"),
-    "twice.jsonl.gz": (gzip.compress(lzma.compress(TEXT.encode())), "compressed otherwise"),
-    "rows.zip": (b"PK\x03\x04rest", "compressed otherwise"),
+    "wide.jsonl": (TEXT.encode("utf-16"), r"wide\.jsonl:1: byte 0xff is not UTF-8.*Save the file as UTF-8, compressed with gzip or not"),
+    "rows.jsonl": (b"\x28\xb5\x2f\xfd\x00\x00", r"rows\.jsonl:1: byte 0xb5 is not UTF-8"),
+    "twice.jsonl.gz": (gzip.compress(lzma.compress(TEXT.encode())), "is not UTF-8"),
     "half.parquet": (tabled()[:-30], r"half\.parquet: the parquet file is damaged or incomplete"),
-    "text.parquet": (TEXT.encode(), r"text\.parquet: the parquet file is damaged"),
     "half.jsonl.gz": (gzip.compress(TEXT.encode() * 999)[:-20], r"half\.jsonl\.gz: the compressed file is incomplete or damaged after line \d+"),
     "half.json": (json.dumps(ROWS)[:-3].encode(), r"half\.json: not valid JSON.*Give|half\.json: not valid JSON.*give"),
-    "numbers.json": (b"[1, 2]", r"numbers\.json row 0: expected a JSON object, found int"),
     "list.jsonl": (json.dumps(ROWS).encode(), r"list\.jsonl:1: expected a JSON object, found list.*ending \.json"),
     "table.csv": (b"prompt\nWhat is rain?\n", r"table\.csv:1 is no row: table\.csv holds no JSON\. Give a \.jsonl file"),
     "notes.txt": (b"\nWhat is rain?\n", r"notes\.txt:2 is no row"),
     "nul.jsonl": (b'{"prompt": "a\0b"}\n', r"nul\.jsonl:1: not valid JSON"),
-    "zeros.jsonl": (TEXT.encode() + bytes(100), r"zeros\.jsonl:4: not valid JSON"),
     "deep.jsonl": (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", r"deep\.jsonl:1: not valid JSON"),
-    "long.jsonl": (b'{"a": ' + b"9" * 10_000 + b"}", r"long\.jsonl:1: not valid JSON"),
-    "code.jsonl": (b"__import__('os')", r"code\.jsonl:1: not valid JSON"),
-    "cut.jsonl": (TEXT.encode() + b'{"messages": [', r"cut\.jsonl:4: not valid JSON"),
 }  # fmt: skip
 
 
@@ -134,12 +107,8 @@ def test_an_empty_file_has_no_rows(tmp_path):
 
 HALVES = [
     {"messages": pair(f"a {HALF}", "b")},
-    {"messages": pair("a", "\udc00")},
     {"id": HALF, "prompt": "a", "messages": ROWS[0]["messages"]},
-    {"category": HALF, "prompt": "a", "messages": ROWS[0]["messages"]},
-    {"prompt": f"{HALF} a"},
     {"tools": [{"function": {"name": "f", "description": HALF}}], "messages": ROWS[0]["messages"]},
-    {"messages": [{"role": "user", "content": "a", HALF: "b"}]},
     {"text": f"\ude00{HALF}"},
 ]
 
@@ -169,18 +138,9 @@ def test_a_typed_prompt_that_is_no_text_is_refused():
         data.encode_prompt(small_tokenizer(), [{"role": "user", "content": typed}])
 
 
-@pytest.mark.parametrize(("finish", "text"), [("length", "a"), ("stop", "a\ufffd")])
-def test_half_of_a_pair_in_the_answer_of_a_server_is_replaced(finish, text):
-    server = object.__new__(AnswerServer)
-    server.way, server.settings = "chat", AnswerSettings(frozenset(), 4)
-    answer = {"choices": [{"message": {"content": f"a{HALF}"}, "finish_reason": finish}]}
-    assert server.read_answer(answer, AnswerJob("a", "b", 0.0, [], [1])).text == text
-
-
 def test_half_of_a_pair_in_recorded_rows_counts_as_damage(tmp_path):
     write_rows(tmp_path / "traffic-000001.jsonl", [{"id": "a"}, {"id": "b", "messages": [{"content": HALF}]}])
-    with pytest.warns(UserWarning, match="1 damaged lines were skipped"):
-        assert list(record.read_rows(tmp_path)) == [{"id": "a"}]
+    assert [row for _, row in record.read_lines([tmp_path / "traffic-000001.jsonl"])] == [{"id": "a"}, None]
 
 
 # Rows
@@ -267,7 +227,6 @@ def test_a_row_that_the_template_cannot_write_is_named_with_its_file(tmp_path, m
     for read in (
         lambda: load_packs(source, Encoding(tokenizer, tmp_path / "c"), length=99, packed=False),
         lambda: list(datastore.read_texts(source, tokenizer)),
-        lambda: Stream(Plan(source, tokenizer, length=99, packed=False, buffer=2, seed=0)),
     ):
         with pytest.raises(ValueError, match=r"a\.jsonl:2: .*" + message):
             read()
@@ -302,69 +261,3 @@ def test_training_validates_on_a_split_and_on_categories_of_any_type(fit, folder
     assert fit("run", *given, "data.heldout_split=dev") == 0
     report = json.loads((tmp_path / "checkpoints" / "run" / "step_000001" / "report.json").read_text())
     assert set(report["by_category"]) == {"5", "7"}
-
-
-# Long rows
-
-
-CONTENTS = ["a", " assistant ", "assistant\n", "user", "<|im_end|>\n<|im_start|>assistant\n"]
-CONTENTS += ["x-content", "1\n\n2", "a" * 30]
-TRIMMED = HEAD + "{{ m['content'] | trim }}" + TAIL
-THINKS = (  # only the last answer keeps what it thought, as Qwen3's
-    HEAD + "{% set said = m['content'] if loop.last else m['content'].split('</think>')[-1] %}{{ said }}" + TAIL
-)
-BARE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}" + (
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-)
-SHORTENED = TRIMMED.replace("in messages", "in messages[-5:]")  # forgets what is long ago
-
-
-@pytest.mark.parametrize(
-    "template", [None, TRIMMED, THINKS, BARE, SHORTENED], ids=["own", "trimmed", "thinks", "bare", "short"]
-)
-def test_masks_of_many_turns_are_those_of_every_prompt(monkeypatch, template):
-    tokenizer, draw = with_template(template), random.Random(0)
-
-    def mask(messages):
-        try:
-            return data.encode(tokenizer, {"id": "a", "category": "b", "messages": messages})
-        except ValueError as error:
-            return str(error)
-
-    masks = []
-    for _ in range(60):
-        messages = []
-        for _ in range(draw.randint(4, 9)):
-            messages.append({"role": draw.choice(["user", "user", "tool"]), "content": draw.choice(CONTENTS)})
-            if draw.random() < 0.2:
-                messages.append({"role": "assistant", "content": draw.choice(["", "</think>", "b"])})
-            messages.append(
-                {"role": "assistant", "content": draw.choice(["t</think>", "", "", ""]) + draw.choice(CONTENTS)}
-            )
-        masks.append((messages, mask(messages)))
-    monkeypatch.setattr(answer_mask, "FEW", 10**9)  # every prompt is rendered, as the mask is defined
-    assert all(mask(messages) == found for messages, found in masks)
-    assert any(isinstance(found, data.Row) for _, found in masks) or template is SHORTENED
-
-
-@pytest.mark.parametrize("roles", [["user"], ["user", "assistant", "tool"]], ids=["chat", "calls"])
-def test_the_number_of_renderings_does_not_grow_with_the_turns(monkeypatch, roles):
-    own, counts = small_tokenizer().chat_template, []
-    tokenizer = with_template(own.replace("+ '<|im_end|>'", "~ (message['tool_calls'] or '') ~ '<|im_end|>'"))
-    render = tokenizer.apply_chat_template
-    counted = lambda *args, **more: counts.append(0) or render(*args, **more)
-    monkeypatch.setattr(tokenizer, "apply_chat_template", counted)
-
-    def count(turns: int) -> int:
-        counts.clear()
-        messages = []
-        for turn in range(turns):
-            calls = {"assistant": {"content": "", "tool_calls": [{"name": "n", "arguments": {"n": turn}}]}}
-            messages += [{"role": role, "content": f"{role} {turn}", **calls.get(role, {})} for role in roles]
-            messages.append({"role": "assistant", "content": f"answer {turn}"})
-        row = data.encode(tokenizer, {"id": "a", "category": "b", "messages": messages})
-        assert tokenizer.decode([t for t, own in zip(row.tokens, row.mask) if own]).count("answer ") == turns
-        return len(counts)
-
-    count(1)  # what the template does is found out once
-    assert count(100) == count(10) <= 8

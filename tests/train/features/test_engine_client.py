@@ -3,7 +3,6 @@
 import threading
 import time
 
-import httpx
 import pytest
 
 from specdec.core import loopback
@@ -105,21 +104,6 @@ def test_a_server_that_dies_and_comes_back_loses_nothing(client_of):
     assert "does not answer" in lost and "answers again" in back
 
 
-def test_a_server_may_be_lost_for_any_number_of_tries(client_of, monkeypatch):
-    monkeypatch.setattr(engine_client, "LONGEST_PAUSE", 0)
-    with SmallServer(echo) as server:
-        client, left = client_of(server), iter(range(2000))
-        send = client._send
-
-        def lose(*request):
-            if next(left, None) is not None:
-                raise httpx.ConnectError("nobody listens")
-            return send(*request)
-
-        monkeypatch.setattr(client, "_send", lose)
-        assert client.post(PATH, {"number": 4}, said) == 4 and len(client.said) == 2
-
-
 @pytest.mark.parametrize(
     ("reply", "what"),
     [
@@ -144,15 +128,12 @@ def test_bad_answers_are_asked_for_again_some_times(client_of, reply, what):
         assert len(server.requests) == engine_client.TRIES
 
 
-def test_a_refusal_is_not_asked_for_again(client_of):
+def test_a_refusal_is_not_asked_for_again_and_what_is_no_list_of_models_is_refused(client_of):
     for status in (400, 404, 422):
         with SmallServer(in_turn((status, {"message": "too long"}))) as server:
             with pytest.raises(Refused, match=f"refuses the request with status {status}: too long"):
                 client_of(server).post(PATH, {}, said)
             assert len(server.requests) == 1
-
-
-def test_what_is_no_list_of_models_is_refused(client_of):
     for document in ({}, {"data": []}, {"data": ["model"]}, "text"):
         with SmallServer(in_turn((200, document))) as server, pytest.raises(ValueError, match="No server with OpenAI"):
             client_of(server).describe_models()
@@ -179,19 +160,6 @@ def test_closing_ends_requests_that_wait(client_of):
                 future.result(timeout=10)
         assert all(future.cancelled() for future in futures[2:]) and time.monotonic() - began < 5
         release.set()
-
-
-def test_closing_ends_a_request_between_two_tries(client_of, monkeypatch):
-    monkeypatch.setattr(engine_client, "LONGEST_PAUSE", 60)
-    with SmallServer(in_turn(None)) as server:
-        client = client_of(server, in_flight=1)
-        future = client.submit(PATH, {}, said)
-        while not client.said:
-            time.sleep(0.005)
-        time.sleep(0.3)  # it waits for longer and longer
-        client.close()
-        with pytest.raises(ValueError, match="was closed"):
-            future.result(timeout=5)
 
 
 def test_urls():

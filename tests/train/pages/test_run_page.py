@@ -1,8 +1,6 @@
 """Tests of the page of a run: it says what report.json says, holds all that it needs, and opens without an error."""
 
 import json
-import re
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,7 +10,6 @@ import pytest
 from scripts import report as script
 from specdec import checkpoint
 from specdec.measuring.report import Report
-from tests import browser
 from tests.support import write_rows
 from train.pages import page, run_page
 
@@ -71,30 +68,17 @@ def test_a_run_leaves_a_page_that_says_what_its_report_says(made, monkeypatch, c
     assert data["log"] == page.finite(
         [json.loads(line) for line in Path("checkpoints/paged/log.jsonl").read_text().splitlines()]
     )
-    assert data["samples"] == json.loads((made / "samples.json").read_text()) and len(data["samples"]) == 2
     assert data["about"]["data"]["supervised tokens"] > 0 and "head=eagle3" not in data["name"]
     shown = [report["replayed_tau"], report["tau"], report["speedup"], report["tokens_per_second"]]
     assert {f"{shown[0]:.2f}", f"{shown[1]:.2f}", f"{shown[2]:.2f}", f"{shown[3]:.2f}"} <= set(found.tiles)
     assert run_page.worth(Report.from_json(report))[1] in "".join(found.texts)
     assert {"hostile", "plain"} <= set(found.texts)  # a tag and a category
-    answers = ["".join(piece["text"] for piece in sample["pieces"]) for sample in data["samples"]]
-    everything = "".join(found.texts)
-    assert all(answer in everything for answer in answers) and HOSTILE in everything
     assert len(text) < 1_000_000 and set(found.addresses) == {"data:,"} and "<img" not in text.split("<script>")[0]
     (made / "report.html").unlink()
     monkeypatch.setattr(sys, "argv", ["report.py", "run=checkpoints/paged"])
     script.main()
     assert str(path) in capsys.readouterr().out
     assert path.read_text() == text
-
-
-@browser.needed
-def test_a_browser_opens_the_page_without_an_error(made, tmp_path):
-    command = [browser.PROGRAM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile", "--enable-logging=stderr",
-               "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom", f"file://{(made / 'report.html').resolve()}"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert "<th><button>" in done.stdout, done.stderr  # the script has run
-    assert not re.search(r"CONSOLE.*(error|warning|Uncaught|Failed)", done.stderr, re.IGNORECASE), done.stderr
 
 
 def report_of(**figures) -> Report:

@@ -1,4 +1,4 @@
-"""Tests of drafters that are trained by two processes, whole in each (DDP) or in parts (FSDP2), against one process."""
+"""Tests of drafters that are trained by two processes (DDP), against one process."""
 
 import subprocess
 import sys
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts import export
 from specdec import checkpoint
 from tests.processes import fit_by_two, fit_float64, free_ports
 from tests.support import ROOT, child_environment, log_of, losses_of, report_of, train_overrides, weights_of, write_rows
@@ -15,7 +14,6 @@ from train.trainer import ASK
 
 pytestmark = pytest.mark.full
 
-SHARD = ["train.shard=true"]
 SETTINGS = ["data.pack=true", "data.length=128", "train.ema=0.9", "validation.decode=end", "validation.share=0",
             "validation.num_prompts=5"]  # fmt: skip
 HEADS = {
@@ -23,7 +21,6 @@ HEADS = {
     "mtp": ["head=mtp", "head.objective.gradient_checkpointing=true"],
     "draft": ["head=draft", "head.drafter.borrow_embeddings=false"],  # packs hold different numbers of documents
 }
-KINDS = {"ddp": [], "fsdp": SHARD}
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +38,12 @@ def printed(folder, tmp_path_factory):
         for head in HEADS:
             fit_float64(**run(f"{head}-one", "train.accumulation=2", head=head))
         fit_float64(**run("one-then-two", "train.accumulation=2", stop=4))
-        runs = [run(f"{head}-{kind}", *more, head=head) for kind, more in KINDS.items() for head in HEADS]
-        runs += [run("resumed", *SHARD, stop=4), run("resumed", *SHARD, "resume=true")]
-        runs += [run("two-then-one", *SHARD, stop=4), run("one-then-two", *SHARD, "resume=true")]
-        runs += [run("spoiled", *SHARD, "train.skip_not_finite=true", spoil=2)]
+        runs = [run(f"{head}-two", head=head) for head in HEADS]
+        runs += [run("resumed", stop=4), run("resumed", "resume=true")]
+        runs += [run("two-then-one", stop=4), run("one-then-two", "resume=true")]
+        runs += [run("spoiled", "train.skip_not_finite=true", spoil=2)]
         minutes = ["train.save_every=null", "train.save_minutes=1e-9", "train.steps=90", "train.validate_every=27", "validation.num_prompts=1"]  # fmt: skip
-        runs += [run("ended", *SHARD, *minutes, end=30)]
+        runs += [run("ended", *minutes, end=30)]
         both = fit_by_two(cwd, runs)
         fit_float64(**run("two-then-one", "train.accumulation=2", "resume=true"))
     return cwd, both
@@ -69,10 +66,9 @@ def check_same(first: Path, second: Path, *names: str) -> None:
             )
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("head", HEADS)
-def test_two_processes_train_as_one(runs, head, kind):
-    one, two = f"{head}-one", f"{head}-{kind}"
+def test_two_processes_train_as_one(runs, head):
+    one, two = f"{head}-one", f"{head}-two"
     assert len(losses_of(one)) == 4 and losses_of(two) == pytest.approx(losses_of(one), rel=1e-10, abs=1e-10)
     first, second = (Path("checkpoints", run) for run in (one, two))
     check_same(first / "step_000004", second / "step_000004", "drafter.safetensors")
@@ -88,7 +84,7 @@ def test_two_processes_train_as_one(runs, head, kind):
 
 
 @pytest.mark.parametrize("run", ["resumed", "two-then-one", "one-then-two"])
-def test_a_run_goes_on_with_shards_or_without(runs, run):
+def test_a_run_goes_on_with_one_process_or_two(runs, run):
     """Died in the fourth step, saved after the second; the weights are then those of a run that was not interrupted."""
     assert losses_of(run) == pytest.approx(losses_of("eagle3-one"), rel=1e-10, abs=1e-10)
     state = "state/step_000004"
@@ -96,7 +92,7 @@ def test_a_run_goes_on_with_shards_or_without(runs, run):
 
 
 def test_a_step_that_is_not_finite_is_left_out_by_all(runs):
-    """The rows are tried one by one with whole weights, as the processes have different numbers of them."""
+    """The log names the rows of both."""
     (skipped,) = [row for row in log_of("spoiled") if "skipped" in row]
     assert skipped["step"] == 2 and len(set(skipped["skipped"])) >= 4 and list(losses_of("spoiled")) == [1, 2, 3, 4]
     assert all(value.isfinite().all() for value in weights_of("spoiled").values())
@@ -116,7 +112,7 @@ def test_two_nodes_by_torchrun(folder, tmp_path):
     """Two launchers, as docs/scaling.md starts them on two machines. One process speaks, not one of each machine."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1",
                 "--rdzv_backend", "c10d", "--rdzv_id", "7", "--rdzv_endpoint", f"localhost:{free_ports(1)[0]}"]  # fmt: skip
-    command = [*launcher, str(ROOT / "train.py"), *train_overrides(folder, "nodes", *SHARD, "train.steps=2", "train.validate_every=2")]  # fmt: skip
+    command = [*launcher, str(ROOT / "train.py"), *train_overrides(folder, "nodes", "train.steps=2", "train.validate_every=2")]  # fmt: skip
     processes = [subprocess.Popen(command, cwd=tmp_path, env=child_environment(), stdout=subprocess.PIPE,
                                   stderr=subprocess.STDOUT, text=True) for _ in range(2)]  # fmt: skip
     printed = "".join(process.communicate(timeout=200)[0] for process in processes)
@@ -127,50 +123,6 @@ def test_two_nodes_by_torchrun(folder, tmp_path):
 
 def test_only_the_main_process_speaks_and_computes_the_start(printed):
     main, other = ([line for line in text.splitlines() if line[:2] != "# "] for text in printed[1])
-    new = 2 * len(HEADS) + 4  # the runs that two processes begin
+    new = len(HEADS) + 4  # the runs that two processes begin
     assert main.count("computed start") == new and main.count("computed vocabulary") == new + 2
-    shares = ["share 1.00"] * 2 * len(HEADS)  # DDP: saved after steps 2 and 4
-    assert other[: len(shares)] == shares and set(other[len(shares) :]) == {"share 0.50"}
-
-
-@pytest.mark.parametrize("head", ["eagle3", "draft"])
-def test_exports_have_one_form(runs, folder, head, monkeypatch):
-    for kind in ("one", "ddp", "fsdp"):
-        arguments = [f"checkpoint=checkpoints/{head}-{kind}", "format=vllm", f"out=exports/{head}-{kind}"]
-        monkeypatch.setattr(
-            "sys.argv", ["export.py", *arguments, f"target.name={folder}/target", "target.dtype=float64"]
-        )
-        export.main()
-    first, *others = (Path("exports", f"{head}-{kind}") for kind in ("one", "ddp", "fsdp"))
-    for other in others:
-        assert sorted(path.name for path in first.iterdir()) == sorted(path.name for path in other.iterdir())
-        assert (first / "config.json").read_text() == (other / "config.json").read_text()
-        check_same(first, other, *(path.name for path in first.glob("*.safetensors")))
-
-
-# Mistakes of a user
-
-
-def test_one_process_cannot_shard(fit):
-    with pytest.raises(ValueError, match=r"^train\.shard=true keeps a part .* there is one process: start several"):
-        fit("alone", "train.shard=true")
-
-
-def test_a_configuration_of_accelerate_with_fsdp_is_refused(fit, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match=r"^accelerate's configuration asks for FSDP, .*train\.shard=true"):
-        fit("asked")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["head=medusa2"], "Medusa2 trains an adapter inside the target"),
-        (["optimizer.name=muon"], "optimizer.name=muon needs whole matrices"),
-        (["optimizer.name=adamw8bit"], "use optimizer.name=adamw,"),
-        (["head=draft", "data.on_policy=0.5"], "set data.on_policy=0"),
-    ],
-)
-def test_what_cannot_be_sharded_is_refused(fit, options, message):
-    with pytest.raises(ValueError, match=message):
-        fit("refused", "train.shard=true", *options)
+    assert other == []

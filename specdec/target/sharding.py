@@ -1,0 +1,108 @@
+"""A target whose layers are kept in parts by all processes of a run (FSDP2). Each process reads its own texts.
+
+A process keeps 1/N of every layer. A layer is gathered from all processes before it computes, and dropped after that. Embedding,
+final norm and LM head are whole in every process, because heads read them, and so is all else outside of the layers.
+
+All processes must call the target equally often, or they wait for each other: `Share.behind` says how often another process
+calls it more. They may call it with different tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import PreTrainedModel
+
+from specdec.core.shards import Shards
+from specdec.target import structure
+from specdec.target.loading import DTYPES, dtype_for, fill_ends, find_devices, load_skeleton
+
+WHOLE = "Use shard=false; then device=auto or an engine holds a target that is too large for one device."
+
+
+@dataclass(frozen=True)
+class Share:
+    """The processes that hold a target together, seen from one of them."""
+
+    size: int = 1
+    mesh: DeviceMesh | None = None  # of these processes; None: one process holds the whole target
+    same: bool = True  # whether they read the same data; else each reads its own
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes what it has read: one of those that read the same."""
+        return self.mesh is None or not self.same or self.mesh.get_local_rank() == 0
+
+    def all_say(self, value: float) -> list[float]:
+        """The values of all these processes, in order. All must ask, in the same order."""
+        if self.mesh is None:
+            return [value]
+        values = torch.zeros(self.size, dtype=torch.float64, device=self.mesh.device_type)
+        values[self.mesh.get_local_rank()] = value
+        dist.all_reduce(values, group=self.mesh.get_group())
+        return values.tolist()
+
+    def behind(self, num: int) -> int:
+        """How many calls of the target more than this one's `num` another process makes, which this one must make too.
+
+        0 where all read the same. Otherwise all must ask, in the same order.
+        """
+        return 0 if self.same else int(max(self.all_say(num))) - num
+
+
+def load_sharded(
+    name: str, *, dtype: str, device: str | torch.device, revision: str | None = None, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, Share]:
+    """The model with this process' part of each layer, and all processes. All call this; none holds more than one whole layer.
+
+    Arguments as of loading.load_model, but one device. Raises ValueError with what to do.
+    """
+    num = dist.get_world_size() if dist.is_initialized() else 1
+    if num == 1:
+        raise ValueError(
+            "shard=true keeps a part of the target's layers in each process, and there is one process: start several (accelerate "
+            "launch --num_processes 8, or torchrun --nproc_per_node 8), or set shard=false."
+        )
+    if str(device) == "auto":
+        raise ValueError(
+            "device=auto spreads a target's layers over the devices of one process, and shard=true keeps a part of each layer in "
+            "every process: use device=null with shard=true, or shard=false with auto."
+        )
+    place = find_devices(device)[0]
+    mesh = init_device_mesh(place.type, (num,), mesh_dim_names=("shard",))
+    share = Share(num, mesh, same=False)
+    wanted = list(DTYPES).index(dtype_for(dtype, place))  # as the first process finds it
+    dtype = list(DTYPES)[int(share.all_say(wanted)[0])]
+    model, quantisation = load_skeleton(name, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    if quantisation is not None:
+        raise ValueError(f"{name} is quantised ({quantisation}), and shard=true divides only plain weights. {WHOLE}")
+    _fill(model, Shards(name, revision=revision), mesh, name)
+    moved: Any = model.to(place)  # type: ignore[arg-type]
+    return moved, share
+
+
+def _fill(model: PreTrainedModel, shards: Shards, mesh: DeviceMesh, name: str) -> None:
+    decoder = structure.find_decoder(model)
+    blocks = structure.find_blocks(decoder, model.config.get_text_config(decoder=True).num_hidden_layers, name)
+    for block in blocks:
+        _read(model, (block,), shards)
+        try:
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        except (ValueError, RuntimeError, AssertionError) as error:
+            raise ValueError(f"{name}: a layer cannot be divided ({' '.join(str(error).split())}). {WHOLE}") from error
+    _read(model, (model.get_input_embeddings(), model.get_output_embeddings()), shards)
+    _read(model, (model,), shards)
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    others = {parameter for parameter in decoder.parameters() if id(parameter) not in inside}
+    fully_shard(decoder, mesh=mesh, ignored_params=others)  # so that layers share streams, and are gathered ahead
+
+
+def _read(model: PreTrainedModel, parts: tuple[nn.Module, ...], shards: Shards) -> None:
+    try:
+        fill_ends(model, parts, shards)
+    except ValueError as error:
+        raise ValueError(f"shard=true reads a target part by part from its files. {error} {WHOLE}") from error
