@@ -5,6 +5,7 @@ in float32 (results/44-other-machines.md).
 """
 
 import functools
+import os
 import platform
 import time
 from dataclasses import dataclass
@@ -44,6 +45,9 @@ def resolve(dtype: str, device: torch.device | str) -> str:
 
 
 def _of_cpu() -> Choice:
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()  # a user's limit of what oneDNN may use of the processor
+    if limit != "DEFAULT" and not any(name in limit for name in ("BF16", "FP16", "AMX", "AVX10")):
+        return Choice("float32", f"ONEDNN_MAX_CPU_ISA={limit} leaves oneDNN no bfloat16 units")
     if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         units = {"AMX": "_is_amx_tile_supported", "AVX-512": "_is_avx512_bf16_supported"}
         for what, asked in units.items():

@@ -16,6 +16,7 @@ def tell(monkeypatch, *, onednn: bool, avx512: bool = False, amx: bool = False, 
     """What oneDNN and the CPU say."""
     operators = type("Operators", (), {"_is_mkldnn_bf16_supported": staticmethod(lambda: onednn)})
     monkeypatch.setattr(torch.ops, "mkldnn", operators)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
@@ -36,6 +37,15 @@ def test_a_cpu_says_what_it_computes_in(monkeypatch, told, dtype):
     tell(monkeypatch, **told)
     choice = precision.choose("cpu")
     assert choice.dtype == dtype and choice.reason
+
+
+@pytest.mark.parametrize(
+    ("limit", "dtype"), [("AVX2", "float32"), ("avx512_core_bf16", "bfloat16"), ("DEFAULT", "bfloat16")]
+)
+def test_a_limit_of_onednn_counts(monkeypatch, limit, dtype):
+    tell(monkeypatch, onednn=True, avx512=True)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert precision.choose("cpu").dtype == dtype
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [((9, 0), "bfloat16"), ((8, 0), "bfloat16"), ((7, 5), "float32")])
