@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
-from specdec.core import devices, hub, precision
+from specdec.core import devices, fast, hub, precision
 from specdec.core.sampling import Sampling
 from specdec.heads.base import Head
 from specdec.measuring.measure import Prompt, check_prompts
@@ -87,6 +87,8 @@ def make(settings: dict, *arguments: Any, **more: Any) -> Any:
 
 def start_processes(config: RunConfig) -> tuple[Accelerator, RunConfig]:
     """Seeds everything, sets the threads of a CPU, and puts what the device computes in, in the place of `auto`."""
+    if config.fast is not None:
+        fast.turn_off(config.fast)
     set_seed(config.train.seed)
     transformers.utils.logging.disable_progress_bar()
     distributed.check_accelerate()

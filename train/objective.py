@@ -27,7 +27,7 @@ ALL_TOKENS = {"tv", "nla", "top_k", "confidence", *TEXT_LOSSES}  # need the targ
 LOGITS = 2**27
 BYTES = 24  # of free memory for each logit: its derivative is kept, and the step needs most of the memory
 BYTES_OF_PROBS = 64  # the same with losses other than KL, of which autograd keeps distributions in float32
-AT_ONCE = 2**28  # the same where no logits are kept: products are large, and a GPU is not filled by what they make
+AT_ONCE = 2**27  # the same where no logits are kept: products are large, and a GPU is not filled by what they make
 TARGET_LOGITS = 2**25  # the same for logits of the target over all V tokens
 
 

@@ -130,7 +130,7 @@ RANGES = {
     # A run
     "run": TEXT, "start": TEXT.or_null, "start_vocab": choice("keep", "data"), "resume": choice(True, False, "auto"),
     "tracker": choice("none", "wandb", "tensorboard", "trackio"), "progress": choice("auto", "rich", "plain", "quiet"),
-    "threads": FEW.or_null, "precision": choice("auto", "bf16", "fp32"), "solve_packs": whole(0), "_target_": TEXT,
+    "threads": FEW.or_null, "precision": choice("auto", "bf16", "fp32"), "fast": TEXT.or_list.or_null, "solve_packs": whole(0), "_target_": TEXT,
     # The target
     "target.name": TEXT, "target.revision": TEXT.or_null, "target.device": TEXT.or_null, "target.shard": FLAG,
     "target.dtype": choice("auto", "bfloat16", "float32", "float16", "float64"), "trust_remote_code": FLAG,

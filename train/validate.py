@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
-from specdec.core import rules
+from specdec.core import fast, rules
 from specdec.core.sampling import Sampling
 from specdec.heads.base import Drafter, Head
 from specdec.measuring import report as figures
@@ -262,7 +262,7 @@ class Validation:
         """Adds what was judged, and prints the report."""
         experts = experts_of(self.target.config.to_dict())
         numbers = None if experts is None else [experts.num, experts.per_token]
-        report = replace(report, shape=str(self.drafting.shape), step=step, experts=numbers)
+        report = replace(report, shape=str(self.drafting.shape), step=step, experts=numbers, fast=fast.describe(self.target.device))
         display.validation(self.console, report, self.drafting.shape)
         return report
 

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,9 +81,10 @@ def on(path: str, device: torch.device, dtype: torch.dtype | None = None) -> boo
     return True
 
 
-def turn_off(names: str) -> None:
+def turn_off(names: str | Sequence[str]) -> None:
     """names: "off" for all, or a comma list of paths. Raises ValueError for others."""
-    chosen = list(PATHS) if names == "off" else [name for name in names.split(",") if name]
+    chosen = names.split(",") if isinstance(names, str) else list(names)
+    chosen = list(PATHS) if chosen == ["off"] else chosen
     if unknown := set(chosen) - set(PATHS):
         raise ValueError(f"fast={names}: {', '.join(sorted(unknown))} is no fast path; there are {', '.join(PATHS)}, or off.")
     _off.update(dict.fromkeys(chosen, "turned off by fast="))
@@ -95,8 +96,10 @@ def leave_out(path: str, reason: str) -> bool:
     return False
 
 
-def describe() -> dict[str, str]:
-    """For reports: of each path whether it was used, or why it was not."""
+def describe(device: torch.device) -> dict[str, str] | None:
+    """For reports: of each path whether it was used, or why it was not; None on devices without any."""
+    if not kind_of(device).paths:
+        return None
     failed = {path: why for reasons in _proved.values() for path, why in reasons.items() if why}
     return {path: "used" if path in _used else _off.get(path) or failed.get(path, "not used") for path in PATHS}
 

@@ -100,20 +100,21 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Seen, cache) -> Tensor:
         """x [B, S, E], rotary cos and sin [B, S, head_dim], mask [B, 1, S, keys] or spans -> [B, S, D]"""
-        return self.o_proj(self.attend(x, rotary, mask, cache))
+        return self.o_proj(self.look(self.run_project(x, *rotary), mask, cache))
 
-    def attend(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Seen, cache) -> Tensor:
-        """`forward` without its last product -> [B, S, heads * head_dim]"""
-        out = cache.attend(self.layer, *self.project(x, *rotary), mask)  # [B, heads, S, head_dim]
+    def look(self, projected: tuple[Tensor, Tensor, Tensor], mask: Seen, cache) -> Tensor:
+        """What attention gives before its last product -> [B, S, heads * head_dim]. projected: from `project`"""
+        out = cache.attend(self.layer, *projected, mask)  # [B, heads, S, head_dim]
         return out.transpose(1, 2).flatten(2)
 
-    @training_block
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """-> query, key, value [B, heads, S, head_dim]"""
         shape = (*x.shape[:2], -1, self.head_dim)
         query, key, value = (p(x).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
         query, key = apply_rotary_pos_emb(query, key, cos, sin)
         return query.to(value.dtype), key.to(value.dtype), value
+
+    run_project = training_block(project)
 
     def alone(self, x: Tensor) -> Tensor:
         """What it gives where every position attends to itself only: x [M, E] -> [M, D]"""
@@ -133,7 +134,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor], mask: Seen, cache) -> Tensor:
         """x [B, S, E] into attention, residual [B, S, D] -> [B, S, D]"""
-        return self.finish(self.self_attn.attend(x, rotary, mask, cache), residual)
+        return self.attend(self.self_attn.run_project(x, *rotary), residual, mask, cache)
+
+    def attend(self, projected: tuple[Tensor, Tensor, Tensor], residual: Tensor, mask: Seen, cache) -> Tensor:
+        """`forward` behind the first products. projected: from `Attention.project`"""
+        return self.finish(self.self_attn.look(projected, mask, cache), residual)
 
     @training_block
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:

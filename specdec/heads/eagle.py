@@ -170,21 +170,27 @@ class Eagle3(_Eagle):
         return self.fc(features)
 
     @training_block
-    def join(self, h: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
-        """h, embedding [B, S, D] -> the normed state, and what attention reads [B, S, 2D]"""
-        normed = self.hidden_norm(h)
-        return normed, torch.cat([self.input_layernorm(embedding), normed], dim=-1)
+    def enter(self, h: Tensor, embedding: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """h, embedding [B, S, D] -> the normed state, and query, key and value of the block, which read [B, S, 2D]"""
+        normed, embedding = self.hidden_norm(h), embedding.to(self.norm.weight.dtype)
+        x = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
+        return normed, *self.block.self_attn.project(x, cos, sin)
+
+    @training_block
+    def leave(self, h: Tensor) -> Tensor:
+        """The last norm"""
+        return self.norm(h)
 
     def step(self, d, h, tokens, positions, mask, cache):
-        normed, x = self.join(h, self.embed(tokens))
-        rotary = self.rotary(x, positions)
+        rotary = self.rotary(self.norm.weight, positions)
+        normed, *projected = self.enter(h, self.target.embed(tokens), *rotary)
         first, *further = (
             within(mask, window, depth=d, positions=positions, first=self.first_slot) for window in self.windows
         )
-        h = self.block(x, normed if self.norm_before_residual else h, rotary, first, cache)
+        h = self.block.attend(projected, normed if self.norm_before_residual else h, first, cache)
         for layer, seen in zip(self.further, further):
             h = layer(h, rotary, seen, cache)
-        normed = self.norm(h)
+        normed = self.leave(h)
         return (normed if self.norm_output else h), normed
 
     def logits(self, d, readout):

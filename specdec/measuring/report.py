@@ -71,6 +71,7 @@ class Report:
     differences: list[dict] = field(default_factory=list)  # greedy answers unlike plain decoding's: prompt, token, gap
     by_tag: dict[str, "Report"] = field(default_factory=dict)  # of the tags that rows of prompts have
     by_prompt: list[dict] = field(default_factory=list)  # of a validation: `prompt_counts`
+    fast: dict | None = None  # on a GPU: of each fast path whether it was used, or why not
     experts: list[int] | None = None  # of a validation whose target is a mixture: experts of a layer, those of a token
 
     @property
