@@ -182,7 +182,14 @@ def model_block(function: Callable) -> Callable:
     known: dict[tuple, Callable] = {}
 
     def run(module: torch.nn.Module, *inputs, **options):
-        tensors = [*module.parameters()] + [each for each in _tensors(inputs) if each.requires_grad]
+        weights = {name: each for name, each in module.named_parameters()}
+        for name, part in module.named_modules():  # matrices that were cast once
+            weights |= (
+                {f"{name}.weight".lstrip("."): part.weight}
+                if isinstance(part.__dict__.get("weight"), torch.Tensor)
+                else {}
+            )
+        tensors = [*weights.values()] + [each for each in _tensors(inputs) if each.requires_grad]
         training = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
         key = (training, type(module), *(each.shape for each in _tensors(inputs)))
         if not training:
@@ -190,21 +197,40 @@ def model_block(function: Callable) -> Callable:
                 graph = make_fx(lambda *given: function(module, *given, **options))(*inputs)
             return _FusedRun(graph)(*inputs)
         if key not in known:
-            names = [name for name, _ in module.named_parameters()]
+            names = list(weights)
 
             def plain(*given):
-                with torch.nn.utils.stateless._reparametrize_module(module, dict(zip(names, given))):
+                with _replaced(module, dict(zip(names, given))):
                     return function(module, *given[len(names) :])
 
             known[key] = aot_function(
                 plain, fw_compiler=lambda graph, _: _FusedRun(graph), bw_compiler=lambda graph, _: _FusedRun(graph),
                 partition_fn=min_cut_rematerialization_partition,
             )  # fmt: skip
-            with _disable_current_modes():  # the first call traces, which is not counted
-                known[key](*module.parameters(), *inputs)
-        return known[key](*module.parameters(), *inputs)
+            count, Count.current = Count.current, Count()  # the first call traces, which is not counted
+            with _disable_current_modes():
+                known[key](*weights.values(), *inputs)
+            Count.current = count
+        return known[key](*weights.values(), *inputs)
 
     return run
+
+
+@contextlib.contextmanager
+def _replaced(module: torch.nn.Module, weights: dict[str, torch.Tensor]):
+    """Within, the module computes with these."""
+    before = []
+    for name, value in weights.items():
+        place, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(place)
+        known = owner._parameters if leaf in owner._parameters else owner.__dict__
+        before.append((known, leaf, known[leaf]))
+        known[leaf] = value
+    try:
+        yield
+    finally:
+        for known, leaf, value in before:
+            known[leaf] = value
 
 
 class _FusedRun:
@@ -224,7 +250,9 @@ class _FusedRun:
             before = [(level[each], each) for each in node.all_input_nodes]
             level[node] = max((number + (_kind(each) == "product") for number, each in before), default=0)
             if _kind(node) == "product":
-                given = [run.values[each] for each in node.all_input_nodes if isinstance(run.values[each], torch.Tensor)]
+                given = [
+                    run.values[each] for each in node.all_input_nodes if isinstance(run.values[each], torch.Tensor)
+                ]
                 args = torch.fx.map_arg(node.args, lambda each: run.values[each])
                 count.add(_name(node), given, _tensors([run.values[node]]), args)
             elif _kind(node) == "point":
@@ -307,6 +335,33 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask
 @_attention.register_fake
 def _(query, key, value, mask):
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]).transpose(1, 2)
+
+
+@torch.library.custom_op("specdec_tests::kl", mutates_args=())
+def _kl(logits: torch.Tensor, goal: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("it is counted on meta tensors, never computed")
+
+
+@_kl.register_fake
+def _(logits, goal, rows):
+    return logits.new_empty(len(logits), dtype=torch.float32)
+
+
+class _ModelledKL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, goal, rows, temperature):
+        ctx.slope = logits.detach()
+        return _kl(logits, goal, rows)
+
+    @staticmethod
+    def backward(ctx, grad):
+        slope, ctx.slope = ctx.slope, None
+        return slope.mul_(grad[:, None].to(slope.dtype)), None, None, None
+
+
+def model_kl(logits, goal, rows, temperature):
+    """A stand-in for the kernel of KL, which reads logits and goals and writes slopes over the logits."""
+    return _ModelledKL.apply(logits, goal, rows, temperature)
 
 
 class _FusedAttention(TorchFunctionMode):

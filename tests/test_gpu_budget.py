@@ -19,7 +19,7 @@ from specdec.decoding.decoder import Decoder
 from specdec.heads.eagle import Eagle3
 from specdec.proposers.heads import HeadProposer
 from specdec.target.verifier import Verifier
-from tests.metacount import Autocast, Count, meta_target
+from tests.metacount import PEAK, Autocast, Count, meta_target, model_block, model_kl
 from tests.support import chain_of, load_head
 from train.data.rows import Row, collate
 from train.features.outputs import Online
@@ -77,10 +77,14 @@ def head_of(target) -> Eagle3:
     return drafter.to("meta")
 
 
-def count_step(target, documents: list[int], *, paths: tuple[str, ...] = (), vocab: int = W, length: int = 8192) -> Count:
+def count_step(
+    target, documents: list[int], *, paths: tuple[str, ...] = (), vocab: int = W, length: int = 8192
+) -> Count:
     """A training step of EAGLE-3 at depth 7, where 30 % of each conversation are prompt."""
     with torch.device("meta"):
-        drafter = Eagle3(target, vocab=None if vocab == target.vocab_size else torch.arange(vocab, device="cpu")).to("meta")
+        drafter = Eagle3(target, vocab=None if vocab == target.vocab_size else torch.arange(vocab, device="cpu")).to(
+            "meta"
+        )
     objective = Objective(drafter, **load_head("eagle3")["objective"] | {"depth": 7, "losses": {"kl": 1.0}})
     judge = objective._judge
 
@@ -98,6 +102,55 @@ def count_step(target, documents: list[int], *, paths: tuple[str, ...] = (), voc
             loss = objective(batch, output, compare=False)
         (loss.total / loss.num_goals).backward()
     return count
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile, "_compile_block", model_block)
+        patch.setattr(compile, "autocast_dtype", lambda device: torch.bfloat16)
+        patch.setattr("train.objective.has_kernel", lambda device: True)
+        patch.setattr("train.objective.fused_kl", model_kl)
+        yield meta_target(QWEN3_8B, patch)
+
+
+@dataclass(frozen=True)
+class StepBudget:
+    """Of a training step with fast paths. mfu: least share of an H100's peak by the roofline; waits of the host: none"""
+
+    launches: int
+    live: float
+    mfu: float
+
+    def check(self, count: Count) -> None:
+        found = StepBudget(count.launches, count.live / GB, count.flops / count.seconds / PEAK)
+        print(found, f"{count.seconds:.3f} s", f"{count.flops / 1e12:.0f} TFLOP", count.moved / GB)
+        assert found.launches <= self.launches and found.live <= self.live and found.mfu >= self.mfu, found
+        assert count.waits == 0
+
+
+PATHS = ("varlen", "loss", "blocks")
+
+
+@pytest.mark.parametrize(
+    ("documents", "length", "paths", "budget"),
+    [
+        pytest.param(DOCUMENTS, 8192, ("varlen",), StepBudget(8000, 16.5, 0.34), marks=pytest.mark.full),
+        pytest.param(DOCUMENTS, 8192, ("varlen", "loss"), StepBudget(5000, 17.1, 0.39), marks=pytest.mark.full),
+        (DOCUMENTS, 8192, PATHS, StepBudget(2750, 12, 0.45)),
+        pytest.param([8192], 8192, PATHS, StepBudget(2750, 12, 0.45), marks=pytest.mark.full),
+        pytest.param([16384], 16384, PATHS, StepBudget(3700, 20.5, 0.40), marks=pytest.mark.full),
+    ],
+)
+def test_a_training_step_with_fast_paths(qwen, documents, length, paths, budget):
+    budget.check(count_step(qwen, documents, paths=paths, length=length))
+
+
+@pytest.mark.full
+def test_all_tokens_of_the_vocabulary_take_less_than_twice_the_time(qwen):
+    some, every = (count_step(qwen, DOCUMENTS, paths=PATHS, vocab=num) for num in (W, QWEN3_8B.vocab_size))
+    print(every.seconds / some.seconds, every.live / GB)
+    assert every.seconds <= 1.7 * some.seconds
 
 
 def test_a_training_step_without_fast_paths(monkeypatch):

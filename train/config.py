@@ -257,7 +257,17 @@ def _make(part: type, given: dict, group: str = "") -> Any:
 
 def fixed_settings(document: dict) -> dict:
     """The settings that a run's figures depend on, by dotted name."""
-    free: tuple[str, ...] = ("resume", "tracker", "threads", "fast", "features", "decode", "validation", "run", "progress")
+    free: tuple[str, ...] = (
+        "resume",
+        "tracker",
+        "threads",
+        "fast",
+        "features",
+        "decode",
+        "validation",
+        "run",
+        "progress",
+    )
     free += ("target.device", "target.shard", "target.trust_remote_code")
     # What is read is in the fingerprint
     free += tuple(f"data.{key}" for key in ("split", "heldout_split", "cache", "workers"))

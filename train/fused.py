@@ -20,8 +20,6 @@ except ImportError:  # comes with torch for GPUs
     triton = None
 
 
-
-
 class PartsOfGoals(torch.autograd.Function):
     """The sum of a loss over parts of the goals, as a function of values and parameters.
 
@@ -77,7 +75,9 @@ class _FusedKL(torch.autograd.Function):
         _kl_kernel[(len(logits),)](
             slope, goal, rows, losses, logits.shape[1], logits.stride(0), goal.stride(0), 1 / temperature, BLOCK=BLOCK
         )
-        ctx.slope = slope  # not among saved tensors, which torch counts the changes of: parts of one tensor share that count
+        ctx.slope = (
+            slope  # not among saved tensors, which torch counts the changes of: parts of one tensor share that count
+        )
         return losses
 
     @staticmethod

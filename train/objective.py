@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specdec.core import fast
+from specdec.core.compile import forget_casts
 from specdec.heads.base import Drafter, Slots
 from specdec.target.adapter import original as original_target
 from specdec.target.model import Target, TargetOutput
@@ -28,6 +29,7 @@ LOGITS = 2**27
 BYTES = 24  # of free memory for each logit: its derivative is kept, and the step needs most of the memory
 BYTES_OF_PROBS = 64  # the same with losses other than KL, of which autograd keeps distributions in float32
 AT_ONCE = 2**27  # the same where no logits are kept: products are large, and a GPU is not filled by what they make
+LEAST_GOALS = 512  # but not fewer goals than this, for products and for gradients of the LM head, which are added up
 TARGET_LOGITS = 2**25  # the same for logits of the target over all V tokens
 
 
@@ -141,6 +143,7 @@ class Objective(nn.Module):
 
         compare: whether to compare guesses with the text
         """
+        forget_casts()
         chosen, original = self.settings, None
         if output is None:
             output, original = self._read(batch)
@@ -209,13 +212,15 @@ class Objective(nn.Module):
         """What `_judge` gives for all parts, if it was asked to compare, and the weighted sum of losses, by train/fused.py."""
         steps, kernel = unrolled.plan, self.losses.keys() == {"kl"} and has_kernel(final.device)
         states = unrolled.states if "smooth_l1" in self.losses else []
-        parts = list(steps.parts(max(1, AT_ONCE // (self.depth * self.drafter.vocab_size))))
+        parts = list(steps.parts(max(LEAST_GOALS, AT_ONCE // (self.depth * self.drafter.vocab_size))))
         places = [[step.places[at] for step, at in zip(steps.steps, part.steps)] for part in parts]
         results: list[Judgement] = []
 
         def judge(number: int, values: list[Tensor]) -> tuple[Tensor, Judgement]:
             taken = _Taken(steps, values[: self.depth], values[self.depth :])
-            judged = self._judge(parts[number], batch, final, taken, compare, together=self.drafter.one_output, kernel=kernel)
+            judged = self._judge(
+                parts[number], batch, final, taken, compare, together=self.drafter.one_output, kernel=kernel
+            )
             total = self._weigh(judged, batch, steps)
             return total, {name: each for name, each in judged.items() if name == "matches"}
 
@@ -275,7 +280,9 @@ class Objective(nn.Module):
                 depths["matches"].append(spread(guess == tokens.index_select(0, numbers)))
             if kernel:
                 depths["exists"].append(spread(torch.ones_like(numbers, dtype=torch.bool)))
-                depths["pointwise"].append(spread(self.losses["kl"] * fused_kl(logits, goal.logits, numbers, self.temperature)))
+                depths["pointwise"].append(
+                    spread(self.losses["kl"] * fused_kl(logits, goal.logits, numbers, self.temperature))
+                )
                 continue
             judged = losses.Judged(
                 goal if whole else goal.of(numbers),

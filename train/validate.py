@@ -262,7 +262,9 @@ class Validation:
         """Adds what was judged, and prints the report."""
         experts = experts_of(self.target.config.to_dict())
         numbers = None if experts is None else [experts.num, experts.per_token]
-        report = replace(report, shape=str(self.drafting.shape), step=step, experts=numbers, fast=fast.describe(self.target.device))
+        report = replace(
+            report, shape=str(self.drafting.shape), step=step, experts=numbers, fast=fast.describe(self.target.device)
+        )
         display.validation(self.console, report, self.drafting.shape)
         return report
 

@@ -6,6 +6,7 @@ weights of linear layers are reordered once into oneDNN's blocked layout, and se
 """
 
 import contextlib
+import copy
 import functools
 import time
 import warnings
@@ -13,12 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._inductor.exc import InductorError
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
-from torch._inductor.exc import InductorError
 
 from specdec.core import fast, precision
 
@@ -319,10 +319,50 @@ def training_block(function: Callable) -> Callable:
     @functools.wraps(function)
     def run(module: nn.Module, first: Tensor, *more):
         if torch.is_grad_enabled() and fast.on("blocks", first.device):
-            return run_block(function, module, first, *more)
+            return run_block(function, cast_once(module, first.device), first, *more)
         return function(module, first, *more)
 
     return run
+
+
+_mirrors: dict[nn.Module, nn.Module] = {}
+
+
+def forget_casts() -> None:
+    """A training step calls this first: weights have changed."""
+    _mirrors.clear()
+
+
+def cast_once(module: nn.Module, device: torch.device) -> nn.Module:
+    """Under autocast the module with its matrices in 16 bits, cast once until `forget_casts`; else the module itself.
+
+    Autocast inside a compiled function would cast them at every step of the unroll, and keep each copy for the backward pass.
+    """
+    dtype = autocast_dtype(device)
+    if dtype is None:
+        return module
+    if module not in _mirrors:
+        _mirrors[module] = mirror = _mirror(module)
+        for place, own in zip(mirror.modules(), module.modules()):
+            if isinstance(own, nn.Linear) and "weight" not in place._parameters:
+                place.__dict__["weight"] = own.weight.to(dtype)
+    return _mirrors[module]
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype of products under autocast; None without it"""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def _mirror(module: nn.Module) -> nn.Module:
+    """The same module and parameters, in which matrices of linear layers can be replaced."""
+    mirror = copy.copy(module)
+    mirror.__dict__ = dict(module.__dict__)
+    mirror._modules = {name: child and _mirror(child) for name, child in module._modules.items()}
+    mirror._parameters = dict(module._parameters)
+    if isinstance(module, nn.Linear) and module.weight.requires_grad and module.weight.dtype == torch.float32:
+        del mirror._parameters["weight"]
+    return mirror
 
 
 def check_blocks(device: torch.device) -> None:
@@ -333,7 +373,9 @@ def check_blocks(device: torch.device) -> None:
     for function in (_compile_block(nn.Sequential.forward), nn.Sequential.forward):
         x = torch.randn(96, 64, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
         out = function(mlp, x)
-        results.append([each.detach().cpu() for each in (out, *torch.autograd.grad(out.square().sum(), [x, *mlp.parameters()]))])
+        results.append(
+            [each.detach().cpu() for each in (out, *torch.autograd.grad(out.square().sum(), [x, *mlp.parameters()]))]
+        )
     fast.compare("a compiled block", *results, 0.02)
 
 
@@ -409,4 +451,6 @@ def check_graphs(device: torch.device) -> None:
     x = [torch.randn(4, 64, device=device) for _ in range(3)]
     replay = capture_graph(function, x[:1], GraphPool())
     for each in x:
-        fast.compare("a CUDA graph", [part.cpu() for part in replay(each)], [part.cpu() for part in function(each)], 1e-5)
+        fast.compare(
+            "a CUDA graph", [part.cpu() for part in replay(each)], [part.cpu() for part in function(each)], 1e-5
+        )

@@ -86,7 +86,9 @@ def turn_off(names: str | Sequence[str]) -> None:
     chosen = names.split(",") if isinstance(names, str) else list(names)
     chosen = list(PATHS) if chosen == ["off"] else chosen
     if unknown := set(chosen) - set(PATHS):
-        raise ValueError(f"fast={names}: {', '.join(sorted(unknown))} is no fast path; there are {', '.join(PATHS)}, or off.")
+        raise ValueError(
+            f"fast={names}: {', '.join(sorted(unknown))} is no fast path; there are {', '.join(PATHS)}, or off."
+        )
     _off.update(dict.fromkeys(chosen, "turned off by fast="))
 
 
@@ -156,7 +158,10 @@ def _run_checks(device: torch.device) -> dict[str, str]:
             )
             lines, end = done.stdout.splitlines(), f"ended its process with {done.returncode}"
         except subprocess.TimeoutExpired as late:
-            lines, end = (late.stdout or b"").decode(errors="replace").splitlines(), f"took more than {late.timeout:.0f} s"
+            lines, end = (
+                (late.stdout or b"").decode(errors="replace").splitlines(),
+                f"took more than {late.timeout:.0f} s",
+            )
         for line in lines:
             if line.startswith("{"):
                 results |= json.loads(line)

@@ -157,7 +157,9 @@ class Packed:
     def of(cls, index: Tensor) -> "Packed":
         """index [B, T], on the CPU: as of `Documents`"""
         num_rows, length = index.shape
-        flat = (index + torch.arange(num_rows)[:, None] * (int(index.max()) + 2)).flatten()  # no two rows share a number
+        flat = (
+            index + torch.arange(num_rows)[:, None] * (int(index.max()) + 2)
+        ).flatten()  # no two rows share a number
         _, counts = torch.unique_consecutive(flat, return_counts=True)
         starts = counts.cumsum(0) - counts
         positions = torch.arange(num_rows * length) - starts.repeat_interleave(counts)

@@ -45,7 +45,9 @@ def resolve(dtype: str, device: torch.device | str) -> str:
 
 
 def _of_cpu() -> Choice:
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()  # a user's limit of what oneDNN may use of the processor
+    limit = os.environ.get(
+        "ONEDNN_MAX_CPU_ISA", "DEFAULT"
+    ).upper()  # a user's limit of what oneDNN may use of the processor
     if limit != "DEFAULT" and not any(name in limit for name in ("BF16", "FP16", "AMX", "AVX10")):
         return Choice("float32", f"ONEDNN_MAX_CPU_ISA={limit} leaves oneDNN no bfloat16 units")
     if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():

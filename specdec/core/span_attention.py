@@ -19,7 +19,9 @@ CHUNK = 2**21  # entries of a chunk's mask on a CPU, whose kernel works through 
 SLOTS = 256  # of a chunk on a CPU: with more, slots of one document are computed against keys of others
 SCORES = 2**26  # scores of a chunk on other devices
 WIDE = ("cuda",) if torch.version.cuda else ()  # kinds of devices whose products of 16-bit matrices may be 32-bit ones
-MOST_QUERIES = 6  # queries that the kernel for texts computes for each slot at most: where slots are scattered, chunks are faster
+MOST_QUERIES = (
+    6  # queries that the kernel for texts computes for each slot at most: where slots are scattered, chunks are faster
+)
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -309,7 +311,12 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 def _of_texts(query: Tensor, key: Tensor, value: Tensor, texts: Texts) -> tuple[Tensor, Tensor]:
     """`_common`, of all rows; zero, and minus infinity, for slots that see no key"""
     out, log_sum = attend_segments(
-        _to_texts(query, texts), _keys_of(key, texts), _keys_of(value, texts), texts.segments, scale=1.0, window=texts.left
+        _to_texts(query, texts),
+        _keys_of(key, texts),
+        _keys_of(value, texts),
+        texts.segments,
+        scale=1.0,
+        window=texts.left,
     )
     log_sum = log_sum.transpose(0, 1)[..., None]  # [Q, H, 1]
     return _from_texts(out, query, texts, 0.0), _from_texts(log_sum, query, texts, float("-inf"))

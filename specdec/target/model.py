@@ -298,16 +298,26 @@ class Target:
     @functools.cached_property
     def reads_segments(self) -> bool:
         """Whether it reads packed texts in one call, as it reads them alone: on devices with the kernel, tried with two texts."""
-        if not self.whole or self.recurrent or self.spread or self.kinds.chunk or not fast.on("varlen", self.device, self.dtype):
+        if (
+            not self.whole
+            or self.recurrent
+            or self.spread
+            or self.kinds.chunk
+            or not fast.on("varlen", self.device, self.dtype)
+        ):
             return False
         packed = masks.Packed.of(torch.tensor([[0] * 3 + [1] * (target_structure.NUM_TOKENS - 3)])).to(self.device)
         tokens = self._sample_text()
         try:
             final = packed.read(tokens, lambda *read: self.read(read[0], (), positions=read[1], segments=read[2]).final)
-            alone = torch.cat([self.read(part, ()).final for part in tokens.split([3, tokens.shape[1] - 3], dim=1)], dim=1)
+            alone = torch.cat(
+                [self.read(part, ()).final for part in tokens.split([3, tokens.shape[1] - 3], dim=1)], dim=1
+            )
             error = float((final - alone).float().norm() / alone.float().norm())
         except (TypeError, NotImplementedError, RuntimeError) as reason:
-            return fast.leave_out("varlen", f"{self.name} cannot read several texts in one call ({str(reason).splitlines()[0]})")
+            return fast.leave_out(
+                "varlen", f"{self.name} cannot read several texts in one call ({str(reason).splitlines()[0]})"
+            )
         if error > (SAME if torch.finfo(self.dtype).bits < 32 or self.quantisation else 1e-3):
             return fast.leave_out("varlen", f"{self.name} reads several texts in one call differently, by {error:.1%}")
         return True

@@ -31,10 +31,11 @@ def make_batch(vocab_size: int):
     return collate([rows[:2], rows[2:]], length=26, pad_token=0)
 
 
-@pytest.mark.parametrize("chunk", [2**28, 60])  # all goals at once, and a few at a time
+@pytest.mark.parametrize("chunk", [2**27, 60])  # all goals at once, and a few at a time
 @pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
 def test_losses_and_gradients_are_those_of_the_reference(target, variant, chunk, monkeypatch):
     monkeypatch.setattr(objective, "AT_ONCE", chunk)
+    monkeypatch.setattr(objective, "LEAST_GOALS", 1)
     drafter = make_drafter(target, *variant)
     losses = {"kl": 1.0, "ce": 0.5, "tv": 0.7} | ({"smooth_l1": 0.3} if drafter.estimates else {})
     losses |= {"confidence": 0.2} if drafter.confident else {}
@@ -50,7 +51,10 @@ def test_losses_and_gradients_are_those_of_the_reference(target, variant, chunk,
 
 @pytest.mark.parametrize("weighting, losses", [("dpace", {"kl": 1.0}), ("vat", {"ce": 1.0}), ("decay", {"lk": 1.0})])
 def test_losses_whose_weights_follow_from_all_goals_keep_their_way(target, weighting, losses):
-    judging, batch = make_objective(make_drafter(target, "eagle3"), losses=losses, weighting=weighting), make_batch(target.vocab_size)
+    judging, batch = (
+        make_objective(make_drafter(target, "eagle3"), losses=losses, weighting=weighting),
+        make_batch(target.vocab_size),
+    )
     (wanted, reference), (found, grads) = (step(judging, batch, paths) for paths in ((), PATHS))
     torch.testing.assert_close(found.total, wanted.total, atol=1e-10, rtol=1e-10)
     for name in grads:
@@ -60,11 +64,14 @@ def test_losses_whose_weights_follow_from_all_goals_keep_their_way(target, weigh
 def test_no_logits_of_all_goals_are_kept(target, monkeypatch):
     """Between the forward and the backward pass nothing is saved that has as many entries as goals and tokens."""
     monkeypatch.setattr(objective, "AT_ONCE", 60)
+    monkeypatch.setattr(objective, "LEAST_GOALS", 1)
     judging, batch = make_objective(make_drafter(target, "eagle3"), losses={"kl": 1.0}), make_batch(target.vocab_size)
     sizes = {}
     for paths in ((), PATHS):
         kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each.numel()) or each, lambda each: each):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda each: kept.append(each.numel()) or each, lambda each: each
+        ):
             with fast.forced(*paths):
                 output = Online(judging.drafter.target, judging.drafter.target_layers)(batch)
                 loss = dataclasses.replace(judging(batch, output))
@@ -104,3 +111,29 @@ def test_blocks_compile_once_for_ragged_packs(target, monkeypatch):
         counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert not compile._not_compiled and counts[0] > 0
     assert counts[2:] == [counts[2]] * 18, counts
+
+
+def test_weights_are_cast_once_under_autocast(target, monkeypatch):
+    """As autocast does it in a step that is not compiled: one copy in 16 bits, to which all steps of the unroll add gradients."""
+    monkeypatch.setattr(compile, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compile, "_not_compiled", set())
+    compile._compile_block.cache_clear()
+    drafter = make_drafter(target, "eagle3").float()
+    target.model.float()
+    try:
+        judging, results = make_objective(drafter, losses={"kl": 1.0}), []
+        for paths in ((), ("blocks",)):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss, grads = step(judging, make_batch(target.vocab_size), paths)
+            results.append([loss.total.detach(), *grads.values()])
+            assert len(compile._mirrors) == (2 if paths else 0)
+        for found, wanted in zip(*results, strict=True):
+            assert float((found - wanted).norm()) <= 0.02 * float(wanted.norm())
+        with torch.no_grad():
+            drafter.block.mlp.up_proj.weight.zero_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            changed, _ = step(judging, make_batch(target.vocab_size), ("blocks",))
+        assert not torch.isclose(changed.total, results[0][0])
+    finally:
+        target.model.double()
+    assert not compile._not_compiled

@@ -66,7 +66,11 @@ def test_texts_of_random_packs_against_a_dense_mask(seed, lag, share, window):
     else:
         order = torch.arange(length).expand(num_rows, -1)
     seen = span_attention.within(seen, window, depth=1, positions=order, first=0)
-    shapes = (num_rows, 2, 3, order.shape[1], 2, 4), *[(num_rows, 2, length, 4)] * 2, *[(num_rows, 2, order.shape[1], 2, 4)] * 2
+    shapes = (
+        (num_rows, 2, 3, order.shape[1], 2, 4),
+        *[(num_rows, 2, length, 4)] * 2,
+        *[(num_rows, 2, order.shape[1], 2, 4)] * 2,
+    )
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     real = (index.gather(1, order) >= 0)[:, None, None, :, None, None]
     given = torch.randn(shapes[0], dtype=torch.float64) * real  # nobody reads what padding gives
@@ -108,7 +112,9 @@ def test_packed_documents_in_one_call():
     """The places and the positions of tokens, padding in a text of its own, and a number of texts that stays."""
     packed = masks.Packed.of(INDEX)
     lengths = packed.segments.query_starts.diff()
-    assert lengths[: int((lengths > 0).sum())].tolist() == [3, 3, 1, 7, 1, 2, 1, 3] and len(lengths) == varlen.ROUND_TEXTS
+    assert (
+        lengths[: int((lengths > 0).sum())].tolist() == [3, 3, 1, 7, 1, 2, 1, 3] and len(lengths) == varlen.ROUND_TEXTS
+    )
     assert packed.positions.tolist() == [[*range(3), *range(3), 0, *range(7), 0, *range(2), 0, *range(3)]]
     assert packed.segments.longest == (7, 7)
     tokens = torch.arange(21).view(3, 7)
@@ -120,7 +126,9 @@ def test_packed_documents_in_one_call():
 def test_targets_read_packs_in_one_call_as_text_by_text(family, recwarn):
     """With windows, sinks and latent attention; a family that cannot says so in one sentence, and reads groups as before."""
     target = target_of(family)
-    rows = [Row(str(num), "all", [(7 * at + num) % 60 + 1 for at in range(num)], [False] * num) for num in (9, 20, 3, 14)]
+    rows = [
+        Row(str(num), "all", [(7 * at + num) % 60 + 1 for at in range(num)], [False] * num) for num in (9, 20, 3, 14)
+    ]
     batch = collate([rows[:2], rows[2:]], length=32, pad_token=0)
     wanted = read_outputs(target, batch, (0, 2))
     target.__dict__.pop("reads_segments")
