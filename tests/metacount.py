@@ -182,7 +182,7 @@ def model_block(function: Callable) -> Callable:
     known: dict[tuple, Callable] = {}
 
     def run(module: torch.nn.Module, *inputs, **options):
-        weights = {name: each for name, each in module.named_parameters()}
+        weights = dict(module.named_parameters())
         for name, part in module.named_modules():  # matrices that were cast once
             weights |= (
                 {f"{name}.weight".lstrip("."): part.weight}

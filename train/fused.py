@@ -104,39 +104,39 @@ if triton is not None:
 
     @triton.jit
     def _kl_kernel(logits, goal, rows, losses, WIDTH: tl.constexpr, stride, goal_stride, factor, BLOCK: tl.constexpr):
-        """One row: with l the drafter's logits / temperature and g the target's, the loss is the mean of g - l under the
-        target's distribution, - log sum exp g + log sum exp l. The logits become the slopes, (q - p) / temperature."""
+        """One row: with q the drafter's logits / temperature and p the target's, the loss is the mean of p - q under the
+        target's distribution, minus log sum exp p, plus log sum exp q. The logits become its derivatives."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * stride
         goal += tl.load(rows + row).to(tl.int64) * goal_stride
-        most_l = -float("inf")  # largest so far, and sums of exponents relative to it
-        most_g = -float("inf")
-        sum_l = 0.0
-        sum_g = 0.0
+        most_q = -float("inf")  # largest so far, and sums of exponents relative to it
+        most_p = -float("inf")
+        sum_q = 0.0
+        sum_p = 0.0
         gap = 0.0
         for start in range(0, WIDTH, BLOCK):
             at = start + tl.arange(0, BLOCK)
             there = at < WIDTH
-            l = tl.load(logits + at, mask=there, other=-float("inf")).to(tl.float32) * factor
-            g = tl.load(goal + at, mask=there, other=-float("inf")).to(tl.float32)
-            new_l = tl.maximum(most_l, tl.max(l, 0))
-            new_g = tl.maximum(most_g, tl.max(g, 0))
-            weight = tl.exp(g - new_g)
-            sum_l = sum_l * tl.exp(most_l - new_l) + tl.sum(tl.exp(l - new_l), 0)
-            scale = tl.exp(most_g - new_g)
-            sum_g = sum_g * scale + tl.sum(weight, 0)
-            gap = gap * scale + tl.sum(tl.where(there, weight * (g - l), 0.0), 0)
-            most_l = new_l
-            most_g = new_g
-        log_l = most_l + tl.log(sum_l)
-        log_g = most_g + tl.log(sum_g)
-        tl.store(losses + row, gap / sum_g - log_g + log_l)
+            q = tl.load(logits + at, mask=there, other=-float("inf")).to(tl.float32) * factor
+            p = tl.load(goal + at, mask=there, other=-float("inf")).to(tl.float32)
+            new_q = tl.maximum(most_q, tl.max(q, 0))
+            new_p = tl.maximum(most_p, tl.max(p, 0))
+            weight = tl.exp(p - new_p)
+            sum_q = sum_q * tl.exp(most_q - new_q) + tl.sum(tl.exp(q - new_q), 0)
+            scale = tl.exp(most_p - new_p)
+            sum_p = sum_p * scale + tl.sum(weight, 0)
+            gap = gap * scale + tl.sum(tl.where(there, weight * (p - q), 0.0), 0)
+            most_q = new_q
+            most_p = new_p
+        log_q = most_q + tl.log(sum_q)
+        log_p = most_p + tl.log(sum_p)
+        tl.store(losses + row, gap / sum_p - log_p + log_q)
         for start in range(0, WIDTH, BLOCK):
             at = start + tl.arange(0, BLOCK)
             there = at < WIDTH
-            l = tl.load(logits + at, mask=there, other=0.0).to(tl.float32) * factor
-            g = tl.load(goal + at, mask=there, other=0.0).to(tl.float32)
-            slope = (tl.exp(l - log_l) - tl.exp(g - log_g)) * factor
+            q = tl.load(logits + at, mask=there, other=0.0).to(tl.float32) * factor
+            p = tl.load(goal + at, mask=there, other=0.0).to(tl.float32)
+            slope = (tl.exp(q - log_q) - tl.exp(p - log_p)) * factor
             tl.store(logits + at, slope.to(logits.dtype.element_ty), mask=there)
 
 

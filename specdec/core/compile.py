@@ -376,7 +376,7 @@ def check_blocks(device: torch.device) -> None:
         results.append(
             [each.detach().cpu() for each in (out, *torch.autograd.grad(out.square().sum(), [x, *mlp.parameters()]))]
         )
-    fast.compare("a compiled block", *results, 0.02)
+    fast.compare("a compiled block", results[0], results[1], 0.02)
 
 
 # CUDA graphs: what a function of tensors gives the device to do, recorded once and then started as a whole.

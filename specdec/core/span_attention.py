@@ -47,9 +47,8 @@ class Texts:
         return [self.segments.query_starts.long(), self.segments.key_starts.long(), *chosen]
 
     def with_tensors(self, query_starts: Tensor, key_starts: Tensor, *chosen: Tensor) -> "Texts":
-        moved = iter(chosen)
-        parts = [None if each is None else next(moved) for each in (self.slots, self.places, self.keys)]
-        return Texts(self.segments.on(query_starts, key_starts), *parts, self.num_queries, self.left)
+        slots, places, keys = chosen or (None, None, None)
+        return Texts(self.segments.on(query_starts, key_starts), slots, places, keys, self.num_queries, self.left)
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def _find_texts(documents: Tensor, order: Tensor | None, lag: int) -> Texts | No
         return None
     num_rows, length = documents.shape
     flat = (documents + torch.arange(num_rows)[:, None] * (int(documents.max()) + 2)).flatten()
-    numbers, counts = torch.unique_consecutive(flat, return_counts=True)
+    _, counts = torch.unique_consecutive(flat, return_counts=True)
     if order is None:
         return Texts(Segments.of(counts.tolist(), longest=length), None, None, None, len(flat))
     stops = counts.cumsum(0)
@@ -197,8 +196,8 @@ class _Attention(torch.autograd.Function):
         query, key, value, out, log_sum, *own = ctx.saved_tensors
         grad_query, *grad_own = _own_backward(grad, query, out, log_sum, own, ctx.causal)
         if use_texts(ctx.seen, query):
-            some, *keys = _of_texts_backward(grad, query, out, log_sum, key, value, ctx.seen.texts)
-            return grad_query + some, *keys, None, None, *grad_own
+            slopes = _of_texts_backward(grad, query, out, log_sum, key, value, ctx.seen.texts)
+            return grad_query + slopes[0], *slopes[1:], None, None, *grad_own
         grad_key, grad_value = (torch.zeros_like(each, dtype=_exact(each)) for each in (key, value))
         for row, slots, keys, mask in _chunks(query, key, ctx.seen):
             given, q, o, total = (each[row][:, :, slots] for each in (grad, query, out, log_sum))
@@ -339,7 +338,7 @@ def _of_texts_backward(grad, query, out, log_sum, key, value, texts: Texts) -> t
 def _to_texts(values: Tensor, texts: Texts, fill: float = 0.0) -> Tensor:
     """[B, G, R, S, P, .] -> [Q, G * R * P, .]"""
     flat = values.permute(0, 3, 1, 2, 4, 5).flatten(2, 4).flatten(0, 1)
-    if texts.slots is None:
+    if texts.slots is None or texts.places is None:
         return flat
     empty = flat.new_full((texts.num_queries, *flat.shape[1:]), fill)
     return empty.index_copy(0, texts.places, flat.index_select(0, texts.slots))
@@ -348,7 +347,7 @@ def _to_texts(values: Tensor, texts: Texts, fill: float = 0.0) -> Tensor:
 def _from_texts(values: Tensor, query: Tensor, texts: Texts, fill: float) -> Tensor:
     """[Q, G * R * P, .] -> [B, G, R, S, P, .]"""
     num_rows, groups, heads, num_slots, num_queries, _ = query.shape
-    if texts.slots is not None:
+    if texts.slots is not None and texts.places is not None:
         empty = values.new_full((num_rows * num_slots, *values.shape[1:]), fill)
         values = empty.index_copy(0, texts.slots, values.index_select(0, texts.places))
     return values.view(num_rows, num_slots, groups, heads, num_queries, -1).permute(0, 2, 3, 1, 4, 5)

@@ -34,8 +34,8 @@ class Segments:
         """queries, keys: their numbers for each text; longest: a number for all batches, so that shapes stay the same"""
         keys = queries if keys is None else keys
         more = [0] * (-len(queries) % ROUND_TEXTS)
-        starts = [torch.tensor([0, *counts, *more]).cumsum(0).int() for counts in (queries, keys)]
-        return cls(*starts, (longest or max(queries, default=0), longest or max(keys, default=0)))
+        starts, key_starts = (torch.tensor([0, *counts, *more]).cumsum(0).int() for counts in (queries, keys))
+        return cls(starts, key_starts, (longest or max(queries, default=0), longest or max(keys, default=0)))
 
     def on(self, query_starts: Tensor, key_starts: Tensor) -> "Segments":
         """The same texts, with copies of the starts on a device, of any integer type."""
@@ -205,7 +205,7 @@ def check(device: torch.device) -> None:
         wide = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
         some = [each.to(device, torch.bfloat16) for each in wide]
         options: dict = {"scale": width**-0.5, "window": window}
-        wanted, total = attend_segments(*wide[:3], segments, **options)
+        wanted, total = attend_segments(wide[0], wide[1], wide[2], segments, **options)
         found, log_sum = attend_segments(some[0], some[1], some[2], there, **options)
         fast.compare("outputs", [found.cpu(), log_sum.cpu()], [wanted, total], 0.02)
         slopes = attend_segments_backward(wide[3], wide[0], wide[1], wide[2], wanted, total, segments, **options)

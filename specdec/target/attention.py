@@ -100,9 +100,9 @@ def read_segments(
     width = value.shape[-1]
     if width < query.shape[-1]:  # latent attention: the kernel has one width
         value = F.pad(value, (0, query.shape[-1] - width))
-    parts = [each[0].transpose(0, 1) for each in (query, key, value)]  # [T, H or G, E]
+    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))  # [T, H or G, E]
     scale, window = scaling or query.shape[-1] ** -0.5, mask.shape[-1] - 1 if mask.shape[-1] else None
-    out, log_sum = attend_segments(*parts, segments, scale=scale, window=window)
+    out, log_sum = attend_segments(q, k, v, segments, scale=scale, window=window)
     if sinks is not None:  # one more score takes a share of every softmax, and gives no value
         share = torch.sigmoid(log_sum - sinks[:, None].to(log_sum.dtype))  # [H, T]
         out = out * share.transpose(0, 1)[..., None].to(out.dtype)

@@ -1,7 +1,5 @@
 """The fast paths of a training step give the loss and the gradients of the reference, in float64."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -62,22 +60,23 @@ def test_losses_whose_weights_follow_from_all_goals_keep_their_way(target, weigh
 
 
 def test_no_logits_of_all_goals_are_kept(target, monkeypatch):
-    """Between the forward and the backward pass nothing is saved that has as many entries as goals and tokens."""
+    """What the loss itself saves for the backward pass has no entry for each goal and token."""
     monkeypatch.setattr(objective, "AT_ONCE", 60)
     monkeypatch.setattr(objective, "LEAST_GOALS", 1)
     judging, batch = make_objective(make_drafter(target, "eagle3"), losses={"kl": 1.0}), make_batch(target.vocab_size)
-    sizes = {}
-    for paths in ((), PATHS):
-        kept = []
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda each: kept.append(each.numel()) or each, lambda each: each
+    output = Online(target, judging.drafter.target_layers)(batch)
+
+    def saved(paths: tuple[str, ...]) -> set[tuple[int, ...]]:
+        shapes = set()
+        with (
+            fast.forced(*paths),
+            torch.autograd.graph.saved_tensors_hooks(lambda x: shapes.add(x.shape) or x, lambda x: x),
         ):
-            with fast.forced(*paths):
-                output = Online(judging.drafter.target, judging.drafter.target_layers)(batch)
-                loss = dataclasses.replace(judging(batch, output))
-        sizes[paths] = max(kept)
-        assert loss.num_goals > 20
-    assert sizes[PATHS] <= sizes[()]
+            judging(batch, output)
+        return {shape for shape in shapes if len(shape) == 2 and shape[1] == target.vocab_size}
+
+    monkeypatch.setattr(judging, "chunk", 10**6)
+    assert saved(()) and not saved(("loss",))
 
 
 @pytest.mark.skipif(fused.triton is None, reason="needs triton; its interpreter runs on a CPU: TRITON_INTERPRET=1")
@@ -118,9 +117,9 @@ def test_weights_are_cast_once_under_autocast(target, monkeypatch):
     monkeypatch.setattr(compile, "BACKEND", "aot_eager")
     monkeypatch.setattr(compile, "_not_compiled", set())
     compile._compile_block.cache_clear()
-    drafter = make_drafter(target, "eagle3").float()
     target.model.float()
     try:
+        drafter = make_drafter(target, "eagle3").float()
         judging, results = make_objective(drafter, losses={"kl": 1.0}), []
         for paths in ((), ("blocks",)):
             with torch.autocast("cpu", dtype=torch.bfloat16):
