@@ -61,8 +61,8 @@ def test_the_accelerators_device_has_its_number(one_gpu, monkeypatch):
         device = property(lambda self: self.state.device)
 
     monkeypatch.setattr(build, "Accelerator", OneProcess)
-    train, target = SimpleNamespace(seed=0, shard=False, timeout=1), SimpleNamespace(dtype="bfloat16")
-    config = SimpleNamespace(train=train, target=target, precision="bf16", threads=1)
+    train, target = SimpleNamespace(seed=0, timeout=1), SimpleNamespace(dtype="bfloat16")
+    config = SimpleNamespace(train=train, target=target, precision="bf16", threads=1, fast=None)
     monkeypatch.setattr(build, "choose_precision", lambda config, device: config)
     assert build.start_processes(config)[0].device == GPU
 

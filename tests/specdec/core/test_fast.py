@@ -1,0 +1,88 @@
+"""Which fast paths a device may use, how they are proved in a process of their own, and what is said where one is left out."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from specdec.core import fast
+
+GPU = torch.device("cuda:0")
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A GPU that is told; its proofs run on the CPU, where kernels are loops."""
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for name, value in (("_off", {}), ("_proved", {}), ("_used", set())):
+        monkeypatch.setattr(fast, name, value)
+    return monkeypatch
+
+
+def answers(monkeypatch, *lines: str, code: int = 0) -> list[list[str]]:
+    """Children that print these lines. -> their command lines"""
+    started = []
+
+    def run(command, **_):
+        started.append(command)
+        asked = command[4:]
+        given = [line for line in lines if next(iter(json.loads(line))) in asked]
+        return SimpleNamespace(stdout="\n".join(["noise", *given]), returncode=code)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return started
+
+
+def test_proofs_run_once_and_are_kept(gpu):
+    started = answers(gpu, *(json.dumps({path: ""}) for path in fast.PATHS))
+    assert all(fast.on(path, GPU, torch.bfloat16) for path in fast.PATHS) and len(started) == 1
+    gpu.setattr(fast, "_proved", {})
+    assert fast.on("loss", GPU) and len(started) == 1  # another process reads the file
+    assert fast.describe(GPU)["loss"] == "used"
+
+
+def test_a_child_that_dies_fails_one_path_and_the_next_goes_on(gpu):
+    started = answers(gpu, '{"varlen": ""}', '{"blocks": "differs from the reference by 12.00% (outputs)"}', code=-11)
+    with pytest.warns(UserWarning) as said:
+        assert fast.on("varlen", GPU, torch.float16) and not fast.on("loss", GPU) and not fast.on("blocks", GPU)
+    texts = [str(each.message) for each in said]
+    assert any(
+        "loss is left out: on a GPU ended its process with -11. The reference is used." in text for text in texts
+    )
+    assert any("blocks is left out: on a GPU differs from the reference by 12.00%" in text for text in texts)
+    assert len(started) == 3 and fast.describe(GPU)["loss"] == "ended its process with -11"
+
+
+def test_paths_by_device_dtype_and_wish(gpu):
+    answers(gpu, *(json.dumps({path: ""}) for path in fast.PATHS))
+    assert (
+        not any(fast.on(path, torch.device("cpu")) for path in fast.PATHS)
+        and fast.describe(torch.device("cpu")) is None
+    )
+    assert not fast.on("varlen", GPU, torch.float32)
+    fast.turn_off("loss,blocks")
+    assert not fast.on("loss", GPU) and fast.on("varlen", GPU, torch.bfloat16)
+    assert fast.describe(GPU)["loss"] == "turned off by fast="
+    fast.turn_off("off")
+    assert not any(fast.on(path, GPU, torch.bfloat16) for path in fast.PATHS)
+    with pytest.raises(ValueError, match="fast=los: los is no fast path; there are varlen, loss"):
+        fast.turn_off("los")
+    gpu.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert "varlen" not in fast.kind_of(GPU).paths
+
+
+@pytest.mark.full
+def test_a_real_child_proves_what_a_cpu_can_run():
+    """The same command as for a GPU: kernels are their references there, and CUDA graphs do not exist."""
+    command = [sys.executable, "-m", "specdec.core.fast", "cpu", "varlen", "loss", "graphs"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    found = {}
+    for line in done.stdout.splitlines():
+        found |= json.loads(line)
+    assert found["varlen"] == "" and found["loss"] == "" and "only what runs on a CUDA device" in found["graphs"]
