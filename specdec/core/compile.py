@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
-from torch._inductor.exc import InductorError
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -303,14 +301,24 @@ def run_block(function: Callable, module: nn.Module, *inputs, **options):
     if function not in _not_compiled:
         try:
             return _compile_block(function)(module, *inputs, **options)
-        except (TorchDynamoException, InductorError, BackendCompilerFailed) as error:
+        except Exception as error:
+            if not _is_of_compiler(error):
+                raise
             _not_compiled.add(function)
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            cause = getattr(error, "inner_exception", error)  # of a backend
+            first = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
             fast.leave_out("blocks", f"{function.__qualname__} could not be compiled ({first})")
     return function(module, *inputs, **options)
 
 
 _not_compiled: set[Callable] = set()
+
+
+def _is_of_compiler(error: Exception) -> bool:
+    from torch._dynamo.exc import TorchDynamoException  # slow to import, and needed only here
+    from torch._inductor.exc import InductorError
+
+    return isinstance(error, TorchDynamoException | InductorError)
 
 
 def training_block(function: Callable) -> Callable:

@@ -141,3 +141,25 @@ def test_weights_are_cast_once_under_autocast(target, monkeypatch):
     finally:
         target.model.double()
     assert not compile._not_compiled
+
+
+def test_a_block_that_cannot_be_compiled_runs_as_it_is(target, monkeypatch):
+    """One sentence says so; an error of the block itself stays an error."""
+
+    def no_compiler(graph, inputs):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(compile, "BACKEND", no_compiler)
+    monkeypatch.setattr(compile, "_not_compiled", set())
+    compile._compile_block.cache_clear()
+    torch._dynamo.reset()
+    judging, batch = make_objective(make_drafter(target, "eagle3"), losses={"kl": 1.0}), make_batch(target.vocab_size)
+    wanted, _ = step(judging, batch, ())
+    with pytest.warns(UserWarning, match=r"blocks is left out: Eagle3\.enter could not be compiled .*no compiler here"):
+        found, _ = step(judging, batch, ("blocks",))
+    torch.testing.assert_close(found.total, wanted.total, atol=1e-10, rtol=1e-10)
+    compile._compile_block.cache_clear()
+    with fast.forced("blocks"), pytest.raises(Exception, match="shape|size"):
+        judging.drafter.block.finish(
+            torch.zeros(1, 2, 3, dtype=torch.float64), torch.zeros(1, 2, 4, dtype=torch.float64)
+        )
