@@ -74,10 +74,10 @@ def own_memory() -> int:
 
 
 class PeakMemory:
-    """`bytes`: the most that was in use at once within `measured`, above what was in use at its start."""
+    """`bytes`: the most that was in use at once within `measured`, above what was in use at its start; `total`: with that, on a GPU."""
 
     def __init__(self, device: torch.device):
-        self.device, self.bytes = device, 0
+        self.device, self.bytes, self.total = device, 0, 0
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
@@ -90,7 +90,8 @@ class PeakMemory:
             before = torch.cuda.memory_allocated(self.device)
             yield
             synchronize(self.device)
-            self.bytes = torch.cuda.max_memory_allocated(self.device) - before
+            self.total = torch.cuda.max_memory_allocated(self.device)
+            self.bytes = self.total - before
             return
         before, highest, ended = own_memory(), [0], threading.Event()
 

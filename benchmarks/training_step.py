@@ -70,6 +70,7 @@ class StepCost:
     parameters: int  # that are trained
     seconds: list[float]  # of a step, by timing
     peak_bytes: int  # at once above target and head: activations, gradients, the optimizer's state
+    total_bytes: int  # with target and head; 0 on a CPU
     state_bytes: int  # of these, gradients and the optimizer's state
     flops: float  # that the step needs
 
@@ -243,6 +244,7 @@ def measure_step(chosen: StepOptions, head: str, length: int, target: Target) ->
         parameters=sum(parameter.numel() for parameter in trained),
         seconds=seconds[chosen.warmup :],
         peak_bytes=memory.bytes,
+        total_bytes=memory.total,
         state_bytes=sum(value.nbytes for value in [*trained, *moments]),
         flops=needed.flops,
     )

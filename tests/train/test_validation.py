@@ -191,8 +191,9 @@ def test_on_a_gpu_the_served_speedup_stands_beside_the_measured_one(make, small_
     """A pretended device with told times: plain 10 ms, five nodes 11 ms, a step 1 ms."""
     told, asked = served.ServedCosts(0.010, 0.011, 0.001, nodes=4, steps=3), []
     drafter = make_drafter(small_target, "eagle").decodable()
+    measured = served.measure
+    monkeypatch.setattr(served, "measure", lambda target, proposer: asked.append(proposer.shape) or told)
     for drafting in (CHAIN, Drafting(3, 2, 6)):
-        monkeypatch.setattr(served, "measure", lambda target, proposer: asked.append(proposer.shape) or told)
         made = make(drafter, drafting)
         for required in (False, True):
             report = made.decode_best(drafter, judge(made, drafter, required=required), trained=1e9)
@@ -201,7 +202,7 @@ def test_on_a_gpu_the_served_speedup_stands_beside_the_measured_one(make, small_
         assert asked == [drafting.shape]  # once
         asked.clear()
         assert Report.from_json(report.to_json()) == report
-    monkeypatch.undo()
+    monkeypatch.setattr(served, "measure", measured)
     plain = judge(make(drafter, CHAIN), drafter)  # a CPU captures nothing
     assert plain.decoded and plain.served_speedup is None and "served_speedup" not in plain.to_json()
 
