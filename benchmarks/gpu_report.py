@@ -75,16 +75,13 @@ Part = Callable[[], dict]
 def list_parts(chosen: GpuReportOptions) -> dict[str, Part]:
     """The parts by name, the cheapest proof that anything works first."""
     parts: dict[str, Part] = {"device": partial(describe_device, chosen), "main command": partial(run_command, chosen)}
-    lengths, contexts = (
-        common.read_numbers("lengths", chosen.lengths, 32),
-        common.read_numbers("contexts", chosen.contexts),
-    )
-    for length, head in itertools.product(lengths, common.split(chosen.heads)):
-        parts[f"training {head}, {length} tokens"] = partial(train, chosen, head, length, "")
-        if head == "eagle3":
-            parts[f"training {head}, {length} tokens, fast=off"] = partial(
-                train, chosen, head, length, ",".join(fast.PATHS)
-            )
+    contexts = common.read_numbers("contexts", chosen.contexts)
+    for length, head in itertools.product(
+        common.read_numbers("lengths", chosen.lengths, 32), common.split(chosen.heads)
+    ):
+        for without in ("", ",".join(fast.PATHS)) if head == "eagle3" else ("",):
+            ending = ", fast=off" if without else ""
+            parts[f"training {head}, {length} tokens{ending}"] = partial(train, chosen, head, length, without)
     for mode, context in itertools.product(MODES, contexts):
         parts[f"decoding {mode}, {context} tokens"] = partial(decode, chosen, mode, context)
     if chosen.tests:
@@ -112,27 +109,16 @@ def run_command(chosen: GpuReportOptions) -> dict:
         if not here:
             save_random_target(target, "tiny" if chosen.tiny else "135m")
         given = [f"target.name={target}", f"data.train={data / names[0]}", f"data.heldout={data / names[1]}", "run=gpu"]
-        small = (
-            ["data.length=64", "validation.num_prompts=2", "validation.max_new_tokens=8", "solve_packs=4"]
-            if chosen.tiny
-            else []
-        )
+        if chosen.tiny:
+            given += "data.length=64 validation.num_prompts=2 validation.max_new_tokens=8 solve_packs=4".split()
         command = [sys.executable, "-m", "accelerate.commands.launch", *(["--cpu"] if chosen.device == "cpu" else [])]
-        command += [str(common.ROOT / "train.py"), "head=eagle3", f"train.steps={chosen.steps}", *given, *small]
+        command += [str(common.ROOT / "train.py"), "head=eagle3", f"train.steps={chosen.steps}", *given]
         run_child(command, place, SECONDS)
         run = Path(place) / "checkpoints" / "gpu"
         lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
         losses = [line["loss"] for line in lines if "loss" in line]
         report = json.loads((checkpoint.resolve(run) / "report.json").read_text())
-        keys = (
-            "tau",
-            "replayed_tau",
-            "speedup",
-            "served_speedup",
-            "baseline_tokens_per_second",
-            "identical_outputs",
-            "fast",
-        )
+        keys = "tau replayed_tau speedup served_speedup baseline_tokens_per_second identical_outputs fast".split()
         about = {
             "target": common.TARGET if here else "random",
             "steps": chosen.steps,
@@ -353,6 +339,8 @@ def main(arguments: list[str]) -> None:
     text = format_report(read_found(chosen))
     print(text)
     files.write_text(Path(f"{chosen.out}.md"), text)
+    if failed := sum("error" in each for each in read_found(chosen).values()):
+        raise SystemExit(f"{failed} parts failed or were left out. The same command tries them again.")
 
 
 if __name__ == "__main__":

@@ -42,9 +42,11 @@ def test_all_parts_are_done_once(capsys, tmp_path, monkeypatch):
     document = json.loads(out.with_suffix(".json").read_text())
     document["parts"]["tests"] = {"error": "cut"}
     out.with_suffix(".json").write_text(json.dumps(document))
-    gpu_report.main([*TINY, f"out={out}"])
+    with pytest.raises(SystemExit):
+        gpu_report.main([*TINY, f"out={out}"])
     assert done == ["tests"]  # what failed is tried again
-    gpu_report.main([*TINY, f"out={out}", "redo=true"])
+    with pytest.raises(SystemExit):
+        gpu_report.main([*TINY, f"out={out}", "redo=true"])
     assert done == ["tests", *parts]
 
 
@@ -53,7 +55,8 @@ def test_a_part_that_fails_or_ends_its_process_is_written_and_the_next_goes_on(t
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(gpu_report, "list_parts", lambda chosen: {"first": fail, "second": lambda: {"figure": 1.5}})
-    gpu_report.main([*TINY, f"out={tmp_path}/report"])
+    with pytest.raises(SystemExit, match="1 parts failed"):
+        gpu_report.main([*TINY, f"out={tmp_path}/report"])
     parts = read(tmp_path / "report")
     assert parts["second"]["figure"] == 1.5 and "illegal memory access" in parts["first"]["error"]
     assert "- first: RuntimeError: CUDA error" in (tmp_path / "report.md").read_text()
@@ -69,7 +72,8 @@ def test_a_part_that_fails_or_ends_its_process_is_written_and_the_next_goes_on(t
 
 
 def test_time_that_is_over_leaves_parts_out(tmp_path):
-    gpu_report.main([*TINY, f"out={tmp_path}/report", "minutes=0"])
+    with pytest.raises(SystemExit, match="8 parts failed or were left out"):
+        gpu_report.main([*TINY, f"out={tmp_path}/report", "minutes=0"])
     assert all("minutes were over" in each["error"] for each in read(tmp_path / "report").values())
 
 
