@@ -32,12 +32,12 @@ from transformers import AutoTokenizer
 from benchmarks import common, hardware
 from benchmarks.training_step import StepOptions, compose_settings, measure_step
 from specdec import checkpoint
-from specdec.core import fast, files, rules
+from specdec.core import fast, files
 from specdec.core.sampling import Sampling
-from specdec.core.tree import plant
 from specdec.decoding.batch import Request
 from specdec.decoding.drafting import Drafting
 from specdec.heads.eagle import Eagle3
+from specdec.proposers.costs import PassTimer
 from specdec.target.model import Target
 from specdec.target.verifier import Verifier
 from train.data.rows import stop_tokens
@@ -182,14 +182,16 @@ def train(chosen: GpuReportOptions, head: str, length: int, without: str) -> dic
 def decode(chosen: GpuReportOptions, mode: str, context: int) -> dict:
     """Milliseconds of a plain token, of the target's pass over nodes, and of a round of a chain of an untrained EAGLE-3."""
     room, sizes = chosen.depth * (chosen.rounds + WARM_UP) + 128, common.read_numbers("nodes", chosen.nodes)
-    target = hardware.make_random_target(chosen.shape, device=torch.device(chosen.device), positions=context + room)
+    target = hardware.make_random_target(
+        chosen.shape, device=torch.device(chosen.device), positions=2 * (context + room)
+    )
     vocab = torch.arange(min(DRAFTED, target.vocab_size))
     settings = compose_settings(StepOptions(), "eagle3").head.drafter
     layers = {key: settings[key] for key in ("num_layers", "own_output")}
     head = Eagle3(target, vocab=vocab, **layers).to(target.device, target.dtype).eval().requires_grad_(False)
     drafting = Drafting(depth=chosen.depth, cuda_graphs=MODES[mode])
     plain = time_rounds(chosen, drafting, target, None, context)
-    medians = time_passes(chosen, drafting, target, context, sizes)
+    medians = time_passes(drafting, target, context, sizes)
     found = {"mode": mode, "context": context, "plain_ms": plain, "tokens_per_second": 1e3 / plain}
     found |= {f"verify_{num}_ms": seconds for num, seconds in medians.items()}
     found |= {f"round_of_{chosen.depth}_ms": time_rounds(chosen, drafting, target, head, context)}
@@ -221,28 +223,11 @@ def time_rounds(
 
 
 @torch.inference_mode()
-def time_passes(
-    chosen: GpuReportOptions, drafting: Drafting, target: Target, context: int, sizes: list[int]
-) -> dict[int, float]:
-    """ms of a pass by its nodes, behind a prompt: node n is a child of node (n - 1) // 2"""
-    decoder = drafting.decoder(target, None, sampling=Sampling(), stop=set(), runner=drafting.runner())
-    batch = decoder.batch()
-    batch.admit([Request(random_tokens(target, context), 2 + max(sizes))])
-    cache = batch.cache
-    cache.make_room(context + max(sizes))
-    verifier = Verifier(target, sampling=Sampling(), rule="token", runner=decoder.runner)
-    trees, times = {}, {num: list[float]() for num in sizes}
-    for num in sizes:
-        first, *others = random_tokens(target, num)
-        trees[num] = plant([first], [[(token, (n - 1) // 2) for n, token in enumerate(others, start=1)]], target.device)
-    for number in range(chosen.rounds + WARM_UP):
-        for num in sizes:
-            hardware.synchronize(target.device)
-            start = time.perf_counter()
-            verifier(trees[num], cache, rules.Draws(None)).num_kept.tolist()  # waits, as a round does
-            times[num] += [time.perf_counter() - start] if number >= WARM_UP else []
-            cache.drop_pending()
-    return {num: 1e3 * statistics.median(each) for num, each in times.items()}
+def time_passes(drafting: Drafting, target: Target, context: int, sizes: list[int]) -> dict[int, float]:
+    """ms of a pass by its nodes, behind a text, in turn."""
+    verifier = Verifier(target, sampling=Sampling(), rule="token", runner=drafting.runner())
+    found = PassTimer(verifier, Sampling(), 1, linear=False, context=context).measure(sizes)
+    return {num: 1e3 * seconds for num, seconds in found.items()}
 
 
 def random_tokens(target: Target, num: int) -> list[int]:
