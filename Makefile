@@ -13,9 +13,10 @@ GPU_WHEELS := accelerate datasets dill execnet gguf hydra-core iniconfig jinja2 
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
 GPU_PROCESSES ?= 8
+GPU_OPTIONS ?=
 GPU := .venv-gpu/bin/python
 
-.PHONY: help setup demo test test-full test-engines lint engines gpu gpu-wheels gpu-test gpu-report
+.PHONY: help setup demo test test-full test-engines lint engines gpu gpu-wheels gpu-test
 
 help:
 	@echo "make setup   virtual environment in .venv, and the default target (once, a few minutes)"
@@ -25,7 +26,7 @@ help:
 	@echo "make test-engines  exports inside vLLM and llama.cpp, after make engines"
 	@echo "make lint    ruff and mypy"
 	@echo "make engines vLLM and llama.cpp on the CPU, in engines (once, 4 minutes, 4 GB), for tests of exports"
-	@echo "make gpu     on a machine with CUDA, without a network: all tests there, then a report (under 10 minutes)"
+	@echo "make gpu     on a machine with CUDA, without a network: what works there and how fast (under 10 minutes; again: what is missing)"
 	@echo "make gpu-wheels  what that machine may lack, into gpu-wheels, to be copied there"
 
 setup: $(READY)
@@ -78,13 +79,10 @@ gpu-wheels: .venv/ready
 	@$(GPU_PYTHON) benchmarks/gpu_environment.py .venv-gpu gpu-wheels
 	@touch .venv-gpu/ready
 
-# Scripts and training inside tests find the GPU by themselves. Each process holds about half a gigabyte of its memory.
+# All tests, in place of the first tier in the report. Each process holds about half a gigabyte of the GPU's memory.
 gpu-test: .venv-gpu/ready
-	@$(GPU) -m pytest -q -n $(GPU_PROCESSES) --dist worksteal
+	@$(GPU) -m pytest -q -n $(GPU_PROCESSES) --dist worksteal -m "not engines"
 
-gpu-report: .venv-gpu/ready
-	@$(GPU) -m benchmarks.gpu_report out=gpu_report
-
-# The report is made even if a test fails.
+# Writes gpu_report.json and gpu_report.md, part by part; GPU_OPTIONS="lengths=2048,16384 redo=true" and others: --help
 gpu: .venv-gpu/ready
-	@$(MAKE) --no-print-directory gpu-test; status=$$?; $(MAKE) --no-print-directory gpu-report && exit $$status
+	@$(GPU) -m benchmarks.gpu_report processes=$(GPU_PROCESSES) $(GPU_OPTIONS)

@@ -1,223 +1,331 @@
-"""What a GPU gives: training of three heads, plain decoding and verification of a random 8B target, beside the aims.
+"""What a GPU gives, in under ten minutes and without a network: does it work, how fast is it, in one page and one JSON.
 
-    python -m benchmarks.gpu_report out=gpu_report             # with CUDA; writes gpu_report.json and gpu_report.md
-    python -m benchmarks.gpu_report dry_run=true out=dry_run   # the same steps with a tiny target, without a GPU too
+    python -m benchmarks.gpu_report out=gpu_report              # what make gpu does; again: only what is missing or has failed
+    python -m benchmarks.gpu_report device=cpu tiny=true        # the same parts with a tiny target: its figures mean nothing
 
-Training: as in training_step.py, the target's pass included. Decoding: the bytes of weights that a token needs, over its
-time and the device's bandwidth. Verification: the time of a pass over N nodes behind a prompt. Needs no network and no
-file of weights. What has not begun after `minutes` is left out.
+Each part runs in a process of its own, which a fault of the device may end, and writes its figures at once: the main command,
+tests, training steps of heads with fast paths on and off, and plain decoding, verification and rounds of a chain, each eager
+and captured. The target of the figures has random weights. docs/gpu.md says what they mean.
 """
 
 import itertools
 import json
+import os
+import shlex
+import shutil
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
 from benchmarks import common, hardware
-from benchmarks.training_step import StepOptions, measure_step
-from specdec.core import files, masks, rules
-from specdec.core.cache import RowCache
-from specdec.core.compile import Runner
+from benchmarks.training_step import StepOptions, compose_settings, measure_step
+from specdec import checkpoint
+from specdec.core import fast, files
 from specdec.core.sampling import Sampling
-from specdec.core.tree import plant
-from specdec.decoding.decoder import Decoder
+from specdec.decoding.batch import Request
+from specdec.decoding.drafting import Drafting
+from specdec.heads.eagle import Eagle3
+from specdec.proposers.costs import PassTimer
 from specdec.target.model import Target
 from specdec.target.verifier import Verifier
+from train.data.rows import stop_tokens
 
-AIMS = {"mfu": 0.45, "bandwidth": 0.75, "nodes": 64, "growth": 1.15}
-MODES = {  # how passes run: compiled or not, captured as CUDA graphs or not
-    "eager": (False, False),
-    "graphs": (False, True),
-    "compiled": (True, False),
-    "compiled+graphs": (True, True),
-}
+AIMS = {"mfu of eagle3": 0.45, "share of the bandwidth, plain": 0.70, "64 nodes over 1": 1.1}
+MODES = {"eager": False, "captured": True}
+DRAFTED = 32_000  # tokens that heads draft from, as published ones do
+TINY = common.ROOT / "tests/golden/today"  # a random target with its tokenizer, prompts and rows
+WARM_UP, SECONDS, TEST_SECONDS = 3, 240, 270  # rounds; seconds that a part may take, and the tests
 
 
 @dataclass(frozen=True)
 class GpuReportOptions:
-    shape: str = "8b"  # of the random target: 8b, 1b, tiny
-    heads: str = "eagle3,mtp,dflash"  # comma list of heads that are trained; empty: none
-    lengths: str = "2048,8192"  # comma list of tokens in a pack
-    tokens: int = 8192  # of a training step: as many packs as fit, at least one
-    together: int = 3  # training steps of each timing
-    modes: str = ",".join(MODES)  # comma list of ways to run passes; empty: no decoding
-    nodes: str = "1,2,4,8,16,32,64,128"  # comma list of nodes to verify in one pass, not compiled
-    compiled_nodes: str = "1,8,64"  # the same for compiled passes, each of which takes long to compile
-    prompt: int = 512  # tokens before the answer
-    max_new_tokens: int = 96  # of the answer that plain decoding writes
-    repeats: int = 15  # timings of each pass; the median counts
-    minutes: float = 8.0
-    dry_run: bool = False  # shape=tiny and short texts, without a GPU too: its figures mean nothing
-    out: str = "gpu_report"  # name of the files that are written, NAME.json and NAME.md
+    device: str = "cuda"  # or cpu, which needs tiny=true
+    shape: str = "qwen3-8b"  # of the random target: qwen3-8b, 8b, 1b, tiny
+    heads: str = "eagle3,mtp,dflash,dspark"  # comma list of heads that are trained; eagle3 without fast paths too
+    lengths: str = "8192"  # comma list of tokens in a pack, which holds eight conversations
+    contexts: str = "500,3000"  # comma list of tokens before what is decoded
+    nodes: str = "1,8,64"  # comma list of nodes to verify in one pass
+    depth: int = 5  # drafts of a round
+    rounds: int = 40  # timings of rounds and passes; the median counts
+    steps: int = 30  # of the main command
+    tests: str = "-m 'not full and not engines'"  # of pytest, without: none
+    processes: int = 8  # that run the tests
+    minutes: float = 10.0  # what has not begun by then is left out
+    redo: bool = False  # parts that are there already too
+    only: str | None = None  # one part, in this process
+    tiny: bool = False  # a tiny target, few tokens and few tests
+    out: str = "gpu_report"  # NAME.json and NAME.md
 
 
-@dataclass
-class GpuFigures:
-    """What was measured, as it is written; rows of figures by name."""
-
-    device: str
-    target: str
-    peak: hardware.Peak
-    read_bandwidth: float  # bytes/s, measured
-    weight_bytes: int  # that the pass of one token reads
-    training: list[dict] = field(default_factory=list)
-    decoding: list[dict] = field(default_factory=list)
-    verification: list[dict] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+Part = Callable[[], dict]
 
 
-def list_parts(
-    chosen: GpuReportOptions, figures: GpuFigures, target: Target
-) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The parts of the report, by name."""
-    for head, length in itertools.product(common.split(chosen.heads), common.read_numbers("lengths", chosen.lengths)):
-        yield f"training {head}, {length} tokens", partial(train, chosen, figures, target, head, length)
-    for mode in common.split(chosen.modes):
-        compiled, graphs = MODES[mode]
-        runner = Runner(compiled, cuda_graphs=graphs)
-        yield f"plain decoding, {mode}", partial(decode, chosen, figures, target, mode, runner)
-        sizes = common.read_numbers("nodes", chosen.compiled_nodes if compiled else chosen.nodes)
-        yield f"verification, {mode}", partial(verify, chosen, figures, target, mode, runner, sizes)
+def list_parts(chosen: GpuReportOptions) -> dict[str, Part]:
+    """The parts by name, the cheapest proof that anything works first."""
+    parts: dict[str, Part] = {"device": partial(describe_device, chosen), "main command": partial(run_command, chosen)}
+    contexts = common.read_numbers("contexts", chosen.contexts)
+    for length, head in itertools.product(
+        common.read_numbers("lengths", chosen.lengths, 32), common.split(chosen.heads)
+    ):
+        for without in ("", ",".join(fast.PATHS)) if head == "eagle3" else ("",):
+            ending = ", fast=off" if without else ""
+            parts[f"training {head}, {length} tokens{ending}"] = partial(train, chosen, head, length, without)
+    for mode, context in itertools.product(MODES, contexts):
+        parts[f"decoding {mode}, {context} tokens"] = partial(decode, chosen, mode, context)
+    if chosen.tests:
+        parts["tests"] = partial(run_tests, chosen)
+    return parts
 
 
-def attempt(name: str, part: Callable[[], None], figures: GpuFigures) -> None:
-    """Does a part of the report. What it raises is noted, so that the other parts are not lost."""
-    print(f".. {name}", flush=True)
+# Parts
+
+
+def describe_device(chosen: GpuReportOptions) -> dict:
+    device = torch.device(chosen.device)
+    peak, about = hardware.find_peak(device), hardware.describe_device(device)
+    measured = hardware.memory_bandwidth(hardware.MOST_READ >> (8 if chosen.tiny else 0), device)
+    return {"device": about, "peak_flops": peak.flops, "bandwidth": peak.bandwidth, "measured_bandwidth": measured}
+
+
+def run_command(chosen: GpuReportOptions) -> dict:
+    """accelerate launch train.py, as a user starts it: with the default target if its weights are here, else with a random one."""
+    real = common.ROOT / common.TARGET
+    here = (real / "config.json").is_file() and not chosen.tiny
+    with tempfile.TemporaryDirectory() as place:
+        target, data = (real, common.ROOT / "data") if here else (Path(place) / "target", TINY)
+        names = ("train.jsonl", "prompts_heldout.jsonl") if here else ("train.jsonl", "prompts.jsonl")
+        if not here:
+            save_random_target(target, "tiny" if chosen.tiny else "135m")
+        given = [f"target.name={target}", f"data.train={data / names[0]}", f"data.heldout={data / names[1]}", "run=gpu"]
+        if chosen.tiny:
+            given += "data.length=64 validation.num_prompts=2 validation.max_new_tokens=8 solve_packs=4".split()
+        command = [sys.executable, "-m", "accelerate.commands.launch", *(["--cpu"] if chosen.device == "cpu" else [])]
+        command += [str(common.ROOT / "train.py"), "head=eagle3", f"train.steps={chosen.steps}", *given]
+        run_child(command, place, SECONDS)
+        run = Path(place) / "checkpoints" / "gpu"
+        lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+        losses = [line["loss"] for line in lines if "loss" in line]
+        report = json.loads((checkpoint.resolve(run) / "report.json").read_text())
+        keys = "tau replayed_tau speedup served_speedup baseline_tokens_per_second identical_outputs fast".split()
+        about = {
+            "target": common.TARGET if here else "random",
+            "steps": chosen.steps,
+            "losses": [losses[0], losses[-1]],
+        }
+        return about | {key: report[key] for key in keys if report.get(key) is not None}
+
+
+def run_child(command: list[str], place: str | Path, seconds: float) -> str:
+    """-> what it printed. Raises RuntimeError with its last words where it fails."""
+    paths = {"PYTHONPATH": os.pathsep.join([str(common.ROOT), *filter(None, sys.path)]), "SPECDEC_PROGRESS": "plain"}
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", UserWarning)
-            part()
-        texts = dict.fromkeys(str(each.message) for each in caught if "CUDA graphs" in str(each.message))
-        figures.problems += [f"{name}: {text}" for text in texts]
-    except (RuntimeError, ValueError, AssertionError, TypeError) as error:  # out of memory is a RuntimeError
-        traceback.print_exc()
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        figures.problems.append(f"{name}: {type(error).__name__}: {first}")
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        done = subprocess.run(
+            command, cwd=place, env=os.environ | paths, capture_output=True, text=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"took more than {seconds:.0f} s") from error
+    if done.returncode:
+        raise RuntimeError(
+            f"ended with {done.returncode}: {' / '.join((done.stdout + done.stderr).strip().splitlines()[-12:])}"
+        )
+    return done.stdout
 
 
-def train(chosen: GpuReportOptions, figures: GpuFigures, target: Target, head: str, length: int) -> None:
-    options = StepOptions(batch=max(1, chosen.tokens // length), together=chosen.together, precision="bf16")
-    cost = measure_step(options, head, length, target)
-    derived = {"tokens_per_second": cost.tokens_per_second, "mfu": cost.mfu(figures.peak.flops)}
-    figures.training.append({"head": head, "length": length, "batch": options.batch, **asdict(cost), **derived})
+def save_random_target(folder: Path, shape: str) -> None:
+    """A target of random weights, with the tokenizer of the tests."""
+    shutil.copytree(TINY / "target", folder)
+    if shape != "tiny":
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        target = hardware.make_random_target(
+            shape, device=torch.device("cpu"), positions=8192, vocab_size=len(tokenizer)
+        )
+        target.model.config.eos_token_id = min(stop_tokens(tokenizer, target.model.generation_config))
+        target.model.save_pretrained(folder)
 
 
-def decode(chosen: GpuReportOptions, figures: GpuFigures, target: Target, mode: str, runner: Runner) -> None:
-    decoder = Decoder(target, None, sampling=Sampling(), stop=set(), runner=runner)
-    prompt = random_tokens(target, chosen.prompt)
-    decoder.generate([prompt], chosen.max_new_tokens)  # compiles
-    generation = decoder.generate([prompt], chosen.max_new_tokens)
-    seconds = generation.seconds / len(generation.drafted)
-    rate, stated = figures.weight_bytes / seconds, figures.peak.bandwidth
-    row = {"mode": mode, "tokens_per_second": 1 / seconds, "ms": 1e3 * seconds, "compile_seconds": runner.seconds}
-    shares = {"share_of_bandwidth": stated and rate / stated, "share_of_measured": rate / figures.read_bandwidth}
-    figures.decoding.append({**row, **shares})
+def run_tests(chosen: GpuReportOptions) -> dict:
+    """The first tier of tests, whose scripts and training find the GPU by themselves."""
+    several = ["-n", str(chosen.processes), "--dist", "worksteal"] if chosen.processes > 1 else []
+    command = [sys.executable, "-m", "pytest", "-q", *several, *shlex.split(chosen.tests)]
+    return {"result": run_child(command, common.ROOT, TEST_SECONDS).strip().splitlines()[-1]}
+
+
+def train(chosen: GpuReportOptions, head: str, length: int, without: str) -> dict:
+    """A training step on ragged conversations, the target's pass included."""
+    target = hardware.make_random_target(chosen.shape, device=torch.device(chosen.device), positions=length)
+    vocab = (f"head.vocab_size={DRAFTED}",)
+    options = StepOptions(
+        document="ragged", without=without, precision="bf16", warmup=2, steps=1 if chosen.tiny else 5, train=vocab
+    )
+    cost, peak = measure_step(options, head, length, target), hardware.find_peak(target.device)
+    about = {
+        "head": head,
+        "length": length,
+        "fast": "off" if without else "on",
+        "tokens_per_second": cost.tokens_per_second,
+    }
+    return about | {"mfu": cost.mfu(peak.flops), **asdict(cost)}
+
+
+def decode(chosen: GpuReportOptions, mode: str, context: int) -> dict:
+    """Milliseconds of a plain token, of the target's pass over nodes, and of a round of a chain of an untrained EAGLE-3."""
+    room, sizes = chosen.depth * (chosen.rounds + WARM_UP) + 128, common.read_numbers("nodes", chosen.nodes)
+    target = hardware.make_random_target(
+        chosen.shape, device=torch.device(chosen.device), positions=2 * (context + room)
+    )
+    vocab = torch.arange(min(DRAFTED, target.vocab_size))
+    settings = compose_settings(StepOptions(), "eagle3").head.drafter
+    layers = {key: settings[key] for key in ("num_layers", "own_output")}
+    head = Eagle3(target, vocab=vocab, **layers).to(target.device, target.dtype).eval().requires_grad_(False)
+    drafting = Drafting(depth=chosen.depth, cuda_graphs=MODES[mode])
+    plain = time_rounds(chosen, drafting, target, None, context)
+    medians = time_passes(drafting, target, context, sizes)
+    found = {"mode": mode, "context": context, "plain_ms": plain, "tokens_per_second": 1e3 / plain}
+    found |= {f"verify_{num}_ms": seconds for num, seconds in medians.items()}
+    found |= {f"round_of_{chosen.depth}_ms": time_rounds(chosen, drafting, target, head, context)}
+    needed = hardware.bytes_per_token(target) + context * cache_bytes(target)
+    bandwidth = hardware.find_peak(target.device).bandwidth
+    return found | {"share_of_bandwidth": bandwidth and needed / (plain / 1e3) / bandwidth, "bytes": needed}
+
+
+def cache_bytes(target: Target) -> int:
+    """Of K and V of one token."""
+    config = target.config
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * target.dtype.itemsize
+
+
+def time_rounds(
+    chosen: GpuReportOptions, drafting: Drafting, target: Target, head: Eagle3 | None, context: int
+) -> float:
+    """The median in ms, once what is captured is captured."""
+    proposer = drafting.proposer(head) if head is not None else None
+    decoder = drafting.decoder(target, proposer, sampling=Sampling(), stop=set(), runner=drafting.runner())
+    batch, times = decoder.batch(), []
+    batch.admit([Request(random_tokens(target, context), 1 + (chosen.depth + 1) * (chosen.rounds + WARM_UP))])
+    for _ in range(chosen.rounds + WARM_UP):
+        start = time.perf_counter()
+        batch.step()  # waits for the device
+        times.append(time.perf_counter() - start)
+    batch.close()
+    return 1e3 * statistics.median(times[WARM_UP:])
 
 
 @torch.inference_mode()
-def verify(
-    chosen: GpuReportOptions, figures: GpuFigures, target: Target, mode: str, runner: Runner, sizes: list[int]
-) -> None:
-    cache = read_prompt(target, random_tokens(target, chosen.prompt), room=max(sizes))
-    verifier = Verifier(target, sampling=Sampling(), rule="token", runner=runner)
-    trees = {}
-    for num in sizes:  # node n is a child of node (n - 1) // 2
-        first, *others = random_tokens(target, num)
-        trees[num] = plant([first], [[(token, (n - 1) // 2) for n, token in enumerate(others, start=1)]], target.device)
-
-    def time_pass(num: int) -> float:
-        hardware.synchronize(target.device)
-        start = time.perf_counter()
-        verifier(trees[num], cache, rules.Draws(None)).num_kept.tolist()  # waits, as a round does
-        seconds = time.perf_counter() - start
-        cache.drop_pending()
-        return seconds
-
-    for num in sizes:
-        time_pass(num), time_pass(num)  # compiles, and captures
-    times: dict[int, list[float]] = {num: [] for num in sizes}
-    for _ in range(chosen.repeats):
-        for num in sizes:
-            times[num].append(time_pass(num))
-    medians = {num: statistics.median(values) for num, values in times.items()}
-    for num, seconds in medians.items():
-        growth = seconds / medians[1] if 1 in medians else None
-        figures.verification.append({"mode": mode, "nodes": num, "ms": 1e3 * seconds, "times_one": growth})
+def time_passes(drafting: Drafting, target: Target, context: int, sizes: list[int]) -> dict[int, float]:
+    """ms of a pass by its nodes, behind a text, in turn."""
+    verifier = Verifier(target, sampling=Sampling(), rule="token", runner=drafting.runner())
+    found = PassTimer(verifier, Sampling(), 1, linear=False, context=context).measure(sizes)
+    return {num: 1e3 * seconds for num, seconds in found.items()}
 
 
 def random_tokens(target: Target, num: int) -> list[int]:
     return torch.randint(target.vocab_size, (num,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def read_prompt(target: Target, prompt: list[int], *, room: int) -> RowCache:
-    """A cache of one row that has read the prompt, with room for so many entries more."""
-    tokens, cache = torch.tensor([prompt], device=target.device), target.cache(1)
-    cache.make_room(len(prompt) + room)
-    cache.reserve(len(prompt))
-    mask = masks.pending_mask(masks.causal_mask(len(prompt), target.device), cache.lengths, cache.visible)
-    target.read(tokens, (), positions=cache.slots, mask=mask, cache=cache)
-    cache.commit(torch.full_like(cache.lengths, len(prompt)), [len(prompt)])
-    return cache
+# Parts one after the other
 
 
-def format_report(figures: GpuFigures) -> str:
-    """Tables for a new section in results/."""
-    stated = f"{figures.peak.bandwidth / 1e12:.2f} TB/s on paper, " if figures.peak.bandwidth else ""
-    limit = (figures.peak.bandwidth or figures.read_bandwidth) / figures.weight_bytes
-    parts = [
-        f"{figures.device}; {figures.target}, bfloat16. Memory: {stated}{figures.read_bandwidth / 1e12:.2f} TB/s measured; "
-        f"{figures.weight_bytes / 1e9:.2f} GB a token, so at most {limit:.0f} tokens/s.",
-        f"Aims: MFU {AIMS['mfu']:.0%}; plain decoding at {AIMS['bandwidth']:.0%} of the bandwidth; a pass over "
-        f"{AIMS['nodes']} nodes at most {AIMS['growth']:.2f} times one over one node.",
+def read_found(chosen: GpuReportOptions) -> dict[str, dict]:
+    path = Path(f"{chosen.out}.json")
+    return json.loads(path.read_text())["parts"] if path.is_file() else {}
+
+
+def keep(chosen: GpuReportOptions, name: str, found: dict) -> None:
+    """Writes the figures of a part beside those of the others."""
+    document = {"aims": AIMS, "parts": read_found(chosen) | {name: found}}
+    files.write_text(Path(f"{chosen.out}.json"), json.dumps(document, indent=1) + "\n")
+
+
+def do_part(chosen: GpuReportOptions, name: str, part: Part) -> None:
+    """Does a part in this process, and keeps what it gave or why it failed."""
+    start = time.monotonic()
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            found = part()
+        said = dict.fromkeys(
+            str(each.message) for each in caught if "fast path" in str(each.message) or "CUDA" in str(each.message)
+        )
+        found |= {"said": list(said)} if said else {}
+    except (
+        Exception
+    ) as error:  # kernels, compilers and libraries on a device that nobody has tried: any error can occur
+        traceback.print_exc()
+        found = {"error": f"{type(error).__name__}: {error}"}
+    keep(chosen, name, found | {"seconds_of_part": time.monotonic() - start})
+
+
+def do_apart(chosen: GpuReportOptions, name: str, arguments: list[str], seconds: float) -> None:
+    """Does a part in a process of its own."""
+    keep(chosen, name, {"error": "its process ended before it wrote anything"})
+    try:
+        run_child([sys.executable, "-m", "benchmarks.gpu_report", *arguments, f"only={name}"], Path.cwd(), seconds)
+    except RuntimeError as error:
+        keep(chosen, name, {"error": str(error)})
+
+
+def format_report(parts: dict[str, dict]) -> str:
+    """Tables, and what failed."""
+    about, failed = parts.get("device", {}), {name: each["error"] for name, each in parts.items() if "error" in each}
+    limit = f"{about['bandwidth'] / 1e12:.2f} TB/s on paper, " if about.get("bandwidth") else ""
+    lines = [
+        f"# {about.get('device', 'unknown device')}",
+        f"Memory: {limit}{about.get('measured_bandwidth', 0) / 1e12:.2f} TB/s measured.",
     ]
-    for rows in (figures.training, figures.decoding, figures.verification):
-        parts += [common.format_rows(rows)] if rows else []
-    if figures.problems:
-        parts.append("Not measured, or not as wanted:\n\n" + "\n".join(f"- {problem}" for problem in figures.problems))
-    return "\n\n".join(parts)
+    lines += ["Aims: " + ", ".join(f"{name} {value:g}" for name, value in AIMS.items()) + ". Measured on this device:"]
+    plain = lambda each: {key: value for key, value in each.items() if not isinstance(value, dict | list)}
+    for title in ("main command", "training", "decoding", "tests"):
+        rows = [plain(each) for name, each in parts.items() if name.startswith(title) and "error" not in each]
+        lines += [f"## {title}", common.format_rows(rows)] if rows else []
+    if failed:
+        lines += ["## Failed, or left out", "\n".join(f"- {name}: {why}" for name, why in failed.items())]
+    said = dict.fromkeys(text for each in parts.values() for text in each.get("said", []))
+    return (
+        "\n\n".join([*lines, *(["## Said on the way", "\n".join(f"- {text}" for text in said)] if said else [])]) + "\n"
+    )
 
 
 def main(arguments: list[str]) -> None:
     start, chosen = time.monotonic(), common.read_options(GpuReportOptions, __doc__, arguments)
-    if unknown := set(common.split(chosen.modes)) - set(MODES):
-        raise ValueError(f"modes={','.join(unknown)} must be a comma list of {', '.join(MODES)}.")
-    if chosen.dry_run:
-        sizes: Any = {"shape": "tiny", "prompt": 24, "lengths": "64", "tokens": 64, "together": 1, "max_new_tokens": 4}
-        chosen = replace(chosen, **sizes, repeats=2, nodes="1,4", compiled_nodes="1")
-    elif not torch.cuda.is_available():
+    if chosen.tiny:
+        sizes: Any = {"shape": "tiny", "heads": "eagle3,mtp", "lengths": "128", "contexts": "24", "nodes": "1,4"}
+        chosen = replace(chosen, **sizes, rounds=2, steps=3, processes=1, tests="tests/specdec/core/test_tree.py")
+    elif chosen.device == "cpu" or not torch.cuda.is_available():
         raise ValueError(
-            "There is no CUDA device here, or torch has no CUDA. dry_run=true tries the report on the CPU."
+            "There is no CUDA device here, or torch has no CUDA. device=cpu tiny=true tries the parts on the CPU."
         )
-    device = hardware.find_device()
-    longest = max(chosen.prompt + chosen.max_new_tokens, *common.read_numbers("lengths", chosen.lengths))
-    target = hardware.make_random_target(chosen.shape, device=device, positions=longest)
-    num_bytes = hardware.bytes_per_token(target)
-    bandwidth = hardware.memory_bandwidth(num_bytes, device)
-    figures = GpuFigures(
-        hardware.describe_device(device), target.name, hardware.find_peak(device), bandwidth, num_bytes
-    )
-    print(f"{figures.device}; {figures.target}, bfloat16", flush=True)
-    for name, part in list_parts(chosen, figures, target):
+    parts = list_parts(chosen)
+    if chosen.only is not None:
+        do_part(chosen, chosen.only, parts[chosen.only])
+        return
+    for name, part in parts.items():
+        known = read_found(chosen).get(name)
+        if known is not None and "error" not in known and not chosen.redo:
+            continue
+        print(f".. {name}", flush=True)
         if time.monotonic() - start > 60 * chosen.minutes:
-            figures.problems.append(f"{name}: left out, because {chosen.minutes:g} minutes were over")
+            keep(chosen, name, {"error": f"left out, because {chosen.minutes:g} minutes were over"})
+        elif chosen.device == "cpu" or name in ("main command", "tests"):  # these have processes of their own
+            do_part(chosen, name, part)
         else:
-            attempt(name, part, figures)
-    text = format_report(figures)
+            do_apart(chosen, name, arguments, SECONDS)
+    text = format_report(read_found(chosen))
     print(text)
-    document = {**asdict(figures), "aims": AIMS, "options": asdict(chosen), "seconds": time.monotonic() - start}
-    files.write_text(Path(f"{chosen.out}.json"), json.dumps(document, indent=2) + "\n")
-    files.write_text(Path(f"{chosen.out}.md"), text + "\n")
+    files.write_text(Path(f"{chosen.out}.md"), text)
+    if failed := sum("error" in each for each in read_found(chosen).values()):
+        raise SystemExit(f"{failed} parts failed or were left out. The same command tries them again.")
 
 
 if __name__ == "__main__":

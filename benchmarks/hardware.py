@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from specdec.target import attention
 from specdec.target.model import Target
@@ -74,10 +74,10 @@ def own_memory() -> int:
 
 
 class PeakMemory:
-    """`bytes`: the most that was in use at once within `measured`, above what was in use at its start."""
+    """`bytes`: the most that was in use at once within `measured`, above what was in use at its start; `total`: with that, on a GPU."""
 
     def __init__(self, device: torch.device):
-        self.device, self.bytes = device, 0
+        self.device, self.bytes, self.total = device, 0, 0
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
@@ -90,7 +90,8 @@ class PeakMemory:
             before = torch.cuda.memory_allocated(self.device)
             yield
             synchronize(self.device)
-            self.bytes = torch.cuda.max_memory_allocated(self.device) - before
+            self.total = torch.cuda.max_memory_allocated(self.device)
+            self.bytes = self.total - before
             return
         before, highest, ended = own_memory(), [0], threading.Event()
 
@@ -111,31 +112,31 @@ class PeakMemory:
 SIZES = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size".split()
 SHAPES = {
     "8b": (4096, 32, 32, 8, 14336, 128256),  # Llama-3.1-8B
+    "qwen3-8b": (4096, 36, 32, 8, 12288, 151936),
     "1b": (2048, 16, 32, 8, 8192, 128256),  # Llama-3.2-1B, but for its tied embedding
+    "135m": (576, 30, 9, 3, 1536, 49152),  # SmolLM2-135M
     "tiny": (64, 8, 4, 2, 128, 256),
 }
 
 
-def make_random_target(shape: str, *, device: torch.device, positions: int, dtype: str = "bfloat16") -> Target:
-    """A Llama with random weights, made on the device: figures of speed and memory need no file of real ones.
+def make_random_target(
+    shape: str, *, device: torch.device, positions: int, dtype: str = "bfloat16", vocab_size: int | None = None
+) -> Target:
+    """A Llama, or a Qwen3, with random weights, made on the device: figures of speed and memory need no file of real ones.
 
-    shape: a key of SHAPES; positions: the longest text that it has to read
+    shape: a key of SHAPES; positions: the longest text that it has to read; vocab_size: in place of the shape's
     """
     if shape not in SHAPES:
         raise ValueError(f"shape={shape} must be one of {', '.join(SHAPES)}.")
-    sizes: Any = dict(zip(SIZES, SHAPES[shape], strict=True))
-    config = LlamaConfig(
-        **sizes,
-        max_position_embeddings=max(positions, 8192),
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    sizes: Any = dict(zip(SIZES, SHAPES[shape], strict=True)) | ({"vocab_size": vocab_size} if vocab_size else {})
+    more: Any = {"max_position_embeddings": max(positions, 8192), "bos_token_id": None, "eos_token_id": None}
+    config = Qwen3Config(**sizes, **more, head_dim=128) if shape.startswith("qwen3") else LlamaConfig(**sizes, **more)
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, dtype), attn_implementation=attention.NAME
         )
-    return Target(model, name=f"random Llama {shape}")
+    return Target(model, name=f"random {shape}")
 
 
 # The limit of plain decoding

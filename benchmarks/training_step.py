@@ -29,12 +29,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import common, hardware
-from specdec.core import devices, files, precision
+from specdec.core import devices, fast, files, precision
 from specdec.target.model import Target
 from train.data.rows import Row, TrainingBatch, collate
 from train.features.outputs import Online
 from train.optimization import OptimizerSettings, make_optimizer
 
+RAGGED = (2600, 1900, 1300, 900, 620, 410, 260, 190)  # tokens of the conversations in a pack of 8,192
 PROMPT = 16  # tokens at the beginning of each document that nothing has to guess
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # matrix products, by the place of their first factor
 
@@ -43,9 +44,12 @@ PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # matrix products, by 
 class StepOptions:
     heads: str = "eagle3"  # comma list of heads, by their files in conf/head
     lengths: str = "512,1024,2048"  # comma list of tokens in a pack
-    document: int | None = None  # tokens of a conversation; null: each pack is one, which costs attention most
+    document: str | None = (
+        None  # tokens of a conversation, or ragged: of several lengths; null: one a pack, which costs attention most
+    )
     batch: int = 1  # packs in a step
-    shape: str | None = None  # a random target instead: 8b, 1b, tiny
+    shape: str | None = None  # a random target instead: 8b, qwen3-8b, 1b, tiny
+    without: str = ""  # comma list of fast paths that are left out, on devices that have them
     features: str = "target"  # target: the target reads every batch; given: its outputs are known
     precision: str = "auto"  # bf16 or fp32; auto: bf16 where the device computes in bfloat16
     steps: int = 3  # timings; their median counts
@@ -66,6 +70,7 @@ class StepCost:
     parameters: int  # that are trained
     seconds: list[float]  # of a step, by timing
     peak_bytes: int  # at once above target and head: activations, gradients, the optimizer's state
+    total_bytes: int  # with target and head; 0 on a CPU
     state_bytes: int  # of these, gradients and the optimizer's state
     flops: float  # that the step needs
 
@@ -81,8 +86,8 @@ class NeededFlops(TorchDispatchMode):
     """Counts the FLOPs that a step needs in its matrix products and its attention: `flops`.
 
     Only forward passes are looked at, so what is computed again in a backward pass is not counted. A product counts once
-    for its result, and once more for each factor that needs a gradient; attention of the target counts as its two products
-    over all keys. What an autograd.Function computes from its inputs counts as needing a gradient.
+    for its result, and once more for each factor that needs a gradient; attention counts as its two products, over the keys
+    that a text shows to each query. What an autograd.Function computes from its inputs counts as needing a gradient.
     """
 
     supports_higher_order_operators = True
@@ -125,11 +130,18 @@ class NeededFlops(TorchDispatchMode):
         if name in PRODUCTS:
             first, second = args[PRODUCTS[name] : PRODUCTS[name] + 2]
             self.flops += 2 * first.numel() * second.shape[-1] * (1 + self._need(first) + self._need(second))
-        elif name.startswith("_scaled_dot_product") or name == "flex_attention":
+        elif name.startswith("_scaled_dot_product") or name == "attend_segments":
             query, key, value = args[:3]
             passes = 3 if query.requires_grad or self._frozen is not None else 1
-            width = query.shape[-1] + value.shape[-1]
-            self.flops += 2 * query[..., 0].numel() * key.shape[-2] * width * passes
+            if name == "attend_segments":  # of texts side by side, each behind the keys that it has alone
+                heads, (queries, keys) = query.shape[-2], (starts.diff().cpu().double() for starts in args[3:5])
+            else:
+                heads, (queries, keys) = (
+                    query[..., 0, 0].numel(),
+                    (torch.tensor([float(x.shape[-2])]) for x in (query, key)),
+                )
+            pairs = float((queries * (keys - queries) + queries * (queries + 1) / 2).sum())
+            self.flops += 2 * heads * pairs * (query.shape[-1] + value.shape[-1]) * passes
         return out
 
     def _need(self, factor: Tensor) -> bool:
@@ -148,19 +160,39 @@ def compose_settings(chosen: StepOptions, head: str) -> DictConfig:
 
 def make_batch(chosen: StepOptions, length: int, vocab_size: int) -> TrainingBatch:
     """Packs of random text."""
-    generator, size = torch.Generator().manual_seed(0), min(chosen.document or length, length)
+    generator = torch.Generator().manual_seed(0)
+    if chosen.document == "ragged":
+        sizes = [max(1, num * length // 8192) for num in RAGGED]
+    else:
+        size = min(int(chosen.document or length), length)
+        sizes = [size] * (length // size)
 
-    def make_row() -> Row:
+    def make_row(size: int) -> Row:
         tokens = torch.randint(vocab_size, (size,), generator=generator).tolist()
         return Row("", "all", tokens, [place >= min(PROMPT, size // 2) for place in range(size)])
 
-    return collate(
-        [[make_row() for _ in range(length // size)] for _ in range(chosen.batch)], length=length, pad_token=0
-    )
+    return collate([[make_row(size) for size in sizes] for _ in range(chosen.batch)], length=length, pad_token=0)
+
+
+@contextlib.contextmanager
+def left_out(paths: list[str], target: Target) -> Iterator[None]:
+    """Within, these fast paths are not used."""
+    on = fast.on
+    target.__dict__.pop("reads_segments", None)  # what it has asked once
+    with mock.patch.object(fast, "on", lambda path, *given: path not in paths and on(path, *given)):
+        _ = target.reads_segments  # tries it, which is no part of a step
+        yield
+    target.__dict__.pop("reads_segments", None)
 
 
 def measure_step(chosen: StepOptions, head: str, length: int, target: Target) -> StepCost:
-    """Takes steps and measures them. Raises an error of torch where memory does not suffice."""
+    """Takes steps and measures them. Raises an error of torch where memory does not suffice.
+
+    The FLOPs that it needs are those of the reference without parts and compiled blocks, which hide products.
+    """
+    without = common.split(chosen.without)
+    if unknown := set(without) - set(fast.PATHS):
+        raise ValueError(f"without={','.join(unknown)} must be a comma list of {', '.join(fast.PATHS)}.")
     config, device = compose_settings(chosen, head), target.device
     torch.manual_seed(0)
     size = config.head.vocab_size
@@ -174,7 +206,8 @@ def measure_step(chosen: StepOptions, head: str, length: int, target: Target) ->
     online = Online(target, drafter.target_layers)
     batch = make_batch(chosen, length, target.vocab_size).to(device)
     num_goals = batch.goals(objective.supervise).sum()
-    known = online(batch) if chosen.features == "given" else None
+    with left_out(without, target):
+        known = online(batch) if chosen.features == "given" else None
     mixed = chosen.precision == "bf16" or (chosen.precision == "auto" and precision.choose(device).dtype == "bfloat16")
 
     def step() -> None:
@@ -187,7 +220,7 @@ def measure_step(chosen: StepOptions, head: str, length: int, target: Target) ->
         optimizer.zero_grad()
 
     seconds, memory, needed = [], hardware.PeakMemory(device), NeededFlops()
-    with memory.measured():
+    with left_out(without, target), memory.measured():
         for _ in range(chosen.warmup + chosen.steps):
             hardware.synchronize(device)
             start = time.perf_counter()
@@ -195,7 +228,14 @@ def measure_step(chosen: StepOptions, head: str, length: int, target: Target) ->
                 step()
             hardware.synchronize(device)
             seconds.append((time.perf_counter() - start) / chosen.together)
-    with needed.watching(optimizer):  # after the others, because its memory and its time are not those of a step
+    packed = (
+        fast.forced("varlen") if device.type == "cpu" else contextlib.nullcontext()
+    )  # texts show only what they see
+    with (
+        packed,
+        left_out(["loss", "blocks", "graphs"], target),
+        needed.watching(optimizer),
+    ):  # after the others, because its memory and its time are not those of a step
         step()
     trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
     moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
@@ -204,6 +244,7 @@ def measure_step(chosen: StepOptions, head: str, length: int, target: Target) ->
         parameters=sum(parameter.numel() for parameter in trained),
         seconds=seconds[chosen.warmup :],
         peak_bytes=memory.bytes,
+        total_bytes=memory.total,
         state_bytes=sum(value.nbytes for value in [*trained, *moments]),
         flops=needed.flops,
     )

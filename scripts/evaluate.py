@@ -27,6 +27,7 @@ from specdec.core import files, hub
 from specdec.decoding.drafting import Drafting
 from specdec.heads.base import Drafter
 from specdec.measuring import report as figures
+from specdec.measuring import served
 from specdec.measuring.measure import MeasureSettings, Method, Prompt, PromptResult, measure
 from specdec.measuring.report import TAU, Report
 from specdec.proposers.auto import Auto
@@ -112,10 +113,12 @@ def measure_one(chosen: Evaluate, out: Path, console: progress.Results) -> None:
     head = loaded.checkpoint and hub.pinned(loaded.checkpoint)  # with the commit, of a head on the Hub
     console.print(f"{head or loaded.name} on {loaded.target.name}; tau: {TAU}")
     stop = set() if chosen.ignore_stop else loaded.stop
+    promise = served.measure(loaded.target, methods[0].proposer)
     reports, explained = [], []
     for sampling in chosen.decode.samplings():
         settings = MeasureSettings(sampling, stop, chosen.max_new_tokens, chosen.seed, chosen.batch)
         report, results = evaluate(methods, prompts, settings, chosen.prompts)
+        report = promise.add_to(report) if promise else report
         reports.append(report)
         display.validation(console, report, loaded.title)
         parts = ", ".join(f"{name} {part.tau:.2f}" for name, part in report.by_category.items())

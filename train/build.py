@@ -41,6 +41,7 @@ from train.trainer import MEASURED, Trainer
 from train.validate import Validation
 
 PRECISIONS = {"bf16": "bf16", "fp32": "no"}  # of train.py, and what accelerate calls them
+IN_FLIGHT = 64  # texts that servers are asked for at once, by each process
 SAMPLE = 2000  # documents that are looked for in a folder before training
 
 
@@ -249,7 +250,8 @@ def connect_engine(config: RunConfig, drafter: Head, console: progress.Results) 
     chosen, target = config.features, drafter.target
     if not chosen.urls:
         return None
-    return EngineTarget(EngineClient(chosen.urls, longest=5, say=console.say), target, drafter.target_layers)
+    client = EngineClient(chosen.urls, in_flight=IN_FLIGHT, longest=5, say=console.say)
+    return EngineTarget(client, target, drafter.target_layers)
 
 
 def open_features(

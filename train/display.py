@@ -97,6 +97,7 @@ def validation(console: Results, report: Report, shape: object) -> None:
         "tokens/s plain": write_figure(plain, digits=1),
         "tokens/s drafted": write_figure(report.tokens_per_second, report.tokens_per_second_ci, digits=1),
         "speedup": write_figure(report.speedup, report.speedup_ci),
+        "speedup served": write_figure(report.served_speedup),
         f"speedup auto{of}": write_figure(auto.get("speedup"), auto.get("speedup_ci")),
         "speedup auto, predicted": write_figure(auto.get("predicted_speedup")),
         "rounds of auto by nodes": ", ".join(f"{size}: {n / rounds:.0%}" for size, n in auto.get("sizes", {}).items()),

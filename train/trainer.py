@@ -83,7 +83,7 @@ class Trainer:
         self.saving = Saving(self.folder.save_state, every=settings.save_every, minutes=settings.save_minutes)
         read = settings.seed, settings.batch, settings.accumulation, self.process, self.num_processes
         self.indices = Order(len(material.packs), *read)
-        self.loader = Loader(material, order=self.indices, device=accelerator.device)
+        self.loader = Loader(material, order=self.indices, device=accelerator.device, steps=settings.steps)
         self.waiting = Waiting(settings.timeout, accelerator.process_index, accelerator.num_processes)
         with self.waiting("the others to load their target and data"):
             self.objective, self.optimizer = accelerator.prepare(objective, optimizer)

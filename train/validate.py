@@ -19,6 +19,7 @@ from specdec.core import fast, rules
 from specdec.core.sampling import Sampling
 from specdec.heads.base import Drafter, Head
 from specdec.measuring import report as figures
+from specdec.measuring import served
 from specdec.measuring.measure import (
     MeasureSettings,
     Method,
@@ -79,6 +80,7 @@ class Validation:
         )
         # What later validations use again
         self.costs: dict[Path, Costs] = {}  # of auto, as far as they are known
+        self.served: list[served.ServedCosts | None] = []  # empty: not measured yet
         self.answers: list[list[int]] | None = None
         self.seconds = dict.fromkeys(("answers", "replay", "decode", "auto"), 0.0)  # spent so far
         self.each: float | None = None  # seconds of decoding a prompt plainly and with drafts, as far as is known
@@ -103,7 +105,7 @@ class Validation:
                 )
                 return None
             results = self._decode(frozen, len(self.prompts))  # figures of different prompts cannot be compared
-            report = in_parts(self._summarise(results), results, self._summarise)
+            report = self._with_served(in_parts(self._summarise(results), results, self._summarise), frozen)
             report = replace(report, by_prompt=prompt_counts(results))
             return frozen, self._finish(report, step)
         replays = {name: self.replay(frozen) for name, frozen in candidates.items()}
@@ -186,7 +188,15 @@ class Validation:
         kept = [name for name in vars(report) if name.startswith("replayed_")]
         kept += ["ema", "step", "training", "by_category", "by_tag", "by_prompt"]
         known = {name: getattr(report, name) for name in kept}
-        return replace(self._summarise(self._decode(frozen, num)), **known)
+        return self._with_served(replace(self._summarise(self._decode(frozen, num)), **known), frozen)
+
+    def _with_served(self, report: Report, frozen: Head) -> Report:
+        """On a GPU with the speedup of an engine; what it is made of depends on sizes only, and is measured once."""
+        if not self.served:
+            with self._timed("decode"):
+                self.served.append(served.measure(self.target, self.drafting.proposer(frozen)))
+        costs = self.served[0]
+        return costs.add_to(report) if costs else report
 
     def _decode(self, frozen: Head, num: int) -> list[PromptResult]:
         """Decodes the first `num` prompts, if there are so many. -> the results of all processes"""

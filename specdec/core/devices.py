@@ -24,6 +24,15 @@ def aside(device: torch.device) -> contextlib.AbstractContextManager:
     return torch.cuda.stream(_side_stream(device)) if device.type == "cuda" else contextlib.nullcontext()
 
 
+def hand_over(tensor: Tensor) -> None:
+    """Waits until a tensor that was made `aside` is there; what the device is given from now on may use it."""
+    if tensor.device.type == "cuda":
+        _side_stream(tensor.device).synchronize()
+        tensor.record_stream(
+            torch.cuda.current_stream(tensor.device)
+        )  # its memory is not given to others aside before that has run
+
+
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """One for a device: cuBLAS keeps a workspace for each stream that a thread has used."""

@@ -67,6 +67,8 @@ class Report:
     step: int | None = None  # of a validation
     training: Training | None = None  # of a validation
     ema: dict | None = None  # of a validation with train.ema: the weights kept, and replayed tau of both
+    served_speedup: float | None = None  # on a GPU: by captured passes and steps (served.py)
+    served_ms: dict | None = None  # what it is made of
     auto: dict | None = None  # of proposers/auto.py beside: see _auto, scripts/evaluate.py and train/validate.py
     differences: list[dict] = field(default_factory=list)  # greedy answers unlike plain decoding's: prompt, token, gap
     by_tag: dict[str, "Report"] = field(default_factory=dict)  # of the tags that rows of prompts have

@@ -189,16 +189,16 @@ class MeasuredCosts(Costs):
 class PassTimer:
     """Times passes of the target over trees of random tokens, behind a text of random tokens.
 
-    linear: chains, for a target that reads nothing else
+    linear: chains, for a target that reads nothing else; context: tokens of the text, at most half of the target's positions
     """
 
-    def __init__(self, verifier: Verifier, sampling: Sampling, rows: int, *, linear: bool):
+    def __init__(self, verifier: Verifier, sampling: Sampling, rows: int, *, linear: bool, context: int = CONTEXT):
         self.target, self.verifier, self.sampling, self.linear = verifier.target, verifier, sampling, linear
         target, device = self.target, self.target.device
         self.rows, self.cache = rows, target.cache(rows)
         self.generator = torch.Generator().manual_seed(0)
         self.draws = rules.Draws(torch.Generator(device).manual_seed(0))
-        length = min(CONTEXT, (target.max_positions or 2 * CONTEXT) // 2)
+        length = min(context, (target.max_positions or 2 * context) // 2)
         positions = torch.arange(length, device=device).expand(rows, -1)
         self.cache.reserve(length, [length] * rows)
         mask = masks.pending_mask(masks.causal_mask(length, device), self.cache.lengths, self.cache.visible)

@@ -1,15 +1,15 @@
-"""Tests of benchmarks/training_step.py and gpu_report.py: what they count, what they write, what they refuse."""
+"""Tests of benchmarks/training_step.py: what it counts, what it writes, what it refuses."""
 
 import json
-import math
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks import gpu_report, hardware, training_step
+from benchmarks import hardware, training_step
 from benchmarks.training_step import NeededFlops, StepOptions, measure_step
+from specdec.core import fast
 
 HIDDEN, LAYERS, HEADS, *_ = hardware.SHAPES["tiny"]
 
@@ -69,7 +69,9 @@ def test_the_target_costs_its_forward_pass(tiny):
     for features in ("target", "given"):
         costs[features] = measure_step(StepOptions(features=features, warmup=0, steps=1), "eagle3", 64, tiny)
     layers = sum(p.numel() for p in tiny.decoder.layers.parameters() if p.dim() == 2)
-    attention = 2 * HEADS * 64 * 64 * 2 * (HIDDEN // HEADS) * LAYERS
+    attention = (
+        2 * HEADS * (64 * 65 // 2) * 2 * (HIDDEN // HEADS) * LAYERS
+    )  # each token sees itself and those before it
     assert costs["target"].flops - costs["given"].flops == 2 * layers * 64 + attention
     cost = costs["given"]
     assert cost.tokens == 64 and cost.peak_bytes >= 0 and cost.state_bytes >= 12 * cost.parameters
@@ -97,21 +99,31 @@ def test_training_steps_are_measured_and_written(capsys, tmp_path, monkeypatch):
         assert row["tokens_per_second"] == pytest.approx(row["length"] / row["seconds"][0]) and 0 < row["mfu"] < 1
 
 
-def test_the_gpu_report_does_all_its_steps(capsys, tmp_path):
-    gpu_report.main(["dry_run=true", "heads=eagle3,dflash", "modes=eager,graphs", f"out={tmp_path}/report"])
-    document = json.loads((tmp_path / "report.json").read_text())
-    assert [row["head"] for row in document["training"]] == ["eagle3", "dflash"]
-    assert all(row["tokens_per_second"] > 0 and row["flops"] > 0 for row in document["training"])
-    assert [row["mode"] for row in document["decoding"]] == ["eager", "graphs"]
-    found = {(row["mode"], row["nodes"]) for row in document["verification"]}
-    assert found == {(mode, num) for mode in ("eager", "graphs") for num in (1, 4)}
-    assert all(math.isfinite(row["ms"]) for row in document["verification"] + document["decoding"])
-    if not torch.cuda.is_available():
-        assert len(document["problems"]) >= 1 and all("No CUDA graphs" in problem for problem in document["problems"])
-    assert (tmp_path / "report.md").read_text().strip() in capsys.readouterr().out
+@pytest.mark.parametrize("document", ["ragged", "512"])
+def test_needed_flops_do_not_depend_on_the_path_that_a_step_takes(tiny, document):
+    """Texts in a pack see themselves only: read side by side or one after the other, the same is needed."""
+    costs = []
+    for without in ("varlen,loss,blocks", ""):
+        with fast.forced("varlen", "loss"):
+            options = StepOptions(document=document, without=without, warmup=0, steps=1)
+            costs.append(measure_step(options, "eagle3", 1024, tiny))
+    assert costs[0].flops == costs[1].flops and costs[0].tokens == costs[1].tokens
+    assert costs[0].tokens == (1024 if document == "512" else sum(num // 8 for num in training_step.RAGGED))
+    whole = measure_step(StepOptions(warmup=0, steps=1), "eagle3", 1024, tiny)
+    assert whole.flops / whole.tokens > costs[0].flops / costs[0].tokens  # one text shows more keys
 
 
-def test_the_gpu_report_needs_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"no CUDA device.*dry_run=true"):
-        gpu_report.main([])
+def test_paths_that_are_left_out_are_not_used(tiny, monkeypatch):
+    asked, on = [], fast.on
+
+    def spied(path, *given):
+        asked.append(path)
+        return on(path, *given)
+
+    monkeypatch.setattr(fast, "on", spied)
+    with fast.forced(*fast.PATHS):
+        with training_step.left_out(["varlen", "loss"], tiny):
+            assert not tiny.reads_segments and not fast.on("loss", tiny.device) and fast.on("graphs", tiny.device)
+        assert "varlen" not in asked and "reads_segments" not in tiny.__dict__
+    with pytest.raises(ValueError, match="without=speed must be a comma list of varlen"):
+        measure_step(StepOptions(without="speed"), "eagle3", 64, tiny)

@@ -13,7 +13,7 @@ from specdec import checkpoint
 from specdec.core import files
 from specdec.decoding.drafting import Drafting
 from specdec.export.cards import Provenance, expected
-from specdec.measuring import speed
+from specdec.measuring import served, speed
 from specdec.measuring.measure import Prompt, PromptReplay
 from specdec.measuring.report import Report
 from specdec.unroll import replay
@@ -182,6 +182,29 @@ def test_the_better_candidate_is_kept(make, small_target):
     for candidates in ({"plain": good, "average": bad}, {"plain": bad, "average": good}):
         kept, report = made(candidates, step=1, trained=1.0, best=None, required=False)
         assert report.replayed_tau == max(taus) and candidates[report.ema["kept"]] is kept
+
+
+# What an engine would give
+
+
+def test_on_a_gpu_the_served_speedup_stands_beside_the_measured_one(make, small_target, monkeypatch):
+    """A pretended device with told times: plain 10 ms, five nodes 11 ms, a step 1 ms."""
+    told, asked = served.ServedCosts(0.010, 0.011, 0.001, nodes=4, steps=3), []
+    drafter = make_drafter(small_target, "eagle").decodable()
+    measured = served.measure
+    monkeypatch.setattr(served, "measure", lambda target, proposer: asked.append(proposer.shape) or told)
+    for drafting in (CHAIN, Drafting(3, 2, 6)):
+        made = make(drafter, drafting)
+        for required in (False, True):
+            report = made.decode_best(drafter, judge(made, drafter, required=required), trained=1e9)
+            assert report.served_speedup == pytest.approx(report.tau * 10 / 14)
+            assert report.served_ms == {"plain": 10.0, "verify": 11.0, "step": 1.0, "nodes": 4, "steps": 3}
+        assert asked == [drafting.shape]  # once
+        asked.clear()
+        assert Report.from_json(report.to_json()) == report
+    monkeypatch.setattr(served, "measure", measured)
+    plain = judge(make(drafter, CHAIN), drafter)  # a CPU captures nothing
+    assert plain.decoded and plain.served_speedup is None and "served_speedup" not in plain.to_json()
 
 
 # Decoding with auto

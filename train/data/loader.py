@@ -2,6 +2,7 @@
 
 import functools
 import random
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,9 +14,10 @@ from specdec.target.model import TargetOutput
 from train.data import rows as data
 from train.data.packing import Packs
 from train.data.rows import TrainingBatch
-from train.features.outputs import Begun, Features
+from train.features.outputs import Begun, Features, Kept
 
 Result = TypeVar("Result")
+AHEAD, AHEAD_TOKENS = 4, 65_536  # micro-batches that a server is asked for ahead of the step, and their tokens
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,12 @@ class Material:
 
     def collate(self, indices: list[int]) -> TrainingBatch:
         return data.collate([self.packs[index] for index in indices], length=self.length, pad_token=0)
+
+    def ahead(self, batch: int) -> int:
+        """How many micro-batches of so many packs to read ahead: a server answers late, but many texts at once."""
+        if not isinstance(self.features, Kept) or self.features.reader is None:
+            return 1
+        return max(1, min(AHEAD, AHEAD_TOKENS // (batch * self.length)))
 
     def target_output(self, batch: TrainingBatch, ahead: TargetOutput | None = None) -> TargetOutput | None:
         """batch: on the training device; ahead: what has been read of them already"""
@@ -75,14 +83,27 @@ class Loader:
     """The micro-batches of one process. Their content follows from their number and not from what is read ahead.
 
     order: of the packs, and how many a micro-batch and a step have
-    ahead: micro-batches that are read ahead of the step; 0: none
-    What fails in the thread is raised where its result is asked for.
+    ahead: micro-batches that are read ahead of the step; 0: none; None: as many as the material needs. One of them is on the device
+    steps: of the run; nothing is read for later ones. None: it has no end
+    What fails in a thread is raised where its result is asked for. A second thread waits for what a server gives, so that the
+    first one goes on to ask for more.
     """
 
-    def __init__(self, material: Material, *, order: Order, device: torch.device, ahead: int = 1):
+    def __init__(
+        self,
+        material: Material,
+        *,
+        order: Order,
+        device: torch.device,
+        ahead: int | None = None,
+        steps: int | None = None,
+    ):
         self.material, self.order, self.device = material, order, devices.numbered(device)
-        self.accumulation, self.ahead = order.accumulation, ahead
-        self.thread = ThreadPoolExecutor(1, "loader", use_device, (self.device,)) if self.ahead else None
+        self.accumulation, self.ahead = order.accumulation, material.ahead(order.batch) if ahead is None else ahead
+        self.end = sys.maxsize if steps is None else steps * order.accumulation
+        make = lambda name: ThreadPoolExecutor(1, name, use_device, (self.device,))
+        self.thread = make("loader") if self.ahead else None
+        self.receiver = make("receiver") if self.ahead > 1 else self.thread
         self.coming: dict[int, Future[MicroBatch]] = {}
         self.coming_on_device: dict[int, Future[tuple[TrainingBatch, TargetOutput | None]]] = {}
 
@@ -91,33 +112,36 @@ class Loader:
         if self.thread is None:
             return self.again(step)
         first, stop = step * self.accumulation, (step + 1) * self.accumulation
-        for number in range(first, stop + self.ahead):
+        for number in range(first, max(stop, min(self.end, stop + self.ahead))):
             self._submit(number)
         return [self._result(self.coming[number]) for number in range(first, stop)]
 
     def on_device(self, micro: MicroBatch) -> tuple[TrainingBatch, TargetOutput | None]:
         """A micro-batch on the training device, and the target's outputs for it if the objective needs them."""
         number = micro.number
-        if self.thread is None:
+        if self.receiver is None:
             batch = micro.batch.to(self.device)
             return batch, self.material.target_output(batch)
-        for later in range(number, number + self.ahead + 1):
+        last = max(number, min(self.end - 1, number + self.ahead))
+        for later in range(number, last + 1):
+            self._submit(later)
+        for later in range(number, min(number + 1, last) + 1):
             if later not in self.coming_on_device:
-                self._submit(later)
-                self.coming_on_device[later] = self.thread.submit(self._to_device, self.coming[later])
+                self.coming_on_device[later] = self.receiver.submit(self._to_device, self.coming[later])
         batch, output = self._result(self.coming_on_device.pop(number))
         del self.coming[number]
         return batch, self.material.target_output(batch, output)
 
     def close(self) -> None:
-        if self.thread is not None:
-            self.thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self.thread, self.receiver):
+            if thread is not None:
+                thread.shutdown(wait=False, cancel_futures=True)
 
     def again(self, step: int) -> list[MicroBatch]:
         """The micro-batches of a step, not read ahead."""
         return [self._micro_batch(number) for number in range(step * self.accumulation, (step + 1) * self.accumulation)]
 
-    # In the thread, if there is one
+    # In the threads, if there are any
 
     def _micro_batch(self, number: int) -> MicroBatch:
         material, indices = self.material, self.order(*divmod(number, self.accumulation))
@@ -128,7 +152,7 @@ class Loader:
         return MicroBatch(number, indices, names, batch, begun)
 
     def _to_device(self, coming: Future[MicroBatch]) -> tuple[TrainingBatch, TargetOutput | None]:
-        micro = coming.result()  # it was submitted before, so the only thread has made it
+        micro = coming.result()  # it was submitted before, so where there is only one thread it has made it
         return micro.batch.to(self.device), micro.begun(self.device) if micro.begun else None
 
     def _submit(self, number: int) -> None:

@@ -139,9 +139,11 @@ class Kept:
                 if states is None:
                     return None
                 joined[each.place] = torch.cat(states, dim=-1).to(joined.dtype)
-            joined = devices.send(joined, device)
-            if self.folder is None:  # as a reader gave them
-                joined = apply_final_norm(self.target, joined, self.layers)
+            with devices.aside(device):  # not behind the steps that the device has been given to do
+                joined = devices.send(joined, device)
+                if self.folder is None:  # as a reader gave them
+                    joined = apply_final_norm(self.target, joined, self.layers)
+            devices.hand_over(joined)
             return TargetOutput(*joined.split([shape[-1] - self.target.width, self.target.width], dim=-1))
 
         return finish

@@ -1,0 +1,118 @@
+"""The speedup that an engine would have, which gives the device whole passes and steps at once, as captured CUDA graphs.
+
+What decoding here measures on a GPU contains the time in which Python starts kernels, more of it in plain decoding than in an
+engine. So the report has, beside the measured speedup, tau * plain / (verify + steps * step), of three captured times that are
+measured once. Sampling, scheduling and the end of a round are left out (docs/gpu.md).
+"""
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from specdec.core import fast
+from specdec.core.compile import GraphPool, Runner, capture_graph
+from specdec.core.sampling import Sampling
+from specdec.measuring.report import Report
+from specdec.proposers.base import Proposer
+from specdec.proposers.costs import CONTEXT, PassTimer
+from specdec.proposers.heads import HeadProposer
+from specdec.target.model import Target
+from specdec.target.verifier import Verifier
+
+REPEATS = 20  # timings of a step; the median counts
+
+
+@dataclass(frozen=True)
+class ServedCosts:
+    """Seconds of a captured plain pass, of verification and of a step of the head, and the steps of a round. nodes: with the root"""
+
+    plain: float
+    verify: float
+    step: float
+    nodes: int
+    steps: int
+
+    def speedup(self, tau: float) -> float:
+        return tau * self.plain / (self.verify + self.steps * self.step)
+
+    def add_to(self, report: Report) -> Report:
+        """The report with the speedup of its tau, if it has one."""
+        if report.tau is None:
+            return report
+        times = {name: 1e3 * getattr(self, name) for name in ("plain", "verify", "step")}
+        about = {**times, "nodes": self.nodes, "steps": self.steps}
+        return replace(report, served_speedup=self.speedup(report.tau), served_ms=about)
+
+
+def measure(target: Target, proposer: Proposer | None) -> ServedCosts | None:
+    """Times what a round of a head is made of. None: where passes are not captured, or what drafts is no trained head."""
+    if not isinstance(proposer, HeadProposer) or not fast.on("graphs", target.device):
+        return None
+    runner, layers = Runner(cuda_graphs=True), proposer.target_layers
+    verifier = Verifier(target, sampling=Sampling(), rule="token", runner=runner, hidden_states=layers)
+    if not verifier.capturable:
+        return None
+    shape, parallel = proposer.shape, proposer.drafter.parallel
+    nodes, steps = 1 + shape.nodes, 1 if parallel else shape.depth
+    try:
+        passes = time_passes(verifier, nodes, linear=shape.chain)
+        step = time_step(proposer)
+    except RuntimeError as error:
+        warnings.warn(f"served_speedup is left out: {str(error).splitlines()[0]}", stacklevel=2)
+        return None
+    if not runner.cuda_graphs:  # the runner has said why
+        return None
+    return ServedCosts(passes[1], passes[nodes], step, nodes, steps)
+
+
+@torch.inference_mode()
+def time_passes(verifier: Verifier, nodes: int, *, linear: bool) -> dict[int, float]:
+    """Seconds of captured passes over one node and over `nodes`, in turn."""
+    timer = PassTimer(verifier, Sampling(), 1, linear=linear)
+    found = timer.measure([1, nodes])
+    return found if nodes in found else found | timer.measure([nodes])
+
+
+@torch.inference_mode()
+def time_step(proposer: HeadProposer) -> float:
+    """Seconds of a captured step behind a text: of a chain's one node, or of a tree's `width`. A parallel head has one step."""
+    drafter, shape = proposer.drafter, proposer.shape
+    target, device = drafter.target, drafter.target.device
+    own = HeadProposer(drafter, shape)  # with a cache of its own
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(target.vocab_size, (1, CONTEXT), generator=generator).to(device)
+    width = len(drafter.target_layers) * target.width
+    features = torch.randn(1, CONTEXT, width, generator=generator).to(device, target.dtype)
+
+    def commit(num: int) -> None:
+        own.commit(tokens[:, :num], features[:, :num], torch.full((1,), num, device=device), [num])
+
+    own.begin(tokens, torch.full((1,), CONTEXT, device=device))
+    commit(CONTEXT)
+    _, first = own.absorb()
+    if drafter.parallel or shape.depth == 1:
+        own.cache.make_room(2 + shape.nodes)
+        num = torch.full((1,), 2, device=device)
+        inputs = tokens[:, :2], features[:, :2], num, own.cache.lengths, *own.cache.halves, *own.carried
+        return time_captured(lambda *given: own._absorb(*given, *inputs[2:]), inputs[:2])
+    nodes = 1 if shape.chain else shape.width
+    seen = torch.eye(nodes, dtype=torch.bool, device=device)[None]
+    step = lambda state, chosen: own.step(2, 0, state, chosen, seen)[:2]
+    return time_captured(step, (first.state.expand(-1, nodes, -1), tokens[:, :nodes]))
+
+
+def time_captured(function: Callable[..., tuple[Tensor, ...]], inputs: tuple[Tensor, ...]) -> float:
+    """The median of a graph's seconds. Raises RuntimeError where it cannot be captured."""
+    replay, times = capture_graph(function, inputs, GraphPool()), []
+    for _ in range(REPEATS):
+        torch.cuda.synchronize(inputs[0].device)
+        start = time.perf_counter()
+        replay(*inputs)
+        torch.cuda.synchronize(inputs[0].device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
