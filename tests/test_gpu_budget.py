@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
-from specdec.core import compile, fast, rules, span_attention
+from specdec.core import fast, rules, span_attention
 from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
 from specdec.core.tree import plant
@@ -77,10 +77,14 @@ def head_of(target) -> Eagle3:
     return drafter.to("meta")
 
 
-def count_step(target, documents: list[int], *, paths: tuple[str, ...] = (), vocab: int = W, length: int = 8192) -> Count:
+def count_step(
+    target, documents: list[int], *, paths: tuple[str, ...] = (), vocab: int = W, length: int = 8192
+) -> Count:
     """A training step of EAGLE-3 at depth 7, where 30 % of each conversation are prompt."""
     with torch.device("meta"):
-        drafter = Eagle3(target, vocab=None if vocab == target.vocab_size else torch.arange(vocab, device="cpu")).to("meta")
+        drafter = Eagle3(target, vocab=None if vocab == target.vocab_size else torch.arange(vocab, device="cpu")).to(
+            "meta"
+        )
     objective = Objective(drafter, **load_head("eagle3")["objective"] | {"depth": 7, "losses": {"kl": 1.0}})
     judge = objective._judge
 
@@ -121,14 +125,37 @@ def llama():
 )
 def test_a_pass_of_llama_8b(llama, context, nodes, budget):
     """As decoding makes it: a tree behind so many tokens, and what is accepted of it."""
-    cache = llama.cache(1)
+    budget.check(count_pass(llama, Runner(), context, nodes))
+
+
+def count_pass(target, runner: Runner, context: int, nodes: int) -> Count:
+    cache = target.cache(1)
     cache.make_room(context + 80)
     cache.commit(torch.full_like(cache.lengths, context), [context])
-    verify = Verifier(llama, sampling=Sampling(), rule="token", runner=Runner(), hidden_states=(2, 16, 29))
-    tree = plant([1], [[(1, (num + 1) // 2 - 1) for num in range(1, nodes)]], llama.device)
-    with Count() as count, torch.inference_mode():
+    verify = Verifier(target, sampling=Sampling(), rule="token", runner=runner, hidden_states=(2, 16, 29))
+    tree = plant([1], [[(1, (num + 1) // 2 - 1) for num in range(1, nodes)]], target.device)
+    with Count(filled=context / cache.capacity) as count, torch.inference_mode():
         verify(tree, cache, rules.Draws(None))
-    budget.check(count)
+    return count
+
+
+def needed(target, context: int) -> int:
+    """Bytes of the weights and of K and V of the length, which every pass has to read"""
+    weights = sum(each.nbytes for each in target.model.parameters()) - target.embed.weight.nbytes
+    return weights + context * sum(shape.num_heads * shape.width * 2 for shape in target._shapes)
+
+
+@pytest.fixture
+def lean(llama, monkeypatch):
+    """The target with a cache that is read to its length"""
+    with fast.forced("cache"):
+        monkeypatch.setitem(llama.__dict__, "reads_length", True)
+        yield llama
+
+
+@pytest.mark.parametrize("context", [500, 3_000, 15_000])
+def test_a_pass_of_one_node_reads_the_weights_and_the_length(lean, context):
+    assert count_pass(lean, Runner(), context, 1).moved < 1.01 * needed(lean, context)
 
 
 @pytest.mark.parametrize(

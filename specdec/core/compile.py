@@ -178,14 +178,21 @@ class Runner:
 
     A compiled function is looked up by its name and shapes. So one name must always stand for one function, and what it
     reads besides its arguments, such as a model, must not change. `seconds`: time spent on tracing and compiling.
-    cuda_graphs: whether `whole` captures CUDA graphs
+    cuda_graphs: whether `whole` captures CUDA graphs; of both None: not, until somebody finds out what is faster (decoding/fastest.py)
     """
 
-    def __init__(self, compile: bool = False, *, cuda_graphs: bool = False):
-        self.compile, self.cuda_graphs, self.seconds = compile, cuda_graphs, 0.0
+    def __init__(self, compile: bool | None = False, *, cuda_graphs: bool | None = False):
+        self.asked = compile, cuda_graphs
+        self.undecided = None in self.asked
+        self.compile, self.cuda_graphs, self.seconds = bool(compile), bool(cuda_graphs), 0.0
         self.graphs, self.pool = dict[tuple, Replay](), GraphPool()
         self.known: dict[tuple, Callable | list[Callable]] = {}
         self.packed: dict[tuple[int, ...], Tensor] = {}  # by the addresses of the weights
+
+    def follow(self, other: "Runner") -> None:
+        """Does as another one in what this one was not told."""
+        if self.undecided and not other.undecided:
+            self.compile, self.cuda_graphs, self.undecided = other.compile, other.cuda_graphs, False
 
     @property
     def by_shape(self) -> bool:
@@ -333,7 +340,9 @@ def check_blocks(device: torch.device) -> None:
     for function in (_compile_block(nn.Sequential.forward), nn.Sequential.forward):
         x = torch.randn(96, 64, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
         out = function(mlp, x)
-        results.append([each.detach().cpu() for each in (out, *torch.autograd.grad(out.square().sum(), [x, *mlp.parameters()]))])
+        results.append(
+            [each.detach().cpu() for each in (out, *torch.autograd.grad(out.square().sum(), [x, *mlp.parameters()]))]
+        )
     fast.compare("a compiled block", *results, 0.02)
 
 
@@ -409,4 +418,6 @@ def check_graphs(device: torch.device) -> None:
     x = [torch.randn(4, 64, device=device) for _ in range(3)]
     replay = capture_graph(function, x[:1], GraphPool())
     for each in x:
-        fast.compare("a CUDA graph", [part.cpu() for part in replay(each)], [part.cpu() for part in function(each)], 1e-5)
+        fast.compare(
+            "a CUDA graph", [part.cpu() for part in replay(each)], [part.cpu() for part in function(each)], 1e-5
+        )

@@ -27,6 +27,7 @@ from specdec.core.untrusted import read_json
 # Each path, and the function that compares it with the reference on a device and raises an error where they differ
 PATHS = {
     "varlen": "specdec.core.varlen:check",  # packed texts in one call
+    "cache": "specdec.core.behind:check",  # committed keys read to their length
     "loss": "train.fused:check",  # LM head and loss without logits of all goals
     "blocks": "specdec.core.compile:check_blocks",  # torch.compile of decoder blocks in training
     "graphs": "specdec.core.compile:check_graphs",  # passes and steps of decoding as CUDA graphs
@@ -68,12 +69,14 @@ def kind_of(device: torch.device) -> DeviceKind:
 def on(path: str, device: torch.device, dtype: torch.dtype | None = None) -> bool:
     """Whether to use a fast path. The first question on a kind of device proves its paths, which may take a minute.
 
-    dtype: of what it computes with; the kernel for packed texts has 16 bits only
+    dtype: of what it computes with; the kernel for texts has 16 bits only
     """
     if path in _off:
         return False
     if path not in _forced:
-        if path not in kind_of(device).paths or (path == "varlen" and dtype not in (torch.bfloat16, torch.float16)):
+        if path not in kind_of(device).paths or (
+            path in ("varlen", "cache") and dtype not in (torch.bfloat16, torch.float16)
+        ):
             return False
         if _prove(device)[path]:
             return False
@@ -85,7 +88,9 @@ def turn_off(names: str) -> None:
     """names: "off" for all, or a comma list of paths. Raises ValueError for others."""
     chosen = list(PATHS) if names == "off" else [name for name in names.split(",") if name]
     if unknown := set(chosen) - set(PATHS):
-        raise ValueError(f"fast={names}: {', '.join(sorted(unknown))} is no fast path; there are {', '.join(PATHS)}, or off.")
+        raise ValueError(
+            f"fast={names}: {', '.join(sorted(unknown))} is no fast path; there are {', '.join(PATHS)}, or off."
+        )
     _off.update(dict.fromkeys(chosen, "turned off by fast="))
 
 
@@ -153,7 +158,10 @@ def _run_checks(device: torch.device) -> dict[str, str]:
             )
             lines, end = done.stdout.splitlines(), f"ended its process with {done.returncode}"
         except subprocess.TimeoutExpired as late:
-            lines, end = (late.stdout or b"").decode(errors="replace").splitlines(), f"took more than {late.timeout:.0f} s"
+            lines, end = (
+                (late.stdout or b"").decode(errors="replace").splitlines(),
+                f"took more than {late.timeout:.0f} s",
+            )
         for line in lines:
             if line.startswith("{"):
                 results |= json.loads(line)

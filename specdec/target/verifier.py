@@ -1,11 +1,13 @@
 """One pass of the target over a tree, and what the acceptance rule decides."""
 
+import itertools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specdec.core import masks, rules
+from specdec.core import rules
+from specdec.core.behind import Behind
 from specdec.core.cache import RowCache
 from specdec.core.compile import Runner
 from specdec.core.sampling import NO_TOKEN, AnySampling, Sampling, seen
@@ -104,10 +106,11 @@ class Verifier:
 
     @property
     def capturable(self) -> bool:
-        """Whether a pass can be a CUDA graph: windows keep positions, and recurrent layers states, outside of K and V."""
+        """Whether a pass can be a CUDA graph: masks of windows keep positions, and recurrent layers states, outside of K and V."""
         target = self.target
         alone = not target.spread and target.share.size == 1
-        return self.runner.cuda_graphs and alone and not (target.windowed or target.recurrent)
+        places = target.windowed and not target.reads_length
+        return self.runner.cuda_graphs and alone and not (places or target.recurrent)
 
     def _read(
         self, cache: RowCache, linear: bool, done: PartialPass | None, tokens, parents, lengths, skipped
@@ -118,9 +121,11 @@ class Verifier:
             tree = Tree(tokens, parents, None, linear=linear)
             ancestors = tree.ancestors()  # [B, N, N]
             positions = (lengths + skipped)[:, None] + ancestors.sum(-1) - 1  # [B, N]
-            return positions, masks.pending_mask(ancestors, lengths, cache.visible)
+            seen = self.target.sees(ancestors, cache.over(cache.halves, lengths))
+            return positions, *((seen,) if isinstance(seen, Tensor) else itertools.chain(*seen))
 
-        positions, mask = self.runner(("place", linear, cache.visible), place, tokens, parents, lengths, skipped)
+        positions, *seen = self.runner(("place", linear, cache.visible), place, tokens, parents, lengths, skipped)
+        mask = seen[0] if len(seen) == 1 else tuple(map(Behind, seen[::3], seen[1::3], seen[2::3]))
         return self.compiled.read(tokens, self.hidden_states, positions=positions, mask=mask, cache=cache, done=done)
 
     def _read_greedily(
