@@ -170,7 +170,8 @@ def grow_sampled_tree(
         state, logits, _ = steps.step(d + 1, pending, state[:, owner], chosen, seen)
         level, pending = following, pending + len(following)
     shape = given(parents, newest.device).expand(num_rows, -1)
-    return Tree(torch.stack(tokens, dim=1), shape, _spread(drafter, distributions))
+    most = max(parents.count(node) for node in parents)
+    return Tree(torch.stack(tokens, dim=1), shape, _spread(drafter, distributions), most=most)
 
 
 def _without(distribution: Tensor, draft: Tensor) -> Tensor:
