@@ -15,6 +15,7 @@ torch.compile: in a compiled block, everything between two products is one kerne
 """
 
 import contextlib
+import unittest.mock
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from specdec.core.compile import Runner
 from specdec.target import attention
 from specdec.target.model import Target
 
@@ -219,6 +221,20 @@ def model_block(function: Callable) -> Callable:
         return known[key](*module.parameters(), *inputs)
 
     return run
+
+
+class ModelledRunner(Runner):
+    """Compiles as a runner does, but its compiled functions are counted as products and fused kernels between them."""
+
+    def __init__(self) -> None:
+        super().__init__(True)
+
+    def _build(self, name, function, inputs):
+        with (
+            _disable_current_modes(),
+            unittest.mock.patch("torch._inductor.compile", lambda module, *_, **__: _FusedRun(module)),
+        ):
+            return super()._build(name, function, inputs)
 
 
 class _FusedRun:

@@ -41,24 +41,53 @@ class Draws:
             uniform(len(probability), self.source, probability.device, probability.dtype, needing) < probability
         )
 
+    def _uniforms(self, rows: int, device: torch.device) -> Tensor:
+        return uniforms(rows, self.source, device)
+
     def accept_all(self, probability: Tensor) -> Tensor:
         """probability [B, N] -> [B, N] bool, each node decided by a draw of its own, in one go"""
-        rows, num = probability.shape
-        return uniform(rows * num, self._each(num), probability.device, probability.dtype).view(rows, num) < probability
+        return (
+            self._numbers(len(probability), probability.shape[1], probability.device, probability.dtype) < probability
+        )
 
-    def _each(self, num: int) -> Randomness:
-        """The source of `num` draws of each row, one row after the other"""
-        if not isinstance(self.source, Sequence):
-            return self.source
-        return [generator for generator in self.source for _ in range(num)]
+    def ahead(self, rows: int, num: int, device: torch.device, dtype: torch.dtype) -> "Drawn":
+        """All draws of a rule over trees of `num` nodes, drawn before: a captured function takes them as its inputs."""
+        return Drawn(self._numbers(rows, num - 1, device, dtype), uniforms(rows, self.source, device))
+
+    def _numbers(self, rows: int, num: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """`num` draws of each row [B, num], in the order of its nodes"""
+        if not num:
+            return torch.zeros(rows, 0, device=device, dtype=dtype)
+        source = self.source
+        if isinstance(source, Sequence):
+            source = [generator for generator in source for _ in range(num)]
+        return uniform(rows * num, source, device, dtype).view(rows, num)
 
     def token(self, distribution: Tensor, where: Tensor) -> Tensor:
         """distribution [B, V], where [B] bool -> one index drawn for each row [B]; any index where `where` is False.
 
         NO_TOKEN where a distribution has none: NaN, or no probability.
         """
-        index = pick(distribution, uniforms(len(distribution), self.source, distribution.device))
+        index = pick(distribution, self._uniforms(len(distribution), distribution.device))
         return torch.where(distribution.gather(1, index[:, None])[:, 0] > 0, index, NO_TOKEN)
+
+
+class Drawn(Draws):
+    """Decisions by given numbers from [0, 1): of the nodes [B, N - 1] in their order, and of the last token [B, 1]"""
+
+    def __init__(self, numbers: Tensor, last: Tensor):
+        super().__init__(None)
+        self.numbers, self.last, self.place = numbers, last, 0
+
+    def accept(self, probability: Tensor, where: Tensor) -> Tensor:
+        self.place += 1
+        return where & (self.numbers[:, self.place - 1] < probability)
+
+    def accept_all(self, probability: Tensor) -> Tensor:
+        return self.numbers < probability
+
+    def _uniforms(self, rows: int, device: torch.device) -> Tensor:
+        return self.last
 
 
 def greedy(tree: Tree, choices: Tensor) -> Accepted:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from specdec.core import behind, fast, masks, precision
 from specdec.core.behind import Behind
 from specdec.core.cache import LayerStates, RowCache, SpareMemory
-from specdec.core.compile import run_block
+from specdec.core.compile import join_products, run_block
 from specdec.core.shards import Shards
 from specdec.core.varlen import Segments
 from specdec.target import attention, loading, sharding
@@ -126,6 +126,8 @@ class Target:
         model, quantisation = load_model(
             name, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
         )
+        if model.device.type == "cuda" and quantisation is None:
+            join_products(model)
         return cls(model, name=name, quantisation=quantisation, trust_remote_code=trust_remote_code)
 
     @classmethod

@@ -90,8 +90,44 @@ class Verifier:
                 outputs = self._read_greedily(cache, linear, done, *inputs)
             path, num_kept, next_token, choices, features, final = outputs
             return Verdict(path, num_kept, next_token, TargetOutput(features, final), choices, None)
-        output = self._read(cache, linear, done, *inputs)
-        logits = run("logits", self.target.logits, output.final)  # [B, N, V]
+        if done is None and marks is None and allowed is None and isinstance(sampling, Sampling) and self.capturable:
+            return self._sample_captured(tree, cache, draws, sampling)
+        return self._sample(cache, tree, draws, sampling, inputs, marks, allowed)
+
+    def _sample_captured(self, tree: Tree, cache: RowCache, draws: rules.Draws, sampling: Sampling) -> Verdict:
+        """`_sample` from a CUDA graph, to which its random numbers are inputs"""
+        rows, num = tree.tokens.shape
+        drawn = draws.ahead(rows, num, tree.tokens.device, torch.promote_types(self.target.dtype, torch.float32))
+        linear, most = tree.linear, tree.most
+
+        def whole(tokens, parents, lengths, skipped, slots, numbers, last, *probs):
+            view = cache.over(cache.halves, lengths, slots=slots)
+            part = Tree(tokens, parents, probs[0] if probs else None, linear, most=most)
+            inputs = tokens, parents, lengths, skipped
+            verdict = self._sample(view, part, rules.Drawn(numbers, last), sampling, inputs, None, None)
+            found = verdict.path, verdict.num_kept, verdict.next_token, verdict.output.features, verdict.output.final
+            return *found, *(each for each in (verdict.choices, verdict.distribution) if each is not None)
+
+        given = [tree.tokens, tree.parents, cache.lengths, cache.skipped, cache.slots, drawn.numbers, drawn.last]
+        given += [] if tree.probs is None else [tree.probs]
+        name = "verify", linear, most, self.hidden_states, sampling, self.rule, self.choices, self.distribution
+        path, num_kept, next_token, features, final, *more = self.runner.whole(name, whole, given, cache.halves)
+        likely = more.pop(0) if self.choices else None
+        return Verdict(path, num_kept, next_token, TargetOutput(features, final), likely, more[0] if more else None)
+
+    def _sample(
+        self,
+        cache: RowCache,
+        tree: Tree,
+        draws: rules.Draws,
+        sampling: AnySampling,
+        inputs: tuple[Tensor, ...],
+        marks: Tensor | None,
+        allowed: Tensor | None,
+    ) -> Verdict:
+        """A verdict by the target's distributions. inputs: as of `_read`; marks, allowed: as of `__call__`"""
+        output = self._read(cache, tree.linear, tree.done, *inputs)
+        logits = self.runner("logits", self.target.logits, output.final)  # [B, N, V]
         if marks is not None:
             logits = sampling.penalise(logits, seen(tree, marks))
         if allowed is not None:

@@ -70,6 +70,31 @@ def test_passes_from_graphs_give_the_same_answers(shallow, traced, monkeypatch, 
     assert 4 >= len(captured) == len(runner.graphs) >= 2 and runner.cuda_graphs
 
 
+@pytest.mark.parametrize("head, shape", [(None, CHAIN), ("eagle", TREE), ("eagle3", CHAIN)])
+def test_sampled_passes_from_graphs_give_the_same_answers(shallow, monkeypatch, head, shape):
+    """With the rule that a GPU has. Random numbers are inputs, the same ones as without graphs."""
+    captured = []
+    monkeypatch.setattr(compile, "capture_graph", functools.partial(record, captured=captured))
+    drafter = head and make_drafter(shallow, head, True)
+    graphed = decoder_of(shallow, drafter, shape, compiled=False, temperature=1.0, runner=Runner(cuda_graphs=True))
+    plain = decoder_of(shallow, drafter, shape, compiled=False, temperature=1.0)
+    own = {place(tensor) for tensor in [*shallow.model.parameters(), *shallow.model.buffers()]}
+    for decoder in (graphed, plain):
+        decoder.verify.rule = rules.sample_at_once
+    verify = graphed.verify
+    for seed, lengths in enumerate([(5, 9), (7, 3)]):
+        check_same(graphed, plain, prompts_of(shallow, seed, lengths), 12)
+        assert captured and graphed.runner.cuda_graphs and verify.capturable
+    caches = [replay_key[1] for replay_key in graphed.runner.graphs]
+    known = own | {address for halves in caches for address, *_ in halves}
+    assert not [
+        tensor
+        for foreign in captured
+        for tensor in foreign
+        if place(tensor) not in known and tensor.data_ptr() not in known
+    ]
+
+
 def test_a_graph_for_each_cache_and_not_too_many(monkeypatch):
     captured = []
     monkeypatch.setattr(compile, "capture_graph", lambda function, inputs, pool: captured.append(function) or function)
