@@ -84,21 +84,23 @@ def attend_behind(
     outs, sums = out.view(num_rows, groups, parts, -1, width), log_sum.view(num_rows, groups, parts, -1)
     if parts == 1 and places.shape[1] == 1 and sinks is None:
         return outs.view(num_rows, heads, num, width)
-    sums = sums.masked_fill(table[2, :-1].view(num_rows, groups, parts, 1) == 0, -torch.inf)
-    if places.shape[1] > 1:
+    # One softmax over the sums of the parts, the scores of the entries and the sinks gives the share of each
+    shares = [sums.transpose(2, 3).masked_fill(table[2, :-1].view(num_rows, groups, 1, parts) == 0, -torch.inf)]
+    own = places.shape[1] > 1
+    if own:
         rows = torch.arange(num_rows, device=places.device)[:, None]
         own_key, own_value = (each[rows, :, places].transpose(1, 2) for each in (key, value))  # [B, G, M, E]
-        scores = scale * (grouped @ own_key.mT).to(sums.dtype)
-        hidden = ~seen[:, :1, None].expand(-1, -1, heads // groups, -1, -1).flatten(2, 3)  # [B, 1, Q, M]
-        scores = scores.masked_fill(hidden, -torch.inf)
-        own_sum = scores.logsumexp(-1)
-        own_out = (scores - own_sum[..., None]).exp().to(value.dtype) @ own_value
-        outs, sums = torch.cat([outs, own_out[:, :, None]], dim=2), torch.cat([sums, own_sum[:, :, None]], dim=2)
-    total = sums.logsumexp(2, keepdim=True)  # [B, G, 1, Q]
+        scores = (grouped @ own_key.mT).to(sums.dtype).view(num_rows, groups, -1, num, places.shape[1])
+        scores = scores.mul_(scale).masked_fill_(~seen[:, :1, None], -torch.inf)
+        shares.insert(0, scores.flatten(2, 3))  # [B, G, Q, M]
     if sinks is not None:
-        more = sinks.to(sums.dtype).view(1, groups, 1, -1, 1).expand(-1, -1, -1, -1, num).flatten(3)
-        total = torch.logaddexp(total, more)
-    joined = (outs * (sums - total).exp()[..., None]).sum(2)  # [B, G, Q, E]
+        column = sinks.to(sums.dtype).view(1, groups, -1, 1, 1).expand(num_rows, -1, -1, num, -1)
+        shares.append(column.flatten(2, 3))
+    share = (torch.cat(shares, dim=-1) if len(shares) > 1 else shares[0]).softmax(-1)
+    start = places.shape[1] if own else 0
+    joined = (share[..., start : start + parts, None].transpose(2, 3) * outs).sum(2)  # [B, G, Q, E]
+    if own:
+        joined = joined + share[..., :start].to(value.dtype) @ own_value
     return joined.to(query.dtype).view(num_rows, heads, num, width)
 
 

@@ -6,6 +6,7 @@ a cache (tests/test_imports.py).
 """
 
 import copy
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -152,6 +153,7 @@ def _cut_state(value: Any, cache, inner, rows: Tensor, num_rows: int, num_tokens
 
 
 ROUND = 256  # capacities that are allocated at once are multiples of it, so that few occur
+LARGEST = 0.25  # share of a GPU's free memory that is allocated at once
 MOST_SPARE = 2  # sets of K and V that are kept for later answers
 
 CacheMark = tuple[Tensor, list[int]]  # what `RowCache.mark` returns: lengths [B], and the same on the host
@@ -255,9 +257,13 @@ class RowCache(transformers.Cache):
         spare: where its memory comes from, and goes to with `release`
         """
         assert not any(self.known) and not self.pending
-        if self.query_heads is not None:
+        if self.query_heads is None:
+            return
+        capacity = max(self.capacity, -(-num // ROUND) * ROUND)
+        needed = sum(group.nbytes for group in self.groups.values()) * capacity // self.capacity
+        if needed <= LARGEST * _free_memory(self.lengths.device):  # else an answer that ends early would keep too much
             self.spare = spare
-            self._allocate(len(self.known), max(self.capacity, -(-num // ROUND) * ROUND))
+            self._allocate(len(self.known), capacity)
 
     def release(self) -> None:
         """Leaves the memory to a later cache; this one is not used any more."""
@@ -475,6 +481,10 @@ class RowCache(transformers.Cache):
         """K and V of every layer in turn, [B, heads, C, width] each, empty for a layer that keeps none"""
         parts = {shape: iter(group.unbind(0)) for shape, group in self.groups.items()}
         return [torch.empty(0) if shape is None else next(parts[shape]) for shape in self.shapes]
+
+
+def _free_memory(device: torch.device) -> float:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
 
 
 class UnrollCache:

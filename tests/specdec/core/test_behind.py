@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from specdec.core import behind, fast, masks, rules
+from specdec.core import behind, cache, fast, masks, rules
 from specdec.core.behind import attend_behind, look_behind
 from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
@@ -87,15 +87,15 @@ def test_passes_of_families_against_a_mask(family):
     text = torch.randint(0, target.vocab_size, (2, 9), device=target.device)
     for reads in (False, True):
         target.__dict__["reads_length"] = reads
-        cache = target.cache(2)
-        assert (cache.query_heads is None) != reads
-        cache.reserve(9)
-        mask = masks.pending_mask(masks.causal_mask(9, target.device), cache.lengths, cache.visible)
+        rows = target.cache(2)
+        assert (rows.query_heads is None) != reads
+        rows.reserve(9)
+        mask = masks.pending_mask(masks.causal_mask(9, target.device), rows.lengths, rows.visible)
         with torch.no_grad():
-            target.read(text, (), positions=cache.slots, mask=mask, cache=cache)
-            cache.commit(torch.tensor([9, 5]), [9, 5])
+            target.read(text, (), positions=rows.slots, mask=mask, cache=rows)
+            rows.commit(torch.tensor([9, 5]), [9, 5])
             verify = Verifier(target, sampling=Sampling(), rule="token", runner=Runner(), hidden_states=(1,))
-            output = verify(tree, cache, rules.Draws(None)).output
+            output = verify(tree, rows, rules.Draws(None)).output
         outputs.append(torch.cat([output.features, output.final], dim=-1))
     target.__dict__.pop("reads_length")
     exact = target.dtype == torch.float64
@@ -123,7 +123,7 @@ def test_decoding_gives_the_same_answers(head, shape, temperature):
         assert answer.tokens == wanted.tokens and answer.accepted == wanted.accepted
 
 
-def test_memory_is_allocated_once_and_used_again():
+def test_memory_is_allocated_once_and_used_again(monkeypatch):
     """For prompt, answer and tree, of target and head; an answer of equal size has it in the same place, with nothing left in it."""
     target = make_target(6, num_layers=3)
     with fast.forced("cache"):
@@ -134,16 +134,20 @@ def test_memory_is_allocated_once_and_used_again():
             batch = decoder.batch()
             batch.admit([Request(prompt, num) for prompt in prompts_of(target, seed)])
             caches = batch.cache, decoder.proposer.cache
-            before = [[half.data_ptr() for half in cache.halves] for cache in caches]
-            for cache, pending in zip(caches, (9, 18)):
-                assert 0 <= cache.capacity - (9 + num + pending) < 512
+            before = [[half.data_ptr() for half in each.halves] for each in caches]
+            for each, pending in zip(caches, (9, 18)):
+                assert 0 <= each.capacity - (9 + num + pending) < 512
             assert not any(half[:, :, 9:].any() for half in batch.cache.halves)
             while batch.running:
                 batch.step()
-                assert [[half.data_ptr() for half in cache.halves] for cache in caches] == before
+                assert [[half.data_ptr() for half in each.halves] for each in caches] == before
             batch.close()
             places.append(before)
         assert places[0] == places[1] == places[3] != places[2]
         plain = decoder_of(make_target(6, num_layers=3), None, compiled=False)
         prompts = prompts_of(target, 7)
+        monkeypatch.setattr(cache, "_free_memory", lambda device: 10_000)  # too little for all at once: it grows
+        batch.admit([Request(prompts[0], 400)])
+        assert batch.cache.capacity == 256
+        batch.close()
         assert decoder.generate(prompts, 30).tokens == plain.generate(prompts, 30).tokens
