@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._inductor.exc import InductorError
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
-from torch._inductor.exc import InductorError
 
 from specdec.core import fast, precision
 

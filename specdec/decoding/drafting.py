@@ -23,7 +23,7 @@ class Drafting:
     children: how the children of a tree's node are made, see HeadProposer
     rule, lossy: the acceptance rule, see Decoder
     compile: whether the target's passes and the drafter's steps are compiled for the shapes that occur
-    cuda_graphs: whether the target's passes at temperature 0, and the drafter's steps of a round, are CUDA graphs
+    cuda_graphs: whether each pass of the target, and the drafter's steps of a round, are one CUDA graph
         None: on a GPU what is faster, measured at the first use; on a CPU neither
 
     Raises ValueError for an unknown value of `children` or `rule`, and for a lossy rule without lossy=True.
