@@ -15,6 +15,7 @@ torch.compile: in a compiled block, everything between two products is one kerne
 """
 
 import contextlib
+import unittest.mock
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from specdec.core.compile import Runner
 from specdec.target import attention
 from specdec.target.model import Target
 
@@ -37,7 +39,11 @@ EFFICIENCY = ((512, 0.65), (128, 0.5), (32, 0.35), (0, 0.1))  # of a product who
 ATTENTION = 0.45
 LAUNCH, PRODUCT_LAUNCH = 2e-6, 3e-6
 GEMMS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
-TEXTS = {"attend_segments": 1.0, "attend_segments_backward": 2.5}  # products of queries and keys, of forward ones
+TEXTS = {
+    "attend_segments": 1.0,
+    "attend_segments_backward": 2.5,
+    "attend_texts": 1.0,
+}  # products of queries and keys, of forward ones
 VIEWS = set(
     "view _unsafe_view t transpose permute expand slice select unsqueeze squeeze alias as_strided split split_with_sizes unbind "
     "detach _reshape_alias diagonal lift_fresh empty empty_like new_empty empty_strided new_empty_strided is_same_size".split()
@@ -48,6 +54,7 @@ KERNELS = {"logsumexp": 7, "sort": 6, "topk": 3, "cumsum": 2, "cummax": 2, "inde
 FILLS = set(
     "zeros ones full zeros_like ones_like full_like new_zeros new_full fill_ zero_ arange rand rand_like".split()
 )
+WRITES = {"index_put_", "_index_put_impl_"}
 GATHERS = {"index_select", "gather", "embedding", "index"}
 PRODUCTS = {
     F.linear,
@@ -73,13 +80,15 @@ class Count(TorchDispatchMode):
     """moved, live: bytes; live: the most at one time, of what was made within; waits: of the host for the device
 
     seconds, flops: of the roofline; texts: lengths of the documents that attention over texts reads
+    filled: the share of a cache's entries that are in use, which is what `attend_texts` reads of them
     """
 
     supports_higher_order_operators = True
     current: "Count"
 
-    def __init__(self, texts: Sequence[int] = ()) -> None:
+    def __init__(self, texts: Sequence[int] = (), *, filled: float = 1.0) -> None:
         super().__init__()
+        self.filled = filled
         self.launches = self.moved = self.live = self.waits = self._now = 0
         self.seconds = self.flops = 0.0
         self.pairs = sum(num * (num + 1) / 2 for num in texts)  # of a query and a key that it sees
@@ -141,10 +150,12 @@ class Count(TorchDispatchMode):
             read = []
         elif name in GATHERS:  # of the first argument only what is taken
             read[0] = written
-        elif name in ("index_put_", "_index_put_impl_"):
+        elif name in WRITES:
             read, written = read[-1:], read[-1]
         elif name == "logsumexp":
             read = 5 * read
+        elif name == "attend_texts":
+            read[1:3] = [int(self.filled * each) for each in read[1:3]]
         self.moved += sum(read) + written
         self._take_time(name, sum(read) + written, args)
 
@@ -156,6 +167,11 @@ class Count(TorchDispatchMode):
             smallest = min(left.shape[-2], left.shape[-1], right.shape[-1])
             share = next(share for size, share in EFFICIENCY if smallest >= size)
             seconds = max(seconds, flops / (share * PEAK if left.element_size() < 4 else 0.7 * 60e12))
+        elif name == "attend_texts":  # 128 queries at a time, of which a few may be real
+            rows = args[0].shape[0] * -(-args[0].shape[1] // 128) * 128
+            keys = self.filled * args[1].shape[0] / args[0].shape[0]
+            flops = 4.0 * rows * keys * args[0].shape[2]
+            seconds = max(seconds, flops / (ATTENTION * PEAK))
         elif name in TEXTS:
             query = args[TEXTS[name] > 1]
             flops = 4.0 * TEXTS[name] * query.shape[1] * query.shape[2] * self.pairs
@@ -233,6 +249,20 @@ def _replaced(module: torch.nn.Module, weights: dict[str, torch.Tensor]):
             known[leaf] = value
 
 
+class ModelledRunner(Runner):
+    """Compiles as a runner does, but its compiled functions are counted as products and fused kernels between them."""
+
+    def __init__(self) -> None:
+        super().__init__(True)
+
+    def _build(self, name, function, inputs):
+        with (
+            _disable_current_modes(),
+            unittest.mock.patch("torch._inductor.compile", lambda module, *_, **__: _FusedRun(module)),
+        ):
+            return super()._build(name, function, inputs)
+
+
 class _FusedRun:
     """A graph of operations, counted as products and fused kernels between them."""
 
@@ -259,10 +289,12 @@ class _FusedRun:
                 groups[level[node]].append(node)
         for members in groups.values():
             inside = set(members)
-            read = {_source(each) for node in members for each in node.all_input_nodes} - inside
+            read = {_source(each) for node in members for each in _read_whole(node)} - inside
             written = {node for node in members if any(_outside(user, inside) for user in node.users)}
+            written |= {node.args[2] for node in members if _name(node) in WRITES}  # into a part of a larger tensor
             moved = sum(_read(each) for node in read | written for each in _tensors([run.values.get(node)]))
-            count.launches += 1
+            # What was taken out of a larger tensor and is a factor of a product is made by a kernel of its own
+            count.launches += 1 + sum(_name(node) == "index" and node in written for node in members)
             count.moved += moved
             count.seconds += max(LAUNCH, moved / BANDWIDTH)
         old = {each.untyped_storage()._cdata for each in _tensors(inputs)}
@@ -295,6 +327,11 @@ def _kind(node: torch.fx.Node) -> str:
     if name in GEMMS or name in TEXTS:
         return "product"
     return "place" if name in VIEWS or name == "getitem" else "point"
+
+
+def _read_whole(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """What a node reads, but not the tensor of which it takes or writes a part only"""
+    return [each for each in node.all_input_nodes if each is not node.args[0] or _name(node) not in WRITES | GATHERS]
 
 
 def _source(node: torch.fx.Node) -> torch.fx.Node:

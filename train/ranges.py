@@ -161,9 +161,10 @@ RANGES = {
     "lora": GROUP.or_null, "borrow_embeddings": FLAG.or_null,
     **dict.fromkeys(
         "anchor_predicts fuse confidence window_causal markov_table own_output norm_features norm_output native zero_first "
-        "attention_bias gradient_checkpointing lossy compile cuda_graphs".split(),
+        "attention_bias gradient_checkpointing lossy".split(),
         FLAG,
     ),
+    "compile": FLAG.or_null, "cuda_graphs": FLAG.or_null,
     # Objectives
     "losses.*": number(0), "decay": number(0), "weighting": choice("decay", "dpace", "vat"), "objective.temperature": POSITIVE,
     "eta": number(0), "noise": number(0), "supervise": choice("answers", "text"), "anchors": COUNT.or_null,

@@ -26,9 +26,9 @@ def show_measuring(proposer: Proposer) -> None:
 class DecodeOptions:
     """Settings of decoding."""
 
-    compile: bool = option(Drafting.compile, COMPILE)
-    cuda_graphs: bool = option(
-        Drafting.cuda_graphs, "on a GPU at temperature 0, start each pass of the target as a CUDA graph"
+    compile: bool | None = option(Drafting.compile, f"{COMPILE}; null: on a GPU what is faster, on a CPU not")
+    cuda_graphs: bool | None = option(
+        Drafting.cuda_graphs, "on a GPU, start passes and rounds of drafts as CUDA graphs; null: if that is faster"
     )
     temperature: str = option("0", "0 is greedy; a comma list measures each temperature")
     top_k: int | None = option(Sampling.top_k, "sample from the K most probable tokens only")

@@ -6,8 +6,9 @@ a cache (tests/test_imports.py).
 """
 
 import copy
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import LinearAttentionCacheLayerMixin as StateLayer
 
-from specdec.core import span_attention
+from specdec.core import masks, span_attention
+from specdec.core.behind import MOST_PENDING, Behind, attend_behind, look_behind
 from specdec.core.devices import given
 from specdec.core.span_attention import Span
 
@@ -150,6 +152,10 @@ def _cut_state(value: Any, cache, inner, rows: Tensor, num_rows: int, num_tokens
     return value
 
 
+ROUND = 256  # capacities that are allocated at once are multiples of it, so that few occur
+LARGEST = 0.25  # share of a GPU's free memory that is allocated at once
+MOST_SPARE = 2  # sets of K and V that are kept for later answers
+
 CacheMark = tuple[Tensor, list[int]]  # what `RowCache.mark` returns: lengths [B], and the same on the host
 
 
@@ -163,6 +169,25 @@ class EntryShape:
     device: torch.device
 
 
+class SpareMemory:
+    """Memory of K and V of answers that have ended. The next cache of the same sizes takes it, so CUDA graphs over it stay valid."""
+
+    def __init__(self) -> None:
+        self.spare: list[dict[EntryShape, Tensor]] = []
+
+    def take(self, sizes: Mapping[EntryShape, tuple[int, ...]]) -> dict[EntryShape, Tensor] | None:
+        """Tensors of these sizes, zeros; None: there are none"""
+        for place, groups in enumerate(self.spare):
+            if {shape: group.shape for shape, group in groups.items()} == sizes:
+                for group in groups.values():
+                    group.zero_()  # what is hidden by a mask must be finite
+                return self.spare.pop(place)
+        return None
+
+    def keep(self, groups: dict[EntryShape, Tensor]) -> None:
+        self.spare = [groups, *self.spare[: MOST_SPARE - 1]]
+
+
 class RowCache(transformers.Cache):
     """K and V of fixed capacity with a length per row.
 
@@ -171,11 +196,12 @@ class RowCache(transformers.Cache):
     then `commit`, with `keep` before it where the drafts were a tree. A second `reserve` before the `commit` puts the
     next level of a tree behind the first.
 
-    Capacity doubles when it is exceeded, so that few shapes occur. A forward pass reads the whole capacity; its mask
-    hides the entries that are not in use.
+    Capacity doubles when it is exceeded, so that few shapes occur. A forward pass reads the whole capacity, and its mask
+    hides the entries that are not in use; or it reads the entries to their length, and then `expect` allocates all at once.
 
     shapes: of the K and V of every layer in turn; None for a layer that keeps none
     states: of recurrent and convolution layers, which follow the committed tokens; None if there are no such layers
+    query_heads: of every layer, where passes read the entries to their length (core/behind.py); None: under a mask
     """
 
     def __init__(
@@ -186,19 +212,12 @@ class RowCache(transformers.Cache):
         device: torch.device,
         capacity: int = 256,
         states: LayerStates | None = None,
+        query_heads: int | None = None,
     ):
         super().__init__(layers=states.layers if states else [])
-        self.shapes, self.states = list(shapes), states
-        counts = Counter(shape for shape in shapes if shape is not None)
-        # One tensor [n, B, heads, C, width] for all K and V of one shape, so that `keep` moves them at once
-        self.groups = {
-            shape: torch.zeros(
-                num, batch, shape.num_heads, capacity, shape.width, dtype=shape.dtype, device=shape.device
-            )
-            for shape, num in counts.items()
-        }
-        self.capacity = capacity
-        self.halves = self._cut()
+        self.shapes, self.states, self.query_heads = list(shapes), states, query_heads
+        self.spare: SpareMemory | None = None
+        self._allocate(batch, capacity)
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # [B]
         self.skipped = torch.zeros_like(self.lengths)  # [B] earlier positions that have no entry here
         self.positions: Tensor | None = None  # [B, C] of the entries, once `place` was called
@@ -209,17 +228,48 @@ class RowCache(transformers.Cache):
 
     @classmethod
     def alike(
-        cls, *, num_layers: int, batch: int, num_heads: int, head_dim: int, dtype, device, capacity: int = 256
+        cls, *, num_layers: int, batch: int, num_heads: int, head_dim: int, dtype, device, **options: Any
     ) -> "RowCache":
-        """A cache of layers of one shape."""
+        """A cache of layers of one shape. options: capacity and query_heads, as of the class"""
         shape = EntryShape(num_heads, head_dim, dtype, torch.device(device))
-        return cls([shape] * (2 * num_layers), batch=batch, device=device, capacity=capacity)
+        return cls([shape] * (2 * num_layers), batch=batch, device=device, **options)
 
     @property
     def data(self) -> Tensor:
         """[layers, 2, B, heads, C, head_dim], if all K and V have one shape"""
         (group,) = self.groups.values()
         return group.unflatten(0, (-1, 2))
+
+    def _allocate(self, batch: int, capacity: int) -> None:
+        """Empty K and V, for all layers that have one shape in one tensor [n, B, heads, C, width], so that `keep` moves them at once"""
+        counts = Counter(shape for shape in self.shapes if shape is not None)
+        sizes = {shape: (num, batch, shape.num_heads, capacity, shape.width) for shape, num in counts.items()}
+        groups = None if self.spare is None else self.spare.take(sizes)
+        self.groups = groups or {
+            shape: torch.zeros(size, dtype=shape.dtype, device=shape.device) for shape, size in sizes.items()
+        }
+        self.capacity, self._whole = capacity, self.groups
+        self.halves = self._cut()
+
+    def expect(self, num: int, spare: SpareMemory | None = None) -> None:
+        """Allocates room for `num` entries at once, where a pass reads no more than are used. The cache must be empty.
+
+        spare: where its memory comes from, and goes to with `release`
+        """
+        assert not any(self.known) and not self.pending
+        if self.query_heads is None:
+            return
+        capacity = max(self.capacity, -(-num // ROUND) * ROUND)
+        needed = sum(group.nbytes for group in self.groups.values()) * capacity // self.capacity
+        if needed <= LARGEST * _free_memory(self.lengths.device):  # else an answer that ends early would keep too much
+            self.spare = spare
+            self._allocate(len(self.known), capacity)
+
+    def release(self) -> None:
+        """Leaves the memory to a later cache; this one is not used any more."""
+        if self.spare is not None and self.capacity == next(iter(self._whole.values())).shape[3]:
+            self.spare.keep(self._whole)
+        self.spare = None
 
     @property
     def visible(self) -> int:
@@ -239,7 +289,7 @@ class RowCache(transformers.Cache):
             self.groups = {shape: F.pad(group, (0, 0, 0, more)) for shape, group in self.groups.items()}
             self.positions = None if self.positions is None else F.pad(self.positions, (0, more))
             self.capacity += more
-            self.halves = self._cut()
+            self._whole, self.halves = self.groups, self._cut()
 
     def reserve(self, num: int, counts: list[int] | None = None) -> None:
         """The next forward pass writes `num` entries behind the committed and pending ones.
@@ -292,9 +342,28 @@ class RowCache(transformers.Cache):
         values[rows, :, slots] = value_states.transpose(1, 2)
         return keys, values
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        """query [B, heads, S, head_dim], mask [B, 1, S, visible] bool -> [B, heads, S, head_dim]"""
+    def sees(self, ancestors: Tensor) -> Tensor | Behind:
+        """What queries behind the committed entries see of all entries: a mask [B, 1, S, visible], or where entries are read to
+        their length a `Behind`.
+
+        ancestors [B, S, P] or [S, P] bool: which of the row's P pending entries each query sees
+        """
+        if self.query_heads is None or ancestors.shape[-1] > MOST_PENDING:
+            return masks.pending_mask(ancestors, self.lengths, self.visible)
+        return self.look_behind(ancestors)
+
+    def look_behind(self, ancestors: Tensor, *, window: int | None = None) -> Behind:
+        """`sees`, where entries are read to their length. window: how many positions a query sees; None: all"""
+        ancestors = ancestors.expand(len(self.lengths), -1, -1)
+        shape = next(shape for shape in self.shapes if shape is not None)
+        heads = cast(int, self.query_heads), shape.num_heads
+        return look_behind(ancestors, self.lengths, capacity=self.capacity, heads=heads, window=window)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Behind) -> Tensor:
+        """query [B, heads, S, head_dim], mask as of `sees` -> [B, heads, S, head_dim]"""
         keys, values = self.update(key, value, layer)
+        if isinstance(mask, Behind):
+            return attend_behind(query, keys, values, mask, scale=query.shape[-1] ** -0.5)
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
 
     def look(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -343,6 +412,7 @@ class RowCache(transformers.Cache):
             self.groups = {shape: group[:, :num] for shape, group in self.groups.items()}
         else:
             self.groups = {shape: group.index_select(1, index.to(group.device)) for shape, group in self.groups.items()}
+            self._whole = self.groups
         self.lengths, self.skipped = self.lengths[index], self.skipped[index]
         self.positions = None if self.positions is None else self.positions[index]
         self.rows = torch.arange(len(rows), device=self.lengths.device)[:, None]
@@ -411,6 +481,10 @@ class RowCache(transformers.Cache):
         """K and V of every layer in turn, [B, heads, C, width] each, empty for a layer that keeps none"""
         parts = {shape: iter(group.unbind(0)) for shape, group in self.groups.items()}
         return [torch.empty(0) if shape is None else next(parts[shape]) for shape in self.shapes]
+
+
+def _free_memory(device: torch.device) -> float:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
 
 
 class UnrollCache:

@@ -8,12 +8,15 @@ weights of linear layers are reordered once into oneDNN's blocked layout, and se
 import contextlib
 import copy
 import functools
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import TorchDynamoException
+from torch._inductor.exc import InductorError
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -70,6 +73,35 @@ def pack(weights: Sequence[Tensor]) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(torch.cat(list(weights)).contiguous(), 1)
 
 
+JOINED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # layers of a module that read one tensor
+
+
+def join_products(model: nn.Module) -> None:
+    """Puts weights of layers that read one tensor behind one another in memory, so that a compiled function has one product of
+    them without a copy. Call it before anything else keeps their addresses, and where nothing shares or converts them."""
+    for module in model.modules():
+        for names in JOINED:
+            layers = [getattr(module, name, None) for name in names]
+            linear = [layer for layer in layers if type(layer) is nn.Linear]
+            if len(linear) == len(layers) and len({(each.in_features, each.weight.dtype) for each in linear}) == 1:
+                joined = torch.cat([layer.weight.data for layer in linear])
+                for layer, part in zip(linear, joined.split([layer.out_features for layer in linear])):
+                    layer.weight.data = part
+
+
+def is_joined(weights: Sequence[Tensor]) -> bool:
+    """Whether they are several, as `join_products` leaves them."""
+    ends = itertools.accumulate((weight.numel() for weight in weights), initial=weights[0].storage_offset())
+    return len(weights) > 1 and all(
+        weight.is_contiguous() and _place(weight) == (_place(weights[0])[0], end) for weight, end in zip(weights, ends)
+    )
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Where it is in memory, also of a tensor without values: its storage, and the place there"""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
 class Graph:
     """`function`, traced on `inputs` and compiled; `captured` are the tensors that it closes over.
 
@@ -104,14 +136,18 @@ class Graph:
         examples: list = [*given, *captured, *joined]
         self.compiled = torch._inductor.compile(module, examples, options=dict(options))
 
-    def bind(self, captured: Sequence[Tensor], packed: dict[tuple[int, ...], Tensor]) -> Callable:
+    def bind(self, captured: Sequence[Tensor], packed: dict[tuple, Tensor]) -> Callable:
         """The function with these tensors in place of those that it closes over; packed: weights packed so far"""
         compiled, constants = self.compiled, list(captured)
         for places in self.products:
             weights = [captured[place] for place in places]
-            key = tuple(weight.data_ptr() for weight in weights)
+            key = tuple(map(_place, weights))
+            if is_joined(weights):
+                size = sum(map(len, weights)), weights[0].shape[1]
+                constants.append(weights[0].as_strided(size, (size[1], 1)))
+                continue
             if key not in packed:
-                packed[key] = pack(weights)
+                packed[key] = pack(weights) if packable(weights[0]) else torch.cat(weights)
             constants.append(packed[key])
         if self.single:
             return lambda *inputs: compiled(*inputs, *constants)[0]
@@ -145,16 +181,24 @@ class Graph:
             bias, x, weight = _operands(node)
             if weight.target is torch.ops.aten.t.default and weight.args[0] in places:
                 place = places.index(weight.args[0])
-                if packable(self.captured[place]):
-                    key = (x.args[0], *x.args[1]) if x.target is torch.ops.aten.view.default else x
-                    groups.setdefault(key, []).append((node, place, bias))
+                key = (x.args[0], *x.args[1]) if x.target is torch.ops.aten.view.default else x
+                groups.setdefault((packable(self.captured[place]), key), []).append((node, place, bias))
         for members in groups.values():
-            first = members[0][0]
+            first, weights = members[0][0], [self.captured[place] for _, place, _ in members]
+            if not (packable(weights[0]) or is_joined(weights)):
+                continue
             packed = self._placeholder(f"packed_{len(self.products)}")
             self.products.append([place for _, place, _ in members])
             with self.graph.inserting_before(first):
                 x = _operands(first)[1]
-                whole = self.graph.call_function(torch.ops.specdec.packed_linear.default, (x, packed))  # [M, E]
+                if packable(weights[0]):
+                    product, factor = torch.ops.specdec.packed_linear.default, packed
+                else:
+                    product, factor = (
+                        torch.ops.aten.mm.default,
+                        self.graph.call_function(torch.ops.aten.t.default, (packed,)),
+                    )
+                whole = self.graph.call_function(product, (x, factor))  # [M, E]
                 stop = 0
                 for node, place, bias in members:
                     start, stop = stop, stop + self.captured[place].shape[0]
@@ -176,14 +220,21 @@ class Runner:
 
     A compiled function is looked up by its name and shapes. So one name must always stand for one function, and what it
     reads besides its arguments, such as a model, must not change. `seconds`: time spent on tracing and compiling.
-    cuda_graphs: whether `whole` captures CUDA graphs
+    cuda_graphs: whether `whole` captures CUDA graphs; of both None: not, until somebody finds out what is faster (decoding/fastest.py)
     """
 
-    def __init__(self, compile: bool = False, *, cuda_graphs: bool = False):
-        self.compile, self.cuda_graphs, self.seconds = compile, cuda_graphs, 0.0
+    def __init__(self, compile: bool | None = False, *, cuda_graphs: bool | None = False):
+        self.asked = compile, cuda_graphs
+        self.undecided = None in self.asked
+        self.compile, self.cuda_graphs, self.seconds = bool(compile), bool(cuda_graphs), 0.0
         self.graphs, self.pool = dict[tuple, Replay](), GraphPool()
         self.known: dict[tuple, Callable | list[Callable]] = {}
-        self.packed: dict[tuple[int, ...], Tensor] = {}  # by the addresses of the weights
+        self.packed: dict[tuple, Tensor] = {}  # by the places of the weights
+
+    def follow(self, other: "Runner") -> None:
+        """Does as another one in what this one was not told."""
+        if self.undecided and not other.undecided:
+            self.compile, self.cuda_graphs, self.undecided = other.compile, other.cuda_graphs, False
 
     @property
     def by_shape(self) -> bool:
@@ -259,8 +310,8 @@ class Runner:
                 raise ValueError(f"{name} differs from place to place in more than its weights: set compile=false.")
             with self._counted():
                 graph = self._build(name, lambda *inputs: function(first, *inputs), inputs)
-                places = {tensor.data_ptr(): place for place, tensor in _tensors(first).items()}
-                wanted = [(places.get(tensor.data_ptr()), tensor) for tensor in graph.captured]
+                places = {_place(tensor): place for place, tensor in _tensors(first).items()}
+                wanted = [(places.get(_place(tensor)), tensor) for tensor in graph.captured]
                 self.known[key] = functions = [
                     graph.bind([tensors[place] if place else shared for place, shared in wanted], self.packed)
                     for tensors in map(_tensors, modules)
@@ -315,8 +366,6 @@ _not_compiled: set[Callable] = set()
 
 
 def _is_of_compiler(error: Exception) -> bool:
-    from torch._dynamo.exc import TorchDynamoException  # slow to import, and needed only here
-    from torch._inductor.exc import InductorError
 
     return isinstance(error, TorchDynamoException | InductorError)
 

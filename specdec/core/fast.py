@@ -27,6 +27,7 @@ from specdec.core.untrusted import read_json
 # Each path, and the function that compares it with the reference on a device and raises an error where they differ
 PATHS = {
     "varlen": "specdec.core.varlen:check",  # packed texts in one call
+    "cache": "specdec.core.behind:check",  # committed keys read to their length
     "loss": "train.fused:check",  # LM head and loss without logits of all goals
     "blocks": "specdec.core.compile:check_blocks",  # torch.compile of decoder blocks in training
     "graphs": "specdec.core.compile:check_graphs",  # passes and steps of decoding as CUDA graphs
@@ -68,12 +69,14 @@ def kind_of(device: torch.device) -> DeviceKind:
 def on(path: str, device: torch.device, dtype: torch.dtype | None = None) -> bool:
     """Whether to use a fast path. The first question on a kind of device proves its paths, which may take a minute.
 
-    dtype: of what it computes with; the kernel for packed texts has 16 bits only
+    dtype: of what it computes with; the kernel for texts has 16 bits only
     """
     if path in _off:
         return False
     if path not in _forced:
-        if path not in kind_of(device).paths or (path == "varlen" and dtype not in (torch.bfloat16, torch.float16)):
+        if path not in kind_of(device).paths or (
+            path in ("varlen", "cache") and dtype not in (torch.bfloat16, torch.float16)
+        ):
             return False
         if _prove(device)[path]:
             return False

@@ -15,7 +15,7 @@ Every rule returns path [B, P], the accepted nodes from node 0 down (P = N; entr
 and next_token [B], NO_TOKEN where there is none. The target's distributions, probs [B, N, V], are in float32 or float64.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -41,13 +41,53 @@ class Draws:
             uniform(len(probability), self.source, probability.device, probability.dtype, needing) < probability
         )
 
+    def _uniforms(self, rows: int, device: torch.device) -> Tensor:
+        return uniforms(rows, self.source, device)
+
+    def accept_all(self, probability: Tensor) -> Tensor:
+        """probability [B, N] -> [B, N] bool, each node decided by a draw of its own, in one go"""
+        return (
+            self._numbers(len(probability), probability.shape[1], probability.device, probability.dtype) < probability
+        )
+
+    def ahead(self, rows: int, num: int, device: torch.device, dtype: torch.dtype) -> "Drawn":
+        """All draws of a rule over trees of `num` nodes, drawn before: a captured function takes them as its inputs."""
+        return Drawn(self._numbers(rows, num - 1, device, dtype), uniforms(rows, self.source, device))
+
+    def _numbers(self, rows: int, num: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """`num` draws of each row [B, num], in the order of its nodes"""
+        if not num:
+            return torch.zeros(rows, 0, device=device, dtype=dtype)
+        source = self.source
+        if isinstance(source, Sequence):
+            source = [generator for generator in source for _ in range(num)]
+        return uniform(rows * num, source, device, dtype).view(rows, num)
+
     def token(self, distribution: Tensor, where: Tensor) -> Tensor:
         """distribution [B, V], where [B] bool -> one index drawn for each row [B]; any index where `where` is False.
 
         NO_TOKEN where a distribution has none: NaN, or no probability.
         """
-        index = pick(distribution, uniforms(len(distribution), self.source, distribution.device))
+        index = pick(distribution, self._uniforms(len(distribution), distribution.device))
         return torch.where(distribution.gather(1, index[:, None])[:, 0] > 0, index, NO_TOKEN)
+
+
+class Drawn(Draws):
+    """Decisions by given numbers from [0, 1): of the nodes [B, N - 1] in their order, and of the last token [B, 1]"""
+
+    def __init__(self, numbers: Tensor, last: Tensor):
+        super().__init__(None)
+        self.numbers, self.last, self.place = numbers, last, 0
+
+    def accept(self, probability: Tensor, where: Tensor) -> Tensor:
+        self.place += 1
+        return where & (self.numbers[:, self.place - 1] < probability)
+
+    def accept_all(self, probability: Tensor) -> Tensor:
+        return self.numbers < probability
+
+    def _uniforms(self, rows: int, device: torch.device) -> Tensor:
+        return self.last
 
 
 def greedy(tree: Tree, choices: Tensor) -> Accepted:
@@ -67,6 +107,8 @@ def sample(tree: Tree, probs: Tensor, draws: Draws) -> Accepted:
     with probability r(x); if it is refused, r(x) becomes 0 and r is normalised. When every child is refused, the next
     token is drawn from r.
     """
+    if probs.device.type != "cpu" and (tree.probs is None or tree.siblings is not None):
+        return sample_at_once(tree, probs, draws)
     rows = torch.arange(len(probs), device=probs.device)
     end = torch.zeros_like(tree.tokens[:, 0])  # [B] the last accepted node
     for node in range(1, tree.tokens.shape[1]):  # a node's descendants all come after it
@@ -78,6 +120,74 @@ def sample(tree: Tree, probs: Tensor, draws: Draws) -> Accepted:
         probs[rows, parent], _ = refuse(distribution, tree, node)
         end = torch.where(accepted, node, end)
     return *trace(tree.ancestors(), end), draws.token(probs[rows, end], torch.ones_like(end, dtype=torch.bool))
+
+
+def sample_at_once(tree: Tree, probs: Tensor, draws: Draws) -> Accepted:
+    """`sample` in few kernels, whatever the number of nodes: a node's r does not depend on any draw."""
+    chances, rest = (_chosen if tree.probs is None else _sampled)(tree, probs)
+    accepted = draws.accept_all(chances[:, 1:])  # [B, N - 1]
+    earlier = _earlier(tree)[:, 1:, 1:]
+    first = accepted & ~(earlier & accepted[:, None]).any(
+        -1
+    )  # a node is not tried once an earlier sibling was accepted
+    path, num_kept, end = longest(tree, torch.cat([torch.ones_like(first[:, :1]), first], dim=1))
+    return path, num_kept, draws.token(rest(end), torch.ones_like(end, dtype=torch.bool))
+
+
+def _earlier(tree: Tree) -> Tensor:
+    """[B, N, N] bool: the earlier siblings of each node"""
+    numbers = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
+    return (tree.parents[:, :, None] == tree.parents[:, None]) & (numbers < numbers[:, None]) & (numbers > 0)
+
+
+def _without(mass: Tensor, tokens: Tensor, gone: Tensor) -> Tensor:
+    """mass [B, M, V] with zeros, in place, at the tokens [B, N] of the nodes that are gone for it, gone [B, M, N] bool"""
+    same = (tokens[:, :, None] == tokens[:, None]).to(mass.dtype)  # [B, N, N]
+    stays = (gone.to(mass.dtype) @ same) == 0  # [B, M, N] equal tokens of different nodes alike
+    places = tokens[:, None].expand(-1, mass.shape[1], -1)
+    return mass.scatter_(2, places, torch.where(stays, mass.gather(2, places), 0))
+
+
+def _chosen(tree: Tree, probs: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Of chosen children: the probability of each node [B, N], and a function end [B] -> the distribution [B, V] behind it
+
+    Refusals only take tokens away from p, so all r are p without the earlier siblings' tokens, divided by what is left.
+    """
+    rows, tokens = torch.arange(len(probs), device=probs.device), tree.tokens
+    earlier, eps = _earlier(tree), torch.finfo(probs.dtype).eps
+    left = _without(probs[rows[:, None], tree.parents.clamp(min=0)], tokens, earlier)  # [B, N, V]
+    total, mass = left.sum(-1), left.gather(2, tokens[..., None])[..., 0]
+    before = (earlier * torch.arange(tokens.shape[1], device=tokens.device)).amax(-1)  # the last earlier sibling, or 0
+    known = total.gather(1, before)
+    total = torch.where(total <= eps * known, known, total)  # where nothing is left, as `refuse` does
+    chances = torch.where(before > 0, mass / total, mass)
+
+    def rest(end: Tensor) -> Tensor:
+        own = probs[rows, end]  # [B, V]
+        children = (tree.parents == end[:, None])[:, None]  # [B, 1, N]
+        some = _without(own[:, None].clone(), tokens, children)[:, 0]
+        total = some.sum(-1, keepdim=True)
+        return torch.where(children.any(-1) & (total > eps), some / total, own)
+
+    return chances, rest
+
+
+def _sampled(tree: Tree, probs: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """As `_chosen`, of children that were drawn from distributions: all first children, then all second ones and so on."""
+    assert tree.probs is not None and tree.siblings is not None
+    (num_rows, num), width = tree.tokens.shape, tree.siblings
+    rows = torch.arange(num_rows, device=probs.device)[:, None]
+    rank = _earlier(tree).sum(-1)  # [B, N] of each node among its siblings
+    places = tree.parents[:, 1:] * width + rank[:, 1:]
+    numbers = torch.arange(1, num, device=probs.device).expand(num_rows, -1)
+    children = places.new_zeros(num_rows, num * width).scatter_(1, places, numbers).view(num_rows, num, width)
+    chances, left = torch.ones_like(probs[..., 0]), probs
+    for child in children.unbind(2):  # [B, N], 0 where a node has no such child
+        drafted, token = tree.probs[rows, child], tree.tokens.gather(1, child)[..., None]
+        chance = (left.gather(2, token) / drafted.gather(2, token))[..., 0].clamp(max=1)
+        chances = chances.scatter(1, child, chance)  # that of the root is not read
+        left = torch.where((child > 0)[..., None], _normalised(left, (left - drafted).clamp_(min=0))[0], left)
+    return chances, lambda end: left[rows[:, 0], end]
 
 
 def block(tree: Tree, probs: Tensor, draws: Draws) -> Accepted:
@@ -147,9 +257,14 @@ def refuse(mass: Tensor, tree: Tree, node: int) -> tuple[Tensor, Tensor]:
         rest = mass.scatter(1, tree.tokens[:, node, None], 0)
     else:
         rest = (mass - tree.probs[:, node]).clamp_(min=0)
-    total = rest.sum(-1, keepdim=True)  # [B, 1]
+    return _normalised(mass, rest)
+
+
+def _normalised(mass: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
+    """rest [..., V], overwritten, divided by its sum, and the sum [...]; `mass` where this is no more than a rounding error"""
+    total = rest.sum(-1, keepdim=True)  # [..., 1]
     rounding = (total <= torch.finfo(mass.dtype).eps).to(mass.dtype)
-    return rest.addcmul_(mass, rounding).div_(total + rounding), total[:, 0]  # torch.where would be slower
+    return rest.addcmul_(mass, rounding).div_(total + rounding), total[..., 0]  # torch.where would be slower
 
 
 def longest(tree: Tree, kept: Tensor) -> Accepted:

@@ -39,6 +39,11 @@ class Tree:
     )  # [B, N, V] the distribution that node i was sampled from; None: the nodes were chosen, not sampled
     linear: bool = False  # whether every row is a chain
     done: PartialPass | None = None
+    most: int | None = None  # children that a node has at most; None: nobody told
+
+    @property
+    def siblings(self) -> int | None:
+        return 1 if self.linear else self.most
 
     def depths(self) -> Tensor:
         """-> [B, N]; the root has depth 0."""

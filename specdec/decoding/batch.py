@@ -98,18 +98,19 @@ class Step:
 class Prefill:
     """Prompts that join a batch together, as far as they were read.
 
-    layers: hidden states that are kept
+    layers: hidden states that are kept; room: entries that the cache will need
     tokens [R, T]: the prompts, right-padded; num [R]: their lengths, `counts` on the host
     pieces: where the reading of each piece began and ended
     """
 
-    def __init__(self, target: Target, layers: tuple[int, ...], prompts: list[list[int]]):
+    def __init__(self, target: Target, layers: tuple[int, ...], prompts: list[list[int]], *, room: int = 0):
         self.target, self.layers = target, layers
         self.counts = [len(prompt) for prompt in prompts]
         self.num = torch.tensor(self.counts, device=target.device)
         padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
         self.tokens = padded.to(target.device)
         self.cache = target.cache(len(prompts))
+        self.cache.expect(room, target.spare)
         self.place, self.pieces = 0, list[tuple[Moment, Moment]]()
         self.outputs: list[TargetOutput] = []
 
@@ -186,7 +187,12 @@ class Batch:
     @torch.inference_mode()
     def prefill(self, requests: list[Request]) -> Prefill:
         """The prompts of requests that will be admitted together, of which nothing is read yet."""
-        return Prefill(self.target, self.verify.hidden_states, [request.prompt for request in requests])
+        if not self.running:
+            self.close()  # its memory may be used again
+        nodes = self.proposer.nodes if self.proposer else 0
+        room = max((len(request.prompt) + request.left for request in requests), default=0) + 1 + nodes
+        prompts = [request.prompt for request in requests]
+        return Prefill(self.target, self.verify.hidden_states, prompts, room=room)
 
     @torch.inference_mode()
     def read(self, prefill: Prefill, most: int | None = None) -> None:
@@ -276,8 +282,10 @@ class Batch:
 
     def close(self) -> None:
         """Ends the batch: what proposers learn from its answers, they learn now. It may be used again."""
-        if self.proposer and self.rows:
-            self.proposer.finish(self._nums())
+        if self.rows:
+            if self.proposer:
+                self.proposer.finish(self._nums())
+            self.cache.release()
         self.rows = []
 
     # Rows
@@ -325,6 +333,7 @@ class Batch:
         cache, newest, marks, opening, first = self._begin(requests, prefill)
         index = given(rows, newest.device)
         self.cache.replace(rows, cache)
+        cache.release()
         self.newest = self.newest.index_copy(0, index, newest)
         if marks is not None and self.marks is None:
             self.marks = torch.zeros(len(self.rows), self.target.vocab_size, dtype=torch.bool, device=newest.device)

@@ -11,6 +11,7 @@ from specdec.core.compile import Runner
 from specdec.core.generation import Ends, Generation, Round, StopStrings
 from specdec.core.grammar import Constraint
 from specdec.core.sampling import Sampling
+from specdec.decoding import fastest
 from specdec.decoding.batch import Batch, Request
 from specdec.proposers.base import Proposer
 from specdec.target.compiled import check_layers
@@ -52,6 +53,7 @@ class Decoder:
         self.sampling, self.stop, self.stop_strings = sampling, stop, stop_strings
         self.hidden_states = proposer.target_layers if proposer else ()
         self.runner = runner or Runner()
+        fastest.settle(self.runner, target)
         self._check_target()
         self.verify = Verifier(
             target,

@@ -23,7 +23,8 @@ class Drafting:
     children: how the children of a tree's node are made, see HeadProposer
     rule, lossy: the acceptance rule, see Decoder
     compile: whether the target's passes and the drafter's steps are compiled for the shapes that occur
-    cuda_graphs: whether the target's passes are captured as CUDA graphs (on a GPU, at temperature 0), compiled or not
+    cuda_graphs: whether each pass of the target, and the drafter's steps of a round, are one CUDA graph
+        None: on a GPU what is faster, measured at the first use; on a CPU neither
 
     Raises ValueError for an unknown value of `children` or `rule`, and for a lossy rule without lossy=True.
     """
@@ -34,8 +35,8 @@ class Drafting:
     children: Children = "chosen"
     rule: str = "token"
     lossy: bool = False
-    compile: bool = False
-    cuda_graphs: bool = False
+    compile: bool | None = None
+    cuda_graphs: bool | None = None
 
     def __post_init__(self):
         check_children(self.children)
@@ -58,7 +59,9 @@ class Drafting:
                     f"{type(drafter).__name__} drafts by Jacobi iteration, which gives a chain: set width=1."
                 )
             return Lookahead(drafter.target, window=self.depth, ngram=2, guesses=0)
-        return HeadProposer(drafter, self.shape, children=self.children, compile=self.compile)
+        return HeadProposer(
+            drafter, self.shape, children=self.children, compile=self.compile, cuda_graphs=self.cuda_graphs
+        )
 
     def decoder(self, target: Target, proposer: Proposer | None, **arguments) -> Decoder:
         """A decoder with this acceptance rule; arguments: the other ones of Decoder."""

@@ -150,7 +150,7 @@ class BlockDrafter(Drafter):
             self.norm.weight.copy_(norm_gain(target))
 
     def cache(self, batch: int) -> RowCache:
-        return row_cache(self.config, self.fc.weight, layers=len(self.layers), batch=batch)
+        return row_cache(self.config, self.fc.weight, layers=len(self.layers), batch=batch, masked=True)
 
     def encode(self, features: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))

@@ -46,7 +46,8 @@ class _Eagle(Drafter):
 
     def cache(self, batch: int) -> RowCache:
         layers = 1 + len(self.further)
-        return row_cache(self.config, self.block.self_attn.k_proj.weight, layers=layers, batch=batch)
+        masked = any(window is not None for window in getattr(self, "windows", ()))
+        return row_cache(self.config, self.block.self_attn.k_proj.weight, layers=layers, batch=batch, masked=masked)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.target.embed(tokens).to(self.block.mlp.up_proj.weight.dtype)  # [B, S, D]

@@ -57,7 +57,7 @@ class _Heads(Drafter):
 
     def cache(self, batch: int) -> RowCache:
         config = block_config(self.target, intermediate_size=None)
-        return row_cache(config, next(self.parameters()), layers=0, batch=batch)
+        return row_cache(config, next(self.parameters()), layers=0, batch=batch, masked=True)
 
     def encode(self, features: Tensor) -> Tensor:
         return features.to(next(self.parameters()).dtype)

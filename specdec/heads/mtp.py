@@ -91,7 +91,8 @@ class MTP(Drafter):
         return self.modules_by_depth[0 if self.depth is None else d - 1]  # type: ignore[return-value]
 
     def cache(self, batch: int) -> RowCache:
-        return row_cache(self.config, self.module(1).eh_proj.weight, layers=self.depth or 1, batch=batch)
+        weight, masked = self.module(1).eh_proj.weight, self.attends == "depth"
+        return row_cache(self.config, weight, layers=self.depth or 1, batch=batch, masked=masked)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.target.embed(tokens).to(self.module(1).eh_proj.weight.dtype)

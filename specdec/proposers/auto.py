@@ -232,6 +232,10 @@ class Auto(Proposer):
         for row, following, count in zip(rows, opening.following.tolist(), opening.counts):
             self.newest[row] = following[count - 1]
 
+    def share(self, cache):
+        for member in self.members:
+            member.share(cache)
+
     def finish(self, nums):
         for member in self.members:
             member.finish(nums)

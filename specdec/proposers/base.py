@@ -37,6 +37,7 @@ class Proposer(ABC):
 
     target_layers: tuple[int, ...]  # the hidden states that `commit` needs
     depth: int  # the largest depth of a proposed node
+    nodes = 64  # of a tree, mostly: caches have room for so many
     linear = False  # whether all its trees are chains
     watches = False  # whether `watch` is to be called
     rewinds = False  # whether it has `mark` and `rewind`, which drafting for a cascade needs (proposers/cascade.py)

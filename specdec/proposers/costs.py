@@ -49,7 +49,7 @@ def describe_conditions(verifier: Verifier, sampling: AnySampling) -> dict[str, 
         "target": target.fingerprint(),
         "dtype": str(target.dtype),
         "compiled": verifier.runner.compile,
-        "cuda_graphs": verifier.capturable and sampling.kind == "greedy",
+        "cuda_graphs": verifier.capturable,
         "sampling": sampling.kind,  # greedy, sampled, or cut: with top-k, top-p or a penalty
     }
 

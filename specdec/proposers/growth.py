@@ -1,6 +1,7 @@
 """Growing the tree of a trained drafter: a chain, a tree of chosen nodes (EAGLE-2, 2406.16858), a sampled tree."""
 
 import heapq
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
@@ -46,9 +47,12 @@ class Steps(Protocol):
 
 
 def grow_chain(
-    steps: Steps, newest: Tensor, first: StepOutput, sampling: AnySampling, generator: torch.Generator | None
+    steps: Steps, newest: Tensor, first: StepOutput, sampling: AnySampling, draws: Sequence[Tensor] = ()
 ) -> Tree:
-    """Greedy: the most likely tokens; else sampled ones, with their distributions. newest [B], first: step 1 of this token"""
+    """Greedy: the most likely tokens; else sampled ones, with their distributions.
+
+    newest [B], first: step 1 of this token; draws: of each depth, as of `uniforms`
+    """
     depth = steps.shape.depth
     (state, logits, _), tokens, distributions = first, [newest], []
     seen = masks.causal_mask(depth, newest.device).expand(len(newest), -1, -1)
@@ -57,7 +61,7 @@ def grow_chain(
             draft = logits[:, 0].argmax(-1)
         else:
             distributions.append(sampling.distribution(logits[:, 0]))  # [B, W]
-            draft = pick(distributions[-1], uniforms(len(newest), generator, newest.device))
+            draft = pick(distributions[-1], draws[d - 1])
         tokens.append(steps.drafter.to_target(draft))
         if d < depth:
             state, logits, _ = steps.step(d + 1, d - 1, state, tokens[-1][:, None], seen[:, d - 1 : d, :d])
@@ -166,7 +170,8 @@ def grow_sampled_tree(
         state, logits, _ = steps.step(d + 1, pending, state[:, owner], chosen, seen)
         level, pending = following, pending + len(following)
     shape = given(parents, newest.device).expand(num_rows, -1)
-    return Tree(torch.stack(tokens, dim=1), shape, _spread(drafter, distributions))
+    most = max(parents.count(node) for node in parents)
+    return Tree(torch.stack(tokens, dim=1), shape, _spread(drafter, distributions), most=most)
 
 
 def _without(distribution: Tensor, draft: Tensor) -> Tensor:

@@ -2,16 +2,18 @@
 
 import copy
 import itertools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from specdec.core import masks
-from specdec.core.cache import CacheMark, RowCache
+from specdec.core.cache import CacheMark, RowCache, SpareMemory
 from specdec.core.compile import Runner
 from specdec.core.devices import given
-from specdec.core.tree import TreeShape
+from specdec.core.sampling import AnySampling, Sampling, uniforms
+from specdec.core.tree import Tree, TreeShape
 from specdec.heads.base import Drafter
 from specdec.heads.draft import Draft, existing
 from specdec.proposers.base import Proposer, last_of
@@ -97,7 +99,8 @@ class HeadProposer(Proposer):
         shape: TreeShape,
         *,
         children: Children = "chosen",
-        compile: bool = False,
+        compile: bool | None = False,
+        cuda_graphs: bool | None = False,
     ):
         check_children(children)
         if drafter.depth is not None and shape.depth > drafter.depth:
@@ -105,9 +108,10 @@ class HeadProposer(Proposer):
         self.drafter = drafter.eval()
         self.shape = shape
         self.children = children
-        self.runner = Runner(compile)
+        self.runner = Runner(compile, cuda_graphs=cuda_graphs)
         self.target_layers = drafter.target_layers
-        self.depth, self.linear = shape.depth, shape.chain
+        self.depth, self.nodes, self.linear = shape.depth, shape.nodes, shape.chain
+        self.room, self.spare = 0, SpareMemory()
 
     @property
     def compile_seconds(self) -> float:
@@ -116,10 +120,23 @@ class HeadProposer(Proposer):
     def as_chain(self, deepest: int) -> "HeadProposer":
         """The same drafter as a chain of `deepest` drafts, or of as many as it can make."""
         depth = deepest if self.drafter.depth is None else min(deepest, self.drafter.depth)
-        return HeadProposer(self.drafter, TreeShape(depth, 1, depth), compile=self.runner.compile)
+        compile, graphs = self.runner.asked
+        chain = HeadProposer(self.drafter, TreeShape(depth, 1, depth), compile=compile, cuda_graphs=graphs)
+        chain.runner.follow(self.runner)
+        return chain
+
+    def meet(self, verifier, sampling):
+        self.runner.follow(verifier.runner)
+
+    def share(self, cache):
+        self.room = cache.capacity + self.depth * self.shape.width  # pending entries are more than the nodes of a tree
+
+    def finish(self, nums):
+        self.cache.release()
 
     def begin(self, tokens, num):
         self.cache = self.drafter.cache(tokens.shape[0])
+        self.cache.expect(self.room, self.spare)
         self.opening = tokens[:, :1]  # [B, 1] the token of slot 0, which `commit` does not bring
         self.carried: list[Tensor] = []  # attends="depth": of modules 1..K-1, the state [B, 1, H] of their newest slot
         self.absorbed: tuple[Tensor, StepOutput] | None = None  # the result of `absorb`, until the next `commit`
@@ -149,6 +166,7 @@ class HeadProposer(Proposer):
         fresh.commit(opening.following, opening.features, opening.num, opening.counts)
         index = given(rows, self.opening.device)
         self.cache.replace(rows, fresh.cache)
+        fresh.cache.release()
         self.opening = self.opening.index_copy(0, index, fresh.opening)
         numbers = dict(zip(rows, itertools.count()))
         prompts = fresh.waiting[0]._replace(rows=[numbers.get(row) for row in range(len(self.opening))])
@@ -165,15 +183,51 @@ class HeadProposer(Proposer):
 
     @torch.no_grad()
     def propose(self, sampling, generator):
+        num_rows, device = self.opening.shape[0], self.opening.device
+        sampled = self.shape.chain and not sampling.greedy
+        draws = [uniforms(num_rows, generator, device) for _ in range(self.depth if sampled else 0)]
+        fixed = self.shape.chain or sampling.greedy or self.children == "chosen"
+        if fixed and self.absorbed is None and self._capturable(sampling):
+            return self._propose_whole(sampling, draws)
         newest, first = self.absorb()
-        if self.shape.chain:
-            tree = grow_chain(self, newest[:, 0], first, sampling, generator)
-        elif sampling.greedy or self.children == "chosen":
-            tree = grow_tree(self, newest[:, 0], first)
+        if fixed:
+            tree = self._grow(newest, first, sampling, draws)
         else:
             tree = grow_sampled_tree(self, newest[:, 0], first, sampling, generator)
         self.cache.drop_pending()
         return tree
+
+    def _grow(self, newest: Tensor, first: StepOutput, sampling: AnySampling, draws: Sequence[Tensor]) -> Tree:
+        if self.shape.chain:
+            return grow_chain(self, newest[:, 0], first, sampling, draws)
+        return grow_tree(self, newest[:, 0], first)
+
+    def _capturable(self, sampling: AnySampling) -> bool:
+        """Whether all of a round's steps can be one CUDA graph: no row has a prompt to read, all rows have one sampling, and no
+        step reads a copy that it made itself, as draft models do of the weights of fewer tokens."""
+        copies = self.drafter.attends == "text" and self.drafter.draft_to_target is not None
+        return self.runner.cuda_graphs and all(self.cache.known) and isinstance(sampling, Sampling) and not copies
+
+    def _propose_whole(self, sampling: AnySampling, draws: list[Tensor]) -> Tree:
+        """`absorb` and `_grow` from one CUDA graph"""
+        new = self._take_waiting(fixed=True)
+        num_carried = len(self.carried)
+
+        def whole(tokens, features, num, lengths, *more):
+            view = copy.copy(self)
+            view.cache, view.carried = self.cache.over(self.cache.halves, lengths), list(more[:num_carried])
+            view.absorbed = newest, first = view._read(NewTokens(tokens, features, num, new.counts), view.runner)
+            tree = view._grow(newest, first, sampling, more[num_carried:])
+            probs = [] if tree.probs is None else [tree.probs]
+            return tree.tokens, tree.parents.contiguous(), newest, *first, *view.carried, *probs
+
+        inputs = [new.tokens, new.features, new.num, self.cache.lengths, *self.carried, *draws]
+        name = "draft", self.shape, sampling if self.shape.chain else None
+        tokens, parents, newest, state, logits, ahead, *more = self.runner.whole(name, whole, inputs, self.cache.halves)
+        probs = more.pop() if draws else None
+        self.carried, self.absorbed = more, (newest, StepOutput(state, logits, ahead))
+        self.cache.commit(new.num, new.counts)
+        return Tree(tokens, parents, probs, linear=self.shape.chain)
 
     def absorb(self) -> tuple[Tensor, StepOutput]:
         """Runs step 1 over the tokens of the last `commit`, unless that was done; their entries are committed in the cache.
@@ -190,11 +244,18 @@ class HeadProposer(Proposer):
 
     def _absorb_all(self, *, opening: bool) -> tuple[Tensor, StepOutput]:
         """opening: the rows have prompts to read"""
-        new = joined(self.waiting, fixed=self.runner.by_shape and not opening)
-        self.waiting = []
+        new = self._take_waiting(fixed=self.runner.by_shape and not opening)
+        # The shape of a prompt seldom comes again: not worth compiling
+        return self._read(new, Runner() if opening else self.runner)
+
+    def _take_waiting(self, *, fixed: bool) -> NewTokens:
+        """What was not read yet; the cache has room for it and for drafts."""
+        new, self.waiting = joined(self.waiting, fixed=fixed), []
         drafts = max(self.shape.depth * self.shape.width, self.shape.nodes)  # levels of a sampled tree may be wider
         self.cache.make_room(new.tokens.shape[1] + drafts)
-        run = Runner() if opening else self.runner  # the shape of a prompt seldom comes again: not worth compiling
+        return new
+
+    def _read(self, new: NewTokens, run: Runner) -> tuple[Tensor, StepOutput]:
         inputs = (new.tokens, new.features, new.num, self.cache.lengths, *self.cache.halves, *self.carried)
         *carried, newest, state, logits, ahead = run(("absorb", self.shape.depth), self._absorb, *inputs)
         self.carried = carried
@@ -210,6 +271,7 @@ class HeadProposer(Proposer):
         self.waiting = [each.without(begun) for each in self.waiting]
         own, own_first = self._absorb_all(opening=False)
         self.cache.replace(begun, fresh.cache)
+        fresh.cache.release()
         self.carried = [state.index_copy(0, index, new) for state, new in zip(self.carried, fresh.carried)]
         parts = [part.index_copy(0, index, new) for part, new in zip(own_first, first)]
         return own.index_copy(0, index, newest), StepOutput(*parts)
@@ -274,7 +336,7 @@ class HeadProposer(Proposer):
         )  # [B, ., S + K - 1]
         seen = seen | torch.eye(num_new + more, dtype=torch.bool, device=h.device)
         cache.reserve(num_new + more)
-        mask = masks.pending_mask(seen, cache.lengths, cache.visible)
+        mask = cast(Tensor, cache.sees(seen))
         positions = cache.lengths[:, None] + drafter.first_slot + slots
         state, readout = drafter.step(1, h, torch.cat([tokens, blank[1]], dim=1), positions, mask, cache)
         return state[:, :1, :0], torch.cat([_newest(readout, num), readout[:, num_new:]], dim=1)
@@ -300,7 +362,7 @@ class HeadProposer(Proposer):
             h, tokens, positions = (_newest(x, num) for x in (h, tokens, positions))
             return drafter.step(1, h, tokens, positions, seen, cache)
 
-        mask = masks.pending_mask(masks.causal_mask(num_new, start.device), cache.lengths, cache.visible)
+        mask = cast(Tensor, cache.sees(masks.causal_mask(num_new, start.device)))
         state, readout = drafter.step(1, h, tokens, positions, mask, cache)
         newest = _newest(state, num), _newest(readout, num)
         if drafter.attends != "depth":
@@ -323,7 +385,7 @@ class HeadProposer(Proposer):
             cache.reserve(tokens.shape[1])
             if drafter.attends == "depth":
                 seen = torch.zeros_like(seen)  # the earlier nodes are entries of other modules; a node sees itself
-            mask = masks.pending_mask(seen, cache.lengths, cache.visible)
+            mask = cast(Tensor, cache.sees(seen))
             if drafter.attends == "depth":
                 mask = _lagging(mask, d, cache)
         state, readout = drafter.step(d, state, tokens, positions, mask, cache)

@@ -7,11 +7,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from specdec.core.behind import Behind
 from specdec.core.cache import RowCache
 from specdec.core.compile import Runner
 from specdec.core.tree import PartialPass
 from specdec.target.model import Target, TargetOutput
-from specdec.target.structure import LayerMasks
 
 
 class CompiledTarget:
@@ -32,7 +32,7 @@ class CompiledTarget:
         *,
         rotary: Sequence[Tensor],
         positions: Tensor,
-        mask: Tensor,
+        mask: Tensor | tuple[Behind, ...],
         cache: RowCache,
     ) -> list[Tensor]:
         """Runs chosen layers in order; number 0 is the first -> h [B, S, D] before each of them, and after the last.
@@ -42,10 +42,12 @@ class CompiledTarget:
         `Target.read` runs.
         """
 
-        def layer(module, h, cos, sin, mask, positions, slots, keys, values):
+        def layer(module, h, cos, sin, positions, slots, keys, values, seen, *more):
+            behind = {"behind": {seen.shape[1]: Behind(seen, *more)}} if more else {}
             return module(
                 h,
-                attention_mask=mask,
+                attention_mask=seen,
+                **behind,
                 position_ids=positions,
                 position_embeddings=(cos, sin),
                 past_key_values=cache.over([keys, values], cache.lengths, slots=slots),
@@ -55,18 +57,24 @@ class CompiledTarget:
         states = [h]
         if not numbers:
             return states
-        masks, kinds = self.target.layer_masks(mask, positions, cache), self.target.layer_types
+        kinds, given = self.target.layer_types, self.target.layer_masks(mask, positions, cache)
+
+        def seen(kind: str) -> tuple[Tensor, ...]:
+            masks = given["attention_mask"]
+            own = cast(Tensor, masks[kind] if isinstance(masks, dict) else masks)
+            return given["behind"][own.shape[1]] if "behind" in given else (own,)
+
         functions: dict[int, Callable] = {}
         for kind in {kinds[number]: None for number in numbers}:
             members = [number for number, own in enumerate(kinds) if own == kind]
             first = next(number for number in numbers if kinds[number] == kind)
             # For a new shape every layer is tried once, each on the K and V of the layer that runs next.
-            inputs = h, *rotary, _of_kind(masks, kind), positions, cache.slots, *_entries(cache, first)
+            inputs = h, *rotary, positions, cache.slots, *_entries(cache, first), *seen(kind)
             name = f"the target's layer of {kind}"
             modules = [self.target.blocks[number] for number in members]
             functions |= dict(zip(members, self.runner.layers(name, layer, modules, *inputs)))
         for number in numbers:
-            inputs = *rotary, _of_kind(masks, kinds[number]), positions, cache.slots, *_entries(cache, number)
+            inputs = *rotary, positions, cache.slots, *_entries(cache, number), *seen(kinds[number])
             states.append(functions[number](states[-1], *inputs))
         return states
 
@@ -76,7 +84,7 @@ class CompiledTarget:
         hidden_states: tuple[int, ...],
         *,
         positions: Tensor,
-        mask: Tensor,
+        mask: Tensor | tuple[Behind, ...],
         cache: RowCache,
         done: PartialPass | None = None,
     ) -> TargetOutput:
@@ -107,10 +115,6 @@ class CompiledTarget:
             _check_same(target, output.final, final, "set compile=false.")
             run.seconds += time.perf_counter() - start
         return output
-
-
-def _of_kind(masks: LayerMasks, kind: str) -> Tensor:
-    return cast(Tensor, masks[kind] if isinstance(masks, dict) else masks)
 
 
 def _entries(cache: RowCache, number: int) -> list[Tensor]:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec.core import fast, masks, precision
-from specdec.core.cache import LayerStates, RowCache
-from specdec.core.compile import run_block
+from specdec.core import behind, fast, masks, precision
+from specdec.core.behind import Behind
+from specdec.core.cache import LayerStates, RowCache, SpareMemory
+from specdec.core.compile import join_products, run_block
 from specdec.core.shards import Shards
 from specdec.core.varlen import Segments
 from specdec.target import attention, loading, sharding
@@ -37,7 +38,7 @@ from specdec.target.loading import (
 )
 from specdec.target.loading import load_tokenizer as load_tokenizer
 from specdec.target.sharding import Share
-from specdec.target.structure import LayerMasks, LogitShape, check_supported
+from specdec.target.structure import LogitShape, check_supported
 
 SAME = 0.05  # relative difference of states in 16 bits that two ways to compute attention may have
 
@@ -91,7 +92,7 @@ class Target:
         self.max_positions = target_structure.last_position(config)
         self.rotary_boundary = target_structure.rotary_boundary(config)
         self.quantisation = quantisation or quantisation_of(model.config)  # such as bitsandbytes-4bit; None: none
-        self.shards, self._compiles = shards, False
+        self.shards, self._compiles, self.spare = shards, False, SpareMemory()
         self.shape_logits = LogitShape.of(config)
         self.blocks = target_structure.find_blocks(self.decoder, config.num_hidden_layers, name)
         self.num_layers = len(self.blocks)
@@ -125,6 +126,8 @@ class Target:
         model, quantisation = load_model(
             name, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
         )
+        if model.device.type == "cuda" and quantisation is None:
+            join_products(model)
         return cls(model, name=name, quantisation=quantisation, trust_remote_code=trust_remote_code)
 
     @classmethod
@@ -239,10 +242,17 @@ class Target:
             return [self.kinds.one] * self.num_layers
         return list(self.config.layer_types)[: self.num_layers]
 
-    def cache(self, batch: int) -> RowCache:
-        """An empty cache for `batch` rows."""
+    def cache(self, batch: int, *, masked: bool = False) -> RowCache:
+        """An empty cache for `batch` rows. masked: whether all passes read it under a mask"""
         states = LayerStates(target_structure.state_layers(self.config)) if self.recurrent else None
-        return RowCache(self._shapes, batch=batch, device=self.device, states=states)
+        heads = None if masked or not self.reads_length else self.config.num_attention_heads
+        return RowCache(self._shapes, batch=batch, device=self.device, states=states, query_heads=heads)
+
+    def sees(self, ancestors: Tensor, cache: RowCache) -> "Tensor | tuple[Behind, ...]":
+        """What `read` takes as the mask of a pass over drafts. ancestors [B, S, S] or [S, S] bool: which of them each one sees"""
+        if cache.query_heads is None:
+            return masks.pending_mask(ancestors, cache.lengths, cache.visible)
+        return tuple(cache.look_behind(ancestors, window=window) for window in self.kinds.windows)
 
     def read(
         self,
@@ -250,12 +260,12 @@ class Target:
         hidden_states: tuple[int, ...],
         *,
         positions: Tensor | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | tuple[Behind, ...] | None = None,
         cache: RowCache | None = None,
         segments: Segments | None = None,
         gradient: bool = False,
     ) -> TargetOutput:
-        """tokens, positions [B, S]; mask [B, 1, S, keys] bool, True where a query may attend; None: causal.
+        """tokens, positions [B, S]; mask [B, 1, S, keys] bool, True where a query may attend, or as of `sees`; None: causal.
 
         hidden_states: which ones `features` is made of, as `layer_ids` returns them
         cache: `cache.reserve(S)` must have been called
@@ -275,7 +285,7 @@ class Target:
         hooks = [point.register_forward_pre_hook(keep(k), with_kwargs=True) for k, point in points]
         if isinstance(cache, RowCache) and cache.states is not None:
             hooks += [self._watch_mixer(place, mixer, cache) for place, mixer in self._mixers.items()]
-        given: dict = {"attention_mask": self.layer_masks(mask, positions, cache)}
+        given = self.layer_masks(mask, positions, cache)
         if segments is not None:
             self._compile_blocks()
             given = {"attention_mask": self.kinds.segment_masks(self.device), "segments": segments}
@@ -322,6 +332,49 @@ class Target:
             return fast.leave_out("varlen", f"{self.name} reads several texts in one call differently, by {error:.1%}")
         return True
 
+    @functools.cached_property
+    def reads_length(self) -> bool:
+        """Whether passes over drafts read the cache to its length, as they read it under a mask: on devices with the kernel, tried."""
+        shapes = {shape for shape in self._shapes if shape is not None}
+        alike = len({shape.num_heads for shape in shapes}) == 1 and self.share.size == 1
+        if (
+            not self.whole
+            or self.recurrent
+            or self.spread
+            or self.kinds.chunk
+            or not alike
+            or not fast.on("cache", self.device, self.dtype)
+        ):
+            return False
+        widths = zip(self._shapes[::2], self._shapes[1::2])
+        if not all(behind.usable(key.width, value.width) for key, value in widths if key and value):
+            return False
+        try:
+            lean, masked = (self._try_tree(heads) for heads in (self.config.num_attention_heads, None))
+        except (TypeError, NotImplementedError, RuntimeError, KeyError) as reason:
+            return fast.leave_out(
+                "cache", f"{self.name} cannot read a cache to its length ({str(reason).splitlines()[0]})"
+            )
+        error = float((lean - masked).float().norm() / masked.float().norm())
+        if error > (SAME if torch.finfo(self.dtype).bits < 32 or self.quantisation else 1e-3):
+            return fast.leave_out("cache", f"{self.name} reads a cache to its length differently, by {error:.1%}")
+        return True
+
+    @torch.no_grad()
+    def _try_tree(self, query_heads: int | None) -> Tensor:
+        """The states of a tree of three nodes behind a few tokens [1, 3, D]"""
+        cache = RowCache(self._shapes, batch=1, device=self.device, query_heads=query_heads)
+        *text, drafts = self._sample_text().split([target_structure.NUM_TOKENS - 3, 3], dim=1)
+        num = text[0].shape[1]
+        cache.reserve(num)
+        mask = masks.pending_mask(masks.causal_mask(num, self.device), cache.lengths, cache.visible)
+        self.read(text[0], (), positions=cache.slots, mask=mask, cache=cache)
+        cache.commit(torch.full_like(cache.lengths, num), [num])
+        cache.reserve(3)
+        ancestors = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool, device=self.device)
+        positions = num + ancestors.sum(-1)[None] - 1
+        return self.read(drafts, (), positions=positions, mask=self.sees(ancestors, cache), cache=cache).final
+
     def _compile_blocks(self) -> None:
         """Lets blocks run compiled where they read segments without gradients: then shapes are the same at every call."""
         if self._compiles or not fast.on("blocks", self.device):
@@ -330,14 +383,20 @@ class Target:
         for block in self.blocks:
             block.forward = functools.partial(_run_block, type(block).forward, block)
 
-    def layer_masks(self, mask: Tensor | None, positions: Tensor | None, cache: RowCache | None) -> LayerMasks:
-        """The masks that the decoder takes: `mask` itself, or one for each kind of layer. Arguments as of `read`"""
+    def layer_masks(
+        self, mask: Tensor | tuple[Behind, ...] | None, positions: Tensor | None, cache: RowCache | None
+    ) -> dict:
+        """What the decoder takes: the mask itself, or one for each kind of layer, and `behind`. Arguments as of `read`"""
         if mask is None:
-            return None
+            return {"attention_mask": None}
+        if isinstance(mask, tuple):
+            masks, behind = self.kinds.masks_behind(mask)
+            return {"attention_mask": masks, "behind": behind}
         if not self.windowed:
-            return self.kinds.masks(mask)
+            return {"attention_mask": self.kinds.masks(mask)}
         assert positions is not None, "windows are windows of positions"
-        return self.kinds.masks(mask, positions, positions if cache is None else cache.place(positions))
+        keys = positions if cache is None else cache.place(positions)
+        return {"attention_mask": self.kinds.masks(mask, positions, keys)}
 
     def logits(self, final: Tensor) -> Tensor:
         """[..., D] -> [..., V], float32 (float64 for a float64 target)"""
@@ -367,7 +426,9 @@ class Target:
             blocks = target_structure.find_blocks(decoder, len(blocks), self.name)
         tokens = self._sample_text().to(device)
         positions = torch.arange(tokens.shape[1], device=device)[None]
-        seen = self.layer_masks(masks.causal_mask(tokens.shape[1], device)[None, None], positions, None)
+        seen = self.layer_masks(masks.causal_mask(tokens.shape[1], device)[None, None], positions, None)[
+            "attention_mask"
+        ]
         advice = target_structure.ANOTHER if self.whole else "Load the whole target, which can be examined."
         with target_structure.refusals(self.name, decoder, advice=advice):
             norm, recorder = target_structure.examine(decoder, blocks, self.config, tokens, positions, seen)
@@ -383,7 +444,7 @@ class Target:
 
         Raises ValueError if logits differ from the model's own, with its own attention, or hidden states from its width.
         """
-        tokens, cache = self._sample_text(), self.cache(1)
+        tokens, cache = self._sample_text(), self.cache(1, masked=True)
         num = tokens.shape[1]
         with target_structure.own_attention(self.model):
             wanted = self.model(tokens).logits.float()

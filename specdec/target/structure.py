@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,6 +16,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from transformers.cache_utils import LinearAttentionCacheLayerMixin as StateLayer
 from transformers.masking_utils import create_masks_for_generate
 
+from specdec.core.behind import Behind
 from specdec.core.cache import EntryShape
 from specdec.target.attention import segment_mask
 
@@ -263,6 +264,20 @@ class LayerKinds:
         if self.names is None:
             return segment_mask(self.window if self.one == SLIDING else None, device)
         return {name: segment_mask(self.window if name == SLIDING else None, device) for name in self.names}
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The different windows of its layers; None: a layer that sees everything."""
+        names = self.names or (self.one,)
+        return tuple({self.window if name == SLIDING else None: None for name in names if name not in STATE_KINDS})
+
+    def masks_behind(self, behind: Sequence[Behind]) -> tuple[LayerMasks, dict[int, Behind]]:
+        """What each of `windows` sees -> the masks of the kinds of layers, and what attention takes in their places."""
+        seen = dict(zip(self.windows, behind, strict=True))
+        by_size = {each.seen.shape[1]: each for each in behind}
+        if self.names is None:
+            return behind[0].seen, by_size
+        return {name: seen[self.window if name == SLIDING else None].seen for name in self.names}, by_size
 
     def _mask(self, name: str, mask: Tensor, queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
         if name not in (SLIDING, CHUNKED):

@@ -1,11 +1,13 @@
 """One pass of the target over a tree, and what the acceptance rule decides."""
 
+import itertools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specdec.core import masks, rules
+from specdec.core import rules
+from specdec.core.behind import Behind
 from specdec.core.cache import RowCache
 from specdec.core.compile import Runner
 from specdec.core.sampling import NO_TOKEN, AnySampling, Sampling, seen
@@ -88,8 +90,44 @@ class Verifier:
                 outputs = self._read_greedily(cache, linear, done, *inputs)
             path, num_kept, next_token, choices, features, final = outputs
             return Verdict(path, num_kept, next_token, TargetOutput(features, final), choices, None)
-        output = self._read(cache, linear, done, *inputs)
-        logits = run("logits", self.target.logits, output.final)  # [B, N, V]
+        if done is None and marks is None and allowed is None and isinstance(sampling, Sampling) and self.capturable:
+            return self._sample_captured(tree, cache, draws, sampling)
+        return self._sample(cache, tree, draws, sampling, inputs, marks, allowed)
+
+    def _sample_captured(self, tree: Tree, cache: RowCache, draws: rules.Draws, sampling: Sampling) -> Verdict:
+        """`_sample` from a CUDA graph, to which its random numbers are inputs"""
+        rows, num = tree.tokens.shape
+        drawn = draws.ahead(rows, num, tree.tokens.device, torch.promote_types(self.target.dtype, torch.float32))
+        linear, most = tree.linear, tree.most
+
+        def whole(tokens, parents, lengths, skipped, slots, numbers, last, *probs):
+            view = cache.over(cache.halves, lengths, slots=slots)
+            part = Tree(tokens, parents, probs[0] if probs else None, linear, most=most)
+            inputs = tokens, parents, lengths, skipped
+            verdict = self._sample(view, part, rules.Drawn(numbers, last), sampling, inputs, None, None)
+            found = verdict.path, verdict.num_kept, verdict.next_token, verdict.output.features, verdict.output.final
+            return *found, *(each for each in (verdict.choices, verdict.distribution) if each is not None)
+
+        given = [tree.tokens, tree.parents, cache.lengths, cache.skipped, cache.slots, drawn.numbers, drawn.last]
+        given += [] if tree.probs is None else [tree.probs]
+        name = "verify", linear, most, self.hidden_states, sampling, self.rule, self.choices, self.distribution
+        path, num_kept, next_token, features, final, *more = self.runner.whole(name, whole, given, cache.halves)
+        likely = more.pop(0) if self.choices else None
+        return Verdict(path, num_kept, next_token, TargetOutput(features, final), likely, more[0] if more else None)
+
+    def _sample(
+        self,
+        cache: RowCache,
+        tree: Tree,
+        draws: rules.Draws,
+        sampling: AnySampling,
+        inputs: tuple[Tensor, ...],
+        marks: Tensor | None,
+        allowed: Tensor | None,
+    ) -> Verdict:
+        """A verdict by the target's distributions. inputs: as of `_read`; marks, allowed: as of `__call__`"""
+        output = self._read(cache, tree.linear, tree.done, *inputs)
+        logits = self.runner("logits", self.target.logits, output.final)  # [B, N, V]
         if marks is not None:
             logits = sampling.penalise(logits, seen(tree, marks))
         if allowed is not None:
@@ -104,10 +142,11 @@ class Verifier:
 
     @property
     def capturable(self) -> bool:
-        """Whether a pass can be a CUDA graph: windows keep positions, and recurrent layers states, outside of K and V."""
+        """Whether a pass can be a CUDA graph: masks of windows keep positions, and recurrent layers states, outside of K and V."""
         target = self.target
         alone = not target.spread and target.share.size == 1
-        return self.runner.cuda_graphs and alone and not (target.windowed or target.recurrent)
+        places = target.windowed and not target.reads_length
+        return self.runner.cuda_graphs and alone and not (places or target.recurrent)
 
     def _read(
         self, cache: RowCache, linear: bool, done: PartialPass | None, tokens, parents, lengths, skipped
@@ -118,9 +157,11 @@ class Verifier:
             tree = Tree(tokens, parents, None, linear=linear)
             ancestors = tree.ancestors()  # [B, N, N]
             positions = (lengths + skipped)[:, None] + ancestors.sum(-1) - 1  # [B, N]
-            return positions, masks.pending_mask(ancestors, lengths, cache.visible)
+            seen = self.target.sees(ancestors, cache.over(cache.halves, lengths))
+            return positions, *((seen,) if isinstance(seen, Tensor) else itertools.chain(*seen))
 
-        positions, mask = self.runner(("place", linear, cache.visible), place, tokens, parents, lengths, skipped)
+        positions, *seen = self.runner(("place", linear, cache.visible), place, tokens, parents, lengths, skipped)
+        mask = seen[0] if len(seen) == 1 else tuple(map(Behind, seen[::3], seen[1::3], seen[2::3]))
         return self.compiled.read(tokens, self.hidden_states, positions=positions, mask=mask, cache=cache, done=done)
 
     def _read_greedily(

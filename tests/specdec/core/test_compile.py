@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from specdec.core import compile, masks
-from specdec.core.compile import Graph, Runner
+from specdec.core.compile import Graph, Runner, join_products
 from specdec.core.generation import STAGES
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
@@ -349,3 +349,21 @@ def test_a_failing_compiler_is_reported(monkeypatch):
     target = make_target(6, num_layers=2)
     with pytest.raises(ValueError, match=r"compile=false decodes without it\.$"):
         decoder_of(target, compiled=True).generate([[1]], 4)
+
+
+def test_joined_weights_are_one_product_without_a_copy(traced):
+    """As on a GPU: in float64 nothing is packed."""
+    plain, target = make_target(6, num_layers=3), make_target(6, num_layers=3)
+    join_products(target.model)
+    for name, value in target.model.state_dict().items():
+        assert value.equal(plain.model.state_dict()[name])
+    attention = target.blocks[0].self_attn
+    graph = Graph(
+        lambda x: tuple(part(x) for part in (attention.q_proj, attention.k_proj, attention.v_proj)),
+        [torch.ones(3, 32).double()],
+    )
+    products = [node for node in graph.graph.nodes if node.target == torch.ops.aten.mm.default]
+    assert len(products) == 1 and [len(places) for places in graph.products] == [3]
+    compiled = decoder_of(target, make_drafter(target, "eagle"), compiled=True)
+    check_same(compiled, decoder_of(plain, make_drafter(plain, "eagle"), compiled=False), prompts_of(target, 0), 16)
+    assert not compiled.runner.packed

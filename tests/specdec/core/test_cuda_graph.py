@@ -1,6 +1,7 @@
 """Tests of decoding with CUDA graphs, with stand-ins for them on a CPU."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from specdec.core import compile, rules
+from specdec.core import compile, fast, rules
 from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
 from specdec.core.tree import Nodes, plant
@@ -32,13 +33,15 @@ def place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def record(function, inputs, pool=None):
+def record(function, inputs, pool=None, *, captured=None):
     """Stands in for cuda_graph.capture on a CPU, with the same rules: whatever `function` takes from the host is as it was
     now, and tensors are read and written where they are in memory now."""
     own = [value.clone() for value in inputs]
     for _ in range(compile.WARM_UP):
         function(*own)
     graph = make_fx(lambda *inputs: function(*inputs))(*own)
+    if captured is not None:
+        captured.append([getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"])
     outputs = graph(*own)
 
     def replay(*given):
@@ -65,6 +68,31 @@ def test_passes_from_graphs_give_the_same_answers(shallow, traced, monkeypatch, 
     for seed, lengths in enumerate([(5, 9), (7, 3), (250, 9)]):
         check_same(graphed, plain, prompts_of(shallow, seed, lengths), 16)
     assert 4 >= len(captured) == len(runner.graphs) >= 2 and runner.cuda_graphs
+
+
+@pytest.mark.parametrize("head, shape", [(None, CHAIN), ("eagle", TREE), ("eagle3", CHAIN)])
+def test_sampled_passes_from_graphs_give_the_same_answers(shallow, monkeypatch, head, shape):
+    """With the rule that a GPU has. Random numbers are inputs, the same ones as without graphs."""
+    captured = []
+    monkeypatch.setattr(compile, "capture_graph", functools.partial(record, captured=captured))
+    drafter = head and make_drafter(shallow, head, True)
+    graphed = decoder_of(shallow, drafter, shape, compiled=False, temperature=1.0, runner=Runner(cuda_graphs=True))
+    plain = decoder_of(shallow, drafter, shape, compiled=False, temperature=1.0)
+    own = {place(tensor) for tensor in [*shallow.model.parameters(), *shallow.model.buffers()]}
+    for decoder in (graphed, plain):
+        decoder.verify.rule = rules.sample_at_once
+    verify = graphed.verify
+    for seed, lengths in enumerate([(5, 9), (7, 3)]):
+        check_same(graphed, plain, prompts_of(shallow, seed, lengths), 12)
+        assert captured and graphed.runner.cuda_graphs and verify.capturable
+    caches = [replay_key[1] for replay_key in graphed.runner.graphs]
+    known = own | {address for halves in caches for address, *_ in halves}
+    assert not [
+        tensor
+        for foreign in captured
+        for tensor in foreign
+        if place(tensor) not in known and tensor.data_ptr() not in known
+    ]
 
 
 def test_a_graph_for_each_cache_and_not_too_many(monkeypatch):
@@ -230,3 +258,42 @@ def test_without_a_gpu_passes_run_as_before_and_one_warning_says_so(shallow):
         generation = graphed.generate(prompts_of(shallow, 0), 8)
     assert generation.tokens == decoder_of(shallow, compiled=False).generate(prompts_of(shallow, 0), 8).tokens
     assert not graphed.runner.graphs and not graphed.runner.cuda_graphs
+
+
+@pytest.mark.parametrize(
+    "head, shape, temperature, paths",
+    [
+        ("eagle3", CHAIN, 0.0, ("cache",)),
+        ("eagle3", CHAIN, 1.0, ()),
+        ("eagle", TREE, 0.0, ("cache",)),
+        ("eagle", TREE, 1.0, ("cache",)),
+        ("mtp", CHAIN, 1.0, ("cache",)),
+        ("peagle", CHAIN, 0.0, ("cache",)),
+        ("medusa", CHAIN, 1.0, ()),
+        ("dflash", CHAIN, 0.0, ("cache",)),
+    ],
+)
+def test_drafts_of_a_round_from_one_graph_give_the_same_answers(shallow, monkeypatch, head, shape, temperature, paths):
+    """Its steps read nothing that dies with the answer, and answers of equal size share it."""
+    drafter, captured = make_drafter(shallow, head, True), []
+    modules = shallow.model, drafter
+    own = {place(tensor) for module in modules for tensor in [*module.parameters(), *module.buffers()]}
+    own.add(place(drafter.goal_head[0]))  # the target's rows of the head's vocabulary
+
+    monkeypatch.setattr(compile, "capture_graph", functools.partial(record, captured=captured))
+    monkeypatch.delitem(shallow.__dict__, "reads_length", raising=False)
+    with fast.forced(*paths):
+        graphed = decoder_of(shallow, drafter, shape, compiled=False, temperature=temperature, cuda_graphs=True)
+        plain = decoder_of(shallow, drafter, shape, compiled=False, temperature=temperature)
+        runner = graphed.proposer.runner
+        for seed, num in enumerate((16, 15, 12)):
+            check_same(graphed, plain, prompts_of(shallow, seed, (5, 9)), num)
+            own |= {place(tensor) for tensor in graphed.proposer.cache.halves}
+            assert not [tensor for foreign in captured for tensor in foreign if place(tensor) not in own]
+            captured.clear()
+            if seed == 0:
+                known = len(runner.graphs)
+        assert known >= 1 and runner.cuda_graphs
+        kept = graphed.proposer.cache.query_heads  # then answers of equal size have their memory in the same place
+        assert not kept or len(runner.graphs) <= known + 2  # other numbers of rows or of new tokens
+    shallow.__dict__.pop("reads_length", None)

@@ -238,3 +238,70 @@ def test_draws_follow_their_laws():
     assert not accepted[~where].any() and accepted[where].float().mean() == pytest.approx(0.3, abs=0.02)
     assert draws.accept(torch.ones(20000), torch.ones_like(where)).all()
     assert not draws.accept(torch.zeros(20000), torch.ones_like(where)).any()
+
+
+class Table(rules.Draws):
+    """Given numbers for the nodes [B, N - 1]; keeps the distribution that the last token is drawn from."""
+
+    def __init__(self, numbers: torch.Tensor):
+        self.numbers = numbers
+
+    def accept_all(self, probability):
+        return self.numbers < probability
+
+    def token(self, distribution, where):
+        self.last = distribution
+        return distribution.argmax(-1)
+
+
+def drafts_of(kind: str, rows: int, num: int, vocab: int) -> Tree:
+    """Random trees: of chosen nodes, filled up with copies; chains and trees whose nodes were drawn"""
+    if kind == "chosen":
+        trees = [random_tree(torch.Generator().manual_seed(row), num, vocab) for row in range(rows)]
+        tokens, parents = (torch.cat([getattr(tree, name) for tree in trees]) for name in ("tokens", "parents"))
+        return Tree(tokens, parents, None).filled(num + 2)
+    parents = torch.arange(-1, num - 1) if kind == "chain" else torch.tensor([-1, 0, 0, 1, 1, 1, 2, 3, 3, 7][:num])
+    probs, tokens = torch.rand(rows, num, vocab, dtype=torch.float64), torch.zeros(rows, num, dtype=torch.long)
+    for row in range(rows):
+        for node in range(1, num):
+            probs[row, node] /= probs[row, node].sum()
+            earlier = [each for each in range(1, node) if parents[each] == parents[node]]
+            if earlier:  # without replacement
+                probs[row, node] = probs[row, earlier[0]].scatter(0, tokens[row, earlier], 0)
+                probs[row, node] /= probs[row, node].sum()
+            tokens[row, node] = torch.multinomial(probs[row, node], 1)
+    most = max(parents.tolist().count(node) for node in range(num))
+    return Tree(tokens, parents.expand(rows, -1), probs, linear=kind == "chain", most=most)
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("kind", ["chosen", "chain", "drawn"])
+def test_all_nodes_at_once_as_one_after_the_other(seed, kind):
+    torch.manual_seed(seed)
+    rows, num, vocab = 5, 10, 6
+    tree = drafts_of(kind, rows, num, vocab)
+    probs = (3 * torch.randn(rows, tree.tokens.shape[1], vocab, dtype=torch.float64)).softmax(-1)
+    probs[0, :, 0] = 0  # a target that gives a token probability 0
+    probs /= probs.sum(-1, keepdim=True)
+    draws = Table(torch.rand(rows, tree.tokens.shape[1] - 1, dtype=torch.float64) ** (1 + seed % 3))
+    path, num_kept, _ = rules.sample_at_once(tree, probs.clone(), draws)
+    every, end = torch.arange(rows), torch.zeros(rows, dtype=torch.long)
+    for node in range(1, tree.tokens.shape[1]):
+        parent = tree.parents[:, node]
+        accepted = draws.numbers[:, node - 1] < rules.probability(probs[every, parent], tree, node)
+        probs[every, parent], _ = rules.refuse(probs[every, parent], tree, node)
+        end = torch.where(accepted & (parent == end), node, end)
+    wanted, wanted_num = rules.trace(tree.ancestors(), end)
+    assert path.equal(wanted) and num_kept.equal(wanted_num)
+    torch.testing.assert_close(draws.last, probs[every, end], atol=1e-12, rtol=0)
+
+
+def test_draws_of_all_nodes_are_those_of_single_answers():
+    """Each answer's own generator is asked once a node, in their order."""
+    chances = torch.rand(3, 5)
+    generators = [torch.Generator().manual_seed(row) for row in range(3)]
+    found = rules.Draws(generators).accept_all(chances)
+    for row in range(3):
+        generator = torch.Generator().manual_seed(row)
+        wanted = [bool(torch.rand(1, generator=generator) < chance) for chance in chances[row]]
+        assert found[row].tolist() == wanted

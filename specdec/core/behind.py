@@ -1,0 +1,159 @@
+"""Attention of drafts behind a row's committed keys: these are read to the row's length, in parts, and never copied.
+
+All heads of queries that share keys, and all nodes of a tree, see the same committed keys. So they are the queries of one text, and the
+kernel for texts side by side (varlen.py) reads each key once. A text is cut into several, as few texts would leave most of a
+GPU idle (split keys as in Flash-Decoding). The few pending entries, of which a node sees its ancestors, go through a small masked
+product. The parts are joined by their sums of exponents.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdec.core import fast
+
+MOST_PENDING = 256  # entries that the masked product may have; a prompt is read with a mask over all entries
+SPLIT, TEXTS, BLOCK = (
+    256,
+    128,
+    128,
+)  # fewest keys of a part, how many parts keep a GPU busy, queries of one thread block
+
+
+class Behind(NamedTuple):
+    """What the queries of a pass see.
+
+    seen [B, 1, S, M] bool: which of the entries that the masked product has; dimension 1 is 2 (expanded) in layers with a window
+    places [B, M]: where these entries are in the cache: the pending ones, and those at a window's edge
+    table [3, N+1] int32: of N = B * G * parts texts where their queries begin, where their keys begin in the flattened cache, and
+    how many keys they have
+    """
+
+    seen: Tensor
+    places: Tensor
+    table: Tensor
+
+
+def look_behind(
+    ancestors: Tensor, lengths: Tensor, *, capacity: int, heads: tuple[int, int], window: int | None = None
+) -> Behind:
+    """ancestors [B, S, P] bool: which of P pending entries each query sees; lengths [B]: committed entries, all of them seen
+
+    heads: of queries and of keys; window: how many positions a query sees, itself included, where positions count entries
+    """
+    (num_rows, num, pending), (queries, groups), device = ancestors.shape, heads, lengths.device
+    own = lengths[:, None] + torch.arange(pending, device=device)  # [B, P]
+    seen, first, reach = ancestors, torch.zeros_like(lengths), capacity
+    if window is not None:
+        # The deepest query sees the fewest committed keys. Those that only some queries see go with the pending ones.
+        first, reach = (lengths + 1 - window).clamp(min=0), min(capacity, window)
+        edge = first[:, None] + torch.arange(pending - 1, device=device)  # [B, P - 1]
+        depth = ancestors.sum(-1, keepdim=True) - 1  # [B, S, 1]
+        inside = (edge < lengths[:, None])[:, None] & (edge[:, None] > lengths[:, None, None] + depth - window)
+        seen = ancestors & (ancestors.sum(-1)[:, None] > depth + 1 - window) if num == pending else ancestors
+        own, seen, first = torch.cat([edge, own], dim=1), torch.cat([inside, seen], dim=2), first + pending - 1
+    last = lengths + 1 if pending == 1 else lengths  # a single pending entry is a key like the committed ones
+    rows = num_rows * groups
+    per_text = queries // groups * num
+    parts = max(1, min(-(-reach // SPLIT), TEXTS // (rows * -(-per_text // BLOCK))))
+    size = -(-reach // parts)
+    begin = first[:, None] + torch.arange(parts, device=device) * size  # [B, parts]
+    used = (last[:, None] - begin).clamp(0, size)
+    cut = torch.arange(rows, device=device).view(num_rows, groups, 1) * capacity + begin.clamp(max=capacity)[:, None]
+    starts = torch.arange(rows * parts + 1, device=device) * per_text
+    rest = [F.pad(each.expand(-1, groups, -1).flatten(), (0, 1)) for each in (cut, used[:, None])]
+    return Behind(
+        seen[:, None].expand(-1, 1 if window is None else 2, -1, -1), own, torch.stack([starts, *rest]).to(torch.int32)
+    )
+
+
+def attend_behind(
+    query: Tensor, key: Tensor, value: Tensor, behind: Behind, *, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    """query [B, H, S, E]; key, value [B, G, C, E]: all entries of the cache -> [B, H, S, E]
+
+    sinks [H]: one more score of each head, whose value is zero
+    """
+    (num_rows, heads, num, width), groups, (seen, places, table) = query.shape, key.shape[1], behind
+    grouped = query.reshape(num_rows, groups, -1, width)  # [B, G, Q, E]
+    parts = (table.shape[1] - 1) // (num_rows * groups)
+    texts = grouped[:, :, None].expand(-1, -1, parts, -1, -1).reshape(num_rows * groups * parts, -1, width)
+    out, log_sum = _attend_texts(texts, key.flatten(0, 2), value.flatten(0, 2), table, scale)
+    outs, sums = out.view(num_rows, groups, parts, -1, width), log_sum.view(num_rows, groups, parts, -1)
+    if parts == 1 and places.shape[1] == 1 and sinks is None:
+        return outs.view(num_rows, heads, num, width)
+    # One softmax over the sums of the parts, the scores of the entries and the sinks gives the share of each
+    shares = [sums.transpose(2, 3).masked_fill(table[2, :-1].view(num_rows, groups, 1, parts) == 0, -torch.inf)]
+    own = places.shape[1] > 1
+    if own:
+        rows = torch.arange(num_rows, device=places.device)[:, None]
+        own_key, own_value = (each[rows, :, places].transpose(1, 2) for each in (key, value))  # [B, G, M, E]
+        scores = (grouped @ own_key.mT).to(sums.dtype).view(num_rows, groups, -1, num, places.shape[1])
+        scores = scores.mul_(scale).masked_fill_(~seen[:, :1, None], -torch.inf)
+        shares.insert(0, scores.flatten(2, 3))  # [B, G, Q, M]
+    if sinks is not None:
+        column = sinks.to(sums.dtype).view(1, groups, -1, 1, 1).expand(num_rows, -1, -1, num, -1)
+        shares.append(column.flatten(2, 3))
+    share = (torch.cat(shares, dim=-1) if len(shares) > 1 else shares[0]).softmax(-1)
+    start = places.shape[1] if own else 0
+    joined = (share[..., start : start + parts, None].transpose(2, 3) * outs).sum(2)  # [B, G, Q, E]
+    if own:
+        joined = joined + share[..., :start].to(value.dtype) @ own_value
+    return joined.to(query.dtype).view(num_rows, heads, num, width)
+
+
+@torch.library.custom_op("specdec::attend_texts", mutates_args=())
+def _attend_texts(query: Tensor, key: Tensor, value: Tensor, table: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """query [N, Q, E]; key, value [K, E]; table as of `Behind` -> out [N, Q, E], log of sums [N, Q]; of a text without keys
+    zeros, and infinity, as the kernel gives them"""
+    sums = torch.full(query.shape[:2], torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
+    out = torch.zeros_like(query)
+    for text, (start, num) in enumerate(table[1:, :-1].T.tolist()):
+        if num:
+            scores = scale * (query[text] @ key[start : start + num].T).to(sums.dtype)
+            sums[text] = scores.logsumexp(-1)
+            out[text] = (scores - sums[text, :, None]).exp().to(value.dtype) @ value[start : start + num]
+    return out, sums
+
+
+@_attend_texts.register_kernel("cuda")
+def _(query, key, value, table, scale):
+    num, queries, width = query.shape
+    starts, key_starts = table[0], table[1]
+    out, log_sum, *_ = torch.ops.aten._flash_attention_forward(
+        query.view(-1, 1, width), key[:, None], value[:, None], starts, key_starts, queries, len(key), 0.0, False, False,
+        scale=scale, seqused_k=table[2, :num],
+    )  # fmt: skip
+    return out.view(query.shape), log_sum.view(num, queries)
+
+
+@_attend_texts.register_fake
+def _(query, key, value, table, scale):
+    return torch.empty_like(query), query.new_empty(
+        query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32)
+    )
+
+
+def usable(key_width: int, value_width: int) -> bool:
+    """Whether the kernel takes such keys and values."""
+    return key_width == value_width and key_width % 8 == 0 and key_width <= 256
+
+
+def check(device: torch.device) -> None:
+    """Compares the kernel with the loop in float64 on this device. Raises ValueError where they differ beyond rounding."""
+    torch.manual_seed(0)
+    lengths, heads = torch.tensor([700, 3]), (8, 2)
+    for num, width, window in ((1, 128, None), (5, 64, None), (5, 128, 40)):
+        ancestors = torch.ones(2, num, num, dtype=torch.bool).tril()
+        ancestors[:, 2:, 1:2] = num == 1  # a tree
+        wide = [
+            torch.randn(2, each, count, width, dtype=torch.float64) for each, count in ((8, num), (2, 768), (2, 768))
+        ]
+        options: dict = {"capacity": 768, "heads": heads, "window": window}
+        wanted = attend_behind(wide[0], wide[1], wide[2], look_behind(ancestors, lengths, **options), scale=width**-0.5)
+        some = [each.to(device, torch.bfloat16) for each in wide]
+        behind = look_behind(ancestors.to(device), lengths.to(device), **options)
+        found = attend_behind(some[0], some[1], some[2], behind, scale=width**-0.5)
+        fast.compare(f"{num} nodes", [found.cpu()], [wanted], 0.02)

@@ -1,0 +1,153 @@
+"""Committed keys read to their length: the operator's reference against a mask over all entries, then whole targets and decoders."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from specdec.core import behind, cache, fast, masks, rules
+from specdec.core.behind import attend_behind, look_behind
+from specdec.core.compile import Runner
+from specdec.core.sampling import Sampling
+from specdec.core.tree import Tree
+from specdec.decoding.batch import Request
+from specdec.target.verifier import Verifier
+from tests.compiled import CHAIN, TREE, decoder_of, prompts_of
+from tests.families import FAMILIES
+from tests.support import make_drafter, make_target
+from tests.target_table import target_of
+
+# Families whose attention takes a mask apart, caps its scores, or has other numbers of heads than their configuration says
+CANNOT = {"nemotron", "stablelm", "gemma2", "vaultgemma", "doge", "falcon", "jetmoe"}
+
+
+def random_tree(rows: int, num: int, *, linear: bool) -> Tree:
+    tokens = torch.randint(0, 50, (rows, num))
+    parents = torch.arange(-1, num - 1).expand(rows, -1)
+    if not linear:
+        parents = (torch.rand(rows, num) * torch.arange(num)).long()
+        parents[:, 0] = -1
+    return Tree(tokens, parents, None, linear=linear)
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("window", [None, 6])
+def test_joined_parts_against_a_mask(seed, window, monkeypatch):
+    """Ragged rows, chains and trees, texts in several parts, a level of a tree behind another, sinks."""
+    torch.manual_seed(seed)
+    monkeypatch.setattr(behind, "SPLIT", int(torch.randint(2, 9, ())))
+    rows, groups, heads, capacity = int(torch.randint(1, 4, ())), int(torch.randint(1, 3, ())), 4, 24
+    num = int(torch.randint(1, 6, ()))
+    lengths = torch.randint(0, capacity - num, (rows,))
+    ancestors = random_tree(rows, num, linear=seed % 2 == 0).ancestors()
+    queries = int(torch.randint(1, num + 1, ())) if window is None else num  # the last level only
+    seen = masks.pending_mask(ancestors, lengths, capacity)[:, :, -queries:]
+    if window is not None:
+        positions = torch.arange(capacity).repeat(rows, 1)
+        own = lengths[:, None] + ancestors.sum(-1) - 1
+        positions.scatter_(1, lengths[:, None] + torch.arange(num), own)
+        seen = seen & (positions[:, None, None] > own[:, None, :, None] - window)
+    query = torch.randn(rows, heads, queries, 8, dtype=torch.float64)
+    key, value = torch.randn(2, rows, groups, capacity, 8, dtype=torch.float64)
+    found = look_behind(ancestors[:, -queries:], lengths, capacity=capacity, heads=(heads, groups), window=window)
+    assert found.table[2].sum() <= groups * (lengths.sum() + rows)  # keys that are read
+    wanted = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
+    out = attend_behind(query, key, value, found, scale=8**-0.5)
+    torch.testing.assert_close(out, wanted, atol=1e-10, rtol=0)
+    sinks = torch.randn(heads, dtype=torch.float64)
+    scores = 8**-0.5 * query @ key.repeat_interleave(heads // groups, 1).mT
+    scores = scores.masked_fill(~seen, -torch.inf)
+    weights = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(rows, -1, queries, 1)], -1).softmax(-1)[..., :-1]
+    wanted = weights @ value.repeat_interleave(heads // groups, 1)
+    out = attend_behind(query, key, value, found, scale=8**-0.5, sinks=sinks)
+    torch.testing.assert_close(out, wanted, atol=1e-10, rtol=0)
+
+
+def test_the_proof_of_the_path_runs_here():
+    behind.check(torch.device("cpu"))
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The fast path cache is left out")
+@pytest.mark.parametrize("family", [family for family in FAMILIES if not family.refused], ids=str)
+def test_passes_of_families_against_a_mask(family):
+    """A tree in each of two rows, whose texts differ in length. A family that cannot reads its cache under a mask."""
+    target, outputs = target_of(family), []
+    target.__dict__.pop("reads_length", None)
+    with fast.forced("cache"):
+        lean = target.reads_length
+    if not lean:
+        shapes = {(shape.num_heads, shape.width) for shape in target._shapes if shape}
+        known = target.recurrent or target.kinds.chunk or len(shapes) > 1 or str(family) in CANNOT
+        known = known or any(width % 8 for _, width in shapes)
+        target.__dict__.pop("reads_length", None)
+        assert known
+        return
+    torch.manual_seed(0)
+    tree = random_tree(2, 4, linear=False)
+    text = torch.randint(0, target.vocab_size, (2, 9), device=target.device)
+    for reads in (False, True):
+        target.__dict__["reads_length"] = reads
+        rows = target.cache(2)
+        assert (rows.query_heads is None) != reads
+        rows.reserve(9)
+        mask = masks.pending_mask(masks.causal_mask(9, target.device), rows.lengths, rows.visible)
+        with torch.no_grad():
+            target.read(text, (), positions=rows.slots, mask=mask, cache=rows)
+            rows.commit(torch.tensor([9, 5]), [9, 5])
+            verify = Verifier(target, sampling=Sampling(), rule="token", runner=Runner(), hidden_states=(1,))
+            output = verify(tree, rows, rules.Draws(None)).output
+        outputs.append(torch.cat([output.features, output.final], dim=-1))
+    target.__dict__.pop("reads_length")
+    exact = target.dtype == torch.float64
+    torch.testing.assert_close(outputs[1], outputs[0], atol=1e-10 if exact else 1e-4, rtol=0 if exact else 1e-4)
+
+
+@pytest.mark.parametrize(
+    "head, shape", [(None, CHAIN), ("eagle", TREE), ("eagle3", CHAIN), ("mtp", CHAIN), ("peagle", CHAIN)]
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_decoding_gives_the_same_answers(head, shape, temperature):
+    target = make_target(6, num_layers=3)
+    with fast.forced("cache"):
+        drafter = head and make_drafter(target, head, True)
+        lean = decoder_of(target, drafter, shape, compiled=False, temperature=temperature)
+        answers = [
+            lean.generate(prompts_of(target, seed), 24, generator=torch.Generator().manual_seed(1)) for seed in range(3)
+        ]
+        assert target.reads_length and target.cache(1).query_heads
+        assert drafter is None or lean.proposer.cache.query_heads
+    target.__dict__.pop("reads_length")
+    plain = decoder_of(target, drafter, shape, compiled=False, temperature=temperature)
+    for seed, answer in enumerate(answers):
+        wanted = plain.generate(prompts_of(target, seed), 24, generator=torch.Generator().manual_seed(1))
+        assert answer.tokens == wanted.tokens and answer.accepted == wanted.accepted
+
+
+def test_memory_is_allocated_once_and_used_again(monkeypatch):
+    """For prompt, answer and tree, of target and head; an answer of equal size has it in the same place, with nothing left in it."""
+    target = make_target(6, num_layers=3)
+    with fast.forced("cache"):
+        drafter = make_drafter(target, "eagle", True)
+        decoder = decoder_of(target, drafter, TREE, compiled=False)
+        places = []
+        for seed, num in ((0, 400), (1, 390), (2, 20), (3, 400)):
+            batch = decoder.batch()
+            batch.admit([Request(prompt, num) for prompt in prompts_of(target, seed)])
+            caches = batch.cache, decoder.proposer.cache
+            before = [[half.data_ptr() for half in each.halves] for each in caches]
+            for each, pending in zip(caches, (9, 18)):
+                assert 0 <= each.capacity - (9 + num + pending) < 512
+            assert not any(half[:, :, 9:].any() for half in batch.cache.halves)
+            while batch.running:
+                batch.step()
+                assert [[half.data_ptr() for half in each.halves] for each in caches] == before
+            batch.close()
+            places.append(before)
+        assert places[0] == places[1] == places[3] != places[2]
+        plain = decoder_of(make_target(6, num_layers=3), None, compiled=False)
+        prompts = prompts_of(target, 7)
+        monkeypatch.setattr(cache, "_free_memory", lambda device: 10_000)  # too little for all at once: it grows
+        batch.admit([Request(prompts[0], 400)])
+        assert batch.cache.capacity == 256
+        batch.close()
+        assert decoder.generate(prompts, 30).tokens == plain.generate(prompts, 30).tokens

@@ -1,0 +1,92 @@
+"""Which way of passes is fastest is measured where nobody has said it."""
+
+import json
+
+import pytest
+
+from specdec.core.compile import Runner
+from specdec.decoding import fastest
+from specdec.decoding.drafting import Drafting
+from specdec.proposers import costs
+from tests.support import make_drafter
+
+NEITHER, GRAPHS, COMPILED, BOTH = (False, False), (False, True), (True, False), (True, True)
+
+
+@pytest.fixture
+def timed(monkeypatch, tmp_path):
+    """Stands in for a GPU: seconds of each way -> the ways that were timed"""
+    tried, seconds = [], {NEITHER: 1.0, GRAPHS: 0.6, COMPILED: 0.8, BOTH: 0.5}
+
+    class Timer:
+        def __init__(self, verifier, sampling, rows, *, linear):
+            self.way = verifier.runner.compile, verifier.runner.cuda_graphs
+            tried.append(self.way)
+
+        def seconds(self, num):
+            if isinstance(seconds[self.way], Exception):
+                raise seconds[self.way]
+            return seconds[self.way]
+
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(costs, "PassTimer", Timer)
+    monkeypatch.setattr(fastest, "_measures", lambda device: True)
+    monkeypatch.setattr(fastest.fast, "on", lambda *_: True)
+    monkeypatch.setattr(fastest, "_known", {})
+    return tried, seconds
+
+
+@pytest.mark.parametrize(
+    "asked, changed, wanted",
+    [
+        ((None, None), {}, BOTH),
+        ((None, False), {}, COMPILED),
+        ((False, None), {}, GRAPHS),
+        ((None, None), {BOTH: 0.59}, GRAPHS),  # within what measurements vary
+        ((None, None), {BOTH: ValueError("no compiler"), COMPILED: ValueError("no compiler")}, GRAPHS),
+        ((None, True), {BOTH: 0.7}, GRAPHS),
+        ((None, None), {way: RuntimeError("out of memory") for way in fastest.WAYS}, NEITHER),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Passes are not tried")
+def test_the_fastest_way_is_taken_and_kept(small_target, timed, asked, changed, wanted, tmp_path):
+    tried, seconds = timed
+    seconds.update(changed)
+    for _ in range(2):
+        runner = Runner(asked[0], cuda_graphs=asked[1])
+        fastest.settle(runner, small_target)
+        assert (runner.compile, runner.cuda_graphs) == wanted and not runner.undecided
+        assert tried == [way for way in fastest.WAYS if all(wish in (None, own) for wish, own in zip(asked, way))]
+        fastest._known.clear()  # as in another process, which finds the file
+    (file,) = tmp_path.glob("*.way.json")
+    assert json.loads(file.read_text())["compile"] == wanted[0]
+
+
+def test_what_was_said_is_not_measured(small_target, timed):
+    for way in fastest.WAYS:
+        runner = Runner(way[0], cuda_graphs=way[1])
+        fastest.settle(runner, small_target)
+        assert (runner.compile, runner.cuda_graphs) == way
+    assert not timed[0]
+
+
+def test_on_a_cpu_nothing_is_compiled_unless_it_is_asked_for(small_target):
+    drafting = Drafting()
+    runner, proposer = drafting.runner(), drafting.proposer(make_drafter(small_target, "eagle"))
+    drafting.decoder(small_target, proposer, sampling=fastest.Sampling(), stop=set(), runner=runner)
+    for each in (runner, proposer.runner):
+        assert not (each.compile or each.cuda_graphs or each.undecided)
+
+
+def test_a_head_follows_its_target(small_target, timed):
+    drafting = Drafting(cuda_graphs=None, compile=False)
+    runner, proposer = drafting.runner(), drafting.proposer(make_drafter(small_target, "eagle"))
+    drafting.decoder(small_target, proposer, sampling=fastest.Sampling(), stop=set(), runner=runner)
+    assert runner.cuda_graphs and proposer.runner.cuda_graphs and proposer.as_chain(2).runner.cuda_graphs
+
+
+def test_passes_are_timed_here(small_target):
+    """The real timer, in the ways that a CPU has."""
+    assert fastest._time(small_target, NEITHER) > 0
+    with pytest.warns(UserWarning, match="CUDA"):
+        assert fastest._time(small_target, GRAPHS) is None
