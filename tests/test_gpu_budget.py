@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
-from specdec.core import fast, rules, span_attention
+from specdec.core import compile, fast, rules, span_attention
 from specdec.core.compile import Runner, join_products
 from specdec.core.sampling import Sampling
 from specdec.core.tree import Tree, plant

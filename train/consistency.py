@@ -15,7 +15,7 @@ States are on policy: decoding will meet the adapted target's own guesses, and w
 wrong token teaches little. Fixed points are the original target's, as in the paper, so that the goal does not move during
 training, and every state is trained towards the original's distribution. y* needs no iteration: greedy decoding finds the same
 tokens, for all blocks side by side, and reads each token once. Since y* is the target's continuation and not the text's, the
-temperature at which a row was written does not matter; the text only stands before the blocks. (Behind an end of turn y*
+temperature at which a row was written does not matter; the text only stands before the blocks. (CachedKeys an end of turn y*
 goes on, although decoding stops there: a few tokens in a hundred.)
 """
 

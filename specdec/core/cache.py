@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import LinearAttentionCacheLayerMixin as StateLayer
 
 from specdec.core import masks, span_attention
-from specdec.core.behind import MOST_PENDING, Behind, attend_behind, look_behind
+from specdec.core.cached_keys import MOST_PENDING, CachedKeys, attend_cached, find_cached_keys
 from specdec.core.devices import given
 from specdec.core.span_attention import Span
 
@@ -201,7 +201,7 @@ class RowCache(transformers.Cache):
 
     shapes: of the K and V of every layer in turn; None for a layer that keeps none
     states: of recurrent and convolution layers, which follow the committed tokens; None if there are no such layers
-    query_heads: of every layer, where passes read the entries to their length (core/behind.py); None: under a mask
+    query_heads: of every layer, where passes read the entries to their length (core/cached_keys.py); None: under a mask
     """
 
     def __init__(
@@ -342,28 +342,28 @@ class RowCache(transformers.Cache):
         values[rows, :, slots] = value_states.transpose(1, 2)
         return keys, values
 
-    def sees(self, ancestors: Tensor) -> Tensor | Behind:
+    def sees(self, ancestors: Tensor) -> Tensor | CachedKeys:
         """What queries behind the committed entries see of all entries: a mask [B, 1, S, visible], or where entries are read to
-        their length a `Behind`.
+        their length a `CachedKeys`.
 
         ancestors [B, S, P] or [S, P] bool: which of the row's P pending entries each query sees
         """
         if self.query_heads is None or ancestors.shape[-1] > MOST_PENDING:
             return masks.pending_mask(ancestors, self.lengths, self.visible)
-        return self.look_behind(ancestors)
+        return self.find_cached_keys(ancestors)
 
-    def look_behind(self, ancestors: Tensor, *, window: int | None = None) -> Behind:
+    def find_cached_keys(self, ancestors: Tensor, *, window: int | None = None) -> CachedKeys:
         """`sees`, where entries are read to their length. window: how many positions a query sees; None: all"""
         ancestors = ancestors.expand(len(self.lengths), -1, -1)
         shape = next(shape for shape in self.shapes if shape is not None)
         heads = cast(int, self.query_heads), shape.num_heads
-        return look_behind(ancestors, self.lengths, capacity=self.capacity, heads=heads, window=window)
+        return find_cached_keys(ancestors, self.lengths, capacity=self.capacity, heads=heads, window=window)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Behind) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | CachedKeys) -> Tensor:
         """query [B, heads, S, head_dim], mask as of `sees` -> [B, heads, S, head_dim]"""
         keys, values = self.update(key, value, layer)
-        if isinstance(mask, Behind):
-            return attend_behind(query, keys, values, mask, scale=query.shape[-1] ** -0.5)
+        if isinstance(mask, CachedKeys):
+            return attend_cached(query, keys, values, mask, scale=query.shape[-1] ** -0.5)
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
 
     def look(self, layer: int) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from specdec.core.untrusted import read_json
 # Each path, and the function that compares it with the reference on a device and raises an error where they differ
 PATHS = {
     "varlen": "specdec.core.varlen:check",  # packed texts in one call
-    "cache": "specdec.core.behind:check",  # committed keys read to their length
+    "cache": "specdec.core.cached_keys:check",  # committed keys read to their length
     "loss": "train.fused:check",  # LM head and loss without logits of all goals
     "blocks": "specdec.core.compile:check_blocks",  # torch.compile of decoder blocks in training
     "graphs": "specdec.core.compile:check_graphs",  # passes and steps of decoding as CUDA graphs
@@ -150,7 +150,7 @@ def _folder() -> Path:
 
 
 def _run_checks(device: torch.device) -> dict[str, str]:
-    """Each path's proof in a child process; where one dies, another goes on with the paths behind."""
+    """Each path's proof in a child process; where one dies, another goes on with the paths cached_keys."""
     results: dict[str, str] = {}
     while left := [path for path in PATHS if path not in results]:
         command = [sys.executable, "-m", "specdec.core.fast", str(device), *left]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from specdec.core import behind, fast
+from specdec.core import cached_keys, fast
 from specdec.core.cache import RowCache
 from specdec.core.compile import training_block
 from specdec.core.devices import exact_products
@@ -39,7 +39,7 @@ def row_cache(config: LlamaConfig, weight: Tensor, *, layers: int, batch: int, m
     """An empty cache for attention of these shapes, in the dtype and on the device of `weight`. masked: attention needs a mask over
     all entries, because of windows for example"""
     width = cast(int, config.head_dim)
-    lean = not masked and behind.usable(width, width) and fast.on("cache", weight.device, weight.dtype)
+    lean = not masked and cached_keys.usable(width, width) and fast.on("cache", weight.device, weight.dtype)
     return RowCache.alike(
         query_heads=config.num_attention_heads if lean else None,
         num_layers=layers,

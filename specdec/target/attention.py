@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from specdec.core.behind import Behind, attend_behind
+from specdec.core.cached_keys import CachedKeys, attend_cached
 from specdec.core.varlen import Segments, attend_segments
 
 NAME = "specdec"
@@ -56,7 +56,7 @@ def attention(
     s_aux: Tensor | None = None,
     softcap: float | None = None,
     segments: Segments | None = None,
-    behind: dict[int, Behind] | None = None,
+    cached: dict[int, CachedKeys] | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """query [B, H, S, E], key [B, G, C, E], value [B, G, C, V], mask [B, 1, S, C] bool -> [B, S, H, V]
@@ -64,14 +64,14 @@ def attention(
     s_aux [H]: attention sinks, one more score per head whose value is zero (gpt-oss)
     softcap: c in c * tanh(score / c), applied before the mask (Gemma 2)
     segments: texts that stand one after the other in one row, each of which is read alone; the mask is then of `segment_mask`
-    behind: what queries see, where K and V are those of a cache that is read to its length; by the size of the mask's dimension 1
+    cached: what queries see, where K and V are those of a cache that is read to its length; by the size of the mask's dimension 1
     """
-    if behind is not None:
+    if cached is not None:
         if softcap is not None or attention_mask is None:
             raise NotImplementedError("the kernel for texts has no cap of scores")
         scale = scaling or query.shape[-1] ** -0.5
-        seen = behind[attention_mask.shape[1]]
-        return attend_behind(query, key, value, seen, scale=scale, sinks=s_aux).transpose(1, 2).contiguous(), None
+        seen = cached[attention_mask.shape[1]]
+        return attend_cached(query, key, value, seen, scale=scale, sinks=s_aux).transpose(1, 2).contiguous(), None
     if segments is not None:
         return read_segments(query, key, value, attention_mask, segments, scaling, s_aux, softcap), None
     num_rows, _, num_tokens, _ = query.shape

@@ -7,8 +7,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from specdec.core.behind import Behind
 from specdec.core.cache import RowCache
+from specdec.core.cached_keys import CachedKeys
 from specdec.core.compile import Runner
 from specdec.core.tree import PartialPass
 from specdec.target.model import Target, TargetOutput
@@ -32,7 +32,7 @@ class CompiledTarget:
         *,
         rotary: Sequence[Tensor],
         positions: Tensor,
-        mask: Tensor | tuple[Behind, ...],
+        mask: Tensor | tuple[CachedKeys, ...],
         cache: RowCache,
     ) -> list[Tensor]:
         """Runs chosen layers in order; number 0 is the first -> h [B, S, D] before each of them, and after the last.
@@ -43,11 +43,11 @@ class CompiledTarget:
         """
 
         def layer(module, h, cos, sin, positions, slots, keys, values, seen, *more):
-            behind = {"behind": {seen.shape[1]: Behind(seen, *more)}} if more else {}
+            cached = {"cached": {seen.shape[1]: CachedKeys(seen, *more)}} if more else {}
             return module(
                 h,
                 attention_mask=seen,
-                **behind,
+                **cached,
                 position_ids=positions,
                 position_embeddings=(cos, sin),
                 past_key_values=cache.over([keys, values], cache.lengths, slots=slots),
@@ -62,7 +62,7 @@ class CompiledTarget:
         def seen(kind: str) -> tuple[Tensor, ...]:
             masks = given["attention_mask"]
             own = cast(Tensor, masks[kind] if isinstance(masks, dict) else masks)
-            return given["behind"][own.shape[1]] if "behind" in given else (own,)
+            return given["cached"][own.shape[1]] if "cached" in given else (own,)
 
         functions: dict[int, Callable] = {}
         for kind in {kinds[number]: None for number in numbers}:
@@ -84,7 +84,7 @@ class CompiledTarget:
         hidden_states: tuple[int, ...],
         *,
         positions: Tensor,
-        mask: Tensor | tuple[Behind, ...],
+        mask: Tensor | tuple[CachedKeys, ...],
         cache: RowCache,
         done: PartialPass | None = None,
     ) -> TargetOutput:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec.core import behind, fast, masks, precision
-from specdec.core.behind import Behind
+from specdec.core import cached_keys, fast, masks, precision
 from specdec.core.cache import LayerStates, RowCache, SpareMemory
+from specdec.core.cached_keys import CachedKeys
 from specdec.core.compile import join_products, run_block
 from specdec.core.shards import Shards
 from specdec.core.varlen import Segments
@@ -248,11 +248,11 @@ class Target:
         heads = None if masked or not self.reads_length else self.config.num_attention_heads
         return RowCache(self._shapes, batch=batch, device=self.device, states=states, query_heads=heads)
 
-    def sees(self, ancestors: Tensor, cache: RowCache) -> "Tensor | tuple[Behind, ...]":
+    def sees(self, ancestors: Tensor, cache: RowCache) -> "Tensor | tuple[CachedKeys, ...]":
         """What `read` takes as the mask of a pass over drafts. ancestors [B, S, S] or [S, S] bool: which of them each one sees"""
         if cache.query_heads is None:
             return masks.pending_mask(ancestors, cache.lengths, cache.visible)
-        return tuple(cache.look_behind(ancestors, window=window) for window in self.kinds.windows)
+        return tuple(cache.find_cached_keys(ancestors, window=window) for window in self.kinds.windows)
 
     def read(
         self,
@@ -260,7 +260,7 @@ class Target:
         hidden_states: tuple[int, ...],
         *,
         positions: Tensor | None = None,
-        mask: Tensor | tuple[Behind, ...] | None = None,
+        mask: Tensor | tuple[CachedKeys, ...] | None = None,
         cache: RowCache | None = None,
         segments: Segments | None = None,
         gradient: bool = False,
@@ -347,7 +347,7 @@ class Target:
         ):
             return False
         widths = zip(self._shapes[::2], self._shapes[1::2])
-        if not all(behind.usable(key.width, value.width) for key, value in widths if key and value):
+        if not all(cached_keys.usable(key.width, value.width) for key, value in widths if key and value):
             return False
         try:
             lean, masked = (self._try_tree(heads) for heads in (self.config.num_attention_heads, None))
@@ -384,14 +384,14 @@ class Target:
             block.forward = functools.partial(_run_block, type(block).forward, block)
 
     def layer_masks(
-        self, mask: Tensor | tuple[Behind, ...] | None, positions: Tensor | None, cache: RowCache | None
+        self, mask: Tensor | tuple[CachedKeys, ...] | None, positions: Tensor | None, cache: RowCache | None
     ) -> dict:
-        """What the decoder takes: the mask itself, or one for each kind of layer, and `behind`. Arguments as of `read`"""
+        """What the decoder takes: the mask itself, or one for each kind of layer, and `cached`. Arguments as of `read`"""
         if mask is None:
             return {"attention_mask": None}
         if isinstance(mask, tuple):
-            masks, behind = self.kinds.masks_behind(mask)
-            return {"attention_mask": masks, "behind": behind}
+            masks, cached = self.kinds.masks_of_cached(mask)
+            return {"attention_mask": masks, "cached": cached}
         if not self.windowed:
             return {"attention_mask": self.kinds.masks(mask)}
         assert positions is not None, "windows are windows of positions"

@@ -16,8 +16,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from transformers.cache_utils import LinearAttentionCacheLayerMixin as StateLayer
 from transformers.masking_utils import create_masks_for_generate
 
-from specdec.core.behind import Behind
 from specdec.core.cache import EntryShape
+from specdec.core.cached_keys import CachedKeys
 from specdec.target.attention import segment_mask
 
 MOST_NODES = 256  # of a tree of drafts, for targets that count slots of the cache
@@ -271,12 +271,12 @@ class LayerKinds:
         names = self.names or (self.one,)
         return tuple({self.window if name == SLIDING else None: None for name in names if name not in STATE_KINDS})
 
-    def masks_behind(self, behind: Sequence[Behind]) -> tuple[LayerMasks, dict[int, Behind]]:
+    def masks_of_cached(self, cached: Sequence[CachedKeys]) -> tuple[LayerMasks, dict[int, CachedKeys]]:
         """What each of `windows` sees -> the masks of the kinds of layers, and what attention takes in their places."""
-        seen = dict(zip(self.windows, behind, strict=True))
-        by_size = {each.seen.shape[1]: each for each in behind}
+        seen = dict(zip(self.windows, cached, strict=True))
+        by_size = {each.seen.shape[1]: each for each in cached}
         if self.names is None:
-            return behind[0].seen, by_size
+            return cached[0].seen, by_size
         return {name: seen[self.window if name == SLIDING else None].seen for name in self.names}, by_size
 
     def _mask(self, name: str, mask: Tensor, queries: Tensor | None, keys: Tensor | None) -> Tensor | None:

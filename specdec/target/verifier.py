@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from specdec.core import rules
-from specdec.core.behind import Behind
 from specdec.core.cache import RowCache
+from specdec.core.cached_keys import CachedKeys
 from specdec.core.compile import Runner
 from specdec.core.sampling import NO_TOKEN, AnySampling, Sampling, seen
 from specdec.core.tree import PartialPass, Tree
@@ -161,7 +161,7 @@ class Verifier:
             return positions, *((seen,) if isinstance(seen, Tensor) else itertools.chain(*seen))
 
         positions, *seen = self.runner(("place", linear, cache.visible), place, tokens, parents, lengths, skipped)
-        mask = seen[0] if len(seen) == 1 else tuple(map(Behind, seen[::3], seen[1::3], seen[2::3]))
+        mask = seen[0] if len(seen) == 1 else tuple(map(CachedKeys, seen[::3], seen[1::3], seen[2::3]))
         return self.compiled.read(tokens, self.hidden_states, positions=positions, mask=mask, cache=cache, done=done)
 
     def _read_greedily(

@@ -169,7 +169,7 @@ def test_export_is_an_ordinary_folder_that_generate_takes(draft, saved_target, t
 
 
 def test_export_refuses_heads_that_are_no_language_models(saved_target):
-    with pytest.raises(ValueError, match="is for draft models, and Eagle is not a language model"):
+    with pytest.raises(ValueError, match="format=transformers takes draft, and not Eagle"):
         make_form(Eagle(saved_target), "transformers")
 
 

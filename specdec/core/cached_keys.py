@@ -22,7 +22,7 @@ SPLIT, TEXTS, BLOCK = (
 )  # fewest keys of a part, how many parts keep a GPU busy, queries of one thread block
 
 
-class Behind(NamedTuple):
+class CachedKeys(NamedTuple):
     """What the queries of a pass see.
 
     seen [B, 1, S, M] bool: which of the entries that the masked product has; dimension 1 is 2 (expanded) in layers with a window
@@ -36,9 +36,9 @@ class Behind(NamedTuple):
     table: Tensor
 
 
-def look_behind(
+def find_cached_keys(
     ancestors: Tensor, lengths: Tensor, *, capacity: int, heads: tuple[int, int], window: int | None = None
-) -> Behind:
+) -> CachedKeys:
     """ancestors [B, S, P] bool: which of P pending entries each query sees; lengths [B]: committed entries, all of them seen
 
     heads: of queries and of keys; window: how many positions a query sees, itself included, where positions count entries
@@ -64,19 +64,19 @@ def look_behind(
     cut = torch.arange(rows, device=device).view(num_rows, groups, 1) * capacity + begin.clamp(max=capacity)[:, None]
     starts = torch.arange(rows * parts + 1, device=device) * per_text
     rest = [F.pad(each.expand(-1, groups, -1).flatten(), (0, 1)) for each in (cut, used[:, None])]
-    return Behind(
+    return CachedKeys(
         seen[:, None].expand(-1, 1 if window is None else 2, -1, -1), own, torch.stack([starts, *rest]).to(torch.int32)
     )
 
 
-def attend_behind(
-    query: Tensor, key: Tensor, value: Tensor, behind: Behind, *, scale: float, sinks: Tensor | None = None
+def attend_cached(
+    query: Tensor, key: Tensor, value: Tensor, cached: CachedKeys, *, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
     """query [B, H, S, E]; key, value [B, G, C, E]: all entries of the cache -> [B, H, S, E]
 
     sinks [H]: one more score of each head, whose value is zero
     """
-    (num_rows, heads, num, width), groups, (seen, places, table) = query.shape, key.shape[1], behind
+    (num_rows, heads, num, width), groups, (seen, places, table) = query.shape, key.shape[1], cached
     grouped = query.reshape(num_rows, groups, -1, width)  # [B, G, Q, E]
     parts = (table.shape[1] - 1) // (num_rows * groups)
     texts = grouped[:, :, None].expand(-1, -1, parts, -1, -1).reshape(num_rows * groups * parts, -1, width)
@@ -106,7 +106,7 @@ def attend_behind(
 
 @torch.library.custom_op("specdec::attend_texts", mutates_args=())
 def _attend_texts(query: Tensor, key: Tensor, value: Tensor, table: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """query [N, Q, E]; key, value [K, E]; table as of `Behind` -> out [N, Q, E], log of sums [N, Q]; of a text without keys
+    """query [N, Q, E]; key, value [K, E]; table as of `CachedKeys` -> out [N, Q, E], log of sums [N, Q]; of a text without keys
     zeros, and infinity, as the kernel gives them"""
     sums = torch.full(query.shape[:2], torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
     out = torch.zeros_like(query)
@@ -152,8 +152,10 @@ def check(device: torch.device) -> None:
             torch.randn(2, each, count, width, dtype=torch.float64) for each, count in ((8, num), (2, 768), (2, 768))
         ]
         options: dict = {"capacity": 768, "heads": heads, "window": window}
-        wanted = attend_behind(wide[0], wide[1], wide[2], look_behind(ancestors, lengths, **options), scale=width**-0.5)
+        wanted = attend_cached(
+            wide[0], wide[1], wide[2], find_cached_keys(ancestors, lengths, **options), scale=width**-0.5
+        )
         some = [each.to(device, torch.bfloat16) for each in wide]
-        behind = look_behind(ancestors.to(device), lengths.to(device), **options)
-        found = attend_behind(some[0], some[1], some[2], behind, scale=width**-0.5)
+        cached = find_cached_keys(ancestors.to(device), lengths.to(device), **options)
+        found = attend_cached(some[0], some[1], some[2], cached, scale=width**-0.5)
         fast.compare(f"{num} nodes", [found.cpu()], [wanted], 0.02)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from specdec.core import behind, cache, fast, masks, rules
-from specdec.core.behind import attend_behind, look_behind
+from specdec.core import cache, cached_keys, fast, masks, rules
+from specdec.core.cached_keys import attend_cached, find_cached_keys
 from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
 from specdec.core.tree import Tree
@@ -34,7 +34,7 @@ def random_tree(rows: int, num: int, *, linear: bool) -> Tree:
 def test_joined_parts_against_a_mask(seed, window, monkeypatch):
     """Ragged rows, chains and trees, texts in several parts, a level of a tree behind another, sinks."""
     torch.manual_seed(seed)
-    monkeypatch.setattr(behind, "SPLIT", int(torch.randint(2, 9, ())))
+    monkeypatch.setattr(cached_keys, "SPLIT", int(torch.randint(2, 9, ())))
     rows, groups, heads, capacity = int(torch.randint(1, 4, ())), int(torch.randint(1, 3, ())), 4, 24
     num = int(torch.randint(1, 6, ()))
     lengths = torch.randint(0, capacity - num, (rows,))
@@ -48,22 +48,22 @@ def test_joined_parts_against_a_mask(seed, window, monkeypatch):
         seen = seen & (positions[:, None, None] > own[:, None, :, None] - window)
     query = torch.randn(rows, heads, queries, 8, dtype=torch.float64)
     key, value = torch.randn(2, rows, groups, capacity, 8, dtype=torch.float64)
-    found = look_behind(ancestors[:, -queries:], lengths, capacity=capacity, heads=(heads, groups), window=window)
+    found = find_cached_keys(ancestors[:, -queries:], lengths, capacity=capacity, heads=(heads, groups), window=window)
     assert found.table[2].sum() <= groups * (lengths.sum() + rows)  # keys that are read
     wanted = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
-    out = attend_behind(query, key, value, found, scale=8**-0.5)
+    out = attend_cached(query, key, value, found, scale=8**-0.5)
     torch.testing.assert_close(out, wanted, atol=1e-10, rtol=0)
     sinks = torch.randn(heads, dtype=torch.float64)
     scores = 8**-0.5 * query @ key.repeat_interleave(heads // groups, 1).mT
     scores = scores.masked_fill(~seen, -torch.inf)
     weights = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(rows, -1, queries, 1)], -1).softmax(-1)[..., :-1]
     wanted = weights @ value.repeat_interleave(heads // groups, 1)
-    out = attend_behind(query, key, value, found, scale=8**-0.5, sinks=sinks)
+    out = attend_cached(query, key, value, found, scale=8**-0.5, sinks=sinks)
     torch.testing.assert_close(out, wanted, atol=1e-10, rtol=0)
 
 
 def test_the_proof_of_the_path_runs_here():
-    behind.check(torch.device("cpu"))
+    cached_keys.check(torch.device("cpu"))
 
 
 @pytest.mark.full
