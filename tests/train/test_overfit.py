@@ -23,7 +23,7 @@ class Clock(Target):
 
     text = torch.randint(V, (LENGTH,), generator=torch.Generator().manual_seed(3))
 
-    def read(self, tokens, layers, *, positions=None, mask=None, cache=None, gradient=False):
+    def read(self, tokens, layers, *, positions=None, **_):
         if positions is None:
             positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         generator = torch.Generator().manual_seed(4)

@@ -51,7 +51,9 @@ def test_proofs_run_once_and_are_kept(gpu):
 
 
 def test_a_child_that_dies_fails_one_path_and_the_next_goes_on(gpu):
-    started = answers(gpu, '{"varlen": ""}', '{"blocks": "differs from the reference by 12.00% (outputs)"}', code=-11)
+    started = answers(
+        gpu, '{"varlen": ""}', '{"cache": ""}', '{"blocks": "differs from the reference by 12.00% (outputs)"}', code=-11
+    )
     with pytest.warns(UserWarning) as said:
         assert fast.on("varlen", GPU, torch.float16) and not fast.on("loss", GPU) and not fast.on("blocks", GPU)
     texts = [str(each.message) for each in said]
@@ -74,7 +76,7 @@ def test_paths_by_device_dtype_and_wish(gpu):
     assert fast.describe(GPU)["loss"] == "turned off by fast="
     fast.turn_off("off")
     assert not any(fast.on(path, GPU, torch.bfloat16) for path in fast.PATHS)
-    with pytest.raises(ValueError, match="fast=los: los is no fast path; there are varlen, loss"):
+    with pytest.raises(ValueError, match="fast=los: los is no fast path; there are varlen, cache"):
         fast.turn_off("los")
     gpu.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "varlen" not in fast.kind_of(GPU).paths

@@ -117,6 +117,7 @@ def test_a_server_is_asked_for_no_more_tokens_than_the_bound(small_target, monke
         (micro,) = loader.step(0)
         loader.on_device(micro)
         assert set(loader.coming) == set(range(1, 1 + wanted)) and set(loader.coming_on_device) == {1}
+        loader.coming_on_device[1].result()
         loader.close()
     assert Material(Packs(Rows.of(make_rows([20])), length=64), 64, None).ahead(1) == 1
 
