@@ -133,7 +133,6 @@ class Objective(nn.Module):
         self.depth, self.temperature, self.supervise = chosen.depth, chosen.temperature, chosen.supervise
         self.chunk = chosen.chunk or max(1, num_logits(drafter, self.losses) // (self.depth * drafter.vocab_size))
         self.every_slot = chosen.anchors is None and chosen.keep == 1  # only then can the batch's text be replayed
-        self.one_pass = False  # whether a draft model reads all documents in one pass, see specdec/unroll/plan.py
         weights = [chosen.decay**step for step in range(self.depth)]
         weights = weights if chosen.weighting == "decay" else [1.0] * self.depth
         self.shares = [weight / sum(weights) for weight in weights]  # [K]
@@ -159,7 +158,6 @@ class Objective(nn.Module):
             depth=self.depth,
             anchors=chosen.anchors,
             keep=chosen.keep,
-            one_pass=self.one_pass,
         ).to(batch.tokens.device)
         unrolled = unroll(
             self.drafter, batch.tokens, features, steps, gradient_checkpointing=chosen.gradient_checkpointing
@@ -387,15 +385,6 @@ def divergence(target: Target, final: Tensor, wanted: Tensor, *, temperature: fl
         return (p.exp() * (p - q)).sum()
 
     return _in_parts(part, target, final, wanted)
-
-
-def cross_entropy(target: Target, final: Tensor, tokens: Tensor) -> Tensor:
-    """-log of the target's distribution at final [M, D] for tokens [M], summed over M"""
-
-    def part(final: Tensor, tokens: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(target.logits(final), tokens, reduction="sum")
-
-    return _in_parts(part, target, final, tokens)
 
 
 def _in_parts(part: Callable[..., Tensor], target: Target, *values: Tensor) -> Tensor:

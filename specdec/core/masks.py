@@ -124,25 +124,6 @@ class Documents:
 
 
 @dataclass(frozen=True)
-class Together:
-    """The documents of packs, read in one call whatever they are, with a mask [B, 1, T, T]: for a module that all processes of
-    a run must call equally often.
-
-    index, positions [B, T]: the document of each token, -1: none; its position there
-    """
-
-    index: Tensor
-    positions: Tensor
-
-    def to(self, device: torch.device) -> "Together":
-        return Together(*devices.move([self.index, self.positions], device))
-
-    def read(self, tokens: Tensor, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """function(tokens, positions [B, T], mask) -> [B, T, E]"""
-        return function(tokens, self.positions, document_mask(self.index))
-
-
-@dataclass(frozen=True)
 class Packed:
     """The documents of packs, read in one call, one after the other (core/varlen.py). Padding is read too, as one more text.
 

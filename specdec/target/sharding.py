@@ -30,12 +30,6 @@ class Share:
 
     size: int = 1
     mesh: DeviceMesh | None = None  # of these processes; None: one process holds the whole target
-    same: bool = True  # whether they read the same data; else each reads its own
-
-    @property
-    def first(self) -> bool:
-        """Whether this is the process that writes what it has read: one of those that read the same."""
-        return self.mesh is None or not self.same or self.mesh.get_local_rank() == 0
 
     def all_say(self, value: float) -> list[float]:
         """The values of all these processes, in order. All must ask, in the same order."""
@@ -49,9 +43,9 @@ class Share:
     def behind(self, num: int) -> int:
         """How many calls of the target more than this one's `num` another process makes, which this one must make too.
 
-        0 where all read the same. Otherwise all must ask, in the same order.
+        0 for one process. Otherwise all must ask, in the same order.
         """
-        return 0 if self.same else int(max(self.all_say(num))) - num
+        return int(max(self.all_say(num))) - num
 
 
 def load_sharded(
@@ -74,7 +68,7 @@ def load_sharded(
         )
     place = find_devices(device)[0]
     mesh = init_device_mesh(place.type, (num,), mesh_dim_names=("shard",))
-    share = Share(num, mesh, same=False)
+    share = Share(num, mesh)
     wanted = list(DTYPES).index(dtype_for(dtype, place))  # as the first process finds it
     dtype = list(DTYPES)[int(share.all_say(wanted)[0])]
     model, quantisation = load_skeleton(name, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from specdec.core import devices
 from specdec.core.cache import UnrollCache
-from specdec.core.masks import Documents, Together
+from specdec.core.masks import Documents
 from specdec.core.span_attention import Span, spans
 from specdec.heads.base import Drafter
 
@@ -75,7 +75,7 @@ class UnrollPart:
 class UnrollPlan:
     """first: the first slot; num_columns: slots of each row; goals [G, 2]: row and position of each goal, in order
     positions [B, columns]: of the slots in their documents; steps: K of them
-    documents: for draft models, which read whole texts: the documents' columns, in groups or all in one pass
+    documents: for draft models, which read whole texts: the documents' columns, in groups of similar length
     """
 
     first: int
@@ -83,7 +83,7 @@ class UnrollPlan:
     goals: Tensor
     positions: Tensor
     steps: list[UnrollStep]
-    documents: Documents | Together | None
+    documents: Documents | None
     numbers: list[list[int]]  # the goals of each step, as Python numbers
 
     def to(self, device: torch.device) -> "UnrollPlan":
@@ -120,14 +120,12 @@ def plan_unroll(
     depth: int,
     anchors: int | None = None,
     keep: float = 1.0,
-    one_pass: bool = False,
 ) -> UnrollPlan:
     """documents (-1: padding), positions [B, T]; goals [B, T] bool: tokens to be guessed. All of them on the CPU
 
     Steps whose keys no later slot reads run on slots with a goal only.
     anchors: the number of these slots in each row, drawn at random; None: all of them
     keep: the share of these slots that goes on from step to step, drawn at random: step d runs on keep^(d - 1) of them
-    one_pass: whether a draft model reads all documents in one pass; if not, those of similar length together, which is faster
     """
     first, kind = drafter.first_slot, drafter.attends
     num_rows, length = documents.shape
@@ -178,7 +176,7 @@ def plan_unroll(
                 share=share,
             )
         )
-    texts = (Together(index, at_slots) if one_pass else Documents.of(index)) if kind == "text" else None
+    texts = Documents.of(index) if kind == "text" else None
     return UnrollPlan(first, num, listed, at_slots, steps, texts, [step.goals.tolist() for step in steps])
 
 
@@ -250,9 +248,9 @@ def unroll(
 def _read_texts(drafter: Drafter, tokens: Tensor, plan: UnrollPlan, gradient_checkpointing: bool) -> Tensor:
     """The readouts [B, columns, R] of a draft model, which reads each document from its beginning."""
 
-    def read(tokens: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+    def read(tokens: Tensor, positions: Tensor) -> Tensor:
         h = drafter.encode(torch.zeros(*tokens.shape, 0, device=tokens.device))
-        arguments = h, tokens, positions, mask, UnrollCache()
+        arguments = h, tokens, positions, None, UnrollCache()
         if gradient_checkpointing and torch.is_grad_enabled():
             return checkpoint(partial(drafter.step, 1), *arguments, use_reentrant=False)[1]
         return drafter.step(1, *arguments)[1]

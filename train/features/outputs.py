@@ -179,14 +179,12 @@ class Kept:
         """Writes the documents that the folder lacks, with all documents of their packs. All processes call this together."""
         assert self.folder is not None
         lacking = {each.row for each in cut_documents(batch) if self._read(each.tokens) is None}
-        if self.target.share.same:
-            lacking = {row for row in range(len(batch.tokens)) if not self._everywhere(row not in lacking)}
         if lacking:
             part, stored = batch.select(sorted(lacking)), self.folder.layers[:-1]  # the last is the final state
             output = read_outputs(self.target, part, stored)
             values = [*output.features.cpu().chunk(len(stored), dim=-1)] if stored else []
             values.append(output.final.cpu())
-            for each in cut_documents(part) if self.target.share.first else ():
+            for each in cut_documents(part):
                 self.folder.write(each.tokens, [value[each.place] for value in values])
         else:
             keep_up(self.target, 0)  # other processes compute
