@@ -67,8 +67,8 @@ def attention(
     cached: what queries see, where K and V are those of a cache that is read to its length; by the size of the mask's dimension 1
     """
     if cached is not None:
-        if softcap is not None or attention_mask is None:
-            raise NotImplementedError("the kernel for texts has no cap of scores")
+        _check_kernel(attention_mask, softcap)
+        assert attention_mask is not None
         scale = scaling or query.shape[-1] ** -0.5
         seen = cached[attention_mask.shape[1]]
         return attend_cached(query, key, value, seen, scale=scale, sinks=s_aux).transpose(1, 2).contiguous(), None
@@ -88,6 +88,12 @@ def attention(
     return products(query, key, value, attention_mask, scaling=scaling), None
 
 
+def _check_kernel(mask: Tensor | None, softcap: float | None) -> None:
+    """Raises ValueError for a layer that caps its scores, or that takes no mask: the kernel for texts cannot compute it."""
+    if softcap is not None or mask is None:
+        raise ValueError("the kernel for texts has no cap of scores, and it needs what stands for a mask")
+
+
 def segment_mask(window: int | None, device: torch.device) -> Tensor:
     """What a layer takes in place of a mask, where it reads segments: no values, but a shape that tells its window."""
     return torch.empty(1, 1, 1, window or 0, dtype=torch.bool, device=device)
@@ -104,8 +110,8 @@ def read_segments(
     softcap: float | None,
 ) -> Tensor:
     """Attention inside each text of one row; shapes as for `attention`, mask of `segment_mask`"""
-    if softcap is not None or mask is None:
-        raise NotImplementedError("the kernel for several texts has no cap of scores")
+    _check_kernel(mask, softcap)
+    assert mask is not None
     width = value.shape[-1]
     if width < query.shape[-1]:  # latent attention: the kernel has one width
         value = F.pad(value, (0, query.shape[-1] - width))

@@ -318,19 +318,14 @@ class Target:
             return False
         packed = masks.Packed.of(torch.tensor([[0] * 3 + [1] * (target_structure.NUM_TOKENS - 3)])).to(self.device)
         tokens = self._sample_text()
-        try:
-            final = packed.read(tokens, lambda *read: self.read(read[0], (), positions=read[1], segments=read[2]).final)
-            alone = torch.cat(
-                [self.read(part, ()).final for part in tokens.split([3, tokens.shape[1] - 3], dim=1)], dim=1
-            )
-            error = float((final - alone).float().norm() / alone.float().norm())
-        except (TypeError, NotImplementedError, RuntimeError) as reason:
-            return fast.leave_out(
-                "varlen", f"{self.name} cannot read several texts in one call ({str(reason).splitlines()[0]})"
-            )
-        if error > (SAME if torch.finfo(self.dtype).bits < 32 or self.quantisation else 1e-3):
-            return fast.leave_out("varlen", f"{self.name} reads several texts in one call differently, by {error:.1%}")
-        return True
+
+        def read(together: bool) -> Tensor:
+            if together:
+                return packed.read(tokens, lambda *of: self.read(of[0], (), positions=of[1], segments=of[2]).final)
+            parts = tokens.split([3, tokens.shape[1] - 3], dim=1)
+            return torch.cat([self.read(part, ()).final for part in parts], dim=1)
+
+        return self._agrees("varlen", "several texts in one call", read)
 
     @functools.cached_property
     def reads_length(self) -> bool:
@@ -349,15 +344,18 @@ class Target:
         widths = zip(self._shapes[::2], self._shapes[1::2])
         if not all(cached_keys.usable(key.width, value.width) for key, value in widths if key and value):
             return False
+        heads = self.config.num_attention_heads
+        return self._agrees("cache", "a cache to its length", lambda lean: self._try_tree(heads if lean else None))
+
+    def _agrees(self, path: str, what: str, read: Callable[[bool], Tensor]) -> bool:
+        """Whether states of a fast path, read(True), are those of the reference, read(False); if not, one sentence says so."""
         try:
-            lean, masked = (self._try_tree(heads) for heads in (self.config.num_attention_heads, None))
-        except (TypeError, NotImplementedError, RuntimeError, KeyError) as reason:
-            return fast.leave_out(
-                "cache", f"{self.name} cannot read a cache to its length ({str(reason).splitlines()[0]})"
-            )
-        error = float((lean - masked).float().norm() / masked.float().norm())
-        if error > (SAME if torch.finfo(self.dtype).bits < 32 or self.quantisation else 1e-3):
-            return fast.leave_out("cache", f"{self.name} reads a cache to its length differently, by {error:.1%}")
+            found, wanted = read(True).float(), read(False).float()
+        except (TypeError, ValueError, RuntimeError, KeyError) as reason:
+            return fast.leave_out(path, f"{self.name} cannot read {what} ({str(reason).splitlines()[0]})")
+        error = float((found - wanted).norm() / wanted.norm())
+        if not error <= (SAME if torch.finfo(self.dtype).bits < 32 or self.quantisation else 1e-3):
+            return fast.leave_out(path, f"{self.name} reads {what} differently, by {error:.1%}")
         return True
 
     @torch.no_grad()
