@@ -13,7 +13,6 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from specdec.export.cards import Provenance
 from specdec.export.engines import FORMATS, make_form
 from specdec.export.folder import write_export
 from specdec.heads.base import Drafter, Head
@@ -21,7 +20,6 @@ from specdec.heads.medusa import Medusa2
 from specdec.target.adapter import save_merged
 from specdec.target.model import DTYPES, Target
 from train import progress
-from train.pages import facts
 
 
 @dataclass(frozen=True)
@@ -72,15 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not isinstance(drafter, Drafter):
         raise ValueError(f"{chosen.checkpoint} is only an adapter of its target: give merged_target=DIR.")
     form = make_form(drafter, chosen.format)
-    data = chosen.data or loading.trained_on(loaded.folder)
-    provenance = Provenance.read(
-        loaded.folder,
-        target=drafter.target,
-        license=chosen.license,
-        data=data,
-        num_drafts=chosen.num_drafts,
-        about=facts.read(loaded.folder),
-    )
+    provenance = loading.read_provenance(chosen, loaded, drafter.target)
     num = form.num_drafts(provenance.num_drafts)
     if chosen.num_drafts not in (None, num):
         reason = "a block is drafted whole" if form.whole_block else "it has no more steps"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from specdec import checkpoint
 from specdec.core import files, hub
-from specdec.export.cards import Provenance, make_card
+from specdec.export.cards import make_card
 from specdec.export.engines import make_forms
 from train.pages import facts
 
@@ -79,15 +79,7 @@ def collect_files(folder: Path, document: dict) -> dict[str, Path | bytes]:
 
 def compose_card(chosen: Push, loaded: loading.Loaded, target: str) -> str:
     """The model card. target: its name in the card"""
-    data = chosen.data or loading.trained_on(loaded.folder)
-    provenance = Provenance.read(
-        loaded.folder,
-        target=loaded.target,
-        license=chosen.license,
-        data=data,
-        num_drafts=chosen.num_drafts,
-        about=facts.read(loaded.folder),
-    )
+    provenance = loading.read_provenance(chosen, loaded, loaded.target)
     return make_card(
         replace(provenance, target=target, fingerprint=provenance.document["target_fingerprint"]),
         make_forms(loaded.drafter),

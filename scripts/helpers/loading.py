@@ -20,6 +20,7 @@ from specdec import checkpoint
 from specdec.core import precision, threads
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
+from specdec.export.cards import Provenance
 from specdec.heads.base import Head
 from specdec.measuring.measure import FROZEN, Prompt, check_prompts
 from specdec.measuring.report import Report, Training
@@ -123,10 +124,19 @@ def machine(target: Target) -> dict:
     }
 
 
-def trained_on(folder: Path) -> str | None:
-    """The training data that the record of the checkpoint's run names; None without it."""
-    data = facts.read(folder).get("data")
-    return str(data["train"]) if isinstance(data, dict) and "train" in data else None
+def read_provenance(chosen: Any, loaded: Loaded, target: Target) -> Provenance:
+    """What a model card tells of a checkpoint. chosen: Export or Push; its `data` replaces what the record of the run names"""
+    about = facts.read(loaded.folder)
+    recorded = about.get("data")
+    trained = str(recorded["train"]) if isinstance(recorded, dict) and "train" in recorded else None
+    return Provenance.read(
+        loaded.folder,
+        target=target,
+        license=chosen.license,
+        data=chosen.data or trained,
+        num_drafts=chosen.num_drafts,
+        about=about,
+    )
 
 
 class _NoAliases(yaml.SafeLoader):
