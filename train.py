@@ -48,7 +48,10 @@ def fit(chosen: DictConfig) -> int:
         raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
     path = Path("checkpoints") / config.run
     progress.choose(config.progress, main=is_main())
-    config = build.recall_precision(config, path)
+    if config.plan:
+        print(build.show_plan(config, path))
+        return 0
+    config = build.recall(config, path)
     if RunFolder(path, {}, fixed_settings(config.document())).check(resume=config.resume):
         if is_main():
             print(f"{path} holds a finished run: there is nothing left to do.")
@@ -68,7 +71,11 @@ def fit_alone(config: RunConfig, path: Path, accelerator: Accelerator) -> int:
     """`fit` in a folder that no other launch writes to."""
     console, main, given = progress.Results(), accelerator.is_main_process, config.start
     config = build.pin_start(config, path)
-    trainer = build.make_trainer(config, path, accelerator, console)
+    prepared = build.prepare(config, accelerator.device, accelerator.num_processes)
+    target = build.load_target(prepared.config, accelerator)
+    prepared, _ = build.choose_steps(prepared, target, accelerator)
+    config = prepared.config
+    trainer = build.make_trainer(prepared, target, path, accelerator, console)
     tracker = tracking.Tracking(config.tracker if main else "none", path)
     if not (config.resume and trainer.resume()):
         trainer.prepare(config.solve_packs if config.start is None else 0, fresh=config.start is None)
@@ -123,7 +130,7 @@ if __name__ == "__main__":
         sys.exit()
     if {"-m", "--multirun"} & set(sys.argv):
         sys.exit(MANY)
-    sys.argv[1:] = overrides.as_written(sys.argv[1:])
+    sys.argv[1:] = overrides.as_written(overrides.with_plan(sys.argv[1:]))
     try:
         main()
     except SystemExit as ended:  # Hydra has said that it does not know an option, without saying which one is like it

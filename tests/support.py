@@ -29,6 +29,8 @@ from specdec.heads.eagle import Eagle
 from specdec.proposers.base import Proposer
 from specdec.target import attention
 from specdec.target.model import Target
+from train.data.encoding import load_rows
+from train.data.packing import Packs
 from train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,6 +86,12 @@ def paired(names: str, variants: list, others: list):
     indirect = [first] if first.endswith("_drafter") else []
     ids = lambda value: name_of(value) if any(value is variant for variant in VARIANTS) else str(value)
     return pytest.mark.parametrize(names, cases, ids=ids, indirect=indirect)
+
+
+def load_packs(train, encoding, *, length: int, packed: bool, **more):
+    """The packs of one or several sources, as train/build.py makes them"""
+    rows, numbers = load_rows(train, encoding, **more)
+    return Packs(rows, length=length, packed=packed, numbers=numbers)
 
 
 # Targets, drafters and their folders
@@ -263,7 +271,7 @@ def train_overrides(folder: Path, run: str, *more: str) -> list[str]:
     """Arguments of train.py for a short run with the target and data in `folder`."""
     return [f"run={run}", f"target.name={folder}/target", "target.dtype=float32", f"data.train={folder}/train.jsonl",
             f"data.heldout={folder}/prompts.jsonl", f"data.cache={folder}/data-cache", "data.length=64", "precision=fp32", "features.mode=online", "threads=1",
-            "validation.max_new_tokens=4", "train.steps=4", "train.validate_every=4", "train.save_every=2", "train.log_every=1",
+            "validation.max_new_tokens=4", "train.steps=4", "train.batch=1", "train.accumulation=1", "train.validate_every=4", "train.save_every=2", "train.log_every=1",
             "optimizer.lr=1e-3", "optimizer.warmup=1", "head.vocab_size=200", *more]  # fmt: skip
 
 

@@ -19,8 +19,9 @@ from specdec.decoding.decoder import Decoder
 from specdec.heads.eagle import Eagle3
 from specdec.proposers.heads import HeadProposer
 from specdec.target.verifier import Verifier
-from tests.metacount import BANDWIDTH, PEAK, Autocast, Count, ModelledRunner, meta_target, model_block, model_kl
+from tests.metacount import ModelledRunner, meta_target, model_block, model_kl
 from tests.support import chain_of, load_head
+from train.counting import BANDWIDTH, PEAK, Autocast, Count
 from train.data.rows import Row, collate
 from train.features.outputs import Online
 from train.objective import Objective
@@ -123,7 +124,7 @@ def qwen():
         patch.setattr(compile, "autocast_dtype", lambda device: torch.bfloat16)
         patch.setattr("train.objective.has_kernel", lambda device: True)
         patch.setattr("train.objective.fused_kl", model_kl)
-        yield meta_target(QWEN3_8B, patch)
+        yield meta_target(QWEN3_8B)
 
 
 @dataclass(frozen=True)
@@ -166,14 +167,13 @@ def test_all_tokens_of_the_vocabulary_take_less_than_twice_the_time(qwen):
 
 
 def test_a_training_step_without_fast_paths(monkeypatch):
-    count = count_step(meta_target(QWEN3_8B, monkeypatch), DOCUMENTS)
+    count = count_step(meta_target(QWEN3_8B), DOCUMENTS)
     Budget(launches=29_980, moved=1317, live=16.5, waits=len(DOCUMENTS)).check(count)
 
 
 @pytest.fixture(scope="module")
 def llama():
-    with pytest.MonkeyPatch.context() as patch:
-        return meta_target(LLAMA_8B, patch)
+    return meta_target(LLAMA_8B)
 
 
 @pytest.mark.parametrize(
@@ -217,8 +217,7 @@ def lean(llama, monkeypatch):
 @pytest.fixture(scope="module")
 def joined():
     """As `Target.load` prepares it on a GPU"""
-    with pytest.MonkeyPatch.context() as patch:
-        target = meta_target(LLAMA_8B, patch)
+    target = meta_target(LLAMA_8B)
     join_products(target.model)
     return target
 

@@ -3,7 +3,7 @@
 import math
 import os
 import pkgutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy
 import torch
 import transformers
 from accelerate import Accelerator, PartialState
-from accelerate.utils import InitProcessGroupKwargs, set_seed
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, set_seed
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -21,14 +21,16 @@ from specdec.core import devices, fast, hub, precision
 from specdec.core.sampling import Sampling
 from specdec.heads.base import Head
 from specdec.measuring.measure import Prompt, check_prompts
-from specdec.target.model import Target, load_tokenizer
-from train import display, distributed, optimization, progress
-from train.config import RunConfig, fixed_settings, read_settings
+from specdec.target.model import Target, TargetOutput, load_tokenizer
+from train import decide, display, distributed, optimization, plan, progress
+from train.config import RunConfig, fixed_settings, flat, read_settings
 from train.data import reading
 from train.data import rows as data
-from train.data.encoding import Encoding, load_packs
+from train.data.encoding import Encoding, load_rows
 from train.data.loader import Material, permutation
-from train.data.packing import Packs, draft_vocab
+from train.data.packing import Packs, Rows, draft_vocab
+from train.data.rows import collate
+from train.decide import Decision, Place, Texts
 from train.distributed import Waiting, compute_by_main
 from train.features.engine_client import EngineClient
 from train.features.engine_features import EngineTarget
@@ -42,20 +44,104 @@ from train.validate import Validation
 
 PRECISIONS = {"bf16": "bf16", "fp32": "no"}  # of train.py, and what accelerate calls them
 IN_FLIGHT = 64  # texts that servers are asked for at once, by each process
+CHARACTERS = 4  # of a token, where the tokenizer is not there
 SAMPLE = 2000  # documents that are looked for in a folder before training
 
 
-def make_trainer(config: RunConfig, path: Path, accelerator: Accelerator, console: progress.Results) -> Trainer:
+@dataclass(frozen=True)
+class Prepared:
+    """What is known before the target is loaded.
+
+    heldout: rows of prompts; counted: None for heads that change the target
+    tokenizer, packs: None in a plan for another machine, if the tokenizer cannot be reached: then `texts` are guessed
+    """
+
+    config: RunConfig
+    tokenizer: PreTrainedTokenizerBase | None
+    heldout: list[dict]
+    packs: Packs | None
+    texts: Texts
+    place: Place
+    counted: plan.Counted | None
+
+
+def prepare(config: RunConfig, device: torch.device, num: int) -> Prepared:
+    """Reads and packs the data, decides how, and counts what a process needs. device, num: of the processes
+
+    Raises ValueError for paths that do not exist and for a run that cannot fit, before the target is loaded.
+    """
+    place = compute_by_main(lambda: plan.find_place(config, device, num), "this machine", minutes=config.train.timeout)
+    with named("target"):
+        outline = plan.make_outline(config)
+    heldout = reading.load_prompts(config.data.heldout, split=config.data.heldout_split)
+    tokenizer, rows, numbers = None, None, None
+    try:
+        with named("target"):
+            origin: Any = {"revision": config.target.revision, "trust_remote_code": config.target.trust_remote_code}
+            tokenizer = load_tokenizer(config.target.name, **origin)
+            data.check_offsets(tokenizer)
+    except ValueError:
+        if config.machine.name == plan.HERE:
+            raise
+        lengths = guess_lengths(config)
+    else:
+        rows, numbers = encode_rows(config, tokenizer)
+        lengths = rows.lengths[numbers]
+    limits = [each for each in (outline.max_positions, outline.rotary_boundary) if each is not None]
+    free = "data.length" in config.open
+    config = decided(config, decide.reading(config, place, lengths, most=min(limits, default=None)))
+    while True:
+        with named("data"):
+            packed = packs_rows(outline, length=config.data.length, pack=config.data.pack)
+            packs = Packs(rows, length=config.data.length, packed=packed, numbers=numbers) if rows else None
+        texts, counted = Texts.of(packs) if packs else Texts.guessed(lengths, config.data.length), None
+        config = decided(config, decide.vocabulary(config, texts, all_tokens=outline.vocab_size))
+        config = decided(config, decide.batches(config, place, texts))
+        if config.adapts_target:
+            break
+        with named("head.drafter"):
+            counted = plan.count_run(config, outline, texts, place, make)
+        wrong = plan.problems(config, counted.memory, place)
+        if not wrong or (config.plan and not free):
+            break
+        if (
+            not free
+            or config.data.length <= decide.SHORTEST[place.device]
+            or counted.memory.fixed > plan.ROOM * place.memory
+        ):
+            if config.plan:
+                break
+            raise ValueError(f"This run does not fit: {wrong[0]} plan=true shows what it needs.")
+        shorter = decide.Decision(
+            "data.length", config.data.length // 2, f"{counted.memory} were too much for {place.memory / 1e9:.1f} GB"
+        )
+        config = decided(replace(config, open=(*config.open, "data.length")), [shorter])
+    if counted is not None:
+        size = plan.bytes_per_token(counted.drafter)
+        config = decided(config, decide.features(config, place, texts, bytes_per_token=size))
+    return Prepared(config, tokenizer, heldout, packs, texts, place, counted)
+
+
+def decided(config: RunConfig, decisions: list[Decision]) -> RunConfig:
+    """With these decisions, each of which is said with its reason."""
+    for decision in decisions:
+        progress.note(f"auto     {decision}")
+    return decide.settle(config, decisions)
+
+
+def make_trainer(
+    prepared: Prepared, target: Target, path: Path, accelerator: Accelerator, console: progress.Results
+) -> Trainer:
     """The trainer of a run before its first step. path: the run's folder
 
     Refuses now what would fail after hours of training.
     """
-    target, tokenizer = load_target(config, accelerator)
-    stop = data.stop_tokens(tokenizer, target.model.generation_config)
-    packs = load_data(config, tokenizer, target)
-    rows = reading.load_prompts(config.data.heldout, split=config.data.heldout_split)
+    config, packs = prepared.config, prepared.packs
+    assert packs is not None and prepared.tokenizer is not None
+    stop = data.stop_tokens(prepared.tokenizer, target.model.generation_config)
+    rows = reading.spread(prepared.heldout, config.validation.num_prompts)
     with reading.at(str(config.data.heldout)):
-        prompts = encode_prompts(config, tokenizer, packs, reading.spread(rows, config.validation.num_prompts))
+        prompts = encode_prompts(config, prepared.tokenizer, packs, rows)
     drafter, spec = make_drafter(config, target, packs)
     drafter.to(accelerator.device)
     with named("features"):
@@ -67,11 +153,108 @@ def make_trainer(config: RunConfig, path: Path, accelerator: Accelerator, consol
     display.start(progress.note, config, drafter, packs, len(prompts))
     validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
     material = make_material(config, drafter, packs, accelerator, engine)
-    inputs = {"heldout": reading.digest_of(rows), **target_inputs(target)}
+    inputs = {"heldout": reading.digest_of(prepared.heldout), **target_inputs(target)}
     folder = RunFolder(path, spec, fixed_settings(config.document()) | inputs)
     scheduler = optimization.schedule(optimizer, config.optimizer, steps=config.train.steps)
     parts: dict[str, Any] = {"material": material, "validation": validation, "settings": config.train, "folder": folder}
     return Trainer(accelerator, objective, optimizer, scheduler, **parts)
+
+
+# The speed of this device
+
+TRIED = 4  # batches with which it is measured, of which the first warms up
+BRIEF = 50  # steps that are given, below which it is not measured
+
+
+def choose_steps(prepared: Prepared, target: Target, accelerator: Accelerator) -> tuple[Prepared, decide.Pace | None]:
+    """Decides steps and validations by the speed of this device, if they are open. -> also the speed, if it was measured"""
+    config = prepared.config
+    brief = "train.steps" not in config.open and config.train.steps < BRIEF and not config.plan
+    names = {"train.steps", "train.accumulation", "train.validate_every", "train.hours", "train.epochs"}
+    if not config.plan and not names & set(config.open):
+        return prepared, None
+    pace = decide.Pace(0.0, 0.0, 0.0) if brief else try_steps(prepared, target, accelerator)
+    with Waiting(config.train.timeout, accelerator.process_index, accelerator.num_processes)(
+        "the speed of this device"
+    ):
+        pace = broadcast_object_list([pace])[0]
+    chosen = decided(config, decide.training(config, prepared.place, prepared.texts, pace))
+    return replace(prepared, config=chosen), None if brief else pace
+
+
+def try_steps(prepared: Prepared, target: Target, accelerator: Accelerator) -> decide.Pace:
+    """Takes a few steps with a drafter that is thrown away, and measures them. All processes call this together."""
+    config, packs, device = prepared.config, prepared.packs, accelerator.device
+    assert packs is not None
+    order = permutation(len(packs), config.train.seed)
+    size = min(config.train.batch, len(order))
+    chosen = [[packs[order[(turn * size + place) % len(order)]] for place in range(size)] for turn in range(TRIED)]
+    texts = [collate(each, length=config.data.length, pad_token=0).to(device) for each in chosen]
+    tokens = [int((batch.documents >= 0).sum()) for batch in texts]
+    outputs: dict[int, Any] = {}
+    with (
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        progress.start("measuring this device"),
+    ):
+        if config.adapts_target:  # a second drafter would change it again
+            online = Online(target, ())
+            read = plan.measure_pace(
+                lambda n: online(texts[n]), lambda n: None, lambda: None, tokens, lambda: wait_for(device)
+            ).read
+            return decide.Pace(0.0, 4 * read, 0.0)
+        drafter = make_drafter(config, target, packs)[0].to(device)
+        objective = make(config.head["objective"], drafter).train()
+        optimizer = optimization.make_optimizer(drafter, config.optimizer)
+        online, served = Online(target, drafter.target_layers), bool(config.features.urls)
+
+        def read_texts(number: int) -> None:
+            shape = (*texts[number].tokens.shape, len(drafter.target_layers) * target.width)
+            given = [
+                torch.randn(each, dtype=target.dtype, device=device) for each in (shape, (*shape[:2], target.width))
+            ]
+            outputs[0] = TargetOutput(*given) if served else online(texts[number])
+
+        def take_step(number: int) -> None:
+            with accelerator.autocast():
+                loss = objective(texts[number], outputs[0], compare=False)
+            (loss.total / tokens[number]).backward()
+
+        def update() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        pace = plan.measure_pace(read_texts, take_step, update, tokens, lambda: wait_for(device))
+    return replace(pace, read=0.0) if served else pace
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def show_plan(config: RunConfig, path: Path) -> str:
+    """What `plan=true` prints: of this machine, after a few steps that are thrown away, or of another one from its figures."""
+    here = config.machine.name == plan.HERE
+    if here:
+        accelerator, config = start_processes(config)
+        device, num = accelerator.device, accelerator.num_processes
+    else:
+        device, num = torch.device("cpu"), 1
+        config = config.with_precision("bf16", "bfloat16")
+    prepared = prepare(config, device, num)
+    if prepared.counted is None:
+        raise ValueError("plan=true: a head that changes its target is not counted. Take a few steps: train.steps=10.")
+    memory, pace, drafter = prepared.counted.memory, prepared.counted.pace, prepared.counted.drafter
+    if here and not plan.problems(prepared.config, memory, prepared.place):
+        target = load_target(prepared.config, accelerator)
+        prepared, measured = choose_steps(prepared, target, accelerator)
+        assert measured is not None
+        pace, memory = measured, plan.measured_memory(memory, device)
+    else:
+        chosen = decided(prepared.config, decide.training(prepared.config, prepared.place, prepared.texts, pace))
+        prepared = replace(prepared, config=chosen)
+    made = plan.make_plan(prepared.config, drafter, prepared.texts, prepared.place, memory, pace)
+    return f"{plan.heading(prepared.config, path, prepared.place)}\n{made}"
 
 
 def make(settings: dict, *arguments: Any, **more: Any) -> Any:
@@ -105,11 +288,16 @@ def start_processes(config: RunConfig) -> tuple[Accelerator, RunConfig]:
     return accelerator, config
 
 
-def recall_precision(config: RunConfig, path: Path) -> RunConfig:
-    """`auto` of a run that is resumed is what it was in the first launch, on whatever machine. path: of the run"""
+def recall(config: RunConfig, path: Path) -> RunConfig:
+    """What was decided in the first launch of a run that is resumed, on whatever machine, in the place of each `auto`.
+
+    path: of the run
+    """
     then = read_settings(path / "config.yaml") if config.resume else {}
     dtype = then.get("target", {}).get("dtype", precision.AUTO)
-    return config.with_precision(then.get("precision", precision.AUTO), dtype)
+    config = config.with_precision(then.get("precision", precision.AUTO), dtype)
+    known = flat(then)
+    return config.settle({name: known[name] for name in config.open if name in known})
 
 
 def choose_precision(config: RunConfig, device: torch.device) -> RunConfig:
@@ -131,9 +319,9 @@ def choose_precision(config: RunConfig, device: torch.device) -> RunConfig:
 # Target and data
 
 
-def load_target(config: RunConfig, accelerator: Accelerator) -> tuple[Target, PreTrainedTokenizerBase]:
+def load_target(config: RunConfig, accelerator: Accelerator) -> Target:
     """The whole target, or only what is before and behind its layers where a server has these."""
-    chosen, ends, num = config.target, bool(config.features.urls), accelerator.num_processes
+    chosen, num = config.target, accelerator.num_processes
     if chosen.device == "auto" and num > 1:
         raise ValueError(
             f"target.device=auto spreads one target over all GPUs, and {num} processes would each load one: use accelerate "
@@ -141,14 +329,12 @@ def load_target(config: RunConfig, accelerator: Accelerator) -> tuple[Target, Pr
         )
     given: dict[str, Any] = {"revision": chosen.revision, "trust_remote_code": chosen.trust_remote_code}
     with named("target"):
-        tokenizer = load_tokenizer(chosen.name, **given)
-        data.check_offsets(tokenizer)
         given |= {"dtype": chosen.dtype, "device": chosen.device or accelerator.device}
-        if ends:
-            return Target.load_ends(chosen.name, **given | {"device": accelerator.device}), tokenizer
+        if config.features.urls:
+            return Target.load_ends(chosen.name, **given | {"device": accelerator.device})
         if chosen.shard:
-            return Target.load_sharded(chosen.name, **given), tokenizer
-        return Target.load(chosen.name, **given), tokenizer
+            return Target.load_sharded(chosen.name, **given)
+        return Target.load(chosen.name, **given)
 
 
 def target_inputs(target: Target) -> dict[str, str | None]:
@@ -178,15 +364,24 @@ def packs_rows(target: Target, *, length: int, pack: bool | None) -> bool:
     return not target.recurrent if pack is None else pack
 
 
-def load_data(config: RunConfig, tokenizer: PreTrainedTokenizerBase, target: Target) -> Packs:
-    """The conversations that are trained on, packed."""
+def encode_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Rows, numpy.ndarray]:
+    """The conversations, and the numbers of those that are trained on."""
     chosen = config.data
-    same: dict[str, Any] = {name: getattr(chosen, name) for name in ("train", "hold_out", "tokens", "length")}
-    same |= {"packed": packs_rows(target, length=chosen.length, pack=chosen.pack)}
     source: dict[str, Any] = {name: getattr(chosen, name) for name in ("split", "limit", "thinking")}
     with named("data"):
         encoding = Encoding(tokenizer, Path(chosen.cache), workers=chosen.workers, **source)
-        return load_packs(encoding=encoding, **same)  # whichever process encodes shows it
+        # whichever process encodes shows it
+        return load_rows(chosen.train, encoding, hold_out=chosen.hold_out, tokens=chosen.tokens)
+
+
+def guess_lengths(config: RunConfig) -> numpy.ndarray:
+    """Tokens of each row, where the tokenizer cannot be reached: its characters over CHARACTERS, [R]"""
+    name, found = config.target.name, []
+    for source in reading.read_sources(config.data.train):
+        for _, row in reading.read_rows(source, config.data.split):
+            found.append(len(str(row.get("messages") or row.get("text") or row)) // CHARACTERS + 1)
+    progress.note(f"The tokenizer of {name} cannot be reached: {CHARACTERS} characters are counted as a token.")
+    return numpy.array(found, dtype=numpy.int64)
 
 
 def encode_prompts(

@@ -1,5 +1,7 @@
 """All settings of a run: one frozen record of conf/train.yaml, built and checked once, before anything is loaded."""
 
+import copy
+import functools
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -40,10 +42,26 @@ class TargetSettings:
     device: str | None
     shard: bool
     trust_remote_code: bool
+    tried: str | None = None  # where this project ran it; None: never
+    outline: dict | None = None  # of its config.json, for plans where the target cannot be reached
 
     def __post_init__(self):
         where = self.device not in (None, "auto")
         refuse({f"device={self.device} must be null (where the head trains) or auto (over all GPUs).": where})
+
+
+@dataclass(frozen=True)
+class MachineSettings:
+    """conf/machine: figures of the machine that a plan is made for; None, all of them: of this one"""
+
+    name: str
+    device: str | None = None  # cuda or cpu
+    num: int | None = None  # processes, each with one device
+    memory: float | None = None  # GB of a device
+    disk: float | None = None  # GB that are free
+    flops: float | None = None  # TFLOP/s of a device in bfloat16, at best
+    bandwidth: float | None = None  # GB/s of a device's memory
+    network: float | None = None  # GB/s from an engine to a process
 
 
 @dataclass(frozen=True)
@@ -97,9 +115,13 @@ class OptimizerSettings:
     betas: list[float]  # of AdamW
     weight_decay: float
     schedule: str
-    warmup: int  # steps
+    warmup: float  # steps; below 1: a share of all steps
     decay: float  # share of the steps, of wsd
     final: float  # of lr, where a schedule ends
+
+    def warmup_steps(self, steps: int) -> int:
+        """Of a run of so many steps."""
+        return round(self.warmup if self.warmup >= 1 else self.warmup * steps)
 
 
 @dataclass(frozen=True)
@@ -107,6 +129,9 @@ class TrainSettings:
     """conf/train.yaml, `train`. Every unit is a step of the optimizer unless it says otherwise."""
 
     steps: int
+    tokens: int | None  # to read, without padding; None: by epochs
+    epochs: float  # times that the data is read
+    hours: float | None  # of training, at most; None: any
     batch: int  # packs for each process and micro-batch
     accumulation: int  # micro-batches in a step
     max_grad_norm: float  # 0: gradients are not clipped
@@ -141,6 +166,7 @@ class ValidationSettings:
 
 PARTS: dict[str, Any] = {
     "target": TargetSettings,
+    "machine": MachineSettings,
     "data": DataSettings,
     "decode": Drafting,
     "features": FeatureSettings,
@@ -159,6 +185,8 @@ class RunConfig:
     data: DataSettings
     decode: Drafting
     run: str
+    machine: MachineSettings
+    plan: bool
     start: str | None
     start_vocab: str
     resume: bool | str
@@ -172,12 +200,14 @@ class RunConfig:
     optimizer: OptimizerSettings
     train: TrainSettings
     validation: ValidationSettings
+    open: tuple[str, ...] = ()  # options that are auto, which hold a provisional value until `settle`
 
     @classmethod
     def of(cls, document: dict) -> "RunConfig":
         """document: conf/train.yaml with the user's options, in groups"""
         ranges.check(document, free=("head.", *GONE))  # a new head has options of its own
-        parts = {}
+        document, left = take_provisional(document)
+        parts: dict[str, Any] = {"open": left}
         for name, part in PARTS.items():
             with named(name):
                 parts[name] = _make(part, document[name], f"{name}.")
@@ -214,9 +244,18 @@ class RunConfig:
         target = replace(self.target, dtype=dtype) if self.target.dtype == AUTO else self.target
         return replace(self, precision=precision if self.precision == AUTO else self.precision, target=target)
 
+    def settle(self, decided: dict[str, Any]) -> "RunConfig":
+        """These values, by dotted name, in the place of each `auto`."""
+        document = self.document()
+        for name, value in decided.items():
+            *groups, key = name.split(".")
+            functools.reduce(dict.__getitem__, groups, document)[key] = value
+        left = tuple(name for name in self.open if name not in decided)
+        return replace(RunConfig.of(document), open=left)
+
     def document(self) -> dict:
         """In groups, as conf/train.yaml has it."""
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "open"}
 
     def less_memory(self) -> str:
         """Which options of this run lower the memory that it needs."""
@@ -233,6 +272,34 @@ class RunConfig:
         if self.target.device is None and not self.features.urls:
             give.append("target.device=auto with more GPUs")
         return f"lower {' or '.join(lower)}" + (f", or give {' or '.join(give)}" if give else "")
+
+
+# What an option that is auto holds until train/decide.py has looked at the device and the data
+PROVISIONAL: dict[str, Any] = {
+    "data.length": 512,
+    "head.vocab_size": 8192,
+    "features.mode": "online",
+    "decode.depth": 2,
+    "train.steps": 1000,
+    "train.epochs": 1.0,
+    "train.hours": None,
+    "train.batch": 1,
+    "train.accumulation": 1,
+    "train.validate_every": 250,
+    "validation.num_prompts": 8,
+    "validation.max_new_tokens": 48,
+}
+
+
+def take_provisional(document: dict) -> tuple[dict, tuple[str, ...]]:
+    """-> the settings with a provisional value in the place of each `auto`, and the names of these options"""
+    document, found = copy.deepcopy(document), []
+    for name, value in PROVISIONAL.items():
+        group, _, key = name.partition(".")
+        if document[group].get(key) == AUTO:
+            document[group][key] = value
+            found.append(name)
+    return document, tuple(found)
 
 
 def read_settings(path: Path) -> dict:
@@ -259,6 +326,8 @@ def fixed_settings(document: dict) -> dict:
     """The settings that a run's figures depend on, by dotted name."""
     free: tuple[str, ...] = (
         "resume",
+        "plan",
+        "machine",
         "tracker",
         "threads",
         "fast",
@@ -268,10 +337,12 @@ def fixed_settings(document: dict) -> dict:
         "run",
         "progress",
     )
-    free += ("target.device", "target.shard", "target.trust_remote_code")
+    free += tuple(f"target.{key}" for key in ("device", "shard", "trust_remote_code", "tried", "outline"))
     # What is read is in the fingerprint
     free += tuple(f"data.{key}" for key in ("split", "heldout_split", "cache", "workers"))
-    freely = "log_every validate_every validate_first save_every save_minutes timeout skip_not_finite"
+    freely = (
+        "tokens epochs hours log_every validate_every validate_first save_every save_minutes timeout skip_not_finite"
+    )
     free += tuple(f"train.{key}" for key in freely.split())
     return flat(document, without=free)
 

@@ -32,10 +32,12 @@ def schedule(
     """Linear warm-up, then the shape that `settings` name. A parameter group with a `delay` waits for so many steps with a
     rate of 0 before its warm-up begins."""
 
+    warmup = settings.warmup_steps(steps)
+
     def factor(step: int, delay: int) -> float:
-        start = settings.warmup + delay
+        start = warmup + delay
         if step < start:
-            return max(0, step - delay + 1) / (settings.warmup + 1)
+            return max(0, step - delay + 1) / (warmup + 1)
         progress = min(1.0, (step - start) / max(1, steps - start))
         return SHAPES[settings.schedule](progress, settings.final, settings.decay)
 

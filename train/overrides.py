@@ -25,6 +25,16 @@ def target_name(name: object) -> str:
 OmegaConf.register_new_resolver("target_name", target_name, replace=True)  # in conf/
 
 
+def with_plan(arguments: list[str]) -> list[str]:
+    """plan=MACHINE is short for machine=MACHINE plan=true."""
+    found = []
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        short = key == "plan" and value.lower() not in ("true", "false", "yes", "no", "on", "off", "1", "0")
+        found += [f"machine={value}", "plan=true"] if short else [argument]
+    return found
+
+
 def quoted(text: str) -> str:
     """As Hydra reads it back as this text, and OmegaConf too: ${..} in it stays as it is written."""
     return QuotedString(re.sub(r"(\\*)\$\{", r"\1\1\\${", text), Quote.single).with_quotes()

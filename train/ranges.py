@@ -20,7 +20,7 @@ Value = Any  # as OmegaConf's containers hold it: a number, text, true or false,
 class Range:
     """kind: int, float, bool, str or dict; None: anything. choices: the only values, instead of a kind
 
-    least, most: of numbers; above, below: whether these bounds themselves are left out. null: whether null is allowed
+    least, most: of numbers; above, below: whether these bounds themselves are left out. null, auto: whether these words are allowed
     lists: no, also (one value or a list), only (a list), weighted (also, or values by weight); num: values of such a list; None: any
     """
 
@@ -31,12 +31,17 @@ class Range:
     above: bool = False
     below: bool = False
     null: bool = False
+    auto: bool = False
     lists: str = "no"
     num: int | None = None
 
     @property
     def or_null(self) -> "Range":
         return replace(self, null=True)
+
+    @property
+    def or_auto(self) -> "Range":
+        return replace(self, auto=True)
 
     @property
     def or_list(self) -> "Range":
@@ -53,6 +58,8 @@ class Range:
     def fits(self, value: Value) -> bool:
         if value is None or self.kind is None:
             return self.null or self.kind is None
+        if self.auto and value == "auto":
+            return True
         if isinstance(value, dict):
             return self.kind is dict or self.lists == "weighted"
         if isinstance(value, list | tuple):
@@ -95,7 +102,8 @@ class Range:
             "only": many,
             "weighted": f"{also}, or sources with their weights, such as {{a.jsonl: 2, b.jsonl: 0.5}}",
         }[self.lists]
-        return f"{one}, or null" if self.null else one
+        words = [word for word, allowed in (("auto", self.auto), ("null", self.null)) if allowed]
+        return ", or ".join([one, *words])
 
     def _number(self, value: Value) -> str:
         one = "a whole number" if self.kind is int else "a number"
@@ -129,31 +137,33 @@ COUNT, SIZE, FEW, EVERY = whole(1), whole(1, 2**20), whole(1, 1024), whole(0)
 RANGES = {
     # A run
     "run": TEXT, "start": TEXT.or_null, "start_vocab": choice("keep", "data"), "resume": choice(True, False, "auto"),
-    "tracker": choice("none", "wandb", "tensorboard", "trackio"), "progress": choice("auto", "rich", "plain", "quiet"),
+    "plan": FLAG, "machine.name": TEXT, "machine.device": choice("cpu", "cuda").or_null, "machine.num": FEW.or_null, "machine.*": POSITIVE.or_null,
+    "target.tried": TEXT.or_null, "target.outline": GROUP.or_null, "tracker": choice("none", "wandb", "tensorboard", "trackio"), "progress": choice("auto", "rich", "plain", "quiet"),
     "threads": FEW.or_null, "precision": choice("auto", "bf16", "fp32"), "fast": TEXT.or_list.or_null, "solve_packs": whole(0), "_target_": TEXT,
     # The target
     "target.name": TEXT, "target.revision": TEXT.or_null, "target.device": TEXT.or_null, "target.shard": FLAG,
     "target.dtype": choice("auto", "bfloat16", "float32", "float16", "float64"), "trust_remote_code": FLAG,
     # Data and features
     "data.train": Range(str, lists="weighted"), "data.heldout": TEXT, "split": TEXT.or_null, "heldout_split": TEXT.or_null, "length": COUNT, "pack": FLAG.or_null,
-    "limit": COUNT.or_null, "data.thinking": FLAG.or_null, "hold_out": whole(0), "data.tokens": COUNT.or_null,
+    "limit": COUNT.or_null, "data.thinking": FLAG.or_null, "hold_out": whole(0), "data.tokens": COUNT.or_null, "data.length": COUNT.or_auto,
     "cache": TEXT, "workers": FEW.or_null,
-    "features.mode": choice("cached", "online", "engine"), "features.engine": TEXT.or_list.or_null,
+    "features.mode": choice("auto", "cached", "online", "engine"), "features.engine": TEXT.or_list.or_null,
     "in_flight": whole(1, 65536), "features.folder": TEXT,
     # Optimizer and loop
     "optimizer.name": choice("adamw", "adamw8bit", "muon"), "lr": number(0), "muon_lr": number(0).or_null,
     "betas": number(0, 1, below=True).list_of(2), "weight_decay": number(0), "schedule": choice("cosine", "wsd", "constant"),
-    "warmup": whole(0), "optimizer.decay": number(0, 1, above=True), "final": SHARE, "steps": COUNT, "batch": whole(1, 65536),
-    "accumulation": whole(1, 65536), "max_grad_norm": number(0), "log_every": EVERY, "validate_every": EVERY, "save_every": EVERY.or_null,
+    "warmup": number(0), "optimizer.decay": number(0, 1, above=True), "final": SHARE, "steps": COUNT, "batch": whole(1, 65536),
+    "train.steps": COUNT.or_auto, "train.tokens": COUNT.or_null, "train.epochs": POSITIVE.or_auto, "train.hours": POSITIVE.or_auto.or_null,
+    "train.batch": whole(1, 65536).or_auto, "accumulation": whole(1, 65536).or_auto, "max_grad_norm": number(0), "log_every": EVERY, "train.validate_every": EVERY.or_auto, "save_every": EVERY.or_null,
     "save_minutes": number(0).or_null,
     "validate_first": FLAG, "skip_not_finite": FLAG, "timeout": LONG,
     "seed": whole(0, 2**32 - 1), "ema": number(0, 1, above=True, below=True).or_null,
     # Validation
-    "num_prompts": COUNT.or_null, "max_new_tokens": COUNT, "temperature": number(0), "validation.decode": choice("best", "end", "always"),
+    "num_prompts": COUNT.or_null, "max_new_tokens": COUNT, "validation.num_prompts": COUNT.or_null.or_auto, "validation.max_new_tokens": COUNT.or_auto, "temperature": number(0), "validation.decode": choice("best", "end", "always"),
     "validation.auto": choice("never", "end"), "validation.share": number(0).or_null,
     "validation.answers": TEXT,
     # Heads
-    "vocab_size": COUNT.or_null, "delay": whole(0), "num_drafts": FEW, "num_layers": FEW, "Draft.num_layers": FEW.or_null,
+    "vocab_size": COUNT.or_null, "head.vocab_size": COUNT.or_null.or_auto, "delay": whole(0), "num_drafts": FEW, "num_layers": FEW, "Draft.num_layers": FEW.or_null,
     "num_heads": FEW, "num_blocks": whole(0, 1024), "num_modules": FEW.or_null, "lora_rank": SIZE, "lora_alpha": POSITIVE,
     "lora_modules": TEXT.list_of(), "target_layers": whole().list_of().or_null, "copy_layers": whole().list_of().or_null,
     "full_layers": whole(0).list_of().or_null, "intermediate_size": SIZE.or_null, "drafter.width": SIZE.or_null,
@@ -170,7 +180,7 @@ RANGES = {
     "eta": number(0), "noise": number(0), "supervise": choice("answers", "text"), "anchors": COUNT.or_null,
     "keep": number(0, 1, above=True), "chunk": COUNT.or_null, "passes": whole(0, 1024),
     # Decoding
-    "depth": FEW, "width": FEW, "nodes": whole(1, 65536).or_null, "children": choice("chosen", "distinct"),
+    "depth": FEW, "decode.depth": FEW.or_auto, "width": FEW, "nodes": whole(1, 65536).or_null, "children": choice("chosen", "distinct"),
     "rule": choice("token", "block", "typical"), "top_k": COUNT.or_null, "top_p": number(0, 1, above=True).or_null,
     "repetition_penalty": POSITIVE,
     # Proposers

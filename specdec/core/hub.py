@@ -3,6 +3,9 @@
 import functools
 import os
 import re
+import socket
+import urllib.parse
+import urllib.request
 from pathlib import Path
 
 from huggingface_hub import (
@@ -14,6 +17,7 @@ from huggingface_hub import (
     is_offline_mode,
     snapshot_download,
 )
+from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -27,6 +31,7 @@ FILES = ("drafter.json", "drafter.safetensors", "SHA256SUMS", "report.json", "se
 ONLY_SHOWN = ("README.md", "report.html")  # also uploaded
 NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
 SECONDS = 10  # that the Hub may take to say which commit a name stands for
+REACH_SECONDS = 3  # that its host may take to answer
 TOKEN = "`hf auth login` keeps a token of yours, and the variable HF_TOKEN gives one"
 REFUSED = {
     RevisionNotFoundError: "{repo} on the Hugging Face Hub has no revision {revision!r}: give one of its commits, tags or branches.",
@@ -56,6 +61,21 @@ def is_folder(name: str) -> bool:
 def is_head(name: str) -> bool:
     """Whether a name stands for a head on the Hub. A folder that exists wins."""
     return is_name(name) and not os.path.exists(name)  # which takes names that are too long for a file
+
+
+@functools.cache
+def in_reach() -> bool:
+    """Whether the Hub's host answers, asked once: the libraries would try for half a minute. Behind a proxy nobody asks."""
+    if is_offline_mode():
+        return False
+    place = urllib.parse.urlsplit(ENDPOINT)
+    if urllib.request.getproxies().get(place.scheme):
+        return True
+    try:
+        with socket.create_connection((place.hostname, place.port or 443), timeout=REACH_SECONDS):
+            return True
+    except OSError:
+        return False
 
 
 def pinned(folder: Path) -> str:

@@ -89,8 +89,17 @@ def load_skeleton(
     dtype: one of DTYPES
     """
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config = load_config(name, **origin)
-    factory, model_class = _find_class(name, config, **origin)
+    model, quantisation = make_skeleton(load_config(name, **origin), name, dtype=dtype, **origin)
+    with contextlib.suppress(OSError):  # not every folder has one
+        model.generation_config = GenerationConfig.from_pretrained(name, revision=revision or "main")
+    return model, quantisation
+
+
+def make_skeleton(
+    config: PreTrainedConfig, name: str, *, dtype: str, revision: str | None = None, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, str | None]:
+    """As `load_skeleton`, of a configuration that has been read."""
+    factory, model_class = _find_class(name, config, revision=revision, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = factory.from_config(
             config, dtype=DTYPES[dtype], attn_implementation=attention.implementation(model_class),
@@ -100,8 +109,6 @@ def load_skeleton(
         for key, value in module.named_parameters(recurse=False):
             if not value.is_meta:  # DiffLlama draws some by torch.normal, which gives them random values all the same
                 setattr(module, key, nn.Parameter(value.to("meta"), requires_grad=False))
-    with contextlib.suppress(OSError):  # not every folder has one
-        model.generation_config = GenerationConfig.from_pretrained(name, revision=revision or "main")
     return model, quantisation_of(config)
 
 
@@ -232,8 +239,9 @@ def _read(load: Callable, name: str, **kwargs):
         raise ValueError(
             f"The folder {name} does not exist. Give the folder of a model, or the model's name on the Hugging Face Hub."
         )
+    local = {} if hub.is_folder(name) or hub.in_reach() else {"local_files_only": True}
     try:
-        return load(name, **kwargs)
+        return load(name, **kwargs, **local)
     except (OSError, ValueError, StrictDataclassError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.core import cached_keys, fast, masks, precision
 from specdec.core.cache import LayerStates, RowCache, SpareMemory
@@ -74,11 +74,13 @@ class Target:
         trust_remote_code: bool = False,
         share: Share | None = None,
         shards: Shards | None = None,
+        outline: bool = False,
     ):
         """quantisation: how the checkpoint is quantised, if that is not in the model's configuration
         trust_remote_code: whether the user allowed code that comes with the model, which its tokenizer may have too
         share: the processes that hold the model together; None: this one alone
         shards: of a model whose parameters have no values (device meta): its layers stay so
+        outline: whether none of them gets values: nothing is checked then that values would be needed for
         """
         self.config = config = model.config.get_text_config(decoder=True)
         check_supported(config, name)
@@ -92,7 +94,7 @@ class Target:
         self.max_positions = target_structure.last_position(config)
         self.rotary_boundary = target_structure.rotary_boundary(config)
         self.quantisation = quantisation or quantisation_of(model.config)  # such as bitsandbytes-4bit; None: none
-        self.shards, self._compiles, self.spare = shards, False, SpareMemory()
+        self.shards, self.is_outline, self._compiles, self.spare = shards, outline, False, SpareMemory()
         self.shape_logits = LogitShape.of(config)
         self.blocks = target_structure.find_blocks(self.decoder, config.num_hidden_layers, name)
         self.num_layers = len(self.blocks)
@@ -104,6 +106,8 @@ class Target:
             loading.fill_ends(model, (self.norm,), shards)
             whole = fingerprint_of_shards(shards, model, config, self.quantisation)
             self._fingerprint = whole or f"{self.embeddings_fingerprint()}-{loading.UNREAD}"
+        elif outline:
+            self._fingerprint = loading.UNREAD
         else:
             self._fingerprint = fingerprint_of_model(model, config, self.quantisation)
             self._check_logits()
@@ -142,6 +146,14 @@ class Target:
         return target
 
     @classmethod
+    def outline(
+        cls, config: PreTrainedConfig, *, name: str, dtype: str = "bfloat16", trust_remote_code: bool = False
+    ) -> "Target":
+        """A target that has shapes and no values (device meta), to count with. config: as `loading.load_config` reads it"""
+        model, quantisation = loading.make_skeleton(config, name, dtype=dtype, trust_remote_code=trust_remote_code)
+        return cls(model, name=name, quantisation=quantisation, outline=True)
+
+    @classmethod
     def load_sharded(cls, name: str, *, dtype: str = "auto", device="cpu", **origin: Any) -> "Target":
         """A target of whose layers each launched process keeps a part (target/sharding.py). All processes call this.
 
@@ -159,7 +171,7 @@ class Target:
     @property
     def whole(self) -> bool:
         """Whether its layers are there."""
-        return self.shards is None
+        return self.shards is None and not self.is_outline
 
     def layer_state(self, number: int) -> dict[str, Tensor]:
         """The parameters of a layer, from the files if it is not here."""

@@ -296,6 +296,7 @@ def find_layer_kinds(model: PreTrainedModel, config: PreTrainedConfig, name: str
     config: of the text part. Raises ValueError for kinds of layers that are not known here.
     """
     device = cast(nn.Embedding, model.get_input_embeddings()).weight.device
+    device = torch.device("cpu") if device.type == "meta" else device  # masks are read here
     embeddings = torch.zeros(1, 2, 1, device=device)
     tokens = torch.ones(1, 2, dtype=torch.long, device=device)
     own = getattr(model, "create_masks_for_generate", create_masks_for_generate)

@@ -31,6 +31,7 @@ from train import build
 from train.config import RunConfig
 from train.data import reading
 from train.data import rows as data
+from train.data.packing import Packs
 from train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,7 +73,9 @@ def read_packs(*overrides: str) -> list[list[tuple]]:
         composed = compose("train", overrides=list(overrides))
     config = RunConfig.of(OmegaConf.to_container(composed, resolve=True))
     target = load_target(config.target.name, config.target.dtype)
-    packs = build.load_data(config, load_tokenizer(target.name), target)
+    rows, numbers = build.encode_rows(config, load_tokenizer(target.name))
+    packed = build.packs_rows(target, length=config.data.length, pack=config.data.pack)
+    packs = Packs(rows, length=config.data.length, packed=packed, numbers=numbers)
     return [[(row.id, row.tokens, row.mask) for row in packs[number]] for number in range(len(packs))]
 
 

@@ -161,7 +161,7 @@ def test_a_full_disk_damages_nothing(tmp_path, name):
 )
 def test_a_run_on_a_full_disk_ends_in_a_sentence_and_resumes(fit, more, room, what):
     more = (*more, "features.folder=cache")
-    fit("whole")
+    fit("whole", *(each for each in more if "mode" in each), "features.folder=other")
     with room_for(room), pytest.raises(ValueError, match=rf"{what}.* could not be written"):
         fit("full", *more)
     fit("full", *more, "resume=true")

@@ -15,7 +15,7 @@ from specdec.core.rules import RULES
 from specdec.proposers.growth import Children
 from tests.support import HEADS_FOLDER, ROOT, log_of
 from train import display, optimization, overrides, progress, ranges
-from train.config import RunConfig, read_settings
+from train.config import RunConfig, flat, read_settings
 from train.optimization import read_norms
 from train.ranges import named
 
@@ -51,7 +51,14 @@ def usual() -> dict:
 def test_every_option_of_every_head_has_a_range_that_its_default_fits(head):
     document = compose(f"head={head}", "decode=tree")
     ranges.check(document)
-    assert RunConfig.of(document).document() == document
+    config = RunConfig.of(document)
+    open_ones = {name for name, value in flat(document).items() if value == "auto"} - {
+        "progress",
+        "precision",
+        "target.dtype",
+    }
+    assert open_ones == set(config.open)
+    assert {**flat(config.document()), **dict.fromkeys(config.open, "auto")} == flat(document)
 
 
 def test_every_setting_of_every_proposer_has_one():
@@ -129,12 +136,12 @@ def test_an_option_that_went_is_named_with_its_successor_and_dropped_from_older_
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ("train.batch=0", "train.batch=0 must be a whole number from 1 to 65536."),
-        ("train.steps=0", "train.steps=0 must be a whole number of 1 or more."),
+        ("train.batch=0", "train.batch=0 must be a whole number from 1 to 65536, or auto."),
+        ("train.steps=0", "train.steps=0 must be a whole number of 1 or more, or auto."),
         ("train.max_grad_norm=1e400", "train.max_grad_norm=inf must be a number from 0 to 1e+30."),
         ("train.ema=1", "train.ema=1 must be a number above 0 and below 1, or null."),
         ("precision=fp16", "precision=fp16 must be one of auto, bf16, fp32."),
-        ("head.vocab_size=0", "head.vocab_size=0 must be a whole number of 1 or more, or null."),
+        ("head.vocab_size=0", "head.vocab_size=0 must be a whole number of 1 or more, or auto, or null."),
         ("head.objective.losses.kl=nan", "head.objective.losses.kl=nan must be a number of 0 or more."),
         ("optimizer.lr=true", "optimizer.lr=true must be a number of 0 or more."),
         ("optimizer.betas=[0.9]", "optimizer.betas=[0.9] must be a list of 2, each a number of at least 0 and below 1."),

@@ -89,16 +89,11 @@ def identify_content(source: str, split: str | None) -> list:
     return digests
 
 
-def load_packs(
-    train: str | list[str] | dict[str, float],
-    encoding: Encoding,
-    *,
-    hold_out: int = 0,
-    tokens: int | None = None,
-    length: int,
-    packed: bool,
-) -> packing.Packs:
-    """The packs of one or several sources: encoded, held out, cut at a number of tokens, repeated by weight, packed.
+def load_rows(
+    train: str | list[str] | dict[str, float], encoding: Encoding, *, hold_out: int = 0, tokens: int | None = None
+) -> tuple[packing.Rows, numpy.ndarray]:
+    """One or several sources, encoded -> the rows, and the numbers of those to train on: without held-out ones, cut at a number
+    of tokens, repeated by weight.
 
     train: as reading.read_sources; hold_out, tokens: as conf/data
     Raises ValueError, naming file and line or the row, for what cannot be encoded.
@@ -114,7 +109,7 @@ def load_packs(
         nums = numpy.diff(numpy.searchsorted(numbers, rows.starts)).tolist()  # rows of each source
         copies = [packing.count_copies(num, weight) for num, weight in zip(nums, weights.values())]
         numbers = packing.repeat_rows(numbers, numpy.concatenate(copies))
-    return packing.Packs(rows, length=length, packed=packed, numbers=numbers)
+    return rows, numbers
 
 
 # One source

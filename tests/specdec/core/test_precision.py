@@ -88,6 +88,6 @@ def test_a_resumed_run_keeps_its_precision_on_another_machine(monkeypatch, tmp_p
     (tmp_path / "config.yaml").write_text("precision: bf16\ntarget: {dtype: bfloat16}\n")
     tell(monkeypatch, onednn=False)
     for resume, kept in (("true", True), ("auto", True), ("false", False)):
-        config = build.recall_precision(settings(f"resume={resume}"), tmp_path)
+        config = build.recall(settings(f"resume={resume}"), tmp_path)
         config = build.choose_precision(config, torch.device("cpu"))
         assert (config.precision == "bf16") == kept and (config.target.dtype == "bfloat16") == kept

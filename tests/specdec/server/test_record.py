@@ -16,7 +16,7 @@ from specdec.core.sampling import Sampling
 from specdec.server.app import Served
 from specdec.server.record import Exchange, Recorder
 from tests.specdec.server.test_app import STOP, await_idle, serving
-from tests.support import greedy, small_tokenizer, word_tokenizer
+from tests.support import greedy, load_packs, small_tokenizer, word_tokenizer
 from train.answers import datastore
 from train.data import encoding, reading
 from train.data import rows as data
@@ -89,7 +89,7 @@ def test_rows_train_as_they_are(tmp_path):
     bare = Exchange([*prompt, 7, 8], len(prompt), None, SAMPLING, [0], 3, {"finish": "length"}, text="the")
     rows = record(tmp_path / "t", chat("hi"), bare)
     assert rows[1]["messages"] is None and rows[1]["texts"] == ["Count to", "the"]
-    packs = encoding.load_packs(
+    packs = load_packs(
         str(tmp_path / "t"), encoding.Encoding(small_tokenizer(), tmp_path / "cache"), length=64, packed=False
     )
     found = {tuple(each.tokens): each.mask for number in range(2) for each in packs[number]}

@@ -12,11 +12,11 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from specdec.target.model import load_tokenizer
 from tests.conversations import HEAD, TAIL, as_row, pair, supervised, with_template
-from tests.support import save_target, small_tokenizer, write_rows
+from tests.support import load_packs, save_target, small_tokenizer, write_rows
 from train.answers import answering, datastore
 from train.data import chat_template, reading
 from train.data import rows as data
-from train.data.encoding import Encoding, load_packs
+from train.data.encoding import Encoding
 
 TOOLS = "{% if tools %}{{ '<|im_start|>system\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
 AS_OBJECT = "{% for c in m.tool_calls or [] %}{{ '<call>' ~ (c.function | tojson) ~ '</call>' }}{% endfor %}"

@@ -20,10 +20,10 @@ from transformers import AutoTokenizer
 from specdec.core import files
 from tests.conversations import conversations, pair
 from tests.small_server import STOP
-from tests.support import REAL_TARGET, ROOT, small_tokenizer, write_rows
+from tests.support import REAL_TARGET, ROOT, load_packs, small_tokenizer, write_rows
 from train.data import packing, reading
 from train.data import rows as data
-from train.data.encoding import Encoding, load_packs
+from train.data.encoding import Encoding
 from train.data.packing import SCHEMA, Packs, Rows, first_fit
 from train.data.reading import read_sources
 

@@ -12,11 +12,11 @@ from pyarrow import Table, parquet
 
 from specdec.server import record
 from tests.conversations import ASKS, pair, with_template
-from tests.support import small_tokenizer, write_rows
+from tests.support import load_packs, small_tokenizer, write_rows
 from train.answers import datastore
 from train.data import reading
 from train.data import rows as data
-from train.data.encoding import Encoding, load_packs
+from train.data.encoding import Encoding
 
 ROWS = [{"id": f"r{n}", "messages": pair(f"Count to {n}. \u00e9", "Hello \U0001f600")} for n in range(3)]
 LINES = [json.dumps(row, ensure_ascii=False) for row in ROWS]

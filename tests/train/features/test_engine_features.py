@@ -47,7 +47,7 @@ def test_losses_and_tau_are_those_of_the_target_in_this_process(fit, engine, hea
     fit("engine", f"head={head}", *settings(engine))
     online, served = losses_of("online"), losses_of("engine")
     assert online.keys() == served.keys() and len(online) > 2
-    assert all(abs(online[step] - served[step]) < 1e-4 * online[step] for step in online)
+    assert all(abs(online[step] - served[step]) <= 1e-4 * online[step] + 1e-7 for step in online)
     run = Path("checkpoints/engine")
     assert (run / "best").exists() and list(run.glob("step_*/drafter.json")) and list(run.glob("step_*/report.json"))
 
@@ -172,7 +172,7 @@ def test_a_server_that_is_not_right_is_refused_with_a_reason(engine, source, nam
         (("features.engine=localhost:8000",), "is not the URL of a server"),
         (("features.engine=http://127.0.0.1:9",), "No server with OpenAI's interface answers at http://127.0.0.1:9"),
         (("features.mode=online",), r"features\.mode=online runs the target in this process"),
-        (("features.mode=offline",), "must be one of cached, online, engine"),
+        (("features.mode=offline",), "must be one of auto, cached, online, engine"),
         (("head=medusa2",), "the head changes the target"),
         (("decode=tree",), "judged by replay, which needs a chain"),
     ],

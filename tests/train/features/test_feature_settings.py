@@ -72,6 +72,9 @@ def test_a_short_run_on_much_data_fits_on_the_disk(target, packs, tmp_path, monk
         options = [
             "run=some",
             f"features.folder={tmp_path}/cache",
+            "features.mode=cached",
+            "train.batch=1",
+            "train.accumulation=1",
             "solve_packs=0",
             f"train.steps={2 if few else 1000}",
         ]

@@ -1,0 +1,340 @@
+"""What a run will read, need and take, before it is begun: `train.py plan=true`, and the refusal of what cannot fit.
+
+Memory is counted on tensors without values (train/counting.py). The time on this machine follows from a few steps that are taken and
+thrown away (`try_steps`), on another machine from its figures in conf/machine: a roofline, never measured.
+"""
+
+import contextlib
+import math
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from specdec.core import fast
+from specdec.heads.base import Drafter, Head
+from specdec.target.loading import load_config
+from specdec.target.model import Target, TargetOutput
+from specdec.target.structure import experts_of
+from train.config import RunConfig
+from train.counting import Autocast, Count
+from train.data.rows import Row, collate
+from train.decide import Pace, Place, Texts, seconds
+from train.optimization import hidden_matrices
+
+GB = 1e9
+HERE = "here"  # conf/machine, of the machine that train.py runs on
+CONTEXT = 0.8 * GB  # of a GPU, that CUDA and the libraries take
+ROOM = 0.92  # of a device's memory that may be planned for: the rest is lost between tensors of other sizes
+PRODUCTS, BESIDE = 0.65, 1.3  # share of the peak of a target's products; its time with all else, over theirs
+PROCESS = 0.55 * GB  # of Python and its libraries, on a CPU
+NEWTON_SCHULZ = 5  # steps of Muon
+QUANTISED = 0.3  # bytes of quantised weights over those in 16 bits, where the files are not here
+SLOTS = 100_000  # of a closed-form start
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one process."""
+
+    target: float
+    drafter: float  # its weights, and the optimizer's state
+    step: float  # gradients and what the backward pass needs
+    start: float  # the closed-form start, before the first step
+    other: float = 0.0
+
+    @property
+    def fixed(self) -> float:
+        """What no shorter pack makes smaller."""
+        return self.other + self.target + self.drafter
+
+    @property
+    def most(self) -> float:
+        return self.other + self.target + max(self.drafter + self.step, self.start)
+
+    def __str__(self) -> str:
+        parts = {"target": self.target, "drafter and optimizer": self.drafter, "a step": self.step}
+        if self.start > self.drafter + self.step:
+            parts = {"target": self.target, "the closed-form start": self.start}
+        return f"{self.most / GB:.2f} GB ({', '.join(f'{name} {value / GB:.2f}' for name, value in parts.items())})"
+
+
+# Machines
+
+
+def find_place(config: RunConfig, device: torch.device, num: int) -> Place:
+    """This machine, or the one that is planned for."""
+    machine, cuda = config.machine, device.type == "cuda"
+    kind = machine.device or ("cuda" if cuda else "cpu")
+    here = (
+        torch.cuda.get_device_properties(device).total_memory
+        if cuda
+        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    )
+    memory = machine.memory * GB if machine.memory else here / (1 if cuda else num)
+    disk = machine.disk * GB if machine.disk else shutil.disk_usage(".").free
+    return Place(kind, machine.num or num, memory, disk)
+
+
+# Memory
+
+
+def target_bytes(config: RunConfig, target: Target, num: int) -> float:
+    """Of a process. target: an outline"""
+    weights = {id(value): value.nbytes for value in target.model.parameters()}
+    if target.quantisation is not None:  # an outline has the shapes of weights that are not quantised
+        stored = sum(file.stat().st_size for file in Path(config.target.name).glob("*.safetensors"))
+        return float(stored or QUANTISED * sum(weights.values()))
+    if config.features.urls:
+        ends = {id(part.weight): part.weight.nbytes for part in (target.embed, target.lm_head)}
+        return float(sum(ends.values()))
+    return sum(weights.values()) / (num if config.target.shard else 1)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """drafter: without values; memory: of a process; pace: of a machine with these figures, by a roofline"""
+
+    drafter: Head
+    memory: Memory
+    pace: Pace
+
+
+def count_run(config: RunConfig, target: Target, texts: Texts, place: Place, make: Callable[..., Any]) -> Counted:
+    """What a process needs. target: an outline; make: as of train/build.py, for heads that leave the target as it is"""
+    train, tokens = config.train, config.train.batch * config.data.length
+    peak, bandwidth = 1e12 * (config.machine.flops or 989), 1e9 * (config.machine.bandwidth or 3350)
+    size = config.head["vocab_size"]
+    vocab = None if size is None or size >= target.vocab_size else torch.arange(size)
+    with torch.device("meta"), Count():
+        drafter: Drafter = make(config.head["drafter"], target, vocab=vocab).to("meta")
+    size = sum(value.numel() for value in drafter.parameters() if value.requires_grad)
+    muon = hidden_matrices(drafter) if config.optimizer.name == "muon" else []
+    matrices = sum(value.numel() for value in muon)  # Muon keeps one number for each, AdamW two
+    own = 4.0 * size * (4 if train.ema else 3) - 4.0 * matrices
+    experts = experts_of(target.config.to_dict())
+    used = sum(
+        value.numel() * (experts.per_token / experts.num if experts and "experts" in name else 1.0)
+        for name, value in target.decoder.named_parameters()
+        if value is not target.embed.weight
+    )
+    reading = tokens * 2.0 * (8 * target.width + 3 * getattr(target.config, "intermediate_size", 4 * target.width))
+    with fast.forced("loss", *(["varlen"] if place.device == "cuda" else [])):
+        count = count_step(config, drafter, texts, make, peak=peak, bandwidth=bandwidth)
+    update = 28.0 * size / bandwidth
+    for low, high in (sorted(matrix.shape) for matrix in muon):
+        update += NEWTON_SCHULZ * (4.0 * low * low * high + 2.0 * low**3) / (0.5 * peak)
+    read = 2 * used / (PRODUCTS * peak) * BESIDE
+    if config.features.urls:
+        read = bytes_per_token(drafter) / (1e9 * (config.machine.network or 1.0))
+    other = CONTEXT if place.device == "cuda" else PROCESS
+    start = start_bytes(config, drafter, texts)
+    memory = Memory(target_bytes(config, target, place.num), own, max(float(count.live), reading), start, other)
+    return Counted(drafter, memory, Pace(read, count.seconds / tokens, update))
+
+
+def bytes_per_token(drafter: Head) -> int:
+    """Of features and the final state."""
+    target = drafter.target
+    return (len(drafter.target_layers) + 1) * target.width * target.embed.weight.element_size()
+
+
+def start_bytes(config: RunConfig, drafter: Head, texts: Texts) -> float:
+    """Of the closed-form start: the slots that it holds, once as they are read and once in float32, and two square matrices."""
+    if (
+        config.start is not None
+        or not isinstance(drafter, Drafter)
+        or not config.solve_packs
+        or type(drafter).solve is Drafter.solve
+    ):
+        return 0.0
+    num = start_tokens(config, texts)
+    width, layers = drafter.target.width, len(drafter.target_layers)
+    depth = 1 if drafter.depth is None else config.head["objective"]["depth"]
+    wide = (layers + 2) * width
+    return num * width * (layers + 1 + depth) * (2 + 4) + 2 * 4.0 * wide * wide
+
+
+def start_tokens(config: RunConfig, texts: Texts) -> float:
+    """That the closed-form start reads."""
+    return min(SLOTS, min(config.solve_packs, texts.num_packs) * texts.num_tokens / texts.num_packs)
+
+
+def count_step(config: RunConfig, drafter: Drafter, texts: Texts, make: Callable[..., Any], **machine: float) -> Count:
+    """A step of the drafter, from given features, of packs with texts of these lengths, of which 30 % are prompt."""
+    length, num = config.data.length, config.train.batch
+    mean = max(2, int(texts.lengths.mean())) if len(texts.lengths) else length
+    mean = min(mean, length)
+    sizes = [mean] * (length // mean)
+    rows = [
+        [Row(str(i), "all", [1] * size, [place >= 0.3 * size for place in range(size)]) for i, size in enumerate(sizes)]
+    ] * num
+    objective: nn.Module = make(config.head["objective"], drafter)
+    batch = collate(rows, length=length, pad_token=0).to(torch.device("meta"))
+    width = drafter.target.width
+    empty: Callable[[int], Tensor] = lambda w: torch.empty(num, length, w, dtype=torch.bfloat16, device="meta")
+    with Count(sizes * num, **machine) as count:
+        output = TargetOutput(empty(len(drafter.target_layers) * width), empty(width))
+        with Autocast() if config.precision != "fp32" else contextlib.nullcontext():
+            loss = objective(batch, output, compare=False)
+        (loss.total / 100).backward()
+    return count
+
+
+# Speed, measured
+
+
+def measure_pace(
+    read: Callable[[int], Any],
+    step: Callable[[int], Any],
+    update: Callable[[], Any],
+    tokens: list[int],
+    wait: Callable[[], None],
+) -> Pace:
+    """The pace of three functions on this device. read, step: take the number of a batch; tokens: of each batch
+
+    The first batch warms up, unless it takes longer than ten seconds.
+    """
+    found = []
+    for number, num in enumerate(tokens):
+        moments = [time.perf_counter()]
+        for work in (lambda n=number: read(n), lambda n=number: step(n), update):
+            work()
+            wait()
+            moments.append(time.perf_counter())
+        found.append([(b - a) / each for a, b, each in zip(moments, moments[1:], (num, num, 1))])
+        if moments[-1] - moments[0] > 10:
+            break
+    found = found[1:] or found
+    return Pace(*(sum(column) / len(column) for column in zip(*found)))
+
+
+def measured_memory(counted: Memory, device: torch.device) -> Memory:
+    """The most that this process has held after a few steps, in the place of what was counted; the start is left as counted."""
+    if device.type == "cuda":
+        most = CONTEXT + torch.cuda.max_memory_allocated(device)
+    else:
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return replace(counted, step=max(0.0, most - counted.fixed))
+
+
+# The plan
+
+
+@dataclass
+class Plan:
+    """What is printed. problems: why it cannot run, with what to change"""
+
+    lines: list[tuple[str, str]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{name:<9}{text}" for name, text in self.lines]
+        return "\n".join([*lines, *(f"does not fit: {text}" for text in self.problems)])
+
+
+def make_plan(config: RunConfig, drafter: Head, texts: Texts, place: Place, memory: Memory, pace: Pace) -> Plan:
+    """drafter: of the run, or of an outline"""
+    train, plan = config.train, Plan()
+    per_pack = texts.num_tokens / texts.num_packs
+    step_tokens = train.batch * train.accumulation * per_pack * place.num
+    tokens = train.steps * step_tokens
+    cached = config.features.mode == "cached"
+    spent = seconds(pace, tokens, texts=texts, step_tokens=step_tokens, cached=cached, num=place.num)
+    start = 0.0
+    if start_bytes(config, drafter, texts) and not cached:
+        start = start_tokens(config, texts) * pace.read
+    size = drafter.num_parameters()
+    features = min(tokens, texts.num_tokens) * bytes_per_token(drafter) if cached else 0.0
+    validations = math.ceil(train.steps / train.validate_every) if train.validate_every else 1
+    disk = features + 2 * 16.0 * size + 2.0 * size * validations
+    sent = tokens * bytes_per_token(drafter) if config.features.urls else 0.0
+    rate = tokens / spent if spent else 0.0
+    plan.lines += [
+        (
+            "reads",
+            f"{tokens:,.0f} tokens, {tokens / texts.num_tokens:.2g} times the {texts.num_tokens:,} of {len(texts.lengths):,} rows, in {texts.num_packs:,} packs of {config.data.length:,}",
+        ),
+        (
+            "steps",
+            f"{train.steps:,} of {step_tokens:,.0f} tokens: {train.batch} packs x {train.accumulation} micro-batches x {place.num} processes",
+        ),
+        (
+            "drafter",
+            f"{type(drafter).__name__}, {size / 1e6:.1f} M trained parameters, drafts from {drafter.vocab_size:,} tokens",
+        ),
+        ("memory", f"{memory} of {place.memory / GB:.1f} GB in each process"),
+        (
+            "time",
+            f"{duration(spent + start)} of training at {rate:,.0f} tokens/s"
+            + (f", {duration(start)} of them before the first step" if start else ""),
+        ),
+        ("disk", f"{disk / GB:.2f} GB ({features / GB:.2f} of features) of {place.disk / GB:,.0f} GB that are free"),
+        ("network", f"{sent / GB:,.1f} GB from the engine" if sent else "none"),
+    ]
+    plan.figures = {"tokens": tokens, "memory": memory.most, "seconds": spent + start, "disk": disk, "network": sent}
+    plan.problems += problems(config, memory, place)
+    if disk > place.disk:
+        plan.problems.append(
+            f"{disk / GB:.1f} GB are written and {place.disk / GB:.1f} GB are free: use features.mode=online."
+        )
+    return plan
+
+
+def problems(config: RunConfig, memory: Memory, place: Place) -> list[str]:
+    """Why a run does not fit into the memory, and what to change; empty if it does."""
+    if memory.most <= ROOM * place.memory:
+        return []
+    what = f"a process needs {memory} and has {place.memory / GB:.1f} GB: "
+    if memory.target > 0.8 * ROOM * place.memory:
+        where = (
+            "target.shard=true over more GPUs, target.device=auto, or an engine on other GPUs (features.mode=engine)"
+        )
+        return [f"{what}the target alone is too large. Give {where}, or a smaller or quantised target."]
+    return [f"{what}{config.less_memory()}."]
+
+
+def duration(spent: float) -> str:
+    return f"{spent:.0f} s" if spent < 120 else f"{spent / 60:.0f} min" if spent < 7200 else f"{spent / 3600:.1f} h"
+
+
+def make_outline(config: RunConfig) -> Target:
+    """The shapes of the target: by its config.json, or by conf/target where that cannot be reached."""
+    given = config.target
+    known = dict(given.outline or {})
+    dtype = "float32" if given.dtype == "float32" else "bfloat16"
+    try:  # a plan for another machine needs no network
+        if config.machine.name != HERE and known.get("of") == given.name and not Path(given.name).is_dir():
+            raise ValueError
+        found = load_config(given.name, revision=given.revision, trust_remote_code=given.trust_remote_code)
+    except ValueError:
+        if known.pop("of", None) != given.name:
+            raise
+        found = AutoConfig.for_model(**known)
+    return Target.outline(found, name=given.name, dtype=dtype, trust_remote_code=given.trust_remote_code)
+
+
+def shown_machine(config: RunConfig, place: Place) -> str:
+    machine = config.machine
+    if machine.name == HERE:
+        return "this machine"
+    return f"{machine.name}: {place.num} x {machine.memory:g} GB, from data sheets and a roofline, not measured"
+
+
+def heading(config: RunConfig, path: Path, place: Place) -> str:
+    tried = (
+        ""
+        if config.target.tried or not config.target.outline
+        else f"; {config.target.name} was never run by this project"
+    )
+    return f"plan for {path} on {shown_machine(config, place)}{tried}"
