@@ -33,7 +33,7 @@ from specdec import checkpoint
 from specdec.heads.base import Drafter
 from specdec.proposers import datastore
 from train import adapt as adaptation
-from train import progress
+from train import decide, progress
 from train.adapt_folder import AdaptationPlan, Home
 from train.answers.resumable import check_settings
 from train.config import flat, read_settings
@@ -280,8 +280,7 @@ def size_training(given: Adapt, plan: AdaptationPlan) -> tuple[int, int]:
     A pack holds the longest row, in a multiple of ROUND: at least the usual tokens, and at most `length` if that is more.
     """
     lengths = [len(answer.prompt) + len(answer.answer) for answer in plan.training]
-    usual = OmegaConf.load(loading.CONF / "data" / "shipped.yaml").length
-    length = max(usual, min(given.length, ROUND * math.ceil(max(lengths) / ROUND)))
+    length = max(decide.SHORTEST["cpu"], min(given.length, ROUND * math.ceil(max(lengths) / ROUND)))
     packs = sum(min(each, length) for each in lengths) / length
     together = int(given.training.get("train.batch", 1)) * int(given.training.get("train.accumulation", 1))
     return length, max(1, math.ceil(given.epochs * packs / together))
@@ -321,6 +320,8 @@ def make_arguments(given: Adapt, home: Home, plan: AdaptationPlan, length: int, 
         "optimizer.lr": given.lr or LOWER * float(own_lr),
         "optimizer.warmup": min(20, steps // 10),
         "train.steps": steps,
+        "train.batch": 1,
+        "train.accumulation": 1,
         "train.validate_every": steps,  # the last step is taken, not the best one: adapt.py judges it
         "train.save_every": max(1, min(100, steps // 5)),
         "train.log_every": max(1, min(20, steps // 10)),

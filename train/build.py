@@ -99,7 +99,7 @@ def prepare(config: RunConfig, device: torch.device, num: int) -> Prepared:
         config = decided(config, decide.batches(config, place, texts))
         if config.adapts_target:
             break
-        with named("head.drafter"):
+        with named("head.drafter"), torch.random.fork_rng(devices=[]):  # what is counted draws, too
             counted = plan.count_run(config, outline, texts, place, make)
         wrong = plan.problems(config, counted.memory, place)
         if not wrong or (config.plan and not free):

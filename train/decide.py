@@ -24,6 +24,10 @@ TOGETHER = 8192  # tokens of a micro-batch on a GPU (docs/gpu.md)
 ON_CPU = 1024  # tokens of a micro-batch on a CPU, above which nothing is won
 STEPS = 1000  # towards which the tokens of a step are chosen
 STEP_TOKENS = (512, 32768)  # tokens of a step, at least and at most
+UPDATE, LEAST_MOST = (
+    4.0,
+    2048,
+)  # times that the rest of a step takes as long as the optimizer; tokens that this may ask for
 EPOCHS = 4  # beyond which reading the same texts again brings little (2305.16264)
 ENOUGH = 1e9  # tokens, that published heads read at least; more data are read once
 CPU_HOURS = 1.0
@@ -164,9 +168,9 @@ def batches(config: RunConfig, place: Place, texts: Texts) -> list[Decision]:
     return _open(config, [Decision("train.batch", batch, reason)])
 
 
-def step_aim(config: RunConfig, tokens: float) -> float:
-    """Tokens of a step, of a run that reads so many."""
-    least, most = STEP_TOKENS
+def step_aim(config: RunConfig, tokens: float, least: float = STEP_TOKENS[0]) -> float:
+    """Tokens of a step, of a run that reads so many. least: at least"""
+    most = STEP_TOKENS[1]
     return min(max(least, tokens / (STEPS if "train.steps" in config.open else config.train.steps)), most)
 
 
@@ -202,19 +206,21 @@ def training(config: RunConfig, place: Place, texts: Texts, pace: Pace) -> list[
     times, wanted, reason = epochs(config, texts), tokens_wanted(config, texts), ""
     pack_tokens = train.batch * place.num * texts.num_tokens / texts.num_packs
     cost: dict[str, Any] = {"texts": texts, "cached": config.features.mode == "cached", "num": place.num}
+    # The optimizer's own work is to be a small part of a step
+    least = max(STEP_TOKENS[0], min(UPDATE * pace.update * place.num / max(1e-9, pace.read + pace.step), LEAST_MOST))
     # As many tokens as the time allows
     limited = steps_open and train.tokens is None and epochs_open and place.device == "cpu"
     hours = train.hours if "train.hours" not in given else CPU_HOURS if limited else None
     tokens = wanted
     if steps_open:
         reason = f"train.tokens={train.tokens:,}" if train.tokens else f"{times:.3g} times {texts.num_tokens:,} tokens"
-        cost["step_tokens"] = max(pack_tokens, step_aim(config, wanted))
+        cost["step_tokens"] = max(pack_tokens, step_aim(config, wanted, least))
         if hours is not None and seconds(pace, wanted, **cost) > hours * 3600:
             tokens *= _share_that_fits(pace, wanted, hours * 3600, cost)
-            cost["step_tokens"] = max(pack_tokens, step_aim(config, tokens))
+            cost["step_tokens"] = max(pack_tokens, step_aim(config, tokens, least))
             tokens = wanted * _share_that_fits(pace, wanted, hours * 3600, cost)
             reason = f"train.hours={hours:g} allows {tokens:,.0f} tokens at this speed; {reason} would take {wanted / tokens:.1f} times as long"
-    accumulation = max(1, round(step_aim(config, tokens) / pack_tokens))
+    accumulation = max(1, round(step_aim(config, tokens, least) / pack_tokens))
     if "train.accumulation" not in given:
         accumulation = train.accumulation
     step_tokens = cost["step_tokens"] = accumulation * pack_tokens
@@ -231,7 +237,7 @@ def training(config: RunConfig, place: Place, texts: Texts, pace: Pace) -> list[
         Decision(
             "train.accumulation",
             accumulation,
-            f"{step_tokens:,.0f} tokens a step: {STEPS:,} steps, but {least:,} to {most:,} tokens",
+            f"{step_tokens:,.0f} tokens a step: {STEPS:,} steps, but {least:,.0f} to {most:,} tokens",
         ),
         Decision("train.steps", steps, reason),
         Decision(

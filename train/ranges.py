@@ -151,7 +151,7 @@ RANGES = {
     "in_flight": whole(1, 65536), "features.folder": TEXT,
     # Optimizer and loop
     "optimizer.name": choice("adamw", "adamw8bit", "muon"), "lr": number(0), "muon_lr": number(0).or_null,
-    "betas": number(0, 1, below=True).list_of(2), "weight_decay": number(0), "schedule": choice("cosine", "wsd", "constant"),
+    "betas": number(0, 1, below=True).list_of(2), "weight_decay": number(0), "schedule": choice("cosine", "linear", "wsd", "constant"),
     "warmup": number(0), "optimizer.decay": number(0, 1, above=True), "final": SHARE, "steps": COUNT, "batch": whole(1, 65536),
     "train.steps": COUNT.or_auto, "train.tokens": COUNT.or_null, "train.epochs": POSITIVE.or_auto, "train.hours": POSITIVE.or_auto.or_null,
     "train.batch": whole(1, 65536).or_auto, "accumulation": whole(1, 65536).or_auto, "max_grad_norm": number(0), "log_every": EVERY, "train.validate_every": EVERY.or_auto, "save_every": EVERY.or_null,

@@ -94,7 +94,7 @@ class Target:
         self.max_positions = target_structure.last_position(config)
         self.rotary_boundary = target_structure.rotary_boundary(config)
         self.quantisation = quantisation or quantisation_of(model.config)  # such as bitsandbytes-4bit; None: none
-        self.shards, self.is_outline, self._compiles, self.spare = shards, outline, False, SpareMemory()
+        self.shards, self._compiles, self.spare = shards, False, SpareMemory()
         self.shape_logits = LogitShape.of(config)
         self.blocks = target_structure.find_blocks(self.decoder, config.num_hidden_layers, name)
         self.num_layers = len(self.blocks)
@@ -171,7 +171,7 @@ class Target:
     @property
     def whole(self) -> bool:
         """Whether its layers are there."""
-        return self.shards is None and not self.is_outline
+        return self.shards is None
 
     def layer_state(self, number: int) -> dict[str, Tensor]:
         """The parameters of a layer, from the files if it is not here."""

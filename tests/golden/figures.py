@@ -54,6 +54,13 @@ PACKS = {
 }
 
 
+# Defaults of heads when the record was made
+AS_RECORDED = {
+    "eagle3": ["head.drafter.own_output=true", "head.objective.depth=7", "head.objective.supervise=answers"],
+    "mtp": ["head.objective.depth=3", "head.objective.supervise=answers"],
+}
+
+
 def arguments(run: str, *more: str) -> list[str]:
     """Arguments of train.py for a short run."""
     given = [f"run={run}", "target.name=target", "target.dtype=float32", "data.train=train.jsonl", "data.heldout=prompts.jsonl",
@@ -61,7 +68,11 @@ def arguments(run: str, *more: str) -> list[str]:
              f"threads={torch.get_num_threads()}", "validation.max_new_tokens=12", "validation.share=null",
              "validation.decode=end", "validation.auto=never", f"train.steps={STEPS}", f"train.validate_every={STEPS}",
              f"train.save_every={MIDDLE}", "train.save_minutes=null", "train.log_every=1", "optimizer.lr=3e-3", "optimizer.warmup=2",
-             "head.vocab_size=200", "progress=quiet"]  # fmt: skip
+             "head.vocab_size=200", "progress=quiet", "train.batch=1", "train.accumulation=1", "optimizer.name=adamw",
+             "optimizer.weight_decay=0", "optimizer.schedule=cosine", "optimizer.final=0.05", "decode.depth=2",
+             "validation.num_prompts=8"]  # fmt: skip
+    head = next((each.removeprefix("head=") for each in more if each.startswith("head=")), "eagle")
+    given += AS_RECORDED.get(head, [])
     names = {each.partition("=")[0] for each in more}
     return [*(each for each in given if each.partition("=")[0] not in names), *more]
 
