@@ -1,10 +1,10 @@
-"""Trains head=eagle on this machine, then decodes it beside the head that ships.
+"""Trains head=eagle3 on this machine with the defaults of train.py, then decodes it beside the head that ships.
 
-    python scripts/demo.py [minutes=15]
+    python scripts/demo.py [minutes=10]
 
-First it measures how fast the target reads and decodes here, and prints how long everything takes. On a slow machine it takes
-fewer steps and prompts, so that training and comparison together stay within `minutes`, and says so. After Ctrl-C the same
-command continues. It writes checkpoints/demo, with report.html and comparison/comparison.html.
+train.py measures how fast this device trains, and takes as many steps as fit into its part of the minutes; the comparison takes
+fewer prompts where decoding is slow. After Ctrl-C the same command continues. It writes checkpoints/demo, with report.html and
+comparison/comparison.html.
 """
 
 from helpers import loading
@@ -13,7 +13,6 @@ from helpers.options import option, options, run
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,80 +27,32 @@ from train.data import rows as data
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN, SHIPPED = "demo", "checkpoints/shipped/mtp"
-HEAD, LENGTH = "eagle", 512
-STEPS, FEWEST_STEPS, STEPS_UNIT = 1000, 100, 50
+HEAD = "eagle3"
 PROMPTS, FEWEST_PROMPTS, NEW_TOKENS = 8, 3, 48
 METHODS = 5  # ways in which the comparison decodes each prompt
-PACKS = 330  # of data.train, each of which the target reads once
-SOLVED = 200  # packs that the closed-form start reads (solve_packs)
-STEP = 1.9  # seconds of a training step over those in which the target reads a pack, on CPUs
 TRIED = 16  # tokens that are decoded to measure the speed
-SHARE = 0.7  # of the minutes, that training may take
+SHARE = 0.6  # of the minutes, for the steps of the training
 
 
 @dataclass(frozen=True)
 class Demo:
-    minutes: float = option(15, "training and comparison may take about so long; on a slow machine both are smaller")
+    minutes: float = option(10, "training and comparison may take about so long; on a slow machine both are smaller")
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Seconds that this machine takes."""
-
-    read: float  # the target, for a pack
-    token: float  # of plain decoding
-
-    def training(self, steps: int) -> float:
-        """Of so many steps, with the target's outputs and the decoding of the last validation."""
-        validation = PROMPTS * NEW_TOKENS * self.token * 2
-        return min(max(steps, SOLVED), PACKS) * self.read + steps * STEP * self.read + validation
-
-
-@dataclass(frozen=True)
-class DemoPlan:
-    steps: int
-    prompts: int
-    training: float  # seconds
-    comparing: float
-
-
-def measure(target: Target, prompt: list[int]) -> Speed:
+def measure(target: Target, prompt: list[int]) -> float:
+    """Seconds of plain decoding for a token."""
     decoder = Decoder(target, None, sampling=Sampling(temperature=0), stop=set())
-    pack = torch.tensor([(prompt * LENGTH)[:LENGTH]], device=target.device)
-
-    def seconds(work: Callable[[], Any]) -> float:
-        work()  # a warm-up
-        begun = time.perf_counter()
-        work()
-        return time.perf_counter() - begun
-
-    with torch.no_grad():
-        read = seconds(lambda: float(target.read(pack, ()).final.sum()))
-    return Speed(read, seconds(lambda: decoder.generate([prompt], TRIED)) / TRIED)
+    decoder.generate([prompt], TRIED)  # a warm-up
+    begun = time.perf_counter()
+    decoder.generate([prompt], TRIED)
+    return (time.perf_counter() - begun) / TRIED
 
 
-def make_plan(speed: Speed, minutes: float, *, steps: int | None = None, prompts: int | None = None) -> DemoPlan:
-    """As many steps and prompts as fit, within bounds; or the given ones, with which the run was begun."""
-    per_prompt = METHODS * NEW_TOKENS * speed.token
-    sizes = range(FEWEST_STEPS, STEPS + 1, STEPS_UNIT)
-    steps = steps or max((num for num in sizes if speed.training(num) <= SHARE * minutes * 60), default=FEWEST_STEPS)
-    left = max(0.0, minutes * 60 - speed.training(steps))
-    prompts = prompts or min(PROMPTS, max(FEWEST_PROMPTS, int(left / per_prompt)))
-    return DemoPlan(steps, prompts, speed.training(steps), prompts * per_prompt)
-
-
-def describe(plan: DemoPlan, speed: Speed) -> str:
-    text = (
-        f"The target reads {LENGTH / max(speed.read, 1e-3):,.0f} tokens/s here, and decodes {1 / speed.token:.1f} tokens/s without "
-        f"drafts.\nTraining: {plan.steps:,} steps of {LENGTH} tokens, about {plan.training / 60:.0f} minutes. "
-        f"Comparison: {plan.prompts} prompts, about {max(1, plan.comparing / 60):.0f} minutes."
-    )
-    if (plan.steps, plan.prompts) != (STEPS, PROMPTS):
-        text += (
-            f"\nThat is less than the {STEPS:,} steps and {PROMPTS} prompts of the README's figures, so that it does not take longer; "
-            "minutes= allows more."
-        )
-    return text
+def choose_prompts(token: float, minutes: float) -> tuple[int, float]:
+    """-> prompts of the comparison, and the seconds that it takes. token: seconds of plain decoding"""
+    each = METHODS * NEW_TOKENS * token
+    num = min(PROMPTS, max(FEWEST_PROMPTS, int(minutes * 60 * (1 - SHARE) / 2 / each)))
+    return num, num * each
 
 
 def run_command(file: str, given: dict[str, Any]) -> int:
@@ -127,24 +78,27 @@ def main(arguments: list[str] | None = None) -> None:
     opened = loading.load_target(loading.TargetOptions(device=accelerator.type if accelerator else None))
     prompt = data.load_prompts(str(ROOT / "data/prompts_heldout.jsonl"), opened.tokenizer, limit=1)[0].tokens
     with progress.start("measuring this machine"):
-        speed = measure(opened.target, prompt)
+        token = measure(opened.target, prompt)
     del opened
-    steps = read_begun(folder / "config.yaml").get("train", {}).get("steps")
-    prompts = read_begun(folder / "comparison/settings.json").get("num_prompts")
-    plan = make_plan(speed, chosen.minutes, steps=steps, prompts=prompts)
-    print(describe(plan, speed), flush=True)
+    prompts, seconds = choose_prompts(token, chosen.minutes)
+    prompts = read_begun(folder / "comparison/settings.json").get("num_prompts") or prompts
+    print(
+        f"Training: at most {SHARE * chosen.minutes:.0f} minutes of steps; the first lines below say how many. Comparison: {prompts} "
+        f"prompts, about {max(1, seconds / 60):.0f} minutes, as plain decoding has {1 / token:.1f} tokens/s here.",
+        flush=True,
+    )
     if (folder / "finished").exists():
         print(f"{folder.relative_to(ROOT)} is trained already; delete it to train again.", flush=True)
     else:
-        training = {"head": HEAD, "run": RUN, "data.length": LENGTH, "resume": "true", "train.steps": plan.steps}
-        if status := run_command("train.py", training | {"train.validate_every": -(-plan.steps // 4)}):
+        hours = {"train.hours": round(SHARE * chosen.minutes / 60, 4)}
+        if status := run_command("train.py", {"head": HEAD, "run": RUN, "resume": "true", **hours}):
             sys.exit(status)
     print("\n== This head and the one that ships, trained longer, on the same prompts ==", flush=True)
     comparison = {
         "checkpoint": f"checkpoints/{RUN},{SHIPPED}",
         "proposers": "auto",
         "chains": "2",
-        "limit": plan.prompts,
+        "limit": prompts,
         "max_new_tokens": NEW_TOKENS,
         "out": f"checkpoints/{RUN}/comparison",
     }
