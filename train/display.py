@@ -9,8 +9,10 @@ from rich.table import Table
 
 from specdec.heads.base import Head
 from specdec.measuring.report import TAU, Report, by_depth, verdict
+from train.answers.resumable import read_rows
 from train.config import GONE, RunConfig
 from train.data.packing import Packs
+from train.pages import data_law
 from train.pages.page import write_figure
 from train.progress import Results
 
@@ -124,4 +126,8 @@ def end(console: Results, trainer) -> None:
         figure = trainer.validation.figure.replace("_", " ")
         console.say(f"best {figure} {trainer.best['figure']:.3f}: {best}")
         console.say(trainer.validation.cost(trainer.seconds))
+        if said := data_law.outlook(
+            read_rows(trainer.folder.path / "log.jsonl"), depth=trainer.validation.drafting.depth
+        ):
+            console.say(said)
         console.say(f"next: python scripts/generate.py checkpoint={best} prompt='...'")

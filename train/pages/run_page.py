@@ -11,7 +11,7 @@ from specdec import checkpoint
 from specdec.core import files
 from specdec.measuring.report import TAU, Report, verdict
 from train.answers.resumable import read_rows
-from train.pages import facts
+from train.pages import data_law, facts
 from train.pages.charts import ChartCurve, bars, lines, number
 from train.pages.page import Section, Table, render_page, write_figure
 
@@ -74,13 +74,15 @@ def render_run(document: dict[str, Any]) -> str:
         for name, each in part.items()
         if each is not None
     ]
+    depth = len(report.replayed_survival or report.survival or [])
+    outlook = data_law.outlook(document["log"], depth=depth) if depth else None
     command = Markup("<p>The command that repeats it:</p><pre>{}</pre>").format(about["command"]) if about else ""
     sections = [
         Section(texts=[*lossless, f"tau: {TAU}. {INTERVALS}"], tiles=list_tiles(report)),
         Section("Drafts", charts=chart_drafts(report)),
         Section("By category", table=tabulate("category", report.by_category)),
         Section("By tag", table=tabulate("tag", report.by_tag)),
-        Section("The run", charts=chart_log(document["log"])),
+        Section("The run", texts=[outlook] if outlook else [], charts=chart_log(document["log"])),
         Section("Data, training and environment", table=Table(["fact", "value"], rows), body=command),
     ]
     title = f"{document['name']}, step {report.step}"
