@@ -71,8 +71,9 @@ def fit_alone(config: RunConfig, path: Path, accelerator: Accelerator) -> int:
     """`fit` in a folder that no other launch writes to."""
     console, main, given = progress.Results(), accelerator.is_main_process, config.start
     config = build.pin_start(config, path)
-    prepared = build.prepare(config, accelerator.device, accelerator.num_processes)
-    target = build.load_target(prepared.config, accelerator)
+    load = lambda chosen: build.load_target(chosen, accelerator)
+    prepared = build.prepare(config, accelerator.device, accelerator.num_processes, load)
+    target = prepared.target or load(prepared.config)
     prepared, _ = build.choose_steps(prepared, target, accelerator)
     config = prepared.config
     trainer = build.make_trainer(prepared, target, path, accelerator, console)

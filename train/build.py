@@ -3,6 +3,7 @@
 import math
 import os
 import pkgutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -45,6 +46,7 @@ from train.validate import Validation
 PRECISIONS = {"bf16": "bf16", "fp32": "no"}  # of train.py, and what accelerate calls them
 IN_FLIGHT = 64  # texts that servers are asked for at once, by each process
 CHARACTERS = 4  # of a token, where the tokenizer is not there
+LAYERS = 3  # that a head reads whose layers are not known yet
 SAMPLE = 2000  # documents that are looked for in a folder before training
 
 
@@ -52,7 +54,8 @@ SAMPLE = 2000  # documents that are looked for in a folder before training
 class Prepared:
     """What is known before the target is loaded.
 
-    heldout: rows of prompts; counted: None for heads that change the target
+    heldout: rows of prompts; counted: None for heads that change the target, and for what cannot be counted
+    target: None if it was not needed yet
     tokenizer, packs: None in a plan for another machine, if the tokenizer cannot be reached: then `texts` are guessed
     """
 
@@ -63,16 +66,21 @@ class Prepared:
     texts: Texts
     place: Place
     counted: plan.Counted | None
+    target: Target | None
 
 
-def prepare(config: RunConfig, device: torch.device, num: int) -> Prepared:
+def prepare(
+    config: RunConfig, device: torch.device, num: int, load: Callable[[RunConfig], Target] | None = None
+) -> Prepared:
     """Reads and packs the data, decides how, and counts what a process needs. device, num: of the processes
+
+    load: loads the target, if its shapes cannot be told without values; None: in a plan for another machine
 
     Raises ValueError for paths that do not exist and for a run that cannot fit, before the target is loaded.
     """
     place = compute_by_main(lambda: plan.find_place(config, device, num), "this machine", minutes=config.train.timeout)
     with named("target"):
-        outline = plan.make_outline(config)
+        outline = plan.make_outline(config, plan.read_config(config))
     heldout = reading.load_prompts(config.data.heldout, split=config.data.heldout_split)
     tokenizer, rows, numbers = None, None, None
     try:
@@ -87,20 +95,26 @@ def prepare(config: RunConfig, device: torch.device, num: int) -> Prepared:
     else:
         rows, numbers = encode_rows(config, tokenizer)
         lengths = rows.lengths[numbers]
-    limits = [each for each in (outline.max_positions, outline.rotary_boundary) if each is not None]
+    if outline is None and load is None:
+        raise ValueError(
+            f"{config.target.name} cannot be counted without its values: plan=true loads it, on a machine that can."
+        )
+    target = None if outline or load is None else load(config)
+    shapes = outline or target
+    assert shapes is not None
+    limits = [each for each in (shapes.max_positions, shapes.rotary_boundary) if each is not None]
     free = "data.length" in config.open
     config = decided(config, decide.reading(config, place, lengths, most=min(limits, default=None)))
     while True:
         with named("data"):
-            packed = packs_rows(outline, length=config.data.length, pack=config.data.pack)
+            packed = packs_rows(shapes, length=config.data.length, pack=config.data.pack)
             packs = Packs(rows, length=config.data.length, packed=packed, numbers=numbers) if rows else None
-        texts, counted = Texts.of(packs) if packs else Texts.guessed(lengths, config.data.length), None
-        config = decided(config, decide.vocabulary(config, texts, all_tokens=outline.vocab_size))
+        texts = Texts.of(packs) if packs else Texts.guessed(lengths, config.data.length)
+        config = decided(config, decide.vocabulary(config, texts, all_tokens=shapes.vocab_size))
         config = decided(config, decide.batches(config, place, texts))
-        if config.adapts_target:
+        counted = None if outline is None or config.adapts_target else count(config, outline, texts, place)
+        if counted is None:
             break
-        with named("head.drafter"), torch.random.fork_rng(devices=[]):  # what is counted draws, too
-            counted = plan.count_run(config, outline, texts, place, make)
         wrong = plan.problems(config, counted.memory, place)
         if not wrong or (config.plan and not free):
             break
@@ -116,10 +130,21 @@ def prepare(config: RunConfig, device: torch.device, num: int) -> Prepared:
             "data.length", config.data.length // 2, f"{counted.memory} were too much for {place.memory / 1e9:.1f} GB"
         )
         config = decided(replace(config, open=(*config.open, "data.length")), [shorter])
-    if counted is not None:
-        size = plan.bytes_per_token(counted.drafter)
-        config = decided(config, decide.features(config, place, texts, bytes_per_token=size))
-    return Prepared(config, tokenizer, heldout, packs, texts, place, counted)
+    layers = len(counted.drafter.target_layers) if counted else LAYERS
+    size = (layers + 1) * shapes.width * shapes.embed.weight.element_size()
+    config = decided(config, decide.features(config, place, texts, bytes_per_token=size))
+    return Prepared(config, tokenizer, heldout, packs, texts, place, counted, target)
+
+
+def count(config: RunConfig, outline: Target, texts: Texts, place: Place) -> plan.Counted | None:
+    """None for a head that cannot be counted without values; its own refusals come when it is made."""
+    try:
+        with torch.random.fork_rng(devices=[]):  # what is counted draws, too
+            return plan.count_run(config, outline, texts, place, make)
+    except plan.WITHOUT_VALUES as error:
+        if config.plan:
+            raise ValueError(f"This target with this head cannot be counted ({error}).") from error
+        return None
 
 
 def decided(config: RunConfig, decisions: list[Decision]) -> RunConfig:
@@ -241,12 +266,12 @@ def show_plan(config: RunConfig, path: Path) -> str:
     else:
         device, num = torch.device("cpu"), 1
         config = config.with_precision("bf16", "bfloat16")
-    prepared = prepare(config, device, num)
+    prepared = prepare(config, device, num, (lambda given: load_target(given, accelerator)) if here else None)
     if prepared.counted is None:
-        raise ValueError("plan=true: a head that changes its target is not counted. Take a few steps: train.steps=10.")
+        raise ValueError("plan=true: this head or this target is not counted. Take a few steps: train.steps=10.")
     memory, pace, drafter = prepared.counted.memory, prepared.counted.pace, prepared.counted.drafter
     if here and not plan.problems(prepared.config, memory, prepared.place):
-        target = load_target(prepared.config, accelerator)
+        target = prepared.target or load_target(prepared.config, accelerator)
         prepared, measured = choose_steps(prepared, target, accelerator)
         assert measured is not None
         pace, memory = measured, plan.measured_memory(memory, device)

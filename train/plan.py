@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from specdec.core import fast
 from specdec.heads.base import Drafter, Head
@@ -39,6 +39,7 @@ PRODUCTS, BESIDE = 0.65, 1.3  # share of the peak of a target's products; its ti
 PROCESS = 0.55 * GB  # of Python and its libraries, on a CPU
 NEWTON_SCHULZ = 5  # steps of Muon
 QUANTISED = 0.3  # bytes of quantised weights over those in 16 bits, where the files are not here
+WITHOUT_VALUES = (ValueError, RuntimeError, NotImplementedError, TypeError)  # what tensors without values may raise
 SLOTS = 100_000  # of a closed-form start
 
 
@@ -127,7 +128,8 @@ def count_run(config: RunConfig, target: Target, texts: Texts, place: Place, mak
         for name, value in target.decoder.named_parameters()
         if value is not target.embed.weight
     )
-    reading = tokens * 2.0 * (8 * target.width + 3 * getattr(target.config, "intermediate_size", 4 * target.width))
+    inner = getattr(target.config, "intermediate_size", None) or 4 * target.width
+    reading = tokens * 2.0 * (8 * target.width + 3 * (max(inner) if isinstance(inner, list) else inner))
     with fast.forced("loss", *(["varlen"] if place.device == "cuda" else [])):
         count = count_step(config, drafter, texts, make, peak=peak, bandwidth=bandwidth)
     update = 28.0 * size / bandwidth
@@ -308,20 +310,23 @@ def duration(spent: float) -> str:
     return f"{spent:.0f} s" if spent < 120 else f"{spent / 60:.0f} min" if spent < 7200 else f"{spent / 3600:.1f} h"
 
 
-def make_outline(config: RunConfig) -> Target:
-    """The shapes of the target: by its config.json, or by conf/target where that cannot be reached."""
+def read_config(config: RunConfig) -> PreTrainedConfig:
+    """The target's config.json, or what conf/target has of it where a plan for another machine cannot reach it."""
     given = config.target
     known = dict(given.outline or {})
-    dtype = "float32" if given.dtype == "float32" else "bfloat16"
-    try:  # a plan for another machine needs no network
-        if config.machine.name != HERE and known.get("of") == given.name and not Path(given.name).is_dir():
-            raise ValueError
-        found = load_config(given.name, revision=given.revision, trust_remote_code=given.trust_remote_code)
-    except ValueError:
-        if known.pop("of", None) != given.name:
-            raise
-        found = AutoConfig.for_model(**known)
-    return Target.outline(found, name=given.name, dtype=dtype, trust_remote_code=given.trust_remote_code)
+    if config.machine.name != HERE and known.pop("of", None) == given.name and not Path(given.name).is_dir():
+        return AutoConfig.for_model(**known)
+    return load_config(given.name, revision=given.revision, trust_remote_code=given.trust_remote_code)
+
+
+def make_outline(config: RunConfig, found: PreTrainedConfig) -> Target | None:
+    """The shapes of the target. None for families whose shapes cannot be told without values: these are not counted."""
+    dtype = "float32" if config.target.dtype == "float32" else "bfloat16"
+    name, trusted = config.target.name, config.target.trust_remote_code
+    try:
+        return Target.outline(found, name=name, dtype=dtype, trust_remote_code=trusted)
+    except WITHOUT_VALUES:
+        return None
 
 
 def shown_machine(config: RunConfig, place: Place) -> str:

@@ -30,9 +30,13 @@ def settings(*options: str) -> RunConfig:
     return RunConfig.of(OmegaConf.to_container(composed, resolve=True)).with_precision("bf16", "bfloat16")
 
 
+def outline_of(config: RunConfig):
+    return plan.make_outline(config, plan.read_config(config))
+
+
 @pytest.fixture(scope="module")
 def outlines():
-    return {name: plan.make_outline(settings(f"target={name}", "machine=h100")) for name in TARGETS}
+    return {name: outline_of(settings(f"target={name}", "machine=h100")) for name in TARGETS}
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -64,7 +68,7 @@ def test_a_plan_is_short_for_a_machine():
 
 def test_an_outline_is_of_the_target_that_it_was_written_for():
     with pytest.raises(ValueError, match="some/other could not be loaded"):
-        plan.make_outline(settings("target=qwen3-8b", "target.name=some/other", "machine=h100"))
+        plan.read_config(settings("target=qwen3-8b", "target.name=some/other", "machine=h100"))
 
 
 def test_a_plan_takes_steps_on_this_machine_and_writes_nothing(fit, capsys):
@@ -111,7 +115,7 @@ def test_a_shorter_pack_is_tried_where_memory_does_not_suffice(folder, monkeypat
         drafter = type("Some", (), {"target_layers": (), "target": outline})
         return plan.Counted(drafter, memory, decide.Pace(0, 0, 0))
 
-    outline = plan.make_outline(config)
+    outline = outline_of(config)
     monkeypatch.setattr(plan, "count_run", count_run)
     monkeypatch.setattr(decide, "SHORTEST", {"cpu": 64, "cuda": 64})
     monkeypatch.setattr(decide, "reading", lambda config, *_, **__: [decide.Decision("data.length", 512, "")])
