@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specdec import checkpoint
 from specdec.core import devices, files
-from train import build, display, overrides, progress, tracking
+from train import build, display, overrides, prepare, progress, tracking
 from train.config import RunConfig, fixed_settings
 from train.distributed import ProcessLost, is_main, plain_warnings
 from train.lock import lock
@@ -49,7 +49,7 @@ def fit(chosen: DictConfig) -> int:
     path = Path("checkpoints") / config.run
     progress.choose(config.progress, main=is_main())
     if config.plan:
-        print(build.show_plan(config, path))
+        print(prepare.show_plan(config, path))
         return 0
     config = build.recall(config, path)
     if RunFolder(path, {}, fixed_settings(config.document())).check(resume=config.resume):
@@ -72,11 +72,13 @@ def fit_alone(config: RunConfig, path: Path, accelerator: Accelerator) -> int:
     console, main, given = progress.Results(), accelerator.is_main_process, config.start
     config = build.pin_start(config, path)
     load = lambda chosen: build.load_target(chosen, accelerator)
-    prepared = build.prepare(config, accelerator.device, accelerator.num_processes, load)
+    prepared = prepare.prepare(config, accelerator.device, accelerator.num_processes, load)
     target = prepared.target or load(prepared.config)
-    prepared, _ = build.choose_steps(prepared, target, accelerator)
+    prepared, _ = prepare.choose_steps(prepared, target, accelerator)
     config = prepared.config
-    trainer = build.make_trainer(prepared, target, path, accelerator, console)
+    assert prepared.tokenizer is not None and prepared.packs is not None
+    parts = config, prepared.tokenizer, prepared.heldout, prepared.packs, target
+    trainer = build.make_trainer(*parts, path=path, accelerator=accelerator, console=console)
     tracker = tracking.Tracking(config.tracker if main else "none", path)
     if not (config.resume and trainer.resume()):
         trainer.prepare(config.solve_packs if config.start is None else 0, fresh=config.start is None)

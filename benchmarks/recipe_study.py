@@ -36,6 +36,7 @@ LINEAR = (
 TEXT, ANSWERS = "head.objective.supervise=text", "head.objective.supervise=answers"
 ALL, HALF = "head.objective.keep=1 head.objective.decay={}", "head.objective.keep=0.5 head.objective.decay={}"
 FROZEN, OWN = "head.drafter.own_output=false", "head.drafter.own_output=true"
+NORMS = "head.drafter.norm_features=true head.drafter.norm_output=true"
 CANDIDATES = {
     "eagle3": {
         "adamw": f"{ADAMW} optimizer.lr=2.5e-4 {ANSWERS} {ALL.format(0.8)} {OWN}",
@@ -49,6 +50,7 @@ CANDIDATES = {
         "linear .8": f"{LINEAR.format('1e-3')} {TEXT} {ALL.format(0.8)} {FROZEN}",
         "linear no start": f"{LINEAR.format('1e-3')} {TEXT} {ALL.format(1)} {FROZEN} solve_packs=0",
         "linear own": f"{LINEAR.format('1e-3')} {TEXT} {ALL.format(1)} {OWN}",
+        "linear norms": f"{LINEAR.format('1e-3')} {TEXT} {ALL.format(1)} {FROZEN} {NORMS} solve_packs=0",
         "linear .8 own": f"{LINEAR.format('1e-3')} {TEXT} {ALL.format(0.8)} {OWN}",
         "linear .8 ema": f"{LINEAR.format('1e-3')} {TEXT} {ALL.format(0.8)} {FROZEN} train.ema=0.99",
         "cosine .8": f"{MUON} optimizer.muon_lr=1e-3 {TEXT} {ALL.format(0.8)} {FROZEN}",

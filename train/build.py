@@ -3,8 +3,7 @@
 import math
 import os
 import pkgutil
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy
 import torch
 import transformers
 from accelerate import Accelerator, PartialState
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, set_seed
+from accelerate.utils import InitProcessGroupKwargs, set_seed
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -22,16 +21,14 @@ from specdec.core import devices, fast, hub, precision
 from specdec.core.sampling import Sampling
 from specdec.heads.base import Head
 from specdec.measuring.measure import Prompt, check_prompts
-from specdec.target.model import Target, TargetOutput, load_tokenizer
-from train import decide, display, distributed, optimization, plan, progress
+from specdec.target.model import Target
+from train import display, distributed, optimization, progress
 from train.config import RunConfig, fixed_settings, flat, read_settings
 from train.data import reading
 from train.data import rows as data
 from train.data.encoding import Encoding, load_rows
 from train.data.loader import Material, permutation
 from train.data.packing import Packs, Rows, draft_vocab
-from train.data.rows import collate
-from train.decide import Decision, Place, Texts
 from train.distributed import Waiting, compute_by_main
 from train.features.engine_client import EngineClient
 from train.features.engine_features import EngineTarget
@@ -45,128 +42,28 @@ from train.validate import Validation
 
 PRECISIONS = {"bf16": "bf16", "fp32": "no"}  # of train.py, and what accelerate calls them
 IN_FLIGHT = 64  # texts that servers are asked for at once, by each process
-CHARACTERS = 4  # of a token, where the tokenizer is not there
-LAYERS = 3  # that a head reads whose layers are not known yet
 SAMPLE = 2000  # documents that are looked for in a folder before training
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What is known before the target is loaded.
-
-    heldout: rows of prompts; counted: None for heads that change the target, and for what cannot be counted
-    target: None if it was not needed yet
-    tokenizer, packs: None in a plan for another machine, if the tokenizer cannot be reached: then `texts` are guessed
-    """
-
-    config: RunConfig
-    tokenizer: PreTrainedTokenizerBase | None
-    heldout: list[dict]
-    packs: Packs | None
-    texts: Texts
-    place: Place
-    counted: plan.Counted | None
-    target: Target | None
-
-
-def prepare(
-    config: RunConfig, device: torch.device, num: int, load: Callable[[RunConfig], Target] | None = None
-) -> Prepared:
-    """Reads and packs the data, decides how, and counts what a process needs. device, num: of the processes
-
-    load: loads the target, if its shapes cannot be told without values; None: in a plan for another machine
-
-    Raises ValueError for paths that do not exist and for a run that cannot fit, before the target is loaded.
-    """
-    place = compute_by_main(lambda: plan.find_place(config, device, num), "this machine", minutes=config.train.timeout)
-    with named("target"):
-        outline = plan.make_outline(config, plan.read_config(config))
-    heldout = reading.load_prompts(config.data.heldout, split=config.data.heldout_split)
-    tokenizer, rows, numbers = None, None, None
-    try:
-        with named("target"):
-            origin: Any = {"revision": config.target.revision, "trust_remote_code": config.target.trust_remote_code}
-            tokenizer = load_tokenizer(config.target.name, **origin)
-            data.check_offsets(tokenizer)
-    except ValueError:
-        if config.machine.name == plan.HERE:
-            raise
-        lengths = guess_lengths(config)
-    else:
-        rows, numbers = encode_rows(config, tokenizer)
-        lengths = rows.lengths[numbers]
-    if outline is None and load is None:
-        raise ValueError(
-            f"{config.target.name} cannot be counted without its values: plan=true loads it, on a machine that can."
-        )
-    target = None if outline or load is None else load(config)
-    shapes = outline or target
-    assert shapes is not None
-    limits = [each for each in (shapes.max_positions, shapes.rotary_boundary) if each is not None]
-    free = "data.length" in config.open
-    config = decided(config, decide.reading(config, place, lengths, most=min(limits, default=None)))
-    while True:
-        with named("data"):
-            packed = packs_rows(shapes, length=config.data.length, pack=config.data.pack)
-            packs = Packs(rows, length=config.data.length, packed=packed, numbers=numbers) if rows else None
-        texts = Texts.of(packs) if packs else Texts.guessed(lengths, config.data.length)
-        config = decided(config, decide.vocabulary(config, texts, all_tokens=shapes.vocab_size))
-        config = decided(config, decide.batches(config, place, texts))
-        counted = None if outline is None or config.adapts_target else count(config, outline, texts, place)
-        if counted is None:
-            break
-        wrong = plan.problems(config, counted.memory, place)
-        if not wrong or (config.plan and not free):
-            break
-        if (
-            not free
-            or config.data.length <= decide.SHORTEST[place.device]
-            or counted.memory.fixed > plan.ROOM * place.memory
-        ):
-            if config.plan:
-                break
-            raise ValueError(f"This run does not fit: {wrong[0]} plan=true shows what it needs.")
-        shorter = decide.Decision(
-            "data.length", config.data.length // 2, f"{counted.memory} were too much for {place.memory / 1e9:.1f} GB"
-        )
-        config = decided(replace(config, open=(*config.open, "data.length")), [shorter])
-    layers = len(counted.drafter.target_layers) if counted else LAYERS
-    size = (layers + 1) * shapes.width * shapes.embed.weight.element_size()
-    config = decided(config, decide.features(config, place, texts, bytes_per_token=size))
-    return Prepared(config, tokenizer, heldout, packs, texts, place, counted, target)
-
-
-def count(config: RunConfig, outline: Target, texts: Texts, place: Place) -> plan.Counted | None:
-    """None for a head that cannot be counted without values; its own refusals come when it is made."""
-    try:
-        with torch.random.fork_rng(devices=[]):  # what is counted draws, too
-            return plan.count_run(config, outline, texts, place, make)
-    except plan.WITHOUT_VALUES as error:
-        if config.plan:
-            raise ValueError(f"This target with this head cannot be counted ({error}).") from error
-        return None
-
-
-def decided(config: RunConfig, decisions: list[Decision]) -> RunConfig:
-    """With these decisions, each of which is said with its reason."""
-    for decision in decisions:
-        progress.note(f"auto     {decision}")
-    return decide.settle(config, decisions)
-
-
 def make_trainer(
-    prepared: Prepared, target: Target, path: Path, accelerator: Accelerator, console: progress.Results
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    heldout: list[dict],
+    packs: Packs,
+    target: Target,
+    *,
+    path: Path,
+    accelerator: Accelerator,
+    console: progress.Results,
 ) -> Trainer:
-    """The trainer of a run before its first step. path: the run's folder
+    """The trainer of a run before its first step. heldout: rows of prompts; path: the run's folder
 
     Refuses now what would fail after hours of training.
     """
-    config, packs = prepared.config, prepared.packs
-    assert packs is not None and prepared.tokenizer is not None
-    stop = data.stop_tokens(prepared.tokenizer, target.model.generation_config)
-    rows = reading.spread(prepared.heldout, config.validation.num_prompts)
+    stop = data.stop_tokens(tokenizer, target.model.generation_config)
+    rows = reading.spread(heldout, config.validation.num_prompts)
     with reading.at(str(config.data.heldout)):
-        prompts = encode_prompts(config, prepared.tokenizer, packs, rows)
+        prompts = encode_prompts(config, tokenizer, packs, rows)
     drafter, spec = make_drafter(config, target, packs)
     drafter.to(accelerator.device)
     with named("features"):
@@ -178,108 +75,11 @@ def make_trainer(
     display.start(progress.note, config, drafter, packs, len(prompts))
     validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
     material = make_material(config, drafter, packs, accelerator, engine)
-    inputs = {"heldout": reading.digest_of(prepared.heldout), **target_inputs(target)}
+    inputs = {"heldout": reading.digest_of(heldout), **target_inputs(target)}
     folder = RunFolder(path, spec, fixed_settings(config.document()) | inputs)
     scheduler = optimization.schedule(optimizer, config.optimizer, steps=config.train.steps)
     parts: dict[str, Any] = {"material": material, "validation": validation, "settings": config.train, "folder": folder}
     return Trainer(accelerator, objective, optimizer, scheduler, **parts)
-
-
-# The speed of this device
-
-TRIED = 4  # batches with which it is measured, of which the first warms up
-BRIEF = 50  # steps that are given, below which it is not measured
-
-
-def choose_steps(prepared: Prepared, target: Target, accelerator: Accelerator) -> tuple[Prepared, decide.Pace | None]:
-    """Decides steps and validations by the speed of this device, if they are open. -> also the speed, if it was measured"""
-    config = prepared.config
-    brief = "train.steps" not in config.open and config.train.steps < BRIEF and not config.plan
-    names = {"train.steps", "train.accumulation", "train.validate_every", "train.hours", "train.epochs"}
-    if not config.plan and not names & set(config.open):
-        return prepared, None
-    pace = decide.Pace(0.0, 0.0, 0.0) if brief else try_steps(prepared, target, accelerator)
-    with Waiting(config.train.timeout, accelerator.process_index, accelerator.num_processes)(
-        "the speed of this device"
-    ):
-        pace = broadcast_object_list([pace])[0]
-    chosen = decided(config, decide.training(config, prepared.place, prepared.texts, pace))
-    return replace(prepared, config=chosen), None if brief else pace
-
-
-def try_steps(prepared: Prepared, target: Target, accelerator: Accelerator) -> decide.Pace:
-    """Takes a few steps with a drafter that is thrown away, and measures them. All processes call this together."""
-    config, packs, device = prepared.config, prepared.packs, accelerator.device
-    assert packs is not None
-    order = permutation(len(packs), config.train.seed)
-    size = min(config.train.batch, len(order))
-    chosen = [[packs[order[(turn * size + place) % len(order)]] for place in range(size)] for turn in range(TRIED)]
-    texts = [collate(each, length=config.data.length, pad_token=0).to(device) for each in chosen]
-    tokens = [int((batch.documents >= 0).sum()) for batch in texts]
-    outputs: dict[int, Any] = {}
-    with (
-        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-        progress.start("measuring this device"),
-    ):
-        if config.adapts_target:  # a second drafter would change it again
-            online = Online(target, ())
-            read = plan.measure_pace(
-                lambda n: online(texts[n]), lambda n: None, lambda: None, tokens, lambda: wait_for(device)
-            ).read
-            return decide.Pace(0.0, 4 * read, 0.0)
-        drafter = make_drafter(config, target, packs)[0].to(device)
-        objective = make(config.head["objective"], drafter).train()
-        optimizer = optimization.make_optimizer(drafter, config.optimizer)
-        online, served = Online(target, drafter.target_layers), bool(config.features.urls)
-
-        def read_texts(number: int) -> None:
-            shape = (*texts[number].tokens.shape, len(drafter.target_layers) * target.width)
-            given = [
-                torch.randn(each, dtype=target.dtype, device=device) for each in (shape, (*shape[:2], target.width))
-            ]
-            outputs[0] = TargetOutput(*given) if served else online(texts[number])
-
-        def take_step(number: int) -> None:
-            with accelerator.autocast():
-                loss = objective(texts[number], outputs[0], compare=False)
-            (loss.total / tokens[number]).backward()
-
-        def update() -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        pace = plan.measure_pace(read_texts, take_step, update, tokens, lambda: wait_for(device))
-    return replace(pace, read=0.0) if served else pace
-
-
-def wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def show_plan(config: RunConfig, path: Path) -> str:
-    """What `plan=true` prints: of this machine, after a few steps that are thrown away, or of another one from its figures."""
-    here = config.machine.name == plan.HERE
-    if here:
-        accelerator, config = start_processes(config)
-        device, num = accelerator.device, accelerator.num_processes
-    else:
-        device, num = torch.device("cpu"), 1
-        config = config.with_precision("bf16", "bfloat16")
-    prepared = prepare(config, device, num, (lambda given: load_target(given, accelerator)) if here else None)
-    if prepared.counted is None:
-        raise ValueError("plan=true: this head or this target is not counted. Take a few steps: train.steps=10.")
-    memory, pace, drafter = prepared.counted.memory, prepared.counted.pace, prepared.counted.drafter
-    if here and not plan.problems(prepared.config, memory, prepared.place):
-        target = prepared.target or load_target(prepared.config, accelerator)
-        prepared, measured = choose_steps(prepared, target, accelerator)
-        assert measured is not None
-        pace, memory = measured, plan.measured_memory(memory, device)
-    else:
-        chosen = decided(prepared.config, decide.training(prepared.config, prepared.place, prepared.texts, pace))
-        prepared = replace(prepared, config=chosen)
-    made = plan.make_plan(prepared.config, drafter, prepared.texts, prepared.place, memory, pace)
-    return f"{plan.heading(prepared.config, path, prepared.place)}\n{made}"
 
 
 def make(settings: dict, *arguments: Any, **more: Any) -> Any:
@@ -397,16 +197,6 @@ def encode_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
         encoding = Encoding(tokenizer, Path(chosen.cache), workers=chosen.workers, **source)
         # whichever process encodes shows it
         return load_rows(chosen.train, encoding, hold_out=chosen.hold_out, tokens=chosen.tokens)
-
-
-def guess_lengths(config: RunConfig) -> numpy.ndarray:
-    """Tokens of each row, where the tokenizer cannot be reached: its characters over CHARACTERS, [R]"""
-    name, found = config.target.name, []
-    for source in reading.read_sources(config.data.train):
-        for _, row in reading.read_rows(source, config.data.split):
-            found.append(len(str(row.get("messages") or row.get("text") or row)) // CHARACTERS + 1)
-    progress.note(f"The tokenizer of {name} cannot be reached: {CHARACTERS} characters are counted as a token.")
-    return numpy.array(found, dtype=numpy.int64)
 
 
 def encode_prompts(

@@ -6,7 +6,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from tests.support import ROOT, losses_of
-from train import build, decide
+from train import build, decide, prepare
 from train.config import PROVISIONAL, RunConfig, flat, read_settings
 from train.decide import Pace, Place, Texts
 
@@ -134,21 +134,21 @@ def test_a_resumed_run_is_the_same_on_another_machine(fit, monkeypatch):
         "train.accumulation=auto",
         "data.length=auto",
     )
-    monkeypatch.setattr(build, "try_steps", lambda *_: FAST)
+    monkeypatch.setattr(prepare, "try_steps", lambda *_: FAST)
     fit("whole", *open_ones)
     fit("some", *open_ones)
     settled = lambda: flat(read_settings(build.Path("checkpoints/some/config.yaml"))) | {"resume": None}
     decided = settled()
     build.Path("checkpoints/some/finished").unlink()
-    monkeypatch.setattr(build, "try_steps", lambda *_: pytest.fail("it was decided before"))
+    monkeypatch.setattr(prepare, "try_steps", lambda *_: pytest.fail("it was decided before"))
     fit("some", *open_ones, "resume=true")
     assert decided == settled()
     assert losses_of("some") == losses_of("whole") and all(decided[name] != "auto" for name in PROVISIONAL)
 
 
 def test_the_speed_is_measured_with_a_drafter_that_is_thrown_away(fit, monkeypatch):
-    monkeypatch.setattr(build, "BRIEF", 0)
+    monkeypatch.setattr(prepare, "BRIEF", 0)
     fit("measured", "train.validate_every=auto")
-    monkeypatch.setattr(build, "BRIEF", 50)
+    monkeypatch.setattr(prepare, "BRIEF", 50)
     fit("brief", "train.validate_every=auto")
     assert losses_of("measured") == losses_of("brief")

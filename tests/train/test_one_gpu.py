@@ -178,7 +178,7 @@ def test_full_memory_ends_training_with_the_options_that_lower_it(fit, monkeypat
     said = str(caught.value)
     assert said.startswith(FULL[name][1]) and "\n" not in said
     wanted = (
-        "lower data.length=64 or train.batch=2 (raise train.accumulation=1 as much) or head.objective.depth=7, or give "
+        "lower data.length=64 or train.batch=2 (raise train.accumulation=1 as much) or head.objective.depth=4, or give "
     )
     assert wanted + "head.objective.gradient_checkpointing=true" in said
     with pytest.raises(ValueError) as caught:

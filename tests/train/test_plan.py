@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from tests.support import ROOT, train_overrides
-from train import build, decide, overrides, plan
+from train import build, decide, overrides, plan, prepare
 from train.config import RunConfig
 
 CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ def test_a_shorter_pack_is_tried_where_memory_does_not_suffice(folder, monkeypat
     monkeypatch.setattr(decide, "SHORTEST", {"cpu": 64, "cuda": 64})
     monkeypatch.setattr(decide, "reading", lambda config, *_, **__: [decide.Decision("data.length", 512, "")])
     monkeypatch.setattr(plan, "find_place", lambda *_: decide.Place("cpu", 1, 150e9, 1e12))
-    prepared = build.prepare(config, CPU, 1)
+    prepared = prepare.prepare(config, CPU, 1)
     assert needs == [512, 256, 128] and prepared.config.data.length == prepared.packs.length == 128
 
 
