@@ -20,7 +20,7 @@ GPU := .venv-gpu/bin/python
 
 help:
 	@echo "make setup   virtual environment in .venv, and the default target (once, a few minutes)"
-	@echo "make demo    train head=eagle on the CPU, validated by decoding; then decode it beside the shipped head"
+	@echo "make demo    train head=eagle3 with the defaults, validated by decoding; then decode it beside the shipped head"
 	@echo "make test    the first tier of tests, in two processes (under four minutes on two cores); on more cores: make test PROCESSES=8"
 	@echo "make test-full     all tests but those of engines (about ten minutes on two cores)"
 	@echo "make test-engines  exports inside vLLM and llama.cpp, after make engines"

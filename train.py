@@ -10,6 +10,7 @@ import contextlib
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specdec import checkpoint
 from specdec.core import devices, files
+from specdec.target.model import Target
 from train import build, display, overrides, prepare, progress, tracking
-from train.config import RunConfig, fixed_settings
+from train.config import RunConfig, fixed_settings, refuse_two_lengths
 from train.distributed import ProcessLost, is_main, plain_warnings
 from train.lock import lock
 from train.pages import facts, run_page
+from train.prepare import Prepared
 from train.state import RunFolder
 from train.trainer import NotFiniteLoss
 
@@ -43,13 +46,16 @@ def fit(chosen: DictConfig) -> int:
     """Trains as the configuration says. -> the exit status. Raises ValueError, which says what to change."""
     try:
         values: Any = OmegaConf.to_container(chosen, resolve=True, throw_on_missing=True)
+        refuse_two_lengths(values)
         config = RunConfig.of(values)
     except OmegaConfBaseException as error:
         raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
     path = Path("checkpoints") / config.run
     progress.choose(config.progress, main=is_main())
     if config.plan:
-        print(prepare.show_plan(config, path))
+        text = prepare.show_plan(config, path)
+        if is_main():
+            print(text)
         return 0
     config = build.recall(config, path)
     if RunFolder(path, {}, fixed_settings(config.document())).check(resume=config.resume):
@@ -58,24 +64,36 @@ def fit(chosen: DictConfig) -> int:
         return 0
     tracking.check(config.tracker)
     accelerator, config = build.start_processes(config)
-    with lock(path / "lock", of=path) if accelerator.is_main_process else contextlib.nullcontext():
-        try:
-            return fit_alone(config, path, accelerator)
-        except (RuntimeError, MemoryError) as error:
-            if (full := devices.out_of_memory(error)) is None:
-                raise
-            raise ValueError(f"{full}: {config.less_memory()}.") from error
+    alone = lock(path / "lock", of=path) if accelerator.is_main_process else contextlib.nullcontext()
+    with alone, saying_less(config):
+        return fit_alone(config, path, accelerator)
+
+
+@contextlib.contextmanager
+def saying_less(config: RunConfig) -> Iterator[None]:
+    """Within, memory that does not suffice ends in a sentence with the options that lower what is needed."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if (full := devices.out_of_memory(error)) is None:
+            raise
+        raise ValueError(f"{full}: {config.less_memory()}.") from error
 
 
 def fit_alone(config: RunConfig, path: Path, accelerator: Accelerator) -> int:
     """`fit` in a folder that no other launch writes to."""
-    console, main, given = progress.Results(), accelerator.is_main_process, config.start
-    config = build.pin_start(config, path)
+    given, config = config.start, build.pin_start(config, path)
     load = lambda chosen: build.load_target(chosen, accelerator)
     prepared = prepare.prepare(config, accelerator.device, accelerator.num_processes, load)
     target = prepared.target or load(prepared.config)
     prepared, _ = prepare.choose_steps(prepared, target, accelerator)
-    config = prepared.config
+    with saying_less(prepared.config):
+        return train(prepared, target, path, accelerator, given)
+
+
+def train(prepared: Prepared, target: Target, path: Path, accelerator: Accelerator, given: str | None) -> int:
+    """From what has been decided to the last step. given: `start` as the user wrote it"""
+    config, console, main = prepared.config, progress.Results(), accelerator.is_main_process
     assert prepared.tokenizer is not None and prepared.packs is not None
     parts = config, prepared.tokenizer, prepared.heldout, prepared.packs, target
     trainer = build.make_trainer(*parts, path=path, accelerator=accelerator, console=console)

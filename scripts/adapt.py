@@ -54,6 +54,12 @@ TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 SHIPPED = "data/answers.jsonl.gz"  # answers of the default target, on which the shipped heads were trained
 ROUND = 128  # tokens: packs have a multiple of it, so that the target's passes have few shapes
 LOWER = 1 / 3  # of the learning rate that the head was trained with
+# Of heads that are trained with Muon: rates of AdamW, with which adapting was measured, and their objective then
+ADAMW_LR = {"eagle3": 2.5e-4, "mtp": 7e-4}
+AS_MEASURED: dict[str, dict] = {
+    "eagle3": {"depth": 7, "supervise": "answers"},
+    "mtp": {"depth": 3, "supervise": "answers"},
+}
 SHOWN = re.compile(r"step +\d+/\d+|Resumed|Ctrl-C|SIGTERM")  # lines of train.py
 
 
@@ -308,7 +314,11 @@ def make_arguments(given: Adapt, home: Home, plan: AdaptationPlan, length: int, 
     target = {**asdict(given.target), "name": Path(name) if Path(name).exists() else name}
     settings, head = settings_of(home.first), find_head(home.first)
     objective = settings.get("head", {}).get("objective", {})
-    own_lr = settings.get("optimizer", {}).get("lr") or OmegaConf.load(loading.CONF / "head" / f"{head}.yaml").lr
+    recorded = settings.get("optimizer", {})
+    own_lr = recorded.get("lr") or OmegaConf.load(loading.CONF / "head" / f"{head}.yaml").lr
+    if head in ADAMW_LR and (not recorded or recorded.get("name") == "muon"):
+        own_lr = ADAMW_LR[head]
+    objective = objective or AS_MEASURED.get(head, {})
     values: dict[str, Any] = {
         **{f"head.objective.{key}": value for key, value in flat(objective).items() if key != "_target_"},
         "run": folder / "run",

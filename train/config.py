@@ -232,6 +232,11 @@ class RunConfig:
         refuse(wrong)
 
     @property
+    def elsewhere(self) -> bool:
+        """Whether a plan is made for another machine."""
+        return self.plan and self.machine.name != "here"
+
+    @property
     def drafter_class(self) -> type[Head]:
         return checkpoint.drafter_class(self.head["drafter"]["_target_"])
 
@@ -294,7 +299,8 @@ PROVISIONAL: dict[str, Any] = {
 def take_provisional(document: dict) -> tuple[dict, tuple[str, ...]]:
     """-> the settings with a provisional value in the place of each `auto`, and the names of these options"""
     document, found = copy.deepcopy(document), []
-    for name, value in PROVISIONAL.items():
+    served = {"features.mode": "engine"} if document["features"].get("engine") else {}
+    for name, value in {**PROVISIONAL, **served}.items():
         group, _, key = name.partition(".")
         if document[group].get(key) == AUTO:
             document[group][key] = value
@@ -317,6 +323,19 @@ def _make(part: type, given: dict, group: str = "") -> Any:
     for key in given.keys() - part.__dataclass_fields__.keys():  # type: ignore[attr-defined]
         raise ValueError(f"There is no option {group + key!r}. {GONE.get(group + key, 'See --help.')}")
     return part(**given)
+
+
+def refuse_two_lengths(document: dict) -> None:
+    """Raises ValueError where a user says in two ways how long to train. document: as the user gives it"""
+    train = document["train"]
+    given = [name for name in ("tokens", "epochs", "hours") if train[name] not in (None, AUTO)]
+    both = [f"train.{name}={train[name]}" for name in given]
+    wrong = {
+        f"train.steps={train['steps']} says how long to train, so {both[0] if both else ''} would change nothing: give one of "
+        "them.": train["steps"] != AUTO and both,
+        "train.tokens and train.epochs both say how much to read: give one of them.": {"tokens", "epochs"} <= {*given},
+    }
+    refuse(wrong)
 
 
 # Settings by dotted name

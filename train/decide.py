@@ -49,7 +49,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Texts:
+class TextLengths:
     """The data in packs. lengths: tokens of each row, cut; counts: how often each token is supervised, as far as is known"""
 
     lengths: ndarray
@@ -62,12 +62,12 @@ class Texts:
         return int(self.lengths.sum())
 
     @classmethod
-    def of(cls, packs: Packs) -> "Texts":
+    def of(cls, packs: Packs) -> "TextLengths":
         lengths = numpy.minimum(packs.rows.lengths[packs.members], packs.length)
         return cls(lengths, len(packs), packs.supervised_counts.numpy())
 
     @classmethod
-    def guessed(cls, lengths: ndarray, length: int) -> "Texts":
+    def guessed(cls, lengths: ndarray, length: int) -> "TextLengths":
         """Of rows that were not encoded."""
         cut = numpy.minimum(lengths, length)
         return cls(cut, int(first_fit(cut.tolist(), length).max(initial=0)) + 1, numpy.zeros(0, dtype=numpy.int64))
@@ -84,6 +84,8 @@ class Pace:
 
 @dataclass(frozen=True)
 class Decision:
+    """reason: is printed with it; empty: nothing is"""
+
     name: str  # of the option
     value: Any
     reason: str
@@ -104,14 +106,21 @@ def _open(config: RunConfig, decisions: Sequence[Decision]) -> list[Decision]:
 # Before the target is loaded
 
 
-def reading(config: RunConfig, place: Place, lengths: ndarray, *, most: int | None) -> list[Decision]:
-    """How texts are read, and how the drafter is judged. lengths: tokens of each row; most: that the target can read; None: any"""
+def reading(
+    config: RunConfig, place: Place, lengths: ndarray, *, most: int | None, packed: bool = True, depth: int = 4
+) -> list[Decision]:
+    """How texts are read, and how the drafter is judged.
+
+    lengths: tokens of each row; most: that the target can read; None: any; packed: whether rows share a pack
+    depth: drafts that the head can make
+    """
     on_gpu = place.device == "cuda"
     where = "a GPU" if on_gpu else "a CPU"
     shortest = SHORTEST[place.device]
     quantile = int(numpy.quantile(lengths, FEW_CUT, method="higher")) if len(lengths) else shortest
     share = step_aim(config, max(1, int(lengths.sum())) * EPOCHS) / place.num  # tokens of a step in one process
     least = min(max(shortest, 2 ** round(math.log2(share))), TOGETHER) if on_gpu else shortest
+    least = least if packed else ROUND  # the rest of a pack would be padding
     length = min(max(least, -(-quantile // ROUND) * ROUND), LONGEST[place.device])
     limit = f"from {least:,} to {LONGEST[place.device]:,} on {where}"
     if most is not None and most < length:
@@ -120,34 +129,40 @@ def reading(config: RunConfig, place: Place, lengths: ndarray, *, most: int | No
     reason = f"{FEW_CUT:.1%} of {len(lengths):,} rows have at most {quantile:,} tokens; {limit}; cut: {cut:,}"
     found = [
         Decision("data.length", length, reason),
-        Decision("decode.depth", 4 if on_gpu else 2, f"drafts of a round in validations on {where}"),
+        Decision("decode.depth", min(depth, 4 if on_gpu else 2), f"drafts of a round in validations on {where}"),
         Decision("validation.num_prompts", 64 if on_gpu else 8, f"on {where}"),
         Decision("validation.max_new_tokens", 256 if on_gpu else 48, f"on {where}"),
     ]
     return _open(config, found)
 
 
-def vocabulary(config: RunConfig, texts: Texts, *, all_tokens: int) -> list[Decision]:
+def vocabulary(config: RunConfig, texts: TextLengths, *, all_tokens: int) -> list[Decision]:
     """The size of the draft vocabulary."""
     ranked = numpy.sort(texts.counts)[::-1]
     shares = ranked.cumsum() / max(1, ranked.sum())
     wanted = int(numpy.searchsorted(shares, COVERED)) + 1
     least, most = VOCABULARY
     size = min(max(least, -(-wanted // 1024) * 1024), most)
+    kept = config.start is not None and config.start_vocab == "keep"
     if size >= all_tokens:
-        return _open(config, [Decision("head.vocab_size", None, f"all {all_tokens:,} tokens of the target")])
+        return _open(
+            config, [Decision("head.vocab_size", None, "" if kept else f"all {all_tokens:,} tokens of the target")]
+        )
     if not len(shares):
         return _open(config, [Decision("head.vocab_size", most, "the most, as the answers were not encoded")])
     share = shares[min(size, len(shares)) - 1]
     reason = f"{wanted:,} tokens cover {COVERED:.1%} of the answers, these {share:.1%}; from {least:,} to {most:,}"
-    return _open(config, [Decision("head.vocab_size", size, reason)])
+    return _open(config, [Decision("head.vocab_size", size, "" if kept else reason)])
 
 
-def features(config: RunConfig, place: Place, texts: Texts, *, bytes_per_token: int) -> list[Decision]:
+def features(config: RunConfig, place: Place, texts: TextLengths, *, bytes_per_token: int) -> list[Decision]:
     """Where the target's outputs come from: a GPU computes them anew, as reading them from a disk would be slower."""
     size = texts.num_tokens * bytes_per_token
     again = tokens_wanted(config, texts) > 1.2 * texts.num_tokens
-    if place.device == "cuda":
+    if config.features.urls:
+        fits = size <= DISK * place.disk
+        mode, reason = ("cached" if fits else "engine"), f"what the engine reads has {size / 1e9:.1f} GB"
+    elif place.device == "cuda":
         mode, reason = "online", "the target's pass is a small part of a step on a GPU"
     elif not again:
         mode, reason = "online", "each text is read once"
@@ -158,12 +173,12 @@ def features(config: RunConfig, place: Place, texts: Texts, *, bytes_per_token: 
     return _open(config, [Decision("features.mode", mode, reason)])
 
 
-def batches(config: RunConfig, place: Place, texts: Texts) -> list[Decision]:
+def batches(config: RunConfig, place: Place, texts: TextLengths) -> list[Decision]:
     """Packs that are in memory at once."""
     together = max(1, (TOGETHER if place.device == "cuda" else ON_CPU) // config.data.length)
-    batch = min(
-        together, max(1, round(step_aim(config, tokens_wanted(config, texts)) / config.data.length / place.num))
-    )
+    times = 1 if "train.accumulation" in config.open else config.train.accumulation
+    aim = step_aim(config, tokens_wanted(config, texts)) / times / place.num
+    batch = min(together, max(1, round(aim * texts.num_packs / texts.num_tokens)))
     reason = f"packs of {config.data.length:,} tokens at once on a {'GPU' if place.device == 'cuda' else 'CPU'}"
     return _open(config, [Decision("train.batch", batch, reason)])
 
@@ -177,7 +192,7 @@ def step_aim(config: RunConfig, tokens: float, least: float = STEP_TOKENS[0]) ->
 # Once the speed is known
 
 
-def tokens_wanted(config: RunConfig, texts: Texts) -> float:
+def tokens_wanted(config: RunConfig, texts: TextLengths) -> float:
     """Tokens to read without regard to time."""
     train = config.train
     if "train.steps" not in config.open:
@@ -186,20 +201,20 @@ def tokens_wanted(config: RunConfig, texts: Texts) -> float:
     return train.tokens or epochs(config, texts) * texts.num_tokens
 
 
-def epochs(config: RunConfig, texts: Texts) -> float:
+def epochs(config: RunConfig, texts: TextLengths) -> float:
     """How often the data is read."""
     if "train.epochs" not in config.open:
         return config.train.epochs
     return min(EPOCHS, max(1.0, ENOUGH / texts.num_tokens))
 
 
-def seconds(pace: Pace, tokens: float, *, texts: Texts, step_tokens: float, cached: bool, num: int) -> float:
+def seconds(pace: Pace, tokens: float, *, texts: TextLengths, step_tokens: float, cached: bool, num: int) -> float:
     """Of a run that reads so many tokens, in `num` processes."""
     read = min(tokens, texts.num_tokens) if cached else tokens
     return (read * pace.read + tokens * pace.step) / num + tokens / step_tokens * pace.update
 
 
-def training(config: RunConfig, place: Place, texts: Texts, pace: Pace) -> list[Decision]:
+def training(config: RunConfig, place: Place, texts: TextLengths, pace: Pace) -> list[Decision]:
     """Steps, what is in them, and validations."""
     train, given = config.train, config.open
     steps_open, epochs_open = "train.steps" in given, "train.epochs" in given
@@ -214,10 +229,11 @@ def training(config: RunConfig, place: Place, texts: Texts, pace: Pace) -> list[
     tokens = wanted
     if steps_open:
         reason = f"train.tokens={train.tokens:,}" if train.tokens else f"{times:.3g} times {texts.num_tokens:,} tokens"
-        cost["step_tokens"] = max(pack_tokens, step_aim(config, wanted, least))
+        fixed = None if "train.accumulation" in given else train.accumulation * pack_tokens
+        cost["step_tokens"] = fixed or max(pack_tokens, step_aim(config, wanted, least))
         if hours is not None and seconds(pace, wanted, **cost) > hours * 3600:
             tokens *= _share_that_fits(pace, wanted, hours * 3600, cost)
-            cost["step_tokens"] = max(pack_tokens, step_aim(config, tokens, least))
+            cost["step_tokens"] = fixed or max(pack_tokens, step_aim(config, tokens, least))
             tokens = wanted * _share_that_fits(pace, wanted, hours * 3600, cost)
             reason = f"train.hours={hours:g} allows {tokens:,.0f} tokens at this speed; {reason} would take {wanted / tokens:.1f} times as long"
     accumulation = max(1, round(step_aim(config, tokens, least) / pack_tokens))
@@ -229,21 +245,21 @@ def training(config: RunConfig, place: Place, texts: Texts, pace: Pace) -> list[
     fewest, largest = VALIDATIONS
     every = math.ceil(steps / min(max(fewest, round(spent / VALIDATE)), largest))
     least, most = STEP_TOKENS
+    more = f"1 to {EPOCHS}, fewer for more than {ENOUGH / EPOCHS / 1e6:,.0f} M tokens"
     found = [
-        Decision(
-            "train.epochs", float(times), f"1 to {EPOCHS}, fewer for more than {ENOUGH / EPOCHS / 1e6:,.0f} M tokens"
-        ),
-        Decision("train.hours", hours, "of training at most" if hours else "any"),
+        Decision("train.epochs", float(times), more if steps_open and not train.tokens else ""),
+        Decision("train.hours", hours, "of training at most" if hours else ""),
         Decision(
             "train.accumulation",
             accumulation,
-            f"{step_tokens:,.0f} tokens a step: {STEPS:,} steps, but {least:,.0f} to {most:,} tokens",
+            f"{step_tokens:,.0f} tokens a step"
+            + (f": {STEPS:,} steps, but {least:,.0f} to {most:,} tokens" if steps_open else ""),
         ),
         Decision("train.steps", steps, reason),
         Decision(
             "train.validate_every",
             every,
-            f"{math.ceil(steps / every)} validations of a run of {spent / 60:,.1f} minutes",
+            f"{math.ceil(steps / every)} validations" + (f" of a run of {spent / 60:,.1f} minutes" if spent else ""),
         ),
     ]
     return _open(config, found)

@@ -126,8 +126,7 @@ def end(console: Results, trainer) -> None:
         figure = trainer.validation.figure.replace("_", " ")
         console.say(f"best {figure} {trainer.best['figure']:.3f}: {best}")
         console.say(trainer.validation.cost(trainer.seconds))
-        if said := data_law.outlook(
-            read_rows(trainer.folder.path / "log.jsonl"), depth=trainer.validation.drafting.depth
-        ):
+        rows = read_rows(trainer.folder.path / "log.jsonl") if trainer.accelerator.is_main_process else []
+        if said := data_law.outlook(rows, depth=trainer.validation.drafting.depth):
             console.say(said)
         console.say(f"next: python scripts/generate.py checkpoint={best} prompt='...'")

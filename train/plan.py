@@ -25,10 +25,11 @@ from specdec.heads.base import Drafter, Head
 from specdec.target.loading import load_config
 from specdec.target.model import Target, TargetOutput
 from specdec.target.structure import experts_of
-from train.config import RunConfig
+from train import progress
+from train.config import MachineSettings, RunConfig
 from train.counting import Autocast, Count
 from train.data.rows import Row, collate
-from train.decide import Pace, Place, Texts, seconds
+from train.decide import Pace, Place, TextLengths, seconds
 from train.optimization import hidden_matrices
 
 GB = 1e9
@@ -37,7 +38,7 @@ CONTEXT = 0.8 * GB  # of a GPU, that CUDA and the libraries take
 ROOM = 0.92  # of a device's memory that may be planned for: the rest is lost between tensors of other sizes
 PRODUCTS, BESIDE = 0.65, 1.3  # share of the peak of a target's products; its time with all else, over theirs
 PROCESS = 0.55 * GB  # of Python and its libraries, on a CPU
-NEWTON_SCHULZ = 5  # steps of Muon
+MUON_STEPS = 5  # steps of Muon
 QUANTISED = 0.3  # bytes of quantised weights over those in 16 bits, where the files are not here
 WITHOUT_VALUES = (ValueError, RuntimeError, NotImplementedError, TypeError)  # what tensors without values may raise
 SLOTS = 100_000  # of a closed-form start
@@ -72,9 +73,17 @@ class Memory:
 # Machines
 
 
+def _existing(path: Path) -> Path:
+    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+
+
 def find_place(config: RunConfig, device: torch.device, num: int) -> Place:
     """This machine, or the one that is planned for."""
     machine, cuda = config.machine, device.type == "cuda"
+    if machine.name != HERE and not config.elsewhere:  # a run is where it is
+        machine = MachineSettings(machine.name)
+    elif machine.name == HERE:
+        machine = replace(machine, device=None, num=None)
     kind = machine.device or ("cuda" if cuda else "cpu")
     here = (
         torch.cuda.get_device_properties(device).total_memory
@@ -82,7 +91,7 @@ def find_place(config: RunConfig, device: torch.device, num: int) -> Place:
         else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     )
     memory = machine.memory * GB if machine.memory else here / (1 if cuda else num)
-    disk = machine.disk * GB if machine.disk else shutil.disk_usage(".").free
+    disk = machine.disk * GB if machine.disk else shutil.disk_usage(_existing(Path(config.features.folder))).free
     return Place(kind, machine.num or num, memory, disk)
 
 
@@ -92,13 +101,17 @@ def find_place(config: RunConfig, device: torch.device, num: int) -> Place:
 def target_bytes(config: RunConfig, target: Target, num: int) -> float:
     """Of a process. target: an outline"""
     weights = {id(value): value.nbytes for value in target.model.parameters()}
-    if target.quantisation is not None:  # an outline has the shapes of weights that are not quantised
-        stored = sum(file.stat().st_size for file in Path(config.target.name).glob("*.safetensors"))
-        return float(stored or QUANTISED * sum(weights.values()))
     if config.features.urls:
         ends = {id(part.weight): part.weight.nbytes for part in (target.embed, target.lm_head)}
         return float(sum(ends.values()))
-    return sum(weights.values()) / (num if config.target.shard else 1)
+    if config.target.device == "auto":
+        num = (config.machine.num if config.elsewhere else torch.cuda.device_count()) or 1
+    elif not config.target.shard:
+        num = 1
+    if target.quantisation is not None:  # an outline has the shapes of weights that are not quantised
+        stored = sum(file.stat().st_size for file in Path(config.target.name).glob("*.safetensors"))
+        return float(stored or QUANTISED * sum(weights.values())) / num
+    return sum(weights.values()) / num
 
 
 @dataclass(frozen=True)
@@ -110,7 +123,7 @@ class Counted:
     pace: Pace
 
 
-def count_run(config: RunConfig, target: Target, texts: Texts, place: Place, make: Callable[..., Any]) -> Counted:
+def count_run(config: RunConfig, target: Target, texts: TextLengths, place: Place, make: Callable[..., Any]) -> Counted:
     """What a process needs. target: an outline; make: as of train/build.py, for heads that leave the target as it is"""
     train, tokens = config.train, config.train.batch * config.data.length
     peak, bandwidth = 1e12 * (config.machine.flops or 989), 1e9 * (config.machine.bandwidth or 3350)
@@ -134,7 +147,7 @@ def count_run(config: RunConfig, target: Target, texts: Texts, place: Place, mak
         count = count_step(config, drafter, texts, make, peak=peak, bandwidth=bandwidth)
     update = 28.0 * size / bandwidth
     for low, high in (sorted(matrix.shape) for matrix in muon):
-        update += NEWTON_SCHULZ * (4.0 * low * low * high + 2.0 * low**3) / (0.5 * peak)
+        update += MUON_STEPS * (4.0 * low * low * high + 2.0 * low**3) / (0.5 * peak)
     read = 2 * used / (PRODUCTS * peak) * BESIDE
     if config.features.urls:
         read = bytes_per_token(drafter) / (1e9 * (config.machine.network or 1.0))
@@ -150,7 +163,7 @@ def bytes_per_token(drafter: Head) -> int:
     return (len(drafter.target_layers) + 1) * target.width * target.embed.weight.element_size()
 
 
-def start_bytes(config: RunConfig, drafter: Head, texts: Texts) -> float:
+def start_bytes(config: RunConfig, drafter: Head, texts: TextLengths) -> float:
     """Of the closed-form start: the slots that it holds, once as they are read and once in float32, and two square matrices."""
     if (
         config.start is not None
@@ -166,12 +179,14 @@ def start_bytes(config: RunConfig, drafter: Head, texts: Texts) -> float:
     return num * width * (layers + 1 + depth) * (2 + 4) + 2 * 4.0 * wide * wide
 
 
-def start_tokens(config: RunConfig, texts: Texts) -> float:
+def start_tokens(config: RunConfig, texts: TextLengths) -> float:
     """That the closed-form start reads."""
     return min(SLOTS, min(config.solve_packs, texts.num_packs) * texts.num_tokens / texts.num_packs)
 
 
-def count_step(config: RunConfig, drafter: Drafter, texts: Texts, make: Callable[..., Any], **machine: float) -> Count:
+def count_step(
+    config: RunConfig, drafter: Drafter, texts: TextLengths, make: Callable[..., Any], **machine: float
+) -> Count:
     """A step of the drafter, from given features, of packs with texts of these lengths, of which 30 % are prompt."""
     length, num = config.data.length, config.train.batch
     mean = max(2, int(texts.lengths.mean())) if len(texts.lengths) else length
@@ -201,10 +216,12 @@ def measure_pace(
     update: Callable[[], Any],
     tokens: list[int],
     wait: Callable[[], None],
+    *,
+    patient: bool,
 ) -> Pace:
     """The pace of three functions on this device. read, step: take the number of a batch; tokens: of each batch
 
-    The first batch warms up, unless it takes longer than ten seconds.
+    The first batch warms up. patient: whether all batches are measured; else few where they take longer than ten seconds
     """
     found = []
     for number, num in enumerate(tokens):
@@ -214,7 +231,7 @@ def measure_pace(
             wait()
             moments.append(time.perf_counter())
         found.append([(b - a) / each for a, b, each in zip(moments, moments[1:], (num, num, 1))])
-        if moments[-1] - moments[0] > 10:
+        if not patient and moments[-1] - moments[0] > 10:
             break
     found = found[1:] or found
     return Pace(*(sum(column) / len(column) for column in zip(*found)))
@@ -245,23 +262,32 @@ class Plan:
         return "\n".join([*lines, *(f"does not fit: {text}" for text in self.problems)])
 
 
-def make_plan(config: RunConfig, drafter: Head, texts: Texts, place: Place, memory: Memory, pace: Pace) -> Plan:
-    """drafter: of the run, or of an outline"""
+def make_plan(
+    config: RunConfig, drafter: Head, texts: TextLengths, place: Place, memory: Memory, pace: Pace | None
+) -> Plan:
+    """drafter: of the run, or of an outline; pace: None: not known, as the run does not fit here"""
     train, plan = config.train, Plan()
     per_pack = texts.num_tokens / texts.num_packs
     step_tokens = train.batch * train.accumulation * per_pack * place.num
     tokens = train.steps * step_tokens
     cached = config.features.mode == "cached"
-    spent = seconds(pace, tokens, texts=texts, step_tokens=step_tokens, cached=cached, num=place.num)
-    start = 0.0
-    if start_bytes(config, drafter, texts) and not cached:
-        start = start_tokens(config, texts) * pace.read
+    spent = start = 0.0
+    if pace is not None:
+        spent = seconds(pace, tokens, texts=texts, step_tokens=step_tokens, cached=cached, num=place.num)
+        if start_bytes(config, drafter, texts) and not cached:
+            start = start_tokens(config, texts) * pace.read
+    length, served = progress.duration, " if the engine keeps up" if config.features.urls else ""
+    time_taken = (
+        f"{length(spent + start)} of training at {rate:,.0f} tokens/s{served}"
+        if (rate := tokens / (spent or 1.0))
+        else ""
+    )
+    time_taken += f", {length(start)} of them before the first step" if start else ""
     size = drafter.num_parameters()
     features = min(tokens, texts.num_tokens) * bytes_per_token(drafter) if cached else 0.0
     validations = math.ceil(train.steps / train.validate_every) if train.validate_every else 1
     disk = features + 2 * 16.0 * size + 2.0 * size * validations
     sent = tokens * bytes_per_token(drafter) if config.features.urls else 0.0
-    rate = tokens / spent if spent else 0.0
     plan.lines += [
         (
             "reads",
@@ -276,11 +302,7 @@ def make_plan(config: RunConfig, drafter: Head, texts: Texts, place: Place, memo
             f"{type(drafter).__name__}, {size / 1e6:.1f} M trained parameters, drafts from {drafter.vocab_size:,} tokens",
         ),
         ("memory", f"{memory} of {place.memory / GB:.1f} GB in each process"),
-        (
-            "time",
-            f"{duration(spent + start)} of training at {rate:,.0f} tokens/s"
-            + (f", {duration(start)} of them before the first step" if start else ""),
-        ),
+        ("time", time_taken if pace else "not measured"),
         ("disk", f"{disk / GB:.2f} GB ({features / GB:.2f} of features) of {place.disk / GB:,.0f} GB that are free"),
         ("network", f"{sent / GB:,.1f} GB from the engine" if sent else "none"),
     ]
@@ -293,10 +315,20 @@ def make_plan(config: RunConfig, drafter: Head, texts: Texts, place: Place, memo
     return plan
 
 
+def starts_too_large(memory: Memory, place: Place) -> bool:
+    """Whether all but the closed-form start fits."""
+    return replace(memory, start=0.0).most <= ROOM * place.memory < memory.most
+
+
 def problems(config: RunConfig, memory: Memory, place: Place) -> list[str]:
     """Why a run does not fit into the memory, and what to change; empty if it does."""
     if memory.most <= ROOM * place.memory:
         return []
+    if starts_too_large(memory, place):
+        return [
+            f"the closed-form start needs {(memory.other + memory.target + memory.start) / GB:.1f} GB in a process that has "
+            f"{place.memory / GB:.1f} GB: lower solve_packs={config.solve_packs}, or set it to 0 for random weights."
+        ]
     what = f"a process needs {memory} and has {place.memory / GB:.1f} GB: "
     if memory.target > 0.8 * ROOM * place.memory:
         where = (
@@ -306,15 +338,11 @@ def problems(config: RunConfig, memory: Memory, place: Place) -> list[str]:
     return [f"{what}{config.less_memory()}."]
 
 
-def duration(spent: float) -> str:
-    return f"{spent:.0f} s" if spent < 120 else f"{spent / 60:.0f} min" if spent < 7200 else f"{spent / 3600:.1f} h"
-
-
 def read_config(config: RunConfig) -> PreTrainedConfig:
     """The target's config.json, or what conf/target has of it where a plan for another machine cannot reach it."""
     given = config.target
     known = dict(given.outline or {})
-    if config.machine.name != HERE and known.pop("of", None) == given.name and not Path(given.name).is_dir():
+    if config.elsewhere and known.pop("of", None) == given.name and not Path(given.name).is_dir():
         return AutoConfig.for_model(**known)
     return load_config(given.name, revision=given.revision, trust_remote_code=given.trust_remote_code)
 
@@ -322,9 +350,10 @@ def read_config(config: RunConfig) -> PreTrainedConfig:
 def make_outline(config: RunConfig, found: PreTrainedConfig) -> Target | None:
     """The shapes of the target. None for families whose shapes cannot be told without values: these are not counted."""
     dtype = "float32" if config.target.dtype == "float32" else "bfloat16"
-    name, trusted = config.target.name, config.target.trust_remote_code
+    if config.target.trust_remote_code:  # whose code runs once, when the target is loaded
+        return None
     try:
-        return Target.outline(found, name=name, dtype=dtype, trust_remote_code=trusted)
+        return Target.outline(found, name=config.target.name, dtype=dtype)
     except WITHOUT_VALUES:
         return None
 

@@ -1,5 +1,7 @@
 """What is known and decided before a run is built: data in packs, options that were `auto`, memory, and the speed of this device."""
 
+import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
+from specdec import checkpoint
 from specdec.target.model import Target, TargetOutput, load_tokenizer
 from train import build, decide, optimization, plan, progress
 from train.config import RunConfig
@@ -19,7 +22,7 @@ from train.data import rows as data
 from train.data.loader import permutation
 from train.data.packing import Packs
 from train.data.rows import collate
-from train.decide import Decision, Place, Texts
+from train.decide import Decision, Place, TextLengths
 from train.distributed import Waiting, compute_by_main
 from train.features.outputs import Online
 from train.ranges import named
@@ -43,7 +46,7 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase | None
     heldout: list[dict]
     packs: Packs | None
-    texts: Texts
+    texts: TextLengths
     place: Place
     counted: plan.Counted | None
     target: Target | None
@@ -69,7 +72,7 @@ def prepare(
             tokenizer = load_tokenizer(config.target.name, **origin)
             data.check_offsets(tokenizer)
     except ValueError:
-        if config.machine.name == plan.HERE:
+        if not config.elsewhere:
             raise
         lengths = guess_lengths(config)
     else:
@@ -83,40 +86,61 @@ def prepare(
     shapes = outline or target
     assert shapes is not None
     limits = [each for each in (shapes.max_positions, shapes.rotary_boundary) if each is not None]
-    free = "data.length" in config.open
-    config = decided(config, decide.reading(config, place, lengths, most=min(limits, default=None)))
+    free, shrinks = "data.length" in config.open, "train.batch" in config.open
+    packed = build.packs_rows(shapes, length=1, pack=config.data.pack)
+    read: Any = {"most": min(limits, default=None), "packed": packed, "depth": most_drafts(config)}
+    config = decided(config, decide.reading(config, place, lengths, **read))
     while True:
         with named("data"):
-            packed = build.packs_rows(shapes, length=config.data.length, pack=config.data.pack)
-            packs = Packs(rows, length=config.data.length, packed=packed, numbers=numbers) if rows else None
-        texts = Texts.of(packs) if packs else Texts.guessed(lengths, config.data.length)
+            build.packs_rows(shapes, length=config.data.length, pack=config.data.pack)
+            packs = None
+            if rows is not None:
+                packs = Packs(rows, length=config.data.length, packed=packed, numbers=numbers)
+        texts = TextLengths.of(packs) if packs else TextLengths.guessed(lengths, config.data.length)
         config = decided(config, decide.vocabulary(config, texts, all_tokens=shapes.vocab_size))
         config = decided(config, decide.batches(config, place, texts))
         counted = None if outline is None or config.adapts_target else count(config, outline, texts, place)
         if counted is None:
             break
         wrong = plan.problems(config, counted.memory, place)
-        if not wrong or (config.plan and not free):
+        if not wrong:
             break
-        if (
-            not free
-            or config.data.length <= decide.SHORTEST[place.device]
-            or counted.memory.fixed > plan.ROOM * place.memory
-        ):
+        smaller = make_smaller(config, counted.memory, place, length=free, batch=shrinks)
+        if smaller is None:
             if config.plan:
                 break
             raise ValueError(f"This run does not fit: {wrong[0]} plan=true shows what it needs.")
-        shorter = decide.Decision(
-            "data.length", config.data.length // 2, f"{counted.memory} were too much for {place.memory / 1e9:.1f} GB"
-        )
-        config = decided(replace(config, open=(*config.open, "data.length")), [shorter])
+        config = decided(replace(config, open=(*config.open, smaller.name)), [smaller])
     layers = len(counted.drafter.target_layers) if counted else LAYERS
     size = (layers + 1) * shapes.width * shapes.embed.weight.element_size()
     config = decided(config, decide.features(config, place, texts, bytes_per_token=size))
     return Prepared(config, tokenizer, heldout, packs, texts, place, counted, target)
 
 
-def count(config: RunConfig, outline: Target, texts: Texts, place: Place) -> plan.Counted | None:
+def most_drafts(config: RunConfig) -> int:
+    """How many drafts the head can make in a row, as far as its settings say; for a checkpoint that is trained further, its own."""
+    spec = config.head["drafter"]
+    if config.start is not None:
+        spec = checkpoint.read_json(checkpoint.resolve(config.start) / "drafter.json")
+    known = [spec.get(name) for name in ("num_heads", "num_modules", "num_drafts")]
+    return min([each for each in (*known, config.decode.nodes) if isinstance(each, int)], default=4)
+
+
+def make_smaller(
+    config: RunConfig, memory: plan.Memory, place: Place, *, length: bool, batch: bool
+) -> decide.Decision | None:
+    """Half of what is in memory at once; None if nothing that was left open would help. length, batch: which of them was"""
+    reason = f"{memory} were too much for {place.memory / 1e9:.1f} GB"
+    if plan.starts_too_large(memory, place) or memory.fixed > plan.ROOM * place.memory:
+        return None
+    if batch and config.train.batch > 1:
+        return decide.Decision("train.batch", config.train.batch // 2, reason)
+    if length and config.data.length > decide.SHORTEST[place.device]:
+        return decide.Decision("data.length", config.data.length // 2, reason)
+    return None
+
+
+def count(config: RunConfig, outline: Target, texts: TextLengths, place: Place) -> plan.Counted | None:
     """None for a head that cannot be counted without values; its own refusals come when it is made."""
     try:
         with torch.random.fork_rng(devices=[]):  # what is counted draws, too
@@ -130,7 +154,8 @@ def count(config: RunConfig, outline: Target, texts: Texts, place: Place) -> pla
 def decided(config: RunConfig, decisions: list[Decision]) -> RunConfig:
     """With these decisions, each of which is said with its reason."""
     for decision in decisions:
-        progress.note(f"auto     {decision}")
+        if decision.reason:
+            progress.note(f"auto     {decision}")
     return decide.settle(config, decisions)
 
 
@@ -138,7 +163,7 @@ def guess_lengths(config: RunConfig) -> numpy.ndarray:
     """Tokens of each row, where the tokenizer cannot be reached: its characters over CHARACTERS, [R]"""
     name, found = config.target.name, []
     for source in reading.read_sources(config.data.train):
-        for _, row in reading.read_rows(source, config.data.split):
+        for _, row in itertools.islice(reading.read_rows(source, config.data.split), config.data.limit):
             found.append(len(str(row.get("messages") or row.get("text") or row)) // CHARACTERS + 1)
     progress.note(f"The tokenizer of {name} cannot be reached: {CHARACTERS} characters are counted as a token.")
     return numpy.array(found, dtype=numpy.int64)
@@ -151,9 +176,8 @@ def choose_steps(prepared: Prepared, target: Target, accelerator: Accelerator) -
     """Decides steps and validations by the speed of this device, if they are open. -> also the speed, if it was measured"""
     config = prepared.config
     brief = "train.steps" not in config.open and config.train.steps < BRIEF and not config.plan
-    names = {"train.steps", "train.accumulation", "train.validate_every", "train.hours", "train.epochs"}
-    if not config.plan and not names & set(config.open):
-        return prepared, None
+    names = {"train.steps", "train.accumulation", "train.validate_every"}
+    brief = brief or not (config.plan or names & set(config.open))  # nothing depends on the speed
     pace = decide.Pace(0.0, 0.0, 0.0) if brief else try_steps(prepared, target, accelerator)
     with Waiting(config.train.timeout, accelerator.process_index, accelerator.num_processes)(
         "the speed of this device"
@@ -173,19 +197,22 @@ def try_steps(prepared: Prepared, target: Target, accelerator: Accelerator) -> d
     texts = [collate(each, length=config.data.length, pad_token=0).to(device) for each in chosen]
     tokens = [int((batch.documents >= 0).sum()) for batch in texts]
     outputs: dict[int, Any] = {}
+    # The first batch on a GPU proves and compiles; processes that hold a target together must take the same number
+    patient = device.type != "cpu" or target.share.size > 1
+    measure = functools.partial(plan.measure_pace, tokens=tokens, wait=lambda: wait_for(device), patient=patient)
     with (
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         progress.start("measuring this device"),
     ):
         if config.adapts_target:  # a second drafter would change it again
             online = Online(target, ())
-            read = plan.measure_pace(
-                lambda n: online(texts[n]), lambda n: None, lambda: None, tokens, lambda: wait_for(device)
-            ).read
+            read = measure(lambda n: online(texts[n]), lambda n: None, lambda: None).read
             return decide.Pace(0.0, 4 * read, 0.0)
         drafter = build.make_drafter(config, target, packs)[0].to(device)
-        objective = build.make(config.head["objective"], drafter).train()
-        optimizer = optimization.make_optimizer(drafter, config.optimizer)
+        with named("head.objective"):
+            objective = build.make(config.head["objective"], drafter).train()
+        with named("optimizer"):
+            optimizer = optimization.make_optimizer(drafter, config.optimizer)
         online, served = Online(target, drafter.target_layers), bool(config.features.urls)
 
         def read_texts(number: int) -> None:
@@ -204,18 +231,18 @@ def try_steps(prepared: Prepared, target: Target, accelerator: Accelerator) -> d
             optimizer.step()
             optimizer.zero_grad()
 
-        pace = plan.measure_pace(read_texts, take_step, update, tokens, lambda: wait_for(device))
+        pace = measure(read_texts, take_step, update)
     return replace(pace, read=0.0) if served else pace
 
 
 def wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def show_plan(config: RunConfig, path: Path) -> str:
     """What `plan=true` prints: of this machine, after a few steps that are thrown away, or of another one from its figures."""
-    here = config.machine.name == plan.HERE
+    here = not config.elsewhere
     if here:
         accelerator, config = build.start_processes(config)
         device, num = accelerator.device, accelerator.num_processes
@@ -225,6 +252,7 @@ def show_plan(config: RunConfig, path: Path) -> str:
     prepared = prepare(config, device, num, (lambda given: build.load_target(given, accelerator)) if here else None)
     if prepared.counted is None:
         raise ValueError("plan=true: this head or this target is not counted. Take a few steps: train.steps=10.")
+    fits = True
     memory, pace, drafter = prepared.counted.memory, prepared.counted.pace, prepared.counted.drafter
     if here and not plan.problems(prepared.config, memory, prepared.place):
         target = prepared.target or build.load_target(prepared.config, accelerator)
@@ -232,7 +260,8 @@ def show_plan(config: RunConfig, path: Path) -> str:
         assert measured is not None
         pace, memory = measured, plan.measured_memory(memory, device)
     else:
+        fits = not here
         chosen = decided(prepared.config, decide.training(prepared.config, prepared.place, prepared.texts, pace))
         prepared = replace(prepared, config=chosen)
-    made = plan.make_plan(prepared.config, drafter, prepared.texts, prepared.place, memory, pace)
+    made = plan.make_plan(prepared.config, drafter, prepared.texts, prepared.place, memory, pace if fits else None)
     return f"{plan.heading(prepared.config, path, prepared.place)}\n{made}"

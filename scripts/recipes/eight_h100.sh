@@ -11,8 +11,8 @@ ANSWERS=checkpoints/$TARGET-answers.jsonl ENGINE=http://localhost:8000
 CUDA_VISIBLE_DEVICES=0,1,2,3 specdec launch_engine target.name=$NAME heads=eagle3 python="$(command -v python)" max_model_len=8192 \
   more="--tensor-parallel-size 4" > checkpoints/engine.log 2>&1 &
 SERVER=$!
-trap 'kill $SERVER 2> /dev/null' EXIT
-until curl -sf localhost:8000/health > /dev/null; do sleep 5; done
+trap 'kill $SERVER 2> /dev/null || true' EXIT
+until curl -sf localhost:8000/health > /dev/null; do kill -0 $SERVER && sleep 5; done # ends if the server has
 
 # 2 The target's answers, and held-out prompts that none of them belongs to
 specdec answer engine=$ENGINE target.name=$NAME prompts=$PROMPTS split=train_sft limit=100000 max_new_tokens=2048 in_flight=256 \
@@ -29,4 +29,4 @@ python train.py $OPTIONS plan=true
 CUDA_VISIBLE_DEVICES=4,5,6,7 accelerate launch --num_processes 4 train.py $OPTIONS resume=auto
 
 # 4 The launch line of vLLM; tau is in the run's report
-specdec export checkpoint=checkpoints/eagle3-$TARGET format=vllm out=checkpoints/eagle3-$TARGET-vllm
+[ -d checkpoints/eagle3-$TARGET-vllm ] || specdec export checkpoint=checkpoints/eagle3-$TARGET format=vllm out=checkpoints/eagle3-$TARGET-vllm

@@ -18,5 +18,5 @@ accelerate launch train.py head=eagle3 run=laptop data.train=checkpoints/laptop-
 specdec evaluate checkpoint=checkpoints/laptop proposers=suffix,auto chains=2,4 limit=8 out=checkpoints/laptop-comparison
 
 # 5 An export for an engine, and a server to try it (Ctrl-C ends it)
-specdec export checkpoint=checkpoints/laptop format=vllm out=checkpoints/laptop-vllm
+[ -d checkpoints/laptop-vllm ] || specdec export checkpoint=checkpoints/laptop format=vllm out=checkpoints/laptop-vllm
 specdec serve checkpoint=checkpoints/laptop

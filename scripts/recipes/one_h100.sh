@@ -9,8 +9,8 @@ ANSWERS=checkpoints/$TARGET-answers.jsonl
 # 1 The target's answers. The server takes the whole GPU, and ends before training begins
 vllm serve $NAME --max-model-len 8192 > checkpoints/vllm.log 2>&1 &
 SERVER=$!
-trap 'kill $SERVER 2> /dev/null' EXIT
-until curl -sf localhost:8000/health > /dev/null; do sleep 5; done
+trap 'kill $SERVER 2> /dev/null || true' EXIT
+until curl -sf localhost:8000/health > /dev/null; do kill -0 $SERVER && sleep 5; done # ends if the server has
 specdec answer engine=http://localhost:8000 target.name=$NAME prompts=$PROMPTS split=train_sft limit=50000 max_new_tokens=2048 \
   in_flight=256 thinking=false decode.temperature=0.7 out=$ANSWERS
 kill $SERVER; wait $SERVER 2> /dev/null || true
@@ -28,4 +28,4 @@ accelerate launch --num_processes 1 train.py $OPTIONS resume=auto
 
 # 4 What it is worth, and the launch line of vLLM
 specdec evaluate checkpoint=checkpoints/eagle3-$TARGET prompts=checkpoints/$TARGET-heldout.jsonl chains=3,5 limit=64 decode.temperature=0,1
-specdec export checkpoint=checkpoints/eagle3-$TARGET format=vllm out=checkpoints/eagle3-$TARGET-vllm
+[ -d checkpoints/eagle3-$TARGET-vllm ] || specdec export checkpoint=checkpoints/eagle3-$TARGET format=vllm out=checkpoints/eagle3-$TARGET-vllm

@@ -112,13 +112,14 @@ def describe(device: torch.device) -> dict[str, str] | None:
 @contextlib.contextmanager
 def forced(*paths: str) -> Iterator[None]:
     """Within, these paths are used on every device, with their references where there is no kernel: for tests."""
-    before = set(_forced)
+    before, used = set(_forced), set(_used)
     _forced.update(paths)
     try:
         yield
     finally:
         _forced.clear()
         _forced.update(before)
+        _used.intersection_update(used)
 
 
 def _prove(device: torch.device) -> dict[str, str]:

@@ -69,10 +69,12 @@ def in_reach() -> bool:
     if is_offline_mode():
         return False
     place = urllib.parse.urlsplit(ENDPOINT)
-    if urllib.request.getproxies().get(place.scheme):
+    if {place.scheme, "all"} & urllib.request.getproxies().keys():
         return True
     try:
-        with socket.create_connection((place.hostname, place.port or 443), timeout=REACH_SECONDS):
+        with socket.create_connection(
+            (place.hostname, place.port or (80 if place.scheme == "http" else 443)), timeout=REACH_SECONDS
+        ):
             return True
     except OSError:
         return False

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from tests.support import ROOT, losses_of
 from train import build, decide, prepare
 from train.config import PROVISIONAL, RunConfig, flat, read_settings
-from train.decide import Pace, Place, Texts
+from train.decide import Pace, Place, TextLengths
 
 CPU, GPU = Place("cpu", 1, 24e9, 60e9), Place("cuda", 1, 80e9, 1e12)
 FAST, SLOW = Pace(1 / 5000, 1 / 1500, 0.1), Pace(1 / 300, 1 / 120, 2.0)
@@ -30,8 +30,8 @@ def decide_all(lengths, place, pace, *options, most=8192, counts=()):
         return decide.settle(config, decisions)
 
     config = settle(decide.reading(config, place, lengths, most=most))
-    texts = Texts.guessed(lengths, config.data.length)
-    texts = Texts(texts.lengths, texts.num_packs, numpy.array(counts, dtype=int))
+    texts = TextLengths.guessed(lengths, config.data.length)
+    texts = TextLengths(texts.lengths, texts.num_packs, numpy.array(counts, dtype=int))
     config = settle(decide.vocabulary(config, texts, all_tokens=49152))
     config = settle(decide.batches(config, place, texts))
     config = settle(decide.features(config, place, texts, bytes_per_token=4608))
@@ -80,9 +80,9 @@ def test_much_data_on_gpus_is_read_once_in_large_steps():
 
 
 def test_a_vocabulary_covers_the_answers_within_bounds():
-    config, texts = settings(), Texts.guessed(numpy.array([10]), 512)
+    config, texts = settings(), TextLengths.guessed(numpy.array([10]), 512)
     for counts, size in (([5] * 100, 8192), ([1] * 12_000, 12_288), ([1] * 49_000, 32_768)):
-        known = Texts(texts.lengths, 1, numpy.array(counts))
+        known = TextLengths(texts.lengths, 1, numpy.array(counts))
         (decision,) = decide.vocabulary(config, known, all_tokens=49_152)
         assert decision.value == size
     assert decide.vocabulary(config, known, all_tokens=8000)[0].value is None

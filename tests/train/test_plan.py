@@ -36,17 +36,17 @@ def outline_of(config: RunConfig):
 
 @pytest.fixture(scope="module")
 def outlines():
-    return {name: outline_of(settings(f"target={name}", "machine=h100")) for name in TARGETS}
+    return {name: outline_of(settings(f"target={name}", "machine=h100", "plan=true")) for name in TARGETS}
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_target_on_every_machine_fits_or_is_refused(target, machine, outlines):
-    config = settings("head=eagle3", f"target={target}", f"machine={machine}")
+    config = settings("head=eagle3", f"target={target}", f"machine={machine}", "plan=true")
     place = plan.find_place(config, CPU, 1)
     lengths = numpy.random.default_rng(0).integers(50, 3000, 20_000)
     config = decide.settle(config, decide.reading(config, place, lengths, most=outlines[target].max_positions))
-    texts = decide.Texts.guessed(lengths, config.data.length)
+    texts = decide.TextLengths.guessed(lengths, config.data.length)
     config = decide.settle(config, decide.vocabulary(config, texts, all_tokens=outlines[target].vocab_size))
     config = decide.settle(config, decide.batches(config, place, texts))
     counted = plan.count_run(config, outlines[target], texts, place, build.make)
@@ -68,7 +68,7 @@ def test_a_plan_is_short_for_a_machine():
 
 def test_an_outline_is_of_the_target_that_it_was_written_for():
     with pytest.raises(ValueError, match="some/other could not be loaded"):
-        plan.read_config(settings("target=qwen3-8b", "target.name=some/other", "machine=h100"))
+        plan.read_config(settings("target=qwen3-8b", "target.name=some/other", "machine=h100", "plan=true"))
 
 
 def test_a_plan_takes_steps_on_this_machine_and_writes_nothing(fit, capsys):
@@ -126,7 +126,7 @@ def test_a_shorter_pack_is_tried_where_memory_does_not_suffice(folder, monkeypat
 
 def test_the_start_needs_memory_only_where_there_is_one(outlines):
     target = outlines["smollm2-135m"]
-    texts = decide.Texts.guessed(numpy.full(400, 256), 512)
+    texts = decide.TextLengths.guessed(numpy.full(400, 256), 512)
     memory = {}
     for name, options in {"solved": (), "random": ("solve_packs=0",), "medusa": ("head=medusa",)}.items():
         config = settings("head=eagle3", "machine=h100", *options)
