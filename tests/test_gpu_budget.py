@@ -1,6 +1,6 @@
 """What a GPU is given to do in a training step and in decoding, at the sizes of real targets, may only become less.
 
-Counted on tensors without values (tests/metacount.py), so no GPU, no weights and no measured time take part. The budgets are
+Counted on tensors without values (train/counting.py), so no GPU, no weights and no measured time take part. The budgets are
 what was counted when they were set, and one percent. One may be raised only in a commit that says why.
 """
 
