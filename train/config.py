@@ -294,6 +294,11 @@ PROVISIONAL: dict[str, Any] = {
     "validation.num_prompts": 8,
     "validation.max_new_tokens": 48,
 }
+OPEN_NULL: dict[str, Any] = {  # the same of options that are null
+    "solve_packs": 200,
+    "head.drafter.norm_features": False,
+    "head.drafter.norm_output": False,
+}
 
 
 def take_provisional(document: dict) -> tuple[dict, tuple[str, ...]]:
@@ -304,6 +309,12 @@ def take_provisional(document: dict) -> tuple[dict, tuple[str, ...]]:
         group, _, key = name.partition(".")
         if document[group].get(key) == AUTO:
             document[group][key] = value
+            found.append(name)
+    for name, value in OPEN_NULL.items():
+        *groups, key = name.split(".")
+        place = functools.reduce(dict.__getitem__, groups, document)
+        if key in place and place[key] is None:
+            place[key] = value
             found.append(name)
     return document, tuple(found)
 

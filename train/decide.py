@@ -31,6 +31,7 @@ UPDATE, LEAST_MOST = (
 EPOCHS = 4  # beyond which reading the same texts again brings little (2305.16264)
 ENOUGH = 1e9  # tokens, that published heads read at least; more data are read once
 CPU_HOURS = 1.0
+LONG_RUN = 0.7e6  # tokens, from which norms are worth more than a closed-form start (results/47-right-by-default.md)
 COVERED = 0.985  # share of the answers' tokens that can be drafted
 VOCABULARY = (8192, 32768)  # bounds of a draft vocabulary
 DISK = 0.25  # share of the free disk that features may take
@@ -171,6 +172,28 @@ def features(config: RunConfig, place: Place, texts: TextLengths, *, bytes_per_t
     else:
         mode, reason = "cached", f"texts are read again, and {size / 1e9:.2f} GB fit on the disk"
     return _open(config, [Decision("features.mode", mode, reason)])
+
+
+def start(config: RunConfig, tokens: float) -> list[Decision]:
+    """Whether a head begins with a closed-form start, or with norms that such a start does not go with. tokens: to be read"""
+    spec = config.head["drafter"]
+    names = [
+        name for name in ("head.drafter.norm_features", "head.drafter.norm_output") if name.rpartition(".")[2] in spec
+    ]
+    solved = config.solve_packs if "solve_packs" not in config.open else None
+    given = [spec[name.rpartition(".")[2]] for name in names if name not in config.open]
+    norms = (
+        bool(names) and config.start is None and (any(given) if given else solved in (None, 0) and tokens > LONG_RUN)
+    )
+    length = (
+        f"{tokens / 1e6:.2g} M tokens to read, "
+        + ("more" if tokens > LONG_RUN else "no more")
+        + f" than {LONG_RUN / 1e6:g} M"
+    )
+    found = [Decision(name, norms, length if norms and not given else "") for name in names]
+    return _open(
+        config, [*found, Decision("solve_packs", 0 if norms else 200, "random weights, with norms" if norms else "")]
+    )
 
 
 def batches(config: RunConfig, place: Place, texts: TextLengths) -> list[Decision]:

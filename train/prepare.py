@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from specdec import checkpoint
 from specdec.target.model import Target, TargetOutput, load_tokenizer
 from train import build, decide, optimization, plan, progress
-from train.config import RunConfig
+from train.config import OPEN_NULL, RunConfig
 from train.data import reading
 from train.data import rows as data
 from train.data.loader import permutation
@@ -50,6 +50,7 @@ class Prepared:
     place: Place
     counted: plan.Counted | None
     target: Target | None
+    open: tuple[str, ...] = ()  # options that were left open
 
 
 def prepare(
@@ -65,7 +66,7 @@ def prepare(
     with named("target"):
         outline = plan.make_outline(config, plan.read_config(config))
     heldout = reading.load_prompts(config.data.heldout, split=config.data.heldout_split)
-    tokenizer, rows, numbers = None, None, None
+    tokenizer, rows, numbers, left = None, None, None, config.open
     try:
         with named("target"):
             origin: Any = {"revision": config.target.revision, "trust_remote_code": config.target.trust_remote_code}
@@ -98,6 +99,7 @@ def prepare(
                 packs = Packs(rows, length=config.data.length, packed=packed, numbers=numbers)
         texts = TextLengths.of(packs) if packs else TextLengths.guessed(lengths, config.data.length)
         config = decided(config, decide.vocabulary(config, texts, all_tokens=shapes.vocab_size))
+        config = decide.settle(config, decide.start(config, decide.tokens_wanted(config, texts)))  # said with the steps
         config = decided(config, decide.batches(config, place, texts))
         counted = None if outline is None or config.adapts_target else count(config, outline, texts, place)
         if counted is None:
@@ -114,7 +116,7 @@ def prepare(
     layers = len(counted.drafter.target_layers) if counted else LAYERS
     size = (layers + 1) * shapes.width * shapes.embed.weight.element_size()
     config = decided(config, decide.features(config, place, texts, bytes_per_token=size))
-    return Prepared(config, tokenizer, heldout, packs, texts, place, counted, target)
+    return Prepared(config, tokenizer, heldout, packs, texts, place, counted, target, left)
 
 
 def most_drafts(config: RunConfig) -> int:
@@ -183,8 +185,17 @@ def choose_steps(prepared: Prepared, target: Target, accelerator: Accelerator) -
         "the speed of this device"
     ):
         pace = broadcast_object_list([pace])[0]
-    chosen = decided(config, decide.training(config, prepared.place, prepared.texts, pace))
-    return replace(prepared, config=chosen), None if brief else pace
+    return settle_steps(prepared, pace), None if brief else pace
+
+
+def settle_steps(prepared: Prepared, pace: decide.Pace) -> Prepared:
+    """With steps, validations, and the start that suits so many tokens."""
+    texts, place = prepared.texts, prepared.place
+    config = decided(prepared.config, decide.training(prepared.config, place, texts, pace))
+    train = config.train
+    tokens = train.steps * train.batch * train.accumulation * place.num * texts.num_tokens / texts.num_packs
+    again = replace(config, open=tuple(name for name in OPEN_NULL if name in prepared.open))
+    return replace(prepared, config=decided(again, decide.start(again, tokens)))
 
 
 def try_steps(prepared: Prepared, target: Target, accelerator: Accelerator) -> decide.Pace:
@@ -261,7 +272,6 @@ def show_plan(config: RunConfig, path: Path) -> str:
         pace, memory = measured, plan.measured_memory(memory, device)
     else:
         fits = not here
-        chosen = decided(prepared.config, decide.training(prepared.config, prepared.place, prepared.texts, pace))
-        prepared = replace(prepared, config=chosen)
+        prepared = settle_steps(prepared, pace)
     made = plan.make_plan(prepared.config, drafter, prepared.texts, prepared.place, memory, pace if fits else None)
     return f"{plan.heading(prepared.config, path, prepared.place)}\n{made}"

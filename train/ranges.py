@@ -139,7 +139,7 @@ RANGES = {
     "run": TEXT, "start": TEXT.or_null, "start_vocab": choice("keep", "data"), "resume": choice(True, False, "auto"),
     "plan": FLAG, "machine.name": TEXT, "machine.device": choice("cpu", "cuda").or_null, "machine.num": FEW.or_null, "machine.*": POSITIVE.or_null,
     "target.tried": TEXT.or_null, "target.outline": GROUP.or_null, "tracker": choice("none", "wandb", "tensorboard", "trackio"), "progress": choice("auto", "rich", "plain", "quiet"),
-    "threads": FEW.or_null, "precision": choice("auto", "bf16", "fp32"), "fast": TEXT.or_list.or_null, "solve_packs": whole(0), "_target_": TEXT,
+    "threads": FEW.or_null, "precision": choice("auto", "bf16", "fp32"), "fast": TEXT.or_list.or_null, "solve_packs": whole(0).or_null, "_target_": TEXT,
     # The target
     "target.name": TEXT, "target.revision": TEXT.or_null, "target.device": TEXT.or_null, "target.shard": FLAG,
     "target.dtype": choice("auto", "bfloat16", "float32", "float16", "float64"), "trust_remote_code": FLAG,
@@ -174,6 +174,7 @@ RANGES = {
         "attention_bias gradient_checkpointing lossy".split(),
         FLAG,
     ),
+    "drafter.norm_features": FLAG.or_null, "drafter.norm_output": FLAG.or_null,
     "compile": FLAG.or_null, "cuda_graphs": FLAG.or_null,
     # Objectives
     "losses.*": number(0), "decay": number(0), "weighting": choice("decay", "dpace", "vat"), "objective.temperature": POSITIVE,

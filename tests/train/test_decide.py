@@ -33,6 +33,7 @@ def decide_all(lengths, place, pace, *options, most=8192, counts=()):
     texts = TextLengths.guessed(lengths, config.data.length)
     texts = TextLengths(texts.lengths, texts.num_packs, numpy.array(counts, dtype=int))
     config = settle(decide.vocabulary(config, texts, all_tokens=49152))
+    config = settle(decide.start(config, decide.tokens_wanted(config, texts)))
     config = settle(decide.batches(config, place, texts))
     config = settle(decide.features(config, place, texts, bytes_per_token=4608))
     config = settle(decide.training(config, place, texts, pace))
@@ -77,6 +78,18 @@ def test_much_data_on_gpus_is_read_once_in_large_steps():
     assert config.train.epochs == 1 and config.data.length == 4096
     assert config.train.batch * config.train.accumulation * config.data.length * 8 >= 32_768
     assert 10_000 < config.train.steps < 40_000 and config.validation.num_prompts == 64 and config.decode.depth == 4
+
+
+def test_long_runs_have_norms_in_place_of_a_start():
+    kinds = lambda *options: decide_all([300] * 400, CPU, FAST, *options)[0]
+    norms = lambda config: (config.head["drafter"].get("norm_features"), config.head["drafter"].get("norm_output"))
+    short, long = kinds("train.tokens=300000"), kinds("train.tokens=3000000")
+    assert norms(short) == (False, False) and short.solve_packs == 200
+    assert norms(long) == (True, True) and long.solve_packs == 0
+    for option, wanted in (("solve_packs=50", (False, False)), ("head.drafter.norm_features=false", (False, False))):
+        assert norms(kinds("train.tokens=3000000", option)) == wanted
+    assert kinds("train.tokens=3000", "head.drafter.norm_output=true").solve_packs == 0
+    assert kinds("train.tokens=3000000", "head=mtp").solve_packs == 200
 
 
 def test_a_vocabulary_covers_the_answers_within_bounds():

@@ -48,6 +48,7 @@ def test_every_target_on_every_machine_fits_or_is_refused(target, machine, outli
     config = decide.settle(config, decide.reading(config, place, lengths, most=outlines[target].max_positions))
     texts = decide.TextLengths.guessed(lengths, config.data.length)
     config = decide.settle(config, decide.vocabulary(config, texts, all_tokens=outlines[target].vocab_size))
+    config = decide.settle(config, decide.start(config, decide.tokens_wanted(config, texts)))
     config = decide.settle(config, decide.batches(config, place, texts))
     counted = plan.count_run(config, outlines[target], texts, place, build.make)
     config = decide.settle(config, decide.features(config, place, texts, bytes_per_token=8))
@@ -131,7 +132,11 @@ def test_the_start_needs_memory_only_where_there_is_one(outlines):
     for name, options in {"solved": (), "random": ("solve_packs=0",), "medusa": ("head=medusa",)}.items():
         config = settings("head=eagle3", "machine=h100", *options)
         config = config.settle(
-            {name: 512 if "length" in name else 8192 for name in config.open if name.startswith(("data", "head"))}
+            {
+                name: 512 if "length" in name else 8192
+                for name in config.open
+                if name in ("data.length", "head.vocab_size")
+            }
         )
         memory[name] = plan.count_run(config, target, texts, decide.Place("cuda", 1, 8e10, 1e12), build.make).memory
     assert memory["solved"].start > 1e9 and memory["random"].start == 0 < memory["medusa"].step
