@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import common, hardware
 from specdec.core import devices, fast, files, precision
 from specdec.target.model import Target
+from train.config import PROVISIONAL
 from train.data.rows import Row, TrainingBatch, collate
 from train.features.outputs import Online
 from train.optimization import OptimizerSettings, make_optimizer
@@ -195,7 +196,7 @@ def measure_step(chosen: StepOptions, head: str, length: int, target: Target) ->
         raise ValueError(f"without={','.join(unknown)} must be a comma list of {', '.join(fast.PATHS)}.")
     config, device = compose_settings(chosen, head), target.device
     torch.manual_seed(0)
-    size = config.head.vocab_size
+    size = PROVISIONAL["head.vocab_size"] if config.head.vocab_size == precision.AUTO else config.head.vocab_size
     vocab = None if size is None or size >= target.vocab_size else torch.arange(size)
     drafter = instantiate(config.head.drafter, target, vocab=vocab, _convert_="all").to(device)
     if drafter.adapts_target:

@@ -98,7 +98,9 @@ def count_step(
         drafter = Eagle3(target, vocab=None if vocab == target.vocab_size else torch.arange(vocab, device="cpu")).to(
             "meta"
         )
-    objective = Objective(drafter, **load_head("eagle3")["objective"] | {"depth": 7, "losses": {"kl": 1.0}})
+    objective = Objective(
+        drafter, **load_head("eagle3")["objective"] | {"depth": 7, "supervise": "answers", "losses": {"kl": 1.0}}
+    )
     judge = objective._judge
 
     def judged(*arguments, **options):  # again in the backward pass, where torch.autocast would be on as it was

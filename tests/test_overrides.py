@@ -70,5 +70,5 @@ def test_several_values_are_refused_with_the_loop_that_replaces_them(monkeypatch
 
 def test_options_of_another_command_are_checked():
     check({"train.steps": "3", "optimizer.lr": "1e-3", "head": "eagle", "data.heldout": "数"}, "training.")
-    with pytest.raises(ValueError, match=r"^training\.train\.steps=x must be a whole number of 1 or more\.$"):
+    with pytest.raises(ValueError, match=r"^training\.train\.steps=x must be a whole number of 1 or more, or auto\.$"):
         check({"train.steps": "x"}, "training.")

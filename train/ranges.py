@@ -174,7 +174,7 @@ RANGES = {
         "attention_bias gradient_checkpointing lossy".split(),
         FLAG,
     ),
-    "drafter.norm_features": FLAG.or_null, "drafter.norm_output": FLAG.or_null,
+    "drafter.own_output": FLAG.or_null, "drafter.norm_features": FLAG.or_null, "drafter.norm_output": FLAG.or_null,
     "compile": FLAG.or_null, "cuda_graphs": FLAG.or_null,
     # Objectives
     "losses.*": number(0), "decay": number(0), "weighting": choice("decay", "dpace", "vat"), "objective.temperature": POSITIVE,

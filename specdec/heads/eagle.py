@@ -133,7 +133,7 @@ class Eagle3(_Eagle):
         *,
         target_layers: list[int] | None = None,
         num_layers: int = 1,
-        own_output: bool = True,
+        own_output: bool | None = True,
         intermediate_size: int | None = None,
         norm_features: bool = False,
         norm_output: bool = False,
@@ -150,13 +150,15 @@ class Eagle3(_Eagle):
         self.further.extend(DecoderLayer(self.config, layer=layer) for layer in range(1, num_layers))
         width, eps = target.width, self.config.rms_norm_eps
         self.target_layers = target.layer_ids(target_layers or three_layers(target))
-        self.norm_output, self.norm_before_residual = norm_output, norm_before_residual
+        self.norm_output, self.norm_before_residual = bool(norm_output), norm_before_residual
         self.window, self.windows = window, layer_windows(window, full_layers, num_layers)
         num = len(self.target_layers)
         self.input_norm = RMSNorm(num * width, eps=eps) if norm_before_fc else None
         self.fc_norm = nn.ModuleList([RMSNorm(width, eps=eps) for _ in range(num)] if norm_features else [])
         self.fc = SizedLinear(num * width, width)
         self.input_layernorm, self.hidden_norm, self.norm = (RMSNorm(width, eps=eps) for _ in range(3))
+        if own_output is None:  # engines' heads have no bias
+            own_output = target.lm_head.bias is not None
         self.lm_head = nn.Linear(width, self.vocab_size, bias=False) if own_output else None
         if self.lm_head is not None:
             self.lm_head.weight.data.copy_(target.shape_logits.scale * self.goal_head[0])  # a cap keeps the order

@@ -74,7 +74,7 @@ def test_the_target_costs_its_forward_pass(tiny):
     )  # each token sees itself and those before it
     assert costs["target"].flops - costs["given"].flops == 2 * layers * 64 + attention
     cost = costs["given"]
-    assert cost.tokens == 64 and cost.peak_bytes >= 0 and cost.state_bytes >= 12 * cost.parameters
+    assert cost.tokens == 64 and cost.peak_bytes >= 0 and cost.state_bytes >= 8 * cost.parameters
     assert cost.flops > 6 * 7 * 63 * 3 * 64 * 64  # at least the seven steps of the unroll through a few matrices
     assert cost.mfu(None) is None and cost.mfu(1e12) == pytest.approx(cost.flops / cost.seconds[0] / 1e12)
 
