@@ -38,6 +38,9 @@ CONTEXT = 0.8 * GB  # of a GPU, that CUDA and the libraries take
 ROOM = 0.92  # of a device's memory that may be planned for: the rest is lost between tensors of other sizes
 PRODUCTS, BESIDE = 0.65, 1.3  # share of the peak of a target's products; its time with all else, over theirs
 PROCESS = 0.55 * GB  # of Python and its libraries, on a CPU
+BESIDE_STEPS = (
+    1.8  # on a CPU, a step with what is read ahead of it meanwhile, over a step alone (results/47-right-by-default.md)
+)
 MUON_STEPS = 5  # steps of Muon
 QUANTISED = 0.3  # bytes of quantised weights over those in 16 bits, where the files are not here
 WITHOUT_VALUES = (ValueError, RuntimeError, NotImplementedError, TypeError)  # what tensors without values may raise
@@ -243,7 +246,8 @@ def measured_memory(counted: Memory, device: torch.device) -> Memory:
         most = CONTEXT + torch.cuda.max_memory_allocated(device)
     else:
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return replace(counted, step=max(0.0, most - counted.fixed))
+    beside = 1.0 if device.type == "cuda" else BESIDE_STEPS
+    return replace(counted, step=beside * max(0.0, most - counted.fixed))
 
 
 # The plan
