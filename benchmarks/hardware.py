@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
+from specdec.core import devices
 from specdec.target import attention
 from specdec.target.model import Target
 from specdec.target.structure import experts_of
@@ -60,12 +61,6 @@ def describe_device(device: torch.device) -> str:
     return f"{name}, torch {torch.__version__}"
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what it was given; a CPU always has."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def own_memory() -> int:
     """Bytes of this process that no file backs: what it allocated, and not the mapped pages of a target's file."""
     found = re.search(r"^RssAnon:\s+(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
@@ -85,11 +80,11 @@ class PeakMemory:
         for exact figures, measure in a new process."""
         gc.collect()
         if self.device.type == "cuda":
-            synchronize(self.device)
+            devices.wait(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
             yield
-            synchronize(self.device)
+            devices.wait(self.device)
             self.total = torch.cuda.max_memory_allocated(self.device)
             self.bytes = self.total - before
             return

@@ -223,11 +223,11 @@ def measure_step(chosen: StepOptions, head: str, length: int, target: Target) ->
     seconds, memory, needed = [], hardware.PeakMemory(device), NeededFlops()
     with left_out(without, target), memory.measured():
         for _ in range(chosen.warmup + chosen.steps):
-            hardware.synchronize(device)
+            devices.wait(device)
             start = time.perf_counter()
             for _ in range(chosen.together):
                 step()
-            hardware.synchronize(device)
+            devices.wait(device)
             seconds.append((time.perf_counter() - start) / chosen.together)
     packed = (
         fast.forced("varlen") if device.type == "cpu" else contextlib.nullcontext()

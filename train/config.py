@@ -32,6 +32,9 @@ GONE = {
 }
 
 
+HERE = "here"  # conf/machine, of the machine that train.py runs on
+
+
 @dataclass(frozen=True)
 class TargetSettings:
     """conf/target"""
@@ -234,7 +237,7 @@ class RunConfig:
     @property
     def elsewhere(self) -> bool:
         """Whether a plan is made for another machine."""
-        return self.plan and self.machine.name != "here"
+        return self.plan and self.machine.name != HERE
 
     @property
     def drafter_class(self) -> type[Head]:
@@ -299,21 +302,17 @@ OPEN_NULL: dict[str, Any] = {  # the same of options that are null
     "head.drafter.norm_features": False,
     "head.drafter.norm_output": False,
 }
+LENGTHS = ("train.tokens", "train.epochs", "train.hours")  # that say how long to train, as train.steps does
 
 
 def take_provisional(document: dict) -> tuple[dict, tuple[str, ...]]:
     """-> the settings with a provisional value in the place of each `auto`, and the names of these options"""
     document, found = copy.deepcopy(document), []
     served = {"features.mode": "engine"} if document["features"].get("engine") else {}
-    for name, value in {**PROVISIONAL, **served}.items():
-        group, _, key = name.partition(".")
-        if document[group].get(key) == AUTO:
-            document[group][key] = value
-            found.append(name)
-    for name, value in OPEN_NULL.items():
+    for name, value in {**PROVISIONAL, **OPEN_NULL, **served}.items():
         *groups, key = name.split(".")
         place = functools.reduce(dict.__getitem__, groups, document)
-        if key in place and place[key] is None:
+        if key in place and place[key] == (None if name in OPEN_NULL else AUTO):
             place[key] = value
             found.append(name)
     return document, tuple(found)
@@ -338,13 +337,12 @@ def _make(part: type, given: dict, group: str = "") -> Any:
 
 def refuse_two_lengths(document: dict) -> None:
     """Raises ValueError where a user says in two ways how long to train. document: as the user gives it"""
-    train = document["train"]
-    given = [name for name in ("tokens", "epochs", "hours") if train[name] not in (None, AUTO)]
-    both = [f"train.{name}={train[name]}" for name in given]
+    known = flat(document)
+    given = [name for name in LENGTHS if known[name] not in (None, AUTO)]
     wrong = {
-        f"train.steps={train['steps']} says how long to train, so {both[0] if both else ''} would change nothing: give one of "
-        "them.": train["steps"] != AUTO and both,
-        "train.tokens and train.epochs both say how much to read: give one of them.": {"tokens", "epochs"} <= {*given},
+        f"train.steps={known['train.steps']} says how long to train, so {''.join(given[:1])} would change nothing: give one of "
+        "them.": known["train.steps"] != AUTO and given,
+        "train.tokens and train.epochs both say how much to read: give one of them.": {*LENGTHS[:2]} <= {*given},
     }
     refuse(wrong)
 

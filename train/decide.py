@@ -24,10 +24,8 @@ TOGETHER = 8192  # tokens of a micro-batch on a GPU (docs/gpu.md)
 ON_CPU = 1024  # tokens of a micro-batch on a CPU, above which nothing is won
 STEPS = 1000  # towards which the tokens of a step are chosen
 STEP_TOKENS = (512, 32768)  # tokens of a step, at least and at most
-UPDATE, LEAST_MOST = (
-    4.0,
-    2048,
-)  # times that the rest of a step takes as long as the optimizer; tokens that this may ask for
+UPDATE = 4.0  # times as long as the optimizer's work, that the rest of a step is to take
+LEAST_MOST = 2048  # tokens of a step, that this may ask for
 EPOCHS = 4  # beyond which reading the same texts again brings little (2305.16264)
 ENOUGH = 1e9  # tokens, that published heads read at least; more data are read once
 CPU_HOURS = 1.0
@@ -177,23 +175,14 @@ def features(config: RunConfig, place: Place, texts: TextLengths, *, bytes_per_t
 def start(config: RunConfig, tokens: float) -> list[Decision]:
     """Whether a head begins with a closed-form start, or with norms that such a start does not go with. tokens: to be read"""
     spec = config.head["drafter"]
-    names = [
-        name for name in ("head.drafter.norm_features", "head.drafter.norm_output") if name.rpartition(".")[2] in spec
-    ]
-    solved = config.solve_packs if "solve_packs" not in config.open else None
-    given = [spec[name.rpartition(".")[2]] for name in names if name not in config.open]
-    norms = (
-        bool(names) and config.start is None and (any(given) if given else solved in (None, 0) and tokens > LONG_RUN)
-    )
-    length = (
-        f"{tokens / 1e6:.2g} M tokens to read, "
-        + ("more" if tokens > LONG_RUN else "no more")
-        + f" than {LONG_RUN / 1e6:g} M"
-    )
-    found = [Decision(name, norms, length if norms and not given else "") for name in names]
-    return _open(
-        config, [*found, Decision("solve_packs", 0 if norms else 200, "random weights, with norms" if norms else "")]
-    )
+    names = {f"head.drafter.{name}": spec[name] for name in ("norm_features", "norm_output") if name in spec}
+    given = [value for name, value in names.items() if name not in config.open]
+    free = "solve_packs" in config.open or config.solve_packs == 0
+    norms = bool(names) and config.start is None and (any(given) if given else free and tokens > LONG_RUN)
+    why = f"{tokens / 1e6:.2g} M tokens to read, more than {LONG_RUN / 1e6:g} M" if norms and not given else ""
+    found = [Decision(name, norms, why) for name in names]
+    solved = Decision("solve_packs", 0 if norms else 200, "random weights, with norms" if norms else "")
+    return _open(config, [*found, solved])
 
 
 def batches(config: RunConfig, place: Place, texts: TextLengths) -> list[Decision]:
@@ -219,9 +208,13 @@ def tokens_wanted(config: RunConfig, texts: TextLengths) -> float:
     """Tokens to read without regard to time."""
     train = config.train
     if "train.steps" not in config.open:
-        given = train.steps * train.batch * train.accumulation * texts.num_tokens / texts.num_packs
-        return max(given, train.steps * STEP_TOKENS[0])
+        return train.steps * max(tokens_of_step(config, texts, 1), STEP_TOKENS[0])
     return train.tokens or epochs(config, texts) * texts.num_tokens
+
+
+def tokens_of_step(config: RunConfig, texts: TextLengths, num: int) -> float:
+    """That all processes read in a step of the settled options."""
+    return config.train.batch * config.train.accumulation * num * texts.num_tokens / texts.num_packs
 
 
 def epochs(config: RunConfig, texts: TextLengths) -> float:

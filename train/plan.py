@@ -1,15 +1,12 @@
 """What a run will read, need and take, before it is begun: `train.py plan=true`, and the refusal of what cannot fit.
 
 Memory is counted on tensors without values (train/counting.py). The time on this machine follows from a few steps that are taken and
-thrown away (`try_steps`), on another machine from its figures in conf/machine: a roofline, never measured.
+thrown away (train/prepare.py), on another machine from its figures in conf/machine: a roofline, never measured.
 """
 
 import contextlib
 import math
 import os
-import resource
-import shutil
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,31 +17,30 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 
-from specdec.core import fast
+from specdec.core import fast, files
 from specdec.heads.base import Drafter, Head
 from specdec.target.loading import load_config
 from specdec.target.model import Target, TargetOutput
 from specdec.target.structure import experts_of
 from train import progress
-from train.config import MachineSettings, RunConfig
+from train.config import HERE, MachineSettings, RunConfig
 from train.counting import Autocast, Count
 from train.data.rows import Row, collate
-from train.decide import Pace, Place, TextLengths, seconds
+from train.decide import Pace, Place, TextLengths, seconds, tokens_of_step
 from train.optimization import hidden_matrices
+from train.trainer import LEAST_SLOTS, read_peak_memory
 
 GB = 1e9
-HERE = "here"  # conf/machine, of the machine that train.py runs on
 CONTEXT = 0.8 * GB  # of a GPU, that CUDA and the libraries take
 ROOM = 0.92  # of a device's memory that may be planned for: the rest is lost between tensors of other sizes
 PRODUCTS, BESIDE = 0.65, 1.3  # share of the peak of a target's products; its time with all else, over theirs
 PROCESS = 0.55 * GB  # of Python and its libraries, on a CPU
 BESIDE_STEPS = (
-    1.8  # on a CPU, a step with what is read ahead of it meanwhile, over a step alone (results/47-right-by-default.md)
+    1.8  # of a CPU: a step and what is read ahead meanwhile, over a step alone (results/47-right-by-default.md)
 )
 MUON_STEPS = 5  # steps of Muon
 QUANTISED = 0.3  # bytes of quantised weights over those in 16 bits, where the files are not here
-WITHOUT_VALUES = (ValueError, RuntimeError, NotImplementedError, TypeError)  # what tensors without values may raise
-SLOTS = 100_000  # of a closed-form start
+WITHOUT_VALUES = (ValueError, RuntimeError, TypeError)  # what tensors without values may raise
 
 
 @dataclass(frozen=True)
@@ -76,10 +72,6 @@ class Memory:
 # Machines
 
 
-def _existing(path: Path) -> Path:
-    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
-
-
 def find_place(config: RunConfig, device: torch.device, num: int) -> Place:
     """This machine, or the one that is planned for."""
     machine, cuda = config.machine, device.type == "cuda"
@@ -94,7 +86,7 @@ def find_place(config: RunConfig, device: torch.device, num: int) -> Place:
         else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     )
     memory = machine.memory * GB if machine.memory else here / (1 if cuda else num)
-    disk = machine.disk * GB if machine.disk else shutil.disk_usage(_existing(Path(config.features.folder))).free
+    disk = machine.disk * GB if machine.disk else files.free_bytes(Path(config.features.folder))
     return Place(kind, machine.num or num, memory, disk)
 
 
@@ -153,17 +145,16 @@ def count_run(config: RunConfig, target: Target, texts: TextLengths, place: Plac
         update += MUON_STEPS * (4.0 * low * low * high + 2.0 * low**3) / (0.5 * peak)
     read = 2 * used / (PRODUCTS * peak) * BESIDE
     if config.features.urls:
-        read = bytes_per_token(drafter) / (1e9 * (config.machine.network or 1.0))
+        read = bytes_per_token(target, len(drafter.target_layers)) / (1e9 * (config.machine.network or 1.0))
     other = CONTEXT if place.device == "cuda" else PROCESS
     start = start_bytes(config, drafter, texts)
     memory = Memory(target_bytes(config, target, place.num), own, max(float(count.live), reading), start, other)
     return Counted(drafter, memory, Pace(read, count.seconds / tokens, update))
 
 
-def bytes_per_token(drafter: Head) -> int:
-    """Of features and the final state."""
-    target = drafter.target
-    return (len(drafter.target_layers) + 1) * target.width * target.embed.weight.element_size()
+def bytes_per_token(target: Target, layers: int) -> int:
+    """Of so many hidden states and the final one."""
+    return (layers + 1) * target.width * target.embed.weight.element_size()
 
 
 def start_bytes(config: RunConfig, drafter: Head, texts: TextLengths) -> float:
@@ -175,16 +166,18 @@ def start_bytes(config: RunConfig, drafter: Head, texts: TextLengths) -> float:
         or type(drafter).solve is Drafter.solve
     ):
         return 0.0
-    num = start_tokens(config, texts)
     width, layers = drafter.target.width, len(drafter.target_layers)
+    num = start_tokens(config, texts, width)
     depth = 1 if drafter.depth is None else config.head["objective"]["depth"]
     wide = (layers + 2) * width
     return num * width * (layers + 1 + depth) * (2 + 4) + 2 * 4.0 * wide * wide
 
 
-def start_tokens(config: RunConfig, texts: TextLengths) -> float:
-    """That the closed-form start reads."""
-    return min(SLOTS, min(config.solve_packs, texts.num_packs) * texts.num_tokens / texts.num_packs)
+def start_tokens(config: RunConfig, texts: TextLengths, width: int) -> float:
+    """That the closed-form start reads. width: of the target"""
+    return min(
+        max(LEAST_SLOTS, 6 * width), min(config.solve_packs, texts.num_packs) * texts.num_tokens / texts.num_packs
+    )
 
 
 def count_step(
@@ -242,12 +235,8 @@ def measure_pace(
 
 def measured_memory(counted: Memory, device: torch.device) -> Memory:
     """The most that this process has held after a few steps, in the place of what was counted; the start is left as counted."""
-    if device.type == "cuda":
-        most = CONTEXT + torch.cuda.max_memory_allocated(device)
-    else:
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    beside = 1.0 if device.type == "cuda" else BESIDE_STEPS
-    return replace(counted, step=beside * max(0.0, most - counted.fixed))
+    beside, other = (1.0, CONTEXT) if device.type == "cuda" else (BESIDE_STEPS, 0.0)
+    return replace(counted, step=beside * max(0.0, other + read_peak_memory(device) - counted.fixed))
 
 
 # The plan
@@ -271,27 +260,23 @@ def make_plan(
 ) -> Plan:
     """drafter: of the run, or of an outline; pace: None: not known, as the run does not fit here"""
     train, plan = config.train, Plan()
-    per_pack = texts.num_tokens / texts.num_packs
-    step_tokens = train.batch * train.accumulation * per_pack * place.num
+    step_tokens = tokens_of_step(config, texts, place.num)
     tokens = train.steps * step_tokens
     cached = config.features.mode == "cached"
     spent = start = 0.0
     if pace is not None:
         spent = seconds(pace, tokens, texts=texts, step_tokens=step_tokens, cached=cached, num=place.num)
         if start_bytes(config, drafter, texts) and not cached:
-            start = start_tokens(config, texts) * pace.read
+            start = start_tokens(config, texts, drafter.target.width) * pace.read
     length, served = progress.duration, " if the engine keeps up" if config.features.urls else ""
-    time_taken = (
-        f"{length(spent + start)} of training at {rate:,.0f} tokens/s{served}"
-        if (rate := tokens / (spent or 1.0))
-        else ""
-    )
+    time_taken = f"{length(spent + start)} of training at {tokens / (spent or 1.0):,.0f} tokens/s{served}"
     time_taken += f", {length(start)} of them before the first step" if start else ""
     size = drafter.num_parameters()
-    features = min(tokens, texts.num_tokens) * bytes_per_token(drafter) if cached else 0.0
+    per_token = bytes_per_token(drafter.target, len(drafter.target_layers))
+    features = min(tokens, texts.num_tokens) * per_token if cached else 0.0
     validations = math.ceil(train.steps / train.validate_every) if train.validate_every else 1
     disk = features + 2 * 16.0 * size + 2.0 * size * validations
-    sent = tokens * bytes_per_token(drafter) if config.features.urls else 0.0
+    sent = tokens * per_token if config.features.urls else 0.0
     plan.lines += [
         (
             "reads",

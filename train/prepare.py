@@ -14,6 +14,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
+from specdec.core import devices
 from specdec.target.model import Target, TargetOutput, load_tokenizer
 from train import build, decide, optimization, plan, progress
 from train.config import OPEN_NULL, RunConfig
@@ -114,7 +115,7 @@ def prepare(
             raise ValueError(f"This run does not fit: {wrong[0]} plan=true shows what it needs.")
         config = decided(replace(config, open=(*config.open, smaller.name)), [smaller])
     layers = len(counted.drafter.target_layers) if counted else LAYERS
-    size = (layers + 1) * shapes.width * shapes.embed.weight.element_size()
+    size = plan.bytes_per_token(shapes, layers)
     config = decided(config, decide.features(config, place, texts, bytes_per_token=size))
     return Prepared(config, tokenizer, heldout, packs, texts, place, counted, target, left)
 
@@ -192,8 +193,7 @@ def settle_steps(prepared: Prepared, pace: decide.Pace) -> Prepared:
     """With steps, validations, and the start that suits so many tokens."""
     texts, place = prepared.texts, prepared.place
     config = decided(prepared.config, decide.training(prepared.config, place, texts, pace))
-    train = config.train
-    tokens = train.steps * train.batch * train.accumulation * place.num * texts.num_tokens / texts.num_packs
+    tokens = config.train.steps * decide.tokens_of_step(config, texts, place.num)
     again = replace(config, open=tuple(name for name in OPEN_NULL if name in prepared.open))
     return replace(prepared, config=decided(again, decide.start(again, tokens)))
 
@@ -210,7 +210,7 @@ def try_steps(prepared: Prepared, target: Target, accelerator: Accelerator) -> d
     outputs: dict[int, Any] = {}
     # The first batch on a GPU proves and compiles; processes that hold a target together must take the same number
     patient = device.type != "cpu" or target.share.size > 1
-    measure = functools.partial(plan.measure_pace, tokens=tokens, wait=lambda: wait_for(device), patient=patient)
+    measure = functools.partial(plan.measure_pace, tokens=tokens, wait=lambda: devices.wait(device), patient=patient)
     with (
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         progress.start("measuring this device"),
@@ -244,11 +244,6 @@ def try_steps(prepared: Prepared, target: Target, accelerator: Accelerator) -> d
 
         pace = measure(read_texts, take_step, update)
     return replace(pace, read=0.0) if served else pace
-
-
-def wait_for(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def show_plan(config: RunConfig, path: Path) -> str:

@@ -19,6 +19,14 @@ def numbered(device: torch.device | str) -> torch.device:
     return torch.empty(0, device=device).device
 
 
+def wait(device: torch.device) -> None:
+    """Waits until a device has done what it was given to do; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def aside(device: torch.device) -> contextlib.AbstractContextManager:
     """Within, a GPU works beside what it has been given to do, and a wait is for what is given to it here only."""
     return torch.cuda.stream(_side_stream(device)) if device.type == "cuda" else contextlib.nullcontext()

@@ -219,3 +219,8 @@ def check(*paths: Path) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def free_bytes(path: Path) -> int:
+    """Of the disk that holds a file or folder, or will."""
+    return shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists())).free

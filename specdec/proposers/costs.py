@@ -19,13 +19,12 @@ from pathlib import Path
 import numpy
 import torch
 
-from specdec.core import masks, rules
+from specdec.core import devices, masks, rules
 from specdec.core.files import write_text
 from specdec.core.sampling import AnySampling, Sampling
 from specdec.core.tree import Tree
 from specdec.core.untrusted import read_json
 from specdec.proposers.candidates import FORGET
-from specdec.target.model import Target
 from specdec.target.verifier import Verifier
 
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32)  # nodes of the measured passes, with the root
@@ -212,13 +211,13 @@ class PassTimer:
         if not linear and num > 2:
             parents[:, 2:] = parents[:, 2:] - 1  # two chains
         tree = Tree(self._tokens(num), parents, None, linear=linear)
-        _synchronise(target)
+        devices.wait(target.device)
         start = time.perf_counter()
         path, following = self.verifier(tree, cache, self.draws, sampling=self.sampling).along(tree, num - 1)
         following.tolist()
         if not linear:
             cache.keep(path)
-        _synchronise(target)
+        devices.wait(target.device)
         seconds = target.share.all_say(time.perf_counter() - start)[0]
         if cache.states is None:
             cache.drop_pending()
@@ -286,8 +285,3 @@ def _processor() -> str:
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def _synchronise(target: Target) -> None:
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)

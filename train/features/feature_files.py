@@ -6,7 +6,6 @@ A truncated or damaged file is named in a warning and made again.
 import hashlib
 import json
 import os
-import shutil
 import threading
 import warnings
 import zlib
@@ -17,7 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from specdec.core.files import unwritable, write_text
+from specdec.core.files import free_bytes, unwritable, write_text
 from specdec.core.untrusted import read_json
 from specdec.target.model import Target
 
@@ -61,8 +60,7 @@ class FeatureFolder:
 
     def check_space(self, num_bytes: int) -> None:
         """Raises ValueError if the disk is too small."""
-        existing = next(parent for parent in (self.path, *self.path.absolute().parents) if parent.exists())
-        free = shutil.disk_usage(existing).free
+        free = free_bytes(self.path)
         if free < 1.1 * num_bytes:
             raise ValueError(
                 f"Cached features need {num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: use mode=online or engine "

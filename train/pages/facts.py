@@ -12,6 +12,8 @@ import transformers
 from specdec import checkpoint
 from specdec.core import files
 from specdec.heads.base import Drafter, Head
+from train import ranges
+from train.config import LENGTHS, OPEN_NULL, PROVISIONAL, flat
 from train.data.packing import Packs, covered
 
 ABOUT = "about.json"
@@ -29,7 +31,7 @@ def write(
     vocab = drafter.draft_to_target if isinstance(drafter, Drafter) else None
     launcher = "accelerate launch" if num_processes == 1 else f"torchrun --nproc_per_node {num_processes}"
     about: dict[str, Any] = {
-        "command": shlex.join([*launcher.split(), "train.py", *(each for each in arguments if "resume=" not in each)]),
+        "command": shlex.join([*launcher.split(), "train.py", *spell_out(config, arguments)]),
         "target": {
             "name": target.name,
             "dtype": str(target.dtype).removeprefix("torch."),
@@ -64,6 +66,14 @@ def write(
     if start is not None:
         about["start"] = {"given": start, "used": config["start"]}
     files.write_text(run / ABOUT, json.dumps(about, indent=1) + "\n")
+
+
+def spell_out(config: dict, arguments: list[str]) -> list[str]:
+    """The arguments with what the run decided itself: on another machine it might decide otherwise. `train.steps` stands for LENGTHS."""
+    settled, given = flat(config), {each.partition("=")[0]: each for each in arguments}
+    kept = [each for name, each in given.items() if name not in (*LENGTHS, "resume")]
+    names = [name for name in (*PROVISIONAL, *OPEN_NULL) if name in settled and name not in (*LENGTHS, *given)]
+    return [*kept, *(f"{name}={ranges.show(settled[name])}" for name in names)]
 
 
 def read(folder: Path) -> dict:

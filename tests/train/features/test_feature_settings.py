@@ -15,7 +15,6 @@ from train.build import count_missing, open_features
 from train.config import RunConfig
 from train.data.packing import Packs, Rows
 from train.data.rows import Row
-from train.features import feature_files
 from train.features.feature_files import FeatureFolder
 
 NUM, LONG = 40, 30  # rows, of 5 to 44 tokens, cut at 30
@@ -84,7 +83,7 @@ def test_a_short_run_on_much_data_fits_on_the_disk(target, packs, tmp_path, monk
     monkeypatch.setattr(build.progress, "note", said.append)
     reads = build.permutation(len(packs), 0)[:2] if few else list(range(len(packs)))
     whole = FeatureFolder(target, drafter.target_layers, tmp_path / "cache").num_bytes(packs.num_tokens)
-    monkeypatch.setattr(feature_files.shutil, "disk_usage", lambda path: SimpleNamespace(free=whole // 2))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=whole // 2))
     if few:
         open_features(config, drafter, packs, Accelerator(cpu=True), None)
         share = sum(lengths(packs, reads).values()) / packs.num_tokens

@@ -11,7 +11,7 @@ from scripts import report as script
 from specdec import checkpoint
 from specdec.measuring.report import Report
 from tests.support import write_rows
-from train.pages import page, run_page
+from train.pages import facts, page, run_page
 
 HOSTILE = 'Count </script><img src=x onerror=alert(1)> & "on".'
 
@@ -103,3 +103,14 @@ def report_of(**figures) -> Report:
 def test_whether_a_head_is_worth_serving_is_one_sentence(figures, answer, said):
     found = run_page.worth(report_of(**figures))
     assert found[0] == answer and said in found[1]
+
+
+def test_the_command_of_a_page_says_what_the_run_decided():
+    config = {
+        "data": {"length": 640},
+        "train": {"steps": 70, "epochs": 4.0, "hours": 1.0},
+        "solve_packs": 0,
+        "head": {"vocab_size": None},
+    }
+    command = facts.spell_out(config, ["head=mtp", "resume=auto", "train.epochs=4", "data.length=640"])
+    assert command == ["head=mtp", "data.length=640", "head.vocab_size=null", "train.steps=70", "solve_packs=0"]
