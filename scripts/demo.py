@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
     prompts = read_begun(folder / "comparison/settings.json").get("num_prompts") or prompts
     print(
         f"Training: at most {SHARE * chosen.minutes:.0f} minutes of steps; the first lines below say how many. Comparison: {prompts} "
-        f"prompts, about {max(1, seconds / 60):.0f} minutes, as plain decoding has {1 / token:.1f} tokens/s here.",
+        f"prompts, about {progress.duration(seconds)}, as plain decoding has {1 / token:.1f} tokens/s here.",
         flush=True,
     )
     if (folder / "finished").exists():
