@@ -74,10 +74,8 @@ class Validation:
         self.console = console
         self.accelerator, self.group = accelerator, Group.of(accelerator, drafter.target)
         self.sampling = Sampling(temperature=self.settings.temperature)
-        self.adapts, self.drafts = drafter.adapts_target, isinstance(drafter, Drafter)
-        self.replays = (
-            self.settings.decode != "always" and not self.adapts and self.drafting.replayable(drafter, self.sampling)
-        )
+        self.adapts = drafter.adapts_target
+        self.replays = self.settings.decode != "always" and not self.adapts and self.drafting.replayable(self.sampling)
         # What later validations use again
         self.costs: dict[Path, Costs] = {}  # of auto, as far as they are known
         self.served: list[served.ServedCosts | None] = []  # empty: not measured yet
@@ -144,7 +142,6 @@ class Validation:
 
     def replay(self, frozen: Head) -> list[PromptReplay]:
         """tau along the target's answers, the same in all processes."""
-        assert isinstance(frozen, Drafter)
         answers = self.answers = self.answers or self._answer()
         lengths = [len(prompt.tokens) + len(answer) for prompt, answer in zip(self.prompts, answers)]
         mine = self.group.mine(sort_by_length(range(len(lengths)), lengths))
@@ -214,7 +211,7 @@ class Validation:
         return self.replays and report.num_prompts != report.replayed_prompts
 
     def _wants_auto(self, report: Report) -> bool:
-        return report.auto is None and self.engine is None and self.drafts and self.settings.auto == "end"
+        return report.auto is None and self.engine is None and self.settings.auto == "end"
 
     def _with_auto(self, report: Report, frozen: Head) -> Report:
         """The report with figures of auto on as many of the prompts that were decoded as AUTO_SHARE allows.
