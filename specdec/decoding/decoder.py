@@ -61,7 +61,6 @@ class Decoder:
             rule=rule,
             runner=self.runner,
             hidden_states=self.hidden_states,
-            choices=proposer is not None and proposer.watches,
         )
         if proposer is not None:
             proposer.meet(self.verify, sampling)
@@ -231,7 +230,7 @@ class Decoder:
                 "are not compiled: set compile=false."
             )
         if self.runner.compile:
-            check_layers(target, "set compile=false.")
+            check_layers(target)
 
 
 def _check(requests: list[Request]) -> None:
