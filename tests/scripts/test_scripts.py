@@ -3,8 +3,6 @@
 from helpers import loading
 from helpers.decoding import DecodeOptions
 
-import json
-import shutil
 import subprocess
 import zipfile
 from dataclasses import asdict
@@ -14,7 +12,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from scripts import export, generate, get_target
-from specdec.core import files
 from specdec.core.generation import Generation
 from specdec.core.sampling import Sampling
 from specdec.decoding.drafting import Drafting
@@ -103,46 +100,3 @@ def test_a_target_is_joined_of_the_files_of_several_packages(tmp_path, monkeypat
 def test_an_unknown_target_is_refused_with_those_that_there_are(run_script):
     with pytest.raises(ValueError, match="name=llama must be one of smollm2-135m, gemma3-270m"):
         run_script(get_target, "name=llama")
-
-
-def test_a_target_cut_into_parts_is_joined_to_the_same_bytes(tmp_path, run_script):
-    target, parts, joined = (tmp_path / name for name in ("target", "target.parts", "joined"))
-    target.mkdir()
-    content = {
-        "config.json": b"{}",
-        "model.safetensors": bytes(range(256)) * 11,
-        "exact.bin": bytes(1000),
-        "empty": b"",
-    }
-    for name, value in content.items():
-        (target / name).write_bytes(value)
-    run_script(get_target, f"out={target}", "cut=0.001")
-    sizes = {path.name: path.stat().st_size for path in parts.iterdir()}
-    assert [sizes[f"model.safetensors.part{n:05d}"] for n in (1, 2, 3)] == [
-        1000,
-        1000,
-        816,
-    ] and "model.safetensors" not in sizes
-    run_script(get_target, f"join={parts}", f"out={joined}")
-    assert {name: (joined / name).read_bytes() for name in content} == content
-    files.check(*joined.iterdir())
-    assert "is already there" in run_script(get_target, f"join={parts}", f"out={joined}")
-
-    shutil.rmtree(joined)
-    damaged = parts / "model.safetensors.part00002"
-    whole = damaged.read_bytes()
-    damaged.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(ValueError, match=r"part00002 is damaged"):
-        run_script(get_target, f"join={parts}", f"out={joined}")
-    damaged.write_bytes(whole)
-    index = json.loads((parts / get_target.PARTS).read_text())
-    index["model.safetensors"]["parts"].reverse()  # and its checksum with it, so that the whole file's must find it
-    files.replace_document(parts / get_target.PARTS, index)
-    with pytest.raises(ValueError, match=r"model\.safetensors has other bytes"):
-        run_script(get_target, f"join={parts}", f"out={joined}")
-    damaged.unlink()
-    with pytest.raises(ValueError, match=r"lacks model\.safetensors\.part00002"):
-        run_script(get_target, f"join={parts}", f"out={joined}")
-    assert not joined.exists() and not list(tmp_path.glob("*.partial"))
-    with pytest.raises(ValueError, match=r"cut=1 needs a target"):
-        run_script(get_target, f"out={joined}", "cut=1")
