@@ -182,13 +182,6 @@ LOSSES = {
 # One depth of M slots, [M], for losses that combine depths
 
 
-def accept(judged: Judged) -> Tensor:
-    """The probability that the text's token x was accepted, given that the target emitted it: min(1, q(x) / p(x))."""
-    token = judged.goal.token
-    excess = _of_token(judged.log_probs, token) - _of_token(judged.goal.log_probs, token)
-    return torch.where(token >= 0, excess.clamp(max=0).exp(), 0)
-
-
 def probability(judged: Judged) -> Tensor:
     """q of the text's token; 0 if it cannot be drafted."""
     return torch.where(judged.goal.token >= 0, _of_token(judged.log_probs, judged.goal.token).exp(), 0)
@@ -235,34 +228,3 @@ def vat(matches: Tensor, counted: Tensor, *, decay: float) -> Tensor:
     rejected = (counted & ~matches).cumsum(0) > 0  # from the first rejection on
     distance = (rejected.cumsum(0) - 1).clamp(min=0)
     return torch.where(counted, decay**distance, 0)
-
-
-# A text of n tokens, [K, n]
-
-
-def rounds(accept: Tensor) -> Tensor:
-    """`specdec.unroll.replay.rounds`, differentiable: accept [K, n] as there -> the expected number of rounds, a scalar.
-
-    A round from s emits k tokens with probability w_k(s). With r(s) the probability that a round starts at s and l(t) the
-    expected rounds from t on, l(t) = 1 + sum_k w_k(t) l(t + k), the answer is l(1), and its derivative with respect to
-    w_k(s) is r(s) l(s + k). So autograd needs a graph for w only, which is one tensor operation for all s.
-    """
-    depth, num_tokens = accept.shape
-    start = torch.arange(num_tokens, device=accept.device)
-    last = start + torch.arange(1, depth + 1, device=accept.device)[:, None]  # [K, n] tokens that exist after d drafts
-    known = torch.where((start > 0) & (last < num_tokens), accept.double(), 0)
-    alive = torch.cat([torch.ones_like(known[:1]), known.cumprod(0)])  # [K+1, n] the first k drafts are accepted
-    emits = alive - torch.cat([alive[1:], torch.zeros_like(known[:1])])  # [K+1, n] w_1 to w_(K+1)
-
-    weights = emits.detach().T.tolist()  # [n][K+1]
-    starts, ahead = ([0.0] * (num_tokens + depth + 2) for _ in range(2))  # r and l; l is 0 from n on
-    starts[1] = 1.0
-    for s in range(1, num_tokens):
-        for k, weight in enumerate(weights[s], 1):
-            starts[s + k] += starts[s] * weight
-    for s in range(num_tokens - 1, 0, -1):
-        ahead[s] = 1 + sum(weight * ahead[s + k] for k, weight in enumerate(weights[s], 1))
-
-    slopes = [[starts[s] * ahead[s + k] for s in range(num_tokens)] for k in range(1, depth + 2)]
-    change = (emits * emits.new_tensor(slopes)).sum()
-    return (ahead[1] + (change - change.detach())).to(accept.dtype)  # the value l(1) with the gradient of `change`

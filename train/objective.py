@@ -15,15 +15,15 @@ from specdec.target.adapter import original as original_target
 from specdec.target.model import Target, TargetOutput
 from specdec.unroll.plan import ROUND_SLOTS, Unrolled, UnrollPart, UnrollPlan, plan_unroll, unroll
 from train import losses
-from train.data.rows import TrainingBatch, answers
+from train.data.rows import TrainingBatch
 from train.features.outputs import read_outputs
 from train.fused import PartsOfGoals, fused_kl, has_kernel
 from train.losses import LOSSES
 from train.ranges import refuse
 
-TEXT_LOSSES = {"lk", "e2e_tv", "rounds"}  # of whole slots or texts
+DEPTH_LOSSES = {"lk", "e2e_tv"}  # of several slots or depths together
 ADAPTED = "original"  # for a drafter that adapts its target: KL of the adapted target from the original one
-ALL_TOKENS = {"tv", "nla", "top_k", "confidence", *TEXT_LOSSES}  # need the target's distribution over all V tokens
+ALL_TOKENS = {"tv", "nla", "top_k", "confidence", *DEPTH_LOSSES}  # need the target's distribution over all V tokens
 # Logits of all depths that exist at a time, if the number of goals is not given; a GPU may have room for more
 LOGITS = 2**27
 BYTES = 24  # of free memory for each logit: its derivative is kept, and the step needs most of the memory
@@ -45,7 +45,7 @@ class Loss:
 # Results for G goals at K depths, [K, G] each, by name:
 #   exists    bool: a slot guessed this goal at this depth          matches   bool: the guess is the token of the text
 #   pointwise the weighted sum of per-slot losses
-# and, where a loss in use needs them, kl, overlap (sum of min(p, q)), accept (min(1, q(x) / p(x))), probability (q(x))
+# and, where a loss in use needs them, kl, overlap (sum of min(p, q)), probability (q(x))
 Judgement = dict[str, Tensor]
 
 
@@ -89,20 +89,18 @@ class ObjectiveSettings:
 
     def check(self, drafter: Drafter) -> None:
         """Raises ValueError, with what to change, for what does not fit together or to the drafter."""
-        used, known = self.used, {*LOSSES, *TEXT_LOSSES, ADAPTED}
+        used, known = self.used, {*LOSSES, *DEPTH_LOSSES, ADAPTED}
         judging, steps = used.keys() - {"smooth_l1", "confidence", ADAPTED}, drafter.depth not in (None, self.depth)
         later = self.keep < 1 and drafter.attends not in ("path", "none")
         whole_slots = drafter.attends == "block"  # elsewhere step 1 is judged on all slots, sampled or not
         all_depths = not whole_slots and ("e2e_tv" in used or self.weighting != "decay")
-        sampled = (self.anchors is not None or self.keep < 1) and ("rounds" in used or all_depths)
+        sampled = (self.anchors is not None or self.keep < 1) and all_depths
         wrong = {
             f"losses={dict(self.losses)}: give weights to some of {', '.join(sorted(known))}.": not used
             or set(used) - known,
             f"losses={used}: one of them must judge the drafted tokens, such as kl.": not judging,
             f"depth={self.depth} must be this drafter's number of steps, {drafter.depth}: more steps do not exist, and fewer "
             "would leave parts untrained. Change it, or the drafter's num_heads, num_modules or num_drafts.": steps,
-            "The loss rounds counts the passes that answers take: set supervise=answers.": "rounds" in used
-            and self.supervise == "text",
             f"keep={self.keep}: the later steps of this head run on the slots of its first one: set keep=1.": later,
             "The loss smooth_l1 compares a state with the target's, which only eagle, hass, eagle3 and mtp estimate: set "
             "its weight in losses= to 0.": "smooth_l1" in used and not drafter.estimates,
@@ -112,9 +110,7 @@ class ObjectiveSettings:
             "The loss confidence and a head with a confidence output, such as dspark, go together: set the head's "
             "confidence to false or the weight in losses= to 0, or set both.": ("confidence" in used)
             != drafter.confident,
-            "The loss rounds needs whole texts; e2e_tv, dpace and vat need all depths of a slot: set anchors=null and keep=1.": (
-                sampled
-            ),
+            "e2e_tv, dpace and vat need all depths of a slot: set anchors=null and keep=1.": sampled,
         }
         refuse(wrong)
 
@@ -202,7 +198,7 @@ class Objective(nn.Module):
     @property
     def _weights_known(self) -> bool:
         """Whether the weight of each goal's loss is known before its logits are."""
-        return self.settings.weighting == "decay" and not TEXT_LOSSES & set(self.losses)
+        return self.settings.weighting == "decay" and not DEPTH_LOSSES & set(self.losses)
 
     def _judge_at_once(
         self, batch: TrainingBatch, final: Tensor, unrolled: Unrolled, compare: bool
@@ -303,8 +299,6 @@ class Objective(nn.Module):
             extra["kl"] = losses.kl
         if {"lk", "e2e_tv"} & set(self.losses):
             extra["overlap"] = losses.overlap
-        if "rounds" in self.losses:
-            extra["accept"] = losses.accept
         if self.settings.weighting == "dpace":
             extra["probability"] = losses.probability
         return extra
@@ -325,14 +319,14 @@ class Objective(nn.Module):
             hybrid = losses.lk(judged["kl"], judged["overlap"], judged["exists"], eta=self.settings.eta)
             losses_by_goal = losses_by_goal + self.losses["lk"] * hybrid
         weights = torch.stack([factor * row for factor, row in zip(factors, judged["exists"])])  # [K, G]
-        if self.settings.weighting == "decay" and not TEXT_LOSSES & set(self.losses):
+        if self.settings.weighting == "decay" and "e2e_tv" not in self.losses:
             return (weights * losses_by_goal).sum()
-        return self._weigh_texts(judged, weights, losses_by_goal, batch, steps)
+        return self._weigh_slots(judged, weights, losses_by_goal, batch, steps)
 
-    def _weigh_texts(
+    def _weigh_slots(
         self, judged: Judgement, weights: Tensor, losses_by_goal: Tensor, batch: TrainingBatch, steps: UnrollPlan
     ) -> Tensor:
-        """The scalar loss, with weights or losses that look at several depths of a slot, or at whole texts."""
+        """The scalar loss, with weights or losses that look at several depths of a slot."""
         num_rows, length = batch.tokens.shape
         rows, position = steps.goals.unbind(1)
         depths = torch.arange(1, self.depth + 1, device=rows.device)[:, None]
@@ -356,12 +350,6 @@ class Objective(nn.Module):
             share = steps.steps[-1].share or 1.0
             slots = losses.e2e_tv(by_slot(judged["overlap"]), by_slot(judged["exists"])) / share
             total = total + self.losses["e2e_tv"] * slots.sum()
-        if "rounds" in self.losses:
-            by_goal = judged["accept"].new_zeros(self.depth, num_rows, length, dtype=torch.float32)
-            by_goal = by_goal.index_put((depths - 1, rows, position), judged["accept"].float())
-            for row in range(num_rows):
-                for start, stop in answers(batch.on_host, row):
-                    total = total + self.losses["rounds"] * losses.rounds(by_start(by_goal[:, row, start:stop]))
         return total
 
 

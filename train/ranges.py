@@ -195,7 +195,7 @@ RANGES = {
         COUNT,
     ),
     **dict.fromkeys("minutes watch".split(), LONG),
-    "epochs": POSITIVE, "cut": POSITIVE.or_null, "tp": FEW, "min_tokens": whole(0), "row": whole(0),
+    "epochs": POSITIVE, "tp": FEW, "min_tokens": whole(0), "row": whole(0),
     "port": whole(0, 65535), "old_share": number(0, 1, below=True),
     "heldout_share": number(0, 1, below=True), "tolerance": number(0),
 }  # fmt: skip

@@ -25,16 +25,11 @@ PASSING = {"settings", "by_prompt", "by_category", "served", "training", "versio
 
 # Training: the arguments of train.py beside `basic`, by name
 
-ALL_LOSSES = (
-    "head.objective.losses={kl: 1, ce: 0.3, reverse_kl: 0.2, jsd: 0.5, tv: 0.4, nla: 0.1, lk: 0.2, e2e_tv: 0.3, "
-    "rounds: 0.2, top_k: 0.5, smooth_l1: 0.7}"
-)
 TRAINING = {
     **{head: (f"head={head}",) for head in ("dflash", "draft", "dspark", "eagle", "eagle3", "hass", "hydra", "medusa", "medusa2",
                                             "mtp", "peagle")},
     "eagle cached": ("head=eagle", "features.mode=cached"),
     "eagle3 cached": ("head=eagle3", "features.mode=cached"),
-    "all losses": ("head=eagle", ALL_LOSSES, "head.objective.noise=0.1"),
     "losses in chunks": ("head=eagle3", "head.objective.chunk=16", "head.objective.gradient_checkpointing=true"),
     "dpace": ("head=medusa", "head.objective.weighting=dpace", "head.objective.supervise=text"),
     "vat": ("head=mtp", "head.objective.weighting=vat"),

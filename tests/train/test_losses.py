@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from specdec.unroll import replay
 from train import losses
 from train.losses import LOSSES, Goal, Judged
 
-OF_A_SLOT = {**LOSSES, "overlap": losses.overlap, "accept": losses.accept, "probability": losses.probability}
+OF_A_SLOT = {**LOSSES, "overlap": losses.overlap, "probability": losses.probability}
 DIVERGENCES = ("kl", "reverse_kl", "jsd", "tv")
 
 
@@ -94,7 +93,6 @@ def test_values_by_hand():
         "smooth_l1": 0.0,
         "confidence": -overlap * math.log(confidence) - (1 - overlap) * math.log(1 - confidence),
         "overlap": overlap,
-        "accept": 0.25 / 0.3,
         "probability": 0.25,
     }
     assert {name: OF_A_SLOT[name](judged).item() for name in OF_A_SLOT} == pytest.approx(expected, abs=1e-12)
@@ -253,50 +251,3 @@ def test_vat_by_hand():
     # A miss that is not counted is not a rejection
     late = losses.vat(torch.zeros(3, 1).bool(), torch.tensor([[0], [1], [1]]).bool(), decay=0.5)
     assert late.tolist() == [[0], [1], [0.5]]
-
-
-# A text
-
-SIZES = [(1, 2), (1, 6), (2, 5), (3, 1), (3, 2), (3, 4), (4, 9), (8, 40), (5, 3)]
-
-
-@pytest.mark.parametrize("depth, num", SIZES)
-def test_rounds_equals_replay(depth, num):
-    accept = rand(depth, depth, num)
-    hard = torch.where(accept > 0.7, 1, torch.where(accept < 0.3, 0, accept))  # some have probability 1, some 0
-    for probabilities in (accept, hard, (accept > 0.4).double(), torch.ones_like(accept), torch.zeros_like(accept)):
-        num_rounds = losses.rounds(probabilities)
-        assert num_rounds.shape == () and num_rounds.dtype == torch.float64
-        assert num_rounds.item() == pytest.approx(replay.rounds(probabilities)[0], rel=1e-12)
-    assert losses.rounds(accept.float()).item() == pytest.approx(replay.rounds(accept)[0], rel=1e-5)
-
-
-@pytest.mark.parametrize("depth, num", SIZES)
-def test_gradient_of_rounds(depth, num):
-    """Against finite differences of replay.rounds, which is multilinear, so that they have rounding errors only."""
-    values = rand(depth, depth, num)
-    for probabilities in (values, (values > 0.4).double()):
-        accept = probabilities.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(losses.rounds(accept), accept)
-        step = 1e-4
-        for d, s in itertools.product(range(depth), range(num)):
-            change = torch.zeros_like(probabilities)
-            change[d, s] = step
-            slope = (replay.rounds(probabilities + change)[0] - replay.rounds(probabilities - change)[0]) / (2 * step)
-            assert gradient[d, s].item() == pytest.approx(slope, abs=1e-8)
-    assert gradcheck(losses.rounds, accept)
-
-
-def test_rounds_does_not_read_entries_outside_the_answer():
-    accept = rand(0, 3, 6)
-    expected = losses.rounds(accept).item()
-    accept[:, 0] = float("nan")
-    for d, s in itertools.product(range(1, 4), range(6)):
-        if s + d >= 6:
-            accept[d - 1, s] = float("nan")
-    accept.requires_grad_()
-    num_rounds = losses.rounds(accept)
-    assert num_rounds.item() == expected
-    (gradient,) = torch.autograd.grad(num_rounds, accept)
-    assert gradient.isfinite().all() and (gradient[accept.isnan()] == 0).all()
-    assert (gradient[~accept.isnan()] < 0).all()

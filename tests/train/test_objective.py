@@ -171,8 +171,6 @@ def test_wrong_settings_are_refused(drafter, monkeypatch):
         make_objective(drafter, losses={"kl": 1.0, "nothing": 1.0})
     with pytest.raises(ValueError, match=r"^losses=\{\}"):
         make_objective(drafter, losses={})
-    with pytest.raises(ValueError, match=r"rounds.*set supervise=answers"):
-        make_objective(drafter, losses={**WEIGHTS, "rounds": 1.0}, supervise="text")
     drafter.confident = not drafter.confident
     with pytest.raises(ValueError, match=r"The loss confidence and a head with a confidence output.* go together"):
         Objective(drafter, **make_settings(losses={"kl": 1.0, **({} if drafter.confident else {"confidence": 1.0})}))
@@ -201,7 +199,7 @@ def test_slots_against_a_loop(target, depth):
         torch.testing.assert_close(actual, torch.stack(expected), atol=1e-10, rtol=0)
 
 
-@paired("any_drafter, name", VARIANTS, ["lk", "e2e_tv", "rounds", "dpace", "vat"])
+@paired("any_drafter, name", VARIANTS, ["lk", "e2e_tv", "dpace", "vat"])
 def test_losses_over_all_depths_against_a_loop(any_drafter, name):
     """Two documents in one row and one in another; the formulas of train/losses.py are computed by hand."""
     rows = [make_row(seed, 4 + seed, 6, 61) for seed in range(3)]
@@ -241,14 +239,6 @@ def test_losses_over_all_depths_against_a_loop(any_drafter, name):
                 first = min((d for d, (_, q, x) in of_slot.items() if x is None or int(q.argmax()) != x), default=depth)
                 for d, (p, q, _) in of_slot.items():
                     total += 0.7 ** max(0, d - first) / depth * kl(p, q)
-        if name == "rounds":
-            start = row.mask.index(True)
-            accept = torch.zeros(depth, len(row.tokens) - start, dtype=torch.float64)
-            for (slot, d), (p, q, x) in of_row.items():
-                # Entry s: the round that starts when s tokens of the answer exist has slot start + s - 1.
-                if slot >= start:
-                    accept[d - 1, slot - start + 1] = 0.0 if x is None else min(1.0, float(q[x] / p[x]))
-            total += 2.0 * replay.rounds(accept)[0]
     assert loss.total.item() == pytest.approx(total, rel=1e-5)
 
 
@@ -263,7 +253,7 @@ def test_sampled_anchors_give_the_mean_loss(any_drafter):
     error = torch.tensor(totals).std() / 30**0.5
     assert abs(sum(totals) / 30 - whole.total.item()) <= 4 * error + 1e-5
     with pytest.raises(ValueError, match="anchors=null"):
-        make_objective(any_drafter, anchors=16, losses={"rounds": 1.0})
+        make_objective(any_drafter, anchors=16, weighting="dpace")
 
 
 # Replay
