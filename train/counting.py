@@ -28,11 +28,8 @@ EFFICIENCY = ((512, 0.65), (128, 0.5), (32, 0.35), (0, 0.1))  # of a product who
 ATTENTION = 0.45
 LAUNCH, PRODUCT_LAUNCH = 2e-6, 3e-6
 GEMMS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
-TEXTS = {
-    "attend_segments": 1.0,
-    "attend_segments_backward": 2.5,
-    "attend_texts": 1.0,
-}  # products of queries and keys, of forward ones
+# Products of queries and keys, of forward ones
+TEXTS = {"attend_segments": 1.0, "attend_segments_backward": 2.5, "attend_texts": 1.0}
 VIEWS = set(
     "view _unsafe_view t transpose permute expand slice select unsqueeze squeeze alias as_strided split split_with_sizes unbind "
     "detach _reshape_alias diagonal lift_fresh empty empty_like new_empty empty_strided new_empty_strided is_same_size".split()
@@ -45,15 +42,8 @@ FILLS = set(
 )
 WRITES = {"index_put_", "_index_put_impl_"}
 GATHERS = {"index_select", "gather", "embedding", "index"}
-PRODUCTS = {
-    F.linear,
-    torch.matmul,
-    torch.Tensor.matmul,
-    torch.Tensor.__matmul__,
-    torch.Tensor.__rmatmul__,
-    torch.bmm,
-    torch.mm,
-}
+_tensor = torch.Tensor
+PRODUCTS = {F.linear, torch.matmul, _tensor.matmul, _tensor.__matmul__, _tensor.__rmatmul__, torch.bmm, torch.mm}
 
 
 class Count(TorchDispatchMode):

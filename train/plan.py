@@ -35,9 +35,8 @@ CONTEXT = 0.8 * GB  # of a GPU, that CUDA and the libraries take
 ROOM = 0.92  # of a device's memory that may be planned for: the rest is lost between tensors of other sizes
 PRODUCTS, BESIDE = 0.65, 1.3  # share of the peak of a target's products; its time with all else, over theirs
 PROCESS = 0.55 * GB  # of Python and its libraries, on a CPU
-BESIDE_STEPS = (
-    1.8  # of a CPU: a step and what is read ahead meanwhile, over a step alone (results/47-right-by-default.md)
-)
+# Of a CPU: a step and what is read ahead meanwhile, over a step alone (results/47-right-by-default.md)
+BESIDE_STEPS = 1.8
 MUON_STEPS = 5  # steps of Muon
 QUANTISED = 0.3  # bytes of quantised weights over those in 16 bits, where the files are not here
 WITHOUT_VALUES = (ValueError, RuntimeError, TypeError)  # what tensors without values may raise
@@ -243,7 +242,6 @@ class Plan:
 
     lines: list[tuple[str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    figures: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{name:<9}{text}" for name, text in self.lines]
@@ -272,25 +270,18 @@ def make_plan(
     validations = math.ceil(train.steps / train.validate_every) if train.validate_every else 1
     disk = features + 2 * 16.0 * size + 2.0 * size * validations
     sent = tokens * per_token if config.features.urls else 0.0
+    rows = f"{len(texts.lengths):,} rows, in {texts.num_packs:,} packs of {config.data.length:,}"
+    parts = f"{train.batch} packs x {train.accumulation} micro-batches x {place.num} processes"
+    vocab = drafter.vocab_size
     plan.lines += [
-        (
-            "reads",
-            f"{tokens:,.0f} tokens, {tokens / texts.num_tokens:.2g} times the {texts.num_tokens:,} of {len(texts.lengths):,} rows, in {texts.num_packs:,} packs of {config.data.length:,}",
-        ),
-        (
-            "steps",
-            f"{train.steps:,} of {step_tokens:,.0f} tokens: {train.batch} packs x {train.accumulation} micro-batches x {place.num} processes",
-        ),
-        (
-            "drafter",
-            f"{type(drafter).__name__}, {size / 1e6:.1f} M trained parameters, drafts from {drafter.vocab_size:,} tokens",
-        ),
+        ("reads", f"{tokens:,.0f} tokens, {tokens / texts.num_tokens:.2g} times the {texts.num_tokens:,} of {rows}"),
+        ("steps", f"{train.steps:,} of {step_tokens:,.0f} tokens: {parts}"),
+        ("drafter", f"{type(drafter).__name__}, {size / 1e6:.1f} M trained parameters, drafts from {vocab:,} tokens"),
         ("memory", f"{memory} of {place.memory / GB:.1f} GB in each process"),
         ("time", time_taken if pace else "not measured"),
         ("disk", f"{disk / GB:.2f} GB ({features / GB:.2f} of features) of {place.disk / GB:,.0f} GB that are free"),
         ("network", f"{sent / GB:,.1f} GB from the engine" if sent else "none"),
     ]
-    plan.figures = {"tokens": tokens, "memory": memory.most, "seconds": spent + start, "disk": disk, "network": sent}
     plan.problems += problems(config, memory, place)
     if disk > place.disk:
         plan.problems.append(

@@ -15,11 +15,8 @@ from torch.nn import functional as F
 from specdec.core import fast
 
 MOST_PENDING = 256  # entries that the masked product may have; a prompt is read with a mask over all entries
-SPLIT, TEXTS, BLOCK = (
-    256,
-    128,
-    128,
-)  # fewest keys of a part, how many parts keep a GPU busy, queries of one thread block
+# Fewest keys of a part, how many parts keep a GPU busy, queries of one thread block
+SPLIT, TEXTS, BLOCK = 256, 128, 128
 
 
 class CachedKeys(NamedTuple):

@@ -36,9 +36,8 @@ def hand_over(tensor: Tensor) -> None:
     """Waits until a tensor that was made `aside` is there; what the device is given from now on may use it."""
     if tensor.device.type == "cuda":
         _side_stream(tensor.device).synchronize()
-        tensor.record_stream(
-            torch.cuda.current_stream(tensor.device)
-        )  # its memory is not given to others aside before that has run
+        # Its memory is not given to others aside before that has run
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 @functools.cache

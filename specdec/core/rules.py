@@ -34,21 +34,17 @@ class Draws:
 
     def accept(self, probability: Tensor, where: Tensor) -> Tensor:
         """probability [B] (1 or more: always), where [B] bool -> [B] bool; False, and no draw, where `where` is False."""
-        needing = (
-            where if probability.device.type == "cpu" else None
-        )  # on a GPU the question would cost more than a draw
-        return where & (
-            uniform(len(probability), self.source, probability.device, probability.dtype, needing) < probability
-        )
+        device, dtype = probability.device, probability.dtype
+        needing = where if device.type == "cpu" else None  # on a GPU the question would cost more than a draw
+        return where & (uniform(len(probability), self.source, device, dtype, needing) < probability)
 
     def _uniforms(self, rows: int, device: torch.device) -> Tensor:
         return uniforms(rows, self.source, device)
 
     def accept_all(self, probability: Tensor) -> Tensor:
         """probability [B, N] -> [B, N] bool, each node decided by a draw of its own, in one go"""
-        return (
-            self._numbers(len(probability), probability.shape[1], probability.device, probability.dtype) < probability
-        )
+        rows, num = probability.shape
+        return self._numbers(rows, num, probability.device, probability.dtype) < probability
 
     def ahead(self, rows: int, num: int, device: torch.device, dtype: torch.dtype) -> "Drawn":
         """All draws of a rule over trees of `num` nodes, drawn before: a captured function takes them as its inputs."""
@@ -127,9 +123,7 @@ def sample_at_once(tree: Tree, probs: Tensor, draws: Draws) -> Accepted:
     chances, rest = (_chosen if tree.probs is None else _sampled)(tree, probs)
     accepted = draws.accept_all(chances[:, 1:])  # [B, N - 1]
     earlier = _earlier(tree)[:, 1:, 1:]
-    first = accepted & ~(earlier & accepted[:, None]).any(
-        -1
-    )  # a node is not tried once an earlier sibling was accepted
+    first = accepted & ~(earlier & accepted[:, None]).any(-1)  # none is tried once an earlier sibling was accepted
     path, num_kept, end = longest(tree, torch.cat([torch.ones_like(first[:, :1]), first], dim=1))
     return path, num_kept, draws.token(rest(end), torch.ones_like(end, dtype=torch.bool))
 
@@ -205,9 +199,7 @@ def block(tree: Tree, probs: Tensor, draws: Draws) -> Accepted:
     rows = torch.arange(num_rows, device=probs.device)
     ancestors = tree.ancestors()  # [B, N, N]
     size = ancestors.sum(1)  # [B, N] nodes from each downwards
-    turn = torch.zeros_like(
-        size
-    )  # [B, N] at first the next free place below a node, in the end its place in post-order
+    turn = torch.zeros_like(size)  # [B, N] first the next free place below a node, in the end its place in post-order
     budget = torch.ones_like(probs[..., 0])  # [B, N] P
     for node in range(1, num_nodes):
         parent = tree.parents[:, node]

@@ -223,8 +223,6 @@ def seen(tree: Tree, committed: Tensor) -> Tensor:
 
     -> [B, N, V] bool: those, and the tokens on the path from the root to each node
     """
-    own = tree.tokens[:, :, None]  # [B, N, 1]
-    tokens = torch.where(
-        tree.ancestors(), tree.tokens[:, None], own
-    )  # [B, N, N] a node's own token stands where a node is no ancestor
+    own = tree.tokens[:, :, None]  # [B, N, 1], which stands where a node is no ancestor
+    tokens = torch.where(tree.ancestors(), tree.tokens[:, None], own)  # [B, N, N]
     return committed[:, None].repeat(1, tokens.shape[1], 1).scatter_(2, tokens, True)

@@ -25,7 +25,7 @@ class Tree:
     parents: Tensor  # [B, N] parents[i] < i; parents[0] = -1
     probs: (
         Tensor | None
-    )  # [B, N, V] the distribution that node i was sampled from; None: the nodes were chosen, not sampled
+    )  # [B, N, V] the distribution that node i was sampled from; None: nodes were chosen, not sampled
     linear: bool = False  # whether every row is a chain
     most: int | None = None  # children that a node has at most; None: nobody told
 

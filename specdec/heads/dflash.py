@@ -127,9 +127,8 @@ class BlockDrafter(Drafter):
         self.fc = SizedLinear(len(self.target_layers) * width, width)
         self.hidden_norm, self.norm = (RMSNorm(width, eps=config.rms_norm_eps) for _ in range(2))
         self.layers = nn.ModuleList(Layer(config, layer=layer) for layer in range(num_layers))
-        self.mask_embedding = nn.Parameter(
-            embedding_scale(target) * target.embed.weight.detach().float().mean(0)
-        )  # [D]
+        mean = target.embed.weight.detach().float().mean(0)
+        self.mask_embedding = nn.Parameter(embedding_scale(target) * mean)  # [D]
         self.rotary = Rotary(config)
         self.join = nn.Linear(2 * width, num_drafts * width, bias=False) if fuse else None
         self.markov_in: nn.Linear | nn.Embedding | None = None

@@ -29,9 +29,7 @@ class Training:
     tokens_per_second: float | None = None
     peak_memory: int | None = None  # bytes: of the device, on a CPU of the process
     processes: int | None = None
-    unique_tokens: int | None = (
-        None  # of the data set, if all of it is known; more tokens than these were read several times
-    )
+    unique_tokens: int | None = None  # of the data set, if all of it is known; of more, some were read several times
 
 
 @dataclass(frozen=True)

@@ -150,14 +150,11 @@ class Auto(Proposer):
         for member in self.members:
             member.forget()
         self.acceptance, self.times, self.account = Acceptance(), StepTimes(), Account()
-        self.since: Counter[str] = (
-            Counter()
-        )  # rounds since the head drafted, since one had drafts, and since one had none
+        # Rounds since the head drafted, since one had drafts, and since one had none
+        self.since = Counter[str]()
         self.advantage = 1.0  # expected speed of the last round with drafts over plain decoding
-        self.trying, self.trial_seconds = (
-            False,
-            0.0,
-        )  # whether a trial goes on in the next round; of the head in the last one
+        self.trying = False  # whether a trial goes on in the next round
+        self.trial_seconds = 0.0  # of the head in the last one
         self.speedup = (0.0, 0.0)  # recent tokens, and seconds, in units of plain rounds
         self.num_rows = 0
         self.left, self.ends = list[int](), Ends(frozenset())  # tokens that answers may still have; what ends them

@@ -205,9 +205,8 @@ def static_parents(shape: TreeShape) -> list[int]:
     Its nodes are the `nodes` paths that are most likely to be accepted if the children of every node are accepted with
     the probabilities 0.6, 0.24, 0.096 .. in order.
     """
-    best: list[tuple[float, int, tuple[int, ...]]] = [
-        (-FIRST_CHILD, 1, (0,))
-    ]  # -probability, depth, ranks along the path
+    # -probability, depth, ranks along the path
+    best: list[tuple[float, int, tuple[int, ...]]] = [(-FIRST_CHILD, 1, (0,))]
     chosen: list[tuple[int, ...]] = []
     while best and len(chosen) < shape.nodes:
         probability, depth, ranks = heapq.heappop(best)

@@ -313,9 +313,8 @@ class HeadProposer(Proposer):
         behind = (place >= num_new)[None]
         after = num[:, None] + torch.arange(more, device=h.device)  # [B, K - 1] slots of the steps behind
         slots = torch.cat([place[:num_new].expand(len(h), -1), after], dim=1)  # [B, S + K - 1], of the new ones
-        seen = (
-            masks.causal_mask(num_new + more, h.device) & (behind | (place < num[:, None]))[:, None]
-        )  # [B, ., S + K - 1]
+        real = behind | (place < num[:, None])  # [B, S + K - 1]
+        seen = masks.causal_mask(num_new + more, h.device) & real[:, None]  # [B, ., S + K - 1]
         seen = seen | torch.eye(num_new + more, dtype=torch.bool, device=h.device)
         cache.reserve(num_new + more)
         mask = cast(Tensor, cache.sees(seen))

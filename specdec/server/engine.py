@@ -181,10 +181,8 @@ class Engine:
     """
 
     def __init__(self, drafted: Decoder, plain: Decoder, *, rows: int, queue: int, prefill_tokens: int = 512):
-        self.lanes = {
-            True: Lane(drafted, rows, prefill_tokens),
-            False: Lane(plain, rows, prefill_tokens),
-        }  # by `speculate`
+        # By `speculate`
+        self.lanes = {True: Lane(drafted, rows, prefill_tokens), False: Lane(plain, rows, prefill_tokens)}
         self.queue = queue
         self.changed = threading.Condition()
         self.given_up: list[Job] = []

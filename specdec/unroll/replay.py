@@ -112,9 +112,8 @@ def _probabilities(drafter: Drafter, logits: Tensor, token: Tensor, truth: Tenso
     """[M]: the probability that each token's draft, made by logits [M, W], was accepted; truth [M, V]: target's logits"""
     if truth is None:
         return drafter.to_target(logits.argmax(-1)) == token
-    draft = (
-        token if drafter.target_to_draft is None else drafter.target_to_draft[token]
-    )  # [M], -1 if it cannot be drafted
+    # [M], -1 if it cannot be drafted
+    draft = token if drafter.target_to_draft is None else drafter.target_to_draft[token]
     distribution = (logits.to(truth.dtype) / temperature).log_softmax(-1)
     guess = distribution.gather(1, draft.clamp(min=0)[:, None])[:, 0]
     real = (truth / temperature).log_softmax(-1).gather(1, token[:, None])[:, 0]
