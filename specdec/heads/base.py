@@ -40,6 +40,9 @@ from specdec.core.span_attention import Seen
 from specdec.target.model import Target
 
 
+EXACT = ("inv_freq", "e_score_correction_bias")  # endings of the names of buffers that are not rounded
+
+
 @dataclass(frozen=True)
 class Slots:
     """M slots of training texts, for `Drafter.solve`: the inputs of their steps 1..K, and the states to estimate."""
@@ -84,8 +87,9 @@ class Head(nn.Module, ABC):
         self.goal_head = (target.lm_head.weight[rows], None if bias is None else bias[rows])
 
     def _apply(self, fn, recurse=True):
-        """Moves and casts, but keeps rotary frequencies in float32: in bfloat16 they are far off at position 200."""
-        exact = {name: buffer for name, buffer in self.named_buffers() if name.endswith("inv_freq")}
+        """Moves and casts, but keeps rotary frequencies in float32: in bfloat16 they are far off at position 200. So are the
+        biases that choose experts."""
+        exact = {name: buffer for name, buffer in self.named_buffers() if name.endswith(EXACT)}
         super()._apply(fn, recurse)
         for name, buffer in exact.items():
             module, _, leaf = name.rpartition(".")
