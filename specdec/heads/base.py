@@ -39,7 +39,6 @@ from specdec.core.cache import RowCache
 from specdec.core.span_attention import Seen
 from specdec.target.model import Target
 
-
 EXACT = ("inv_freq", "e_score_correction_bias")  # endings of the names of buffers that are not rounded
 
 

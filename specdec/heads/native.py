@@ -124,10 +124,9 @@ class NativeModule(nn.Module):
         norm = type(target.norm)
         self.enorm, self.hnorm, self.norm = (norm(width, eps=config.rms_norm_eps) for _ in range(3))
         self.join = nn.Linear(2 * width, width, bias=False)
-        self.block = next(kind for kind in type(target.blocks[-1]).__mro__ if not issubclass(kind, FSDPModule))(
-            config, place
-        )
-        cast(Any, self.block.self_attn).layer_idx = number  # its place in our cache
+        kinds = type(target.blocks[-1]).__mro__
+        self.block = cast(Any, next(kind for kind in kinds if not issubclass(kind, FSDPModule)))(config, place)
+        self.block.self_attn.layer_idx = number  # its place in our cache
 
     def forward(self, embedding: Tensor, h: Tensor, rotary, positions: Tensor, mask, cache) -> tuple[Tensor, Tensor]:
         """embedding, h [B, S, D] -> the state before the last norm and after it, [B, S, D] each"""
