@@ -29,7 +29,15 @@ HEADS = "specdec.heads."
 BEST = "best"  # a file in the folder of a run, with the name of a step's folder
 LONGEST_NAME = 1000  # of that name
 SMALL_PARTS = 2**24  # numbers that a head may make beside its tensors, such as angles and maps of the vocabulary
-RECORDED = ("target", "target_fingerprint", "target_embeddings", "reads_layers", "versions")  # facts, not arguments
+RECORDED = (
+    "target",
+    "target_fingerprint",
+    "target_embeddings",
+    "reads_layers",
+    "published",
+    "versions",
+)  # facts, not arguments
+GONE = ("native",)  # arguments of earlier versions, on which no head depends that they saved
 CHECKPOINT = (
     "A checkpoint is a folder with drafter.json and drafter.safetensors, such as checkpoints/<run>/step_000500 (or "
     "checkpoints/<run>/best, which names one), or the name of one on the Hugging Face Hub, such as user/name"
@@ -104,7 +112,7 @@ def drafter_class(path: str) -> type[Head]:
 
 def _arguments(spec: dict) -> dict:
     """Those of the drafter's constructor."""
-    return {key: value for key, value in spec.items() if key not in ("_target_", *RECORDED)}
+    return {key: value for key, value in spec.items() if key not in ("_target_", *RECORDED, *GONE)}
 
 
 def build(spec: dict, tensors: dict[str, Tensor], target: Target, *, dtype: torch.dtype | None = None) -> Head:

@@ -44,6 +44,7 @@ VARIANTS += [
     ("eagle3", False, {"norm_features": True, "norm_output": True}),
     ("eagle3", True, {"own_output": False}),
     ("mtp", True, {"num_modules": 5, "zero_first": False}),
+    ("native_mtp", False, {"num_modules": 5, "recycle_norm": False}),
     ("medusa", True, {"own_output": True, "num_blocks": 2}),
     ("hydra", True, {"own_output": True}),
     ("draft", True, {"borrow_embeddings": False}),
@@ -63,6 +64,7 @@ QUICK = [  # `make quick`: one variant for each kind of Drafter.attends
     ("draft", True, {"borrow_embeddings": False}),
     ("hydra", True, {"own_output": True}),
 ]
+NO_SOURCE = {"native_mtp": {"source": None, "layout": "deepseek"}}  # arguments of heads whose target ships no module
 LENGTHS = (5, 12, 2, 9, 1)  # of prompts; more rows than specdec.target.attention leaves to sdpa
 NUM_NEW = 24
 
@@ -131,6 +133,7 @@ def load_head(head: str) -> dict:
     with hydra.initialize_config_dir(str(HEADS_FOLDER.parent), version_base="1.3"):
         config = OmegaConf.to_container(hydra.compose("train", overrides=[f"head={head}"]).head)
     del config["objective"]["_target_"]
+    config["drafter"] |= NO_SOURCE.get(head, {})
     return config
 
 
@@ -139,7 +142,9 @@ def make_drafter(target: Target, head: str, reduced: bool = False, arguments: di
     torch.manual_seed(1)
     order = torch.randperm(target.vocab_size, device="cpu")  # as a vocabulary counted from data is
     vocab = order[: target.vocab_size * 2 // 3].sort().values if reduced else None
-    drafter = instantiate({**load_head(head)["drafter"], **(arguments or {})}, target, vocab=vocab)
+    drafter = instantiate(
+        {**load_head(head)["drafter"], **(arguments or {})}, target, vocab=vocab
+    )
     drafter = drafter.double().to(target.device).eval()
     for parameter in drafter.parameters():
         noise = torch.randn_like(parameter)

@@ -170,10 +170,12 @@ RANGES = {
     "markov_rank": SIZE.or_null, "drafter.window": whole(2).or_null, "mask_token": whole(0).or_null, "drafter.model": TEXT.or_null,
     "lora": GROUP.or_null, "borrow_embeddings": FLAG.or_null,
     **dict.fromkeys(
-        "anchor_predicts fuse confidence window_causal markov_table own_output norm_features norm_output native zero_first "
+        "anchor_predicts fuse confidence window_causal markov_table own_output norm_features norm_output zero_first "
         "attention_bias gradient_checkpointing lossy".split(),
         FLAG,
     ),
+    "NativeMTP.lora_rank": SIZE.or_null, "NativeMTP.zero_first": FLAG.or_null, "recycle_norm": FLAG.or_null,
+    "drafter.source": TEXT.or_null, "drafter.layout": TEXT.or_null,
     "drafter.own_output": FLAG.or_null, "drafter.norm_features": FLAG.or_null, "drafter.norm_output": FLAG.or_null,
     "compile": FLAG.or_null, "cuda_graphs": FLAG.or_null,
     # Objectives

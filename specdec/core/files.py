@@ -29,7 +29,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         partial.mkdir(parents=True)
         yield partial
         names = sorted(path.name for path in partial.iterdir() if path.is_file())
-        (partial / CHECKSUMS).write_text("".join(f"{_sha256(partial / name)}  {name}\n" for name in names))
+        (partial / CHECKSUMS).write_text("".join(f"{hash_file(partial / name)}  {name}\n" for name in names))
         for path in (*partial.iterdir(), partial):
             sync(path)
         shutil.rmtree(old, ignore_errors=True)
@@ -81,7 +81,7 @@ def _find_damage(folder: Path) -> str | None:
     """What is wrong with a folder that `keep_folder` made; None if nothing is."""
     try:
         for line in (folder / CHECKSUMS).read_text().splitlines():
-            if _sha256(folder / line[66:]) != line[:64]:
+            if hash_file(folder / line[66:]) != line[:64]:
                 return f"{line[66:]} has other bytes than were written"
     except (OSError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
@@ -209,14 +209,15 @@ def check(*paths: Path) -> None:
         if not sums.exists():
             continue  # of an earlier version
         recorded = {line[66:]: line[:64] for line in sums.read_text(errors="replace").splitlines()}
-        if path.name in recorded and _sha256(path) != recorded[path.name]:
+        if path.name in recorded and hash_file(path) != recorded[path.name]:
             raise ValueError(
                 f"{path} is damaged: it has not the checksum that {sums} records. Take another copy of the folder, or "
                 f"another checkpoint of the run. If you changed the file on purpose, delete {CHECKSUMS}."
             )
 
 
-def _sha256(path: Path) -> str:
+def hash_file(path: Path) -> str:
+    """SHA-256, in hex digits"""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

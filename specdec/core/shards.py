@@ -1,7 +1,7 @@
 """The safetensors files of a model, of which single tensors are read without the rest."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import safetensors
 from torch import Tensor
@@ -43,6 +43,14 @@ class Shards:
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self._opened(self.files[key]).get_slice(key).get_shape())
+
+    def describe(self, key: str) -> tuple[str, list[int]]:
+        """The dtype of a tensor, such as bfloat16, and its shape"""
+        return str(self[key].dtype).removeprefix("torch."), list(self.shape(key))
+
+    def path(self, file: str) -> Path:
+        """One of the model's files, which is fetched if it is not here."""
+        return cast(Path, self._fetch(file))
 
     @property
     def here(self) -> bool:

@@ -7,9 +7,9 @@ from specdec.export import layout
 from specdec.export.layout import Layout
 from specdec.heads.blocks import fields_of
 from specdec.heads.mtp import MTP
-from specdec.heads.native import MIMO, swap_halves
 from specdec.target.model import Target
 
+MIMO = {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj", "final_layernorm": "norm"}
 PREFIX = "model.mtp_layers.0."
 NAMES = [(f"{own}.", f"{PREFIX}{public}.") for public, own in MIMO.items()]
 NAMES += [("input_layernorm.", f"{PREFIX}input_layernorm."), ("block.", PREFIX)]
@@ -77,8 +77,12 @@ def read_mtp(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[
     arguments = {
         "_target_": "specdec.heads.mtp.MTP",
         **sizes,
-        "native": False,
         "attention_bias": biased,
         "zero_first": True,
     }
     return arguments, {f"modules_by_depth.0.{name}": value for name, value in module.items()}
+
+
+def swap_halves(weight: Tensor) -> Tensor:
+    """weight [D, 2D] of a join: from MiMo's order (state, embedding) to this project's, or back"""
+    return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)

@@ -39,6 +39,8 @@ from specdec.core.cache import RowCache
 from specdec.core.span_attention import Seen
 from specdec.target.model import Target
 
+EXACT = ("inv_freq", "e_score_correction_bias")  # endings of the names of buffers that are not rounded
+
 
 @dataclass(frozen=True)
 class Slots:
@@ -94,8 +96,9 @@ class Drafter(nn.Module, ABC):
         self.goal_head = (target.lm_head.weight[rows], None if bias is None else bias[rows])
 
     def _apply(self, fn, recurse=True):
-        """Moves and casts, but keeps rotary frequencies in float32: in bfloat16 they are far off at position 200."""
-        exact = {name: buffer for name, buffer in self.named_buffers() if name.endswith("inv_freq")}
+        """Moves and casts, but keeps rotary frequencies in float32: in bfloat16 they are far off at position 200. So are the
+        biases that choose experts."""
+        exact = {name: buffer for name, buffer in self.named_buffers() if name.endswith(EXACT)}
         super()._apply(fn, recurse)
         for name, buffer in exact.items():
             module, _, leaf = name.rpartition(".")

@@ -7,7 +7,6 @@ from specdec.core.cache import RowCache
 from specdec.core.span_attention import Seen
 from specdec.heads.base import Drafter
 from specdec.heads.blocks import Block, RMSNorm, Rotary, block_config, ridge, row_cache
-from specdec.heads.native import read
 from specdec.target.model import Target
 
 
@@ -35,8 +34,7 @@ class MTP(Drafter):
     """Module d reads the state of module d - 1 (module 1: the target's last state) and the newest token.
 
     num_modules: one module for each depth, which sees keys of its own depth only; null: one module, used at every depth
-    native: whether to start from the modules that the target ships
-    attention_bias: whether q, k and v have biases, as in Qwen2's blocks; not read for native modules
+    attention_bias: whether q, k and v have biases, as in Qwen2's blocks
     zero_first: whether the embedding in the first slot of a text is zero, as vLLM and SGLang run these modules
     """
 
@@ -49,7 +47,6 @@ class MTP(Drafter):
         *,
         num_modules: int | None = None,
         intermediate_size: int | None = None,
-        native: bool = False,
         attention_bias: bool = False,
         zero_first: bool = False,
         vocab: Tensor | None = None,
@@ -59,32 +56,10 @@ class MTP(Drafter):
         self.zero_first = zero_first
         self.attends = "path" if num_modules is None else "depth"
         self.target_layers = target.layer_ids([-1])
-        self.pretrained = native
-        shipped = read(target) if native else []
-        self.attention_bias = "block.self_attn.q_proj.bias" in shipped[0] if native else attention_bias
         self.config = config = block_config(target, intermediate_size=intermediate_size)
-        config.attention_bias = self.attention_bias
+        config.attention_bias = attention_bias
         self.modules_by_depth = nn.ModuleList(Module(config, layer=layer) for layer in range(num_modules or 1))
         self.rotary = Rotary(config)
-        if native:
-            self._start_from(shipped)
-
-    def _start_from(self, shipped: list[dict[str, Tensor]]) -> None:
-        if len(shipped) < len(self.modules_by_depth):
-            raise ValueError(
-                f"{self.target.name} ships {len(shipped)} MTP modules: set num_modules= to at most that, or to null."
-            )
-        for module, tensors in zip(self.modules_by_depth, shipped):
-            try:
-                module.load_state_dict(tensors)
-            except RuntimeError as error:
-                raise ValueError(
-                    f"The MTP modules of {self.target.name} are not made of one dense block of Llama's or Qwen2's kind "
-                    f"({error}): set native=false."
-                ) from error
-
-    def arguments(self) -> dict:
-        return {"native": False, "attention_bias": self.attention_bias}
 
     def module(self, d: int) -> Module:
         return self.modules_by_depth[0 if self.depth is None else d - 1]  # type: ignore[return-value]
@@ -113,11 +88,9 @@ class MTP(Drafter):
     def solve(self, slots):
         """`eh_proj` by ridge regression onto the state that each module has to guess, and the MLP onto what this lacks.
 
-        Attention starts at zero, the last norm as the constant that gives states the mean size of the target's. Native modules are left as
-        they are. See docs/methods.md, section 5.
+        Attention starts at zero, the last norm as the constant that gives states the mean size of the target's. See
+        docs/methods.md, section 5.
         """
-        if self.pretrained:
-            return False
         states = [self.encode(part.features) for part in slots]
         for d, module in enumerate(self.modules_by_depth, start=1):
             if d > slots[0].tokens.shape[1]:

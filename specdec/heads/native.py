@@ -1,53 +1,381 @@
-"""MTP modules that a target ships in its own checkpoint, renamed to this project's names (docs/file-formats.md)."""
+"""Native MTP: modules that a model ships beside its layers, each made of one layer of the model's own class.
 
-import re
+They run here as engines run them, and are trained, replayed and decoded with like any other head. docs/file-formats.md, section 9,
+has the names of their tensors.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+from transformers import AttentionInterface, LlamaConfig, PreTrainedConfig
 
+from specdec.core import hub, untrusted
+from specdec.core.cache import RowCache
+from specdec.core.files import hash_file
 from specdec.core.shards import Shards
+from specdec.heads.base import Drafter
+from specdec.heads.blocks import row_cache
 from specdec.target.model import Target
 
-# This project's names for the tensors outside the block
-DEEPSEEK = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "norm"}
-MIMO = {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj", "final_layernorm": "norm"}
-COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's own tensors
+NAME = "specdec_head"  # of `attend`, for transformers
+FULL = "full_attention"
+ROUTER = "mlp.gate.weight"  # chooses experts; it stays as it was trained with the model
 
 
-def read(target: Target) -> list[dict[str, Tensor]]:
-    """One dictionary of `heads.mtp.Module` tensors for each module. Raises ValueError if the target ships none.
+@dataclass(frozen=True)
+class NativeLayout:
+    """How a family names its modules in its checkpoint, and how vLLM 0.32 runs them.
 
-    Reads DeepSeek's layout (model.layers.L..) and MiMo's (model.mtp_layers.0..), both with a dense block.
+    parts: the names of what stands around the layer; block: the layer's. {number}: of the module; {layer}: what the number of its layer
+        would be, behind the model's own
+    prefix: before all names, in a checkpoint without such modules; one that has them may have another
+    shared: whether all modules have one set of `parts`, so that they differ in their layers only
+    hidden_first: whether the join reads the state before the embedding
+    zero_first: whether the embedding in a text's first slot is zero
+    count: the field of the configuration with the number of modules
+    copies: endings of further tensors, which are copies of the target's
     """
-    layouts = (
-        (re.compile(r"model\.mtp_layers\.(\d+)\.(.+)"), 0, MIMO, True),
-        (re.compile(r"model\.layers\.(\d+)\.(.+)"), target.num_layers, DEEPSEEK, False),
-    )
-    try:
-        shards = Shards(target.name)
-    except ValueError as error:
-        raise ValueError(f"{error} MTP modules are read from there: set native=false.") from error
-    for pattern, first, names, hidden_first in layouts:
-        modules: dict[int, dict[str, Tensor]] = {}
+
+    parts: dict[str, str]
+    block: str
+    prefix: str = "model."
+    shared: bool = False
+    hidden_first: bool = False
+    zero_first: bool = True
+    count: str = "num_nextn_predict_layers"
+    copies: tuple[str, ...] = ()
+
+    def names(self, state: dict[str, Tensor], number: int, layer: int) -> dict[str, str]:
+        """The name of each tensor of a module in the checkpoint, without the prefix."""
+        found = {}
+        for key in state:
+            part, _, rest = key.partition(".")
+            found[key] = f"{self.block if part == 'block' else self.parts[part]}.{rest}".format(
+                number=number, layer=layer
+            )
+        return found
+
+
+LAYOUTS = {
+    "qwen": NativeLayout(  # Qwen3-Next, Qwen3.5
+        {"enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "join": "mtp.fc", "norm": "mtp.norm"},
+        "mtp.layers.{number}",
+        prefix="",
+        shared=True,
+        zero_first=False,
+        count="mtp_num_hidden_layers",
+    ),
+    "deepseek": NativeLayout(  # DeepSeek-V3, GLM-4.5 and their relatives
+        {
+            "enorm": "layers.{layer}.enorm",
+            "hnorm": "layers.{layer}.hnorm",
+            "join": "layers.{layer}.eh_proj",
+            "norm": "layers.{layer}.shared_head.norm",
+        },
+        "layers.{layer}",
+        copies=("embed_tokens.weight", "shared_head.head.weight"),
+    ),
+    "mimo": NativeLayout(
+        {
+            "enorm": "mtp_layers.{number}.token_layernorm",
+            "hnorm": "mtp_layers.{number}.hidden_layernorm",
+            "join": "mtp_layers.{number}.input_proj",
+            "norm": "mtp_layers.{number}.final_layernorm",
+        },
+        "mtp_layers.{number}",
+        hidden_first=True,
+    ),
+}
+UNNORMED = ("glm4_moe",)  # families to whose modules vLLM gives back the state before the last norm
+FAMILIES = {"qwen3_next": "qwen", "qwen3_5_text": "qwen", "qwen3_5_moe_text": "qwen", "deepseek_v3": "deepseek",
+            "glm4_moe": "deepseek"}  # fmt: skip  # whose modules were compared with an engine's
+
+
+def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling=None, *, cache, **kwargs):
+    """Attention of a transformers layer over the keys that our cache returns: query, key [B, heads, S, E], value [B, heads, S, V]
+
+    -> [B, S, heads, V]. The cache scales by E**-0.5, and has one width for keys and values.
+    """
+    width, narrow = query.shape[-1], value.shape[-1]
+    query = (query * (scaling * width**0.5)).to(value.dtype)
+    out = cache.attend(module.layer_idx, query, key.to(value.dtype), F.pad(value, (0, width - narrow)), attention_mask)
+    return out[..., :narrow].transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, attend)
+
+
+class NativeModule(nn.Module):
+    """Norms of the token's embedding and the state, their join, a layer of the target's class, and the norm before the LM head."""
+
+    def __init__(self, target: Target, layout: NativeLayout, *, number: int):
+        super().__init__()
+        width, self.hidden_first = target.width, layout.hidden_first
+        place = target.num_layers + number if "{layer}" in layout.block else number
+        config = layer_config(target.config, place)
+        norm = type(target.norm)
+        self.enorm, self.hnorm, self.norm = (norm(width, eps=config.rms_norm_eps) for _ in range(3))
+        self.join = nn.Linear(2 * width, width, bias=False)
+        kinds = type(target.blocks[-1]).__mro__
+        self.block = cast(Any, next(kind for kind in kinds if not issubclass(kind, FSDPModule)))(config, place)
+        self.block.self_attn.layer_idx = number  # its place in our cache
+
+    def forward(self, embedding: Tensor, h: Tensor, rotary, positions: Tensor, mask, cache) -> tuple[Tensor, Tensor]:
+        """embedding, h [B, S, D] -> the state before the last norm and after it, [B, S, D] each"""
+        parts = [self.enorm(embedding), self.hnorm(h)]
+        x = self.join(torch.cat(parts[::-1] if self.hidden_first else parts, dim=-1))
+        x = self.block(x, position_embeddings=rotary, attention_mask=mask, position_ids=positions, cache=cache)
+        return x, self.norm(x)
+
+
+def layer_config(config: PreTrainedConfig, place: int) -> PreTrainedConfig:
+    """The configuration of one more layer, with full attention, whose attention is `attend`. place: its number"""
+    config = copy.deepcopy(config)
+    config._attn_implementation = NAME
+    for field in ("layer_types", "mlp_layer_types"):
+        kinds = getattr(config, field, None)
+        if kinds is not None:
+            setattr(config, field, [FULL if field == "layer_types" else kinds[-1]] * (place + 1))
+    return config
+
+
+class LowRank(nn.Module):
+    """A matrix and the product of two narrow ones, LoRA (2106.09685), which starts at zero."""
+
+    def __init__(self, weight: Tensor, rank: int):
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(rank, weight.shape[1], device=weight.device) * weight.shape[1] ** -0.5)
+        self.up = nn.Parameter(torch.zeros(weight.shape[0], rank, device=weight.device))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.up @ self.down
+
+
+class NativeMTP(Drafter):
+    """The target's own MTP module: it reads the target's last state, then its own, and the newest token.
+
+    source: the model whose modules it starts from, a folder or a name on the Hub; "target": the target itself; null: random weights
+    num_modules: null: module 0, used at every depth, as engines do; else one module for each depth
+    lora_rank: of the matrices that are trained beside those of its linear layers, experts excepted; null: all but the router is trained
+    zero_first: whether the embedding in the first slot of a text is zero; null: as vLLM runs the family, and so is
+    recycle_norm: whether the next step reads the state after the last norm, or before it
+    layout: of LAYOUTS; null: that of the source
+    """
+
+    changeable = ("zero_first", "recycle_norm", "lora_rank")
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        source: str | None = "target",
+        num_modules: int | None = None,
+        lora_rank: int | None = None,
+        zero_first: bool | None = None,
+        recycle_norm: bool | None = None,
+        layout: str | None = None,
+        vocab: Tensor | None = None,
+    ):
+        super().__init__(target, vocab=vocab)
+        self.published: dict | None = None
+        tensors = None
+        if source is not None:
+            spec, tensors = read_native(target.name if source == "target" else source, target, num_modules=num_modules)
+            layout, self.published = spec["layout"], spec["published"]
+        self.layout = layout = layout or FAMILIES.get(target.config.model_type)
+        if layout not in LAYOUTS:
+            raise ValueError(
+                f"{target.name} is a {target.config.model_type} model, whose MTP modules are unknown: use head=mtp."
+            )
+        about = LAYOUTS[layout]
+        if num_modules is not None and not 1 <= num_modules <= (1 if about.shared else num_modules):
+            raise ValueError(
+                f"num_modules={num_modules}: MTP modules of this family share their norms, so there is one. Use null."
+            )
+        if not hasattr(target.blocks[-1], "self_attn"):
+            raise ValueError(f"The layers of {target.name} are not built as those of MTP modules are: use head=mtp.")
+        self.depth, self.attends = num_modules, "path" if num_modules is None else "depth"
+        self.zero_first = about.zero_first if zero_first is None else zero_first
+        self.recycle_norm = target.config.model_type not in UNNORMED if recycle_norm is None else recycle_norm
+        self.estimates = self.recycle_norm
+        self.target_layers = target.layer_ids([-1])
+        self.modules_by_depth = nn.ModuleList(NativeModule(target, about, number=k) for k in range(num_modules or 1))
+        rotary = cast(Any, target.decoder).rotary_emb
+        self.rotary = type(rotary)(config=layer_config(target.config, 0))
+        self.pretrained = tensors is not None
+        if tensors is not None:
+            self.load_state_dict(tensors)
+        else:
+            self.apply(target.model._init_weights)
+        self._rank: int | None = None
+        self.lora_rank = lora_rank
+
+    @property
+    def lora_rank(self) -> int | None:
+        return self._rank
+
+    @lora_rank.setter
+    def lora_rank(self, rank: int | None) -> None:
+        """Chooses what is trained, once."""
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(rank is None and not name.endswith(ROUTER))
+        if rank is not None and self._rank is None:
+            for layer in [each for each in self.modules() if isinstance(each, nn.Linear)]:
+                parametrize.register_parametrization(layer, "weight", LowRank(layer.weight, rank))
+        self._rank = rank
+
+    def decodable(self) -> Self:
+        """As of `Head`, with plain weights."""
+        frozen = super().decodable()
+        for layer in [each for each in frozen.modules() if parametrize.is_parametrized(each)]:
+            parametrize.remove_parametrizations(layer, "weight")
+        frozen._rank = None
+        return frozen.requires_grad_(False)
+
+    def arguments(self) -> dict:
+        published = {} if self.published is None else {"published": self.published}
+        given = {"zero_first": self.zero_first, "recycle_norm": self.recycle_norm, "layout": self.layout}
+        return {"source": None, "lora_rank": None, **given, **published}
+
+    def module(self, d: int) -> NativeModule:
+        return self.modules_by_depth[0 if self.depth is None else d - 1]  # type: ignore[return-value]
+
+    def cache(self, batch: int) -> RowCache:
+        config = self.target.config
+        keys, width = config.num_key_value_heads, getattr(config, "head_dim", None)
+        if getattr(config, "kv_lora_rank", None):  # latent attention: keys and values as it expands them
+            keys, width = config.num_attention_heads, config.qk_nope_head_dim + config.qk_rope_head_dim
+        heads = {"num_attention_heads": config.num_attention_heads, "num_key_value_heads": keys}
+        shape = LlamaConfig(
+            hidden_size=self.target.width, head_dim=width or self.target.width // config.num_attention_heads, **heads
+        )
+        masked = self.attends == "depth"
+        return row_cache(shape, self.module(1).enorm.weight, layers=self.depth or 1, batch=batch, masked=masked)
+
+    def encode(self, features):
+        return features.to(self.module(1).enorm.weight.dtype)
+
+    def step(self, d, h, tokens, positions, mask, cache):
+        embedding = self.encode(self.target.embed(tokens))
+        if self.zero_first:
+            embedding = embedding.masked_fill(positions[..., None] == self.first_slot, 0.0)
+        raw, normed = self.module(d)(embedding, h, self.rotary(h, positions), positions, mask, cache)
+        return normed if self.recycle_norm else raw, normed
+
+    def logits(self, d, readout):
+        return self.goal_logits(readout)
+
+
+# Reading and naming the tensors of a model's own files
+
+
+def experts_places(name: str, shape: torch.Size) -> Iterator[tuple[str, tuple]]:
+    """Where a tensor of all experts is in a checkpoint that has one for each: (name, place in the whole), ..
+
+    shape: gate_up_proj [experts, 2 * inner, D] or down_proj [experts, D, inner]
+    """
+    stem, _, kind = name.rpartition(".")
+    half = shape[1] // 2
+    for expert in range(shape[0]):
+        if kind == "down_proj":
+            yield f"{stem}.{expert}.down_proj.weight", (expert,)
+        else:
+            yield f"{stem}.{expert}.gate_proj.weight", (expert, slice(0, half))
+            yield f"{stem}.{expert}.up_proj.weight", (expert, slice(half, None))
+
+
+def places_of(drafter: NativeMTP, present: dict[str, str] | None, prefix: str) -> dict[str, list[tuple[str, tuple]]]:
+    """For each tensor of the drafter its names in the checkpoint, each with its place in the tensor; () is all of it
+
+    present: the checkpoint's tensors; None: it has none of these, so experts stand alone
+    """
+    layout, found = LAYOUTS[str(drafter.layout)], {}
+    for number, module in enumerate(drafter.modules_by_depth):
+        state = module.state_dict()
+        for key, name in layout.names(state, number, drafter.target.num_layers + number).items():
+            apart = key.endswith(("experts.gate_up_proj", "experts.down_proj")) and prefix + name not in (present or ())
+            whole = experts_places(prefix + name, state[key].shape) if apart else [(prefix + name, ())]
+            found[f"modules_by_depth.{number}.{key}"] = list(whole)
+    return found
+
+
+def find_layout(shards: Shards, num_layers: int) -> tuple[str, str] | None:
+    """The layout of a checkpoint's MTP modules, and what stands before their names; None: it has none."""
+    for name, layout in LAYOUTS.items():
+        ending = f"{layout.parts['join']}.weight".format(number=0, layer=num_layers)
         for key in shards.files:
-            match = pattern.fullmatch(key)
-            if match and int(match[1]) >= first and match[2] not in COPIES:
-                modules.setdefault(int(match[1]) - first, {})[_rename(match[2], names)] = shards[key]
-        if modules:
-            for tensors in modules.values():
-                if hidden_first and "eh_proj.weight" in tensors:
-                    tensors["eh_proj.weight"] = swap_halves(tensors["eh_proj.weight"])
-            return [modules[number] for number in sorted(modules)]
-    raise ValueError(f"{target.name} ships no MTP modules in the DeepSeek or the MiMo layout: set native=false.")
+            if key == ending or key.endswith(f".{ending}"):
+                return name, key.removesuffix(ending)
+    return None
 
 
-def swap_halves(weight: Tensor) -> Tensor:
-    """weight [D, 2D] of a join: from MiMo's order (state, embedding) to this project's, or back"""
-    return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
+def read_native(name: str, target: Target, *, num_modules: int | None = None) -> tuple[dict, dict[str, Tensor]]:
+    """The MTP modules in a model's own files -> the class and its arguments, as `checkpoint.save` takes them, and its tensors
+
+    name: a folder, or a name on the Hub with @revision; the target, or a model of its family, whose modules are put beside the target
+    Raises ValueError if there are none, or if they are no modules of this target.
+    """
+    repo, _, revision = (name, "", "") if hub.is_folder(name) else name.partition("@")
+    shards = Shards(repo, revision=revision or None)
+    found = find_layout(shards, target.num_layers)
+    if found is None:
+        others = sorted(key for key in shards.files if "mtp" in key or "nextn" in key)
+        have = (
+            f"has MTP modules of an unknown layout ({', '.join(others[:3])}, ...)" if others else "ships no MTP modules"
+        )
+        raise ValueError(
+            f"{name} {have} for a target of {target.num_layers} layers ({', '.join(LAYOUTS)} are known). Train a module: head=mtp."
+        )
+    layout, prefix = found
+    with torch.device("meta"):
+        empty = NativeMTP(target, source=None, num_modules=num_modules, layout=layout)
+    tensors, names = {}, []
+    for key, whole in empty.state_dict().items():
+        places = places_of(empty, shards.files, prefix)[key]
+        for place, _ in places:
+            if place not in shards.files:
+                raise ValueError(f"{name} lacks {place}, which its MTP module needs: take a complete copy of it.")
+        tensors[key] = torch.empty(whole.shape, dtype=shards[places[0][0]].dtype)
+        for place, at in places:
+            if shards.shape(place) != tensors[key][at].shape:
+                raise ValueError(
+                    f"{name}: {place} has the shape {list(shards.shape(place))}, and for {target.name} it would be "
+                    f"{list(tensors[key][at].shape)}. Take a model of the target's family and width, that is not quantised."
+                )
+            tensors[key][at] = shards[place]
+            names.append(place)
+    _check_all_read(name, shards, set(names), empty, prefix)
+    config = shards.path("config.json")
+    pinned = hub.pinned(config.parent)
+    published = {
+        "layout": "native",
+        "config": untrusted.read_json(config),
+        "tensors": {place: list(shards.describe(place)) for place in names},
+        "source": pinned if hub.is_name(pinned) else Path(name).name,
+        "sha256": {file: hash_file(shards.path(file)) for file in sorted({shards.files[place] for place in names})},
+    }
+    spec = {"_target_": "specdec.heads.native.NativeMTP", "num_modules": num_modules, **empty.arguments()}
+    return {**spec, "published": published}, tensors
 
 
-def _rename(name: str, names: dict[str, str]) -> str:
-    module, _, kind = name.rpartition(".")
-    if module in names:
-        return f"{names[module]}.{kind}"
-    return name if module == "input_layernorm" else f"block.{name}"
+def _check_all_read(name: str, shards: Shards, read: set[str], drafter: NativeMTP, prefix: str) -> None:
+    """Raises ValueError for tensors of these modules that have no place here, such as scales of quantised ones."""
+    layout = LAYOUTS[str(drafter.layout)]
+    for number in range(len(drafter.modules_by_depth)):
+        block = prefix + layout.block.format(number=number, layer=drafter.target.num_layers + number) + "."
+        more = sorted(
+            key for key in shards.files.keys() - read if key.startswith(block) and not key.endswith(layout.copies)
+        )
+        if more:
+            raise ValueError(
+                f"{name}: its MTP module has {more[0]}, which a layer of {drafter.target.name} has not. If it is quantised, take the "
+                "module of a model that is not: checkpoint=MODEL target.name=THIS."
+            )

@@ -16,6 +16,7 @@ from specdec import checkpoint
 from specdec.target.model import Target, load_tokenizer
 from tests.support import (
     ADAPTING,
+    NO_SOURCE,
     ROOT,
     before_steps,
     fit_interrupted,
@@ -41,7 +42,8 @@ SHORT = ("train.steps=2", "train.validate_every=2")
 def test_every_head_trains_and_its_checkpoint_loads(fit, folder, head):
     load = lambda: Target.load(f"{folder}/target", dtype="float32")
     before = load().fingerprint()
-    assert fit(head, f"head={head}", "head.vocab_size=200") == 0
+    more = [f"head.drafter.{name}={value or 'null'}" for name, value in NO_SOURCE.get(head, {}).items()]
+    assert fit(head, f"head={head}", "head.vocab_size=200", *more) == 0
     target = load()
     drafter, report = checkpoint.load(f"checkpoints/{head}", target), report_of(head)
     assert target.fingerprint() == before and drafter.vocab_size == 200

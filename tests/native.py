@@ -1,0 +1,116 @@
+"""Tiny models with MTP modules of their own, as transformers writes their layers, and the same modules computed by its classes."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from specdec.core.untrusted import read_tensors
+from tests import families
+from tests.families import FAMILIES, FULL, Family
+
+DEEPSEEK = {
+    "enorm": "model.layers.4.enorm",
+    "hnorm": "model.layers.4.hnorm",
+    "join": "model.layers.4.eh_proj",
+    "norm": "model.layers.4.shared_head.norm",
+    "layers.0": "model.layers.4",
+}
+QWEN = {
+    "enorm": "mtp.pre_fc_norm_embedding",
+    "hnorm": "mtp.pre_fc_norm_hidden",
+    "join": "mtp.fc",
+    "norm": "mtp.norm",
+    "layers.0": "mtp.layers.0",
+}
+MIMO = {
+    "enorm": "model.mtp_layers.0.token_layernorm",
+    "hnorm": "model.mtp_layers.0.hidden_layernorm",
+    "join": "model.mtp_layers.0.input_proj",
+    "norm": "model.mtp_layers.0.final_layernorm",
+    "layers.0": "model.mtp_layers.0",
+}
+NAMES = {"qwen3_5_text": QWEN, "qwen3_5_moe_text": QWEN, "qwen3_next": QWEN, "deepseek_v3": DEEPSEEK, "glm4_moe": DEEPSEEK,
+         "qwen2": MIMO}  # fmt: skip
+COUNTS = {"qwen3_5_text": "mtp_num_hidden_layers", "qwen3_5_moe_text": "mtp_num_hidden_layers"}
+
+
+def family_of(name: str) -> Family:
+    return next(family for family in FAMILIES if family.model_type == name)
+
+
+def one_layer(family: Family, fields: dict) -> torch.nn.Module:
+    """A model of the family with one layer of the kind that MTP modules have."""
+    more = {"num_hidden_layers": 1, **fields}
+    if "layer_types" in family.fields:
+        more["layer_types"] = [FULL]
+    if "first_k_dense_replace" in families.CONFIG_MAPPING[family.model_type]().to_dict():
+        more["first_k_dense_replace"] = 0
+    return families.make(dataclasses.replace(family, fields={**family.fields, **more}))
+
+
+def save_native(folder: Path, name: str, *, fields: dict | None = None, shard_size: str = "5GB"):
+    """A target of a family with an MTP module -> its folder, the one-layer model that the module's layer is, and its other weights."""
+    family = dataclasses.replace(family_of(name), fields={**family_of(name).fields, **(fields or {})})
+    families.make(family).save_pretrained(folder, max_shard_size=shard_size)
+    model = one_layer(family, fields or {})
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder / "layer")
+    layer = read_tensors(folder / "layer" / "model.safetensors")
+    width = model.config.hidden_size
+    near = 0.0 if NAMES[name] is QWEN else 1.0  # around which the weights of norms are
+    parts = {part: near + 0.3 * torch.randn(width) for part in ("enorm", "hnorm", "norm")}
+    parts["join"] = 0.2 * torch.randn(width, 2 * width)
+    added = {f"{NAMES[name][part]}.weight": value for part, value in parts.items()}
+    stem = "model.layers.0."
+    added |= {
+        NAMES[name]["layers.0"] + "." + key.removeprefix(stem): value
+        for key, value in layer.items()
+        if key.startswith(stem)
+    }
+    for path in (folder / "layer").iterdir():
+        path.unlink()
+    (folder / "layer").rmdir()
+    add(folder, added)
+    config = json.loads((folder / "config.json").read_text())
+    config[COUNTS.get(name, "num_nextn_predict_layers")] = 1
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return model, parts
+
+
+def add(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Puts further tensors into the last file of a model."""
+    index = folder / "model.safetensors.index.json"
+    path = folder / "model.safetensors"
+    if index.exists():
+        document = json.loads(index.read_text())
+        file = max(document["weight_map"].values())
+        document["weight_map"] |= dict.fromkeys(tensors, file)
+        index.write_text(json.dumps(document))
+        path = folder / file
+    everything = read_tensors(path) | {key: value.contiguous() for key, value in tensors.items()}
+    safetensors.torch.save_file(everything, path, {"format": "pt"})
+
+
+def run_reference(
+    name: str, model, parts: dict[str, Tensor], embedding: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What transformers' own classes give for embedding, state [1, S, D] of a whole text: before the last norm and after it"""
+    norm = type(model.model.norm)
+
+    def normed(part: str, x: Tensor) -> Tensor:
+        layer = norm(x.shape[-1], eps=model.config.rms_norm_eps)
+        layer.weight.data.copy_(parts[part])
+        return layer(x)
+
+    both = [normed("enorm", embedding), normed("hnorm", state)]
+    x = torch.cat(both[::-1] if NAMES[name] is MIMO else both, -1) @ parts["join"].T
+    model.model.norm = torch.nn.Identity()
+    raw = model.model(inputs_embeds=x).last_hidden_state
+    return raw, normed("norm", raw)
