@@ -70,6 +70,7 @@ def assert_same_drafts(path: Path, reader, drafter, *, slots=SLOTS) -> None:
 
 SGLANG1, SAFEAILAB1 = (partial(reference.eagle1, engine=engine) for engine in ("sglang", "safeailab"))
 SGLANG3 = partial(reference.eagle3, engine="sglang")
+SGLANG_BLOCK = partial(reference.block, engine="sglang")
 UNBLANKED = partial(reference.mtp, blank=False)
 REFERENCE_MEDUSA = partial(reference.medusa, engine="reference")
 
@@ -80,7 +81,7 @@ def assert_equal_drafters(drafter, expected) -> None:
     tensors, wanted = drafter.state_dict(), expected.state_dict()
     assert tensors.keys() == wanted.keys() and all(torch.equal(tensors[name], wanted[name]) for name in wanted)
     for name in ("target_layers", "depth", "norm_output", "norm_before_residual", "attention_bias", "num_drafts",
-                 "anchor_predicts", "confident", "windows", "window_causal"):  # fmt: skip
+                 "anchor_predicts", "confident", "windows", "window_causal", "mask_token"):  # fmt: skip
         assert getattr(drafter, name, None) == getattr(expected, name, None), name
     if hasattr(expected, "config"):
         assert drafter.config.to_dict() == expected.config.to_dict()

@@ -148,7 +148,7 @@ def eagle1(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, 
 def eagle3(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, engine: str = "vllm") -> Drafts:
     """EAGLE-3 and P-EAGLE, a raw folder or a Speculators container.
 
-    Layer ids: vLLM reads the outer ones, SGLang the inner ones plus one.
+    Layer ids: vLLM reads the outer ones, SGLang the inner ones plus one. Later layers: the norm before attention has another name.
     """
     config, tensors = read(folder)
     if "speculators_model_type" in config:
@@ -190,7 +190,8 @@ def eagle3(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, 
         y = mlp(w, config, y)
         for number in range(1, config["num_hidden_layers"]):
             further = under(tensors, f"layers.{number}.")
-            y = y + causal(further, config, norm(y, further["input_layernorm.weight"], config), layer=number)
+            before = further["hidden_norm.weight" if engine == "sglang" else "input_layernorm.weight"]
+            y = y + causal(further, config, norm(y, before, config), layer=number)
             y = mlp(further, config, y)
         readout = norm(y[-1:], tensors["norm.weight"], config)
         logits.append(lm_head @ readout[0])
@@ -251,8 +252,10 @@ def mtp(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, 
     return Drafts(torch.stack(logits), torch.arange(len(target.lm_head)))
 
 
-def block(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int) -> Drafts:
+def block(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, engine: str = "vllm") -> Drafts:
     """DFlash and DSpark, raw or in a Speculators container: one pass over the newest token and masks, not causal.
+
+    SGLang: the target's embedding and LM head whatever the folder holds, all tokens, and a DSpark block of as many drafts as it says.
 
     Sliding layers as Speculators trains them: they see the last positions before the newest token, and may be causal. (vLLM's kernels count
     a window from each mask, so that later ones lose the oldest of these positions.)
@@ -266,15 +269,21 @@ def block(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int) -
         assert config["architectures"][0] in ("DFlashDraftModel", "Qwen3DSparkModel")
         settings = config.get("dflash_config", config)
         layers, mask_id = [k + 1 for k in settings["target_layer_ids"]], settings["mask_token_id"]
-    lm_head, ids = vocabulary(tensors, config, target)
-    embed = tensors.get("embed_tokens.weight", target.embed)
+    if engine == "sglang":
+        lm_head, ids, embed = target.lm_head, torch.arange(len(target.lm_head)), target.embed
+    else:
+        lm_head, ids = vocabulary(tensors, config, target)
+        embed = tensors.get("embed_tokens.weight", target.embed)
     mask = embed[mask_id]
+    size = config["block_size"]
+    if engine == "sglang" and config["architectures"] == ["Qwen3DSparkModel"]:
+        size += not config["sample_from_anchor"]
     if (folder / "mask_embedding.pt").exists():
         mask = torch.load(folder / "mask_embedding.pt")["embedding"]
 
     context = torch.cat(list(target.states[layers, :slot]), dim=-1) @ tensors["fc.weight"].T
     context = norm(context, tensors["hidden_norm.weight"], config)
-    x = torch.cat([embed[tokens[slot]][None], mask.expand(config["block_size"] - 1, -1)])
+    x = torch.cat([embed[tokens[slot]][None], mask.expand(size - 1, -1)])
     for number in range(config["num_hidden_layers"]):
         w = under(tensors, f"layers.{number}.")
         y = norm(x, w["input_layernorm.weight"], config)

@@ -148,7 +148,8 @@ def make_drafter(target: Target, head: str, reduced: bool = False, arguments: di
     drafter = drafter.double().to(target.device).eval()
     for parameter in drafter.parameters():
         noise = torch.randn_like(parameter)
-        parameter.data = noise / parameter.shape[1] ** 0.5 if parameter.dim() == 2 else 1 + 0.3 * noise
+        if parameter.requires_grad:  # the others are the target's
+            parameter.data = noise / parameter.shape[1] ** 0.5 if parameter.dim() == 2 else 1 + 0.3 * noise
     return drafter
 
 

@@ -2,15 +2,17 @@
 
 import re
 
+import torch
 from torch import Tensor, nn
 
 from specdec.export import layout
 from specdec.export.layout import Layout
 from specdec.heads.dflash import BlockDrafter
-from specdec.target.model import Target
+from specdec.target.model import Target, load_tokenizer
 from specdec.target.structure import FULL, SLIDING
 
 MASK = "mask_embedding.pt"
+NO_OWN_MASK = "take format=vllm, or train with head.drafter.mask_token=ID, a token that no text has"
 OWN = re.compile(r"^(layers\.\d+\.)([qkvo]_proj|[qk]_norm)\b")  # engines have these inside `self_attn`
 MARKOV_IN, MARKOV_OUT = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 
@@ -19,8 +21,31 @@ def is_dspark(drafter: BlockDrafter) -> bool:
     return drafter.anchor_predicts or drafter.markov_in is not None
 
 
+def target_row(drafter: BlockDrafter) -> int | None:
+    """The token whose row of the target's embedding the mask is; None: the mask has an embedding of its own."""
+    weight = drafter.target.embed.weight
+    rows = (weight == drafter.mask_embedding.to(weight.dtype)).all(dim=1).nonzero()
+    return int(rows[0]) if drafter.mask_token is None and len(rows) else drafter.mask_token
+
+
+def free_token(target: Target) -> int | None:
+    """A token that no text has: one behind those of the tokenizer, or a reserved one; None: there is none, or no tokenizer."""
+    try:
+        tokenizer = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code)
+    except ValueError:
+        return None
+    if len(tokenizer) < target.vocab_size:
+        return target.vocab_size - 1
+    names = [
+        (id, name) for name, id in tokenizer.get_added_vocab().items() if re.search("reserved|unused", name.lower())
+    ]
+    return max(names)[0] if names else None
+
+
 def mask_token(drafter: BlockDrafter) -> int:
     """The token whose row holds the mask's embedding: one that ends answers, so that nothing is drafted behind it."""
+    if drafter.mask_token is not None:
+        return drafter.mask_token
     fields = drafter.target.config.to_dict()
     end = fields.get("eos_token_id")
     token = end[0] if isinstance(end, list) else end
@@ -114,6 +139,35 @@ def dspark(drafter: BlockDrafter) -> Layout:
     return Layout(tensors, config)
 
 
+def sglang(drafter: BlockDrafter) -> Layout:
+    """DFlash or DSpark for SGLang, which drafts from all tokens, and takes the mask from a row of the target's embedding.
+
+    It writes DFlash's mask_embedding.pt into that row, so nothing else may read it. Raises ValueError for masks without such a row.
+    """
+    target, row, whole = drafter.target, target_row(drafter), layout.draft_from_all(drafter)
+    own: dict[str, object] = {}
+    if row is None:
+        shared = target.lm_head.weight is target.embed.weight
+        row = None if shared or is_dspark(drafter) else free_token(target)
+        if row is None:
+            raise ValueError(
+                "The mask of this head has an embedding of its own. SGLang reads none for DSpark, and writes DFlash's over a row of "
+                f"the target's embedding, where {target.name} {'has its LM head' if shared else 'has no unused one'}: {NO_OWN_MASK}."
+            )
+        own = {MASK: {"mask_token_id": row, "embedding": drafter.mask_embedding.detach().clone()}}
+    made = (dspark if is_dspark(drafter) else dflash)(whole)  # type: ignore[arg-type]  # a copy of the same class
+    tensors, config = dict(made.tensors), dict(made.config)
+    if is_dspark(drafter):
+        del tensors["embed_tokens.weight"]
+        config |= {"mask_token_id": row, "block_size": drafter.num_drafts}  # a block of SGLang's is its drafts
+        del config["dspark_bonus_anchor"]
+    else:
+        nested = config["dflash_config"] = config["dflash_config"] | {"mask_token_id": row}
+        if "causal" in nested:
+            config["is_causal"] = nested["causal"]  # where SGLang looks for it
+    return Layout(tensors, config, own)
+
+
 def read_block_drafter(
     config: dict, tensors: dict[str, Tensor], mask: Tensor | None, target: Target
 ) -> tuple[dict, dict]:
@@ -145,6 +199,7 @@ def read_block_drafter(
         raise ValueError(f"A Markov head of the type {config['markov_head_type']} cannot be imported; vanilla can.")
     head = {name.replace(".self_attn.", "."): value for name, value in layout.without_maps(tensors).items()}
     head["mask_embedding"] = mask
+    from_row = mask_id is not None and torch.equal(mask.to(target.embed.weight), target.embed.weight[int(mask_id)])
     if vocab is not None:
         head["draft_to_target"] = vocab
     sizes = layout.read_block(config, target)
@@ -152,13 +207,17 @@ def read_block_drafter(
         raise ValueError(
             "The drafter has other heads, norms or rotary embeddings than its target: it cannot be imported."
         )
+    # whether the anchor counts as one of the block; raw DSpark says so itself (not in SGLang's form)
+    flat = has_markov and "speculators_model_type" not in config
+    in_block = bool(config.get("dspark_bonus_anchor")) if flat else not anchor_predicts
     arguments = {
         "_target_": "specdec.heads.dflash.BlockDrafter",
         **sizes,
-        "num_drafts": config["block_size"] - (not anchor_predicts),
+        "num_drafts": config["block_size"] - in_block,
         "num_layers": config["num_hidden_layers"],
         "target_layers": list(layers),
         **sliding,
+        **({"mask_token": int(mask_id or 0)} if from_row else {}),
     }
     if has_markov:
         arguments |= {"anchor_predicts": anchor_predicts, **_read_markov(head, config)}

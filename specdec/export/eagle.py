@@ -1,5 +1,7 @@
 """EAGLE-1, EAGLE-3 and P-EAGLE: names, config.json, and the way back (docs/file-formats.md, sections 4 to 6)."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -41,12 +43,12 @@ def mask_token(config: dict) -> int | None:
     return next((config[name] for name in MASK_TOKENS if config.get(name) is not None), None)
 
 
-def check_plain(drafter: Eagle3, whose: str, *, lacks: tuple[str, ...]) -> None:
-    """Raises ValueError for an EAGLE-3 head with switches that an engine ignores, and for layers and masks that only vLLM has.
+def check_plain(drafter: Eagle3, whose: str, *, lacks: Sequence[str]) -> None:
+    """Raises ValueError for an EAGLE-3 head with what an engine lacks, and for masks that only vLLM has.
 
-    whose: the engine's name
+    whose: the engine's name; lacks: switches, and num_layers where it takes a single layer
     """
-    if drafter.further or isinstance(drafter, PEagle):
+    if (drafter.further and "num_layers" in lacks) or isinstance(drafter, PEagle):
         what = "P-EAGLE" if isinstance(drafter, PEagle) else "EAGLE-3 of several layers"
         raise ValueError(f"{whose} has no {what}: take format=vllm or speculators.")
     layout.check_whole(drafter, whose)
@@ -76,10 +78,10 @@ def eagle1(drafter: Eagle, *, architecture: str, bias: bool = False) -> Layout:
     return Layout(layout.rename(head, NAMES1), config, pickles)
 
 
-def eagle3(drafter: Eagle3) -> Layout:
-    """The layout that vLLM, SGLang, SafeAILab's code and llama.cpp's converter all read.
+def eagle3(drafter: Eagle3, *, hidden_norms: bool = False) -> Layout:
+    """The layout that vLLM, SGLang, SafeAILab's code and llama.cpp's converter all read. P-EAGLE: vLLM alone.
 
-    Of several layers, and of P-EAGLE: vLLM alone.
+    hidden_norms: whether the norm before attention in later layers is written as hidden_norm too, where SGLang looks for it
     """
     target, layers, num_layers = drafter.target, drafter.target_layers, 1 + len(drafter.further)
     layout.check_layers(layers, target)
@@ -110,6 +112,8 @@ def eagle3(drafter: Eagle3) -> Layout:
         config["ptd_token_id"] = drafter.mask_token
     first = MIDLAYER if num_layers == 1 else LAYER.format(0)
     tensors = layout.rename(head, names3(first, num_layers)) | layout.vocab_tensors(drafter)
+    for later in map(LAYER.format, range(1, num_layers) if hidden_norms else ()):
+        tensors[f"{later}hidden_norm.weight"] = tensors[f"{later}input_layernorm.weight"].clone()
     return Layout(tensors, config)
 
 
@@ -148,6 +152,12 @@ def read_eagle3(config: dict, tensors: dict[str, Tensor], target: Target) -> tup
         )
     if mask is not None:
         tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
+    for later in map(LAYER.format, range(1, num_layers)):  # vLLM reads the one, SGLang the other
+        norm = tensors.pop(f"{later}hidden_norm.weight", None)
+        if norm is not None and not torch.equal(norm, tensors[f"{later}input_layernorm.weight"]):
+            raise ValueError(
+                f"{later}hidden_norm and {later}input_layernorm differ, and engines disagree which one counts."
+            )
     vocab = None
     if "d2t" in tensors:
         vocab = layout.check_vocab(tensors["d2t"], tensors.get("t2d"))

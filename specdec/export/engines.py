@@ -1,11 +1,14 @@
-"""Which engine takes which head in which form: a function and an entry of FORMATS for each, and the targets that engines have."""
+"""Which engine takes which head in which form, and the targets that engines have: engine_facts.yaml, with a function for each."""
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from specdec.export import block_drafter, eagle, medusa, mtp
 from specdec.export.draft import language_model
@@ -24,6 +27,13 @@ from specdec.target.model import Target
 Special = tuple[str, list[str]]
 
 
+WINDOW = "{engine} counts the window of a sliding layer from each input of a block, training from the first one."
+SAMPLING = (
+    "At temperature 0 nothing else is needed. Above it, drafts are sampled here, and vLLM takes the most likely ones unless "
+    '"draft_sample_method": "probabilistic" is in its configuration: tau differs.'
+)
+
+
 def _vllm(drafter: Any, kind: str) -> Special:
     if kind == "eagle" and _has_bias(drafter):
         raise ValueError("vLLM drops the bias of EAGLE-1's fc, and this head has one: take format=sglang or eagle.")
@@ -33,13 +43,15 @@ def _vllm(drafter: Any, kind: str) -> Special:
     if kind == "medusa":
         notes.append("vLLM drafts the chain of the heads' best guesses, not their tree.")
     if kind == "dspark":
-        notes.append("Only vLLM's V2 runner (GPU) drafts with DSpark.")
+        notes.append(
+            "Only vLLM's V2 runner (GPU) drafts with DSpark. enable_adaptive_verification uses its confidence head."
+        )
     if kind == "dflash":
         notes.append("mask_embedding.pt has the mask's embedding: keep it beside the weights, where vLLM looks for it.")
         if drafter.window is not None:
-            notes.append(
-                "vLLM counts the window of a sliding layer from each input of a block, training from the first one."
-            )
+            notes.append(WINDOW.format(engine="vLLM"))
+    if kind != "medusa":
+        notes.append(SAMPLING)
     if kind != "mtp":
         return "", notes
     notes.append("vLLM builds the module from the target's configuration, which --hf-overrides changes for that.")
@@ -47,9 +59,31 @@ def _vllm(drafter: Any, kind: str) -> Special:
 
 
 def _sglang(drafter: Any, kind: str) -> Special:
-    mapped = kind == "eagle" and drafter.draft_to_target is not None
-    more = f" --speculative-token-map <out>/{eagle.TOKEN_MAP}" if mapped else ""
-    return more, ["SGLang was not run: this folder was written from its source."]
+    notes = ["SGLang was not run: its own classes read this folder, and nothing was served."]
+    if isinstance(drafter, BlockDrafter):
+        if drafter.window is not None:
+            notes.append(WINDOW.format(engine="SGLang"))
+        return "", notes
+    more = " --speculative-num-steps <num> --speculative-eagle-topk 1"
+    if kind == "eagle" and drafter.draft_to_target is not None:
+        more += f" --speculative-token-map <out>/{eagle.TOKEN_MAP}"
+    return more, notes
+
+
+def _nvidia(drafter: Any) -> str | None:
+    """Why the engines of NVIDIA would run a folder of format=vllm in another way than it was trained; None: no reason known."""
+    if isinstance(drafter, PEagle):
+        return "have no P-EAGLE"
+    if drafter.window is not None:
+        return "have no such sliding layers"
+    if isinstance(drafter, BlockDrafter):
+        own = block_drafter.target_row(drafter) is None
+        return (
+            f"take the mask from the target's embedding, and this head has its own: {block_drafter.NO_OWN_MASK}"
+            if own
+            else None
+        )
+    return "have no norm_before_residual" if drafter.norm_before_residual else None
 
 
 def _llama_cpp(drafter: Any, kind: str) -> Special:
@@ -94,13 +128,14 @@ def _dflash_from_all(drafter: BlockDrafter) -> Layout:
 
 @dataclass(frozen=True)
 class EngineFormat:
-    """How engines read heads in one format of scripts/export.py.
+    """How engines read heads in one format of scripts/export.py, as engine_facts.yaml says.
 
     takes: the kinds of heads (`kind_of`), with the engine's own name for each
     lines: by engine how it is launched, as in `ExportForm.engines`; {method} (of `takes`), {settings} and {more} are filled in
-    engine: of SOURCES below, whose targets are known; settings: as in `ExportForm`, with <method>
+    engine: of ENGINES, whose targets are known; settings: as in `ExportForm`, with <method>
     whole: kinds that the engine lets draft from all tokens, whatever the checkpoint's draft vocabulary
-    lacks: switches of EAGLE-3 that the engine ignores; None: it has all of EAGLE-3 and P-EAGLE
+    lacks: what the engine has not of EAGLE-3; None: it has all of EAGLE-3 and P-EAGLE
+    others: engines that read the same folder and were not run, each with `takes` and its `line`
     special: as described above; layouts: of kinds that are written otherwise than in LAYOUTS
     """
 
@@ -108,8 +143,9 @@ class EngineFormat:
     lines: dict[str, str]
     engine: str | None = None
     settings: dict[str, str] = field(default_factory=dict)
-    whole: tuple[str, ...] = ()
-    lacks: tuple[str, ...] | None = None
+    whole: Sequence[str] = ()
+    lacks: Sequence[str] | None = None
+    others: dict[str, dict] = field(default_factory=dict)
     special: Callable[[Any, str], Special] = lambda drafter, kind: ("", [])
     layouts: dict[str, Callable[[Any], Layout]] = field(default_factory=dict)
 
@@ -123,91 +159,24 @@ LAYOUTS: dict[str, Callable[[Any], Layout]] = {
     "dspark": block_drafter.dspark,
     "draft": language_model,
 }
-VLLM_SETTINGS = {"method": "<method>", "model": "<out>", "num_speculative_tokens": "<num>"}
-CONTAINED = {
-    "eagle3": "eagle3",
-    "peagle": "eagle3",
-    "dflash": "dflash",
-    "dspark": "dspark",
-}  # kinds of the Speculators container
-FORMATS = {
-    "eagle": EngineFormat(  # SafeAILab's code, which is told whether it is EAGLE-3; docs/file-formats.md, sections 4 and 5
-        takes={"eagle": "False", "eagle3": "True", "peagle": "True"},
-        lines={
-            "SafeAILab/EAGLE": "EaModel.from_pretrained(base_model_path='<target>', ea_model_path='<out>', use_eagle3={method})"
-        },
-        engine="SafeAILab's code",
-        whole=("eagle",),
-        lacks=("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"),
-        special=_safeailab,
-        layouts={"eagle": lambda drafter: eagle.eagle1(drafter, architecture="LlamaForCausalLM", bias=_has_bias(drafter))},
-    ),
-    "gguf": EngineFormat(  # llama.cpp's converter, which has no draft vocabulary for DFlash; sections 3, 5 and 10
-        takes={"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspark": "dspark", "draft": "simple"},
-        lines={
-            "llama.cpp": "python convert_hf_to_gguf.py <out> --outtype bf16 --outfile <out>.gguf{more}\n"
-            "python convert_hf_to_gguf.py <target> --outtype bf16 --outfile target.gguf\n"
-            "llama-server -m target.gguf -md <out>.gguf --spec-type draft-{method} --spec-draft-n-max <num> --spec-draft-p-min 0"
-        },
-        engine="llama.cpp",
-        settings={"kind": "<method>", "num": "<num>"},
-        whole=("dflash", "draft"),
-        lacks=("fc_norm", "norm_output"),
-        special=_llama_cpp,
-        layouts={"dflash": _dflash_from_all},
-    ),
-    "medusa": EngineFormat(  # the reference code, vLLM and TGI; section 7
-        takes={"medusa": "medusa"},
-        lines={"FasterDecoding/Medusa": "MedusaModel.from_pretrained('<out>')"},
-        settings=VLLM_SETTINGS,
-        whole=("medusa",),
-        special=_medusa,
-        layouts={"medusa": medusa.reference},
-    ),
-    "safetensors": EngineFormat(takes={}, lines={}),  # any head, under this project's own names, for other readers
-    "sglang": EngineFormat(  # SGLang 0.5, written from its source; sections 4, 5 and 9. It has no place for a mask's embedding
-        takes={"eagle": "EAGLE", "eagle3": "EAGLE3", "peagle": "EAGLE3", "mtp": "EAGLE", "draft": "STANDALONE"},
-        lines={
-            "SGLang": "python -m sglang.launch_server --model <target> --speculative-algorithm {method} "
-            "--speculative-draft-model-path <out> --speculative-num-steps <num> --speculative-eagle-topk 1 "
-            "--speculative-num-draft-tokens <num+1>{more}"
-        },
-        engine="SGLang",
-        whole=("mtp", "draft"),
-        lacks=("norm_before_residual",),
-        special=_sglang,
-        layouts=_eagle1("LlamaForCausalLMEagle"),
-    ),
-    "speculators": EngineFormat(  # Speculators 0.9 and vLLM; section 11
-        takes=CONTAINED,
-        lines={
-            "vLLM": "vllm serve <target> --speculative-config '{settings}'",
-            "vLLM, with the target named in config.json": "vllm serve <out>",
-            "Speculators": "SpeculatorModel.from_pretrained('<out>')",
-        },
-        engine="vLLM",
-        settings=VLLM_SETTINGS,
-        layouts={kind: partial(container, kind=kind) for kind in CONTAINED},
-    ),
-    "transformers": EngineFormat(  # section 3
-        takes={"draft": "draft"},
-        lines={
-            "transformers": "model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained('<out>'), "
-            "num_assistant_tokens=<num>, num_assistant_tokens_schedule='constant', assistant_confidence_threshold=0)"
-        },
-        whole=("draft",),
-    ),
-    "vllm": EngineFormat(  # vLLM 0.32; sections 3 to 10
-        takes={"eagle": "eagle", "eagle3": "eagle3", "peagle": "eagle3", "medusa": "medusa", "mtp": "mtp",
-               "dflash": "dflash", "dspark": "dspark", "draft": "draft_model"},
-        lines={"vLLM": "vllm serve <target> --speculative-config '{settings}'{more}"},
-        engine="vLLM",
-        settings=VLLM_SETTINGS,
-        whole=("eagle", "medusa", "mtp", "draft"),
-        special=_vllm,
-        layouts=_eagle1("EagleLlamaForCausalLM"),
-    ),
+FACTS = yaml.safe_load(Path(__file__).with_name("engine_facts.yaml").read_text())
+ENGINES, FORMAT_FACTS = FACTS["engines"], FACTS["formats"]
+CODE: dict[str, dict[str, Any]] = {
+    "eagle": {
+        "special": _safeailab,
+        "layouts": {"eagle": lambda drafter: eagle.eagle1(drafter, architecture="LlamaForCausalLM", bias=_has_bias(drafter))},
+    },
+    "gguf": {"special": _llama_cpp, "layouts": {"dflash": _dflash_from_all}},
+    "medusa": {"special": _medusa, "layouts": {"medusa": medusa.reference}},
+    "sglang": {
+        "special": _sglang,
+        "layouts": {**_eagle1("LlamaForCausalLMEagle"), "eagle3": partial(eagle.eagle3, hidden_norms=True),
+                    "dflash": block_drafter.sglang, "dspark": block_drafter.sglang},
+    },
+    "speculators": {"layouts": {kind: partial(container, kind=kind) for kind in FORMAT_FACTS["speculators"]["takes"]}},
+    "vllm": {"special": _vllm, "layouts": _eagle1("EagleLlamaForCausalLM")},
 }  # fmt: skip
+FORMATS = {name: EngineFormat(**about, **CODE.get(name, {})) for name, about in FORMAT_FACTS.items()}
 
 
 @dataclass(frozen=True)
@@ -242,10 +211,7 @@ class ExportForm:
     def launch_lines(self, *, target: str, out: str, num: int) -> dict[str, str]:
         """For each engine the line that serves an export in the folder `out` with `num` drafts in a round."""
         marks = {"<target>": target, "<out>": out, "<num>": str(num), "<num+1>": str(num + 1)}
-        lines = dict(self.engines)
-        for mark, value in marks.items():
-            lines = {engine: line.replace(mark, value) for engine, line in lines.items()}
-        return lines
+        return {engine: _fill(line, marks) for engine, line in self.engines.items()}
 
     def settings_for(self, out: str, num: int) -> dict:
         """The engine's configuration of speculation, with the folder and the number of drafts filled in."""
@@ -285,21 +251,35 @@ def make_form(drafter: Drafter, name: str) -> ExportForm:
     if isinstance(drafter, MTP) and not drafter.zero_first:
         notes.append(mtp.FIRST_ROW)
     if about.engine is not None:
-        notes += check_target(about.engine, READS[kind], drafter.target)
+        notes += check_target(about.engine, kind, drafter.target)
     settings: dict = {key: value.replace("<method>", about.takes[kind]) for key, value in about.settings.items()}
     if kind == "peagle" and about.settings:
         settings["parallel_drafting"] = True
-    filled = {"method": about.takes[kind], "settings": json.dumps(settings).replace('"<num>"', "<num>"), "more": more}
+    filled = {"{settings}": json.dumps(settings).replace('"<num>"', "<num>"), "{more}": more}
+    lines = {engine: _fill(line, {"{method}": about.takes[kind], **filled}) for engine, line in about.lines.items()}
+    for engine, other in about.others.items():
+        if kind in other["takes"] and (reason := _nvidia(drafter)) is None:
+            inner = layout.config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+            more = f', "eagle3_layers_to_capture": {inner}' if inner else ""
+            lines[f"{engine}, not run"] = _fill(other["line"], {"{method}": other["takes"][kind], "{more}": more})
+        elif kind in other["takes"]:
+            notes.append(f"No line for {engine}: engines of NVIDIA {reason}.")
     return ExportForm(
         name,
         layout,
-        {engine: line.format(**filled) for engine, line in about.lines.items()},
+        lines,
         settings,
         most_drafts=drafter.depth,
         whole_block=isinstance(drafter, BlockDrafter),
         whole_vocabulary=drafter.draft_to_target is not None and kind in about.whole,
         notes=tuple(notes),
     )
+
+
+def _fill(line: str, values: dict[str, str]) -> str:
+    for mark, value in values.items():
+        line = line.replace(mark, value)
+    return line
 
 
 def make_forms(drafter: Head) -> dict[str, ExportForm]:
@@ -312,58 +292,29 @@ def make_forms(drafter: Head) -> dict[str, ExportForm]:
     return found
 
 
-# The targets that engines have, read from their sources. Families are transformers' model types of the text part.
+# The targets that engines have, by kind of head or by what it reads; where nothing is said, all families. Families are
+# transformers' model types of the text part.
 
 # What the engine's class of the target has to give for a kind of head: hidden states of inner layers; its last state, its
 # embedding and its LM head; nothing
 READS = {"eagle3": "states", "peagle": "states", "dflash": "states", "dspark": "states", "eagle": "last", "mtp": "last",
          "medusa": "last", "draft": "draft"}  # fmt: skip
-SOURCES = {
-    "vLLM": "vLLM 0.32.0",
-    "SGLang": "SGLang 0.5.23",
-    "llama.cpp": "llama.cpp, build 11434",
-    "SafeAILab's code": "SafeAILab/EAGLE, eagle/model/ea_model.py",
-}
-# vLLM: classes with SupportsEagle3, its classes for transformers' own models among them
-VLLM_STATES = frozenset(
-    "afmoe apertus arcee cohere2_moe cwm deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 ernie4_5 flex_olmo gemma4_text glm "
-    "glm_moe_dsa gpt_bigcode gpt_neox gpt_oss granite granite_swa hunyuan_v1_dense hunyuan_v1_moe jais2 kimi_linear laguna "
-    "llama llama4_text mellum mimo_v2_flash minicpm3 minimax_m2 ministral3 mistral nemotron_h olmo olmo2 olmo3 phi phi3 qwen2 "
-    "qwen2_5_vl_text qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl_moe_text qwen3_vl_text seed_oss smollm3 "
-    "starcoder2 vaultgemma".split()
-)
-# SGLang: classes with get_embed_and_head, and of these the ones with set_eagle3_layers_to_capture
-SGLANG_STATES = frozenset(
-    "apertus deepseek_v2 deepseek_v3 deepseek_v32 exaone_moe gemma3_text gemma4_text glm4_moe glm4_moe_lite glm_moe_dsa gpt_oss "
-    "llama llama4_text longcat_flash mellum minimax_m2 ministral3 mistral phi3 qwen2 qwen2_5_vl_text qwen3 qwen3_5_moe_text "
-    "qwen3_5_text qwen3_moe qwen3_next qwen3_vl_moe_text qwen3_vl_text".split()
-)
-SGLANG_LAST = SGLANG_STATES | frozenset(
-    "deepseek_v4 ernie4_5_moe exaone4 falcon_h1 glm4 hy_v3 hy_v4 laguna mimo_v2_flash nemotron_h opt".split()
-)
-# llama.cpp: graphs that set t_layer_inp
-LLAMA_CPP_STATES = frozenset(
-    "deepseek_v4 gemma4_text gpt_oss hunyuan_v1_dense lfm2 lfm2_moe llama mimo_v2_flash minimax minimax_m2 mistral mixtral "
-    "nemotron_h qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next".split()
-)
-SAFEAILAB = frozenset("llama mixtral qwen2 qwen3".split())  # it reads all others with Mixtral's class
-# Families by engine and by what it has to give; where nothing is said, all families
-TARGETS = {
-    "vLLM": {"states": VLLM_STATES},
-    "SGLang": {"states": SGLANG_STATES, "last": SGLANG_LAST},
-    "llama.cpp": {"states": LLAMA_CPP_STATES},
-    "SafeAILab's code": {"states": SAFEAILAB, "last": SAFEAILAB},
-}
-SURE = ("SGLang", "SafeAILab's code")  # they stop, or read the target wrongly, if the family is not listed
 
 
-def check_target(engine: str, reads: str, target: Target) -> tuple[str, ...]:
+def families_of(engine: str, kind: str) -> set[str] | None:
+    """The families of targets that the engine has for a kind of head; None: all."""
+    targets = ENGINES[engine].get("targets", {})
+    found = targets.get(kind, targets.get(READS[kind]))
+    return None if found is None else set((found if isinstance(found, str) else " ".join(found)).split())
+
+
+def check_target(engine: str, kind: str, target: Target) -> tuple[str, ...]:
     """What the model card says about this pair. Raises ValueError where the engine does not serve it.
 
-    engine: of SOURCES; reads: states, last or draft, of READS
+    engine: of ENGINES; kind: of READS
     """
-    family, source = target.config.model_type, SOURCES[engine]
-    families = TARGETS[engine].get(reads)
+    family, source, reads = target.config.model_type, ENGINES[engine]["source"], READS[kind]
+    families = families_of(engine, kind)
     found = []
     if reads != "draft" and not target.shape_logits.plain:  # engines take the weight of a borrowed LM head alone
         found.append(
@@ -375,7 +326,7 @@ def check_target(engine: str, reads: str, target: Target) -> tuple[str, ...]:
             "The target's LM head has a bias, which engines leave out for drafters: they draft worse than measured here."
         )
     if families is not None and family not in families:
-        if engine in SURE or (engine == "vLLM" and target.recurrent):
+        if ENGINES[engine].get("sure") or (engine == "vLLM" and target.recurrent):
             raise ValueError(
                 f"{engine} does not serve this kind of head with a {family} target ({source}). It does with "
                 f"{', '.join(sorted(families))}. Take another format, or a draft model (head=draft), which needs nothing of the "

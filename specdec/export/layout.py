@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from specdec.heads.base import Drafter
@@ -120,6 +120,12 @@ def lm_head_rows(target: Target, vocab: Tensor | None) -> Tensor:
 def draft_from_all(drafter: Drafter) -> Drafter:
     """A copy of a drafter that borrows the target's LM head; the copy drafts from all V tokens."""
     whole = drafter.decodable()
+    markov, vocab = getattr(whole, "markov_out", None), whole.draft_to_target
+    if markov is not None and vocab is not None:  # the other tokens follow any token as likely
+        rows = markov.weight.new_zeros(drafter.target.vocab_size, markov.in_features).index_copy(
+            0, vocab, markov.weight
+        )
+        markov.weight, markov.out_features = nn.Parameter(rows, requires_grad=False), len(rows)
     whole.draft_to_target = whole.target_to_draft = None
     whole.goal_head = (drafter.target.lm_head.weight, drafter.target.lm_head.bias)
     return whole

@@ -90,6 +90,8 @@ class BlockDrafter(Drafter):
     full_layers: the layers, from 0, that see all of them all the same; None: no layer does
     window_causal: whether, in layers with a window, an input sees only the earlier ones of its block and itself, as Speculators
         and vLLM take it unless told otherwise; in other layers all inputs of a block see each other
+    mask_token: the token whose row of the target's embedding is the mask, which is then not trained, as DeepSpec and z-lab have
+        it; null: an embedding of its own, for which SGLang and TensorRT-LLM have no place
     """
 
     attends = "block"
@@ -111,6 +113,7 @@ class BlockDrafter(Drafter):
         window: int | None = None,
         full_layers: Sequence[int] | None = None,
         window_causal: bool = True,
+        mask_token: int | None = None,
         vocab: Tensor | None = None,
     ):
         super().__init__(target, vocab=vocab)
@@ -127,8 +130,11 @@ class BlockDrafter(Drafter):
         self.fc = SizedLinear(len(self.target_layers) * width, width)
         self.hidden_norm, self.norm = (RMSNorm(width, eps=config.rms_norm_eps) for _ in range(2))
         self.layers = nn.ModuleList(Layer(config, layer=layer) for layer in range(num_layers))
-        mean = target.embed.weight.detach().float().mean(0)
-        self.mask_embedding = nn.Parameter(embedding_scale(target) * mean)  # [D]
+        if mask_token is not None and not 0 <= mask_token < target.vocab_size:
+            raise ValueError(f"mask_token={mask_token} must be a token of the target, below {target.vocab_size}.")
+        self.mask_token, rows = mask_token, target.embed.weight.detach().float()
+        mask = embedding_scale(target) * (rows.mean(0) if mask_token is None else rows[mask_token])
+        self.mask_embedding = nn.Parameter(mask, requires_grad=mask_token is None)  # [D]
         self.rotary = Rotary(config)
         self.join = nn.Linear(2 * width, num_drafts * width, bias=False) if fuse else None
         self.markov_in: nn.Linear | nn.Embedding | None = None
@@ -229,7 +235,8 @@ class BlockDrafter(Drafter):
             maps[0] = maps[0] - torch.eye(*maps[0].shape, device=size.device)  # the embedding is added in any case
         nn.init.zeros_(self.join.weight)
         self.join.weight[: num * self.target.width].copy_(torch.cat(maps))
-        self.mask_embedding.zero_()
+        if self.mask_token is None:
+            self.mask_embedding.zero_()
         self.norm.weight.fill_(size)
         for layer in self.layers:
             nn.init.zeros_(layer.o_proj.weight)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from specdec.export import block_drafter
 from specdec.export.cards import make_card
-from specdec.export.engines import SOURCES, check_target
+from specdec.export.engines import ENGINES, READS, check_target
 from specdec.export.folder import write_export
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.eagle import Eagle, Eagle3
@@ -50,9 +51,9 @@ OTHER_ROPE = {
     [
         *((head, False, {}, form, f"format={form} takes .*Formats that take it: {others}")
           for head, form, others in (
-              ("hydra", "vllm", "safetensors, which takes all"),
-              ("medusa", "sglang", "medusa, vllm"), ("dflash", "sglang", "gguf, speculators, vllm"), ("mtp", "gguf", "sglang, vllm"),
-              ("eagle", "speculators", "eagle, sglang, vllm"), ("dspark", "eagle", "gguf, speculators, vllm"),
+               ("hydra", "vllm", "safetensors, which takes all"),
+               ("medusa", "sglang", "medusa, vllm"), ("mtp", "gguf", "sglang, vllm"),
+               ("eagle", "speculators", "eagle, sglang, vllm"), ("dspark", "eagle", "gguf, sglang, speculators, vllm"),
               ("eagle", "medusa", "eagle, sglang, vllm"), ("eagle3", "transformers", "eagle, gguf, sglang"))),
         ("eagle3", False, {"norm_features": True, "norm_before_fc": True}, "speculators", "not both: take format=vllm"),
         ("eagle", False, {"block": OTHER_ROPE}, "eagle", "no rotary embedding of the type llama3: take format=vllm"),
@@ -76,7 +77,10 @@ OTHER_ROPE = {
         ("eagle3", False, {"target_layers": [1, 4, 6]}, "eagle", "Train with target_layers=null"),
         ("eagle3", False, {"target_layers": [1, 2, 4, 6]}, "gguf", "exactly three hidden states"),
         *(("eagle3", False, {"num_layers": 2}, form, "has no EAGLE-3 of several layers: take format=vllm or speculators")
-          for form in ("eagle", "sglang", "gguf")),
+          for form in ("eagle", "gguf")),
+        ("dspark", False, {}, "sglang", "reads none for DSpark, .*train with head.drafter.mask_token=ID"),
+        ("dspark", False, {"mask_token": 3, "window": 4}, "sglang", "A DSpark drafter in an engine has no sliding layers"),
+        ("dflash", False, {}, "sglang", "over a row of the target's embedding, where .* has no unused one: take format=vllm"),
         *(("peagle", False, {}, form, "has no P-EAGLE: take format=vllm or speculators") for form in ("eagle", "sglang", "gguf")),
         ("peagle", False, {"norm_output": True}, "speculators", "take format=vllm"),
         ("dflash", False, {"window": 4}, "gguf", "has no sliding layers in drafters: take format=vllm or speculators"),
@@ -118,32 +122,83 @@ def target_of(family: str, *, recurrent: bool = False, plain: bool = True, bias:
     )
 
 
-@pytest.mark.parametrize("engine", SOURCES)
-@pytest.mark.parametrize("reads", ["states", "last", "draft"])
-def test_every_engine_has_llama_targets(engine, reads):
-    assert check_target(engine, reads, target_of("llama")) == ()
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", READS)
+def test_every_engine_has_llama_targets(engine, kind):
+    assert check_target(engine, kind, target_of("llama")) == ()
 
 
 @pytest.mark.parametrize(
-    ("engine", "reads", "family"),
-    [("SGLang", "states", "gpt2"), ("SGLang", "last", "mixtral"), ("vLLM", "states", "mamba"),
-     ("SafeAILab's code", "last", "gemma")],
+    ("engine", "kind", "family"),
+    [("SGLang", "eagle3", "gpt2"), ("SGLang", "eagle3", "lfm2"), ("SGLang", "dflash", "qwen2"), ("SGLang", "dspark", "qwen2"),
+     ("SGLang", "eagle", "mixtral"), ("vLLM", "eagle3", "mamba"), ("SafeAILab's code", "eagle", "gemma")],
 )  # fmt: skip
-def test_pairs_that_no_engine_loads_are_refused(engine, reads, family):
+def test_pairs_that_no_engine_loads_are_refused(engine, kind, family):
     message = rf"{engine} does not serve .* {family} target .* It does with .*llama.*safetensors"
     with pytest.raises(ValueError, match=message):
-        check_target(engine, reads, target_of(family, recurrent=family == "mamba"))
+        check_target(engine, kind, target_of(family, recurrent=family == "mamba"))
 
 
 def test_pairs_that_may_load_and_what_surrounds_the_lm_head_get_a_note():
-    (note,) = check_target("vLLM", "states", target_of("mixtral"))
+    (note,) = check_target("vLLM", "eagle3", target_of("mixtral"))
     assert "Not known to load" in note
-    assert "Not known to load" in check_target("llama.cpp", "states", target_of("qwen2"))[0]
-    assert "recurrent layers" in check_target("vLLM", "states", target_of("qwen3_next", recurrent=True))[0]
+    assert "Not known to load" in check_target("llama.cpp", "dflash", target_of("qwen2"))[0]
+    for kind, family in (("dflash", "lfm2"), ("dspark", "kimi_linear")):  # SGLang has lists of its own for these
+        assert check_target("SGLang", kind, target_of(family)) == ()
+    assert "recurrent layers" in check_target("vLLM", "peagle", target_of("qwen3_next", recurrent=True))[0]
     assert check_target("vLLM", "draft", target_of("mamba", recurrent=True)) != ()
     for target, words in ((target_of("llama", plain=False), "draft greedily"), (target_of("llama", bias=True), "bias")):
-        assert any(words in note for note in check_target("vLLM", "last", target))
+        assert any(words in note for note in check_target("vLLM", "mtp", target))
         assert check_target("vLLM", "draft", target) == ()  # it has an LM head of its own
+
+
+def test_a_mask_for_sglang_has_a_row_that_nothing_else_reads(monkeypatch):
+    target = make_target(61)
+    drafter = make_exact(target, "dflash")
+
+    class Tokenizer(list):
+        def get_added_vocab(self):
+            return {"<|end|>": 60, "<|reserved_7|>": 59, "<|reserved_6|>": 58}
+
+    for length, row in ((60, 60), (61, 59)):  # a row behind the tokenizer's, or a reserved token
+        monkeypatch.setattr(
+            block_drafter, "load_tokenizer", lambda *args, length=length, **kwargs: Tokenizer(range(length))
+        )
+        layout = make_form(drafter, "sglang").layout
+        assert (
+            layout.config["dflash_config"]["mask_token_id"]
+            == layout.pickles["mask_embedding.pt"]["mask_token_id"]
+            == row
+        )
+    monkeypatch.setattr(target.lm_head, "weight", target.embed.weight)
+    with pytest.raises(ValueError, match=r"where .* has its LM head"):  # SGLang would change the target's own answers
+        make_form(drafter, "sglang")
+    frozen = make_form(make_exact(target, "dflash", arguments={"mask_token": 7}), "sglang").layout
+    assert frozen.config["dflash_config"]["mask_token_id"] == 7 and not frozen.pickles
+    with pytest.raises(ValueError, match="mask_token=61 must be a token of the target, below 61"):
+        BlockDrafter(target, mask_token=61)
+
+
+def test_engines_that_were_not_run_get_lines_where_nothing_speaks_against_it(target):
+    """TensorRT-LLM: a chain of 3, hidden states by number of output, and no line where it would draft otherwise."""
+    settings, others = {}, {"norm_before_residual": True}
+    cases = (
+        ("eagle3", {}),
+        ("eagle3", {"target_layers": [1, 4, 6]}),
+        ("dflash", {"mask_token": 7}),
+        ("dflash", {}),
+        ("eagle3", others),
+    )
+    for head, arguments in cases:
+        form = make_form(make_exact(target, head, arguments=arguments), "vllm")
+        line = form.launch_lines(target="T", out="D", num=3).get("TensorRT-LLM, not run")
+        assert (line is None) == any("No line for TensorRT-LLM: engines of NVIDIA" in note for note in form.notes)
+        settings[head, *arguments] = line and json.loads(line.split("'")[1])["speculative_config"]
+    plain = {"decoding_type": "Eagle3", "max_draft_len": 3, "speculative_model": "D"}
+    assert settings["eagle3",] == plain
+    assert settings["eagle3", "target_layers"] == {**plain, "eagle3_layers_to_capture": [0, 3, 5]}
+    assert settings["dflash", "mask_token"] == {**plain, "decoding_type": "DFlash"}
+    assert settings["dflash",] is settings["eagle3", "norm_before_residual"] is None
 
 
 @pytest.fixture(scope="module")

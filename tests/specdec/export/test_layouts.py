@@ -17,6 +17,7 @@ from tests.exports import (
     SAFEAILAB1,
     SGLANG1,
     SGLANG3,
+    SGLANG_BLOCK,
     TOKENS,
     UNBLANKED,
     assert_equal_drafters,
@@ -45,7 +46,7 @@ CASES = [
     ("eagle3", ALL_NORMS, "vllm", EAGLE3),
     ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}, "gguf", EAGLE3),
     *(("eagle3", {switch: True, "norm_output": True}, "sglang", SGLANG3) for switch in ("norm_features", "norm_before_fc")),
-    *(("eagle3", arguments, "sglang", SGLANG3) for arguments in ({}, LAYERS)),
+    *(("eagle3", arguments, "sglang", SGLANG3) for arguments in ({}, LAYERS, {"num_layers": 3})),
     *(("eagle3", {**CONTAINED, **layers}, "speculators", EAGLE3) for layers in ({}, LAYERS)),
     *(("eagle3", arguments, form, EAGLE3) for form in ("vllm", "speculators")
       for arguments in (OTHER, LAYERS, {"own_output": False}, {"num_layers": 3}, {"window": 4})),
@@ -66,6 +67,10 @@ CASES = [
       for arguments in ({"target_layers": [1, 5], "num_layers": 3}, {"num_drafts": 6, "num_layers": 1}, {"window": 4},
                         {"window": 4, "window_causal": False}, {"window": 2, "full_layers": [1], "window_causal": False})),
     ("dflash", {"window": 4, "num_layers": 3, "full_layers": [1]}, "vllm", BLOCK),
+    *(("dflash", {"mask_token": 7, **arguments}, "sglang", SGLANG_BLOCK)
+      for arguments in ({}, {"window": 4}, {"window": 4, "window_causal": False})),
+    *(("dspark", {"mask_token": 7, "markov_table": True, **arguments}, "sglang", SGLANG_BLOCK)
+      for arguments in ({}, {"anchor_predicts": False, "confidence": False})),
     *(("dspark", {}, form, BLOCK) for form in ("vllm", "gguf", "speculators")),
     *(("dspark", {"markov_table": True, "anchor_predicts": False, "confidence": False}, form, BLOCK)
       for form in ("vllm", "speculators")),
