@@ -6,15 +6,17 @@
     specdec evaluate checkpoint=checkpoints/a batches=1,4,16 ignore_stop=true
     specdec evaluate checkpoint=checkpoints/a,checkpoints/b answers=my_answers.jsonl
     specdec evaluate checkpoint=checkpoints/a explain=true
+    specdec evaluate engine=http://localhost:8000 checkpoint=checkpoints/a requests=1,4,16,64 out=served
 
 Prints tau (the acceptance length: tokens emitted per target pass of a round, bonus or correction token counted), survival by
 depth, speedup and whether answers are unchanged, with 95 % intervals over prompts. One method gives a report, OUT. Several heads,
 proposers, shapes or batch sizes are compared in the folder OUT: comparison.html, report.json, and rows.jsonl with each finished
 prompt, so that after Ctrl-C or a kill the same command continues. A proposer that holds a trained head is decoded with each of
 the heads. With answers= nothing is decoded: tau of a chain follows from answers that the target wrote (docs/methods.md, section 2).
+With engine= a running server is judged, by its own counters and streams (docs/serving.md); checkpoint= is then the head it serves.
 """
 
-from helpers import comparing, decoding, explaining, loading, proposers
+from helpers import comparing, decoding, explaining, loading, proposers, serving
 from helpers.options import make_room, option, options, run, split
 
 import json
@@ -76,11 +78,20 @@ class Evaluate:
         60, "of answers=: use this many rows, the first at temperature 0; null: all rows at decode.temperature"
     )
     length: int = option(1024, "of answers=: longer rows are cut to this many tokens")
+    engine: str | None = option(
+        None, "URL of a running server to judge instead of decoding: vLLM, SGLang, llama.cpp, ours or alike"
+    )
+    plain: str | None = option(None, "of engine=: URL of a server of the same model without drafts, to compare speeds")
+    model: str | None = option(None, "of engine=: name of the model in requests; null: the server's first")
+    requests: str = option("1", "of engine=: comma list of how many requests are under way at once")
+    timeout: float = option(120.0, "of engine=: seconds without a word after which a request is sent again")
     auto: bool = option(True, "beside a head's fixed shape, also decode with proposer=auto")
     explain: bool = option(False, "also show what auto measured, expected and chose")
     seed: int = option(0, "seed of sampling")
     out: str | None = option(
-        None, "report to write, of a comparison its folder; null: report.json, or comparison", folder=None
+        None,
+        "report to write, of a comparison or a server its folder; null: report.json, comparison or served",
+        folder=None,
     )
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
     decode: decoding.DecodeOptions = field(default_factory=decoding.DecodeOptions)
@@ -91,6 +102,10 @@ def main(arguments: list[str] | None = None) -> None:
     console = progress.Results()
     if chosen.answers is not None:
         return replay(chosen, console)
+    if chosen.engine is not None:
+        out = Path(chosen.out or "served")
+        make_room(f"out={out}", out, folder=True)
+        return serving.judge(chosen, out, console)
     several = len(split(chosen.checkpoint)) > 1 or any((chosen.proposers, chosen.chains, chosen.trees, chosen.batches))
     out = Path(chosen.out or ("comparison" if several else "report.json"))
     make_room(f"out={out}", out, folder=several)

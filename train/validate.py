@@ -318,21 +318,25 @@ class Written:
 
 
 def replay_texts(drafter: Drafter, texts: Sequence[Written], *, depth: int, what: str) -> list[tuple[float, Tensor]]:
-    """For each text what `specdec.unroll.replay.rounds` gives: the number of rounds, and accepted [K]. what: is shown
+    """For each text what `specdec.unroll.replay.rounds` gives: the number of rounds, and accepted [K]. As `accept_texts`"""
+    return [replay.rounds(accept) for accept in accept_texts(drafter, texts, depth=depth, what=what)]
+
+
+def accept_texts(drafter: Drafter, texts: Sequence[Written], *, depth: int, what: str) -> list[Tensor]:
+    """For each text its acceptance [K, n] of `specdec.unroll.replay`. what: is shown
 
     depth: of the chain, or as many drafts as the drafter can make
     """
     depth = min(depth, drafter.depth or depth)
     lengths = [len(text.prompt) + len(text.answer) for text in texts]
-    found: dict[int, tuple[float, Tensor]] = {}
+    found: dict[int, Tensor] = {}
     groups: list[tuple[float, list[int]]] = []  # of one temperature
     for temperature in sorted({text.temperature for text in texts}):
         same = [number for number, text in enumerate(texts) if text.temperature == temperature]
         groups += [(temperature, group) for group in batch_texts(same, lengths, drafter.target)]
     for temperature, numbers in progress.track(groups, what, unit="answers", size=lambda group: len(group[1])):
         pairs = [(texts[number].prompt, texts[number].answer) for number in numbers]
-        accepts = replay.acceptances(drafter, pairs, depth=depth, temperature=temperature)
-        found |= {number: replay.rounds(accept) for number, accept in zip(numbers, accepts, strict=True)}
+        found |= dict(zip(numbers, replay.acceptances(drafter, pairs, depth=depth, temperature=temperature)))
     return [found[number] for number in range(len(texts))]
 
 

@@ -154,15 +154,15 @@ class AnswerForm:
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
 
-    def write_whole(self, text: str, reason: str, usage: dict) -> dict:
+    def write_whole(self, text: str, reason: str, usage: dict, ids: dict) -> dict:
         said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-        return self._write("chat.completion", said, reason, usage=usage)
+        return self._write("chat.completion", said | ids, reason, usage=usage)
 
-    def write_chunk(self, text: str | None, reason: str | None = None, **more: Any) -> dict:
-        """A part of a stream. text: None in one without a choice, as the last one with the usage"""
-        said: dict | None = None if text is None else {"text": text}
-        if self.chat and text is not None:
-            said = {"delta": {"content": text} if text else {}}
+    def write_chunk(self, text: str | None, reason: str | None = None, ids: dict | None = None, **more: Any) -> dict:
+        """A part of a stream. text: None in one without a choice, as the last one with the usage; ids: more of the choice"""
+        said: dict | None = None
+        if text is not None:
+            said = ({"delta": {"content": text} if text else {}} if self.chat else {"text": text}) | (ids or {})
         return self._write("chat.completion.chunk", said, reason, **more)
 
     def write_first(self) -> dict:
@@ -355,7 +355,8 @@ def _encode(served: Served, settings: Settings) -> list[int]:
 async def _whole(answer: Answer, form: AnswerForm) -> dict:
     async for _, _, reason in answer.pieces():
         if reason is not None:
-            return form.write_whole(answer.said, reason, answer.usage())
+            ids = {"token_ids": answer.job.request.generation.tokens[0]} if answer.settings.return_token_ids else {}
+            return form.write_whole(answer.said, reason, answer.usage(), ids)
     raise AssertionError("an answer ends with a reason")
 
 
@@ -371,8 +372,9 @@ async def _stream(answer: Answer, form: AnswerForm) -> AsyncIterator[str]:
             yield sent(form.write_first())
         async for pieces, done, reason in answer.pieces():
             text, more = "".join(pieces), {"round": _details(pieces, done)} if settings.details and done else {}
-            if text or reason or more:
-                yield sent(form.write_chunk(text, reason, **more))
+            ids = {"token_ids": done.tokens if done else []} if settings.return_token_ids else {}
+            if text or reason or more or (ids and done):
+                yield sent(form.write_chunk(text, reason, ids, **more))
         if settings.details or (settings.stream_options and settings.stream_options.include_usage):
             yield sent(form.write_chunk(None, usage=answer.usage()))
         yield "data: [DONE]\n\n"

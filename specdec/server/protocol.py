@@ -121,7 +121,7 @@ class TemplateArguments(BaseModel):
 
 
 class Settings(BaseModel):
-    """What both kinds of requests share. speculate, details: of this server alone"""
+    """What both kinds of requests share. speculate, details: of this server alone; return_token_ids: also of vLLM"""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
@@ -139,6 +139,7 @@ class Settings(BaseModel):
     ignore_eos: bool = False
     speculate: bool = True
     details: bool = False
+    return_token_ids: bool = False
     metadata: dict[str, Any] | None = None  # record.py reads `conversation`
     store: bool | None = None  # false: not recorded
 

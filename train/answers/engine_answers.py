@@ -35,7 +35,7 @@ class AnswerServer:
     ):
         self.client, self.tokenizer, self.settings = client, tokenizer, settings
         self.model = self._choose_model(name)
-        self._check_tokenizer(example)
+        check_tokenizer(client, self.model, tokenizer, example.tokens)
 
     def write(self, jobs: Iterable[AnswerJob]) -> Iterator[list[tuple[AnswerJob, WrittenAnswer]]]:
         """What was written for the jobs, some of them at a time."""
@@ -103,21 +103,25 @@ class AnswerServer:
             )
         return model
 
-    def _check_tokenizer(self, example: AnswerJob) -> None:
-        """Compares ids where servers have /tokenize, as vLLM has."""
-        text = self.tokenizer.decode(example.tokens, clean_up_tokenization_spaces=False)
-        wanted = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        try:
-            for _ in self.client.urls:  # they are asked in turn
-                found = self.client.post("tokenize", body, lambda answer: answer.get("tokens"))
-                if isinstance(found, list) and found and found != wanted:
-                    raise ValueError(
-                        f"The server's tokenizer is not the target's: it gives {len(found)} ids for a prompt that has "
-                        f"{len(wanted)}, or other ids. Serve the model that target.name= names."
-                    )
-        except Refused:
-            return
+
+def check_tokenizer(client: EngineClient, model: str, tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> None:
+    """Compares ids where servers have /tokenize, as vLLM and llama.cpp have. tokens: of a prompt, as an example
+
+    Raises ValueError for a server with another tokenizer.
+    """
+    text = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+    wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
+    body = {"model": model, "prompt": text, "content": text, "add_special_tokens": False}
+    try:
+        for _ in client.urls:  # they are asked in turn
+            found = client.post("tokenize", body, lambda answer: answer.get("tokens"))
+            if isinstance(found, list) and found and found != wanted:
+                raise ValueError(
+                    f"The server's tokenizer is not the target's: it gives {len(found)} ids for a prompt that has "
+                    f"{len(wanted)}, or other ids. Serve the model that target.name= names."
+                )
+    except Refused:
+        return
 
 
 def in_order(

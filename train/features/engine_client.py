@@ -5,6 +5,7 @@ vLLM and every other server with OpenAI's interface (https://platform.openai.com
 
 import contextlib
 import itertools
+import json
 import logging
 import os
 import socket
@@ -20,8 +21,10 @@ import httpx
 from specdec.core import loopback
 
 Result = TypeVar("Result")
+Event = tuple[float, dict]  # seconds since the request was sent, and the document
 TRIES = 5  # of one request whose answers are bad
 LONGEST_PAUSE = 10.0  # seconds between two tries
+LONGEST_WAIT = 60.0  # seconds that a server may ask to wait, with Retry-After
 CONNECTING = 10.0  # seconds
 START = (
     "Start one with python scripts/launch_engine.py, or give the URL of one that runs, such as http://localhost:8000."
@@ -29,7 +32,13 @@ START = (
 
 
 class BadAnswer(ValueError):
-    """An answer that cannot be used. The same request may have a better one next time."""
+    """An answer that cannot be used. The same request may have a better one next time, after `pause` seconds."""
+
+    pause = 0.0
+
+
+class GivenUp(ValueError):
+    """A request that had TRIES bad answers in a row."""
 
 
 class Refused(ValueError):
@@ -72,6 +81,7 @@ class EngineClient:
         self.closed = threading.Event()
         self.sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self.silent: set[str] = set()  # servers that did not answer last time
+        self.repeated = 0  # requests that were sent again
         self.guard = threading.Lock()
 
     def submit(self, path: str, body: dict, read: Callable[[dict], Result]) -> "Future[Result]":
@@ -83,22 +93,33 @@ class EngineClient:
 
         read: makes the result of the answer's JSON; raises BadAnswer for an answer that must be requested again
         """
+        return self._repeat(lambda url: read(self._send(url, path, body)))
+
+    def stream(self, path: str, body: dict, read: Callable[[list[Event]], Result]) -> Result:
+        """`post` for an answer that comes as server-sent events, each with the seconds since the request was sent."""
+        return self._repeat(lambda url: read(self._receive(url, path, body)))
+
+    def _repeat(self, ask: Callable[[str], Result]) -> Result:
+        """What `ask` makes of a server's URL, asked again where an answer is lost or bad. Raises GivenUp."""
         begun, bad = time.monotonic(), 0
         for number in itertools.count():
             with self.guard:
                 url = next(self.turns)
+                self.repeated += number > 0
+            pause = 0.0
             try:
-                result = read(self._send(url, path, body))
+                result = ask(url)
             except httpx.TransportError as error:
                 self._lost(url, error, begun)
             except BadAnswer as error:
-                begun, bad = time.monotonic(), bad + 1
+                begun, bad, pause = time.monotonic(), bad + 1, error.pause
                 if bad == TRIES:
-                    raise ValueError(f"{url} gave {TRIES} bad answers in a row. The last one: {error}") from error
+                    raise GivenUp(f"{url} gave {TRIES} bad answers in a row. The last one: {error}") from error
             else:
                 self._change(url, silent=False)
                 return result
-            if self.closed.wait(min(LONGEST_PAUSE, 0.25 * 2 ** min(number // len(self.urls), 16))):
+            usual = min(LONGEST_PAUSE, 0.25 * 2 ** min(number // len(self.urls), 16))
+            if self.closed.wait(max(pause, usual)):
                 break
         raise ValueError("The client of the engine was closed.")
 
@@ -138,11 +159,7 @@ class EngineClient:
 
     def _send(self, url: str, path: str, body: dict) -> dict:
         answer = self.client.post(f"{url}/{path}", json=body)
-        if answer.status_code in (408, 429) or answer.status_code >= 500:
-            raise BadAnswer(f"status {answer.status_code}, {_message(answer)}")
-        if answer.status_code >= 400:
-            where = f"{url}/{path}{loopback.through(url)}"
-            raise Refused(f"{where} refuses the request with status {answer.status_code}: {_message(answer)}")
+        _check(answer, f"{url}/{path}{loopback.through(url)}")
         try:
             document = answer.json()
         except ValueError as error:
@@ -150,6 +167,16 @@ class EngineClient:
         if not isinstance(document, dict):
             raise BadAnswer("no JSON object")
         return document
+
+    def _receive(self, url: str, path: str, body: dict) -> list[Event]:
+        begun, parts = time.perf_counter(), []
+        with self.client.stream("POST", f"{url}/{path}", json=body) as answer:
+            if answer.status_code != 200:
+                answer.read()
+            _check(answer, f"{url}/{path}{loopback.through(url)}")
+            for part in answer.iter_bytes():  # read later, as that takes time
+                parts.append((time.perf_counter() - begun, part))
+        return read_events(parts)
 
     def _lost(self, url: str, error: Exception, begun: float) -> None:
         proxy = loopback.through(url)
@@ -174,6 +201,36 @@ def _base_url(url: str) -> str:
     if not base.startswith(("http://", "https://")):
         raise ValueError(f"{url!r} is not the URL of a server. {START}")
     return base
+
+
+def _check(answer: httpx.Response, where: str) -> None:
+    """Raises BadAnswer or Refused for what is no answer."""
+    if answer.status_code in (408, 429) or answer.status_code >= 500:
+        error = BadAnswer(f"status {answer.status_code}, {_message(answer)}")
+        with contextlib.suppress(ValueError):  # it may also be a date
+            error.pause = min(LONGEST_WAIT, float(answer.headers.get("retry-after", 0)))
+        raise error
+    if answer.status_code >= 400:
+        raise Refused(f"{where} refuses the request with status {answer.status_code}: {_message(answer)}")
+
+
+def read_events(parts: list[tuple[float, bytes]]) -> list[Event]:
+    """Server-sent events from the pieces in which they came. Raises BadAnswer for an error, and for a stream without its end."""
+    events: list[Event] = []
+    rest = b""
+    for seconds, part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        for line in (line[5:].strip() for line in lines if line.startswith(b"data:")):
+            if line == b"[DONE]":
+                return events
+            try:
+                document = json.loads(line)
+            except ValueError as error:
+                raise BadAnswer(f"an event that is no JSON ({error})") from error
+            if not isinstance(document, dict) or document.get("error"):
+                raise BadAnswer(f"an event with an error: {str(document)[:300]}")
+            events.append((seconds, document))
+    raise BadAnswer(f"a stream that was cut after {len(events)} events")
 
 
 def _message(answer: httpx.Response) -> str:
