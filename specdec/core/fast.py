@@ -151,7 +151,7 @@ def _folder() -> Path:
 
 
 def _run_checks(device: torch.device) -> dict[str, str]:
-    """Each path's proof in a child process; where one dies, another goes on with the paths cached_keys."""
+    """Each path's proof in a child process; where one dies, another goes on with the paths behind it."""
     results: dict[str, str] = {}
     while left := [path for path in PATHS if path not in results]:
         command = [sys.executable, "-m", "specdec.core.fast", str(device), *left]

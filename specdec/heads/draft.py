@@ -231,7 +231,7 @@ def _llama_config(target: Target, width: int, num_layers: int, intermediate_size
         if width % head_dim:
             raise ValueError(f"width={width} must be a multiple of {head_dim}, the width of an attention head.")
         num_heads = width // head_dim
-    # CachedKeys a scale the two are no longer the same matrix
+    # Behind a scale the two are no longer the same matrix
     scaled = target.shape_logits.scale != 1 or embedding_scale(target) != 1
     config.update(
         {

@@ -72,7 +72,7 @@ def test_defaults_of_decoding_agree():
     assert DecodeOptions().drafting() == Drafting()
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base=None):
         config = hydra.compose("train")
-    assert OmegaConf.to_container(config.decode) == asdict(Drafting())
+    assert OmegaConf.to_container(config.decode) == asdict(Drafting()) | {"depth": "auto"}
 
 
 def test_a_missing_default_target_is_refused_with_the_command_that_makes_it(tmp_path, monkeypatch):

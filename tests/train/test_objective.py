@@ -252,8 +252,9 @@ def test_sampled_anchors_give_the_mean_loss(any_drafter):
     totals = [judge(make_objective(any_drafter, anchors=16), [rows], 34)[0].total.item() for _ in range(30)]
     error = torch.tensor(totals).std() / 30**0.5
     assert abs(sum(totals) / 30 - whole.total.item()) <= 4 * error + 1e-5
-    with pytest.raises(ValueError, match="anchors=null"):
-        make_objective(any_drafter, anchors=16, weighting="dpace")
+    if any_drafter.attends != "block":  # whose slots run whole
+        with pytest.raises(ValueError, match="anchors=null"):
+            make_objective(any_drafter, anchors=16, weighting="dpace")
 
 
 # Replay

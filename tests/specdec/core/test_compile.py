@@ -258,7 +258,7 @@ def read(target: Target, runner: Runner, num: int = 3):
     tokens = torch.tensor(prompts_of(target, 5, (num, num)))
     states = (1, target.num_layers)
     output = CompiledTarget(target, runner).read(tokens, states, positions=positions, mask=mask, cache=cache)
-    return output.features, target.logits(output.final), cache.data
+    return output.features, target.logits(output.final), torch.stack(cache.halves)
 
 
 def check_close(values, references) -> None:
