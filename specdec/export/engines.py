@@ -63,6 +63,10 @@ def _sglang(drafter: Any, kind: str) -> Special:
     if isinstance(drafter, BlockDrafter):
         if drafter.window is not None:
             notes.append(WINDOW.format(engine="SGLang"))
+        if drafter.confident:
+            notes.append(
+                "SGLang uses the confidence head where SGLANG_RAGGED_VERIFY_MODE=compact is in the environment."
+            )
         return "", notes
     more = " --speculative-num-steps <num> --speculative-eagle-topk 1"
     if kind == "eagle" and drafter.draft_to_target is not None:

