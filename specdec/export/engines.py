@@ -11,12 +11,14 @@ from specdec.export import block_drafter, eagle, medusa, mtp
 from specdec.export.draft import language_model
 from specdec.export.layout import Layout, check_whole, draft_from_all, plain_layout
 from specdec.export.speculators import container
+from specdec.export.stitched import stitched
 from specdec.heads.base import Drafter, Head
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle, Eagle3, PEagle
 from specdec.heads.medusa import Medusa, Medusa2
 from specdec.heads.mtp import MTP
+from specdec.heads.native import NativeMTP
 from specdec.target.model import Target
 
 # What one engine does otherwise than others: a function (head, its kind) -> further options of the launch line, sentences for
@@ -77,6 +79,10 @@ def _medusa(drafter: Any, kind: str) -> Special:
         "The weights are in two files: medusa_lm_head.pt for the reference code, which was not run and is for Llama targets, "
         "and model.safetensors, which vLLM reads with method medusa."
     ]
+
+
+def _stitched(drafter: Any, kind: str) -> Special:
+    return "", ["vLLM and SGLang use module 0 for every draft. SGLang was not run."]
 
 
 def _has_bias(drafter: Eagle) -> bool:
@@ -189,6 +195,19 @@ FORMATS = {
         settings=VLLM_SETTINGS,
         layouts={kind: partial(container, kind=kind) for kind in CONTAINED},
     ),
+    "stitched": EngineFormat(  # the target's own folder with its MTP module; section 9
+        takes={"native": "mtp"},
+        lines={
+            "vLLM": "vllm serve <out> --speculative-config '{settings}'",
+            "SGLang": "python -m sglang.launch_server --model <out> --speculative-algorithm NEXTN "
+            "--speculative-num-steps <num> --speculative-eagle-topk 1 --speculative-num-draft-tokens <num+1>",
+            "llama.cpp": "python convert_hf_to_gguf.py <out> --outtype bf16 --outfile target.gguf\n"
+            "llama-server -m target.gguf --spec-type draft-mtp --spec-draft-n-max <num> --spec-draft-p-min 0",
+        },
+        settings={"method": "<method>", "num_speculative_tokens": "<num>"},
+        special=_stitched,
+        layouts={"native": stitched},
+    ),
     "transformers": EngineFormat(  # section 3
         takes={"draft": "draft"},
         lines={
@@ -253,7 +272,7 @@ class ExportForm:
 
 
 KINDS: dict[str, type] = {"eagle": Eagle, "peagle": PEagle, "eagle3": Eagle3, "medusa2": Medusa2, "medusa": Medusa, "mtp": MTP,
-                          "draft": Draft}  # fmt: skip
+                          "native": NativeMTP, "draft": Draft}  # fmt: skip
 
 
 def kind_of(drafter: Drafter) -> str:
