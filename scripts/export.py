@@ -3,7 +3,8 @@
     specdec export checkpoint=checkpoints/shipped/eagle3 format=vllm out=exported
 
 Formats: vllm, sglang, speculators, eagle, medusa,
-transformers, gguf (for llama.cpp's converter), safetensors (this project's own tensor names).
+transformers, gguf (for llama.cpp's converter), stitched (the target's folder with its own MTP module, head=native_mtp),
+safetensors (this project's own tensor names).
 """
 
 from helpers import loading
@@ -79,7 +80,8 @@ def main(arguments: list[str] | None = None) -> None:
         )
     with progress.start("writing the tensors"):
         size = write_export(form, out, dtype=DTYPES[chosen.target.dtype_here], provenance=provenance)
-    print(f"written: {out}, {len(form.layout.tensors)} tensors, {size / 1e6:.1f} MB")
+    num_tensors = len(drafter.state_dict() if form.layout.folder else form.layout.tensors)
+    print(f"written: {out}, {num_tensors} tensors, {size / 1e6:.1f} MB")
     for engine, line in form.launch_lines(target=drafter.target.name, out=chosen.out, num=num).items():
         print(f"\n{engine}, {num} drafts a round:\n{line}")
     if form.settings:

@@ -114,3 +114,11 @@ def run_reference(
     model.model.norm = torch.nn.Identity()
     raw = model.model(inputs_embeds=x).last_hidden_state
     return raw, normed("norm", raw)
+
+
+def shards_of(folder: Path) -> dict[str, str]:
+    """The file of every tensor."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return json.loads(index.read_text())["weight_map"]
+    return dict.fromkeys(read_tensors(folder / "model.safetensors"), "model.safetensors")

@@ -142,9 +142,7 @@ def make_drafter(target: Target, head: str, reduced: bool = False, arguments: di
     torch.manual_seed(1)
     order = torch.randperm(target.vocab_size, device="cpu")  # as a vocabulary counted from data is
     vocab = order[: target.vocab_size * 2 // 3].sort().values if reduced else None
-    drafter = instantiate(
-        {**load_head(head)["drafter"], **(arguments or {})}, target, vocab=vocab
-    )
+    drafter = instantiate({**load_head(head)["drafter"], **(arguments or {})}, target, vocab=vocab)
     drafter = drafter.double().to(target.device).eval()
     for parameter in drafter.parameters():
         noise = torch.randn_like(parameter)

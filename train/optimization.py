@@ -70,7 +70,7 @@ def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
     matrices: list[nn.Parameter] = []
     for name, layer in module.named_modules():
         output = any(part in OUTPUTS for part in name.split("."))
-        if isinstance(layer, nn.Linear) and not output and layer.weight.requires_grad and layer.weight.is_leaf:
+        if isinstance(layer, nn.Linear) and not output and layer.weight.requires_grad:
             matrices.append(cast(nn.Parameter, layer.weight))
     return list(dict.fromkeys(matrices))  # a shared one once
 

@@ -68,7 +68,7 @@ class Vllm:
         self.num_drafts, self.max_model_len = given.get("num_speculative_tokens", 0), max_model_len
         options: dict = {"model": target, "speculative_config": speculative, "dtype": dtype, "enforce_eager": eager}
         options |= {"max_model_len": max_model_len, "gpu_memory_utilization": MEMORY_SHARE}
-        options |= {"hf_overrides": OVERRIDE if given.get("method") == "mtp" else None}
+        options |= {"hf_overrides": OVERRIDE if given.get("method") == "mtp" and "model" in given else None}
         threads = {KV_SPACE: os.environ.get(KV_SPACE, "1"), "OMP_NUM_THREADS": str(torch.get_num_threads())}
         program = Path(__file__).resolve().with_name("vllm_server.py")
         loads = " with ".join(filter(None, [target, given.get("model")]))

@@ -14,12 +14,14 @@ from specdec.export import block_drafter, eagle, medusa, mtp
 from specdec.export.draft import language_model
 from specdec.export.layout import Layout, check_whole, draft_from_all, plain_layout
 from specdec.export.speculators import container
+from specdec.export.stitched import stitched
 from specdec.heads.base import Drafter, Head
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle, Eagle3, PEagle
 from specdec.heads.medusa import Medusa, Medusa2
 from specdec.heads.mtp import MTP
+from specdec.heads.native import NativeMTP
 from specdec.target.model import Target
 
 # What one engine does otherwise than others: a function (head, its kind) -> further options of the launch line, sentences for
@@ -117,6 +119,10 @@ def _medusa(drafter: Any, kind: str) -> Special:
     ]
 
 
+def _stitched(drafter: Any, kind: str) -> Special:
+    return "", ["vLLM and SGLang use module 0 for every draft. SGLang was not run."]
+
+
 def _has_bias(drafter: Eagle) -> bool:
     return drafter.fc.bias is not None and bool(drafter.fc.bias.any())
 
@@ -178,6 +184,7 @@ CODE: dict[str, dict[str, Any]] = {
                     "dflash": block_drafter.sglang, "dspark": block_drafter.sglang},
     },
     "speculators": {"layouts": {kind: partial(container, kind=kind) for kind in FORMAT_FACTS["speculators"]["takes"]}},
+    "stitched": {"special": _stitched, "layouts": {"native": stitched}},
     "vllm": {"special": _vllm, "layouts": _eagle1("EagleLlamaForCausalLM")},
 }  # fmt: skip
 FORMATS = {name: EngineFormat(**about, **CODE.get(name, {})) for name, about in FORMAT_FACTS.items()}
@@ -223,7 +230,7 @@ class ExportForm:
 
 
 KINDS: dict[str, type] = {"eagle": Eagle, "peagle": PEagle, "eagle3": Eagle3, "medusa2": Medusa2, "medusa": Medusa, "mtp": MTP,
-                          "draft": Draft}  # fmt: skip
+                          "native": NativeMTP, "draft": Draft}  # fmt: skip
 
 
 def kind_of(drafter: Drafter) -> str:

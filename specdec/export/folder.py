@@ -30,6 +30,11 @@ def write_export(form: ExportForm, out: Path, *, dtype: torch.dtype, provenance:
     """Makes the folder `out`. -> bytes of the tensors. Raises ValueError, and writes nothing, if `out` exists."""
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=DIR or delete it.")
+    if form.layout.folder is not None:
+        with files.whole_folder(out) as partial:
+            size = form.layout.folder(partial)
+            (partial / "MTP.md").write_text(make_card(provenance, {form.name: form}, out=str(out)))
+        return size
     num = form.num_drafts(provenance.num_drafts)
     config = json.loads(json.dumps(form.layout.config).replace('"<num>"', str(num)))
     if "torch_dtype" in config:

@@ -23,12 +23,14 @@ class Layout:
     """A drafter under the names of a public layout.
 
     pickles: further files, written by torch.save, for tensors that engines read from nowhere else; more: writes others
+    folder: fills the whole folder instead, with the head inside its target -> bytes of the head
     """
 
     tensors: dict[str, Tensor]
     config: dict
     pickles: Mapping[str, object] = field(default_factory=dict)
     more: Callable[[Path], None] | None = None
+    folder: Callable[[Path], int] | None = None
 
 
 def plain_layout(drafter: Drafter) -> Layout:

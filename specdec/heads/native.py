@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
 from transformers import AttentionInterface, LlamaConfig, PreTrainedConfig
 
 from specdec.core import hub, untrusted
@@ -40,7 +39,6 @@ class NativeLayout:
     shared: whether all modules have one set of `parts`, so that they differ in their layers only
     hidden_first: whether the join reads the state before the embedding
     zero_first: whether the embedding in a text's first slot is zero
-    count: the field of the configuration with the number of modules
     copies: endings of further tensors, which are copies of the target's
     """
 
@@ -50,7 +48,6 @@ class NativeLayout:
     shared: bool = False
     hidden_first: bool = False
     zero_first: bool = True
-    count: str = "num_nextn_predict_layers"
     copies: tuple[str, ...] = ()
 
     def names(self, state: dict[str, Tensor], number: int, layer: int) -> dict[str, str]:
@@ -71,7 +68,6 @@ LAYOUTS = {
         prefix="",
         shared=True,
         zero_first=False,
-        count="mtp_num_hidden_layers",
     ),
     "deepseek": NativeLayout(  # DeepSeek-V3, GLM-4.5 and their relatives
         {
@@ -147,16 +143,27 @@ def layer_config(config: PreTrainedConfig, place: int) -> PreTrainedConfig:
     return config
 
 
-class LowRank(nn.Module):
-    """A matrix and the product of two narrow ones, LoRA (2106.09685), which starts at zero."""
+class LowRankLinear(nn.Linear):
+    """A linear layer whose weight stays, and the product of two narrow matrices, LoRA (2106.09685), which starts at zero."""
 
-    def __init__(self, weight: Tensor, rank: int):
-        super().__init__()
-        self.down = nn.Parameter(torch.randn(rank, weight.shape[1], device=weight.device) * weight.shape[1] ** -0.5)
-        self.up = nn.Parameter(torch.zeros(weight.shape[0], rank, device=weight.device))
+    down: nn.Parameter  # [rank, in]
+    up: nn.Parameter  # [out, rank]
 
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight + self.up @ self.down
+    @classmethod
+    def take(cls, layer: nn.Linear, rank: int) -> None:
+        """Makes a linear layer one of these."""
+        layer.__class__ = cls
+        layer.down = nn.Parameter(torch.randn(rank, layer.in_features).to(layer.weight) * layer.in_features**-0.5)
+        layer.up = nn.Parameter(layer.weight.new_zeros(layer.out_features, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + F.linear(F.linear(x, self.down), self.up)
+
+    def fold(self) -> None:
+        """Makes it an ordinary layer again, which computes the same."""
+        self.weight.data += self.up @ self.down
+        del self.up, self.down
+        self.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 class NativeMTP(Drafter):
@@ -229,16 +236,16 @@ class NativeMTP(Drafter):
             parameter.requires_grad_(rank is None and not name.endswith(ROUTER))
         if rank is not None and self._rank is None:
             for layer in [each for each in self.modules() if isinstance(each, nn.Linear)]:
-                parametrize.register_parametrization(layer, "weight", LowRank(layer.weight, rank))
+                LowRankLinear.take(layer, rank)
         self._rank = rank
 
     def decodable(self) -> Self:
         """As of `Head`, with plain weights."""
         frozen = super().decodable()
-        for layer in [each for each in frozen.modules() if parametrize.is_parametrized(each)]:
-            parametrize.remove_parametrizations(layer, "weight")
+        for layer in [each for each in frozen.modules() if isinstance(each, LowRankLinear)]:
+            layer.fold()
         frozen._rank = None
-        return frozen.requires_grad_(False)
+        return frozen
 
     def arguments(self) -> dict:
         published = {} if self.published is None else {"published": self.published}

@@ -1,0 +1,144 @@
+"""The target's own folder with a native MTP module written back into it; everything else stays byte for byte the same."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from specdec.core.shards import INDEX, SINGLE, Shards
+from specdec.core.untrusted import read_json
+from specdec.export.layout import Layout
+from specdec.heads.native import LAYOUTS, NativeMTP, find_layout, places_of
+from specdec.target.model import Target
+
+# Where a quantised model names the layers that are not quantised, by its method
+PLAIN_LAYERS = {"compressed-tensors": "ignore", "fp8": "modules_to_not_convert", "awq": "modules_to_not_convert",
+                "bitsandbytes": "llm_int8_skip_modules"}  # fmt: skip
+
+
+def stitched(drafter: NativeMTP) -> Layout:
+    """Raises ValueError for a module that engines would run in another way than here."""
+    if drafter.draft_to_target is not None:
+        raise ValueError("Engines draft from all tokens with a native MTP module: train it with head.vocab_size=null.")
+    return Layout({}, {}, folder=lambda folder: write_stitched(drafter, drafter.target, folder))
+
+
+def write_stitched(drafter: NativeMTP, target: Target, folder: Path) -> int:
+    """Fills the folder with the target's files and the module -> bytes of the module. Raises ValueError before it writes anything.
+
+    A target with such modules keeps the names, the dtypes and the shards of their tensors. Another one gets a further shard, an index,
+    and the number of modules in its configuration.
+    """
+    shards = Shards(target.name)
+    found = find_layout(shards, target.num_layers)
+    prefix = LAYOUTS[str(drafter.layout)].prefix if found is None else found[1]
+    state = drafter.state_dict()
+    tensors: dict[str, Tensor] = {}
+    for key, places in places_of(drafter, None if found is None else shards.files, prefix).items():
+        tensors |= {name: state[key][at] for name, at in places}
+    source = Path(target.name) if Path(target.name).is_dir() else shards.path("config.json").parent
+    if found is not None:
+        _check_alike(shards, tensors)
+    changed = {shards.files[name] for name in tensors} if found is not None else {"config.json", INDEX, SINGLE}
+    config = None if found is not None else _add_count(read_json(source / "config.json"), drafter, tensors)
+    for file in set(shards.files.values()):
+        shards.path(file)  # fetched, if it is not here
+    for path in sorted(source.rglob("*")):
+        name = str(path.relative_to(source))
+        if path.is_file() and not name.startswith("."):
+            _place(path, folder / name, link=name not in changed)
+    if found is not None:
+        for file in changed:
+            values = {
+                name: value.to(shards[name].dtype) for name, value in tensors.items() if shards.files[name] == file
+            }
+            _overwrite(folder / file, values)
+    else:
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        _add_shard(shards, folder, {name: _plain(value, target.dtype) for name, value in tensors.items()})
+    return sum(value.nbytes for value in tensors.values())
+
+
+def _check_alike(shards: Shards, tensors: dict[str, Tensor]) -> None:
+    for name, value in tensors.items():
+        there = shards[name] if name in shards.files else None
+        if there is None or there.shape != value.shape or not there.is_floating_point() or there.element_size() < 2:
+            what = (
+                "is missing" if there is None else f"is {str(there.dtype).removeprefix('torch.')} {list(there.shape)}"
+            )
+            raise ValueError(
+                f"{shards.name}: {name} {what}, so the tuned module cannot take its place. Stitch it into a copy of the target "
+                "without MTP modules, or with unquantised ones."
+            )
+
+
+def _plain(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """As it is written: biases that choose experts, which are exact, stay so"""
+    return (
+        value.detach()
+        .cpu()
+        .to(torch.float32 if value.dtype == torch.float32 and value.dim() == 1 else dtype)
+        .contiguous()
+    )
+
+
+def _place(path: Path, out: Path, *, link: bool) -> None:
+    """Puts a file at another place: as another name of the same file where the disk has that, else as a copy."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if link:
+            return os.link(path.resolve(), out)
+    except OSError:  # another disk
+        pass
+    shutil.copyfile(path, out)
+
+
+def _overwrite(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Replaces the values of some tensors of a safetensors file, whose dtypes they have."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        for name, value in tensors.items():
+            content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            begin, end = header[name]["data_offsets"]
+            assert len(content) == end - begin
+            file.seek(8 + size + begin)
+            file.write(content)
+
+
+def _add_shard(shards: Shards, folder: Path, tensors: dict[str, Tensor]) -> None:
+    files, extra = dict(shards.files), "model-mtp.safetensors"
+    if (folder / SINGLE).exists():  # with an index beside it, some readers would see this file alone
+        renamed = "model-00001-of-00002.safetensors"
+        (folder / SINGLE).rename(folder / renamed)
+        files, extra = dict.fromkeys(files, renamed), "model-00002-of-00002.safetensors"
+    safetensors.torch.save_file(tensors, folder / extra, {"format": "pt"})
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    document = {"metadata": {"total_size": size}, "weight_map": files | dict.fromkeys(tensors, extra)}
+    (folder / INDEX).write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _add_count(config: dict, drafter: NativeMTP, tensors: dict[str, Tensor]) -> dict:
+    """The configuration of a target that has modules now. Raises ValueError if it is quantised in a way that is not known here."""
+    text = config.get("text_config", config)
+    text[count_field(drafter.target)] = len(drafter.modules_by_depth)
+    quantised = config.get("quantization_config")
+    if quantised is not None:
+        field, method = PLAIN_LAYERS.get(quantised.get("quant_method", "")), quantised.get("quant_method")
+        if field is None:
+            raise ValueError(
+                f"{drafter.target.name} is quantised ({method}), and where such a model names layers that are not is unknown: take one "
+                f"of {', '.join(PLAIN_LAYERS)}."
+            )
+        layers = [name.removesuffix(".weight") for name, value in tensors.items() if value.dim() > 1]
+        quantised[field] = [*(quantised.get(field) or []), *layers]
+    return config
+
+
+def count_field(target: Target) -> str:
+    """Where a configuration has the number of modules."""
+    return "mtp_num_hidden_layers" if "qwen3_5" in target.config.model_type else "num_nextn_predict_layers"

@@ -1,0 +1,187 @@
+"""Native MTP modules: what they compute is what transformers' own classes compute, in replay and in decoding; refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
+
+from specdec import checkpoint
+from specdec.core.untrusted import read_tensors
+from specdec.heads.native import NativeMTP, read_native
+from specdec.proposers.heads import HeadProposer
+from specdec.target.model import Target
+from specdec.unroll.plan import plan_unroll, unroll
+from specdec.unroll.replay import acceptance, tau
+from tests import native, saved_targets
+from tests.native import save_native
+from tests.support import chain_of, greedy, random_tokens
+
+LENGTH = 20
+
+
+def load(folder, **more):
+    """The target in float32, and its own module."""
+    target = Target.load(str(folder), dtype="float32")
+    spec, tensors = read_native(str(folder), target)
+    drafter = checkpoint.build({**spec, **more}, tensors, target).eval()
+    assert isinstance(drafter, NativeMTP)
+    return target, drafter
+
+
+def unrolled(drafter: NativeMTP, tokens: torch.Tensor, features: torch.Tensor, depth: int):
+    positions = torch.arange(LENGTH)[None]
+    plan = plan_unroll(drafter, torch.zeros_like(positions), positions, positions > depth, depth=depth)
+    with torch.no_grad():
+        return unroll(drafter, tokens, features, plan)
+
+
+@pytest.mark.parametrize("name", native.NAMES)
+def test_a_module_computes_what_the_classes_of_transformers_compute(tmp_path, name):
+    model, parts = save_native(tmp_path, name)
+    target, drafter = load(tmp_path)
+    tokens = torch.tensor([random_tokens(1, LENGTH, 64)])
+    output = target.read(tokens, drafter.target_layers)
+    found = unrolled(drafter, tokens, output.features, 1)
+    embedding = target.embed(tokens[:, 1:]).clone()
+    assert drafter.zero_first == (native.NAMES[name] is not native.QWEN)
+    if drafter.zero_first:
+        embedding[:, 0] = 0
+    with torch.no_grad():
+        raw, normed = native.run_reference(name, model, parts, embedding, output.final[:, :-1])
+    torch.testing.assert_close(found.readouts[0], normed, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.states[0], normed if drafter.recycle_norm else raw, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", native.NAMES)
+def test_replay_is_decoding_at_every_depth(tmp_path, name):
+    save_native(tmp_path, name)
+    target, drafter = load(tmp_path)
+    prompt = random_tokens(2, 9, 64)
+    plain = greedy(target, None).generate([prompt], 24).tokens[0]
+    for depth in (1, 2, 4):
+        found = greedy(target, HeadProposer(drafter, chain_of(depth))).generate([prompt], 24)
+        assert found.tokens[0] == plain
+        replayed = tau(acceptance(drafter, prompt, plain, depth=depth, temperature=0))
+        assert replayed == pytest.approx((len(plain) - 1) / len(found.accepted[0]))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_the_first_draft_is_that_of_transformers_own_mtp(tmp_path, name):
+    """It reads the same files by its own mapping. It has no zero embedding, and further drafts of one module are no use of it."""
+    save_native(tmp_path, name)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    model._keys_to_ignore_on_load_unexpected = [
+        r"model\.layers\.4.*"
+    ]  # its own patterns are for models of the published depth
+    other = MtpModel.from_pretrained(model)
+    target, drafter = load(tmp_path, zero_first=False)
+    tokens = torch.tensor([random_tokens(3, LENGTH, 64)])
+    output = target.read(tokens, drafter.target_layers)
+    layer, rotary = other.layers[0], other.rotary_emb
+    embedding, positions = target.embed(tokens[:, 1:]), torch.arange(LENGTH - 1)[None]
+    mask = torch.ones(LENGTH - 1, LENGTH - 1, dtype=torch.bool).tril()[None, None]
+    with torch.no_grad():
+        wanted = layer(embedding, output.final[:, :-1], rotary(embedding, positions), mask, positions, None)
+    found = unrolled(drafter, tokens, output.features, 1).readouts[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_low_rank_changes_train_and_become_plain_weights(tmp_path):
+    save_native(tmp_path, "qwen3_5_moe_text")
+    target = Target.load(str(tmp_path), dtype="float32")
+    whole, drafter = NativeMTP(target), NativeMTP(target, lora_rank=2)
+    assert whole.pretrained and 0 < drafter.num_parameters() < whole.num_parameters()
+    assert not any(value.requires_grad for name, value in whole.named_parameters() if name.endswith("mlp.gate.weight"))
+    tokens = torch.tensor([random_tokens(4, LENGTH, 64)])
+    features = target.read(tokens, drafter.target_layers).features
+    plain = {name: value.clone() for name, value in drafter.decodable().state_dict().items()}
+    assert plain.keys() == whole.state_dict().keys() and all(
+        map(torch.equal, plain.values(), whole.state_dict().values())
+    )
+    optimizer = torch.optim.Adam([value for value in drafter.parameters() if value.requires_grad], lr=0.1)
+    for _ in range(2):  # of B, which is zero at first, then of both
+        positions = torch.arange(LENGTH)[None]
+        plan = plan_unroll(drafter, torch.zeros_like(positions), positions, positions > 2, depth=2)
+        drafter.logits(2, unroll(drafter, tokens, features, plan).readouts[1]).logsumexp(-1).sum().backward()
+        optimizer.step()
+    trained = drafter.decodable()
+    torch.testing.assert_close(
+        unrolled(trained, tokens, features, 2).readouts[1], unrolled(drafter, tokens, features, 2).readouts[1]
+    )
+    changed = {name for name, value in trained.state_dict().items() if not torch.equal(value, plain[name])}
+    assert changed == {name for name in plain if name.endswith(("proj.weight", "join.weight", "expert_gate.weight"))}
+    folder = tmp_path / "head"
+    checkpoint.save(folder, trained, {"_target_": "specdec.heads.native.NativeMTP", "source": "target", "lora_rank": 2})
+    document = json.loads((folder / "drafter.json").read_text())
+    assert (document["source"], document["lora_rank"], document["published"]["layout"]) == (None, None, "native")
+    again, _ = checkpoint.start(folder, target, {"lora_rank": 3, "zero_first": True})
+    assert again.zero_first and again.lora_rank == 3 and again.num_parameters() > drafter.num_parameters()
+
+
+def test_a_module_of_another_model_of_the_family_fits(tmp_path):
+    save_native(tmp_path / "base", "qwen3_5_text")
+    save_native(tmp_path / "mine", "qwen3_5_text")
+    target = Target.load(str(tmp_path / "mine"), dtype="float32")
+    drafter = NativeMTP(target, source=str(tmp_path / "base"))
+    assert drafter.published["source"] == "base" and set(drafter.published["sha256"]) == {"model.safetensors"}
+    assert drafter.published["tensors"]["mtp.fc.weight"] == ["float32", [32, 64]]
+
+
+def test_routing_biases_are_not_rounded(tmp_path):
+    save_native(tmp_path, "deepseek_v3")
+    target = Target.load(str(tmp_path), dtype="bfloat16")
+    spec, tensors = read_native(str(tmp_path), target)
+    state = checkpoint.build(spec, tensors, target).state_dict()
+    kinds = {name.rpartition(".")[2]: value.dtype for name, value in state.items()}
+    assert kinds["e_score_correction_bias"] == torch.float32 and kinds["gate_up_proj"] == torch.bfloat16
+
+
+def damage(folder: Path, change) -> None:
+    tensors = read_tensors(folder / "model.safetensors")
+    change(tensors)
+    (folder / "model.safetensors").unlink()
+    native.safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+EXPERT = "model.layers.4.mlp.experts.1.up_proj.weight"
+DAMAGES = {
+    "missing": (lambda t: t.pop(EXPERT), f"lacks {EXPERT}"),
+    "narrow": (
+        lambda t: t.update({EXPERT: t[EXPERT][:, :5].clone()}),
+        r"up_proj.weight has the shape \[24, 5\], .* it would be \[24, 32\]",
+    ),
+    "quantised": (
+        lambda t: t.update({"model.layers.4.self_attn.o_proj.weight_scale_inv": torch.ones(1, 1)}),
+        "has model.layers.4.self_attn.o_proj.weight_scale_inv, .* If it is quantised",
+    ),
+    "none": (lambda t: [t.pop(key) for key in list(t) if ".layers.4." in key], "ships no MTP modules"),
+    "unknown": (
+        lambda t: [
+            t.update({key.replace("layers.4", "mtp_thing"): t.pop(key)}) for key in list(t) if ".layers.4." in key
+        ],
+        "has MTP modules of an unknown layout",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_models_without_a_fitting_module_are_refused(tmp_path, kind):
+    save_native(tmp_path, "deepseek_v3")
+    target = Target.load(str(tmp_path), dtype="float32")
+    change, sentence = DAMAGES[kind]
+    damage(tmp_path, change)
+    with pytest.raises(ValueError, match=sentence):
+        read_native(str(tmp_path), target)
+
+
+def test_targets_of_other_families_are_refused(tmp_path):
+    saved_targets.save(tmp_path)
+    target = Target.load(str(tmp_path), dtype="float32")
+    with pytest.raises(ValueError, match="whose MTP modules are unknown: use head=mtp"):
+        NativeMTP(target, source=None)
+    save_native(tmp_path / "qwen", "qwen3_5_text")
+    with pytest.raises(ValueError, match=r"num_modules=2: MTP modules of this family share their norms"):
+        NativeMTP(Target.load(str(tmp_path / "qwen"), dtype="float32"), num_modules=2)
