@@ -10,7 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from tests.support import small_tokenizer
 
 STOP = 2  # <|im_end|>
-Reply = tuple[int, object]  # status; a document, or text or bytes that are sent as they are
+# status; a document, or text or bytes that are sent as they are, or a list of bytes that begins with b"", which come one by one;
+# headers, if there are any
+Reply = tuple[int, object] | tuple[int, object, dict[str, str]]
 
 
 class Quiet(ThreadingHTTPServer):
@@ -32,6 +34,7 @@ class SmallServer:
         self.reply, self.protocol, self.port = reply, protocol, 0
         self.guard = threading.Lock()
         self.requests: list[tuple[str, dict | None]] = []
+        self.keys: set[str | None] = set()  # headers Authorization
         self.running, self.most = 0, 0  # requests that are under way now, and at most
 
     @property
@@ -76,15 +79,23 @@ class SmallServer:
                 self.send(small.answer(self.path.strip("/"), body))
 
             def send(self, reply: Reply | None) -> None:
+                small.keys.add(self.headers["Authorization"])
                 if reply is None:
                     return
-                status, document = reply
-                if not isinstance(document, bytes):
-                    document = (document if isinstance(document, str) else json.dumps(document)).encode()
+                status, document, *more = reply
+                parts = document if isinstance(document, list) and document[:1] == [b""] else [document]
+                parts = [part if isinstance(part, bytes) else (part if isinstance(part, str) else json.dumps(part)).encode()
+                         for part in parts]  # fmt: skip
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(document)))
+                for name, value in [*(more[0] if more else {}).items()]:
+                    self.send_header(name, value)
+                if len(parts) == 1:
+                    self.send_header("Content-Length", str(len(parts[0])))
                 self.end_headers()
-                self.wfile.write(document)
+                for part in parts:
+                    self.wfile.write(part)
+                    self.wfile.flush()
+                    time.sleep(0.002 * (len(parts) > 1))
 
             def log_message(self, *_):
                 pass

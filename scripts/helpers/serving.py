@@ -3,14 +3,13 @@
 from helpers import loading
 from helpers.options import split
 
+import contextlib
 import copy
 import itertools
 import json
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import httpx
 import rich.table
 
 from specdec.core import files
-from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.export.engines import make_form
 from specdec.export.layout import draft_from_all
@@ -26,7 +24,7 @@ from specdec.heads.base import Drafter, Head
 from specdec.heads.mtp import MTP
 from specdec.measuring import referee
 from specdec.measuring.measure import WARM_UP, split_turns
-from specdec.measuring.referee import Counters, Served, Turn
+from specdec.measuring.referee import Counters, ServedAnswer, Turn
 from specdec.measuring.report import TAU, PromptCounts, by_depth, tau, tau_difference
 from specdec.target.model import load_tokenizer
 from specdec.unroll import replay
@@ -40,128 +38,112 @@ from train.pages.page import write_figure
 from train.validate import Written
 
 OURS, VLLM, LLAMA_CPP, SGLANG = "specdec", "vllm", "llamacpp", "sglang"  # `owned_by` of their models
-FIELDS: dict[str, dict] = {  # that make a server say more
+FIELDS: dict[str, dict] = {  # of requests, so that a server says more
     OURS: {"details": True, "return_token_ids": True},
     VLLM: {"return_token_ids": True},
     LLAMA_CPP: {"return_tokens": True, "verbose": True},
     SGLANG: {"return_token_ids": True, "return_spec_tokens_details": True},
 }
-SWITCHES: dict[str, dict] = {OURS: {"speculate": False}, LLAMA_CPP: {"speculative.n_max": 0}}  # newer builds of llama.cpp ignore theirs
+SWITCHES: dict[str, dict] = {
+    OURS: {"speculate": False},
+    LLAMA_CPP: {"speculative.n_max": 0},
+}  # newer llama.cpp ignores it
 FLAGS = {
-    VLLM: "start it without --disable-log-stats, and for intervals with --per-request-spec-decode-metrics detailed",
+    VLLM: "start it without --disable-log-stats, or with --per-request-spec-decode-metrics detailed",
     LLAMA_CPP: "start it with --metrics",
 }
 PATIENCE = 3  # times `timeout=`, after which an unreachable server ends the command
-MOST = 4096  # requests at once
 SETTLING = 2.0  # seconds that counters may be behind an answer
 TOLERANCE = 0.02  # of tau, served against replayed
 BUSY = 0.7  # share of the time that this process computed, above which it may be what is slow
+MOST = 4096  # requests at once
+Question = tuple[str, dict]  # the prompt's id, and the part of a request's body that holds it
 
 
 @dataclass(frozen=True)
-class Question:
-    """A prompt as part of a request: token ids, or messages. id: of the prompt"""
-
-    id: str
-    body: dict
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How all requests are answered. body: what all have in common"""
-
-    body: dict
-    timeout: float
-    say: Any
-
-
-@dataclass
 class Server:
-    """A model of a server, asked by up to `in_flight` requests at once. body: of the server, beside the setting's"""
+    """A model of a server. kind: `owned_by` of the model; root: its folder, as far as is known; body: what its requests share"""
 
     url: str
     model: str
     kind: str
     root: str
-    setting: Setting
-    body: dict = field(default_factory=dict)
-    in_flight: int = 1
+    body: dict
+    timeout: float
+    say: Callable[[str], None]
 
-    def __post_init__(self) -> None:
-        minutes = self.setting.timeout / 60
-        self.client = EngineClient(
-            self.url, in_flight=self.in_flight, patience=PATIENCE * minutes, longest=minutes, say=self.setting.say
-        )
-        self.url = self.client.urls[0]
+    @contextlib.contextmanager
+    def open(self, in_flight: int = 1) -> Iterator["Connection"]:
+        """For up to so many requests at once."""
+        minutes = self.timeout / 60
+        limits: dict[str, Any] = {"in_flight": in_flight, "patience": PATIENCE * minutes, "longest": minutes}
+        with contextlib.closing(EngineClient(self.url, say=self.say, **limits)) as client:
+            yield Connection(self, client)
 
-    def ask(self, question: Question, **more: Any) -> "Future[Served]":
-        path = "v1/chat/completions" if "messages" in question.body else "v1/completions"
-        body = {
-            "model": self.model,
-            **self.setting.body,
-            **FIELDS.get(self.kind, {}),
-            **self.body,
-            **question.body,
-            **more,
-        }
-        return self.client.pool.submit(self.client.stream, path, body, lambda events: read_served(question.id, events))
+
+@dataclass(frozen=True)
+class Connection:
+    server: Server
+    client: EngineClient
 
     def counters(self) -> Counters | None:
         try:
-            answer = self.client.client.get(f"{self.url}/metrics")
+            answer = self.client.client.get(f"{self.client.urls[0]}/metrics")
         except httpx.HTTPError:
             return None
         return referee.read_counters(answer.text) if answer.status_code == 200 else None
 
     def serve(self, questions: Sequence[Question], **more: Any) -> Turn:
-        """Sends all of them, as many at once as the client allows. Raises ValueError where none is answered."""
+        """The answers to all. more: fields of the requests. Raises ValueError where none is answered."""
         before, begun, computed = self.counters(), time.perf_counter(), time.process_time()
-        futures = [self.ask(question, **more) for question in questions]
-        answers, failed = [], []
-        for question, future in zip(questions, futures):
+        body = {"model": self.server.model, **self.server.body, **more}
+        answers, failed, futures = [], [], []
+        for name, asked in questions:
+            path = "v1/chat/completions" if "messages" in asked else "v1/completions"
+            read = lambda events, name=name: read_answer(name, events)
+            futures.append(self.client.pool.submit(self.client.stream, path, body | asked, read))
+        for (name, _), future in zip(questions, futures):
             try:
                 answers.append(future.result())
             except (GivenUp, Refused) as error:
-                failed.append({"prompt": question.id, "error": str(error)})
+                failed.append({"prompt": name, "error": str(error)})
         seconds = time.perf_counter() - begun
         busy = (time.process_time() - computed) / seconds
         if not answers:
-            raise ValueError(f"None of {len(questions)} requests was answered. The first one: {failed[0]['error']}")
-        generated, counted = None, None
-        tokens = sum(answer.tokens for answer in answers)
-        if before is not None:
-            deadline = time.monotonic() + SETTLING
-            while (after := self.counters()) is not None and time.monotonic() < deadline:
-                if after.since(before)[0] >= tokens:
-                    break
-                time.sleep(0.05)
-            generated, counted = after.since(before) if after is not None else (None, None)
-        return Turn(answers, failed, seconds, busy, generated, counted)
+            raise ValueError(f"None of {len(questions)} requests was answered. {failed[0]['error']}")
+        turn = Turn(answers, failed, seconds, busy, None, None)
+        deadline = time.monotonic() + SETTLING
+        while before and (after := self.counters()):
+            generated, counted = after.since(before)
+            turn = replace(turn, generated=generated, counted=counted)
+            if turn.others >= 0 or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        return turn
 
 
-def read_served(prompt: str, events: list[Event]) -> Served:
+def read_answer(prompt: str, events: list[Event]) -> ServedAnswer:
     """An answer from its stream. Raises BadAnswer for one that is not whole."""
-    ids: list[int] | None = []
-    sizes, times, finish, num = [], [], None, None
-    for seconds, event in events:
-        num = (event.get("usage") or {}).get("completion_tokens", num)
-        for choice in event.get("choices") or []:
-            finish = choice.get("finish_reason") or finish
-            new = choice.get("token_ids", (event.get("__verbose") or {}).get("tokens"))
-            said = choice.get("text") or (choice.get("delta") or {})
-            said = said if isinstance(said, str) else said.get("content") or said.get("reasoning_content")
-            if new or said:
-                times.append(seconds)
-                sizes.append(len(new or []))
-                ids = None if ids is None or new is None else ids + new
-    if finish is None or not times:
-        raise BadAnswer("a stream without " + ("an answer" if finish else "a finish_reason"))
-    if num is None:
-        num = len(ids or [])
-    if not num:
-        raise BadAnswer("a stream without usage and token ids, so its tokens cannot be counted")
-    said_of = referee.read_answer([event for _, event in events])
-    return Served(prompt, num, times[0], times[-1], ids or None, sizes if ids else None, finish, said_of)
+    ids: list[int] = []
+    sizes, times, given, finish, num = [], [], True, None, 0
+    try:
+        for seconds, event in events:
+            num = (event.get("usage") or {}).get("completion_tokens") or num
+            for choice in event.get("choices") or []:
+                delta = choice.get("delta") or {}
+                text = choice.get("text") or delta.get("content") or delta.get("reasoning_content")
+                new = choice.get("token_ids", (event.get("__verbose") or {}).get("tokens"))
+                finish = choice.get("finish_reason") or finish
+                if new or text:
+                    times.append(seconds)
+                    sizes.append(len(new or ()))
+                    given, ids = given and new is not None, ids + (new or [])
+        said = referee.read_answer([event for _, event in events])
+    except (AttributeError, KeyError, TypeError) as error:
+        raise BadAnswer(f"a stream of another form ({type(error).__name__}: {error})") from error
+    if finish is None or not times or not (num or given):
+        raise BadAnswer("a stream without an answer, its finish_reason, or the number of its tokens")
+    return ServedAnswer(prompt, num or len(ids), times[0], times[-1], ids if given else None, sizes, said)
 
 
 def judge(chosen: Any, out: Path, console: progress.Results) -> None:
@@ -170,35 +152,28 @@ def judge(chosen: Any, out: Path, console: progress.Results) -> None:
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
     if len(runs) > 1:
         raise ValueError("A server is compared with one head: give one checkpoint=DIR, that of the head it serves.")
-    setting = Setting(make_body(chosen), chosen.timeout, console.say)
-    server = open_server(chosen.engine, chosen, setting)
+    server = find_server(chosen.engine, chosen, console)
     questions = read_questions(chosen, server, runs)
-    console.print(f"{server.model} at {server.url}; tau: {TAU}")
-    plain, notes = probe(chosen, server, questions[0])
+    console.say(f"{server.model} at {server.url}; tau: {TAU}")
+    plain, notes = probe(chosen, server, questions[0], console)
     for note in notes:
         console.say(note)
     settings = {
         **{name: getattr(chosen, name) for name in ("engine", "max_new_tokens", "ignore_stop", "seed")},
-        "plain": plain and (chosen.plain or plain.body),
-        "model": server.model,
-        "owned_by": server.kind,
+        "plain": plain and (chosen.plain or SWITCHES[server.kind]),
+        "model": f"{server.model} of {server.kind}",
         "decode": asdict(chosen.decode.sampling()),
         "prompts": f"{chosen.prompts} {digest(repr(questions).encode())}",
     }
     with resumable(out / "settings.json", out / "rows.jsonl", settings, advice="Choose another out=FOLDER.") as results:
         for level in levels:
-            measure_missing(server, plain, questions, level, results)
+            measure_missing({"drafted": server, "plain": plain}, questions, level, results)
     pairs = {level: read_pairs(results.rows, level) for level in levels}
-    document: dict[str, Any] = {
-        "definition_of_tau": TAU,
-        "settings": settings,
-        "notes": notes,
-        "levels": [{"requests": level, **summarise(pairs[level], chosen.seed)} for level in levels],
-    }
+    found = [{"requests": level, **summarise(pairs[level], chosen.seed)} for level in levels]
+    document = {"definition_of_tau": TAU, "settings": settings, "notes": notes, "levels": found}
     if runs:
-        drafter = draft_as_engine(runs[0].drafter, server.kind)
         turns = [turn for level in levels for turn, _ in pairs[level]]
-        document["replay"] = replay_served(chosen, drafter, questions, turns)
+        document["replay"] = replay_served(chosen, draft_as_engine(runs[0].drafter, server.kind), questions, turns)
     files.write_text(out / "report.json", json.dumps(document, indent=1) + "\n")
     show(document, console)
     console.print(f"written: {out}/report.json")
@@ -211,70 +186,64 @@ def read_levels(text: str) -> list[int]:
     return sorted({int(each) for each in split(text)})
 
 
-def make_body(chosen: Any) -> dict:
-    """What all requests have in common; fields that OpenAI does not know are left out where they change nothing."""
-    sampling: Sampling = chosen.decode.sampling()
-    more = {"top_p": sampling.top_p, "top_k": 1 if sampling.greedy else sampling.top_k}
-    if sampling.repetition_penalty != 1:
-        more["repetition_penalty"] = sampling.repetition_penalty
-    body = {"max_tokens": chosen.max_new_tokens, "temperature": sampling.temperature, "seed": chosen.seed}
-    body |= {"stream": True, "stream_options": {"include_usage": True}}
-    return (
-        body
-        | {name: value for name, value in more.items() if value is not None}
-        | ({"ignore_eos": True} if chosen.ignore_stop else {})
-    )
-
-
-def open_server(url: str, chosen: Any, setting: Setting) -> Server:
+def find_server(url: str, chosen: Any, console: progress.Results) -> Server:
     """Raises ValueError for what is no server, or has no model of that name."""
-    server = Server(url, "", "", "", setting)
-    with closing(server.client):
-        (models,) = server.client.describe_models()
-    found = next((model for model in models if chosen.model in (None, model["id"])), None)
-    if found is None:
+    sampling = chosen.decode.sampling()
+    body = {"max_tokens": chosen.max_new_tokens, "temperature": sampling.temperature, "seed": chosen.seed}
+    more = {"top_p": sampling.top_p, "top_k": sampling.top_k, "ignore_eos": chosen.ignore_stop or None}
+    more["repetition_penalty"] = sampling.repetition_penalty if sampling.repetition_penalty != 1 else None
+    body |= {name: value for name, value in more.items() if value is not None}  # OpenAI's servers refuse some of them
+    server = Server(url, "", "", "", body, chosen.timeout, console.say)
+    with server.open() as connection:
+        (models,) = connection.client.describe_models()
+    model = next((model for model in models if chosen.model in (None, model["id"])), None)
+    if model is None:
         names = ", ".join(str(model["id"]) for model in models)
-        raise ValueError(f"{server.url} has no model {chosen.model}, but {names}: give model= as it is called there.")
-    return replace(server, model=str(found["id"]), kind=str(found.get("owned_by")), root=str(found.get("root", "")))
+        raise ValueError(f"{url} has no model {chosen.model}, but {names}: give model= as it is called there.")
+    kind = str(model.get("owned_by"))
+    body |= {"stream": True, "stream_options": {"include_usage": True}, **FIELDS.get(kind, {})}
+    return replace(server, model=str(model["id"]), kind=kind, root=str(model.get("root")), body=body)
 
 
 def read_questions(chosen: Any, server: Server, runs: list[loading.Run]) -> list[Question]:
     """The prompts: as token ids where the target's tokenizer is here, else as messages, which the server encodes."""
     name = chosen.target.name or (runs[0].drafter.target.name if runs else server.root)
     mode = loading.mode_of(split(chosen.checkpoint)) if chosen.thinking is None else chosen.thinking
+    given: dict[str, Any] = {"split": chosen.split, "limit": chosen.limit}
     if not (chosen.target.name or runs or Path(name, "tokenizer.json").is_file()):
         progress.note(
-            "Prompts are sent as messages: give target.name= to send token ids, which the server must take as they are."
+            "Prompts are sent as messages; with target.name= token ids are sent, which all servers read alike."
         )
         rows = reading.spread(reading.load_prompts(chosen.prompts, split=chosen.split), chosen.limit)
         more = {} if mode is None else {"chat_template_kwargs": {"enable_thinking": mode}}
-        return [Question(row["id"], {"messages": row["messages"], **more}) for row in rows]
+        return [(row["id"], {"messages": row["messages"], **more}) for row in rows]
     tokenizer = load_tokenizer(name, trust_remote_code=chosen.target.trust_remote_code)
-    prompts = data.load_prompts(chosen.prompts, tokenizer, split=chosen.split, limit=chosen.limit, thinking=mode)
-    with closing(replace(server).client) as client:
-        check_tokenizer(client, server.model, tokenizer, prompts[0].tokens)
-    return [Question(prompt.id, {"prompt": prompt.tokens}) for prompt in prompts]
+    prompts = data.load_prompts(chosen.prompts, tokenizer, thinking=mode, **given)
+    with server.open() as connection:
+        check_tokenizer(connection.client, server.model, tokenizer, prompts[0].tokens)
+    return [(prompt.id, {"prompt": prompt.tokens}) for prompt in prompts]
 
 
-def probe(chosen: Any, server: Server, question: Question) -> tuple[Server | None, list[str]]:
+def probe(
+    chosen: Any, server: Server, question: Question, console: progress.Results
+) -> tuple[Server | None, list[str]]:
     """A short request with drafts, and one without -> what serves plainly, and what is to be known of the server."""
     notes = []
-    with closing(server.client):
-        found = server.serve([question], max_tokens=WARM_UP)
-    drafts = found.drafts
+    with server.open() as connection:
+        drafts = connection.serve([question], max_tokens=WARM_UP).drafts
     if drafts is None:
-        flag = FLAGS.get(server.kind, "its answers and /metrics have no counters that are known here")
+        flag = FLAGS.get(server.kind, "it has no counters that are known here")
         notes.append(f"{server.url} says nothing about drafts, so tau cannot be had: {flag}.")
     elif not drafts:
         notes.append(f"{server.url} does not draft: tau is 1 by its own counters.")
     if chosen.plain:
-        plain = open_server(chosen.plain, chosen, server.setting)
+        plain = find_server(chosen.plain, chosen, console)
     elif server.kind in SWITCHES and drafts:
-        plain = replace(server, body=SWITCHES[server.kind])
+        plain = replace(server, body=server.body | SWITCHES[server.kind])
     else:
         return None, notes
-    with closing(plain.client):
-        if not plain.serve([question], max_tokens=WARM_UP).drafts:
+    with plain.open() as connection:
+        if not connection.serve([question], max_tokens=WARM_UP).drafts:
             return plain, notes
     if chosen.plain:
         raise ValueError(
@@ -282,47 +251,41 @@ def probe(chosen: Any, server: Server, question: Question) -> tuple[Server | Non
         )
     return None, [
         *notes,
-        "This server cannot switch drafts off for a request: plain=URL of one without drafts compares speeds.",
+        "This server cannot leave out drafts for a request: give plain=URL of one without, to compare speeds.",
     ]
 
 
 # Measuring
 
 
-def measure_missing(
-    server: Server, plain: Server | None, questions: list[Question], level: int, results: Resumable
-) -> None:
-    """The turns of one level that have no row: requests with drafts and the same without, after a warm-up.
+def measure_missing(given: dict[str, Server | None], questions: list[Question], level: int, results: Resumable) -> None:
+    """The turns of a level that have no row: the same requests to each of the servers that are given, after a warm-up.
 
     Prompts are repeated where there are fewer than requests.
     """
     repeated = list(itertools.islice(itertools.cycle(questions), max(len(questions), level)))
     done = {row["turn"] for row in results.rows if row["requests"] == level}
-    missing = [(number, turn) for number, turn in enumerate(split_turns(repeated, level)) if number not in done]
+    missing = [pair for pair in enumerate(split_turns(repeated, level)) if pair[0] not in done]
     if not missing:
         return
-    with ExitStack() as stack:
-        servers = {"drafted": replace(server, in_flight=level)} | (
-            {"plain": replace(plain, in_flight=level)} if plain else {}
-        )
+    with contextlib.ExitStack() as stack:
+        servers = {name: stack.enter_context(server.open(level)) for name, server in given.items() if server}
         for each in servers.values():
-            stack.enter_context(closing(each.client))
             each.serve(repeated[:level], max_tokens=WARM_UP)
-        track = progress.track(missing, f"{level} requests at once", unit="requests", size=lambda pair: len(pair[1]))
-        for number, turn in track:
+        what = f"{level} requests at once"
+        for number, turn in progress.track(missing, what, unit="requests", size=lambda pair: len(pair[1])):
             order = sorted(servers, reverse=number % 2 == 1)
             results.append(
                 {"requests": level, "turn": number, **{name: asdict(servers[name].serve(turn)) for name in order}}
             )
-    if again := sum(each.client.repeated for each in servers.values()):
-        progress.note(f"{level} requests at once: {again} were sent again, as their answers were lost or bad.")
+        if again := sum(each.client.repeated for each in servers.values()):
+            progress.note(f"{what}: {again} were sent again, as their answers were lost or bad.")
 
 
 def read_pairs(rows: list[dict], level: int) -> list[tuple[Turn, Turn | None]]:
     """The turns of a level, with drafts and plain."""
     chosen = sorted((row for row in rows if row["requests"] == level), key=lambda row: row["turn"])
-    read = lambda row, name: Turn.from_row(row[name]) if name in row else None
-    return [(Turn.from_row(row["drafted"]), read(row, "plain")) for row in chosen]
+    return [(Turn.from_row(row["drafted"]), Turn.from_row(row["plain"]) if "plain" in row else None) for row in chosen]
 
 
 def summarise(pairs: list[tuple[Turn, Turn | None]], seed: int) -> dict[str, Any]:
@@ -347,7 +310,7 @@ def draft_as_engine(drafter: Head, kind: str) -> Head:
     """The drafter as an engine runs it: llama.cpp without a draft vocabulary, vLLM with the first embedding at zero."""
     if kind == LLAMA_CPP and isinstance(drafter, Drafter) and make_form(drafter, "gguf").whole_vocabulary:
         return draft_from_all(drafter)
-    if kind == VLLM and isinstance(drafter, MTP) and not drafter.zero_first:
+    if kind == VLLM and isinstance(drafter, MTP):
         drafter = copy.copy(drafter)
         drafter.zero_first = True
     return drafter
@@ -355,64 +318,64 @@ def draft_as_engine(drafter: Head, kind: str) -> Head:
 
 def replay_served(chosen: Any, drafter: Head, questions: list[Question], turns: list[Turn]) -> dict[str, Any]:
     """tau of the head along the answers that were served, beside tau as served; at temperature 0 also where they part."""
-    sampling = chosen.decode.sampling()
+    sampling, prompts = chosen.decode.sampling(), dict(questions)
     answers = [answer for turn in turns for answer in turn.answers]
-    prompts = {each.id: each.body["prompt"] for each in questions if "prompt" in each.body}
-    sizes = [said.longest for turn in turns for said in (turn.counted, *(each.said for each in turn.answers)) if said]
-    depth = max((size for size in sizes if size), default=chosen.decode.depth)
+    said = [each for turn in turns for each in (turn.counted, *(answer.said for answer in turn.answers)) if each]
+    depth = max((each.longest for each in said if each.longest), default=chosen.decode.depth)
     drafting = replace(chosen.decode.drafting(TreeShape(depth, 1, depth)), rule="token", lossy=False)
     if not isinstance(drafter, Drafter) or not drafting.replayable(drafter, sampling):
         return {
-            "verdict": f"A chain of {depth} of this head cannot be replayed with these settings, so nothing is compared."
+            "verdict": f"A chain of {depth} of this head cannot be replayed with these settings: nothing is compared."
         }
-    texts = {(each.prompt, tuple(each.ids)): Written(prompts[each.prompt], each.ids, sampling.temperature)
-             for each in answers if each.ids and len(each.ids) > 1 and each.prompt in prompts}  # fmt: skip
     counts = referee.count_answers(turns)
-    if not texts or counts is None:
+    usable = [(answer, count) for answer, count in zip(answers, counts or ()) if answer.ids and len(answer.ids) > 1]
+    if not usable:
         return {
-            "verdict": "The server gives no token ids, or no counts for each answer, so nothing is compared with replay."
+            "verdict": "The server gives no token ids, or no counts of each answer: nothing is compared with replay."
         }
-    accepts = dict(zip(texts, validate.accept_texts(drafter, list(texts.values()), depth=depth, what="replay")))
-    served, own, compared, differing = [], [], 0, []
-    for answer, count in zip(answers, counts):
-        accept = accepts.get((answer.prompt, tuple(answer.ids or ())))
-        if accept is None:
-            continue
+    texts = [Written(prompts[answer.prompt]["prompt"], answer.ids or [], sampling.temperature) for answer, _ in usable]
+    own, compared, differences = [], 0, []
+    for (answer, _), accept in zip(usable, validate.accept_texts(drafter, texts, depth=depth, what="replay")):
         rounds, accepted = replay.rounds(accept)
-        served.append(count)
         own.append(PromptCounts(rounds, rounds + float(accepted.sum())))
         if sampling.greedy and answer.said and answer.said.steps is not None:
-            compared += 1
-            steps = referee.walk(accept)
-            if found := referee.first_difference(answer.said.steps, steps, accept.shape[1]):
-                number, token = found
-                differing.append({"prompt": answer.prompt, "token": token, "round": number,
-                                  "served": answer.said.steps[number], "replayed": steps[number]})  # fmt: skip
-    difference, span = tau_difference(served, own, seed=chosen.seed)
+            compared, steps = compared + 1, referee.walk(accept)
+            if place := referee.first_difference(answer.said.steps, steps, accept.shape[1]):
+                counted = {"served": answer.said.steps[place[0]], "replayed": steps[place[0]]}
+                differences.append({"prompt": answer.prompt, "round": place[0], "token": place[1], **counted})
+    served = [count for _, count in usable]
     same = sum(round(one.num_rounds) == round(other.num_rounds) for one, other in zip(served, own))
-    figures = {"depth": depth, "answers": len(own), "served_tau": tau(served), "replayed_tau": tau(own),
-               "difference": difference, "difference_ci": span, "same_number_of_rounds": same if sampling.greedy else None,
-               "compared_by_round": compared, "differences": differing}  # fmt: skip
-    return {"verdict": say_verdict(figures), **figures}
+    names = [answer.prompt for answer, _ in usable]
+    difference, span = tau_difference(referee.merge(names, served), referee.merge(names, own), seed=chosen.seed)
+    found = {
+        "depth": depth,
+        "answers": len(own),
+        "served_tau": tau(served),
+        "replayed_tau": tau(own),
+        "difference": difference,
+        "difference_ci": span,
+        "same_number_of_rounds": same if sampling.greedy else None,
+        "compared_by_round": compared,
+        "differences": differences,
+    }
+    return {"verdict": say_verdict(found), **found}
 
 
-def say_verdict(figures: dict[str, Any]) -> str:
-    """Whether the server drafts as the head was trained to, in a sentence or two."""
-    served, own, (low, high) = figures["served_tau"], figures["replayed_tau"], figures["difference_ci"]
-    close = abs(served / own - 1) < TOLERANCE
-    said = "served = trained" if close else "served is NOT what was trained"
-    said += f": tau {served:.3f} served, {own:.3f} replayed along the same {figures['answers']} answers with chains of "
-    said += f"{figures['depth']} ({figures['difference']:+.3f}, {low:+.3f} .. {high:+.3f})"
-    if figures["same_number_of_rounds"] is not None:
-        said += f"; {figures['same_number_of_rounds']} took as many rounds"
-    if not figures["compared_by_round"]:
-        return f"{said}."
-    if not figures["differences"]:
-        return f"{said}; all rounds of {figures['compared_by_round']} answers accept as many drafts."
-    first = min(figures["differences"], key=lambda each: each["round"])
-    return (f"{said}. Rounds of {len(figures['differences'])} of {figures['compared_by_round']} answers differ, first prompt "
-            f"{first['prompt']} at token {first['token']}: round {first['round'] + 1} accepts {first['served']} drafts served, "
-            f"{first['replayed']} replayed.")  # fmt: skip
+def say_verdict(found: dict[str, Any]) -> str:
+    """Whether the server drafts as the head was trained to, in some sentences."""
+    served, own, (low, high), compared = (
+        found[name] for name in ("served_tau", "replayed_tau", "difference_ci", "compared_by_round")
+    )
+    said = "served = trained" if abs(served / own - 1) < TOLERANCE else "served is NOT what was trained"
+    said += f": tau {served:.3f} served, {own:.3f} replayed along the same {found['answers']} answers with chains of "
+    said += f"{found['depth']} ({found['difference']:+.3f}, {low:+.3f} .. {high:+.3f})"
+    if found["same_number_of_rounds"] is not None:
+        said += f"; {found['same_number_of_rounds']} took as many rounds"
+    if not found["differences"]:
+        return said + (f"; all rounds of {compared} answers accept as many drafts." if compared else ".")
+    first = min(found["differences"], key=lambda each: each["round"])
+    said += f". {len(found['differences'])} of {compared} answers part, prompt {first['prompt']} first, with the draft for token "
+    return said + f"{first['token']}: that round accepts {first['served']} drafts served, {first['replayed']} replayed."
 
 
 # What is printed
@@ -420,23 +383,15 @@ def say_verdict(figures: dict[str, Any]) -> str:
 
 def show(document: dict[str, Any], console: progress.Results) -> None:
     """A table with a row for each level, and sentences on what is to be known."""
-    heads = ["requests at once", "tau", "accepted by position", "tokens/s of a user", "plain", "speedup",
-             "tokens/s of all", "plain", "speedup", "first token, s"]  # fmt: skip
-    table = rich.table.Table(*heads)
+    rates = ("tokens/s of a user", "plain", "speedup", "tokens/s of all", "plain", "speedup", "first token, s")
+    table = rich.table.Table("requests at once", "tau", "accepted by position", *rates)
+    figure = lambda found, name, digits=1: write_figure(found.get(name), found.get(f"{name}_ci"), digits=digits)
     for level in document["levels"]:
-        drafted, plain = level["drafted"], level["plain"] or {}
-        rate = lambda found, name: write_figure(found.get(name), found.get(f"{name}_ci"), digits=1)
-        user, every = "tokens_per_second_of_a_user", "tokens_per_second"
-        table.add_row(
-            str(level["requests"]),
-            write_figure(level["tau"], level["tau_ci"]) or "unknown",
-            by_depth(level["survival"]) if level["survival"] else "",
-            *(rate(drafted, user), rate(plain, user)),
-            write_figure(level.get("speedup_of_a_user"), level.get("speedup_of_a_user_ci")),
-            *(rate(drafted, every), rate(plain, every)),
-            write_figure(level.get("speedup"), level.get("speedup_ci")),
-            write_figure(drafted["first_token_seconds"]),
-        )
+        cells = [str(level["requests"]), figure(level, "tau", 2) or "unknown", by_depth(level["survival"])]
+        for end in ("_of_a_user", ""):
+            cells += [figure(level[name] or {}, f"tokens_per_second{end}") for name in ("drafted", "plain")]
+            cells.append(figure(level, f"speedup{end}", 2))
+        table.add_row(*cells, write_figure(level["drafted"]["first_token_seconds"]))
     console.print(table)
     for level in document["levels"]:
         for sentence in remark(level, greedy=document["settings"]["decode"]["temperature"] == 0):
@@ -447,13 +402,11 @@ def show(document: dict[str, Any], console: progress.Results) -> None:
 
 def remark(level: dict[str, Any], *, greedy: bool) -> Iterator[str]:
     """What limits the figures of a level."""
-    if level["failed"]:
-        first = level["failed"][0]
-        yield f"{len(level['failed'])} requests failed, first prompt {first['prompt']}: {first['error']}"
-    if level["tokens_of_others"]:
-        yield (f"the server generated {level['tokens_of_others']} tokens more than were received: it served others, or requests that "
-               "were sent again; its counters are left out then.")  # fmt: skip
+    if failed := level["failed"]:
+        yield f"{len(failed)} requests failed, first prompt {failed[0]['prompt']}: {failed[0]['error']}"
+    if more := level["tokens_of_others"]:
+        yield f"the server generated {more} tokens for others, or for requests that were sent again: its counters then do not count."
     if max(each["busy"] for each in (level["drafted"], level["plain"]) if each) > BUSY:
         yield "this client was busy most of the time, so speeds may be its own: measure from another machine."
-    if greedy and level.get("compared_answers"):
-        yield f"{level['same_answers']} of {level['compared_answers']} answers are the same with drafts and without."
+    if greedy and (compared := level.get("compared_answers")):
+        yield f"{level['same_answers']} of {compared} answers are the same with drafts and without."
