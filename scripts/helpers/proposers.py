@@ -69,7 +69,7 @@ def load(given: ProposerOptions, options: loading.TargetOptions, drafting: Draft
     folder = resolve(head) if head else None
     name = given.proposer or (AUTO if drafting.shape == Drafting().shape else HEAD)
     config = configure(name, settings=given.settings, drafting=drafting, checkpoint=head)
-    opened = loading.load_target(options, default=loading.target_of(folder) if folder else None)
+    opened = loading.load_target(options, default=loading.target_of(folder, options.name) if folder else None)
     proposer = make(config, opened.target)
     loading.warn_adapted(folder, opened.target)
     return Chosen(opened.target, opened.tokenizer, opened.stop, name, proposer, folder)

@@ -1,6 +1,7 @@
 """DFlash and DSpark: names, config.json, and the way back (docs/file-formats.md, section 10)."""
 
 import re
+from collections.abc import Container, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,20 @@ MASK = "mask_embedding.pt"
 NO_OWN_MASK = "take format=vllm, or train with head.drafter.mask_token=ID, a token that no text has"
 OWN = re.compile(r"^(layers\.\d+\.)([qkvo]_proj|[qk]_norm)\b")  # engines have these inside `self_attn`
 MARKOV_IN, MARKOV_OUT = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+CONFIDENCE = "confidence_head.proj."
+OTHERS = {
+    layout.EMBEDDING: "embedding",
+    MARKOV_IN: "markov_in.weight",
+    MARKOV_OUT: "markov_out.weight",
+    **{f"{CONFIDENCE}{part}": f"confidence_head.{part}" for part in ("weight", "bias")},
+    # modelopt's names, and those of transformers' assistants
+    **{f"confidence_proj.{part}": f"confidence_head.{part}" for part in ("weight", "bias")},
+    "markov_w1.weight": "markov_in.weight",
+    "markov_w2.weight": "markov_out.weight",
+    "encoder.fc.weight": "fc.weight",
+    "encoder.output_norm_enc.weight": "hidden_norm.weight",
+}
+LOGIT_HEAD = "logit_head."  # a part of old names of SpecForge
 
 
 def is_dspark(drafter: BlockDrafter) -> bool:
@@ -60,6 +75,10 @@ def _write_layers(drafter: BlockDrafter, *, needs: str) -> tuple[dict, dict]:
             "fuse=true adds an input that no engine has. Train with fuse=false, or serve an EAGLE-3 head, which starts in "
             "closed form too."
         )
+    if drafter.full_causal or drafter.sinks:
+        raise ValueError(
+            "Causal full layers and attention sinks are given back in the layout they came in: format=published."
+        )
     layout.check_layers(drafter.target_layers, target)
     layout.check_embedding(target)
     head = {
@@ -79,8 +98,9 @@ def _write_layers(drafter: BlockDrafter, *, needs: str) -> tuple[dict, dict]:
         "draft_vocab_size": drafter.vocab_size,
         "torch_dtype": None,
     }
-    if drafter.draft_to_target is not None:
-        tensors |= {"lm_head.weight": drafter.goal_head[0], **layout.vocab_tensors(drafter)}
+    if drafter.lm_head is not None or drafter.draft_to_target is not None:
+        output = drafter.goal_head[0] if drafter.lm_head is None else drafter.lm_head.weight
+        tensors |= {"lm_head.weight": output, **layout.vocab_tensors(drafter)}
     return tensors, config
 
 
@@ -88,6 +108,10 @@ def dflash(drafter: BlockDrafter) -> Layout:
     """Raises ValueError for anchors that predict and Markov heads, which only DSpark has, and for `fuse`."""
     if is_dspark(drafter):
         raise ValueError("This is a DSpark drafter, not a DFlash one.")
+    if drafter.embedding is not None:
+        raise ValueError(
+            "Engines give a DFlash drafter the target's embedding, and this one has its own: take format=published."
+        )
     tensors, config = _write_layers(drafter, needs="DFlashDraftModel")
     mask = mask_token(drafter)
     # engines number layer outputs: one less than hidden states
@@ -112,6 +136,8 @@ def dspark(drafter: BlockDrafter) -> Layout:
             "take format=safetensors, or train a DFlash drafter (markov_rank=null)."
         )
     mask, embedding = mask_token(drafter), drafter.target.embed.weight.detach()
+    if drafter.embedding is not None:
+        embedding = drafter.embedding
     dtype, table = drafter.fc.weight.dtype, drafter.markov_in.weight
     if not isinstance(drafter.markov_in, nn.Embedding):
         table = nn.functional.linear(embedding.to(dtype), table)  # [V, rank]
@@ -122,9 +148,10 @@ def dspark(drafter: BlockDrafter) -> Layout:
         MARKOV_IN: table,
         MARKOV_OUT: drafter.markov_out.weight,
     }
-    if drafter.confidence_head is not None:
-        tensors["confidence_head.proj.weight"] = drafter.confidence_head.weight
-        tensors["confidence_head.proj.bias"] = drafter.confidence_head.bias
+    confidence, with_markov = drafter.confidence_head, False
+    if confidence is not None:
+        with_markov = confidence.in_features > drafter.target.width
+        tensors |= {f"{CONFIDENCE}{part}": getattr(confidence, part) for part in ("weight", "bias")}
     config |= {
         "block_size": drafter.num_drafts + (not drafter.anchor_predicts),
         "target_layer_ids": [k - 1 for k in drafter.target_layers],
@@ -134,7 +161,7 @@ def dspark(drafter: BlockDrafter) -> Layout:
         "markov_rank": table.shape[1],
         "markov_head_type": "vanilla",
         "enable_confidence_head": drafter.confident,
-        "confidence_head_with_markov": drafter.confident,
+        "confidence_head_with_markov": with_markov,
     }
     return Layout(tensors, config)
 
@@ -168,90 +195,129 @@ def sglang(drafter: BlockDrafter) -> Layout:
     return Layout(tensors, config, own)
 
 
-def read_block_drafter(
-    config: dict, tensors: dict[str, Tensor], mask: Tensor | None, target: Target
-) -> tuple[dict, dict]:
+def own_names(config: dict, names: Iterable[str]) -> dict[str, str]:
+    """This project's name for each public name."""
+    plain = {name: name.removeprefix("model.").removeprefix(LOGIT_HEAD) for name in names}
+    return {name: OTHERS.get(short, short.replace(".self_attn.", ".")) for name, short in plain.items()}
+
+
+def read_mask_file(beside: dict) -> Tensor | None:
+    """The embedding of the mask, [D], if it has a file."""
+    if MASK not in beside:
+        return None
+    state = beside[MASK]
+    if isinstance(state, dict) and (more := state.keys() - {"mask_token_id", "embedding"}):
+        raise ValueError(
+            f"{MASK} holds {', '.join(sorted(map(str, more)))}, which cannot be imported: one embedding can."
+        )
+    return (state["embedding"] if isinstance(state, dict) else state).reshape(-1)
+
+
+def mask_of(config: dict) -> int | None:
+    """The mask's token of a published head; None if it names none."""
+    return read_fields(config).get("mask_token_id")
+
+
+def read_fields(config: dict) -> dict:
+    """The configuration with what `dflash_config` holds on the same level; older and newer heads have a field here or there."""
+    return {**config, **(config.get("dflash_config") or {})}
+
+
+def with_mask(embedding: Tensor, mask: Tensor, config: dict) -> Tensor:
+    """A copy of an embedding [V, D], with this row [D] at the mask's token."""
+    changed = embedding.clone()
+    changed[mask_of(config)] = mask.detach().to(changed)
+    return changed
+
+
+def place_mask(drafter: BlockDrafter, config: dict, beside: dict, names: Container[str]) -> None:
+    """Adds the file of the mask's embedding, where the layout has no place for one that training changed."""
+    token, mask = mask_of(config), drafter.mask_embedding.detach()
+    row = drafter.target.embed.weight[token]
+    if MASK not in beside and layout.EMBEDDING not in names and not torch.equal(mask, row.to(mask)):
+        beside[MASK] = {"mask_token_id": token, "embedding": mask.clone()}
+
+
+def read_block_drafter(config: dict, tensors: dict[str, Tensor], beside: dict, target: Target) -> tuple[dict, dict]:
     """DFlash or DSpark -> the arguments of `heads.dflash.BlockDrafter`, its tensors. Raises ValueError if they are none of this target.
 
-    config: flat; layers in `dflash_config`, beside it, or a container's `aux_hidden_state_layer_ids`. mask [H]: its embedding, if it
-    has a file of its own
+    config: flat; layers in `dflash_config`, beside it, or a container's `aux_hidden_state_layer_ids`
+    beside: contents of further files, by name; the mask's embedding may have one
     """
-    nested = config.get("dflash_config") or config
-    layers = config.get("aux_hidden_state_layer_ids") or [k + 1 for k in nested.get("target_layer_ids", [])]
-    mask_id = config.get("mask_token_id", nested.get("mask_token_id"))
+    mask = read_mask_file(beside)
+    nested, config = config.get("dflash_config") or {}, read_fields(config)
+    layers = config.get("aux_hidden_state_layer_ids") or [k + 1 for k in config.get("target_layer_ids") or ()]
+    mask_id = mask_of(config)
     if not layers or (mask is None and mask_id is None):
         raise ValueError("config.json names no hidden states or no mask token: is this a DFlash drafter?")
-    has_markov = any("markov_head" in name for name in tensors)
-    anchor_predicts = bool(config.get("sample_from_anchor", has_markov))
-    if anchor_predicts and not has_markov:
-        raise ValueError("DFlash with sample_from_anchor cannot be imported.")
+    has_markov = any("markov_w1" in name for name in tensors)
+    anchor_predicts = config.get("sample_from_anchor")
+    if anchor_predicts is None:
+        anchor_predicts = has_markov or "DSpark" in str(config.get("architectures"))
+    if has_markov and config.get("markov_head_type", "vanilla") != "vanilla":
+        raise ValueError(f"A Markov head of the type {config['markov_head_type']} cannot be imported; vanilla can.")
     sliding = _read_windows(config, nested)
     layout.check_layers(tuple(layers), target)
     tensors = dict(tensors)
     if mask is None:
         mask = _read_mask(tensors, int(mask_id or 0), target)
-    layout.drop_copy(tensors, "embed_tokens.weight", target.embed.weight)
+    embedding = layout.take_own(tensors, layout.EMBEDDING, target.embed.weight)
     vocab = None
     if "d2t" in tensors:
         vocab = layout.check_vocab(tensors["d2t"], tensors.get("t2d"))
-    layout.drop_copy(tensors, "lm_head.weight", layout.lm_head_rows(target, vocab))
-    if has_markov and config.get("markov_head_type", "vanilla") != "vanilla":
-        raise ValueError(f"A Markov head of the type {config['markov_head_type']} cannot be imported; vanilla can.")
-    head = {name.replace(".self_attn.", "."): value for name, value in layout.without_maps(tensors).items()}
+    lm_head = layout.take_own(tensors, "lm_head.weight", layout.lm_head_rows(target, vocab))
+    own = own_names(config, tensors)
+    head = {own[name]: value for name, value in layout.without_maps(tensors).items()}
     head["mask_embedding"] = mask
     from_row = mask_id is not None and torch.equal(mask.to(target.embed.weight), target.embed.weight[int(mask_id)])
+    if lm_head is not None:
+        head["lm_head.weight"] = lm_head
     if vocab is not None:
         head["draft_to_target"] = vocab
-    sizes = layout.read_block(config, target)
-    if sizes.pop("block"):
-        raise ValueError(
-            "The drafter has other heads, norms or rotary embeddings than its target: it cannot be imported."
-        )
     # whether the anchor counts as one of the block; raw DSpark says so itself (not in SGLang's form)
     flat = has_markov and "speculators_model_type" not in config
     in_block = bool(config.get("dspark_bonus_anchor")) if flat else not anchor_predicts
     arguments = {
         "_target_": "specdec.heads.dflash.BlockDrafter",
-        **sizes,
+        **layout.read_block({"head_dim": len(head["layers.0.q_norm.weight"]), **config}, target),
         "num_drafts": config["block_size"] - in_block,
         "num_layers": config["num_hidden_layers"],
         "target_layers": list(layers),
+        "own_output": lm_head is not None,
+        "anchor_predicts": bool(anchor_predicts),
+        "sinks": "layers.0.attention_sink_bias" in head,
         **sliding,
         **({"mask_token": int(mask_id or 0)} if from_row else {}),
+        **_read_markov(head, config),
     }
-    if has_markov:
-        arguments |= {"anchor_predicts": anchor_predicts, **_read_markov(head, config)}
-    return arguments, head
+    return layout.with_embedding(arguments, head, embedding)
 
 
 def _read_mask(tensors: dict[str, Tensor], mask_id: int, target: Target) -> Tensor:
-    """The mask's embedding, [D], a row of the embedding in which nothing else may differ from the target's."""
+    """The mask's embedding, [D], a row of the embedding; if nothing else differs from the target's, this row becomes the target's."""
     own = target.embed.weight.detach()
-    embedding = tensors.get("embed_tokens.weight")
+    embedding = tensors.get(layout.EMBEDDING)
     if embedding is None or embedding.shape != own.shape:
-        return own[mask_id].clone()
-    tensors["embed_tokens.weight"] = embedding.clone()
-    tensors["embed_tokens.weight"][mask_id] = own[mask_id].to(embedding)
+        return own[mask_id].cpu().clone()
+    same = embedding.clone()
+    same[mask_id] = own[mask_id].to(same)
+    tensors[layout.EMBEDDING] = same if layout.is_copy(same, own) else embedding
     return embedding[mask_id].clone()
 
 
 def _read_markov(head: dict[str, Tensor], config: dict) -> dict:
-    """The arguments of DSpark's Markov and confidence heads, whose tensors are renamed in `head`."""
-    head["markov_in.weight"], head["markov_out.weight"] = head.pop(MARKOV_IN), head.pop(MARKOV_OUT)
-    rank = head["markov_in.weight"].shape[-1]
-    arguments = {"markov_rank": rank, "markov_table": True}
-    if not config.get("enable_confidence_head"):
-        return arguments
-    weight, head["confidence_head.bias"] = (head.pop(f"confidence_head.proj.{part}") for part in ("weight", "bias"))
-    more = config["hidden_size"] + rank - weight.shape[1]  # 0 if it reads the Markov head
-    head["confidence_head.weight"] = nn.functional.pad(weight, (0, more))
-    return {**arguments, "confidence": True}
+    """The arguments of DSpark's Markov and confidence heads, if there are any."""
+    table, weight, arguments = head.get("markov_in.weight"), head.get("confidence_head.weight"), {}
+    if table is not None:
+        arguments = {"markov_rank": table.shape[-1], "markov_table": True}
+    if weight is not None:
+        arguments |= {"confidence": True, "confidence_markov": weight.shape[1] > config["hidden_size"]}
+    return arguments
 
 
 def _read_windows(config: dict, nested: dict) -> dict:
-    """The arguments `window`, `full_layers` and `window_causal`, as vLLM reads a raw drafter, and Speculators its container.
-
-    nested: `dflash_config`. Raises ValueError for layers that this project has not: full ones whose inputs see earlier ones only.
+    """The arguments `window`, `full_layers`, `window_causal` and `full_causal`, as vLLM reads a raw drafter, and Speculators its
+    container. config: `read_fields`; nested: `dflash_config`
     """
     num = config["num_hidden_layers"]
     kinds = list(config.get("layer_types") or [FULL] * num)[:num]
@@ -262,8 +328,7 @@ def _read_windows(config: dict, nested: dict) -> dict:
     in_container = "speculators_model_type" in config
     if in_container:  # of sliding layers alone; without the field, as vLLM takes it
         causal = SLIDING in kinds and not config.get("sliding_window_non_causal", True)
-    if causal and not in_container and FULL in kinds:
-        raise ValueError("DFlash with causal full layers cannot be imported.")
+    full = {"full_causal": bool(causal and not in_container and FULL in kinds)}
     sizes = {"layer_types": kinds, "sliding_window": nested.get("swa_window_size", config.get("sliding_window"))}
     found = layout.read_window(sizes, num)
-    return {**found, "window_causal": causal is None or bool(causal)} if found else {}
+    return full | ({**found, "window_causal": causal is None or bool(causal)} if found else {})

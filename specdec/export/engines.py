@@ -13,6 +13,7 @@ import yaml
 from specdec.export import block_drafter, eagle, medusa, mtp
 from specdec.export.draft import language_model
 from specdec.export.layout import Layout, check_whole, draft_from_all, plain_layout
+from specdec.export.published import restore
 from specdec.export.speculators import container
 from specdec.export.stitched import stitched
 from specdec.heads.base import Drafter, Head
@@ -242,8 +243,8 @@ def kind_of(drafter: Drafter) -> str:
 
 def make_form(drafter: Drafter, name: str) -> ExportForm:
     """The form of a head in a format of FORMATS. Raises ValueError, with the formats that take it, if it has none."""
-    if name == "safetensors":
-        return ExportForm(name, plain_layout(drafter))
+    if name in ("safetensors", "published"):
+        return ExportForm(name, (restore if name == "published" else plain_layout)(drafter))
     kind, about = kind_of(drafter), FORMATS[name]
     if kind == "medusa2" and "medusa" in about.takes:
         raise ValueError(medusa.ADAPTED)

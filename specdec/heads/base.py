@@ -33,6 +33,7 @@ from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from specdec.core import precision
 from specdec.core.cache import RowCache
@@ -76,6 +77,8 @@ class Drafter(nn.Module, ABC):
     # `logits` is the same at all depths
     parallel = False
     one_output = True  # whether `logits` is the same at all depths
+    published: dict | None = None  # how it was published, if another project made it (specdec/export/published.py)
+    embedding: Tensor | None  # [V, E] its own, frozen, with `own_embedding`; else it reads the target's
 
     def __init__(self, target: Target, *, vocab: Tensor | None):
         super().__init__()
@@ -144,6 +147,16 @@ class Drafter(nn.Module, ABC):
     def first_slot(self) -> int:
         """The first slot whose step 1 has its inputs: slot 0 has no feature."""
         return 1 if self.target_layers else 0
+
+    def hold_embedding(self, width: int | None) -> None:
+        """Keeps an embedding of this width in its file, which starts as a copy of the target's; None: it reads the target's"""
+        given = self.target.embed.weight.detach()
+        own = given.clone() if width == given.shape[1] else given.new_zeros(len(given), width or 0)
+        self.register_buffer("embedding", own if width else None)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens [...] -> [..., E], as the head reads them"""
+        return self.target.embed(tokens) if self.embedding is None else F.embedding(tokens, self.embedding)
 
     @abstractmethod
     def cache(self, batch: int) -> RowCache:

@@ -32,7 +32,7 @@ from specdec.target.model import Target
 class Layer(nn.Module):
     """A decoder layer over blocks; its attention has the context's keys beside the block's own (Qwen3's q and k norms)."""
 
-    def __init__(self, config, *, layer: int):
+    def __init__(self, config, *, layer: int, sinks: bool = False):
         super().__init__()
         width, eps, self.head_dim, self.layer = config.hidden_size, config.rms_norm_eps, config.head_dim, layer
         self.groups = config.num_key_value_heads
@@ -44,6 +44,7 @@ class Layer(nn.Module):
         self.v_proj = nn.Linear(width, keys, bias=False)
         self.o_proj = nn.Linear(queries, width, bias=False)
         self.mlp = LlamaMLP(config)
+        self.attention_sink_bias = nn.Parameter(torch.zeros(config.num_attention_heads)) if sinks else None
 
     def keys(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """x [B, S, D] -> K, V [B, G, S, head_dim]"""
@@ -67,7 +68,24 @@ class Layer(nn.Module):
         # [B, G, H/G, S, size, head_dim] against the context's [B, G, C, .] and the block's [B, G, S, size, .]
         query = query.to(own_value.dtype).view(num_rows, self.groups, -1, num // size, size, self.head_dim)
         own_key, own_value = (t.unflatten(2, (-1, size)) for t in (own_key, own_value))
-        out = span_attention.attend(query, context_key, context_value, mask, own_key, own_value, causal=causal)
+        if self.attention_sink_bias is None:
+            out = span_attention.attend(query, context_key, context_value, mask, own_key, own_value, causal=causal)
+        else:  # a further key of each slot, which all queries of a head meet with the same score, and whose value is zero
+            sinks = (
+                self.attention_sink_bias.to(query.dtype).view(1, self.groups, -1, 1, 1, 1).expand(*query.shape[:-1], 1)
+            )
+            query = torch.cat([query, sinks], dim=-1)
+            context_key, context_value, own_key, own_value = (
+                nn.functional.pad(part, (0, 1)) for part in (context_key, context_value, own_key, own_value)
+            )
+            sink_value = torch.zeros_like(own_key[:, :, :, :1])
+            own = (
+                sink_value.index_fill(-1, torch.tensor(self.head_dim, device=x.device), 1.0),
+                sink_value,
+                own_key,
+                own_value,
+            )
+            out = span_attention.attend(query, context_key, context_value, mask, *own, causal=causal)[..., :-1]
         out = out.flatten(1, 2).flatten(2, 3).transpose(1, 2).flatten(2)  # [B, S*size, H * head_dim]
         x = x + self.o_proj(out)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -85,17 +103,21 @@ class BlockDrafter(Drafter):
         The paper learns a table in place of W1 e. W1 on the embedding has fewer parameters and generalises; a table can be
         computed from it
     markov_table: whether to have the paper's table, as imported heads do
-    confidence: whether to have DSpark's confidence head: is a draft accepted, from its state and the token before
+    confidence: whether to have DSpark's confidence head: is a draft accepted, from its state and, with confidence_markov, the token
+        before
     window: positions before a block that its inputs see, as Speculators trains heads; None: all
     full_layers: the layers, from 0, that see all of them all the same; None: no layer does
     window_causal: whether, in layers with a window, an input sees only the earlier ones of its block and itself, as Speculators
         and vLLM take it unless told otherwise; in other layers all inputs of a block see each other
     mask_token: the token whose row of the target's embedding is the mask, which is then not trained, as DeepSpec and z-lab have
         it; null: an embedding of its own, for which SGLang and TensorRT-LLM have no place
+    full_causal, sinks, block, own_embedding, own_output: for published heads: whether an input sees only earlier ones in layers
+        without a window, too; a learnt score of each attention head for attending to nothing; see block_config; an embedding and
+        an LM head that are not the target's
     """
 
     attends = "block"
-    by_token = ("markov_out.",)
+    by_token = ("markov_out.", "lm_head.")
 
     def __init__(
         self,
@@ -110,13 +132,20 @@ class BlockDrafter(Drafter):
         markov_rank: int | None = None,
         markov_table: bool = False,
         confidence: bool = False,
+        confidence_markov: bool = True,
         window: int | None = None,
         full_layers: Sequence[int] | None = None,
         window_causal: bool = True,
         mask_token: int | None = None,
+        full_causal: bool = False,
+        sinks: bool = False,
+        block: dict | None = None,
+        own_embedding: bool = False,
+        own_output: bool = False,
         vocab: Tensor | None = None,
     ):
         super().__init__(target, vocab=vocab)
+        self.hold_embedding(target.width if own_embedding else None)
         self.window, self.windows, self.window_causal = (
             window,
             layer_windows(window, full_layers, num_layers),
@@ -124,12 +153,12 @@ class BlockDrafter(Drafter):
         )
         width = target.width
         self.depth = self.num_drafts = num_drafts
-        self.anchor_predicts = anchor_predicts
+        self.anchor_predicts, self.full_causal, self.sinks = anchor_predicts, full_causal, sinks
         self.target_layers = target.layer_ids(target_layers or five_layers(target))
-        self.config = config = block_config(target, intermediate_size=intermediate_size)
+        self.config = config = block_config(target, intermediate_size=intermediate_size, block=block)
         self.fc = SizedLinear(len(self.target_layers) * width, width)
         self.hidden_norm, self.norm = (RMSNorm(width, eps=config.rms_norm_eps) for _ in range(2))
-        self.layers = nn.ModuleList(Layer(config, layer=layer) for layer in range(num_layers))
+        self.layers = nn.ModuleList(Layer(config, layer=layer, sinks=sinks) for layer in range(num_layers))
         if mask_token is not None and not 0 <= mask_token < target.vocab_size:
             raise ValueError(f"mask_token={mask_token} must be a token of the target, below {target.vocab_size}.")
         self.mask_token, rows = mask_token, target.embed.weight.detach().float()
@@ -148,9 +177,10 @@ class BlockDrafter(Drafter):
             self.markov_out = nn.Linear(markov_rank, self.vocab_size, bias=False)
             nn.init.zeros_(self.markov_out.weight)
         self.confident = confidence
+        self.lm_head = nn.Linear(width, self.vocab_size, bias=False) if own_output else None
         self.parallel = markov_rank is None and not confidence
         if confidence:
-            self.confidence_head = nn.Linear(width + (markov_rank or 0), 1)
+            self.confidence_head = nn.Linear(width + (markov_rank or 0) * confidence_markov, 1)
         with torch.no_grad():
             self.norm.weight.copy_(norm_gain(target))
 
@@ -167,7 +197,7 @@ class BlockDrafter(Drafter):
             cache.update(key, value, layer.layer)
 
     def step(self, d, h, tokens, positions, mask, cache):
-        embedding = self.target.embed(tokens).to(self.fc.weight.dtype)  # [B, S, D] of the token before draft d
+        embedding = self.embed(tokens).to(self.fc.weight.dtype)  # [B, S, D] of the token before draft d
         if d == 1:
             h = self._block(embedding, h, positions, mask, cache)
         readout = h.chunk(self.depth, dim=-1)[d - 1]
@@ -192,7 +222,7 @@ class BlockDrafter(Drafter):
         at = (positions[..., None] + torch.arange(size, device=positions.device)).flatten(1)
         rotary = self.rotary(x, at)
         for layer, window in zip(self.layers, self.windows):
-            seen, causal = mask, False
+            seen, causal = mask, self.full_causal
             if window is not None:  # the anchor's own position counts as one more
                 seen = within(mask, window + 1, depth=2, positions=positions, first=0)
                 causal = self.window_causal
@@ -203,11 +233,13 @@ class BlockDrafter(Drafter):
         # Contiguous: a part of a wider tensor makes a batched product, whose weight `compile` does not pack, if it has several
         # rows; on a CPU that takes ten times as long
         width = self.target.width
-        logits = self.goal_logits(readout[..., :width].contiguous())
+        state = readout[..., :width].contiguous()
+        logits = self.goal_logits(state) if self.lm_head is None else self.lm_head(state)
         return logits if self.markov_out is None else logits + self.markov_out(readout[..., width:].contiguous())
 
     def confidence(self, d, readout):
-        return None if self.confidence_head is None else self.confidence_head(readout.detach())[..., 0]
+        head = self.confidence_head
+        return None if head is None else head(readout[..., : head.in_features].detach())[..., 0]
 
     def measure(self, slots, *, fresh):
         self.fc.measure((part.features for part in slots), fresh=fresh)
@@ -226,8 +258,7 @@ class BlockDrafter(Drafter):
         self.fc.set(ridge((part.features, part.state) for part in slots))
         self.hidden_norm.weight.fill_(size)
         joined = [
-            torch.cat([self.target.embed(part.tokens[:, 0]).float(), self.encode(part.features)], dim=-1)
-            for part in slots
+            torch.cat([self.embed(part.tokens[:, 0]).float(), self.encode(part.features)], dim=-1) for part in slots
         ]
         num = min(self.num_drafts, slots[0].goals.shape[1])
         maps = [ridge((x, part.goals[:, d]) for x, part in zip(joined, slots)) for d in range(num)]  # of [D, 2D]
