@@ -1,0 +1,77 @@
+"""python -m benchmarks.engines.facts
+
+Writes the tables of docs/serving.md from specdec/export/engine_facts.yaml, and says which installed engines have other versions.
+"""
+
+import importlib.metadata
+import re
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+
+from benchmarks import common
+from specdec.export.engines import ENGINES
+
+PAGE = common.ROOT / "docs" / "serving.md"
+ROWS = {
+    "eagle": "EAGLE-1 (`eagle`, `hass`)",
+    "eagle3": "EAGLE-3 (`eagle3`)",
+    "layers": "EAGLE-3 of several layers",
+    "peagle": "P-EAGLE (`peagle`)",
+    "medusa": "Medusa",
+    "mtp": "MTP, one module",
+    "dflash": "DFlash",
+    "dspark": "DSpark",
+    "draft": "draft model",
+}
+HEADER = ["engine", "read", "on", "run here", "newer", "anchor, where config.json is silent"]
+
+
+def packages(key: str) -> dict[str, str]:
+    """Names and versions that the facts give under `packages`, `unpacked` or `sources`."""
+    return {name: str(version) for engine in ENGINES.values() for name, version in engine.get(key, {}).items()}
+
+
+def installed(folder: Path) -> dict[str, str]:
+    """Names and versions of what is in an environment of engines, its converter aside."""
+    places = [*folder.glob("lib/python3*/site-packages"), *(folder / name for name in packages("unpacked"))]
+    found = importlib.metadata.distributions(path=[str(place) for place in places])
+    return {canonicalize_name(each.metadata["Name"]): each.version for each in found}
+
+
+def other_versions(found: dict[str, str]) -> list[str]:
+    """A sentence for each engine among these packages whose version is not that of the facts."""
+    return [
+        f"{name} {found[name]} is installed, and engine_facts.yaml is about {version}: read its source again, run the checks, and "
+        "change the facts."
+        for name, version in {**packages("packages"), **packages("unpacked")}.items()
+        if found.get(name, version) != version
+    ]
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, ["---"] * len(header), *rows])
+
+
+def write_tables(page: str) -> str:
+    """The page with the tables between its marks."""
+    engines = [
+        [name, facts["source"], str(facts["date"]), facts["run"], facts["newer"], facts["anchor"]]
+        for name, facts in ENGINES.items()
+    ]
+    heads = [[row, *(facts["heads"].get(kind, "") for facts in ENGINES.values())] for kind, row in ROWS.items()]
+    tables = {"heads": table(["family", *ENGINES], heads), "versions": table(HEADER, engines)}
+    for name, text in tables.items():
+        page = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>{text}\n\g<2>", page, flags=re.S)
+    return page
+
+
+def main(arguments: list[str]) -> None:
+    PAGE.write_text(write_tables(PAGE.read_text()))
+    print(f"written: the tables of {PAGE.relative_to(common.ROOT)}")
+    if others := other_versions(installed(common.ROOT / "engines")):
+        raise ValueError(" ".join(others))
+
+
+if __name__ == "__main__":
+    common.run(main)
