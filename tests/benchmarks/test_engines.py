@@ -10,7 +10,6 @@ from pathlib import Path
 import hydra
 import pytest
 import torch
-from benchmarks.engines.sglang_names import read_folder
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -19,6 +18,7 @@ from benchmarks import check_engines
 from benchmarks.check_engines import CheckOptions, Decoding, ServedHead
 from benchmarks.engines import facts, get_engines, llamacpp
 from benchmarks.engines.llamacpp import LlamaCpp, convert
+from benchmarks.engines.sglang_names import read_folder
 from benchmarks.engines.vllm import Vllm, VllmReply
 from specdec.export import block_drafter, cards
 from specdec.export.engines import ENGINES, READS, families_of
