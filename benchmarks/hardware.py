@@ -18,6 +18,7 @@ from specdec.core import devices
 from specdec.target import attention
 from specdec.target.model import Target
 from specdec.target.structure import experts_of
+from train.counting import BANDWIDTH, PEAK
 
 MOST_READ = 2**30  # bytes
 SAMPLING = 0.003  # seconds between two looks at the memory of this process
@@ -36,7 +37,7 @@ PEAKS = {
     "B200": Peak(2250e12, 8.0e12),
     "H200": Peak(989e12, 4.8e12),
     "H100 PCIe": Peak(756e12, 2.0e12),
-    "H100": Peak(989e12, 3.35e12),
+    "H100": Peak(PEAK, BANDWIDTH),
     "A100": Peak(312e12, 2.039e12),
     "L40S": Peak(362e12, 864e9),
     "L4": Peak(121e12, 300e9),

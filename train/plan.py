@@ -24,7 +24,7 @@ from specdec.target.model import Target, TargetOutput
 from specdec.target.structure import experts_of
 from train import progress
 from train.config import HERE, MachineSettings, RunConfig
-from train.counting import Autocast, Count
+from train.counting import BANDWIDTH, PEAK, Autocast, Count
 from train.data.rows import Row, collate
 from train.decide import Pace, Place, TextLengths, seconds, tokens_of_step
 from train.optimization import hidden_matrices
@@ -120,7 +120,7 @@ class Counted:
 def count_run(config: RunConfig, target: Target, texts: TextLengths, place: Place, make: Callable[..., Any]) -> Counted:
     """What a process needs. target: an outline; make: as of train/build.py, for heads that leave the target as it is"""
     train, tokens = config.train, config.train.batch * config.data.length
-    peak, bandwidth = 1e12 * (config.machine.flops or 989), 1e9 * (config.machine.bandwidth or 3350)
+    peak, bandwidth = 1e12 * (config.machine.flops or 0) or PEAK, 1e9 * (config.machine.bandwidth or 0) or BANDWIDTH
     size = config.head["vocab_size"]
     vocab = None if size is None or size >= target.vocab_size else torch.arange(size)
     with torch.device("meta"), Count():
