@@ -87,11 +87,11 @@ class Connection:
     client: EngineClient
 
     def counters(self) -> Counters | None:
-        try:
-            answer = self.client.client.get(f"{self.client.urls[0]}/metrics")
-        except httpx.HTTPError:
-            return None
-        return referee.read_counters(answer.text) if answer.status_code == 200 else None
+        for _ in range(2):  # the server may have closed a connection
+            with contextlib.suppress(httpx.HTTPError):
+                answer = self.client.client.get(f"{self.client.urls[0]}/metrics")
+                return referee.read_counters(answer.text) if answer.status_code == 200 else None
+        return None
 
     def serve(self, questions: Sequence[Question], **more: Any) -> Turn:
         """The answers to all. more: fields of the requests. Raises ValueError where none is answered."""
@@ -387,7 +387,8 @@ def show(document: dict[str, Any], console: progress.Results) -> None:
     table = rich.table.Table("requests at once", "tau", "accepted by position", *rates)
     figure = lambda found, name, digits=1: write_figure(found.get(name), found.get(f"{name}_ci"), digits=digits)
     for level in document["levels"]:
-        cells = [str(level["requests"]), figure(level, "tau", 2) or "unknown", by_depth(level["survival"])]
+        cells = [str(level["requests"]), figure(level, "tau", 2) or "unknown"]
+        cells.append(by_depth(level["survival"]) if level["survival"] else "")
         for end in ("_of_a_user", ""):
             cells += [figure(level[name] or {}, f"tokens_per_second{end}") for name in ("drafted", "plain")]
             cells.append(figure(level, f"speedup{end}", 2))

@@ -12,10 +12,18 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
-from scripts import launch_engine
-from specdec.target.model import Target
-from tests.support import REAL_TARGET, ROOT, child_environment
+from benchmarks.engines import llamacpp
+from scripts import evaluate, export, launch_engine
+from specdec import checkpoint
+from specdec.core.sampling import Sampling
+from specdec.decoding.drafting import Drafting
+from specdec.heads.draft import Draft
+from specdec.target.model import Target, load_tokenizer
+from tests.benchmarks import tiny_heads
+from tests.support import REAL_TARGET, ROOT, child_environment, write_prompts
+from train.data import rows as data
 
 engines = pytest.mark.skipif(
     not (ROOT / "engines" / "ready").is_file(), reason="the engines are not installed: make engines"
@@ -121,6 +129,94 @@ def test_vllm_is_the_only_holder_of_the_target_and_dies_once(tmp_path):
         assert json.loads(report.read_text())["replayed_tau"] > 1
     finally:
         end(engine, signal.SIGTERM)
+
+
+LLAMA_CPP = """
+import sys, time, xllamacpp
+given = xllamacpp.CommonParams()
+given.model.path, given.port, given.n_gpu_layers = sys.argv[1], int(sys.argv[3]), 0
+given.n_ctx, given.n_parallel, given.fit_params, given.endpoint_metrics = 2048, 2, False, True
+given.cpuparams.n_threads = given.cpuparams_batch.n_threads = 1
+given.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+draft = given.speculative.draft
+draft.mparams.path, draft.n_gpu_layers, draft.n_max, draft.n_min, draft.p_min = sys.argv[2], 0, 3, 0, 0.0
+draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = 1
+given.cache_type_k = given.cache_type_v = draft.cache_type_k = draft.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+server = xllamacpp.Server(given)
+time.sleep(3600)
+"""
+
+
+@pytest.mark.engines
+@engines
+@pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
+def test_a_running_engine_is_judged_as_check_engines_does(engine, tmp_path, monkeypatch):
+    """A draft model that is right in part: tau by the engine's counters is that of this project's decoder and of replay."""
+    monkeypatch.chdir(ROOT)
+    target = tiny_heads.make_target(tmp_path / "target", tokenizer=str(REAL_TARGET))
+    torch.manual_seed(0)
+    head = Draft(target, copy_layers=list(range(target.num_layers))).eval()
+    for parameter in head.parameters():
+        parameter.data += 0.01 * torch.randn_like(parameter)
+    checkpoint.save(tmp_path / "head", head, {"_target_": "specdec.heads.draft.Draft"})
+    python, port, log = str(ROOT / "engines" / "bin" / "python"), free_port(), tmp_path / "engine.log"
+    name = {"vllm": "vllm", "llamacpp": "gguf"}[engine]
+    export.main(
+        [f"checkpoint={tmp_path / 'head'}", f"format={name}", f"out={tmp_path / 'export'}", "target.dtype=float32"]
+    )
+    if engine == "vllm":
+        speculative = {"method": "draft_model", "model": str(tmp_path / "export"), "num_speculative_tokens": 3}
+        given = [
+            "--model",
+            target.name,
+            "--port",
+            str(port),
+            "--dtype",
+            "float32",
+            "--max-model-len",
+            "256",
+            "--enforce-eager",
+        ]
+        given += ["--gpu-memory-utilization", "0.2", "--speculative-config", json.dumps(speculative)]
+        given += ["--per-request-spec-decode-metrics", "detailed"]
+        command = [python, "-m", "vllm.entrypoints.openai.api_server", *given]
+    else:
+        llamacpp.convert(target.name, str(tmp_path / "target.gguf"))
+        llamacpp.convert(str(tmp_path / "export"), str(tmp_path / "head.gguf"))
+        command = [python, "-c", LLAMA_CPP, str(tmp_path / "target.gguf"), str(tmp_path / "head.gguf"), str(port)]
+    threads = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    with log.open("w") as file:
+        environment = child_environment(HF_HUB_OFFLINE="1", **threads)
+        server = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+    try:
+        wait_for(port, log)
+        write_prompts(tmp_path / "prompts.jsonl", 4)
+        evaluate.main([f"engine=http://127.0.0.1:{port}", f"checkpoint={tmp_path / 'head'}", f"prompts={tmp_path / 'prompts.jsonl'}",
+                       "target.dtype=float32", "max_new_tokens=24", "ignore_stop=true", "requests=1,2", f"out={tmp_path / 'out'}"])  # fmt: skip
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait()
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    prompts = [
+        prompt.tokens for prompt in data.load_prompts(str(tmp_path / "prompts.jsonl"), load_tokenizer(target.name))
+    ]
+    decoder = Drafting(depth=3).decoder(target, Drafting(depth=3).proposer(head), sampling=Sampling(), stop=set())
+    own = decoder.generate(prompts, 24)
+    rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
+    served = [answer for row in rows for answer in row["drafted"]["answers"]]  # llama.cpp rounds near ties otherwise
+    same = [
+        (each["said"], own.accepted[int(each["prompt"])])
+        for each in served
+        if each["ids"] == own.tokens[int(each["prompt"])]
+    ]
+    assert len(same) >= (8 if engine == "vllm" else 4)
+    assert all(said["accepted"] == sum(accepted) for said, accepted in same)
+    found, levels = report["replay"], report["levels"]
+    assert 1.1 < found["served_tau"] < 3.9 and found["served_tau"] == pytest.approx(found["replayed_tau"])
+    assert found["depth"] == 3 and found["same_number_of_rounds"] == 8 and not found["differences"]
+    assert found["compared_by_round"] == (8 if engine == "vllm" else 0)
+    for level in levels:
+        assert level["tau"] == pytest.approx(found["served_tau"]) and 1 + sum(level["survival"]) >= level["tau"] - 1e-9
 
 
 def free_port() -> int:

@@ -26,6 +26,7 @@ TRIES = 5  # of one request whose answers are bad
 LONGEST_PAUSE = 10.0  # seconds between two tries
 LONGEST_WAIT = 60.0  # seconds that a server may ask to wait, with Retry-After
 CONNECTING = 10.0  # seconds
+IDLE = 2.0  # seconds for which a connection is kept; servers close theirs after five
 START = (
     "Start one with python scripts/launch_engine.py, or give the URL of one that runs, such as http://localhost:8000."
 )
@@ -73,7 +74,7 @@ class EngineClient:
             **loopback.client_options(*self.urls),
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(None if longest is None else 60 * longest, connect=CONNECTING),
-            limits=httpx.Limits(max_connections=in_flight, max_keepalive_connections=in_flight),
+            limits=httpx.Limits(max_connections=in_flight, max_keepalive_connections=in_flight, keepalive_expiry=IDLE),
             event_hooks={"request": [lambda request: request.extensions.update(trace=self._trace)]},
         )
         self.pool = ThreadPoolExecutor(in_flight, "engine")
