@@ -5,7 +5,7 @@
 Each prompt gets one answer per temperature. Writes conversations to OUT and the settings to OUT.meta.json. After an
 interruption the same command continues.
 
-The rows hold the token ids too. engine=URL lets a vLLM server answer.
+The rows hold the token ids too. engine=URL lets a server of vLLM or llama.cpp answer.
 """
 
 from helpers import decoding, loading
@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import rich.console
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
@@ -49,7 +50,9 @@ class AnswerOptions:
     limit: int | None = option(None, "answer only the first LIMIT prompts; null: all")
     max_new_tokens: int = option(160, "longest answer, in tokens")
     thinking: bool | None = option(None, loading.THINKING + "; null: the template's default")
-    engine: str | None = option(None, "comma list of URLs of vLLM servers; null: this project's decoder")
+    engine: str | None = option(
+        None, "comma list of URLs of servers of vLLM or llama.cpp; null: this project's decoder"
+    )
     in_flight: int = option(64, "requests that are under way at once, with engine=")
     batch: int = option(16, "prompts answered at once, without engine=")
     seed: int = option(0, "seed of the sampling")
@@ -101,7 +104,7 @@ def open_writer(
     with contextlib.closing(EngineClient(chosen.engine, in_flight=chosen.in_flight, say=console.print)) as client:
         server = AnswerServer(client, tokenizer, settings, name=str(chosen.target.name), example=jobs[0])
         console.print(f"{server.model} at {', '.join(client.urls)} answers.")
-        yield server, {}
+        yield server, {} if server.fingerprint is None else {"target": server.fingerprint}
 
 
 # Answers
@@ -156,18 +159,20 @@ def write_answers(chosen: AnswerOptions, console: rich.console.Console) -> None:
             settings = AnswerSettings(frozenset(stop), chosen.max_new_tokens, chosen.decode.top_p, chosen.seed)
             with open_writer(chosen, tokenizer, settings, jobs, console) as (writer, weights):
                 answers.same(**weights)
-                written = write_missing(writer, missing, answers, vocabulary)
+                written = write_missing(
+                    writer, missing, answers, {"tokenizer": vocabulary, "writer": weights.get("target")}
+                )
                 console.print(f"{chosen.out}: {written}.")
 
 
 def write_missing(
-    writer: OwnDecoder | AnswerServer, missing: list[AnswerJob], answers: Resumable, vocabulary: str
+    writer: OwnDecoder | AnswerServer, missing: list[AnswerJob], answers: Resumable, origin: dict[str, Any]
 ) -> str:
-    """Appends rows. -> how many were written, cut and empty. vocabulary: its digest"""
+    """Appends rows. -> how many were written, cut and empty. origin: arguments of make_row that all have"""
     ends: Counter[str] = Counter()
     with progress.start("answering", len(missing), unit="answers") as shown:
         for group in writer.write(missing):
-            answers.append(*(answering.make_row(*pair, tokenizer=vocabulary) for pair in group))
+            answers.append(*(answering.make_row(*pair, **origin) for pair in group))
             ends.update(answer.finish for _, answer in group)
             ends.update("empty" for _, answer in group if not answer.text.strip())
             shown.advance(len(group), num_tokens=sum(len(answer.tokens) for _, answer in group))

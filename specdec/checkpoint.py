@@ -24,7 +24,7 @@ from specdec.export import published
 from specdec.heads.base import Head
 from specdec.proposers.base import Proposer
 from specdec.target.adapter import check_unadapted, merge
-from specdec.target.loading import UNREAD
+from specdec.target.loading import UNREAD, describe_difference
 from specdec.target.model import Target
 
 HEADS = "specdec.heads."
@@ -245,7 +245,7 @@ def _read(folder: Path, target: Target, dtype: torch.dtype | None, *, exact: boo
 def _check_target(folder: Path, document: dict, target: Target) -> None:
     """Raises ValueError for another target than the head was trained for.
 
-    Warns if only the quantisation differs, or if no more than the embedding and the final norm can be compared. Then the
+    Warns if only the quantised weights differ, or if no more than the embedding and the final norm can be compared. Then the
     loaded target still verifies all drafts, so its answers stay its own; only acceptance changes a little.
     """
     trained, here, name = str(document.get("target_fingerprint")), target.fingerprint(), document.get("target")
@@ -258,12 +258,11 @@ def _check_target(folder: Path, document: dict, target: Target) -> None:
             f"{folder} was trained for {name} (fingerprint {trained}), not for {target.name} ({here}). Use it with its own "
             "target."
         )
-    differs = (
-        f" was trained against {trained.partition('-')[2] or 'unquantised'} weights of {name}, and the target here has "
-        f"{target.quantisation or 'unquantised'} weights. Answers stay the target's own; acceptance may be a little lower."
-    )
-    compared = (
-        f": only the embedding and the final norm of {target.name} were compared with those of {name}, for which it was "
-        "trained, because its layers were not read on one side."
-    )
-    warnings.warn(f"{folder}{compared if unread else differs}", stacklevel=2)
+    if unread:
+        differs = (
+            f"only the embedding and the final norm of {target.name} were compared with those of {name}, for which it was trained, "
+            "because layers were not read on one side"
+        )
+    else:
+        differs = describe_difference(f"was trained against {{}} weights of {name}", trained, here)
+    warnings.warn(f"{folder}: {differs}. Answers stay the target's own; acceptance may be lower.", stacklevel=2)

@@ -30,11 +30,12 @@ class TooFew(ValueError):
 
 @dataclass(frozen=True)
 class RecordedAnswer(validate.Written):
-    """One answer of the target. time: when it was written, in seconds"""
+    """One answer of the target. time: when it was written, in seconds; target_fingerprint: of the weights that wrote it"""
 
     id: str
     conversation: str
     time: float
+    target_fingerprint: str | None = None
 
     def to_row(self, tokenizer: str) -> dict:
         """As train.py reads it. tokenizer: `datastore.fingerprint`"""
@@ -56,6 +57,7 @@ class RecordedAnswer(validate.Written):
             temperature=float(row.get("temperature") or 0.0),
             prompt=tokens[:num],
             answer=tokens[num:],
+            target_fingerprint=None if row.get("target_fingerprint") is None else str(row["target_fingerprint"]),
         )
 
 

@@ -21,6 +21,7 @@ from specdec.core import devices, fast, hub, precision
 from specdec.core.sampling import Sampling
 from specdec.heads.base import Head
 from specdec.measuring.measure import Prompt, check_prompts
+from specdec.target.loading import UNREAD
 from specdec.target.model import Target
 from train import display, distributed, optimization, progress
 from train.config import RunConfig, fixed_settings, flat, read_settings
@@ -60,6 +61,7 @@ def make_trainer(
 
     Refuses now what would fail after hours of training.
     """
+    packs.check_writers(target.fingerprint())
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
     rows = reading.spread(heldout, config.validation.num_prompts)
     with reading.at(str(config.data.heldout)):
@@ -163,9 +165,9 @@ def load_target(config: RunConfig, accelerator: Accelerator) -> Target:
 
 
 def target_inputs(target: Target) -> dict[str, str | None]:
-    """Digests by which a resumed run knows its target. Of quantised and of unread layers only the embeddings are compared."""
+    """Digests by which a resumed run knows its target. Where layers were not read, only the embeddings are compared."""
     whole = target.fingerprint()
-    return {"target": None if "-" in whole else whole, "embeddings": target.embeddings_fingerprint()}
+    return {"target": None if UNREAD in whole else whole, "embeddings": target.embeddings_fingerprint()}
 
 
 def packs_rows(target: Target, *, length: int, pack: bool | None) -> bool:

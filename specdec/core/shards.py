@@ -93,6 +93,14 @@ class Shards:
         return None if path is None else Path(path)
 
 
+def is_cached(name: str) -> bool:
+    """Whether the safetensors of a model on the Hub have been fetched, or begun to be."""
+    try:
+        return any(isinstance(try_to_load_from_cache(name, file), str) for file in (INDEX, SINGLE))
+    except ValueError:  # no name on the Hub
+        return False
+
+
 def _common(key: str, other: str) -> int:
     """The number of last parts that two names share."""
     parts = zip(reversed(key.split(".")), reversed(other.split(".")))

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    CompressedTensorsConfig,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -53,12 +55,20 @@ def load_model(
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = load_config(name, **origin)
     quantisation = quantisation_of(config)
+    if quantisation is not None and not AutoHfQuantizer.supports_quant_method(config.to_dict()["quantization_config"]):
+        raise ValueError(
+            f"{name} is quantised by a method that transformers {transformers.__version__} does not know ({quantisation}): let an "
+            "engine read it (features.mode=engine), or choose a copy that is not quantised, or by another method."
+        )
     factory, model_class = _find_class(name, config, **origin)
     with_accelerate = is_accelerate_available()  # in the extra `train`
     if len(devices) > 1 and not with_accelerate:
         raise ValueError("device=auto needs the package accelerate: pip install 'specdec[train]', or give one device.")
     places: Any = {"device_map": _device_map(factory, config, devices, trust_remote_code)} if with_accelerate else {}
     try:
+        if quantisation is not None and quantisation.startswith("compressed-tensors"):
+            # Otherwise layers are unpacked when the whole model is first called, and here its parts are called
+            places["quantization_config"] = CompressedTensorsConfig(dequantize=True)
         model, about = _read(
             factory.from_pretrained, name, dtype=DTYPES[dtype], output_loading_info=True,
             attn_implementation=attention.implementation(model_class), **origin, **places,
@@ -140,11 +150,6 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
         raise ValueError(
             f"{name} is a {config.model_type} model; a target must be a causal language model (decoder only), such as one of the "
             "Llama, Qwen or Mistral family."
-        )
-    if fields.get("quantization_config") and not AutoHfQuantizer.supports_quant_method(fields["quantization_config"]):
-        raise ValueError(
-            f"{name} is quantised by a method that transformers {transformers.__version__} does not know "
-            f"({quantisation_of(config)}); choose a copy of it that is not quantised, or quantised by another method."
         )
     return config
 
@@ -344,8 +349,20 @@ def quantisation_of(config) -> str | None:
     if not fields:
         return None
     method = fields.get("quant_method", "unknown")
+    groups = [group.get("weights") or {} for group in (fields.get("config_groups") or {}).values()]
+    first = groups[0] if groups else {}  # of compressed-tensors and ModelOpt
     bits = 4 if fields.get("load_in_4bit") else 8 if fields.get("load_in_8bit") else fields.get("bits")
-    return f"{getattr(method, 'value', method)}{f'-{bits}bit' if bits else ''}"
+    bits = bits or first.get("num_bits")
+    kind = f"fp{bits}" if first.get("type") == "float" else f"{bits}bit" if bits else fields.get("quant_algo")
+    return "-".join(str(each).lower() for each in (getattr(method, "value", method), kind) if each)
+
+
+def describe_difference(what: str, then: str, here: str) -> str:
+    """what: "... {} weights ..."; then, here: fingerprints, of the weights meant and of the target's -> one clause with both"""
+    (_, _, before), (_, _, now) = then.partition("-"), here.partition("-")
+    both = before or "unquantised", now or "unquantised"
+    found = f"{both[1]} weights" if both[0] != both[1] else f"others of that kind ({here}, not {then})"
+    return f"{what.format(both[0])}, and the target here has {found}"
 
 
 def fingerprint_of_model(model: PreTrainedModel, config, quantisation: str | None) -> str:
@@ -355,21 +372,33 @@ def fingerprint_of_model(model: PreTrainedModel, config, quantisation: str | Non
     """
     if quantisation is None:
         return _digest(config, model.named_parameters())
-    # GPTQ, AWQ and others keep packed weights in buffers
-    tensors = [(name, value) for name, value in model.state_dict().items() if isinstance(value, Tensor)]
+    # GPTQ, AWQ and others keep packed weights in buffers. `state_dict` is not asked: it spoils 4-bit layers of bitsandbytes 0.50
+    # on CPUs with bfloat16 units, once they have run.
+    tensors = (*model.named_parameters(), *model.named_buffers())
     return f"{_digest(config, (part for pair in tensors for part in _plain(*pair)))}-{quantisation}"
 
 
 def fingerprint_of_shards(shards: Shards, model: PreTrainedModel, config, quantisation: str | None) -> str | None:
-    """`fingerprint` of a model whose parameters have no values, from its files; None where these have no tensor for each
-    parameter (quantised models, and those whose experts are stored one by one), or are not all here."""
-    if quantisation is not None or not shards.here:
+    """`fingerprint` of a model from its files, whose parameters need no values; `-METHOD` if quantised.
+
+    None where not all files are here, or a model that is not quantised has its experts stored one by one. Of a quantised one every
+    tensor counts, wherever and however it is loaded, but not those of MTP modules, which may be tuned beside it.
+    """
+    if not shards.here:
         return None
+    if quantisation is not None:
+        keys = [key for key in shards.files if not _in_mtp_module(key, config.num_hidden_layers)]
+        return f"{_digest(config, ((key, shards[key]) for key in keys))}-{quantisation}"
     places = {name: shards.find(name, tuple(value.shape)) for name, value in model.named_parameters()}
-    keys = [key for key in places.values() if key is not None]
-    if len(set(keys)) < len(places):
+    found = [key for key in places.values() if key is not None]
+    if len(set(found)) < len(places):
         return None
     return _digest(config, ((name, shards[str(key)]) for name, key in places.items()))
+
+
+def _in_mtp_module(key: str, num_layers: int) -> bool:
+    number = re.search(r"\blayers\.(\d+)\.", key)
+    return key.startswith("mtp.") or ".mtp." in key or (number is not None and int(number[1]) >= num_layers)
 
 
 def embeddings_fingerprint(embed: nn.Module, norm: nn.Module, config) -> str:
@@ -389,7 +418,9 @@ def _digest(config, tensors) -> str:
     digest.update(json.dumps({key: fields[key] for key in FINGERPRINT_SIZES if key in fields}).encode())
     for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
         flat = whole(tensor.detach()).reshape(-1)
-        sample = flat[:: max(1, len(flat) // NUM_VALUES)][:NUM_VALUES].to(torch.bfloat16).float().cpu()
+        sample = flat[:: max(1, len(flat) // NUM_VALUES)][:NUM_VALUES]
+        sample = sample.view(torch.uint8) if sample.element_size() == 1 else sample  # not all such types are numbers
+        sample = sample.contiguous().to(torch.bfloat16).float().cpu()
         digest.update(name.encode() + sample.numpy().tobytes())
     return digest.hexdigest()[:16]
 

@@ -6,6 +6,7 @@ need beside features that another process computes (an engine, or files). It has
 Only the files of this folder and core/cache.py use the inside of a transformers model.
 """
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable
@@ -104,8 +105,9 @@ class Target:
         self._find_parts()
         if shards is not None:
             loading.fill_ends(model, (self.norm,), shards)
-            whole = fingerprint_of_shards(shards, model, config, self.quantisation)
-            self._fingerprint = whole or f"{self.embeddings_fingerprint()}-{loading.UNREAD}"
+            self._fingerprint = fingerprint_of_shards(shards, model, config, self.quantisation) or "-".join(
+                filter(None, (self.embeddings_fingerprint(), loading.UNREAD, self.quantisation))
+            )
         elif outline:
             self._fingerprint = loading.UNREAD
         else:
@@ -132,7 +134,13 @@ class Target:
         )
         if model.device.type == "cuda" and quantisation is None:
             join_products(model)
-        return cls(model, name=name, quantisation=quantisation, trust_remote_code=trust_remote_code)
+        target = cls(model, name=name, quantisation=quantisation, trust_remote_code=trust_remote_code)
+        if quantisation is not None:
+            with contextlib.suppress(ValueError):  # no safetensors: what is in memory counts
+                shards = Shards(name, revision=revision)
+                found = fingerprint_of_shards(shards, model, target.config, quantisation)
+                target._fingerprint = found or target._fingerprint
+        return target
 
     @classmethod
     def load_ends(cls, name: str, *, dtype: str = "auto", device="cpu", **origin: Any) -> "Target":
@@ -204,7 +212,7 @@ class Target:
     def fingerprint(self) -> str:
         """16 hex digits that identify the weights, the same for every dtype, and not changed by an adapter.
 
-        A quantised target's end in its method: 404cc869e850dcae-bitsandbytes-4bit.
+        A quantised target's end in its method, 404cc869e850dcae-bitsandbytes-4bit, and cover what its files hold.
         """
         return self._fingerprint
 

@@ -122,8 +122,11 @@ def make_answer(
     return WrittenAnswer(text, finish, tokens)
 
 
-def make_row(job: AnswerJob, answer: WrittenAnswer, *, tokenizer: str) -> dict:
-    """A row to train on. tokenizer: digest of the vocabulary that the ids belong to (data.vocabulary)"""
+def make_row(job: AnswerJob, answer: WrittenAnswer, *, tokenizer: str, writer: str | None = None) -> dict:
+    """A row to train on. tokenizer: digest of the vocabulary that the ids belong to (data.vocabulary)
+
+    writer: fingerprint of the target that wrote it, if it is known
+    """
     row = {"id": job.id, "category": job.category, "temperature": job.temperature, "finish": answer.finish}
     row |= job.options
     if job.tags:
@@ -132,6 +135,8 @@ def make_row(job: AnswerJob, answer: WrittenAnswer, *, tokenizer: str) -> dict:
         row["messages"] = [*job.messages, {"role": "assistant", "content": answer.text}]
     else:
         row |= {"prompt": job.prompt, "completion": answer.text}
+    if writer is not None:
+        row["target_fingerprint"] = writer
     ids = {"tokens": job.tokens + answer.tokens, "prompt_tokens": len(job.tokens), "tokenizer": tokenizer}
     return row | ids
 

@@ -1,4 +1,4 @@
-"""Answers of vLLM servers, many at once, in the order of the jobs. They take and give token ids (v1/completions)."""
+"""Answers of servers, many at once, in the order of the jobs. vLLM (v1/completions) and llama.cpp (completion) take and give token ids."""
 
 import warnings
 from collections import deque
@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from train.answers.answering import AnswerJob, AnswerSettings, WrittenAnswer, make_answer
 from train.features.engine_client import BadAnswer, EngineClient, Refused
-from train.features.engine_features import discard_states
+from train.features.engine_features import LLAMA_CPP, discard_states, find_fingerprint
 
 AHEAD = 4  # requests that wait for an earlier answer, for each one in flight
 
@@ -21,6 +21,7 @@ class AnswerServer:
     name: the target's, which the server's model is compared with
     example: a job, with whose prompt the servers' tokenizer is compared
 
+    `fingerprint`: of the weights that answer, as Target.fingerprint; None: not known
     Raises ValueError, with what to do, if a server does not answer or has another tokenizer.
     """
 
@@ -34,7 +35,9 @@ class AnswerServer:
         example: AnswerJob,
     ):
         self.client, self.tokenizer, self.settings = client, tokenizer, settings
-        self.model = self._choose_model(name)
+        about = self._choose_model(name)
+        self.model, self.of_llama_cpp = str(about["id"]), about.get("owned_by") == LLAMA_CPP
+        self.fingerprint = find_fingerprint(about)
         check_tokenizer(client, self.model, tokenizer, example.tokens)
 
     def write(self, jobs: Iterable[AnswerJob]) -> Iterator[list[tuple[AnswerJob, WrittenAnswer]]]:
@@ -48,6 +51,18 @@ class AnswerServer:
             return found
 
         settings = self.settings
+        if self.of_llama_cpp:
+            body = {
+                "prompt": job.tokens,
+                "n_predict": settings.max_new_tokens,
+                "samplers": ["temperature", "top_p"],  # no others, in the order of vLLM
+                "temperature": job.temperature,
+                "top_p": settings.top_p,
+                "seed": settings.seed_of(job.id, bits=31),
+                "return_tokens": True,
+                "cache_prompt": False,  # answers do not depend on those before
+            }
+            return self.client.submit("completion", body, lambda answer: self.read_answer(self._as_vllm(answer), job))
         body = {  # what this interface leaves open is set here, so that the model's defaults do not count
             "model": self.model,
             "prompt": job.tokens,
@@ -64,6 +79,13 @@ class AnswerServer:
         }
         return self.client.submit("v1/completions", body, read)
 
+    def _as_vllm(self, answer: dict) -> dict:
+        """An answer of llama.cpp, which knows no stop tokens but those of its file."""
+        tokens = answer.get("tokens") or []
+        end = next((n + 1 for n, token in enumerate(tokens) if token in self.settings.stop), None)
+        finish = "length" if end is None and answer.get("stop_type") == "limit" else "stop"
+        return {"choices": [{"token_ids": tokens[:end], "finish_reason": finish}]}
+
     def read_answer(self, answer: dict, job: AnswerJob) -> WrittenAnswer:
         """What came back for a job. Raises BadAnswer for what may be right the next time."""
         settings = self.settings
@@ -73,7 +95,7 @@ class AnswerServer:
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise BadAnswer(f"it has no answer of the interface's form ({type(error).__name__}: {error})") from error
         if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
-            raise BadAnswer(f"the answer to {job.id} has no token ids, which vLLM gives")
+            raise BadAnswer(f"the answer to {job.id} has no token ids, which vLLM and llama.cpp give")
         ended = tokens[-1] in settings.stop
         if finish not in ("stop", "length") or (finish == "stop" and not ended):
             raise BadAnswer(
@@ -86,8 +108,8 @@ class AnswerServer:
 
     # What the servers are
 
-    def _choose_model(self, name: str) -> str:
-        """The name that all servers have for the target."""
+    def _choose_model(self, name: str) -> dict:
+        """What the first server says about its model of the target, whose name all servers have."""
         found = [{str(model["id"]): model for model in models} for models in self.client.describe_models()]
         common = [each for each in found[0] if all(each in models for models in found)]
         if not common:
@@ -101,7 +123,7 @@ class AnswerServer:
                 f"The server's model is called {model}, and target.name={name}: make sure that they are the same.",
                 stacklevel=2,
             )
-        return model
+        return found[0][model]
 
 
 def check_tokenizer(client: EngineClient, model: str, tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> None:

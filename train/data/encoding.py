@@ -192,5 +192,9 @@ def encode_batch(batch: list[Numbered], encoding: Encoding | None = None) -> pya
         reading.check_messages(row, place)
         with reading.at(place):
             encoded = data.encode(encoding.tokenizer, reading.name_row(row, index, encoding.thinking))
-        columns.append(packing.to_columns(encoded, greedy=row.get("temperature") == 0))
+        columns.append(
+            packing.to_columns(
+                encoded, greedy=row.get("temperature") == 0, writer=str(row.get("target_fingerprint") or "")
+            )
+        )
     return pyarrow.RecordBatch.from_pylist(columns, packing.SCHEMA)

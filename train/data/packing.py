@@ -1,6 +1,7 @@
 """Encoded rows in Arrow tables, which may be mapped from files, and first-fit packing of them."""
 
 import bisect
+import collections
 import hashlib
 import itertools
 import warnings
@@ -14,6 +15,7 @@ import pyarrow
 import torch
 from numpy import ndarray
 
+from specdec.target.loading import UNREAD, describe_difference
 from train.data.rows import Row
 
 ENCODED = "encoded.arrow"  # the file of a source's encoded rows
@@ -28,11 +30,12 @@ SCHEMA = pyarrow.schema(
         "supervised": pyarrow.int64(),  # supervised tokens
         "greedy": pyarrow.bool_(),  # written at temperature 0
         "thinking": pyarrow.int8(),  # place in MODES
+        "writer": pyarrow.string(),  # fingerprint of the target that wrote it; empty: not known
     }
 )  # of an encoded row
 
 
-def to_columns(row: Row, *, greedy: bool = False) -> dict:
+def to_columns(row: Row, *, greedy: bool = False, writer: str | None = None) -> dict:
     """A row as SCHEMA has it."""
     return {
         "tokens": numpy.array(row.tokens, dtype=numpy.int32),
@@ -42,6 +45,7 @@ def to_columns(row: Row, *, greedy: bool = False) -> dict:
         "supervised": sum(row.mask),
         "greedy": greedy,
         "thinking": MODES.index(row.thinking),
+        "writer": writer or "",
     }
 
 
@@ -178,6 +182,15 @@ class Packs(torch.utils.data.Dataset):
     def modes(self) -> list[bool | None]:
         """The thinking modes in which rows were written; None: not known"""
         return [MODES[place] for place in numpy.unique(self.rows.column("thinking")[self.members]).tolist()]
+
+    def check_writers(self, fingerprint: str) -> None:
+        """Warns of rows that were written by other weights than the target's with this fingerprint, if they say by which."""
+        writers = collections.Counter(self.rows.column("writer")[self.members].tolist())
+        others = {each: num for each, num in writers.items() if each not in ("", fingerprint)}
+        if others and UNREAD not in fingerprint:
+            what = f"{sum(others.values())} of {len(self.members)} rows were written by {{}} weights"
+            clause = describe_difference(what, max(others, key=lambda each: others[each]), fingerprint)
+            warnings.warn(f"{clause}: let it answer the prompts itself (specdec answer), or expect less.", stacklevel=2)
 
     @property
     def num_tokens(self) -> int:

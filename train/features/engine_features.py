@@ -19,16 +19,36 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specdec.core.sampling import Sampling
+from specdec.core.shards import is_cached
 from specdec.heads.base import Drafter
+from specdec.target.loading import UNREAD, describe_difference
 from specdec.target.model import Target, TargetOutput
+from train.answers.resumable import digest
 from train.features.engine_client import BadAnswer, EngineClient
 
 CLOSE = 0.25  # standard deviations of the logits by which the engine's token may fall short of the best one here
+LLAMA_CPP = "llamacpp"  # as /v1/models names the owner of its models
 RESTART = "Start it again with python scripts/launch_engine.py"
 LOST = (
     "The engine's log says why: it may have been stopped, or its disk be full. An engine on another machine needs folder=, one "
     "that both machines see under the same path"
 )
+
+
+def find_fingerprint(model: dict) -> str | None:
+    """Of the weights behind an entry of /v1/models, as Target.fingerprint; None: neither the server nor this machine can tell.
+
+    llama.cpp's server tells sizes and the type of its file. vLLM tells a folder or a name, which is read if it is here.
+    """
+    if model.get("owned_by") == LLAMA_CPP:
+        meta = {key: value for key, value in (model.get("meta") or {}).items() if key != "n_ctx"}
+        return f"{digest(json.dumps(meta, sort_keys=True).encode())}-gguf-{str(meta.get('ftype')).lower()}"
+    root = model.get("root")
+    if not isinstance(root, str) or not (Path(root).is_dir() or is_cached(root)):
+        return None
+    with contextlib.suppress(ValueError, OSError):
+        return Target.load_ends(root).fingerprint()
+    return None
 
 
 def find_file(answer: dict) -> Path | None:
@@ -81,7 +101,9 @@ class EngineTarget:
     def __init__(self, client: EngineClient, target: Target, layers: tuple[int, ...]):
         self.client, self.target = client, target
         self.layers = tuple(sorted({*layers, target.num_layers}))
-        self.model = str(client.describe_models()[0][0]["id"])
+        for url, (model, *_) in zip(client.urls, client.describe_models()):
+            self._check_weights(url, model)
+        self.model = str(model["id"])
         for _ in client.urls:  # they are asked in turn
             self._check_server()
 
@@ -167,6 +189,17 @@ class EngineTarget:
                 f"{RESTART} 'layers={json.dumps(list(self.layers))}'."
             )
         return new, [states[:, stored.index(layer)].to(self.target.dtype) for layer in layers]
+
+    def _check_weights(self, url: str, model: dict) -> None:
+        if model.get("owned_by") == LLAMA_CPP:
+            raise ValueError(
+                f"{url} is llama.cpp's server, which gives answers only (specdec answer engine=) and no hidden states: use vLLM "
+                "(specdec launch_engine) with the same weights, or features.mode=online."
+            )
+        here, served = self.target.fingerprint(), find_fingerprint(model)
+        if served not in (None, here) and UNREAD not in f"{served} {here}":
+            clause = describe_difference(f"{url} serves {{}} weights ({model.get('root')})", str(served), here)
+            raise ValueError(f"{clause} ({self.target.name}): give target.name= the folder that is served.")
 
     @torch.no_grad()
     def _check_server(self) -> None:

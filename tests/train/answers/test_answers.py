@@ -153,7 +153,7 @@ def test_thinking_mode(run, folder):
         (Model(token_ids=[5, 6], finish_reason="stop"), [], r"token 6, which is none of the target's stop tokens \[2\]"),
         (Model(token_ids=[5, 6], finish_reason="length"), [], "cut after 2 tokens, not 160"),
         (Model(token_ids=["a"]), [], "has no token ids"),
-        (Model("deaf"), [], "no token ids, which vLLM gives"),
+        (Model("deaf"), [], "no token ids, which vLLM and llama.cpp give"),
         (Model("chat"), [], "refuses the request with status 400: unknown field"),
         (Model(), ["thinking=true"], "has no thinking mode"),
         (Model(), ["in_flight=0"], "in_flight=0 must be a whole number from 1 to 65536"),

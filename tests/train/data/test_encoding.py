@@ -285,7 +285,14 @@ def test_packs_are_mapped_and_not_loaded(tmp_path):
     tokens = numpy.arange(num * length, dtype=numpy.int32) % 977
     lists = {"tokens": tokens, "mask": (tokens % 2 == 0).astype(numpy.uint8)}
     columns = {name: pyarrow.ListArray.from_arrays(ends, values) for name, values in lists.items()}
-    rest = {"id": ["a"], "category": ["b"], "supervised": [length // 2], "greedy": [False], "thinking": [0]}
+    rest = {
+        "id": ["a"],
+        "category": ["b"],
+        "supervised": [length // 2],
+        "greedy": [False],
+        "thinking": [0],
+        "writer": [""],
+    }
     table = pyarrow.table(columns | {name: value * num for name, value in rest.items()}, schema=SCHEMA)
     with pyarrow.ipc.new_stream(tmp_path / packing.ENCODED, SCHEMA) as file:
         file.write_table(table, max_chunksize=1000)
