@@ -30,12 +30,13 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 import answer
+import export
 import train.overrides as overrides
 from specdec import checkpoint
+from specdec.core import files
 from specdec.heads.base import Drafter, Head
 from specdec.measuring.report import PromptCounts
 from specdec.proposers import datastore
-from specdec.target.model import Target
 from train import adapt as adaptation
 from train import adapt_judging as judging
 from train import decide, progress, ranges
@@ -123,18 +124,15 @@ def main(arguments: list[str] | None = None) -> None:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         with lock(home.path / "lock", of=home.path):
-            home.begin(given.checkpoint, lambda: open_target(given))
+            default = lambda: given.target.name or loading.target_of(checkpoint.resolve(given.checkpoint))
+            home.begin(given.checkpoint, lambda: loading.load_target(given.target, default=default()).target)
+            give_back(given, home)  # what an earlier launch was interrupted in
             if given.watch is None:
                 adapt(given, home, console)
             else:
                 watch(given, home, console)
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def open_target(given: Adapt) -> Target:
-    """For a head in a layout of others."""
-    return loading.load_target(given.target, default=loading.target_of(checkpoint.resolve(given.checkpoint))).target
 
 
 def watch(given: Adapt, home: Home, console: progress.Results) -> None:
@@ -171,6 +169,7 @@ def adapt(given: Adapt, home: Home, console: progress.Results) -> None:
         console.say(f"dry_run: without it the same command trains. To begin anew, delete {home.training}.")
         return
     judge_new(given, home, plan, train(given, home, plan, before["depth"]), console)
+    give_back(given, home)
 
 
 def check_head(folder: Path) -> None:
@@ -185,16 +184,13 @@ def check_head(folder: Path) -> None:
 
 def check_tokens(tokens: int, needed: int) -> None:
     if tokens < needed:
-        raise adaptation.TooFew(f"{tokens:,} of {needed:,} new tokens to train on (min_tokens): record more.")
+        raise adaptation.TooFew(f"{tokens:,} of {needed:,} new tokens to train on (min_tokens): give more rows.")
 
 
-def write_answers(given: Adapt, home: Home, name: str) -> Path:
-    """Lets the target answer prompts=, or go on with it. -> the file of answers. name: of the target"""
+def write_answers(given: Adapt, home: Home) -> Path:
+    """Lets the target answer prompts=, or go on with it. -> the file of answers"""
     folder = home.make_private("answers")
-    target = {f"target.{key}": value for key, value in asdict(given.target).items() if value is not None} | {
-        "target.name": name
-    }
-    values = {"prompts": given.prompts, "out": folder / "answers.jsonl", **target, **given.answering}
+    values = {"prompts": given.prompts, "out": folder / "answers.jsonl", **target_of(given, home), **given.answering}
     answer.main([f"{key}={value}" for key, value in values.items()])
     return folder / "answers.jsonl"
 
@@ -214,7 +210,7 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
     if given.prompts is None:
         answers, left_out = adaptation.read_traffic(Path(str(given.traffic)), source)
     else:
-        written, left_out = write_answers(given, home, name), ""
+        written, left_out = write_answers(given, home), ""
         answers = adaptation.read_written(written, source, [until for until, _ in past])
     tried = max((until for until, _ in past), default=-math.inf)
     known = max((until for until, decision in past if decision == "accepted"), default=-math.inf)
@@ -225,7 +221,7 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
     new = [answer for answer in answers if answer.time > known]
     if not new:
         raise adaptation.TooFew(
-            f"{where}={getattr(given, where)} has no rows that are newer than those of the head in use: record more."
+            f"{where}={getattr(given, where)} has no rows that are newer than those of the head in use: give more."
         )
     training, heldout = adaptation.split_newest(new, given.heldout_share)
     training, validation = adaptation.split_newest(training, given.heldout_share / 2)
@@ -235,11 +231,11 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
     num = len({answer.conversation for answer in heldout if len(answer.prompt) + 2 <= given.length})
     if num < judging.ENOUGH:
         raise adaptation.TooFew(
-            f"{num} held-out conversations fit into length={given.length}: a head is judged by {judging.ENOUGH} or more. Record more."
+            f"{num} held-out conversations fit into length={given.length}: a head is judged by {judging.ENOUGH} or more. Give more."
         )
     if left_out:
         console.say(f"rows of the traffic that are left out: {left_out}")
-    adapted = [{**answer.to_row(source.tokenizer), "category": "adapted"} for answer in home.known("trained")]
+    adapted = [answer.to_row(source.tokenizer) for answer in home.known("trained")]
     most = int(given.old_share / (1 - given.old_share) * tokens)
     old, rest = choose_old(sources, adapted, tokenizer, taken=[*heldout, *validation, *training, *earlier], most=most)
     old += adaptation.drop_known(earlier, [*heldout, *validation, *training])
@@ -247,7 +243,7 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
     slices["validation"] = judging.choose_judged(validation, given.length, VALIDATED)
     if not slices["validation"]:
         raise adaptation.TooFew(
-            f"No answer that chooses the step fits into length={given.length}: raise it, or record more."
+            f"No answer that chooses the step fits into length={given.length}: raise it, or give more rows."
         )
     about = {"until": max(answer.time for answer in new), "where": where, "settings": settings}
     start = str(home.current.relative_to(home.path))
@@ -351,6 +347,37 @@ def judge_new(given: Adapt, home: Home, plan: AdaptationPlan, trained: Path, con
     console.say(f"{home.path} stands for {document['in_use']}")
 
 
+def give_back(given: Adapt, home: Home) -> None:
+    """Writes the card of an accepted head, and the head in the layout that the given one came in, unless that was done."""
+    head, record = home.current, home.current / "adaptation.json"
+    if not record.exists():
+        return
+    document, card = checkpoint.read_json(head / "drafter.json"), judging.make_card(checkpoint.read_json(record))
+    files.write_text(head / "README.md", card)
+    if document.get("published") is None:  # it came as a checkpoint of ours
+        return
+    out, own = home.path / "export" / head.name, str(document["_target_"]).endswith(".NativeMTP")
+    if not out.exists():
+        gc.collect()  # the target that judged
+        values = {
+            "checkpoint": head,
+            "out": out,
+            "format": "stitched" if own else "published",
+            **target_of(given, home),
+        }
+        export.main([f"{key}={value}" for key, value in values.items()])
+    text = (out / "README.md").read_text()
+    if judging.HEADING not in text:
+        files.write_text(out / "README.md", f"{text}\n{card}")
+
+
+def target_of(given: Adapt, home: Home) -> dict[str, Any]:
+    """The options of the target that another command takes."""
+    name = given.target.name or loading.target_of(home.first)
+    options = asdict(given.target) | {"name": Path(name) if Path(name).exists() else name}
+    return {f"target.{key}": value for key, value in options.items() if value is not None}
+
+
 # Training: train.py in a process of its own, with the settings of the head
 
 
@@ -417,8 +444,6 @@ def make_arguments(given: Adapt, home: Home, plan: AdaptationPlan, depth: int) -
     """Arguments of train.py. The user's `training.` options have the last word."""
     length, steps = size_training(given, plan)
     folder = home.training.resolve()  # out= may be relative in one launch and absolute in the next
-    name = given.target.name or loading.target_of(home.path / plan.start)
-    target = {**asdict(given.target), "name": Path(name) if Path(name).exists() else name}
     settings, head = settings_of(home.first), find_head(home.first)
     objective = settings.get("head", {}).get("objective", {})
     recorded = settings.get("optimizer", {})
@@ -453,7 +478,7 @@ def make_arguments(given: Adapt, home: Home, plan: AdaptationPlan, depth: int) -
         "validation.decode": "end",
         "validation.auto": "never",
         "decode.depth": depth,
-        **{f"target.{key}": value for key, value in target.items()},
+        **target_of(given, home),
         **given.training,
     }
     rows = f"data.train=[{quote(folder / 'train.jsonl')}]"

@@ -135,6 +135,30 @@ def to_table(judged: dict[str, Groups]) -> str:
     return "\n".join(f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths))} |" for row in rows)
 
 
+def make_card(document: dict) -> str:
+    """The section of a model card on an adaptation: tau before and after, and what it was made of. document: adaptation.json"""
+    judged = {
+        kind: {name: TauChange(**each) for name, each in groups.items()} for kind, groups in document["groups"].items()
+    }
+    training, source = document["training"], document["source"]
+    facts = {
+        "adapted from": source["source"],
+        "its files, SHA-256": ", ".join(f"{name} {digest}" for name, digest in source["sha256"].items()),
+        "target": f"{source['target']}, fingerprint {source['target_fingerprint']}",
+        "trained on": f"{training['new_tokens']:,} tokens of new answers, beside {training['old_tokens']:,} of old ones",
+        "step": f"{training['step']} of {training['steps']}, chosen by answers that are not in this table",
+    }
+    parts = [
+        HEADING,
+        f"tau: tokens emitted per target pass of a round, replayed along held-out answers with a chain of {DEPTH}, and 95 % intervals "
+        "over conversations. New answers are those of the traffic, old ones of rows that the head was trained on before.",
+        to_table(judged),
+        "\n".join(["| | |\n|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())]),
+        " ".join(document["reasons"]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
 # What training is likely to win
 
 

@@ -1,8 +1,10 @@
 """Tests of scripts/adapt.py: a tiny head is adapted to traffic, refused, interrupted and watched."""
 
 import functools
+import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +21,7 @@ from specdec.proposers import datastore
 from specdec.target.model import Target
 from tests.support import ROOT, child_environment, save_eagle, save_target, small_tokenizer, train_command, write_rows
 from train.adapt import RecordedAnswer
+from train.answers import answering
 from train.lock import lock
 
 TINY = [
@@ -27,13 +30,18 @@ TINY = [
 ]  # fmt: skip
 
 
-def rows_of(numbers, *, target: str, category: str = "counting", **more) -> list[dict]:
+SAY, TEXT = "Count to {n}.", "Hello world, hello world, hello {n}, hello world."
+
+
+def rows_of(
+    numbers, *, target: str, category: str = "counting", say: str = SAY, text: str = TEXT, **more
+) -> list[dict]:
     """Traffic: conversation n asks for n, at second n."""
     tokenizer = small_tokenizer()
     found = []
     for n in numbers:
-        prompt = tokenizer(f"Count to {n}.")["input_ids"]
-        answer = tokenizer(f"Hello world, hello world, hello {n}, hello world.")["input_ids"]
+        prompt = tokenizer(say.format(n=n))["input_ids"]
+        answer = tokenizer(text.format(n=n))["input_ids"]
         found.append({
             "id": f"{category}-{n}", "time": float(n), "conversation": f"c{n}", "category": category, "tags": ["short"],
             "messages": None, "tokens": prompt + answer, "prompt_tokens": len(prompt), "temperature": 0.0,
@@ -122,6 +130,81 @@ def test_a_head_that_does_not_rise_is_refused(run_adapt):
     out = run_adapt("lr=1e-12", "epochs=0.1")
     assert document()["decision"] == "refused" and "not surely a rise" in out
     assert checkpoint.resolve("adapted") == Path("adapted/heads/0001") and not Path("adapted/heads/0002").exists()
+
+
+def test_a_head_that_was_made_to_forget_is_refused(made, run_adapt, tmp_path, monkeypatch):
+    """A high rate and no old rows: other answers are learned, and those that the head was adapted to before are lost."""
+    run_adapt("tolerance=0.9")
+    monkeypatch.setattr("train.adapt_judging.JUDGED", 40)
+    before, more = document()["slices"]["new"], tmp_path / "more"
+    other = "other {n} other other {n} {n} other {n} other other"
+    more.mkdir()
+    rows = rows_of(range(41, 91), target=str(made / "target"), category="other", say="Other {n}!", text=other)
+    write_rows(more / "traffic-000001.jsonl", rows)
+    out = run_adapt(f"traffic={more}", "old_share=0", "lr=1e-2")
+    found = document("0003")
+    assert found["decision"] == "refused" and found["slices"]["new"]["change_ci"][0] > 0  # it learned
+    assert re.search(r"refused: tau of old answers falls by \d+\.\d%", out) and len(found["reasons"]) == 1
+    kept = found["groups"]["old"]["category counting"]  # what the adaptation before had held out
+    assert kept["before"] == pytest.approx(before["after"]) and kept["change_ci"][1] < 0
+    assert checkpoint.resolve("adapted").name == "0002" and not Path("adapted/heads/0003").exists()
+
+
+def test_prompts_are_answered_first(made, run_adapt, monkeypatch):
+    monkeypatch.setattr("train.adapt_judging.JUDGED", 40)
+    prompts = made / "questions.jsonl"
+    write_rows(prompts, [{"id": f"p{n}", "category": "ab"[n % 2], "prompt": f"Count to {n}."} for n in range(60)])
+    given = [f"prompts={prompts}", "traffic=null", "answer.max_new_tokens=8", "answer.batch=8", "min_tokens=20"]
+    written = []
+
+    def interrupted(writer, jobs):
+        for group in write(writer, jobs):
+            yield group
+            written.extend(job.id for job, _ in group)
+            if len(written) > 30:
+                raise KeyboardInterrupt
+
+    write = answering.OwnDecoder.write
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="run the same command again"):
+        patch.setattr(answering.OwnDecoder, "write", interrupted)
+        run_adapt(*given)
+    out = run_adapt(*given, "dry_run=true")
+    answers = [json.loads(line) for line in Path("adapted/answers/answers.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in answers][: len(written)] == written and len(answers) == 120
+    assert Path("adapted/answers").stat().st_mode & 0o777 == 0o700
+    assert "Training is likely to" in out and "dry_run: without it the same command trains" in out
+    assert not Path("adapted/training/run").exists() and "new: temperature 1" in out and "new: other category" in out
+    plan = adapt.Home(Path("adapted")).read_plan()
+    kinds = [{answer.conversation for answer in each} for each in (plan.training, *plan.heldout.values())]
+    assert sum(map(len, kinds)) == len(set().union(*kinds))  # both answers to a prompt are on one side
+    assert {answer.temperature for answer in plan.heldout["new"]} == {0.0, 1.0}
+    assert "the adaptation 0002 goes on" in run_adapt(*given)
+    assert document()["where"] == "prompts" and document()["foreseen"]["gap"] is not None
+    if document()["decision"] == "accepted":
+        with pytest.raises(ValueError, match=r"prompts=.* has no rows that are newer"):
+            run_adapt(*given)
+    with pytest.raises(ValueError, match="begun with other settings: temperature"):
+        run_adapt(*given, "answer.decode.temperature=0")
+
+
+def test_the_source_and_the_target_are_pinned(made, run_adapt, tmp_path):
+    shutil.copytree(made / "head", tmp_path / "head")
+    given = f"checkpoint={tmp_path / 'head'}"
+    run_adapt(given, "dry_run=true")
+    about = json.loads(Path("adapted/source.json").read_text())
+    assert about["target_fingerprint"] == Target.load(str(made / "target"), dtype="float32").fingerprint()
+    content = (tmp_path / "head" / "drafter.safetensors").read_bytes()
+    assert about["sha256"]["drafter.safetensors"] == hashlib.sha256(content).hexdigest()
+    Path("adapted/source.json").write_text(json.dumps({**about, "target_fingerprint": "0" * 16}))
+    Path("adapted/training/before.json").unlink()
+    with pytest.raises(ValueError, match=r"is another target \(fingerprint .*put that one back"):
+        run_adapt(given)
+    Path("adapted/source.json").write_text(json.dumps(about))
+    save_eagle(tmp_path / "head", Target.load(str(made / "target"), dtype="float32"), seed=3)
+    with pytest.raises(
+        ValueError, match=rf"another head than checkpoint={tmp_path / 'head'} is now.*whose files differ"
+    ):
+        run_adapt(given)
 
 
 def test_what_was_interrupted_goes_on(run_adapt, monkeypatch):
@@ -260,6 +343,10 @@ def test_what_cannot_be_adapted_to_is_refused(made, run_adapt, tmp_path):
     refuse("leave nothing to train on", rows=rows_of([1], target=target))
     refuse("drafter.json does not exist", f"checkpoint={folder}")
     refuse("tolerance=-1", "tolerance=-1")
+    refuse("Give traffic=FOLDER of recorded answers, or prompts=FILE", "traffic=null")
+    refuse("one of them", f"prompts={made / 'prompts.jsonl'}")
+    refuse("answer. options say how prompts= are answered", "answer.batch=2")
+    refuse("watch= waits for traffic", "watch=5", "dry_run=true")
     for own in ("run", "train.steps"):
         refuse(f"training.{own}= is chosen by this command", f"training.{own}=5")
     refuse("heldout_share=1.0 must be a number of at least 0 and below 1", "heldout_share=1")

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from specdec.measuring.report import PromptCounts
-from train.adapt import RecordedAnswer, TooFew, TrafficSource, draw_old, read_written, split_newest, to_lines
+from train.adapt import RecordedAnswer, TooFew, TrafficSource, draw_old, split_newest, to_lines
 from train.adapt_folder import AdaptationPlan, Home
 from train.adapt_judging import (
     ENOUGH,
@@ -15,10 +15,6 @@ from train.adapt_judging import (
     TauChange,
     choose_judged,
     decide,
-    find_groups,
-    foresee,
-    judge_groups,
-    to_table,
 )
 
 WANTED = TrafficSource("abc", "models/t", "1234")
@@ -124,7 +120,9 @@ def test_numbers_go_on_beside_what_a_kill_left(tmp_path):
 
 def test_texts_of_users_are_for_their_owner_alone(tmp_path):
     home = Home(tmp_path)
-    plan = AdaptationPlan("0002", "heads/0001", [answer(1)], 1, {"new": [answer(2)], "old": [], "validation": [answer(3)]}, {})
+    plan = AdaptationPlan(
+        "0002", "heads/0001", [answer(1)], 1, {"new": [answer(2)], "old": [], "validation": [answer(3)]}, {}
+    )
     home.save_plan(plan, "abc")
     earlier = json.loads((tmp_path / "training" / "plan.json").read_text()) | {"before": {"mix": []}}
     (tmp_path / "training" / "plan.json").write_text(json.dumps(earlier))  # as earlier versions wrote it
