@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks import common
 from benchmarks.engines import get_engines, llamacpp
 from benchmarks.engines.vllm import Vllm
+from specdec import checkpoint
 from specdec.core import files, hub
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
@@ -212,11 +213,15 @@ def main(arguments: list[str]) -> None:
     rows = []
     for name, drafter in subject.heads.items():
         folder, num = subject.folders[name], chosen.num_drafts
-        if chosen.record and hub.pinned(folder) != str(folder):
-            raise ValueError(f"record=true writes beside the checkpoint, and {folder} is on the Hub: name a copy.")
+        if chosen.record and (hub.pinned(folder) != str(folder) or not (folder / "drafter.json").exists()):
+            raise ValueError(
+                f"record=true writes beside the checkpoint, and {folder} is on the Hub or was published by others."
+            )
         if drafter.depth is not None:
             num = drafter.depth if isinstance(drafter, BlockDrafter) else min(num, drafter.depth)
-        provenance = cards.Provenance.read(folder, target=subject.target, license="other", data=None, num_drafts=num)
+        about: Any = {"license": "other", "data": None, "num_drafts": num}
+        document = checkpoint.read_document(folder)
+        provenance = cards.Provenance.read(folder, document, name=name, target=subject.target, **about)
         recorded = dict(provenance.served)
         head = ServedHead(name, drafter, [prompt.tokens for prompt in found], subject.stop, provenance)
         for format_name in formats:

@@ -105,7 +105,7 @@ def load_subject(checkpoints: str, *, name: str | None, dtype: str, device: str 
     """checkpoints: comma list of trained heads; name: of the target; None: the first head's, or the default target"""
     folders = {checkpoint.name_of(Path(given)): checkpoint.resolve(given) for given in split(checkpoints)}
     for folder in folders.values():
-        name = name or str(checkpoint.read_json(folder / "drafter.json")["target"])
+        name = name or str(checkpoint.read_document(folder)["target"])
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     target = Target.load(name or TARGET, dtype=dtype, device=device)
     heads = {key: checkpoint.load(folder, target) for key, folder in folders.items()}

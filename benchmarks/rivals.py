@@ -26,6 +26,7 @@ from omegaconf import OmegaConf
 
 from benchmarks import common, hardware
 from benchmarks.engines import llamacpp, vllm
+from specdec import checkpoint
 from specdec.core import files
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
@@ -201,7 +202,8 @@ class Setting:
         """The folder of a head's export."""
         folder, target = self.folder / f"{name.replace('/', '-')}-{engine}", self.subject.target
         given: Any = {"target": target, "license": "other", "data": None, "num_drafts": num}
-        provenance = Provenance.read(self.subject.folders[name], **given)
+        document = checkpoint.read_document(self.subject.folders[name])
+        provenance = Provenance.read(self.subject.folders[name], document, name=name, **given)
         write_export(form, folder, dtype=target.dtype, provenance=provenance)
         return folder
 

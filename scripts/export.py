@@ -3,7 +3,8 @@
     specdec export checkpoint=checkpoints/shipped/eagle3 format=vllm out=exported
 
 Formats: vllm, sglang, speculators, eagle, medusa,
-transformers, gguf (for llama.cpp's converter), safetensors (this project's own tensor names).
+transformers, gguf (for llama.cpp's converter), safetensors (this project's own tensor names), published (a head that
+another project published, in the layout that it came in).
 """
 
 from helpers import loading
@@ -60,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     out = Path(chosen.out)
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=DIR or delete it.")
-    loaded = loading.load(chosen.checkpoint, chosen.target)
+    loaded = loading.load(chosen.checkpoint, chosen.target, exact=chosen.format == "published")
     drafter: Head | None = loaded.drafter
     if chosen.merged_target is not None:
         drafter = merge_target(chosen, loaded)

@@ -46,7 +46,11 @@ def main(arguments: list[str] | None = None) -> None:
         if value is not None and ("@" in value or not hub.is_name(value)):
             raise ValueError(f"{name}={value} must be a name on the Hugging Face Hub, such as user/name.")
     loaded = loading.load(chosen.checkpoint, chosen.target)  # a damaged checkpoint is not shared
-    folder, document = loaded.folder, checkpoint.read_json(loaded.folder / "drafter.json")
+    folder, document = loaded.folder, checkpoint.read_document(loaded.folder)
+    if not (folder / "drafter.json").exists():
+        raise ValueError(
+            f"{chosen.checkpoint} is a published head in its own layout: only checkpoints of specdec are shared."
+        )
     target = chosen.base_model or str(document["target"])
     contents = collect_files(folder, document | {"target": target})
     card = compose_card(chosen, loaded, target)

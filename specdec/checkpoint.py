@@ -6,6 +6,7 @@ SHA256SUMS            their checksums
 """
 
 import contextlib
+import functools
 import importlib
 import warnings
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import specdec
 from specdec.core import files, hub, untrusted
 from specdec.core.untrusted import read_tensors as read_tensors
 from specdec.decoding.drafting import Drafting
+from specdec.export import published
 from specdec.heads.base import Head
 from specdec.proposers.base import Proposer
 from specdec.target.adapter import check_unadapted, merge
@@ -29,10 +31,18 @@ HEADS = "specdec.heads."
 BEST = "best"  # a file in the folder of a run, with the name of a step's folder
 LONGEST_NAME = 1000  # of that name
 SMALL_PARTS = 2**24  # numbers that a head may make beside its tensors, such as angles and maps of the vocabulary
-RECORDED = ("target", "target_fingerprint", "target_embeddings", "reads_layers", "versions")  # facts, not arguments
+RECORDED = (
+    "target",
+    "target_fingerprint",
+    "target_embeddings",
+    "reads_layers",
+    "versions",
+    "published",
+)  # facts, not arguments
 CHECKPOINT = (
     "A checkpoint is a folder with drafter.json and drafter.safetensors, such as checkpoints/<run>/step_000500 (or "
-    "checkpoints/<run>/best, which names one), or the name of one on the Hugging Face Hub, such as user/name"
+    "checkpoints/<run>/best, which names one), a published head (config.json and its weights), or the name of one of both on "
+    "the Hugging Face Hub, such as user/name"
 )
 
 
@@ -61,6 +71,16 @@ def read_json(path: Path, *, what: str = CHECKPOINT) -> dict:
     return untrusted.read_json(path)
 
 
+def read_document(folder: Path) -> dict:
+    """drafter.json of a checkpoint, or of a published head what it says without its target (`published.describe`).
+
+    Raises ValueError, with what to do, if there is none.
+    """
+    if published.is_published(folder):
+        return published.describe(folder)
+    return read_json(untrusted.inside(folder, "drafter.json"))
+
+
 def resolve(given: str | Path) -> Path:
     """A checkpoint's folder. A run's folder stands for its best step, and so does its file `best`.
 
@@ -75,18 +95,24 @@ def resolve(given: str | Path) -> Path:
     if not folder.is_file():
         return folder
     if folder.name != BEST:
-        advice = f"Give its folder, {folder.parent}" if (folder.parent / "drafter.json").exists() else CHECKPOINT
+        inside = (folder.parent / "drafter.json").exists() or published.is_published(folder.parent)
+        advice = f"Give its folder, {folder.parent}" if inside else CHECKPOINT
         raise ValueError(f"{folder} is a file, and no checkpoint. {advice}.")
     with folder.open(errors="replace") as best:
         return untrusted.inside(folder.parent, best.read(LONGEST_NAME).strip())
 
 
 def name_of(folder: Path) -> str:
-    """What a checkpoint is called: run for a run's folder, run/step for a step's; on the Hub user/name, with @revision."""
+    """What a checkpoint is called: run for a run's folder, run/step for a step's; on the Hub user/name, with @revision.
+
+    A published head is called as its folder.
+    """
     if (folder / "best").is_file():
         return folder.name
     name = hub.pinned(folder)
-    return name if hub.is_name(name) else f"{folder.parent.name}/{folder.name}"
+    if hub.is_name(name):
+        return name
+    return folder.name if published.is_published(folder) else f"{folder.parent.name}/{folder.name}"
 
 
 def drafter_class(path: str) -> type[Head]:
@@ -120,8 +146,8 @@ def build(spec: dict, tensors: dict[str, Tensor], target: Target, *, dtype: torc
     given = sum(value.numel() for value in tensors.values()) + target.vocab_size * target.width
     with untrusted.Allowance(4 * given + SMALL_PARTS):
         drafter = found(target, vocab=tensors.get("draft_to_target"), **arguments)
-    drafter.load_state_dict(tensors)
-    return drafter.to(device=target.device, dtype=dtype or target.dtype)
+    drafter.to(dtype=dtype or target.dtype).load_state_dict(tensors)
+    return drafter.to(target.device)
 
 
 def start(
@@ -139,7 +165,7 @@ def start(
     for name in set(drafter.changeable) & set(given):
         setattr(drafter, name, given[name])
         document[name] = given[name]
-    return drafter.train(), {key: value for key, value in document.items() if key not in RECORDED}
+    return drafter.train(), {key: value for key, value in document.items() if key == "published" or key not in RECORDED}
 
 
 def with_vocab(drafter: Head, spec: dict, vocab: Tensor | None) -> Head:
@@ -165,13 +191,15 @@ def with_vocab(drafter: Head, spec: dict, vocab: Tensor | None) -> Head:
     return changed
 
 
-def load(folder: str | Path, target: Target) -> Head:
+def load(folder: str | Path, target: Target, *, exact: bool = False) -> Head:
     """The drafter in the target's dtype and on its device. CHANGES THE TARGET if the drafter adapts it.
+
+    folder: as `resolve` takes it; exact: in a dtype that rounds none of the file's values
 
     The adapter of such a drafter is merged into the target's weights, so all later outputs of `target` are those of the
     adapted target. Raises ValueError if the target is not the one that the drafter was trained for, or is adapted already.
     """
-    drafter, _ = _read(resolve(folder), target, None)
+    drafter, _ = _read(resolve(folder), target, None, exact=exact)
     if drafter.adapts_target:
         merge(target)
     return drafter.eval()
@@ -182,17 +210,30 @@ def load_proposer(target: Target, *, checkpoint: str, decode: dict) -> Proposer:
     return Drafting(**decode).proposer(load(checkpoint, target))
 
 
-def _read(folder: Path, target: Target, dtype: torch.dtype | None) -> tuple[Head, dict]:
-    document = read_json(untrusted.inside(folder, "drafter.json"))
-    tensors = read_tensors(untrusted.inside(folder, "drafter.safetensors"))
-    _check_target(folder, document, target)
+def _read(folder: Path, target: Target, dtype: torch.dtype | None, *, exact: bool = False) -> tuple[Head, dict]:
+    """-> the drafter, and drafter.json, or what stands for it. dtype: None: the target's"""
+    foreign = published.is_published(folder)
+    if foreign:
+        document, tensors = published.read(folder, target)
+    else:
+        document = read_document(folder)
+        tensors = read_tensors(untrusted.inside(folder, "drafter.safetensors"))
+        _check_target(folder, document, target)
     check_unadapted(target)
+    if exact:
+        dtype = functools.reduce(torch.promote_types, (v.dtype for v in tensors.values() if v.is_floating_point()))
     try:
         drafter = build(document, tensors, target, dtype=dtype)
+        drafter.published = document.get("published")
+        if foreign:
+            published.check_output(drafter)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
     except Exception as error:  # with sizes from a file, a constructor may fail in any way
-        raise ValueError(f"{folder}: drafter.json and drafter.safetensors do not fit together: {error}") from error
+        what = "config.json and its weights" if foreign else "drafter.json and drafter.safetensors"
+        raise ValueError(f"{folder}: {what} do not fit together: {' '.join(str(error).split())}") from error
+    if foreign:
+        return drafter, document
     layers, trained = list(drafter.target_layers), document.get("reads_layers")
     if layers != trained:
         raise ValueError(f"{folder}: trained on target layers {trained}, not {layers}.")

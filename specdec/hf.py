@@ -148,7 +148,7 @@ class Speculative:
             return self._loaded
         self._loaded = None
         folder = checkpoint.resolve(self._folder)
-        document = checkpoint.read_json(folder / "drafter.json")
+        document = checkpoint.read_document(folder)
         if checkpoint.drafter_class(str(document.get("_target_"))).adapts_target:
             raise ValueError(
                 f"{folder} adapts its target, which would change your model: decode with specdec.decoding.decoder.Decoder and a Target "

@@ -1,6 +1,7 @@
 """Helpers for tests of exported and published folders. tests/reference.py reads such folders independently."""
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import safetensors.torch
 import torch
 from hydra.utils import instantiate
 
+from specdec import checkpoint
+from specdec.export import published
 from specdec.export.cards import Provenance
 from specdec.export.engines import ExportForm, make_form
-from specdec.export.folder import read_published, write_export
+from specdec.export.folder import write_export
 from tests import reference
 from tests.loops import follow
 from tests.support import load_head, make_drafter, random_tokens
@@ -87,7 +90,34 @@ def assert_equal_drafters(drafter, expected) -> None:
 
 
 def bring_in(path: Path, target):
-    return read_published(path, target)[1]
+    return checkpoint.load(path, target, exact=True)
+
+
+def assert_given_back(path: Path, target, out: Path) -> None:
+    """Asserts that format=published writes the folder's own tensors, to the last bit, and its configuration."""
+    drafter = bring_in(path, target)
+    checkpoint.save(out / "kept", drafter, {**checkpoint.read_document(path), **published.read(path, target)[0]})
+    for head in (drafter, checkpoint.load(out / "kept", target, exact=True)):
+        form = make_form(head, "published")
+        write_export(form, out / "back", dtype=torch.bfloat16, provenance=make_provenance(head))
+        assert json.loads((out / "back/config.json").read_text()) == json.loads((path / "config.json").read_text())
+        before, after = (weights(folder) for folder in (path, out / "back"))
+        assert list(before) == list(after)
+        assert [(value.dtype, value.shape) for value in before.values()] == [(v.dtype, v.shape) for v in after.values()]
+        differs = [name for name in before if published.digest(before[name]) != published.digest(after[name])]
+        assert not differs, differs
+        for name in published.BESIDE:
+            assert (path / name).exists() == (out / "back" / name).exists()
+            if (path / name).exists():
+                contents = [torch.load(folder / name) for folder in (path, out / "back")]
+                assert str(contents[0]) == str(contents[1]) and type(contents[0]) is type(contents[1])
+        shutil.rmtree(out / "back")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All named tensors of a published folder, in the order of their names."""
+    found = published._open(folder).tensors
+    return {name: found[name] for name in sorted(found)}
 
 
 def make_medusa2(target):
@@ -130,4 +160,4 @@ def rewrite(path: Path, *, tensors=None, **config) -> None:
 def refuse(path: Path, target, message: str) -> None:
     """Asserts that the folder is not read as a head of the target. message: an expression that the error matches"""
     with pytest.raises(ValueError, match=message):
-        read_published(path, target)
+        checkpoint.load(path, target)

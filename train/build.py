@@ -225,7 +225,7 @@ def pin_start(config: RunConfig, path: Path) -> RunConfig:
     if start is None:
         return config
     if not hub.is_head(start):
-        checkpoint.read_json(checkpoint.resolve(start) / "drafter.json")  # refused now, before anything is loaded
+        checkpoint.read_document(checkpoint.resolve(start))  # refused now, before anything is loaded
         return config
     recorded = facts.read(path).get("start", {})
     if config.resume and recorded.get("given") == start:

@@ -127,7 +127,7 @@ def most_drafts(config: RunConfig) -> int:
     """How many drafts the head can make in a row, as far as its settings say; for a checkpoint that is trained further, its own."""
     spec = config.head["drafter"]
     if config.start is not None:
-        spec = checkpoint.read_json(checkpoint.resolve(config.start) / "drafter.json")
+        spec = checkpoint.read_document(checkpoint.resolve(config.start))
     known = [spec.get(name) for name in ("num_heads", "num_modules", "num_drafts")]
     return min([each for each in (*known, config.decode.nodes) if isinstance(each, int)], default=4)
 

@@ -38,9 +38,10 @@ TRUST = "run Python code that the target's folder brings, with all your rights; 
 THINKING = "thinking mode of the chat template for rows that do not say theirs, true or false"
 DTYPE = "bfloat16, float32, float16 or float64; auto: bfloat16 where the device computes in it, else float32"
 CHECKPOINT = (
-    "a trained head: a step's folder, a run's folder for its best step, or user/name[@revision] on the Hugging Face Hub"
+    "a trained head: a step's folder, a run's folder for its best step, a published head's folder in its own layout, or "
+    "user/name[@revision] of one on the Hugging Face Hub"
 )
-CHECKPOINTS = "comma list of trained heads: steps' folders, runs' folders for their best steps, or user/name[@revision] on the Hub"
+CHECKPOINTS = f"comma list; each {CHECKPOINT}"
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,13 @@ def machine(target: Target) -> dict:
 def read_provenance(chosen: Any, loaded: Loaded, target: Target) -> Provenance:
     """What a model card tells of a checkpoint. chosen: Export or Push; its `data` replaces what the record of the run names"""
     about = facts.read(loaded.folder)
+    document = checkpoint.read_document(loaded.folder) | {"reads_layers": list(loaded.drafter.target_layers)}
     recorded = about.get("data")
     trained = str(recorded["train"]) if isinstance(recorded, dict) and "train" in recorded else None
     return Provenance.read(
         loaded.folder,
+        document,
+        name=checkpoint.name_of(loaded.folder),
         target=target,
         license=chosen.license,
         data=chosen.data or trained,
@@ -221,14 +225,22 @@ def mode_of(heads: Sequence[str]) -> bool | None:
     return next((mode for mode in (True, False) if modes and all(each is mode for each in modes)), None)
 
 
-def target_of(folder: Path) -> str:
-    """The name of the target that a checkpoint was trained for."""
-    return str(checkpoint.read_json(folder / "drafter.json").get("target"))
+def target_of(folder: Path, given: str | None = None) -> str:
+    """The name of the target that a checkpoint was trained for, unless one is given.
+
+    Raises ValueError for a published head whose files do not name its target.
+    """
+    name = given or checkpoint.read_document(folder).get("target")
+    if name is None:
+        raise ValueError(
+            f"{checkpoint.name_of(folder)} does not say which target it was trained for: give target.name=, a folder or a Hub name."
+        )
+    return str(name)
 
 
 def head_class(folder: str | Path) -> type[Head]:
     """The class of a checkpoint's head."""
-    document = checkpoint.read_json(checkpoint.resolve(folder) / "drafter.json")
+    document = checkpoint.read_document(checkpoint.resolve(folder))
     return checkpoint.drafter_class(str(document.get("_target_")))
 
 
@@ -237,11 +249,11 @@ def warn_adapted(folder: Path | None, target: Target) -> None:
         print(f"{folder} adapts its target: all outputs are those of the adapted one.", file=sys.stderr)
 
 
-def load(folder: str, options: TargetOptions) -> Loaded:
-    """Raises ValueError, with what to do, for a wrong folder or target."""
+def load(folder: str, options: TargetOptions, *, exact: bool = False) -> Loaded:
+    """exact: as of `checkpoint.load`. Raises ValueError, with what to do, for a wrong folder or target."""
     path = checkpoint.resolve(folder)
-    opened = load_target(options, default=target_of(path))
-    drafter = checkpoint.load(path, opened.target)
+    opened = load_target(options, default=target_of(path, options.name))
+    drafter = checkpoint.load(path, opened.target, exact=exact)
     warn_adapted(path, opened.target)
     return Loaded(**vars(opened), folder=path, drafter=drafter)
 
@@ -260,7 +272,7 @@ def load_runs(listed: str, options: TargetOptions) -> list[Run]:
     for name, folder in zip(names, map(checkpoint.resolve, given)):
         baseline = f"the target adapted by {name}" if head_class(folder).adapts_target else FROZEN
         if baseline not in targets:
-            targets[baseline] = load_target(options, default=target_of(folder)).target
+            targets[baseline] = load_target(options, default=target_of(folder, options.name)).target
         drafter = checkpoint.load(folder, targets[baseline])
         path = folder / "report.json"
         report = Report.from_json(checkpoint.read_json(path), source=str(path)) if path.exists() else None
@@ -274,4 +286,4 @@ def shared_target(runs: list[Run], options: TargetOptions, *, head: str | None =
     if frozen:
         return open_target(frozen[0])
     folder = runs[0].folder if runs else head and checkpoint.resolve(head)
-    return load_target(options, default=target_of(folder) if folder else None)
+    return load_target(options, default=target_of(folder, options.name) if folder else None)

@@ -73,7 +73,7 @@ def load(given: ProposerOptions, options: loading.TargetOptions, drafting: Draft
         fixed = fixed or not issubclass(loading.head_class(folder), Drafter)
     name = given.proposer or (HEAD if fixed else AUTO)
     config = configure(name, settings=given.settings, drafting=drafting, checkpoint=head)
-    opened = loading.load_target(options, default=loading.target_of(folder) if folder else None)
+    opened = loading.load_target(options, default=loading.target_of(folder, options.name) if folder else None)
     proposer = make(config, opened.target)
     loading.warn_adapted(folder, opened.target)
     return Chosen(opened.target, opened.tokenizer, opened.stop, name, proposer, folder)

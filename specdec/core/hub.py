@@ -26,8 +26,14 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from specdec.core import untrusted
+
 # What a checkpoint consists of (docs/file-formats.md, section 2). Nothing else of a repository is downloaded.
 FILES = ("drafter.json", "drafter.safetensors", "SHA256SUMS", "report.json", "served.json", "about.json")
+# What a published head consists of (specdec/export/published.py), small files first; and files without which there is none
+HEAD = ("config.json", "model.safetensors.index.json", "mask_embedding.pt", "token_map.pt")
+HEAD_WEIGHTS = ("*.safetensors", "pytorch_model.bin", "medusa_lm_head.pt")
+ENDS = re.compile(r".+\.(embed_tokens|wte|word_embeddings|embed_in)\.weight")  # a tensor that only a whole model has
 ONLY_SHOWN = ("README.md", "report.html")  # also uploaded
 NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
 SECONDS = 10  # that the Hub may take to say which commit a name stands for
@@ -92,6 +98,7 @@ def pinned(folder: Path) -> str:
 def fetch(name: str) -> Path:
     """The folder in the cache with the checkpoint of a name, for which `is_name` holds. A process asks once for each name.
 
+    A repository without drafter.json is a published head; of a whole model in shards, only config.json and the index come here.
     If the Hub cannot be reached, or with HF_HUB_OFFLINE=1, the cache must have the checkpoint. Raises ValueError, with what
     to do, if there is none.
     """
@@ -104,10 +111,11 @@ def fetch(name: str) -> Path:
         raise ValueError(REFUSED[type(error)].format(name=name, repo=repo, revision=revision)) from error
     except Exception as error:  # those of the HTTP library, whose name depends on the version of huggingface_hub
         unreachable = reason(error)
+    get = functools.partial(snapshot_download, repo, local_files_only=unreachable is not None)
     try:
-        found = snapshot_download(
-            repo, revision=revision or None, allow_patterns=list(FILES), local_files_only=unreachable is not None
-        )
+        folder = Path(get(revision=revision or None, allow_patterns=[*FILES, *HEAD]))
+        if not (folder / "drafter.json").exists() and (folder / HEAD[0]).exists() and not _is_whole_model(folder):
+            get(revision=folder.name, allow_patterns=list(HEAD_WEIGHTS), ignore_patterns="*/*")
     except LocalEntryNotFoundError as error:
         raise ValueError(
             f"There is neither a folder {name} nor a head of that name in the cache of the Hugging Face Hub, and "
@@ -115,13 +123,19 @@ def fetch(name: str) -> Path:
         ) from error
     except Exception as error:
         raise ValueError(f"{name} could not be downloaded: {reason(error)}. Try again.") from error
-    folder = Path(found)
-    if not (folder / "drafter.json").exists():
+    if not (folder / "drafter.json").exists() and not (folder / HEAD[0]).exists():
         raise ValueError(
-            f"{name} on the Hugging Face Hub is no checkpoint of specdec, as it has no drafter.json. Heads of other projects are "
-            "downloaded with `hf download` and read by scripts/import.py."
+            f"{name} on the Hugging Face Hub is neither a checkpoint of specdec nor a published head: it has no drafter.json and no "
+            "config.json."
         )
     return folder
+
+
+def _is_whole_model(folder: Path) -> bool:
+    """Whether an index names the tensors of a language model, which are not all downloaded."""
+    path = folder / HEAD[1]
+    places = untrusted.read_json(path).get("weight_map") if path.exists() else None
+    return isinstance(places, dict) and any(map(ENDS.fullmatch, places))
 
 
 def push(repo: str, contents: dict[str, Path | bytes], *, private: bool = False, message: str) -> CommitInfo:

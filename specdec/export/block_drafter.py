@@ -1,7 +1,9 @@
 """DFlash and DSpark: names, config.json, and the way back (docs/file-formats.md, section 10)."""
 
 import re
+from collections.abc import Container, Iterable
 
+import torch
 from torch import Tensor, nn
 
 from specdec.export import layout
@@ -13,6 +15,13 @@ from specdec.target.structure import FULL, SLIDING
 MASK = "mask_embedding.pt"
 OWN = re.compile(r"^(layers\.\d+\.)([qkvo]_proj|[qk]_norm)\b")  # engines have these inside `self_attn`
 MARKOV_IN, MARKOV_OUT = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+CONFIDENCE = "confidence_head.proj."
+OTHERS = {
+    layout.EMBEDDING: "embedding",
+    MARKOV_IN: "markov_in.weight",
+    MARKOV_OUT: "markov_out.weight",
+    **{f"{CONFIDENCE}{part}": f"confidence_head.{part}" for part in ("weight", "bias")},
+}
 
 
 def is_dspark(drafter: BlockDrafter) -> bool:
@@ -97,9 +106,10 @@ def dspark(drafter: BlockDrafter) -> Layout:
         MARKOV_IN: table,
         MARKOV_OUT: drafter.markov_out.weight,
     }
-    if drafter.confidence_head is not None:
-        tensors["confidence_head.proj.weight"] = drafter.confidence_head.weight
-        tensors["confidence_head.proj.bias"] = drafter.confidence_head.bias
+    confidence, with_markov = drafter.confidence_head, False
+    if confidence is not None:
+        with_markov = confidence.in_features > drafter.target.width
+        tensors |= {f"{CONFIDENCE}{part}": getattr(confidence, part) for part in ("weight", "bias")}
     config |= {
         "block_size": drafter.num_drafts + (not drafter.anchor_predicts),
         "target_layer_ids": [k - 1 for k in drafter.target_layers],
@@ -109,22 +119,59 @@ def dspark(drafter: BlockDrafter) -> Layout:
         "markov_rank": table.shape[1],
         "markov_head_type": "vanilla",
         "enable_confidence_head": drafter.confident,
-        "confidence_head_with_markov": drafter.confident,
+        "confidence_head_with_markov": with_markov,
     }
     return Layout(tensors, config)
 
 
-def read_block_drafter(
-    config: dict, tensors: dict[str, Tensor], mask: Tensor | None, target: Target
-) -> tuple[dict, dict]:
+def own_names(config: dict, names: Iterable[str]) -> dict[str, str]:
+    """This project's name for each public name."""
+    return {name: OTHERS.get(name, name.replace(".self_attn.", ".")) for name in names}
+
+
+def read_mask_file(beside: dict) -> Tensor | None:
+    """The embedding of the mask, [D], if it has a file."""
+    if MASK not in beside:
+        return None
+    state = beside[MASK]
+    if isinstance(state, dict) and (more := state.keys() - {"mask_token_id", "embedding"}):
+        raise ValueError(
+            f"{MASK} holds {', '.join(sorted(map(str, more)))}, which cannot be imported: one embedding can."
+        )
+    return (state["embedding"] if isinstance(state, dict) else state).reshape(-1)
+
+
+def mask_of(config: dict) -> int | None:
+    """The mask's token of a published head; None if it names none."""
+    nested = config.get("dflash_config") or config
+    return config.get("mask_token_id", nested.get("mask_token_id"))
+
+
+def with_mask(embedding: Tensor, mask: Tensor, config: dict) -> Tensor:
+    """A copy of an embedding [V, D], with this row [D] at the mask's token."""
+    changed = embedding.clone()
+    changed[mask_of(config)] = mask.detach().to(changed)
+    return changed
+
+
+def place_mask(drafter: BlockDrafter, config: dict, beside: dict, names: Container[str]) -> None:
+    """Adds the file of the mask's embedding, where the layout has no place for one that training changed."""
+    token, mask = mask_of(config), drafter.mask_embedding.detach()
+    row = drafter.target.embed.weight[token]
+    if MASK not in beside and layout.EMBEDDING not in names and not torch.equal(mask, row.to(mask)):
+        beside[MASK] = {"mask_token_id": token, "embedding": mask.clone()}
+
+
+def read_block_drafter(config: dict, tensors: dict[str, Tensor], beside: dict, target: Target) -> tuple[dict, dict]:
     """DFlash or DSpark -> the arguments of `heads.dflash.BlockDrafter`, its tensors. Raises ValueError if they are none of this target.
 
-    config: flat; layers in `dflash_config`, beside it, or a container's `aux_hidden_state_layer_ids`. mask [H]: its embedding, if it
-    has a file of its own
+    config: flat; layers in `dflash_config`, beside it, or a container's `aux_hidden_state_layer_ids`
+    beside: contents of further files, by name; the mask's embedding may have one
     """
+    mask = read_mask_file(beside)
     nested = config.get("dflash_config") or config
     layers = config.get("aux_hidden_state_layer_ids") or [k + 1 for k in nested.get("target_layer_ids", [])]
-    mask_id = config.get("mask_token_id", nested.get("mask_token_id"))
+    mask_id = mask_of(config)
     if not layers or (mask is None and mask_id is None):
         raise ValueError("config.json names no hidden states or no mask token: is this a DFlash drafter?")
     has_markov = any("markov_head" in name for name in tensors)
@@ -136,57 +183,54 @@ def read_block_drafter(
     tensors = dict(tensors)
     if mask is None:
         mask = _read_mask(tensors, int(mask_id or 0), target)
-    layout.drop_copy(tensors, "embed_tokens.weight", target.embed.weight)
+    embedding = layout.take_own(tensors, layout.EMBEDDING, target.embed.weight)
     vocab = None
     if "d2t" in tensors:
         vocab = layout.check_vocab(tensors["d2t"], tensors.get("t2d"))
-    layout.drop_copy(tensors, "lm_head.weight", layout.lm_head_rows(target, vocab))
+    lm_head = layout.take_own(tensors, "lm_head.weight", layout.lm_head_rows(target, vocab))
     if has_markov and config.get("markov_head_type", "vanilla") != "vanilla":
         raise ValueError(f"A Markov head of the type {config['markov_head_type']} cannot be imported; vanilla can.")
-    head = {name.replace(".self_attn.", "."): value for name, value in layout.without_maps(tensors).items()}
+    own = own_names(config, tensors)
+    head = {own[name]: value for name, value in layout.without_maps(tensors).items()}
     head["mask_embedding"] = mask
+    if lm_head is not None:
+        head["lm_head.weight"] = lm_head
     if vocab is not None:
         head["draft_to_target"] = vocab
-    sizes = layout.read_block(config, target)
-    if sizes.pop("block"):
-        raise ValueError(
-            "The drafter has other heads, norms or rotary embeddings than its target: it cannot be imported."
-        )
     arguments = {
         "_target_": "specdec.heads.dflash.BlockDrafter",
-        **sizes,
+        **layout.read_block(config, target),
         "num_drafts": config["block_size"] - (not anchor_predicts),
         "num_layers": config["num_hidden_layers"],
         "target_layers": list(layers),
+        "own_output": lm_head is not None,
         **sliding,
     }
     if has_markov:
         arguments |= {"anchor_predicts": anchor_predicts, **_read_markov(head, config)}
-    return arguments, head
+    return layout.with_embedding(arguments, head, embedding)
 
 
 def _read_mask(tensors: dict[str, Tensor], mask_id: int, target: Target) -> Tensor:
-    """The mask's embedding, [D], a row of the embedding in which nothing else may differ from the target's."""
+    """The mask's embedding, [D], a row of the embedding; if nothing else differs from the target's, this row becomes the target's."""
     own = target.embed.weight.detach()
-    embedding = tensors.get("embed_tokens.weight")
+    embedding = tensors.get(layout.EMBEDDING)
     if embedding is None or embedding.shape != own.shape:
-        return own[mask_id].clone()
-    tensors["embed_tokens.weight"] = embedding.clone()
-    tensors["embed_tokens.weight"][mask_id] = own[mask_id].to(embedding)
+        return own[mask_id].cpu().clone()
+    same = embedding.clone()
+    same[mask_id] = own[mask_id].to(same)
+    tensors[layout.EMBEDDING] = same if layout.is_copy(same, own) else embedding
     return embedding[mask_id].clone()
 
 
 def _read_markov(head: dict[str, Tensor], config: dict) -> dict:
-    """The arguments of DSpark's Markov and confidence heads, whose tensors are renamed in `head`."""
-    head["markov_in.weight"], head["markov_out.weight"] = head.pop(MARKOV_IN), head.pop(MARKOV_OUT)
+    """The arguments of DSpark's Markov and confidence heads."""
     rank = head["markov_in.weight"].shape[-1]
     arguments = {"markov_rank": rank, "markov_table": True}
-    if not config.get("enable_confidence_head"):
+    weight = head.get("confidence_head.weight")
+    if weight is None:
         return arguments
-    weight, head["confidence_head.bias"] = (head.pop(f"confidence_head.proj.{part}") for part in ("weight", "bias"))
-    more = config["hidden_size"] + rank - weight.shape[1]  # 0 if it reads the Markov head
-    head["confidence_head.weight"] = nn.functional.pad(weight, (0, more))
-    return {**arguments, "confidence": True}
+    return {**arguments, "confidence": True, "confidence_markov": weight.shape[1] > config["hidden_size"]}
 
 
 def _read_windows(config: dict, nested: dict) -> dict:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from specdec import checkpoint
 from specdec.core import hub
+from specdec.core.untrusted import read_json
 from specdec.export.engines import ExportForm
 from specdec.measuring.report import Report, Training, verdict
 from specdec.measuring.speed import best_chain
@@ -53,28 +53,29 @@ class Provenance:
     def read(
         cls,
         folder: Path,
+        document: dict,
         *,
+        name: str,
         target: Target,
         license: str = "other",
         data: str | None = None,
         num_drafts: int | None = None,
         about: dict | None = None,
     ) -> "Provenance":
-        """From a checkpoint's folder. num_drafts: None: the fastest number by its own validation, if that decoded a chain, or 3."""
-        document = checkpoint.read_json(folder / "drafter.json")
+        """From a checkpoint's folder. document: drafter.json, or what stands for it; name: the checkpoint's
+
+        num_drafts: None: the fastest number by its own validation, if that decoded a chain, or 3
+        """
         figures, served = (
-            checkpoint.read_json(folder / name) if (folder / name).exists() else None
-            for name in ("report.json", SERVED)
+            read_json(folder / file) if (folder / file).exists() else None for file in ("report.json", SERVED)
         )
         if not all(set(SERVED_FIELDS) <= set(entry) for entry in (served or {}).values()):
             raise ValueError(f"{folder / SERVED} is not a record of served figures: delete it.")
         report = Report.from_json(figures, source=str(folder / "report.json")) if figures else None
         chain = report is not None and report.decoded and (report.shape is None or report.shape.startswith("chain"))
         num = num_drafts or (best_chain(report) if report is not None and chain else 3)
-        name, fingerprint = checkpoint.name_of(folder), target.fingerprint()
-        return cls(
-            name, document, target.name, fingerprint, report, served or {}, data or MISSING, license, num, about or {}
-        )
+        found = (target.name, target.fingerprint(), report, served or {}, data or MISSING, license, num, about or {})
+        return cls(name, document, *found)
 
 
 def make_card(
@@ -129,14 +130,14 @@ def _training(provenance: Provenance) -> str:
     spent = (provenance.report and provenance.report.training) or Training()
     environment, data, start = (about.get(name) or {} for name in ("environment", "data", "start"))
     machine, processes = environment.get("machine"), environment.get("processes")
-    versions = {**document["versions"], **({"python": environment["python"]} if environment else {})}
+    versions = {**document.get("versions", {}), **({"python": environment["python"]} if environment else {})}
     tokens = _millions(spent.tokens)
     if spent.tokens and spent.unique_tokens:
         tokens += f", of {_millions(spent.unique_tokens)} different ones"
     rows = {
         "checkpoint": provenance.source,
         "target": f"{provenance.target}, fingerprint {provenance.fingerprint}",
-        "hidden states read": ", ".join(map(str, document["reads_layers"])) or "none",
+        "hidden states read": ", ".join(map(str, document.get("reads_layers", ()))) or "none",
         "trained on": provenance.data,
         "licence": f"{provenance.license} (the target has its own)",
         "trained parameters": _millions(spent.parameters),

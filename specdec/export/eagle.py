@@ -1,5 +1,7 @@
 """EAGLE-1, EAGLE-3 and P-EAGLE: names, config.json, and the way back (docs/file-formats.md, sections 4 to 6)."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from specdec.heads.eagle import Eagle, Eagle3, PEagle
 from specdec.target.model import Target
 
 NAMES1 = [("block.", "layers.0.")]
+EMBEDDING = layout.EMBEDDING
 MASK_TOKENS = ("ptd_token_id", "pard_token", "mask_token_id")  # the names of P-EAGLE's mask token
 TOKEN_MAP = "token_map.pt"  # the draft vocabulary of EAGLE-1, which SGLang reads by --speculative-token-map
 MIDLAYER = "midlayer."
@@ -116,30 +119,43 @@ def eagle3(drafter: Eagle3) -> Layout:
 # Import
 
 
-def read_eagle1(config: dict, tensors: dict[str, Tensor], vocab: Tensor | None, target: Target) -> tuple[dict, dict]:
+def own_names1(config: dict, names: Iterable[str]) -> dict[str, str]:
+    """This project's name for each public name."""
+    return {name: "embedding" if name == EMBEDDING else layout.rename_one(name, layout.swap(NAMES1)) for name in names}
+
+
+def own_names3(config: dict, names: Iterable[str]) -> dict[str, str]:
+    """This project's name for each public name."""
+    first = LAYER.format(0) if any(name.startswith(LAYER.format(0)) for name in names) else MIDLAYER
+    prefixes = layout.swap(names3(first, config.get("num_hidden_layers", 1)))
+    return {name: "embedding" if name == EMBEDDING else layout.rename_one(name, prefixes) for name in names}
+
+
+def read_eagle1(config: dict, tensors: dict[str, Tensor], beside: dict, target: Target) -> tuple[dict, dict]:
     """-> the arguments of `heads.eagle.Eagle`, its tensors. Raises ValueError if they are no EAGLE-1 head of this target."""
     tensors = dict(tensors)
-    layout.drop_copy(tensors, "embed_tokens.weight", target.embed.weight)
+    embedding = layout.take_own(tensors, EMBEDDING, target.embed.weight)
     if any(name.endswith("_proj.bias") for name in tensors):
         raise ValueError("Attention biases cannot be imported: this head has some.")
     tensors.setdefault("fc.bias", torch.zeros_like(tensors["fc.weight"][:, 0]))
-    arguments = {"_target_": "specdec.heads.eagle.Eagle", **layout.read_block(config, target)}
-    head = layout.rename(tensors, layout.swap(NAMES1))
-    arguments["fc_bias"] = bool(head["fc.bias"].any())
-    if not arguments["fc_bias"]:
+    own = own_names1(config, tensors)
+    head = {own[name]: value for name, value in tensors.items()}
+    biased = bool(head["fc.bias"].any())
+    if not biased:
         del head["fc.bias"]
-    if vocab is not None:
-        head["draft_to_target"] = vocab
-    return arguments, head
+    if TOKEN_MAP in beside:
+        head["draft_to_target"] = torch.as_tensor(beside[TOKEN_MAP], dtype=torch.long).sort().values
+    arguments = {"_target_": "specdec.heads.eagle.Eagle", **layout.read_block(config, target), "fc_bias": biased}
+    return layout.with_embedding(arguments, head, embedding)
 
 
-def read_eagle3(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict]:
+def read_eagle3(config: dict, tensors: dict[str, Tensor], beside: dict, target: Target) -> tuple[dict, dict]:
     """-> the class and arguments of an Eagle3 or a PEagle, its tensors. Raises ValueError if they are no head of this target.
 
     config: flat; that of a Speculators container with the fields of its `transformer_layer_config`
     """
     tensors = dict(tensors)
-    layout.drop_copy(tensors, "embed_tokens.weight", target.embed.weight)
+    embedding = layout.take_own(tensors, EMBEDDING, target.embed.weight, width=config["hidden_size"])
     config, layers = _read_fields(config, target)
     mask, num_layers = mask_token(config), config.get("num_hidden_layers", 1)
     if (mask is None) != ("mask_hidden" not in tensors):
@@ -153,19 +169,19 @@ def read_eagle3(config: dict, tensors: dict[str, Tensor], target: Target) -> tup
         vocab = layout.check_vocab(tensors["d2t"], tensors.get("t2d"))
     if len(tensors["lm_head.weight"]) == target.vocab_size:  # then the maps are the identity
         vocab = None
-    first = LAYER.format(0) if any(name.startswith(LAYER.format(0)) for name in tensors) else MIDLAYER
     given, plain = tensors["lm_head.weight"], target.lm_head.bias is None and target.shape_logits.plain
-    borrows = plain and torch.equal(given, layout.lm_head_rows(target, vocab).to(given))  # to the last bit
+    borrows = plain and layout.is_copy(given, layout.lm_head_rows(target, vocab))
     if borrows:
         del tensors["lm_head.weight"]
-    head = layout.rename(layout.without_maps(tensors), layout.swap(names3(first, num_layers)))
+    own = own_names3(config, tensors)
+    head = {own[name]: value for name, value in layout.without_maps(tensors).items()}
     if vocab is not None:
         head["draft_to_target"] = vocab
     layout.check_layers(layers, target)
     arguments = {
         "_target_": f"specdec.heads.eagle.{'Eagle3' if mask is None else 'PEagle'}",
         **({} if mask is None else {"mask_token": mask}),
-        **layout.read_block(config, target),
+        **layout.read_block(config, target, own_width=True),
         "num_layers": num_layers,
         "own_output": not borrows,
         **layout.read_window(config, num_layers),
@@ -173,7 +189,7 @@ def read_eagle3(config: dict, tensors: dict[str, Tensor], target: Target) -> tup
         "norm_features": bool(config.get("fc_norm", False)),
         **{name: bool(config.get(name, False)) for name in ("norm_output", "norm_before_fc", "norm_before_residual")},
     }
-    return arguments, head
+    return layout.with_embedding(arguments, head, embedding)
 
 
 def _read_fields(config: dict, target: Target) -> tuple[dict, tuple[int, ...]]:

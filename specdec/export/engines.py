@@ -10,6 +10,7 @@ from typing import Any
 from specdec.export import block_drafter, eagle, medusa, mtp
 from specdec.export.draft import language_model
 from specdec.export.layout import Layout, check_whole, draft_from_all, plain_layout
+from specdec.export.published import restore
 from specdec.export.speculators import container
 from specdec.heads.base import Drafter, Head
 from specdec.heads.dflash import BlockDrafter
@@ -164,6 +165,7 @@ FORMATS = {
         special=_medusa,
         layouts={"medusa": medusa.reference},
     ),
+    "published": EngineFormat(takes={}, lines={}),  # a published head, in the layout that it came in
     "safetensors": EngineFormat(takes={}, lines={}),  # any head, under this project's own names, for other readers
     "sglang": EngineFormat(  # SGLang 0.5, written from its source; sections 4, 5 and 9. It has no place for a mask's embedding
         takes={"eagle": "EAGLE", "eagle3": "EAGLE3", "peagle": "EAGLE3", "mtp": "EAGLE", "draft": "STANDALONE"},
@@ -265,8 +267,8 @@ def kind_of(drafter: Drafter) -> str:
 
 def make_form(drafter: Drafter, name: str) -> ExportForm:
     """The form of a head in a format of FORMATS. Raises ValueError, with the formats that take it, if it has none."""
-    if name == "safetensors":
-        return ExportForm(name, plain_layout(drafter))
+    if name in ("safetensors", "published"):
+        return ExportForm(name, (restore if name == "published" else plain_layout)(drafter))
     kind, about = kind_of(drafter), FORMATS[name]
     if kind == "medusa2" and "medusa" in about.takes:
         raise ValueError(medusa.ADAPTED)

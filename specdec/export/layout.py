@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import CONFIG_MAPPING, LlamaConfig
 
 from specdec.heads.base import Drafter
 from specdec.heads.blocks import block_config, embedding_scale
@@ -15,6 +15,8 @@ from specdec.heads.eagle import Eagle3
 from specdec.target.model import Target
 from specdec.target.structure import FULL, SLIDING
 
+EMBEDDING = "embed_tokens.weight"
+FAMILY = ("num_hidden_layers", "vocab_size", "attention_bias")
 SIZES = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps".split()
 
 
@@ -23,12 +25,15 @@ class Layout:
     """A drafter under the names of a public layout.
 
     pickles: further files, written by torch.save, for tensors that engines read from nowhere else; more: writes others
+    weights: the file of the tensors; exact: whether they keep their dtypes
     """
 
     tensors: dict[str, Tensor]
     config: dict
     pickles: Mapping[str, object] = field(default_factory=dict)
     more: Callable[[Path], None] | None = None
+    weights: str = "model.safetensors"
+    exact: bool = False
 
 
 def plain_layout(drafter: Drafter) -> Layout:
@@ -66,21 +71,37 @@ def swap(names: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return [(public, own) for own, public in names]
 
 
+def rename_one(name: str, names: list[tuple[str, str]]) -> str:
+    """One name, as `rename` does it."""
+    return next(iter(rename({name: torch.empty(0)}, names)))
+
+
 def is_copy(value: Tensor, original: Tensor) -> bool:
-    """Whether they are equal up to rounding to 16 bits."""
-    if value.shape != original.shape:
-        return False
-    return bool((value.to(original) - original).float().norm() <= 0.01 * original.float().norm())
+    """Whether a tensor of a file is one of the target's, to the last bit in the file's dtype."""
+    return value.shape == original.shape and torch.equal(value.cpu(), original.detach().to(value.dtype).cpu())
 
 
-def drop_copy(tensors: dict[str, Tensor], name: str, original: Tensor) -> None:
-    """Removes a copy of one of the target's own tensors. Raises ValueError if the tensor is not a copy."""
-    copy = tensors.pop(name, None)
-    if copy is not None and not is_copy(copy, original):
+def take_own(tensors: dict[str, Tensor], name: str, original: Tensor, *, width: int | None = None) -> Tensor | None:
+    """Removes a tensor -> it, if it is the head's own; None if there is none, or a copy of the target's.
+
+    Raises ValueError if it has another shape than the target's, but for its width if that is given.
+    """
+    given = tensors.pop(name, None)
+    if given is None or is_copy(given, original):
+        return None
+    if tuple(given.shape) != (len(original), width or original.shape[1]):
         raise ValueError(
-            f"{name} is not the target's: heads with embeddings of their own cannot be imported. Is the target the model "
-            "that the head was trained for?"
+            f"{name} is {list(given.shape)} and the target's is {list(original.shape)}: is the target the model that the head was "
+            "trained for?"
         )
+    return given
+
+
+def with_embedding(arguments: dict, head: dict[str, Tensor], embedding: Tensor | None) -> tuple[dict, dict]:
+    """What a reader returns, for a head with an embedding [V, E] of its own; None: it reads the target's."""
+    if embedding is None:
+        return arguments, head
+    return {**arguments, "own_embedding": True}, {**head, "embedding": embedding}
 
 
 # The draft vocabulary
@@ -150,13 +171,13 @@ def block_fields(config: LlamaConfig, target: Target) -> dict:
     }
 
 
-def read_block(config: dict, target: Target) -> dict:
+def read_block(config: dict, target: Target, *, own_width: bool = False) -> dict:
     """The arguments `intermediate_size` and `block` of a head with this config.json; `block` holds what differs from block_config.
 
-    Raises ValueError for a head of another width.
+    own_width: whether the head may have another width than its target. Raises ValueError for another width, where it may not.
     """
     width, heads = config["hidden_size"], config["num_attention_heads"]
-    if not (config.get("target_hidden_size") or target.width) == width == target.width:
+    if (config.get("target_hidden_size") or target.width) != target.width or (width != target.width and not own_width):
         raise ValueError(
             f"The head is {width} wide and {target.name} is {target.width}: only heads of their target's "
             "width can be imported. Is the target the model that the head was trained for?"
@@ -174,10 +195,20 @@ def read_block(config: dict, target: Target) -> dict:
         "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope_parameters": rope,
         "hidden_act": config.get("hidden_act", "silu"),
+        "hidden_size": width,
     }
     own = block_config(target, intermediate_size=None).to_dict()
     block = {key: value for key, value in written.items() if own.get(key) != value}
     return {"intermediate_size": config["intermediate_size"], "block": block or None}
+
+
+def layer_config(config: dict) -> dict:
+    """The fields of a Speculators container's layers, with the defaults of their family, which containers leave out."""
+    given = config.get("transformer_layer_config")
+    if not isinstance(given, dict):
+        return {}
+    family = CONFIG_MAPPING[str(given.get("model_type", "qwen3"))]
+    return {**{name: value for name, value in family().to_dict().items() if name in (*SIZES, *FAMILY)}, **given}
 
 
 def check_embedding(target: Target) -> None:

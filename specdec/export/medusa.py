@@ -1,6 +1,7 @@
 """Medusa heads: vLLM's names, those of the reference code, and the way back (docs/file-formats.md, section 7)."""
 
 import re
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -85,12 +86,32 @@ def _blocks(drafter: Medusa, prefix: str) -> dict[str, Tensor]:
     return tensors
 
 
-def read_medusa(tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict]:
+def own_names(config: dict, names: Iterable[str]) -> dict[str, str]:
+    """This project's name for each public name. One LM head for all is the first one."""
+    own = {}
+    for name in names:
+        plain = name.removeprefix("medusa_heads.")
+        if plain in ("lm_head.weight", "token_map"):
+            own[name] = {"token_map": "draft_to_target"}.get(plain, "lm_heads.0.weight")
+        elif head := LM_HEAD.fullmatch(plain):
+            own[name] = f"lm_heads.{head[1] or head[2]}.weight"
+        elif block := BLOCK.fullmatch(plain):
+            own[name] = f"blocks.{block[1] or block[3]}.{block[2] or block[4]}.linear.{block[5]}"
+        else:
+            raise ValueError(f"{name} belongs to no Medusa head.")
+    return own
+
+
+def read_medusa(config: dict, tensors: dict[str, Tensor], beside: dict, target: Target) -> tuple[dict, dict]:
     """-> the arguments of `heads.medusa.Medusa`, its tensors. Raises ValueError if they are no Medusa heads of this target.
 
     Reads both layouts. LM heads that are copies of the target's are not kept.
     """
-    own, heads, shared, vocab = _sort_tensors(tensors)
+    names = own_names(config, tensors)
+    vocab = next((value for name, value in tensors.items() if name.endswith("token_map")), None)
+    shared = next((value for name, value in tensors.items() if name.endswith("lm_head.weight")), None)
+    own = {names[name]: value for name, value in tensors.items() if names[name].startswith("blocks.")}
+    heads = {names[name]: value for name, value in tensors.items() if names[name].startswith("lm_heads.")}
     if not own:
         raise ValueError("There are no Medusa heads among the tensors.")
     num, num_blocks = (1 + max(int(name.split(".")[place]) for name in own) for place in (1, 2))
@@ -98,31 +119,14 @@ def read_medusa(tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict]
         own.setdefault(name.replace("weight", "bias"), torch.zeros_like(own[name][:, 0]))
     if vocab is not None:  # a draft vocabulary is increasing here
         vocab, order = vocab.sort()
-        heads = {number: value[order] for number, value in heads.items()}
-        shared = None if shared is None else shared[order]
+        heads = {name: value[order] for name, value in heads.items()}
     original = layout.lm_head_rows(target, vocab)
-    given = [*heads.values(), *([] if shared is None else [shared])]
-    borrowed = all(layout.is_copy(value, original) for value in given)
+    borrowed = all(layout.is_copy(value, original) for value in heads.values())
     if not borrowed:
-        each = heads or dict.fromkeys(range(num), shared)
-        own |= {f"lm_heads.{number}.weight": value for number, value in each.items() if value is not None}
+        if shared is not None:
+            heads = {f"lm_heads.{number}.weight": heads["lm_heads.0.weight"] for number in range(num)}
+        own |= heads
     if vocab is not None:
         own["draft_to_target"] = vocab
     arguments = {"num_heads": num, "num_blocks": num_blocks, "own_output": not borrowed}
     return {"_target_": "specdec.heads.medusa.Medusa", **arguments}, own
-
-
-def _sort_tensors(tensors: dict) -> tuple[dict[str, Tensor], dict[int, Tensor], Tensor | None, Tensor | None]:
-    """-> blocks under our names, LM heads by Medusa head, one LM head for all, draft vocabulary"""
-    own, heads, others = {}, {}, dict.fromkeys(("lm_head.weight", "token_map"))
-    for name, value in tensors.items():
-        name = name.removeprefix("medusa_heads.")
-        if name in others:
-            others[name] = value
-        elif head := LM_HEAD.fullmatch(name):
-            heads[int(head[1] or head[2])] = value
-        elif block := BLOCK.fullmatch(name):
-            own[f"blocks.{block[1] or block[3]}.{block[2] or block[4]}.linear.{block[5]}"] = value
-        else:
-            raise ValueError(f"{name} belongs to no Medusa head.")
-    return own, heads, others["lm_head.weight"], others["token_map"]

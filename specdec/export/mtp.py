@@ -1,5 +1,7 @@
 """An MTP module in MiMo's layout, which vLLM and SGLang serve with a dense target (docs/file-formats.md, section 9)."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from specdec.heads.native import MIMO, swap_halves
 from specdec.target.model import Target
 
 PREFIX = "model.mtp_layers.0."
+MODULE = "modules_by_depth.0."  # its name among this project's tensors
 NAMES = [(f"{own}.", f"{PREFIX}{public}.") for public, own in MIMO.items()]
 NAMES += [("input_layernorm.", f"{PREFIX}input_layernorm."), ("block.", PREFIX)]
 FIRST_ROW = (
@@ -63,7 +66,12 @@ def mimo(drafter: MTP) -> Layout:
     return Layout(layout.rename(module, NAMES), fields)
 
 
-def read_mtp(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict]:
+def own_names(config: dict, names: Iterable[str]) -> dict[str, str]:
+    """This project's name for each public name."""
+    return {name: f"{MODULE}{layout.rename_one(name, layout.swap(NAMES))}" for name in names}
+
+
+def read_mtp(config: dict, tensors: dict[str, Tensor], beside: dict, target: Target) -> tuple[dict, dict]:
     """-> the arguments of `heads.mtp.MTP`, its tensors. Raises ValueError if they are no such module of this target."""
     module = layout.rename(tensors, layout.swap(NAMES))
     module["eh_proj.weight"] = swap_halves(module["eh_proj.weight"])
@@ -81,4 +89,4 @@ def read_mtp(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[
         "attention_bias": biased,
         "zero_first": True,
     }
-    return arguments, {f"modules_by_depth.0.{name}": value for name, value in module.items()}
+    return arguments, {f"{MODULE}{name}": value for name, value in module.items()}

@@ -33,6 +33,7 @@ from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from specdec.core import precision
 from specdec.core.cache import RowCache
@@ -64,6 +65,7 @@ class Head(nn.Module, ABC):
     adapts_target = False  # whether it changes the target in place: outputs are then those of the adapted target
     draft_to_target: Tensor | None  # [W] target ids of a reduced draft vocabulary, increasing; None: all V
     target_to_draft: Tensor | None  # [V] the inverse, -1 where a token is not drafted
+    published: dict | None = None  # how it was published, if another project made it (specdec/export/published.py)
 
     def __init__(self, target: Target, *, vocab: Tensor | None):
         super().__init__()
@@ -142,11 +144,22 @@ class Drafter(Head):
     # `logits` is the same at all depths
     parallel = False
     one_output = True  # whether `logits` is the same at all depths
+    embedding: Tensor | None  # [V, E] its own, frozen, with `own_embedding`; else it reads the target's
 
     @property
     def first_slot(self) -> int:
         """The first slot whose step 1 has its inputs: slot 0 has no feature."""
         return 1 if self.target_layers else 0
+
+    def hold_embedding(self, width: int | None) -> None:
+        """Keeps an embedding of this width in its file, which starts as a copy of the target's; None: it reads the target's"""
+        given = self.target.embed.weight.detach()
+        own = given.clone() if width == given.shape[1] else given.new_zeros(len(given), width or 0)
+        self.register_buffer("embedding", own if width else None)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens [...] -> [..., E], as the head reads them"""
+        return self.target.embed(tokens) if self.embedding is None else F.embedding(tokens, self.embedding)
 
     @abstractmethod
     def cache(self, batch: int) -> RowCache:

@@ -51,7 +51,8 @@ def row_cache(config: LlamaConfig, weight: Tensor, *, layers: int, batch: int, m
     )
 
 
-IMPORTED = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "hidden_act")
+IMPORTED = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "hidden_act",
+            "hidden_size")  # fmt: skip
 
 
 def block_config(target: Target, *, intermediate_size: int | None, block: dict | None = None) -> LlamaConfig:

@@ -85,15 +85,17 @@ class BlockDrafter(Drafter):
         The paper learns a table in place of W1 e. W1 on the embedding has fewer parameters and generalises; a table can be
         computed from it
     markov_table: whether to have the paper's table, as imported heads do
-    confidence: whether to have DSpark's confidence head: is a draft accepted, from its state and the token before
+    confidence: whether to have DSpark's confidence head: is a draft accepted, from its state and, with confidence_markov, the token
+        before
     window: positions before a block that its inputs see, as Speculators trains heads; None: all
     full_layers: the layers, from 0, that see all of them all the same; None: no layer does
     window_causal: whether, in layers with a window, an input sees only the earlier ones of its block and itself, as Speculators
         and vLLM take it unless told otherwise; in other layers all inputs of a block see each other
+    block, own_embedding, own_output: for published heads: see block_config; an embedding and an LM head that are not the target's
     """
 
     attends = "block"
-    by_token = ("markov_out.",)
+    by_token = ("markov_out.", "lm_head.")
 
     def __init__(
         self,
@@ -108,12 +110,17 @@ class BlockDrafter(Drafter):
         markov_rank: int | None = None,
         markov_table: bool = False,
         confidence: bool = False,
+        confidence_markov: bool = True,
         window: int | None = None,
         full_layers: Sequence[int] | None = None,
         window_causal: bool = True,
+        block: dict | None = None,
+        own_embedding: bool = False,
+        own_output: bool = False,
         vocab: Tensor | None = None,
     ):
         super().__init__(target, vocab=vocab)
+        self.hold_embedding(target.width if own_embedding else None)
         self.window, self.windows, self.window_causal = (
             window,
             layer_windows(window, full_layers, num_layers),
@@ -123,7 +130,7 @@ class BlockDrafter(Drafter):
         self.depth = self.num_drafts = num_drafts
         self.anchor_predicts = anchor_predicts
         self.target_layers = target.layer_ids(target_layers or five_layers(target))
-        self.config = config = block_config(target, intermediate_size=intermediate_size)
+        self.config = config = block_config(target, intermediate_size=intermediate_size, block=block)
         self.fc = SizedLinear(len(self.target_layers) * width, width)
         self.hidden_norm, self.norm = (RMSNorm(width, eps=config.rms_norm_eps) for _ in range(2))
         self.layers = nn.ModuleList(Layer(config, layer=layer) for layer in range(num_layers))
@@ -143,9 +150,10 @@ class BlockDrafter(Drafter):
             self.markov_out = nn.Linear(markov_rank, self.vocab_size, bias=False)
             nn.init.zeros_(self.markov_out.weight)
         self.confident = confidence
+        self.lm_head = nn.Linear(width, self.vocab_size, bias=False) if own_output else None
         self.parallel = markov_rank is None and not confidence
         if confidence:
-            self.confidence_head = nn.Linear(width + (markov_rank or 0), 1)
+            self.confidence_head = nn.Linear(width + (markov_rank or 0) * confidence_markov, 1)
         with torch.no_grad():
             self.norm.weight.copy_(norm_gain(target))
 
@@ -162,7 +170,7 @@ class BlockDrafter(Drafter):
             cache.update(key, value, layer.layer)
 
     def step(self, d, h, tokens, positions, mask, cache):
-        embedding = self.target.embed(tokens).to(self.fc.weight.dtype)  # [B, S, D] of the token before draft d
+        embedding = self.embed(tokens).to(self.fc.weight.dtype)  # [B, S, D] of the token before draft d
         if d == 1:
             h = self._block(embedding, h, positions, mask, cache)
         readout = h.chunk(self.depth, dim=-1)[d - 1]
@@ -198,11 +206,13 @@ class BlockDrafter(Drafter):
         # Contiguous: a part of a wider tensor makes a batched product, whose weight `compile` does not pack, if it has several
         # rows; on a CPU that takes ten times as long
         width = self.target.width
-        logits = self.goal_logits(readout[..., :width].contiguous())
+        state = readout[..., :width].contiguous()
+        logits = self.goal_logits(state) if self.lm_head is None else self.lm_head(state)
         return logits if self.markov_out is None else logits + self.markov_out(readout[..., width:].contiguous())
 
     def confidence(self, d, readout):
-        return None if self.confidence_head is None else self.confidence_head(readout.detach())[..., 0]
+        head = self.confidence_head
+        return None if head is None else head(readout[..., : head.in_features].detach())[..., 0]
 
     def measure(self, slots, *, fresh):
         self.fc.measure((part.features for part in slots), fresh=fresh)
@@ -221,8 +231,7 @@ class BlockDrafter(Drafter):
         self.fc.set(ridge((part.features, part.state) for part in slots))
         self.hidden_norm.weight.fill_(size)
         joined = [
-            torch.cat([self.target.embed(part.tokens[:, 0]).float(), self.encode(part.features)], dim=-1)
-            for part in slots
+            torch.cat([self.embed(part.tokens[:, 0]).float(), self.encode(part.features)], dim=-1) for part in slots
         ]
         num = min(self.num_drafts, slots[0].goals.shape[1])
         maps = [ridge((x, part.goals[:, d]) for x, part in zip(joined, slots)) for d in range(num)]  # of [D, 2D]

@@ -36,11 +36,20 @@ class _Eagle(Drafter):
     estimates = True
 
     def __init__(
-        self, target: Target, *, width: int, intermediate_size: int | None, block: dict | None, vocab: Tensor | None
+        self,
+        target: Target,
+        *,
+        inputs: int,
+        intermediate_size: int | None,
+        block: dict | None,
+        own_embedding: bool,
+        vocab: Tensor | None,
     ):
+        """inputs: how many vectors of its width the block reads"""
         super().__init__(target, vocab=vocab)
         self.config = block_config(target, intermediate_size=intermediate_size, block=block)
-        self.block = Block(self.config, width=width, layer=0)
+        self.hold_embedding(self.config.hidden_size if own_embedding else None)
+        self.block = Block(self.config, width=inputs * self.config.hidden_size, layer=0)
         self.rotary = Rotary(self.config)
         self.further = nn.ModuleList()  # layers behind the block
 
@@ -50,7 +59,7 @@ class _Eagle(Drafter):
         return row_cache(self.config, self.block.self_attn.k_proj.weight, layers=layers, batch=batch, masked=masked)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return self.target.embed(tokens).to(self.block.mlp.up_proj.weight.dtype)  # [B, S, D]
+        return super().embed(tokens).to(self.block.mlp.up_proj.weight.dtype)  # [B, S, D]
 
 
 class Eagle(_Eagle):
@@ -58,7 +67,7 @@ class Eagle(_Eagle):
 
     A reduced `vocab` keeps only its rows of the borrowed LM head: drafting is faster, and fewer tokens can be drafted.
     fc_bias: for published heads; train without it, because engines treat it differently (docs/file-formats.md)
-    block: for published heads, see block_config
+    block: for published heads, see block_config; own_embedding: for those whose embedding is not the target's
     """
 
     def __init__(
@@ -68,9 +77,17 @@ class Eagle(_Eagle):
         intermediate_size: int | None = None,
         fc_bias: bool = False,
         block: dict | None = None,
+        own_embedding: bool = False,
         vocab: Tensor | None = None,
     ):
-        super().__init__(target, width=target.width, intermediate_size=intermediate_size, block=block, vocab=vocab)
+        super().__init__(
+            target,
+            inputs=1,
+            intermediate_size=intermediate_size,
+            block=block,
+            own_embedding=own_embedding,
+            vocab=vocab,
+        )
         self.target_layers = target.layer_ids([-1])
         self.fc = SizedLinear(2 * target.width, target.width, bias=fc_bias)  # embedding first
 
@@ -120,7 +137,8 @@ class Eagle3(_Eagle):
     norm_features, norm_output: the norms of EAGLE 3.1 (2605.09992): each fused state is normed, and the state that is
         fed back is the normed one. Off by default, because every serving engine loads the plain form
     norm_before_fc, norm_before_residual, block: for published heads: one norm of all fused states; the residual is the
-        normed state; see block_config
+        normed state; see block_config, where hidden_size is the width of a head that has another one than the target
+    own_embedding: for published heads whose embedding is not the target's
     window: positions that a layer sees, its own included, as Speculators trains heads; None: all. More than the drafts of a round
     full_layers: the layers, from 0, that see all of them all the same; None: no layer does
     """
@@ -142,25 +160,38 @@ class Eagle3(_Eagle):
         window: int | None = None,
         full_layers: Sequence[int] | None = None,
         block: dict | None = None,
+        own_embedding: bool = False,
         vocab: Tensor | None = None,
     ):
         if num_layers < 1:
             raise ValueError(f"num_layers={num_layers} must be at least 1.")
-        super().__init__(target, width=2 * target.width, intermediate_size=intermediate_size, block=block, vocab=vocab)
+        super().__init__(
+            target,
+            inputs=2,
+            intermediate_size=intermediate_size,
+            block=block,
+            own_embedding=own_embedding,
+            vocab=vocab,
+        )
         self.further.extend(DecoderLayer(self.config, layer=layer) for layer in range(1, num_layers))
-        width, eps = target.width, self.config.rms_norm_eps
+        width, eps = self.config.hidden_size, self.config.rms_norm_eps
         self.target_layers = target.layer_ids(target_layers or three_layers(target))
         self.norm_output, self.norm_before_residual = bool(norm_output), norm_before_residual
         self.window, self.windows = window, layer_windows(window, full_layers, num_layers)
         num = len(self.target_layers)
-        self.input_norm = RMSNorm(num * width, eps=eps) if norm_before_fc else None
-        self.fc_norm = nn.ModuleList([RMSNorm(width, eps=eps) for _ in range(num)] if norm_features else [])
-        self.fc = SizedLinear(num * width, width)
+        self.input_norm = RMSNorm(num * target.width, eps=eps) if norm_before_fc else None
+        self.fc_norm = nn.ModuleList([RMSNorm(target.width, eps=eps) for _ in range(num)] if norm_features else [])
+        self.fc = SizedLinear(num * target.width, width)
         self.input_layernorm, self.hidden_norm, self.norm = (RMSNorm(width, eps=eps) for _ in range(3))
         if own_output is None:  # engines' heads have no bias
             own_output = target.lm_head.bias is not None
         self.lm_head = nn.Linear(width, self.vocab_size, bias=False) if own_output else None
-        if self.lm_head is not None:
+        self.estimates = width == target.width
+        if not self.estimates and not (own_embedding and own_output):
+            raise ValueError(
+                f"The head is {width} wide and {target.name} is {target.width}: it needs an embedding and an LM head of its own."
+            )
+        if self.lm_head is not None and self.estimates:
             self.lm_head.weight.data.copy_(target.shape_logits.scale * self.goal_head[0])  # a cap keeps the order
 
     def encode(self, features: Tensor) -> Tensor:
@@ -186,7 +217,7 @@ class Eagle3(_Eagle):
 
     def step(self, d, h, tokens, positions, mask, cache):
         rotary = self.rotary(self.norm.weight, positions)
-        normed, *projected = self.enter(h, self.target.embed(tokens), *rotary)
+        normed, *projected = self.enter(h, self.embed(tokens), *rotary)
         first, *further = (
             within(mask, window, depth=d, positions=positions, first=self.first_slot) for window in self.windows
         )
@@ -200,7 +231,7 @@ class Eagle3(_Eagle):
         return self.goal_logits(readout) if self.lm_head is None else self.lm_head(readout)
 
     def measure(self, slots, *, fresh):
-        if self.input_norm is not None or self.fc_norm:
+        if self.input_norm is not None or self.fc_norm or not self.estimates:
             return False
         self.fc.measure((part.features for part in slots), fresh=fresh)
         return True
@@ -215,6 +246,8 @@ class Eagle3(_Eagle):
         estimated by the MLP: its last matrix by a third regression, on hidden units that stay random. The last norm starts
         as a constant, further layers as the identity (docs/methods.md, section 5).
         """
+        if not self.estimates:
+            return False
         attention, config = self.block.self_attn, self.config
         size = torch.cat([part.state for part in slots]).float().pow(2).mean().sqrt()
         if not self.fc_norm and self.input_norm is None:

@@ -1,6 +1,5 @@
-"""Tests of scripts/export.py and scripts/import.py: printed text, written files, and restored heads."""
+"""Tests of scripts/export.py: printed text, written files, and heads that are read again from them."""
 
-import importlib
 import json
 
 import pytest
@@ -13,11 +12,9 @@ from specdec.export import cards
 from specdec.target.model import Target
 from tests.exports import REPORT, SERVED, bring_in, make_medusa2
 from tests.loops import follow
-from tests.support import load_head, random_tokens, save_eagle, save_target, small_tokenizer
+from tests.support import load_head, random_tokens, save_eagle, save_target
 
 pytestmark = pytest.mark.full
-
-import_script = importlib.import_module("scripts.import")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +28,7 @@ def home(tmp_path_factory):
     return home
 
 
-def test_export_prints_how_to_serve_and_import_restores_the_head(run, home, tmp_path):
+def test_export_prints_how_to_serve_and_an_export_is_a_checkpoint(run, home, tmp_path):
     export_arguments = [f"checkpoint={home}/run/step_000001", "target.dtype=float32", "format=vllm"]
     printed = run(export_script, *export_arguments, f"out={tmp_path}/out", "license=mit")
     settings = {"method": "eagle", "model": f"{tmp_path}/out", "num_speculative_tokens": 3}
@@ -42,30 +39,22 @@ def test_export_prints_how_to_serve_and_import_restores_the_head(run, home, tmp_
     assert '"num_speculative_tokens": 1' in printed
     assert "| trained on | mine |" in (tmp_path / "fewer/README.md").read_text()
 
-    import_arguments = [
-        f"source={tmp_path}/out",
-        f"target.name={home}/target",
-        "target.dtype=float32",
-        f"out={tmp_path}/back",
-    ]
-    printed = run(import_script, *import_arguments)
-    num_tokens = len(small_tokenizer())
-    num_drafted = -(-num_tokens // 4)
-    assert "Eagle, " in printed and f"drafts from {num_drafted} of {num_tokens} tokens" in printed
     target = Target.load(f"{home}/target", dtype="float32")
-    imported, original = (checkpoint.load(path, target) for path in (tmp_path / "back", home / "run" / "step_000001"))
+    imported, original = (checkpoint.load(path, target) for path in (tmp_path / "out", home / "run" / "step_000001"))
     assert all(torch.equal(value, original.state_dict()[name]) for name, value in imported.state_dict().items())
     assert imported.state_dict().keys() == original.state_dict().keys()
-    with pytest.raises(ValueError, match="exists; choose another out=DIR"):
-        run(import_script, *import_arguments)
-    with pytest.raises(ValueError, match=r"target.name= must name the model"):
-        run(import_script, f"source={tmp_path}/out", f"out={tmp_path}/other")
+    again = [f"checkpoint={tmp_path}/out", "format=published", f"out={tmp_path}/back"]
+    with pytest.raises(ValueError, match=r"out does not say which target it was trained for: give target.name="):
+        run(export_script, *again)
+    run(export_script, *again, f"target.name={home}/target")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["format=onnx"], "no format 'onnx'; there are: eagle, gguf, medusa, safetensors, sglang"),
+        (["format=onnx"], "no format 'onnx'; there are: eagle, gguf, medusa, published, safetensors, sglang"),
         (["num_drafts=0"], "num_drafts=0 must be a whole number from 1 to 1024"),
         (["merged_target=x"], "merged_target=x: this drafter does not adapt its target"),
         (["format=gguf"], "Formats that take it: eagle, sglang, vllm"),

@@ -331,7 +331,9 @@ def test_an_export_uses_a_report_without_decoding(make, small_target, tmp_path):
     checkpoint.save(tmp_path / "step", drafter, {"_target_": "specdec.heads.eagle.Eagle"}, extra=extra)
     document = json.loads((tmp_path / "step" / "report.json").read_text())
     assert document["tau"] is None and document["speedup"] is None and document["replayed_tau"] > 1
-    read = Provenance.read(tmp_path / "step", target=small_target, license="mit", data=None, num_drafts=None)
+    read = Provenance.read(
+        tmp_path / "step", checkpoint.read_document(tmp_path / "step"), name="step", target=small_target, license="mit"
+    )
     assert read.report == report and read.num_drafts == 3
     assert f"5 prompts, temperature 0, chain of 3, by replay | {report.replayed_tau:.2f}" in expected(read)
     decoded = judge(make(drafter), drafter)

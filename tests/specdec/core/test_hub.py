@@ -12,10 +12,13 @@ from specdec import checkpoint
 from specdec.core import files
 from specdec.core import hub as names
 from specdec.core.hub import fetch
+from specdec.export import published
 from specdec.heads.eagle import Eagle
+from tests.exports import export, make_exact
 from tests.hub import Hub
 
 NAME = "user/head"
+CARD = b"---\nlicense: mit\ntags: [a]\n---\n"
 OFFLINE = (huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
 
@@ -28,7 +31,7 @@ def save(target, folder: Path, seed: int = 0) -> Eagle:
 
 def push(folder: Path, **more) -> str:
     """-> the commit"""
-    contents = {path.name: path for path in folder.iterdir()} | {"README.md": b"---\nlicense: mit\ntags: [a]\n---\n"}
+    contents = {path.name: path for path in folder.iterdir()} | {"README.md": CARD}
     return names.push(NAME, contents, message="Add a head", **more).oid
 
 
@@ -96,10 +99,37 @@ def test_one_commit_replaces_all_files(hub, target, pushed, tmp_path):
 def test_nothing_but_a_checkpoint_is_downloaded(hub, target, pushed, tmp_path):
     others = ("run.py", "drafter.bin", "sub/drafter.json", "report.html")
     contents = {"drafter.safetensors": b"0", "drafter.json": b"{}", **dict.fromkeys(others, b"1")}
-    names.push(NAME, {**contents, "README.md": b"---\nlicense: mit\ntags: []\n---\n"}, message="More")
+    names.push(NAME, {**contents, "README.md": CARD}, message="More")
     folder = checkpoint.resolve(NAME)
     found = {str(path.relative_to(folder)) for path in folder.rglob("*.*")}
     assert {"drafter.json", "drafter.safetensors"} <= found <= {*names.FILES}
+
+
+def test_a_published_head_is_downloaded_without_the_rest_of_its_repository(hub, target, tmp_path):
+    drafter = make_exact(target, "dflash")
+    export(drafter, "vllm", tmp_path / "out")
+    others = {"run.py": b"1", "optimizer.pt": b"1", "more/model.safetensors": b"1", "README.md": CARD}
+    contents = {path.name: path for path in (tmp_path / "out").iterdir()} | others
+    commit = names.push(NAME, contents, message="Add a head").oid
+    assert same(checkpoint.load(NAME, target, exact=True), drafter)
+    folder = checkpoint.resolve(NAME)
+    assert checkpoint.name_of(folder) == f"{NAME}@{commit}"
+    assert published.read(folder, target)[0]["published"]["source"] == f"{NAME}@{commit}"
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*.*")}
+    assert found <= {"config.json", "model.safetensors", "mask_embedding.pt", files.CHECKSUMS}
+    hub.failing = 500  # as without the Hub
+    fetch.cache_clear()
+    assert same(checkpoint.load(f"{NAME}@{commit}", target, exact=True), drafter)
+
+
+def test_of_a_whole_model_in_shards_only_the_index_is_downloaded(hub, target, tmp_path):
+    places = {"model.embed_tokens.weight": "model-1.safetensors"}
+    index = json.dumps({"weight_map": places}).encode()
+    contents = {"config.json": b"{}", "model-1.safetensors": b"large", published.INDEX: index, "README.md": CARD}
+    names.push(NAME, contents, message="Add a model")
+    assert {path.name for path in checkpoint.resolve(NAME).iterdir()} == {"config.json", published.INDEX}
+    with pytest.raises(ValueError, match="This is a whole language model"):
+        checkpoint.load(NAME, target)
 
 
 def test_a_damaged_download_is_refused(hub, target, pushed):
@@ -129,7 +159,8 @@ def test_a_name_that_nobody_has(hub, monkeypatch, tmp_path):
     num = len(hub.requests)
     for path in ("checkpoints/demo", "./a/b", "a/b/c", "step_000001", "a--b/c"):  # only folders are called so
         with pytest.raises(
-            ValueError, match=r"does not exist\. A checkpoint is a folder .* or the name of one on the Hugging Face"
+            ValueError,
+            match=r"does not exist\. A checkpoint is a folder .* or the name of one of both on the Hugging Face",
         ):
             checkpoint.read_json(checkpoint.resolve(path) / "drafter.json")
     assert len(hub.requests) == num
@@ -155,7 +186,9 @@ def test_gated_heads_and_repositories_without_a_head(hub, pushed, monkeypatch):
         checkpoint.resolve(NAME)
     monkeypatch.setenv("HF_TOKEN", "hf_user")
     huggingface_hub.HfApi().create_repo("user/other")
-    with pytest.raises(ValueError, match=r"user/other on the .* Hub is no checkpoint of specdec, .* scripts/import.py"):
+    with pytest.raises(
+        ValueError, match=r"user/other on the .* Hub is neither a checkpoint of specdec nor a published head"
+    ):
         checkpoint.resolve("user/other")
 
 

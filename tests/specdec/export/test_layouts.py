@@ -20,6 +20,7 @@ from tests.exports import (
     TOKENS,
     UNBLANKED,
     assert_equal_drafters,
+    assert_given_back,
     assert_same_drafts,
     bring_in,
     export,
@@ -87,6 +88,7 @@ def test_engines_draw_the_same_drafts_and_import_gives_the_head_back(
     assert_same_drafts(out, reader, served)
     if head != "dspark" or "markov_table" in arguments:  # other ones come back with a table
         assert_equal_drafters(bring_in(out, target), drafter if (out / "token_map.pt").exists() else served)
+    assert_given_back(out, target, tmp_path)
 
 
 @pytest.mark.parametrize("form", ["vllm", "speculators"])
