@@ -124,8 +124,8 @@ def main(arguments: list[str] | None = None) -> None:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         with lock(home.path / "lock", of=home.path):
-            default = lambda: given.target.name or loading.target_of(checkpoint.resolve(given.checkpoint))
-            home.begin(given.checkpoint, lambda: loading.load_target(given.target, default=default()).target)
+            name = lambda: loading.target_of(checkpoint.resolve(given.checkpoint), given.target.name)
+            home.begin(given.checkpoint, lambda: loading.load_target(given.target, default=name()).target)
             give_back(given, home)  # what an earlier launch was interrupted in
             if given.watch is None:
                 adapt(given, home, console)
@@ -373,7 +373,7 @@ def give_back(given: Adapt, home: Home) -> None:
 
 def target_of(given: Adapt, home: Home) -> dict[str, Any]:
     """The options of the target that another command takes."""
-    name = given.target.name or loading.target_of(home.first)
+    name = loading.target_of(home.first, given.target.name)
     options = asdict(given.target) | {"name": Path(name) if Path(name).exists() else name}
     return {f"target.{key}": value for key, value in options.items() if value is not None}
 

@@ -84,7 +84,6 @@ class Home:
             target = load_target()
             drafter, spec = checkpoint.start(source, target, {})
             about |= {"sha256": spec["published"]["sha256"], **_describe(target)}
-            files.remove(self.first)
             checkpoint.save(self.first, drafter, spec)
         config = next((path for path in (source / "config.yaml", source.parent / "config.yaml") if path.exists()), None)
         if own and config:

@@ -13,16 +13,35 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
+import torch
 from hydra import compose, initialize_config_dir
 
 import adapt
+import export
 from specdec import checkpoint
 from specdec.proposers import datastore
 from specdec.target.model import Target
-from tests.support import ROOT, child_environment, save_eagle, save_target, small_tokenizer, train_command, write_rows
+from tests.support import (
+    ROOT,
+    child_environment,
+    load_head,
+    make_drafter,
+    same_weights,
+    save_eagle,
+    save_target,
+    small_tokenizer,
+    train_command,
+    write_rows,
+)
 from train.adapt import RecordedAnswer
 from train.answers import answering
 from train.lock import lock
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
 
 TINY = [
     "target.dtype=float32", "min_tokens=50", "epochs=30", "lr=3e-3", "training.precision=fp32", "training.threads=1", "training.head.objective.losses.kl=0", "training.head.objective.losses.smooth_l1=0",
@@ -205,6 +224,40 @@ def test_the_source_and_the_target_are_pinned(made, run_adapt, tmp_path):
         ValueError, match=rf"another head than checkpoint={tmp_path / 'head'} is now.*whose files differ"
     ):
         run_adapt(given)
+
+
+@pytest.mark.parametrize(("head", "layout"), [("eagle", "eagle"), ("mtp", "vllm")])
+def test_a_published_head_is_given_back_in_its_layout(made, run_adapt, run_script, monkeypatch, head, layout):
+    target, spec = f"target.name={made / 'target'}", load_head(head)["drafter"]
+    drafter = make_drafter(Target.load(str(made / "target"), dtype="float32"), head).float()
+    checkpoint.save(Path("own"), drafter, spec)
+    run_script(export, "checkpoint=own", f"format={layout}", "out=published", target, "target.dtype=float32")
+    given = ["checkpoint=published", target, "tolerance=0.9"]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(adapt.export, "main", interrupt)
+        run_adapt(*given)
+    assert document()["decision"] == "accepted" and checkpoint.resolve("adapted").name == "0002"
+    with pytest.raises(ValueError, match="no rows that are newer"):  # after what was left to do
+        run_adapt(*given)
+    files = [Path(folder, "model.safetensors") for folder in ("published", "adapted/export/0002")]
+    before, after = map(checkpoint.read_tensors, files)
+    shapes = lambda tensors: {name: (value.dtype, value.shape) for name, value in tensors.items()}
+    assert shapes(before) == shapes(after) and any(not torch.equal(before[name], after[name]) for name in before)
+    configs = [json.loads(file.with_name("config.json").read_text()) for file in files]
+    assert configs[0] == configs[1]
+    loaded = Target.load(str(made / "target"), dtype="float32")
+    one, two = (checkpoint.load(folder, loaded).state_dict() for folder in ("adapted", "adapted/export/0002"))
+    assert same_weights(one, two)
+    card = Path("adapted/export/0002/README.md").read_text()
+    digest = hashlib.sha256(files[0].read_bytes()).hexdigest()
+    assert card.count("## Adapted to traffic") == 1 and digest in card and "new: all" in card and "old: all" in card
+    assert "## Serve it in an engine" in card
+    tensors = {name: value + 1 for name, value in before.items()}
+    safetensors.torch.save_file(tensors, files[0])  # as somebody replaces a repository
+    with pytest.raises(
+        ValueError, match="checkpoint=published is now: it was begun with published, whose files differ"
+    ):
+        run_adapt(*given)
 
 
 def test_what_was_interrupted_goes_on(run_adapt, monkeypatch):
