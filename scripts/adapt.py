@@ -47,22 +47,10 @@ from train.data import reading
 from train.lock import lock
 
 FREE = (
-    "checkpoint",
-    "traffic",
-    "prompts",
-    "answering",
-    "out",
-    "watch",
-    "dry_run",
-)  # that may change when an adaptation goes on
+    "checkpoint traffic prompts answering out watch dry_run".split()
+)  # options that may change when an adaptation goes on
 OWN = {
-    "run",
-    "start",
-    "resume",
-    "head",
-    "data.train",
-    "data.length",
-    "train.steps",
+    *"run start resume head data.train data.length train.steps".split()
 }  # options of train.py that are not the user's
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 SHIPPED = "data/answers.jsonl.gz"  # answers of the default target, on which the shipped heads were trained
@@ -168,7 +156,7 @@ def adapt(given: Adapt, home: Home, console: progress.Results) -> None:
     if given.dry_run:
         console.say(f"dry_run: without it the same command trains. To begin anew, delete {home.training}.")
         return
-    judge_new(given, home, plan, train(given, home, plan, before["depth"]), console)
+    judge_new(given, home, plan, before, train(given, home, plan, before["depth"]), console)
     give_back(given, home)
 
 
@@ -286,7 +274,7 @@ def judge_before(given: Adapt, home: Home, plan: AdaptationPlan) -> dict:
     numbers = {kind: [[each.num_rounds, each.num_emitted] for each in counts[kind]] for kind in KINDS}
     document = {
         "counts": numbers,
-        "foreseen": judging.foresee(new, old, plan.heldout["new"]),
+        "foreseen": judging.foresee(new, old, plan.heldout["new"], plan.training[: plan.num_new]),
         "depth": min(judging.DEPTH, loaded.drafter.depth or judging.DEPTH),  # of the chain that chooses a step
     }
     home.write_before(document)
@@ -307,17 +295,14 @@ def show(
     return judged
 
 
-def judge_new(given: Adapt, home: Home, plan: AdaptationPlan, trained: Path, console: progress.Results) -> None:
-    """Judges the trained head, and takes it into use or not."""
-    before = home.read_before() or judge_before(given, home, plan)
+def judge_new(
+    given: Adapt, home: Home, plan: AdaptationPlan, before: dict, trained: Path, console: progress.Results
+) -> None:
+    """Judges the trained head, and takes it into use or not. before: of `judge_before`"""
     opened = loading.load_target(given.target, default=loading.target_of(home.path / plan.start))
     home.pin_target(opened.target)
-    judged = show(
-        console,
-        plan,
-        before["counts"],
-        judge_kinds(given, plan, checkpoint.load(trained, opened.target), "the new head"),
-    )
+    counts = judge_kinds(given, plan, checkpoint.load(trained, opened.target), "the new head")
+    judged = show(console, plan, before["counts"], counts)
     new, old = judged["new"][judging.ALL], judged["old"].get(judging.ALL)
     good, reasons = judging.decide(new, old, tolerance=given.tolerance)
     tokens = [adaptation.count_tokens(part) for part in (plan.training[: plan.num_new], plan.training[plan.num_new :])]
@@ -349,22 +334,18 @@ def judge_new(given: Adapt, home: Home, plan: AdaptationPlan, trained: Path, con
 
 def give_back(given: Adapt, home: Home) -> None:
     """Writes the card of an accepted head, and the head in the layout that the given one came in, unless that was done."""
-    head, record = home.current, home.current / "adaptation.json"
-    if not record.exists():
+    head, path = home.current, home.current / "adaptation.json"
+    record = checkpoint.read_json(path) if path.exists() else {}
+    if "groups" not in record:  # the given head, or one of an earlier version
         return
-    document, card = checkpoint.read_json(head / "drafter.json"), judging.make_card(checkpoint.read_json(record))
+    document, card = checkpoint.read_json(head / "drafter.json"), judging.make_card(record)
     files.write_text(head / "README.md", card)
     if document.get("published") is None:  # it came as a checkpoint of ours
         return
     out, own = home.path / "export" / head.name, str(document["_target_"]).endswith(".NativeMTP")
     if not out.exists():
         gc.collect()  # the target that judged
-        values = {
-            "checkpoint": head,
-            "out": out,
-            "format": "stitched" if own else "published",
-            **target_of(given, home),
-        }
+        values = {"checkpoint": head, "out": out, "format": "stitched" if own else "published"} | target_of(given, home)
         export.main([f"{key}={value}" for key, value in values.items()])
     text = (out / "README.md").read_text()
     if judging.HEADING not in text:
@@ -381,12 +362,6 @@ def target_of(given: Adapt, home: Home) -> dict[str, Any]:
 # Training: train.py in a process of its own, with the settings of the head
 
 
-def settings_of(head: Path) -> dict[str, Any]:
-    """config.yaml beside the head, of the run that it comes from; {} without one"""
-    path = head / "config.yaml"
-    return read_settings(path) if path.exists() else {}
-
-
 def find_head(head: Path) -> str:
     """The first file of conf/head for a checkpoint's class."""
     kind = checkpoint.read_json(head / "drafter.json")["_target_"]
@@ -400,7 +375,7 @@ def find_old(given: str | None, head: Path, target: str) -> list[str]:
     """Files of the rows that the head was trained on. given: None: those of its config.yaml, or the shipped ones"""
     if given is not None:
         return split(given)
-    recorded = settings_of(head).get("data", {}).get("train")
+    recorded = read_settings(head / "config.yaml").get("data", {}).get("train")
     if recorded is not None:
         return list(reading.read_sources(recorded))
     if Path(target).name == Path(loading.DEFAULT_TARGET).name:
@@ -444,7 +419,7 @@ def make_arguments(given: Adapt, home: Home, plan: AdaptationPlan, depth: int) -
     """Arguments of train.py. The user's `training.` options have the last word."""
     length, steps = size_training(given, plan)
     folder = home.training.resolve()  # out= may be relative in one launch and absolute in the next
-    settings, head = settings_of(home.first), find_head(home.first)
+    settings, head = read_settings(home.first / "config.yaml"), find_head(home.first)
     objective = settings.get("head", {}).get("objective", {})
     recorded = settings.get("optimizer", {})
     own_lr = recorded.get("lr") or OmegaConf.load(loading.CONF / "head" / f"{head}.yaml").lr

@@ -13,8 +13,9 @@ ENOUGH = 8  # conversations, below which no head and no group of answers is judg
 DEPTH = 4  # drafts of the chain that heads are judged with
 JUDGED = 100  # answers of new and of old rows that are judged, at most
 ALL = "all"  # the group of all answers
-GREEDY = 0.3  # temperature up to which the most likely token is nearly always drawn
-GAP = 0.1  # from which much is to be won
+RUN = 3  # tokens after which a repetition is looked for
+REPEATS = 0.1  # share of repeated tokens from which training pays
+MEASURED = "TODO"
 MODES = {True: "on", False: "off", None: "as the template has it"}  # of thinking
 HEADING = "## Adapted to traffic"
 
@@ -162,30 +163,38 @@ def make_card(document: dict) -> str:
 # What training is likely to win
 
 
-def foresee(new: Groups, old: Groups, answers: Answers) -> dict:
-    """Whether training on traffic like these answers is likely to pay. -> gap, greedy share, likely, and a sentence
+def foresee(new: Groups, old: Groups, judged: Answers, training: Answers) -> dict:
+    """Whether training on traffic is likely to pay. -> gap, repeats, likely, and a sentence with what was measured
 
-    answers: the new ones. The gap is how much higher tau would be with what the head has on old answers of the same
-    temperatures. What it says was measured: results/36, 42 and 35.
+    judged: the new answers of the groups; training: those that would be trained on. The gap to old answers at the same temperatures is
+    told, and `count_repeats` decides: of five sets of answers it had the order of the gains, and the gap did not.
     """
-    tau = new[ALL].before
-    greedy = sum(len(each.answer) for each in answers if each.temperature <= GREEDY) / count_tokens(answers)
-    if not old:
-        said = f"There are no old answers to compare tau {tau:.2f} with, so it is not known whether training pays."
-        return {"gap": None, "greedy": greedy, "likely": None, "said": said}
-    taus = [(old.get(f"temperature {each.temperature:g}") or old[ALL]).before for each in answers]
-    expected = count_tokens(answers) / sum(len(each.answer) / general for each, general in zip(answers, taus))
-    gap = expected / tau - 1
-    said = f"tau is {tau:.2f} here and {expected:.2f} on old answers of the same temperatures ({gap:+.0%})"
-    if gap >= GAP:
-        why = "JSON answers with such a gap won 68 % (results/36)"
-    elif greedy >= 0.5:
-        why = "most answers are greedy, and two services without a gap won 27 and 37 % there (results/42)"
-    else:
-        why = "two services without a gap won 8 % at temperature 1 (results/42), and rows that a head knows nothing (results/35)"
-    likely = gap >= GAP or greedy >= 0.5
-    verdict = "Training is likely to pay" if likely else "Training is likely to win little"
-    return {"gap": gap, "greedy": greedy, "likely": likely, "said": f"{verdict}: {said}; {why}."}
+    repeats = count_repeats(judged, training)
+    said = f"{repeats:.0%} of the tokens follow from other answers of this traffic"
+    gap = None
+    if old:
+        taus = [(old.get(f"temperature {each.temperature:g}") or old[ALL]).before for each in judged]
+        rounds = sum(len(each.answer) / tau for each, tau in zip(judged, taus))
+        general, tau = count_tokens(judged) / rounds, new[ALL].before
+        gap = general / tau - 1
+        said += f"; tau is {tau:.2f} here, and {general:.2f} on old answers at the same temperatures ({gap:+.0%})"
+    likely = repeats >= REPEATS
+    verdict = f"Training is likely to {'pay' if likely else 'win little'}"
+    return {"gap": gap, "repeats": repeats, "likely": likely, "said": f"{verdict}: {said}. {MEASURED}"}
+
+
+def count_repeats(judged: Answers, training: Answers) -> float:
+    """The share of the judged tokens that answers to train on have after the same RUN tokens, where these came last."""
+    follows: dict[tuple[int, ...], int] = {}
+    pairs = lambda answer: (
+        (tuple(tokens[place - RUN : place]), tokens[place])
+        for tokens in [answer.prompt + answer.answer]
+        for place in range(max(RUN, len(answer.prompt)), len(tokens))
+    )
+    for answer in training:
+        follows.update(pairs(answer))
+    hits = [follows.get(run) == token for answer in judged for run, token in pairs(answer)]
+    return sum(hits) / max(1, len(hits))
 
 
 # The gate
