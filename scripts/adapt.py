@@ -1,12 +1,13 @@
-"""Trains a head further on recorded traffic, and takes the new one into use only if it drafts better and has not forgotten.
+"""Trains a drafter further on your traffic, and takes the new one into use only if it drafts better and has not forgotten.
 
     specdec adapt checkpoint=checkpoints/shipped/mtp traffic=traffic out=adapted
+    specdec adapt checkpoint=user/name target.name=my-model prompts=prompts.jsonl out=adapted
     specdec serve checkpoint=adapted
 
-The newest conversations are held out, and the present head is judged on them by replay. Then it is trained on the other new
-rows, beside a share of old ones, and judged again. OUT stands for the head in use; OUT/adaptations has what was measured and
-decided. With watch=SECONDS it goes on, whenever min_tokens new tokens have come. After Ctrl-C the same command continues.
-docs/adapting.md has more.
+With prompts= the target answers them first. The newest conversations are held out, and the present head is judged on them by
+replay, which also tells whether training is likely to pay. Then it is trained on the other new rows beside a share of old ones,
+and judged again. OUT stands for the head in use; OUT/export has it in the layout that it came in, OUT/adaptations what was
+measured and decided. After Ctrl-C the same command continues. docs/adapting.md has more.
 """
 
 from helpers import loading
@@ -28,46 +29,45 @@ from typing import Any
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
+import answer
+import export
 import train.overrides as overrides
 from specdec import checkpoint
-from specdec.heads.base import Drafter
+from specdec.core import files
+from specdec.heads.base import Drafter, Head
+from specdec.measuring.report import PromptCounts
 from specdec.proposers import datastore
 from train import adapt as adaptation
-from train import decide, progress
-from train.adapt_folder import AdaptationPlan, Home
+from train import adapt_judging as judging
+from train import decide, progress, ranges
+from train.adapt_folder import KINDS, AdaptationPlan, Home
 from train.answers.resumable import check_settings
 from train.config import flat, read_settings
 from train.data import reading
 from train.lock import lock
 
-FREE = ("checkpoint", "traffic", "out", "watch", "settings")  # options that may change when an adaptation goes on
+FREE = (
+    "checkpoint traffic prompts answering out watch dry_run".split()
+)  # options that may change when an adaptation goes on
 OWN = {
-    "run",
-    "start",
-    "resume",
-    "head",
-    "data.train",
-    "data.length",
-    "train.steps",
+    *"run start resume head data.train data.length train.steps".split()
 }  # options of train.py that are not the user's
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 SHIPPED = "data/answers.jsonl.gz"  # answers of the default target, on which the shipped heads were trained
 ROUND = 128  # tokens: packs have a multiple of it, so that the target's passes have few shapes
 LOWER = 1 / 3  # of the learning rate that the head was trained with
-# Of heads that are trained with Muon: rates of AdamW, with which adapting was measured, and their objective then
-ADAMW_LR = {"eagle3": 2.5e-4, "mtp": 7e-4}
-AS_MEASURED: dict[str, dict] = {
-    "eagle3": {"depth": 7, "supervise": "answers"},
-    "mtp": {"depth": 3, "supervise": "answers"},
-}
-SHOWN = re.compile(r"step +\d+/\d+|Resumed|Ctrl-C|SIGTERM")  # lines of train.py
+ADAMW_LR = {"eagle3": 2.5e-4, "mtp": 7e-4}  # of heads that are trained with Muon: rates of AdamW
+VALIDATIONS, PATIENCE = 10, 3  # of a training, and how many without a rise of tau end it
+VALIDATED = 32  # answers that choose the step, at most
+SHOWN = re.compile(r"step +\d+[/:]|Resumed|Ctrl-C|SIGTERM")  # lines of train.py
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapt:
     checkpoint: str = field(metadata={"help": loading.CHECKPOINT})
-    traffic: str = field(metadata={"help": "folder of recorded answers: .jsonl files"})
     out: str = field(metadata={"help": "folder of the adapted heads; it stands for the head in use", "folder": True})
+    traffic: str | None = option(None, "folder of recorded answers: .jsonl files")
+    prompts: str | None = option(None, "in place of traffic=: prompts that the target answers first, as specdec answer")
     old: str | None = option(
         None,
         "files that the head was trained on (a,b), some of whose rows are held out to judge forgetting; null: those of its "
@@ -80,7 +80,12 @@ class Adapt:
     tolerance: float = option(0.03, "share by which tau of old answers may fall")
     min_tokens: int = option(5000, "new tokens of answers that training needs")
     watch: float | None = option(None, "go on, and look for new rows every so many seconds; null: once")
+    dry_run: bool = option(False, "only judge the head, and say whether training is likely to pay")
     length: int = option(1024, "tokens of an answer with its prompt that are judged and trained on, at most")
+    answering: dict[str, str] = field(
+        default_factory=dict,
+        metadata={"prefix": "answer.", "help": "options of specdec answer for prompts=, such as answer.engine=URL"},
+    )
     training: dict[str, str] = field(
         default_factory=dict,
         metadata={"prefix": "training.", "help": "options of train.py, such as training.train.batch=4"},
@@ -93,12 +98,23 @@ def main(arguments: list[str] | None = None) -> None:
     overrides.check(given.training, "training.")
     if own := sorted(OWN & set(given.training)):
         raise ValueError(f"training.{own[0]}= is chosen by this command: leave it out.")
+    wrong = {
+        "Give traffic=FOLDER of recorded answers, or prompts=FILE that the target answers first: one of them.": (
+            (given.traffic is None) == (given.prompts is None)
+        ),
+        "answer. options say how prompts= are answered: give prompts=, or leave them out.": given.answering
+        and not given.prompts,
+        "watch= waits for traffic: give traffic=, without dry_run=.": given.watch and (given.prompts or given.dry_run),
+    }
+    ranges.refuse(wrong)
     console = progress.Results()
     home = Home(Path(given.out))
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         with lock(home.path / "lock", of=home.path):
-            home.begin(given.checkpoint)
+            name = lambda: loading.target_of(checkpoint.resolve(given.checkpoint), given.target.name)
+            home.begin(given.checkpoint, lambda: loading.load_target(given.target, default=name()).target)
+            give_back(given, home)  # what an earlier launch was interrupted in
             if given.watch is None:
                 adapt(given, home, console)
             else:
@@ -134,7 +150,14 @@ def adapt(given: Adapt, home: Home, console: progress.Results) -> None:
         advice = f"Give those again, or delete {home.training} to begin anew."
         check_settings(home.training, then, settings, advice=advice)
         console.say(f"the adaptation {plan.number} goes on")
-    judge_new(given, home, plan, train(given, home, plan), console)
+    before = home.read_before() or judge_before(given, home, plan)
+    show(console, plan, before["counts"])
+    console.say(before["foreseen"]["said"])
+    if given.dry_run:
+        console.say(f"dry_run: without it the same command trains. To begin anew, delete {home.training}.")
+        return
+    judge_new(given, home, plan, before, train(given, home, plan, before["depth"]), console)
+    give_back(given, home)
 
 
 def check_head(folder: Path) -> None:
@@ -149,7 +172,15 @@ def check_head(folder: Path) -> None:
 
 def check_tokens(tokens: int, needed: int) -> None:
     if tokens < needed:
-        raise adaptation.TooFew(f"{tokens:,} of {needed:,} new tokens to train on (min_tokens): record more.")
+        raise adaptation.TooFew(f"{tokens:,} of {needed:,} new tokens to train on (min_tokens): give more rows.")
+
+
+def write_answers(given: Adapt, home: Home) -> Path:
+    """Lets the target answer prompts=, or go on with it. -> the file of answers"""
+    folder = home.make_private("answers")
+    values = {"prompts": given.prompts, "out": folder / "answers.jsonl", **target_of(given, home), **given.answering}
+    answer.main([f"{key}={value}" for key, value in values.items()])
+    return folder / "answers.jsonl"
 
 
 def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results) -> AdaptationPlan:
@@ -159,37 +190,50 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
     document = checkpoint.read_json(home.current / "drafter.json")
     name = given.target.name or str(document.get("target"))
     tokenizer = loading.load_tokenizer(name, trust_remote_code=given.target.trust_remote_code)
-    source = adaptation.TrafficSource(datastore.fingerprint(tokenizer), name, document.get("target_fingerprint"))
-    answers, left_out = adaptation.read_traffic(Path(given.traffic), source)
-    past = [(each["until"], each["decision"]) for each in home.history()]
+    fingerprint = home.source.get("target_fingerprint", document.get("target_fingerprint"))
+    source = adaptation.TrafficSource(datastore.fingerprint(tokenizer), name, fingerprint)
+    sources = find_old(given.old, home.first, source.target)
+    where = "traffic" if given.prompts is None else "prompts"
+    past = [(each["until"], each["decision"]) for each in home.history() if each.get("where", "traffic") == where]
+    if given.prompts is None:
+        answers, left_out = adaptation.read_traffic(Path(str(given.traffic)), source)
+    else:
+        written, left_out = write_answers(given, home), ""
+        answers = adaptation.read_written(written, source, [until for until, _ in past])
     tried = max((until for until, _ in past), default=-math.inf)
     known = max((until for until, decision in past if decision == "accepted"), default=-math.inf)
     if given.watch is not None:
         tokens = adaptation.count_tokens(answer for answer in answers if answer.time > tried)
-        check_tokens(int(tokens * (1 - given.heldout_share)), given.min_tokens)
+        left = (1 - given.heldout_share) * (1 - given.heldout_share / 2)  # to train on
+        check_tokens(int(tokens * left), given.min_tokens)
     new = [answer for answer in answers if answer.time > known]
     if not new:
         raise adaptation.TooFew(
-            f"traffic={given.traffic} has no rows that are newer than those of the head in use: record more."
+            f"{where}={getattr(given, where)} has no rows that are newer than those of the head in use: give more."
         )
     training, heldout = adaptation.split_newest(new, given.heldout_share)
+    training, validation = adaptation.split_newest(training, given.heldout_share / 2)
     earlier = home.known("heldout")
     training = adaptation.drop_known(training, earlier)
     check_tokens(tokens := adaptation.count_tokens(training), given.min_tokens)
     num = len({answer.conversation for answer in heldout if len(answer.prompt) + 2 <= given.length})
-    if num < adaptation.ENOUGH:
+    if num < judging.ENOUGH:
         raise adaptation.TooFew(
-            f"{num} held-out conversations fit into length={given.length}: a head is judged by {adaptation.ENOUGH} or more. Record more."
+            f"{num} held-out conversations fit into length={given.length}: a head is judged by {judging.ENOUGH} or more. Give more."
         )
     if left_out:
         console.say(f"rows of the traffic that are left out: {left_out}")
-    sources = find_old(given.old, home.first, source.target)
-    adapted = [{**answer.to_row(source.tokenizer), "category": "adapted"} for answer in home.known("trained")]
+    adapted = [answer.to_row(source.tokenizer) for answer in home.known("trained")]
     most = int(given.old_share / (1 - given.old_share) * tokens)
-    old, rest = choose_old(sources, adapted, tokenizer, taken=[*heldout, *training, *earlier], most=most)
-    old += adaptation.drop_known(earlier, [*heldout, *training])
-    slices = {kind: adaptation.choose_judged(each, given.length) for kind, each in (("new", heldout), ("old", old))}
-    about = {"until": max(answer.time for answer in new), "settings": settings}
+    old, rest = choose_old(sources, adapted, tokenizer, taken=[*heldout, *validation, *training, *earlier], most=most)
+    old += adaptation.drop_known(earlier, [*heldout, *validation, *training])
+    slices = {kind: judging.choose_judged(each, given.length) for kind, each in zip(KINDS, (heldout, old))}
+    slices["validation"] = judging.choose_judged(validation, given.length, VALIDATED)
+    if not slices["validation"]:
+        raise adaptation.TooFew(
+            f"No answer that chooses the step fits into length={given.length}: raise it, or give more rows."
+        )
+    about = {"until": max(answer.time for answer in new), "where": where, "settings": settings}
     start = str(home.current.relative_to(home.path))
     plan = AdaptationPlan(home.next_number(), start, [*training, *rest], len(training), slices, about)
     home.save_plan(plan, source.tokenizer)
@@ -205,55 +249,117 @@ def choose_old(
     """
     try:
         rows = [row for name in sources for row in reading.load_conversations(name)]
-        drawn = list(itertools.islice(adaptation.draw_old(rows, tokenizer), adaptation.JUDGED))
+        drawn = list(itertools.islice(adaptation.draw_old(rows, tokenizer), judging.JUDGED))
         unused = adaptation.drop_known(adaptation.draw_old([*rows, *adapted], tokenizer), [*taken, *drawn])
     except ValueError as error:
         raise ValueError(f"old={','.join(sources)}: {error} Give old=FILE, or old= for no old rows.") from None
     return adaptation.drop_known(drawn, taken), adaptation.take_tokens(unused, most)
 
 
-def judge_new(given: Adapt, home: Home, plan: AdaptationPlan, trained: Path, console: progress.Results) -> None:
-    """Judges the trained head, and takes it into use or not."""
+def judge_kinds(given: Adapt, plan: AdaptationPlan, head: Head, name: str) -> dict[str, list[PromptCounts]]:
+    """What tau of each held-out answer is made of. name: of the head"""
+    return {
+        kind: judging.judge(head, plan.heldout[kind], length=given.length, what=f"judging {name}, {kind} answers")
+        for kind in KINDS
+    }
+
+
+def judge_before(given: Adapt, home: Home, plan: AdaptationPlan) -> dict:
+    """Judges the head in use, and foresees what training wins; kept for the comparison and for a launch that goes on."""
     loaded = loading.load(str(home.path / plan.start), given.target)
-    heads = {"the head in use": loaded.drafter, "the new head": checkpoint.load(trained, loaded.target)}
-    changes = {}
-    for kind, answers in plan.heldout.items():
-        counts = [
-            adaptation.judge(head, answers, length=given.length, what=f"judging {name}, {kind} answers")
-            for name, head in heads.items()
-        ]
-        changes[kind] = part = adaptation.TauChange.of(answers, *counts)
-        if part:
-            (low, high), (least, most) = part.before_ci, part.change_ci
-            console.say(
-                f"{kind} answers: tau {part.before:.3f} ({low:.2f} .. {high:.2f}) -> {part.after:.3f}, change "
-                f"{part.change:+.3f} ({least:+.3f} .. {most:+.3f}), {part.conversations} conversations"
-            )
-    assert changes["new"] is not None
-    good, reasons = adaptation.decide(changes["new"], changes["old"], tolerance=given.tolerance)
+    home.pin_target(loaded.target)
+    assert isinstance(loaded.drafter, Drafter)
+    counts = judge_kinds(given, plan, loaded.drafter, "the head in use")
+    new, old = (judging.judge_groups(plan.heldout[kind], counts[kind]) for kind in KINDS)
+    numbers = {kind: [[each.num_rounds, each.num_emitted] for each in counts[kind]] for kind in KINDS}
+    document = {
+        "counts": numbers,
+        "foreseen": judging.foresee(new, old, plan.heldout["new"], plan.training[: plan.num_new]),
+        "depth": min(judging.DEPTH, loaded.drafter.depth or judging.DEPTH),  # of the chain that chooses a step
+    }
+    home.write_before(document)
+    return document
+
+
+def show(
+    console: progress.Results, plan: AdaptationPlan, before: dict, after: dict[str, list[PromptCounts]] | None = None
+) -> dict[str, judging.Groups]:
+    """Prints tau by group. before: counts as `judge_before` keeps them. -> the groups"""
+    judged = {
+        kind: judging.judge_groups(
+            plan.heldout[kind], [PromptCounts(*pair) for pair in before[kind]], None if after is None else after[kind]
+        )
+        for kind in KINDS
+    }
+    console.say(judging.to_table(judged))
+    return judged
+
+
+def judge_new(
+    given: Adapt, home: Home, plan: AdaptationPlan, before: dict, trained: Path, console: progress.Results
+) -> None:
+    """Judges the trained head, and takes it into use or not. before: of `judge_before`"""
+    opened = loading.load_target(given.target, default=loading.target_of(home.path / plan.start))
+    home.pin_target(opened.target)
+    counts = judge_kinds(given, plan, checkpoint.load(trained, opened.target), "the new head")
+    judged = show(console, plan, before["counts"], counts)
+    new, old = judged["new"][judging.ALL], judged["old"].get(judging.ALL)
+    good, reasons = judging.decide(new, old, tolerance=given.tolerance)
     tokens = [adaptation.count_tokens(part) for part in (plan.training[: plan.num_new], plan.training[plan.num_new :])]
+    step = int(trained.name.removeprefix("step_"))
+    if step == 0:
+        reasons.append("No step of the training drafted better than its start on the answers that choose the step.")
     document = {
         "number": plan.number,
         "decision": "accepted" if good else "refused",
         "reasons": reasons,
         "start": plan.start,
         "in_use": f"heads/{plan.number}" if good else plan.start,
-        "slices": {kind: change and asdict(change) for kind, change in changes.items()},
-        "training": {"new_tokens": tokens[0], "old_tokens": tokens[1], "steps": size_training(given, plan)[1]},
+        "slices": {"new": asdict(new), "old": old and asdict(old)},
+        "groups": {kind: {name: asdict(each) for name, each in groups.items()} for kind, groups in judged.items()},
+        "foreseen": before["foreseen"],
+        "training": {
+            "new_tokens": tokens[0],
+            "old_tokens": tokens[1],
+            "step": step,
+            "steps": size_training(given, plan)[1],
+        },
+        "source": home.source,
         **plan.about,
     }
-    home.decide(plan, trained, document, datastore.fingerprint(loaded.tokenizer))
+    home.decide(plan, trained, document, datastore.fingerprint(opened.tokenizer))
     console.say(f"{document['decision']}: {' '.join(reasons)}")
     console.say(f"{home.path} stands for {document['in_use']}")
 
 
+def give_back(given: Adapt, home: Home) -> None:
+    """Writes the card of an accepted head, and the head in the layout that the given one came in, unless that was done."""
+    head, path = home.current, home.current / "adaptation.json"
+    record = checkpoint.read_json(path) if path.exists() else {}
+    if "groups" not in record:  # the given head, or one of an earlier version
+        return
+    document, card = checkpoint.read_json(head / "drafter.json"), judging.make_card(record)
+    files.write_text(head / "README.md", card)
+    if document.get("published") is None:  # it came as a checkpoint of ours
+        return
+    out, own = home.path / "export" / head.name, str(document["_target_"]).endswith(".NativeMTP")
+    if not out.exists():
+        gc.collect()  # the target that judged
+        values = {"checkpoint": head, "out": out, "format": "stitched" if own else "published"} | target_of(given, home)
+        export.main([f"{key}={value}" for key, value in values.items()])
+    text = (out / "README.md").read_text()
+    if judging.HEADING not in text:
+        files.write_text(out / "README.md", f"{text}\n{card}")
+
+
+def target_of(given: Adapt, home: Home) -> dict[str, Any]:
+    """The options of the target that another command takes."""
+    name = loading.target_of(home.first, given.target.name)
+    options = asdict(given.target) | {"name": Path(name) if Path(name).exists() else name}
+    return {f"target.{key}": value for key, value in options.items() if value is not None}
+
+
 # Training: train.py in a process of its own, with the settings of the head
-
-
-def settings_of(head: Path) -> dict[str, Any]:
-    """config.yaml beside the head, of the run that it comes from; {} without one"""
-    path = head / "config.yaml"
-    return read_settings(path) if path.exists() else {}
 
 
 def find_head(head: Path) -> str:
@@ -269,7 +375,7 @@ def find_old(given: str | None, head: Path, target: str) -> list[str]:
     """Files of the rows that the head was trained on. given: None: those of its config.yaml, or the shipped ones"""
     if given is not None:
         return split(given)
-    recorded = settings_of(head).get("data", {}).get("train")
+    recorded = read_settings(head / "config.yaml").get("data", {}).get("train")
     if recorded is not None:
         return list(reading.read_sources(recorded))
     if Path(target).name == Path(loading.DEFAULT_TARGET).name:
@@ -292,11 +398,13 @@ def size_training(given: Adapt, plan: AdaptationPlan) -> tuple[int, int]:
     return length, max(1, math.ceil(given.epochs * packs / together))
 
 
-def train(given: Adapt, home: Home, plan: AdaptationPlan) -> Path:
-    """Trains as the plan says. -> the trained head's folder. Raises KeyboardInterrupt if it was interrupted."""
+def train(given: Adapt, home: Home, plan: AdaptationPlan, depth: int) -> Path:
+    """Trains as the plan says. -> the folder of the best step, the start's or a later one. depth: of the chain that chooses it
+
+    Raises KeyboardInterrupt if it was interrupted.
+    """
     gc.collect()  # the target that judged
-    length, steps = size_training(given, plan)
-    status = run_train(make_arguments(given, home, plan, length, steps))
+    status = run_train(make_arguments(given, home, plan, depth))
     folder = home.training / "run"
     if not (folder / "finished").exists():
         if status in (0, 130):
@@ -304,22 +412,21 @@ def train(given: Adapt, home: Home, plan: AdaptationPlan) -> Path:
         raise ValueError(
             f"Training ended with status {status}; what it said stands above. The same command continues it."
         )
-    return folder / f"step_{steps:06d}"
+    return checkpoint.resolve(folder)
 
 
-def make_arguments(given: Adapt, home: Home, plan: AdaptationPlan, length: int, steps: int) -> list[str]:
+def make_arguments(given: Adapt, home: Home, plan: AdaptationPlan, depth: int) -> list[str]:
     """Arguments of train.py. The user's `training.` options have the last word."""
+    length, steps = size_training(given, plan)
     folder = home.training.resolve()  # out= may be relative in one launch and absolute in the next
-    name = given.target.name or loading.target_of(home.path / plan.start)
-    target = {**asdict(given.target), "name": Path(name) if Path(name).exists() else name}
-    settings, head = settings_of(home.first), find_head(home.first)
+    settings, head = read_settings(home.first / "config.yaml"), find_head(home.first)
     objective = settings.get("head", {}).get("objective", {})
     recorded = settings.get("optimizer", {})
     own_lr = recorded.get("lr") or OmegaConf.load(loading.CONF / "head" / f"{head}.yaml").lr
     if head in ADAMW_LR and (not recorded or recorded.get("name") == "muon"):
         own_lr = ADAMW_LR[head]
-    objective = objective or AS_MEASURED.get(head, {})
     values: dict[str, Any] = {
+        "head.objective.supervise": "answers",
         **{f"head.objective.{key}": value for key, value in flat(objective).items() if key != "_target_"},
         "run": folder / "run",
         "start": (home.path / plan.start).resolve(),
@@ -336,15 +443,17 @@ def make_arguments(given: Adapt, home: Home, plan: AdaptationPlan, length: int, 
         "train.steps": steps,
         "train.batch": 1,
         "train.accumulation": 1,
-        "train.validate_every": steps,  # the last step is taken, not the best one: adapt.py judges it
+        "train.validate_every": max(1, steps // VALIDATIONS),
+        "train.patience": PATIENCE,
         "train.save_every": max(1, min(100, steps // 5)),
         "train.log_every": max(1, min(20, steps // 10)),
-        "validation.num_prompts": 2,
-        "validation.max_new_tokens": 8,
+        "validation.answers": folder / "validation.jsonl",
+        "validation.num_prompts": VALIDATED,
+        "validation.max_new_tokens": 8,  # of the two prompts that are decoded at the end
         "validation.decode": "end",
         "validation.auto": "never",
-        "validation.answers": folder / "answers",
-        **{f"target.{key}": value for key, value in target.items()},
+        "decode.depth": depth,
+        **target_of(given, home),
         **given.training,
     }
     rows = f"data.train=[{quote(folder / 'train.jsonl')}]"

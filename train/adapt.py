@@ -1,24 +1,17 @@
-"""Adapting a head to recorded answers: the rows, and the gate that decides whether the new head is used."""
+"""Rows to adapt a head to: recorded answers, those written for the purpose, and old ones; and how they are split."""
 
 import collections
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from specdec.heads.base import Drafter, Head
-from specdec.measuring import report as figures
-from specdec.measuring.report import PromptCounts
 from specdec.server import record
 from train import validate
 from train.data import rows as data
-
-ENOUGH = 8  # conversations, below which no head is judged
-DEPTH = 4  # drafts of the chain that heads are judged with
-JUDGED = 100  # answers of new and of old rows that are judged, at most
 
 
 class TooFew(ValueError):
@@ -30,12 +23,17 @@ class TooFew(ValueError):
 
 @dataclass(frozen=True)
 class RecordedAnswer(validate.Written):
-    """One answer of the target. time: when it was written, in seconds; target_fingerprint: of the weights that wrote it"""
+    """One answer of the target.
+
+    time: when it was written, in seconds; thinking: the mode of its prompt; target_fingerprint: of the weights that wrote it; None: not known
+    """
 
     id: str
     conversation: str
     time: float
     target_fingerprint: str | None = None
+    category: str = "all"
+    thinking: bool | None = None
 
     def to_row(self, tokenizer: str) -> dict:
         """As train.py reads it. tokenizer: `datastore.fingerprint`"""
@@ -54,6 +52,8 @@ class RecordedAnswer(validate.Written):
             id=name,
             conversation=str(name if row.get("conversation") is None else row["conversation"]),
             time=float(row.get("time") or 0.0),
+            category=str(row.get("category") or "all"),
+            thinking=row.get("thinking") if isinstance(row.get("thinking"), bool) else None,
             temperature=float(row.get("temperature") or 0.0),
             prompt=tokens[:num],
             answer=tokens[num:],
@@ -115,6 +115,22 @@ def read_traffic(folder: Path, wanted: TrafficSource) -> tuple[Answers, str]:
     return sorted(found, key=lambda answer: answer.time), why
 
 
+def read_written(path: Path, wanted: TrafficSource, ends: Iterable[float]) -> Answers:
+    """The answers to a file of prompts, as scripts/answer.py writes them. Their `time` says which adaptation came first.
+
+    ends: numbers of rows that earlier adaptations ended with; answers of one adaptation are equally new
+    """
+    lines = list(record.read_lines([path]))
+    ends = sorted({*ends, float(len(lines))})
+    found: Answers = []
+    for number, (place, row) in enumerate(lines, start=1):
+        time = next(end for end in ends if number <= end)
+        name = str((row or {}).get("id")).rpartition("@")[0]
+        answer = wanted.parse(row and {**row, "time": time, "conversation": name}, place=place)
+        found += [answer] if isinstance(answer, RecordedAnswer) else []  # an empty answer is nothing to learn from
+    return found
+
+
 def read_answers(path: Path) -> Answers:
     """A file that `to_lines` has written. Raises ValueError if it is damaged."""
     try:
@@ -134,7 +150,8 @@ def count_tokens(answers: Iterable[RecordedAnswer]) -> int:
 
 
 def split_newest(answers: Answers, share: float) -> tuple[Answers, Answers]:
-    """-> answers to train on, and those of the newest conversations. A conversation is as new as its newest answer.
+    """-> answers to train on, and those of the newest conversations. A conversation is as new as its newest answer; those
+    that are equally new are drawn.
 
     share: of the conversations that are held out. Training loses the answers to prompts that are held out too.
     Raises TooFew if nothing is left to train on.
@@ -142,7 +159,7 @@ def split_newest(answers: Answers, share: float) -> tuple[Answers, Answers]:
     newest: dict[str, float] = {}
     for answer in answers:
         newest[answer.conversation] = max(answer.time, newest.get(answer.conversation, answer.time))
-    order = sorted(newest, key=lambda name: (newest[name], name))
+    order = sorted(newest, key=lambda name: (newest[name], _draw(name)))
     held = set(order[len(order) - max(1, round(share * len(order))) :])
     heldout = [answer for answer in answers if answer.conversation in held]
     training = drop_known(answers, heldout)
@@ -178,8 +195,13 @@ def draw_old(rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase) -> Iterat
 
     rows: as of `reading.load_conversations`; each is encoded when it is needed
     """
-    order = sorted(rows, key=lambda row: hashlib.sha256(f"0 {row['id']}".encode()).digest())
+    order = sorted(rows, key=lambda row: _draw(row["id"]))
     return (answer for row in order if (answer := encode_answer(tokenizer, row)) is not None)
+
+
+def _draw(name: str) -> bytes:
+    """The place of a name in an order that is random, and always the same."""
+    return hashlib.sha256(f"0 {name}".encode()).digest()
 
 
 def encode_answer(tokenizer: PreTrainedTokenizerBase, row: dict) -> RecordedAnswer | None:
@@ -192,83 +214,3 @@ def encode_answer(tokenizer: PreTrainedTokenizerBase, row: dict) -> RecordedAnsw
     tokens: dict = {"tokens": encoded.tokens[:stop], "prompt_tokens": start}
     tokens["conversation"] = row.get("conversation") or f"old {encoded.id.rpartition('@')[0] or encoded.id}"
     return RecordedAnswer.from_row({**row, **tokens}, place=encoded.id) if stop - start > 1 else None
-
-
-# The gate: tau by replay, and whether the new head is taken
-
-
-def choose_judged(answers: Answers, length: int) -> Answers:
-    """At most JUDGED of the answers, spread over the list. length: tokens of an answer with its prompt; long answers are cut later"""
-    fit = [answer for answer in answers if len(answer.prompt) + 2 <= length]
-    step = max(1.0, len(fit) / JUDGED)
-    return [fit[int(place * step)] for place in range(min(JUDGED, len(fit)))]
-
-
-def judge(drafter: Head, answers: Answers, *, length: int, what: str) -> list[PromptCounts]:
-    """What tau of each answer is made of, by replay at the temperature that it was written at.
-
-    length: tokens of an answer with its prompt, beyond which it is cut; what: is shown
-    """
-    assert isinstance(drafter, Drafter)
-    texts = [replace(each, answer=each.answer[: length - len(each.prompt)]) for each in answers]
-    return validate.count_replays(validate.replay_texts(drafter, texts, depth=DEPTH, what=what))
-
-
-@dataclass(frozen=True)
-class TauChange:
-    """tau of held-out answers before and after training, with 95 % intervals over conversations."""
-
-    conversations: int
-    answers: int
-    tokens: int
-    before: float
-    before_ci: list[float]
-    after: float
-    after_ci: list[float]
-    change: float
-    change_ci: list[float]  # paired
-
-    @classmethod
-    def of(cls, answers: Answers, before: list[PromptCounts], after: list[PromptCounts]) -> "TauChange | None":
-        """before, after: of each answer. None without answers."""
-        if not answers:
-            return None
-        then, now = _by_conversation(answers, before), _by_conversation(answers, after)
-        spans = [figures.interval(each, figures.tau, 0) for each in (then, now)]
-        difference = figures.tau_difference(now, then)
-        num = len(answers), count_tokens(answers)
-        return cls(len(then), *num, figures.tau(then), spans[0], figures.tau(now), spans[1], *difference)
-
-
-def _by_conversation(answers: Answers, counts: list[PromptCounts]) -> list[PromptCounts]:
-    """Answers of one conversation are alike, so intervals are over conversations."""
-    sums: dict[str, list[float]] = {}
-    for answer, each in zip(answers, counts, strict=True):
-        total = sums.setdefault(answer.conversation, [0.0, 0.0])
-        total[0] += each.num_rounds
-        total[1] += each.num_emitted
-    return [PromptCounts(*total) for total in sums.values()]
-
-
-def decide(new: TauChange, old: TauChange | None, *, tolerance: float) -> tuple[bool, list[str]]:
-    """Whether the new head is taken: there are ENOUGH new conversations, tau of their answers rises, its whole interval
-    above 0, and that of old answers falls by no more than a share `tolerance`.
-
-    -> the decision, with every reason against it, or else the reason for it
-    """
-    low, high = new.change_ci
-    rise = f"tau of the new answers changes by {new.change:+.3f} ({low:+.3f} .. {high:+.3f})"
-    against = [] if low > 0 else [f"{rise}, which is not surely a rise."]
-    if new.conversations < ENOUGH:  # whose interval says little
-        against.append(
-            f"{new.conversations} held-out conversations are too few to judge a head by: {ENOUGH} are needed."
-        )
-    if old and (fall := 1 - old.after / old.before) > tolerance:
-        against.append(
-            f"tau of old answers falls by {fall:.1%}, from {old.before:.2f} to {old.after:.2f}: more than {tolerance:.0%} "
-            f"(tolerance={tolerance:g})."
-        )
-    kept = f"old answers fall by no more than {tolerance:.0%}"
-    return not against, against or [
-        f"{rise}, and {kept if old else 'there are no old answers, so what it forgot is not known'}."
-    ]

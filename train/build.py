@@ -39,7 +39,7 @@ from train.pages import facts
 from train.ranges import named, refuse
 from train.state import RunFolder
 from train.trainer import MEASURED, Trainer
-from train.validate import Validation
+from train.validate import Validation, encode_written
 
 PRECISIONS = {"bf16": "bf16", "fp32": "no"}  # of train.py, and what accelerate calls them
 IN_FLIGHT = 64  # texts that servers are asked for at once, by each process
@@ -57,15 +57,20 @@ def make_trainer(
     accelerator: Accelerator,
     console: progress.Results,
 ) -> Trainer:
-    """The trainer of a run before its first step. heldout: rows of prompts; path: the run's folder
+    """The trainer of a run before its first step. path: the run's folder; heldout: rows of prompts or of recorded answers
 
     Refuses now what would fail after hours of training.
     """
     packs.check_writers(target.fingerprint())
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
     rows = reading.spread(heldout, config.validation.num_prompts)
-    with reading.at(str(config.data.heldout)):
-        prompts = encode_prompts(config, tokenizer, packs, rows)
+    texts = None
+    if config.validation.recorded:
+        texts = [encode_written(tokenizer, row) for row in rows]
+        prompts = [Prompt(row["id"], row["category"], text.prompt) for row, text in zip(rows, texts)]
+    else:
+        with reading.at(str(config.data.heldout)):
+            prompts = encode_prompts(config, tokenizer, packs, rows)
     drafter, spec = make_drafter(config, target, packs)
     drafter.to(accelerator.device)
     with named("features"):
@@ -76,6 +81,7 @@ def make_trainer(
         optimizer = optimization.make_optimizer(drafter, config.optimizer, adapter=config.head.get("adapter"))
     display.start(progress.note, config, drafter, packs, len(prompts))
     validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
+    validation.texts = texts
     material = make_material(config, drafter, packs, accelerator, engine)
     inputs = {"heldout": reading.digest_of(heldout), **target_inputs(target)}
     folder = RunFolder(path, spec, fixed_settings(config.document()) | inputs)

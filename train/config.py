@@ -147,6 +147,7 @@ class TrainSettings:
     timeout: float  # minutes that a process waits for the others
     seed: int
     ema: float | None = None  # decay of the average of the weights; None: none is kept
+    patience: int | None = None  # validations without a rise after which training ends; None: any
 
     @property
     def limit(self) -> float:
@@ -164,7 +165,12 @@ class ValidationSettings:
     decode: str  # best, end or always
     auto: str  # never or end
     share: float | None  # of the training time; None: any
-    answers: str  # folder
+    answers: str  # folder, or a file of recorded answers
+
+    @property
+    def recorded(self) -> bool:
+        """Whether recorded answers are replayed, each at its own temperature, in place of those to data.heldout."""
+        return self.answers.endswith(".jsonl")
 
 
 PARTS: dict[str, Any] = {
@@ -368,9 +374,7 @@ def fixed_settings(document: dict) -> dict:
     free += tuple(f"target.{key}" for key in ("device", "shard", "trust_remote_code", "tried", "outline"))
     # What is read is in the fingerprint
     free += tuple(f"data.{key}" for key in ("split", "heldout_split", "cache", "workers"))
-    freely = (
-        "tokens epochs hours log_every validate_every validate_first save_every save_minutes timeout skip_not_finite"
-    )
+    freely = "tokens epochs hours log_every validate_every validate_first patience save_every save_minutes timeout skip_not_finite"
     free += tuple(f"train.{key}" for key in freely.split())
     return flat(document, without=free)
 

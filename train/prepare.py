@@ -38,7 +38,7 @@ BRIEF = 50  # steps that are given, below which it is not measured
 class Prepared:
     """What is known before the target is loaded.
 
-    heldout: rows of prompts; counted: None for heads that change the target, and for what cannot be counted
+    heldout: rows of prompts, or of recorded answers; counted: None for heads that change the target, and for what cannot be counted
     target: None if it was not needed yet
     tokenizer, packs: None in a plan for another machine, if the tokenizer cannot be reached: then `texts` are guessed
     """
@@ -66,7 +66,10 @@ def prepare(
     place = compute_by_main(lambda: plan.find_place(config, device, num), "this machine", minutes=config.train.timeout)
     with named("target"):
         outline = plan.make_outline(config, plan.read_config(config))
-    heldout = reading.load_prompts(config.data.heldout, split=config.data.heldout_split)
+    if config.validation.recorded:
+        heldout = reading.load_conversations(config.validation.answers)
+    else:
+        heldout = reading.load_prompts(config.data.heldout, split=config.data.heldout_split)
     tokenizer, rows, numbers, left = None, None, None, config.open
     try:
         with named("target"):

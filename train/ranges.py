@@ -156,7 +156,7 @@ RANGES = {
     "train.steps": COUNT.or_auto, "train.tokens": COUNT.or_null, "train.epochs": POSITIVE.or_auto, "train.hours": POSITIVE.or_auto.or_null,
     "train.batch": whole(1, 65536).or_auto, "accumulation": whole(1, 65536).or_auto, "max_grad_norm": number(0), "log_every": EVERY, "train.validate_every": EVERY.or_auto, "save_every": EVERY.or_null,
     "save_minutes": number(0).or_null,
-    "validate_first": FLAG, "skip_not_finite": FLAG, "timeout": LONG,
+    "validate_first": FLAG, "patience": COUNT.or_null, "skip_not_finite": FLAG, "timeout": LONG,
     "seed": whole(0, 2**32 - 1), "ema": number(0, 1, above=True, below=True).or_null,
     # Validation
     "num_prompts": COUNT.or_null, "max_new_tokens": COUNT, "validation.num_prompts": COUNT.or_null.or_auto, "validation.max_new_tokens": COUNT.or_auto, "temperature": number(0), "validation.decode": choice("best", "end", "always"),

@@ -225,7 +225,7 @@ class Trainer:
                     validated = is_due(number, settings.validate_every) or last
                     if validated:
                         loss = self.read_losses(unread, loss)
-                        self.validate(record, required=last)
+                        last |= self.validate(record, required=last)
                         line.restart()
                     overdue = main and self.saving.overdue()
                     self.interrupted, overdue = asking(signals.number, overdue, number, line.pace, now=validated)
@@ -238,6 +238,8 @@ class Trainer:
                             self.accelerator.wait_for_everyone()
                     if self.interrupted and not last:
                         return
+                    if last:
+                        break
             self._decode_best()
         if main:
             self.folder.finish(self.step)
@@ -325,8 +327,11 @@ class Trainer:
         """A copy of the drafter in the target's dtype, to decode with and to save."""
         return self.drafter.decodable().to(dtype=self.drafter.target.dtype)
 
-    def validate(self, record: Callable[[int, dict], None], *, required: bool) -> None:
-        """Judges the weights, saves a checkpoint of the better ones, and marks it if it is the best so far."""
+    def validate(self, record: Callable[[int, dict], None], *, required: bool) -> bool:
+        """Judges the weights, saves a checkpoint of the better ones, and marks it if it is the best so far.
+
+        -> whether train.patience is over
+        """
         self.saving.wait()  # decoding is timed
         cost = self.cost()  # before decoding
         candidates = {"plain": self._frozen()}
@@ -345,10 +350,16 @@ class Trainer:
             if best is None or figure > best:
                 self.best = {"figure": figure, "step": self.step, "by": kind}
                 self.folder.mark_best(name)
+            else:
+                self.best["waited"] = self.best.get("waited", 0) + 1
             run_page.write(self.folder.path)
         with self.waiting(f"the validation of step {self.step}"):
-            self.accelerator.wait_for_everyone()
+            (waited,) = broadcast_object_list([self.best.get("waited", 0)])
         self.objective.train()
+        over = self.settings.patience is not None and waited >= self.settings.patience
+        if over:
+            progress.note(f"step {self.step}: tau has not risen in {waited} validations, so training ends")
+        return over
 
     def cost(self) -> Training:
         """Of the training so far, in all processes."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from specdec.core import fast, rules
 from specdec.core.sampling import Sampling
@@ -39,12 +40,26 @@ from specdec.unroll import replay
 from train import display, progress
 from train.answers.answering import HeldoutAnswers
 from train.config import RunConfig
+from train.data import rows
 from train.distributed import Group
 from train.features.engine_features import EngineTarget
 
 AUTO_SHARE = 1 / 3  # of what validation has taken so far: the most that auto may take at the end
 LEAST = 2  # prompts that are decoded at the end, however short the training was: one has no interval
 BATCH_TOKENS = 4096  # of prompts and answers that are replayed at once, padding included
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the target wrote to a prompt, at a temperature: token ids."""
+
+    prompt: list[int]
+    answer: list[int]
+    temperature: float
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.answer)
 
 
 class Validation:
@@ -79,7 +94,7 @@ class Validation:
         # What later validations use again
         self.costs: dict[Path, Costs] = {}  # of auto, as far as they are known
         self.served: list[served.ServedCosts | None] = []  # empty: not measured yet
-        self.answers: list[list[int]] | None = None
+        self.texts: list[Written] | None = None  # what is replayed
         self.seconds = dict.fromkeys(("answers", "replay", "decode", "auto"), 0.0)  # spent so far
         self.each: float | None = None  # seconds of decoding a prompt plainly and with drafts, as far as is known
 
@@ -142,27 +157,19 @@ class Validation:
 
     def replay(self, frozen: Head) -> list[PromptReplay]:
         """tau along the target's answers, the same in all processes."""
-        answers = self.answers = self.answers or self._answer()
-        lengths = [len(prompt.tokens) + len(answer) for prompt, answer in zip(self.prompts, answers)]
-        mine = self.group.mine(sort_by_length(range(len(lengths)), lengths))
-        done = []
+        assert isinstance(frozen, Drafter)
+        texts = self.texts = self.texts or self._answer()
+        mine = list(self.group.mine(sort_by_length(range(len(texts)), [text.length for text in texts])))
         with self._timed("replay"):
-            batches = batch_texts(mine, lengths, self.target)
-            for numbers in progress.track(batches, "validation: replay", unit="prompts", size=len):
-                texts = [(self.prompts[number].tokens, answers[number]) for number in numbers]
-                accepts = replay.acceptances(
-                    frozen,
-                    texts,
-                    depth=self.drafting.depth,
-                    temperature=self.settings.temperature,
-                    output=self.engine.read(frozen, texts) if self.engine else None,
-                )
-                for number, accept in zip(numbers, accepts):
-                    rounds, accepted = replay.rounds(accept)
-                    done.append((number, PromptReplay(self.prompts[number], rounds, accepted.tolist())))
+            wanted: dict = {"depth": self.drafting.depth, "what": "validation: replay", "engine": self.engine}
+            found = replay_texts(frozen, [texts[number] for number in mine], **wanted)
+            done = [
+                (number, PromptReplay(self.prompts[number], rounds, accepted.tolist()))
+                for number, (rounds, accepted) in zip(mine, found)
+            ]
             return [each for _, each in sorted(self.group.gather(done), key=lambda pair: pair[0])]
 
-    def _answer(self) -> list[list[int]]:
+    def _answer(self) -> list[Written]:
         """The target's answers, read from the disk or written now."""
         with self._timed("answers"):
             kept = HeldoutAnswers(
@@ -176,7 +183,8 @@ class Validation:
             )
             answers, slowest = kept.get(self.prompts, self.group)
         self.each = self.each or 2 * slowest  # drafting needs at most as many passes
-        return answers
+        pairs = zip(self.prompts, answers, strict=True)
+        return [Written(prompt.tokens, answer, self.settings.temperature) for prompt, answer in pairs]
 
     # Decoding
 
@@ -285,8 +293,8 @@ class Validation:
         """How many prompts all processes decode in so many seconds, as the main one says, whose clock counts. None: all"""
         num = len(self.prompts)
         if left is not None:
-            if self.each is None and self.replays:
-                self.answers = self._answer()  # which says what a prompt takes, in a run that was resumed at its end
+            if self.each is None and self.replays and self.texts is None:
+                self.texts = self._answer()  # which says what a prompt takes, in a run that was resumed at its end
             num = min(num, int(left / self.each) * self.group.num if self.each else LEAST) if left > 0 else 0
         return broadcast_object_list([num])[0]
 
@@ -308,27 +316,29 @@ class Validation:
 # Replay of many answers: those of similar lengths in one batch
 
 
-@dataclass(frozen=True)
-class Written:
-    """What the target wrote to a prompt, at a temperature: token ids."""
-
-    prompt: list[int]
-    answer: list[int]
-    temperature: float
+def encode_written(tokenizer: PreTrainedTokenizerBase, row: dict) -> Written:
+    """The last answer of a row of `reading.load_conversations`."""
+    tokens = rows.encode(tokenizer, row)
+    start, stop = rows.last_answer(tokens)
+    return Written(tokens.tokens[:start], tokens.tokens[start:stop], float(row.get("temperature") or 0.0))
 
 
-def replay_texts(drafter: Drafter, texts: Sequence[Written], *, depth: int, what: str) -> list[tuple[float, Tensor]]:
+def replay_texts(
+    drafter: Drafter, texts: Sequence[Written], *, depth: int, what: str, engine: EngineTarget | None = None
+) -> list[tuple[float, Tensor]]:
     """For each text what `specdec.unroll.replay.rounds` gives: the number of rounds, and accepted [K]. As `accept_texts`"""
-    return [replay.rounds(accept) for accept in accept_texts(drafter, texts, depth=depth, what=what)]
+    return [replay.rounds(accept) for accept in accept_texts(drafter, texts, depth=depth, what=what, engine=engine)]
 
 
-def accept_texts(drafter: Drafter, texts: Sequence[Written], *, depth: int, what: str) -> list[Tensor]:
+def accept_texts(
+    drafter: Drafter, texts: Sequence[Written], *, depth: int, what: str, engine: EngineTarget | None = None
+) -> list[Tensor]:
     """For each text its acceptance [K, n] of `specdec.unroll.replay`. what: is shown
 
-    depth: of the chain, or as many drafts as the drafter can make
+    depth: of the chain, or as many drafts as the drafter can make; engine: reads the texts in place of the target
     """
     depth = min(depth, drafter.depth or depth)
-    lengths = [len(text.prompt) + len(text.answer) for text in texts]
+    lengths = [text.length for text in texts]
     found: dict[int, Tensor] = {}
     groups: list[tuple[float, list[int]]] = []  # of one temperature
     for temperature in sorted({text.temperature for text in texts}):
@@ -336,7 +346,9 @@ def accept_texts(drafter: Drafter, texts: Sequence[Written], *, depth: int, what
         groups += [(temperature, group) for group in batch_texts(same, lengths, drafter.target)]
     for temperature, numbers in progress.track(groups, what, unit="answers", size=lambda group: len(group[1])):
         pairs = [(texts[number].prompt, texts[number].answer) for number in numbers]
-        found |= dict(zip(numbers, replay.acceptances(drafter, pairs, depth=depth, temperature=temperature)))
+        output = engine.read(drafter, pairs) if engine else None
+        accepts = replay.acceptances(drafter, pairs, depth=depth, temperature=temperature, output=output)
+        found |= dict(zip(numbers, accepts, strict=True))
     return [found[number] for number in range(len(texts))]
 
 

@@ -1,8 +1,10 @@
 """Tests of scripts/adapt.py: a tiny head is adapted to traffic, refused, interrupted and watched."""
 
 import functools
+import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,15 +13,35 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
+import torch
 from hydra import compose, initialize_config_dir
 
 import adapt
+import export
 from specdec import checkpoint
 from specdec.proposers import datastore
 from specdec.target.model import Target
-from tests.support import ROOT, child_environment, save_eagle, save_target, small_tokenizer, train_command, write_rows
+from tests.support import (
+    ROOT,
+    child_environment,
+    load_head,
+    make_drafter,
+    same_weights,
+    save_eagle,
+    save_target,
+    small_tokenizer,
+    train_command,
+    write_rows,
+)
 from train.adapt import RecordedAnswer
+from train.answers import answering
 from train.lock import lock
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
 
 TINY = [
     "target.dtype=float32", "min_tokens=50", "epochs=30", "lr=3e-3", "training.precision=fp32", "training.threads=1", "training.head.objective.losses.kl=0", "training.head.objective.losses.smooth_l1=0",
@@ -27,13 +49,18 @@ TINY = [
 ]  # fmt: skip
 
 
-def rows_of(numbers, *, target: str, category: str = "counting", **more) -> list[dict]:
+SAY, TEXT = "Count to {n}.", "Hello world, hello world, hello {n}, hello world."
+
+
+def rows_of(
+    numbers, *, target: str, category: str = "counting", say: str = SAY, text: str = TEXT, **more
+) -> list[dict]:
     """Traffic: conversation n asks for n, at second n."""
     tokenizer = small_tokenizer()
     found = []
     for n in numbers:
-        prompt = tokenizer(f"Count to {n}.")["input_ids"]
-        answer = tokenizer(f"Hello world, hello world, hello {n}, hello world.")["input_ids"]
+        prompt = tokenizer(say.format(n=n))["input_ids"]
+        answer = tokenizer(text.format(n=n))["input_ids"]
         found.append({
             "id": f"{category}-{n}", "time": float(n), "conversation": f"c{n}", "category": category, "tags": ["short"],
             "messages": None, "tokens": prompt + answer, "prompt_tokens": len(prompt), "temperature": 0.0,
@@ -62,7 +89,7 @@ def made(tmp_path_factory):
 def run_adapt(made, tmp_path, monkeypatch, run_script):
     """run_adapt("key=value", ...) -> what was printed; OUT is `adapted` in a new working directory"""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("train.adapt.JUDGED", 12)
+    monkeypatch.setattr("train.adapt_judging.JUDGED", 12)
 
     def train(arguments: list[str]) -> int:
         arguments = [each for each in arguments if not each.startswith("hydra.")]
@@ -122,6 +149,115 @@ def test_a_head_that_does_not_rise_is_refused(run_adapt):
     out = run_adapt("lr=1e-12", "epochs=0.1")
     assert document()["decision"] == "refused" and "not surely a rise" in out
     assert checkpoint.resolve("adapted") == Path("adapted/heads/0001") and not Path("adapted/heads/0002").exists()
+
+
+def test_a_head_that_was_made_to_forget_is_refused(made, run_adapt, tmp_path, monkeypatch):
+    """A high rate and no old rows: other answers are learned, and those that the head was adapted to before are lost."""
+    run_adapt("tolerance=0.9")
+    monkeypatch.setattr("train.adapt_judging.JUDGED", 40)
+    before, more = document()["slices"]["new"], tmp_path / "more"
+    other = "other {n} other other {n} {n} other {n} other other"
+    more.mkdir()
+    rows = rows_of(range(41, 91), target=str(made / "target"), category="other", say="Other {n}!", text=other)
+    write_rows(more / "traffic-000001.jsonl", rows)
+    out = run_adapt(f"traffic={more}", "old_share=0", "lr=1e-2")
+    found = document("0003")
+    assert found["decision"] == "refused" and found["slices"]["new"]["change_ci"][0] > 0  # it learned
+    assert re.search(r"refused: tau of old answers falls by \d+\.\d%", out) and len(found["reasons"]) == 1
+    kept = found["groups"]["old"]["category counting"]  # what the adaptation before had held out
+    assert kept["before"] == pytest.approx(before["after"]) and kept["change_ci"][1] < 0
+    assert checkpoint.resolve("adapted").name == "0002" and not Path("adapted/heads/0003").exists()
+
+
+def test_prompts_are_answered_first(made, run_adapt, monkeypatch):
+    monkeypatch.setattr("train.adapt_judging.JUDGED", 40)
+    prompts = made / "questions.jsonl"
+    write_rows(prompts, [{"id": f"p{n}", "category": "ab"[n % 2], "prompt": f"Count to {n}."} for n in range(60)])
+    given = [f"prompts={prompts}", "traffic=null", "answer.max_new_tokens=8", "answer.batch=8", "min_tokens=20"]
+    written = []
+
+    def interrupted(writer, jobs):
+        for group in write(writer, jobs):
+            yield group
+            written.extend(job.id for job, _ in group)
+            if len(written) > 30:
+                raise KeyboardInterrupt
+
+    write = answering.OwnDecoder.write
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="run the same command again"):
+        patch.setattr(answering.OwnDecoder, "write", interrupted)
+        run_adapt(*given)
+    out = run_adapt(*given, "dry_run=true")
+    answers = [json.loads(line) for line in Path("adapted/answers/answers.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in answers][: len(written)] == written and len(answers) == 120
+    assert Path("adapted/answers").stat().st_mode & 0o777 == 0o700
+    assert "Training is likely to" in out and "dry_run: without it the same command trains" in out
+    assert not Path("adapted/training/run").exists() and "new: temperature 1" in out and "new: other category" in out
+    plan = adapt.Home(Path("adapted")).read_plan()
+    kinds = [{answer.conversation for answer in each} for each in (plan.training, *plan.heldout.values())]
+    assert sum(map(len, kinds)) == len(set().union(*kinds))  # both answers to a prompt are on one side
+    assert {answer.temperature for answer in plan.heldout["new"]} == {0.0, 1.0}
+    assert "the adaptation 0002 goes on" in run_adapt(*given)
+    assert document()["where"] == "prompts" and document()["foreseen"]["gap"] is not None
+    if document()["decision"] == "accepted":
+        with pytest.raises(ValueError, match=r"prompts=.* has no rows that are newer"):
+            run_adapt(*given)
+    with pytest.raises(ValueError, match="begun with other settings: temperature"):
+        run_adapt(*given, "answer.decode.temperature=0")
+
+
+def test_the_source_and_the_target_are_pinned(made, run_adapt, tmp_path):
+    shutil.copytree(made / "head", tmp_path / "head")
+    given = f"checkpoint={tmp_path / 'head'}"
+    run_adapt(given, "dry_run=true")
+    about = json.loads(Path("adapted/source.json").read_text())
+    assert about["target_fingerprint"] == Target.load(str(made / "target"), dtype="float32").fingerprint()
+    content = (tmp_path / "head" / "drafter.safetensors").read_bytes()
+    assert about["sha256"]["drafter.safetensors"] == hashlib.sha256(content).hexdigest()
+    Path("adapted/source.json").write_text(json.dumps({**about, "target_fingerprint": "0" * 16}))
+    Path("adapted/training/before.json").unlink()
+    with pytest.raises(ValueError, match=r"is another target \(fingerprint .*put that one back"):
+        run_adapt(given)
+    Path("adapted/source.json").write_text(json.dumps(about))
+    save_eagle(tmp_path / "head", Target.load(str(made / "target"), dtype="float32"), seed=3)
+    with pytest.raises(
+        ValueError, match=rf"another head than checkpoint={tmp_path / 'head'} is now.*whose files differ"
+    ):
+        run_adapt(given)
+
+
+@pytest.mark.parametrize(("head", "layout"), [("eagle", "eagle"), ("mtp", "vllm")])
+def test_a_published_head_is_given_back_in_its_layout(made, run_adapt, run_script, monkeypatch, head, layout):
+    target, spec = f"target.name={made / 'target'}", load_head(head)["drafter"]
+    drafter = make_drafter(Target.load(str(made / "target"), dtype="float32"), head).float()
+    checkpoint.save(Path("own"), drafter, spec)
+    run_script(export, "checkpoint=own", f"format={layout}", "out=published", target, "target.dtype=float32")
+    given = ["checkpoint=published", target, "tolerance=0.9"]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(adapt.export, "main", interrupt)
+        run_adapt(*given)
+    assert document()["decision"] == "accepted" and checkpoint.resolve("adapted").name == "0002"
+    with pytest.raises(ValueError, match="no rows that are newer"):  # after what was left to do
+        run_adapt(*given)
+    files = [Path(folder, "model.safetensors") for folder in ("published", "adapted/export/0002")]
+    before, after = map(checkpoint.read_tensors, files)
+    shapes = lambda tensors: {name: (value.dtype, value.shape) for name, value in tensors.items()}
+    assert shapes(before) == shapes(after) and any(not torch.equal(before[name], after[name]) for name in before)
+    configs = [json.loads(file.with_name("config.json").read_text()) for file in files]
+    assert configs[0] == configs[1]
+    loaded = Target.load(str(made / "target"), dtype="float32")
+    one, two = (checkpoint.load(folder, loaded).state_dict() for folder in ("adapted", "adapted/export/0002"))
+    assert same_weights(one, two)
+    card = Path("adapted/export/0002/README.md").read_text()
+    digest = hashlib.sha256(files[0].read_bytes()).hexdigest()
+    assert card.count("## Adapted to traffic") == 1 and digest in card and "new: all" in card and "old: all" in card
+    assert "## Serve it in an engine" in card
+    tensors = {name: value + 1 for name, value in before.items()}
+    safetensors.torch.save_file(tensors, files[0])  # as somebody replaces a repository
+    with pytest.raises(
+        ValueError, match="checkpoint=published is now: it was begun with published, whose files differ"
+    ):
+        run_adapt(*given)
 
 
 def test_what_was_interrupted_goes_on(run_adapt, monkeypatch):
@@ -222,7 +358,7 @@ def test_watching_counts_what_is_left_to_train_on(made, run_adapt, monkeypatch):
     assert "new tokens to train on (min_tokens)" in run_adapt("watch=5", f"min_tokens={total}")
     trained = []
     monkeypatch.setattr(adapt, "run_train", lambda arguments: trained.append(arguments) or 130)
-    run_adapt("watch=5", f"min_tokens={int(0.79 * total)}")
+    run_adapt("watch=5", f"min_tokens={int(0.7 * total)}")
     assert len(trained) == 1
 
 
@@ -232,8 +368,10 @@ def test_what_forgetting_is_judged_on_is_not_trained_on(made, run_adapt, monkeyp
         run_adapt("old_share=0.9")
     plan = adapt.Home(Path("adapted")).read_plan()
     prompts = {tuple(answer.prompt) for answer in plan.training}
-    assert len(plan.heldout["old"]) == 12 and plan.num_new == 32 and len(plan.training) == 32 + 30 - 12
-    assert not prompts & {tuple(answer.prompt) for kind in ("new", "old") for answer in plan.heldout[kind]}
+    assert len(plan.heldout["validation"]) == 3  # a tenth of the rest chooses the step
+    assert len(plan.heldout["old"]) == 12 and plan.num_new == 29 and len(plan.training) == 29 + 30 - 12
+    kinds = [{tuple(answer.prompt) for answer in each} for each in plan.heldout.values()]
+    assert sum(map(len, [prompts, *kinds])) == len(prompts.union(*kinds))  # no prompt is in two of them
 
 
 def test_what_cannot_be_adapted_to_is_refused(made, run_adapt, tmp_path):
@@ -258,6 +396,10 @@ def test_what_cannot_be_adapted_to_is_refused(made, run_adapt, tmp_path):
     refuse("leave nothing to train on", rows=rows_of([1], target=target))
     refuse("drafter.json does not exist", f"checkpoint={folder}")
     refuse("tolerance=-1", "tolerance=-1")
+    refuse("Give traffic=FOLDER of recorded answers, or prompts=FILE", "traffic=null")
+    refuse("one of them", f"prompts={made / 'prompts.jsonl'}")
+    refuse("answer. options say how prompts= are answered", "answer.batch=2")
+    refuse("watch= waits for traffic", "watch=5", "dry_run=true")
     for own in ("run", "train.steps"):
         refuse(f"training.{own}= is chosen by this command", f"training.{own}=5")
     refuse("heldout_share=1.0 must be a number of at least 0 and below 1", "heldout_share=1")

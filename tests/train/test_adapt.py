@@ -7,20 +7,20 @@ import re
 import pytest
 
 from specdec.measuring.report import PromptCounts
-from train.adapt import (
+from train.adapt import RecordedAnswer, TooFew, TrafficSource, draw_old, read_written, split_newest, to_lines
+from train.adapt_folder import AdaptationPlan, Home
+from train.adapt_judging import (
     ENOUGH,
     JUDGED,
-    RecordedAnswer,
     TauChange,
-    TooFew,
-    TrafficSource,
     choose_judged,
+    count_repeats,
     decide,
-    draw_old,
-    split_newest,
-    to_lines,
+    find_groups,
+    foresee,
+    judge_groups,
+    to_table,
 )
-from train.adapt_folder import AdaptationPlan, Home
 
 WANTED = TrafficSource("abc", "models/t", "1234")
 
@@ -82,6 +82,58 @@ def test_what_is_judged_is_spread_and_fits():
     assert len(choose_judged(answers[:21], 50)) == 20
 
 
+def test_answers_of_one_launch_are_equally_new(tmp_path):
+    """The target answers by temperature and length, so the order of the lines says nothing."""
+    row = {"tokens": [1, 2, 3, 4], "prompt_tokens": 2, "tokenizer": "abc", "category": "a", "temperature": 1}
+    lines = [{**row, "id": f"p{n % 4}@{n // 4}", "thinking": n % 2 == 0} for n in range(8)]
+    lines += [{**row, "id": "p9@0", "tokens": [1, 2, 3]}, {**row, "id": "p7@0"}]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = read_written(tmp_path / "answers.jsonl", WANTED, [6.0])
+    assert [each.time for each in found] == [6.0] * 6 + [10.0] * 3  # an empty answer is left out
+    assert [each.conversation for each in found[:5]] == ["p0", "p1", "p2", "p3", "p0"]
+    assert (found[0].category, found[0].temperature, found[0].thinking, found[1].thinking) == ("a", 1.0, True, False)
+    drawn = [answer(n, conversation=f"c{n}") for n in range(100)]
+    held = split_newest([dataclasses.replace(each, time=1.0) for each in drawn], 0.2)[1]
+    assert len(held) == 20 and {each.id for each in held} != {f"r{n}" for n in range(80, 100)}
+
+
+def test_groups_are_of_enough_conversations():
+    kind = lambda n: {"category": "ab"[n > 9] if n < 20 else f"z{n}", "temperature": float(n % 2)}
+    answers = [dataclasses.replace(answer(n), **kind(n)) for n in range(24)]
+    groups = find_groups(answers)
+    sizes = {name: len(places) for name, places in groups.items()}
+    wanted = {"all": 24, "category a": 10, "category b": 10, "other category": 4}
+    assert sizes == wanted | {"temperature 0": 12, "temperature 1": 12}  # no thinking mode is known
+    assert [answers[place].category for place in groups["other category"]] == ["z20", "z21", "z22", "z23"]
+    answers = [dataclasses.replace(each, thinking=n < 12) for n, each in enumerate(answers)]
+    assert {"thinking on", "thinking off"} < find_groups(answers).keys()
+    taus = [PromptCounts(10.0, 20.0 if n < 12 else 30.0) for n in range(24)]
+    found = judge_groups(answers, taus, [PromptCounts(10.0, 25.0)] * 24)
+    assert found["thinking on"].change == pytest.approx(0.5) and found["thinking off"].change == pytest.approx(-0.5)
+    lines = to_table({"new": found, "old": judge_groups(answers, taus)}).splitlines()
+    assert len({len(line) for line in lines}) == 1 and lines[0].count("|") == 6
+    (line,) = (line for line in lines if "new: thinking on" in line)
+    assert [cell.strip() for cell in line.split("|")[2:5]] == ["12", "2.00 (2.00 .. 2.00)", "2.50 (2.50 .. 2.50)"]
+    assert "+0.500 (+0.500 .. +0.500)" in line
+    assert "after" not in to_table({"new": judge_groups(answers, taus), "old": {}}) and judge_groups([], []) == {}
+
+
+def test_what_is_foreseen():
+    """Repeated tokens decide; the gap is to old answers at the same temperatures."""
+    text = lambda n, *tokens, **more: dataclasses.replace(answer(n), answer=list(tokens), **more)
+    training = [text(n, 1, 2, 3, 4, 5, 6, 7, 8) for n in range(3)]
+    alike, other = [text(9, 9, 1, 2, 3, 4, 5)], [text(9, 6, 5, 4, 3, 2, 1)]
+    assert count_repeats(alike, training) == pytest.approx(2 / 5)  # 4 and 5 of the tokens with three before them
+    assert count_repeats(other, training) == count_repeats(alike, []) == 0
+    groups = lambda answers, *taus: judge_groups(answers, [PromptCounts(10.0, 10 * tau) for tau in taus])
+    old = [text(n, 5, 5, temperature=float(n >= 8)) for n in range(16)]
+    found = foresee(groups(alike, 2.0), groups(old, *[3.0] * 8, *[1.5] * 8), alike, training)
+    assert found["likely"] and found["gap"] == pytest.approx(0.5) and "Training is likely to pay: 40%" in found["said"]
+    assert "2.00 here, and 3.00 on old answers at the same temperatures (+50%)" in found["said"]
+    found = foresee(groups(other, 2.0), {}, other, training)
+    assert not found["likely"] and found["gap"] is None and "likely to win little" in found["said"]
+
+
 def change(before: float, after: float, num: int = ENOUGH) -> TauChange:
     """Of `num` conversations with these tau."""
     counts = lambda tau: [PromptCounts(10.0, 10 * tau)] * num
@@ -125,7 +177,9 @@ def test_numbers_go_on_beside_what_a_kill_left(tmp_path):
 
 def test_texts_of_users_are_for_their_owner_alone(tmp_path):
     home = Home(tmp_path)
-    plan = AdaptationPlan("0002", "heads/0001", [answer(1)], 1, {"new": [answer(2)], "old": []}, {})
+    plan = AdaptationPlan(
+        "0002", "heads/0001", [answer(1)], 1, {"new": [answer(2)], "old": [], "validation": [answer(3)]}, {}
+    )
     home.save_plan(plan, "abc")
     earlier = json.loads((tmp_path / "training" / "plan.json").read_text()) | {"before": {"mix": []}}
     (tmp_path / "training" / "plan.json").write_text(json.dumps(earlier))  # as earlier versions wrote it

@@ -15,12 +15,23 @@ from specdec.decoding.drafting import Drafting
 from specdec.export.cards import Provenance, expected
 from specdec.measuring import served, speed
 from specdec.measuring.measure import Prompt, PromptReplay
-from specdec.measuring.report import Report
+from specdec.measuring.report import Report, tau
+from specdec.target.model import Target, load_tokenizer
 from specdec.unroll import replay
-from tests.support import log_of, make_drafter, prompts_of, report_of, same_weights, weights_of
+from tests.support import (
+    fit_interrupted,
+    log_of,
+    make_drafter,
+    prompts_of,
+    report_of,
+    same_weights,
+    weights_of,
+    write_rows,
+)
 from train import validate
 from train.answers import answering
 from train.config import ValidationSettings
+from train.data import reading
 from train.state import RunFolder
 from train.trainer import Trainer
 from train.validate import Validation
@@ -339,3 +350,35 @@ def test_an_export_uses_a_report_without_decoding(make, small_target, tmp_path):
     decoded = judge(make(drafter), drafter)
     assert "by replay" not in expected(replace(read, report=decoded)) and 1 <= speed.best_chain(decoded) <= 3
     assert speed.best_chain(replace(decoded, replayed_survival=[0.0] * 3)) == 1
+
+
+# Along recorded answers, and the end of a training that no longer rises
+
+
+def test_recorded_answers_are_replayed_each_at_its_temperature(fit, folder):
+    """In place of data.heldout; the figure is that of the same answers alone."""
+    tokenizer = load_tokenizer(str(folder / "target"))
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    rows = [{**row, "temperature": float(n % 3 == 0), "category": "ab"[n % 3 == 0]} for n, row in enumerate(rows)]
+    write_rows(folder / "recorded.jsonl", rows)
+    kept = f"validation.answers={folder / 'recorded.jsonl'}", "validation.num_prompts=6", "data.heldout=nowhere"
+    assert fit("run", "head=mtp", *kept, "decode.depth=3", "validation.decode=end", "validation.auto=never") == 0
+    report = report_of("run")
+    drafter = checkpoint.load("checkpoints/run", Target.load(str(folder / "target"), dtype="float32"))
+    chosen = reading.spread(reading.load_conversations(str(folder / "recorded.jsonl")), 6)
+    texts = [validate.encode_written(tokenizer, row) for row in chosen]
+    assert {text.temperature for text in texts} == {0.0, 1.0} and report["replayed_prompts"] == 6
+    counts = validate.count_replays(validate.replay_texts(drafter, texts, depth=3, what=""))
+    assert report["replayed_tau"] == pytest.approx(tau(counts), abs=1e-6)
+    assert set(report["by_category"]) == {"a", "b"}
+
+
+def test_training_ends_after_validations_without_a_rise(fit, capsys):
+    often = "train.validate_every=2", "train.steps=40", "train.patience=2", "optimizer.lr=0", "validation.auto=never"
+    assert fit("run", "head=mtp", *often) == 0
+    assert [row["step"] for row in log_of("run") if "validation" in row and not row.get("last")] == [2, 4, 6]
+    assert Path("checkpoints/run/finished").read_text() == "6\n"
+    assert Path("checkpoints/run/best").read_text() == "step_000002\n"
+    assert "tau has not risen in 2 validations" in capsys.readouterr().out
+    fit_interrupted(fit, "died", "head=mtp", *often)  # what it waited for is in the state
+    assert Path("checkpoints/died/finished").read_text() == "6\n"
