@@ -339,7 +339,8 @@ def read_native(name: str, target: Target, *, num_modules: int | None = None) ->
             f"has MTP modules of an unknown layout ({', '.join(others[:3])}, ...)" if others else "ships no MTP modules"
         )
         raise ValueError(
-            f"{name} {have} for a target of {target.num_layers} layers ({', '.join(LAYOUTS)} are known). Train a module: head=mtp."
+            f"{name} {have} for a target of {target.num_layers} layers ({', '.join(LAYOUTS)} are known). "
+            "Train a module: head=mtp; or the whole model as a drafter: head=draft head.drafter.model=NAME."
         )
     layout, prefix = found
     with torch.device("meta"):

@@ -128,7 +128,7 @@ def test_of_a_whole_model_in_shards_only_the_index_is_downloaded(hub, target, tm
     contents = {"config.json": b"{}", "model-1.safetensors": b"large", published.INDEX: index, "README.md": CARD}
     names.push(NAME, contents, message="Add a model")
     assert {path.name for path in checkpoint.resolve(NAME).iterdir()} == {"config.json", published.INDEX}
-    with pytest.raises(ValueError, match="cannot be downloaded|ships no MTP modules|Hub"):
+    with pytest.raises(ValueError, match="ships no MTP modules"):
         checkpoint.load(NAME, target)
 
 
