@@ -39,7 +39,9 @@ def read_folder(folder: Path, *, engines: Path = ENGINES) -> dict[str, Any]:
     command = [str(engines / "bin" / "python"), "-P", __file__, str(folder), "--wheel", str(engines / "sglang")]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
     if done.returncode:
-        raise ValueError(f"SGLang does not read {folder}: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+        raise ValueError(
+            f"SGLang does not read {folder}: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}"
+        )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -99,7 +101,11 @@ def _load(folder: Path, wheel: str) -> dict[str, Any]:
     for parameter in parameters.values():
         parameter.data.fill_(float("nan"))
     names = list(tensors)  # the numbers that fill a tensor say which one it is
-    numbered = ((name, torch.full_like(tensors[name], 1 + n)) for n, name in enumerate(names) if tensors[name].is_floating_point())
+    numbered = (
+        (name, torch.full_like(tensors[name], 1 + n))
+        for n, name in enumerate(names)
+        if tensors[name].is_floating_point()
+    )
     whole = ((name, value) for name, value in tensors.items() if not value.is_floating_point())
     model.load_weights([*numbered, *whole])
     places = {}
@@ -127,9 +133,18 @@ def _block(folder: Path, config: Any, model: Any) -> dict[str, Any]:
 
     parsed = dflash_utils.parse_dflash_draft_config(draft_hf_config=config)
     if hasattr(model, "markov_head"):
-        given = {"draft_hf_config": config, "speculative_num_draft_tokens": None, "target_vocab_size": config.vocab_size}
+        given = {
+            "draft_hf_config": config,
+            "speculative_num_draft_tokens": None,
+            "target_vocab_size": config.vocab_size,
+        }
         found = dspark_config.resolve_runtime_config(**given)
-        fields = {"drafts": found.gamma, "mask": found.mask_token_id, "anchor": model.sample_from_anchor, "merged": None}
+        fields = {
+            "drafts": found.gamma,
+            "mask": found.mask_token_id,
+            "anchor": model.sample_from_anchor,
+            "merged": None,
+        }
         return {**fields, "layers": parsed.target_layer_ids}
     table = torch.nn.Embedding(config.vocab_size, config.hidden_size)
     table.weight.data.fill_(float("nan"))
@@ -143,7 +158,12 @@ def _block(folder: Path, config: Any, model: Any) -> dict[str, Any]:
     dflash_worker_v2.DFlashWorkerV2._maybe_merge_trained_mask_embedding(worker)
     rows = table.weight.isfinite().all(dim=1).nonzero().flatten().tolist()
     merged = table.weight[rows[0]].tolist() if rows == [parsed.mask_token_id] else None
-    return {"drafts": parsed.block_size - 1, "mask": parsed.mask_token_id, "layers": parsed.target_layer_ids, "merged": merged}
+    return {
+        "drafts": parsed.block_size - 1,
+        "mask": parsed.mask_token_id,
+        "layers": parsed.target_layer_ids,
+        "merged": merged,
+    }
 
 
 def main() -> None:
