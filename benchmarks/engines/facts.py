@@ -1,6 +1,6 @@
 """python -m benchmarks.engines.facts
 
-Writes the tables of docs/serving.md from specdec/export/engine_facts.yaml, and says which installed engines have other versions.
+Writes the table of docs/serving.md from specdec/export/engine_facts.yaml, and says which installed engines have other versions.
 """
 
 import importlib.metadata
@@ -24,7 +24,12 @@ ROWS = {
     "dspark": "DSpark",
     "draft": "draft model",
 }
-HEADER = ["engine", "read", "on", "run here", "newer", "anchor, where config.json is silent"]
+ABOUT = {
+    "run": "run here",
+    "date": "looked at",
+    "newer": "newer ones",
+    "anchor": "`sample_from_anchor`, where it is missing",
+}
 
 
 def packages(key: str) -> dict[str, str]:
@@ -53,22 +58,17 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, ["---"] * len(header), *rows])
 
 
-def write_tables(page: str) -> str:
-    """The page with the tables between its marks."""
-    engines = [
-        [name, facts["source"], str(facts["date"]), facts["run"], facts["newer"], facts["anchor"]]
-        for name, facts in ENGINES.items()
-    ]
-    heads = [[row, *(facts["heads"].get(kind, "") for facts in ENGINES.values())] for kind, row in ROWS.items()]
-    tables = {"heads": table(["family", *ENGINES], heads), "versions": table(HEADER, engines)}
-    for name, text in tables.items():
-        page = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>{text}\n\g<2>", page, flags=re.S)
-    return page
+def write_table(page: str) -> str:
+    """The page with the table between its marks."""
+    rows = [[row, *(facts["heads"].get(kind, "") for facts in ENGINES.values())] for kind, row in ROWS.items()]
+    rows += [[row, *(str(facts[name]) for facts in ENGINES.values())] for name, row in ABOUT.items()]
+    text = table(["family", *(facts["source"] for facts in ENGINES.values())], rows)
+    return re.sub(r"(<!-- engines -->\n).*?(<!-- end -->)", rf"\g<1>{text}\n\g<2>", page, flags=re.S)
 
 
 def main(arguments: list[str]) -> None:
-    PAGE.write_text(write_tables(PAGE.read_text()))
-    print(f"written: the tables of {PAGE.relative_to(common.ROOT)}")
+    PAGE.write_text(write_table(PAGE.read_text()))
+    print(f"written: the table of {PAGE.relative_to(common.ROOT)}")
     if others := other_versions(installed(common.ROOT / "engines")):
         raise ValueError(" ".join(others))
 

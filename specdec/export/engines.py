@@ -44,7 +44,7 @@ def _vllm(drafter: Any, kind: str) -> Special:
     if kind == "eagle" and drafter.draft_to_target is not None:
         notes.append("token_map.pt is the draft vocabulary, for SGLang and for import; vLLM has no place for it.")
     if kind == "medusa":
-        notes.append("vLLM drafts the chain of the heads' best guesses, not their tree.")
+        notes.append("vLLM drafts the chain of the heads' best guesses, not their tree. Since 0.33 it has no Medusa.")
     if kind == "dspark":
         notes.append(
             "Only vLLM's V2 runner (GPU) drafts with DSpark. enable_adaptive_verification uses its confidence head."
@@ -84,6 +84,8 @@ def _nvidia(drafter: Any) -> str | None:
     if drafter.window is not None:
         return "have no such sliding layers"
     if isinstance(drafter, BlockDrafter):
+        if drafter.markov_out is not None and drafter.draft_to_target is not None:
+            return "have no draft vocabulary: train with head.vocab_size=null"
         own = block_drafter.target_row(drafter) is None
         return (
             f"take the mask from the target's embedding, and this head has its own: {block_drafter.NO_OWN_MASK}"

@@ -94,11 +94,11 @@ def emitted(reply: VllmReply) -> list[list[int]]:
 # Facts
 
 
-def test_the_page_has_the_tables_of_the_facts():
+def test_the_page_has_the_table_of_the_facts():
     page = facts.PAGE.read_text()
-    assert facts.write_tables(page) == page, "python -m benchmarks.engines.facts"
+    assert facts.write_table(page) == page, "python -m benchmarks.engines.facts"
     for name, about in ENGINES.items():
-        assert f"| {name} | {about['source']} | {about['date']} |" in page
+        assert f"| {about['source']} |" in page and f"| {about['date']} |" in page
         assert set(about["heads"]) <= set(facts.ROWS)
         assert all(families_of(name, kind) is None or "llama" in families_of(name, kind) for kind in READS)
 

@@ -54,6 +54,7 @@ CASES = (
     # vLLM's CPU build norms the features' keys of all layers with the first layer's weight, so it gets one layer
     Case("dflash", {"num_drafts": NUM_DRAFTS, "num_layers": 1}, True, ("vllm", "speculators")),
     Case("dflash", {"num_drafts": NUM_DRAFTS}, False, ("gguf",)),
+    Case("dflash", {"num_drafts": NUM_DRAFTS, "num_layers": 1, "mask_token": 7}, False, ("vllm", "gguf")),
     # the edge of a window is another one in vLLM (docs/file-formats.md, section 10), so this one is wider than the texts
     Case("dflash", {"num_drafts": NUM_DRAFTS, "num_layers": 1, "window": 500}, True, ("vllm", "speculators")),
     Case("dspark", {"num_drafts": NUM_DRAFTS, "markov_rank": 16}, True, ("gguf",)),

@@ -173,7 +173,9 @@ def test_a_mask_for_sglang_has_a_row_that_nothing_else_reads(monkeypatch):
     monkeypatch.setattr(target.lm_head, "weight", target.embed.weight)
     with pytest.raises(ValueError, match=r"where .* has its LM head"):  # SGLang would change the target's own answers
         make_form(drafter, "sglang")
-    frozen = make_form(make_exact(target, "dflash", arguments={"mask_token": 7}), "sglang").layout
+    drafter = make_exact(target, "dflash", arguments={"mask_token": 7})
+    assert torch.equal(drafter.mask_embedding, target.embed.weight[7]) and not drafter.mask_embedding.requires_grad
+    frozen = make_form(drafter, "sglang").layout
     assert frozen.config["dflash_config"]["mask_token_id"] == 7 and not frozen.pickles
     with pytest.raises(ValueError, match="mask_token=61 must be a token of the target, below 61"):
         BlockDrafter(target, mask_token=61)
