@@ -24,7 +24,7 @@ from train.answers.answering import AnswerSettings, OwnDecoder, WrittenAnswer, l
 from train.answers.resumable import Resumable, read_rows
 from train.data import reading
 from train.data import rows as data
-from train.data.packing import SCHEMA, Packs, Rows, to_columns
+from train.data.packing import SCHEMA, Packs, Rows, to_columns, warn_of_writers
 
 SINGLE = pair("Say hello.", "Hello \u00e9\U0001f600!\n\nBye.")
 MULTI = [*SINGLE, *pair("Hello \u00e9\U0001f600!", " Again? ")]
@@ -178,11 +178,11 @@ def test_rows_of_other_weights_are_noticed():
         ("abc-awq-4bit", r"4 of 5 rows were .* has others of that kind \(abc-awq-4bit, not f00-awq-4bit\)"),
     ):
         with pytest.warns(UserWarning, match=words):
-            packs.check_writers(here)
+            warn_of_writers(packs.writers, here)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        packs.check_writers("f00-layers-unread-fp8")
-        Packs(Rows([pyarrow.Table.from_pylist(columns[3:], SCHEMA)]), length=10).check_writers("f00")
+        warn_of_writers(packs.writers, "f00-layers-unread-fp8")
+        warn_of_writers(packs.writers[3:], "f00")
 
 
 def test_packs_count_and_cut_rows_and_have_a_fingerprint():
