@@ -37,6 +37,7 @@ from specdec.proposers.heads import HeadProposer
 from train import display, progress, validate
 from train.data import reading
 from train.data import rows as data
+from train.data.packing import warn_of_writers
 from train.validate import Written
 
 AUTO = "auto"
@@ -208,7 +209,8 @@ def replay(chosen: Evaluate, console: progress.Results) -> None:
             raise ValueError(f"{folder} adapts its target, which did not write these answers: leave answers= out.")
     sampling = chosen.decode.sampling()
     heads = loading.load_runs(chosen.checkpoint, chosen.target)
-    texts = read_answers(chosen, loading.shared_target(heads, chosen.target).tokenizer)
+    shared = loading.shared_target(heads, chosen.target)
+    texts = read_answers(chosen, shared.tokenizer, shared.target.fingerprint())
     first: list[figures.PromptCounts] | None = None
     for head in heads:
         if not isinstance(head.drafter, Drafter):
@@ -229,8 +231,11 @@ def replay(chosen: Evaluate, console: progress.Results) -> None:
         first = first or counts
 
 
-def read_answers(chosen: Evaluate, tokenizer: PreTrainedTokenizerBase) -> list[Written]:
-    """The answers to replay, all written at one temperature, cut. Raises ValueError if there is none."""
+def read_answers(chosen: Evaluate, tokenizer: PreTrainedTokenizerBase, fingerprint: str) -> list[Written]:
+    """The answers to replay, all written at one temperature, cut. Raises ValueError if there is none.
+
+    fingerprint: of the target; answers of others are warned of
+    """
     source, temperature = str(chosen.answers), chosen.decode.sampling().temperature
     rows = reading.load_conversations(source, split=chosen.split)
     if chosen.hold_out is not None:
@@ -238,6 +243,7 @@ def read_answers(chosen: Evaluate, tokenizer: PreTrainedTokenizerBase) -> list[W
     rows = [row for row in rows if row.get("temperature", temperature) == temperature]
     if not rows:
         raise ValueError(f"{source} has no row at decode.temperature={temperature:g}.")
+    warn_of_writers([row.get("target_fingerprint") for row in rows], fingerprint)
     texts = []
     for row in rows:
         with reading.at(source):

@@ -106,7 +106,7 @@ class SmallServer:
 class Model:
     """What a server says: an answer of some words, which depend on prompt, seed and temperature. No weights are needed.
 
-    way: "ids" as vLLM; "deaf": unknown fields are passed over; "chat": only messages are taken
+    way: "ids" as vLLM; "deaf": unknown fields are passed over; "chat": only messages are taken; "llama.cpp": as its server
     """
 
     def __init__(self, way: str = "ids", *, length: int = 512, name: str = "target", **changes):
@@ -117,15 +117,32 @@ class Model:
         self.num, self.guard = 0, threading.Lock()
 
     def __call__(self, path: str, body: dict | None):
+        if path == "v1/models" and self.way == "llama.cpp":
+            meta = {
+                "n_vocab": 90,
+                "n_ctx": self.length,
+                "n_params": 1000,
+                "size": 700,
+                "ftype": "Q4_K_M",
+            } | self.changes
+            return 200, {"data": [{"id": "/models/target", "owned_by": "llamacpp", "meta": meta}]}
         if path == "v1/models":
             return 200, {"data": [{"id": f"models/{self.name}", "max_model_len": self.length}]}
         if path == "tokenize":
             ids = self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
-            return (200, {"tokens": ids}) if self.way == "ids" else (404, {})
+            return (200, {"tokens": ids}) if self.way in ("ids", "llama.cpp") else (404, {})
         with self.guard:
             self.num += 1
             if self.fail_after is not None and self.num > self.fail_after:
                 return 400, {"message": "that is enough"}
+        if path == "completion":
+            choice, _ = self.write(json.dumps(body["prompt"]), body | {"max_tokens": body["n_predict"]})
+            limit = choice["finish_reason"] == "length"  # with words behind a stop token that its file does not name
+            return 200, {
+                "content": choice["text"],
+                "stop_type": "limit",
+                "tokens": choice["ids"] + [5, 6] * (not limit),
+            }
         if path == "v1/chat/completions":
             choice, num = self.write(json.dumps(body["messages"]), body)
             choice |= {"message": {"content": choice.pop("text"), **self.changes}}

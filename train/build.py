@@ -29,7 +29,7 @@ from train.data import reading
 from train.data import rows as data
 from train.data.encoding import Encoding, load_rows
 from train.data.loader import Material, permutation
-from train.data.packing import Packs, Rows, draft_vocab
+from train.data.packing import Packs, Rows, draft_vocab, warn_of_writers
 from train.distributed import Waiting, compute_by_main
 from train.features.engine_client import EngineClient
 from train.features.engine_features import EngineTarget
@@ -61,7 +61,7 @@ def make_trainer(
 
     Refuses now what would fail after hours of training.
     """
-    packs.check_writers(target.fingerprint())
+    warn_of_writers(packs.writers, target.fingerprint())
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
     rows = reading.spread(heldout, config.validation.num_prompts)
     texts = None

@@ -21,7 +21,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
-    CompressedTensorsConfig,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -68,7 +67,8 @@ def load_model(
     try:
         if quantisation is not None and quantisation.startswith("compressed-tensors"):
             # Otherwise layers are unpacked when the whole model is first called, and here its parts are called
-            places["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+            config.quantization_config = {**config.quantization_config, "dequantize": True}
+            places["config"] = config
         model, about = _read(
             factory.from_pretrained, name, dtype=DTYPES[dtype], output_loading_info=True,
             attn_implementation=attention.implementation(model_class), **origin, **places,

@@ -1,5 +1,6 @@
 """Tests of launch_engine.py, with vLLM itself where `make engines` has set it up."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -15,15 +16,18 @@ import pytest
 import torch
 
 from benchmarks.engines import llamacpp
-from scripts import evaluate, export, launch_engine
+from scripts import answer, evaluate, export, launch_engine
 from specdec import checkpoint
 from specdec.core.sampling import Sampling
 from specdec.decoding.drafting import Drafting
 from specdec.heads.draft import Draft
 from specdec.target.model import Target, load_tokenizer
 from tests.benchmarks import tiny_heads
+from tests.quantised import CONFIGS, quantise
 from tests.support import REAL_TARGET, ROOT, child_environment, write_prompts
 from train.data import rows as data
+from train.features.engine_client import EngineClient
+from train.features.engine_features import EngineTarget, apply_final_norm
 
 engines = pytest.mark.skipif(
     not (ROOT / "engines" / "ready").is_file(), reason="the engines are not installed: make engines"
@@ -217,6 +221,71 @@ def test_a_running_engine_is_judged_as_check_engines_does(engine, tmp_path, monk
     assert found["compared_by_round"] == (8 if engine == "vllm" else 0)
     for level in levels:
         assert level["tau"] == pytest.approx(found["served_tau"]) and 1 + sum(level["survival"]) >= level["tau"] - 1e-9
+
+
+@contextlib.contextmanager
+def running(command: list[str], port: int, log: Path):
+    """A server while it is used, started from the clone's folder."""
+    with log.open("w") as written:
+        server = subprocess.Popen(
+            command, cwd=ROOT, env=child_environment(HF_HUB_OFFLINE="1"), stdout=written, stderr=written
+        )
+        try:
+            wait_for(port, log)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def answer_some(folder: Path, target: Path, url: str, *, num: int) -> list[dict]:
+    arguments = [f"engine={url}", f"target.name={target}", f"prompts={ROOT}/data/prompts_heldout.jsonl", f"limit={num}"]
+    answer.main([*arguments, f"out={folder}/rows.jsonl", "max_new_tokens=24", "decode.temperature=0"])
+    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+
+
+@engines
+@pytest.mark.parametrize("method", CONFIGS)
+def test_vllm_answers_and_reads_for_a_quantised_target(tmp_path, method):
+    folder, port = quantise(REAL_TARGET.resolve(), tmp_path / method, method), free_port()
+    command = [sys.executable, "scripts/launch_engine.py", f"port={port}", "max_model_len=512", "more=--enforce-eager",
+               f"target.name={folder}"]  # fmt: skip
+    with running(command, port, tmp_path / "log") as url:
+        rows = answer_some(tmp_path, folder, url, num=3)
+        ends, plain = Target.load_ends(str(folder)), Target.load(str(REAL_TARGET))
+        assert {row["target_fingerprint"] for row in rows} == {ends.fingerprint()}
+        with contextlib.closing(EngineClient(url)) as client:
+            served, ids = EngineTarget(client, ends, (2,)), torch.tensor(rows[0]["tokens"])
+            final = apply_final_norm(ends, served.submit(ids, (30,)).result()[0], (30,))
+            with pytest.raises(ValueError, match=r"serves .* weights .*, and the target here has unquantised weights"):
+                EngineTarget(client, plain, (2,))
+    (made, wanted) = ends.logits(final).float(), plain.logits(plain.read(ids[None], ()).final)[0].float()
+    assert 0.01 * wanted.norm() < (made - wanted).norm() < 0.5 * wanted.norm()
+    start = rows[0]["prompt_tokens"]
+    chosen = made[start - 1 : -1].argmax(-1)  # states of the served weights explain the served answer
+    assert (chosen == ids[start:]).float().mean() > 0.9
+
+
+@engines
+def test_llama_cpp_answers_from_a_quantised_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    llamacpp.convert(str(REAL_TARGET), str(tmp_path / "q8.gguf"), outtype="q8_0")
+    port = free_port()
+    program = (
+        "import sys, time, xllamacpp as x; p = x.CommonParams(); p.model.path, p.n_gpu_layers, p.port = sys.argv[1], 0, "
+        "int(sys.argv[2]); p.n_ctx, p.n_parallel, p.fit_params = 2048, 2, False; s = x.Server(p); time.sleep(1000)"
+    )
+    command = [launch_engine.PYTHON, "-c", program, str(tmp_path / "q8.gguf"), str(port)]
+    with running(command, port, tmp_path / "log") as url:
+        rows = answer_some(tmp_path, REAL_TARGET, url, num=3)
+        with contextlib.closing(EngineClient(url)) as client, pytest.raises(ValueError, match="gives answers only"):
+            EngineTarget(client, Target.load_ends(str(REAL_TARGET)), (2,))
+    assert {row["target_fingerprint"].partition("-")[2] for row in rows} == {"gguf-q8_0"}
+    plain = Target.load(str(REAL_TARGET))
+    for row in rows:
+        ids, start = torch.tensor(row["tokens"]), row["prompt_tokens"]
+        chosen = plain.logits(plain.read(ids[None], ()).final)[0].argmax(-1)
+        assert (chosen[start - 1 : -1] == ids[start:]).float().mean() > 0.8
 
 
 def free_port() -> int:

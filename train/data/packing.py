@@ -110,6 +110,21 @@ def _lists(column: pyarrow.ListArray) -> tuple[ndarray, ndarray]:
     return column.values.to_numpy(), column.offsets.to_numpy()
 
 
+def warn_of_writers(writers: Iterable[str | None], fingerprint: str) -> None:
+    """Warns of rows that were written by other weights than the target's with this fingerprint.
+
+    writers: fingerprints of what wrote each row; empty or None: not known
+    """
+    counts = collections.Counter(writers)
+    others = {
+        each: num for each, num in counts.items() if each and each != fingerprint and UNREAD not in each + fingerprint
+    }
+    if others:
+        what = f"{sum(others.values())} of {counts.total()} rows were written by {{}} weights"
+        clause = describe_difference(what, max(others, key=lambda each: others[each]), fingerprint)
+        warnings.warn(f"{clause}: let it answer the prompts itself (specdec answer), or expect less.", stacklevel=2)
+
+
 def first_fit(lengths: Sequence[int], capacity: int) -> ndarray:
     """First fit: every row, in order, goes into the first pack with enough room. -> the pack of each row, [R]
 
@@ -183,14 +198,10 @@ class Packs(torch.utils.data.Dataset):
         """The thinking modes in which rows were written; None: not known"""
         return [MODES[place] for place in numpy.unique(self.rows.column("thinking")[self.members]).tolist()]
 
-    def check_writers(self, fingerprint: str) -> None:
-        """Warns of rows that were written by other weights than the target's with this fingerprint, if they say by which."""
-        writers = collections.Counter(self.rows.column("writer")[self.members].tolist())
-        others = {each: num for each, num in writers.items() if each not in ("", fingerprint)}
-        if others and UNREAD not in fingerprint:
-            what = f"{sum(others.values())} of {len(self.members)} rows were written by {{}} weights"
-            clause = describe_difference(what, max(others, key=lambda each: others[each]), fingerprint)
-            warnings.warn(f"{clause}: let it answer the prompts itself (specdec answer), or expect less.", stacklevel=2)
+    @property
+    def writers(self) -> list[str]:
+        """Fingerprints of what wrote the rows; empty: not known"""
+        return self.rows.column("writer")[self.members].tolist()
 
     @property
     def num_tokens(self) -> int:

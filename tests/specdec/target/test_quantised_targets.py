@@ -15,6 +15,7 @@ from specdec.heads.draft import Draft
 from specdec.heads.medusa import Medusa2
 from specdec.target import loading as target_loading
 from specdec.target.model import Target
+from tests.quantised import CONFIGS, quantise
 from tests.saved_targets import SIZES, check_decoding, edit, save
 from tests.support import save_eagle
 
@@ -36,6 +37,11 @@ def save_fp8(folder: Path) -> Path:
     return edit(folder, quantization_config=FP8)
 
 
+LABELS = {"w8a8": "compressed-tensors-8bit", "w4a16": "compressed-tensors-4bit", "fp8": "compressed-tensors-fp8",
+          "gptq": "gptq-4bit", "awq": "awq-4bit"}  # fmt: skip
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+
+
 @pytest.fixture
 def fp8(tmp_path) -> Target:
     if torch.cuda.is_available():
@@ -50,6 +56,85 @@ def test_an_fp8_checkpoint_decodes_and_says_so_in_its_fingerprint(fp8, tmp_path)
     assert fp8.quantisation == "fp8" and re.fullmatch("[0-9a-f]{16}-fp8", fp8.fingerprint())
     assert fp8.embeddings_fingerprint() == target.embeddings_fingerprint()
     check_decoding(fp8)
+
+
+def load_whole(folder: Path) -> Target:
+    """The target with its layers. Skips where a package is missing."""
+    try:
+        return Target.load(str(folder), dtype="float32")
+    except ValueError as error:
+        assert re.search(r"is quantised \(.*\) and cannot be loaded here .*pip install", str(error))
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("method", CONFIGS)
+def test_the_fingerprint_covers_quantised_tensors(tmp_path, method):
+    plain = Target.load(str(save(tmp_path / "plain")), dtype="float32")
+    folders = {more: quantise(tmp_path / "plain", tmp_path / f"{more}", method, more=more) for more in (1.0, 1.01)}
+    one, two = (Target.load_ends(str(folder), dtype="float32") for folder in folders.values())
+    assert one.fingerprint() != two.fingerprint()
+    for ends in (one, two):
+        assert re.fullmatch(f"[0-9a-f]{{16}}-{LABELS[method]}", ends.fingerprint())
+        assert ends.embeddings_fingerprint() == plain.embeddings_fingerprint()
+    save_eagle(tmp_path / "head", one)
+    kind = rf"was trained against {LABELS[method]} weights of .*, and the target here has others of that kind \({two.fingerprint()}, "
+    with pytest.warns(UserWarning, match=kind + rf"not {one.fingerprint()}\)\. Answers stay"):
+        checkpoint.load(tmp_path / "head", two)
+
+
+@pytest.mark.parametrize("method", CONFIGS)
+def test_it_is_the_same_with_the_layers(tmp_path, method):
+    folder = quantise(save(tmp_path / "plain"), tmp_path / "made", method)
+    whole = load_whole(folder)
+    weight, wanted = (
+        found.decoder.layers[1].mlp.down_proj.weight
+        for found in (whole, Target.load(str(tmp_path / "plain"), dtype="float32"))
+    )
+    assert whole.fingerprint() == Target.load_ends(str(folder)).fingerprint()
+    assert 0 < (weight - wanted).norm() < 0.2 * wanted.norm()
+    check_decoding(whole)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bitsandbytes_computes_the_same_after_its_fingerprint(tmp_path, bits):
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    chosen = (
+        BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        if bits == 4
+        else BitsAndBytesConfig(load_in_8bit=True)
+    )
+    save(tmp_path / "plain")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=chosen, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "made")
+    target = Target.load(str(tmp_path / "made"), dtype="bfloat16")
+    assert re.fullmatch(f"[0-9a-f]{{16}}-bitsandbytes-{bits}bit", target.fingerprint())
+    assert target.fingerprint() == Target.load_ends(str(tmp_path / "made")).fingerprint()
+    tokens = torch.arange(1, 33)[None]
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.bfloat16)
+    with torch.no_grad():
+        made, wanted = target.logits(target.read(tokens, ()).final).float(), other(tokens).logits.float()
+    assert (made - wanted).norm() < 0.05 * wanted.norm()
+
+
+def test_an_mtp_module_beside_a_quantised_target_may_be_tuned(tmp_path):
+    folder = quantise(save(tmp_path / "plain"), tmp_path / "made", "w4a16")
+    path, found = folder / "model.safetensors", set()
+    tensors = safetensors.torch.load_file(path)
+    for more in ({}, {"mtp.fc.weight": torch.ones(2)}, {"model.layers.4.eh_proj.weight": torch.ones(2)}):
+        safetensors.torch.save_file(tensors | more, path, metadata={"format": "pt"})
+        found.add(Target.load_ends(str(folder)).fingerprint())
+    assert len(found) == 1
+
+
+def test_a_method_that_only_an_engine_knows_leaves_the_ends(tmp_path):
+    folder = edit(quantise(save(tmp_path / "plain"), tmp_path / "made", "fp8"), quantization_config=MODELOPT)
+    assert re.fullmatch("[0-9a-f]{16}-modelopt-nvfp4", Target.load_ends(str(folder)).fingerprint())
+    with pytest.raises(
+        ValueError, match=r"does not know \(modelopt-nvfp4\): let an engine read it \(features.mode=engine\)"
+    ):
+        Target.load(str(folder))
 
 
 def test_a_head_is_used_with_another_quantisation_of_its_target_with_a_warning(fp8, tmp_path):

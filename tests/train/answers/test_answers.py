@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import sys
 import threading
 
@@ -125,6 +126,21 @@ def test_in_order_holds_back_what_came_early():
     with pytest.raises(ValueError, match="lost"):
         next(groups)
     assert futures["6"].cancelled()
+
+
+def test_llama_cpp_gives_the_same_rows_and_says_what_it_serves(run, folder):
+    wanted = run(Model("ids"), "max_new_tokens=9", out="vllm.jsonl")
+    rows = run(Model("llama.cpp"), "max_new_tokens=9")
+    assert {row["finish"] for row in rows} == {"length"} and not any("target_fingerprint" in row for row in wanted)
+    assert {re.sub("^[0-9a-f]{16}", "", row.pop("target_fingerprint")) for row in rows} == {"-gguf-q4_k_m"}
+    assert rows == wanted
+    whole = run(Model("llama.cpp"), "max_new_tokens=99", out="whole.jsonl")
+    assert {(row["finish"], row["tokens"][-1]) for row in whole} == {("stop", STOP)}  # what comes behind it is cut off
+    assert {path for path, _ in run.server.requests} == {"v1/models", "tokenize", "completion"}
+    path = folder / "whole.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(ValueError, match="was begun with another target, under the same name"):
+        run(Model("llama.cpp", ftype="Q8_0"), "max_new_tokens=99", out="whole.jsonl")
 
 
 def test_thinking_mode(run, folder):

@@ -7,8 +7,10 @@ import copy
 import dataclasses
 import json
 import os
+import warnings
 
 import datasets
+import pyarrow
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -22,7 +24,7 @@ from train.answers.answering import AnswerSettings, OwnDecoder, WrittenAnswer, l
 from train.answers.resumable import Resumable, read_rows
 from train.data import reading
 from train.data import rows as data
-from train.data.packing import Packs, Rows
+from train.data.packing import SCHEMA, Packs, Rows, to_columns, warn_of_writers
 
 SINGLE = pair("Say hello.", "Hello \u00e9\U0001f600!\n\nBye.")
 MULTI = [*SINGLE, *pair("Hello \u00e9\U0001f600!", " Again? ")]
@@ -165,6 +167,22 @@ def test_prompts_are_read_from_every_format(tmp_path):
 
 
 # Batches
+
+
+def test_rows_of_other_weights_are_noticed():
+    writers = ["f00-awq-4bit"] * 3 + ["f00"] + [None]
+    columns = [to_columns(make_row(n, 4), writer=writer) for n, writer in enumerate(writers)]
+    packs = Packs(Rows([pyarrow.Table.from_pylist(columns, SCHEMA)]), length=10)
+    for here, words in (
+        ("f00", "3 of 5 rows were written by awq-4bit weights, and the target here has unquantised weights"),
+        ("abc-awq-4bit", r"4 of 5 rows were .* has others of that kind \(abc-awq-4bit, not f00-awq-4bit\)"),
+    ):
+        with pytest.warns(UserWarning, match=words):
+            warn_of_writers(packs.writers, here)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_writers(packs.writers, "f00-layers-unread-fp8")
+        warn_of_writers(packs.writers[3:], "f00")
 
 
 def test_packs_count_and_cut_rows_and_have_a_fingerprint():

@@ -1,5 +1,6 @@
 """Training with a server as the source of the target's outputs: the same losses as with the target in the process."""
 
+import contextlib
 import fcntl
 import importlib
 import logging
@@ -18,6 +19,8 @@ import torch
 from scripts import answer as answer_script
 from specdec.target.model import Target
 from tests.engine import TinyEngine
+from tests.quantised import quantise
+from tests.small_server import SmallServer
 from tests.support import ROOT, losses_of, write_rows
 from train.features.engine_client import EngineClient
 from train.features.engine_features import EngineTarget
@@ -50,6 +53,24 @@ def test_losses_and_tau_are_those_of_the_target_in_this_process(fit, engine, hea
     assert all(abs(online[step] - served[step]) <= 1e-4 * online[step] + 1e-7 for step in online)
     run = Path("checkpoints/engine")
     assert (run / "best").exists() and list(run.glob("step_*/drafter.json")) and list(run.glob("step_*/report.json"))
+
+
+def test_llama_cpp_is_refused_and_so_is_another_form_of_the_target(engine, ends, folder, tmp_path):
+    def connect(**about) -> EngineTarget:
+        models = [{"id": "target", **about}]
+        reply = lambda path, body: (200, {"data": models}) if body is None else engine._reply(path, body)
+        with SmallServer(reply) as server, contextlib.closing(EngineClient(server.url)) as client:
+            return EngineTarget(client, ends, (4,))
+
+    with pytest.raises(ValueError, match=r"is llama.cpp's server, which gives answers only .*use vLLM"):
+        connect(owned_by="llamacpp")
+    served = quantise(folder / "target", tmp_path / "w4a16", "w4a16")
+    with pytest.raises(
+        ValueError, match=r"serves compressed-tensors-4bit weights .*w4a16.* has unquantised .* give target.name="
+    ):
+        connect(root=str(served))
+    for root in (str(folder / "target"), "/nowhere/else", "user/unknown"):
+        assert connect(root=root).model == "target"
 
 
 def test_a_folder_is_filled_once(fit, engine, tmp_path):
