@@ -163,7 +163,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen, *own: Tensor, 
     query [B, G, R, S, P, E], scaled: P queries of each of S slots, R heads for each of G heads of keys
     key, value [B, G, C, E]; seen: a Span, or a mask [B, 1, S, C] for passes without gradients
     own: N pairs of a key and a value [B, G, S, n, E] of each slot, with sum(n) own keys for a slot
-    causal: whether query p of a slot sees only the first p + 1 of the slot's own keys, not all of them
+    causal: whether query p of a slot sees only the first N - P + p + 1 of the slot's N own keys, not all of them
     -> [B, G, R, S, P, E]
     """
     if isinstance(seen, Tensor):
@@ -375,7 +375,8 @@ def _own_scores(query: Tensor, own_key: Tensor, causal: bool) -> Tensor:
     scores = _product(_by_slot(query), own_key.transpose(-1, -2))
     if not causal:
         return scores
-    later = torch.ones(query.shape[4], own_key.shape[3], dtype=torch.bool, device=query.device).triu(1)
+    later = torch.ones(query.shape[4], own_key.shape[3], dtype=torch.bool, device=query.device)
+    later = later.triu(1 + own_key.shape[3] - query.shape[4])
     return scores.masked_fill(later.repeat(query.shape[2], 1), float("-inf"))
 
 

@@ -21,7 +21,14 @@ OTHERS = {
     MARKOV_IN: "markov_in.weight",
     MARKOV_OUT: "markov_out.weight",
     **{f"{CONFIDENCE}{part}": f"confidence_head.{part}" for part in ("weight", "bias")},
+    # modelopt's names, and those of transformers' assistants
+    **{f"confidence_proj.{part}": f"confidence_head.{part}" for part in ("weight", "bias")},
+    "markov_w1.weight": "markov_in.weight",
+    "markov_w2.weight": "markov_out.weight",
+    "encoder.fc.weight": "fc.weight",
+    "encoder.output_norm_enc.weight": "hidden_norm.weight",
 }
+LOGIT_HEAD = "logit_head."  # a part of old names of SpecForge
 
 
 def is_dspark(drafter: BlockDrafter) -> bool:
@@ -44,6 +51,10 @@ def _write_layers(drafter: BlockDrafter, *, needs: str) -> tuple[dict, dict]:
             "fuse=true adds an input that no engine has. Train with fuse=false, or serve an EAGLE-3 head, which starts in "
             "closed form too."
         )
+    if drafter.full_causal or drafter.sinks:
+        raise ValueError(
+            "Causal full layers and attention sinks are given back in the layout they came in: format=published."
+        )
     layout.check_layers(drafter.target_layers, target)
     layout.check_embedding(target)
     head = {
@@ -63,8 +74,9 @@ def _write_layers(drafter: BlockDrafter, *, needs: str) -> tuple[dict, dict]:
         "draft_vocab_size": drafter.vocab_size,
         "torch_dtype": None,
     }
-    if drafter.draft_to_target is not None:
-        tensors |= {"lm_head.weight": drafter.goal_head[0], **layout.vocab_tensors(drafter)}
+    if drafter.lm_head is not None or drafter.draft_to_target is not None:
+        output = drafter.goal_head[0] if drafter.lm_head is None else drafter.lm_head.weight
+        tensors |= {"lm_head.weight": output, **layout.vocab_tensors(drafter)}
     return tensors, config
 
 
@@ -72,6 +84,10 @@ def dflash(drafter: BlockDrafter) -> Layout:
     """Raises ValueError for anchors that predict and Markov heads, which only DSpark has, and for `fuse`."""
     if is_dspark(drafter):
         raise ValueError("This is a DSpark drafter, not a DFlash one.")
+    if drafter.embedding is not None:
+        raise ValueError(
+            "Engines give a DFlash drafter the target's embedding, and this one has its own: take format=published."
+        )
     tensors, config = _write_layers(drafter, needs="DFlashDraftModel")
     mask = mask_token(drafter)
     # engines number layer outputs: one less than hidden states
@@ -96,6 +112,8 @@ def dspark(drafter: BlockDrafter) -> Layout:
             "take format=safetensors, or train a DFlash drafter (markov_rank=null)."
         )
     mask, embedding = mask_token(drafter), drafter.target.embed.weight.detach()
+    if drafter.embedding is not None:
+        embedding = drafter.embedding
     dtype, table = drafter.fc.weight.dtype, drafter.markov_in.weight
     if not isinstance(drafter.markov_in, nn.Embedding):
         table = nn.functional.linear(embedding.to(dtype), table)  # [V, rank]
@@ -126,7 +144,8 @@ def dspark(drafter: BlockDrafter) -> Layout:
 
 def own_names(config: dict, names: Iterable[str]) -> dict[str, str]:
     """This project's name for each public name."""
-    return {name: OTHERS.get(name, name.replace(".self_attn.", ".")) for name in names}
+    plain = {name: name.removeprefix("model.").removeprefix(LOGIT_HEAD) for name in names}
+    return {name: OTHERS.get(short, short.replace(".self_attn.", ".")) for name, short in plain.items()}
 
 
 def read_mask_file(beside: dict) -> Tensor | None:
@@ -143,8 +162,12 @@ def read_mask_file(beside: dict) -> Tensor | None:
 
 def mask_of(config: dict) -> int | None:
     """The mask's token of a published head; None if it names none."""
-    nested = config.get("dflash_config") or config
-    return config.get("mask_token_id", nested.get("mask_token_id"))
+    return read_fields(config).get("mask_token_id")
+
+
+def read_fields(config: dict) -> dict:
+    """The configuration with what `dflash_config` holds on the same level; older and newer heads have a field here or there."""
+    return {**config, **(config.get("dflash_config") or {})}
 
 
 def with_mask(embedding: Tensor, mask: Tensor, config: dict) -> Tensor:
@@ -169,15 +192,17 @@ def read_block_drafter(config: dict, tensors: dict[str, Tensor], beside: dict, t
     beside: contents of further files, by name; the mask's embedding may have one
     """
     mask = read_mask_file(beside)
-    nested = config.get("dflash_config") or config
-    layers = config.get("aux_hidden_state_layer_ids") or [k + 1 for k in nested.get("target_layer_ids", [])]
+    nested, config = config.get("dflash_config") or {}, read_fields(config)
+    layers = config.get("aux_hidden_state_layer_ids") or [k + 1 for k in config.get("target_layer_ids") or ()]
     mask_id = mask_of(config)
     if not layers or (mask is None and mask_id is None):
         raise ValueError("config.json names no hidden states or no mask token: is this a DFlash drafter?")
-    has_markov = any("markov_head" in name for name in tensors)
-    anchor_predicts = bool(config.get("sample_from_anchor", has_markov))
-    if anchor_predicts and not has_markov:
-        raise ValueError("DFlash with sample_from_anchor cannot be imported.")
+    has_markov = any("markov_w1" in name for name in tensors)
+    anchor_predicts = config.get("sample_from_anchor")
+    if anchor_predicts is None:
+        anchor_predicts = has_markov or "DSpark" in str(config.get("architectures"))
+    if has_markov and config.get("markov_head_type", "vanilla") != "vanilla":
+        raise ValueError(f"A Markov head of the type {config['markov_head_type']} cannot be imported; vanilla can.")
     sliding = _read_windows(config, nested)
     layout.check_layers(tuple(layers), target)
     tensors = dict(tensors)
@@ -188,8 +213,6 @@ def read_block_drafter(config: dict, tensors: dict[str, Tensor], beside: dict, t
     if "d2t" in tensors:
         vocab = layout.check_vocab(tensors["d2t"], tensors.get("t2d"))
     lm_head = layout.take_own(tensors, "lm_head.weight", layout.lm_head_rows(target, vocab))
-    if has_markov and config.get("markov_head_type", "vanilla") != "vanilla":
-        raise ValueError(f"A Markov head of the type {config['markov_head_type']} cannot be imported; vanilla can.")
     own = own_names(config, tensors)
     head = {own[name]: value for name, value in layout.without_maps(tensors).items()}
     head["mask_embedding"] = mask
@@ -199,15 +222,16 @@ def read_block_drafter(config: dict, tensors: dict[str, Tensor], beside: dict, t
         head["draft_to_target"] = vocab
     arguments = {
         "_target_": "specdec.heads.dflash.BlockDrafter",
-        **layout.read_block(config, target),
+        **layout.read_block({"head_dim": len(head["layers.0.q_norm.weight"]), **config}, target),
         "num_drafts": config["block_size"] - (not anchor_predicts),
         "num_layers": config["num_hidden_layers"],
         "target_layers": list(layers),
         "own_output": lm_head is not None,
+        "anchor_predicts": bool(anchor_predicts),
+        "sinks": "layers.0.attention_sink_bias" in head,
         **sliding,
+        **_read_markov(head, config),
     }
-    if has_markov:
-        arguments |= {"anchor_predicts": anchor_predicts, **_read_markov(head, config)}
     return layout.with_embedding(arguments, head, embedding)
 
 
@@ -224,19 +248,18 @@ def _read_mask(tensors: dict[str, Tensor], mask_id: int, target: Target) -> Tens
 
 
 def _read_markov(head: dict[str, Tensor], config: dict) -> dict:
-    """The arguments of DSpark's Markov and confidence heads."""
-    rank = head["markov_in.weight"].shape[-1]
-    arguments = {"markov_rank": rank, "markov_table": True}
-    weight = head.get("confidence_head.weight")
-    if weight is None:
-        return arguments
-    return {**arguments, "confidence": True, "confidence_markov": weight.shape[1] > config["hidden_size"]}
+    """The arguments of DSpark's Markov and confidence heads, if there are any."""
+    table, weight, arguments = head.get("markov_in.weight"), head.get("confidence_head.weight"), {}
+    if table is not None:
+        arguments = {"markov_rank": table.shape[-1], "markov_table": True}
+    if weight is not None:
+        arguments |= {"confidence": True, "confidence_markov": weight.shape[1] > config["hidden_size"]}
+    return arguments
 
 
 def _read_windows(config: dict, nested: dict) -> dict:
-    """The arguments `window`, `full_layers` and `window_causal`, as vLLM reads a raw drafter, and Speculators its container.
-
-    nested: `dflash_config`. Raises ValueError for layers that this project has not: full ones whose inputs see earlier ones only.
+    """The arguments `window`, `full_layers`, `window_causal` and `full_causal`, as vLLM reads a raw drafter, and Speculators its
+    container. config: `read_fields`; nested: `dflash_config`
     """
     num = config["num_hidden_layers"]
     kinds = list(config.get("layer_types") or [FULL] * num)[:num]
@@ -247,8 +270,7 @@ def _read_windows(config: dict, nested: dict) -> dict:
     in_container = "speculators_model_type" in config
     if in_container:  # of sliding layers alone; without the field, as vLLM takes it
         causal = SLIDING in kinds and not config.get("sliding_window_non_causal", True)
-    if causal and not in_container and FULL in kinds:
-        raise ValueError("DFlash with causal full layers cannot be imported.")
+    full = {"full_causal": bool(causal and not in_container and FULL in kinds)}
     sizes = {"layer_types": kinds, "sliding_window": nested.get("swa_window_size", config.get("sliding_window"))}
     found = layout.read_window(sizes, num)
-    return {**found, "window_causal": causal is None or bool(causal)} if found else {}
+    return full | ({**found, "window_causal": causal is None or bool(causal)} if found else {})

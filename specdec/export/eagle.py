@@ -10,8 +10,14 @@ from specdec.export.layout import Layout
 from specdec.heads.eagle import Eagle, Eagle3, PEagle
 from specdec.target.model import Target
 
-NAMES1 = [("block.", "layers.0.")]
 EMBEDDING = layout.EMBEDDING
+NAMES1 = [("block.", "layers.0."), ("embedding", EMBEDDING)]
+OLD_NORMS = {
+    f"aux_norm_{where}.": f"fc_norm.{number}." for number, where in enumerate(("low", "mid", "high"))
+}  # SGLang's names
+# Fields inside NVIDIA's `eagle_config` that make another head of it, where they are not this
+PLAIN = {"use_aux_hidden_state": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
+         "use_input_layernorm_in_first_layer": True, "parallel_draft_step": 1}  # fmt: skip
 MASK_TOKENS = ("ptd_token_id", "pard_token", "mask_token_id")  # the names of P-EAGLE's mask token
 TOKEN_MAP = "token_map.pt"  # the draft vocabulary of EAGLE-1, which SGLang reads by --speculative-token-map
 MIDLAYER = "midlayer."
@@ -21,6 +27,7 @@ LAYER = "layers.{}."  # of several layers; SGLang, modelopt and Speculators call
 def names3(first: str, num_layers: int) -> list[tuple[str, str]]:
     """Own and public prefixes, longer public ones first. first: the public prefix of the first layer"""
     names = [(f"{norm}.", f"{first}{norm}.") for norm in ("input_layernorm", "hidden_norm")] + [("block.", first)]
+    names.append(("embedding", EMBEDDING))
     return names + [(f"further.{number - 1}.", LAYER.format(number)) for number in range(1, num_layers)]
 
 
@@ -44,6 +51,10 @@ def mask_token(config: dict) -> int | None:
     return next((config[name] for name in MASK_TOKENS if config.get(name) is not None), None)
 
 
+def has_qk_norm(drafter: Eagle3) -> bool:
+    return drafter.block.self_attn.q_norm is not None
+
+
 def check_plain(drafter: Eagle3, whose: str, *, lacks: tuple[str, ...]) -> None:
     """Raises ValueError for an EAGLE-3 head with switches that an engine ignores, and for layers and masks that only vLLM has.
 
@@ -54,6 +65,12 @@ def check_plain(drafter: Eagle3, whose: str, *, lacks: tuple[str, ...]) -> None:
         raise ValueError(f"{whose} has no {what}: take format=vllm or speculators.")
     layout.check_whole(drafter, whose)
     on = [name for name, given in norms(drafter).items() if given and name in lacks]
+    on += ["norms of queries and keys"] if has_qk_norm(drafter) else []
+    on += (
+        ["place for its embedding"]
+        if drafter.embedding is not None and drafter.estimates and whose != "SafeAILab's code"
+        else []
+    )
     if on:
         raise ValueError(f"{whose} has no {', '.join(on)}, which this head was trained with: take format=vllm.")
 
@@ -64,6 +81,8 @@ def check_plain(drafter: Eagle3, whose: str, *, lacks: tuple[str, ...]) -> None:
 def eagle1(drafter: Eagle, *, architecture: str, bias: bool = False) -> Layout:
     """bias: whether config.json says that `fc` has one. The tensor is always written, because SGLang always has one."""
     layout.check_embedding(drafter.target)
+    if drafter.embedding is not None and architecture == "LlamaForCausalLMEagle":
+        raise ValueError("SGLang gives EAGLE-1 the target's embedding, and this head has its own: take format=vllm.")
     head = layout.own_tensors(drafter)
     head.setdefault("fc.bias", torch.zeros_like(head["fc.weight"][:, 0]))
     config = {
@@ -95,12 +114,13 @@ def eagle3(drafter: Eagle3) -> Layout:
             )
         head["lm_head.weight"] = target.shape_logits.scale * weight  # a cap keeps the order
     config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
+        "architectures": ["Eagle3Qwen3ForCausalLM" if has_qk_norm(drafter) else "LlamaForCausalLMEagle3"],
+        "model_type": "qwen3" if has_qk_norm(drafter) else "llama",
         "num_hidden_layers": num_layers,
         **layout.block_fields(drafter.config, target),
         "draft_vocab_size": drafter.vocab_size,
         **norms(drafter),
+        **({} if drafter.estimates else {"target_hidden_size": target.width}),
         **layout.window_fields(drafter),
         "torch_dtype": None,
     }
@@ -121,22 +141,24 @@ def eagle3(drafter: Eagle3) -> Layout:
 
 def own_names1(config: dict, names: Iterable[str]) -> dict[str, str]:
     """This project's name for each public name."""
-    return {name: "embedding" if name == EMBEDDING else layout.rename_one(name, layout.swap(NAMES1)) for name in names}
+    return {name: layout.rename_one(name, layout.swap(NAMES1)) for name in names}
 
 
 def own_names3(config: dict, names: Iterable[str]) -> dict[str, str]:
     """This project's name for each public name."""
     first = LAYER.format(0) if any(name.startswith(LAYER.format(0)) for name in names) else MIDLAYER
-    prefixes = layout.swap(names3(first, config.get("num_hidden_layers", 1)))
-    return {name: "embedding" if name == EMBEDDING else layout.rename_one(name, prefixes) for name in names}
+    prefixes = [
+        *layout.swap(names3(first, config.get("num_hidden_layers", 1))),
+        *OLD_NORMS.items(),
+        ("input_norm.", "input_norm."),
+    ]
+    return {name: layout.rename_one(name, prefixes) for name in names}
 
 
 def read_eagle1(config: dict, tensors: dict[str, Tensor], beside: dict, target: Target) -> tuple[dict, dict]:
     """-> the arguments of `heads.eagle.Eagle`, its tensors. Raises ValueError if they are no EAGLE-1 head of this target."""
     tensors = dict(tensors)
     embedding = layout.take_own(tensors, EMBEDDING, target.embed.weight)
-    if any(name.endswith("_proj.bias") for name in tensors):
-        raise ValueError("Attention biases cannot be imported: this head has some.")
     tensors.setdefault("fc.bias", torch.zeros_like(tensors["fc.weight"][:, 0]))
     own = own_names1(config, tensors)
     head = {own[name]: value for name, value in tensors.items()}
@@ -167,12 +189,15 @@ def read_eagle3(config: dict, tensors: dict[str, Tensor], beside: dict, target: 
     vocab = None
     if "d2t" in tensors:
         vocab = layout.check_vocab(tensors["d2t"], tensors.get("t2d"))
-    if len(tensors["lm_head.weight"]) == target.vocab_size:  # then the maps are the identity
+    given = tensors.get("lm_head.weight")
+    if given is None and config.get("tie_word_embeddings"):
+        raise ValueError("its LM head is its embedding (tie_word_embeddings), which cannot be imported.")
+    if given is not None and len(given) == target.vocab_size:  # then the maps are the identity
         vocab = None
-    given, plain = tensors["lm_head.weight"], target.lm_head.bias is None and target.shape_logits.plain
-    borrows = plain and layout.is_copy(given, layout.lm_head_rows(target, vocab))
+    plain = target.lm_head.bias is None and target.shape_logits.plain
+    borrows = given is None or (plain and layout.is_copy(given, layout.lm_head_rows(target, vocab)))
     if borrows:
-        del tensors["lm_head.weight"]
+        tensors.pop("lm_head.weight", None)
     own = own_names3(config, tensors)
     head = {own[name]: value for name, value in layout.without_maps(tensors).items()}
     if vocab is not None:
@@ -181,12 +206,12 @@ def read_eagle3(config: dict, tensors: dict[str, Tensor], beside: dict, target: 
     arguments = {
         "_target_": f"specdec.heads.eagle.{'Eagle3' if mask is None else 'PEagle'}",
         **({} if mask is None else {"mask_token": mask}),
-        **layout.read_block(config, target, own_width=True),
+        **layout.read_block(config, target, own_width=True, qk_norm="block.self_attn.q_norm.weight" in head),
         "num_layers": num_layers,
         "own_output": not borrows,
         **layout.read_window(config, num_layers),
         "target_layers": list(layers),
-        "norm_features": bool(config.get("fc_norm", False)),
+        "norm_features": bool(config.get("fc_norm") or config.get("use_aux_norm")),
         **{name: bool(config.get(name, False)) for name in ("norm_output", "norm_before_fc", "norm_before_residual")},
     }
     return layout.with_embedding(arguments, head, embedding)
@@ -198,8 +223,11 @@ def _read_fields(config: dict, target: Target) -> tuple[dict, tuple[int, ...]]:
     inside = [name for name in ("norm_output", "norm_before_residual", "fc_norm") if nested.get(name)]
     if inside:
         raise ValueError(f"eagle_config holds {', '.join(inside)}, which engines read one level up: move it there.")
-    if config.get("attention_bias"):
-        raise ValueError("Only EAGLE-3 heads without attention biases can be imported.")
+    for name, plain in PLAIN.items():
+        if nested.get(name, plain) not in (plain, None):
+            raise ValueError(
+                f"eagle_config has {name}={nested[name]}, which makes another head of it: {plain} can be imported."
+            )
     inner = nested.get("eagle_aux_hidden_state_layer_ids")
     layers = config.get("eagle_aux_hidden_state_layer_ids") or ([k + 1 for k in inner] if inner else None)
     norm = nested.get("norm_before_fc", config.get("norm_before_fc", False))

@@ -171,7 +171,7 @@ def block_fields(config: LlamaConfig, target: Target) -> dict:
     }
 
 
-def read_block(config: dict, target: Target, *, own_width: bool = False) -> dict:
+def read_block(config: dict, target: Target, *, own_width: bool = False, qk_norm: bool = False) -> dict:
     """The arguments `intermediate_size` and `block` of a head with this config.json; `block` holds what differs from block_config.
 
     own_width: whether the head may have another width than its target. Raises ValueError for another width, where it may not.
@@ -199,6 +199,8 @@ def read_block(config: dict, target: Target, *, own_width: bool = False) -> dict
     }
     own = block_config(target, intermediate_size=None).to_dict()
     block = {key: value for key, value in written.items() if own.get(key) != value}
+    if qk_norm:
+        block["qk_norm"] = True
     return {"intermediate_size": config["intermediate_size"], "block": block or None}
 
 
@@ -207,8 +209,11 @@ def layer_config(config: dict) -> dict:
     given = config.get("transformer_layer_config")
     if not isinstance(given, dict):
         return {}
-    family = CONFIG_MAPPING[str(given.get("model_type", "qwen3"))]
-    return {**{name: value for name, value in family().to_dict().items() if name in (*SIZES, *FAMILY)}, **given}
+    family = str(given.get("model_type", "qwen3"))
+    if family not in ("llama", "qwen3"):
+        raise ValueError(f"The layers of the container are of the type {family}: llama and qwen3 can be imported.")
+    defaults = CONFIG_MAPPING[family]().to_dict()
+    return {**{name: defaults[name] for name in (*SIZES, *FAMILY)}, **given}
 
 
 def check_embedding(target: Target) -> None:

@@ -6,7 +6,8 @@ of, with a record of the layout; from this record `restore` gives the same names
 
 import hashlib
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,8 @@ def describe(folder: Path) -> dict:
     found = _open(folder)
     family = _guarded(folder, lambda: _find_family(found))
     about: dict = {"_target_": f"specdec.heads.{FAMILIES[family].head}", "target": _verifier(found.config)}
-    if isinstance(num := found.config.get("block_size"), int):  # the most drafts of a round
+    num = block_drafter.read_fields(found.config).get("block_size")
+    if isinstance(num, int):  # the most drafts of a round
         about["num_drafts"] = num
     return about
 
@@ -179,6 +181,7 @@ def _guarded(folder: Path, work: Callable):
 def _find_family(found: _Files) -> str:
     """The name of the layout in FAMILIES. Raises ValueError, which says what the folder holds, if it is none of them."""
     config, names = found.config, found.tensors.keys()
+    _refuse_foreign(config, names)
     if "drafter" in config:
         raise ValueError(
             "This is format=safetensors, which is for other readers: use the checkpoint that it was exported from."
@@ -194,8 +197,9 @@ def _find_family(found: _Files) -> str:
         return "medusa"
     if any("mtp_layers" in name for name in names):
         return "mtp"
-    if "layers.0.self_attn.q_norm.weight" in names and "hidden_norm.weight" in names:
-        return "dspark" if any("markov_head" in name for name in names) else "dflash"
+    own = block_drafter.own_names(config, names).values()
+    if "layers.0.q_norm.weight" in own and "hidden_norm.weight" in own:
+        return "dspark" if "markov_in.weight" in own else "dflash"
     if "norm.weight" in names and "fc.weight" in names:
         return "peagle" if eagle.mask_token(config) is not None else "eagle3"
     if "fc.weight" in names:
@@ -204,6 +208,52 @@ def _find_family(found: _Files) -> str:
         f"its tensors ({', '.join(sorted(names)[:3])}, ...) belong to none of the known layouts: EAGLE-1, EAGLE-3, P-EAGLE, Medusa, "
         "DFlash, DSpark, MTP in MiMo's layout, and the Speculators container."
     )
+
+
+# What gives away a head that exists elsewhere and not here: a part of its architecture's or type's name, a field of config.json, a
+# part of the name of a tensor
+FOREIGN_NAMES = {
+    "dflash2": "a DFlash 2 drafter",
+    "lilicorr": "a LiLiCorr drafter",
+    "domino": "a Domino drafter",
+    "xpress": "an xPress drafter",
+    "dspine": "a DSpine drafter",
+    "mlp_?speculator": "an MLP speculator",
+    "hydra": "Hydra heads of another project",
+}
+FOREIGN_FIELDS = {
+    **dict.fromkeys(("selector_rank", "conv_kernel_size"), "a DFlash 2 drafter"),
+    "lilicorr_enabled": "a LiLiCorr drafter",
+    "kv_lora_rank": "a drafter with latent attention (MLA)",
+    "quantization_config": "a quantised head (take its weights before quantisation)",
+    "output_multiplier": "a drafter that scales its logits",
+    "final_logit_softcapping": "a drafter that caps its logits",
+    "attention_value_scale": "a drafter that scales its values",
+    "use_gemma_norm": "a drafter with the norms of Gemma",
+}
+FOREIGN_TENSORS = {
+    "q_a_proj|kv_a_proj": "a drafter with latent attention (MLA)",
+    "prefix_gru|embed_proj": "a Domino drafter",
+    r"(^|markov_head\.)(gate|joint)_proj": "a DSpark drafter whose Markov head is gated or recurrent",
+    "parallel_draft_heads": "EAGLE with parallel heads (modelopt)",
+    r"\.experts\.": "a drafter with experts",
+    r"(self_attn|mlp)\.\w+_proj\.bias": "a drafter with biases in its attention or MLP",
+    "_scale(_inv)?$|weight_packed$": "a quantised head (take its weights before quantisation)",
+}
+
+
+def _refuse_foreign(config: dict, names: Collection[str]) -> None:
+    """Raises ValueError, which says what it is, for a head of a kind that does not exist here."""
+    fields = {**block_drafter.read_fields(config), **layout.layer_config(config)}
+    given = " ".join(str(config.get(key)) for key in ("architectures", "model_type", "speculators_model_type"))
+    said = f"{given} {fields.get('projector_type')}".lower()
+    found = [what for part, what in FOREIGN_NAMES.items() if re.search(part, said)]
+    plain = lambda value: not value or (isinstance(value, float) and value == 1)
+    found += [what for name, what in FOREIGN_FIELDS.items() if not plain(fields.get(name))]
+    if not any("mtp_layers" in name for name in names):
+        found += [what for part, what in FOREIGN_TENSORS.items() if any(re.search(part, name) for name in names)]
+    if found:
+        raise ValueError(f"it is {found[0]}, which cannot be imported.")
 
 
 def _verifier(config: dict) -> str | None:

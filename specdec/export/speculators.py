@@ -21,7 +21,8 @@ DSPARK = ("block_size", "mask_token_id", "sample_from_anchor", "markov_rank", "m
 def container(drafter: Eagle3 | BlockDrafter, kind: str) -> Layout:
     """kind: eagle3, peagle, dflash or dspark. Raises ValueError for heads that readers of the container would run otherwise."""
     if isinstance(drafter, Eagle3):
-        own, plain, model_type = _eagle3(drafter), eagle.eagle3(drafter), "llama"
+        own, plain = _eagle3(drafter), eagle.eagle3(drafter)
+        model_type = plain.config["model_type"]
         tensors = layout.rename(plain.tensors, [(eagle.MIDLAYER, eagle.LAYER.format(0))])
     else:
         plain = block_drafter.dspark(drafter) if kind == "dspark" else block_drafter.dflash(drafter)

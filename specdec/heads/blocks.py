@@ -52,13 +52,13 @@ def row_cache(config: LlamaConfig, weight: Tensor, *, layers: int, batch: int, m
 
 
 IMPORTED = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "hidden_act",
-            "hidden_size")  # fmt: skip
+            "hidden_size", "qk_norm")  # fmt: skip
 
 
 def block_config(target: Target, *, intermediate_size: int | None, block: dict | None = None) -> LlamaConfig:
     """The configuration of a head's block: `llama_config`, with the fields of `block` in which published heads differ.
 
-    Raises ValueError for fields outside IMPORTED, and for a target whose embeddings have another width than its states.
+    qk_norm: whether queries and keys have norms, as in Qwen3. Raises ValueError for fields outside IMPORTED, and for a target whose embeddings have another width than its states.
     """
     if not set(block or ()) <= set(IMPORTED):
         raise ValueError(f"block={block} may hold {', '.join(IMPORTED)} and nothing else.")
@@ -103,6 +103,9 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, keys, bias=config.attention_bias)
         self.v_proj = nn.Linear(width, keys, bias=config.attention_bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+        self.q_norm = self.k_norm = None
+        if getattr(config, "qk_norm", False):
+            self.q_norm, self.k_norm = (RMSNorm(self.head_dim, eps=config.rms_norm_eps) for _ in range(2))
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Seen, cache) -> Tensor:
         """x [B, S, E], rotary cos and sin [B, S, head_dim], mask [B, 1, S, keys] or spans -> [B, S, D]"""
@@ -117,6 +120,8 @@ class Attention(nn.Module):
         """-> query, key, value [B, heads, S, head_dim]"""
         shape = (*x.shape[:2], -1, self.head_dim)
         query, key, value = (p(x).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rotary_pos_emb(query, key, cos, sin)
         return query.to(value.dtype), key.to(value.dtype), value
 

@@ -32,7 +32,7 @@ from specdec.target.model import Target
 class Layer(nn.Module):
     """A decoder layer over blocks; its attention has the context's keys beside the block's own (Qwen3's q and k norms)."""
 
-    def __init__(self, config, *, layer: int):
+    def __init__(self, config, *, layer: int, sinks: bool = False):
         super().__init__()
         width, eps, self.head_dim, self.layer = config.hidden_size, config.rms_norm_eps, config.head_dim, layer
         self.groups = config.num_key_value_heads
@@ -44,6 +44,7 @@ class Layer(nn.Module):
         self.v_proj = nn.Linear(width, keys, bias=False)
         self.o_proj = nn.Linear(queries, width, bias=False)
         self.mlp = LlamaMLP(config)
+        self.attention_sink_bias = nn.Parameter(torch.zeros(config.num_attention_heads)) if sinks else None
 
     def keys(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """x [B, S, D] -> K, V [B, G, S, head_dim]"""
@@ -67,7 +68,24 @@ class Layer(nn.Module):
         # [B, G, H/G, S, size, head_dim] against the context's [B, G, C, .] and the block's [B, G, S, size, .]
         query = query.to(own_value.dtype).view(num_rows, self.groups, -1, num // size, size, self.head_dim)
         own_key, own_value = (t.unflatten(2, (-1, size)) for t in (own_key, own_value))
-        out = span_attention.attend(query, context_key, context_value, mask, own_key, own_value, causal=causal)
+        if self.attention_sink_bias is None:
+            out = span_attention.attend(query, context_key, context_value, mask, own_key, own_value, causal=causal)
+        else:  # a further key of each slot, which all queries of a head meet with the same score, and whose value is zero
+            sinks = (
+                self.attention_sink_bias.to(query.dtype).view(1, self.groups, -1, 1, 1, 1).expand(*query.shape[:-1], 1)
+            )
+            query = torch.cat([query, sinks], dim=-1)
+            context_key, context_value, own_key, own_value = (
+                nn.functional.pad(part, (0, 1)) for part in (context_key, context_value, own_key, own_value)
+            )
+            sink_value = torch.zeros_like(own_key[:, :, :, :1])
+            own = (
+                sink_value.index_fill(-1, torch.tensor(self.head_dim, device=x.device), 1.0),
+                sink_value,
+                own_key,
+                own_value,
+            )
+            out = span_attention.attend(query, context_key, context_value, mask, *own, causal=causal)[..., :-1]
         out = out.flatten(1, 2).flatten(2, 3).transpose(1, 2).flatten(2)  # [B, S*size, H * head_dim]
         x = x + self.o_proj(out)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -91,7 +109,9 @@ class BlockDrafter(Drafter):
     full_layers: the layers, from 0, that see all of them all the same; None: no layer does
     window_causal: whether, in layers with a window, an input sees only the earlier ones of its block and itself, as Speculators
         and vLLM take it unless told otherwise; in other layers all inputs of a block see each other
-    block, own_embedding, own_output: for published heads: see block_config; an embedding and an LM head that are not the target's
+    full_causal, sinks, block, own_embedding, own_output: for published heads: whether an input sees only earlier ones in layers
+        without a window, too; a learnt score of each attention head for attending to nothing; see block_config; an embedding and
+        an LM head that are not the target's
     """
 
     attends = "block"
@@ -114,6 +134,8 @@ class BlockDrafter(Drafter):
         window: int | None = None,
         full_layers: Sequence[int] | None = None,
         window_causal: bool = True,
+        full_causal: bool = False,
+        sinks: bool = False,
         block: dict | None = None,
         own_embedding: bool = False,
         own_output: bool = False,
@@ -128,12 +150,12 @@ class BlockDrafter(Drafter):
         )
         width = target.width
         self.depth = self.num_drafts = num_drafts
-        self.anchor_predicts = anchor_predicts
+        self.anchor_predicts, self.full_causal, self.sinks = anchor_predicts, full_causal, sinks
         self.target_layers = target.layer_ids(target_layers or five_layers(target))
         self.config = config = block_config(target, intermediate_size=intermediate_size, block=block)
         self.fc = SizedLinear(len(self.target_layers) * width, width)
         self.hidden_norm, self.norm = (RMSNorm(width, eps=config.rms_norm_eps) for _ in range(2))
-        self.layers = nn.ModuleList(Layer(config, layer=layer) for layer in range(num_layers))
+        self.layers = nn.ModuleList(Layer(config, layer=layer, sinks=sinks) for layer in range(num_layers))
         self.mask_embedding = nn.Parameter(
             embedding_scale(target) * target.embed.weight.detach().float().mean(0)
         )  # [D]
@@ -195,7 +217,7 @@ class BlockDrafter(Drafter):
         at = (positions[..., None] + torch.arange(size, device=positions.device)).flatten(1)
         rotary = self.rotary(x, at)
         for layer, window in zip(self.layers, self.windows):
-            seen, causal = mask, False
+            seen, causal = mask, self.full_causal
             if window is not None:  # the anchor's own position counts as one more
                 seen = within(mask, window + 1, depth=2, positions=positions, first=0)
                 causal = self.window_causal
