@@ -301,12 +301,14 @@ def judge_new(
     """Judges the trained head, and takes it into use or not. before: of `judge_before`"""
     opened = loading.load_target(given.target, default=loading.target_of(home.path / plan.start))
     home.pin_target(opened.target)
-    counts = judge_kinds(given, plan, checkpoint.load(trained, opened.target), "the new head")
+    step = int(trained.name.removeprefix("step_"))
+    counts = {kind: [PromptCounts(*pair) for pair in before["counts"][kind]] for kind in KINDS}
+    if step > 0:  # else it is the head in use
+        counts = judge_kinds(given, plan, checkpoint.load(trained, opened.target), "the new head")
     judged = show(console, plan, before["counts"], counts)
     new, old = judged["new"][judging.ALL], judged["old"].get(judging.ALL)
     good, reasons = judging.decide(new, old, tolerance=given.tolerance)
     tokens = [adaptation.count_tokens(part) for part in (plan.training[: plan.num_new], plan.training[plan.num_new :])]
-    step = int(trained.name.removeprefix("step_"))
     if step == 0:
         reasons.append("No step of the training drafted better than its start on the answers that choose the step.")
     document = {
