@@ -172,8 +172,10 @@ def judge(chosen: Any, out: Path, console: progress.Results) -> None:
     found = [{"requests": level, **summarise(pairs[level], chosen.seed)} for level in levels]
     document = {"definition_of_tau": TAU, "settings": settings, "notes": notes, "levels": found}
     if runs:
-        turns = [turn for level in levels for turn, _ in pairs[level]]
-        document["replay"] = replay_served(chosen, draft_as_engine(runs[0].drafter, server.kind), questions, turns)
+        turns = {level: [turn for turn, _ in pairs[level]] for level in levels}
+        drafter = draft_as_engine(runs[0].drafter, server.kind)
+        for each in found:
+            each["replay"] = compare_with_replay(chosen, drafter, dict(questions), turns[each["requests"]])
     files.write_text(out / "report.json", json.dumps(document, indent=1) + "\n")
     show(document, console)
     console.print(f"written: {out}/report.json")
@@ -316,22 +318,20 @@ def draft_as_engine(drafter: Head, kind: str) -> Head:
     return drafter
 
 
-def replay_served(chosen: Any, drafter: Head, questions: list[Question], turns: list[Turn]) -> dict[str, Any]:
-    """tau of the head along the answers that were served, beside tau as served; at temperature 0 also where they part."""
-    sampling, prompts = chosen.decode.sampling(), dict(questions)
-    answers = [answer for turn in turns for answer in turn.answers]
-    said = [each for turn in turns for each in (turn.counted, *(answer.said for answer in turn.answers)) if each]
+def compare_with_replay(chosen: Any, drafter: Head, prompts: dict[str, dict], turns: list[Turn]) -> dict[str, Any]:
+    """tau of the head along the answers of a level, beside tau as served; at temperature 0 also where they part."""
+    sampling, answers = chosen.decode.sampling(), [answer for turn in turns for answer in turn.answers]
+    said = [each for each in (*(turn.counted for turn in turns), *(answer.said for answer in answers)) if each]
     depth = max((each.longest for each in said if each.longest), default=chosen.decode.depth)
     drafting = replace(chosen.decode.drafting(TreeShape(depth, 1, depth)), rule="token", lossy=False)
     if not isinstance(drafter, Drafter) or not drafting.replayable(drafter, sampling):
         return {
-            "verdict": f"A chain of {depth} of this head cannot be replayed with these settings: nothing is compared."
+            "verdict": f"a chain of {depth} of this head cannot be replayed with these settings: nothing is compared."
         }
-    counts = referee.count_answers(turns)
-    usable = [(answer, count) for answer, count in zip(answers, counts or ()) if answer.ids and len(answer.ids) > 1]
+    usable = [pair for pair in zip(answers, referee.count_answers(turns) or ()) if pair[0].ids and len(pair[0].ids) > 1]
     if not usable:
         return {
-            "verdict": "The server gives no token ids, or no counts of each answer: nothing is compared with replay."
+            "verdict": "the server gives no token ids, or no counts of each answer: nothing is compared with replay."
         }
     texts = [Written(prompts[answer.prompt]["prompt"], answer.ids or [], sampling.temperature) for answer, _ in usable]
     own, compared, differences = [], 0, []
@@ -343,21 +343,16 @@ def replay_served(chosen: Any, drafter: Head, questions: list[Question], turns: 
             if place := referee.first_difference(answer.said.steps, steps, accept.shape[1]):
                 counted = {"served": answer.said.steps[place[0]], "replayed": steps[place[0]]}
                 differences.append({"prompt": answer.prompt, "round": place[0], "token": place[1], **counted})
-    served = [count for _, count in usable]
-    same = sum(round(one.num_rounds) == round(other.num_rounds) for one, other in zip(served, own))
-    names = [answer.prompt for answer, _ in usable]
+    names, served = [answer.prompt for answer, _ in usable], [count for _, count in usable]
     difference, span = tau_difference(referee.merge(names, served), referee.merge(names, own), seed=chosen.seed)
-    found = {
-        "depth": depth,
-        "answers": len(own),
-        "served_tau": tau(served),
-        "replayed_tau": tau(own),
+    same = sum(round(one.num_rounds) == round(other.num_rounds) for one, other in zip(served, own))
+    found = {"depth": depth, "answers": len(own), "served_tau": tau(served), "replayed_tau": tau(own)}
+    found |= {
         "difference": difference,
         "difference_ci": span,
         "same_number_of_rounds": same if sampling.greedy else None,
-        "compared_by_round": compared,
-        "differences": differences,
     }
+    found |= {"compared_by_round": compared, "differences": differences}
     return {"verdict": say_verdict(found), **found}
 
 
@@ -397,8 +392,6 @@ def show(document: dict[str, Any], console: progress.Results) -> None:
     for level in document["levels"]:
         for sentence in remark(level, greedy=document["settings"]["decode"]["temperature"] == 0):
             console.say(f"{level['requests']} at once: {sentence}")
-    if "replay" in document:
-        console.say(document["replay"]["verdict"])
 
 
 def remark(level: dict[str, Any], *, greedy: bool) -> Iterator[str]:
@@ -411,3 +404,5 @@ def remark(level: dict[str, Any], *, greedy: bool) -> Iterator[str]:
         yield "this client was busy most of the time, so speeds may be its own: measure from another machine."
     if greedy and (compared := level.get("compared_answers")):
         yield f"{level['same_answers']} of {compared} answers are the same with drafts and without."
+    if "replay" in level:
+        yield level["replay"]["verdict"]

@@ -111,6 +111,8 @@ class EngineClient:
             try:
                 result = ask(url)
             except httpx.TransportError as error:
+                if number == 0 and isinstance(error, httpx.RemoteProtocolError) and not self.closed.is_set():
+                    continue  # servers close connections that were idle
                 self._lost(url, error, begun)
             except BadAnswer as error:
                 begun, bad, pause = time.monotonic(), bad + 1, error.pause
