@@ -43,6 +43,19 @@ def read(folder: Path) -> tuple[dict, dict[str, Tensor]]:
     return json.loads((folder / "config.json").read_text()), safetensors.torch.load_file(folder / "model.safetensors")
 
 
+DEFAULTS = {"rms_norm_eps": 1e-6}  # of Llama and Qwen3, which containers leave out
+
+
+def load(folder: Path) -> tuple[dict, dict[str, Tensor]]:
+    """`read`, with weights to compute with exactly."""
+    config, tensors = read(folder)
+    return config, exact(tensors)
+
+
+def exact(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.double() if value.is_floating_point() else value for name, value in tensors.items()}
+
+
 # Parts
 
 
@@ -52,7 +65,7 @@ def frequencies(config: dict) -> Tensor:
     if "rope_parameters" in config:
         settings.append((config["rope_parameters"], config["rope_parameters"]["rope_theta"]))
     if "rope_theta" in config:
-        scaling = config["rope_scaling"] or {"type": "default", "rope_type": "default"}
+        scaling = config.get("rope_scaling") or {"type": "default", "rope_type": "default"}
         assert scaling["type"] == scaling["rope_type"]
         settings.append((scaling, config["rope_theta"]))
     kinds = {(rope["rope_type"], rope.get("factor"), theta) for rope, theta in settings}
@@ -88,6 +101,10 @@ def attention(w: dict, config: dict, x: Tensor, keys: Tensor, start: int, mask: 
     k = rotate(project("k", keys, groups), torch.arange(len(keys)), config)
     k, v = (part.repeat_interleave(heads // groups, 0) for part in (k, project("v", keys, groups)))
     scores = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
+    if "self_attn.attention_sink_bias" in w:  # one more key for each head, with a value of zero
+        sinks = w["self_attn.attention_sink_bias"].view(-1, 1, 1).expand(*scores.shape[:2], 1)
+        scores = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+        return F.linear((scores @ v).transpose(0, 1).flatten(1), w["self_attn.o_proj.weight"])
     return F.linear((scores.softmax(-1) @ v).transpose(0, 1).flatten(1), w["self_attn.o_proj.weight"])
 
 
@@ -113,7 +130,7 @@ def under(tensors: dict, *prefixes: str) -> dict:
 
 def vocabulary(tensors: dict, config: dict, target: Served) -> tuple[Tensor, Tensor]:
     """-> LM head [W, H], target ids [W]; d2t holds offsets"""
-    rows = config["draft_vocab_size"]
+    rows = config.get("draft_vocab_size", len(target.lm_head))
     if "d2t" not in tensors:
         assert rows == len(target.lm_head)
     ids = torch.arange(rows) + tensors.get("d2t", 0)
@@ -125,7 +142,7 @@ def vocabulary(tensors: dict, config: dict, target: Served) -> tuple[Tensor, Ten
 
 def eagle1(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, engine: str = "vllm") -> Drafts:
     """fc has no bias in vLLM, one in SGLang, and one in SafeAILab unless bias=false. SGLang reads a map of tokens."""
-    config, tensors = read(folder)
+    config, tensors = load(folder)
     accepted = {"vllm": ("LlamaForCausalLM", "EagleLlamaForCausalLM"), "sglang": ("LlamaForCausalLMEagle",)}
     assert engine not in accepted or config["architectures"][0] in accepted[engine]
     assert not tensors.keys() & {"lm_head.weight", "layers.0.input_layernorm.weight", "norm.weight"}
@@ -150,14 +167,15 @@ def eagle3(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, 
 
     Layer ids: vLLM reads the outer ones, SGLang the inner ones plus one. Later layers: the norm before attention has another name.
     """
-    config, tensors = read(folder)
+    config, tensors = load(folder)
     if "speculators_model_type" in config:
         assert config["speculators_model_type"] in ("eagle3", "peagle") and engine == "vllm"
         assert (config["speculators_model_type"] == "peagle") == ("mask_token_id" in config)
-        assert config["transformer_layer_config"]["model_type"] == "llama" and "norm_before_residual" in config
-        config = {**config["transformer_layer_config"], **config}
+        kind = config["transformer_layer_config"]["model_type"]
+        assert (kind == "qwen3") == ("layers.0.self_attn.q_norm.weight" in tensors) and "norm_before_residual" in config
+        config = {**DEFAULTS, **config["transformer_layer_config"], **config}
     else:
-        assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+        assert config["architectures"][0] in ("LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM", "PEagleDraftModel")
     num_layers, inner = len(target.states) - 1, config.get("eagle_config", {})
     layers = inner.get("eagle_aux_hidden_state_layer_ids")
     if engine == "vllm":
@@ -176,7 +194,11 @@ def eagle3(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, 
         g = torch.cat([g, tensors["mask_hidden"].view(1, -1).expand(depth, -1)])
     if config.get("norm_before_fc", inner.get("norm_before_fc")):
         g = norm(g, tensors["input_norm.weight"], config)
-    if config.get("fc_norm"):  # after the other norm, as in vLLM's source
+    old = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
+    tensors |= {
+        f"fc_norm.{i}.weight": tensors[f"{name}.weight"] for i, name in enumerate(old) if f"{name}.weight" in tensors
+    }
+    if config.get("fc_norm") or config.get("use_aux_norm"):  # after the other norm, as in vLLM's source
         parts = enumerate(g.chunk(len(layers), dim=-1))
         g = torch.cat([norm(part, tensors[f"fc_norm.{i}.weight"], config) for i, part in parts], dim=-1)
     (h, blank), logits = (g @ tensors["fc.weight"].T).split([slot, len(g) - slot]), []
@@ -203,10 +225,10 @@ def medusa(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, 
     """vLLM reads its own names and those of the reference; the reference reads its pickle and always has biases."""
     config = json.loads((folder / "config.json").read_text())
     if engine == "reference":
-        tensors = torch.load(folder / "medusa_lm_head.pt")
+        tensors = exact(torch.load(folder / "medusa_lm_head.pt"))
         num, num_blocks = config["medusa_num_heads"], config["medusa_num_layers"]
     else:
-        tensors = read(folder)[1]
+        tensors = load(folder)[1]
         assert config["model_type"] == "medusa" and config["hidden_size"] == target.embed.shape[1]
         counts = {key: value for key, value in config.items() if "num" in key}
         (num,) = (value for key, value in counts.items() if "heads" in key)
@@ -234,7 +256,7 @@ def medusa(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, 
 
 def mtp(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, blank: bool = True) -> Drafts:
     """MiMo's class, with sizes from the target. blank: a zero embedding at position 0, as in vLLM and SGLang."""
-    config, tensors = read(folder)
+    config, tensors = load(folder)
     assert config["architectures"] == ["MiMoForCausalLM"] and config["num_nextn_predict_layers"] == 1
     config = {**target.config, "head_dim": target.config["hidden_size"] // target.config["num_attention_heads"]}
     w = under(tensors, "model.mtp_layers.0.")
@@ -252,6 +274,15 @@ def mtp(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, 
     return Drafts(torch.stack(logits), torch.arange(len(target.lm_head)))
 
 
+def aliased(name: str) -> str:
+    """A tensor of a block drafter under DeepSpec's name: modelopt, old SpecForge and transformers' assistants have others."""
+    name = (
+        name.removeprefix("logit_head.").replace("encoder.output_norm_enc", "hidden_norm").replace("encoder.fc", "fc")
+    )
+    name = name.replace("confidence_proj.", "confidence_head.proj.")
+    return f"markov_head.{name}" if name.startswith("markov_w") else name
+
+
 def block(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, engine: str = "vllm") -> Drafts:
     """DFlash and DSpark, raw or in a Speculators container: one pass over the newest token and masks, not causal.
 
@@ -260,15 +291,16 @@ def block(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *
     Sliding layers as Speculators trains them: they see the last positions before the newest token, and may be causal. (vLLM's kernels count
     a window from each mask, so that later ones lose the oldest of these positions.)
     """
-    config, tensors = read(folder)
+    config, tensors = load(folder)
     if "speculators_model_type" in config:
         assert config["transformer_layer_config"]["model_type"] == "qwen3"
-        config = {**config["transformer_layer_config"], **config}
+        config = {**DEFAULTS, **config["transformer_layer_config"], **config}
         layers, mask_id = config["aux_hidden_state_layer_ids"], config["mask_token_id"]
     else:
-        assert config["architectures"][0] in ("DFlashDraftModel", "Qwen3DSparkModel")
-        settings = config.get("dflash_config", config)
-        layers, mask_id = [k + 1 for k in settings["target_layer_ids"]], settings["mask_token_id"]
+        config = {**config, **config.get("dflash_config", {})}
+        layers, mask_id = [k + 1 for k in config["target_layer_ids"]], config["mask_token_id"]
+        tensors = {aliased(name): value for name, value in tensors.items()}
+        config.setdefault("sample_from_anchor", "markov_head.markov_w1.weight" in tensors)
     if engine == "sglang":
         lm_head, ids, embed = target.lm_head, torch.arange(len(target.lm_head)), target.embed
     else:
@@ -289,19 +321,19 @@ def block(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *
         y = norm(x, w["input_layernorm.weight"], config)
         keys = torch.cat([context, y])
         seen = torch.ones(len(y), len(keys), dtype=torch.bool)
-        if config.get("layer_types", ())[number : number + 1] == ["sliding_attention"]:
-            seen[:, : max(0, slot - config["sliding_window"])] = False
-            both_ways = config.get("sliding_window_non_causal", config.get("dflash_config", {}).get("causal") is False)
-            seen[:, slot:] &= torch.ones(len(y), len(y), dtype=torch.bool).tril() | torch.tensor(both_ways)
-        else:
-            assert not config.get("dflash_config", {}).get("causal")
+        causal = config.get("causal", False)
+        if config.get("use_swa") or config.get("layer_types", ())[number : number + 1] == ["sliding_attention"]:
+            seen[:, : max(0, slot - config.get("swa_window_size", config["sliding_window"]))] = False
+            causal = not config.get("sliding_window_non_causal", not config.get("causal", True))
+        if causal:
+            seen[:, slot:] &= torch.ones(len(y), len(y), dtype=torch.bool).tril()
         x = mlp(w, config, x + attention(w, config, y, keys, slot, seen))
     x = norm(x, tensors["norm.weight"], config)[0 if config.get("sample_from_anchor") else 1 :][:depth]
     logits, confidence = x @ lm_head.T, None
-    if "markov_rank" in config:
+    if config.get("markov_rank"):
         before = tensors["markov_head.markov_w1.weight"][tokens[slot : slot + depth]]
         logits = logits + before @ tensors["markov_head.markov_w2.weight"].T
-        if config["enable_confidence_head"]:
+        if config.get("enable_confidence_head", config.get("use_confidence_head")):
             inputs = torch.cat([x, before], dim=-1) if config.get("confidence_head_with_markov") else x
             confidence = F.linear(inputs, tensors["confidence_head.proj.weight"], tensors["confidence_head.proj.bias"])[
                 :, 0

@@ -97,10 +97,10 @@ def load_packs(train, encoding, *, length: int, packed: bool, **more):
 # Targets, drafters and their folders
 
 
-def make_target(vocab_size: int, *, num_layers: int = 8, device: torch.device | str = "cpu") -> Target:
+def make_target(vocab_size: int, *, num_layers: int = 8, width: int = 32, device: torch.device | str = "cpu") -> Target:
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=32,
+        hidden_size=width,
         intermediate_size=48,
         num_hidden_layers=num_layers,
         num_attention_heads=4,

@@ -114,6 +114,12 @@ def _read(found: _Files, target: Target) -> tuple[dict, dict[str, Tensor]]:
     name = _find_family(found)
     family = FAMILIES[name]
     _check_values(found.tensors)
+    size = found.flat.get("vocab_size")
+    if size is not None and size not in (target.vocab_size, len(target.embed.weight)):
+        raise ValueError(
+            f"The head is for {size} tokens and {target.name} has {target.vocab_size}: is the target the model that the head was "
+            "trained for?"
+        )
     # older versions of transformers saved rotary frequencies, which follow from the configuration
     tensors = {key: value for key, value in found.tensors.items() if not key.endswith(ROTARY)}
     spec, head = family.read(found.flat, tensors, found.beside, target)
@@ -359,7 +365,10 @@ def restore(drafter: Drafter) -> Layout:
     _place_vocab(drafter, config, names, beside)
     own = FAMILIES[record["layout"]].own({**layout.layer_config(config), **config}, list(names))
     placed = {own[name] for name in names} | {"mask_embedding", "draft_to_target"}
-    if lost := [name for name in state if name not in placed and bool(state[name].any())]:
+    lost = [name for name in state if name not in placed and bool(state[name].any())]
+    if "lm_head.weight" in names:  # one for all heads of Medusa
+        lost = [name for name in lost if not torch.equal(state[name], state.get("lm_heads.0.weight", state[name][:0]))]
+    if lost:
         raise ValueError(f"The layout that this head came in has no place for {', '.join(lost)}: take another format.")
     if isinstance(drafter, BlockDrafter):
         block_drafter.place_mask(drafter, config, beside, names)
