@@ -55,6 +55,15 @@ VARIANTS += [
     ("peagle", True, {"window": 7, "full_layers": [0]}),
     ("dflash", True, {"window": 4, "full_layers": [1]}),
     ("dspark", True, {"markov_table": True}),
+    ("dflash", True, {"sinks": True, "full_causal": True, "own_embedding": True, "own_output": True}),
+    (
+        "dspark",
+        False,
+        {"sinks": True, "window": 4, "markov_table": True, "own_embedding": True, "confidence_markov": False},
+    ),
+    ("eagle3", True, {"own_embedding": True, "own_output": True, "block": {"qk_norm": True, "hidden_size": 24}}),
+    ("peagle", False, {"own_embedding": True, "block": {"qk_norm": True}}),
+    ("eagle", True, {"own_embedding": True}),
     ("dspark", False, {"window": 3, "window_causal": False}),
 ]
 QUICK = [  # `make quick`: one variant for each kind of Drafter.attends
@@ -148,6 +157,8 @@ def make_drafter(target: Target, head: str, reduced: bool = False, arguments: di
         noise = torch.randn_like(parameter)
         if parameter.requires_grad:  # the others are the target's
             parameter.data = noise / parameter.shape[1] ** 0.5 if parameter.dim() == 2 else 1 + 0.3 * noise
+    if getattr(drafter, "embedding", None) is not None:  # it starts as a copy of the target's
+        drafter.embedding = torch.randn_like(drafter.embedding)
     return drafter
 
 

@@ -7,12 +7,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from scripts import export as export_script
+from scripts import push
 from specdec import checkpoint
 from specdec.export import cards
 from specdec.target.model import Target
 from tests.exports import REPORT, SERVED, bring_in, make_medusa2
 from tests.loops import follow
-from tests.support import load_head, random_tokens, save_eagle, save_target
+from tests.support import load_head, make_drafter, random_tokens, save_eagle, save_target
 
 pytestmark = pytest.mark.full
 
@@ -41,7 +42,7 @@ def test_export_prints_how_to_serve_and_an_export_is_a_checkpoint(run, home, tmp
 
     target = Target.load(f"{home}/target", dtype="float32")
     imported, original = (checkpoint.load(path, target) for path in (tmp_path / "out", home / "run" / "step_000001"))
-    assert all(torch.equal(value, original.state_dict()[name]) for name, value in imported.state_dict().items())
+    assert same(imported, original)
     assert imported.state_dict().keys() == original.state_dict().keys()
     again = [f"checkpoint={tmp_path}/out", "format=published", f"out={tmp_path}/back"]
     with pytest.raises(ValueError, match=r"out does not say which target it was trained for: give target.name="):
@@ -49,6 +50,38 @@ def test_export_prints_how_to_serve_and_an_export_is_a_checkpoint(run, home, tmp
     run(export_script, *again, f"target.name={home}/target")
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+def test_a_container_of_speculators_is_flattened_for_sglang_in_one_step(run, refuse, home, tmp_path):
+    """Its target's name is that of its verifier, if it can be found."""
+    target = Target.load(f"{home}/target", dtype="float32")
+    drafter = make_drafter(target, "eagle3", True, {"target_layers": [1, 2]}).float()
+    spec = load_head("eagle3")["drafter"] | {"target_layers": [1, 2]}
+    checkpoint.save(tmp_path / "run" / "step_000001", drafter, spec)
+    arguments = [f"target.name={home}/target", "target.dtype=float32"]
+    run(
+        export_script,
+        f"checkpoint={tmp_path}/run/step_000001",
+        *arguments,
+        "format=speculators",
+        f"out={tmp_path}/theirs",
+    )
+    before = {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
+    printed = run(
+        export_script, f"checkpoint={tmp_path}/theirs", "target.dtype=float32", "format=sglang", f"out={tmp_path}/flat"
+    )
+    assert f"--speculative-draft-model-path {tmp_path}/flat" in printed and f"--model {home}/target" in printed
+    config = json.loads((tmp_path / "flat" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and "speculators_config" not in config
+    assert same(checkpoint.load(tmp_path / "flat", target, exact=True), drafter)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()} == before
+    refuse(
+        "is a published head in its own layout", push, f"checkpoint={tmp_path}/theirs", "repo=user/name", "dry_run=true"
+    )
+
+
+def same(head, expected) -> bool:
+    return all(torch.equal(value, expected.state_dict()[name]) for name, value in head.state_dict().items())
 
 
 @pytest.mark.parametrize(

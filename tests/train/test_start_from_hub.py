@@ -1,13 +1,18 @@
-"""Tests of start=user/name of train.py, against a stand-in of the Hub (tests/hub.py)."""
+"""Tests of start= of train.py: user/name, against a stand-in of the Hub (tests/hub.py), and a head in another project's layout."""
 
 import json
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from specdec import checkpoint
 from specdec.core.hub import fetch, push
+from specdec.export.engines import make_form
+from specdec.export.folder import write_export
+from specdec.target.model import Target
+from tests.exports import make_provenance
 from tests.support import fit_interrupted
 
 pytestmark = pytest.mark.full
@@ -58,6 +63,27 @@ def test_a_run_keeps_the_commit_that_it_started_from(fit, hub):
     fit_interrupted(fit_with_a_push_between, "further", f"start={NAME}")
     assert record("further") == (f"{NAME}@{commit}", {"given": NAME, "used": f"{NAME}@{commit}"})
     assert vocabulary("further") == vocabulary("first") != vocabulary("second")
+
+
+def test_a_run_starts_from_a_published_head_and_its_head_is_given_back(fit, folder):
+    """Its folder is only read; the record of its layout goes from run to run."""
+    short = ("train.steps=2", "train.validate_every=2")
+    fit("first", "head=eagle3", *short)
+    target = Target.load(str(folder / "target"), dtype="float32")
+    head = checkpoint.load("checkpoints/first", target)
+    write_export(make_form(head, "vllm"), Path("theirs"), dtype=torch.float32, provenance=make_provenance(head))
+    before = sorted(path.name for path in Path("theirs").iterdir())
+    for run, start in (("second", "theirs"), ("third", "checkpoints/second")):
+        fit(run, "head=eagle3", f"start={start}", *short)
+        trained = checkpoint.load(f"checkpoints/{run}", target, exact=True)
+        layout = make_form(trained, "published").layout
+        assert layout.config == json.loads(Path("theirs/config.json").read_text())
+        tensors = checkpoint.read_tensors(Path("theirs/model.safetensors"))
+        assert {key: (v.dtype, v.shape) for key, v in layout.tensors.items()} == {
+            key: (v.dtype, v.shape) for key, v in tensors.items()
+        }
+        assert any(not torch.equal(value, tensors[key]) for key, value in layout.tensors.items())
+    assert sorted(path.name for path in Path("theirs").iterdir()) == before
 
 
 def test_a_start_that_nobody_has_is_refused_before_anything_is_loaded(fit, hub):
