@@ -308,7 +308,8 @@ def judge_new(
     judged = show(console, plan, before["counts"], counts)
     new, old = judged["new"][judging.ALL], judged["old"].get(judging.ALL)
     good, reasons = judging.decide(new, old, tolerance=given.tolerance)
-    tokens = [adaptation.count_tokens(part) for part in (plan.training[: plan.num_new], plan.training[plan.num_new :])]
+    parts = {"new_tokens": plan.training[: plan.num_new], "old_tokens": plan.training[plan.num_new :]}
+    tokens = {name: adaptation.count_tokens(part) for name, part in parts.items()}
     if step == 0:
         reasons.append("No step of the training drafted better than its start on the answers that choose the step.")
     document = {
@@ -320,12 +321,7 @@ def judge_new(
         "slices": {"new": asdict(new), "old": old and asdict(old)},
         "groups": {kind: {name: asdict(each) for name, each in groups.items()} for kind, groups in judged.items()},
         "foreseen": before["foreseen"],
-        "training": {
-            "new_tokens": tokens[0],
-            "old_tokens": tokens[1],
-            "step": step,
-            "steps": size_training(given, plan)[1],
-        },
+        "training": tokens | {"step": step, "steps": size_training(given, plan)[1]},
         "source": home.source,
         **plan.about,
     }

@@ -226,7 +226,7 @@ def test_the_source_and_the_target_are_pinned(made, run_adapt, tmp_path):
         run_adapt(given)
 
 
-@pytest.mark.parametrize(("head", "layout"), [("eagle", "eagle"), ("mtp", "vllm")])
+@pytest.mark.parametrize(("head", "layout"), [("mtp", "vllm"), pytest.param("eagle", "eagle", marks=pytest.mark.full)])
 def test_a_published_head_is_given_back_in_its_layout(made, run_adapt, run_script, monkeypatch, head, layout):
     target, spec = f"target.name={made / 'target'}", load_head(head)["drafter"]
     drafter = make_drafter(Target.load(str(made / "target"), dtype="float32"), head).float()
