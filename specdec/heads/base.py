@@ -216,8 +216,6 @@ class Drafter(nn.Module, ABC):
         return False
 
 
-Head = Drafter  # the same class, as the callers that load heads name it
-
 # A linear map whose weights are trained in units of the sizes of its inputs.
 
 
