@@ -34,7 +34,7 @@ import export
 import train.overrides as overrides
 from specdec import checkpoint
 from specdec.core import files
-from specdec.heads.base import Drafter
+from specdec.heads.base import Drafter, Head
 from specdec.measuring.report import PromptCounts
 from specdec.proposers import datastore
 from train import adapt as adaptation
@@ -163,7 +163,7 @@ def adapt(given: Adapt, home: Home, console: progress.Results) -> None:
 def check_head(folder: Path) -> None:
     """Raises ValueError for a head that replay does not apply to."""
     kind = checkpoint.drafter_class(str(checkpoint.read_json(folder / "drafter.json").get("_target_")))
-    if kind.adapts_target:
+    if kind.adapts_target or not issubclass(kind, Drafter):
         raise ValueError(
             f"{folder}: a {kind.__name__} cannot be judged by replay along answers of the unchanged target: train it by "
             "train.py start=."
@@ -256,7 +256,7 @@ def choose_old(
     return adaptation.drop_known(drawn, taken), adaptation.take_tokens(unused, most)
 
 
-def judge_kinds(given: Adapt, plan: AdaptationPlan, head: Drafter, name: str) -> dict[str, list[PromptCounts]]:
+def judge_kinds(given: Adapt, plan: AdaptationPlan, head: Head, name: str) -> dict[str, list[PromptCounts]]:
     """What tau of each held-out answer is made of. name: of the head"""
     return {
         kind: judging.judge(head, plan.heldout[kind], length=given.length, what=f"judging {name}, {kind} answers")
@@ -268,6 +268,7 @@ def judge_before(given: Adapt, home: Home, plan: AdaptationPlan) -> dict:
     """Judges the head in use, and foresees what training wins; kept for the comparison and for a launch that goes on."""
     loaded = loading.load(str(home.path / plan.start), given.target)
     home.pin_target(loaded.target)
+    assert isinstance(loaded.drafter, Drafter)
     counts = judge_kinds(given, plan, loaded.drafter, "the head in use")
     new, old = (judging.judge_groups(plan.heldout[kind], counts[kind]) for kind in KINDS)
     numbers = {kind: [[each.num_rounds, each.num_emitted] for each in counts[kind]] for kind in KINDS}

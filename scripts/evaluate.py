@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec.core import files, hub
 from specdec.decoding.drafting import Drafting
+from specdec.heads.base import Drafter
 from specdec.measuring import report as figures
 from specdec.measuring import served
 from specdec.measuring.measure import MeasureSettings, Method, Prompt, PromptResult, measure
@@ -212,6 +213,8 @@ def replay(chosen: Evaluate, console: progress.Results) -> None:
     texts = read_answers(chosen, shared.tokenizer, shared.target.fingerprint())
     first: list[figures.PromptCounts] | None = None
     for head in heads:
+        if not isinstance(head.drafter, Drafter):
+            raise ValueError(f"{head.folder} does not draft by steps, so it cannot be replayed: leave answers= out.")
         judged = validate.replay_texts(head.drafter, texts, depth=chosen.decode.depth, what="replay")
         counts = validate.count_replays(judged)
         num_rounds = sum(rounds for rounds, _ in judged)

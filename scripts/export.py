@@ -16,7 +16,7 @@ from pathlib import Path
 
 from specdec.export.engines import FORMATS, make_form
 from specdec.export.folder import write_export
-from specdec.heads.base import Drafter
+from specdec.heads.base import Drafter, Head
 from specdec.heads.medusa import Medusa2
 from specdec.target.adapter import save_merged
 from specdec.target.model import DTYPES, Target
@@ -39,15 +39,17 @@ class Export:
     target: loading.TargetOptions = field(default_factory=lambda: loading.TargetOptions(dtype="bfloat16"))
 
 
-def merge_target(chosen: Export, loaded: loading.Loaded) -> Drafter:
-    """Writes the adapted target to merged_target. -> the heads for it"""
+def merge_target(chosen: Export, loaded: loading.Loaded) -> Drafter | None:
+    """Writes the adapted target to merged_target. -> the heads for it; None if the adapter is all of the drafter"""
     folder = str(chosen.merged_target)
-    if not isinstance(loaded.drafter, Medusa2):
+    if not loaded.drafter.adapts_target:
         raise ValueError(f"merged_target={folder}: this drafter does not adapt its target.")
     with progress.start("writing the adapted target"):
         save_merged(loaded.target, folder)
     loaded.tokenizer.save_pretrained(folder)
     print(f"written: {folder}, the adapted target")
+    if not isinstance(loaded.drafter, Medusa2):
+        return None
     merged = Target.load(folder, dtype=chosen.target.dtype, device=loaded.target.device)
     return loaded.drafter.heads_for(merged)
 
@@ -60,7 +62,14 @@ def main(arguments: list[str] | None = None) -> None:
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=DIR or delete it.")
     loaded = loading.load(chosen.checkpoint, chosen.target, exact=chosen.format == "published")
-    drafter = loaded.drafter if chosen.merged_target is None else merge_target(chosen, loaded)
+    drafter: Head | None = loaded.drafter
+    if chosen.merged_target is not None:
+        drafter = merge_target(chosen, loaded)
+        if drafter is None:
+            print("The adapted target is the whole drafter: there is nothing else to export.")
+            return
+    if not isinstance(drafter, Drafter):
+        raise ValueError(f"{chosen.checkpoint} is only an adapter of its target: give merged_target=DIR.")
     form = make_form(drafter, chosen.format)
     provenance = loading.read_provenance(chosen, loaded, drafter.target)
     num = form.num_drafts(provenance.num_drafts)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from specdec.core.sampling import Sampling
     from specdec.decoding.decoder import Decoder
     from specdec.decoding.drafting import Drafting
-    from specdec.heads.base import Drafter
+    from specdec.heads.base import Head
     from specdec.hf import Speculative
     from specdec.target.model import Target
 
@@ -49,7 +49,7 @@ def load_target(
     return Target.load(name, dtype=dtype, device=place, trust_remote_code=trust_remote_code)
 
 
-def load_head(checkpoint: str | Path, target: "Target") -> "Drafter":
+def load_head(checkpoint: str | Path, target: "Target") -> "Head":
     """A trained head for this target. checkpoint: a step's folder, a run's folder for its best step, or user/name on the Hub
 
     A head that adapts its target changes `target`. Raises ValueError if the head was trained for another target.

@@ -21,7 +21,7 @@ from specdec.core import files, hub, untrusted
 from specdec.core.untrusted import read_tensors as read_tensors
 from specdec.decoding.drafting import Drafting
 from specdec.export import published
-from specdec.heads.base import Drafter
+from specdec.heads.base import Head
 from specdec.proposers.base import Proposer
 from specdec.target.adapter import check_unadapted, merge
 from specdec.target.loading import UNREAD, describe_difference
@@ -47,7 +47,7 @@ CHECKPOINT = (
 )
 
 
-def save(folder: Path, drafter: Drafter, spec: dict, *, extra: dict[str, dict] | None = None) -> None:
+def save(folder: Path, drafter: Head, spec: dict, *, extra: dict[str, dict] | None = None) -> None:
     """spec: {"_target_": class under specdec.heads, arguments...}; extra: further JSON files, by name.
 
     A draft vocabulary is saved with the tensors, not in the arguments.
@@ -116,13 +116,13 @@ def name_of(folder: Path) -> str:
     return folder.name if published.is_published(folder) else f"{folder.parent.name}/{folder.name}"
 
 
-def drafter_class(path: str) -> type[Drafter]:
+def drafter_class(path: str) -> type[Head]:
     """The class that `_target_` names. Only heads defined inside specdec.heads are accepted."""
     module, _, name = path.rpartition(".")
     if module.startswith(HEADS) and all(part.isidentifier() for part in path.split(".")):
         with contextlib.suppress(ImportError):
             found = vars(importlib.import_module(module)).get(name)
-            if isinstance(found, type) and issubclass(found, Drafter) and found.__module__ == module:
+            if isinstance(found, type) and issubclass(found, Head) and found.__module__ == module:
                 return found
     raise ValueError(
         f"_target_ {path!r} is not a drafter of {HEADS}*; this folder was not made by specdec, or is unsafe."
@@ -134,7 +134,7 @@ def _arguments(spec: dict) -> dict:
     return {key: value for key, value in spec.items() if key not in ("_target_", *RECORDED, *GONE)}
 
 
-def build(spec: dict, tensors: dict[str, Tensor], target: Target, *, dtype: torch.dtype | None = None) -> Drafter:
+def build(spec: dict, tensors: dict[str, Tensor], target: Target, *, dtype: torch.dtype | None = None) -> Head:
     """A drafter with these tensors, on the target's device and in its dtype unless another is given; spec as in `save`.
 
     Raises RuntimeError or TypeError if they do not fit together.
@@ -153,7 +153,7 @@ def build(spec: dict, tensors: dict[str, Tensor], target: Target, *, dtype: torc
 
 def start(
     folder: str | Path, target: Target, given: dict, vocab: Callable[[Tensor | None], Tensor | None] | None = None
-) -> tuple[Drafter, dict]:
+) -> tuple[Head, dict]:
     """The drafter to be trained further, in float32, and what `save` takes as its spec. Raises ValueError as `load`.
 
     given: settings of a head, as in the configuration; those that its class says are `changeable` replace the checkpoint's
@@ -169,10 +169,10 @@ def start(
     return drafter.train(), {key: value for key, value in document.items() if key == "published" or key not in RECORDED}
 
 
-def with_vocab(drafter: Drafter, spec: dict, vocab: Tensor | None) -> Drafter:
+def with_vocab(drafter: Head, spec: dict, vocab: Tensor | None) -> Head:
     """The same head, which can draft other tokens: increasing ids [W], or None for all of the target's.
 
-    spec: as `build` takes it. Of tensors with a row for each token (`Drafter.by_token`) the rows of tokens that stay are kept, and those of
+    spec: as `build` takes it. Of tensors with a row for each token (`Head.by_token`) the rows of tokens that stay are kept, and those of
     further tokens are what a new head has. Raises ValueError for a head that changes its target.
     """
     if drafter.adapts_target:
@@ -192,7 +192,7 @@ def with_vocab(drafter: Drafter, spec: dict, vocab: Tensor | None) -> Drafter:
     return changed
 
 
-def load(folder: str | Path, target: Target, *, exact: bool = False) -> Drafter:
+def load(folder: str | Path, target: Target, *, exact: bool = False) -> Head:
     """The drafter in the target's dtype and on its device. CHANGES THE TARGET if the drafter adapts it.
 
     folder: as `resolve` takes it; exact: in a dtype that rounds none of the file's values
@@ -211,7 +211,7 @@ def load_proposer(target: Target, *, checkpoint: str, decode: dict) -> Proposer:
     return Drafting(**decode).proposer(load(checkpoint, target))
 
 
-def _read(folder: Path, target: Target, dtype: torch.dtype | None, *, exact: bool = False) -> tuple[Drafter, dict]:
+def _read(folder: Path, target: Target, dtype: torch.dtype | None, *, exact: bool = False) -> tuple[Head, dict]:
     """-> the drafter, and drafter.json, or what stands for it. dtype: None: the target's"""
     foreign = published.is_published(folder)
     if foreign:

@@ -3,7 +3,7 @@
 import collections
 from dataclasses import dataclass, replace
 
-from specdec.heads.base import Drafter
+from specdec.heads.base import Drafter, Head
 from specdec.measuring import report as figures
 from specdec.measuring.report import PromptCounts
 from train import validate
@@ -31,11 +31,12 @@ def choose_judged(answers: Answers, length: int, most: int | None = None) -> Ans
     return [fit[int(place * step)] for place in range(min(most, len(fit)))]
 
 
-def judge(drafter: Drafter, answers: Answers, *, length: int, what: str) -> list[PromptCounts]:
+def judge(drafter: Head, answers: Answers, *, length: int, what: str) -> list[PromptCounts]:
     """What tau of each answer is made of, by replay at the temperature that it was written at.
 
     length: tokens of an answer with its prompt, beyond which it is cut; what: is shown
     """
+    assert isinstance(drafter, Drafter)
     texts = [replace(each, answer=each.answer[: length - len(each.prompt)]) for each in answers]
     return validate.count_replays(validate.replay_texts(drafter, texts, depth=DEPTH, what=what))
 

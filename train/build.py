@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from specdec import checkpoint
 from specdec.core import devices, fast, hub, precision
 from specdec.core.sampling import Sampling
-from specdec.heads.base import Drafter
+from specdec.heads.base import Head
 from specdec.measuring.measure import Prompt, check_prompts
 from specdec.target.loading import UNREAD
 from specdec.target.model import Target
@@ -237,7 +237,7 @@ def pin_start(config: RunConfig, path: Path) -> RunConfig:
     return replace(config, start=pinned)
 
 
-def make_drafter(config: RunConfig, target: Target, packs: Packs) -> tuple[Drafter, dict]:
+def make_drafter(config: RunConfig, target: Target, packs: Packs) -> tuple[Head, dict]:
     """A new drafter as the settings say, or the one of the checkpoint `start`, and its spec for checkpoints."""
     spec = config.head["drafter"]
     if config.start is None:
@@ -263,7 +263,7 @@ def choose_vocab(config: RunConfig, target: Target, packs: Packs) -> Tensor | No
 # The target's outputs
 
 
-def connect_engine(config: RunConfig, drafter: Drafter, console: progress.Results) -> EngineTarget | None:
+def connect_engine(config: RunConfig, drafter: Head, console: progress.Results) -> EngineTarget | None:
     """The servers that read texts, tried; None: the target in this process does."""
     chosen, target = config.features, drafter.target
     if not chosen.urls:
@@ -273,7 +273,7 @@ def connect_engine(config: RunConfig, drafter: Drafter, console: progress.Result
 
 
 def open_features(
-    config: RunConfig, drafter: Drafter, packs: Packs, accelerator: Accelerator, engine: EngineTarget | None
+    config: RunConfig, drafter: Head, packs: Packs, accelerator: Accelerator, engine: EngineTarget | None
 ) -> Features:
     """The source of the target's outputs: computed for every batch, or kept in a folder, which the main process makes.
 
@@ -307,7 +307,7 @@ def count_missing(folder: FeatureFolder, packs: Packs, reads: list[int]) -> int:
 
 def make_material(
     config: RunConfig,
-    drafter: Drafter,
+    drafter: Head,
     packs: Packs,
     accelerator: Accelerator,
     engine: EngineTarget | None,
@@ -328,7 +328,7 @@ def make_material(
 
 def make_validation(
     config: RunConfig,
-    drafter: Drafter,
+    drafter: Head,
     prompts: list[Prompt],
     stop: set[int],
     accelerator: Accelerator,

@@ -12,7 +12,7 @@ import yaml
 from specdec import checkpoint
 from specdec.core.precision import AUTO
 from specdec.decoding.drafting import Drafting
-from specdec.heads.base import Drafter
+from specdec.heads.base import Head
 from train import ranges
 from train.ranges import named, refuse
 
@@ -246,7 +246,7 @@ class RunConfig:
         return self.plan and self.machine.name != HERE
 
     @property
-    def drafter_class(self) -> type[Drafter]:
+    def drafter_class(self) -> type[Head]:
         return checkpoint.drafter_class(self.head["drafter"]["_target_"])
 
     @property

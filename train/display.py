@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 from rich.table import Table
 
-from specdec.heads.base import Drafter
+from specdec.heads.base import Head
 from specdec.measuring.report import TAU, Report, by_depth, verdict
 from train.answers.resumable import read_rows
 from train.config import GONE, RunConfig
@@ -55,7 +55,7 @@ def _keys(settings: dict, prefix: str = "") -> Iterator[str]:
             yield from _keys(value, f"{prefix}{key}.")
 
 
-def start(say: Callable[[str], None], config: RunConfig, drafter: Drafter, packs: Packs, num_prompts: int) -> None:
+def start(say: Callable[[str], None], config: RunConfig, drafter: Head, packs: Packs, num_prompts: int) -> None:
     """What is trained, for which target, on which data."""
     target, layers = drafter.target, ", ".join(map(str, drafter.target_layers))
     cut = f", its layers in parts over {target.share.size} processes" if target.share.size > 1 else ""

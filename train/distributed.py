@@ -17,7 +17,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast, broadcast_object_list, gather_object
 from torch import Tensor
 
-from specdec.heads.base import Drafter
+from specdec.heads.base import Head
 from specdec.target.model import Target
 
 Item = TypeVar("Item")
@@ -170,7 +170,7 @@ def copied_state(state: Any) -> Any:
     return state.detach().to("cpu", copy=True) if isinstance(state, Tensor) else state
 
 
-def change_together(drafter: Drafter, change: Callable[[Drafter], int], *, here: bool) -> int:
+def change_together(drafter: Head, change: Callable[[Head], int], *, here: bool) -> int:
     """Sets weights as `change` does in the processes with `here`; the main one is among them, and the others get its weights.
 
     All call it. -> the result; 0: nothing was changed

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from specdec.core import fast, files
-from specdec.heads.base import Drafter
+from specdec.heads.base import Drafter, Head
 from specdec.target.loading import load_config
 from specdec.target.model import Target, TargetOutput
 from specdec.target.structure import experts_of
@@ -112,7 +112,7 @@ def target_bytes(config: RunConfig, target: Target, num: int) -> float:
 class Counted:
     """drafter: without values; memory: of a process; pace: of a machine with these figures, by a roofline"""
 
-    drafter: Drafter
+    drafter: Head
     memory: Memory
     pace: Pace
 
@@ -156,7 +156,7 @@ def bytes_per_token(target: Target, layers: int) -> int:
     return (layers + 1) * target.width * target.embed.weight.element_size()
 
 
-def start_bytes(config: RunConfig, drafter: Drafter, texts: TextLengths) -> float:
+def start_bytes(config: RunConfig, drafter: Head, texts: TextLengths) -> float:
     """Of the closed-form start: the slots that it holds, once as they are read and once in float32, and two square matrices."""
     if config.start is not None or not config.solve_packs or type(drafter).solve is Drafter.solve:
         return 0.0
@@ -249,7 +249,7 @@ class Plan:
 
 
 def make_plan(
-    config: RunConfig, drafter: Drafter, texts: TextLengths, place: Place, memory: Memory, pace: Pace | None
+    config: RunConfig, drafter: Head, texts: TextLengths, place: Place, memory: Memory, pace: Pace | None
 ) -> Plan:
     """drafter: of the run, or of an outline; pace: None: not known, as the run does not fit here"""
     train, plan = config.train, Plan()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec import checkpoint
 from specdec.core import files, untrusted
-from specdec.heads.base import Drafter
+from specdec.heads.base import Head
 from specdec.measuring.report import Report
 from train.answers.resumable import read_rows
 from train.config import fixed_settings, read_settings
@@ -104,7 +104,7 @@ class RunFolder:
 
     # Checkpoints
 
-    def save_checkpoint(self, drafter: Drafter, report: Report) -> str:
+    def save_checkpoint(self, drafter: Head, report: Report) -> str:
         """-> the checkpoint's name, as `mark_best` takes it"""
         assert report.step is not None
         name = _name(report.step)

@@ -17,7 +17,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 from specdec.core import devices
-from specdec.heads.base import Drafter, Slots
+from specdec.heads.base import Drafter, Head, Slots
 from specdec.measuring.report import Training
 from specdec.unroll import replay
 from train import progress
@@ -115,7 +115,7 @@ class Trainer:
         if num > 0:
             progress.note(f"closed-form start from {num} packs")
 
-    def _measure_and_solve(self, drafter: Drafter, packs: Iterable[int], *, solve: bool, fresh: bool) -> int:
+    def _measure_and_solve(self, drafter: Head, packs: Iterable[int], *, solve: bool, fresh: bool) -> int:
         """Measures what the drafter reads, and sets its weights if it has a closed-form start (docs/methods.md, section 5).
 
         -> how many packs the weights are from, 0 if nothing was changed, -1 if sizes were only measured
@@ -323,7 +323,7 @@ class Trainer:
             self.folder.log(self.step, figures)
             record(self.step, figures)
 
-    def _frozen(self) -> Drafter:
+    def _frozen(self) -> Head:
         """A copy of the drafter in the target's dtype, to decode with and to save."""
         return self.drafter.decodable().to(dtype=self.drafter.target.dtype)
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec.core import fast, rules
 from specdec.core.sampling import Sampling
-from specdec.heads.base import Drafter
+from specdec.heads.base import Drafter, Head
 from specdec.measuring import report as figures
 from specdec.measuring import served
 from specdec.measuring.measure import (
@@ -75,7 +75,7 @@ class Validation:
     def __init__(
         self,
         accelerator: Accelerator,
-        drafter: Drafter,
+        drafter: Head,
         prompts: list[Prompt],
         *,
         config: RunConfig,
@@ -104,8 +104,8 @@ class Validation:
         return "replayed_tau" if self.replays else "tau"
 
     def __call__(
-        self, candidates: dict[str, Drafter], *, step: int, trained: float, best: float | None, required: bool
-    ) -> tuple[Drafter, Report] | None:
+        self, candidates: dict[str, Head], *, step: int, trained: float, best: float | None, required: bool
+    ) -> tuple[Head, Report] | None:
         """The best of the candidates, frozen drafters by name, and its report; None if there is no time to decode.
 
         trained: seconds of training so far; best: the figure to beat; required: whether it may not be put off
@@ -139,7 +139,7 @@ class Validation:
         """Whether `decode_best` has something to add to the report of the best step."""
         return self._partly_decoded(report) or (self._wants_auto(report) and not self.adapts)
 
-    def decode_best(self, frozen: Drafter, report: Report, *, trained: float) -> Report:
+    def decode_best(self, frozen: Head, report: Report, *, trained: float) -> Report:
         """At the end: the report of the best step with what decoding its checkpoint gives."""
         if self.engine is not None:
             return report
@@ -155,8 +155,9 @@ class Validation:
 
     # Replay
 
-    def replay(self, frozen: Drafter) -> list[PromptReplay]:
+    def replay(self, frozen: Head) -> list[PromptReplay]:
         """tau along the target's answers, the same in all processes."""
+        assert isinstance(frozen, Drafter)
         texts = self.texts = self.texts or self._answer()
         mine = list(self.group.mine(sort_by_length(range(len(texts)), [text.length for text in texts])))
         with self._timed("replay"):
@@ -187,14 +188,14 @@ class Validation:
 
     # Decoding
 
-    def _with_decoded(self, report: Report, frozen: Drafter, num: int) -> Report:
+    def _with_decoded(self, report: Report, frozen: Head, num: int) -> Report:
         """A report of replay and the decoding of the first `num` prompts."""
         kept = [name for name in vars(report) if name.startswith("replayed_")]
         kept += ["ema", "step", "training", "by_category", "by_tag", "by_prompt"]
         known = {name: getattr(report, name) for name in kept}
         return self._with_served(replace(self._summarise(self._decode(frozen, num)), **known), frozen)
 
-    def _with_served(self, report: Report, frozen: Drafter) -> Report:
+    def _with_served(self, report: Report, frozen: Head) -> Report:
         """On a GPU with the speedup of an engine; what it is made of depends on sizes only, and is measured once."""
         if not self.served:
             with self._timed("decode"):
@@ -202,7 +203,7 @@ class Validation:
         costs = self.served[0]
         return costs.add_to(report) if costs else report
 
-    def _decode(self, frozen: Drafter, num: int) -> list[PromptResult]:
+    def _decode(self, frozen: Head, num: int) -> list[PromptResult]:
         """Decodes the first `num` prompts, if there are so many. -> the results of all processes"""
         mine, done = list(self.group.mine(range(min(num, len(self.prompts))))), []
         with self._timed("decode"):
@@ -220,7 +221,7 @@ class Validation:
     def _wants_auto(self, report: Report) -> bool:
         return report.auto is None and self.engine is None and self.settings.auto == "end"
 
-    def _with_auto(self, report: Report, frozen: Drafter) -> Report:
+    def _with_auto(self, report: Report, frozen: Head) -> Report:
         """The report with figures of auto on as many of the prompts that were decoded as AUTO_SHARE allows.
 
         Auto takes turns with plain decoding in a pass of its own, so nothing else in the report changes.
@@ -236,7 +237,7 @@ class Validation:
         assert found is not None
         return replace(report, auto={"num_prompts": len(results), **found})
 
-    def _make_auto(self, frozen: Drafter) -> Auto | None:
+    def _make_auto(self, frozen: Head) -> Auto | None:
         """None, with a sentence, where it cannot draft: a run does not end for it."""
         try:
             auto = Auto.usual(self.target, self.drafting.proposer(frozen))
@@ -251,7 +252,7 @@ class Validation:
         return auto
 
     def _measure(
-        self, proposer: Proposer, mine: list[int], replayed: Drafter | None, what: str
+        self, proposer: Proposer, mine: list[int], replayed: Head | None, what: str
     ) -> list[tuple[int, PromptResult]]:
         """Prompts of these numbers, plainly and with the proposer's drafts, numbered. what: is done, for the progress"""
         found = measure(

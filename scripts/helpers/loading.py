@@ -21,7 +21,7 @@ from specdec.core import precision, threads
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.export.cards import Provenance
-from specdec.heads.base import Drafter
+from specdec.heads.base import Head
 from specdec.measuring.measure import FROZEN, Prompt, check_prompts
 from specdec.measuring.report import Report, Training
 from specdec.target.loading import find_devices
@@ -85,7 +85,7 @@ class Loaded(Opened):
     """A checkpoint beside its target."""
 
     folder: Path
-    drafter: Drafter
+    drafter: Head
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Run:
 
     name: str
     folder: Path
-    drafter: Drafter
+    drafter: Head
     baseline: str  # a name of its target's plain decoding: FROZEN, or one of its own if it adapts the target
     training: Training | None  # from its report; None for older checkpoints
 
@@ -238,7 +238,7 @@ def target_of(folder: Path, given: str | None = None) -> str:
     return str(name)
 
 
-def head_class(folder: str | Path) -> type[Drafter]:
+def head_class(folder: str | Path) -> type[Head]:
     """The class of a checkpoint's head."""
     document = checkpoint.read_document(checkpoint.resolve(folder))
     return checkpoint.drafter_class(str(document.get("_target_")))

@@ -20,7 +20,7 @@ from specdec.core import files
 from specdec.core.tree import TreeShape
 from specdec.export.engines import make_form
 from specdec.export.layout import draft_from_all
-from specdec.heads.base import Drafter
+from specdec.heads.base import Drafter, Head
 from specdec.heads.mtp import MTP
 from specdec.measuring import referee
 from specdec.measuring.measure import WARM_UP, split_turns
@@ -308,9 +308,9 @@ def summarise(pairs: list[tuple[Turn, Turn | None]], seed: int) -> dict[str, Any
 # Beside what is replayed
 
 
-def draft_as_engine(drafter: Drafter, kind: str) -> Drafter:
+def draft_as_engine(drafter: Head, kind: str) -> Head:
     """The drafter as an engine runs it: llama.cpp without a draft vocabulary, vLLM with the first embedding at zero."""
-    if kind == LLAMA_CPP and make_form(drafter, "gguf").whole_vocabulary:
+    if kind == LLAMA_CPP and isinstance(drafter, Drafter) and make_form(drafter, "gguf").whole_vocabulary:
         return draft_from_all(drafter)
     if kind == VLLM and isinstance(drafter, MTP):
         drafter = copy.copy(drafter)
@@ -318,13 +318,13 @@ def draft_as_engine(drafter: Drafter, kind: str) -> Drafter:
     return drafter
 
 
-def compare_with_replay(chosen: Any, drafter: Drafter, prompts: dict[str, dict], turns: list[Turn]) -> dict[str, Any]:
+def compare_with_replay(chosen: Any, drafter: Head, prompts: dict[str, dict], turns: list[Turn]) -> dict[str, Any]:
     """tau of the head along the answers of a level, beside tau as served; at temperature 0 also where they part."""
     sampling, answers = chosen.decode.sampling(), [answer for turn in turns for answer in turn.answers]
     said = [each for each in (*(turn.counted for turn in turns), *(answer.said for answer in answers)) if each]
     depth = max((each.longest for each in said if each.longest), default=chosen.decode.depth)
     drafting = replace(chosen.decode.drafting(TreeShape(depth, 1, depth)), rule="token", lossy=False)
-    if not drafting.replayable(sampling):
+    if not isinstance(drafter, Drafter) or not drafting.replayable(drafter, sampling):
         return {
             "verdict": f"a chain of {depth} of this head cannot be replayed with these settings: nothing is compared."
         }

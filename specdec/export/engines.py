@@ -16,7 +16,7 @@ from specdec.export.layout import Layout, check_whole, draft_from_all, plain_lay
 from specdec.export.published import restore
 from specdec.export.speculators import container
 from specdec.export.stitched import stitched
-from specdec.heads.base import Drafter
+from specdec.heads.base import Drafter, Head
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle, Eagle3, PEagle
@@ -296,12 +296,12 @@ def _fill(line: str, values: dict[str, str]) -> str:
     return line
 
 
-def make_forms(drafter: Drafter) -> dict[str, ExportForm]:
+def make_forms(drafter: Head) -> dict[str, ExportForm]:
     """All forms that engines serve, by format. Heads that are nothing but an adapter of their target have none."""
     found: dict[str, ExportForm] = {}
     for name, about in FORMATS.items():
         with contextlib.suppress(ValueError):
-            if about.lines:
+            if isinstance(drafter, Drafter) and about.lines:
                 found[name] = make_form(drafter, name)
     return found
 

@@ -19,7 +19,7 @@ from specdec.core import hub, masks
 from specdec.core.untrusted import inside, read_json, read_pickle, read_tensors
 from specdec.export import block_drafter, eagle, layout, medusa, mtp
 from specdec.export.layout import Layout
-from specdec.heads.base import Drafter
+from specdec.heads.base import Drafter, Head
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.native import read_native
 from specdec.target.model import Target
@@ -327,8 +327,9 @@ def _check_values(tensors: dict[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def check_output(drafter: Drafter) -> None:
+def check_output(drafter: Head) -> None:
     """Raises ValueError for a head that gives equal logits to all tokens whatever it reads, as one with weights of zero does."""
+    assert isinstance(drafter, Drafter)
     target, device, cache = drafter.target, drafter.target.device, drafter.cache(1)
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(1, 1, len(drafter.target_layers) * target.width, generator=generator)

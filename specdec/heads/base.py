@@ -216,6 +216,8 @@ class Drafter(nn.Module, ABC):
         return False
 
 
+Head = Drafter  # the same class, as the callers that load heads name it
+
 # A linear map whose weights are trained in units of the sizes of its inputs.
 
 

@@ -240,7 +240,7 @@ class NativeMTP(Drafter):
         self._rank = rank
 
     def decodable(self) -> Self:
-        """As of `Drafter`, with plain weights."""
+        """As of `Head`, with plain weights."""
         frozen = super().decodable()
         for layer in [each for each in frozen.modules() if isinstance(each, LowRankLinear)]:
             layer.fold()

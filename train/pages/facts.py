@@ -11,7 +11,7 @@ import transformers
 
 from specdec import checkpoint
 from specdec.core import files
-from specdec.heads.base import Drafter
+from specdec.heads.base import Head
 from train import ranges
 from train.config import LENGTHS, OPEN_NULL, PROVISIONAL, flat
 from train.data.packing import Packs, covered
@@ -20,14 +20,7 @@ ABOUT = "about.json"
 
 
 def write(
-    run: Path,
-    config: dict,
-    drafter: Drafter,
-    packs: Packs,
-    *,
-    start: str | None,
-    arguments: list[str],
-    num_processes: int,
+    run: Path, config: dict, drafter: Head, packs: Packs, *, start: str | None, arguments: list[str], num_processes: int
 ) -> None:
     """about.json in the folder of a run: target, data, drafter and environment, and the command that repeats it.
 
