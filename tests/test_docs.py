@@ -150,7 +150,8 @@ def check_proposers(arguments: list[str]) -> None:
         path = ROOT / "conf" / "proposer" / f"{name}.yaml"
         assert path.exists(), f"there is no proposer {name}"
         settings[name] = yaml.safe_load(path.read_text())
-        names += [each for each in settings[name].get("members", []) if each not in settings]
+        groups = [settings[name].get("members", []), [settings[name].get("inner")]]
+        names += [each for group in groups for each in group if each and each not in settings]
     for key in values:
         if key.startswith("proposer."):
             *owner, last = key.split(".")[1:]

@@ -156,6 +156,8 @@ ROUND = 256  # capacities that are allocated at once are multiples of it, so tha
 LARGEST = 0.25  # share of a GPU's free memory that is allocated at once
 MOST_SPARE = 2  # sets of K and V that are kept for later answers
 
+CacheMark = tuple[Tensor, list[int]]  # what `RowCache.mark` returns: lengths [B], and the same on the host
+
 
 @dataclass(frozen=True)
 class EntryShape:
@@ -217,6 +219,7 @@ class RowCache(transformers.Cache):
         self.spare: SpareMemory | None = None
         self._allocate(batch, capacity)
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # [B]
+        self.skipped = torch.zeros_like(self.lengths)  # [B] earlier positions that have no entry here
         self.positions: Tensor | None = None  # [B, C] of the entries, once `place` was called
         self.rows = torch.arange(batch, device=device)[:, None]  # [B, 1]
         self.pending = 0
@@ -404,7 +407,7 @@ class RowCache(transformers.Cache):
         else:
             self.groups = {shape: group.index_select(1, index.to(group.device)) for shape, group in self.groups.items()}
             self._whole = self.groups
-        self.lengths = self.lengths[index]
+        self.lengths, self.skipped = self.lengths[index], self.skipped[index]
         self.positions = None if self.positions is None else self.positions[index]
         self.rows = torch.arange(len(rows), device=self.lengths.device)[:, None]
         self.known = [self.known[row] for row in rows]
@@ -422,12 +425,39 @@ class RowCache(transformers.Cache):
         for shape, group in self.groups.items():
             group[:, index.to(group.device), :, :num] = other.groups[shape][..., :num, :]
         self.lengths = self.lengths.index_copy(0, index, other.lengths)
+        self.skipped = self.skipped.index_copy(0, index, other.skipped)
         if self.positions is not None and other.positions is not None:
             self.positions[index, :num] = other.positions[:, :num]
         known = dict(zip(rows, other.known))
         self.known = [known.get(row, own) for row, own in enumerate(self.known)]
         if self.states is not None and other.states is not None:
             self.states.replace(index, other.states)
+
+    def mark(self) -> CacheMark:
+        """The committed entries of now, for `rewind`."""
+        return self.lengths, self.known
+
+    def rewind(self, mark: CacheMark) -> None:
+        """Drops everything that was committed since `mark`, and all pending entries."""
+        assert self.states is None, "states of recurrent layers cannot be taken back so far"
+        self.lengths, self.known = mark
+        self.pending = 0
+
+    def take_part(self, other: "RowCache", entries: Tensor) -> None:
+        """Replaces everything here by copies of chosen entries of another cache of the same layers, rows and heads.
+
+        entries [layers, B, heads, M]: which ones, in any order. A row of `other` with fewer than M committed entries gives
+        those; its further places are not read. The capacity here must be at least M.
+        """
+        num, data = entries.shape[-1], other.data
+        flat = data.flatten(0, 4)  # [layers * 2 * B * heads * C, head_dim]
+        first = torch.arange(0, len(flat), other.visible, device=flat.device)  # where each K or V of a head begins
+        wanted = first.view(*data.shape[:4], 1) + entries[:, None]  # [layers, 2, B, heads, M]
+        self.data[..., :num, :] = flat.index_select(0, wanted.flatten()).view(*wanted.shape, -1)
+        self.lengths = other.lengths.clamp(max=num)
+        self.known = [min(known, num) for known in other.known]
+        self.skipped = other.lengths - self.lengths
+        self.pending = 0
 
     # What transformers' recurrent and convolution layers call beside `update`; most of it is in the base class
 

@@ -18,6 +18,17 @@ def certain(tokens: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True)
+class PartialPass:
+    """The first layers of the target's pass over a tree, if the proposer has run them already.
+
+    The nodes' K and V in these layers are in the target's cache, in the order of the nodes, behind the committed entries.
+    """
+
+    states: Tensor  # [B, N, D] the nodes' hidden states after these layers
+    num_layers: int
+
+
+@dataclass(frozen=True)
 class Tree:
     """The drafts that a proposer puts before the target. Parents come before their children."""
 
@@ -27,6 +38,7 @@ class Tree:
         Tensor | None
     )  # [B, N, V] the distribution that node i was sampled from; None: nodes were chosen, not sampled
     linear: bool = False  # whether every row is a chain
+    done: PartialPass | None = None
     most: int | None = None  # children that a node has at most; None: nobody told
 
     @property
@@ -56,7 +68,7 @@ class Tree:
         return self.filled(min(size, depth) if self.linear else size)
 
     def filled(self, num: int) -> "Tree":
-        """This tree filled up to `num` drafts; the tree itself if it has as many.
+        """This tree filled up to `num` drafts, without `done`; the tree itself if it has as many.
 
         A chain is filled with its last token. A tree is filled with copies of its first draft, which no rule accepts twice.
         """
@@ -75,7 +87,7 @@ class Tree:
         return Tree(torch.cat([self.tokens, tokens], 1), torch.cat([self.parents, parents], 1), probs, self.linear)
 
     def part(self, numbers: list[list[int]]) -> "Tree":
-        """Some nodes of each row, as many in each, in increasing order, a node only with its parent."""
+        """Some nodes of each row, as many in each, in increasing order, a node only with its parent; without `done`."""
         kept = given(numbers, self.tokens.device)  # [B, M]
         places = torch.zeros_like(self.tokens).scatter_(
             1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept)

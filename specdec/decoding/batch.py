@@ -251,6 +251,8 @@ class Batch:
             counts = [count * on for count, on in zip(counts, running)]
         self.cache.commit(num_kept, counts)
         if self.proposer:
+            if self.proposer.watches and verdict.choices is not None:
+                self.proposer.watch(tree, verdict.choices)
             features = verdict.output.features
             if not tree.linear:
                 features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
@@ -369,8 +371,11 @@ class Batch:
         constraints = self._constraints()
         if not any(constraints):
             return tree, None
+        watched = self.proposer is not None and self.proposer.watches  # then it must see its own nodes
         fixed = self.runner.by_shape  # another size would be compiled first
-        return grammar.constrain(tree, constraints, self.target.vocab_size, prune=not fixed)
+        return grammar.constrain(
+            tree, constraints, self.target.vocab_size, prune=not (watched or fixed) and tree.done is None
+        )
 
     def _begin(
         self, requests: list[Request], prefill: Prefill

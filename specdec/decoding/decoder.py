@@ -61,6 +61,7 @@ class Decoder:
             rule=rule,
             runner=self.runner,
             hidden_states=self.hidden_states,
+            choices=proposer is not None and proposer.watches,
         )
         if proposer is not None:
             proposer.meet(self.verify, sampling)
@@ -230,7 +231,7 @@ class Decoder:
                 "are not compiled: set compile=false."
             )
         if self.runner.compile:
-            check_layers(target)
+            check_layers(target, "set compile=false.")
 
 
 def _check(requests: list[Request]) -> None:

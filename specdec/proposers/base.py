@@ -1,7 +1,7 @@
 """The `Proposer` interface."""
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,13 +32,15 @@ class Opening(NamedTuple):
 class Proposer(ABC):
     """Proposes a tree of drafts for every row of a batch.
 
-    The order of calls: share, begin, commit; for each round limit, constrain, propose and commit; then finish.
+    The order of calls: share, begin, commit; for each round limit, constrain, propose, watch (only if `watches`) and commit; then finish.
     """
 
     target_layers: tuple[int, ...]  # the hidden states that `commit` needs
     depth: int  # the largest depth of a proposed node
     nodes = 64  # of a tree, mostly: caches have room for so many
     linear = False  # whether all its trees are chains
+    watches = False  # whether `watch` is to be called
+    rewinds = False  # whether it has `mark` and `rewind`, which drafting for a cascade needs (proposers/cascade.py)
     selects = False  # whether it has `select` and `replace`: rows leave its batches, and others join
     varies = False  # whether the size of its trees changes from round to round: they are filled up for compiling
 
@@ -48,7 +50,10 @@ class Proposer(ABC):
         return 0.0
 
     def share(self, cache: RowCache) -> None:  # noqa: B027  # most proposers have nothing to do
-        """Shows the target's cache of the next batch, for which a proposer with a cache of its own makes equal room."""
+        """Gives the target's cache of the next batch to proposers that draft with the target itself.
+
+        `propose` may write entries behind the committed ones, and must then call `cache.drop_pending`.
+        """
 
     @abstractmethod
     def begin(self, tokens: Tensor, num: Tensor) -> None:
@@ -75,6 +80,12 @@ class Proposer(ABC):
     @abstractmethod
     def propose(self, sampling: AnySampling, generator: Randomness) -> Tree:
         """A tree whose root is each row's newest committed token."""
+
+    def watch(self, tree: Tree, choices: Tensor) -> None:  # noqa: B027  # most proposers have nothing to do
+        """Called after a tree was verified, before `commit`, if `watches`.
+
+        tree: the proposed one, perhaps filled up; choices [B, N]: the target's most likely token after each node
+        """
 
     def select(self, rows: list[int], nums: list[int]) -> None:
         """Goes on with these rows of the batch only, in this order. Called after a `commit`, only if `selects`.
@@ -106,3 +117,11 @@ class Proposer(ABC):
 
     def forget(self) -> None:  # noqa: B027  # most proposers have nothing to do
         """Forgets everything learned from earlier batches, so that measurements do not depend on them."""
+
+    def mark(self) -> Any:
+        """The state after a `commit`, for `rewind`. Only called if `rewinds`."""
+        raise TypeError(f"{type(self).__name__} does not rewind.")
+
+    def rewind(self, mark: Any) -> None:
+        """Restores the state of `mark`, made in the same batch. Only called if `rewinds`."""
+        raise TypeError(f"{type(self).__name__} does not rewind.")

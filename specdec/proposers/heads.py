@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.core import masks
-from specdec.core.cache import RowCache, SpareMemory
+from specdec.core.cache import CacheMark, RowCache, SpareMemory
 from specdec.core.compile import Runner
 from specdec.core.devices import given
 from specdec.core.sampling import AnySampling, Sampling, uniforms
@@ -26,6 +26,14 @@ from specdec.proposers.growth import (
     grow_tree,
 )
 from specdec.target.model import Target
+
+
+class Mark(NamedTuple):
+    """The state of a HeadProposer once everything committed is absorbed."""
+
+    cache: CacheMark
+    carried: list[Tensor]
+    absorbed: tuple[Tensor, StepOutput]
 
 
 class Committed(NamedTuple):
@@ -82,6 +90,7 @@ class HeadProposer(Proposer):
     "distinct": then a tree of fixed shape is sampled, its siblings without replacement.
     """
 
+    rewinds = True
     selects = True
 
     def __init__(
@@ -162,6 +171,15 @@ class HeadProposer(Proposer):
         numbers = dict(zip(rows, itertools.count()))
         prompts = fresh.waiting[0]._replace(rows=[numbers.get(row) for row in range(len(self.opening))])
         self.waiting = [*(each.without(rows) for each in self.waiting), prompts]
+
+    @torch.no_grad()
+    def mark(self):
+        absorbed = self.absorb()  # a mark is a state of the cache, so nothing may wait outside of it
+        return Mark(self.cache.mark(), self.carried, absorbed)
+
+    def rewind(self, mark):
+        self.cache.rewind(mark.cache)
+        self.carried, self.absorbed, self.waiting = mark.carried, mark.absorbed, []
 
     @torch.no_grad()
     def propose(self, sampling, generator):

@@ -70,15 +70,34 @@ class TextProposer(Proposer):
         """What is kept beside a row's text. text: that text, empty so far, which grows"""
         return None
 
+    @abstractmethod
     def extend(self, row: int, new: list[int]) -> None:
-        """Called once texts[row] ends with the tokens `new`, where something is kept beside the texts."""
+        """Called once texts[row] ends with the tokens `new`."""
 
     @abstractmethod
     def draft(self, row: int) -> Nodes:
         """The drafts for texts[row]; may be empty."""
 
 
-class Ngram(TextProposer):
+class RetractableTextProposer(TextProposer):
+    """A TextProposer that can be rewound: a mark is the length of each text."""
+
+    rewinds = True
+
+    def mark(self):
+        return [len(text) for text in self.texts]
+
+    def rewind(self, mark):
+        for row, length in enumerate(mark):
+            self.retract(row, length)
+            del self.texts[row][length:]
+
+    @abstractmethod
+    def retract(self, row: int, length: int) -> None:
+        """Undoes `extend` for all tokens after the first `length`. Called before texts[row] is cut to `length`."""
+
+
+class Ngram(RetractableTextProposer):
     """Drafts a chain: the tokens that followed the latest earlier occurrence of the text's last n tokens.
 
     n is the largest for which there is one. The latest occurrence is taken, because an answer that repeats itself
@@ -105,6 +124,9 @@ class Ngram(TextProposer):
     def extend(self, row, new):
         self.states[row].extend(len(new))
 
+    def retract(self, row, length):
+        self.states[row].retract(length)
+
     def draft(self, row) -> Nodes:
         text, place = self.texts[row], self.states[row].find()
         if place is None:
@@ -118,19 +140,31 @@ class Ngram(TextProposer):
 class NgramIndex:
     """The latest place behind each n-gram of a text, min <= n <= max, at which another token follows.
 
-    text: a list that the caller extends, calling `extend`
+    text: a list that the caller extends and cuts, calling `extend` and `retract`
     """
 
     def __init__(self, text: list[int], min: int, max: int):
         self.text, self.min, self.max = text, min, max
         self.places: dict[tuple[int, ...], int] = {}  # n-gram -> place behind it
+        self.replaced: list[int | None] = []  # the former entries of `places`, in the order of replacement
 
     def extend(self, num: int) -> None:
         """Called after the text has grown by `num` tokens: `num` more places are now followed by a token."""
         end = len(self.text)
         for place in range(end - num, end):
             for ngram in self._before(place):
+                self.replaced.append(self.places.get(ngram))
                 self.places[ngram] = place
+
+    def retract(self, length: int) -> None:
+        """Called before the text is cut to `length` tokens."""
+        for place in reversed(range(length, len(self.text))):
+            for ngram in reversed(self._before(place)):
+                earlier = self.replaced.pop()
+                if earlier is None:
+                    del self.places[ngram]
+                else:
+                    self.places[ngram] = earlier
 
     def find(self) -> int | None:
         """The place behind the earlier occurrence of the longest n-gram that ends the text; None without one"""
@@ -142,7 +176,7 @@ class NgramIndex:
         return [tuple(self.text[place - n : place]) for n in range(self.min, min(self.max, place) + 1)]
 
 
-class Retrieval(TextProposer):
+class Retrieval(RetractableTextProposer):
     """Looks up the end of the text in a datastore, makes a trie of the continuations there, and drafts its best part.
 
     datastore: a folder as specdec/proposers/datastore.py writes it
@@ -168,6 +202,12 @@ class Retrieval(TextProposer):
                 f"sort the datastore by {max} tokens."
             )
         self.max, self.min, self.samples, self.num, self.depth = max, min, samples, num, depth
+
+    def extend(self, row, new):
+        pass
+
+    def retract(self, row, length):
+        pass
 
     def draft(self, row):
         return grow(self.store.tokens, self.places(self.texts[row]), num=self.num, depth=self.depth)
@@ -223,6 +263,9 @@ class Forced(TextProposer):
 
     def constrain(self, constraints):
         self.constraints = constraints
+
+    def extend(self, row, new):
+        pass
 
     def draft(self, row) -> Nodes:
         constraint = self.constraints[row] if self.constraints else None

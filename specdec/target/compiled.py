@@ -10,13 +10,12 @@ from torch import Tensor
 from specdec.core.cache import RowCache
 from specdec.core.cached_keys import CachedKeys
 from specdec.core.compile import Runner
+from specdec.core.tree import PartialPass
 from specdec.target.model import Target, TargetOutput
-
-ADVICE = "set compile=false."
 
 
 class CompiledTarget:
-    """Passes of the target. `runner` decides whether they are compiled."""
+    """Passes of the target, or of some of its layers. `runner` decides whether they are compiled."""
 
     def __init__(self, target: Target, runner: Runner):
         self.target, self.runner = target, runner
@@ -29,16 +28,18 @@ class CompiledTarget:
     def run_layers(
         self,
         h: Tensor,
+        numbers: Sequence[int],
         *,
         rotary: Sequence[Tensor],
         positions: Tensor,
         mask: Tensor | tuple[CachedKeys, ...],
         cache: RowCache,
     ) -> list[Tensor]:
-        """Runs all layers in order -> h [B, S, D] before each of them, and after the last.
+        """Runs chosen layers in order; number 0 is the first -> h [B, S, D] before each of them, and after the last.
 
         rotary: cos and sin of the positions, as `begin` returns them; mask: as of `Target.read`
-        K and V are written where `cache.reserve` says. If `check_layers` accepts the target, this is what `Target.read` runs.
+        K and V are written where `cache.reserve` says. If `check_layers` accepts the target, all layers in order are what
+        `Target.read` runs.
         """
 
         def layer(module, h, cos, sin, positions, slots, keys, values, seen, *more):
@@ -53,6 +54,9 @@ class CompiledTarget:
                 use_cache=True,
             )
 
+        states = [h]
+        if not numbers:
+            return states
         kinds, given = self.target.layer_types, self.target.layer_masks(mask, positions, cache)
 
         def seen(kind: str) -> tuple[Tensor, ...]:
@@ -61,16 +65,16 @@ class CompiledTarget:
             return given["cached"][own.shape[1]] if "cached" in given else (own,)
 
         functions: dict[int, Callable] = {}
-        for kind in dict.fromkeys(kinds):
+        for kind in {kinds[number]: None for number in numbers}:
             members = [number for number, own in enumerate(kinds) if own == kind]
+            first = next(number for number in numbers if kinds[number] == kind)
             # For a new shape every layer is tried once, each on the K and V of the layer that runs next.
-            inputs = h, *rotary, positions, cache.slots, *_entries(cache, members[0]), *seen(kind)
+            inputs = h, *rotary, positions, cache.slots, *_entries(cache, first), *seen(kind)
             name = f"the target's layer of {kind}"
             modules = [self.target.blocks[number] for number in members]
             functions |= dict(zip(members, self.runner.layers(name, layer, modules, *inputs)))
-        states = [h]
-        for number, kind in enumerate(kinds):
-            inputs = *rotary, positions, cache.slots, *_entries(cache, number), *seen(kind)
+        for number in numbers:
+            inputs = *rotary, positions, cache.slots, *_entries(cache, number), *seen(kinds[number])
             states.append(functions[number](states[-1], *inputs))
         return states
 
@@ -82,25 +86,33 @@ class CompiledTarget:
         positions: Tensor,
         mask: Tensor | tuple[CachedKeys, ...],
         cache: RowCache,
+        done: PartialPass | None = None,
     ) -> TargetOutput:
-        """As `Target.read`, but by `run_layers`.
+        """As `Target.read`, but by `run_layers`. done: layers that were run on these tokens already.
 
         Raises ValueError if the model does more than run its layers: the first pass of every shape is compared with
         `Target.read`.
         """
         target, run = self.target, self.runner
-        if not run.compile:
+        if done is None and not run.compile:
             return target.read(tokens, hidden_states, positions=positions, mask=mask, cache=cache)
-        seconds = run.seconds
-        h, *rotary = run("the target's embedding", self.begin, tokens, positions)
-        states = self.run_layers(h, rotary=rotary, positions=positions, mask=mask, cache=cache)
+        seconds, first = run.seconds, 0
+        if done is None:
+            h, *rotary = run("the target's embedding", self.begin, tokens, positions)
+        else:
+            first = done.num_layers
+            assert done.states.shape[:2] == tokens.shape and all(k >= first for k in hidden_states)
+            h = done.states
+            rotary = run("the target's rotary embedding", target.decoder.rotary_emb, h, positions)  # type: ignore[arg-type]
+        numbers = range(first, target.num_layers)
+        states = self.run_layers(h, numbers, rotary=rotary, positions=positions, mask=mask, cache=cache)
         states[-1] = run("the target's last norm", target.norm, states[-1])
-        wanted = [states[k] for k in hidden_states]
+        wanted = [states[k - first] for k in hidden_states]
         output = TargetOutput(torch.cat(wanted, dim=-1) if wanted else h[..., :0], states[-1])
         if run.seconds > seconds:
             start = time.perf_counter()
             final = target.read(tokens, (), positions=positions, mask=mask, cache=cache).final
-            _check_same(target, output.final, final)
+            _check_same(target, output.final, final, "set compile=false.")
             run.seconds += time.perf_counter() - start
         return output
 
@@ -111,25 +123,26 @@ def _entries(cache: RowCache, number: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-def check_layers(target: Target) -> None:
-    """Raises ValueError if the model does more than run its layers one after the other."""
+def check_layers(target: Target, advice: str) -> None:
+    """Raises ValueError, ending in `advice`, if the model does more than run its layers one after the other."""
     if target.recurrent:
-        raise ValueError(f"{target.name} has layers that keep a state, so they do more than read entries: {ADVICE}")
+        raise ValueError(f"{target.name} has layers that keep a state, so they do more than read entries: {advice}")
     tokens, cache = torch.ones(1, 2, dtype=torch.long, device=target.device), target.cache(1)
     cache.reserve(2)
     mask = torch.ones(1, 1, 2, cache.visible, dtype=torch.bool, device=target.device).tril()
     layered = CompiledTarget(target, Runner())
+    numbers = range(target.num_layers)
     try:
         h, *rotary = layered.begin(tokens, cache.slots)
-        *_, h = layered.run_layers(h, rotary=rotary, positions=cache.slots, mask=mask, cache=cache)
+        *_, h = layered.run_layers(h, numbers, rotary=rotary, positions=cache.slots, mask=mask, cache=cache)
     except (RuntimeError, TypeError, AttributeError, ValueError, KeyError, IndexError) as error:
         raise ValueError(
             f"{target.name}'s layers take more than a state, one rotary embedding for all layers, a mask and K and V "
-            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}): {ADVICE}"
+            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}): {advice}"
         ) from error
-    _check_same(target, target.norm(h), target.read(tokens, ()).final)
+    _check_same(target, target.norm(h), target.read(tokens, ()).final, advice)
 
 
-def _check_same(target: Target, final: Tensor, wanted: Tensor) -> None:
+def _check_same(target: Target, final: Tensor, wanted: Tensor, advice: str) -> None:
     if not (wanted - final).float().norm() <= 0.05 * wanted.float().norm():
-        raise ValueError(f"{target.name} does more than its layers one after the other: {ADVICE}")
+        raise ValueError(f"{target.name} does more than its layers one after the other: {advice}")

@@ -11,7 +11,7 @@ from specdec.core.cache import RowCache
 from specdec.core.cached_keys import CachedKeys
 from specdec.core.compile import Runner
 from specdec.core.sampling import NO_TOKEN, AnySampling, Sampling, seen
-from specdec.core.tree import Tree
+from specdec.core.tree import PartialPass, Tree
 from specdec.target.compiled import CompiledTarget
 from specdec.target.model import Target, TargetOutput
 
@@ -24,6 +24,8 @@ class Verdict:
     num_kept: Tensor  # [B]
     next_token: Tensor  # [B] NO_TOKEN where the target has none
     output: TargetOutput  # of the nodes, [B, N, .]
+    choices: Tensor | None  # [B, N] the most likely token after each node; at temperature > 0 only if asked for
+    distribution: Tensor | None  # [B, N, V] the target's distribution after each node, if asked for and temperature > 0
 
     def along(self, tree: Tree, depth: int) -> tuple[Tensor, Tensor]:
         """-> path [B, P], P at most 1 + depth, and the token that follows each of its nodes [B, P].
@@ -38,7 +40,7 @@ class Verdict:
 class Verifier:
     """Puts trees before the target.
 
-    hidden_states: those wanted in `Verdict.output`
+    hidden_states: those wanted in `Verdict.output`; choices, distribution: whether the verdict has them at temperature > 0
     """
 
     def __init__(
@@ -49,10 +51,12 @@ class Verifier:
         rule: str,
         runner: Runner,
         hidden_states: tuple[int, ...] = (),
+        choices: bool = False,
+        distribution: bool = False,
     ):
         self.target, self.compiled = target, CompiledTarget(target, runner)
         self.sampling, self.rule, self.runner = sampling, rules.RULES[rule], runner
-        self.hidden_states = hidden_states
+        self.hidden_states, self.choices, self.distribution = hidden_states, choices, distribution
 
     def __call__(
         self,
@@ -71,21 +75,22 @@ class Verifier:
         assert linear or not self.target.recurrent, "Decoder refuses trees for such targets"
         cache.reserve(tree.tokens.shape[1])
 
-        inputs = tree.tokens, tree.parents, cache.lengths
+        run, done = self.runner, tree.done
+        inputs = tree.tokens, tree.parents, cache.lengths, cache.skipped
         if sampling.greedy and marks is None and allowed is None:
-            if self.capturable:
+            if done is None and self.capturable:
 
-                def whole(tokens, parents, lengths, slots):
+                def whole(tokens, parents, lengths, skipped, slots):
                     view = cache.over(cache.halves, lengths, slots=slots)
-                    return self._read_greedily(view, linear, tokens, parents, lengths)
+                    return self._read_greedily(view, linear, None, tokens, parents, lengths, skipped)
 
                 name = "verify", linear, self.hidden_states
-                outputs = self.runner.whole(name, whole, [*inputs, cache.slots], cache.halves)
+                outputs = run.whole(name, whole, [*inputs, cache.slots], cache.halves)
             else:
-                outputs = self._read_greedily(cache, linear, *inputs)
-            path, num_kept, next_token, features, final = outputs
-            return Verdict(path, num_kept, next_token, TargetOutput(features, final))
-        if marks is None and allowed is None and isinstance(sampling, Sampling) and self.capturable:
+                outputs = self._read_greedily(cache, linear, done, *inputs)
+            path, num_kept, next_token, choices, features, final = outputs
+            return Verdict(path, num_kept, next_token, TargetOutput(features, final), choices, None)
+        if done is None and marks is None and allowed is None and isinstance(sampling, Sampling) and self.capturable:
             return self._sample_captured(tree, cache, draws, sampling)
         return self._sample(cache, tree, draws, sampling, inputs, marks, allowed)
 
@@ -95,18 +100,20 @@ class Verifier:
         drawn = draws.ahead(rows, num, tree.tokens.device, torch.promote_types(self.target.dtype, torch.float32))
         linear, most = tree.linear, tree.most
 
-        def whole(tokens, parents, lengths, slots, numbers, last, *probs):
+        def whole(tokens, parents, lengths, skipped, slots, numbers, last, *probs):
             view = cache.over(cache.halves, lengths, slots=slots)
             part = Tree(tokens, parents, probs[0] if probs else None, linear, most=most)
-            inputs = tokens, parents, lengths
+            inputs = tokens, parents, lengths, skipped
             verdict = self._sample(view, part, rules.Drawn(numbers, last), sampling, inputs, None, None)
-            return verdict.path, verdict.num_kept, verdict.next_token, verdict.output.features, verdict.output.final
+            found = verdict.path, verdict.num_kept, verdict.next_token, verdict.output.features, verdict.output.final
+            return *found, *(each for each in (verdict.choices, verdict.distribution) if each is not None)
 
-        given = [tree.tokens, tree.parents, cache.lengths, cache.slots, drawn.numbers, drawn.last]
+        given = [tree.tokens, tree.parents, cache.lengths, cache.skipped, cache.slots, drawn.numbers, drawn.last]
         given += [] if tree.probs is None else [tree.probs]
-        name = "verify", linear, most, self.hidden_states, sampling, self.rule
-        path, num_kept, next_token, features, final = self.runner.whole(name, whole, given, cache.halves)
-        return Verdict(path, num_kept, next_token, TargetOutput(features, final))
+        name = "verify", linear, most, self.hidden_states, sampling, self.rule, self.choices, self.distribution
+        path, num_kept, next_token, features, final, *more = self.runner.whole(name, whole, given, cache.halves)
+        likely = more.pop(0) if self.choices else None
+        return Verdict(path, num_kept, next_token, TargetOutput(features, final), likely, more[0] if more else None)
 
     def _sample(
         self,
@@ -119,15 +126,19 @@ class Verifier:
         allowed: Tensor | None,
     ) -> Verdict:
         """A verdict by the target's distributions. inputs: as of `_read`; marks, allowed: as of `__call__`"""
-        output = self._read(cache, tree.linear, *inputs)
+        output = self._read(cache, tree.linear, tree.done, *inputs)
         logits = self.runner("logits", self.target.logits, output.final)  # [B, N, V]
         if marks is not None:
             logits = sampling.penalise(logits, seen(tree, marks))
         if allowed is not None:
             logits = logits.masked_fill(~allowed, -torch.inf)
         if sampling.greedy:
-            return Verdict(*_greedy(tree, logits), output)
-        return Verdict(*self.rule(tree, sampling.distribution(logits), draws), output)
+            path, num_kept, next_token, choices = _greedy(tree, logits)
+            return Verdict(path, num_kept, next_token, output, choices, None)
+        likely = logits.argmax(-1) if self.choices else None
+        distribution = sampling.distribution(logits)
+        kept = distribution.clone() if self.distribution else None  # the rule overwrites it
+        return Verdict(*self.rule(tree, distribution, draws), output, likely, kept)
 
     @property
     def capturable(self) -> bool:
@@ -137,23 +148,27 @@ class Verifier:
         places = target.windowed and not target.reads_length
         return self.runner.cuda_graphs and alone and not (places or target.recurrent)
 
-    def _read(self, cache: RowCache, linear: bool, tokens, parents, lengths) -> TargetOutput:
-        """The target's pass. tokens, parents [B, N]; lengths [B]: those of the cache"""
+    def _read(
+        self, cache: RowCache, linear: bool, done: PartialPass | None, tokens, parents, lengths, skipped
+    ) -> TargetOutput:
+        """The target's pass. tokens, parents [B, N]; lengths, skipped [B]: those of the cache"""
 
-        def place(tokens, parents, lengths):
+        def place(tokens, parents, lengths, skipped):
             tree = Tree(tokens, parents, None, linear=linear)
             ancestors = tree.ancestors()  # [B, N, N]
-            positions = lengths[:, None] + ancestors.sum(-1) - 1  # [B, N]
+            positions = (lengths + skipped)[:, None] + ancestors.sum(-1) - 1  # [B, N]
             seen = self.target.sees(ancestors, cache.over(cache.halves, lengths))
             return positions, *((seen,) if isinstance(seen, Tensor) else itertools.chain(*seen))
 
-        positions, *seen = self.runner(("place", linear, cache.visible), place, tokens, parents, lengths)
+        positions, *seen = self.runner(("place", linear, cache.visible), place, tokens, parents, lengths, skipped)
         mask = seen[0] if len(seen) == 1 else tuple(map(CachedKeys, seen[::3], seen[1::3], seen[2::3]))
-        return self.compiled.read(tokens, self.hidden_states, positions=positions, mask=mask, cache=cache)
+        return self.compiled.read(tokens, self.hidden_states, positions=positions, mask=mask, cache=cache, done=done)
 
-    def _read_greedily(self, cache: RowCache, linear: bool, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """inputs: tensors as of `_read` -> path, num_kept and next_token, as in Verdict, then the features and the final states"""
-        output = self._read(cache, linear, *inputs)
+    def _read_greedily(
+        self, cache: RowCache, linear: bool, done: PartialPass | None, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """inputs: tensors as of `_read` -> path, num_kept, next_token and choices, as in Verdict, then the features and the final states"""
+        output = self._read(cache, linear, done, *inputs)
 
         def greedy(final, tokens, parents):
             logits = self.target.logits(final)
@@ -162,9 +177,9 @@ class Verifier:
         return *self.runner(("greedy", linear), greedy, output.final, *inputs[:2]), output.features, output.final
 
 
-def _greedy(tree: Tree, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [B, N, V] -> as rules.greedy, with NO_TOKEN where the largest logit is not finite"""
+def _greedy(tree: Tree, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logits [B, N, V] -> as rules.greedy, with NO_TOKEN where the largest logit is not finite, and the choices [B, N]"""
     choices = logits.argmax(-1)
     path, num_kept, next_token = rules.greedy(tree, choices)
     largest = logits.gather(2, choices[..., None])[..., 0].gather(1, path.gather(1, num_kept[:, None] - 1))[:, 0]
-    return path, num_kept, torch.where(largest.isfinite(), next_token, NO_TOKEN)
+    return path, num_kept, torch.where(largest.isfinite(), next_token, NO_TOKEN), choices

@@ -20,7 +20,7 @@ STOP = 7  # of the target `small`, which has the tokens 0 .. 7
 HEADS = sorted(path.name for path in (TODAY / "heads").glob("*"))
 FORMATS = ("vllm", "sglang", "speculators", "eagle", "medusa", "transformers", "gguf", "safetensors")
 SHIPPED = ("eagle3", "mtp")
-ADAPTING = ("medusa2",)
+ADAPTING = ("consistency", "medusa2")
 # What differs from run to run or from machine to machine
 PASSING = {"settings", "by_prompt", "by_category", "served", "training", "versions", "target_fingerprint", "target_embeddings", "transformers_version",
            "ms_per_round", "learn_more"}  # fmt: skip
@@ -29,7 +29,8 @@ PASSING = {"settings", "by_prompt", "by_category", "served", "training", "versio
 
 TRAINING = {
     **{head: (f"head={head}",) for head in ("dflash", "draft", "dspark", "eagle", "eagle3", "hass", "hydra", "medusa", "medusa2",
-                                            "mtp", "peagle")},
+                                            "mtp", "mtp_parallel", "peagle")},
+    "consistency": ("head=consistency", "head.vocab_size=null"),
     "eagle cached": ("head=eagle", "features.mode=cached"),
     "eagle3 cached": ("head=eagle3", "features.mode=cached"),
     "losses in chunks": ("head=eagle3", "head.objective.chunk=16", "head.objective.gradient_checkpointing=true"),
@@ -113,7 +114,8 @@ def cases() -> dict[str, dict]:
     for head in HEADS:
         usual = {"proposer": "head", "head": head}
         found |= {f"{head}, chain": usual | CHAIN, f"{head}, warm chain": usual | CHAIN | {"sampling": WARM}}
-        found |= {f"{head}, tree": usual | TREE, f"{head}, warm tree": usual | TREE | {"sampling": WARM}}
+        if not head.startswith("consistency"):
+            found |= {f"{head}, tree": usual | TREE, f"{head}, warm tree": usual | TREE | {"sampling": WARM}}
     for head in ("eagle", "medusa", "dspark"):
         usual = {"proposer": "head", "head": head, "sampling": WARM}
         found |= {f"{head}, distinct": usual | TREE | {"children": "distinct"}}
@@ -125,10 +127,13 @@ def cases() -> dict[str, dict]:
         "suffix": ("suffix", {"num": "6"}),
         "suffix, no memory": ("suffix", {"memory": "0", "factor": "1.0"}),
         "retrieval": ("retrieval", {"datastore": "datastore", "num": "6"}),
+        "lookahead": ("lookahead", {}),
+        "jacobi": ("lookahead", {"ngram": "2", "guesses": "0"}),
+        "layerskip": ("layerskip", {"layers": "5"}),
         "draft": ("draft", {"model": "other"}),
     }
     for name, (proposer, settings) in texts.items():
-        usual = {"proposer": proposer, "settings": settings} | CHAIN
+        usual = {"proposer": proposer, "settings": settings, "head": "eagle" if "head" in name else None} | CHAIN
         found |= {name: usual, f"{name}, warm": usual | {"sampling": WARM}}
     found["draft, tree"] = {"proposer": "draft", "settings": {"model": "other"}} | TREE
     found["auto"] = {

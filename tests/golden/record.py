@@ -98,8 +98,19 @@ def make_heads() -> None:
         for reduced in (False, True) if head in ("eagle", "eagle3", "mtp", "medusa", "dspark") else (False,):
             drafter = make_drafter(interface.load_target("small"), head, reduced).float()
             checkpoint.save(Path("heads", head + "-reduced" * reduced), drafter, load_head(head)["drafter"])
-    drafter = make_medusa2(interface.load_target("small", "float32"))
-    checkpoint.save(Path("heads/medusa2"), drafter.decodable(), load_head("medusa2")["drafter"])
+    for head in figures.ADAPTING:
+        target = interface.load_target("small", "float32")
+        if head == "medusa2":
+            drafter = make_medusa2(target)
+        else:
+            from hydra.utils import instantiate
+
+            torch.manual_seed(3)
+            drafter = instantiate(load_head(head)["drafter"] | {"lora_rank": 4}, target, vocab=None)
+            for parameter in drafter.parameters():
+                parameter.data = torch.randn_like(parameter) * 0.1
+        spec = load_head(head)["drafter"] | ({"lora_rank": 4} if head == "consistency" else {})
+        checkpoint.save(Path("heads", head), drafter.decodable(), spec)
 
 
 def compute(names: dict) -> dict:

@@ -29,6 +29,8 @@ CHAIN = Drafting(3)
 TOKENIZER = SimpleNamespace(get_vocab=lambda: {"a": 0})  # the tiny targets have no tokenizer
 # Settings that must differ from conf/proposer for a tiny target
 SETTINGS = {
+    "layerskip": {"layers": "1"},
+    "cascade": {"sinks": "1", "window": "2", "num": "3"},
     "retrieval": {"datastore": "DATASTORE", "min": "1"},
     "draft": {"model": "MODEL"},
     "auto": {"costs": "COSTS"},
@@ -165,6 +167,8 @@ def test_a_rule_that_keeps_the_mass_of_refused_drafts_is_detected(made, tiny_tar
         ("auto", {"members": "[ngram, heads]"}, "no proposer 'heads'"),
         ("draft", {"model": "???"}, "Give proposer.model"),
         ("retrieval", {"datastore": "nowhere"}, "nowhere does not exist"),
+        ("layerskip", {"layers": "[0, 8]"}, "has 8 layers"),
+        ("cascade", {"inner": "suffix"}, "cannot be rewound"),
     ],
 )
 def test_wrong_settings_are_refused(made, small_target, name, settings, message):

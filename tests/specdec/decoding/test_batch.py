@@ -15,6 +15,7 @@ from specdec.decoding.decoder import Decoder
 from specdec.proposers.auto import Auto
 from specdec.proposers.costs import told
 from specdec.proposers.heads import HeadProposer
+from specdec.proposers.lookahead import Lookahead
 from specdec.proposers.suffix import Suffix
 from specdec.proposers.text import Ngram
 from tests.support import HEADS, chain_of, greedy, make_drafter, random_tokens
@@ -59,6 +60,7 @@ def text_proposers(target) -> dict:
         "none": lambda: None,
         "suffix": suffix,
         "ngram": ngram,
+        "lookahead": lambda: Lookahead(target, window=3, ngram=3, guesses=2),
         "auto": lambda: Auto(
             target,
             members=[HeadProposer(make_drafter(target, "eagle3"), chain_of(2)), suffix(), ngram()],
@@ -68,7 +70,7 @@ def text_proposers(target) -> dict:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", ["none", "suffix", "ngram", "auto"])
+@pytest.mark.parametrize("name", ["none", "suffix", "ngram", "lookahead", "auto"])
 def test_greedy_answers_are_those_of_each_prompt_alone(small_target, name, rows):
     prompts = prompts_of(small_target)
     plain = alone(greedy(small_target, None, STOP), prompts, 30)

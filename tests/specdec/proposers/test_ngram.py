@@ -1,4 +1,6 @@
-"""Prompt lookup against a naive search through the text."""
+"""Prompt lookup against a naive search through the text, after commits and after rewinds."""
+
+import random
 
 import pytest
 
@@ -37,6 +39,31 @@ def test_a_copy_can_continue_into_its_own_drafts():
     proposer = Ngram(None, min=1, max=4, num=8)
     begin(proposer, [[9, 1, 2, 3, 1, 2, 3, 1]])
     assert [token for token, _ in proposer.draft(0)] == [2, 3, 1, 2, 3, 1, 2, 3]
+
+
+def test_rewind_restores_the_state_of_the_mark():
+    draw = random.Random(1)
+    pick = lambda: [[draw.randrange(3) for _ in range(draw.randrange(1, 6))] for _ in range(3)]
+    proposer, kept = Ngram(None, min=1, max=3, num=6), [[0, 1, 2, 0], [1, 1], [2, 0, 2]]
+    begin(proposer, kept)
+    differed = 0
+    for _ in range(40):
+        mark = proposer.mark()
+        before = [proposer.draft(row) for row in range(3)]
+        for _ in range(draw.randrange(3)):
+            commit(proposer, pick())
+        differed += before != [proposer.draft(row) for row in range(3)]
+        proposer.rewind(mark)
+        assert [proposer.draft(row) for row in range(3)] == before
+        new = pick()
+        commit(proposer, new)
+        kept = [text + more for text, more in zip(kept, new)]
+        fresh = Ngram(None, min=1, max=3, num=6)
+        begin(fresh, kept)
+        for row in range(3):
+            assert proposer.draft(row) == fresh.draft(row)
+            assert vars(proposer.states[row]) == vars(fresh.states[row])
+    assert differed > 10
 
 
 def test_decoding_accepts_the_drafts_of_a_naive_search(small_target):

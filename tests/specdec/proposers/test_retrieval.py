@@ -179,6 +179,18 @@ def test_answers_that_are_in_the_datastore_are_accepted(tmp_path, target):
     assert max(max(row) for row in decode(target, other).accepted) < 2
 
 
+def test_rewind_restores_the_drafts(tmp_path, target):
+    proposer = Retrieval(target, datastore=make(tmp_path / "d", [[1, 2, 3, 4]]), **SETTINGS)
+    decode(target, proposer)
+    proposer.texts = [[1], [2]]
+    mark = proposer.mark()
+    before = [proposer.draft(0), proposer.draft(1)]
+    proposer.texts[1] += [3]
+    assert proposer.draft(1) != before[1]
+    proposer.rewind(mark)
+    assert [proposer.draft(0), proposer.draft(1)] == before
+
+
 # Refusals
 
 

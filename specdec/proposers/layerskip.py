@@ -1,0 +1,117 @@
+"""Self-speculation: drafts are made by some of the target's own layers (Draft & Verify, 2309.08168; LayerSkip, 2404.16710)."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdec.core import masks
+from specdec.core.compile import Runner
+from specdec.core.sampling import pick, uniforms
+from specdec.core.tree import PartialPass, chain
+from specdec.proposers.base import Proposer, last_of
+from specdec.target.compiled import CompiledTarget, check_layers
+from specdec.target.model import Target
+
+
+def find_layers(target: Target, layers: int | Sequence[int] | None) -> tuple[int, ...]:
+    """layers: how many of the first, or a list of numbers (0 is the first layer, -1 the last); None: the first two thirds
+
+    Raises ValueError unless the layers exist and are strictly increasing.
+    """
+    num = target.num_layers
+    if layers is None:
+        layers = max(1, 2 * num // 3)
+    if isinstance(layers, int) and 1 <= layers <= num:
+        return tuple(range(layers))
+    chosen = list(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else []
+    if not chosen or not all(isinstance(k, int) and -num <= k < num for k in chosen):
+        raise ValueError(
+            f"layers={chosen or layers}: {target.name} has {num} layers; give how many of the first to draft "
+            f"with, 1 to {num}, or a list of some, such as [0,1,{num - 1}]."
+        )
+    numbers = tuple(k % num for k in chosen)
+    if any(a >= b for a, b in zip(numbers, numbers[1:])):
+        raise ValueError(f"layers={chosen}: list every layer once and in the order in which they are run.")
+    return numbers
+
+
+class LayerSkip(Proposer):
+    """A chain of `depth` drafts, each by a pass through the chosen `layers`, the final norm and the LM head.
+
+    These passes read the committed tokens' K and V in the target's own cache, and write those of the drafts behind them. If
+    layers 0 .. E-1 are among the chosen ones, the drafts' K and V in these layers, and the hidden states after them, are
+    those of a full pass: verification continues from there, and overwrites the drafts' K and V in the other layers.
+
+    At temperature > 0 drafts are sampled.
+    """
+
+    target_layers = ()
+    linear = True
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        layers: int | Sequence[int] | None,
+        depth: int,
+        compile: bool = False,
+    ):
+        self.layers = find_layers(target, layers)
+        if depth < 1:
+            raise ValueError(f"depth={depth} must be at least 1.")
+        check_layers(target, "it cannot draft with some of them; choose another proposer.")
+        self.target, self.depth = target, depth
+        self.num_shared = sum(number == place for place, number in enumerate(self.layers))  # E
+        self.runner = Runner(compile)
+        self.compiled = CompiledTarget(target, self.runner)
+
+    @property
+    def compile_seconds(self) -> float:
+        return self.runner.seconds
+
+    def share(self, cache):
+        self.cache = cache
+
+    def begin(self, tokens, num):
+        pass
+
+    def commit(self, tokens, features, num, counts):
+        self.newest = last_of(tokens, num)  # [B]
+
+    @torch.no_grad()
+    def propose(self, sampling, generator):
+        self.cache.make_room(1 + self.depth)  # now, so that every pass and verification read the same capacity
+        tokens, distributions, states = [self.newest], [], []
+        for _ in range(self.depth):
+            before, h = self._run(tokens[-1], self.layers)
+            states.append(before)
+            logits, best = self.runner("draft", self._read_out, h)
+            if not sampling.greedy:
+                distributions.append(sampling.distribution(logits))
+                best = pick(distributions[-1], uniforms(len(best), generator, best.device))
+            tokens.append(best)
+        if self.num_shared:
+            states.append(self._run(tokens[-1], self.layers[: self.num_shared])[0])
+        self.cache.drop_pending()
+        probs = torch.stack([torch.zeros_like(distributions[0]), *distributions], dim=1) if distributions else None
+        done = PartialPass(torch.cat(states, dim=1), self.num_shared) if self.num_shared else None
+        return dataclasses.replace(chain(torch.stack(tokens, dim=1), probs), done=done)
+
+    def _run(self, tokens: Tensor, numbers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Runs layers on one more token of each row [B] -> h [B, 1, D] after the first E layers, and after all of them"""
+        cache, run = self.cache, self.runner
+        cache.reserve(1)
+
+        def begin(tokens, slots):
+            return *self.compiled.begin(tokens, slots), masks.committed_mask(slots[:, 0] + 1, cache.visible)
+
+        h, *rotary, mask = run(("begin", cache.visible), begin, tokens[:, None], cache.slots)
+        states = self.compiled.run_layers(h, numbers, rotary=rotary, positions=cache.slots, mask=mask, cache=cache)
+        return states[self.num_shared], states[-1]
+
+    def _read_out(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """h [B, 1, D] -> logits [B, V], the most likely token [B]"""
+        logits = self.target.logits(self.target.norm(h))[:, 0]
+        return logits, logits.argmax(-1)
