@@ -223,6 +223,7 @@ READS = {
     "MTP without the first": (lambda d, j: range(2, j + d), lambda d, j: range(j)),
     "Medusa": (lambda d, j: (), lambda d, j: (j - 1,)),
     "Hydra": (lambda d, j: range(j, j + d), lambda d, j: (j - 1,)),
+    "ParallelMTP": (lambda d, j: (), lambda d, j: range(j)),
     "BlockDrafter": (lambda d, j: (j,), lambda d, j: range(j)),
     "BlockDrafter with a Markov head": (lambda d, j: (j, j + d - 1), lambda d, j: range(j)),
     "Draft": (lambda d, j: range(j + d), lambda d, j: ()),
