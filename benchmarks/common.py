@@ -109,10 +109,10 @@ def load_subject(checkpoints: str, *, name: str | None, dtype: str, device: str 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     target = Target.load(name or TARGET, dtype=dtype, device=device)
     heads = {key: checkpoint.load(folder, target) for key, folder in folders.items()}
-    if target.adapted:
+    if target.adapted or any(not isinstance(head, Drafter) for head in heads.values()):
         raise ValueError(
             f"checkpoint={checkpoints}: a head that changes its target cannot be compared with other systems."
         )
     tokenizer = load_tokenizer(target.name)
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
-    return Subject(target, tokenizer, stop, heads, folders)
+    return Subject(target, tokenizer, stop, typing.cast(dict[str, Drafter], heads), folders)

@@ -20,6 +20,7 @@ import torch
 from benchmarks import common
 from specdec import checkpoint
 from specdec.core import files
+from specdec.heads.base import Drafter
 from specdec.measuring import report as figures
 from specdec.target.model import Target, load_tokenizer
 from train import validate
@@ -123,6 +124,7 @@ def judge(chosen: StudyOptions, target: Target, texts: list[validate.Written], f
     kept = folder / f"judged-{Path(chosen.answers).stem}.json"
     if not kept.exists():
         head = checkpoint.load(folder, target)
+        assert isinstance(head, Drafter)
         judged = validate.replay_texts(head, texts, depth=4, what=folder.parent.name)
         counts = validate.count_replays(judged)
         files.write_text(kept, json.dumps([[each.num_rounds, each.num_emitted] for each in counts]))

@@ -36,6 +36,7 @@ from specdec.core.sampling import Sampling
 from specdec.decoding.drafting import Drafting
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
+from specdec.proposers.heads import HeadProposer
 from specdec.target import attention
 from specdec.target.model import Target
 
@@ -162,8 +163,9 @@ class Speculative:
         with torch.random.fork_rng(devices=[]):  # new weights draw random numbers before those of the file replace them
             drafter = checkpoint.load(folder, target)
         drafting = self._decode or Drafting(min(2, drafter.depth or 2))
-        head = drafting.proposer(drafter)
-        proposer = head if self._decode else Auto.usual(target, head)
+        proposer = drafting.proposer(drafter)
+        if self._decode is None and isinstance(proposer, HeadProposer):
+            proposer = Auto.usual(target, proposer)
         self._loaded = _Loaded(weights, model, target, drafting, proposer, drafting.runner())
         return self._loaded
 

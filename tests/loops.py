@@ -1,9 +1,12 @@
-"""Slow independent implementations of what the project computes: greedy decoding, dense masks, the slot rule."""
+"""Slow independent implementations of what the project computes: greedy decoding, skipped layers, the slot rule."""
+
+import copy
 
 import torch
-from torch import Tensor
+from torch import nn
+from transformers import DynamicCache
 
-from specdec.core.masks import causal_mask
+from specdec.target.model import Target
 
 
 def transformers_answer(target, prompt: list[int], num: int, penalty: float = 1.0) -> list[int]:
@@ -14,16 +17,21 @@ def transformers_answer(target, prompt: list[int], num: int, penalty: float = 1.
     return out[0, len(prompt) :].tolist()
 
 
-def document_mask(index: Tensor, *, lag: int = 0) -> Tensor:
-    """index [B, T], the document of each entry (-1: none) -> [B, 1, T, T]: causal inside each document.
+@torch.no_grad()
+def logits_of_layers(target: Target, numbers, text: list[int], later: list[int]) -> torch.Tensor:
+    """Logits of a model that has only the layers `numbers`, for the tokens `later`.
 
-    lag: an entry sees itself, and those that stand at least `lag` before it. An entry of no document sees itself only: a
-        row without any key would be a softmax over nothing.
+    Its keys and values of `text`, which precedes `later`, are those of the whole target. -> logits [len(later), V]
     """
-    num = index.shape[1]
-    same = (index[:, :, None] == index[:, None, :]) & (index >= 0)[:, None, :]  # [B, T, T]
-    mask = same & causal_mask(num, index.device).tril(-lag) | torch.eye(num, dtype=torch.bool, device=index.device)
-    return mask[:, None]
+    whole_cache, part_cache = DynamicCache(), DynamicCache()
+    target.model(torch.tensor([text]), past_key_values=whole_cache)
+    model = copy.deepcopy(target.model)
+    model.config.num_hidden_layers = len(numbers)
+    model.model.layers = nn.ModuleList(model.model.layers[number] for number in numbers)
+    for place, number in enumerate(numbers):
+        model.model.layers[place].self_attn.layer_idx = place
+        part_cache.update(whole_cache.layers[number].keys, whole_cache.layers[number].values, place)
+    return model(torch.tensor([later]), past_key_values=part_cache).logits[0]
 
 
 # The slot rule as a loop

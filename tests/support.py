@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdec import checkpoint
+from specdec.core import masks
 from specdec.core.cache import UnrollCache
 from specdec.core.sampling import Sampling
 from specdec.core.tree import Tree, TreeShape, chain
@@ -28,7 +29,6 @@ from specdec.heads.eagle import Eagle
 from specdec.proposers.base import Proposer
 from specdec.target import attention
 from specdec.target.model import Target
-from tests.loops import document_mask
 from train.data.encoding import load_rows
 from train.data.packing import Packs
 from train.trainer import Trainer
@@ -36,7 +36,7 @@ from train.trainer import Trainer
 ROOT = Path(__file__).resolve().parents[1]
 REAL_TARGET = ROOT / "targets" / "smollm2-135m"
 HEADS_FOLDER = ROOT / "conf" / "head"
-ADAPTING = ("medusa2",)  # it changes the target, which tests share, so other tests cover it
+ADAPTING = ("medusa2", "consistency")  # they change the target, which tests share, so other tests cover them
 HEADS = sorted(path.stem for path in HEADS_FOLDER.glob("*.yaml") if path.stem not in ADAPTING)
 # (head, whether the draft vocabulary is reduced, arguments)
 VARIANTS = [(head, reduced, {}) for head in HEADS for reduced in (False, True)]
@@ -76,6 +76,8 @@ QUICK = [  # `make quick`: one variant for each kind of Drafter.attends
 NO_SOURCE = {"native_mtp": {"source": None, "layout": "deepseek"}}  # arguments of heads whose target ships no module
 LENGTHS = (5, 12, 2, 9, 1)  # of prompts; more rows than specdec.target.attention leaves to sdpa
 NUM_NEW = 24
+# Layers of a target of eight that draft: the argument of LayerSkip
+SUBSETS = {"first": 5, "both": [0, 1, 2, 4, 6, 7], "later": [1, 3, 4, 5, 6, 7], "all": 8}
 
 
 def name_of(variant: tuple[str, bool, dict]) -> str:
@@ -248,7 +250,7 @@ def text_logits(drafter, tokens: torch.Tensor) -> torch.Tensor:
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     h = torch.zeros(*tokens.shape, 0)
     _, readout = drafter.step(
-        1, h, tokens, positions, document_mask(torch.zeros_like(tokens)), UnrollCache().at_step(1)
+        1, h, tokens, positions, masks.document_mask(torch.zeros_like(tokens)), UnrollCache().at_step(1)
     )
     return drafter.logits(1, readout)
 

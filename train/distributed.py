@@ -19,8 +19,11 @@ from torch import Tensor
 
 from specdec.heads.base import Head
 from specdec.target.model import Target
+from train.consistency import ConsistencyObjective
+from train.objective import Objective
 
 Item = TypeVar("Item")
+AnyObjective = Objective | ConsistencyObjective
 OFF = ("false", "", "0", "no", "off", "n", "f")
 OF_ACCELERATE = {  # variables by which its configuration asks for what train.py does not take, with the values that change nothing
     **dict.fromkeys(("USE_FSDP", "USE_DEEPSPEED", "USE_MEGATRON_LM", "USE_PARALLELISM_CONFIG", "DYNAMO_BACKEND"), OFF),

@@ -181,15 +181,15 @@ RANGES = {
     # Objectives
     "losses.*": number(0), "decay": number(0), "weighting": choice("decay", "dpace", "vat"), "objective.temperature": POSITIVE,
     "eta": number(0), "noise": number(0), "supervise": choice("answers", "text"), "anchors": COUNT.or_null,
-    "keep": number(0, 1, above=True), "chunk": COUNT.or_null,
+    "keep": number(0, 1, above=True), "chunk": COUNT.or_null, "passes": whole(0, 1024),
     # Decoding
     "depth": FEW, "decode.depth": FEW.or_auto, "width": FEW, "nodes": whole(1, 65536).or_null, "children": choice("chosen", "distinct"),
     "rule": choice("token", "block", "typical"), "top_k": COUNT.or_null, "top_p": number(0, 1, above=True).or_null,
     "repetition_penalty": POSITIVE,
     # Proposers
-    "members": TEXT.or_list, "costs": TEXT.or_null, "num": COUNT,
+    "members": TEXT.or_list, "inner": TEXT, "costs": TEXT.or_null, "num": COUNT, "sinks": whole(0), "window": COUNT,
     "proposer.model": TEXT, "proposer.checkpoint": TEXT.or_null, "proposer.decode": ANY,
-    "datastore": TEXT.or_null,
+    "proposer.layers": whole().or_list.or_null, "ngram": whole(2, 1024), "guesses": whole(0), "datastore": TEXT.or_null,
     "min": FEW, "max": FEW, "samples": COUNT, "factor": number(0), "offset": number(0), "least": SHARE, "memory": whole(0),
     # Numbers of the scripts alone
     **dict.fromkeys(

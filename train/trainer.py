@@ -24,8 +24,8 @@ from train import progress
 from train.config import TrainSettings
 from train.data.loader import Loader, Material, MicroBatch, Order, permutation
 from train.data.rows import TrainingBatch, answers
-from train.distributed import Group, Waiting, change_together, copied_state, say
-from train.objective import Loss, Objective, by_start, slots
+from train.distributed import AnyObjective, Group, Waiting, change_together, copied_state, say
+from train.objective import Loss, by_start, slots
 from train.optimization import AVERAGE, Average, read_norms, take
 from train.pages import run_page
 from train.state import RunFolder, Saving, packs_of_step
@@ -65,7 +65,7 @@ class Trainer:
     def __init__(
         self,
         accelerator: Accelerator,
-        objective: Objective,
+        objective: AnyObjective,
         optimizer: torch.optim.Optimizer,
         scheduler: torch.optim.lr_scheduler.LRScheduler,
         *,
@@ -121,7 +121,7 @@ class Trainer:
         -> how many packs the weights are from, 0 if nothing was changed, -1 if sizes were only measured
         """
         features = self.material.features
-        if features is None:
+        if features is None or not isinstance(drafter, Drafter):
             return 0
         solve = solve and type(drafter).solve is not Drafter.solve
         if not solve and type(drafter).measure is Drafter.measure:

@@ -89,8 +89,10 @@ class Validation:
         self.console = console
         self.accelerator, self.group = accelerator, Group.of(accelerator, drafter.target)
         self.sampling = Sampling(temperature=self.settings.temperature)
-        self.adapts = drafter.adapts_target
-        self.replays = self.settings.decode != "always" and not self.adapts and self.drafting.replayable(self.sampling)
+        self.adapts, self.drafts = drafter.adapts_target, isinstance(drafter, Drafter)
+        self.replays = (
+            self.settings.decode != "always" and not self.adapts and self.drafting.replayable(drafter, self.sampling)
+        )
         # What later validations use again
         self.costs: dict[Path, Costs] = {}  # of auto, as far as they are known
         self.served: list[served.ServedCosts | None] = []  # empty: not measured yet
@@ -219,7 +221,7 @@ class Validation:
         return self.replays and report.num_prompts != report.replayed_prompts
 
     def _wants_auto(self, report: Report) -> bool:
-        return report.auto is None and self.engine is None and self.settings.auto == "end"
+        return report.auto is None and self.engine is None and self.drafts and self.settings.auto == "end"
 
     def _with_auto(self, report: Report, frozen: Head) -> Report:
         """The report with figures of auto on as many of the prompts that were decoded as AUTO_SHARE allows.

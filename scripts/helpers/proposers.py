@@ -13,6 +13,7 @@ from hydra.utils import get_object
 
 from specdec.checkpoint import resolve
 from specdec.decoding.drafting import Drafting
+from specdec.heads.base import Drafter
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target
@@ -21,9 +22,9 @@ from train.ranges import named
 
 FOLDER = loading.CONF / "proposer"
 AUTO, HEAD = "auto", "head"
-MEMBERS = "members"  # the argument whose values are proposers themselves, written as names
+NESTED = ("members", "inner")  # arguments that are proposers themselves, written as names
 Settings = dict[str, str]  # as written: KEY: VALUE, and NAME.KEY: VALUE for a proposer inside another
-Config = dict[str, Any]  # a file of conf/proposer with its final values; at MEMBERS: configurations by name
+Config = dict[str, Any]  # a file of conf/proposer with its final values; at NESTED: configurations by name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +63,15 @@ def names() -> list[str]:
 def load(given: ProposerOptions, options: loading.TargetOptions, drafting: Drafting) -> Chosen:
     """A proposer beside its target, which is the checkpoint's if there is one.
 
-    By default that is auto, but a head's fixed shape where one is asked for. Raises ValueError for what does not exist or does
-    not fit.
+    By default that is auto, where it can draft: not with a target that guesses ahead of itself, nor where a fixed shape is
+    asked for. Raises ValueError for what does not exist or does not fit.
     """
     head = given.settings.get("checkpoint", given.checkpoint)
     folder = resolve(head) if head else None
-    name = given.proposer or (AUTO if drafting.shape == Drafting().shape else HEAD)
+    fixed = drafting.shape != Drafting().shape
+    if given.proposer is None and folder is not None:
+        fixed = fixed or not issubclass(loading.head_class(folder), Drafter)
+    name = given.proposer or (HEAD if fixed else AUTO)
     config = configure(name, settings=given.settings, drafting=drafting, checkpoint=head)
     opened = loading.load_target(options, default=loading.target_of(folder, options.name) if folder else None)
     proposer = make(config, opened.target)
@@ -119,12 +123,11 @@ def configure(
     if name == AUTO and checkpoint is None:
         own = {"members": "[suffix]"} | own  # nothing else drafts without a trained head
     config = read_config(name, own, interpolated, prefix)
-    members = config.get(MEMBERS, [])
-    members = [members] if isinstance(members, str) else members
+    nested = {key: [config[key]] if isinstance(config[key], str) else config[key] for key in NESTED if key in config}
     inside = {key: value for key, value in settings.items() if "." in key}
+    members = [member for group in nested.values() for member in group]
     configs = _configure_each(members, name, inside, prefix, drafting=drafting, checkpoint=checkpoint)
-    if MEMBERS in config:
-        config[MEMBERS] = configs
+    config |= {key: {member: configs[member] for member in group} for key, group in nested.items()}
     if "checkpoint" in settings and not heads(config):
         raise ValueError(f"{prefix}.checkpoint={settings['checkpoint']}: {name} holds no trained head.")
     return config
@@ -159,9 +162,11 @@ def make(config: Config, target: Target, prefix: str = "proposer") -> Proposer:
     prefix: what its options begin with
     """
     arguments: dict[str, Any] = {}
-    if MEMBERS in config:
-        arguments[MEMBERS] = [make(inner, target, f"{prefix}.{name}") for name, inner in config[MEMBERS].items()]
-    own = {key: value for key, value in config.items() if key != MEMBERS}
+    for key in NESTED:
+        inside = [make(inner, target, f"{prefix}.{name}") for name, inner in config.get(key, {}).items()]
+        if inside:
+            arguments[key] = inside if key == "members" else inside[0]
+    own = {key: value for key, value in config.items() if key not in NESTED}
     try:
         with named("decode"), named(prefix, only=own):
             return get_object(own.pop("_target_"))(target, **own, **arguments)
@@ -172,7 +177,7 @@ def make(config: Config, target: Target, prefix: str = "proposer") -> Proposer:
 
 def heads(config: Config) -> list[str]:
     """The trained heads inside a configuration."""
-    inside = config.get(MEMBERS, {}).values()
+    inside = [inner for key in NESTED for inner in config.get(key, {}).values()]
     own = [config["checkpoint"]] if "checkpoint" in config else []
     return own + [head for inner in inside for head in heads(inner)]
 

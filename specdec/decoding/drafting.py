@@ -7,10 +7,11 @@ from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
-from specdec.heads.base import Drafter
+from specdec.heads.base import Drafter, Head
 from specdec.proposers.base import Proposer
 from specdec.proposers.growth import Children, check_children
 from specdec.proposers.heads import HeadProposer
+from specdec.proposers.lookahead import Lookahead
 from specdec.target.model import Target
 
 
@@ -49,8 +50,15 @@ class Drafting:
         """What runs the target's passes; decoders of one target can share it."""
         return Runner(self.compile, cuda_graphs=self.cuda_graphs)
 
-    def proposer(self, drafter: Drafter) -> HeadProposer:
-        """The proposer that drafts with a trained head."""
+    def proposer(self, drafter: Head) -> Proposer:
+        """The proposer that drafts with a trained head. A target that was trained to guess ahead of itself
+        (consistency training) drafts by Jacobi iteration."""
+        if not isinstance(drafter, Drafter):
+            if self.width > 1:
+                raise ValueError(
+                    f"{type(drafter).__name__} drafts by Jacobi iteration, which gives a chain: set width=1."
+                )
+            return Lookahead(drafter.target, window=self.depth, ngram=2, guesses=0)
         return HeadProposer(
             drafter, self.shape, children=self.children, compile=self.compile, cuda_graphs=self.cuda_graphs
         )
@@ -59,7 +67,9 @@ class Drafting:
         """A decoder with this acceptance rule; arguments: the other ones of Decoder."""
         return Decoder(target, proposer, rule=self.rule, lossy=self.lossy, **arguments)
 
-    def replayable(self, sampling: Sampling) -> bool:
-        """Whether replay computes tau under these settings: fixed chains, verified token by token."""
+    def replayable(self, drafter: Head, sampling: Sampling) -> bool:
+        """Whether replay computes tau under these settings: fixed chains of a drafter's steps, verified token by token."""
+        if not isinstance(drafter, Drafter):
+            return False
         exact = sampling.greedy or self.rule == "token"
         return self.shape.chain and sampling.kind != "cut" and exact

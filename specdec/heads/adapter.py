@@ -3,12 +3,12 @@
 import torch
 from torch import nn
 
-from specdec.heads.base import Drafter
+from specdec.heads.base import Head
 from specdec.target.adapter import adapt
 from specdec.target.model import Target
 
 
-class AdaptsTarget(Drafter):
+class AdaptsTarget(Head):
     """Puts a LoRA adapter into the target. Outputs, and losslessness, are then those of the adapted target.
 
     `adapter` holds the parameters that the target uses in place, named as in the target with "/" for ".".

@@ -1,4 +1,4 @@
-"""The interface `Drafter`, and the slot rule.
+"""The interfaces `Head` and `Drafter`, and the slot rule.
 
 THE SLOT RULE (the only alignment in the project; every other file refers to it):
 
@@ -18,7 +18,7 @@ In decoding the newest committed token is the newest slot. Its later tokens are 
 
 WHAT A STEP SEES (`attends`; docs/architecture.md), in training and in decoding alike:
 
-    path    keys of committed slots' first steps, and of its own steps 2..d        EAGLE, shared MTP
+    path    keys of committed slots' first steps, and of its own steps 2..d        EAGLE, shared MTP, Meta's heads
     depth   keys of module d at slots whose step d needs committed tokens only     MTP, a module for each depth
     block   the features of slots <= j as keys, and its own block of K states      DFlash, DSpark
     text    the tokens before: step d of slot j is step 1 of slot j+d-1            draft models
@@ -53,11 +53,8 @@ class Slots:
     goals: Tensor  # [M, K, D] the target's final states at the positions of `tokens`
 
 
-class Drafter(nn.Module, ABC):
-    """A trained head beside a frozen target, which drafts step by step. The same class is trained, decoded with and exported.
-
-    `step` returns a state and a readout instead of logits. So both loops make logits only where they are needed: the
-    training unroll for judged slots, in chunks, and the decoder for the frontier of the tree.
+class Head(nn.Module, ABC):
+    """A trained module beside a frozen target. The same class is trained, decoded with and exported.
 
     vocab [W]: increasing ids of the target's tokens that can be drafted; None: all V of them
     """
@@ -70,15 +67,7 @@ class Drafter(nn.Module, ABC):
     adapts_target = False  # whether it changes the target in place: outputs are then those of the adapted target
     draft_to_target: Tensor | None  # [W] target ids of a reduced draft vocabulary, increasing; None: all V
     target_to_draft: Tensor | None  # [V] the inverse, -1 where a token is not drafted
-    attends: Literal["path", "depth", "block", "text", "none"]  # what a step sees
-    estimates = False  # whether its state estimates the target's next final state, so that the two can be compared
-    confident = False  # whether `confidence` returns logits
-    # Whether the drafts of a round follow from its first pass, because no step reads a draft or the state of another step, and
-    # `logits` is the same at all depths
-    parallel = False
-    one_output = True  # whether `logits` is the same at all depths
     published: dict | None = None  # how it was published, if another project made it (specdec/export/published.py)
-    embedding: Tensor | None  # [V, E] its own, frozen, with `own_embedding`; else it reads the target's
 
     def __init__(self, target: Target, *, vocab: Tensor | None):
         super().__init__()
@@ -142,6 +131,22 @@ class Drafter(nn.Module, ABC):
 
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+
+class Drafter(Head):
+    """A head that drafts step by step.
+
+    `step` returns a state and a readout instead of logits. So both loops make logits only where they are needed: the
+    training unroll for judged slots, in chunks, and the decoder for the frontier of the tree.
+    """
+
+    attends: Literal["path", "depth", "block", "text", "none"]  # what a step sees
+    estimates = False  # whether its state estimates the target's next final state, so that the two can be compared
+    confident = False  # whether `confidence` returns logits
+    # Whether the drafts of a round follow from its first pass, because no step reads a draft or the state of another step, and
+    # `logits` is the same at all depths
+    parallel = False
+    one_output = True  # whether `logits` is the same at all depths
 
     @property
     def first_slot(self) -> int:
@@ -215,8 +220,6 @@ class Drafter(nn.Module, ABC):
         """Sets weights in closed form before training (docs/methods.md, section 5). -> whether it did"""
         return False
 
-
-Head = Drafter  # the same class, as the callers that load heads name it
 
 # A linear map whose weights are trained in units of the sizes of its inputs.
 

@@ -12,7 +12,7 @@ from specdec.core.grammar import Constraint, unpack
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
-from specdec.heads.base import Drafter
+from specdec.heads.base import Drafter, Head
 from specdec.proposers.base import Proposer
 from specdec.target.model import Target
 from specdec.unroll import replay
@@ -76,11 +76,12 @@ class Method:
     proposer: Proposer
     drafting: Drafting
     baseline: str = FROZEN  # a name of the target's plain decoding; methods of one target share it
-    head: Drafter | None = None  # to replay along plain answers; None for a proposer that is not trained
+    head: Head | None = None  # to replay along plain answers; None for a proposer that is not trained
 
     def replayed(self, sampling: Sampling) -> Drafter | None:
         """The head, if replay applies."""
-        return self.head if self.drafting.replayable(sampling) else None
+        head = self.head
+        return head if isinstance(head, Drafter) and self.drafting.replayable(head, sampling) else None
 
 
 @dataclass(frozen=True)

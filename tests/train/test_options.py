@@ -184,7 +184,7 @@ def test_help_shows_every_option_and_its_comment():
             assert re.search(rf"^{key}:", text, re.M), key
     for comment in ("# steps", "# continue the run in that folder", "# half-width, on features"):
         assert comment in text
-    assert "head=dflash|draft" in text
+    assert "head=consistency|dflash" in text
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ def test_a_step_that_is_not_finite_is_left_out_by_all(work, monkeypatch):
     [
         ([], r"^target\.shard=true keeps a part of the target's layers .* there is one process: start several"),
         (["head=medusa2"], r"^target\.shard=true: head=.* changes the target"),
+        (["head=consistency"], r"^target\.shard=true: head=.* changes the target"),
         (["target.device=auto"], r"^target\.shard=true"),
         (
             ["features.mode=engine", "features.engine=http://localhost:1"],

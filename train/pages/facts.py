@@ -11,7 +11,7 @@ import transformers
 
 from specdec import checkpoint
 from specdec.core import files
-from specdec.heads.base import Head
+from specdec.heads.base import Drafter, Head
 from train import ranges
 from train.config import LENGTHS, OPEN_NULL, PROVISIONAL, flat
 from train.data.packing import Packs, covered
@@ -28,7 +28,7 @@ def write(
     start: the checkpoint that the run was started from, as it was given; in `config` it has the commit of a head on the Hub
     """
     target, data = drafter.target, config["data"]
-    vocab = drafter.draft_to_target
+    vocab = drafter.draft_to_target if isinstance(drafter, Drafter) else None
     launcher = "accelerate launch" if num_processes == 1 else f"torchrun --nproc_per_node {num_processes}"
     about: dict[str, Any] = {
         "command": shlex.join([*launcher.split(), "train.py", *spell_out(config, arguments)]),

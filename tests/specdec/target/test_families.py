@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from specdec.core import masks
 from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
 from specdec.core.tree import Nodes, TreeShape, plant
@@ -17,7 +18,6 @@ from specdec.proposers.text import Ngram
 from specdec.unroll import replay
 from tests.exports import bring_in, make_form, make_provenance
 from tests.families import FAMILIES, Family, reference
-from tests.loops import document_mask
 from tests.support import chain_of, greedy, load_head, random_tokens
 from tests.target_table import PAGE, exports, table_row, target_of
 from train.data.rows import Row, collate
@@ -161,7 +161,7 @@ def check_documents(family, batch, output, layers) -> None:
     """The outputs for packed documents are those with a mask over the pack or, where no mask can cut them, of each alone."""
     target, real = target_of(family), batch.documents >= 0
     if not family.recurrent:
-        mask = document_mask(batch.documents)
+        mask = masks.document_mask(batch.documents)
         packed = target.read(batch.tokens, layers, positions=batch.positions, mask=mask)
         torch.testing.assert_close(output.features[real], packed.features[real], atol=1e-4, rtol=1e-4)
     for document in range(2):

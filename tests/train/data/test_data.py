@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 
 from scripts.answer import parse_temperatures
 from scripts.show_data import ShowData
+from specdec.core import masks
 from tests.conversations import ASKS, as_row, pair, supervised
-from tests.loops import document_mask
 from tests.support import REAL_TARGET, write_rows
 from train.answers.answering import AnswerSettings, OwnDecoder, WrittenAnswer, list_jobs, make_answer
 from train.answers.resumable import Resumable, read_rows
@@ -206,7 +206,7 @@ def test_packs_count_and_cut_rows_and_have_a_fingerprint():
 def test_collate_and_attention_against_a_loop():
     packs = [*Packs(Rows.of([make_row(2, 3), make_row(0, 4), make_row(3, 1), make_row(1, 2)]), length=10)]
     batch = data.collate(packs, length=12, pad_token=99)
-    attention = document_mask(batch.documents)
+    attention = masks.document_mask(batch.documents)
     assert attention.shape == (2, 1, 12, 12) and attention.dtype == torch.bool
     for index, rows in enumerate(packs):
         flat = [(document, position, row) for document, row in enumerate(rows) for position in range(len(row.tokens))]
