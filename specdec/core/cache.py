@@ -234,6 +234,12 @@ class RowCache(transformers.Cache):
         shape = EntryShape(num_heads, head_dim, dtype, torch.device(device))
         return cls([shape] * (2 * num_layers), batch=batch, device=device, **options)
 
+    @property
+    def data(self) -> Tensor:
+        """[layers, 2, B, heads, C, head_dim], if all K and V have one shape"""
+        (group,) = self.groups.values()
+        return group.unflatten(0, (-1, 2))
+
     def _allocate(self, batch: int, capacity: int) -> None:
         """Empty K and V, for all layers that have one shape in one tensor [n, B, heads, C, width], so that `keep` moves them at once"""
         counts = Counter(shape for shape in self.shapes if shape is not None)

@@ -147,6 +147,7 @@ class Drafter(Head):
     # `logits` is the same at all depths
     parallel = False
     one_output = True  # whether `logits` is the same at all depths
+    embedding: Tensor | None  # [V, E] its own, frozen, with `own_embedding`; else it reads the target's
 
     @property
     def first_slot(self) -> int:
