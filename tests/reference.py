@@ -212,7 +212,9 @@ def eagle3(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, 
         y = mlp(w, config, y)
         for number in range(1, config["num_hidden_layers"]):
             further = under(tensors, f"layers.{number}.")
-            before = further["hidden_norm.weight" if engine == "sglang" else "input_layernorm.weight"]
+            before = further["input_layernorm.weight"]
+            if engine == "sglang" and "hidden_norm.weight" in further:  # modelopt's later layers have none
+                before = further["hidden_norm.weight"]
             y = y + causal(further, config, norm(y, before, config), layer=number)
             y = mlp(further, config, y)
         readout = norm(y[-1:], tensors["norm.weight"], config)
@@ -308,7 +310,7 @@ def block(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *
         embed = tensors.get("embed_tokens.weight", target.embed)
     mask = embed[mask_id]
     size = config["block_size"]
-    if engine == "sglang" and config["architectures"] == ["Qwen3DSparkModel"]:
+    if engine == "sglang" and config.get("markov_rank"):
         size += not config["sample_from_anchor"]
     if (folder / "mask_embedding.pt").exists():
         mask = torch.load(folder / "mask_embedding.pt")["embedding"]

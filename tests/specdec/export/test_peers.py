@@ -3,6 +3,7 @@ given back to the last bit."""
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -177,7 +178,7 @@ PUBLISHED = {
          for key, value in block().items()}, (), reference.block),
     "SGLang, a Speculators container flattened": (
         ZLAB | {"architectures": ["DSparkDraftModel"], **NESTED, **MARKOV, "sample_from_anchor": False, "dflash_config": {}},
-        block() | {f"markov_head.{key}": value for key, value in MARKOV_SHAPES.items()}, (), reference.block),
+        block() | {f"markov_head.{key}": value for key, value in MARKOV_SHAPES.items()}, (), partial(reference.block, engine="sglang")),
     "SGLang EAGLE-3, old norms": (
         LLAMA3 | {"draft_vocab_size": V, "use_aux_norm": True, "eagle_config": {"norm_before_fc": True}},
         eagle3("midlayer.") | {f"aux_norm_{where}.weight": (D,) for where in ("low", "mid", "high")}
