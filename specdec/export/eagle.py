@@ -149,8 +149,13 @@ def own_names1(config: dict, names: Iterable[str]) -> dict[str, str]:
 def own_names3(config: dict, names: Iterable[str]) -> dict[str, str]:
     """This project's name for each public name."""
     first = LAYER.format(0) if any(name.startswith(LAYER.format(0)) for name in names) else MIDLAYER
+    num_layers = config.get("num_hidden_layers", 1)
     prefixes = [
-        *layout.swap(names3(first, config.get("num_hidden_layers", 1))),
+        *(
+            (f"{LAYER.format(later)}hidden_norm.", f"further.{later - 1}.input_layernorm.")
+            for later in range(1, num_layers)
+        ),
+        *layout.swap(names3(first, num_layers)),
         *OLD_NORMS.items(),
         ("input_norm.", "input_norm."),
     ]

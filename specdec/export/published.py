@@ -379,7 +379,7 @@ def restore(drafter: Drafter) -> Layout:
             value = mtp.swap_halves(value)
         if rows is not None and ("lm_head" in own[name] or name.endswith("token_map")):
             value = value[rows]
-        value = value.detach().to(getattr(torch, dtype))
+        value = value.detach().to(getattr(torch, dtype), copy=True)  # safetensors refuses shared storage
         tensors[name] = value.reshape(shape) if value.numel() == math.prod(shape) else value
     differs = {
         name for name, value in record["copies"].items() if digest(_without_mask(tensors[name], name, config)) != value

@@ -171,7 +171,10 @@ def test_damaged_and_foreign_weights_are_refused(target, tmp_path):
         ({"midlayer.hidden_norm.weight": None}, "do not fit together: .*Missing key.* .hidden_norm.weight"),
         ({"mask_hidden": torch.zeros(96)}, "P-EAGLE has mask_hidden .* one of them is missing"),
         ({"d2t": tensors["d2t"] + torch.arange(40)}, "d2t and t2d name different tokens|d2t must hold offsets"),
-        ({"model.embed_tokens.weight": target.embed.weight.clone()}, "as a draft model, with model=DIR"),
+        (
+            {"model.embed_tokens.weight": target.embed.weight.clone()},
+            "ships no MTP modules .* head=draft head.drafter.model=NAME",
+        ),
     ):
         rewrite(out, tensors=change)
         refuse(out, target, message)
