@@ -115,7 +115,7 @@ def make_card(
         num = form.num_drafts(provenance.num_drafts)
         lines = form.launch_lines(target=target, out=out, num=num)
         export = f"python scripts/export.py checkpoint={repo or provenance.source} format={name} out={out}"
-        parts += [f"### format={name}", f"```\n{export}\n```", f"With {num} drafts a round:"]
+        parts += [f"### format={name}", f"```\n{export}\n```", *([f"With {num} drafts a round:"] if lines else [])]
         parts += [f"{engine}:\n\n```\n{line}\n```" for engine, line in lines.items()]
         notes = [*([WHOLE_VOCABULARY] if form.whole_vocabulary else []), *form.notes]
         parts += ["\n".join(f"- {note}" for note in notes)] if notes else []

@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -232,6 +232,7 @@ class ExportForm:
         return {key: {"<out>": out, "<num>": num}.get(value, value) for key, value in self.settings.items()}
 
 
+AS_IT_CAME = "Serve it as the head that it comes from: names, fields and files are the same."
 KINDS: dict[str, type] = {"eagle": Eagle, "peagle": PEagle, "eagle3": Eagle3, "medusa2": Medusa2, "medusa": Medusa, "mtp": MTP,
                           "native": NativeMTP, "draft": Draft}  # fmt: skip
 
@@ -245,8 +246,13 @@ def kind_of(drafter: Drafter) -> str:
 
 def make_form(drafter: Drafter, name: str) -> ExportForm:
     """The form of a head in a format of FORMATS. Raises ValueError, with the formats that take it, if it has none."""
-    if name in ("safetensors", "published"):
-        return ExportForm(name, (restore if name == "published" else plain_layout)(drafter))
+    if name == "safetensors":
+        return ExportForm(name, plain_layout(drafter))
+    if name == "published":
+        layout = restore(drafter)
+        if "speculators_model_type" in layout.config:
+            return replace(make_form(drafter, "speculators"), name=name, layout=layout)
+        return ExportForm(name, layout, notes=(AS_IT_CAME,))
     kind, about = kind_of(drafter), FORMATS[name]
     if kind == "medusa2" and "medusa" in about.takes:
         raise ValueError(medusa.ADAPTED)
