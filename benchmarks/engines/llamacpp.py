@@ -22,6 +22,7 @@ KINDS = {
     "eagle3": "DRAFT_EAGLE3",
     "dflash": "DRAFT_DFLASH",
     "dspark": "DRAFT_DSPARK",
+    "mtp": "DRAFT_MTP",  # a module of the target's own, in its file
 }
 LOOKUPS = {  # without a drafter, from the text itself
     "ngram-simple": "NGRAM_SIMPLE",
@@ -87,7 +88,7 @@ class LlamaCpp:
     ):
         looks_up = kind in LOOKUPS
         self.context, self.counts = context, Counts()
-        self.counted, self.fixed = bool(draft) or looks_up, not looks_up
+        self.counted, self.fixed = bool(draft) or looks_up or kind == "mtp", not looks_up
         options = {"gguf": gguf, "threads": torch.get_num_threads(), "context": context, "draft": draft, "cache": cache}
         options |= {"num": MOST_LOOKED_UP if looks_up else num, "settings": settings or {}}
         options |= {"kind": (KINDS | LOOKUPS)[kind] if self.counted else None}

@@ -28,9 +28,9 @@ def serve(*, gguf: str, threads: int, context: int, draft: str | None, kind: str
         params.speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{kind}")]
         for name, value in settings.items():
             setattr(getattr(params.speculative, kind.lower()), name, value)
-    if draft:
+    if draft or kind == "DRAFT_MTP":
         drafting = params.speculative.draft
-        drafting.mparams.path, drafting.n_gpu_layers = draft, 0
+        drafting.mparams.path, drafting.n_gpu_layers = draft or "", 0
         drafting.n_max, drafting.n_min, drafting.p_min = num, 0, 0.0  # 0.0: unsure drafts are not cut short
         drafting.cpuparams.n_threads = drafting.cpuparams_batch.n_threads = threads
         drafting.cache_type_k = drafting.cache_type_v = params.cache_type_k
