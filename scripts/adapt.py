@@ -34,6 +34,7 @@ import export
 import train.overrides as overrides
 from specdec import checkpoint
 from specdec.core import files
+from specdec.export.folder import STITCHED_CARD
 from specdec.heads.base import Drafter, Head
 from specdec.measuring.report import PromptCounts
 from specdec.proposers import datastore
@@ -345,9 +346,10 @@ def give_back(given: Adapt, home: Home) -> None:
         gc.collect()  # the target that judged
         values = {"checkpoint": head, "out": out, "format": "stitched" if own else "published"} | target_of(given, home)
         export.main([f"{key}={value}" for key, value in values.items()])
-    text = (out / "README.md").read_text()
+    beside = out / (STITCHED_CARD if own else "README.md")
+    text = beside.read_text()
     if judging.HEADING not in text:
-        files.write_text(out / "README.md", f"{text}\n{card}")
+        files.write_text(beside, f"{text}\n{card}")
 
 
 def target_of(given: Adapt, home: Home) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from specdec.core import files
 from specdec.export.cards import Provenance, make_card
 from specdec.export.engines import ExportForm
 
+STITCHED_CARD = "MTP.md"  # a stitched model keeps its own README.md
+
 
 def write_export(form: ExportForm, out: Path, *, dtype: torch.dtype, provenance: Provenance) -> int:
     """Makes the folder `out`. -> bytes of the tensors. Raises ValueError, and writes nothing, if `out` exists."""
@@ -19,7 +21,7 @@ def write_export(form: ExportForm, out: Path, *, dtype: torch.dtype, provenance:
     if form.layout.folder is not None:
         with files.whole_folder(out) as partial:
             size = form.layout.folder(partial)
-            (partial / "MTP.md").write_text(make_card(provenance, {form.name: form}, out=str(out)))
+            (partial / STITCHED_CARD).write_text(make_card(provenance, {form.name: form}, out=str(out)))
         return size
     num = form.num_drafts(provenance.num_drafts)
     config = json.loads(json.dumps(form.layout.config).replace('"<num>"', str(num)))
