@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from specdec import checkpoint
+from specdec.heads.native import NativeMTP
 from specdec.target.model import Target, load_tokenizer
+from tests.native import save_native
 from tests.support import (
     ADAPTING,
     NO_SOURCE,
@@ -24,6 +26,7 @@ from tests.support import (
     losses_of,
     report_of,
     same_weights,
+    small_tokenizer,
     train_overrides,
     weights_of,
     write_rows,
@@ -50,6 +53,25 @@ def test_every_head_trains_and_its_checkpoint_loads(fit, folder, head):
     assert target.fingerprint() == before and drafter.vocab_size == (200 if own else target.vocab_size)
     assert report["tau"] >= 1 and report["adapted_target"] == (head in ADAPTING) and ("replayed_tau" in report) == own
     assert not own or report["replayed_tau"] == pytest.approx(report["tau"], abs=1e-9)
+
+
+@pytest.mark.parametrize("rank", ["null", "4"])
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text"])
+def test_a_targets_own_module_is_tuned_and_judged_before(fit, tmp_path, family, rank):
+    """Resumed too: a checkpoint has plain weights, a state has the low-rank ones."""
+    tokenizer, model = small_tokenizer(), tmp_path / "model"
+    save_native(model, family, fields={"vocab_size": len(tokenizer)})
+    tokenizer.save_pretrained(model)
+    given = ["head=native_mtp", "head.vocab_size=null", f"head.drafter.lora_rank={rank}", f"target.name={model}"]
+    assert fit("whole", *given, "head.objective.depth=2") == 0
+    fit_interrupted(fit, "died", *given, "head.objective.depth=2")
+    assert losses_of("died") == losses_of("whole") and same_weights(weights_of("whole"), weights_of("died"))
+    target = Target.load(str(model), dtype="float32")
+    shipped, tuned = NativeMTP(target), checkpoint.load("checkpoints/whole/step_000004", target)
+    assert min(row["step"] for row in log_of("whole") if "validation" in row) == 0
+    changed = {name for name, value in tuned.state_dict().items() if not torch.equal(value, shipped.state_dict()[name])}
+    assert changed and not any(name.endswith("mlp.gate.weight") for name in changed)
+    assert rank == "null" or not any("experts.gate_up" in name or "norm" in name for name in changed)
 
 
 @pytest.mark.parametrize(
