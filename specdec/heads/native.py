@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from transformers import AttentionInterface, LlamaConfig, PreTrainedConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from specdec.core import hub, untrusted
 from specdec.core.cache import RowCache
@@ -106,7 +107,21 @@ def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, sc
     return out[..., :narrow].transpose(1, 2), None
 
 
+def run_experts(module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Experts of a transformers layer, computed as autocast wants it, which leaves out products of groups.
+
+    x [tokens, D], chosen and weights [tokens, experts of each] -> [tokens, D]
+    """
+    kind = torch.bfloat16 if x.is_meta else x.dtype  # to count with, shapes of groups are known for bfloat16 only
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        kind = torch.get_autocast_dtype(x.device.type)
+    cast_module = copy.copy(module)
+    cast_module._parameters = {name: value.to(kind) for name, value in module._parameters.items()}
+    return grouped_mm_experts_forward(cast_module, x.to(kind), chosen, weights.to(kind)).to(x.dtype)
+
+
 AttentionInterface.register(NAME, attend)
+ALL_EXPERTS_FUNCTIONS.register(NAME, run_experts)
 
 
 class NativeModule(nn.Module):
@@ -133,9 +148,9 @@ class NativeModule(nn.Module):
 
 
 def layer_config(config: PreTrainedConfig, place: int) -> PreTrainedConfig:
-    """The configuration of one more layer, with full attention, whose attention is `attend`. place: its number"""
+    """The configuration of one more layer, with full attention, which runs `attend` and `run_experts`. place: its number"""
     config = copy.deepcopy(config)
-    config._attn_implementation = NAME
+    config._attn_implementation = config._experts_implementation = NAME
     for field in ("layer_types", "mlp_layer_types"):
         kinds = getattr(config, field, None)
         if kinds is not None:
@@ -274,7 +289,10 @@ class NativeMTP(Drafter):
         embedding = self.encode(self.target.embed(tokens))
         if self.zero_first:
             embedding = embedding.masked_fill(positions[..., None] == self.first_slot, 0.0)
-        raw, normed = self.module(d)(embedding, h, self.rotary(h, positions), positions, mask, cache)
+        places = (
+            positions.expand(3, -1, -1) if hasattr(self.rotary, "mrope_section") else positions
+        )  # of time, height, width
+        raw, normed = self.module(d)(embedding, h, self.rotary(h, places), positions, mask, cache)
         return normed if self.recycle_norm else raw, normed
 
     def logits(self, d, readout):
