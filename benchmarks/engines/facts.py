@@ -20,6 +20,7 @@ ROWS = {
     "peagle": "P-EAGLE (`peagle`)",
     "medusa": "Medusa",
     "mtp": "MTP, one module",
+    "native": "a model's own MTP (`native_mtp`), by `format=stitched`",
     "dflash": "DFlash",
     "dspark": "DSpark",
     "draft": "draft model",
