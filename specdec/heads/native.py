@@ -358,7 +358,7 @@ def read_native(name: str, target: Target, *, num_modules: int | None = None) ->
         )
         raise ValueError(
             f"{name} {have} for a target of {target.num_layers} layers ({', '.join(LAYOUTS)} are known). "
-            "Train a module: head=mtp; or the whole model as a drafter: head=draft head.drafter.model=NAME."
+            "Train a module (the head `mtp`), or the whole model as a drafter (the head `draft` with model: NAME)."
         )
     layout, prefix = found
     with torch.device("meta"):
