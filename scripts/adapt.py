@@ -349,7 +349,8 @@ def give_back(given: Adapt, home: Home) -> None:
     beside = out / (STITCHED_CARD if own else "README.md")
     text = beside.read_text()
     if judging.HEADING not in text:
-        files.write_text(beside, f"{text}\n{card}")
+        for name, content in files.changed_file(beside, f"{text}\n{card}").items():
+            files.write_text(beside.with_name(name), content.decode())
 
 
 def target_of(given: Adapt, home: Home) -> dict[str, Any]:

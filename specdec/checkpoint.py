@@ -22,6 +22,7 @@ from specdec.core.untrusted import read_tensors as read_tensors
 from specdec.decoding.drafting import Drafting
 from specdec.export import published
 from specdec.heads.base import Head
+from specdec.heads.native import NativeMTP
 from specdec.proposers.base import Proposer
 from specdec.target.adapter import check_unadapted, merge
 from specdec.target.loading import UNREAD, describe_difference
@@ -140,10 +141,11 @@ def build(spec: dict, tensors: dict[str, Tensor], target: Target, *, dtype: torc
     Raises RuntimeError or TypeError if they do not fit together.
     """
     found, arguments = drafter_class(str(spec.get("_target_"))), _arguments(spec)
-    if arguments.get("model") is not None:
-        raise ValueError(
-            f"drafter.json names another model, {arguments['model']}: checkpoints hold all of their weights."
-        )
+    other = arguments.get("model") or arguments.get("source")
+    if other is not None:
+        raise ValueError(f"drafter.json names another model, {other}: checkpoints hold all of their weights.")
+    if issubclass(found, NativeMTP):
+        arguments["source"] = None
     given = sum(value.numel() for value in tensors.values()) + target.vocab_size * target.width
     with untrusted.Allowance(4 * given + SMALL_PARTS):
         drafter = found(target, vocab=tensors.get("draft_to_target"), **arguments)

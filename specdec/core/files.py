@@ -111,7 +111,12 @@ def replace_document(path: Path, document: dict) -> None:
 
 def changed_document(path: Path, document: dict) -> dict[str, bytes]:
     """The file that a JSON document would be in the place of `path`, and the file of checksums with it; by name."""
-    content = (json.dumps(document, indent=2) + "\n").encode()
+    return changed_file(path, json.dumps(document, indent=2) + "\n")
+
+
+def changed_file(path: Path, text: str) -> dict[str, bytes]:
+    """A file with this text in the place of `path`, and the file of checksums with it; by name."""
+    content = text.encode()
     sums = path.with_name(CHECKSUMS)
     others = [line for line in sums.read_text().splitlines() if line[66:] != path.name] if sums.exists() else []
     lines = [*others, f"{hashlib.sha256(content).hexdigest()}  {path.name}"]

@@ -93,6 +93,15 @@ def read_pickle(path: Path) -> Any:
         ) from error
 
 
+def check_values(tensors: dict[str, Tensor]) -> None:
+    """Raises ValueError for tensors with NaN or infinite values."""
+    for name, value in tensors.items():
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise ValueError(
+                f"{name} has values that are NaN or infinite: the head is damaged, take another copy of it."
+            )
+
+
 class Allowance(TorchDispatchMode):
     """Within, tensors of at most `elements` elements in all are made from nothing; ValueError before there are more.
 

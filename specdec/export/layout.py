@@ -196,6 +196,7 @@ def read_block(config: dict, target: Target, *, own_width: bool = False, qk_norm
         kind = scaling.pop("type", None)
         rope = {"rope_type": scaling.pop("rope_type", kind) or "default", **scaling}
         rope["rope_theta"] = config.get("rope_theta", 10_000.0)  # the default of all engines
+    rope = {"rope_type": "default", "rope_theta": config.get("rope_theta", 10_000.0), **rope}
     written = {
         "num_attention_heads": heads,
         "num_key_value_heads": config.get("num_key_value_heads") or heads,

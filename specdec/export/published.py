@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from specdec.core import hub, masks
-from specdec.core.untrusted import inside, read_json, read_pickle, read_tensors
+from specdec.core.files import hash_file
+from specdec.core.untrusted import check_values, inside, read_json, read_pickle, read_tensors
 from specdec.export import block_drafter, eagle, layout, medusa, mtp
 from specdec.export.layout import Layout
 from specdec.heads.base import Drafter, Head
@@ -86,7 +87,11 @@ def describe(folder: Path) -> dict:
     Raises ValueError as `read`.
     """
     if is_whole_model(folder):
-        return {"_target_": "specdec.heads.native.NativeMTP", "target": hub.pinned(folder)}
+        name = hub.pinned(folder)
+        return {
+            "_target_": "specdec.heads.native.NativeMTP",
+            "target": name.partition("@")[0] if hub.is_name(name) else name,
+        }
     found = _open(folder)
     family = _guarded(folder, lambda: _find_family(found))
     about: dict = {"_target_": f"specdec.heads.{FAMILIES[family].head}", "target": _verifier(found.config)}
@@ -113,7 +118,8 @@ def read(folder: Path, target: Target) -> tuple[dict, dict[str, Tensor]]:
 def _read(found: _Files, target: Target) -> tuple[dict, dict[str, Tensor]]:
     name = _find_family(found)
     family = FAMILIES[name]
-    _check_values(found.tensors)
+    check_values(found.tensors)
+    check_values(_flatten(found.beside))
     size = found.flat.get("vocab_size")
     if size is not None and size not in (target.vocab_size, len(target.embed.weight)):
         raise ValueError(
@@ -129,7 +135,7 @@ def _read(found: _Files, target: Target) -> tuple[dict, dict[str, Tensor]]:
         "config": found.config,
         "tensors": {key: [_dtype(value), list(value.shape)] for key, value in found.tensors.items()},
         "source": hub.pinned(found.folder) if hub.is_name(hub.pinned(found.folder)) else found.folder.name,
-        "sha256": {path.name: _sha256(path) for path in found.paths},
+        "sha256": {path.name: hash_file(path) for path in found.paths},
         "copies": {
             key: digest(_without_mask(value, key, found.config))
             for key, value in found.tensors.items()
@@ -289,11 +295,6 @@ def _tensors(folder: Path) -> tuple[dict[str, Tensor], list[Path]]:
     raise ValueError(f"{folder} has no weights: none of {', '.join(WEIGHTS)} is there.")
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def digest(value: Tensor) -> str:
     """16 hex digits of a tensor's bytes."""
     flat = value.detach().cpu().contiguous().flatten()
@@ -317,13 +318,13 @@ def _outline(content: Any) -> Any:
 # What no head may be
 
 
-def _check_values(tensors: dict[str, Tensor]) -> None:
-    """Raises ValueError for tensors with NaN or infinite values."""
-    for name, value in tensors.items():
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-            raise ValueError(
-                f"{name} has values that are NaN or infinite: the head is damaged, take another copy of it."
-            )
+def _flatten(content: Any, name: str = "") -> dict[str, Tensor]:
+    """The tensors of files of torch.save, by the names of their places."""
+    if isinstance(content, dict):
+        return {
+            place: value for key, part in content.items() for place, value in _flatten(part, f"{name} {key}").items()
+        }
+    return {name.strip(): content} if isinstance(content, Tensor) else {}
 
 
 @torch.no_grad()
@@ -360,6 +361,11 @@ def restore(drafter: Drafter) -> Layout:
         raise ValueError(
             "format=published is for heads that other projects published on their own. A model's own MTP module takes format=stitched."
         )
+    dtypes = {dtype for dtype, _ in record["tensors"].values()}
+    if not set(record["beside"]) <= set(BESIDE) or not all(
+        isinstance(getattr(torch, dtype, None), torch.dtype) for dtype in dtypes
+    ):
+        raise ValueError("The record of how this head was published is damaged or unsafe: take another format.")
     config, names, state = dict(record["config"]), dict(record["tensors"]), drafter.state_dict()
     beside = {name: _restore_beside(drafter, name, content) for name, content in record["beside"].items()}
     _place_vocab(drafter, config, names, beside)
@@ -433,7 +439,7 @@ def _place_vocab(drafter: Drafter, config: dict, names: dict, beside: dict) -> N
         if kind not in CONTAINERS:
             raise ValueError("The layout that this head came in has no draft vocabulary: train with start_vocab=keep.")
         names |= {"d2t": ["int64", [len(vocab)]], "t2d": ["bool", [drafter.target.vocab_size]]}
-        names.setdefault("lm_head.weight", [names["fc.weight"][0], list(drafter.goal_head[0].shape)])
+        names.setdefault("lm_head.weight", [next(iter(names.values()))[0], list(drafter.goal_head[0].shape)])
     if drafter.vocab_size != before and kind in CONTAINERS:
         config["draft_vocab_size"] = drafter.vocab_size
 

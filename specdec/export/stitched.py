@@ -9,10 +9,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from specdec.core.files import CHECKSUMS
 from specdec.core.shards import INDEX, SINGLE, Shards
 from specdec.core.untrusted import read_json
 from specdec.export.layout import Layout
-from specdec.heads.native import LAYOUTS, NativeMTP, find_layout, places_of
+from specdec.heads.native import LAYOUTS, UNNORMED, NativeMTP, find_layout, places_of
 from specdec.target.model import Target
 
 # Where a quantised model names the layers that are not quantised, by its method
@@ -24,6 +25,15 @@ def stitched(drafter: NativeMTP) -> Layout:
     """Raises ValueError for a module that engines would run in another way than here."""
     if drafter.draft_to_target is not None:
         raise ValueError("Engines draft from all tokens with a native MTP module: train it with head.vocab_size=null.")
+    differs = {
+        "zero_first": drafter.zero_first != LAYOUTS[str(drafter.layout)].zero_first,
+        "recycle_norm": drafter.recycle_norm != (drafter.target.config.model_type not in UNNORMED),
+        "num_modules": drafter.depth not in (None, 1),
+    }
+    if wrong := [name for name, other in differs.items() if other]:
+        raise ValueError(
+            f"Engines run such a module with other {', '.join(wrong)} than this one has: train it with {wrong[0]}=null."
+        )
     return Layout({}, {}, folder=lambda folder: write_stitched(drafter, drafter.target, folder))
 
 
@@ -43,14 +53,15 @@ def write_stitched(drafter: NativeMTP, target: Target, folder: Path) -> int:
     source = Path(target.name) if Path(target.name).is_dir() else shards.path("config.json").parent
     if found is not None:
         _check_alike(shards, tensors)
-    changed = {shards.files[name] for name in tensors} if found is not None else {"config.json", INDEX, SINGLE}
+    changed = {shards.files[name] for name in tensors} if found is not None else set()
     config = None if found is not None else _add_count(read_json(source / "config.json"), drafter, tensors)
     for file in set(shards.files.values()):
         shards.path(file)  # fetched, if it is not here
+    weights = set(shards.files.values()) - changed  # other files are copies: a user may edit them
     for path in sorted(source.rglob("*")):
         name = str(path.relative_to(source))
-        if path.is_file() and not name.startswith("."):
-            _place(path, folder / name, link=name not in changed)
+        if path.is_file() and not name.startswith(".") and name != CHECKSUMS:
+            _place(path, folder / name, link=name in weights)
     if found is not None:
         for file in changed:
             values = {
@@ -116,9 +127,11 @@ def _add_shard(shards: Shards, folder: Path, tensors: dict[str, Tensor]) -> None
         renamed = "model-00001-of-00002.safetensors"
         (folder / SINGLE).rename(folder / renamed)
         files, extra = dict.fromkeys(files, renamed), "model-00002-of-00002.safetensors"
+    (folder / extra).unlink(missing_ok=True)  # it may be a link to the target's own
     safetensors.torch.save_file(tensors, folder / extra, {"format": "pt"})
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     document = {"metadata": {"total_size": size}, "weight_map": files | dict.fromkeys(tensors, extra)}
+    (folder / INDEX).unlink(missing_ok=True)
     (folder / INDEX).write_text(json.dumps(document, indent=2) + "\n")
 
 
@@ -135,7 +148,10 @@ def _add_count(config: dict, drafter: NativeMTP, tensors: dict[str, Tensor]) -> 
                 f"of {', '.join(PLAIN_LAYERS)}."
             )
         layers = [name.removesuffix(".weight") for name, value in tensors.items() if value.dim() > 1]
-        quantised[field] = [*(quantised.get(field) or []), *layers]
+        plain = quantised.get(field)
+        if plain is None:  # transformers leaves out the LM head only where there is no list
+            plain = [] if field == "ignore" else ["lm_head"]
+        quantised[field] = [*plain, *layers]
     return config
 
 

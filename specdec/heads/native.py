@@ -378,6 +378,7 @@ def read_native(name: str, target: Target, *, num_modules: int | None = None) ->
                 )
             tensors[key][at] = shards[place]
             names.append(place)
+    untrusted.check_values(tensors)
     _check_all_read(name, shards, set(names), empty, prefix)
     config = shards.path("config.json")
     pinned = hub.pinned(config.parent)

@@ -173,7 +173,7 @@ def test_damaged_and_foreign_weights_are_refused(target, tmp_path):
         ({"d2t": tensors["d2t"] + torch.arange(40)}, "d2t and t2d name different tokens|d2t must hold offsets"),
         (
             {"model.embed_tokens.weight": target.embed.weight.clone()},
-            "ships no MTP modules .* the head `draft` with model: NAME",
+            "ships no MTP modules .*the head `draft` with model: NAME",
         ),
     ):
         rewrite(out, tensors=change)
