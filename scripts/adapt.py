@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -199,8 +199,8 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
     if given.prompts is None:
         answers, left_out = adaptation.read_traffic(Path(str(given.traffic)), source)
     else:
-        written, left_out = write_answers(given, home), ""
-        answers = adaptation.read_written(written, source, [until for until, _ in past])
+        written = write_answers(given, home)
+        answers, left_out = adaptation.read_written(written, source, [until for until, _ in past])
     tried = max((until for until, _ in past), default=-math.inf)
     known = max((until for until, decision in past if decision == "accepted"), default=-math.inf)
     if given.watch is not None:
@@ -211,6 +211,7 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
     if not new:
         raise adaptation.TooFew(
             f"{where}={getattr(given, where)} has no rows that are newer than those of the head in use: give more."
+            + (f" Left out: {left_out}." if left_out else "")
         )
     training, heldout = adaptation.split_newest(new, given.heldout_share)
     training, validation = adaptation.split_newest(training, given.heldout_share / 2)
@@ -229,8 +230,9 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
     old, rest = choose_old(sources, adapted, tokenizer, taken=[*heldout, *validation, *training, *earlier], most=most)
     old += adaptation.drop_known(earlier, [*heldout, *validation, *training])
     slices = {kind: judging.choose_judged(each, given.length) for kind, each in zip(KINDS, (heldout, old))}
-    slices["validation"] = judging.choose_judged(validation, given.length, VALIDATED)
-    if not slices["validation"]:
+    chosen = judging.choose_judged(validation, given.length, VALIDATED)
+    slices["validation"] = [replace(each, answer=each.answer[: given.length - len(each.prompt)]) for each in chosen]
+    if not chosen:
         raise adaptation.TooFew(
             f"No answer that chooses the step fits into length={given.length}: raise it, or give more rows."
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from specdec.server import record
+from specdec.target.loading import UNREAD
 from train import validate
 from train.data import rows as data
 
@@ -73,9 +74,9 @@ class TrafficSource:
     target_fingerprint: str | None = None
 
     def wrote(self, row: dict) -> bool:
-        """By fingerprints, or by names where one is unknown or of quantised weights. A row may leave out its target."""
+        """By fingerprints, or by names where one is unknown, or of a file of llama.cpp. A row may leave out its target."""
         prints = row.get("target_fingerprint"), self.target_fingerprint
-        if all(each is not None and "-" not in str(each) for each in prints):
+        if all(each is not None and not any(mark in str(each) for mark in (UNREAD, "-gguf-")) for each in prints):
             return prints[0] == prints[1]
         return row.get("target") is None or Path(str(row["target"])).name == Path(self.target).name
 
@@ -115,20 +116,26 @@ def read_traffic(folder: Path, wanted: TrafficSource) -> tuple[Answers, str]:
     return sorted(found, key=lambda answer: answer.time), why
 
 
-def read_written(path: Path, wanted: TrafficSource, ends: Iterable[float]) -> Answers:
-    """The answers to a file of prompts, as scripts/answer.py writes them. Their `time` says which adaptation came first.
+def read_written(path: Path, wanted: TrafficSource, ends: Iterable[float]) -> tuple[Answers, str]:
+    """-> the answers to a file of prompts, as scripts/answer.py writes them; how many are left out, and why, in words
+
+    Their `time` says which adaptation came first.
 
     ends: numbers of rows that earlier adaptations ended with; answers of one adaptation are equally new
     """
     lines = list(record.read_lines([path]))
     ends = sorted({*ends, float(len(lines))})
     found: Answers = []
+    left_out: collections.Counter[str] = collections.Counter()
     for number, (place, row) in enumerate(lines, start=1):
         time = next(end for end in ends if number <= end)
         name = str((row or {}).get("id")).rpartition("@")[0]
         answer = wanted.parse(row and {**row, "time": time, "conversation": name}, place=place)
-        found += [answer] if isinstance(answer, RecordedAnswer) else []  # an empty answer is nothing to learn from
-    return found
+        if isinstance(answer, RecordedAnswer):
+            found.append(answer)
+        else:
+            left_out[answer] += 1
+    return found, " and ".join(f"{num} {reason}" for reason, num in left_out.items())
 
 
 def read_answers(path: Path) -> Answers:

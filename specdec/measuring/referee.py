@@ -87,7 +87,10 @@ class Counters:
         if self.drafts is None or before.drafts is None:
             return self.tokens - before.tokens, None
         drafting, drafted, accepted = (now - then for now, then in zip(self.drafts, before.drafts))
-        positions = [now - then for now, then in zip(self.by_position, before.by_position)] or None
+        pairs = itertools.zip_longest(
+            self.by_position, before.by_position, fillvalue=0
+        )  # some positions may come later
+        positions = [now - then for now, then in pairs] or None
         found = Speculation(accepted, drafted, None, drafting, positions, positions and len(positions))
         return self.tokens - before.tokens, found
 
@@ -101,7 +104,7 @@ def read_counters(text: str) -> Counters | None:
     tokens = found.get(("generation_tokens", 0), found.get(("tokens_predicted", 0)))
     if tokens is None:
         return None
-    drafts = [found[name, 0] for name in COUNTERS] if (COUNTERS[0], 0) in found else None
+    drafts = [found[name, 0] for name in COUNTERS] if all((name, 0) in found for name in COUNTERS) else None
     positions = sorted(key for key in found if key[0] == "num_accepted_tokens_per_pos")
     return Counters(tokens, drafts, [found[key] for key in positions])
 

@@ -69,7 +69,8 @@ def test_lines_are_read_back():
         ({"target": "u"}, False),
         ({"target": "u", "target_fingerprint": "1234"}, True),
         ({"target": "t", "target_fingerprint": "99"}, False),
-        ({"target": "t", "target_fingerprint": "99-int8"}, True),
+        ({"target": "t", "target_fingerprint": "99-int8"}, False),
+        ({"target": "t", "target_fingerprint": "99-gguf-q8_0"}, True),
     ):
         found = WANTED.parse({**json.loads(line), **more}, place="x:1")
         assert (found == "of another target or tokenizer") is not good
@@ -88,7 +89,7 @@ def test_answers_of_one_launch_are_equally_new(tmp_path):
     lines = [{**row, "id": f"p{n % 4}@{n // 4}", "thinking": n % 2 == 0} for n in range(8)]
     lines += [{**row, "id": "p9@0", "tokens": [1, 2, 3]}, {**row, "id": "p7@0"}]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = read_written(tmp_path / "answers.jsonl", WANTED, [6.0])
+    found, _ = read_written(tmp_path / "answers.jsonl", WANTED, [6.0])
     assert [each.time for each in found] == [6.0] * 6 + [10.0] * 3  # an empty answer is left out
     assert [each.conversation for each in found[:5]] == ["p0", "p1", "p2", "p3", "p0"]
     assert (found[0].category, found[0].temperature, found[0].thinking, found[1].thinking) == ("a", 1.0, True, False)

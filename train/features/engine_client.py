@@ -135,11 +135,15 @@ class EngineClient:
         for url in self.urls:
             try:
                 answer = self.client.get(f"{url}/v1/models")
+                if answer.status_code == 401:
+                    raise Refused(f"{url} does not know the key (401): set OPENAI_API_KEY.")
                 answer.raise_for_status()
                 models = answer.json()["data"]
                 if not models or not all(isinstance(model, dict) and "id" in model for model in models):
                     raise ValueError("it names no models")
                 found.append(models)
+            except Refused:
+                raise
             except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"No server with OpenAI's interface answers at {url}{loopback.through(url)} ({_reason(error)}). {START}"
@@ -177,8 +181,13 @@ class EngineClient:
             if answer.status_code != 200:
                 answer.read()
             _check(answer, f"{url}/{path}{loopback.through(url)}")
-            for part in answer.iter_bytes():  # read later, as that takes time
-                parts.append((time.perf_counter() - begun, part))
+            try:
+                for part in answer.iter_bytes():  # read later, as that takes time
+                    parts.append((time.perf_counter() - begun, part))
+            except httpx.TransportError as error:
+                if parts:
+                    raise BadAnswer(f"a stream that was lost ({_reason(error)})") from error
+                raise
         return read_events(parts)
 
     def _lost(self, url: str, error: Exception, begun: float) -> None:
