@@ -114,7 +114,7 @@ def fetch(name: str) -> Path:
     get = functools.partial(snapshot_download, repo, local_files_only=unreachable is not None)
     try:
         folder = Path(get(revision=revision or None, allow_patterns=[*FILES, *HEAD]))
-        if not (folder / "drafter.json").exists() and (folder / HEAD[0]).exists() and not _is_whole_model(folder):
+        if not (folder / "drafter.json").exists() and (folder / HEAD[0]).exists() and not indexes_whole_model(folder):
             get(revision=folder.name, allow_patterns=list(HEAD_WEIGHTS), ignore_patterns="*/*")
     except LocalEntryNotFoundError as error:
         raise ValueError(
@@ -131,9 +131,9 @@ def fetch(name: str) -> Path:
     return folder
 
 
-def _is_whole_model(folder: Path) -> bool:
+def indexes_whole_model(folder: Path) -> bool:
     """Whether an index names the tensors of a language model, which are not all downloaded."""
-    path = folder / HEAD[1]
+    path = untrusted.inside(folder, HEAD[1])
     places = untrusted.read_json(path).get("weight_map") if path.exists() else None
     return isinstance(places, dict) and any(map(ENDS.fullmatch, places))
 

@@ -153,12 +153,9 @@ def is_whole_model(folder: Path) -> bool:
     """Whether the folder holds the weights of a language model, or names them: of one on the Hub only config.json and the index are
     here. Its own MTP modules may then be a drafter."""
     if (folder / INDEX).exists():
-        places = read_json(inside(folder, INDEX)).get("weight_map")
-        names = list(places) if isinstance(places, dict) else []
-    else:
-        path = folder / WEIGHTS[0]
-        names = list(read_tensors(inside(folder, WEIGHTS[0]))) if path.exists() else []
-    return any(map(hub.ENDS.fullmatch, names))
+        return hub.indexes_whole_model(folder)
+    path = folder / WEIGHTS[0]
+    return path.exists() and any(map(hub.ENDS.fullmatch, read_tensors(inside(folder, WEIGHTS[0]))))
 
 
 # Any layout
