@@ -7,7 +7,6 @@ tiny heads of every family in every format.
 """
 
 import contextlib
-import copy
 import json
 import tempfile
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from specdec.export import cards
 from specdec.export.engines import ExportForm, make_form
 from specdec.export.folder import write_export
 from specdec.export.layout import draft_from_all
+from specdec.export.mtp import with_first_zero
 from specdec.heads.base import Drafter
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.mtp import MTP
@@ -194,9 +194,7 @@ def check_head(head: ServedHead, format_name: str, folder: Path, chosen: CheckOp
     served = (decode_in_llamacpp if in_llama_cpp else decode_in_vllm)(head, form, folder, chosen)
     own = drafts = decode_here(drafter, head, chosen)
     if isinstance(drafter, MTP) and not drafter.zero_first:  # vLLM's embedding in the first slot is zero
-        drafter = copy.copy(drafter)
-        drafter.zero_first = True
-        drafts = decode_here(drafter, head, chosen)
+        drafts = decode_here(with_first_zero(drafter), head, chosen)
     return {
         "name": head.name,
         "engine": LLAMA_CPP if in_llama_cpp else VLLM,

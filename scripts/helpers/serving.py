@@ -4,7 +4,6 @@ from helpers import loading
 from helpers.options import split
 
 import contextlib
-import copy
 import itertools
 import json
 import time
@@ -20,6 +19,7 @@ from specdec.core import files
 from specdec.core.tree import TreeShape
 from specdec.export.engines import make_form
 from specdec.export.layout import draft_from_all
+from specdec.export.mtp import with_first_zero
 from specdec.heads.base import Drafter, Head
 from specdec.heads.mtp import MTP
 from specdec.measuring import referee
@@ -314,10 +314,7 @@ def draft_as_engine(drafter: Head, kind: str) -> Head:
     """The drafter as an engine runs it: llama.cpp without a draft vocabulary, vLLM with the first embedding at zero."""
     if kind == LLAMA_CPP and isinstance(drafter, Drafter) and make_form(drafter, "gguf").whole_vocabulary:
         return draft_from_all(drafter)
-    if kind == VLLM and isinstance(drafter, MTP):
-        drafter = copy.copy(drafter)
-        drafter.zero_first = True
-    return drafter
+    return with_first_zero(drafter) if kind == VLLM and isinstance(drafter, MTP) else drafter
 
 
 def compare_with_replay(chosen: Any, drafter: Head, prompts: dict[str, dict], turns: list[Turn]) -> dict[str, Any]:

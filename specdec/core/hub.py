@@ -30,7 +30,7 @@ from specdec.core import untrusted
 
 # What a checkpoint consists of (docs/file-formats.md, section 2). Nothing else of a repository is downloaded.
 FILES = ("drafter.json", "drafter.safetensors", "SHA256SUMS", "report.json", "served.json", "about.json")
-# What a published head consists of (specdec/export/published.py), small files first; and files without which there is none
+# What a published head consists of (specdec/export/published.py), small files first, then its weights
 HEAD = ("config.json", "model.safetensors.index.json", "mask_embedding.pt", "token_map.pt")
 HEAD_WEIGHTS = ("*.safetensors", "pytorch_model.bin", "medusa_lm_head.pt")
 ENDS = re.compile(r".+\.(embed_tokens|wte|word_embeddings|embed_in)\.weight")  # a tensor that only a whole model has

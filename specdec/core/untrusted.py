@@ -3,6 +3,7 @@
 import json
 import math
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,21 @@ def is_text(value: Any) -> bool:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """A file of safetensors. Raises ValueError, with what to do, if it is none."""
+    return _read_safetensors(path, safetensors.torch.load_file)
+
+
+def read_names(path: Path) -> list[str]:
+    """The names of its tensors, which are not read. Raises as `read_tensors`."""
+    return _read_safetensors(path, lambda file: list(safetensors.safe_open(file, framework="pt").keys()))
+
+
+def _read_safetensors(path: Path, read: Callable[[Path], Any]) -> Any:
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
         if size > LARGEST_HEADER:
             raise ValueError(f"a header of {size} bytes")
-        return safetensors.torch.load_file(path)
+        return read(path)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ValueError(
             f"{path} is missing, truncated or damaged ({error}). Take another copy of it, or another checkpoint of the run."

@@ -79,8 +79,6 @@ def _sglang(drafter: Any, kind: str) -> Special:
 
 def _nvidia(drafter: Any) -> str | None:
     """Why the engines of NVIDIA would run a folder of format=vllm in another way than it was trained; None: no reason known."""
-    if isinstance(drafter, PEagle):
-        return "have no P-EAGLE"
     if drafter.window is not None:
         return "have no such sliding layers"
     if isinstance(drafter, BlockDrafter):

@@ -1,5 +1,6 @@
 """An MTP module in MiMo's layout, which vLLM and SGLang serve with a dense target (docs/file-formats.md, section 9)."""
 
+import copy
 from collections.abc import Iterable
 
 import torch
@@ -89,6 +90,13 @@ def read_mtp(config: dict, tensors: dict[str, Tensor], beside: dict, target: Tar
         "zero_first": True,
     }
     return arguments, {f"{MODULE}{name}": value for name, value in module.items()}
+
+
+def with_first_zero(drafter: MTP) -> MTP:
+    """The same module, as vLLM runs it: the embedding in the first slot of a text is zero."""
+    drafter = copy.copy(drafter)
+    drafter.zero_first = True
+    return drafter
 
 
 def swap_halves(weight: Tensor) -> Tensor:

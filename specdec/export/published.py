@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specdec.core import hub, masks
 from specdec.core.files import hash_file
-from specdec.core.untrusted import check_values, inside, read_json, read_pickle, read_tensors
+from specdec.core.untrusted import check_values, inside, read_json, read_names, read_pickle, read_tensors
 from specdec.export import block_drafter, eagle, layout, medusa, mtp
 from specdec.export.layout import Layout
 from specdec.heads.base import Drafter, Head
@@ -155,7 +155,7 @@ def is_whole_model(folder: Path) -> bool:
     if (folder / INDEX).exists():
         return hub.indexes_whole_model(folder)
     path = folder / WEIGHTS[0]
-    return path.exists() and any(map(hub.ENDS.fullmatch, read_tensors(inside(folder, WEIGHTS[0]))))
+    return path.exists() and any(map(hub.ENDS.fullmatch, read_names(inside(folder, WEIGHTS[0]))))
 
 
 # Any layout

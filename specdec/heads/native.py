@@ -187,8 +187,8 @@ class NativeMTP(Drafter):
     source: the model whose modules it starts from, a folder or a name on the Hub; "target": the target itself; null: random weights
     num_modules: null: module 0, used at every depth, as engines do; else one module for each depth
     lora_rank: of the matrices that are trained beside those of its linear layers, experts excepted; null: all but the router is trained
-    zero_first: whether the embedding in the first slot of a text is zero; null: as vLLM runs the family, and so is
-    recycle_norm: whether the next step reads the state after the last norm, or before it
+    zero_first: whether the embedding in the first slot of a text is zero; null: as vLLM runs the family
+    recycle_norm: whether the next step reads the state after the last norm, or before it; null: as vLLM runs the family
     layout: of LAYOUTS; null: that of the source
     """
 
