@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -141,6 +141,7 @@ def build(spec: dict, tensors: dict[str, Tensor], target: Target, *, dtype: torc
     Raises RuntimeError or TypeError if they do not fit together.
     """
     found, arguments = drafter_class(str(spec.get("_target_"))), _arguments(spec)
+    arguments, tensors = found.renew(arguments, tensors)
     other = arguments.get("model") or arguments.get("source")
     if other is not None:
         raise ValueError(f"drafter.json names another model, {other}: checkpoints hold all of their weights.")
@@ -164,11 +165,35 @@ def start(
     drafter, document = _read(resolve(folder), target, torch.float32)
     if vocab is not None:
         drafter = with_vocab(drafter, document, vocab(drafter.draft_to_target))
+    drafter = with_parts(drafter, document, given)
     drafter.pretrained = True
     for name in set(drafter.changeable) & set(given):
         setattr(drafter, name, given[name])
         document[name] = given[name]
     return drafter.train(), {key: value for key, value in document.items() if key == "published" or key not in RECORDED}
+
+
+def with_parts(drafter: Head, spec: dict, given: dict) -> Head:
+    """The same head with the parts (`Head.parts`) that the configuration `given` names and the checkpoint lacks, or has of another
+    kind. A part starts as the identity where its method has such a start. spec: as `build` takes it; it gets them too
+    """
+    has = lambda part: part["kind"] if isinstance(part, Mapping) else part
+    arguments, _ = drafter.renew(_arguments(spec), {})
+    changed = {name: given.get(name) for name in drafter.parts if given.get(name) is not None}
+    changed = {name: part for name, part in changed.items() if has(part) != has(arguments.get(name))}
+    if not changed:
+        return drafter
+    for name in set(spec) - set(arguments) - {"_target_", *RECORDED}:
+        del spec[name]  # as an earlier version named it
+    spec.update(arguments | changed, published=None)
+    new = type(drafter)(drafter.target, vocab=drafter.draft_to_target, **(arguments | changed))
+    new = new.to(next(drafter.parameters()))
+    fresh, replaced = new.state_dict(), tuple(f"{name}." for name in changed)
+    for name, value in drafter.state_dict().items():
+        if name in fresh and fresh[name].shape == value.shape and not name.startswith(replaced):
+            fresh[name] = value
+    new.load_state_dict(fresh)
+    return new
 
 
 def with_vocab(drafter: Head, spec: dict, vocab: Tensor | None) -> Head:

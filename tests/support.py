@@ -39,6 +39,7 @@ HEADS_FOLDER = ROOT / "conf" / "head"
 ADAPTING = ("medusa2", "consistency")  # they change the target, which tests share, so other tests cover them
 HEADS = sorted(path.stem for path in HEADS_FOLDER.glob("*.yaml") if path.stem not in ADAPTING)
 # (head, whether the draft vocabulary is reduced, arguments)
+TABLE = {"kind": "markov", "rank": 64, "table": True}  # the paper's Markov head
 VARIANTS = [(head, reduced, {}) for head in HEADS for reduced in (False, True)]
 VARIANTS += [
     ("eagle3", False, {"norm_features": True, "norm_output": True}),
@@ -54,12 +55,21 @@ VARIANTS += [
     ("eagle3", False, {"window": 7, "num_layers": 2, "full_layers": [1]}),
     ("peagle", True, {"window": 7, "full_layers": [0]}),
     ("dflash", True, {"window": 4, "full_layers": [1]}),
-    ("dspark", True, {"markov_table": True}),
+    ("dspark", True, {"dependence": TABLE}),
+    ("dspark", False, {"dependence": {"kind": "markov", "rank": 8, "table": True, "form": "gated"}}),
+    ("dspark", True, {"dependence": {"kind": "markov", "rank": 8, "form": "rnn"}}),
+    ("dflash2", False, {"dependence": {"kind": "selector", "rank": 8, "top": 6, "table": True}, "convolution": 3}),
     ("dflash", True, {"sinks": True, "full_causal": True, "own_embedding": True, "own_output": True}),
     (
         "dspark",
         False,
-        {"sinks": True, "window": 4, "markov_table": True, "own_embedding": True, "confidence_markov": False},
+        {
+            "sinks": True,
+            "window": 4,
+            "dependence": TABLE,
+            "own_embedding": True,
+            "confidence_markov": False,
+        },
     ),
     ("eagle3", True, {"own_embedding": True, "own_output": True, "block": {"qk_norm": True, "hidden_size": 24}}),
     ("peagle", False, {"own_embedding": True, "block": {"qk_norm": True}}),

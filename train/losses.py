@@ -50,6 +50,11 @@ class Goal:
         return self.logits.softmax(-1)
 
     @cached_property
+    def likeliest(self) -> Tensor:
+        """[M] draft ids"""
+        return self.logits.argmax(-1)
+
+    @cached_property
     def entropy(self) -> Tensor:
         """[M] of p renormalised over the list"""
         parts = [
@@ -73,6 +78,7 @@ class Judged:
     logits: Tensor  # [M, W] as the drafter returned them
     state: Tensor | None  # [M, D] what the step returned, for a drafter whose state estimates the target's
     confidence: Tensor | None  # [M] the drafter's logit for "this draft is accepted"; None if it has none
+    candidates: Tensor | None = None  # [M] the drafter's cross-entropy over its candidates; None if it has none
     temperature: float = 1.0
 
     @cached_property
@@ -161,6 +167,12 @@ def confidence(judged: Judged) -> Tensor:
     return F.binary_cross_entropy_with_logits(judged.confidence.to(accepted.dtype), accepted, reduction="none")
 
 
+def candidates(judged: Judged) -> Tensor:
+    """Cross-entropy of the target's likeliest token among the candidates of a lattice, behind the text's token (DFlash 2)."""
+    assert judged.candidates is not None
+    return judged.candidates
+
+
 def overlap(judged: Judged) -> Tensor:
     """Sum of min(p, q), p not renormalised: the probability that a draft sampled from q is accepted, [M]."""
     return torch.minimum(judged.goal.log_probs.exp(), judged.log_probs.exp()).sum(-1)
@@ -176,6 +188,7 @@ LOSSES = {
     "top_k": top_k,
     "smooth_l1": smooth_l1,
     "confidence": confidence,
+    "candidates": candidates,
 }
 
 

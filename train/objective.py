@@ -90,7 +90,10 @@ class ObjectiveSettings:
     def check(self, drafter: Drafter) -> None:
         """Raises ValueError, with what to change, for what does not fit together or to the drafter."""
         used, known = self.used, {*LOSSES, *DEPTH_LOSSES, ADAPTED}
-        judging, steps = used.keys() - {"smooth_l1", "confidence", ADAPTED}, drafter.depth not in (None, self.depth)
+        judging, steps = (
+            used.keys() - {"smooth_l1", "confidence", "candidates", ADAPTED},
+            drafter.depth not in (None, self.depth),
+        )
         later = self.keep < 1 and drafter.attends not in ("path", "none")
         whole_slots = drafter.attends == "block"  # elsewhere step 1 is judged on all slots, sampled or not
         all_depths = not whole_slots and ("e2e_tv" in used or self.weighting != "decay")
@@ -110,6 +113,9 @@ class ObjectiveSettings:
             "The loss confidence and a head with a confidence output, such as dspark, go together: set the head's "
             "confidence to false or the weight in losses= to 0, or set both.": ("confidence" in used)
             != drafter.confident,
+            "The loss candidates is for heads with a candidate lattice, such as dflash2: set its weight in losses= to 0.": "candidates"
+            in used
+            and not drafter.has_candidates,
             "e2e_tv, dpace and vat need all depths of a slot: set anchors=null and keep=1.": sampled,
         }
         refuse(wrong)
@@ -260,7 +266,7 @@ class Objective(nn.Module):
             depths["matches"] = []
         readouts = [unrolled.at(unrolled.readouts, d, part) for d in range(1, self.depth + 1)]  # [m, R] each
         sizes = [len(each) for each in readouts]
-        every = _rounded(partial(drafter.logits, 1), torch.cat(readouts)).split(sizes) if together else None
+        every = _rounded(partial(drafter.judged_logits, 1), torch.cat(readouts)).split(sizes) if together else None
         for d, readout in enumerate(readouts, start=1):
             numbers = unrolled.plan.steps[d - 1].goals[part.steps[d - 1]] - part.goals.start  # [m]
             whole = len(numbers) == num
@@ -268,9 +274,9 @@ class Objective(nn.Module):
             def spread(values: Tensor, numbers: Tensor = numbers, whole: bool = whole) -> Tensor:  # [m] -> [M]
                 return values if whole else values.new_zeros(num).index_copy(0, numbers, values)
 
-            logits = every[d - 1] if every else _rounded(partial(drafter.logits, d), readout)  # [m, W]
+            logits = every[d - 1] if every else _rounded(partial(drafter.judged_logits, d), readout)  # [m, W]
             if compare:
-                guess = drafter.to_target(logits.detach().argmax(-1))
+                guess = drafter.to_target(drafter.guess(d, readout, logits.detach()))
                 depths["matches"].append(spread(guess == tokens.index_select(0, numbers)))
             if kernel:
                 depths["exists"].append(spread(torch.ones_like(numbers, dtype=torch.bool)))
@@ -283,6 +289,9 @@ class Objective(nn.Module):
                 logits,
                 unrolled.at(unrolled.states, d, part) if "smooth_l1" in self.losses else None,
                 drafter.confidence(d, readout),
+                drafter.candidate_loss(readout, logits, goal.likeliest[numbers])
+                if "candidates" in self.losses
+                else None,
                 self.temperature,
             )
             weighted = [weight * LOSSES[name](judged) for name, weight in self.losses.items() if name in LOSSES]

@@ -17,7 +17,7 @@ from train.config import OptimizerSettings
 ADAMW8BIT = "bitsandbytes"
 AVERAGE = "average:"  # before the names of averaged weights in a saved state
 # Parameters whose rows are tokens or single figures: AdamW suits them better than Muon, as it does embeddings
-OUTPUTS = ("lm_head", "lm_heads", "markov_out", "confidence_head")
+OUTPUTS = ("lm_head", "lm_heads", "after", "confidence_head")
 
 
 SHAPES: dict[str, Callable[[float, float, float], float]] = {

@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Container, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from specdec.export import layout
 from specdec.export.layout import Layout
+from specdec.heads.dependence.markov import Part as Markov
 from specdec.heads.dflash import BlockDrafter
 from specdec.target.model import Target, load_tokenizer
 from specdec.target.structure import FULL, SLIDING
@@ -19,13 +21,13 @@ MARKOV_IN, MARKOV_OUT = "markov_head.markov_w1.weight", "markov_head.markov_w2.w
 CONFIDENCE = "confidence_head.proj."
 OTHERS = {
     layout.EMBEDDING: "embedding",
-    MARKOV_IN: "markov_in.weight",
-    MARKOV_OUT: "markov_out.weight",
+    MARKOV_IN: "dependence.before.weight",
+    MARKOV_OUT: "dependence.after.weight",
     **{f"{CONFIDENCE}{part}": f"confidence_head.{part}" for part in ("weight", "bias")},
     # modelopt's names, and those of transformers' assistants
     **{f"confidence_proj.{part}": f"confidence_head.{part}" for part in ("weight", "bias")},
-    "markov_w1.weight": "markov_in.weight",
-    "markov_w2.weight": "markov_out.weight",
+    "markov_w1.weight": "dependence.before.weight",
+    "markov_w2.weight": "dependence.after.weight",
     "encoder.fc.weight": "fc.weight",
     "encoder.output_norm_enc.weight": "hidden_norm.weight",
 }
@@ -33,7 +35,7 @@ LOGIT_HEAD = "logit_head."  # a part of old names of SpecForge
 
 
 def is_dspark(drafter: BlockDrafter) -> bool:
-    return drafter.anchor_predicts or drafter.markov_in is not None
+    return drafter.anchor_predicts or isinstance(drafter.dependence, Markov)
 
 
 def target_row(drafter: BlockDrafter) -> int | None:
@@ -128,25 +130,28 @@ def dspark(drafter: BlockDrafter) -> Layout:
     """With the target's embedding, in which the mask replaces one token's row: engines read DSpark's mask from nowhere else."""
     layout.check_whole(drafter, "A DSpark drafter in an engine")
     tensors, config = _write_layers(drafter, needs="Qwen3DSparkModel")
-    if drafter.markov_in is None or drafter.markov_out is None:
-        raise ValueError("Engines have no DSpark without a Markov head: train with markov_rank=256.")
+    markov = drafter.dependence
+    if not isinstance(markov, Markov) or markov.form != "plain":
+        raise ValueError(
+            "Engines have no DSpark without a plain Markov head: train with dependence.kind=markov dependence.form=plain."
+        )
     if not drafter.target.shape_logits.plain:
         raise ValueError(
             f"{drafter.target.name} scales or caps its logits. DSpark adds its Markov head behind that, and engines before: "
-            "take format=safetensors, or train a DFlash drafter (markov_rank=null)."
+            "take format=safetensors, or train a DFlash drafter (dependence=null)."
         )
     mask, embedding = mask_token(drafter), drafter.target.embed.weight.detach()
     if drafter.embedding is not None:
         embedding = drafter.embedding
-    dtype, table = drafter.fc.weight.dtype, drafter.markov_in.weight
-    if not isinstance(drafter.markov_in, nn.Embedding):
+    dtype, table = drafter.fc.weight.dtype, markov.before.weight
+    if not isinstance(markov.before, nn.Embedding):
         table = nn.functional.linear(embedding.to(dtype), table)  # [V, rank]
     embedding = embedding.to(dtype).clone()
     embedding[mask] = drafter.mask_embedding.to(dtype)
     tensors |= {
         "embed_tokens.weight": embedding,
         MARKOV_IN: table,
-        MARKOV_OUT: drafter.markov_out.weight,
+        MARKOV_OUT: markov.after.weight,
     }
     confidence, with_markov = drafter.confidence_head, False
     if confidence is not None:
@@ -307,9 +312,10 @@ def _read_mask(tensors: dict[str, Tensor], mask_id: int, target: Target) -> Tens
 
 def _read_markov(head: dict[str, Tensor], config: dict) -> dict:
     """The arguments of DSpark's Markov and confidence heads, if there are any."""
-    table, weight, arguments = head.get("markov_in.weight"), head.get("confidence_head.weight"), {}
+    table, weight = head.get("dependence.before.weight"), head.get("confidence_head.weight")
+    arguments: dict[str, Any] = {}
     if table is not None:
-        arguments = {"markov_rank": table.shape[-1], "markov_table": True}
+        arguments = {"dependence": {"kind": "markov", "rank": table.shape[-1], "table": True}}
     if weight is not None:
         arguments |= {"confidence": True, "confidence_markov": weight.shape[1] > config["hidden_size"]}
     return arguments

@@ -82,7 +82,7 @@ def _nvidia(drafter: Any) -> str | None:
     if drafter.window is not None:
         return "have no such sliding layers"
     if isinstance(drafter, BlockDrafter):
-        if drafter.markov_out is not None and drafter.draft_to_target is not None:
+        if drafter.dependence is not None and drafter.draft_to_target is not None:
             return "have no draft vocabulary: train with head.vocab_size=null"
         own = block_drafter.target_row(drafter) is None
         return (

@@ -143,7 +143,8 @@ def lm_head_rows(target: Target, vocab: Tensor | None) -> Tensor:
 def draft_from_all(drafter: Drafter) -> Drafter:
     """A copy of a drafter that borrows the target's LM head; the copy drafts from all V tokens."""
     whole = drafter.decodable()
-    markov, vocab = getattr(whole, "markov_out", None), whole.draft_to_target
+    markov = getattr(getattr(whole, "dependence", None), "after", None)
+    vocab = whole.draft_to_target
     if markov is not None and vocab is not None:  # the other tokens follow any token as likely
         rows = markov.weight.new_zeros(drafter.target.vocab_size, markov.in_features).index_copy(
             0, vocab, markov.weight

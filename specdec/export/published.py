@@ -194,7 +194,7 @@ def _find_family(found: _Files) -> str:
         return "mtp"
     own = block_drafter.own_names(config, names).values()
     if "layers.0.q_norm.weight" in own and "hidden_norm.weight" in own:
-        return "dspark" if "markov_in.weight" in own else "dflash"
+        return "dspark" if "dependence.before.weight" in own else "dflash"
     if "norm.weight" in names and "fc.weight" in names:
         return "peagle" if eagle.mask_token(config) is not None else "eagle3"
     if "fc.weight" in names:

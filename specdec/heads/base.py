@@ -63,6 +63,9 @@ class Head(nn.Module, ABC):
     depth: int | None  # the largest number of drafts along a path; None: any
     pretrained = False  # whether it starts from trained weights: validation then also runs before training
     changeable: tuple[str, ...] = ()  # arguments without weights, which training further from a checkpoint sets anew
+    parts: tuple[
+        str, ...
+    ] = ()  # arguments of parts, whose tensors begin with their names, which training further may add or exchange
     by_token: tuple[str, ...] = ()  # beginnings of the names of tensors with a row for each token that can be drafted
     adapts_target = False  # whether it changes the target in place: outputs are then those of the adapted target
     draft_to_target: Tensor | None  # [W] target ids of a reduced draft vocabulary, increasing; None: all V
@@ -125,6 +128,11 @@ class Head(nn.Module, ABC):
                 module.fold()
         return frozen
 
+    @staticmethod
+    def renew(arguments: dict, tensors: dict[str, Tensor]) -> tuple[dict, dict[str, Tensor]]:
+        """What a checkpoint of an earlier version holds, as this version names it"""
+        return arguments, tensors
+
     def arguments(self) -> dict:
         """Constructor arguments that a checkpoint must hold in place of those that training was given."""
         return {}
@@ -143,6 +151,7 @@ class Drafter(Head):
     attends: Literal["path", "depth", "block", "text", "none"]  # what a step sees
     estimates = False  # whether its state estimates the target's next final state, so that the two can be compared
     confident = False  # whether `confidence` returns logits
+    has_candidates = False  # whether it drafts from a lattice of candidates, see `candidate_loss`
     # Whether the drafts of a round follow from its first pass, because no step reads a draft or the state of another step, and
     # `logits` is the same at all depths
     parallel = False
@@ -192,6 +201,19 @@ class Drafter(Head):
     @abstractmethod
     def logits(self, d: int, readout: Tensor) -> Tensor:
         """readout [..., R] of step d -> [..., W], over the draft vocabulary"""
+
+    def judged_logits(self, d: int, readout: Tensor) -> Tensor:
+        """readout [..., R] of step d -> [..., W]: what losses hold against the target's logits, if not `logits`"""
+        return self.logits(d, readout)
+
+    def guess(self, d: int, readout: Tensor, judged: Tensor) -> Tensor:
+        """readout [..., R], and what `judged_logits` made of it [..., W] -> the likeliest draft ids [...]"""
+        return judged.argmax(-1)
+
+    def candidate_loss(self, readout: Tensor, judged: Tensor, token: Tensor) -> Tensor | None:
+        """readout [M, R], `judged_logits` [M, W], the draft ids [M] that ought to be guessed -> the cross-entropy over candidates [M];
+        None without candidates"""
+        return None
 
     def blank(self, num_rows: int, num: int) -> tuple[Tensor, Tensor] | None:
         """What the later steps of a parallel drafter read in place of drafts -> h [B, num, H], tokens [B, num]

@@ -1,11 +1,15 @@
-"""Block drafters: DFlash (2602.06036) and DSpark (2607.05147), all drafts in one pass over the target's features.
+"""Block drafters: DFlash (2602.06036), DSpark (2607.05147) and those that followed. One pass makes the states of all drafts.
 
 input    e(x_j)   mask   mask   mask          a block at slot j; keys: features f_0 .. f_(j-1), then the block's own
 DFlash            draft1 draft2 draft3        a mask guesses its own position
 DSpark   draft1   draft2 draft3               an input guesses the next position, so K inputs make K drafts
+
+What makes a draft depend on those before it is a part of its own, of the package `dependence`: DFlash has none, DSpark a Markov head,
+DFlash 2, LiLiCorr and Domino have theirs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +30,15 @@ from specdec.heads.blocks import (
     ridge,
     row_cache,
 )
+from specdec.heads.convolution import BlockConvolution
+from specdec.heads.dependence import Block, Lattice, Sizes, make_part
 from specdec.target.model import Target
 
 
 class Layer(nn.Module):
     """A decoder layer over blocks; its attention has the context's keys beside the block's own (Qwen3's q and k norms)."""
 
-    def __init__(self, config, *, layer: int, sinks: bool = False):
+    def __init__(self, config, *, layer: int, sinks: bool = False, taps: int | None = None):
         super().__init__()
         width, eps, self.head_dim, self.layer = config.hidden_size, config.rms_norm_eps, config.head_dim, layer
         self.groups = config.num_key_value_heads
@@ -45,6 +51,8 @@ class Layer(nn.Module):
         self.o_proj = nn.Linear(queries, width, bias=False)
         self.mlp = LlamaMLP(config)
         self.attention_sink_bias = nn.Parameter(torch.zeros(config.num_attention_heads)) if sinks else None
+        convolutions = [BlockConvolution(width, taps) if taps else None for _ in range(2)]
+        self.attention_conv, self.mlp_conv = convolutions
 
     def keys(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """x [B, S, D] -> K, V [B, G, S, head_dim]"""
@@ -60,7 +68,7 @@ class Layer(nn.Module):
         causal: whether an input sees only the earlier ones of its block and itself
         """
         num_rows, num = x.shape[:2]
-        normed = self.input_layernorm(x)
+        normed, after = _mix(self.attention_conv, self.input_layernorm(x), size)
         query = self.q_norm(self.q_proj(normed).view(num_rows, num, -1, self.head_dim)).transpose(1, 2)
         query = apply_rotary_pos_emb(query, query, *rotary)[0] * self.head_dim**-0.5
         own_key, own_value = self.keys(normed, rotary)  # [B, G, S*size, head_dim]
@@ -87,8 +95,17 @@ class Layer(nn.Module):
             )
             out = span_attention.attend(query, context_key, context_value, mask, *own, causal=causal)[..., :-1]
         out = out.flatten(1, 2).flatten(2, 3).transpose(1, 2).flatten(2)  # [B, S*size, H * head_dim]
-        x = x + self.o_proj(out)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + after(self.o_proj(out))
+        normed, after = _mix(self.mlp_conv, self.post_attention_layernorm(x), size)
+        return x + after(self.mlp(normed))
+
+
+def _mix(convolution: BlockConvolution | None, x: Tensor, size: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """A sublayer's input [B, S*size, D] -> the input once it is mixed, and what mixes the output"""
+    if convolution is None:
+        return x, lambda out: out
+    before, after = convolution.kernels(x).unbind(-3)
+    return convolution.mix(x, before, size), lambda out: convolution.mix(out, after, size)
 
 
 class BlockDrafter(Drafter):
@@ -99,12 +116,10 @@ class BlockDrafter(Drafter):
     fuse: input fusion, in addition to the keys and values: a linear map of the anchor's embedding and the newest feature
         is added to every input. It is not in the papers and no engine has it, but it gives short runs a closed-form start
         (results/08-starts-and-searches.md; docs/methods.md, section 5)
-    markov_rank: the rank of DSpark's Markov head, which adds W2 W1 e(token before) to a draft's logits; null: no such head.
-        The paper learns a table in place of W1 e. W1 on the embedding has fewer parameters and generalises; a table can be
-        computed from it
-    markov_table: whether to have the paper's table, as imported heads do
+    dependence: of a draft on those before it: {kind: a file of specdec/heads/dependence, and its arguments}; null: none
+    convolution: positions that DFlash 2's convolution around each sublayer reads; null: no convolution
     confidence: whether to have DSpark's confidence head: is a draft accepted, from its state and, with confidence_markov, the token
-        before
+        before as a Markov head reads it
     window: positions before a block that its inputs see, as Speculators trains heads; None: all
     full_layers: the layers, from 0, that see all of them all the same; None: no layer does
     window_causal: whether, in layers with a window, an input sees only the earlier ones of its block and itself, as Speculators
@@ -117,7 +132,7 @@ class BlockDrafter(Drafter):
     """
 
     attends = "block"
-    by_token = ("markov_out.", "lm_head.")
+    parts = "dependence", "convolution"
 
     def __init__(
         self,
@@ -129,8 +144,8 @@ class BlockDrafter(Drafter):
         intermediate_size: int | None = None,
         anchor_predicts: bool = False,
         fuse: bool = False,
-        markov_rank: int | None = None,
-        markov_table: bool = False,
+        dependence: Mapping[str, Any] | None = None,
+        convolution: int | None = None,
         confidence: bool = False,
         confidence_markov: bool = True,
         window: int | None = None,
@@ -158,7 +173,9 @@ class BlockDrafter(Drafter):
         self.config = config = block_config(target, intermediate_size=intermediate_size, block=block)
         self.fc = SizedLinear(len(self.target_layers) * width, width)
         self.hidden_norm, self.norm = (RMSNorm(width, eps=config.rms_norm_eps) for _ in range(2))
-        self.layers = nn.ModuleList(Layer(config, layer=layer, sinks=sinks) for layer in range(num_layers))
+        self.layers = nn.ModuleList(
+            Layer(config, layer=layer, sinks=sinks, taps=convolution) for layer in range(num_layers)
+        )
         if mask_token is not None and not 0 <= mask_token < target.vocab_size:
             raise ValueError(f"mask_token={mask_token} must be a token of the target, below {target.vocab_size}.")
         self.mask_token, rows = mask_token, target.embed.weight.detach().float()
@@ -166,23 +183,27 @@ class BlockDrafter(Drafter):
         self.mask_embedding = nn.Parameter(mask, requires_grad=mask_token is None)  # [D]
         self.rotary = Rotary(config)
         self.join = nn.Linear(2 * width, num_drafts * width, bias=False) if fuse else None
-        self.markov_in: nn.Linear | nn.Embedding | None = None
-        self.markov_out = self.confidence_head = None
-        if markov_rank is not None:
-            if markov_table:
-                self.markov_in = nn.Embedding(target.vocab_size, markov_rank)
-                nn.init.normal_(self.markov_in.weight, std=markov_rank**-0.5)
-            else:
-                self.markov_in = nn.Linear(width, markov_rank, bias=False)
-            self.markov_out = nn.Linear(markov_rank, self.vocab_size, bias=False)
-            nn.init.zeros_(self.markov_out.weight)
-        self.confident = confidence
+        self.dependence = None
+        if dependence is not None:
+            sizes = Sizes(width, target.vocab_size, self.vocab_size, num_drafts, config.rms_norm_eps)
+            self.dependence = make_part(sizes=sizes, **dependence)
+            self.by_token = ("lm_head.", *(f"dependence.{name}" for name in self.dependence.by_token))
+        self.confident, self.has_candidates = confidence, isinstance(self.dependence, Lattice)
         self.lm_head = nn.Linear(width, self.vocab_size, bias=False) if own_output else None
-        self.parallel = markov_rank is None and not confidence
-        if confidence:
-            self.confidence_head = nn.Linear(width + (markov_rank or 0) * confidence_markov, 1)
+        self.parallel = self.dependence is None and not confidence
+        read = self.dependence.num_confident if self.dependence is not None and confidence_markov else 0
+        self.confidence_head = nn.Linear(width + read, 1) if confidence else None
         with torch.no_grad():
             self.norm.weight.copy_(norm_gain(target))
+
+    @staticmethod
+    def renew(arguments, tensors):
+        arguments = dict(arguments)
+        rank, table = arguments.pop("markov_rank", None), arguments.pop("markov_table", False)
+        if rank is not None:
+            arguments["dependence"] = {"kind": "markov", "rank": rank, "table": table}
+        names = {"markov_in.weight": "dependence.before.weight", "markov_out.weight": "dependence.after.weight"}
+        return arguments, {names.get(name, name): value for name, value in tensors.items()}
 
     def cache(self, batch: int) -> RowCache:
         return row_cache(self.config, self.fc.weight, layers=len(self.layers), batch=batch, masked=True)
@@ -198,13 +219,19 @@ class BlockDrafter(Drafter):
 
     def step(self, d, h, tokens, positions, mask, cache):
         embedding = self.embed(tokens).to(self.fc.weight.dtype)  # [B, S, D] of the token before draft d
+        width, part = self.target.width, self.dependence
+        total = width * self.depth
         if d == 1:
-            h = self._block(embedding, h, positions, mask, cache)
-        readout = h.chunk(self.depth, dim=-1)[d - 1]
-        if self.markov_in is not None:
-            before = self.markov_in(tokens if isinstance(self.markov_in, nn.Embedding) else embedding)
-            readout = torch.cat([readout, before], dim=-1)  # [B, S, D + rank]
-        return h, readout
+            feature, h = h, self._block(embedding, h, positions, mask, cache)
+            if part is not None:
+                block = Block(feature, h.unflatten(-1, (self.depth, width)), tokens, self.unary, self._embed_drafts)
+                h = torch.cat([h, part.begin(block)], dim=-1)
+        states, carried = h[..., :total], h[..., total:]
+        state = states[..., (d - 1) * width : d * width]
+        if part is None:
+            return h, state
+        readout, carried = part.advance(d, state.to(embedding.dtype), tokens, embedding, carried)
+        return torch.cat([states, carried], dim=-1), torch.cat([state, readout], dim=-1)  # [B, S, D + R]
 
     def ahead(self, h):
         return h.unflatten(-1, (self.num_drafts, -1))
@@ -230,12 +257,40 @@ class BlockDrafter(Drafter):
         return self.norm(x).unflatten(1, (num, size))[:, :, size - self.num_drafts :].flatten(2)
 
     def logits(self, d, readout):
+        width = self.target.width
+        if self.dependence is None:
+            return self.unary(readout)
+        return self.dependence.logits(
+            readout[..., width:], lambda: self.unary(readout[..., :width]), self._embed_drafts
+        )
+
+    @property
+    def lattice(self) -> Lattice | None:
+        return self.dependence if isinstance(self.dependence, Lattice) else None
+
+    def judged_logits(self, d, readout):
+        return self.logits(d, readout) if self.lattice is None else self.unary(readout[..., : self.target.width])
+
+    def guess(self, d, readout, judged):
+        if self.lattice is None:
+            return super().guess(d, readout, judged)
+        ids, scores = self.lattice.score(readout[..., self.target.width :], self._embed_drafts)
+        return ids.gather(-1, scores.argmax(-1, keepdim=True))[..., 0]
+
+    def candidate_loss(self, readout, judged, token):
+        if self.lattice is None:
+            return None
+        return self.lattice.judge(readout[..., self.target.width :], judged, token, self._embed_drafts)
+
+    def unary(self, state: Tensor) -> Tensor:
+        """The logits [..., W] of a state [..., D] alone, whatever the drafts before are"""
         # Contiguous: a part of a wider tensor makes a batched product, whose weight `compile` does not pack, if it has several
         # rows; on a CPU that takes ten times as long
-        width = self.target.width
-        state = readout[..., :width].contiguous()
-        logits = self.goal_logits(state) if self.lm_head is None else self.lm_head(state)
-        return logits if self.markov_out is None else logits + self.markov_out(readout[..., width:].contiguous())
+        state = state.to(self.fc.weight.dtype).contiguous()
+        return self.goal_logits(state) if self.lm_head is None else self.lm_head(state)
+
+    def _embed_drafts(self, ids: Tensor) -> Tensor:
+        return self.target.embed(self.to_target(ids))
 
     def confidence(self, d, readout):
         head = self.confidence_head

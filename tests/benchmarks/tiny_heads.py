@@ -57,7 +57,7 @@ CASES = (
     Case("dflash", {"num_drafts": NUM_DRAFTS, "num_layers": 1, "mask_token": 7}, False, ("vllm", "gguf")),
     # the edge of a window is another one in vLLM (docs/file-formats.md, section 10), so this one is wider than the texts
     Case("dflash", {"num_drafts": NUM_DRAFTS, "num_layers": 1, "window": 500}, True, ("vllm", "speculators")),
-    Case("dspark", {"num_drafts": NUM_DRAFTS, "markov_rank": 16}, True, ("gguf",)),
+    Case("dspark", {"num_drafts": NUM_DRAFTS, "dependence": {"kind": "markov", "rank": 16}}, True, ("gguf",)),
     Case("draft", {}, False, ("vllm", "gguf")),
 )
 ShareRight = Callable[[Drafter], float]  # the share of rounds that draft only what the target then says

@@ -59,7 +59,7 @@ OTHER_ROPE = {
         ("eagle", False, {"block": OTHER_ROPE}, "eagle", "no rotary embedding of the type llama3: take format=vllm"),
         *((head, False, {"fuse": True}, form, "Train with fuse=false")
           for head in ("dflash", "dspark") for form in ("vllm", "gguf", "speculators")),
-        ("dspark", False, {"markov_rank": None}, "vllm", "train with markov_rank=256"),
+        ("dspark", False, {"dependence": None}, "vllm", "without a plain Markov head"),
         *(("mtp", False, {"num_modules": 5}, form, "Train with num_modules=null") for form in ("vllm", "sglang")),
         ("mtp", False, {"intermediate_size": 20}, "vllm", "intermediate_size is 48 and not 20. Train with the target's sizes"),
         *(("eagle3", False, {"target_layers": layers}, form, "Train with other target_layers")
@@ -223,7 +223,7 @@ def test_heads_of_scaled_targets_are_exported(granite, head, form):
 
 
 def test_exports_that_a_target_does_not_have(granite):
-    dspark = BlockDrafter(granite, markov_rank=4, anchor_predicts=True)
+    dspark = BlockDrafter(granite, dependence={"kind": "markov", "rank": 4}, anchor_predicts=True)
     with pytest.raises(ValueError, match="scales or caps its logits"):
         make_form(dspark, "vllm")
     make_form(dspark, "safetensors")

@@ -30,6 +30,7 @@ from tests.exports import (
     make_provenance,
 )
 from tests.loops import follow
+from tests.support import TABLE
 
 pytestmark = pytest.mark.full
 
@@ -70,12 +71,12 @@ CASES = [
     ("dflash", {"window": 4, "num_layers": 3, "full_layers": [1]}, "vllm", BLOCK),
     *(("dflash", {"mask_token": 7, **arguments}, "sglang", SGLANG_BLOCK)
       for arguments in ({}, {"window": 4}, {"window": 4, "window_causal": False})),
-    *(("dspark", {"mask_token": 7, "markov_table": True, **arguments}, "sglang", SGLANG_BLOCK)
+    *(("dspark", {"mask_token": 7, "dependence": TABLE, **arguments}, "sglang", SGLANG_BLOCK)
       for arguments in ({}, {"anchor_predicts": False, "confidence": False})),
     *(("dspark", {}, form, BLOCK) for form in ("vllm", "gguf", "speculators")),
-    *(("dspark", {"markov_table": True, "anchor_predicts": False, "confidence": False}, form, BLOCK)
+    *(("dspark", {"dependence": TABLE, "anchor_predicts": False, "confidence": False}, form, BLOCK)
       for form in ("vllm", "speculators")),
-    *(("dspark", {"markov_table": True}, form, BLOCK) for form in ("vllm", "gguf", "speculators")),
+    *(("dspark", {"dependence": TABLE}, form, BLOCK) for form in ("vllm", "gguf", "speculators")),
 ]  # fmt: skip
 
 
@@ -91,7 +92,7 @@ def test_engines_draw_the_same_drafts_and_import_gives_the_head_back(
     assert not (exported.whole_vocabulary and not reduced)
     served = draft_from_all(drafter) if exported.whole_vocabulary else drafter
     assert_same_drafts(out, reader, served)
-    if head != "dspark" or "markov_table" in arguments:  # other ones come back with a table
+    if head != "dspark" or "dependence" in arguments:  # other ones come back with a table
         assert_equal_drafters(bring_in(out, target), drafter if (out / "token_map.pt").exists() else served)
     assert_given_back(out, target, tmp_path)
 

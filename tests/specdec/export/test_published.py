@@ -24,6 +24,7 @@ from tests.exports import (
     refuse,
     rewrite,
 )
+from tests.support import TABLE
 
 pytestmark = pytest.mark.full
 
@@ -198,7 +199,7 @@ MISREAD = [
     ("dflash", "vllm", {"layer_types": ["sliding_attention"] * 2}, "must say how many positions they see"),
     ("dspark", "vllm", {"markov_head_type": "gated"}, "of the type gated cannot be imported; vanilla can"),
     ("dspark", "speculators", {"sample_from_anchor": None}, "write sample_from_anchor into config.json"),
-    ("dspark", "vllm", {"tensors": {"markov_head.markov_w1.weight": torch.zeros(60, 64).double()}}, "size mismatch for markov_in.weight"),
+    ("dspark", "vllm", {"tensors": {"markov_head.markov_w1.weight": torch.zeros(60, 64).double()}}, "size mismatch for dependence.before.weight"),
     ("dspark", "safetensors", {}, "use the checkpoint"),
 ]  # fmt: skip
 
@@ -276,13 +277,13 @@ def test_dspark_whose_markov_head_is_no_table_becomes_one_with_a_table(target, t
     )  # as checkpoints have it
     rewrite(tmp_path / "out", tensors={"markov_head.markov_w1.weight": table})
     drafter = bring_in(tmp_path / "out", target)
-    assert drafter.markov_in.weight.shape == (61, 64)
+    assert drafter.dependence.before.weight.shape == (61, 64)
     assert_same_drafts(tmp_path / "out", reference.block, drafter)
 
 
 def test_published_dspark_with_the_fields_that_its_trainer_leaves_out(target, tmp_path):
     """Raw: the anchor guesses unless it is said. The confidence head reads the state alone, and its drafts stay the same."""
-    export(make_exact(target, "dspark", True, {"markov_table": True}), "vllm", tmp_path / "out")
+    export(make_exact(target, "dspark", True, {"dependence": TABLE}), "vllm", tmp_path / "out")
     _, tensors = reference.read(tmp_path / "out")
     narrow = tensors["confidence_head.proj.weight"][:, :32].clone()
     rewrite(tmp_path / "out", sample_from_anchor=None, markov_head_type=None, confidence_head_with_markov=None,

@@ -233,7 +233,7 @@ READS = {
 def test_a_step_depends_on_the_inputs_of_its_family(any_drafter, text):
     """Each input is perturbed in turn: a step depends on the inputs that READS lists and on no others."""
     name = type(any_drafter).__name__.removeprefix("Native")
-    if "markov_in.weight" in any_drafter.state_dict():
+    if "dependence.before.weight" in any_drafter.state_dict():
         name += " with a Markov head"
     if getattr(any_drafter, "zero_first", False):
         name += " without the first"

@@ -1,0 +1,38 @@
+"""DFlash 2's convolution inside a block, around a sublayer: each position mixes in those before it (Inco and Z Lab, August 2026).
+
+y[t, c] = sum over taps i of (base[i, c] + delta_i[t, group of c]) x[t - i, c]; positions before the block count as zero. The kernels'
+changes delta of both sides follow from the sublayer's input.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+GROUP = 16  # channels that share a change of the kernel
+
+
+class BlockConvolution(nn.Module):
+    """Starts as the identity. width: D; taps: positions that an output reads, its own included"""
+
+    def __init__(self, width: int, taps: int):
+        super().__init__()
+        self.taps, self.group = taps, math.gcd(width, GROUP)
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, width))  # of the input, and of the output
+        self.kernel_projection = nn.Linear(width, 2 * taps * (width // self.group), bias=False)
+        with torch.no_grad():
+            self.base_kernel[:, 0] = 1
+            self.kernel_projection.weight.zero_()
+
+    def kernels(self, x: Tensor) -> Tensor:
+        """x [..., D] the sublayer's input -> [..., 2, taps, D], for `mix`"""
+        delta = self.kernel_projection(x).unflatten(-1, (2, self.taps, -1))
+        return self.base_kernel + delta.repeat_interleave(self.group, dim=-1)
+
+    def mix(self, x: Tensor, kernels: Tensor, size: int) -> Tensor:
+        """x [B, S*size, D] of blocks one after the other; kernels [B, S*size, taps, D] -> [B, S*size, D]"""
+        blocks, kernels = (part.unflatten(1, (-1, size)) for part in (x, kernels))  # [B, S, size, ...]
+        out = kernels[..., 0, :] * blocks
+        for tap in range(1, min(self.taps, size)):
+            out = out + kernels[..., tap, :] * nn.functional.pad(blocks[:, :, :-tap], (0, 0, tap, 0))
+        return out.flatten(1, 2)

@@ -1,0 +1,23 @@
+"""How a draft depends on the drafts before it in its block: the parts of a block drafter that can be exchanged.
+
+Each file has one `Part`. `dependence: {kind: FILE, ...}` chooses it, and the other entries are its arguments.
+"""
+
+import importlib
+import pkgutil
+
+from specdec.heads.dependence.base import Block as Block
+from specdec.heads.dependence.base import Dependence, Sizes
+from specdec.heads.dependence.base import Lattice as Lattice
+
+
+def make_part(kind: str, sizes: Sizes, **arguments) -> Dependence:
+    """The part of that file. Raises ValueError for a file or an argument that does not exist."""
+    kinds = sorted(name for _, name, _ in pkgutil.iter_modules(__path__) if name != "base")
+    if kind not in kinds:
+        raise ValueError(f"dependence.kind={kind}: choose one of {', '.join(kinds)}.")
+    part = importlib.import_module(f"{__name__}.{kind}").Part
+    try:
+        return part(sizes, **arguments)
+    except TypeError as error:
+        raise ValueError(f"dependence.kind={kind} does not take these settings ({error}).") from error

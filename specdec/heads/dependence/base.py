@@ -1,0 +1,127 @@
+"""The interface of a dependence between the tokens of a block, and what candidate lattices have in common.
+
+A block drafter makes the states s_1 .. s_K of a block in one pass, and from each the unary logits U_d = LM head(s_d). A part says how
+the distribution of draft d follows from U_d and the tokens before. A `Dependence` corrects the logits of all tokens; a `Lattice`
+scores pairs of the few likeliest tokens of neighbouring positions, and drafts nothing else.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+STATES = 512  # states whose logits exist at a time, while candidates are chosen
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a block drafter."""
+
+    width: int  # D, of states and embeddings
+    num_tokens: int  # V, which a draft may follow
+    vocab_size: int  # W, which can be drafted
+    num_drafts: int  # K
+    eps: float  # of norms
+
+
+@dataclass(frozen=True)
+class Block:
+    """What is known once the block's pass is over."""
+
+    feature: Tensor  # [..., D] the encoded feature before the anchor
+    states: Tensor  # [..., K, D]
+    tokens: Tensor  # [...] the anchor
+    unary: Callable[[Tensor], Tensor]  # states [..., D] -> logits [..., W]
+    embed: Callable[[Tensor], Tensor]  # draft ids [...] -> the target's embeddings [..., D]
+
+
+class Dependence(nn.Module, ABC):
+    """How a draft depends on those before it. What is carried along a path is a part of its state.
+
+    by_token: beginnings of the names of tensors with a row for each token that can be drafted
+    num_confident: how many numbers at a readout's beginning a confidence head reads beside the state
+    """
+
+    by_token: tuple[str, ...] = ()
+    num_confident = 0
+
+    def begin(self, block: Block) -> Tensor:
+        """What step 1 finds carried, [..., C]"""
+        return block.states[..., 0, :0]
+
+    @abstractmethod
+    def advance(
+        self, d: int, state: Tensor, tokens: Tensor, embedding: Tensor, carried: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Step d: the state [..., D] of draft d, the token before it [...], its embedding [..., D], and what was carried [..., C].
+
+        -> the readout [..., R] of draft d, and what the step behind it finds carried [..., C]
+        """
+
+    @abstractmethod
+    def logits(self, readout: Tensor, unary: Callable[[], Tensor], embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """readout [..., R], unary() [..., W]; embed: see Block -> logits of the draft, [..., W]"""
+
+
+class Lattice(Dependence):
+    """The `top` likeliest tokens of each position by the unary logits, and scores of pairs of neighbours.
+
+    The proposal at temperature T is softmax((U + pair) / T) over the candidates on the path that is taken, in float32. No other token
+    is proposed. Carried are the candidates' draft ids and unary logits of all positions, as float32, which holds ids exactly, and
+    behind them what `prepare` makes. A readout begins with the candidates of its position: ids [top], unary logits [top].
+    """
+
+    def __init__(self, sizes: Sizes, *, top: int):
+        super().__init__()
+        if top < 2:
+            raise ValueError(f"dependence.top={top} must be at least 2 candidates.")
+        self.sizes, self.top = sizes, min(top, sizes.vocab_size)
+
+    def begin(self, block):
+        with torch.no_grad():  # logits of all tokens at all positions of a text would not fit
+            parts = [_exact(block.unary(part)).topk(self.top) for part in block.states.flatten(0, -2).split(STATES)]
+        shape = (*block.states.shape[:-1], self.top)
+        ids, scores = torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts])
+        more = self.prepare(block, ids.view(shape), scores.view(shape))
+        known = [part.view(shape).flatten(-2) for part in (ids.to(scores.dtype), scores)]  # [..., K * top]
+        return torch.cat([*known, *(_exact(part) for part in more)], dim=-1)
+
+    def prepare(self, block: Block, ids: Tensor, scores: Tensor) -> tuple[Tensor, ...]:
+        """What else a block carries, [..., .] each. ids, scores [..., K, top]: of its candidates"""
+        return ()
+
+    def candidates(self, d: int, carried: Tensor) -> list[Tensor]:
+        """ids and unary logits of position d, [..., top] each"""
+        starts = (part * self.sizes.num_drafts * self.top + (d - 1) * self.top for part in range(2))
+        return [carried[..., start : start + self.top] for start in starts]
+
+    @abstractmethod
+    def pair_scores(self, readout: Tensor, ids: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """readout [..., R] of a draft, ids [..., top] -> the scores of these tokens behind the token before, [..., top]"""
+
+    def score(self, readout: Tensor, embed: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """readout [..., R] -> ids and scores of the candidates, [..., top] each"""
+        ids, scores = readout[..., : self.top].long(), readout[..., self.top : 2 * self.top]
+        return ids, scores + _exact(self.pair_scores(readout, ids, embed))
+
+    def logits(self, readout, unary, embed):
+        ids, scores = self.score(readout, embed)
+        return scores.new_full((*ids.shape[:-1], self.sizes.vocab_size), -torch.inf).scatter(-1, ids, scores)
+
+    def judge(self, readout: Tensor, unary: Tensor, token: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """readout [M, R], unary logits [M, W], token [M]: the draft id that ought to be guessed.
+
+        -> the cross-entropy over the candidates, [M]. A token that is none of them takes the place of the least likely one.
+        """
+        ids = readout[..., : self.top].long()
+        missing = ~(ids == token[:, None]).any(-1)
+        ids = torch.cat([ids[:, :-1], torch.where(missing, token, ids[:, -1])[:, None]], dim=-1)
+        scores = _exact(unary).gather(-1, ids) + _exact(self.pair_scores(readout, ids, embed))
+        return nn.functional.cross_entropy(scores, (ids == token[:, None]).int().argmax(-1), reduction="none")
+
+
+def _exact(values: Tensor) -> Tensor:
+    """In float32, at least"""
+    return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -1,0 +1,33 @@
+"""Domino's correction (2605.29707): a GRU reads the tokens of the path, and its state corrects the logits of all tokens.
+
+The first draft is not corrected.
+"""
+
+import torch
+from torch import nn
+
+from specdec.heads.dependence.base import Dependence, Sizes
+
+
+class Part(Dependence):
+    """hidden: width of the GRU; rank: of the correction W2 silu(W1 [s; r]) of a state s and the GRU's state r"""
+
+    by_token = ("after.",)
+
+    def __init__(self, sizes: Sizes, *, hidden: int = 256, rank: int = 128):
+        super().__init__()
+        self.reader = nn.GRUCell(sizes.width, hidden, bias=False)
+        self.join = nn.Linear(sizes.width + hidden, rank, bias=False)
+        self.after = nn.Linear(rank, sizes.vocab_size, bias=False)
+        nn.init.zeros_(self.after.weight)
+
+    def begin(self, block):
+        return block.states.new_zeros(*block.tokens.shape, self.reader.hidden_size)
+
+    def advance(self, d, state, tokens, embedding, carried):
+        carried = self.reader(embedding.flatten(0, -2), carried.flatten(0, -2)).view(carried.shape)
+        out = nn.functional.silu(self.join(torch.cat([state, carried], dim=-1)))
+        return (torch.zeros_like(out) if d == 1 else out), carried
+
+    def logits(self, readout, unary, embed):
+        return unary() + self.after(readout.contiguous())

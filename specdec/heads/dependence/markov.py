@@ -1,0 +1,53 @@
+"""DSpark's Markov heads (2607.05147): a low-rank term of the token before is added to the logits of all tokens.
+
+plain   W2 m, with m = W1 e(token before)
+gated   W2 (g m), with g = sigmoid(G [s; m]) of the draft's state s
+rnn     W2 tanh(o), with a state r along the path: [z, c, o] = J [r; m; s], r' = sigmoid(z) r + (1 - sigmoid(z)) tanh(c)
+"""
+
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+
+from specdec.heads.dependence.base import Dependence, Sizes
+
+Form = Literal["plain", "gated", "rnn"]
+
+
+class Part(Dependence):
+    """rank: of the term; table: whether W1 is the paper's table of all tokens, and no map of their embeddings"""
+
+    by_token = ("after.",)
+
+    def __init__(self, sizes: Sizes, *, rank: int, table: bool = False, form: Form = "plain"):
+        super().__init__()
+        if form not in get_args(Form):
+            raise ValueError(f"dependence.form={form} must be plain, gated or rnn.")
+        self.form, self.num_confident = form, rank
+        self.before: nn.Embedding | nn.Linear
+        if table:
+            self.before = nn.Embedding(sizes.num_tokens, rank)
+            nn.init.normal_(self.before.weight, std=rank**-0.5)
+        else:
+            self.before = nn.Linear(sizes.width, rank, bias=False)
+        self.gate = nn.Linear(sizes.width + rank, rank) if form == "gated" else None
+        self.joint = nn.Linear(sizes.width + 2 * rank, 3 * rank) if form == "rnn" else None
+        self.after = nn.Linear(rank, sizes.vocab_size, bias=False)
+        nn.init.zeros_(self.after.weight)
+
+    def begin(self, block):
+        return block.states[..., 0, :1].new_zeros(*block.tokens.shape, self.num_confident if self.joint else 0)
+
+    def advance(self, d, state, tokens, embedding, carried):
+        before = self.before(tokens if isinstance(self.before, nn.Embedding) else embedding)
+        if self.gate is not None:
+            return torch.cat([before, self.gate(torch.cat([state, before], dim=-1)).sigmoid() * before], -1), carried
+        if self.joint is not None:
+            keep, new, out = self.joint(torch.cat([carried, before, state], dim=-1)).chunk(3, dim=-1)
+            carried = keep.sigmoid() * carried + (1 - keep.sigmoid()) * new.tanh()
+            return torch.cat([before, out.tanh()], dim=-1), carried
+        return before, carried
+
+    def logits(self, readout, unary, embed):
+        return unary() + self.after(readout[..., -self.num_confident :].contiguous())
