@@ -60,11 +60,12 @@ class DenseKeys:
 
 
 @torch.no_grad()
-def follow(drafter, tokens, features, slot: int, depth: int):
+def follow(drafter, tokens, features, slot: int, depth: int, *, judged: bool = False):
     """The slot rule for one slot: steps 1 .. depth along the given tokens, one step after the other.
 
     It uses neither of the two loops that it checks, the proposer with its cache and the unroll.
     tokens [T]; features [T, F*D], read only before the slot -> states [H] and logits [W] of each step
+    judged: the logits that losses judge
     """
     first, kind = drafter.first_slot, drafter.attends
     cache, states, logits = DenseKeys(), [], []
@@ -90,5 +91,5 @@ def follow(drafter, tokens, features, slot: int, depth: int):
             positions = slots + d - 1
             h, readout = drafter.step(d, h, tokens[None, positions], positions[None], mask[None, None], cache)
         states.append(h[0, -1])
-        logits.append(drafter.logits(d, readout[:, -1:])[0, 0])
+        logits.append((drafter.judged_logits if judged else drafter.logits)(d, readout[:, -1:])[0, 0])
     return states, logits

@@ -5,7 +5,7 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,8 +70,8 @@ def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
     matrices: list[nn.Parameter] = []
     for name, layer in module.named_modules():
         output = any(part in OUTPUTS for part in name.split("."))
-        if isinstance(layer, nn.Linear) and not output and layer.weight.requires_grad:
-            matrices.append(cast(nn.Parameter, layer.weight))
+        if isinstance(layer, nn.Linear | nn.GRUCell) and not output:
+            matrices += [each for each in layer.parameters(recurse=False) if each.dim() == 2 and each.requires_grad]
     return list(dict.fromkeys(matrices))  # a shared one once
 
 

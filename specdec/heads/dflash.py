@@ -133,6 +133,7 @@ class BlockDrafter(Drafter):
 
     attends = "block"
     parts = "dependence", "convolution"
+    by_token: tuple[str, ...] = ("lm_head.",)
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ def distributions(objective: Objective, row: Row):
         slot = goal - d
         if slot < drafter.first_slot or not row.mask[goal]:
             continue
-        _, logits = follow(drafter, tokens, features, slot, d)
+        _, logits = follow(drafter, tokens, features, slot, d, judged=True)
         p = (target.logits(final[goal - 1]) / objective.temperature).softmax(-1)  # of token `goal`
         q = (logits[d - 1] / objective.temperature).softmax(-1)
         index = int(tokens[goal])
@@ -96,6 +96,33 @@ def test_total_against_a_loop(any_drafter, num_prompt):
     assert loss.num_goals == 15 == batch.loss_mask.sum()
     expected = sum(naive(make_objective(any_drafter), row) for row in rows)
     assert loss.total.item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("table", [False, True])
+def test_the_loss_over_candidates_against_a_loop(target, table):
+    """DFlash 2: the scores of 6 candidates behind the true token; the target's likeliest token is one of them, if need be as the last."""
+    part = {"kind": "selector", "rank": 8, "top": 6, "table": table}
+    drafter = make_drafter(target, "dflash2", False, {"dependence": part})
+    objective = make_objective(drafter, losses={"kl": 1.0, "candidates": 1.0})
+    only_kl, row = make_objective(drafter, losses={"kl": 1.0}), make_row(3, 5, 12, 61)
+    found = judge(objective, [[row]], 20)[0].total.item() - judge(only_kl, [[row]], 20)[0].total.item()
+    tokens, embedding, part = torch.tensor(row.tokens), target.embed.weight, drafter.dependence
+    drafter.requires_grad_(False)
+    output, total, missing = target.read(tokens[None], drafter.target_layers), 0.0, 0
+    of_tokens = (part.predecessor.weight, part.successor.weight) if table else (
+        embedding @ part.predecessor.weight.T, embedding @ part.successor.weight.T)  # fmt: skip
+    for goal, d in itertools.product(range(len(tokens)), range(1, objective.depth + 1)):
+        if goal - d < 1 or not row.mask[goal]:
+            continue
+        states, logits = follow(drafter, tokens, output.features[0], goal - d, d, judged=True)
+        state, wanted = states[-1][(d - 1) * 32 : d * 32], int(target.logits(output.final[0, goal - 1]).argmax())
+        ids = logits[-1].topk(6).indices.tolist()
+        missing += wanted not in ids
+        ids = ids if wanted in ids else [*ids[:-1], wanted]
+        query = of_tokens[0][tokens[goal - 1]] * (part.hidden.weight @ state)
+        scores = torch.stack([logits[-1][each] + query @ of_tokens[1][each] for each in ids])
+        total -= objective.shares[d - 1] * float(scores.log_softmax(0)[ids.index(wanted)])
+    assert missing > 3 and found == pytest.approx(total, rel=1e-6)
 
 
 def test_padding_and_other_prompts_do_not_count(any_drafter):
@@ -202,6 +229,8 @@ def test_slots_against_a_loop(target, depth):
 @paired("any_drafter, name", VARIANTS, ["lk", "e2e_tv", "dpace", "vat"])
 def test_losses_over_all_depths_against_a_loop(any_drafter, name):
     """Two documents in one row and one in another; the formulas of train/losses.py are computed by hand."""
+    if name == "vat" and any_drafter.has_candidates:
+        pytest.skip("its guesses are not those of the logits that are judged")
     rows = [make_row(seed, 4 + seed, 6, 61) for seed in range(3)]
     weighted = name in ("dpace", "vat")
     chosen = {"losses": {"kl": 1.0}, "weighting": name} if weighted else {"losses": {name: 2.0}}
