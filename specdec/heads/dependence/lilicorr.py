@@ -30,19 +30,13 @@ class MLP(nn.Module):
         return self.down_proj(silu(self.up_proj(x)))
 
 
-class Attention(nn.Module):
-    """Of all candidates of a block on each other; the tensors have nn.MultiheadAttention's names."""
+class Attention(nn.MultiheadAttention):
+    """Of all candidates of a block on each other, with a bias that all blocks share"""
 
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.heads, self.in_proj_weight = heads, nn.Parameter(torch.empty(3 * width, width))
-        self.in_proj_bias, self.out_proj = nn.Parameter(torch.zeros(3 * width)), nn.Linear(width, width)
-        nn.init.xavier_uniform_(self.in_proj_weight)
-
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
         """x [M, L, H], bias [heads, L, L] -> [M, L, H]"""
         projected = nn.functional.linear(x, self.in_proj_weight, self.in_proj_bias)
-        query, key, value = projected.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [M, heads, L, .]
+        query, key, value = projected.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # [M, heads, L, .]
         out = scaled_dot_product_attention(query, key, value, attn_mask=bias.to(query.dtype))
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
@@ -143,7 +137,7 @@ class Part(Lattice):
         slots = torch.arange(num, device=ids.device).repeat_interleave(top)
         distance = slots[:, None] - slots
         bias = self.relative_slot_bias[:, distance + num].permute(1, 2, 0)  # [L, L, heads]
-        bias = (bias + self.same_slot_bias * (distance == 0)[..., None]).permute(2, 0, 1)
+        bias = (bias + self.same_slot_bias * (distance == 0)[..., None]).permute(2, 0, 1).contiguous()
         for layer in self.layers:
             x = layer(x, bias)
         x, anchor = self.output_norm(x), self.anchor_norm(self.context_proj(feature.to(dtype)))[:, None]  # [M, 1, H]
