@@ -37,6 +37,10 @@ TEXT, ANSWERS = "head.objective.supervise=text", "head.objective.supervise=answe
 ALL, HALF = "head.objective.keep=1 head.objective.decay={}", "head.objective.keep=0.5 head.objective.decay={}"
 FROZEN, OWN = "head.drafter.own_output=false", "head.drafter.own_output=true"
 NORMS = "head.drafter.norm_features=true head.drafter.norm_output=true"
+BLOCK = (
+    f"{LINEAR.format('1e-3')} {TEXT} {ALL.format(0.8)} head.objective.depth=7 head.drafter.num_drafts=7 "
+    "head.objective.anchors=null"
+)
 CANDIDATES = {
     "eagle3": {
         "adamw": f"{ADAMW} optimizer.lr=2.5e-4 {ANSWERS} {ALL.format(0.8)} {OWN}",
@@ -68,12 +72,31 @@ CANDIDATES = {
         "linear no start": f"{LINEAR.format('1e-3')} {TEXT} {ALL.format(1)} solve_packs=0",
         "linear 2e-3": f"{LINEAR.format('2e-3')} {TEXT} {ALL.format(1)}",
     },
+    "blocks": {  # drafters of a block of 7, beside the two heads above, with one recipe
+        "eagle3": f"head=eagle3 {LINEAR.format('1e-3')} {TEXT} {ALL.format(0.8)} {FROZEN} head.objective.depth=4",
+        "mtp": f"head=mtp {LINEAR.format('1e-3')} {TEXT} {ALL.format(0.6)} head.objective.depth=4",
+        "dflash": f"head=dflash {BLOCK}",
+        "dflash adamw": f"head=dflash {BLOCK} {ADAMW} optimizer.lr=6e-4",
+        "dflash fused": f"head=dflash {BLOCK} head.drafter.fuse=true",
+        "dflash convolution": f"head=dflash {BLOCK} head.drafter.convolution=2",
+        "dspark": f"head=dspark {BLOCK}",
+        "dspark gated": f"head=dspark {BLOCK} head.drafter.dependence.form=gated",
+        "dspark rnn": f"head=dspark {BLOCK} head.drafter.dependence.form=rnn",
+        "dspark fused": f"head=dspark {BLOCK} head.drafter.fuse=true",
+        "dflash2": f"head=dflash2 {BLOCK}",
+        "dflash2 tables": f"head=dflash2 {BLOCK} head.drafter.dependence.table=true",
+        "dflash2 no convolution": f"head=dflash2 {BLOCK} head.drafter.convolution=null",
+        "dflash2 fused": f"head=dflash2 {BLOCK} head.drafter.fuse=true",
+        "lilicorr": f"head=lilicorr {BLOCK} head.drafter.convolution=null",
+        "lilicorr convolution": f"head=lilicorr {BLOCK} head.drafter.convolution=2",
+        "domino": f"head=domino {BLOCK}",
+    },
 }  # of the five factors, with what earlier sections of results/ found, and each factor changed alone
 
 
 @dataclass(frozen=True)
 class StudyOptions:
-    head: str = "eagle3"  # one of CANDIDATES
+    head: str = "eagle3"  # one of CANDIDATES: blocks compares heads
     train: str = "data/answers.jsonl.gz"
     hold_out: int = 60  # of its rows, which are not trained on
     answers: str = ""  # conversations whose last message the target wrote, which decide
@@ -83,7 +106,8 @@ class StudyOptions:
     seeds: str = "0"  # comma list; the last budget alone is run with all of them
     length: int = 512
     batch: int = 1
-    depth: int = 4
+    depth: int = 4  # of the unroll, unless a candidate says so, and of the chain that is judged
+    device: str = "cpu"  # that judges; a run takes the GPU by itself
     workers: int = 2  # runs at a time, each with one thread
     extra: str = ""  # further options of train.py for all candidates, separated by spaces
     tag: str = "study"  # beginning of the names of runs
@@ -96,7 +120,7 @@ def train(chosen: StudyOptions, name: str, budget: int, seed: int) -> Path:
     run = f"{chosen.tag}-{chosen.head}-{name.replace(' ', '_')}-{budget}-{seed}"
     steps = max(1, budget // (chosen.length * chosen.batch))
     options = [
-        f"head={chosen.head}", f"run={run}", f"data.train={chosen.train}", f"data.hold_out={chosen.hold_out}", f"data.length={chosen.length}",
+        *([] if chosen.head == "blocks" else [f"head={chosen.head}"]), f"run={run}", f"data.train={chosen.train}", f"data.hold_out={chosen.hold_out}", f"data.length={chosen.length}",
         f"target.name={chosen.target_name}", f"train.batch={chosen.batch}", f"train.steps={steps}", f"train.seed={seed}", f"head.objective.depth={chosen.depth}",
         f"optimizer.warmup={max(5, steps // 20)}", "threads=1", "resume=auto", "progress=plain", f"features.folder=checkpoints/features/{chosen.tag}",
         "train.validate_every=0", "validation.num_prompts=2", "validation.max_new_tokens=4", "validation.auto=never",
@@ -120,12 +144,12 @@ def read_seconds(folder: Path) -> float:
 
 
 def judge(chosen: StudyOptions, target: Target, texts: list[validate.Written], folder: Path) -> list[list[float]]:
-    """Rounds and emitted tokens of each answer in a chain of 4."""
-    kept = folder / f"judged-{Path(chosen.answers).stem}.json"
+    """Rounds and emitted tokens of each answer in a chain."""
+    kept = folder / f"judged-{Path(chosen.answers).stem}-{chosen.depth}.json"
     if not kept.exists():
         head = checkpoint.load(folder, target)
         assert isinstance(head, Drafter)
-        judged = validate.replay_texts(head, texts, depth=4, what=folder.parent.name)
+        judged = validate.replay_texts(head, texts, depth=chosen.depth, what=folder.parent.name)
         counts = validate.count_replays(judged)
         files.write_text(kept, json.dumps([[each.num_rounds, each.num_emitted] for each in counts]))
     return json.loads(kept.read_text())
@@ -136,7 +160,11 @@ def main(arguments: list[str]) -> None:
     if chosen.head not in CANDIDATES or not Path(chosen.answers).is_file():
         raise ValueError(f"head={chosen.head} must be one of {', '.join(CANDIDATES)}, and answers= a file.")
     torch.set_num_threads(1)
-    target, tokenizer = Target.load(chosen.target_name, dtype="auto", device="cpu"), load_tokenizer(chosen.target_name)
+    Path(chosen.out).mkdir(parents=True, exist_ok=True)
+    target, tokenizer = (
+        Target.load(chosen.target_name, dtype="auto", device=chosen.device),
+        load_tokenizer(chosen.target_name),
+    )
     texts = []
     for row in reading.load_conversations(chosen.answers, split=None):
         encoded = data.encode(tokenizer, row)
