@@ -70,7 +70,7 @@ def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
     matrices: list[nn.Parameter] = []
     for name, layer in module.named_modules():
         output = any(part in OUTPUTS for part in name.split("."))
-        if isinstance(layer, nn.Linear | nn.GRUCell) and not output:
+        if isinstance(layer, nn.Linear | nn.GRUCell | nn.MultiheadAttention) and not output:
             matrices += [each for each in layer.parameters(recurse=False) if each.dim() == 2 and each.requires_grad]
     return list(dict.fromkeys(matrices))  # a shared one once
 

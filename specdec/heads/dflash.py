@@ -225,7 +225,8 @@ class BlockDrafter(Drafter):
         if d == 1:
             feature, h = h, self._block(embedding, h, positions, mask, cache)
             if part is not None:
-                block = Block(feature, h.unflatten(-1, (self.depth, width)), tokens, self.unary, self._embed_drafts)
+                states = h.unflatten(-1, (self.depth, width))
+                block = Block(feature, states, tokens, self.unary, self._embed_drafts, self.to_target)
                 h = torch.cat([h, part.begin(block)], dim=-1)
         states, carried = h[..., :total], h[..., total:]
         state = states[..., (d - 1) * width : d * width]

@@ -35,6 +35,7 @@ class Block:
     tokens: Tensor  # [...] the anchor
     unary: Callable[[Tensor], Tensor]  # states [..., D] -> logits [..., W]
     embed: Callable[[Tensor], Tensor]  # draft ids [...] -> the target's embeddings [..., D]
+    to_target: Callable[[Tensor], Tensor]  # draft ids -> target ids, any shape
 
 
 class Dependence(nn.Module, ABC):
@@ -80,16 +81,19 @@ class Lattice(Dependence):
         self.sizes, self.top = sizes, min(top, sizes.vocab_size)
 
     def begin(self, block):
-        with torch.no_grad():  # logits of all tokens at all positions of a text would not fit
-            parts = [_exact(block.unary(part)).topk(self.top) for part in block.states.flatten(0, -2).split(STATES)]
-        shape = (*block.states.shape[:-1], self.top)
-        ids, scores = torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts])
-        more = self.prepare(block, ids.view(shape), scores.view(shape))
-        known = [part.view(shape).flatten(-2) for part in (ids.to(scores.dtype), scores)]  # [..., K * top]
-        return torch.cat([*known, *(_exact(part) for part in more)], dim=-1)
+        chosen = [self.choose(block.unary, part) for part in block.states.flatten(0, -2).split(STATES)]
+        ids, scores, *more = (torch.cat(parts).unflatten(0, block.states.shape[:-1]) for parts in zip(*chosen))
+        carried = ids.flatten(-2), scores.flatten(-2), *self.prepare(block, ids, scores, *more)
+        return torch.cat([part.to(scores.dtype) for part in carried], dim=-1)
 
-    def prepare(self, block: Block, ids: Tensor, scores: Tensor) -> tuple[Tensor, ...]:
-        """What else a block carries, [..., .] each. ids, scores [..., K, top]: of its candidates"""
+    def choose(self, unary: Callable[[Tensor], Tensor], states: Tensor) -> tuple[Tensor, ...]:
+        """states [M, D] -> ids and unary logits of the candidates, [M, top] each, and what else `prepare` reads, [M, .] each"""
+        with torch.no_grad():  # logits of all tokens at all positions of a text would not fit
+            found = exact(unary(states)).topk(self.top)
+        return found.indices, found.values
+
+    def prepare(self, block: Block, ids: Tensor, scores: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+        """What else a block carries, [..., .] each. ids, scores [..., K, top]: of its candidates; more: from `choose`"""
         return ()
 
     def candidates(self, d: int, carried: Tensor) -> list[Tensor]:
@@ -104,7 +108,7 @@ class Lattice(Dependence):
     def score(self, readout: Tensor, embed: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """readout [..., R] -> ids and scores of the candidates, [..., top] each"""
         ids, scores = readout[..., : self.top].long(), readout[..., self.top : 2 * self.top]
-        return ids, scores + _exact(self.pair_scores(readout, ids, embed))
+        return ids, scores + exact(self.pair_scores(readout, ids, embed))
 
     def logits(self, readout, unary, embed):
         ids, scores = self.score(readout, embed)
@@ -118,10 +122,10 @@ class Lattice(Dependence):
         ids = readout[..., : self.top].long()
         missing = ~(ids == token[:, None]).any(-1)
         ids = torch.cat([ids[:, :-1], torch.where(missing, token, ids[:, -1])[:, None]], dim=-1)
-        scores = _exact(unary).gather(-1, ids) + _exact(self.pair_scores(readout, ids, embed))
+        scores = exact(unary).gather(-1, ids) + exact(self.pair_scores(readout, ids, embed))
         return nn.functional.cross_entropy(scores, (ids == token[:, None]).int().argmax(-1), reduction="none")
 
 
-def _exact(values: Tensor) -> Tensor:
+def exact(values: Tensor) -> Tensor:
     """In float32, at least"""
     return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -239,8 +239,11 @@ def test_a_step_depends_on_the_inputs_of_its_family(any_drafter, text):
     """Each input is perturbed in turn: a step depends on the inputs that READS lists and on no others."""
     name = type(any_drafter).__name__.removeprefix("Native")
     if getattr(any_drafter, "dependence", None) is not None:
-        recurrent = {"dependence.joint.weight", "dependence.reader.weight_ih"} & any_drafter.state_dict().keys()
+        memory = {"dependence.joint.weight", "dependence.reader.weight_ih", "dependence.rank_embedding"}
+        recurrent = memory & any_drafter.state_dict().keys()
         name += " after all tokens" if recurrent else " after one token"
+    # To LiLiCorr all drafts that are no candidates are the same
+    candidates_only = "dependence.rank_embedding" in any_drafter.state_dict()
     if getattr(any_drafter, "zero_first", False):
         name += " without the first"
     reads_token, reads_feature = READS[name]
@@ -257,6 +260,8 @@ def test_a_step_depends_on_the_inputs_of_its_family(any_drafter, text):
         by_feature = readouts_by_slot(any_drafter, tokens, moved)
         for (d, slot), readout in base.items():
             changed = not torch.equal(by_token[d, slot], readout)
+            if candidates_only and place > slot and not changed:
+                continue
             assert changed == (place in reads_token(d, slot)), f"token {place}, step {d} of slot {slot}"
             changed = not torch.equal(by_feature[d, slot], readout)
             assert changed == (place in reads_feature(d, slot)), f"feature {place}, step {d} of slot {slot}"
