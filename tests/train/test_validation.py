@@ -436,3 +436,14 @@ def test_training_ends_after_validations_without_a_rise(fit, capsys):
     assert "tau has not risen in 2 validations" in capsys.readouterr().out
     fit_interrupted(fit, "died", "head=mtp", *often)  # what it waited for is in the state
     assert Path("checkpoints/died/finished").read_text() == "6\n"
+
+
+def test_a_block_of_seven_drafts_is_trained_and_judged(fit, capsys):
+    """The objective's depth follows num_drafts; what is printed and the report have the candidates of all depths."""
+    block = "head=dflash2", "head.drafter.num_drafts=7", "validation.auto=never", "validation.decode=end"
+    assert fit("run", *block, "decode.depth=7", "head.drafter.dependence.top=8") == 0
+    report = report_of("run")
+    assert len(report["candidates"]["recall"]) == len(report["candidates"]["mass"]) == 7
+    assert "candidates: recall " in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"head\.objective\.depth=4 must be .*, 7.*Set head\.objective\.depth=7, or"):
+        fit("other", *block, "head.objective.depth=4")
