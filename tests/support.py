@@ -154,7 +154,7 @@ def scale_forward(target: Target, monkeypatch) -> None:
 def load_head(head: str) -> dict:
     """The composed configuration of conf/head/<head>.yaml, without the class of the objective."""
     with hydra.initialize_config_dir(str(HEADS_FOLDER.parent), version_base="1.3"):
-        config = OmegaConf.to_container(hydra.compose("train", overrides=[f"head={head}"]).head)
+        config = OmegaConf.to_container(hydra.compose("train", overrides=[f"head={head}"]).head, resolve=True)
     del config["objective"]["_target_"]
     config["drafter"] |= NO_SOURCE.get(head, {})
     return config
