@@ -197,7 +197,7 @@ MISREAD = [
     ("eagle3", "vllm", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}, "state 8 is before the final norm"),
     ("eagle3", "vllm", {"eagle_config": {"norm_output": True}}, "eagle_config holds norm_output"),
     ("dflash", "vllm", {"layer_types": ["sliding_attention"] * 2}, "must say how many positions they see"),
-    ("dspark", "vllm", {"markov_head_type": "gated"}, "Missing key.* dependence.gate.weight"),
+    ("dspark", "vllm", {"markov_head_type": "gated"}, "Missing key.*dependence.gate.weight"),
     ("dspark", "vllm", {"markov_head_type": "deep"}, "dependence.form=deep must be plain, gated or rnn"),
     *(("dflash2", "vllm", {"tensors": {name: None}}, "Missing key|has no place") for name in
       ("layers.1.mlp_conv.base_kernel", "layers.0.attention_conv.kernel_projection.weight", "candidate_selector.successor_codebook")),
