@@ -161,9 +161,9 @@ def _eagle1(architecture: str) -> dict[str, Callable[[Any], Layout]]:
 def _dflash_from_all(drafter: BlockDrafter) -> Layout:
     check_whole(drafter, "llama.cpp")
     lattice = drafter.lattice
-    if lattice is not None and lattice.top**2 > drafter.target.width:
+    if lattice is not None and (size := lattice.top * (lattice.top + 1)) > drafter.target.width:
         raise ValueError(
-            f"llama.cpp carries a selector's scores in a state, and {lattice.top} x {lattice.top} do not fit into "
+            f"llama.cpp carries a selector's candidates and scores in a state, and {size} numbers do not fit into "
             f"{drafter.target.width}: train with a smaller dependence.top."
         )
     return block_drafter.dflash(draft_from_all(drafter))  # type: ignore[arg-type]  # a copy of the same class

@@ -68,7 +68,7 @@ OTHER_ROPE = {
         *(("dflash2", False, changes, "vllm", "train with dependence.kind=selector convolution=2 anchor_predicts=false")
           for changes in ({"convolution": None}, {"dependence": None}, {"anchor_predicts": True})),
         ("dflash2", False, {"confidence": True}, "vllm", "confidence heads for DSpark only"),
-        ("dflash2", False, {}, "gguf", "16 x 16 do not fit into 32: train with a smaller dependence.top"),
+        ("dflash2", False, {}, "gguf", "272 numbers do not fit into 32: train with a smaller dependence.top"),
         ("domino", False, {}, "vllm", "format=vllm takes .*Formats that take it: sglang"),
         *(("mtp", False, {"num_modules": 5}, form, "Train with num_modules=null") for form in ("vllm", "sglang")),
         ("mtp", False, {"intermediate_size": 20}, "vllm", "intermediate_size is 48 and not 20. Train with the target's sizes"),
