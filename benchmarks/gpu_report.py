@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoTokenizer
@@ -196,7 +196,7 @@ def decode(chosen: GpuReportOptions, mode: str, context: int) -> dict:
     settings = compose_settings(StepOptions(), "eagle3").head.drafter
     layers = {key: settings[key] for key in ("num_layers", "own_output")}
     head = Eagle3(target, vocab=vocab, **layers).to(target.device, target.dtype).eval().requires_grad_(False)
-    drafting = Drafting(depth=chosen.depth, **MODES[mode])
+    drafting = Drafting(depth=chosen.depth, **cast(Any, MODES[mode]))
     plain = time_rounds(chosen, drafting, target, None, context)
     medians = time_passes(drafting, target, context, sizes)
     found = {"mode": mode, "context": context, "plain_ms": plain, "tokens_per_second": 1e3 / plain}
