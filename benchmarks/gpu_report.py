@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
@@ -43,11 +43,8 @@ from specdec.target.verifier import Verifier
 from train.data.rows import stop_tokens
 
 AIMS = {"mfu of eagle3": 0.45, "share of the bandwidth, plain": 0.70, "64 nodes over 1": 1.1}
-MODES = {  # of decoding, what is used first
-    "captured": {"compile": False, "cuda_graphs": True},
-    "compiled": {"compile": True, "cuda_graphs": True},
-    "eager": {"compile": False, "cuda_graphs": False},
-}
+# Of decoding, compile and cuda_graphs; what is used first
+MODES = {"captured": (False, True), "compiled": (True, True), "eager": (False, False)}
 DRAFTED = 32_000  # tokens that heads draft from, as published ones do
 TINY = common.ROOT / "tests/golden/today"  # a random target with its tokenizer, prompts and rows
 WARM_UP, SECONDS, TEST_SECONDS = 3, 240, 270  # rounds; seconds that a part may take, and the tests
@@ -196,7 +193,8 @@ def decode(chosen: GpuReportOptions, mode: str, context: int) -> dict:
     settings = compose_settings(StepOptions(), "eagle3").head.drafter
     layers = {key: settings[key] for key in ("num_layers", "own_output")}
     head = Eagle3(target, vocab=vocab, **layers).to(target.device, target.dtype).eval().requires_grad_(False)
-    drafting = Drafting(depth=chosen.depth, **cast(Any, MODES[mode]))
+    compile, graphs = MODES[mode]
+    drafting = Drafting(depth=chosen.depth, compile=compile, cuda_graphs=graphs)
     plain = time_rounds(chosen, drafting, target, None, context)
     medians = time_passes(drafting, target, context, sizes)
     found = {"mode": mode, "context": context, "plain_ms": plain, "tokens_per_second": 1e3 / plain}
