@@ -4,8 +4,8 @@
     python -m benchmarks.gpu_report device=cpu tiny=true        # the same parts with a tiny target: its figures mean nothing
 
 Each part runs in a process of its own, which a fault of the device may end, and writes its figures at once: the main command,
-tests, training steps of heads with fast paths on and off, and plain decoding, verification and rounds of a chain, each eager
-and captured. The target of the figures has random weights. docs/gpu.md says what they mean.
+tests, training steps of heads with fast paths on and off, and plain decoding, verification and rounds of a chain, each captured,
+compiled and captured, and eager. The target of the figures has random weights. docs/gpu.md says what they mean.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoTokenizer
@@ -43,7 +43,11 @@ from specdec.target.verifier import Verifier
 from train.data.rows import stop_tokens
 
 AIMS = {"mfu of eagle3": 0.45, "share of the bandwidth, plain": 0.70, "64 nodes over 1": 1.1}
-MODES = {"eager": False, "captured": True}
+MODES = {  # of decoding, what is used first
+    "captured": {"compile": False, "cuda_graphs": True},
+    "compiled": {"compile": True, "cuda_graphs": True},
+    "eager": {"compile": False, "cuda_graphs": False},
+}
 DRAFTED = 32_000  # tokens that heads draft from, as published ones do
 TINY = common.ROOT / "tests/golden/today"  # a random target with its tokenizer, prompts and rows
 WARM_UP, SECONDS, TEST_SECONDS = 3, 240, 270  # rounds; seconds that a part may take, and the tests
@@ -62,7 +66,7 @@ class GpuReportOptions:
     steps: int = 30  # of the main command
     tests: str = "-m 'not full and not engines'"  # of pytest, without: none
     processes: int = 8  # that run the tests
-    minutes: float = 10.0  # what has not begun by then is left out
+    minutes: float = 10.0  # of all parts together: what is not done by then is ended, or left out
     redo: bool = False  # parts that are there already too
     only: str | None = None  # one part, in this process
     tiny: bool = False  # a tiny target, few tokens and few tests
@@ -113,7 +117,7 @@ def run_command(chosen: GpuReportOptions) -> dict:
             given += "data.length=64 validation.num_prompts=2 validation.max_new_tokens=8 solve_packs=4".split()
         command = [sys.executable, "-m", "accelerate.commands.launch", *(["--cpu"] if chosen.device == "cpu" else [])]
         command += [str(common.ROOT / "train.py"), "head=eagle3", f"train.steps={chosen.steps}", *given]
-        run_child(command, place, SECONDS)
+        run_child(command, place, min(SECONDS, 60 * chosen.minutes))
         run = Path(place) / "checkpoints" / "gpu"
         lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
         losses = [line["loss"] for line in lines if "loss" in line]
@@ -137,9 +141,12 @@ def run_child(command: list[str], place: str | Path, seconds: float) -> str:
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"took more than {seconds:.0f} s") from error
     if done.returncode:
-        raise RuntimeError(
-            f"ended with {done.returncode}: {' / '.join((done.stdout + done.stderr).strip().splitlines()[-12:])}"
-        )
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        if lines and lines[-1].startswith(
+            "subprocess.CalledProcessError: "
+        ):  # the launcher's traceback behind what it ran
+            lines = lines[: -1 - lines[::-1].index("Traceback (most recent call last):")]
+        raise RuntimeError(f"ended with {done.returncode}: {' / '.join(lines[-12:])}")
     return done.stdout
 
 
@@ -159,7 +166,7 @@ def run_tests(chosen: GpuReportOptions) -> dict:
     """The first tier of tests, whose scripts and training find the GPU by themselves."""
     several = ["-n", str(chosen.processes), "--dist", "worksteal"] if chosen.processes > 1 else []
     command = [sys.executable, "-m", "pytest", "-q", *several, *shlex.split(chosen.tests)]
-    return {"result": run_child(command, common.ROOT, TEST_SECONDS).strip().splitlines()[-1]}
+    return {"result": run_child(command, common.ROOT, min(TEST_SECONDS, 60 * chosen.minutes)).strip().splitlines()[-1]}
 
 
 def train(chosen: GpuReportOptions, head: str, length: int, without: str) -> dict:
@@ -189,7 +196,7 @@ def decode(chosen: GpuReportOptions, mode: str, context: int) -> dict:
     settings = compose_settings(StepOptions(), "eagle3").head.drafter
     layers = {key: settings[key] for key in ("num_layers", "own_output")}
     head = Eagle3(target, vocab=vocab, **layers).to(target.device, target.dtype).eval().requires_grad_(False)
-    drafting = Drafting(depth=chosen.depth, cuda_graphs=MODES[mode])
+    drafting = Drafting(depth=chosen.depth, **cast(Any, MODES[mode]))
     plain = time_rounds(chosen, drafting, target, None, context)
     medians = time_passes(drafting, target, context, sizes)
     found = {"mode": mode, "context": context, "plain_ms": plain, "tokens_per_second": 1e3 / plain}
@@ -268,12 +275,14 @@ def do_part(chosen: GpuReportOptions, name: str, part: Part) -> None:
 
 
 def do_apart(chosen: GpuReportOptions, name: str, arguments: list[str], seconds: float) -> None:
-    """Does a part in a process of its own."""
+    """Does a part in a process of its own, whose start counts too."""
+    start = time.monotonic()
     keep(chosen, name, {"error": "its process ended before it wrote anything"})
     try:
         run_child([sys.executable, "-m", "benchmarks.gpu_report", *arguments, f"only={name}"], Path.cwd(), seconds)
     except RuntimeError as error:
         keep(chosen, name, {"error": str(error)})
+    keep(chosen, name, read_found(chosen)[name] | {"seconds_of_part": time.monotonic() - start})
 
 
 def format_report(parts: dict[str, dict]) -> str:
@@ -310,17 +319,18 @@ def main(arguments: list[str]) -> None:
     if chosen.only is not None:
         do_part(chosen, chosen.only, parts[chosen.only])
         return
-    for name, part in parts.items():
+    for name in parts:
         known = read_found(chosen).get(name)
         if known is not None and "error" not in known and not chosen.redo:
             continue
         print(f".. {name}", flush=True)
-        if time.monotonic() - start > 60 * chosen.minutes:
+        left = 60 * chosen.minutes - (time.monotonic() - start)
+        if left <= 0:
             keep(chosen, name, {"error": f"left out, because {chosen.minutes:g} minutes were over"})
         elif chosen.device == "cpu" or name in ("main command", "tests"):  # these have processes of their own
-            do_part(chosen, name, part)
+            do_part(chosen, name, list_parts(replace(chosen, minutes=left / 60))[name])
         else:
-            do_apart(chosen, name, arguments, SECONDS)
+            do_apart(chosen, name, arguments, min(SECONDS, left))
     text = format_report(read_found(chosen))
     print(text)
     files.write_text(Path(f"{chosen.out}.md"), text)

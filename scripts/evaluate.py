@@ -217,13 +217,15 @@ def replay(chosen: Evaluate, console: progress.Results) -> None:
             raise ValueError(f"{head.folder} does not draft by steps, so it cannot be replayed: leave answers= out.")
         judged = validate.replay_texts(head.drafter, texts, depth=chosen.decode.depth, what="replay")
         counts = validate.count_replays(judged)
-        num_rounds = sum(rounds for rounds, _ in judged)
-        survival = [sum(column) / num_rounds for column in zip(*(accepted.tolist() for _, accepted in judged))]
+        num_rounds = sum(each.counted[0] for each in judged)
+        survival = [sum(column) / num_rounds for column in zip(*(each.counted[1].tolist() for each in judged))]
+        known = figures.candidate_figures([each.candidates.tolist() for each in judged if each.candidates is not None])
         low, high = figures.interval(counts, figures.tau, 0)
         console.print(
             f"{head.folder}: replayed tau {figures.tau(counts):.3f} ({low:.2f} .. {high:.2f}), chain of {len(survival)}, temperature "
             f"{sampling.temperature:g}, {len(texts)} answers, {sum(len(text.answer) - 1 for text in texts)} tokens, survival by depth "
             + " ".join(f"{value:.3f}" for value in survival)
+            + (f", candidates: {figures.describe_candidates(known)}" if known else "")
         )
         if first is not None:
             change, (low, high) = figures.tau_difference(counts, first)

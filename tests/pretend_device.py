@@ -139,6 +139,8 @@ class PretendDevice(TorchDispatchMode):
         out = func(*tree_map(_real, args), **tree_map(_real, kwargs))
         if func is aten._local_scalar_dense.default:
             return out
+        # As of torch, a view of a tensor from outside of inference mode is no inference tensor: it has that one's version
+        inference = torch.is_inference_mode_enabled() and all(each.is_inference() for each in there)
         same = {id(each.values_here): each for each in there}  # what was changed in place stays the same tensor
 
         def wrap(value):
@@ -146,7 +148,10 @@ class PretendDevice(TorchDispatchMode):
                 return value
             if not wraps:
                 return value
-            return same[id(value)] if id(value) in same else Elsewhere(value)
+            if id(value) in same:
+                return same[id(value)]
+            with torch.inference_mode(inference):
+                return Elsewhere(value)
 
         return tree_map(wrap, out)
 

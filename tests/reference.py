@@ -276,17 +276,34 @@ def mtp(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, 
     return Drafts(torch.stack(logits), torch.arange(len(target.lm_head)))
 
 
+def convolved(x: Tensor, y: Tensor, w: dict, name: str, config: dict, side: int) -> Tensor:
+    """DFlash 2's convolution of x [size, H] at one side (0: the sublayer's input, 1: its output); y [size, H]: the input."""
+    if "conv_kernel_size" not in config:
+        return x
+    taps, group = config["conv_kernel_size"], config["conv_group_size"]
+    delta = (y @ w[f"{name}.kernel_projection.weight"].T).view(len(y), 2, taps, -1)
+    base, out = w[f"{name}.base_kernel"], torch.zeros_like(x)
+    for row in range(len(x)):
+        for tap in range(min(taps, row + 1)):
+            kernel = base[side, tap].view(-1, group) + delta[row, side, tap][:, None]
+            out[row] += kernel.flatten() * x[row - tap]
+    return out
+
+
 def aliased(name: str) -> str:
     """A tensor of a block drafter under DeepSpec's name: modelopt, old SpecForge and transformers' assistants have others."""
     name = (
-        name.removeprefix("logit_head.").replace("encoder.output_norm_enc", "hidden_norm").replace("encoder.fc", "fc")
+        name.removeprefix("model.")
+        .removeprefix("logit_head.")
+        .replace("encoder.output_norm_enc", "hidden_norm")
+        .replace("encoder.fc", "fc")
     )
     name = name.replace("confidence_proj.", "confidence_head.proj.")
-    return f"markov_head.{name}" if name.startswith("markov_w") else name
+    return f"markov_head.{name}" if name.startswith(("markov_w", "gate_proj", "joint_proj")) else name
 
 
 def block(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, engine: str = "vllm") -> Drafts:
-    """DFlash and DSpark, raw or in a Speculators container: one pass over the newest token and masks, not causal.
+    """DFlash, DSpark, DFlash 2 and Domino, raw or in a Speculators container: one pass over the newest token and masks, not causal.
 
     SGLang: the target's embedding and LM head whatever the folder holds, all tokens, and a DSpark block of as many drafts as it says.
 
@@ -302,7 +319,7 @@ def block(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *
         config = {**config, **config.get("dflash_config", {})}
         layers, mask_id = [k + 1 for k in config["target_layer_ids"]], config["mask_token_id"]
         tensors = {aliased(name): value for name, value in tensors.items()}
-        config.setdefault("sample_from_anchor", "markov_head.markov_w1.weight" in tensors)
+        config.setdefault("sample_from_anchor", config.get("shift_label", "markov_head.markov_w1.weight" in tensors))
     if engine == "sglang":
         lm_head, ids, embed = target.lm_head, torch.arange(len(target.lm_head)), target.embed
     else:
@@ -320,24 +337,83 @@ def block(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *
     x = torch.cat([embed[tokens[slot]][None], mask.expand(size - 1, -1)])
     for number in range(config["num_hidden_layers"]):
         w = under(tensors, f"layers.{number}.")
-        y = norm(x, w["input_layernorm.weight"], config)
+        normed = norm(x, w["input_layernorm.weight"], config)
+        y = convolved(normed, normed, w, "attention_conv", config, 0)
         keys = torch.cat([context, y])
         seen = torch.ones(len(y), len(keys), dtype=torch.bool)
-        causal = config.get("causal", False)
+        causal = config.get("is_causal", config.get("causal", False))
         if config.get("use_swa") or config.get("layer_types", ())[number : number + 1] == ["sliding_attention"]:
             seen[:, : max(0, slot - config.get("swa_window_size", config["sliding_window"]))] = False
-            causal = not config.get("sliding_window_non_causal", not config.get("causal", True))
+            causal = not config.get(
+                "sliding_window_non_causal", not config.get("is_causal", config.get("causal", True))
+            )
         if causal:
             seen[:, slot:] &= torch.ones(len(y), len(y), dtype=torch.bool).tril()
-        x = mlp(w, config, x + attention(w, config, y, keys, slot, seen))
+        x = x + convolved(attention(w, config, y, keys, slot, seen), normed, w, "attention_conv", config, 1)
+        normed = norm(x, w["post_attention_layernorm.weight"], config)
+        y = convolved(normed, normed, w, "mlp_conv", config, 0)
+        y = (F.silu(y @ w["mlp.gate_proj.weight"].T) * (y @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
+        x = x + convolved(y, normed, w, "mlp_conv", config, 1)
     x = norm(x, tensors["norm.weight"], config)[0 if config.get("sample_from_anchor") else 1 :][:depth]
     logits, confidence = x @ lm_head.T, None
+    if "selector_rank" in config:
+        logits = selected(tensors, config, logits, x, tokens[slot : slot + depth])
+    if config.get("projector_type") == "domino":
+        logits = logits + domino(tensors, config, x, embed[tokens[slot : slot + depth]])
     if config.get("markov_rank"):
         before = tensors["markov_head.markov_w1.weight"][tokens[slot : slot + depth]]
-        logits = logits + before @ tensors["markov_head.markov_w2.weight"].T
+        logits = (
+            logits
+            + markov(under(tensors, "markov_head."), config, x, before) @ tensors["markov_head.markov_w2.weight"].T
+        )
         if config.get("enable_confidence_head", config.get("use_confidence_head")):
             inputs = torch.cat([x, before], dim=-1) if config.get("confidence_head_with_markov") else x
             confidence = F.linear(inputs, tensors["confidence_head.proj.weight"], tensors["confidence_head.proj.bias"])[
                 :, 0
             ]
     return Drafts(logits, ids, confidence)
+
+
+def markov(w: dict, config: dict, x: Tensor, before: Tensor) -> Tensor:
+    """What a Markov head's second matrix reads, [K, rank], of the states x [K, H] and the rows of the tokens before, [K, rank]."""
+    kind = config.get("markov_head_type", "vanilla")
+    assert {name.split(".")[0] for name in w} - {"markov_w1", "markov_w2"} == {
+        "vanilla": set(),
+        "gated": {"gate_proj"},
+        "rnn": {"joint_proj"},
+    }[kind]
+    if kind == "gated":
+        return before * torch.sigmoid(torch.cat([x, before], dim=-1) @ w["gate_proj.weight"].T + w["gate_proj.bias"])
+    if kind == "vanilla":
+        return before
+    state, found = torch.zeros_like(before[0]), []
+    for e, h in zip(before, x):
+        gate, candidate, out = (w["joint_proj.weight"] @ torch.cat([state, e, h]) + w["joint_proj.bias"]).chunk(3)
+        state = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh()
+        found.append(out.tanh())
+    return torch.stack(found)
+
+
+def selected(tensors: dict, config: dict, logits: Tensor, x: Tensor, before: Tensor) -> Tensor:
+    """DFlash 2's scores of the best tokens behind the tokens before [K]; others have none. logits [K, V], x [K, H]"""
+    w = under(tensors, "candidate_selector.")
+    assert w["successor_codebook"].shape == (logits.shape[-1], config["selector_rank"])
+    scores = torch.full_like(logits, -torch.inf)
+    for row, best in enumerate(logits.topk(min(config["selector_top_k"], logits.shape[-1])).indices):
+        product = w["predecessor_codebook"][before[row]] * (w["hidden_projection.weight"] @ x[row])
+        scores[row, best] = logits[row, best] + w["successor_codebook"][best] @ product
+    return scores
+
+
+def domino(tensors: dict, config: dict, x: Tensor, embeddings: Tensor) -> Tensor:
+    """Domino's corrections [K, V] of the states x [K, H]; embeddings [K, H] of the tokens before. The first draft has none."""
+    assert config["pure_draft_prefix_len"] == 1 and isinstance(config["shift_label"], bool)
+    wide, state, found = config["gru_hidden_dim"], torch.zeros(config["gru_hidden_dim"], dtype=x.dtype), []
+    for number, (e, h) in enumerate(zip(embeddings, x)):
+        of_input, of_state = tensors["prefix_gru.weight_ih_l0"] @ e, tensors["prefix_gru.weight_hh_l0"] @ state
+        reset, update = (of_input + of_state)[: 2 * wide].sigmoid().chunk(2)
+        new = torch.tanh(of_input[2 * wide :] + reset * of_state[2 * wide :])
+        state = (1 - update) * new + update * state
+        inner = F.silu(tensors["embed_proj.0.weight"] @ torch.cat([h, state]))
+        found.append(tensors["embed_proj.2.weight"] @ inner * (number > 0))
+    return torch.stack(found)

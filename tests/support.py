@@ -14,6 +14,7 @@ from pathlib import Path
 import hydra
 import pytest
 import torch
+import transformers
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -35,6 +36,7 @@ from train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 REAL_TARGET = ROOT / "targets" / "smollm2-135m"
+OLD_TRANSFORMERS = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 18)
 HEADS_FOLDER = ROOT / "conf" / "head"
 ADAPTING = ("medusa2", "consistency")  # they change the target, which tests share, so other tests cover them
 HEADS = sorted(path.stem for path in HEADS_FOLDER.glob("*.yaml") if path.stem not in ADAPTING)
@@ -152,7 +154,7 @@ def scale_forward(target: Target, monkeypatch) -> None:
 def load_head(head: str) -> dict:
     """The composed configuration of conf/head/<head>.yaml, without the class of the objective."""
     with hydra.initialize_config_dir(str(HEADS_FOLDER.parent), version_base="1.3"):
-        config = OmegaConf.to_container(hydra.compose("train", overrides=[f"head={head}"]).head)
+        config = OmegaConf.to_container(hydra.compose("train", overrides=[f"head={head}"]).head, resolve=True)
     del config["objective"]["_target_"]
     config["drafter"] |= NO_SOURCE.get(head, {})
     return config

@@ -125,10 +125,12 @@ def reading(
     if most is not None and most < length:
         length, limit = most, f"the target reads at most {most:,}"
     cut = int((lengths > length).sum())
+    block = getattr(config.drafter_class, "attends", None) == "block"  # whose pass makes all drafts
+    drafts = (depth if block else 4) if on_gpu else 2
     reason = f"{FEW_CUT:.1%} of {len(lengths):,} rows have at most {quantile:,} tokens; {limit}; cut: {cut:,}"
     found = [
         Decision("data.length", length, reason),
-        Decision("decode.depth", min(depth, 4 if on_gpu else 2), f"drafts of a round in validations on {where}"),
+        Decision("decode.depth", min(depth, drafts), f"drafts of a round in validations on {where}"),
         Decision("validation.num_prompts", 64 if on_gpu else 8, f"on {where}"),
         Decision("validation.max_new_tokens", 256 if on_gpu else 48, f"on {where}"),
     ]

@@ -8,7 +8,7 @@ import yaml
 from rich.table import Table
 
 from specdec.heads.base import Head
-from specdec.measuring.report import TAU, Report, by_depth, verdict
+from specdec.measuring.report import TAU, Report, by_depth, describe_candidates, verdict
 from train.answers.resumable import read_rows
 from train.config import GONE, RunConfig
 from train.data.packing import Packs
@@ -87,7 +87,8 @@ def validation(console: Results, report: Report, shape: object) -> None:
     title = f"{step}{shape}, temperature {report.temperature:g}, {prompts}"
     if not report.decoded and report.replayed_tau_ci is not None:
         tau, survival = write_figure(report.replayed_tau, report.replayed_tau_ci), report.replayed_survival or []
-        console.say(f"{title}: tau replayed {tau}, survival by depth {by_depth(survival)}{kept}")
+        candidates = f", candidates: {describe_candidates(report.candidates)}" if report.candidates else ""
+        console.say(f"{title}: tau replayed {tau}, survival by depth {by_depth(survival)}{candidates}{kept}")
         return
     table = Table("figure", "value (95 % over prompts)", title=title, title_justify="left")
     auto, plain = report.auto or {}, report.baseline_tokens_per_second
@@ -95,6 +96,7 @@ def validation(console: Results, report: Report, shape: object) -> None:
     of = "" if num == report.num_prompts else f", {num} prompts"
     rows = {
         "tau replayed": write_figure(report.replayed_tau, report.replayed_tau_ci),
+        "candidates": describe_candidates(report.candidates) if report.candidates else "",
         "tau decoded": write_figure(report.tau, report.tau_ci),
         "tokens/s plain": write_figure(plain, digits=1),
         "tokens/s drafted": write_figure(report.tokens_per_second, report.tokens_per_second_ci, digits=1),

@@ -103,7 +103,7 @@ class ObjectiveSettings:
             or set(used) - known,
             f"losses={used}: one of them must judge the drafted tokens, such as kl.": not judging,
             f"depth={self.depth} must be this drafter's number of steps, {drafter.depth}: more steps do not exist, and fewer "
-            "would leave parts untrained. Change it, or the drafter's num_heads, num_modules or num_drafts.": steps,
+            f"would leave parts untrained. Set depth={drafter.depth}, or change the drafter's num_heads, num_modules or num_drafts.": steps,
             f"keep={self.keep}: the later steps of this head run on the slots of its first one: set keep=1.": later,
             "The loss smooth_l1 compares a state with the target's, which only eagle, hass, eagle3 and mtp estimate: set "
             "its weight in losses= to 0.": "smooth_l1" in used and not drafter.estimates,

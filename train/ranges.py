@@ -183,7 +183,7 @@ RANGES = {
     "eta": number(0), "noise": number(0), "supervise": choice("answers", "text"), "anchors": COUNT.or_null,
     "keep": number(0, 1, above=True), "chunk": COUNT.or_null, "passes": whole(0, 1024),
     # Decoding
-    "depth": FEW, "decode.depth": FEW.or_auto, "width": FEW, "nodes": whole(1, 65536).or_null, "children": choice("chosen", "distinct"),
+    "depth": FEW, "decode.depth": FEW.or_auto, "width": FEW, "nodes": whole(1, 65536).or_null, "children": choice("distinct", "chosen"),
     "rule": choice("token", "block", "typical"), "top_k": COUNT.or_null, "top_p": number(0, 1, above=True).or_null,
     "repetition_penalty": POSITIVE,
     # Proposers

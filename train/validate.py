@@ -13,7 +13,6 @@ from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specdec.core import fast, rules
@@ -29,6 +28,7 @@ from specdec.measuring.measure import (
     PromptResult,
     check_prompts,
     measure,
+    prompt_replay,
 )
 from specdec.measuring.report import PromptCounts, Report, in_parts, prompt_counts, summarise, undecoded, with_replays
 from specdec.proposers.auto import Auto
@@ -165,10 +165,7 @@ class Validation:
         with self._timed("replay"):
             wanted: dict = {"depth": self.drafting.depth, "what": "validation: replay", "engine": self.engine}
             found = replay_texts(frozen, [texts[number] for number in mine], **wanted)
-            done = [
-                (number, PromptReplay(self.prompts[number], rounds, accepted.tolist()))
-                for number, (rounds, accepted) in zip(mine, found)
-            ]
+            done = [(number, prompt_replay(self.prompts[number], each)) for number, each in zip(mine, found)]
             return [each for _, each in sorted(self.group.gather(done), key=lambda pair: pair[0])]
 
     def _answer(self) -> list[Written]:
@@ -193,7 +190,7 @@ class Validation:
     def _with_decoded(self, report: Report, frozen: Head, num: int) -> Report:
         """A report of replay and the decoding of the first `num` prompts."""
         kept = [name for name in vars(report) if name.startswith("replayed_")]
-        kept += ["ema", "step", "training", "by_category", "by_tag", "by_prompt"]
+        kept += ["candidates", "ema", "step", "training", "by_category", "by_tag", "by_prompt"]
         known = {name: getattr(report, name) for name in kept}
         return self._with_served(replace(self._summarise(self._decode(frozen, num)), **known), frozen)
 
@@ -327,21 +324,14 @@ def encode_written(tokenizer: PreTrainedTokenizerBase, row: dict) -> Written:
 
 def replay_texts(
     drafter: Drafter, texts: Sequence[Written], *, depth: int, what: str, engine: EngineTarget | None = None
-) -> list[tuple[float, Tensor]]:
-    """For each text what `specdec.unroll.replay.rounds` gives: the number of rounds, and accepted [K]. As `accept_texts`"""
-    return [replay.rounds(accept) for accept in accept_texts(drafter, texts, depth=depth, what=what, engine=engine)]
-
-
-def accept_texts(
-    drafter: Drafter, texts: Sequence[Written], *, depth: int, what: str, engine: EngineTarget | None = None
-) -> list[Tensor]:
-    """For each text its acceptance [K, n] of `specdec.unroll.replay`. what: is shown
+) -> list[replay.Replay]:
+    """What the drafter does along each text. what: is shown
 
     depth: of the chain, or as many drafts as the drafter can make; engine: reads the texts in place of the target
     """
     depth = min(depth, drafter.depth or depth)
     lengths = [text.length for text in texts]
-    found: dict[int, Tensor] = {}
+    found: dict[int, replay.Replay] = {}
     groups: list[tuple[float, list[int]]] = []  # of one temperature
     for temperature in sorted({text.temperature for text in texts}):
         same = [number for number, text in enumerate(texts) if text.temperature == temperature]
@@ -349,14 +339,16 @@ def accept_texts(
     for temperature, numbers in progress.track(groups, what, unit="answers", size=lambda group: len(group[1])):
         pairs = [(texts[number].prompt, texts[number].answer) for number in numbers]
         output = engine.read(drafter, pairs) if engine else None
-        accepts = replay.acceptances(drafter, pairs, depth=depth, temperature=temperature, output=output)
-        found |= dict(zip(numbers, accepts, strict=True))
+        done = replay.replays(drafter, pairs, depth=depth, temperature=temperature, output=output)
+        found |= dict(zip(numbers, done, strict=True))
     return [found[number] for number in range(len(texts))]
 
 
-def count_replays(judged: Sequence[tuple[float, Tensor]]) -> list[PromptCounts]:
+def count_replays(judged: Iterable[replay.Replay]) -> list[PromptCounts]:
     """What tau of each text is made of. judged: by `replay_texts`"""
-    return [PromptCounts(number, number + float(accepted.sum())) for number, accepted in judged]
+    return [
+        PromptCounts(number, number + float(accepted.sum())) for number, accepted in (each.counted for each in judged)
+    ]
 
 
 def sort_by_length(numbers: Iterable[int], lengths: Sequence[int]) -> list[int]:

@@ -23,6 +23,9 @@ ROWS = {
     "native": "a model's own MTP (`native_mtp`), by `format=stitched`",
     "dflash": "DFlash",
     "dspark": "DSpark",
+    "markov": "DSpark with gated and recurrent Markov heads",
+    "dflash2": "DFlash 2",
+    "domino": "Domino",
     "draft": "draft model",
 }
 ABOUT = {

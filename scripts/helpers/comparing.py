@@ -144,7 +144,7 @@ def decode_missing(
 
 def to_row(methods: list[Method], each: dict[str, PromptResult]) -> dict:
     """The results of one prompt for JSON; `results_of` reads them."""
-    figures = ("replayed_rounds", "replayed_accepted", "gap")
+    figures = ("replayed_rounds", "replayed_accepted", "gap", "candidates")
     cells = {
         name: {"drafted": asdict(result.drafted), **{figure: getattr(result, figure) for figure in figures}}
         for name, result in each.items()

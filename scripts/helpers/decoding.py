@@ -34,7 +34,7 @@ class DecodeOptions:
     top_k: int | None = option(Sampling.top_k, "sample from the K most probable tokens only")
     top_p: float | None = option(Sampling.top_p, "sample from the most probable tokens of this total probability only")
     repetition_penalty: float = option(Sampling.repetition_penalty, "above 1: tokens that occurred become less likely")
-    children: str = option(Drafting.children, "children in a tree at temperature > 0: chosen or distinct")
+    children: str = option(Drafting.children, "children in a tree at temperature > 0: distinct or chosen")
     rule: str = option(Drafting.rule, "acceptance rule: token, block (whole paths), or typical (needs lossy=true)")
     lossy: bool = option(Drafting.lossy, "allow acceptance rules that change the distribution of answers")
     depth: int = option(Drafting.depth, "drafts along a path")

@@ -27,7 +27,6 @@ from specdec.measuring.measure import WARM_UP, split_turns
 from specdec.measuring.referee import Counters, ServedAnswer, Turn
 from specdec.measuring.report import TAU, PromptCounts, by_depth, tau, tau_difference
 from specdec.target.model import load_tokenizer
-from specdec.unroll import replay
 from train import progress, validate
 from train.answers.engine_answers import check_tokenizer
 from train.answers.resumable import Resumable, digest, resumable
@@ -334,8 +333,8 @@ def compare_with_replay(chosen: Any, drafter: Head, prompts: dict[str, dict], tu
         }
     texts = [Written(prompts[answer.prompt]["prompt"], answer.ids or [], sampling.temperature) for answer, _ in usable]
     own, compared, differences = [], 0, []
-    for (answer, _), accept in zip(usable, validate.accept_texts(drafter, texts, depth=depth, what="replay")):
-        rounds, accepted = replay.rounds(accept)
+    for (answer, _), each in zip(usable, validate.replay_texts(drafter, texts, depth=depth, what="replay")):
+        (rounds, accepted), accept = each.counted, each.accept
         own.append(PromptCounts(rounds, rounds + float(accepted.sum())))
         if sampling.greedy and answer.said and answer.said.steps is not None:
             compared, steps = compared + 1, referee.walk(accept)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specdec.core import fast
 
@@ -25,7 +24,7 @@ class CachedKeys(NamedTuple):
     seen [B, 1, S, M] bool: which of the entries that the masked product has; dimension 1 is 2 (expanded) in layers with a window
     places [B, M]: where these entries are in the cache: the pending ones, and those at a window's edge
     table [3, N+1] int32: of N = B * G * parts texts where their queries begin, where their keys begin in the flattened cache, and
-    how many keys they have
+    how many keys they have; of the last only the first line counts
     """
 
     seen: Tensor
@@ -56,14 +55,15 @@ def find_cached_keys(
     per_text = queries // groups * num
     parts = max(1, min(-(-reach // SPLIT), TEXTS // (rows * -(-per_text // BLOCK))))
     size = -(-reach // parts)
-    begin = first[:, None] + torch.arange(parts, device=device) * size  # [B, parts]
-    used = (last[:, None] - begin).clamp(0, size)
-    cut = torch.arange(rows, device=device).view(num_rows, groups, 1) * capacity + begin.clamp(max=capacity)[:, None]
-    starts = torch.arange(rows * parts + 1, device=device) * per_text
-    rest = [F.pad(each.expand(-1, groups, -1).flatten(), (0, 1)) for each in (cut, used[:, None])]
-    return CachedKeys(
-        seen[:, None].expand(-1, 1 if window is None else 2, -1, -1), own, torch.stack([starts, *rest]).to(torch.int32)
-    )
+    # By number of the text, without concatenation or padding: inductor of torch 2.11 refuses the negative places that these make
+    number = torch.arange(rows * parts + 1, device=device)  # the last is the end of the one before
+    row = (number // (groups * parts)).clamp(max=num_rows - 1)
+    begin = first[row] + number % parts * size
+    used = (last[row] - begin).clamp(0, size)
+    cut = number // parts * capacity + begin.clamp(max=capacity)
+    kind = torch.arange(3, device=device)[:, None]
+    table = torch.where(kind == 0, number * per_text, torch.where(kind == 1, cut, used)).to(torch.int32)
+    return CachedKeys(seen[:, None].expand(-1, 1 if window is None else 2, -1, -1), own, table)
 
 
 def attend_cached(

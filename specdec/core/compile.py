@@ -221,6 +221,7 @@ class Runner:
     A compiled function is looked up by its name and shapes. So one name must always stand for one function, and what it
     reads besides its arguments, such as a model, must not change. `seconds`: time spent on tracing and compiling.
     cuda_graphs: whether `whole` captures CUDA graphs; of both None: not, until somebody finds out what is faster (decoding/fastest.py)
+    What cannot be compiled is an error where compiling was asked for, else one warning, and nothing is compiled from then on.
     """
 
     def __init__(self, compile: bool | None = False, *, cuda_graphs: bool | None = False):
@@ -236,6 +237,14 @@ class Runner:
         if self.undecided and not other.undecided:
             self.compile, self.cuda_graphs, self.undecided = other.compile, other.cuda_graphs, False
 
+    def stop_compiling(self, error: Exception) -> None:
+        """Raises the error if compiling was asked for."""
+        if self.asked[0]:
+            raise error
+        if self.compile:
+            warnings.warn(f"Passes go on without compiling: {str(error).splitlines()[0]}", stacklevel=3)
+        self.compile = False
+
     @property
     def by_shape(self) -> bool:
         """Whether a new shape costs time, so that few should occur."""
@@ -247,10 +256,16 @@ class Runner:
             return function(*inputs)
         key = (name, *((tensor.shape, tensor.stride()) for tensor in inputs))
         if key not in self.known:
-            with self._counted():
-                graph = self._build(name, function, inputs)
-                self.known[key] = bound = graph.bind(graph.captured, self.packed)
-                return bound(*inputs)  # the first call loads code and fills caches
+            try:
+                with self._counted():
+                    graph = self._build(name, function, inputs)
+                    bound = graph.bind(graph.captured, self.packed)
+                    result = bound(*inputs)  # the first call loads code and fills caches
+                    self.known[key] = bound
+                    return result
+            except Exception as error:
+                self.stop_compiling(error)
+                return function(*inputs)
         return self.known[key](*inputs)  # type: ignore[operator]
 
     def whole(
@@ -304,21 +319,32 @@ class Runner:
             return [functools.partial(function, module) for module in modules]
         key = (name, *((tensor.shape, tensor.stride()) for tensor in inputs))
         if key not in self.known:
-            first, *_ = modules = list(modules)
-            shapes, *more = [{name: tensor.shape for name, tensor in _tensors(module).items()} for module in modules]
-            if any(other != shapes for other in more):
-                raise ValueError(f"{name} differs from place to place in more than its weights: set compile=false.")
-            with self._counted():
-                graph = self._build(name, lambda *inputs: function(first, *inputs), inputs)
-                places = {_place(tensor): place for place, tensor in _tensors(first).items()}
-                wanted = [(places.get(_place(tensor)), tensor) for tensor in graph.captured]
-                self.known[key] = functions = [
-                    graph.bind([tensors[place] if place else shared for place, shared in wanted], self.packed)
-                    for tensors in map(_tensors, modules)
-                ]
-                for bound in functions:
-                    bound(*inputs)  # the first call loads code and fills caches
+            modules = list(modules)
+            try:
+                with self._counted():
+                    self.known[key] = self._build_layers(name, function, modules, inputs)
+            except Exception as error:
+                self.stop_compiling(error)
+                return [functools.partial(function, module) for module in modules]
         return self.known[key]  # type: ignore[return-value]
+
+    def _build_layers(
+        self, name: object, function: Callable, modules: Sequence[nn.Module], inputs: Sequence[Tensor]
+    ) -> list[Callable]:
+        first, *_ = modules
+        shapes, *more = [{name: tensor.shape for name, tensor in _tensors(module).items()} for module in modules]
+        if any(other != shapes for other in more):
+            raise ValueError(f"{name} differs from place to place in more than its weights: set compile=false.")
+        graph = self._build(name, lambda *inputs: function(first, *inputs), inputs)
+        places = {_place(tensor): place for place, tensor in _tensors(first).items()}
+        wanted = [(places.get(_place(tensor)), tensor) for tensor in graph.captured]
+        functions = [
+            graph.bind([tensors[place] if place else shared for place, shared in wanted], self.packed)
+            for tensors in map(_tensors, modules)
+        ]
+        for bound in functions:
+            bound(*inputs)  # the first call loads code and fills caches
+        return functions
 
     def _build(self, name: object, function: Callable, inputs: Sequence[Tensor]) -> Graph:
         try:

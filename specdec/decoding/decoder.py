@@ -231,7 +231,10 @@ class Decoder:
                 "are not compiled: set compile=false."
             )
         if self.runner.compile:
-            check_layers(target, "set compile=false.")
+            try:
+                check_layers(target, "set compile=false.")
+            except ValueError as error:
+                self.runner.stop_compiling(error)
 
 
 def _check(requests: list[Request]) -> None:

@@ -32,7 +32,7 @@ class Drafting:
     depth: int = 2
     width: int = 1
     nodes: int | None = None
-    children: Children = "chosen"
+    children: Children = "distinct"
     rule: str = "token"
     lossy: bool = False
     compile: bool | None = None

@@ -1,4 +1,4 @@
-"""DFlash and DSpark: names, config.json, and the way back (docs/file-formats.md, section 10)."""
+"""Block drafters (DFlash, DSpark, DFlash 2, Domino): names, config.json, and the way back (docs/file-formats.md, section 10)."""
 
 import re
 from collections.abc import Container, Iterable
@@ -9,7 +9,10 @@ from torch import Tensor, nn
 
 from specdec.export import layout
 from specdec.export.layout import Layout
+from specdec.heads.convolution import GROUP, BlockConvolution
+from specdec.heads.dependence.domino import Part as Domino
 from specdec.heads.dependence.markov import Part as Markov
+from specdec.heads.dependence.selector import Part as Selector
 from specdec.heads.dflash import BlockDrafter
 from specdec.target.model import Target, load_tokenizer
 from specdec.target.structure import FULL, SLIDING
@@ -17,25 +20,60 @@ from specdec.target.structure import FULL, SLIDING
 MASK = "mask_embedding.pt"
 NO_OWN_MASK = "take format=vllm, or train with head.drafter.mask_token=ID, a token that no text has"
 OWN = re.compile(r"^(layers\.\d+\.)([qkvo]_proj|[qk]_norm)\b")  # engines have these inside `self_attn`
-MARKOV_IN, MARKOV_OUT = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 CONFIDENCE = "confidence_head.proj."
+# Of each kind: the class in config.json, and public names of what the dependence holds
+CLASSES = {
+    "dflash": "DFlashDraftModel",
+    "dspark": "Qwen3DSparkModel",
+    "dflash2": "DFlash2DraftModel",
+    "domino": "DFlashDraftModel",
+}
+PARTS = {
+    "dspark": {
+        "markov_head.markov_w1.weight": "before.weight",
+        "markov_head.markov_w2.weight": "after.weight",
+        **{
+            f"markov_head.{name}_proj.{part}": f"{name}.{part}"
+            for name in ("gate", "joint")
+            for part in ("weight", "bias")
+        },
+    },
+    "dflash2": {
+        "candidate_selector.predecessor_codebook": "predecessor.weight",
+        "candidate_selector.successor_codebook": "successor.weight",
+        "candidate_selector.hidden_projection.weight": "hidden.weight",
+    },
+    "domino": {
+        "prefix_gru.weight_ih_l0": "reader.weight_ih",
+        "prefix_gru.weight_hh_l0": "reader.weight_hh",
+        "embed_proj.0.weight": "join.weight",
+        "embed_proj.2.weight": "after.weight",
+    },
+}
+TABLES = ("before", "predecessor", "successor")  # tables of all tokens, which here may be maps of their embeddings
+LOGIT_HEAD = "logit_head."  # a part of old names of SpecForge
 OTHERS = {
     layout.EMBEDDING: "embedding",
-    MARKOV_IN: "dependence.before.weight",
-    MARKOV_OUT: "dependence.after.weight",
+    **{public: f"dependence.{own}" for names in PARTS.values() for public, own in names.items()},
     **{f"{CONFIDENCE}{part}": f"confidence_head.{part}" for part in ("weight", "bias")},
     # modelopt's names, and those of transformers' assistants
     **{f"confidence_proj.{part}": f"confidence_head.{part}" for part in ("weight", "bias")},
-    "markov_w1.weight": "dependence.before.weight",
-    "markov_w2.weight": "dependence.after.weight",
+    **{public.removeprefix("markov_head."): f"dependence.{own}" for public, own in PARTS["dspark"].items()},
     "encoder.fc.weight": "fc.weight",
     "encoder.output_norm_enc.weight": "hidden_norm.weight",
 }
-LOGIT_HEAD = "logit_head."  # a part of old names of SpecForge
 
 
-def is_dspark(drafter: BlockDrafter) -> bool:
-    return drafter.anchor_predicts or isinstance(drafter.dependence, Markov)
+def kind_of(drafter: BlockDrafter) -> str:
+    """dflash, dspark, dflash2 or domino"""
+    kinds = {Markov: "dspark", Selector: "dflash2", Domino: "domino"}
+    if drafter.dependence is not None:
+        return kinds[type(drafter.dependence)]
+    return "dspark" if drafter.anchor_predicts else "dflash2" if _convolution(drafter) is not None else "dflash"
+
+
+def _convolution(drafter: BlockDrafter) -> BlockConvolution | None:
+    return next((part for part in drafter.layers[0].modules() if isinstance(part, BlockConvolution)), None)
 
 
 def target_row(drafter: BlockDrafter) -> int | None:
@@ -69,9 +107,9 @@ def mask_token(drafter: BlockDrafter) -> int:
     return int(token if token is not None else fields.get("pad_token_id") or 0)
 
 
-def _write_layers(drafter: BlockDrafter, *, needs: str) -> tuple[dict, dict]:
-    """-> tensors of the layers, config fields; needs: the architecture. Raises ValueError for what no engine has."""
-    target = drafter.target
+def _write_layers(drafter: BlockDrafter) -> tuple[dict, dict]:
+    """-> tensors of the layers and of the dependence, config fields. Raises ValueError for what no engine has."""
+    target, kind = drafter.target, kind_of(drafter)
     if drafter.join is not None:
         raise ValueError(
             "fuse=true adds an input that no engine has. Train with fuse=false, or serve an EAGLE-3 head, which starts in "
@@ -81,6 +119,13 @@ def _write_layers(drafter: BlockDrafter, *, needs: str) -> tuple[dict, dict]:
         raise ValueError(
             "Causal full layers and attention sinks are given back in the layout they came in: format=published."
         )
+    if _convolution(drafter) is not None and kind != "dflash2":
+        raise ValueError("Engines have the convolution with a selector only: train with convolution=null.")
+    if kind != "dflash" and not target.shape_logits.plain:
+        raise ValueError(
+            f"{target.name} scales or caps its logits. This head adds its scores behind that, and engines before: "
+            "take format=safetensors, or train a DFlash drafter (dependence=null)."
+        )
     layout.check_layers(drafter.target_layers, target)
     layout.check_embedding(target)
     head = {
@@ -89,8 +134,16 @@ def _write_layers(drafter: BlockDrafter, *, needs: str) -> tuple[dict, dict]:
         if name.split(".")[0] in ("fc", "hidden_norm", "norm", "layers")
     }
     tensors = {OWN.sub(r"\1self_attn.\2", name): value for name, value in head.items()}
+    if (part := drafter.dependence) is not None:
+        own, embedding = part.state_dict(), target.embed.weight if drafter.embedding is None else drafter.embedding
+        for name in TABLES:
+            if isinstance(map := getattr(part, name, None), nn.Linear):
+                own[f"{name}.weight"] = nn.functional.linear(
+                    embedding.detach().to(map.weight.dtype), map.weight
+                )  # [V, rank]
+        tensors |= {public: own[name] for public, name in PARTS[kind].items() if name in own}
     config = {
-        "architectures": [needs],
+        "architectures": [CLASSES[kind]],
         "model_type": "qwen3",
         "num_hidden_layers": len(drafter.layers),
         **layout.block_fields(drafter.config, target),
@@ -106,53 +159,77 @@ def _write_layers(drafter: BlockDrafter, *, needs: str) -> tuple[dict, dict]:
     return tensors, config
 
 
+def causality(drafter: BlockDrafter) -> bool | None:
+    """Whether, in all layers, an input sees only earlier ones of its block; None: in sliding layers alone, as engines take it"""
+    if drafter.window is None or not drafter.window_causal:
+        return False
+    return None if None in drafter.windows else True
+
+
 def dflash(drafter: BlockDrafter) -> Layout:
-    """Raises ValueError for anchors that predict and Markov heads, which only DSpark has, and for `fuse`."""
-    if is_dspark(drafter):
+    """DFlash, and DFlash 2 or Domino over all tokens: engines have no draft vocabulary for these. The causality is where each looks.
+
+    Raises ValueError for DSpark, and for heads that engines would run in another way.
+    """
+    kind = kind_of(drafter)
+    if kind == "dspark":
         raise ValueError("This is a DSpark drafter, not a DFlash one.")
     if drafter.embedding is not None:
         raise ValueError(
             "Engines give a DFlash drafter the target's embedding, and this one has its own: take format=published."
         )
-    tensors, config = _write_layers(drafter, needs="DFlashDraftModel")
-    mask = mask_token(drafter)
+    if drafter.confident:
+        raise ValueError("Engines have confidence heads for DSpark only: train with confidence=false.")
+    if kind != "dflash":
+        drafter = layout.draft_from_all(drafter)  # type: ignore[assignment]  # a copy of the same class
+    fields = _part_fields(drafter)
+    tensors, config = _write_layers(drafter)
+    mask, causal = mask_token(drafter), causality(drafter)
     # engines number layer outputs: one less than hidden states
-    nested = {"mask_token_id": mask, "target_layer_ids": [k - 1 for k in drafter.target_layers]}
-    if drafter.window is not None and not drafter.window_causal:
-        nested["causal"] = False  # of all layers; a missing field: of full ones only
-    config |= {"block_size": drafter.num_drafts + 1, "dflash_config": nested}
+    nested = {"mask_token_id": mask, "target_layer_ids": [k - 1 for k in drafter.target_layers], **fields}
+    if causal is not None:
+        config["is_causal"] = nested["causal"] = causal
+    config |= {"block_size": drafter.num_drafts + (not drafter.anchor_predicts), "dflash_config": nested}
     return Layout(
         tensors, config, {MASK: {"mask_token_id": mask, "embedding": drafter.mask_embedding.detach().clone()}}
     )
 
 
+def _part_fields(drafter: BlockDrafter) -> dict:
+    """The fields of DFlash 2 and of Domino."""
+    part, convolution = drafter.dependence, _convolution(drafter)
+    if isinstance(part, Domino):
+        sizes = {"gru_hidden_dim": part.reader.hidden_size, "emb_dim": part.after.in_features}
+        return {"projector_type": "domino", "shift_label": drafter.anchor_predicts, "pure_draft_prefix_len": 1, **sizes}
+    if part is None and convolution is None:
+        return {}
+    if not isinstance(part, Selector) or convolution is None or drafter.anchor_predicts:
+        raise ValueError(
+            "Engines have DFlash 2 with a selector, a convolution, and an anchor that predicts nothing: train with "
+            "dependence.kind=selector convolution=2 anchor_predicts=false."
+        )
+    return {
+        "conv_kernel_size": convolution.taps,
+        "conv_group_size": convolution.group,
+        "selector_rank": part.hidden.out_features,
+        "selector_top_k": part.top,
+        "sample_from_anchor": False,
+    }
+
+
 def dspark(drafter: BlockDrafter) -> Layout:
     """With the target's embedding, in which the mask replaces one token's row: engines read DSpark's mask from nowhere else."""
     layout.check_whole(drafter, "A DSpark drafter in an engine")
-    tensors, config = _write_layers(drafter, needs="Qwen3DSparkModel")
+    tensors, config = _write_layers(drafter)
     markov = drafter.dependence
-    if not isinstance(markov, Markov) or markov.form != "plain":
-        raise ValueError(
-            "Engines have no DSpark without a plain Markov head: train with dependence.kind=markov dependence.form=plain."
-        )
-    if not drafter.target.shape_logits.plain:
-        raise ValueError(
-            f"{drafter.target.name} scales or caps its logits. DSpark adds its Markov head behind that, and engines before: "
-            "take format=safetensors, or train a DFlash drafter (dependence=null)."
-        )
+    if not isinstance(markov, Markov):
+        raise ValueError("Engines have no DSpark without a Markov head: train with dependence.kind=markov.")
     mask, embedding = mask_token(drafter), drafter.target.embed.weight.detach()
     if drafter.embedding is not None:
         embedding = drafter.embedding
-    dtype, table = drafter.fc.weight.dtype, markov.before.weight
-    if not isinstance(markov.before, nn.Embedding):
-        table = nn.functional.linear(embedding.to(dtype), table)  # [V, rank]
-    embedding = embedding.to(dtype).clone()
-    embedding[mask] = drafter.mask_embedding.to(dtype)
-    tensors |= {
-        "embed_tokens.weight": embedding,
-        MARKOV_IN: table,
-        MARKOV_OUT: markov.after.weight,
-    }
+    embedding = embedding.to(drafter.fc.weight.dtype).clone()
+    embedding[mask] = drafter.mask_embedding.to(embedding)
+    tensors["embed_tokens.weight"] = embedding
     confidence, with_markov = drafter.confidence_head, False
     if confidence is not None:
         with_markov = confidence.in_features > drafter.target.width
@@ -163,8 +240,8 @@ def dspark(drafter: BlockDrafter) -> Layout:
         "mask_token_id": mask,
         "sample_from_anchor": drafter.anchor_predicts,
         "dspark_bonus_anchor": not drafter.anchor_predicts,
-        "markov_rank": table.shape[1],
-        "markov_head_type": "vanilla",
+        "markov_rank": markov.after.in_features,
+        "markov_head_type": "vanilla" if markov.form == "plain" else markov.form,
         "enable_confidence_head": drafter.confident,
         "confidence_head_with_markov": with_markov,
     }
@@ -172,31 +249,30 @@ def dspark(drafter: BlockDrafter) -> Layout:
 
 
 def sglang(drafter: BlockDrafter) -> Layout:
-    """DFlash or DSpark for SGLang, which drafts from all tokens, and takes the mask from a row of the target's embedding.
+    """A block drafter for SGLang, which drafts from all tokens, and takes the mask from a row of the target's embedding.
 
     It writes DFlash's mask_embedding.pt into that row, so nothing else may read it. Raises ValueError for masks without such a row.
     """
     target, row, whole = drafter.target, target_row(drafter), layout.draft_from_all(drafter)
+    dspark_like = kind_of(drafter) == "dspark"
     own: dict[str, object] = {}
     if row is None:
         shared = target.lm_head.weight is target.embed.weight
-        row = None if shared or is_dspark(drafter) else free_token(target)
+        row = None if shared or dspark_like else free_token(target)
         if row is None:
             raise ValueError(
                 "The mask of this head has an embedding of its own. SGLang reads none for DSpark, and writes DFlash's over a row of "
                 f"the target's embedding, where {target.name} {'has its LM head' if shared else 'has no unused one'}: {NO_OWN_MASK}."
             )
         own = {MASK: {"mask_token_id": row, "embedding": drafter.mask_embedding.detach().clone()}}
-    made = (dspark if is_dspark(drafter) else dflash)(whole)  # type: ignore[arg-type]  # a copy of the same class
+    made = (dspark if dspark_like else dflash)(whole)  # type: ignore[arg-type]  # a copy of the same class
     tensors, config = dict(made.tensors), dict(made.config)
-    if is_dspark(drafter):
+    if dspark_like:
         del tensors["embed_tokens.weight"]
         config |= {"mask_token_id": row, "block_size": drafter.num_drafts}  # a block of SGLang's is its drafts
         del config["dspark_bonus_anchor"]
     else:
-        nested = config["dflash_config"] = config["dflash_config"] | {"mask_token_id": row}
-        if "causal" in nested:
-            config["is_causal"] = nested["causal"]  # where SGLang looks for it
+        config["dflash_config"] = config["dflash_config"] | {"mask_token_id": row}
     return Layout(tensors, config, own)
 
 
@@ -244,7 +320,7 @@ def place_mask(drafter: BlockDrafter, config: dict, beside: dict, names: Contain
 
 
 def read_block_drafter(config: dict, tensors: dict[str, Tensor], beside: dict, target: Target) -> tuple[dict, dict]:
-    """DFlash or DSpark -> the arguments of `heads.dflash.BlockDrafter`, its tensors. Raises ValueError if they are none of this target.
+    """A block drafter -> the arguments of `heads.dflash.BlockDrafter`, its tensors. Raises ValueError if they are none of this target.
 
     config: flat; layers in `dflash_config`, beside it, or a container's `aux_hidden_state_layer_ids`
     beside: contents of further files, by name; the mask's embedding may have one
@@ -257,10 +333,10 @@ def read_block_drafter(config: dict, tensors: dict[str, Tensor], beside: dict, t
         raise ValueError("config.json names no hidden states or no mask token: is this a DFlash drafter?")
     has_markov = any("markov_w1" in name for name in tensors)
     anchor_predicts = config.get("sample_from_anchor")
+    if config.get("projector_type") == "domino":
+        anchor_predicts = config["shift_label"]
     if anchor_predicts is None:
         anchor_predicts = has_markov or "DSpark" in str(config.get("architectures"))
-    if has_markov and config.get("markov_head_type", "vanilla") != "vanilla":
-        raise ValueError(f"A Markov head of the type {config['markov_head_type']} cannot be imported; vanilla can.")
     sliding = _read_windows(config, nested)
     layout.check_layers(tuple(layers), target)
     tensors = dict(tensors)
@@ -293,7 +369,7 @@ def read_block_drafter(config: dict, tensors: dict[str, Tensor], beside: dict, t
         "sinks": "layers.0.attention_sink_bias" in head,
         **sliding,
         **({"mask_token": int(mask_id or 0)} if from_row else {}),
-        **_read_markov(head, config),
+        **_read_part(head, config),
     }
     return layout.with_embedding(arguments, head, embedding)
 
@@ -310,13 +386,31 @@ def _read_mask(tensors: dict[str, Tensor], mask_id: int, target: Target) -> Tens
     return embedding[mask_id].clone()
 
 
-def _read_markov(head: dict[str, Tensor], config: dict) -> dict:
-    """The arguments of DSpark's Markov and confidence heads, if there are any."""
-    table, weight = head.get("dependence.before.weight"), head.get("confidence_head.weight")
+def _read_part(head: dict[str, Tensor], config: dict) -> dict:
+    """The arguments of the dependence, the convolution and the confidence head, where there are any."""
     arguments: dict[str, Any] = {}
-    if table is not None:
-        arguments = {"dependence": {"kind": "markov", "rank": table.shape[-1], "table": True}}
-    if weight is not None:
+    if "dependence.before.weight" in head:
+        form = config.get("markov_head_type") or "vanilla"
+        if form == "rnn" and "speculators_model_type" in config and not config["sample_from_anchor"]:
+            raise ValueError(
+                "Speculators' recurrent Markov head reads the anchor twice where sample_from_anchor=false, and engines and this project "
+                "once: take one with sample_from_anchor=true."
+            )
+        given = {"rank": head["dependence.before.weight"].shape[-1], "form": "plain" if form == "vanilla" else form}
+        arguments = {"dependence": {"kind": "markov", "table": True, **given}}
+    if config.get("selector_rank") or config.get("conv_kernel_size"):
+        width, group = config["hidden_size"], config["conv_group_size"]
+        if group != BlockConvolution(width, 1).group:
+            raise ValueError(f"A convolution with conv_group_size={group} cannot be imported; {GROUP} can.")
+        given = {"rank": config["selector_rank"], "top": config["selector_top_k"], "table": True}
+        arguments = {"dependence": {"kind": "selector", **given}, "convolution": config["conv_kernel_size"]}
+    if config.get("projector_type") == "domino":
+        if config["pure_draft_prefix_len"] != 1:
+            raise ValueError(
+                f"A Domino drafter with pure_draft_prefix_len={config['pure_draft_prefix_len']} cannot be imported; 1 can."
+            )
+        arguments = {"dependence": {"kind": "domino", "hidden": config["gru_hidden_dim"], "rank": config["emb_dim"]}}
+    if (weight := head.get("confidence_head.weight")) is not None:
         arguments |= {"confidence": True, "confidence_markov": weight.shape[1] > config["hidden_size"]}
     return arguments
 

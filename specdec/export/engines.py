@@ -17,6 +17,7 @@ from specdec.export.published import restore
 from specdec.export.speculators import container
 from specdec.export.stitched import stitched
 from specdec.heads.base import Drafter, Head
+from specdec.heads.dependence.markov import Part as Markov
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle, Eagle3, PEagle
@@ -45,11 +46,12 @@ def _vllm(drafter: Any, kind: str) -> Special:
         notes.append("token_map.pt is the draft vocabulary, for SGLang and for import; vLLM has no place for it.")
     if kind == "medusa":
         notes.append("vLLM drafts the chain of the heads' best guesses, not their tree. Since 0.33 it has no Medusa.")
+    if kind in ("dspark", "dflash2"):
+        notes.append("Only vLLM's V2 runner (GPU) drafts with this head.")
     if kind == "dspark":
-        notes.append(
-            "Only vLLM's V2 runner (GPU) drafts with DSpark. enable_adaptive_verification uses its confidence head."
-        )
-    if kind == "dflash":
+        _check_plain_markov(drafter, "vLLM 0.32")
+        notes.append("enable_adaptive_verification uses its confidence head.")
+    if kind in ("dflash", "dflash2"):
         notes.append("mask_embedding.pt has the mask's embedding: keep it beside the weights, where vLLM looks for it.")
         if drafter.window is not None:
             notes.append(WINDOW.format(engine="vLLM"))
@@ -61,6 +63,23 @@ def _vllm(drafter: Any, kind: str) -> Special:
     return f" --hf-overrides '{json.dumps(mtp.OVERRIDE)}'", notes
 
 
+def _has_state(drafter: Drafter) -> bool:
+    """Whether it has a Markov head that reads the draft's state, a gated or a recurrent one."""
+    return (
+        isinstance(drafter, BlockDrafter)
+        and isinstance(drafter.dependence, Markov)
+        and drafter.dependence.form != "plain"
+    )
+
+
+def _check_plain_markov(drafter: BlockDrafter, engine: str) -> None:
+    if _has_state(drafter):
+        raise ValueError(
+            f"{engine} has plain Markov heads only, and this one reads the draft's state: take format=sglang or speculators, or train "
+            "with dependence.form=plain."
+        )
+
+
 def _sglang(drafter: Any, kind: str) -> Special:
     notes = ["SGLang was not run: its own classes read this folder, and nothing was served."]
     if isinstance(drafter, BlockDrafter):
@@ -70,7 +89,12 @@ def _sglang(drafter: Any, kind: str) -> Special:
             notes.append(
                 "SGLang uses the confidence head where SGLANG_RAGGED_VERIFY_MODE=compact is in the environment."
             )
-        return "", notes
+        if kind != "domino":
+            return "", notes
+        if drafter.anchor_predicts:
+            notes.append("SGLang leaves out the last draft of a block.")
+        notes.append("SGLang drafts greedily with Domino at any temperature, and takes weights in bfloat16 only.")
+        return " --speculative-domino-candidate-pool-size 0", notes
     more = " --speculative-num-steps <num> --speculative-eagle-topk 1"
     if kind == "eagle" and drafter.draft_to_target is not None:
         more += f" --speculative-token-map <out>/{eagle.TOKEN_MAP}"
@@ -96,6 +120,8 @@ def _nvidia(drafter: Any) -> str | None:
 def _llama_cpp(drafter: Any, kind: str) -> Special:
     if isinstance(drafter, Eagle3) and len(drafter.target_layers) != 3:
         raise ValueError("llama.cpp's converter takes EAGLE-3 heads of exactly three hidden states.")
+    if kind == "dspark":
+        _check_plain_markov(drafter, "llama.cpp's converter")
     return ("" if kind == "draft" else " --target-model-dir <target>"), []
 
 
@@ -134,6 +160,12 @@ def _eagle1(architecture: str) -> dict[str, Callable[[Any], Layout]]:
 
 def _dflash_from_all(drafter: BlockDrafter) -> Layout:
     check_whole(drafter, "llama.cpp")
+    lattice = drafter.lattice
+    if lattice is not None and (size := lattice.top * (lattice.top + 1)) > drafter.target.width:
+        raise ValueError(
+            f"llama.cpp carries a selector's candidates and scores in a state, and {size} numbers do not fit into "
+            f"{drafter.target.width}: train with a smaller dependence.top."
+        )
     return block_drafter.dflash(draft_from_all(drafter))  # type: ignore[arg-type]  # a copy of the same class
 
 
@@ -168,6 +200,8 @@ LAYOUTS: dict[str, Callable[[Any], Layout]] = {
     "mtp": mtp.mimo,
     "dflash": block_drafter.dflash,
     "dspark": block_drafter.dspark,
+    "dflash2": block_drafter.dflash,
+    "domino": block_drafter.dflash,
     "draft": language_model,
 }
 FACTS = yaml.safe_load(Path(__file__).with_name("engine_facts.yaml").read_text())
@@ -177,12 +211,12 @@ CODE: dict[str, dict[str, Any]] = {
         "special": _safeailab,
         "layouts": {"eagle": lambda drafter: eagle.eagle1(drafter, architecture="LlamaForCausalLM", bias=_has_bias(drafter))},
     },
-    "gguf": {"special": _llama_cpp, "layouts": {"dflash": _dflash_from_all}},
+    "gguf": {"special": _llama_cpp, "layouts": {"dflash": _dflash_from_all, "dflash2": _dflash_from_all}},
     "medusa": {"special": _medusa, "layouts": {"medusa": medusa.reference}},
     "sglang": {
         "special": _sglang,
         "layouts": {**_eagle1("LlamaForCausalLMEagle"), "eagle3": partial(eagle.eagle3, hidden_norms=True),
-                    "dflash": block_drafter.sglang, "dspark": block_drafter.sglang},
+                    **dict.fromkeys(block_drafter.CLASSES, block_drafter.sglang)},
     },
     "speculators": {"layouts": {kind: partial(container, kind=kind) for kind in FORMAT_FACTS["speculators"]["takes"]}},
     "stitched": {"special": _stitched, "layouts": {"native": stitched}},
@@ -238,7 +272,7 @@ KINDS: dict[str, type] = {"eagle": Eagle, "peagle": PEagle, "eagle3": Eagle3, "m
 def kind_of(drafter: Drafter) -> str:
     """The name of the head's kind in the tables above; the class's name for others."""
     if isinstance(drafter, BlockDrafter):
-        return "dspark" if block_drafter.is_dspark(drafter) else "dflash"
+        return block_drafter.kind_of(drafter)
     return next((kind for kind, found in KINDS.items() if isinstance(drafter, found)), type(drafter).__name__)
 
 
@@ -276,6 +310,8 @@ def make_form(drafter: Drafter, name: str) -> ExportForm:
         settings["parallel_drafting"] = True
     filled = {"{settings}": json.dumps(settings).replace('"<num>"', "<num>"), "{more}": more}
     lines = {engine: _fill(line, {"{method}": about.takes[kind], **filled}) for engine, line in about.lines.items()}
+    if _has_state(drafter):
+        lines = {engine: line for engine, line in lines.items() if not engine.startswith("vLLM")}
     for engine, other in about.others.items():
         if kind in other["takes"] and (reason := _nvidia(drafter)) is None:
             inner = layout.config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
@@ -283,12 +319,15 @@ def make_form(drafter: Drafter, name: str) -> ExportForm:
             lines[f"{engine}, not run"] = _fill(other["line"], {"{method}": other["takes"][kind], "{more}": more})
         elif kind in other["takes"]:
             notes.append(f"No line for {engine}: engines of NVIDIA {reason}.")
+    most_drafts = drafter.depth
+    if kind == "domino" and isinstance(drafter, BlockDrafter) and drafter.anchor_predicts:
+        most_drafts = drafter.num_drafts - 1
     return ExportForm(
         name,
         layout,
         lines,
         settings,
-        most_drafts=drafter.depth,
+        most_drafts=most_drafts,
         whole_block=isinstance(drafter, BlockDrafter),
         whole_vocabulary=drafter.draft_to_target is not None and kind in about.whole,
         notes=tuple(notes),
@@ -316,7 +355,7 @@ def make_forms(drafter: Head) -> dict[str, ExportForm]:
 
 # What the engine's class of the target has to give for a kind of head: hidden states of inner layers; its last state, its
 # embedding and its LM head; nothing
-READS = {"eagle3": "states", "peagle": "states", "dflash": "states", "dspark": "states", "eagle": "last", "mtp": "last",
+READS = {"eagle3": "states", "peagle": "states", "dflash": "states", "dspark": "states", "dflash2": "states", "domino": "states", "eagle": "last", "mtp": "last",
          "medusa": "last", "draft": "draft"}  # fmt: skip
 
 

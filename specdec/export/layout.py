@@ -1,7 +1,7 @@
 """A drafter under the names of a public layout, and what the layouts of several families share."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING, LlamaConfig
 
 from specdec.heads.base import Drafter
 from specdec.heads.blocks import block_config, embedding_scale
+from specdec.heads.dependence import Dependence, Lattice
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.eagle import Eagle3
 from specdec.target.model import Target
@@ -141,15 +142,23 @@ def lm_head_rows(target: Target, vocab: Tensor | None) -> Tensor:
 
 
 def draft_from_all(drafter: Drafter) -> Drafter:
-    """A copy of a drafter that borrows the target's LM head; the copy drafts from all V tokens."""
+    """A copy of a drafter that borrows the target's LM head; the copy drafts from all V tokens.
+
+    Raises ValueError for a table of the draft vocabulary, which has nothing for other tokens.
+    """
     whole = drafter.decodable()
-    markov = getattr(getattr(whole, "dependence", None), "after", None)
-    vocab = whole.draft_to_target
-    if markov is not None and vocab is not None:  # the other tokens follow any token as likely
-        rows = markov.weight.new_zeros(drafter.target.vocab_size, markov.in_features).index_copy(
-            0, vocab, markov.weight
-        )
-        markov.weight, markov.out_features = nn.Parameter(rows, requires_grad=False), len(rows)
+    part, vocab, num = getattr(whole, "dependence", None), whole.draft_to_target, drafter.target.vocab_size
+    if vocab is not None and isinstance(part, Dependence):
+        if set(part.by_token) - {"after."}:
+            raise ValueError(
+                "The engine drafts from all tokens, and the selector's table has a draft vocabulary's only: train with "
+                "head.vocab_size=null, or with dependence.table=false."
+            )
+        if isinstance(part, Lattice):
+            part.sizes = replace(part.sizes, vocab_size=num)
+        if isinstance(after := getattr(part, "after", None), nn.Linear):  # the other tokens follow any token as likely
+            rows = after.weight.new_zeros(num, after.in_features).index_copy(0, vocab, after.weight)
+            after.weight, after.out_features = nn.Parameter(rows, requires_grad=False), num
     whole.draft_to_target = whole.target_to_draft = None
     whole.goal_head = (drafter.target.lm_head.weight, drafter.target.lm_head.bias)
     return whole

@@ -37,7 +37,9 @@ CONTAINERS = {
     "peagle": "mask_token_id",
     "dflash": None,
     "dspark": "sample_from_anchor",
+    "dflash2": None,
 }
+WHOLE = ("dflash2", "domino")  # layouts without a draft vocabulary
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ FAMILIES = {
     "mtp": Family("mtp.MTP", mtp.read_mtp, mtp.own_names),
     "dflash": Family("dflash.BlockDrafter", block_drafter.read_block_drafter, block_drafter.own_names),
     "dspark": Family("dflash.BlockDrafter", block_drafter.read_block_drafter, block_drafter.own_names),
+    "dflash2": Family("dflash.BlockDrafter", block_drafter.read_block_drafter, block_drafter.own_names),
+    "domino": Family("dflash.BlockDrafter", block_drafter.read_block_drafter, block_drafter.own_names),
 }
 
 
@@ -194,42 +198,41 @@ def _find_family(found: _Files) -> str:
         return "mtp"
     own = block_drafter.own_names(config, names).values()
     if "layers.0.q_norm.weight" in own and "hidden_norm.weight" in own:
-        return "dspark" if "dependence.before.weight" in own else "dflash"
+        for kind, parts in block_drafter.PARTS.items():
+            if any(f"dependence.{part}" in own for part in parts.values() if part != "after.weight"):
+                return kind
+        return "dflash"
     if "norm.weight" in names and "fc.weight" in names:
         return "peagle" if eagle.mask_token(config) is not None else "eagle3"
     if "fc.weight" in names:
         return "eagle"
     raise ValueError(
         f"its tensors ({', '.join(sorted(names)[:3])}, ...) belong to none of the known layouts: EAGLE-1, EAGLE-3, P-EAGLE, Medusa, "
-        "DFlash, DSpark, MTP in MiMo's layout, and the Speculators container."
+        "DFlash, DFlash 2, Domino, DSpark, MTP in MiMo's layout, and the Speculators container."
     )
 
 
 # What gives away a head that exists elsewhere and not here: a part of its architecture's or type's name, a field of config.json, a
 # part of the name of a tensor
 FOREIGN_NAMES = {
-    "dflash2": "a DFlash 2 drafter",
     "lilicorr": "a LiLiCorr drafter",
-    "domino": "a Domino drafter",
     "xpress": "an xPress drafter",
     "dspine": "a DSpine drafter",
     "mlp_?speculator": "an MLP speculator",
     "hydra": "Hydra heads of another project",
 }
 FOREIGN_FIELDS = {
-    **dict.fromkeys(("selector_rank", "conv_kernel_size"), "a DFlash 2 drafter"),
     "lilicorr_enabled": "a LiLiCorr drafter",
     "kv_lora_rank": "a drafter with latent attention (MLA)",
     "quantization_config": "a quantised head (take its weights before quantisation)",
     "output_multiplier": "a drafter that scales its logits",
+    "input_embedding_scale": "a drafter that scales its embeddings",
     "final_logit_softcapping": "a drafter that caps its logits",
     "attention_value_scale": "a drafter that scales its values",
     "use_gemma_norm": "a drafter with the norms of Gemma",
 }
 FOREIGN_TENSORS = {
     "q_a_proj|kv_a_proj": "a drafter with latent attention (MLA)",
-    "prefix_gru|embed_proj": "a Domino drafter",
-    r"(^|markov_head\.)(gate|joint)_proj": "a DSpark drafter whose Markov head is gated or recurrent",
     "parallel_draft_heads": "EAGLE with parallel heads (modelopt)",
     r"\.experts\.": "a drafter with experts",
     r"(self_attn|mlp)\.\w+_proj\.bias": "a drafter with biases in its attention or MLP",
@@ -338,7 +341,7 @@ def check_output(drafter: Head) -> None:
         seen: Any = masks.committed_mask(cache.lengths + 1, cache.visible)
     else:
         seen = cache.sees(masks.causal_mask(1, device))
-    logits = drafter.logits(1, drafter.step(1, h, tokens, tokens, seen, cache)[1]).float()
+    logits = drafter.judged_logits(1, drafter.step(1, h, tokens, tokens, seen, cache)[1]).float()
     if not bool((logits.amax(-1) > logits.amin(-1)).all()):
         raise ValueError(
             "the head gives all tokens the same logit, whatever it reads: its weights are zero or damaged, take another copy of it."
@@ -433,7 +436,7 @@ def _place_vocab(drafter: Drafter, config: dict, names: dict, beside: dict) -> N
         if kind == "eagle":
             beside[eagle.TOKEN_MAP] = vocab.tolist()
             return
-        if kind not in CONTAINERS:
+        if kind not in CONTAINERS or kind in WHOLE:
             raise ValueError("The layout that this head came in has no draft vocabulary: train with start_vocab=keep.")
         names |= {"d2t": ["int64", [len(vocab)]], "t2d": ["bool", [drafter.target.vocab_size]]}
         names.setdefault("lm_head.weight", [next(iter(names.values()))[0], list(drafter.goal_head[0].shape)])

@@ -1,4 +1,4 @@
-"""The Speculators container (0.9; docs/file-formats.md, section 11), which vLLM serves too: EAGLE-3, P-EAGLE, DFlash and DSpark."""
+"""The Speculators container (0.9; docs/file-formats.md, section 11), which vLLM serves too: EAGLE-3, P-EAGLE, DFlash, DSpark, DFlash 2."""
 
 from specdec.export import block_drafter, eagle, layout
 from specdec.export.layout import SIZES, Layout
@@ -14,25 +14,27 @@ LAYER_FIELDS = [
     "attention_bias",
     "num_hidden_layers",
 ]
+ARCHITECTURES = {"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator", "dflash": "DFlashSpeculator",
+                 "dspark": "DSparkSpeculator", "dflash2": "DFlash2DraftModel"}  # fmt: skip
+DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 DSPARK = ("block_size", "mask_token_id", "sample_from_anchor", "markov_rank", "markov_head_type", "enable_confidence_head",
           "confidence_head_with_markov")  # fmt: skip
 
 
 def container(drafter: Eagle3 | BlockDrafter, kind: str) -> Layout:
-    """kind: eagle3, peagle, dflash or dspark. Raises ValueError for heads that readers of the container would run otherwise."""
+    """kind: eagle3, peagle, dflash, dspark or dflash2. Raises ValueError for heads that readers of the container would run otherwise."""
     if isinstance(drafter, Eagle3):
         own, plain = _eagle3(drafter), eagle.eagle3(drafter)
         model_type = plain.config["model_type"]
         tensors = layout.rename(plain.tensors, [(eagle.MIDLAYER, eagle.LAYER.format(0))])
     else:
         plain = block_drafter.dspark(drafter) if kind == "dspark" else block_drafter.dflash(drafter)
-        own, model_type = _block(drafter, plain.config), "qwen3"
+        own, model_type = _block(drafter, kind, plain.config), "qwen3"
         tensors = plain.tensors
     target = drafter.target
     method = {"proposal_type": "greedy", "speculative_tokens": "<num>", "verifier_accept_k": 1, "accept_tolerance": 0.0}
-    names = {"eagle3": "Eagle3", "peagle": "PEagle", "dflash": "DFlash", "dspark": "DSpark"}
     config = {
-        "architectures": [f"{names[kind]}Speculator"],
+        "architectures": [ARCHITECTURES[kind]],
         "speculators_model_type": kind,
         "speculators_version": VERSION,
         "speculators_config": {
@@ -46,7 +48,7 @@ def container(drafter: Eagle3 | BlockDrafter, kind: str) -> Layout:
             **{name: plain.config[name] for name in LAYER_FIELDS},
             **layout.window_fields(drafter),
         },
-        "draft_vocab_size": drafter.vocab_size,
+        "draft_vocab_size": plain.config["draft_vocab_size"],
         "target_hidden_size": target.width,
         "torch_dtype": None,
         **own,
@@ -70,22 +72,26 @@ def _eagle3(drafter: Eagle3) -> dict:
     return {**fields, "mask_token_id": drafter.mask_token}
 
 
-def _block(drafter: BlockDrafter, plain: dict) -> dict:
-    """The fields of DFlash and DSpark. plain: those outside the container"""
-    layers = {"aux_hidden_state_layer_ids": list(drafter.target_layers)}
-    if block_drafter.is_dspark(drafter):
-        return {**{name: plain[name] for name in DSPARK}, **layers}
-    fields = {
-        "block_size": plain["block_size"],
-        **layers,
-        "mask_token_id": block_drafter.mask_token(drafter),
-        "sample_from_anchor": False,
-    }
-    if drafter.window is None:
-        return fields
-    if drafter.window_causal and None in drafter.windows:
+def _block(drafter: BlockDrafter, kind: str, plain: dict) -> dict:
+    """The fields of DFlash, DSpark and DFlash 2. plain: those outside the container"""
+    layers: dict = {"aux_hidden_state_layer_ids": list(drafter.target_layers)}
+    causal = block_drafter.causality(drafter)
+    if causal is None:
         raise ValueError(
             "vLLM takes all layers of a DFlash drafter in this container as causal if the sliding ones are: take "
             "format=vllm, or train without full_layers or with window_causal=false."
         )
-    return {**fields, "sliding_window_non_causal": not drafter.window_causal}
+    layers["sliding_window_non_causal"] = not causal  # vLLM takes it for full layers, too
+    if kind == "dspark":
+        if plain["markov_head_type"] == "rnn" and not drafter.anchor_predicts:
+            raise ValueError(
+                "Speculators' recurrent Markov head reads the anchor twice where anchor_predicts=false: take format=sglang."
+            )
+        return {**{name: plain[name] for name in DSPARK}, **layers}
+    return {
+        "block_size": plain["block_size"],
+        **layers,
+        "mask_token_id": block_drafter.mask_token(drafter),
+        "sample_from_anchor": False,
+        **{name: plain["dflash_config"][name] for name in DFLASH2 if kind == "dflash2"},
+    }

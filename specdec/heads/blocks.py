@@ -6,6 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import dynamic_rope_update
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from specdec.core import cached_keys, fast
@@ -87,7 +88,17 @@ def llama_config(target: Target, *, intermediate_size: int | None) -> LlamaConfi
 
 
 class Rotary(LlamaRotaryEmbedding):
-    """h (for its dtype and device), positions [B, S] -> cos, sin [B, S, head_dim]; has no parameters."""
+    """h (for its dtype and device), positions [B, S] -> cos, sin [B, S, head_dim]; has no parameters.
+
+    As transformers computes them since 5.18; before, by a product of matrices, which a GPU may round.
+    """
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x, position_ids):
+        angles = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float32)
+        angles = torch.cat([angles, angles], dim=-1)
+        return tuple((part * self.attention_scaling).to(x.dtype) for part in (angles.cos(), angles.sin()))
 
 
 class Attention(nn.Module):

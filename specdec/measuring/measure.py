@@ -38,6 +38,13 @@ class PromptReplay:
     prompt: Prompt
     replayed_rounds: float  # expected rounds of drafting along the answer
     replayed_accepted: list[float]  # [K] expected rounds that accept at least d drafts
+    candidates: list[list[float]] | None = None  # [4, K] of replay.Replay
+
+
+def prompt_replay(prompt: Prompt, replayed: replay.Replay) -> PromptReplay:
+    num_rounds, accepted = replayed.counted
+    found = replayed.candidates
+    return PromptReplay(prompt, num_rounds, accepted.tolist(), None if found is None else found.tolist())
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class PromptResult:
     replayed_accepted: list[float]  # [K] expected rounds that accept at least d drafts; empty if replay does not apply
     gap: float | None  # at temperature 0, where the answers differ: the target's top-2 logit gap there; else None
     auto: Generation | None = None  # decoded with proposers/auto.py, if that is measured beside
+    candidates: list[list[float]] | None = None  # as of PromptReplay
 
     @property
     def num_rounds(self) -> int:
@@ -220,17 +228,15 @@ def decode_side_by_side(
 
 def judge(method: Method, prompt: Prompt, plain: Generation, drafted: Generation, sampling: Sampling) -> PromptResult:
     """One prompt's result from its two answers."""
-    rounds, accepted, gap = float("nan"), [], None
-    head = method.replayed(sampling)
+    own, gap = PromptReplay(prompt, float("nan"), []), None
+    head, text = method.replayed(sampling), (prompt.tokens, plain.tokens[0])
     if head is not None:
-        accepting = replay.acceptance(
-            head, prompt.tokens, plain.tokens[0], depth=method.drafting.depth, temperature=sampling.temperature
-        )
-        rounds, counts = replay.rounds(accepting)
-        accepted = counts.tolist()
+        (found,) = replay.replays(head, [text], depth=method.drafting.depth, temperature=sampling.temperature)
+        own = prompt_replay(prompt, found)
     if sampling.greedy:
-        gap = top2_gap(method.target, prompt.tokens, plain.tokens[0], drafted.tokens[0], sampling)
-    return PromptResult(prompt, plain, drafted, rounds, accepted, gap)
+        gap = top2_gap(method.target, *text, drafted.tokens[0], sampling)
+    known = own.replayed_rounds, own.replayed_accepted
+    return PromptResult(prompt, plain, drafted, *known, gap, candidates=own.candidates)
 
 
 def seeded_generator(target: Target, seed: int) -> torch.Generator:

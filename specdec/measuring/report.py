@@ -60,6 +60,7 @@ class Report:
     replayed_tau: float | None = None
     replayed_tau_ci: list[float] | None = None
     replayed_survival: list[float] | None = None  # [K]
+    candidates: dict | None = None  # of a head with a lattice: `candidate_figures`
     by_category: dict[str, "Report"] = field(default_factory=dict)
     shape: str | None = None  # of a validation: the chain or tree
     step: int | None = None  # of a validation
@@ -201,7 +202,30 @@ def with_replays(report: Report, replays: Sequence[PromptResult | PromptReplay],
         replayed_tau=replayed_tau(replays),
         replayed_tau_ci=interval(replays, replayed_tau, seed),
         replayed_survival=[count / rounds if rounds else math.nan for count in reaching],
+        candidates=candidate_figures([each.candidates for each in replays if each.candidates]),
     )
+
+
+def candidate_figures(counts: Sequence[list[list[float]]]) -> dict | None:
+    """How good candidates are, by [4, K] of each answer's replay.Replay; None without any.
+
+    recall [K]: share of the answers' tokens that are candidates of a depth; mass [K]: the target's probability of the candidates,
+    the mean; oracle_tau: of replay, if every token that is a candidate were drafted
+    """
+    if not counts:
+        return None
+    goals, among, mass, accepted = torch.tensor(counts, dtype=torch.float64).sum(0)  # [K] each
+    rounds = goals[0] - accepted.sum()  # every token is accepted, or emitted at the end of a round
+    return {
+        "recall": (among / goals).tolist(),
+        "mass": (mass / goals).tolist(),
+        "oracle_tau": float(goals[0] / rounds),
+    }
+
+
+def describe_candidates(known: dict) -> str:
+    """`candidate_figures` as text"""
+    return f"recall {by_depth(known['recall'])}, mass {by_depth(known['mass'])}, oracle tau {known['oracle_tau']:.3f}"
 
 
 def summarise_by_category(results: list[PromptResult], **settings) -> Report:

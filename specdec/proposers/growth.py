@@ -10,18 +10,18 @@ from torch.nn import functional as F
 
 from specdec.core import masks
 from specdec.core.compile import Runner
-from specdec.core.devices import given
-from specdec.core.sampling import AnySampling, pick, uniforms
+from specdec.core.sampling import AnySampling, pick
 from specdec.core.tree import Tree, TreeShape, chain
 from specdec.heads.base import Drafter
 
-Children = Literal["chosen", "distinct"]
+Children = Literal["distinct", "chosen"]
+LEAST = 1e-30  # probability that is divided by; float32 has no exact fractions of less
 
 
 def check_children(children: str) -> None:
     """Raises ValueError unless it is one of `Children`."""
     if children not in get_args(Children):
-        raise ValueError(f"children={children} must be chosen or distinct.")
+        raise ValueError(f"children={children} must be distinct or chosen.")
 
 
 class StepOutput(NamedTuple):
@@ -72,9 +72,12 @@ def grow_tree(steps: Steps, newest: Tensor, first: StepOutput) -> Tree:
     """EAGLE-2: each depth widens the `width` most likely paths so far; the best `nodes` of all are kept.
 
     Paths are compared by the sum of log-probabilities, without a temperature. newest [B], first: step 1 of this token
+    A block drafter's step costs next to nothing, so each depth widens `nodes` paths: no more can be kept, so these are the best
+    `nodes` of all paths whose nodes have `width` children. Drafts of probability 0 are kept only where there are no others.
     """
     shape, runner, device, num_rows = steps.shape, steps.runner, newest.device, len(newest)
     width = min(shape.width, steps.drafter.vocab_size)
+    most = shape.nodes if steps.drafter.attends == "block" else width
     state, logits, _ = first
     # All nodes of the growing tree, in the order of their making (so parents come first); entry 0 is the root.
     tokens, scores = [newest[:, None]], [torch.zeros(num_rows, 1, device=device)]
@@ -86,7 +89,7 @@ def grow_tree(steps: Steps, newest: Tensor, first: StepOutput) -> Tree:
     for d in range(1, shape.depth + 1):
 
         def widen(*inputs, num_nodes=num_nodes):
-            return _widen(steps.drafter, width, num_nodes, *inputs)
+            return _widen(steps.drafter, width, most, num_nodes, *inputs)
 
         widened = runner(("widen", num_nodes), widen, logits, value, frontier, seen, state)
         token, score, parent, value, frontier, seen, state, chosen = widened
@@ -104,17 +107,20 @@ def grow_tree(steps: Steps, newest: Tensor, first: StepOutput) -> Tree:
     return Tree(kept_tokens, kept_parents, None)
 
 
-def _widen(drafter: Drafter, width: int, num_nodes: int, logits, value, frontier, seen, state) -> tuple[Tensor, ...]:
-    """The `width` best children of each node of a frontier, and the next frontier among them.
+def _widen(
+    drafter: Drafter, width: int, most: int, num_nodes: int, logits, value, frontier, seen, state
+) -> tuple[Tensor, ...]:
+    """The `width` best children of each node of a frontier, and the next frontier: the `most` best of them.
 
     num_nodes: nodes so far -> the children's tokens, scores, parents [B, w * width]; of the next frontier value, numbers,
     seen, parents' state and tokens
     """
+    logits = logits[:, :1] if drafter.parallel else logits  # which are then those of all nodes
     best = logits.float().log_softmax(-1).topk(width, dim=-1)  # [B, w, width]
     score = (value[..., None] + best.values).flatten(1)
-    token = drafter.to_target(best.indices).flatten(1)
+    token = drafter.to_target(best.indices).expand(-1, frontier.shape[1], -1).flatten(1)
     owner = torch.arange(frontier.shape[1], device=token.device).repeat_interleave(width).expand_as(token)
-    value, chosen = score.topk(min(width, score.shape[1]), dim=1)  # [B, w]
+    value, chosen = score.topk(min(most, score.shape[1]), dim=1)  # [B, w]
     from_owner = owner.gather(1, chosen)  # [B, w] index into the last frontier
     rows = torch.arange(len(token), device=token.device)[:, None]
     itself = torch.eye(chosen.shape[1], dtype=torch.bool, device=token.device).expand(len(token), -1, -1)
@@ -137,49 +143,49 @@ def _rank(parts: tuple[Tensor, ...], count: int, num_kept: int) -> tuple[Tensor,
 
 
 def grow_sampled_tree(
-    steps: Steps, newest: Tensor, first: StepOutput, sampling: AnySampling, generator: torch.Generator | None
+    steps: Steps, newest: Tensor, first: StepOutput, sampling: AnySampling, draws: Sequence[Tensor], parents: Tensor
 ) -> Tree:
     """The tree of `static_parents` with sampled tokens, siblings without replacement. Its shape does not depend on any draw.
 
-    newest [B], first: step 1 of this token
+    newest [B], first: step 1 of this token; draws: of each node behind the root, as of `uniforms`; parents [N]: the static ones
     """
-    drafter, depth, num_rows = steps.drafter, steps.shape.depth, len(newest)
-    parents = static_parents(steps.shape)
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
-    tokens = [newest] + [newest] * (len(parents) - 1)
-    distributions = [torch.zeros(0)] * (len(parents) - 1)
+    drafter, owners = steps.drafter, static_parents(steps.shape)
+    tokens, distributions = [newest] * len(owners), [torch.zeros(0)] * (len(owners) - 1)
     state, logits, _ = first
-    level, pending = [0], 0  # the nodes that `logits` belong to, in order
-    seen = torch.zeros(num_rows, 1, 0, dtype=torch.bool, device=newest.device)
-    for d in range(1, depth + 1):
+    level, d, pending = [0], 1, 0  # the nodes that `logits` belong to, in order
+    seen = torch.zeros(len(newest), 1, 0, dtype=torch.bool, device=newest.device)
+    while True:
         for place, node in enumerate(level):
-            distribution = sampling.distribution(logits[:, place])  # [B, W]
-            for child in [child for child in range(1, len(parents)) if parents[child] == node]:
-                draft = pick(distribution, uniforms(len(newest), generator, newest.device))
+            left, distribution = logits[:, place], sampling.distribution(logits[:, place])  # [B, W] each
+            for child in [child for child, owner in enumerate(owners) if owner == node]:
+                draft = pick(distribution, draws[child - 1])
                 distributions[child - 1], tokens[child] = distribution, drafter.to_target(draft)
-                distribution = _without(distribution, draft)
-        following = [node for node, depth_of in enumerate(depths) if depth_of == d and node in parents]
-        if not following or d == depth:
+                left = left.scatter(1, draft[:, None], -torch.inf)
+                distribution = _without(distribution, draft, left)
+        following = [node for node, owner in enumerate(owners) if owner in level and node in owners]
+        if not following:
             break
-        owner = given([level.index(parents[node]) for node in following], newest.device)
-        itself = torch.eye(len(following), dtype=torch.bool, device=newest.device).expand(num_rows, -1, -1)
-        seen = torch.cat([seen[:, owner], itself], dim=-1)
-        chosen = torch.stack([tokens[node] for node in following], dim=1)
-        state, logits, _ = steps.step(d + 1, pending, state[:, owner], chosen, seen)
+        # No tensor of places, for which a GPU would have to be given numbers
+        above = [level.index(owners[node]) for node in following]
+        seen, state = (torch.stack([part[:, place] for place in above], dim=1) for part in (seen, state))
+        itself = torch.eye(len(following), dtype=torch.bool, device=newest.device).expand(len(newest), -1, -1)
+        seen, chosen = torch.cat([seen, itself], dim=-1), torch.stack([tokens[node] for node in following], dim=1)
+        d += 1
+        state, logits, _ = steps.step(d, pending, state, chosen, seen)
         level, pending = following, pending + len(following)
-    shape = given(parents, newest.device).expand(num_rows, -1)
-    most = max(parents.count(node) for node in parents)
-    return Tree(torch.stack(tokens, dim=1), shape, _spread(drafter, distributions), most=most)
+    shape = parents.expand(len(newest), -1)
+    return Tree(torch.stack(tokens, dim=1), shape, _spread(drafter, distributions), most=max(map(owners.count, owners)))
 
 
-def _without(distribution: Tensor, draft: Tensor) -> Tensor:
-    """distribution [B, W] once draft [B] was drawn and not put back. If nothing is left, another token gets probability 1."""
+def _without(distribution: Tensor, draft: Tensor, left: Tensor) -> Tensor:
+    """distribution [B, W] once draft [B] was drawn and not put back; left [B, W]: the logits of what was not drawn.
+
+    If nothing is left, or too little to be divided by, its most likely token gets probability 1, as in a tree of chosen nodes.
+    """
     rest = distribution.scatter(1, draft[:, None], 0)
     total = rest.sum(-1, keepdim=True)
-    other = F.one_hot((draft + 1) % distribution.shape[1], distribution.shape[1]).to(distribution.dtype)
-    return torch.where(total > 0, rest / total.clamp(min=torch.finfo(distribution.dtype).tiny), other)
+    best = F.one_hot(left.argmax(-1), left.shape[1]).to(distribution.dtype)
+    return torch.where(total > LEAST, rest / total.clamp(min=LEAST), best)
 
 
 def _spread(drafter: Drafter, distributions: list[Tensor]) -> Tensor:

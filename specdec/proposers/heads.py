@@ -24,6 +24,7 @@ from specdec.proposers.growth import (
     grow_chain,
     grow_sampled_tree,
     grow_tree,
+    static_parents,
 )
 from specdec.target.model import Target
 
@@ -86,8 +87,8 @@ def joined(parts: list[Committed], *, fixed: bool) -> NewTokens:
 class HeadProposer(Proposer):
     """Drafts a chain if the shape's width is 1, else a tree.
 
-    At temperature > 0 a chain's tokens are sampled, and a wider tree's nodes are chosen (EAGLE-2) unless `children` is
-    "distinct": then a tree of fixed shape is sampled, its siblings without replacement.
+    At temperature 0 a wider tree's nodes are chosen (EAGLE-2). Above, a chain's tokens are sampled, and so is a tree of fixed
+    shape, its siblings without replacement, unless `children` is "chosen". A greedy row of a sampled tree has the likeliest tokens.
     """
 
     rewinds = True
@@ -98,7 +99,7 @@ class HeadProposer(Proposer):
         drafter: Drafter,
         shape: TreeShape,
         *,
-        children: Children = "chosen",
+        children: Children = "distinct",
         compile: bool | None = False,
         cuda_graphs: bool | None = False,
     ):
@@ -108,6 +109,9 @@ class HeadProposer(Proposer):
         self.drafter = drafter.eval()
         self.shape = shape
         self.children = children
+        parents = static_parents(shape)
+        self.parents = given(parents, drafter.target.device)  # of a sampled tree
+        self.siblings = max(map(parents.count, parents))
         self.runner = Runner(compile, cuda_graphs=cuda_graphs)
         self.target_layers = drafter.target_layers
         self.depth, self.nodes, self.linear = shape.depth, shape.nodes, shape.chain
@@ -184,22 +188,20 @@ class HeadProposer(Proposer):
     @torch.no_grad()
     def propose(self, sampling, generator):
         num_rows, device = self.opening.shape[0], self.opening.device
-        sampled = self.shape.chain and not sampling.greedy
-        draws = [uniforms(num_rows, generator, device) for _ in range(self.depth if sampled else 0)]
-        fixed = self.shape.chain or sampling.greedy or self.children == "chosen"
-        if fixed and self.absorbed is None and self._capturable(sampling):
+        sampled = not sampling.greedy and (self.shape.chain or self.children == "distinct")
+        draws = [uniforms(num_rows, generator, device) for _ in range(len(self.parents) - 1 if sampled else 0)]
+        if self.absorbed is None and self._capturable(sampling):
             return self._propose_whole(sampling, draws)
         newest, first = self.absorb()
-        if fixed:
-            tree = self._grow(newest, first, sampling, draws)
-        else:
-            tree = grow_sampled_tree(self, newest[:, 0], first, sampling, generator)
+        tree = self._grow(newest, first, sampling, draws)
         self.cache.drop_pending()
         return tree
 
     def _grow(self, newest: Tensor, first: StepOutput, sampling: AnySampling, draws: Sequence[Tensor]) -> Tree:
         if self.shape.chain:
             return grow_chain(self, newest[:, 0], first, sampling, draws)
+        if draws:
+            return grow_sampled_tree(self, newest[:, 0], first, sampling, draws, self.parents)
         return grow_tree(self, newest[:, 0], first)
 
     def _capturable(self, sampling: AnySampling) -> bool:
@@ -222,12 +224,12 @@ class HeadProposer(Proposer):
             return tree.tokens, tree.parents.contiguous(), newest, *first, *view.carried, *probs
 
         inputs = [new.tokens, new.features, new.num, self.cache.lengths, *self.carried, *draws]
-        name = "draft", self.shape, sampling if self.shape.chain else None
+        name = "draft", self.shape, sampling if draws or self.shape.chain else None
         tokens, parents, newest, state, logits, ahead, *more = self.runner.whole(name, whole, inputs, self.cache.halves)
         probs = more.pop() if draws else None
         self.carried, self.absorbed = more, (newest, StepOutput(state, logits, ahead))
         self.cache.commit(new.num, new.counts)
-        return Tree(tokens, parents, probs, linear=self.shape.chain)
+        return Tree(tokens, parents, probs, self.shape.chain, most=self.siblings if draws else None)
 
     def absorb(self) -> tuple[Tensor, StepOutput]:
         """Runs step 1 over the tokens of the last `commit`, unless that was done; their entries are committed in the cache.

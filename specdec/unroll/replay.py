@@ -6,6 +6,9 @@ where rounds start. tau is the number of emitted tokens over the expected number
 is certain, and tau is that of the decoder exactly.
 """
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -15,6 +18,24 @@ from specdec.target.model import TargetOutput
 from specdec.unroll.plan import plan_unroll, unroll
 
 CHUNK = 256  # goals whose [., V] logits exist at a time
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Chains of K drafts along an answer of n tokens.
+
+    candidates [4, K], of a head with a lattice, summed over the tokens that each depth guesses: 1, whether the answer's token is a
+    candidate, the target's probability of all candidates, and the expected rounds that would accept the depth if every token that is
+    a candidate were drafted
+    """
+
+    accept: Tensor  # [K, n] as in `rounds`
+    candidates: Tensor | None = None
+
+    @cached_property
+    def counted(self) -> tuple[float, Tensor]:
+        """What `rounds` gives."""
+        return rounds(self.accept)
 
 
 def rounds(accept: Tensor) -> tuple[float, Tensor]:
@@ -53,7 +74,7 @@ def tau(accept: Tensor) -> float:
 
 def acceptance(drafter: Drafter, prompt: list[int], answer: list[int], *, depth: int, temperature: float) -> Tensor:
     """accept [K, n] for `rounds`, where the target wrote `answer` (n tokens) to `prompt` at this temperature."""
-    return acceptances(drafter, [(prompt, answer)], depth=depth, temperature=temperature)[0]
+    return replays(drafter, [(prompt, answer)], depth=depth, temperature=temperature)[0].accept
 
 
 def pad(texts: list[tuple[list[int], list[int]]]) -> Tensor:
@@ -67,17 +88,17 @@ def read(drafter: Drafter, texts: list[tuple[list[int], list[int]]]) -> TargetOu
 
 
 @torch.no_grad()
-def acceptances(
+def replays(
     drafter: Drafter,
     texts: list[tuple[list[int], list[int]]],
     *,
     depth: int,
     temperature: float,
     output: TargetOutput | None = None,
-) -> list[Tensor]:
-    """`acceptance` of several prompts and their answers in one batch.
+) -> list[Replay]:
+    """Several prompts, and the answers that the target wrote to them at this temperature, in one batch.
 
-    output: what `read` gave for these texts; only its features are needed at temperature 0. None: it is read here
+    output: what `read` gave for these texts. None: it is read here
     """
     output = output or read(drafter, texts)
     padded = pad(texts)
@@ -90,31 +111,59 @@ def acceptances(
     steps = plan_unroll(drafter, documents, positions, goals, depth=depth).to(device)
     tokens, begins = padded.to(device), begins.to(device)
     unrolled = unroll(drafter, tokens, output.features, steps)
-    # [B, K, T + 1]: the guess of depth d for a token belongs to the round that began d - 1 tokens before. The last entry is
+    # [., B, K, T + 1]: the guess of depth d for a token belongs to the round that began d - 1 tokens before. The last entry is
     # for guesses of rounds that begin before the answer's first token.
     num_rows, length = padded.shape
-    found = torch.zeros(num_rows, depth, length + 1, dtype=torch.float64, device=device)
+    num_figures, judged = (3 if drafter.has_candidates else 1), temperature > 0 or drafter.has_candidates
+    found = torch.zeros(num_figures, num_rows, depth, length + 1, dtype=torch.float64, device=device)
     for part in steps.parts(CHUNK):
         row, position = steps.goals[part.goals].unbind(1)  # [M] each
-        truth = drafter.target.logits(output.final[row, position - 1]) if temperature > 0 else None  # [M, V]
+        truth = drafter.target.logits(output.final[row, position - 1]) if judged else None  # [M, V]
         for d, step in enumerate(steps.steps, start=1):
             numbers = step.goals[part.steps[d - 1]]
             row, position = steps.goals[numbers].unbind(1)
             logits = drafter.logits(d, unrolled.at(unrolled.readouts, d, part))
             own = None if truth is None else truth[numbers - part.goals.start]
-            values = _probabilities(drafter, logits, tokens[row, position], own, temperature)
+            values = [_probabilities(drafter, logits, tokens[row, position], own, temperature)]
+            if drafter.has_candidates and own is not None:
+                values += _candidates(drafter, logits, tokens[row, position], own, temperature or 1.0)
             start = position - begins[row, 0] - d + 1  # tokens of the answer that existed then
-            found[row, d - 1, torch.where(start >= 1, start, -1)] = values.to(found.dtype)
-    return [values[:, : len(answer)] for values, (_, answer) in zip(found.cpu(), texts)]
+            place = torch.where(start >= 1, start, -1)
+            found[:, row, d - 1, place] = torch.stack([each.to(found.dtype) for each in values])
+    lengths_of = [len(answer) for _, answer in texts]
+    return [
+        Replay(accept, _count(*more) if more else None)
+        for accept, *more in (each[..., :num] for each, num in zip(found.cpu().transpose(0, 1), lengths_of))
+    ]
 
 
 def _probabilities(drafter: Drafter, logits: Tensor, token: Tensor, truth: Tensor | None, temperature: float) -> Tensor:
     """[M]: the probability that each token's draft, made by logits [M, W], was accepted; truth [M, V]: target's logits"""
-    if truth is None:
+    if truth is None or not temperature:
         return drafter.to_target(logits.argmax(-1)) == token
-    # [M], -1 if it cannot be drafted
-    draft = token if drafter.target_to_draft is None else drafter.target_to_draft[token]
+    draft = _draft_ids(drafter, token)
     distribution = (logits.to(truth.dtype) / temperature).log_softmax(-1)
     guess = distribution.gather(1, draft.clamp(min=0)[:, None])[:, 0]
     real = (truth / temperature).log_softmax(-1).gather(1, token[:, None])[:, 0]
     return torch.where(draft >= 0, (guess - real).exp().clamp(max=1), 0.0)
+
+
+def _draft_ids(drafter: Drafter, token: Tensor) -> Tensor:
+    """[M], -1 for what cannot be drafted"""
+    return token if drafter.target_to_draft is None else drafter.target_to_draft[token]
+
+
+def _candidates(drafter: Drafter, logits: Tensor, token: Tensor, truth: Tensor, temperature: float) -> list[Tensor]:
+    """[M] each: whether the token is a candidate, which is what has a finite logit, and the target's probability of all candidates"""
+    listed, draft = logits.isfinite(), _draft_ids(drafter, token)  # [M, W]
+    real = (truth / temperature).softmax(-1)
+    real = real if drafter.draft_to_target is None else real[:, drafter.draft_to_target]
+    among = listed.gather(1, draft.clamp(min=0)[:, None])[:, 0] & (draft >= 0)
+    return [among, (real * listed).sum(-1)]
+
+
+def _count(among: Tensor, mass: Tensor) -> Tensor:
+    """[K, n] each -> the sums [4, K] of a `Replay`; all entries are 0 where a depth guesses nothing"""
+    depth, num_tokens = among.shape
+    goals = (num_tokens - torch.arange(1, depth + 1)).clamp(min=0)
+    return torch.stack([goals, among.sum(1), mass.sum(1), rounds(among)[1]])

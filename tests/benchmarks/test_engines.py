@@ -150,6 +150,10 @@ NAMED = (
     ("dflash", {"window": 4, "window_causal": False}, False, "DFlashDraftModel"),
     ("dspark", {"mask_token": 7}, False, "Qwen3DSparkModel"),
     ("dspark", {"mask_token": 7, "anchor_predicts": False, "confidence": False}, True, "Qwen3DSparkModel"),
+    *(("dspark", {"mask_token": 7, "dependence": {"kind": "markov", "rank": 8, "form": kind}}, True, "Qwen3DSparkModel")
+      for kind in ("gated", "rnn")),
+    ("dflash2", {"mask_token": 7}, True, "DFlash2DraftModel"),
+    ("domino", {"mask_token": 7}, True, "DFlashDraftModel"),
 )  # fmt: skip
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 OF_TARGET = {"eagle": ["model.embed_tokens.weight", "lm_head.weight"], "eagle3": ["model.embed_tokens.weight"],

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -20,12 +21,15 @@ def test_all_parts_are_done_once(capsys, tmp_path, monkeypatch):
     out = tmp_path / "report"
     gpu_report.main([*TINY, f"out={out}"])
     parts = read(out)
-    assert not [each["error"] for each in parts.values() if "error" in each] and len(parts) == 8
+    assert not [each["error"] for each in parts.values() if "error" in each] and len(parts) == 9
     command = parts["main command"]
     assert command["steps"] == 3 and command["identical_outputs"] == 1 and all(map(math.isfinite, command["losses"]))
     on, off, other = (each for name, each in parts.items() if name.startswith("training"))
     assert (on["fast"], off["fast"], other["head"]) == ("on", "off", "mtp") and on["flops"] == off["flops"] > other[
         "flops"
+    ]
+    assert [name for name in parts if "decoding" in name] == [
+        f"decoding {mode}, 24 tokens" for mode in gpu_report.MODES
     ]
     for mode in gpu_report.MODES:
         decoding = parts[f"decoding {mode}, 24 tokens"]
@@ -72,9 +76,17 @@ def test_a_part_that_fails_or_ends_its_process_is_written_and_the_next_goes_on(t
 
 
 def test_time_that_is_over_leaves_parts_out(tmp_path):
-    with pytest.raises(SystemExit, match="8 parts failed or were left out"):
+    with pytest.raises(SystemExit, match="9 parts failed or were left out"):
         gpu_report.main([*TINY, f"out={tmp_path}/report", "minutes=0"])
     assert all("minutes were over" in each["error"] for each in read(tmp_path / "report").values())
+
+
+def test_the_main_command_says_what_stopped_it(tmp_path):
+    """Not where the launcher noticed it."""
+    (tmp_path / "train.py").write_text("import sys; print('step 8'); sys.exit('error: no memory')")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", str(tmp_path / "train.py")]
+    with pytest.raises(RuntimeError, match=r"error: no memory$"):
+        gpu_report.run_child(command, tmp_path, 60)
 
 
 def test_the_gpu_report_needs_a_gpu(monkeypatch):

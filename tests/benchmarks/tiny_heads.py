@@ -58,6 +58,12 @@ CASES = (
     # the edge of a window is another one in vLLM (docs/file-formats.md, section 10), so this one is wider than the texts
     Case("dflash", {"num_drafts": NUM_DRAFTS, "num_layers": 1, "window": 500}, True, ("vllm", "speculators")),
     Case("dspark", {"num_drafts": NUM_DRAFTS, "dependence": {"kind": "markov", "rank": 16}}, True, ("gguf",)),
+    Case(
+        "dflash2",
+        {"num_drafts": NUM_DRAFTS, "dependence": {"kind": "selector", "rank": 16, "top": 8}},
+        False,
+        ("gguf",),
+    ),
     Case("draft", {}, False, ("vllm", "gguf")),
 )
 ShareRight = Callable[[Drafter], float]  # the share of rounds that draft only what the target then says

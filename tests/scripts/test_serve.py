@@ -15,6 +15,7 @@ import pytest
 from scripts import serve
 from tests.support import ROOT, save_eagle, save_target, start
 
+pytest.importorskip("uvicorn", reason="needs the extra serve: pip install '.[serve]'")
 ADDRESS = r"http://127\.0\.0\.1:\d+"
 QUESTION = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0}
 

@@ -20,7 +20,7 @@ def settings(*options: str) -> RunConfig:
     return RunConfig.of(OmegaConf.to_container(composed, resolve=True))
 
 
-def decide_all(lengths, place, pace, *options, most=8192, counts=()):
+def decide_all(lengths, place, pace, *options, most=8192, counts=(), depth=4):
     """The settled configuration, and the reasons by option"""
     config, reasons = settings(*options), {}
     lengths = numpy.array(lengths)
@@ -29,7 +29,7 @@ def decide_all(lengths, place, pace, *options, most=8192, counts=()):
         reasons.update({each.name: each.reason for each in decisions})
         return decide.settle(config, decisions)
 
-    config = settle(decide.reading(config, place, lengths, most=most))
+    config = settle(decide.reading(config, place, lengths, most=most, depth=depth))
     texts = TextLengths.guessed(lengths, config.data.length)
     texts = TextLengths(texts.lengths, texts.num_packs, numpy.array(counts, dtype=int))
     config = settle(decide.vocabulary(config, texts, all_tokens=49152))
@@ -78,6 +78,13 @@ def test_much_data_on_gpus_is_read_once_in_large_steps():
     assert config.train.epochs == 1 and config.data.length == 4096
     assert config.train.batch * config.train.accumulation * config.data.length * 8 >= 32_768
     assert 10_000 < config.train.steps < 40_000 and config.validation.num_prompts == 64 and config.decode.depth == 4
+
+
+def test_all_drafts_of_a_block_are_judged_on_a_gpu():
+    depth = lambda place, *options: decide_all([300] * 400, place, FAST, *options, depth=15)[0].decode.depth
+    block = "head=dflash2", "head.drafter.num_drafts=15"
+    assert [depth(place, *block) for place in (CPU, GPU)] == [2, 15]
+    assert [depth(place, "head=medusa") for place in (CPU, GPU)] == [2, 4]
 
 
 def test_long_runs_have_norms_in_place_of_a_start():

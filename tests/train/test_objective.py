@@ -85,6 +85,14 @@ def naive(objective: Objective, row: Row) -> float:
     return total
 
 
+def dpace(judged, slot: int, depth: int) -> dict[int, float]:
+    """D-PACE's weights of a slot by depth, from its `distributions`"""
+    own = {d: judged[slot, d] for d in range(1, depth + 1) if (slot, d) in judged}
+    sure = {d: 0.5 * (0.0 if index is None else float(q[index])) + 0.5 for d, (_, q, index) in own.items()}
+    reaching = lambda j: math.prod(sure.get(i, 1.0) for i in range(1, j + 1))
+    return {d: sum(reaching(j) for j in range(d, depth + 1)) for d in own}
+
+
 # The loss
 
 
@@ -98,17 +106,18 @@ def test_total_against_a_loop(any_drafter, num_prompt):
     assert loss.total.item() == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("table", [False, True])
-def test_the_loss_over_candidates_against_a_loop(target, table):
+@pytest.mark.parametrize("table, weighting", [(False, "decay"), (True, "decay"), (False, "dpace")])
+def test_the_loss_over_candidates_against_a_loop(target, table, weighting):
     """DFlash 2: the scores of 6 candidates behind the true token; the target's likeliest token is one of them, if need be as the last."""
     part = {"kind": "selector", "rank": 8, "top": 6, "table": table}
     drafter = make_drafter(target, "dflash2", False, {"dependence": part})
-    objective = make_objective(drafter, losses={"kl": 1.0, "candidates": 1.0})
-    only_kl, row = make_objective(drafter, losses={"kl": 1.0}), make_row(3, 5, 12, 61)
+    objective = make_objective(drafter, losses={"kl": 1.0, "candidates": 1.0}, weighting=weighting)
+    only_kl, row = make_objective(drafter, losses={"kl": 1.0}, weighting=weighting), make_row(3, 5, 12, 61)
     found = judge(objective, [[row]], 20)[0].total.item() - judge(only_kl, [[row]], 20)[0].total.item()
     tokens, embedding, part = torch.tensor(row.tokens), target.embed.weight, drafter.dependence
     drafter.requires_grad_(False)
     output, total, missing = target.read(tokens[None], drafter.target_layers), 0.0, 0
+    judged = distributions(objective, row)
     of_tokens = (part.predecessor.weight, part.successor.weight) if table else (
         embedding @ part.predecessor.weight.T, embedding @ part.successor.weight.T)  # fmt: skip
     for goal, d in itertools.product(range(len(tokens)), range(1, objective.depth + 1)):
@@ -121,7 +130,8 @@ def test_the_loss_over_candidates_against_a_loop(target, table):
         ids = ids if wanted in ids else [*ids[:-1], wanted]
         query = of_tokens[0][tokens[goal - 1]] * (part.hidden.weight @ state)
         scores = torch.stack([logits[-1][each] + query @ of_tokens[1][each] for each in ids])
-        total -= objective.shares[d - 1] * float(scores.log_softmax(0)[ids.index(wanted)])
+        weight = objective.shares[d - 1] * (dpace(judged, goal - d, objective.depth)[d] if weighting == "dpace" else 1)
+        total -= weight * float(scores.log_softmax(0)[ids.index(wanted)])
     assert missing > 3 and found == pytest.approx(total, rel=1e-6)
 
 
@@ -258,12 +268,8 @@ def test_losses_over_all_depths_against_a_loop(any_drafter, name):
                     mean += alive / depth
                 total += 2.0 * (1 - mean)
             elif name == "dpace":
-                probs = {d: 0.0 if x is None else float(q[x]) for d, (p, q, x) in of_slot.items()}
-                for d, (p, q, _) in of_slot.items():
-                    weight = sum(
-                        math.prod(0.5 * probs.get(i, 1.0) + 0.5 for i in range(1, j + 1)) for j in range(d, depth + 1)
-                    )
-                    total += weight / depth * kl(p, q)
+                weights = dpace(of_row, slot, depth)
+                total += sum(weights[d] / depth * kl(p, q) for d, (p, q, _) in of_slot.items())
             elif name == "vat":
                 first = min((d for d, (_, q, x) in of_slot.items() if x is None or int(q.argmax()) != x), default=depth)
                 for d, (p, q, _) in of_slot.items():
@@ -284,6 +290,31 @@ def test_sampled_anchors_give_the_mean_loss(any_drafter):
     if any_drafter.attends != "block":  # whose slots run whole
         with pytest.raises(ValueError, match="anchors=null"):
             make_objective(any_drafter, anchors=16, weighting="dpace")
+
+
+# Losses, weights of depths and sizes of blocks as the heads' authors train them (docs/methods.md, section 3)
+GATED, RNN = ({"kind": "markov", "rank": 8, "table": True, "form": form} for form in ("gated", "rnn"))
+RECIPES = [
+    ("dflash2", 7, {}, {"losses": {"kl": 1.0, "candidates": 1.0}, "decay": 0.78}),
+    ("dflash2", 15, {}, {"losses": {"ce": 1.0, "candidates": 1.0}, "weighting": "dpace"}),
+    ("domino", 15, {}, {"losses": {"ce": 1.0}, "decay": 0.87}),
+    ("dspark", 8, {"dependence": GATED}, {"losses": {"ce": 0.1, "tv": 0.9, "confidence": 1.0}, "decay": 0.78}),
+    ("dspark", 8, {"dependence": RNN}, {"losses": {"ce": 1.0, "confidence": 1.0}, "weighting": "dpace"}),
+]
+
+
+@pytest.mark.parametrize("head, num, arguments, settings", RECIPES, ids=[f"{name}-{num}" for name, num, *_ in RECIPES])
+def test_published_recipes_of_block_drafters(target, head, num, arguments, settings):
+    """Sampled anchors give the mean loss, and every parameter gets a gradient."""
+    drafter, rows = make_drafter(target, head, False, {"num_drafts": num, **arguments}), [make_row(0, 4, 40, 61)]
+    whole = judge(make_objective(drafter, **settings), [rows], 48)[0].total
+    whole.backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in drafter.parameters() if parameter.requires_grad)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        totals = [judge(make_objective(drafter, anchors=12, **settings), [rows], 48)[0].total for _ in range(40)]
+    error = torch.tensor(totals).std() / 40**0.5
+    assert 0 < error < 0.1 * whole and abs(sum(totals) / 40 - whole) <= 4 * error
 
 
 # Replay

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from rich.table import Table
 
 from specdec import checkpoint
 from specdec.core import files
@@ -15,14 +16,16 @@ from specdec.decoding.drafting import Drafting
 from specdec.export.cards import Provenance, expected
 from specdec.measuring import served, speed
 from specdec.measuring.measure import Prompt, PromptReplay
-from specdec.measuring.report import Report, tau
+from specdec.measuring.report import Report, candidate_figures, describe_candidates, tau
 from specdec.target.model import Target, load_tokenizer
 from specdec.unroll import replay
+from tests.loops import follow
 from tests.support import (
     fit_interrupted,
     log_of,
     make_drafter,
     prompts_of,
+    random_tokens,
     report_of,
     same_weights,
     weights_of,
@@ -32,6 +35,7 @@ from train import validate
 from train.answers import answering
 from train.config import ValidationSettings
 from train.data import reading
+from train.pages import run_page
 from train.state import RunFolder
 from train.trainer import Trainer
 from train.validate import Validation
@@ -73,11 +77,61 @@ def test_a_batch_is_replayed_as_its_rows_are(small_drafter, temperature):
     texts = [(prompt, [(number * 5 + place) % 6 for place in range(9 - number)])
              for number, prompt in enumerate(prompts_of(target))]  # fmt: skip
     depth = min(3, small_drafter.depth or 3)
-    batch = replay.acceptances(small_drafter, texts, depth=depth, temperature=temperature)
-    for (prompt, answer), accept in zip(texts, batch):
-        alone = replay.acceptance(small_drafter, prompt, answer, depth=depth, temperature=temperature)
-        assert accept.shape == alone.shape == (depth, len(answer))
-        torch.testing.assert_close(accept, alone, rtol=1e-9, atol=1e-12)
+    batch = replay.replays(small_drafter, texts, depth=depth, temperature=temperature)
+    for (prompt, answer), found in zip(texts, batch):
+        (alone,) = replay.replays(small_drafter, [(prompt, answer)], depth=depth, temperature=temperature)
+        assert found.accept.shape == alone.accept.shape == (depth, len(answer))
+        assert (found.candidates is not None) == small_drafter.has_candidates
+        torch.testing.assert_close(vars(found), vars(alone), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduced, temperature", [(False, 0.0), (True, 0.0), (True, 0.7)])
+def test_candidates_are_counted_along_an_answer(target, make, reduced, temperature):
+    """Against a walk from slot to slot, with candidates that the decoder's steps make."""
+    selector = {"kind": "selector", "rank": 8, "top": 20, "table": False}
+    drafter = make_drafter(target, "dflash2", reduced, {"dependence": selector})
+    depth, texts = drafter.depth, [(random_tokens(seed, 3, 61), random_tokens(9 + seed, 12, 61)) for seed in range(2)]
+    sums, rounds = torch.zeros(3, depth, dtype=torch.float64), 0
+    for prompt, answer in texts:
+        tokens = torch.tensor(prompt + answer)
+        output = target.read(tokens[None], drafter.target_layers)
+        probs = (target.logits(output.final)[0] / (temperature or 1)).softmax(-1)
+        listed = {}
+        for start in range(1, len(answer)):
+            slot = len(prompt) + start - 1
+            _, logits = follow(drafter, tokens, output.features[0], slot, min(depth, len(answer) - start))
+            for d, each in enumerate(logits, start=1):
+                candidates = drafter.to_target(each.isfinite().nonzero()[:, 0])
+                listed[start, d] = int(tokens[slot + d]) in candidates
+                sums[:, d - 1] += torch.tensor([1, listed[start, d], float(probs[slot + d - 1, candidates].sum())])
+                assert len(candidates) == 20
+        start = 1
+        while start < len(answer):
+            rounds += 1
+            start += 1 + next((d - 1 for d in range(1, depth + 1) if not listed.get((start, d))), depth)
+    found = replay.replays(drafter, texts, depth=depth, temperature=temperature)
+    figures = candidate_figures([each.candidates.tolist() for each in found])
+    assert figures["recall"] == pytest.approx((sums[1] / sums[0]).tolist()) and 0 < min(figures["recall"]) < 1
+    assert figures["mass"] == pytest.approx((sums[2] / sums[0]).tolist())
+    assert figures["oracle_tau"] == pytest.approx(sum(len(answer) - 1 for _, answer in texts) / rounds)
+    assert figures["oracle_tau"] > sum(len(answer) - 1 for _, answer in texts) / sum(each.counted[0] for each in found)
+
+
+def test_a_report_has_the_candidates(make, target, tmp_path):
+    """The table, the line of replay alone, report.json and the page; other heads have none."""
+    drafter = make_drafter(target, "dflash2").decodable()
+    decoded, replayed = make(drafter), make(drafter, decode="end")
+    report, again = judge(decoded, drafter), judge(replayed, drafter)
+    known = report.candidates
+    assert len(known["recall"]) == len(known["mass"]) == 3 and known["oracle_tau"] > report.replayed_tau
+    assert again.candidates == known == Report.from_json(json.loads(json.dumps(report.to_json()))).candidates
+    assert f"oracle tau {known['oracle_tau']:.3f}" in replayed.shown[-1]
+    (table,) = (each for each in decoded.shown if isinstance(each, Table))
+    assert describe_candidates(known) in [*table.columns[1].cells]
+    page = run_page.render_run({"name": "a", "report": report.to_json(), "log": [], "about": {}})
+    assert "tau, best candidates" in page and "Candidates: share" in page
+    other = make_drafter(target, "dflash").decodable()
+    assert "candidates" not in judge(make(other), other).to_json()
 
 
 @pytest.mark.parametrize("head", ["eagle", "mtp", "dspark"])
@@ -382,3 +436,14 @@ def test_training_ends_after_validations_without_a_rise(fit, capsys):
     assert "tau has not risen in 2 validations" in capsys.readouterr().out
     fit_interrupted(fit, "died", "head=mtp", *often)  # what it waited for is in the state
     assert Path("checkpoints/died/finished").read_text() == "6\n"
+
+
+def test_a_block_of_seven_drafts_is_trained_and_judged(fit, capsys):
+    """The objective's depth follows num_drafts; what is printed and the report have the candidates of all depths."""
+    block = "head=dflash2", "head.drafter.num_drafts=7", "validation.auto=never", "validation.decode=end"
+    assert fit("run", *block, "decode.depth=7", "head.drafter.dependence.top=8") == 0
+    report = report_of("run")
+    assert len(report["candidates"]["recall"]) == len(report["candidates"]["mass"]) == 7
+    assert "candidates: recall " in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"head\.objective\.depth=4 must be .*, 7.*Set head\.objective\.depth=7, or"):
+        fit("other", *block, "head.objective.depth=4")

@@ -214,7 +214,7 @@ def test_a_batch_is_replayed_with_one_wait(head, temperature, device):
     texts = [(random_tokens(seed, 5 + seed, VOCAB), random_tokens(9, 8 - seed, VOCAB)) for seed in range(3)]
     output = replay.read(drafter, texts)
     device.waits.clear()
-    accepts = replay.acceptances(drafter, texts, depth=2, temperature=temperature, output=output)
+    accepts = [each.accept for each in replay.replays(drafter, texts, depth=2, temperature=temperature, output=output)]
     assert reads(device) <= 1 + (head == "draft"), device.waits
     assert [accept.shape for accept in accepts] == [(2, 8), (2, 7), (2, 6)]
     assert all(bool(((accept >= 0) & (accept <= 1)).all()) for accept in accepts)

@@ -45,6 +45,7 @@ def tabulate(columns: Columns, differences: Differences, first: str) -> Table:
                     "temperature": number(temperature) if len(columns) > 1 else "",
                     "tau, replayed": write_figure(report.replayed_tau, report.replayed_tau_ci),
                     "tau, decoded": write_figure(report.tau, report.tau_ci),
+                    "tau, best candidates": write_figure((report.candidates or {}).get("oracle_tau")),
                     f"tau minus that of {first}": write_figure(*differences[temperature].get(name, (None,)), sign="+"),
                     "speedup": write_figure(report.speedup, report.speedup_ci),
                     "speedup, auto": write_figure(auto.get("speedup"), auto.get("speedup_ci")),

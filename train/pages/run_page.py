@@ -94,6 +94,7 @@ def list_tiles(report: Report) -> list[tuple[str, str, str]]:
     auto = report.auto or {}
     found = [
         ("tau, replayed", report.replayed_tau, report.replayed_tau_ci),
+        ("tau, best candidates", (report.candidates or {}).get("oracle_tau"), None),
         ("tau, decoded", report.tau, report.tau_ci),
         (f"speedup, {report.shape or 'fixed'}", report.speedup, report.speedup_ci),
         ("speedup, auto", auto.get("speedup"), auto.get("speedup_ci")),
@@ -146,11 +147,15 @@ def chart_log(log: Sequence[dict]) -> list[Markup]:
 def chart_drafts(report: Report) -> list[Markup]:
     """What became of the drafts, by depth, and what a round takes."""
     survival, stages, drawn = report.replayed_survival or report.survival or [], report.ms_per_round, []
+    depths = [str(depth) for depth in range(1, 1 + len(survival))]
     if survival:
         acceptance = [share / before if before else 0.0 for share, before in zip(survival, [1.0, *survival])]
         groups = [("rounds that accept so many drafts", survival), ("of those that accept one less", acceptance)]
-        depths = [str(depth) for depth in range(1, 1 + len(survival))]
         title = "Survival, and acceptance given the drafts before"
+        drawn.append(bars(groups, depths, x="drafts", y="share", title=title))
+    if report.candidates:
+        groups = [("recall", report.candidates["recall"]), ("the target's mass", report.candidates["mass"])]
+        title = "Candidates: share of tokens that are among them, and the target's probability of all of them"
         drawn.append(bars(groups, depths, x="drafts", y="share", title=title))
     if stages:
         times = [("ms", [*stages.values()])]

@@ -301,7 +301,38 @@ def test_a_model_that_does_more_than_its_layers_is_refused(traced, monkeypatch):
     sentence = r"^tiny does more than its layers one after the other: set compile=false\.$"
     with pytest.raises(ValueError, match=sentence):
         decoder_of(target, compiled=True).generate(prompts_of(target, 0), 4)
-    decoder_of(target, compiled=False).generate(prompts_of(target, 0), 4)
+    plain = decoder_of(target, compiled=False).generate(prompts_of(target, 0), 4)
+    runner = Runner(None)
+    runner.compile, runner.undecided = True, False  # as if this had been measured to be faster
+    with pytest.warns(UserWarning, match="without compiling: tiny does more than its layers") as told:
+        assert (
+            decoder_of(target, compiled=None, runner=runner).generate(prompts_of(target, 0), 4).tokens == plain.tokens
+        )
+    assert len(told) == 1 and not runner.compile
+
+
+@torch.inference_mode()
+def test_layers_that_give_other_values_compiled_are_refused(traced, monkeypatch):
+    """A layer is compared with itself on the same input: the roundings of many layers together may be larger."""
+    target, bind = tiny(num_layers=16), Graph.bind
+    target.decoder.embed_tokens.weight *= 50  # as in a trained model, a layer changes its input a little
+
+    def rounded(self, *arguments):
+        bound = bind(self, *arguments)
+
+        def run(*inputs):
+            out = bound(*inputs)
+            return out + factor * out.std() * torch.randn_like(out) if len(inputs) > 6 else out
+
+        return run
+
+    monkeypatch.setattr(Graph, "bind", rounded)
+    factor = 0.03
+    compiled, plain = read(target, Runner(True)), read(target, Runner())
+    assert (compiled[1] - plain[1]).norm() > 0.07 * plain[1].norm()
+    factor = 0.2
+    with pytest.raises(ValueError, match=r"^tiny gives other values compiled: set compile=false\.$"):
+        read(target, Runner(True))
 
 
 class Wider(nn.Linear):

@@ -297,3 +297,38 @@ def test_drafts_of_a_round_from_one_graph_give_the_same_answers(shallow, monkeyp
         kept = graphed.proposer.cache.query_heads  # then answers of equal size have their memory in the same place
         assert not kept or len(runner.graphs) <= known + 2  # other numbers of rows or of new tokens
     shallow.__dict__.pop("reads_length", None)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("fails", ["place", "the target's layer of", "greedy", "step", "rank"])
+def test_what_cannot_be_compiled_ends_no_answer_that_did_not_ask_for_it(shallow, traced, monkeypatch, fails, captured):
+    """Neither in the target's passes nor in the drafter's steps; where it was asked for, it is an error."""
+    monkeypatch.setattr(compile, "capture_graph", record)
+    monkeypatch.setattr(Runner, "_build", lambda self, name, *more: build_unless(name, *more))
+    built = []
+
+    def build_unless(name, function, inputs):
+        first = name if isinstance(name, str) else name[0]
+        built.append(first)
+        if first.startswith(fails):
+            raise ValueError(f"{first} could not be compiled (here).")
+        return compile.Graph(function, inputs)
+
+    drafter, prompts = make_drafter(shallow, "eagle", True), prompts_of(shallow, 0)
+    answers = {}
+    for asked in (False, None, True):
+        runner = Runner(asked, cuda_graphs=captured)
+        runner.compile, runner.undecided = asked is not False, False  # None: as if this had been measured to be faster
+        decoder = decoder_of(shallow, drafter, TREE, compiled=asked, runner=runner)
+        if asked:
+            with pytest.raises(ValueError, match=r"could not be compiled \(here\)"):
+                decoder.generate(prompts, 16)
+        elif asked is None:
+            with pytest.warns(UserWarning, match="Passes go on without compiling: .* could not be compiled") as told:
+                answers[asked] = decoder.generate(prompts, 16)
+            assert len(told) == 1
+            assert not (runner.compile and decoder.proposer.runner.compile) and runner.cuda_graphs == captured
+        else:
+            answers[asked] = decoder.generate(prompts, 16)
+    assert built and answers[None].tokens == answers[False].tokens
+    assert answers[None].accepted == answers[False].accepted

@@ -14,15 +14,23 @@ from tests.support import chain_of, make_drafter
 
 pytestmark = pytest.mark.full
 
-CHAIN, TREE = chain_of(2), TreeShape(depth=2, width=2, nodes=4)
+CHAIN, TREE, BUSH = chain_of(2), TreeShape(depth=2, width=2, nodes=4), TreeShape(depth=2, width=3, nodes=6)
+
+
+def block(head: str, **dependence) -> dict:
+    return {"head": head, "arguments": {"target_layers": [1, 2], "dependence": dependence}}
+
+
+PAIR = block("dflash2", kind="selector", rank=8, top=2)  # candidates, of three tokens
+DOMINO, RNN = block("domino", kind="domino", hidden=8, rank=8), block("dspark", kind="markov", rank=8, form="rnn")
 
 
 def decoder_of(
-    sampling="warm", shape=CHAIN, *, head="eagle", reduced=False, rule="token", wrong=None, **how
+    sampling="warm", shape=CHAIN, *, head="eagle", reduced=False, arguments=None, rule="token", wrong=None, **how
 ) -> Decoder:
-    """wrong: a function that changes the proposed tree, for negative controls"""
+    """arguments: of the drafter; wrong: a function that changes the proposed tree, for negative controls"""
     target = sampled_target()
-    proposer = HeadProposer(make_drafter(target, head, reduced), shape, **how)
+    proposer = HeadProposer(make_drafter(target, head, reduced, arguments), shape, **how)
     if wrong:
         original_propose = proposer.propose
         proposer.propose = lambda *arguments: wrong(original_propose(*arguments))
@@ -31,14 +39,21 @@ def decoder_of(
 
 
 CASES = {
-    "chain": [("top_k", CHAIN, {}), ("top_p", CHAIN, {"reduced": True}), ("penalty", CHAIN, {}), ("all", CHAIN, {})],
+    "chain": [("top_k", CHAIN, {}), ("top_p", CHAIN, {"reduced": True}), ("penalty", CHAIN, {}), ("all", CHAIN, {})]
+    + [("warm", CHAIN, PAIR), ("top_p", CHAIN, PAIR), ("warm", CHAIN, DOMINO), ("top_k", CHAIN, RNN)],
     "distinct": [
         ("warm", TREE, {"reduced": True}),
         ("top_k", TREE, {}),
         ("all", TREE, {}),
         ("penalty", TREE, {"head": "medusa"}),
+        ("warm", TREE, PAIR),
+        ("warm", BUSH, PAIR),  # a third sibling, for which no candidate is left
+        ("all", BUSH, PAIR),
+        ("warm", TREE, DOMINO),
+        ("all", BUSH, DOMINO),
+        ("warm", BUSH, RNN),
     ],
-    "chosen": [("all", TREE, {"reduced": True})],
+    "chosen": [("all", TREE, {"reduced": True}), ("warm", BUSH, PAIR), ("warm", TREE, DOMINO), ("warm", TREE, RNN)],
 }
 
 
@@ -48,7 +63,7 @@ CASES = {
 )
 def test_lossless(rule, children, sampling, shape, how, monkeypatch):
     """Checks the first round, and the third round, which comes after two others."""
-    how = {**how, "rule": rule, "children": "chosen" if children == "chain" else children}
+    how = {**how, "rule": rule, "children": "distinct" if children == "chain" else children}
     decoder = decoder_of(sampling, shape, **how)
     assert decoder_error(decoder, 1, monkeypatch=monkeypatch) < 1e-12
     assert decoder_error(decoder, 3, seed=1, monkeypatch=monkeypatch) < 1e-12

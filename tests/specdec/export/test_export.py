@@ -59,7 +59,17 @@ OTHER_ROPE = {
         ("eagle", False, {"block": OTHER_ROPE}, "eagle", "no rotary embedding of the type llama3: take format=vllm"),
         *((head, False, {"fuse": True}, form, "Train with fuse=false")
           for head in ("dflash", "dspark") for form in ("vllm", "gguf", "speculators")),
-        ("dspark", False, {"dependence": None}, "vllm", "without a plain Markov head"),
+        ("dspark", False, {"dependence": None}, "vllm", "without a Markov head"),
+        *(("dspark", False, {"dependence": {"kind": "markov", "rank": 4, "form": kind}}, form, f"{engine} has plain Markov heads only")
+          for kind in ("gated", "rnn") for form, engine in (("vllm", "vLLM 0.32"), ("gguf", "llama.cpp's converter"))),
+        ("dspark", False, {"dependence": {"kind": "markov", "rank": 4, "form": "rnn"}, "anchor_predicts": False}, "speculators",
+         "reads the anchor twice where anchor_predicts=false: take format=sglang"),
+        ("dspark", False, {"convolution": 2}, "vllm", "the convolution with a selector only"),
+        *(("dflash2", False, changes, "vllm", "train with dependence.kind=selector convolution=2 anchor_predicts=false")
+          for changes in ({"convolution": None}, {"dependence": None}, {"anchor_predicts": True})),
+        ("dflash2", False, {"confidence": True}, "vllm", "confidence heads for DSpark only"),
+        ("dflash2", False, {}, "gguf", "272 numbers do not fit into 32: train with a smaller dependence.top"),
+        ("domino", False, {}, "vllm", "format=vllm takes .*Formats that take it: sglang"),
         *(("mtp", False, {"num_modules": 5}, form, "Train with num_modules=null") for form in ("vllm", "sglang")),
         ("mtp", False, {"intermediate_size": 20}, "vllm", "intermediate_size is 48 and not 20. Train with the target's sizes"),
         *(("eagle3", False, {"target_layers": layers}, form, "Train with other target_layers")
@@ -282,7 +292,8 @@ def test_block_drafters_number_outputs_and_put_their_mask_at_an_end_token(end):
     target.config.eos_token_id = end
     mask = end if isinstance(end, int) else end[0]
     plain = make_form(make_exact(target, "dflash", True, LAYERS), "vllm").layout
-    assert plain.config["dflash_config"] == {"mask_token_id": mask, "target_layer_ids": [0, 3, 5]}
+    assert plain.config["dflash_config"] == {
+        "mask_token_id": mask, "target_layer_ids": [0, 3, 5], "causal": False}  # fmt: skip
     assert plain.config["block_size"] == 5 and plain.config["layer_types"] == ["full_attention"] * 2
     assert plain.config["num_target_layers"] == 8 and plain.pickles["mask_embedding.pt"]["mask_token_id"] == mask
     contained = make_form(make_exact(target, "dflash", True, LAYERS), "speculators").layout.config

@@ -37,6 +37,8 @@ pytestmark = pytest.mark.full
 OTHER = {"block": OTHER_BLOCK, "intermediate_size": 20}
 LAYERS = {"target_layers": [1, 4, 6]}
 EAGLE3, BLOCK = reference.eagle3, reference.block
+SELECTOR = {"kind": "selector", "rank": 8, "top": 5, "table": True}
+ALL_BLOCK = (("vllm", BLOCK), ("speculators", BLOCK), ("sglang", SGLANG_BLOCK))
 
 # head, arguments, format, engine
 CASES = [
@@ -77,6 +79,16 @@ CASES = [
     *(("dspark", {"dependence": TABLE, "anchor_predicts": False, "confidence": False}, form, BLOCK)
       for form in ("vllm", "speculators")),
     *(("dspark", {"dependence": TABLE}, form, BLOCK) for form in ("vllm", "gguf", "speculators")),
+    *(("dspark", {"dependence": {"kind": "markov", "rank": 8, "form": kind, "table": True}, "mask_token": 7}, form, reader)
+      for kind in ("gated", "rnn") for form, reader in (("sglang", SGLANG_BLOCK), ("speculators", BLOCK))),
+    *(("dflash2", {"dependence": {**SELECTOR, "table": False}, "mask_token": 7, **arguments}, form, reader)
+      for arguments in ({}, {"convolution": 3}) for form, reader in (*ALL_BLOCK, ("gguf", BLOCK))),
+    *(("dflash2", {"dependence": SELECTOR, "mask_token": 7}, form, reader) for form, reader in (*ALL_BLOCK, ("gguf", BLOCK))),
+    *(("dflash2", {"mask_token": 7, **arguments}, form, reader)
+      for arguments in ({"window": 4}, {"window": 4, "window_causal": False}) for form, reader in ALL_BLOCK),
+    ("dflash2", {"window": 4, "num_layers": 3, "full_layers": [1]}, "vllm", BLOCK),
+    *(("domino", {"mask_token": 7, **arguments}, "sglang", SGLANG_BLOCK)
+      for arguments in ({}, {"anchor_predicts": True, "num_drafts": 5}, {"window": 4})),
 ]  # fmt: skip
 
 
@@ -87,12 +99,18 @@ def test_engines_draw_the_same_drafts_and_import_gives_the_head_back(
 ):
     if reduced and head == "medusa" and "own_output" in arguments:
         pytest.skip("own LM heads of Medusa have the whole vocabulary only")
+    if reduced and arguments.get("dependence") == SELECTOR:
+        with pytest.raises(ValueError, match="the selector's table has a draft vocabulary's only"):
+            make_form(make_exact(target, head, reduced, arguments), form)
+        return
     drafter, out = make_exact(target, head, reduced, arguments), tmp_path / "out"
     exported = export(drafter, form, out)
     assert not (exported.whole_vocabulary and not reduced)
     served = draft_from_all(drafter) if exported.whole_vocabulary else drafter
     assert_same_drafts(out, reader, served)
-    if head != "dspark" or "dependence" in arguments:  # other ones come back with a table
+    if head not in ("dspark", "dflash2") or arguments.get("dependence", {}).get(
+        "table"
+    ):  # other ones come back with a table
         assert_equal_drafters(bring_in(out, target), drafter if (out / "token_map.pt").exists() else served)
     assert_given_back(out, target, tmp_path)
 

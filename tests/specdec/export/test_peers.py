@@ -69,6 +69,17 @@ NESTED = {"mask_token_id": 60, "target_layer_ids": [1, 4]}
 ZLAB = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", **OUTER, **SIZES, "dflash_config": NESTED}
 MARKOV = {"markov_rank": 8, "markov_head_type": "vanilla"}
 MARKOV_SHAPES = {"markov_w1.weight": (V, 8), "markov_w2.weight": (V, 8)}
+GATED_SHAPES = {"gate_proj.weight": (8, D + 8), "gate_proj.bias": (8,)}
+SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 5}
+ZLAB2 = ZLAB | {"architectures": ["DFlash2DraftModel"], "dflash_config": NESTED | SELECTOR}
+SELECTOR_SHAPES = {f"candidate_selector.{name}_codebook": (V, 8) for name in ("predecessor", "successor")} | {
+    "candidate_selector.hidden_projection.weight": (8, D),
+    **{f"layers.{number}.{part}_conv.{name}": shape for number in range(2) for part in ("attention", "mlp")
+       for name, shape in (("base_kernel", (2, 2, D)), ("kernel_projection.weight", (4 * D // 16, D)))},
+}  # fmt: skip
+DOMINO = {"projector_type": "domino", "pure_draft_prefix_len": 1, "gru_hidden_dim": 12, "emb_dim": 8}
+DOMINO_SHAPES = {"prefix_gru.weight_ih_l0": (36, D), "prefix_gru.weight_hh_l0": (36, 12), "embed_proj.0.weight": (8, D + 12),
+                 "embed_proj.2.weight": (V, 8)}  # fmt: skip
 CONFIDENCE = {"enable_confidence_head": True, "confidence_head_with_markov": True}
 
 
@@ -168,6 +179,28 @@ PUBLISHED = {
             "projector_type": "dspark", "shift_label": True, "use_confidence_head": True, "causal": False,
             "confidence_head_with_markov": True}},
         block() | MARKOV_SHAPES | {"confidence_proj.weight": (1, D + 8), "confidence_proj.bias": (1,)}, (), reference.block),
+    "z-lab DFlash 2": (ZLAB2, block() | SELECTOR_SHAPES, (), reference.block),
+    "z-lab DFlash 2, causal windows": (
+        ZLAB2 | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4, "is_causal": True},
+        {f"model.{key}": value for key, value in (block() | SELECTOR_SHAPES).items()}, (), reference.block),
+    "Speculators DFlash 2": (
+        container("dflash2", "qwen3", 2, **BLOCKS | {"sliding_window_non_causal": True}, **SELECTOR, sample_from_anchor=False),
+        block() | SELECTOR_SHAPES, (), reference.block),
+    "DeepSpec DSpark, gated": (
+        ZLAB | {"architectures": ["Qwen3DSparkModel"], **NESTED, **MARKOV, "markov_head_type": "gated", "sample_from_anchor": True},
+        block() | {f"markov_head.{key}": value for key, value in (MARKOV_SHAPES | GATED_SHAPES).items()}, (), reference.block),
+    "NVIDIA DSpark, gated": (
+        ZLAB | {"dflash_config": NESTED | MARKOV | {"projector_type": "dspark", "shift_label": True, "markov_head_type": "gated"}},
+        block() | MARKOV_SHAPES | GATED_SHAPES, (), reference.block),
+    "Speculators DSpark, recurrent": (
+        container("dspark", "qwen3", 2, **BLOCKS, **MARKOV | {"markov_head_type": "rnn"}, enable_confidence_head=False, sample_from_anchor=True),
+        block() | {f"markov_head.{key}": value for key, value in
+                   (MARKOV_SHAPES | {"joint_proj.weight": (24, D + 16), "joint_proj.bias": (24,)}).items()}, (), reference.block),
+    "SpecForge Domino": (
+        ZLAB | {"architectures": ["DominoDraftModel"], "dflash_config": NESTED | DOMINO | {"shift_label": False}},
+        block() | DOMINO_SHAPES, (), reference.block),
+    "NVIDIA Domino": (
+        ZLAB | {"dflash_config": NESTED | DOMINO | {"shift_label": True}}, block() | DOMINO_SHAPES, (), reference.block),
     "z-lab DFlash": (
         {key: value for key, value in ZLAB.items() if key != "block_size"} | {"dflash_config": NESTED | {"block_size": 5}},
         block(), (), reference.block),
@@ -224,7 +257,7 @@ def publish(folder: Path, target, name: str) -> Path:
             tensors[key] = own.get(key, rows).detach().to(torch.bfloat16)
         else:
             noise = torch.randn(shape)
-            value = noise / shape[1] ** 0.5 if len(shape) == 2 else 1 + 0.3 * noise
+            value = noise / shape[1] ** 0.5 if len(shape) == 2 else 1 + 0.3 * noise  # of norms, biases and kernels
             tensors[key] = value.to(torch.float32 if "confidence" in key else torch.bfloat16)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -289,18 +322,11 @@ def test_damage_and_other_targets(rounded, tmp_path, name):
 FOREIGN = [
     ({"kv_lora_rank": 512}, {}, "a drafter with latent attention .MLA."),
     ({}, {"layers.0.self_attn.kv_a_proj_with_mqa.weight": torch.ones(2, 2)}, "a drafter with latent attention .MLA."),
-    ({"architectures": ["DFlash2DraftModel"]}, {}, "a DFlash 2 drafter"),
-    ({"dflash_config": NESTED | {"selector_rank": 256}}, {}, "a DFlash 2 drafter"),
-    ({"speculators_model_type": "dflash2"}, {}, "a DFlash 2 drafter"),
-    ({"dflash_config": NESTED | {"projector_type": "domino"}}, {}, "a Domino drafter"),
-    ({}, {"prefix_gru.weight_ih_l0": torch.ones(2, 2)}, "a Domino drafter"),
     ({"dflash_config": NESTED | {"lilicorr_enabled": True}}, {}, "a LiLiCorr drafter"),
     ({"architectures": ["LiLiCorrDraftModel"]}, {}, "a LiLiCorr drafter"),
     ({"speculators_model_type": "xpress"}, {}, "an xPress drafter"),
     ({"architectures": ["DSpineDraftModel"]}, {}, "a DSpine drafter"),
     ({"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator"}, {}, "an MLP speculator"),
-    ({}, {"markov_head.gate_proj.weight": torch.ones(2, 2)}, "a DSpark drafter whose Markov head is gated or recurrent"),
-    ({}, {"joint_proj.weight": torch.ones(2, 2)}, "a DSpark drafter whose Markov head is gated or recurrent"),
     ({"quantization_config": {"quant_method": "fp8"}}, {}, "a quantised head"),
     ({}, {"layers.0.mlp.up_proj.weight_scale": torch.ones(1)}, "a quantised head"),
     ({}, {"layers.0.self_attn.q_proj.bias": torch.ones(2)}, "a drafter with biases"),
@@ -316,6 +342,28 @@ def test_heads_that_do_not_exist_here_are_named(rounded, tmp_path, fields, tenso
     refuse(folder, rounded, f"published: it is {what}.*, which cannot be imported")
     with pytest.raises(ValueError, match=f"it is {what}"):
         checkpoint.read_document(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("z-lab DFlash 2", {"conv_group_size": 8}, "conv_group_size=8 cannot be imported; 16 can"),
+        ("z-lab DFlash 2", {"selector_top_k": ...}, "selector_top_k is missing"),
+        ("SpecForge Domino", {"pure_draft_prefix_len": 0}, "pure_draft_prefix_len=0 cannot be imported; 1 can"),
+        (
+            "Speculators DSpark, recurrent",
+            {"sample_from_anchor": False},
+            "reads the anchor twice where sample_from_anchor=false",
+        ),
+    ],
+)
+def test_parts_that_would_be_misread(rounded, tmp_path, name, changes, message):
+    folder = publish(tmp_path / "published", rounded, name)
+    nested = reference.read(folder)[0].get("dflash_config")
+    if nested is not None:
+        changes = {"dflash_config": {key: value for key, value in (nested | changes).items() if value is not ...}}
+    rewrite(folder, **changes)
+    refuse(folder, rounded, message)
 
 
 @pytest.mark.parametrize(

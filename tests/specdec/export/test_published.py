@@ -185,7 +185,7 @@ def test_damaged_and_foreign_weights_are_refused(target, tmp_path):
     rewrite(out, num_attention_heads=4, speculators_model_type="peagle")
     refuse(out, target, "write mask_token_id")
     rewrite(out, speculators_model_type="mlp")
-    refuse(out, target, "type mlp cannot be imported; eagle3, peagle, dflash, dspark can")
+    refuse(out, target, "type mlp cannot be imported; eagle3, peagle, dflash, dspark, dflash2 can")
     rewrite(out, speculators_model_type=None, tensors={**dict.fromkeys(tensors), "other.weight": torch.zeros(2)})
     refuse(out, target, "none of the known layouts")
 
@@ -197,7 +197,10 @@ MISREAD = [
     ("eagle3", "vllm", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}, "state 8 is before the final norm"),
     ("eagle3", "vllm", {"eagle_config": {"norm_output": True}}, "eagle_config holds norm_output"),
     ("dflash", "vllm", {"layer_types": ["sliding_attention"] * 2}, "must say how many positions they see"),
-    ("dspark", "vllm", {"markov_head_type": "gated"}, "of the type gated cannot be imported; vanilla can"),
+    ("dspark", "vllm", {"markov_head_type": "gated"}, "Missing key.*dependence.gate.weight"),
+    ("dspark", "vllm", {"markov_head_type": "deep"}, "dependence.form=deep must be plain, gated or rnn"),
+    *(("dflash2", "vllm", {"tensors": {name: None}}, "Missing key|has no place") for name in
+      ("layers.1.mlp_conv.base_kernel", "layers.0.attention_conv.kernel_projection.weight", "candidate_selector.successor_codebook")),
     ("dspark", "speculators", {"sample_from_anchor": None}, "write sample_from_anchor into config.json"),
     ("dspark", "vllm", {"tensors": {"markov_head.markov_w1.weight": torch.zeros(60, 64).double()}}, "size mismatch for dependence.before.weight"),
     ("dspark", "safetensors", {}, "use the checkpoint"),
@@ -264,8 +267,8 @@ WINDOWS = [  # as vLLM's loader takes them
 @pytest.mark.parametrize(("changes", "nested", "wanted"), WINDOWS)
 def test_windows_of_published_block_drafters(target, tmp_path, changes, nested, wanted):
     exported = export(make_exact(target, "dflash"), "vllm", tmp_path / "out")
-    nested = {**exported.layout.config["dflash_config"], **nested}
-    rewrite(tmp_path / "out", **changes, dflash_config=nested)
+    nested = {**exported.layout.config["dflash_config"], "causal": None, **nested}
+    rewrite(tmp_path / "out", **{"is_causal": None, **changes}, dflash_config=nested)
     drafter = bring_in(tmp_path / "out", target)
     assert (drafter.windows, drafter.window_causal) == wanted
 

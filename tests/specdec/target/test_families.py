@@ -18,7 +18,7 @@ from specdec.proposers.text import Ngram
 from specdec.unroll import replay
 from tests.exports import bring_in, make_form, make_provenance
 from tests.families import FAMILIES, Family, reference
-from tests.support import chain_of, greedy, load_head, random_tokens
+from tests.support import OLD_TRANSFORMERS, chain_of, greedy, load_head, random_tokens
 from tests.target_table import PAGE, exports, table_row, target_of
 from train.data.rows import Row, collate
 from train.features.outputs import Online
@@ -119,6 +119,8 @@ def test_rows_that_have_ended_do_not_outgrow_the_target(monkeypatch):
 
 def test_a_trained_head_drafts_as_it_was_trained_replayed_and_exported(family, tmp_path):
     """Every parameter gets a gradient; the head learns two answers. Its rounds are those that replay computes."""
+    if OLD_TRANSFORMERS and str(family) == "doge":
+        pytest.skip("transformers 5.17 leaves out Doge's own mask where it is given none")
     target, answers = target_of(family), answers_of(family)
     torch.manual_seed(0)
     head = Eagle3(target)

@@ -38,6 +38,8 @@ MARKED = (
 
 @pytest.fixture(scope="module")
 def own_tokenizer():
+    if not REAL_TARGET.exists():
+        pytest.skip("needs make setup")
     return AutoTokenizer.from_pretrained(REAL_TARGET)
 
 
