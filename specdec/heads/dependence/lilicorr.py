@@ -58,11 +58,13 @@ class Part(Lattice):
 
     After `begin` all pairs are scored. Carried are, behind what each lattice carries: the candidates' target ids [K * top], the first
     scores [top], pair matrices [(K-1) * top * top], and whether all tokens so far were candidates [1]. Behind a token that is none of
-    the candidates, which only a given text has, all scores are zero.
+    the candidates, which only a given text has, all scores are zero. Training keeps about 1.4 MB in float32 for each anchor
+    (K = 4, top = 8, hidden = 256), in proportion to K * top * hidden.
 
-    The loss `candidates` is the published cross-entropy without its margin terms (hinge and penalty). A position counts if its own
-    token and those of all earlier positions are among the candidates. It is divided by the number of all goals, not of those
-    that count, and a block that the text's end cuts counts as far as it goes.
+    The loss `candidates` is the published cross-entropy without its margin terms (hinge and penalty). A position counts if the token
+    to guess, and all tokens of the text before it in the block, are among the candidates; that token is the target's likeliest, and
+    the text's in the publication. The sum is divided by the number of all goals, not of those that count, and a block that the
+    text's end cuts counts as far as it goes.
     """
 
     def __init__(
