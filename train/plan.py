@@ -158,12 +158,7 @@ def bytes_per_token(target: Target, layers: int) -> int:
 
 def start_bytes(config: RunConfig, drafter: Head, texts: TextLengths) -> float:
     """Of the closed-form start: the slots that it holds, once as they are read and once in float32, and two square matrices."""
-    if (
-        config.start is not None
-        or not isinstance(drafter, Drafter)
-        or not config.solve_packs
-        or type(drafter).solve is Drafter.solve
-    ):
+    if config.start is not None or not isinstance(drafter, Drafter) or not config.solve_packs or not drafter.solves:
         return 0.0
     width, layers = drafter.target.width, len(drafter.target_layers)
     num = start_tokens(config, texts, width)

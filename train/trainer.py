@@ -123,14 +123,15 @@ class Trainer:
         features = self.material.features
         if features is None or not isinstance(drafter, Drafter):
             return 0
-        solve = solve and type(drafter).solve is not Drafter.solve
+        solve = solve and drafter.solves
         if not solve and type(drafter).measure is Drafter.measure:
             return 0
         depth = 1 if drafter.depth is None else self.depth  # steps of one module start alike
         texts: list[Slots] = []
         for index in progress.track(packs, "first packs", unit="packs"):
             batch = self.material.collate([index]).to(self.accelerator.device)
-            texts.append(slots(batch, features(batch), depth))
+            text = slots(batch, features(batch), depth)
+            texts.append(text if solve else replace(text, goals=text.goals[:, :0].clone()))  # they are large
             if sum(len(text.tokens) for text in texts) > max(LEAST_SLOTS, 6 * drafter.target.width):
                 break
         if not texts:

@@ -239,6 +239,11 @@ class Drafter(Head):
         """
         return False
 
+    @property
+    def solves(self) -> bool:
+        """Whether `solve` sets weights with these settings."""
+        return type(self).solve is not Drafter.solve
+
     def solve(self, slots: list[Slots]) -> bool:
         """Sets weights in closed form before training (docs/methods.md, section 5). -> whether it did"""
         return False

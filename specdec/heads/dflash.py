@@ -302,6 +302,10 @@ class BlockDrafter(Drafter):
         self.fc.measure((part.features for part in slots), fresh=fresh)
         return True
 
+    @property
+    def solves(self):
+        return self.join is not None
+
     @torch.no_grad()
     def solve(self, slots):
         """Ridge regressions for `fc`, onto the newest final state, and for `join`, from this state and the anchor onto

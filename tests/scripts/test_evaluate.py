@@ -13,7 +13,10 @@ import torch
 from scripts import evaluate
 from specdec import checkpoint
 from specdec.core import files
+from specdec.heads.dflash import BlockDrafter
 from specdec.heads.medusa import Medusa2
+from specdec.measuring.report import describe_candidates
+from specdec.target.model import Target
 from specdec.unroll.replay import acceptance, rounds
 from tests.support import save_eagle, save_target, write_prompts, write_rows
 from train.data import rows as data
@@ -259,6 +262,27 @@ def test_batch_sizes_are_compared_with_full_batches(run, folder, monkeypatch):
 
 
 # Replay
+
+
+def test_the_candidates_of_a_lattice_are_reported(run, folder, tmp_path):
+    """By decoding, in a comparison that is read again, and along given answers."""
+    lattice = {"_target_": "specdec.heads.dflash.BlockDrafter", "dependence": {"kind": "selector", "rank": 4, "top": 8}}
+    target = Target.load(str(folder / "target"), dtype="float32")
+    head = BlockDrafter(target, dependence=lattice["dependence"]).decodable()
+    checkpoint.save(tmp_path / "lattice", head, lattice)
+    printed = run(f"checkpoint={tmp_path}/lattice", "decode.depth=3", f"out={tmp_path}/one.json", "auto=false")
+    known = json.loads((tmp_path / "one.json").read_text())["candidates"]
+    assert describe_candidates(known)[:20] in printed and len(known["recall"]) == len(known["mass"]) == 3
+    compared = f"checkpoint={tmp_path}/lattice,{folder}/one", "chains=3", f"out={tmp_path}/compared"
+    for _ in range(2):
+        run(*compared)
+        (column,) = json.loads((tmp_path / "compared" / "report.json").read_text())["temperatures"].values()
+        assert [each.get("candidates") for each in column.values()].count(None) == 1
+        assert next(each["candidates"] for each in column.values() if "candidates" in each) == known
+    rows = [{"messages": [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4 w5 w6 w7"}]}]
+    write_rows(tmp_path / "answers.jsonl", rows)
+    given = f"checkpoint={tmp_path}/lattice,{folder}/one", f"answers={tmp_path}/answers.jsonl", "hold_out=null"
+    assert run(*given).count("candidates: recall ") == 1
 
 
 def test_replay_compares_heads_on_the_same_answers(run, folder, tmp_path):

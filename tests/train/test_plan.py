@@ -128,7 +128,9 @@ def test_the_start_needs_memory_only_where_there_is_one(outlines):
     target = outlines["smollm2-135m"]
     texts = decide.TextLengths.guessed(numpy.full(400, 256), 512)
     memory = {}
-    for name, options in {"solved": (), "random": ("solve_packs=0",), "medusa": ("head=medusa",)}.items():
+    block = "head=dflash2", "head.drafter.num_drafts=15"
+    heads = {"medusa": ("head=medusa",), "block": block, "fused": (*block, "head.drafter.fuse=true")}
+    for name, options in {"solved": (), "random": ("solve_packs=0",), **heads}.items():
         config = settings("head=eagle3", "machine=h100", *options)
         config = config.settle(
             {
@@ -140,6 +142,7 @@ def test_the_start_needs_memory_only_where_there_is_one(outlines):
         memory[name] = plan.count_run(config, target, texts, decide.Place("cuda", 1, 8e10, 1e12), build.make).memory
     assert memory["solved"].start > 1e9 and memory["random"].start == 0 < memory["medusa"].step
     assert memory["solved"].target == memory["medusa"].target > 2 * 134e6
+    assert memory["block"].start == 0 and memory["fused"].start > memory["solved"].start
 
 
 def test_the_figures_of_a_plan_are_sums():

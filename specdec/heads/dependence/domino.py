@@ -1,7 +1,7 @@
 """Domino's correction (2605.29707): a GRU reads the tokens of the path, and its state corrects the logits of all tokens.
 
 The first draft is not corrected. The paper's correction starts at random, so its loss moves from the uncorrected logits to the corrected
-ones as training goes on. Here `after` starts at zero, and the first step's logits are the uncorrected ones without that.
+ones as training goes on. Here `after` starts at zero, so training starts from the uncorrected logits without such a schedule.
 """
 
 import torch
