@@ -21,7 +21,7 @@ LEAST = 1e-30  # probability that is divided by; float32 has no exact fractions 
 def check_children(children: str) -> None:
     """Raises ValueError unless it is one of `Children`."""
     if children not in get_args(Children):
-        raise ValueError(f"children={children} must be distinct or chosen.")
+        raise ValueError(f"children={children} must be chosen or distinct.")
 
 
 class StepOutput(NamedTuple):
@@ -173,7 +173,7 @@ def grow_sampled_tree(
         d += 1
         state, logits, _ = steps.step(d, pending, state, chosen, seen)
         level, pending = following, pending + len(following)
-    shape = parents.expand(len(newest), -1)
+    shape = parents.repeat(len(newest), 1)
     return Tree(torch.stack(tokens, dim=1), shape, _spread(drafter, distributions), most=max(map(owners.count, owners)))
 
 
