@@ -6,7 +6,6 @@ from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specdec.core import masks
 from specdec.core.compile import Runner
@@ -184,7 +183,7 @@ def _without(distribution: Tensor, draft: Tensor, left: Tensor) -> Tensor:
     """
     rest = distribution.scatter(1, draft[:, None], 0)
     total = rest.sum(-1, keepdim=True)
-    best = F.one_hot(left.argmax(-1), left.shape[1]).to(distribution.dtype)
+    best = torch.zeros_like(rest).scatter(1, left.argmax(-1, keepdim=True), 1.0)
     return torch.where(total > LEAST, rest / total.clamp(min=LEAST), best)
 
 

@@ -140,7 +140,8 @@ def test_drafts_are_the_best_of_each_step(any_drafter, text, shape):
             _, logits = follow(any_drafter, path, features, slot, len(path) - slot)
             best = logits[-1].topk(len(children)).indices
             assert any_drafter.to_target(best).tolist() == children
-    assert max(map(len, paths)) == slot + 1 + shape.depth
+    if shape.chain or any_drafter.attends != "block":  # whose 30 best paths of all may be shorter
+        assert max(map(len, paths)) == slot + 1 + shape.depth
 
 
 @paired("any_drafter, sizes", VARIANTS, [(7, 6), (2, 8), (9, 1, 3)])
