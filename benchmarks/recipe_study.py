@@ -37,10 +37,7 @@ TEXT, ANSWERS = "head.objective.supervise=text", "head.objective.supervise=answe
 ALL, HALF = "head.objective.keep=1 head.objective.decay={}", "head.objective.keep=0.5 head.objective.decay={}"
 FROZEN, OWN = "head.drafter.own_output=false", "head.drafter.own_output=true"
 NORMS = "head.drafter.norm_features=true head.drafter.norm_output=true"
-BLOCK = (
-    f"{LINEAR.format('1e-3')} {TEXT} {ALL.format(0.8)} head.objective.depth=7 head.drafter.num_drafts=7 "
-    "head.objective.anchors=null"
-)
+BLOCK = f"{LINEAR.format('1e-3')} {TEXT} {ALL.format(0.8)}"
 CANDIDATES = {
     "eagle3": {
         "adamw": f"{ADAMW} optimizer.lr=2.5e-4 {ANSWERS} {ALL.format(0.8)} {OWN}",
@@ -72,9 +69,9 @@ CANDIDATES = {
         "linear no start": f"{LINEAR.format('1e-3')} {TEXT} {ALL.format(1)} solve_packs=0",
         "linear 2e-3": f"{LINEAR.format('2e-3')} {TEXT} {ALL.format(1)}",
     },
-    "blocks": {  # drafters of a block of 7, beside the two heads above, with one recipe
-        "eagle3": f"head=eagle3 {LINEAR.format('1e-3')} {TEXT} {ALL.format(0.8)} {FROZEN} head.objective.depth=4",
-        "mtp": f"head=mtp {LINEAR.format('1e-3')} {TEXT} {ALL.format(0.6)} head.objective.depth=4",
+    "blocks": {  # drafters of a block, beside the two heads above, with one recipe
+        "eagle3": f"head=eagle3 {LINEAR.format('1e-3')} {TEXT} {ALL.format(0.8)} {FROZEN}",
+        "mtp": f"head=mtp {LINEAR.format('1e-3')} {TEXT} {ALL.format(0.6)}",
         "dflash": f"head=dflash {BLOCK}",
         "dflash adamw": f"head=dflash {BLOCK} {ADAMW} optimizer.lr=6e-4",
         "dflash fused": f"head=dflash {BLOCK} head.drafter.fuse=true",

@@ -38,7 +38,10 @@ class DecodeOptions:
     rule: str = option(Drafting.rule, "acceptance rule: token, block (whole paths), or typical (needs lossy=true)")
     lossy: bool = option(Drafting.lossy, "allow acceptance rules that change the distribution of answers")
     depth: int = option(Drafting.depth, "drafts along a path")
-    width: int = option(Drafting.width, "nodes expanded at each depth of a tree (EAGLE-2); 1 is a chain")
+    width: int = option(
+        Drafting.width,
+        "children of a node, and nodes of each depth that get some (a block drafter's: all); 1 is a chain",
+    )
     nodes: int | None = option(Drafting.nodes, "drafts in a tree; null: depth for a chain, else depth x width")
 
     def drafting(self, shape: TreeShape | None = None) -> Drafting:

@@ -102,7 +102,9 @@ class Tree:
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The size of a tree: at each depth `width` nodes get children, and the best `nodes` are kept. Width 1: a chain."""
+    """The size of a tree: at each depth `width` nodes get `width` children each (of a block drafter, all nodes that can be kept), and
+    the best `nodes` are kept. Width 1: a chain.
+    """
 
     depth: int
     width: int

@@ -6,7 +6,6 @@ from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specdec.core import masks
 from specdec.core.compile import Runner
@@ -21,7 +20,7 @@ LEAST = 1e-30  # probability that is divided by; float32 has no exact fractions 
 def check_children(children: str) -> None:
     """Raises ValueError unless it is one of `Children`."""
     if children not in get_args(Children):
-        raise ValueError(f"children={children} must be distinct or chosen.")
+        raise ValueError(f"children={children} must be chosen or distinct.")
 
 
 class StepOutput(NamedTuple):
@@ -173,7 +172,7 @@ def grow_sampled_tree(
         d += 1
         state, logits, _ = steps.step(d, pending, state, chosen, seen)
         level, pending = following, pending + len(following)
-    shape = parents.expand(len(newest), -1)
+    shape = parents.repeat(len(newest), 1)
     return Tree(torch.stack(tokens, dim=1), shape, _spread(drafter, distributions), most=max(map(owners.count, owners)))
 
 
@@ -184,7 +183,7 @@ def _without(distribution: Tensor, draft: Tensor, left: Tensor) -> Tensor:
     """
     rest = distribution.scatter(1, draft[:, None], 0)
     total = rest.sum(-1, keepdim=True)
-    best = F.one_hot(left.argmax(-1), left.shape[1]).to(distribution.dtype)
+    best = torch.zeros_like(rest).scatter(1, left.argmax(-1, keepdim=True), 1.0)
     return torch.where(total > LEAST, rest / total.clamp(min=LEAST), best)
 
 

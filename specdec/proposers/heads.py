@@ -218,12 +218,13 @@ class HeadProposer(Proposer):
         def whole(tokens, features, num, lengths, *more):
             view = copy.copy(self)
             view.cache, view.carried = self.cache.over(self.cache.halves, lengths), list(more[:num_carried])
+            view.parents = more[num_carried]
             view.absorbed = newest, first = view._read(NewTokens(tokens, features, num, new.counts), view.runner)
-            tree = view._grow(newest, first, sampling, more[num_carried:])
+            tree = view._grow(newest, first, sampling, more[num_carried + 1 :])
             probs = [] if tree.probs is None else [tree.probs]
             return tree.tokens, tree.parents.contiguous(), newest, *first, *view.carried, *probs
 
-        inputs = [new.tokens, new.features, new.num, self.cache.lengths, *self.carried, *draws]
+        inputs = [new.tokens, new.features, new.num, self.cache.lengths, *self.carried, self.parents, *draws]
         name = "draft", self.shape, sampling if draws or self.shape.chain else None
         tokens, parents, newest, state, logits, ahead, *more = self.runner.whole(name, whole, inputs, self.cache.halves)
         probs = more.pop() if draws else None

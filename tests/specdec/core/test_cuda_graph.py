@@ -271,6 +271,8 @@ def test_without_a_gpu_passes_run_as_before_and_one_warning_says_so(shallow):
         ("peagle", CHAIN, 0.0, ("cache",)),
         ("medusa", CHAIN, 1.0, ()),
         ("dflash", CHAIN, 0.0, ("cache",)),
+        ("dflash2", TREE, 0.0, ()),
+        ("dflash2", TREE, 1.0, ("cache",)),
     ],
 )
 def test_drafts_of_a_round_from_one_graph_give_the_same_answers(shallow, monkeypatch, head, shape, temperature, paths):

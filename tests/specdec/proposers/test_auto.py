@@ -31,23 +31,34 @@ def suffix(target, num: int = 4) -> Suffix:
     return Suffix(target, num=num, factor=2.0, offset=4, least=0.1, memory=0)
 
 
-def auto(target, *, head="eagle", text=True, ratios=FREE, absorb=0.0, step=0.0, num=4) -> Auto:
+def auto(target, *, head="eagle", text=True, ratios=FREE, absorb=0.0, step=0.0, num=4, arguments=None) -> Auto:
     members = [suffix(target, num)] if text else []
     if head:
-        members.append(HeadProposer(make_drafter(target, head, False), chain_of(3)))
+        members.append(HeadProposer(make_drafter(target, head, False, arguments), chain_of(3)))
     return Auto(target, members=members, costs=told(ratios, plain=1.0, absorb=absorb, step=step))
 
 
 # Answers at temperature 0
 
 
-@pytest.mark.parametrize("head", ["eagle", "medusa", "mtp", "dflash", "draft", None])
-def test_greedy_answers_are_those_of_plain_decoding(small_target, head):
+PAIR = {"dependence": {"kind": "selector", "rank": 8, "top": 2}}  # fewer candidates than SIBLINGS
+RNN = {"dependence": {"kind": "markov", "rank": 8, "form": "rnn"}}
+
+
+@pytest.mark.parametrize(
+    "head, arguments",
+    [
+        *((head, None) for head in ("eagle", "medusa", "mtp", "dflash", "draft", "dflash2", "domino", None)),
+        ("dflash2", PAIR),
+        ("dspark", RNN),
+    ],
+)
+def test_greedy_answers_are_those_of_plain_decoding(small_target, head, arguments):
     """Rows of a batch end at different times and leave it."""
     prompts = [*repeating_texts(3, 12), random_tokens(1, 5, small_target.vocab_size)]
     plain = Decoder(small_target, None, sampling=Sampling(), stop={7}).generate(prompts, 40)
     for ratios in (FREE, MIDDLE):
-        proposer = auto(small_target, head=head, ratios=ratios, step=0.05)
+        proposer = auto(small_target, head=head, ratios=ratios, step=0.05, arguments=arguments)
         result = Decoder(small_target, proposer, sampling=Sampling(), stop={7}).generate(prompts, 40)
         assert result.tokens == plain.tokens
         alone = [

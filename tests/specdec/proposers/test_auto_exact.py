@@ -27,11 +27,15 @@ def forgetful(proposer: Auto) -> Auto:
     return proposer
 
 
+PAIR = {"target_layers": [1, 2], "dependence": {"kind": "selector", "rank": 8, "top": 2}}
 CASES = {
     "head": {"text": False},
     "head, levels cost": {"text": False, "ratios": MIDDLE, "step": 0.1},
     "head and text": {},
     "head and text, levels cost": {"ratios": MIDDLE, "step": 0.1},
+    "lattice of two candidates": {"head": "dflash2", "text": False, "arguments": PAIR},
+    "lattice and text": {"head": "dflash2", "arguments": PAIR},
+    "domino": {"head": "domino", "text": False, "arguments": {"target_layers": [1, 2]}},
     "text": {"head": None},
     "head and text, no size for a second draft": {"ratios": {1: 1.0, 2: 1.1}},
     "head and text, no size for a draft": {"ratios": {1: 1.0}},
