@@ -153,6 +153,7 @@ NAMED = (
     *(("dspark", {"mask_token": 7, "dependence": {"kind": "markov", "rank": 8, "form": kind}}, True, "Qwen3DSparkModel")
       for kind in ("gated", "rnn")),
     ("dflash2", {"mask_token": 7}, True, "DFlash2DraftModel"),
+    *(("lilicorr", {"mask_token": 7, "convolution": taps}, True, "LiLiCorrDraftModel") for taps in (None, 2)),
     ("domino", {"mask_token": 7}, True, "DFlashDraftModel"),
 )  # fmt: skip
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
