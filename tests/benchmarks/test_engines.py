@@ -321,7 +321,7 @@ def is_faithful(row: dict, *, exact: bool) -> bool:
     if row["same_answers"] < row["num_prompts"] or not row["offered"] or (exact and row["accepted"] < row["offered"]):
         return False
     if row["same_drafts"] is None:
-        return abs(row["difference"]) < (1e-6 if exact else check_engines.TOLERANCE)  # one near tie
+        return abs(row["difference"]) < 1e-6
     return row["rounds_compared"] > 0 and row["same_drafts"] >= 0.98 * row["rounds_compared"]
 
 
