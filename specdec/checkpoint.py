@@ -163,6 +163,8 @@ def start(
     vocab: the checkpoint's draft vocabulary [W] -> another one; None: it is kept
     """
     drafter, document = _read(resolve(folder), target, torch.float32)
+    facts = {key: value for key, value in document.items() if key in ("_target_", *RECORDED)}
+    document = facts | drafter.renew(_arguments(document), {})[0]
     if vocab is not None:
         drafter = with_vocab(drafter, document, vocab(drafter.draft_to_target))
     drafter = with_parts(drafter, document, given)
@@ -176,17 +178,24 @@ def start(
 def with_parts(drafter: Head, spec: dict, given: dict) -> Head:
     """The same head with the parts (`Head.parts`) that the configuration `given` names and the checkpoint lacks, or has of another
     kind. A part starts as the identity where its method has such a start. spec: as `build` takes it; it gets them too
+
+    Where drafts then depend on each other in another way, the alignment and the confidence head are the configuration's as well.
     """
-    has = lambda part: part["kind"] if isinstance(part, Mapping) else part
-    arguments, _ = drafter.renew(_arguments(spec), {})
+    kind = lambda part: (part.get("kind"), part.get("form", "plain")) if isinstance(part, Mapping) else part
     changed = {name: given.get(name) for name in drafter.parts if given.get(name) is not None}
-    changed = {name: part for name, part in changed.items() if has(part) != has(arguments.get(name))}
+    changed = {name: part for name, part in changed.items() if kind(part) != kind(spec.get(name))}
     if not changed:
         return drafter
-    for name in set(spec) - set(arguments) - {"_target_", *RECORDED}:
-        del spec[name]  # as an earlier version named it
-    spec.update(arguments | changed, published=None)
-    new = type(drafter)(drafter.target, vocab=drafter.draft_to_target, **(arguments | changed))
+    if "dependence" in changed:
+        changed |= {name: given[name] for name in ("confidence", "anchor_predicts") if name in given}
+        if changed.get("anchor_predicts", False) != bool(spec.get("anchor_predicts")):
+            warnings.warn(
+                "Drafts of the checkpoint stand one place beside those that the head's settings ask for (anchor_predicts), so it is "
+                "no good start before some training.",
+                stacklevel=2,
+            )
+    spec.update(changed, published=None)
+    new = type(drafter)(drafter.target, vocab=drafter.draft_to_target, **_arguments(spec))
     new = new.to(next(drafter.parameters()))
     fresh, replaced = new.state_dict(), tuple(f"{name}." for name in changed)
     for name, value in drafter.state_dict().items():

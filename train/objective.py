@@ -113,9 +113,11 @@ class ObjectiveSettings:
             "The loss confidence and a head with a confidence output, such as dspark, go together: set the head's "
             "confidence to false or the weight in losses= to 0, or set both.": ("confidence" in used)
             != drafter.confident,
-            "The loss candidates is for heads with a candidate lattice, such as dflash2: set its weight in losses= to 0.": "candidates"
+            "The loss candidates and a head with a candidate lattice, such as dflash2, go together: give the loss a weight in losses= "
+            "for such a head, and 0 for others.": ("candidates" in used) != drafter.has_candidates,
+            "The loss confidence would judge the logits without the lattice: set the head's confidence to false.": "confidence"
             in used
-            and not drafter.has_candidates,
+            and drafter.has_candidates,
             "e2e_tv, dpace and vat need all depths of a slot: set anchors=null and keep=1.": sampled,
         }
         refuse(wrong)

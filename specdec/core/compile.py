@@ -242,7 +242,10 @@ class Runner:
         if self.asked[0]:
             raise error
         if self.compile:
-            warnings.warn(f"Passes go on without compiling: {str(error).splitlines()[0]}", stacklevel=3)
+            warnings.warn(
+                f"Passes go on without compiling: {(str(error).splitlines() or [type(error).__name__])[0]}",
+                stacklevel=3,
+            )
         self.compile = False
 
     @property

@@ -168,6 +168,7 @@ def _write_layers(drafter: BlockDrafter) -> tuple[dict, dict]:
     if drafter.lm_head is not None or drafter.draft_to_target is not None:
         output = drafter.goal_head[0] if drafter.lm_head is None else drafter.lm_head.weight
         tensors |= {"lm_head.weight": output, **layout.vocab_tensors(drafter)}
+        config |= {"has_own_lm_head": True} if kind == "lilicorr" else {}
     return tensors, config
 
 

@@ -78,7 +78,7 @@ def _block(drafter: BlockDrafter, kind: str, plain: dict) -> dict:
     causal = block_drafter.causality(drafter)
     if causal is None:
         raise ValueError(
-            "vLLM takes all layers of a DFlash drafter in this container as causal if the sliding ones are: take "
+            "vLLM takes all layers of a block drafter in this container as causal if the sliding ones are: take "
             "format=vllm, or train without full_layers or with window_causal=false."
         )
     layers["sliding_window_non_causal"] = not causal  # vLLM takes it for full layers, too

@@ -25,14 +25,19 @@ class BlockConvolution(nn.Module):
             self.kernel_projection.weight.zero_()
 
     def kernels(self, x: Tensor) -> Tensor:
-        """x [..., D] the sublayer's input -> [..., 2, taps, D], for `mix`"""
-        delta = self.kernel_projection(x).unflatten(-1, (2, self.taps, -1))
-        return self.base_kernel + delta.repeat_interleave(self.group, dim=-1)
+        """x [..., D] the sublayer's input -> the changes of both kernels [..., 2, taps, groups], for `mix`"""
+        return self.kernel_projection(x).unflatten(-1, (2, self.taps, -1))
 
-    def mix(self, x: Tensor, kernels: Tensor, size: int) -> Tensor:
-        """x [B, S*size, D] of blocks one after the other; kernels [B, S*size, taps, D] -> [B, S*size, D]"""
-        blocks, kernels = (part.unflatten(1, (-1, size)) for part in (x, kernels))  # [B, S, size, ...]
-        out = kernels[..., 0, :] * blocks
+    def mix(self, x: Tensor, delta: Tensor, side: int, size: int) -> Tensor:
+        """x [B, S*size, D] of blocks one after the other; delta [B, S*size, 2, taps, groups]; side: 0 before the sublayer, 1 behind it
+
+        -> [B, S*size, D]
+        """
+        base = self.base_kernel[side].unflatten(-1, (-1, self.group))  # [taps, groups, channels of a group]
+        blocks = x.unflatten(1, (-1, size)).unflatten(-1, (-1, self.group))  # [B, S, size, groups, channels of a group]
+        delta = delta.unflatten(1, (-1, size))[..., side, :, :, None]  # [B, S, size, taps, groups, 1]
+        out = (base[0] + delta[..., 0, :, :]) * blocks
         for tap in range(1, min(self.taps, size)):
-            out = out + kernels[..., tap, :] * nn.functional.pad(blocks[:, :, :-tap], (0, 0, tap, 0))
-        return out.flatten(1, 2)
+            before = nn.functional.pad(blocks[:, :, :-tap], (0, 0, 0, 0, tap, 0))
+            out = out + (base[tap] + delta[..., tap, :, :]) * before
+        return out.flatten(-2).flatten(1, 2)

@@ -104,8 +104,8 @@ def _mix(convolution: BlockConvolution | None, x: Tensor, size: int) -> tuple[Te
     """A sublayer's input [B, S*size, D] -> the input once it is mixed, and what mixes the output"""
     if convolution is None:
         return x, lambda out: out
-    before, after = convolution.kernels(x).unbind(-3)
-    return convolution.mix(x, before, size), lambda out: convolution.mix(out, after, size)
+    delta = convolution.kernels(x)
+    return convolution.mix(x, delta, 0, size), lambda out: convolution.mix(out, delta, 1, size)
 
 
 class BlockDrafter(Drafter):
@@ -232,8 +232,9 @@ class BlockDrafter(Drafter):
         state = states[..., (d - 1) * width : d * width]
         if part is None:
             return h, state
-        readout, carried = part.advance(d, state.to(embedding.dtype), tokens, embedding, carried)
-        return torch.cat([states, carried], dim=-1), torch.cat([state, readout], dim=-1)  # [B, S, D + R]
+        readout, following = part.advance(d, state.to(embedding.dtype), tokens, embedding, carried)
+        h = h if following is carried else torch.cat([states, following], dim=-1)
+        return h, torch.cat([state, readout], dim=-1)  # [B, S, D + R]
 
     def ahead(self, h):
         return h.unflatten(-1, (self.num_drafts, -1))

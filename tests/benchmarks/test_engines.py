@@ -237,9 +237,9 @@ def test_vllm_scores_candidates_as_we_do(tmp_path, head, arguments):
             torch.testing.assert_close(found["scores"][:, d - 1, rank].double(), scores, atol=2e-4, rtol=2e-4)
     if "convolution" in arguments:
         convolution = drafter.layers[1].mlp_conv
-        first, second = convolution.kernels(x[None]).unbind(-3)
-        for name, value, kernels in (("mixed", x, first), ("finished", x + 1, second)):
-            mixed = convolution.mix(value[None], kernels, num + 1)[0]
+        delta = convolution.kernels(x[None])
+        for side, (name, value) in enumerate((("mixed", x), ("finished", x + 1))):
+            mixed = convolution.mix(value[None], delta, side, num + 1)[0]
             torch.testing.assert_close(found[name].double(), mixed, atol=2e-4, rtol=2e-4)
 
 

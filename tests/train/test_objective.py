@@ -35,6 +35,7 @@ def make_settings(**arguments) -> dict:
 def make_objective(drafter, **arguments) -> Objective:
     # The objective refuses a confidence output without the loss confidence, and the reverse.
     drafter.confident = "confidence" in arguments.get("losses", WEIGHTS)
+    drafter.has_candidates = "candidates" in arguments.get("losses", WEIGHTS)  # likewise
     return Objective(drafter, **make_settings(**{"depth": drafter.depth or 4, **arguments}))
 
 

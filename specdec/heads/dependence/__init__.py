@@ -4,6 +4,7 @@ Each file has one `Part`. `dependence: {kind: FILE, ...}` chooses it, and the ot
 """
 
 import importlib
+import math
 import pkgutil
 
 from specdec.heads.dependence.base import Block as Block
@@ -17,7 +18,10 @@ def make_part(kind: str, sizes: Sizes, **arguments) -> Dependence:
     if kind not in kinds:
         raise ValueError(f"dependence.kind={kind}: choose one of {', '.join(kinds)}.")
     part = importlib.import_module(f"{__name__}.{kind}").Part
+    for name, value in arguments.items():  # each part says which of them there are
+        if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
+            raise ValueError(f"dependence.{name}={value} must be above 0.")
     try:
         return part(sizes, **arguments)
-    except TypeError as error:
+    except (TypeError, RuntimeError, ArithmeticError) as error:
         raise ValueError(f"dependence.kind={kind} does not take these settings ({error}).") from error

@@ -76,8 +76,8 @@ class Lattice(Dependence):
 
     def __init__(self, sizes: Sizes, *, top: int):
         super().__init__()
-        if top < 2:
-            raise ValueError(f"dependence.top={top} must be at least 2 candidates.")
+        if not isinstance(top, int) or top < 2:
+            raise ValueError(f"dependence.top={top} must be a whole number of at least 2 candidates.")
         self.sizes, self.top = sizes, min(top, sizes.vocab_size)
 
     def begin(self, block):
