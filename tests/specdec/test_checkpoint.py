@@ -9,10 +9,13 @@ import torch
 
 from specdec import checkpoint
 from specdec.core import files
+from specdec.heads.dflash import BlockDrafter
 from specdec.heads.eagle import Eagle3
 from specdec.heads.mtp import MTP
+from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target
 from tests.hostile import change as change_document
+from tests.support import chain_of, greedy, load_head, make_drafter, random_tokens
 
 VOCAB = torch.arange(0, 60, 3)
 SPEC = {"_target_": "specdec.heads.eagle.Eagle3", "target_layers": [1, 2, 4], "norm_output": True}
@@ -34,6 +37,87 @@ def test_load_gives_the_same_drafter(saved, target):
     for name, value in drafter.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
     assert torch.equal(loaded.target_to_draft, drafter.target_to_draft)
+
+
+PARTS = {
+    "dflash2": {"dependence": {"kind": "selector", "rank": 4, "top": 6}, "convolution": 2},
+    "domino": {"dependence": {"kind": "domino", "hidden": 8, "rank": 4}},
+    "dspark": {"dependence": {"kind": "markov", "rank": 4, "form": "rnn"}},
+}
+
+
+def save_block(folder, target, name: str, arguments: dict | None = None):
+    drafter = make_drafter(target, name, True, arguments)
+    checkpoint.save(folder, drafter, {**load_head(name)["drafter"], **(arguments or {})})
+    return drafter
+
+
+def draft(drafter, target) -> list[list[int]]:
+    """Greedy drafts behind some texts"""
+    proposer = HeadProposer(drafter.double().eval(), chain_of(4))
+    return greedy(target, proposer).generate([random_tokens(seed, 9, 61) for seed in range(3)], 24).accepted
+
+
+@pytest.mark.parametrize("parts", PARTS.values(), ids=list(PARTS))
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_a_block_drafter_is_trained_further_with_another_dependence(target, tmp_path, name, parts):
+    """It drafts as without one at first: a part starts as the identity."""
+    part = {} if name == "dflash" else {"dependence": None, "confidence": False, "anchor_predicts": True}
+    known = save_block(tmp_path / "head", target, name, part)
+    given = {**load_head(name)["drafter"], **part, **parts}
+    further, spec = checkpoint.start(tmp_path / "head", target, given)
+    assert further.dependence is not None and spec["dependence"] == parts["dependence"]
+    assert (further.layers[0].mlp_conv is not None) == ("convolution" in parts)
+    assert draft(further, target) == draft(known, target)
+    checkpoint.save(tmp_path / "more", further, spec)
+    again = checkpoint.load(tmp_path / "more", target)
+    assert again.state_dict().keys() == further.state_dict().keys()
+    same, _ = checkpoint.start(tmp_path / "more", target, load_head(name)["drafter"] | {"dependence": None})
+    assert same.state_dict().keys() == further.state_dict().keys()
+
+
+def test_another_alignment_is_said_and_the_confidence_head_goes(target, tmp_path):
+    save_block(tmp_path / "head", target, "dspark")
+    with pytest.warns(UserWarning, match="stand one place beside"):
+        further, spec = checkpoint.start(tmp_path / "head", target, load_head("dflash2")["drafter"])
+    assert not (further.confident or further.anchor_predicts or spec["anchor_predicts"])
+    assert checkpoint.start(tmp_path / "head", target, load_head("dspark")["drafter"])[0].confident
+
+
+def test_a_dspark_of_an_earlier_version_is_loaded_and_trained_further(target, tmp_path):
+    known = save_block(tmp_path / "new", target, "dspark")
+    old = {"dependence.before.weight": "markov_in.weight", "dependence.after.weight": "markov_out.weight"}
+    spec = {
+        key: value for key, value in load_head("dspark")["drafter"].items() if key not in ("dependence", "convolution")
+    }
+    monkey = {old.get(name, name): value for name, value in known.state_dict().items()}
+    known.state_dict = lambda: monkey
+    checkpoint.save(tmp_path / "head", known, {**spec, "markov_rank": 64, "markov_table": False})
+    del known.state_dict
+    loaded = checkpoint.load(tmp_path / "head", target)
+    assert all(torch.equal(value, known.state_dict()[name]) for name, value in loaded.state_dict().items())
+    given, vocab = load_head("dspark")["drafter"], torch.arange(1, 61, 2)
+    further, spec = checkpoint.start(tmp_path / "head", target, given, lambda before: vocab)
+    assert torch.equal(further.draft_to_target, vocab) and "markov_rank" not in spec
+    assert spec["dependence"] == {"kind": "markov", "rank": 64, "table": False}
+
+
+@pytest.mark.parametrize(
+    "part, sentence",
+    [
+        ({"kind": "selektor"}, "choose one of domino, lilicorr, markov, selector"),
+        ({"kind": "base"}, "choose one of"),
+        ({"kind": "selector", "rank": -1}, r"dependence.rank=-1 must be above 0"),
+        ({"kind": "selector", "top": 2.5}, "must be a whole number of at least 2"),
+        ({"kind": "markov", "rank": 4, "form": "gatet"}, "must be plain, gated or rnn"),
+        ({"kind": "domino", "rank": 0.5}, "does not take these settings"),
+        ({"kind": "markov", "rang": 4}, "does not take these settings .*rang"),
+        ({"kind": "lilicorr", "logit_scale": float("nan")}, "must be above 0"),
+    ],
+)
+def test_wrong_parts_get_a_sentence(target, part, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        BlockDrafter(target, dependence=part)
 
 
 def test_training_further_sets_anew_what_has_no_weights(target, tmp_path):
