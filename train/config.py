@@ -28,6 +28,8 @@ GONE = {
     "features.layers": "A folder of features holds what its head reads: give each head a features.folder of its own.",
     "features.bits": "Features are kept in the dtype of the target.",
     "features.in_flight": "As many texts are asked for as the servers read at once.",
+    "head.drafter.markov_rank": "It is head.drafter.dependence.rank; dependence=null is a drafter without a Markov head.",
+    "head.drafter.markov_table": "It is head.drafter.dependence.table.",
     "features.patience": "An engine that does not answer ends the run, and resume=true continues it.",
 }
 

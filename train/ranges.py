@@ -167,7 +167,9 @@ RANGES = {
     "num_heads": FEW, "num_blocks": whole(0, 1024), "num_modules": FEW.or_null, "lora_rank": SIZE, "lora_alpha": POSITIVE,
     "lora_modules": TEXT.list_of(), "target_layers": whole().list_of().or_null, "copy_layers": whole().list_of().or_null,
     "full_layers": whole(0).list_of().or_null, "intermediate_size": SIZE.or_null, "drafter.width": SIZE.or_null,
-    "dependence": GROUP.or_null, "dependence.*": ANY, "convolution": FEW.or_null, "drafter.window": whole(2).or_null, "mask_token": whole(0).or_null, "drafter.model": TEXT.or_null,
+    "dependence": GROUP.or_null, "dependence.*": ANY, "dependence.kind": TEXT, "dependence.table": FLAG, "convolution": FEW.or_null,
+    "dependence.rank": SIZE, "dependence.top": whole(2), "dependence.hidden": SIZE.or_null, "dependence.form": choice("plain", "gated", "rnn"),
+    "drafter.window": whole(2).or_null, "mask_token": whole(0).or_null, "drafter.model": TEXT.or_null,
     "lora": GROUP.or_null, "borrow_embeddings": FLAG.or_null,
     **dict.fromkeys(
         "anchor_predicts fuse confidence window_causal own_output norm_features norm_output zero_first "

@@ -17,7 +17,6 @@ from specdec.export.published import restore
 from specdec.export.speculators import container
 from specdec.export.stitched import stitched
 from specdec.heads.base import Drafter, Head
-from specdec.heads.dependence.markov import Part as Markov
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle, Eagle3, PEagle
@@ -65,11 +64,7 @@ def _vllm(drafter: Any, kind: str) -> Special:
 
 def _has_state(drafter: Drafter) -> bool:
     """Whether it has a Markov head that reads the draft's state, a gated or a recurrent one."""
-    return (
-        isinstance(drafter, BlockDrafter)
-        and isinstance(drafter.dependence, Markov)
-        and drafter.dependence.form != "plain"
-    )
+    return getattr(getattr(drafter, "dependence", None), "form", "plain") != "plain"
 
 
 def _check_plain_markov(drafter: BlockDrafter, engine: str) -> None:
@@ -324,9 +319,8 @@ def make_form(drafter: Drafter, name: str) -> ExportForm:
             lines[f"{engine}, not run"] = _fill(other["line"], {"{method}": other["takes"][kind], "{more}": more})
         elif kind in other["takes"]:
             notes.append(f"No line for {engine}: engines of NVIDIA {reason}.")
-    most_drafts = drafter.depth
-    if kind == "domino" and isinstance(drafter, BlockDrafter) and drafter.anchor_predicts:
-        most_drafts = drafter.num_drafts - 1
+    shorter = kind == "domino" and isinstance(drafter, BlockDrafter) and drafter.anchor_predicts
+    most_drafts = drafter.depth - 1 if drafter.depth and shorter else drafter.depth
     return ExportForm(
         name,
         layout,

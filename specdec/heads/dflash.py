@@ -187,7 +187,7 @@ class BlockDrafter(Drafter):
         self.dependence = None
         if dependence is not None:
             sizes = Sizes(width, target.vocab_size, self.vocab_size, num_drafts, config.rms_norm_eps)
-            self.dependence = make_part(sizes=sizes, **dependence)
+            self.dependence = make_part(sizes, dependence)
             self.by_token = ("lm_head.", *(f"dependence.{name}" for name in self.dependence.by_token))
         self.confident, self.has_candidates = confidence, isinstance(self.dependence, Lattice)
         self.lm_head = nn.Linear(width, self.vocab_size, bias=False) if own_output else None

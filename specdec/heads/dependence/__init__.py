@@ -4,16 +4,21 @@ Each file has one `Part`. `dependence: {kind: FILE, ...}` chooses it, and the ot
 """
 
 import importlib
+import inspect
 import math
 import pkgutil
+from collections.abc import Mapping
+from typing import Any
 
 from specdec.heads.dependence.base import Block as Block
 from specdec.heads.dependence.base import Dependence, Sizes
 from specdec.heads.dependence.base import Lattice as Lattice
 
 
-def make_part(kind: str, sizes: Sizes, **arguments) -> Dependence:
-    """The part of that file. Raises ValueError for a file or an argument that does not exist."""
+def make_part(sizes: Sizes, settings: Mapping[str, Any]) -> Dependence:
+    """The part that they name. Raises ValueError for a file or an argument that does not exist, and for one that is missing."""
+    arguments = dict(settings) if isinstance(settings, Mapping) else {"kind": settings}
+    kind = arguments.pop("kind", None)
     kinds = sorted(name for _, name, _ in pkgutil.iter_modules(__path__) if name != "base")
     if kind not in kinds:
         raise ValueError(f"dependence.kind={kind}: choose one of {', '.join(kinds)}.")
@@ -21,6 +26,11 @@ def make_part(kind: str, sizes: Sizes, **arguments) -> Dependence:
     for name, value in arguments.items():  # each part says which of them there are
         if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
             raise ValueError(f"dependence.{name}={value} must be above 0.")
+    known = [name for name in inspect.signature(part).parameters if name != "sizes"]
+    if unknown := arguments.keys() - set(known):
+        raise ValueError(
+            f"dependence.kind={kind} has no {', '.join(sorted(unknown))} but {', '.join(known)}: take head= of this kind, and change those."
+        )
     try:
         return part(sizes, **arguments)
     except (TypeError, RuntimeError, ArithmeticError) as error:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from specdec.core.sampling import precise
+
 STATES = 512  # states whose logits exist at a time, while candidates are chosen
 
 
@@ -89,7 +91,7 @@ class Lattice(Dependence):
     def choose(self, unary: Callable[[Tensor], Tensor], states: Tensor) -> tuple[Tensor, ...]:
         """states [M, D] -> ids and unary logits of the candidates, [M, top] each, and what else `prepare` reads, [M, .] each"""
         with torch.no_grad():  # logits of all tokens at all positions of a text would not fit
-            found = exact(unary(states)).topk(self.top)
+            found = precise(unary(states)).topk(self.top)
         return found.indices, found.values
 
     def prepare(self, block: Block, ids: Tensor, scores: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
@@ -108,7 +110,7 @@ class Lattice(Dependence):
     def score(self, readout: Tensor, embed: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """readout [..., R] -> ids and scores of the candidates, [..., top] each"""
         ids, scores = readout[..., : self.top].long(), readout[..., self.top : 2 * self.top]
-        return ids, scores + exact(self.pair_scores(readout, ids, embed))
+        return ids, scores + precise(self.pair_scores(readout, ids, embed))
 
     def logits(self, readout, unary, embed):
         ids, scores = self.score(readout, embed)
@@ -122,10 +124,5 @@ class Lattice(Dependence):
         ids = readout[..., : self.top].long()
         missing = ~(ids == token[:, None]).any(-1)
         ids = torch.cat([ids[:, :-1], torch.where(missing, token, ids[:, -1])[:, None]], dim=-1)
-        scores = exact(unary).gather(-1, ids) + exact(self.pair_scores(readout, ids, embed))
+        scores = precise(unary).gather(-1, ids) + precise(self.pair_scores(readout, ids, embed))
         return nn.functional.cross_entropy(scores, (ids == token[:, None]).int().argmax(-1), reduction="none")
-
-
-def exact(values: Tensor) -> Tensor:
-    """In float32, at least"""
-    return values.to(torch.promote_types(values.dtype, torch.float32))

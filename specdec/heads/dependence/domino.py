@@ -15,7 +15,7 @@ class Part(Dependence):
 
     by_token = ("after.",)
 
-    def __init__(self, sizes: Sizes, *, hidden: int = 256, rank: int = 128):
+    def __init__(self, sizes: Sizes, *, hidden: int = 256, rank: int = 64):
         super().__init__()
         self.reader = nn.GRUCell(sizes.width, hidden, bias=False)
         self.join = nn.Linear(sizes.width + hidden, rank, bias=False)

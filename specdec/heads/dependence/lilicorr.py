@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
+from specdec.core.sampling import precise
 from specdec.heads.blocks import RMSNorm
-from specdec.heads.dependence.base import Lattice, Sizes, exact
+from specdec.heads.dependence.base import Lattice, Sizes
 
 FEATURES = 5  # of a candidate, see `Part._read`
 STD = 0.02
@@ -72,7 +73,7 @@ class Part(Lattice):
         sizes: Sizes,
         *,
         top: int = 8,
-        hidden: int | None = None,
+        hidden: int | None = 256,
         factor: int = 128,
         num_layers: int = 2,
         num_heads: int = 4,
@@ -111,7 +112,7 @@ class Part(Lattice):
 
     def choose(self, unary, states):
         def run(states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            logits = exact(unary(states))
+            logits = precise(unary(states))
             found = logits.topk(self.top)
             return found.indices, found.values, logits.logsumexp(-1, keepdim=True)
 
@@ -168,7 +169,7 @@ class Part(Lattice):
 
     def score(self, readout, embed):
         ids = readout[..., : self.top].long()
-        return ids, exact(self.pair_scores(readout, ids, embed))
+        return ids, precise(self.pair_scores(readout, ids, embed))
 
     def judge(self, readout, unary, token, embed):
         ids, scores = self.score(readout, embed)

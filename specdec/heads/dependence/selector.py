@@ -13,7 +13,7 @@ class Part(Lattice):
     B starts as zero, so that the selector starts as the unary logits do.
     """
 
-    def __init__(self, sizes: Sizes, *, rank: int = 256, top: int = 16, table: bool = True):
+    def __init__(self, sizes: Sizes, *, rank: int = 64, top: int = 16, table: bool = False):
         super().__init__(sizes, top=top)
         self.predecessor: nn.Module
         self.successor: nn.Module

@@ -22,6 +22,8 @@ def block(head: str, **dependence) -> dict:
 
 
 PAIR = block("dflash2", kind="selector", rank=8, top=2)  # candidates, of three tokens
+LILICORR = block("lilicorr", kind="lilicorr", top=2, hidden=8, factor=4, num_heads=2)
+GATED = block("dspark", kind="markov", rank=8, form="gated")
 DOMINO, RNN = block("domino", kind="domino", hidden=8, rank=8), block("dspark", kind="markov", rank=8, form="rnn")
 
 
@@ -40,7 +42,8 @@ def decoder_of(
 
 CASES = {
     "chain": [("top_k", CHAIN, {}), ("top_p", CHAIN, {"reduced": True}), ("penalty", CHAIN, {}), ("all", CHAIN, {})]
-    + [("warm", CHAIN, PAIR), ("top_p", CHAIN, PAIR), ("warm", CHAIN, DOMINO), ("top_k", CHAIN, RNN)],
+    + [("warm", CHAIN, PAIR), ("top_p", CHAIN, PAIR), ("warm", CHAIN, DOMINO), ("top_k", CHAIN, RNN)]
+    + [("warm", CHAIN, LILICORR), ("warm", CHAIN, GATED)],
     "distinct": [
         ("warm", TREE, {"reduced": True}),
         ("top_k", TREE, {}),
@@ -52,8 +55,17 @@ CASES = {
         ("warm", TREE, DOMINO),
         ("all", BUSH, DOMINO),
         ("warm", BUSH, RNN),
+        ("warm", BUSH, LILICORR),
+        ("all", TREE, LILICORR),
+        ("warm", TREE, GATED),
     ],
-    "chosen": [("all", TREE, {"reduced": True}), ("warm", BUSH, PAIR), ("warm", TREE, DOMINO), ("warm", TREE, RNN)],
+    "chosen": [
+        ("all", TREE, {"reduced": True}),
+        ("warm", BUSH, PAIR),
+        ("warm", TREE, DOMINO),
+        ("warm", TREE, RNN),
+        ("warm", TREE, LILICORR),
+    ],
 }
 
 

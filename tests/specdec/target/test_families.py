@@ -148,19 +148,26 @@ def check_training(family, name: str, arguments: dict, steps: int, folder) -> No
     batch = collate([rows], length=64, pad_token=0)
     output = Online(target, head.target_layers)(batch)
     check_documents(family, batch, output, head.target_layers)
-    optimizer, missing = torch.optim.AdamW(head.parameters(), lr=1e-2), dict(head.named_parameters())
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    every = missing = dict(head.named_parameters())
     for _ in range(steps):
         optimizer.zero_grad()
         loss = objective(batch, output)
         (loss.total / loss.num_goals).backward()
-        missing = {name: value for name, value in missing.items() if value.grad is None or not value.grad.any()}
+        without = {each: value for each, value in every.items() if value.grad is None or not value.grad.any()}
+        assert name != "eagle3" or not without
+        missing = {
+            each: value for each, value in missing.items() if each in without
+        }  # parts of block drafters start as the identity: some of their gradients come later, and may end
         optimizer.step()
     assert not {name for name, value in missing.items() if value.requires_grad}
     head.eval()
     decoder = greedy(target, HeadProposer(head, chain_of(2)))
     generation = decoder.generate(PROMPTS[:2], NUM_NEW)
     assert generation.tokens == answers[:2]
-    assert sum(map(sum, generation.accepted)) > 1  # otherwise the next lines would compare zeros
+    assert sum(map(sum, generation.accepted)) > (
+        4 if name == "eagle3" else 1
+    )  # otherwise the next lines would compare zeros
     for prompt, answer, accepted in zip(PROMPTS, answers, generation.accepted):
         accept = replay.acceptance(head, prompt, answer, depth=2, temperature=0.0)
         num_rounds, at_depth = replay.rounds(accept)
