@@ -1,17 +1,19 @@
 """Committed keys read to their length: the operator's reference against a mask over all entries, then whole targets and decoders."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from specdec.core import cache, cached_keys, fast, masks, rules
 from specdec.core.cached_keys import attend_cached, find_cached_keys
-from specdec.core.compile import Runner
+from specdec.core.compile import Graph, Runner
 from specdec.core.sampling import Sampling
 from specdec.core.tree import Tree
 from specdec.decoding.batch import Request
 from specdec.target.verifier import Verifier
-from tests.compiled import CHAIN, TREE, decoder_of, prompts_of
+from tests.compiled import CHAIN, TREE, decoder_of, prompts_of, schedule_as_on_a_gpu
 from tests.families import FAMILIES
 from tests.support import make_drafter, make_target
 from tests.target_table import target_of
@@ -64,6 +66,34 @@ def test_joined_parts_against_a_mask(seed, window, monkeypatch):
 
 def test_the_proof_of_the_path_runs_here():
     cached_keys.check(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("num, window, sinks", [(2, None, False), (5, None, True), (3, 40, True)])
+def test_inductor_takes_it(num, window, sinks, monkeypatch):
+    """torch 2.11 to 2.13 refuse loops that read a view of a part of a concatenation."""
+    refusals = schedule_as_on_a_gpu(monkeypatch)
+    ancestors, lengths = torch.ones(1, num, num, dtype=torch.bool).tril(), torch.tensor([300])
+
+    def attend(query, key, value, ancestors, lengths, column):
+        cached = find_cached_keys(ancestors, lengths, capacity=512, heads=(32, 8), window=window)
+        return attend_cached(query, key, value, cached, scale=0.25, sinks=column if sinks else None)
+
+    key, value = torch.randn(2, 1, 8, 512, 16)
+    Graph(attend, [torch.randn(1, 32, num, 16), key, value, ancestors, lengths, torch.randn(32)])
+    assert not refusals
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("head", ["eagle3", "mtp", "native_mtp", "peagle", "dspark", "dflash2", "lilicorr", "domino"])
+@pytest.mark.parametrize("shape, temperature", [(CHAIN, 0.0), (TREE, 0.0), (TREE, 1.0)])
+def test_inductor_takes_what_heads_do(head, shape, temperature, cached, monkeypatch):
+    refusals, target = schedule_as_on_a_gpu(monkeypatch), make_target(60, num_layers=8).to(torch.float32)
+    with fast.forced("cache") if cached else contextlib.nullcontext():
+        drafter = make_drafter(target, head, True, {"num_modules": 5} if "mtp" in head else {}).float()
+        decoder = decoder_of(target, drafter, shape, compiled=True, temperature=temperature)
+        decoder.generate(prompts_of(target, 0), 8)
+    assert decoder.runner.known and not refusals
 
 
 @pytest.mark.full
