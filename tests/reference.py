@@ -303,7 +303,7 @@ def aliased(name: str) -> str:
 
 
 def block(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, engine: str = "vllm") -> Drafts:
-    """DFlash, DSpark, DFlash 2 and Domino, raw or in a Speculators container: one pass over the newest token and masks, not causal.
+    """DFlash, DSpark, DFlash 2, LiLiCorr and Domino, raw or in a Speculators container: one pass over the newest token and masks, not causal.
 
     SGLang: the target's embedding and LM head whatever the folder holds, all tokens, and a DSpark block of as many drafts as it says.
 
@@ -358,6 +358,8 @@ def block(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *
     logits, confidence = x @ lm_head.T, None
     if "selector_rank" in config:
         logits = selected(tensors, config, logits, x, tokens[slot : slot + depth])
+    if config.get("lilicorr_enabled"):
+        logits = lilicorr(tensors, config, logits, x, context[-1], tokens[slot : slot + depth], target.embed)
     if config.get("projector_type") == "domino":
         logits = logits + domino(tensors, config, x, embed[tokens[slot : slot + depth]])
     if config.get("markov_rank"):
@@ -417,3 +419,68 @@ def domino(tensors: dict, config: dict, x: Tensor, embeddings: Tensor) -> Tensor
         inner = F.silu(tensors["embed_proj.0.weight"] @ torch.cat([h, state]))
         found.append(tensors["embed_proj.2.weight"] @ inner * (number > 0))
     return torch.stack(found)
+
+
+def lilicorr(
+    tensors: dict, config: dict, logits: Tensor, x: Tensor, context: Tensor, before: Tensor, embed: Tensor
+) -> Tensor:
+    """LiLiCorr's scores of the best tokens of each position behind the tokens before [K]; others have none, and behind a token that is
+    no candidate all are zero. logits [K, V], x [K, H], context [H]: the last row of the fused states"""
+    w, top = under(tensors, "lilicorr."), config["lilicorr_candidate_topk"]
+    heads, num = config["lilicorr_num_heads"], config["block_size"] - 1
+    assert num == len(x), "a block of another length"
+
+    def linear(name: str, value: Tensor) -> Tensor:
+        return value @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    def unit(value: Tensor) -> Tensor:
+        return value / value.norm(dim=-1, keepdim=True).clamp(min=config["lilicorr_vector_eps"])
+
+    log_probs, ids = logits.log_softmax(-1).topk(top)
+    rows = []
+    for s in range(num):
+        for k in range(top):
+            lp = log_probs[s, k]
+            given = torch.stack(
+                [
+                    lp,
+                    lp.exp(),
+                    lp - log_probs[s, 0],
+                    torch.tensor(k / (top - 1)).to(lp),
+                    torch.tensor(float(k == 0)).to(lp),
+                ]
+            )
+            given = F.layer_norm(given, (5,), w["feature_norm.weight"], w["feature_norm.bias"])
+            token = linear("token_proj", embed[ids[s, k]]) if "token_proj.weight" in w else embed[ids[s, k]]
+            rows.append(token + linear("pass_hidden_proj", x[s]) + linear("feature_mlp.down_proj", F.silu(linear("feature_mlp.up_proj", given)))
+                        + w["slot_embedding"][0, 0, s, 0] + w["rank_embedding"][0, 0, 0, k])  # fmt: skip
+    y = torch.stack(rows)
+    slot = torch.arange(num).repeat_interleave(top)
+    for number in range(config["lilicorr_num_layers"]):
+        name = f"layers.{number}"
+        normed = norm(y, w[f"{name}.attn_norm.weight"], config)
+        q, k, v = (normed @ w[f"{name}.attn.in_proj_weight"].T + w[f"{name}.attn.in_proj_bias"]).chunk(3, dim=-1)
+        parts = []
+        for head, (a, b, c) in enumerate(zip(q.chunk(heads, -1), k.chunk(heads, -1), v.chunk(heads, -1))):
+            bias = w["relative_slot_bias"][head][slot[:, None] - slot + num] + w["same_slot_bias"][head] * (
+                slot[:, None] == slot
+            )
+            parts.append((a @ b.T / a.shape[-1] ** 0.5 + bias).softmax(-1) @ c)
+        y = y + linear(f"{name}.attn.out_proj", torch.cat(parts, dim=-1))
+        y = y + linear(
+            f"{name}.mlp.down_proj",
+            F.silu(linear(f"{name}.mlp.up_proj", norm(y, w[f"{name}.mlp_norm.weight"], config))),
+        )
+    y = norm(y, w["output_norm.weight"], config)
+    a = norm(linear("context_proj", context), w["anchor_norm.weight"], config).expand_as(y)
+    f = F.silu(linear("factor_input_proj", torch.cat([y, a, y * a], dim=-1)))
+    out, into = (unit(linear(name, f)).view(num, top, -1) for name in ("out_head", "in_head"))
+    scores = torch.full_like(logits, -torch.inf)
+    for s in range(num):
+        if s == 0:
+            row = into[0] @ unit(linear("anchor_out_head", a[0]))
+        else:
+            found = (ids[s - 1] == before[s]).nonzero().flatten()
+            row = into[s] @ out[s - 1, found[0]] if len(found) else torch.zeros_like(log_probs[s])
+        scores[s, ids[s]] = config["lilicorr_logit_scale"] * row
+    return scores

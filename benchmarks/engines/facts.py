@@ -25,6 +25,7 @@ ROWS = {
     "dspark": "DSpark",
     "markov": "DSpark with gated and recurrent Markov heads",
     "dflash2": "DFlash 2",
+    "lilicorr": "LiLiCorr",
     "domino": "Domino",
     "draft": "draft model",
 }

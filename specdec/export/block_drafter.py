@@ -1,4 +1,4 @@
-"""Block drafters (DFlash, DSpark, DFlash 2, Domino): names, config.json, and the way back (docs/file-formats.md, section 10)."""
+"""Block drafters (DFlash, DSpark, DFlash 2, LiLiCorr, Domino): names, config.json, and the way back (docs/file-formats.md, section 10)."""
 
 import re
 from collections.abc import Container, Iterable
@@ -11,6 +11,7 @@ from specdec.export import layout
 from specdec.export.layout import Layout
 from specdec.heads.convolution import GROUP, BlockConvolution
 from specdec.heads.dependence.domino import Part as Domino
+from specdec.heads.dependence.lilicorr import Part as LiLiCorr
 from specdec.heads.dependence.markov import Part as Markov
 from specdec.heads.dependence.selector import Part as Selector
 from specdec.heads.dflash import BlockDrafter
@@ -27,6 +28,7 @@ CLASSES = {
     "dspark": "Qwen3DSparkModel",
     "dflash2": "DFlash2DraftModel",
     "domino": "DFlashDraftModel",
+    "lilicorr": "LiLiCorrDraftModel",
 }
 PARTS = {
     "dspark": {
@@ -50,6 +52,15 @@ PARTS = {
         "embed_proj.2.weight": "after.weight",
     },
 }
+LILICORR = "lilicorr."  # before names that are the same here
+# Names of modelopt's training code, which engines do not all know
+LILICORR_OLD = {
+    "feature_mlp.0.": "feature_norm.",
+    "feature_mlp.1.": "feature_mlp.up_proj.",
+    "feature_mlp.3.": "feature_mlp.down_proj.",
+    ".mlp.0.": ".mlp.up_proj.",
+    ".mlp.2.": ".mlp.down_proj.",
+}
 TABLES = ("before", "predecessor", "successor")  # tables of all tokens, which here may be maps of their embeddings
 LOGIT_HEAD = "logit_head."  # a part of old names of SpecForge
 OTHERS = {
@@ -65,8 +76,8 @@ OTHERS = {
 
 
 def kind_of(drafter: BlockDrafter) -> str:
-    """dflash, dspark, dflash2 or domino"""
-    kinds = {Markov: "dspark", Selector: "dflash2", Domino: "domino"}
+    """dflash, dspark, dflash2, lilicorr or domino"""
+    kinds = {Markov: "dspark", Selector: "dflash2", Domino: "domino", LiLiCorr: "lilicorr"}
     if drafter.dependence is not None:
         return kinds[type(drafter.dependence)]
     return "dspark" if drafter.anchor_predicts else "dflash2" if _convolution(drafter) is not None else "dflash"
@@ -119,8 +130,8 @@ def _write_layers(drafter: BlockDrafter) -> tuple[dict, dict]:
         raise ValueError(
             "Causal full layers and attention sinks are given back in the layout they came in: format=published."
         )
-    if _convolution(drafter) is not None and kind != "dflash2":
-        raise ValueError("Engines have the convolution with a selector only: train with convolution=null.")
+    if _convolution(drafter) is not None and kind not in ("dflash2", "lilicorr"):
+        raise ValueError("Engines have the convolution with a selector or LiLiCorr only: train with convolution=null.")
     if kind != "dflash" and not target.shape_logits.plain:
         raise ValueError(
             f"{target.name} scales or caps its logits. This head adds its scores behind that, and engines before: "
@@ -141,7 +152,8 @@ def _write_layers(drafter: BlockDrafter) -> tuple[dict, dict]:
                 own[f"{name}.weight"] = nn.functional.linear(
                     embedding.detach().to(map.weight.dtype), map.weight
                 )  # [V, rank]
-        tensors |= {public: own[name] for public, name in PARTS[kind].items() if name in own}
+        names = PARTS.get(kind) or {f"{LILICORR}{name}": name for name in own}
+        tensors |= {public: own[name] for public, name in names.items() if name in own}
     config = {
         "architectures": [CLASSES[kind]],
         "model_type": "qwen3",
@@ -167,7 +179,7 @@ def causality(drafter: BlockDrafter) -> bool | None:
 
 
 def dflash(drafter: BlockDrafter) -> Layout:
-    """DFlash, and DFlash 2 or Domino over all tokens: engines have no draft vocabulary for these. The causality is where each looks.
+    """DFlash, and DFlash 2, LiLiCorr or Domino over all tokens: engines have no draft vocabulary for these. The causality is where each looks.
 
     Raises ValueError for DSpark, and for heads that engines would run in another way.
     """
@@ -196,11 +208,37 @@ def dflash(drafter: BlockDrafter) -> Layout:
 
 
 def _part_fields(drafter: BlockDrafter) -> dict:
-    """The fields of DFlash 2 and of Domino."""
+    """The fields of DFlash 2, of LiLiCorr and of Domino."""
     part, convolution = drafter.dependence, _convolution(drafter)
     if isinstance(part, Domino):
-        sizes = {"gru_hidden_dim": part.reader.hidden_size, "emb_dim": part.after.in_features}
-        return {"projector_type": "domino", "shift_label": drafter.anchor_predicts, "pure_draft_prefix_len": 1, **sizes}
+        fields = {"projector_type": "domino", "shift_label": drafter.anchor_predicts, "pure_draft_prefix_len": 1}
+        return fields | {"gru_hidden_dim": part.reader.hidden_size, "emb_dim": part.after.in_features}
+    kernels = (
+        {} if convolution is None else {"conv_kernel_size": convolution.taps, "conv_group_size": convolution.group}
+    )
+    if isinstance(part, LiLiCorr):
+        if drafter.anchor_predicts:
+            raise ValueError(
+                "Engines have LiLiCorr with an anchor that predicts nothing: train with anchor_predicts=false."
+            )
+        width, inner = part.pass_hidden_proj.out_features, int(part.layers[0].mlp.up_proj.out_features)  # type: ignore[union-attr, arg-type]
+        ratio = inner / width
+        sizes: dict[str, float] = {
+            "candidate_topk": part.top,
+            "hidden_size": width,
+            "factor_dim": part.out_head.out_features,
+            "num_layers": len(part.layers),
+            "num_heads": len(part.same_slot_bias),
+            "mlp_ratio": ratio if int(width * ratio) == inner else (inner + 0.5) / width,
+            "logit_scale": part.logit_scale,
+            "vector_eps": part.vector_eps,
+        }
+        return {
+            "projector_type": "lilicorr",
+            "lilicorr_enabled": True,
+            **{f"lilicorr_{name}": value for name, value in sizes.items()},
+            **kernels,
+        }
     if part is None and convolution is None:
         return {}
     if not isinstance(part, Selector) or convolution is None or drafter.anchor_predicts:
@@ -209,8 +247,7 @@ def _part_fields(drafter: BlockDrafter) -> dict:
             "dependence.kind=selector convolution=2 anchor_predicts=false."
         )
     return {
-        "conv_kernel_size": convolution.taps,
-        "conv_group_size": convolution.group,
+        **kernels,
         "selector_rank": part.hidden.out_features,
         "selector_top_k": part.top,
         "sample_from_anchor": False,
@@ -279,7 +316,18 @@ def sglang(drafter: BlockDrafter) -> Layout:
 def own_names(config: dict, names: Iterable[str]) -> dict[str, str]:
     """This project's name for each public name."""
     plain = {name: name.removeprefix("model.").removeprefix(LOGIT_HEAD) for name in names}
-    return {name: OTHERS.get(short, short.replace(".self_attn.", ".")) for name, short in plain.items()}
+    return {
+        name: _lilicorr_name(short) or OTHERS.get(short, short.replace(".self_attn.", "."))
+        for name, short in plain.items()
+    }
+
+
+def _lilicorr_name(name: str) -> str | None:
+    if not name.startswith(LILICORR):
+        return None
+    for old, new in LILICORR_OLD.items():
+        name = name.replace(old, new)
+    return f"dependence.{name.removeprefix(LILICORR)}"
 
 
 def read_mask_file(beside: dict) -> Tensor | None:
@@ -398,12 +446,19 @@ def _read_part(head: dict[str, Tensor], config: dict) -> dict:
             )
         given = {"rank": head["dependence.before.weight"].shape[-1], "form": "plain" if form == "vanilla" else form}
         arguments = {"dependence": {"kind": "markov", "table": True, **given}}
-    if config.get("selector_rank") or config.get("conv_kernel_size"):
+    if config.get("conv_kernel_size"):
         width, group = config["hidden_size"], config["conv_group_size"]
         if group != BlockConvolution(width, 1).group:
             raise ValueError(f"A convolution with conv_group_size={group} cannot be imported; {GROUP} can.")
+        arguments = {"convolution": config["conv_kernel_size"]}
+    if config.get("selector_rank"):
         given = {"rank": config["selector_rank"], "top": config["selector_top_k"], "table": True}
-        arguments = {"dependence": {"kind": "selector", **given}, "convolution": config["conv_kernel_size"]}
+        arguments |= {"dependence": {"kind": "selector", **given}}
+    if config.get("projector_type") == "lilicorr" or config.get("lilicorr_enabled"):
+        names = {"top": "candidate_topk", "hidden": "hidden_size", "factor": "factor_dim"}
+        names |= {name: name for name in ("num_layers", "num_heads", "mlp_ratio", "logit_scale", "vector_eps")}
+        sizes = {own: config[f"lilicorr_{name}"] for own, name in names.items()}
+        arguments |= {"dependence": {"kind": "lilicorr", **sizes, "hidden": sizes["hidden"] or None}}
     if config.get("projector_type") == "domino":
         if config["pure_draft_prefix_len"] != 1:
             raise ValueError(

@@ -46,12 +46,12 @@ def _vllm(drafter: Any, kind: str) -> Special:
         notes.append("token_map.pt is the draft vocabulary, for SGLang and for import; vLLM has no place for it.")
     if kind == "medusa":
         notes.append("vLLM drafts the chain of the heads' best guesses, not their tree. Since 0.33 it has no Medusa.")
-    if kind in ("dspark", "dflash2"):
+    if kind in ("dspark", "dflash2", "lilicorr"):
         notes.append("Only vLLM's V2 runner (GPU) drafts with this head.")
     if kind == "dspark":
         _check_plain_markov(drafter, "vLLM 0.32")
         notes.append("enable_adaptive_verification uses its confidence head.")
-    if kind in ("dflash", "dflash2"):
+    if kind in ("dflash", "dflash2", "lilicorr"):
         notes.append("mask_embedding.pt has the mask's embedding: keep it beside the weights, where vLLM looks for it.")
         if drafter.window is not None:
             notes.append(WINDOW.format(engine="vLLM"))
@@ -88,6 +88,10 @@ def _sglang(drafter: Any, kind: str) -> Special:
         if drafter.confident:
             notes.append(
                 "SGLang uses the confidence head where SGLANG_RAGGED_VERIFY_MODE=compact is in the environment."
+            )
+        if kind == "lilicorr":
+            notes.append(
+                "SGLang drafts greedily with LiLiCorr, unless SGLANG_ENABLE_LILICORR_SAMPLING=1 is in the environment."
             )
         if kind != "domino":
             return "", notes
@@ -202,6 +206,7 @@ LAYOUTS: dict[str, Callable[[Any], Layout]] = {
     "dspark": block_drafter.dspark,
     "dflash2": block_drafter.dflash,
     "domino": block_drafter.dflash,
+    "lilicorr": block_drafter.dflash,
     "draft": language_model,
 }
 FACTS = yaml.safe_load(Path(__file__).with_name("engine_facts.yaml").read_text())
@@ -355,7 +360,7 @@ def make_forms(drafter: Head) -> dict[str, ExportForm]:
 
 # What the engine's class of the target has to give for a kind of head: hidden states of inner layers; its last state, its
 # embedding and its LM head; nothing
-READS = {"eagle3": "states", "peagle": "states", "dflash": "states", "dspark": "states", "dflash2": "states", "domino": "states", "eagle": "last", "mtp": "last",
+READS = {"eagle3": "states", "peagle": "states", "dflash": "states", "dspark": "states", "dflash2": "states", "domino": "states", "lilicorr": "states", "eagle": "last", "mtp": "last",
          "medusa": "last", "draft": "draft"}  # fmt: skip
 
 

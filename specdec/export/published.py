@@ -39,7 +39,7 @@ CONTAINERS = {
     "dspark": "sample_from_anchor",
     "dflash2": None,
 }
-WHOLE = ("dflash2", "domino")  # layouts without a draft vocabulary
+WHOLE = ("dflash2", "lilicorr", "domino")  # layouts without a draft vocabulary
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ FAMILIES = {
     "dflash": Family("dflash.BlockDrafter", block_drafter.read_block_drafter, block_drafter.own_names),
     "dspark": Family("dflash.BlockDrafter", block_drafter.read_block_drafter, block_drafter.own_names),
     "dflash2": Family("dflash.BlockDrafter", block_drafter.read_block_drafter, block_drafter.own_names),
+    "lilicorr": Family("dflash.BlockDrafter", block_drafter.read_block_drafter, block_drafter.own_names),
     "domino": Family("dflash.BlockDrafter", block_drafter.read_block_drafter, block_drafter.own_names),
 }
 
@@ -201,28 +202,26 @@ def _find_family(found: _Files) -> str:
         for kind, parts in block_drafter.PARTS.items():
             if any(f"dependence.{part}" in own for part in parts.values() if part != "after.weight"):
                 return kind
-        return "dflash"
+        return "lilicorr" if "dependence.pass_hidden_proj.weight" in own else "dflash"
     if "norm.weight" in names and "fc.weight" in names:
         return "peagle" if eagle.mask_token(config) is not None else "eagle3"
     if "fc.weight" in names:
         return "eagle"
     raise ValueError(
         f"its tensors ({', '.join(sorted(names)[:3])}, ...) belong to none of the known layouts: EAGLE-1, EAGLE-3, P-EAGLE, Medusa, "
-        "DFlash, DFlash 2, Domino, DSpark, MTP in MiMo's layout, and the Speculators container."
+        "DFlash, DFlash 2, LiLiCorr, Domino, DSpark, MTP in MiMo's layout, and the Speculators container."
     )
 
 
 # What gives away a head that exists elsewhere and not here: a part of its architecture's or type's name, a field of config.json, a
 # part of the name of a tensor
 FOREIGN_NAMES = {
-    "lilicorr": "a LiLiCorr drafter",
     "xpress": "an xPress drafter",
     "dspine": "a DSpine drafter",
     "mlp_?speculator": "an MLP speculator",
     "hydra": "Hydra heads of another project",
 }
 FOREIGN_FIELDS = {
-    "lilicorr_enabled": "a LiLiCorr drafter",
     "kv_lora_rank": "a drafter with latent attention (MLA)",
     "quantization_config": "a quantised head (take its weights before quantisation)",
     "output_multiplier": "a drafter that scales its logits",
@@ -235,7 +234,7 @@ FOREIGN_TENSORS = {
     "q_a_proj|kv_a_proj": "a drafter with latent attention (MLA)",
     "parallel_draft_heads": "EAGLE with parallel heads (modelopt)",
     r"\.experts\.": "a drafter with experts",
-    r"(self_attn|mlp)\.\w+_proj\.bias": "a drafter with biases in its attention or MLP",
+    r"^(?!.*lilicorr).*(self_attn|mlp)\.\w+_proj\.bias": "a drafter with biases in its attention or MLP",
     "_scale(_inv)?$|weight_packed$": "a quantised head (take its weights before quantisation)",
 }
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.heads.base import Drafter
+from specdec.heads.dependence.selector import Part as Selector
 from specdec.target.model import Target
 from train.data import rows as data
 from train.features.outputs import Online
@@ -142,6 +143,10 @@ def perturbed(drafter: Drafter, *, share_right: ShareRight) -> Drafter:
     for scale in (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.2):
         torch.manual_seed(2)
         noisy = drafter.decodable()
+        if isinstance(
+            part := getattr(noisy, "dependence", None), Selector
+        ):  # training leaves its scores too small to matter
+            part.successor.weight.add_(1000 * scale * torch.randn_like(part.successor.weight))
         for parameter in noisy.parameters():
             parameter.add_(scale * parameter.abs().mean() * torch.randn_like(parameter))
         if share_right(noisy) < 0.5:

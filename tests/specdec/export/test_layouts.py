@@ -37,6 +37,7 @@ pytestmark = pytest.mark.full
 OTHER = {"block": OTHER_BLOCK, "intermediate_size": 20}
 LAYERS = {"target_layers": [1, 4, 6]}
 EAGLE3, BLOCK = reference.eagle3, reference.block
+LILICORR = {"kind": "lilicorr", "top": 4, "hidden": 16, "factor": 12, "num_heads": 2}
 SELECTOR = {"kind": "selector", "rank": 8, "top": 5, "table": True}
 ALL_BLOCK = (("vllm", BLOCK), ("speculators", BLOCK), ("sglang", SGLANG_BLOCK))
 
@@ -87,6 +88,9 @@ CASES = [
     *(("dflash2", {"mask_token": 7, **arguments}, form, reader)
       for arguments in ({"window": 4}, {"window": 4, "window_causal": False}) for form, reader in ALL_BLOCK),
     ("dflash2", {"window": 4, "num_layers": 3, "full_layers": [1]}, "vllm", BLOCK),
+    *(("lilicorr", {"mask_token": 7, "dependence": {**LILICORR, **changes}, **arguments}, form, reader)
+      for changes, arguments in (({}, {}), ({"hidden": None, "num_layers": 1}, {"convolution": 2}), ({"mlp_ratio": 1.7}, {"window": 4}))
+      for form, reader in (("vllm", BLOCK), ("sglang", SGLANG_BLOCK))),
     *(("domino", {"mask_token": 7, **arguments}, "sglang", SGLANG_BLOCK)
       for arguments in ({}, {"anchor_predicts": True, "num_drafts": 5}, {"window": 4})),
 ]  # fmt: skip

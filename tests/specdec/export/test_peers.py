@@ -77,6 +77,19 @@ SELECTOR_SHAPES = {f"candidate_selector.{name}_codebook": (V, 8) for name in ("p
     **{f"layers.{number}.{part}_conv.{name}": shape for number in range(2) for part in ("attention", "mlp")
        for name, shape in (("base_kernel", (2, 2, D)), ("kernel_projection.weight", (4 * D // 16, D)))},
 }  # fmt: skip
+LILICORR = {"projector_type": "lilicorr", "lilicorr_enabled": True, **{f"lilicorr_{name}": value for name, value in {
+    "candidate_topk": 4, "hidden_size": 16, "factor_dim": 12, "num_layers": 1, "num_heads": 2, "mlp_ratio": 2.0, "logit_scale": 8.0,
+    "vector_eps": 1e-4}.items()}}  # fmt: skip
+LILICORR_SHAPES = {f"lilicorr.{name}.{part}": shape[: 1 + (part == "weight")] for name, shape in {
+    "token_proj": (16, D), "pass_hidden_proj": (16, D), "context_proj": (16, D), "feature_mlp.up_proj": (16, 5),
+    "feature_mlp.down_proj": (16, 16), "layers.0.attn.out_proj": (16, 16), "layers.0.mlp.up_proj": (32, 16),
+    "layers.0.mlp.down_proj": (16, 32), "factor_input_proj": (16, 48), "out_head": (12, 16), "in_head": (12, 16),
+    "anchor_out_head": (12, 16)}.items() for part in ("weight", "bias")}  # fmt: skip
+LILICORR_SHAPES |= {f"lilicorr.{name}": shape for name, shape in {
+    "feature_norm.weight": (5,), "feature_norm.bias": (5,), "slot_embedding": (1, 1, 4, 1, 16), "rank_embedding": (1, 1, 1, 4, 16),
+    "relative_slot_bias": (2, 9), "same_slot_bias": (2,), "layers.0.attn_norm.weight": (16,), "layers.0.mlp_norm.weight": (16,),
+    "layers.0.attn.in_proj_weight": (48, 16), "layers.0.attn.in_proj_bias": (48,), "output_norm.weight": (16,),
+    "anchor_norm.weight": (16,)}.items()}  # fmt: skip
 DOMINO = {"projector_type": "domino", "pure_draft_prefix_len": 1, "gru_hidden_dim": 12, "emb_dim": 8}
 DOMINO_SHAPES = {"prefix_gru.weight_ih_l0": (36, D), "prefix_gru.weight_hh_l0": (36, 12), "embed_proj.0.weight": (8, D + 12),
                  "embed_proj.2.weight": (V, 8)}  # fmt: skip
@@ -196,6 +209,11 @@ PUBLISHED = {
         container("dspark", "qwen3", 2, **BLOCKS, **MARKOV | {"markov_head_type": "rnn"}, enable_confidence_head=False, sample_from_anchor=True),
         block() | {f"markov_head.{key}": value for key, value in
                    (MARKOV_SHAPES | {"joint_proj.weight": (24, D + 16), "joint_proj.bias": (24,)}).items()}, (), reference.block),
+    "NVIDIA LiLiCorr": (
+        ZLAB | {"architectures": ["LiLiCorrDraftModel"], "dflash_config": NESTED | LILICORR}, block() | LILICORR_SHAPES, (), reference.block),
+    "NVIDIA LiLiCorr, convolution": (
+        ZLAB | {"architectures": ["LiLiCorrDraftModel"], "dflash_config": NESTED | LILICORR | {"conv_kernel_size": 2, "conv_group_size": 16}},
+        block() | LILICORR_SHAPES | {key: value for key, value in SELECTOR_SHAPES.items() if "conv" in key}, (), reference.block),
     "SpecForge Domino": (
         ZLAB | {"architectures": ["DominoDraftModel"], "dflash_config": NESTED | DOMINO | {"shift_label": False}},
         block() | DOMINO_SHAPES, (), reference.block),
@@ -322,8 +340,6 @@ def test_damage_and_other_targets(rounded, tmp_path, name):
 FOREIGN = [
     ({"kv_lora_rank": 512}, {}, "a drafter with latent attention .MLA."),
     ({}, {"layers.0.self_attn.kv_a_proj_with_mqa.weight": torch.ones(2, 2)}, "a drafter with latent attention .MLA."),
-    ({"dflash_config": NESTED | {"lilicorr_enabled": True}}, {}, "a LiLiCorr drafter"),
-    ({"architectures": ["LiLiCorrDraftModel"]}, {}, "a LiLiCorr drafter"),
     ({"speculators_model_type": "xpress"}, {}, "an xPress drafter"),
     ({"architectures": ["DSpineDraftModel"]}, {}, "a DSpine drafter"),
     ({"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator"}, {}, "an MLP speculator"),

