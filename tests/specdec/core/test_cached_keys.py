@@ -84,16 +84,16 @@ def test_inductor_takes_it(num, window, sinks, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("head", ["eagle3", "mtp", "native_mtp", "peagle", "dspark", "dflash2", "lilicorr", "domino"])
-@pytest.mark.parametrize("shape, temperature", [(CHAIN, 0.0), (TREE, 0.0), (TREE, 1.0)])
-def test_inductor_takes_what_heads_do(head, shape, temperature, cached, monkeypatch):
-    refusals, target = schedule_as_on_a_gpu(monkeypatch), make_target(60, num_layers=8).to(torch.float32)
-    with fast.forced("cache") if cached else contextlib.nullcontext():
-        drafter = make_drafter(target, head, True, {"num_modules": 5} if "mtp" in head else {}).float()
-        decoder = decoder_of(target, drafter, shape, compiled=True, temperature=temperature)
-        decoder.generate(prompts_of(target, 0), 8)
-    assert decoder.runner.known and not refusals
+@pytest.mark.parametrize(
+    "head, shape",
+    [("eagle3", CHAIN), ("eagle3", TREE), ("mtp", CHAIN), ("peagle", TREE), ("dflash2", TREE), ("lilicorr", CHAIN)],
+)
+def test_inductor_takes_what_heads_do(head, shape, monkeypatch):
+    refusals, target = schedule_as_on_a_gpu(monkeypatch), make_target(60)
+    with fast.forced("cache"):
+        decoder = decoder_of(target, make_drafter(target, head, True), shape, compiled=True, runner=Runner())
+        decoder.generate(prompts_of(target, 0), 6)
+    assert decoder.proposer.runner.known and not refusals
 
 
 @pytest.mark.full
