@@ -1,7 +1,5 @@
 """Committed keys read to their length: the operator's reference against a mask over all entries, then whole targets and decoders."""
 
-import contextlib
-
 import pytest
 import torch
 from torch.nn import functional as F
