@@ -6,6 +6,7 @@ GPU idle (split keys as in Flash-Decoding). The few pending entries, of which a 
 product. The parts are joined by their sums of exponents.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -81,23 +82,24 @@ def attend_cached(
     outs, sums = out.view(num_rows, groups, parts, -1, width), log_sum.view(num_rows, groups, parts, -1)
     if parts == 1 and places.shape[1] == 1 and sinks is None:
         return outs.view(num_rows, heads, num, width)
-    # One softmax over the sums of the parts, the scores of the entries and the sinks gives the share of each
-    shares = [sums.transpose(2, 3).masked_fill(table[2, :-1].view(num_rows, groups, 1, parts) == 0, -torch.inf)]
-    own = places.shape[1] > 1
-    if own:
+    # One softmax over the sums of the parts, the scores of the entries and the sinks gives the share of each. They are not
+    # concatenated: inductor of torch 2.11 refuses the negative places that this makes
+    empty = table[2, :-1].view(num_rows, groups, 1, parts) == 0
+    shares = [sums.transpose(2, 3).masked_fill(empty, -torch.inf)]  # [B, G, Q, parts]
+    if places.shape[1] > 1:
         rows = torch.arange(num_rows, device=places.device)[:, None]
         own_key, own_value = (each[rows, :, places].transpose(1, 2) for each in (key, value))  # [B, G, M, E]
         scores = (grouped @ own_key.mT).to(sums.dtype).view(num_rows, groups, -1, num, places.shape[1])
         scores = scores.mul_(scale).masked_fill_(~seen[:, :1, None], -torch.inf)
-        shares.insert(0, scores.flatten(2, 3))  # [B, G, Q, M]
+        shares.append(scores.flatten(2, 3))  # [B, G, Q, M]
+    total = functools.reduce(torch.logaddexp, [each.logsumexp(-1, keepdim=True) for each in shares])  # [B, G, Q, 1]
     if sinks is not None:
         column = sinks.to(sums.dtype).view(1, groups, -1, 1, 1).expand(num_rows, -1, -1, num, -1)
-        shares.append(column.flatten(2, 3))
-    share = (torch.cat(shares, dim=-1) if len(shares) > 1 else shares[0]).softmax(-1)
-    start = places.shape[1] if own else 0
-    joined = (share[..., start : start + parts, None].transpose(2, 3) * outs).sum(2)  # [B, G, Q, E]
+        total = torch.logaddexp(total, column.flatten(2, 3))
+    share, *own = [(each - total).exp() for each in shares]
+    joined = (share.transpose(2, 3)[..., None] * outs).sum(2)  # [B, G, Q, E]
     if own:
-        joined = joined + share[..., :start].to(value.dtype) @ own_value
+        joined = joined + own[0].to(value.dtype) @ own_value
     return joined.to(query.dtype).view(num_rows, heads, num, width)
 
 

@@ -367,6 +367,8 @@ def _join(own: tuple[Tensor, ...] | list[Tensor], query: Tensor) -> tuple[Tensor
     if not own:
         num_rows, groups, _, num_slots, _, width = query.shape
         return (query.new_zeros(num_rows, groups, num_slots, 0, width),) * 2
+    if len(own) == 2:  # inductor expects another order in memory of such a concatenation than torch gives it
+        return own[0], own[1]
     return torch.cat(own[::2], dim=3), torch.cat(own[1::2], dim=3)
 
 

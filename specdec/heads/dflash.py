@@ -87,12 +87,8 @@ class Layer(nn.Module):
                 nn.functional.pad(part, (0, 1)) for part in (context_key, context_value, own_key, own_value)
             )
             sink_value = torch.zeros_like(own_key[:, :, :, :1])
-            own = (
-                sink_value.index_fill(-1, torch.tensor(self.head_dim, device=x.device), 1.0),
-                sink_value,
-                own_key,
-                own_value,
-            )
+            sink_key = nn.functional.pad(sink_value[..., :-1], (0, 1), value=1.0)
+            own = sink_key, sink_value, own_key, own_value
             out = span_attention.attend(query, context_key, context_value, mask, *own, causal=causal)[..., :-1]
         out = out.flatten(1, 2).flatten(2, 3).transpose(1, 2).flatten(2)  # [B, S*size, H * head_dim]
         x = x + after(self.o_proj(out))

@@ -6,12 +6,12 @@ from torch.nn import functional as F
 
 from specdec.core import cache, cached_keys, fast, masks, rules
 from specdec.core.cached_keys import attend_cached, find_cached_keys
-from specdec.core.compile import Runner
+from specdec.core.compile import Graph, Runner
 from specdec.core.sampling import Sampling
 from specdec.core.tree import Tree
 from specdec.decoding.batch import Request
 from specdec.target.verifier import Verifier
-from tests.compiled import CHAIN, TREE, decoder_of, prompts_of
+from tests.compiled import CHAIN, TREE, decoder_of, prompts_of, schedule_as_on_a_gpu
 from tests.families import FAMILIES
 from tests.support import make_drafter, make_target
 from tests.target_table import target_of
@@ -64,6 +64,34 @@ def test_joined_parts_against_a_mask(seed, window, monkeypatch):
 
 def test_the_proof_of_the_path_runs_here():
     cached_keys.check(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("num, window, sinks", [(2, None, False), (5, None, True), (3, 40, True)])
+def test_inductor_takes_it(num, window, sinks, monkeypatch):
+    """torch 2.11 to 2.13 refuse loops that read a view of a part of a concatenation."""
+    refusals = schedule_as_on_a_gpu(monkeypatch)
+    ancestors, lengths = torch.ones(1, num, num, dtype=torch.bool).tril(), torch.tensor([300])
+
+    def attend(query, key, value, ancestors, lengths, column):
+        cached = find_cached_keys(ancestors, lengths, capacity=512, heads=(32, 8), window=window)
+        return attend_cached(query, key, value, cached, scale=0.25, sinks=column if sinks else None)
+
+    key, value = torch.randn(2, 1, 8, 512, 16)
+    Graph(attend, [torch.randn(1, 32, num, 16), key, value, ancestors, lengths, torch.randn(32)])
+    assert not refusals
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "head, shape",
+    [("eagle3", CHAIN), ("eagle3", TREE), ("mtp", CHAIN), ("peagle", TREE), ("dflash2", TREE), ("lilicorr", CHAIN)],
+)
+def test_inductor_takes_what_heads_do(head, shape, monkeypatch):
+    refusals, target = schedule_as_on_a_gpu(monkeypatch), make_target(60)
+    with fast.forced("cache"):
+        decoder = decoder_of(target, make_drafter(target, head, True), shape, compiled=True, runner=Runner())
+        decoder.generate(prompts_of(target, 0), 6)
+    assert decoder.proposer.runner.known and not refusals
 
 
 @pytest.mark.full
