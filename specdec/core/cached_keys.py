@@ -7,10 +7,12 @@ product. The parts are joined by their sums of exponents.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from specdec.core import fast
 
@@ -82,8 +84,7 @@ def attend_cached(
     outs, sums = out.view(num_rows, groups, parts, -1, width), log_sum.view(num_rows, groups, parts, -1)
     if parts == 1 and places.shape[1] == 1 and sinks is None:
         return outs.view(num_rows, heads, num, width)
-    # One softmax over the sums of the parts, the scores of the entries and the sinks gives the share of each. They are not
-    # concatenated: inductor of torch 2.11 refuses the negative places that this makes
+    # One softmax over the sums of the parts, the scores of the entries and the sinks gives the share of each
     empty = table[2, :-1].view(num_rows, groups, 1, parts) == 0
     shares = [sums.transpose(2, 3).masked_fill(empty, -torch.inf)]  # [B, G, Q, parts]
     if places.shape[1] > 1:
@@ -92,15 +93,28 @@ def attend_cached(
         scores = (grouped @ own_key.mT).to(sums.dtype).view(num_rows, groups, -1, num, places.shape[1])
         scores = scores.mul_(scale).masked_fill_(~seen[:, :1, None], -torch.inf)
         shares.append(scores.flatten(2, 3))  # [B, G, Q, M]
-    total = functools.reduce(torch.logaddexp, [each.logsumexp(-1, keepdim=True) for each in shares])  # [B, G, Q, 1]
     if sinks is not None:
         column = sinks.to(sums.dtype).view(1, groups, -1, 1, 1).expand(num_rows, -1, -1, num, -1)
-        total = torch.logaddexp(total, column.flatten(2, 3))
-    share, *own = [(each - total).exp() for each in shares]
+        shares.append(column.flatten(2, 3))
+    share, *own = softmax_of_parts(shares)
     joined = (share.transpose(2, 3)[..., None] * outs).sum(2)  # [B, G, Q, E]
-    if own:
+    if places.shape[1] > 1:
         joined = joined + own[0].to(value.dtype) @ own_value
     return joined.to(query.dtype).view(num_rows, heads, num, width)
+
+
+def softmax_of_parts(parts: list[Tensor]) -> Sequence[Tensor]:
+    """The softmax over the last dimension of all parts together, [..., n_i] each
+
+    Without a concatenation where it is traced for inductor, which refuses the negative places that this makes on CUDA; and what is
+    compiled is one kernel anyway.
+    """
+    if len(parts) == 1:
+        return [parts[0].softmax(-1)]
+    if get_proxy_mode() is None:
+        return torch.cat(parts, dim=-1).softmax(-1).split([each.shape[-1] for each in parts], dim=-1)
+    total = functools.reduce(torch.logaddexp, [each.logsumexp(-1, keepdim=True) for each in parts])
+    return [(each - total).exp() for each in parts]
 
 
 @torch.library.custom_op("specdec::attend_texts", mutates_args=())

@@ -209,7 +209,7 @@ def _choose(wanted: Tensor, limit: int | None) -> tuple[Tensor, Tensor]:
 class Unrolled:
     """States and readouts of every step, on the slots that the plan names."""
 
-    states: list[Tensor]  # K of [B, S_d, H], of a drafter that estimates the target's states; else [B, S_d, 0]
+    states: list[Tensor]  # K of [B, S_d, H]; of a block drafter [B, S_d, 0]
     readouts: list[Tensor]  # K of [B, S_d, R]
     plan: UnrollPlan
 
@@ -240,7 +240,9 @@ def unroll(
             h, readout = checkpoint(partial(drafter.step, d), *arguments, use_reentrant=False)
         else:
             h, readout = drafter.step(d, *arguments)
-        states.append(h if drafter.estimates else h[..., :0].clone())  # else nobody reads them, and they are large
+        states.append(
+            h[..., :0].clone() if drafter.attends == "block" else h
+        )  # nobody reads those of blocks, and they are large
         readouts.append(readout)
     return Unrolled(states, readouts, plan)
 

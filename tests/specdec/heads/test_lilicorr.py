@@ -160,8 +160,8 @@ def test_log_probabilities_train_the_states(drafter, monkeypatch):
 
 
 @pytest.mark.parametrize("more", [{"top": 6}, {"top": 32}, {"num_heads": 5}, {"vector_eps": 0.5}, {"logit_scale": 0},
-                                  {"factor": 0}, {"mlp_ratio": 0.01}])  # fmt: skip
+                                  {"factor": 0}, {"mlp_ratio": 0.001}])  # fmt: skip
 def test_bad_arguments_are_named(more):
     with pytest.raises(ValueError, match=f"dependence.*{next(iter(more))}") as error:
-        make_part("lilicorr", Sizes(32, 61, 61, 3, 1e-6), **more)
+        make_part(Sizes(32, 61, 61, 3, 1e-6), {"kind": "lilicorr", **more})
     assert str(error.value).endswith(".")
