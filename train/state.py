@@ -21,6 +21,7 @@ from train.answers.resumable import read_rows
 from train.config import fixed_settings, read_settings
 
 NUM_STATES = 2  # kept: if the newest is damaged, the one before it is used
+LOSSES = "head.objective.losses."  # of weight 0 is what an earlier version had not
 STEP = ("train.batch", "train.accumulation", "processes")  # settings whose product is the packs of a step
 INPUTS = {  # digests among the settings of a run; earlier versions recorded only the data
     "data": "the training data",
@@ -185,7 +186,9 @@ class RunFolder:
         differing = {
             key: (before.get(key), value)
             for key, value in self.settings.items()
-            if before.get(key) != value and not (free_step and key in STEP)
+            if before.get(key) != value
+            and not (free_step and key in STEP)
+            and not (key.startswith(LOSSES) and not value and key not in before)
         }
         changed = [f"{key} was {then}, is {now}" for key, (then, now) in differing.items() if key not in INPUTS]
         if changed:

@@ -115,13 +115,13 @@ def cases() -> dict[str, dict]:
         usual = {"proposer": "head", "head": head}
         found |= {f"{head}, chain": usual | CHAIN, f"{head}, warm chain": usual | CHAIN | {"sampling": WARM}}
         if not head.startswith("consistency"):
-            found |= {f"{head}, tree": usual | TREE, f"{head}, warm tree": usual | TREE | {"sampling": WARM}}
+            found |= {f"{head}, tree": usual | TREE, f"{head}, warm tree": usual | TREE | {"sampling": WARM, "children": "chosen"}}
     for head in ("eagle", "medusa", "dspark"):
         usual = {"proposer": "head", "head": head, "sampling": WARM}
         found |= {f"{head}, distinct": usual | TREE | {"children": "distinct"}}
         found |= {f"{head}, block": usual | CHAIN | {"rule": "block"}}
         found |= {f"{head}, typical": usual | CHAIN | {"rule": "typical", "lossy": True}}
-        found |= {f"{head}, cut": usual | TREE | {"sampling": CUT}}
+        found |= {f"{head}, cut": usual | TREE | {"sampling": CUT, "children": "chosen"}}
     texts = {
         "ngram": ("ngram", {"num": "4"}),
         "suffix": ("suffix", {"num": "6"}),
