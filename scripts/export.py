@@ -86,6 +86,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"\n{engine}, {num} drafts a round:\n{line}")
     if form.settings:
         print(f"\nas a configuration: {json.dumps(form.settings_for(chosen.out, num))}")
+    if form.notes:
+        print("\n" + "\n".join(f"- {note}" for note in form.notes))
 
 
 if __name__ == "__main__":
