@@ -115,7 +115,10 @@ def cases() -> dict[str, dict]:
         usual = {"proposer": "head", "head": head}
         found |= {f"{head}, chain": usual | CHAIN, f"{head}, warm chain": usual | CHAIN | {"sampling": WARM}}
         if not head.startswith("consistency"):
-            found |= {f"{head}, tree": usual | TREE, f"{head}, warm tree": usual | TREE | {"sampling": WARM, "children": "chosen"}}
+            found |= {
+                f"{head}, tree": usual | TREE,
+                f"{head}, warm tree": usual | TREE | {"sampling": WARM, "children": "chosen"},
+            }
     for head in ("eagle", "medusa", "dspark"):
         usual = {"proposer": "head", "head": head, "sampling": WARM}
         found |= {f"{head}, distinct": usual | TREE | {"children": "distinct"}}

@@ -52,7 +52,9 @@ def test_generate_says_where_and_why_answers_differ(longer, capsys):
 
 
 def test_export_refuses_unknown_formats(run, folder):
-    with pytest.raises(ValueError, match="There is no format 'vlm'; there are: eagle, gguf, medusa, published, safetensors"):
+    with pytest.raises(
+        ValueError, match="There is no format 'vlm'; there are: eagle, gguf, medusa, published, safetensors"
+    ):
         run(export, f"out={folder}/other_format", "format=vlm")
 
 
