@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from specdec.export import layout
 from specdec.export.layout import Layout
 from specdec.heads.convolution import GROUP, BlockConvolution
-from specdec.heads.dependence.domino import Part as Domino
-from specdec.heads.dependence.lilicorr import Part as LiLiCorr
-from specdec.heads.dependence.markov import Part as Markov
-from specdec.heads.dependence.selector import Part as Selector
+from specdec.heads.dependence.domino import Domino
+from specdec.heads.dependence.lilicorr import LiLiCorr
+from specdec.heads.dependence.markov import Markov
+from specdec.heads.dependence.selector import Selector
 from specdec.heads.dflash import BlockDrafter
 from specdec.target.model import Target, load_tokenizer
 from specdec.target.structure import FULL, SLIDING

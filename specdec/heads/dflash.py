@@ -31,7 +31,7 @@ from specdec.heads.blocks import (
     row_cache,
 )
 from specdec.heads.convolution import BlockConvolution
-from specdec.heads.dependence import Block, Lattice, Sizes, make_part
+from specdec.heads.dependence import DraftedBlock, Lattice, Sizes, make_part
 from specdec.target.model import Target
 
 
@@ -222,7 +222,7 @@ class BlockDrafter(Drafter):
             feature, h = h, self._block(embedding, h, positions, mask, cache)
             if part is not None:
                 states = h.unflatten(-1, (self.depth, width))
-                block = Block(feature, states, tokens, self.unary, self._embed_drafts, self.to_target)
+                block = DraftedBlock(feature, states, tokens, self.unary, self._embed_drafts, self.to_target)
                 h = torch.cat([h, part.begin(block)], dim=-1)
         states, carried = h[..., :total], h[..., total:]
         state = states[..., (d - 1) * width : d * width]

@@ -24,7 +24,7 @@ from benchmarks.engines.sglang_names import read_folder
 from benchmarks.engines.vllm import Vllm, VllmReply
 from specdec.export import block_drafter, cards
 from specdec.export.engines import ENGINES, READS, families_of
-from specdec.heads.dependence import Block
+from specdec.heads.dependence import DraftedBlock
 from tests.benchmarks import tiny_heads
 from tests.exports import export, make_exact
 from tests.support import REAL_TARGET, ROOT, make_target, save_eagle, save_target, write_prompts
@@ -217,7 +217,7 @@ def test_vllm_scores_candidates_as_we_do(tmp_path, head, arguments):
     part, num, width = drafter.dependence, drafter.num_drafts, drafter.target.width
     states, feature = torch.randn(3, num, width, dtype=torch.float64), torch.randn(3, width, dtype=torch.float64)
     anchor, embed = torch.tensor([5, 60, 7]), drafter.target.embed
-    block = Block(feature, states, anchor, drafter.unary, embed, lambda ids: ids)
+    block = DraftedBlock(feature, states, anchor, drafter.unary, embed, lambda ids: ids)
     carried = part.begin(block)
     log_probs = drafter.unary(states).log_softmax(-1).topk(part.top).values
     ids, unary = (torch.stack(each, 1) for each in zip(*(part.candidates(d, carried) for d in range(1, num + 1))))

@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.heads.base import Drafter
-from specdec.heads.dependence.selector import Part as Selector
+from specdec.heads.dependence.selector import Selector
 from specdec.target.model import Target
 from train.data import rows as data
 from train.features.outputs import Online

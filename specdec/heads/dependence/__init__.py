@@ -1,6 +1,6 @@
 """How a draft depends on the drafts before it in its block: the parts of a block drafter that can be exchanged.
 
-Each file has one `Part`. `dependence: {kind: FILE, ...}` chooses it, and the other entries are its arguments.
+Each file has one `Dependence`. `dependence: {kind: FILE, ...}` chooses it, and the other entries are its arguments.
 """
 
 import importlib
@@ -10,8 +10,8 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.heads.dependence.base import Block as Block
 from specdec.heads.dependence.base import Dependence, Sizes
+from specdec.heads.dependence.base import DraftedBlock as DraftedBlock
 from specdec.heads.dependence.base import Lattice as Lattice
 
 
@@ -22,7 +22,9 @@ def make_part(sizes: Sizes, settings: Mapping[str, Any]) -> Dependence:
     kinds = sorted(name for _, name, _ in pkgutil.iter_modules(__path__) if name != "base")
     if kind not in kinds:
         raise ValueError(f"dependence.kind={kind}: choose one of {', '.join(kinds)}.")
-    part = importlib.import_module(f"{__name__}.{kind}").Part
+    module = importlib.import_module(f"{__name__}.{kind}")
+    classes = inspect.getmembers(module, lambda found: inspect.isclass(found) and found.__module__ == module.__name__)
+    (part,) = (found for _, found in classes if issubclass(found, Dependence))
     for name, value in arguments.items():  # each part says which of them there are
         if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
             raise ValueError(f"dependence.{name}={value} must be above 0.")

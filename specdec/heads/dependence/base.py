@@ -29,7 +29,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Block:
+class DraftedBlock:
     """What is known once the block's pass is over."""
 
     feature: Tensor  # [..., D] the encoded feature before the anchor
@@ -50,7 +50,7 @@ class Dependence(nn.Module, ABC):
     by_token: tuple[str, ...] = ()
     num_confident = 0
 
-    def begin(self, block: Block) -> Tensor:
+    def begin(self, block: DraftedBlock) -> Tensor:
         """What step 1 finds carried, [..., C]"""
         return block.states[..., 0, :0]
 
@@ -65,7 +65,7 @@ class Dependence(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, readout: Tensor, unary: Callable[[], Tensor], embed: Callable[[Tensor], Tensor]) -> Tensor:
-        """readout [..., R], unary() [..., W]; embed: see Block -> logits of the draft, [..., W]"""
+        """readout [..., R], unary() [..., W]; embed: see DraftedBlock -> logits of the draft, [..., W]"""
 
 
 class Lattice(Dependence):
@@ -94,7 +94,7 @@ class Lattice(Dependence):
             found = precise(unary(states)).topk(self.top)
         return found.indices, found.values
 
-    def prepare(self, block: Block, ids: Tensor, scores: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+    def prepare(self, block: DraftedBlock, ids: Tensor, scores: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
         """What else a block carries, [..., .] each. ids, scores [..., K, top]: of its candidates; more: from `choose`"""
         return ()
 

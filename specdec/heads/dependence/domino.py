@@ -10,7 +10,7 @@ from torch import nn
 from specdec.heads.dependence.base import Dependence, Sizes
 
 
-class Part(Dependence):
+class Domino(Dependence):
     """hidden: width of the GRU; rank: of the correction W2 silu(W1 [s; r]) of a state s and the GRU's state r"""
 
     by_token = ("after.",)

@@ -17,7 +17,7 @@ from specdec.core.sampling import precise
 from specdec.heads.blocks import RMSNorm
 from specdec.heads.dependence.base import Lattice, Sizes
 
-FEATURES = 5  # of a candidate, see `Part._read`
+FEATURES = 5  # of a candidate, see `LiLiCorr._read`
 STD = 0.02
 BLOCKS = 4096  # whose candidates are read at a time; CUDA's attention takes 65,535 rows at most
 
@@ -31,7 +31,7 @@ class MLP(nn.Module):
         return self.down_proj(silu(self.up_proj(x)))
 
 
-class Attention(nn.MultiheadAttention):
+class LatticeAttention(nn.MultiheadAttention):
     """Of all candidates of a block on each other, with a bias that all blocks share"""
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
@@ -42,18 +42,18 @@ class Attention(nn.MultiheadAttention):
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
 
-class Layer(nn.Module):
+class LatticeLayer(nn.Module):
     def __init__(self, width: int, heads: int, inner: int, eps: float):
         super().__init__()
         self.attn_norm, self.mlp_norm = (RMSNorm(width, eps=eps) for _ in range(2))
-        self.attn, self.mlp = Attention(width, heads), MLP(width, inner, width)
+        self.attn, self.mlp = LatticeAttention(width, heads), MLP(width, inner, width)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         x = x + self.attn(self.attn_norm(x), bias)
         return x + self.mlp(self.mlp_norm(x))
 
 
-class Part(Lattice):
+class LiLiCorr(Lattice):
     """top: a power of two up to 16, as engines have it; hidden: width of the transformer, null: the drafter's; factor: of the vectors
     whose cosines are the scores; vector_eps: the least length that they are divided by
 
@@ -101,7 +101,7 @@ class Part(Lattice):
         self.relative_slot_bias = nn.Parameter(torch.zeros(num_heads, 2 * num + 1))  # of distances -num .. num
         self.same_slot_bias = nn.Parameter(torch.zeros(num_heads))
         inner = int(width * mlp_ratio)
-        self.layers = nn.ModuleList(Layer(width, num_heads, inner, sizes.eps) for _ in range(num_layers))
+        self.layers = nn.ModuleList(LatticeLayer(width, num_heads, inner, sizes.eps) for _ in range(num_layers))
         self.output_norm, self.anchor_norm = (RMSNorm(width, eps=sizes.eps) for _ in range(2))
         self.factor_input_proj = nn.Linear(3 * width, width)
         self.out_head, self.in_head, self.anchor_out_head = (nn.Linear(width, factor) for _ in range(3))

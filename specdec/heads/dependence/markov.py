@@ -15,7 +15,7 @@ from specdec.heads.dependence.base import Dependence, Sizes
 Form = Literal["plain", "gated", "rnn"]
 
 
-class Part(Dependence):
+class Markov(Dependence):
     """rank: of the term; table: whether W1 is the paper's table of all tokens, and no map of their embeddings"""
 
     by_token = ("after.",)

@@ -7,7 +7,7 @@ from torch import nn
 from specdec.heads.dependence.base import Lattice, Sizes
 
 
-class Part(Lattice):
+class Selector(Lattice):
     """rank: of the product; table: whether A and B are the method's tables of all tokens, and no maps of their embeddings
 
     B starts as zero, so that the selector starts as the unary logits do.

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from specdec.heads.dependence import Block, Sizes, lilicorr, make_part
+from specdec.heads.dependence import DraftedBlock, Sizes, lilicorr, make_part
 from tests.loops import follow
 from tests.specdec.heads.test_heads import at_goals, unroll_row
 from tests.support import make_drafter, make_target, random_tokens
@@ -144,7 +144,7 @@ def test_log_probabilities_train_the_states(drafter, monkeypatch):
 
     embed = lambda ids: drafter.target.embed(drafter.to_target(ids))
     tokens = torch.zeros(1, 5, dtype=torch.long)
-    block = Block(states.detach()[:, :, 0], states, tokens, drafter.unary, embed, drafter.to_target)
+    block = DraftedBlock(states.detach()[:, :, 0], states, tokens, drafter.unary, embed, drafter.to_target)
 
     def gradient():
         scores = drafter.dependence.begin(block)[..., 9 * TOP :]  # behind ids, logits and target ids of 3 positions
