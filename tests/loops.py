@@ -7,6 +7,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from specdec.target.model import Target
+from specdec.unroll import replay
 
 
 def transformers_answer(target, prompt: list[int], num: int, penalty: float = 1.0) -> list[int]:
@@ -32,6 +33,17 @@ def logits_of_layers(target: Target, numbers, text: list[int], later: list[int])
         model.model.layers[place].self_attn.layer_idx = place
         part_cache.update(whole_cache.layers[number].keys, whole_cache.layers[number].values, place)
     return model(torch.tensor([later]), past_key_values=part_cache).logits[0]
+
+
+def tau(accept: torch.Tensor) -> float:
+    """Tokens emitted per round over one answer, accept [K, n] as in `replay.rounds`; nan for an answer without a round."""
+    num_tokens = accept.shape[1]
+    return (num_tokens - 1) / replay.rounds(accept)[0] if num_tokens > 1 else float("nan")
+
+
+def acceptance(drafter, prompt: list[int], answer: list[int], *, depth: int, temperature: float) -> torch.Tensor:
+    """accept [K, n] for `replay.rounds`, where the target wrote `answer` (n tokens) to `prompt` at this temperature."""
+    return replay.replays(drafter, [(prompt, answer)], depth=depth, temperature=temperature)[0].accept
 
 
 # The slot rule as a loop

@@ -66,17 +66,6 @@ def rounds(accept: Tensor) -> tuple[float, Tensor]:
     return sum(starts[1:num_tokens]), torch.tensor(accepted, dtype=torch.float64)
 
 
-def tau(accept: Tensor) -> float:
-    """Tokens emitted per round over one answer, accept [K, n] as in `rounds`; nan for an answer without a round."""
-    num_tokens = accept.shape[1]
-    return (num_tokens - 1) / rounds(accept)[0] if num_tokens > 1 else float("nan")
-
-
-def acceptance(drafter: Drafter, prompt: list[int], answer: list[int], *, depth: int, temperature: float) -> Tensor:
-    """accept [K, n] for `rounds`, where the target wrote `answer` (n tokens) to `prompt` at this temperature."""
-    return replays(drafter, [(prompt, answer)], depth=depth, temperature=temperature)[0].accept
-
-
 def pad(texts: list[tuple[list[int], list[int]]]) -> Tensor:
     """Prompts and their answers -> [B, T], with zeros behind the short ones"""
     return pad_sequence([torch.tensor(prompt + answer) for prompt, answer in texts], batch_first=True)

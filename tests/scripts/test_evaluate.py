@@ -17,7 +17,8 @@ from specdec.heads.dflash import BlockDrafter
 from specdec.heads.medusa import Medusa2
 from specdec.measuring.report import describe_candidates
 from specdec.target.model import Target
-from specdec.unroll.replay import acceptance, rounds
+from specdec.unroll.replay import rounds
+from tests.loops import acceptance
 from tests.support import save_eagle, save_target, write_prompts, write_rows
 from train.data import rows as data
 

@@ -11,6 +11,7 @@ from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
 from specdec.unroll import replay
+from tests import loops
 from tests.loops import follow
 from tests.support import HEADS, VARIANTS, chain_of, load_head, make_drafter, name_of, paired, random_tokens
 from train.data.rows import Row, collate
@@ -356,11 +357,11 @@ def test_rounds_against_all_patterns(depth, num):
     if num > 1:
         for wrong in (accept.roll(1, 0), 1 - accept) if depth > 1 else ():  # other acceptances give other rounds
             assert abs(replay.rounds(wrong)[0] - num_rounds) > 1e-3
-        assert replay.tau(accept) == pytest.approx((num - 1) / num_rounds)
+        assert loops.tau(accept) == pytest.approx((num - 1) / num_rounds)
         # Every round emits its accepted drafts and one more token.
-        assert replay.tau(accept) == pytest.approx(1 + float(counts.sum()) / num_rounds)
+        assert loops.tau(accept) == pytest.approx(1 + float(counts.sum()) / num_rounds)
     else:
-        assert replay.tau(accept) != replay.tau(accept)
+        assert loops.tau(accept) != loops.tau(accept)
 
 
 def decoded(generation, row: int, depth: int) -> tuple[int, list[int]]:
@@ -380,7 +381,7 @@ def test_replay_equals_decoding(small_drafter, small_target):
             for choice in (None, proposer)
         )
         for row, prompt in enumerate(prompts):
-            accept = replay.acceptance(small_drafter, prompt, plain.tokens[row], depth=depth, temperature=0.0)
+            accept = loops.acceptance(small_drafter, prompt, plain.tokens[row], depth=depth, temperature=0.0)
             num_rounds, counts = replay.rounds(accept)
             assert (num_rounds, counts.tolist()) == decoded(drafted, row, depth)
             accepted_counts |= set(drafted.accepted[row])
@@ -403,7 +404,7 @@ def test_replay_equals_decoding_when_sampled(small_drafter, small_target):
     )
     replayed = []
     for answer in plain.tokens:
-        accept = replay.acceptance(small_drafter, prompt, answer, depth=depth, temperature=0.7)
+        accept = loops.acceptance(small_drafter, prompt, answer, depth=depth, temperature=0.7)
         replayed.append(replay.rounds(accept)[0])
     replayed = torch.tensor(replayed)
     counted = torch.tensor([float(len(accepted)) for accepted in drafted.accepted])
@@ -420,7 +421,7 @@ def test_text_tau_equals_replay(small_drafter, small_target):
         answer = Decoder(small_target, None, sampling=Sampling(0.0), stop=set()).generate([prompt], 10 + seed).tokens[0]
         mask = [False] * num_prompt + [True] * len(answer)
         rows.append(Row(id=str(seed), category="all", tokens=prompt + answer, mask=mask))
-        accept = replay.acceptance(small_drafter, prompt, answer, depth=small_drafter.depth or 4, temperature=0.0)
+        accept = loops.acceptance(small_drafter, prompt, answer, depth=small_drafter.depth or 4, temperature=0.0)
         num_rounds += replay.rounds(accept)[0]
         emitted += len(answer) - 1
     loss, batch = judge(make_objective(small_drafter), [rows[:3], rows[3:]], 50)

@@ -14,8 +14,8 @@ from specdec.heads.native import NativeMTP, read_native
 from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target
 from specdec.unroll.plan import plan_unroll, unroll
-from specdec.unroll.replay import acceptance, tau
 from tests import native, saved_targets
+from tests.loops import acceptance, tau
 from tests.native import save_native
 from tests.support import chain_of, greedy, random_tokens
 

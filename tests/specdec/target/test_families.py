@@ -17,6 +17,7 @@ from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.text import Ngram
 from specdec.unroll import replay
+from tests import loops
 from tests.exports import bring_in, make_form, make_provenance
 from tests.families import FAMILIES, Family, reference
 from tests.support import OLD_TRANSFORMERS, chain_of, greedy, load_head, random_tokens
@@ -169,7 +170,7 @@ def check_training(family, name: str, arguments: dict, steps: int, folder) -> No
         4 if name == "eagle3" else 1
     )  # otherwise the next lines would compare zeros
     for prompt, answer, accepted in zip(PROMPTS, answers, generation.accepted):
-        accept = replay.acceptance(head, prompt, answer, depth=2, temperature=0.0)
+        accept = loops.acceptance(head, prompt, answer, depth=2, temperature=0.0)
         num_rounds, at_depth = replay.rounds(accept)
         assert num_rounds == len(accepted)
         assert at_depth.tolist() == [sum(count >= d for count in accepted) for d in (1, 2)]
