@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
         token = measure(opened.target, prompt)
     del opened
     prompts, seconds = choose_prompts(token, chosen.minutes)
-    prompts = read_begun(folder / "comparison/settings.json").get("num_prompts") or prompts
+    prompts = read_begun(folder / "comparison/settings.json").get("num_questions") or prompts
     print(
         f"Training: at most {SHARE * chosen.minutes:.0f} minutes of steps; the first lines below say how many. Comparison: {prompts} "
         f"prompts, about {progress.duration(seconds)}, as plain decoding has {1 / token:.1f} tokens/s here.",

@@ -1,74 +1,77 @@
-"""Decodes every prompt plainly and with drafts, in turn, and reports what the drafts gain.
+"""Decodes every question plainly and with drafts, in turn, and reports what the drafts gain.
 
     specdec evaluate checkpoint=checkpoints/shipped/eagle3 decode.temperature=0,1 limit=16
-    specdec evaluate proposer=ngram prompts=data/prompts_copy.jsonl
-    specdec evaluate checkpoint=checkpoints/a,checkpoints/b proposers=auto,suffix chains=2,4 trees=4x3x8 out=comparison
-    specdec evaluate checkpoint=checkpoints/a batches=1,4,16 ignore_stop=true
+    specdec evaluate checkpoint=checkpoints/a,checkpoints/b proposers=auto,suffix chains=2,4 trees=4x3x8 out=compared
+    specdec evaluate checkpoint=checkpoints/a suite=spec_bench prompts=downloads/spec_bench chains=4
+    specdec evaluate checkpoint=checkpoints/a suite=gsm8k protocol=deepspec
+    specdec evaluate checkpoint=checkpoints/a batch=1,4,16,64 ignore_stop=true
     specdec evaluate checkpoint=checkpoints/a,checkpoints/b answers=my_answers.jsonl
-    specdec evaluate checkpoint=checkpoints/a explain=true
-    specdec evaluate engine=http://localhost:8000 checkpoint=checkpoints/a requests=1,4,16,64 out=served
+    specdec evaluate checkpoint=checkpoints/a,checkpoints/b choose=true out=choice
+    specdec evaluate engine=http://localhost:8000 checkpoint=checkpoints/a batch=1,4,16,64 out=served
 
-Prints tau (the acceptance length: tokens emitted per target pass of a round, bonus or correction token counted), survival by
-depth, speedup and whether answers are unchanged, with 95 % intervals over prompts. One method gives a report, OUT. Several heads,
-proposers, shapes or batch sizes are compared in the folder OUT: comparison.html, report.json, and rows.jsonl with each finished
-prompt, so that after Ctrl-C or a kill the same command continues. A proposer that holds a trained head is decoded with each of
+Prints tau (the acceptance length: tokens emitted per target pass of a round, bonus or correction token counted), speedup and whether
+answers are unchanged, with 95 % intervals over questions; the protocol that the figures depend on; and the acceptance length as
+publications count it (docs/suites.md). The folder OUT gets results.json, results.md, results.html, and rows.jsonl with each finished
+request, so that after Ctrl-C or a kill the same command continues. A proposer that holds a trained head is decoded with each of
 the heads. With answers= nothing is decoded: tau of a chain follows from answers that the target wrote (docs/methods.md, section 2).
-With engine= a running server is judged, by its own counters and streams (docs/serving.md); checkpoint= is then the head it serves.
+With choose=true it says which drafter, and how many drafts, pay at which load (docs/choosing.md). With engine= a running server is
+judged, by its own counters and streams (docs/serving.md); checkpoint= is then the head it serves.
 """
 
-from helpers import comparing, decoding, explaining, loading, proposers, serving
+from helpers import comparing, decoding, loading, serving
 from helpers.options import make_room, option, options, run, split
 
-import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from specdec.core import files, hub
-from specdec.decoding.drafting import Drafting
 from specdec.heads.base import Drafter
 from specdec.measuring import report as figures
-from specdec.measuring import served
-from specdec.measuring.measure import MeasureSettings, Method, Prompt, PromptResult, measure
-from specdec.measuring.report import TAU, Report
-from specdec.proposers.auto import Auto
-from specdec.proposers.heads import HeadProposer
-from train import display, progress, validate
-from train.data import reading
+from train import progress, validate
+from train.data import reading, suites
 from train.data import rows as data
 from train.data.packing import warn_of_writers
 from train.validate import Written
-
-AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
     checkpoint: str = option("", loading.CHECKPOINTS)
-    proposer: str | None = option(
-        None,
-        "what drafts: the name of a file in conf/proposer, where its settings are explained; null: a head's fixed shape",
+    proposers: str = option(
+        "",
+        "comma list of what else drafts: files in conf/proposer; empty: auto beside one head without chains= and trees=",
     )
-    proposers: str = option("", "comma list of files in conf/proposer, to compare too")
     settings: dict[str, str] = field(
         default_factory=dict,
-        metadata={"prefix": "proposer.", "help": "KEY=VALUE, with proposers= NAME.KEY=VALUE: settings of a proposer, see "
-                                                 "conf/proposer; checkpoint=DIR: its head"},
-    )  # fmt: skip
+        metadata={
+            "prefix": "proposer.",
+            "help": "NAME.KEY=VALUE: settings of a proposer, see conf/proposer; checkpoint=DIR: its head",
+        },
+    )
     chains: str = option(
         "", "comma list of chain lengths to compare; without chains= and trees= decode.depth and others"
     )
     trees: str = option("", "comma list of trees to compare, each DEPTHxWIDTHxNODES")
-    prompts: str = option("data/prompts_heldout.jsonl", "rows with a prompt or messages: JSONL, folder or dataset")
+    suite: str | None = option(None, "public questions: the name of a file in conf/suite (docs/suites.md)")
+    subset: str | None = option(None, "of suite=: one of its parts; null: the first or only one")
+    protocol: str | None = option(
+        None,
+        "settings, prompts and counting of a publication: the name of a file in conf/protocol; options that are given stay",
+    )
+    accept_licence: bool = option(False, "of suite=: you have read the licence beside its files, and it allows this")
+    prompts: str | None = option(
+        None,
+        "rows with a prompt or messages: JSONL, folder or dataset; of suite= its file or folder. null: the suite by its name, else "
+        f"{loading.PROMPTS}",
+    )
     split: str | None = option(None, loading.SPLIT)
     thinking: bool | None = option(
         None, f"{loading.THINKING}; null: as the checkpoint was trained, else the template's default"
     )
-    limit: int | None = option(None, "decode this many prompts, spread over the file; null: all")
-    batch: int = option(1, "prompts decoded at once")
-    batches: str = option(
-        "", "comma list of batch sizes to compare; prompts are repeated for batches larger than their number"
+    limit: int | None = option(None, "decode this many questions, spread over the source; null: all")
+    batch: str = option(
+        "1", "comma list: how many requests are decoded at once; questions are repeated for larger ones"
     )
     max_new_tokens: int = option(128, "longest answer, in tokens")
     ignore_stop: bool = option(False, "answers go on after stop tokens, so that batches stay full")
@@ -84,117 +87,24 @@ class Evaluate:
     )
     plain: str | None = option(None, "of engine=: URL of a server of the same model without drafts, to compare speeds")
     model: str | None = option(None, "of engine=: name of the model in requests; null: the server's first")
-    requests: str = option("1", "of engine=: comma list of how many requests are under way at once")
     timeout: float = option(120.0, "of engine=: seconds without a word after which a request is sent again")
-    auto: bool = option(True, "beside a head's fixed shape, also decode with proposer=auto")
-    explain: bool = option(False, "also show what auto measured, expected and chose")
+    auto: bool = option(True, "beside one head's fixed shape, also decode with proposer auto")
     seed: int = option(0, "seed of sampling")
-    out: str | None = option(
-        None,
-        "report to write, of a comparison or a server its folder; null: report.json, comparison or served",
-        folder=None,
-    )
+    out: str | None = option(None, "folder of the results; null: evaluation, of a server served", folder=True)
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
     decode: decoding.DecodeOptions = field(default_factory=decoding.DecodeOptions)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    chosen = options(Evaluate, __doc__, arguments)
+    chosen = options(Evaluate, __doc__, arguments, presets=suites.presets_of)
     console = progress.Results()
     if chosen.answers is not None:
         return replay(chosen, console)
+    out = Path(chosen.out or ("served" if chosen.engine else "evaluation"))
+    make_room(f"out={out}", out, folder=True)
     if chosen.engine is not None:
-        out = Path(chosen.out or "served")
-        make_room(f"out={out}", out, folder=True)
         return serving.judge(chosen, out, console)
-    several = len(split(chosen.checkpoint)) > 1 or any((chosen.proposers, chosen.chains, chosen.trees, chosen.batches))
-    out = Path(chosen.out or ("comparison" if several else "report.json"))
-    make_room(f"out={out}", out, folder=several)
-    if not several:
-        return measure_one(chosen, out, console)
-    if chosen.explain:
-        raise ValueError("explain=true is for one method: compare without it.")
     comparing.compare(chosen, out, console)
-
-
-def measure_one(chosen: Evaluate, out: Path, console: progress.Results) -> None:
-    """Decodes with one method, and with auto beside a head's fixed shape."""
-    given = proposers.ProposerOptions(
-        checkpoint=chosen.checkpoint or None, proposer=chosen.proposer or proposers.HEAD, settings=chosen.settings
-    )
-    loaded = proposers.load(given, chosen.target, chosen.decode.drafting())
-    methods = make_methods(chosen, loaded, chosen.decode.drafting())
-    auto = methods[-1].proposer
-    prompts = loading.load_prompts(chosen, loaded)
-    head = loaded.checkpoint and hub.pinned(loaded.checkpoint)  # with the commit, of a head on the Hub
-    console.print(f"{head or loaded.name} on {loaded.target.name}; tau: {TAU}")
-    stop = set() if chosen.ignore_stop else loaded.stop
-    promise = served.measure(loaded.target, methods[0].proposer)
-    reports, explained = [], []
-    for sampling in chosen.decode.samplings():
-        settings = MeasureSettings(sampling, stop, chosen.max_new_tokens, chosen.seed, chosen.batch)
-        report, results = evaluate(methods, prompts, settings, chosen.prompts)
-        report = promise.add_to(report) if promise else report
-        reports.append(report)
-        display.validation(console, report, loaded.title)
-        parts = ", ".join(f"{name} {part.tau:.2f}" for name, part in report.by_category.items())
-        console.say(f"  tau by category: {parts}")
-        if chosen.explain and isinstance(auto, Auto):
-            seconds = sum((result.auto or result.drafted).seconds for result in results)
-            explained.append(explaining.explain(auto, chosen.batch, seconds))
-            explaining.show(console, explained[-1])
-    document = {
-        **reports[0].to_json(),
-        "definition_of_tau": TAU,
-        "settings": {
-            **asdict(chosen),
-            "checkpoint": head,
-            "drafting": asdict(methods[0].drafting),
-            **loading.machine(loaded.target),
-        },
-        "temperatures": [report.to_json() for report in reports],
-        **({"explained": explained} if explained else {}),
-    }
-    files.write_text(out, json.dumps(document, indent=2) + "\n")
-    console.print(f"written: {out}")
-
-
-def make_methods(chosen: Evaluate, loaded: proposers.Chosen, drafting: Drafting) -> list[Method]:
-    """What is measured: the proposer, and beside a head's fixed shape auto, which is last. Raises ValueError if auto is to be
-    explained and is not measured."""
-    target, proposer = loaded.target, loaded.proposer
-    methods = [Method("drafted", target, proposer, drafting)]
-    if isinstance(proposer, HeadProposer):  # its own settings may have replaced those of decode
-        drafting = replace(drafting, **asdict(proposer.shape), children=proposer.children)
-        methods = [Method("drafted", target, proposer, drafting, head=proposer.drafter)]
-        if chosen.auto and loaded.name == proposers.HEAD:
-            methods.append(Method(AUTO, target, Auto.usual(target, proposer), drafting))
-    if chosen.explain and not isinstance(methods[-1].proposer, Auto):
-        raise ValueError(f"explain=true explains proposer=auto, which {loaded.name} is not: leave proposer= out.")
-    for method in methods:
-        decoding.show_measuring(method.proposer)
-    return methods
-
-
-def evaluate(
-    methods: list[Method], prompts: list[Prompt], settings: MeasureSettings, source: str
-) -> tuple[Report, list[PromptResult]]:
-    """The report at one temperature, and what it is made of."""
-    title = f"temperature {settings.sampling.temperature:g}"
-    track = lambda groups: progress.track(groups, title, unit="prompts", size=len)
-    first, *beside = methods
-    results = [
-        replace(each[first.name], auto=each[AUTO].drafted if beside else None)
-        for group in measure(methods, prompts, settings, source=source, progress=track)
-        for each in group
-    ]
-    report = comparing.summarise(first, results, settings.sampling.temperature)
-    auto = methods[-1].proposer
-    if report.auto is None or not isinstance(auto, Auto):
-        return report, results
-    account = auto.account
-    chosen_by = {"predicted_speedup": auto.predicted(), "head_rounds": account.head, "trials": account.trials}
-    return replace(report, auto=report.auto | chosen_by), results
 
 
 # Replay along given answers

@@ -1,36 +1,54 @@
-"""evaluate of several heads, proposers, shapes or batch sizes: each prompt by every method in turn, resumable, as one page."""
+"""evaluate: each request by every method in turn, at each temperature and batch size; resumable; as JSON, Markdown and a page."""
 
 from helpers import decoding, loading, proposers
-from helpers.loading import Run
+from helpers.loading import Opened, Run
 from helpers.options import split
 
 import itertools
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import rich.table
 
-from specdec.core import files, hub, rules
+from specdec.core import files, hub
 from specdec.core.generation import Generation
+from specdec.core.tree import TreeShape
+from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
-from specdec.measuring.measure import (
-    MeasureSettings,
-    Method,
-    Prompt,
-    PromptResult,
-    measure,
-)
+from specdec.measuring import counting, served
+from specdec.measuring.counting import Counting
+from specdec.measuring.measure import FROZEN, MeasureSettings, Method, Prompt, PromptResult, check_prompts, measure
 from specdec.measuring.report import TAU, Report, summarise_by_category, tau_difference
 from specdec.target.model import Target
 from train import progress
 from train.answers.resumable import Resumable, digest, digest_folder, resumable
-from train.pages.comparison_page import Differences, render_comparison, tabulate
+from train.data import reading, suites
+from train.data.suites import Question
+from train.pages import results_page
+from train.pages.page import Table
+from train.pages.results_page import Entry
 
-SHOWN = ("method", "temperature", "tau, decoded", "tau minus", "speedup", "tokens/s", "plain")  # in a terminal
-Found = dict[float, dict[str, list[PromptResult]]]  # temperature -> method -> results, by prompt
+STRIDE = 10**6  # between the numbers of requests of different turns
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked. suite: None: rows of prompts=; protocol: None: this project's own"""
+
+    questions: list[Question]
+    suite: suites.Suite | None
+    protocol: suites.Protocol | None
+    thinking: bool | None
+
+    def prompt(self, number: int, question: Question, turn: int, answers: list[str], opened: Opened) -> Prompt:
+        """number: of the question. answers: of the target to the earlier turns. Raises ValueError for one that cannot be encoded."""
+        made = suites.encode_turn(
+            question, turn, answers, opened.tokenizer, thinking=self.thinking, protocol=self.protocol
+        )
+        return replace(made, question=str(number))
 
 
 def compare(chosen: Any, out: Path, console: progress.Results) -> None:
@@ -39,62 +57,77 @@ def compare(chosen: Any, out: Path, console: progress.Results) -> None:
     samplings = sorted(set(chosen.decode.samplings()), key=lambda sampling: sampling.temperature)
     shapes = decoding.read_shapes(chosen.chains, chosen.trees)
     draftings = [chosen.decode.drafting(shape) for shape in shapes] or [chosen.decode.drafting()]
-    batches = read_batches(chosen)
-    names = ",".join(filter(None, (chosen.proposers, chosen.proposer)))
+    batches = decoding.read_batches(chosen.batch)
+    names = chosen.proposers
     if not names and not split(chosen.checkpoint):
         raise ValueError(
-            "There is nothing to compare: give checkpoint=checkpoints/a,checkpoints/b, or proposers=ngram,suffix, or both."
+            "There is nothing to measure: give checkpoint=checkpoints/a,checkpoints/b, or proposers=ngram,suffix, or both."
         )
+    asked = read_questions(chosen)
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
     opened = loading.shared_target(runs, chosen.target, head=chosen.settings.get("checkpoint"))
-    prompts = loading.load_prompts(chosen, opened)
+    if chosen.auto and len(runs) == 1 and not names and not runs[0].drafter.adapts_target and not shapes:
+        names = proposers.AUTO  # beside one head
     folders = {run.name: str(run.folder) for run in runs}
     configs = proposers.configure_all(names, settings=chosen.settings, drafting=draftings[0], checkpoints=folders)
     methods, run_of = make_methods(runs, configs, opened.target, draftings)
-    settings = describe(chosen, runs, configs, prompts, opened.target)
-    prompts = list(itertools.islice(itertools.cycle(prompts), max(len(prompts), *batches)))
+    settings = describe(chosen, asked, runs, configs, opened)
+    waves = plan_waves(asked.questions, max(batches))
     with resumable(out / "settings.json", out / "rows.jsonl", settings, advice="Choose another out=FOLDER.") as results:
-        results.same(target=opened.target.fingerprint())
-        num = len(prompts) * len(samplings) * len(batches)
-        progress.note(f"{len(results.rows)} of {num} prompts x temperatures x batch sizes are in {out}")
+        num = sum(map(len, waves)) * len(samplings) * len(batches)
+        progress.note(f"{len(results.rows)} of {num} requests x temperatures x batch sizes are in {out}")
         stop = set() if chosen.ignore_stop else opened.stop
-        for batch, sampling in itertools.product(batches, samplings):
+        for batch, sampling, wave in itertools.product(batches, samplings, waves):
             how = MeasureSettings(sampling, stop, chosen.max_new_tokens, chosen.seed, batch)
-            decode_missing(methods, prompts, how, results, chosen.prompts)
-        found: Found = {sampling.temperature: {} for sampling in samplings}
-        named: dict[str, Method] = {}
-        for sampling, batch, method in itertools.product(samplings, batches, methods):
-            name = f"{method.name}, batch {batch}" if len(batches) > 1 else method.name
-            named[name] = method
-            found[sampling.temperature][name] = results_of(results.rows, method, sampling.temperature, batch)
-        write(out, console, named, run_of, found, settings)
+            decode_missing(methods, wave, asked, opened, how, results, settings["prompts"])
+        entries = [
+            make_entry(method, run_of.get(method.name), sampling.temperature, batch, results.rows)
+            for sampling, batch, method in itertools.product(samplings, batches, methods)
+        ]
+        write(out, console, entries, asked, settings)
 
 
-def read_batches(chosen: Any) -> list[int]:
-    """The batch sizes, in order. Raises ValueError for what is no list of numbers."""
-    sizes = split(chosen.batches) or [str(chosen.batch)]
-    if not all(size.isdecimal() and int(size) for size in sizes):
-        raise ValueError(f"batches={chosen.batches}: give numbers of 1 or more, such as 1,4,16.")
-    return sorted({int(size) for size in sizes})
+def read_questions(chosen: Any) -> Asked:
+    """The questions, `limit` of them, spread over the source. Raises ValueError as `suites` does."""
+    mode = loading.mode_of(split(chosen.checkpoint)) if chosen.thinking is None else chosen.thinking
+    protocol = suites.read_protocol(chosen.protocol) if chosen.protocol else None
+    if chosen.suite is None:
+        found = suites.plain_questions(chosen.prompts or loading.PROMPTS, chosen.split)
+        return Asked(reading.spread(found, chosen.limit), None, protocol, mode)
+    suite = suites.load_suite(
+        chosen.suite,
+        chosen.prompts,
+        split=chosen.split,
+        subset=chosen.subset,
+        protocol=protocol,
+        accepted=chosen.accept_licence,
+    )
+    return Asked(reading.spread(suite.questions, chosen.limit), suite, protocol, mode)
 
 
 def describe(
-    chosen: Any, runs: list[Run], configs: dict[str, proposers.Config], prompts: list[Prompt], target: Target
-) -> dict:
-    """The settings that all rows of a comparison have in common."""
+    chosen: Any, asked: Asked, runs: list[Run], configs: dict[str, proposers.Config], opened: Opened
+) -> dict[str, Any]:
+    """The settings that all rows have in common, and the protocol, which is printed beside every figure."""
     folders = sorted({folder for config in configs.values() for folder in proposers.drawn_from(config)})
     weights = {run.name: digest((run.folder / "drafter.safetensors").read_bytes()) for run in runs}
-    given = ("prompts", "max_new_tokens", "chains", "trees", "ignore_stop", "seed")
+    suite = asked.suite
     return {
         "checkpoint": {run.name: f"{hub.pinned(run.folder)} {weights[run.name]}" for run in runs},
         "proposers": configs,
         "files": {folder: digest_folder(Path(folder)) for folder in folders},
-        "num_prompts": len(prompts),
-        "prompts_digest": digest(repr(prompts).encode()),
-        **{name: getattr(chosen, name) for name in given},
+        "prompts": suite.source if suite else chosen.prompts or loading.PROMPTS,
+        "suite": {name: getattr(suite, name) for name in ("name", "title", "digest", "licence")} if suite else None,
+        "protocol": chosen.protocol,
+        "num_questions": len(asked.questions),
+        "questions_digest": digest(repr(asked.questions).encode()),
+        "thinking": asked.thinking,
+        "template": digest(repr(opened.tokenizer.chat_template).encode()),
+        **{name: getattr(chosen, name) for name in ("max_new_tokens", "chains", "trees", "ignore_stop", "seed")},
         "decode": asdict(chosen.decode),
-        "target": target.name,
-        **loading.machine(target),
+        "target": opened.target.name,
+        "fingerprint": opened.target.fingerprint(),
+        **loading.machine(opened.target),
     }
 
 
@@ -107,17 +140,10 @@ def make_methods(
     for run in runs:
         for shape in decoding.cut([drafting.shape for drafting in draftings], run.drafter.depth):
             drafting = replace(draftings[0], depth=shape.depth, width=shape.width, nodes=shape.nodes)
-            label = str(shape) if shape.chain else f"tree of {shape.depth}x{shape.width}x{shape.nodes}"
-            method = Method(
-                f"{run.name}, {label}",
-                run.drafter.target,
-                drafting.proposer(run.drafter),
-                drafting,
-                run.baseline,
-                run.drafter,
-            )
-            run_of[method.name] = run
-            methods.append(method)
+            proposer = drafting.proposer(run.drafter)
+            name = f"{run.name}, {name_shape(shape)}"
+            methods.append(Method(name, run.drafter.target, proposer, drafting, run.baseline, run.drafter))
+            run_of[name] = run
     for name, config in configs.items():
         methods.append(Method(name, target, proposers.make(config, target), draftings[0]))
     for method in methods:
@@ -125,25 +151,82 @@ def make_methods(
     return methods, run_of
 
 
+def name_shape(shape: TreeShape) -> str:
+    return str(shape) if shape.chain else f"tree of {shape.depth}x{shape.width}x{shape.nodes}"
+
+
+# Decoding
+
+
+def plan_waves(questions: list[Question], largest: int) -> list[list[tuple[int, Question, int]]]:
+    """For each turn its requests (number, question, turn): a turn follows when all answers to the one before are there.
+
+    Questions are repeated for batches larger than their number.
+    """
+    num = len(questions)
+    slots = [(number, questions[number % num]) for number in range(max(num, largest))]
+    turns = range(max(len(question.turns) for question in questions))
+    return [[(number, each, turn) for number, each in slots if len(each.turns) > turn] for turn in turns]
+
+
 def decode_missing(
-    methods: list[Method], prompts: list[Prompt], settings: MeasureSettings, results: Resumable, source: str
+    methods: list[Method],
+    wave: list[tuple[int, Question, int]],
+    asked: Asked,
+    opened: Opened,
+    settings: MeasureSettings,
+    results: Resumable,
+    source: str,
 ) -> None:
-    """Decodes the prompts that have no row with this temperature and batch size."""
+    """Decodes the requests of one turn that have no row with this temperature and batch size."""
     temperature, batch = settings.sampling.temperature, settings.batch
     same = {"temperature": temperature, "batch": batch}
-    done = {row["number"] for row in results.rows if same.items() <= row.items()}
-    missing = [number for number in range(len(prompts)) if number not in done]
-    if not missing:
+    done = {row["number"]: row for row in results.rows if same.items() <= row.items()}
+    turn = wave[0][2]
+    numbers, prompts, left_out = [], [], 0
+    plain = Decoder(opened.target, None, sampling=settings.sampling, stop=settings.stop)
+    for number, question, _ in wave:
+        if turn * STRIDE + number in done:
+            continue
+        before = [done.get(earlier * STRIDE + number) for earlier in range(turn)]
+        said = [read_answer(row, opened, settings.stop) for row in before if row is not None]
+        prompt = (
+            asked.prompt(number % len(asked.questions), question, turn, said, opened) if len(said) == turn else None
+        )
+        if turn and (prompt is None or not fits(plain, prompt, settings.max_new_tokens)):
+            left_out += 1  # a first turn that does not fit is refused
+            continue
+        assert prompt is not None
+        numbers.append(turn * STRIDE + number)
+        prompts.append(prompt)
+    if left_out:
+        progress.note(f"turn {turn + 1}: {left_out} of {len(wave)} do not fit into the target's positions: left out.")
+    if not prompts:
         return
-    what = f"temperature {temperature:g}, batch {batch}"
-    track = lambda groups: progress.track(groups, what, unit="prompts", size=len)
-    chosen, numbers = [prompts[number] for number in missing], iter(missing)
-    for group in measure(methods, chosen, settings, numbers=missing, source=source, progress=track):
-        results.append(*({"number": next(numbers), **same, **to_row(methods, each)} for each in group))
+    what = f"temperature {temperature:g}, batch {batch}" + (f", turn {turn + 1}" if turn else "")
+    track = lambda groups: progress.track(groups, what, unit="requests", size=len)
+    ahead = iter(numbers)
+    for group in measure(methods, prompts, settings, numbers=numbers, source=source, progress=track):
+        results.append(*({"number": next(ahead), **same, **to_row(methods, each)} for each in group))
+
+
+def fits(plain: Decoder, prompt: Prompt, max_new_tokens: int) -> bool:
+    try:
+        check_prompts(plain, [prompt], max_new_tokens)
+    except ValueError:
+        return False
+    return True
+
+
+def read_answer(row: dict, opened: Opened, stop: set[int]) -> str:
+    """What the frozen target answered plainly, as text."""
+    plain = row["plain"].get(FROZEN) or next(iter(row["plain"].values()))
+    tokens = [token for token in plain["tokens"][0] if token not in stop]
+    return str(opened.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def to_row(methods: list[Method], each: dict[str, PromptResult]) -> dict:
-    """The results of one prompt for JSON; `results_of` reads them."""
+    """The results of one request for JSON; `results_of` reads them."""
     figures = ("replayed_rounds", "replayed_accepted", "gap", "candidates")
     cells = {
         name: {"drafted": asdict(result.drafted), **{figure: getattr(result, figure) for figure in figures}}
@@ -154,7 +237,7 @@ def to_row(methods: list[Method], each: dict[str, PromptResult]) -> dict:
 
 
 def results_of(rows: Iterable[dict], method: Method, temperature: float, batch: int) -> list[PromptResult]:
-    """The results of one method, by prompt. rows: in any order"""
+    """The results of one method, by request. rows: in any order"""
     results = []
     for row in sorted(rows, key=lambda row: row["number"]):
         if (row["temperature"], row["batch"]) == (temperature, batch):
@@ -164,73 +247,86 @@ def results_of(rows: Iterable[dict], method: Method, temperature: float, batch: 
     return results
 
 
-def write(
-    out: Path,
-    console: progress.Results,
-    methods: dict[str, Method],
-    run_of: dict[str, Run],
-    found: Found,
-    settings: dict,
-) -> None:
-    """Writes comparison.html and report.json, and prints a table. methods: by the names in `found`; run_of: by Method.name"""
-    columns: dict[float, dict[str, Report]] = {}
-    for temperature, column in found.items():
-        reports = {name: summarise(methods[name], results, temperature) for name, results in column.items()}
-        columns[temperature] = {
-            name: replace(report, training=run.training) if (run := run_of.get(methods[name].name)) else report
-            for name, report in reports.items()
-        }
-    lowest, first = columns[min(columns)], next(iter(methods))
-    names = sorted(lowest, key=lambda name: -(lowest[name].tau or 0.0))
-    columns = {temperature: {name: column[name] for name in names} for temperature, column in columns.items()}
-    differences = {t: {name: tau_difference(each[name], each[first]) for name in names} for t, each in found.items()}
-    conditions = (
-        "{target}, {dtype}, {machine}, {threads} threads; {num_prompts} prompts of {prompts}, <= {max_new_tokens} new tokens; torch "
-        "{torch}, ".format(**settings)
-        + f"{'compiled' if settings['decode']['compile'] else 'not compiled'}. tau: {TAU}. Intervals: 95 % over prompts. All "
-        "methods decode the same prompts in turn, round by round."
+# Results
+
+
+def make_entry(method: Method, run: Run | None, temperature: float, batch: int, rows: list[dict]) -> Entry:
+    """The figures of one method at one temperature and batch size."""
+    results = results_of(rows, method, temperature, batch)
+    report = summarise_by_category(
+        results, depth=method.proposer.depth, temperature=temperature, adapted=method.target.adapted
     )
-    page = render_comparison(
-        columns,
-        differences,
-        first=first,
-        title=f"{len(names)} ways to draft",
-        conditions=conditions,
-        settings=settings,
-    )
-    files.write_text(out / "comparison.html", page)
+    if run is not None:
+        report = replace(report, training=run.training)
+        promise = served.measure(method.target, method.proposer)
+        report = promise.add_to(report) if promise else report
+    return Entry(method.name, temperature, batch, report, results)
+
+
+def write(out: Path, console: progress.Results, entries: list[Entry], asked: Asked, settings: dict[str, Any]) -> None:
+    """Writes results.json, results.md and results.html, and prints the tables."""
+    first, start = entries[0].method, {(entry.temperature, entry.batch): entry for entry in reversed(entries)}
+    entries = [
+        replace(entry, difference=tau_difference(entry.results, start[entry.temperature, entry.batch].results))
+        for entry in entries
+    ]
+    entries.sort(key=lambda entry: (entry.temperature, entry.batch, -(entry.report.tau or 0.0)))
+    protocol, countings = say_protocol(settings, asked.protocol), list_countings()
     document = {
+        "form": 1,
         "definition_of_tau": TAU,
-        "conditions": conditions,
+        "protocol": protocol,
         "settings": settings,
-        "temperatures": {
-            f"{t:g}": {name: report.to_json() for name, report in column.items()} for t, column in columns.items()
-        },
-        f"tau minus that of {first}": {f"{t:g}": column for t, column in differences.items()},
+        "counting": {name: str(counting) for name, counting in countings.items()},
+        "results": [entry.to_json(countings) for entry in entries],
     }
-    files.write_text(out / "report.json", json.dumps(document, indent=1) + "\n")
-    console.print(make_table(columns, differences, first))
-    console.print(f"written: {out}/comparison.html and report.json")
+    files.write_text(out / "results.json", json.dumps(document, indent=1) + "\n")
+    own = asked.protocol.name if asked.protocol else None
+    page = results_page.Results(entries, countings, protocol, settings, first, own)
+    files.write_text(out / "results.md", page.to_markdown())
+    files.write_text(out / "results.html", page.to_html())
+    for heading, table in page.tables():
+        console.print(to_terminal(heading, table))
+    for sentence in page.verdicts():
+        console.say(sentence)
+    console.say(f"protocol: {protocol}")
+    console.print(f"written: {out}/results.json, results.md and results.html")
 
 
-def summarise(method: Method, results: list[PromptResult], temperature: float) -> Report:
-    """The report of one method at one temperature."""
-    return summarise_by_category(
-        results,
-        depth=method.proposer.depth,
-        temperature=temperature,
-        adapted=method.target.adapted,
-        lossy=method.drafting.rule in rules.LOSSY,
-    )
+def list_countings() -> dict[str, Counting]:
+    """This project's own, and those of conf/protocol and of engines."""
+    known = {name: suites.read_protocol(name).counting for name in suites.protocol_names()}
+    return {"specdec": counting.OURS, **known, **counting.ENGINES}
 
 
-def make_table(columns: dict[float, dict[str, Report]], differences: Differences, first: str) -> rich.table.Table:
-    """What a terminal shows of the page's table."""
-    whole = tabulate(columns, differences, first)
-    shown = [place for place, head in enumerate(whole.heads) if head.startswith(SHOWN)]
-    table = rich.table.Table()
-    for place in shown:
-        table.add_column(whole.heads[place], no_wrap=place == 0)
-    for row in whole.rows:
-        table.add_row(*(row[place] for place in shown))
-    return table
+def say_protocol(settings: dict[str, Any], protocol: suites.Protocol | None) -> str:
+    """What a figure depends on, in one sentence."""
+    suite, decode = settings["suite"], settings["decode"]
+    what = f"{suite['title']}, digest {suite['digest']}" if suite else settings["prompts"]
+    parts = [f"{settings['num_questions']} questions of {what}"]
+    if protocol is not None:
+        parts.append(f"protocol {protocol.name} ({protocol.title})")
+    thinking = {None: "thinking as the template has it", True: "thinking on", False: "thinking off"}[
+        settings["thinking"]
+    ]
+    parts += [f"target {settings['target']} ({settings['fingerprint']}) in {settings['dtype']}"]
+    parts += [f"chat template {settings['template']}", thinking, f"T={decode['temperature']}"]
+    cuts = [f"{name}={decode[name]}" for name in ("top_p", "top_k") if decode[name] is not None]
+    parts += [*cuts, f"seed {settings['seed']}", f"at most {settings['max_new_tokens']} new tokens"]
+    parts += ["answers go on behind stop tokens"] * settings["ignore_stop"]
+    parts += [f"rule {decode['rule']}", f"tau: {counting.OURS}"]
+    if protocol is not None and protocol.counting != counting.OURS:
+        parts.append(f"column {protocol.name}: {protocol.counting}")
+    compiled = "compiled" if decode["compile"] else "not compiled"
+    parts.append(f"{settings['machine']}, {settings['threads']} threads, torch {settings['torch']}, {compiled}")
+    return "; ".join(parts)
+
+
+def to_terminal(heading: str, table: Table) -> rich.table.Table:
+    shown = rich.table.Table(title=heading, title_justify="left")
+    places = [place for place, head in enumerate(table.heads) if not head.startswith(results_page.DETAILS)]
+    for place in places:
+        shown.add_column(table.heads[place], no_wrap=place == 0)
+    for row in table.rows:
+        shown.add_row(*(row[place] for place in places))
+    return shown

@@ -13,6 +13,7 @@ from specdec.proposers.base import Proposer
 from train import progress
 from train.ranges import named
 
+MOST = 4096  # requests at once
 COMPILE = "compile for the shapes that occur: slow at first, then faster rounds"
 
 
@@ -84,6 +85,14 @@ def read_shapes(chains: str, trees: str) -> list[TreeShape]:
             numbers = [int(part) for part in parts]
             found.append(TreeShape(*numbers) if name == "trees" else TreeShape(numbers[0], 1, numbers[0]))
     return found
+
+
+def read_batches(text: str) -> list[int]:
+    """batch=, in order. Raises ValueError for what is no list of numbers."""
+    sizes = split(text)
+    if not sizes or not all(size.isdecimal() and 0 < int(size) <= MOST for size in sizes):
+        raise ValueError(f"batch={text}: give numbers from 1 to {MOST}, such as 1,4,16.")
+    return sorted({int(size) for size in sizes})
 
 
 def cut(shapes: list[TreeShape], limit: int | None) -> list[TreeShape]:

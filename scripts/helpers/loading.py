@@ -33,6 +33,7 @@ from train.ranges import named
 _threads: list[int] = []  # of this process, once they are chosen
 CONF = Path(__file__).resolve().parents[2] / "conf"
 DEFAULT_TARGET = "targets/smollm2-135m"
+PROMPTS = "data/prompts_heldout.jsonl"
 LARGEST = 2**20  # bytes of a file of settings
 TRUST = "run Python code that the target's folder brings, with all your rights; read it first"
 THINKING = "thinking mode of the chat template for rows that do not say theirs, true or false"

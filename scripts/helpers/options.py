@@ -32,7 +32,7 @@ WRITTEN = ("out", "picture")  # options that name what a command writes
 SPLIT = "split of a dataset; null: train"
 Options = TypeVar("Options")
 # Options that size what a command holds at once, which a sentence names where memory does not suffice
-SIZES = "batch batches rows max_new_tokens max_length length prefill_tokens decode.nodes trees".split()
+SIZES = "batch rows max_new_tokens max_length length prefill_tokens decode.nodes trees".split()
 KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 TRUTH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 _names: set[str] = set()  # of the options of this command
@@ -126,13 +126,18 @@ def refuse_unknown(key: str, names: list[str]) -> SystemExit:
     return SystemExit(f"There is no option {key!r}.{guess} Known options: {', '.join(names)}. See --help.")
 
 
-def options(kind: type[Options], docstring: str, arguments: list[str] | None = None) -> Options:
+def options(
+    kind: type[Options],
+    docstring: str,
+    arguments: list[str] | None = None,
+    presets: Callable[[dict[str, Any]], dict[str, str]] = lambda given: {},
+) -> Options:
     """The dataclass filled from `arguments` (None: the command line); -h or --help prints `docstring` and every option, and exits.
 
     `progress` is an option of all commands, and is used here. A field without a default is required; `option` gives it a help
     text. A field of type str may hold a comma list; a dict with metadata {"prefix": "NAME."} takes every NAME.KEY=VALUE as it is
     written. An argument that cannot be used ends the program with one sentence (SystemExit). Raises ValueError for a value
-    outside of its range.
+    outside of its range. presets: from what is given as written, to values of what is not given
     """
     known = {option.name: option for option in flatten(kind)}
     known["progress"] = Option("progress", str, os.environ.get(progress.VARIABLE, "auto"), progress.HELP, None)
@@ -142,6 +147,7 @@ def options(kind: type[Options], docstring: str, arguments: list[str] | None = N
         print(describe(known, docstring))
         raise SystemExit(0)
     given = parse(arguments, known)
+    given = presets(given) | given
     try:
         progress.choose(given.pop("progress", known.pop("progress").default), main=True)
     except ValueError as error:

@@ -1,6 +1,6 @@
 """evaluate engine=URL: a running server under 1, 4, 16, .. requests at once, with drafts and plain in turn, resumable."""
 
-from helpers import loading
+from helpers import decoding, loading
 from helpers.options import split
 
 import contextlib
@@ -55,7 +55,6 @@ PATIENCE = 3  # times `timeout=`, after which an unreachable server ends the com
 SETTLING = 2.0  # seconds that counters may be behind an answer
 TOLERANCE = 0.02  # of tau, served against replayed
 BUSY = 0.7  # share of the time that this process computed, above which it may be what is slow
-MOST = 4096  # requests at once
 Question = tuple[str, dict]  # the prompt's id, and the part of a request's body that holds it
 
 
@@ -147,7 +146,7 @@ def read_answer(prompt: str, events: list[Event]) -> ServedAnswer:
 
 def judge(chosen: Any, out: Path, console: progress.Results) -> None:
     """chosen: Evaluate; out: the folder"""
-    levels = read_levels(chosen.requests)
+    levels = decoding.read_batches(chosen.batch)
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
     if len(runs) > 1:
         raise ValueError("A server is compared with one head: give one checkpoint=DIR, that of the head it serves.")
@@ -178,13 +177,6 @@ def judge(chosen: Any, out: Path, console: progress.Results) -> None:
     files.write_text(out / "report.json", json.dumps(document, indent=1) + "\n")
     show(document, console)
     console.print(f"written: {out}/report.json")
-
-
-def read_levels(text: str) -> list[int]:
-    """requests=, in order. Raises ValueError for what is no list of numbers."""
-    if not split(text) or not all(each.isdecimal() and 0 < int(each) <= MOST for each in split(text)):
-        raise ValueError(f"requests={text}: give numbers from 1 to {MOST}, such as 1,4,16.")
-    return sorted({int(each) for each in split(text)})
 
 
 def find_server(url: str, chosen: Any, console: progress.Results) -> Server:

@@ -21,7 +21,8 @@ class Generation:
     tokens: list[list[int]]  # [B][.] the answers
     accepted: list[list[int]]  # [B][rounds] drafts that each round emitted; it emits one token more
     drafted: list[int] = field(default_factory=list)  # [rounds] nodes of each round's tree, without the root
-    seconds: float = 0.0  # of all rounds: wall clock, without compiling
+    seconds: float = 0.0  # of all rounds: wall clock, without compiling; of an answer in a batch its share
+    elapsed: float = 0.0  # the same, but whole: what its user waits
     prefill_seconds: float = 0.0
     compile_seconds: float = 0.0
     stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))  # the parts of `seconds`
@@ -29,6 +30,7 @@ class Generation:
     def add_times(self, cost: "RoundCost", share: float = 1.0) -> None:
         """Adds a round's times, or a share of them."""
         self.seconds += cost.seconds * share
+        self.elapsed += cost.seconds
         self.compile_seconds += cost.compile_seconds * share
         for stage, spent in cost.stages.items():
             self.stages[stage] += spent * share

@@ -25,10 +25,18 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Prompt:
+    """question: that it belongs to; None: it is one itself. A question of several turns has a prompt for each"""
+
     id: str
     category: str
     tokens: list[int]
     tags: tuple[str, ...] = ()
+    question: str | None = None
+
+    @property
+    def of(self) -> str:
+        """Its question, over which intervals are: turns of one question are strongly correlated."""
+        return self.question or self.id
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,8 @@ class Report:
     baseline_tokens_per_second: float | None = None
     speedup: float | None = None
     speedup_ci: list[float] | None = None
+    user_tokens_per_second: float | None = None  # the median over answers, in which others of the batch cost time, too
+    baseline_user_tokens_per_second: float | None = None
     ms_per_round: dict[str, float] | None = None  # by decode.STAGES
     adapted_target: bool = False  # whether outputs are those of a target that the head has changed
     lossy: bool = False  # whether the acceptance rule changes the distribution of the answers
@@ -143,6 +145,8 @@ def summarise(
         baseline_tokens_per_second=rate(results, "plain"),
         speedup=speedup(results),
         speedup_ci=interval(results, speedup, seed),
+        user_tokens_per_second=user_rate(results, "drafted"),
+        baseline_user_tokens_per_second=user_rate(results, "plain"),
         ms_per_round={
             name: 1e3 * sum(result.drafted.stages[name] for result in results) / max(1, rounds) for name in STAGES
         },
@@ -300,6 +304,13 @@ def rate(results: list[PromptResult], kind: Literal["plain", "drafted", "auto"])
     return sum(len(generation.tokens[0]) - 1 for generation in generations) / seconds if seconds else float("nan")
 
 
+def user_rate(results: list[PromptResult], kind: Literal["plain", "drafted"]) -> float | None:
+    """Tokens/s of an answer, without its first token: the median over answers; None without a round."""
+    answers = [getattr(result, kind) for result in results]
+    rates = [(len(answer.tokens[0]) - 1) / answer.elapsed for answer in answers if answer.elapsed]
+    return statistics.median(rates) if rates else None
+
+
 def speedup(results: list[PromptResult]) -> float:
     return rate(results, "drafted") / rate(results, "plain")
 
@@ -309,12 +320,23 @@ def auto_speedup(results: list[PromptResult]) -> float:
 
 
 def interval(items: Sequence, statistic: Callable[[list], float], seed: int) -> list[float]:
-    """95 % percentile bootstrap over `items`, which are prompts: tokens of one prompt are strongly correlated."""
+    """95 % percentile bootstrap over `items`, which are prompts: tokens of one prompt are strongly correlated, and so are the turns of
+    one question, which are drawn together."""
+    groups: dict[Any, list] = {}
+    for place, item in enumerate(items):
+        groups.setdefault(_question_of(item) or place, []).append(item)
+    parts = list(groups.values())
     generator = torch.Generator().manual_seed(seed)
-    draws = (torch.randint(len(items), (len(items),), generator=generator).tolist() for _ in range(RESAMPLES))
-    values = sorted(statistic([items[i] for i in draw]) for draw in draws)
+    draws = (torch.randint(len(parts), (len(parts),), generator=generator).tolist() for _ in range(RESAMPLES))
+    values = sorted(statistic([item for i in draw for item in parts[i]]) for draw in draws)
     cuts = statistics.quantiles(values, n=40)
     return [cuts[0], cuts[-1]]
+
+
+def _question_of(item: Any) -> str | None:
+    """Of a result, or of a pair of results; None: it stands for itself."""
+    prompt = getattr(item[0] if isinstance(item, tuple) and item else item, "prompt", None)
+    return prompt.question if isinstance(prompt, Prompt) else None
 
 
 def tau_difference(

@@ -16,12 +16,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from specdec.core.grammar import Grammar
 from specdec.core.row_files import FORMS, LINES, PARQUET, parse_line, read_file
 from train.data.chat_template import options_of
 
+Item = TypeVar("Item")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 
 
@@ -249,7 +250,7 @@ def digest_of(prompts: list[dict]) -> str:
     return hashlib.sha256(json.dumps(said, default=repr).encode()).hexdigest()[:16]
 
 
-def spread(rows: list[dict], num: int | None) -> list[dict]:
+def spread(rows: list[Item], num: int | None) -> list[Item]:
     """`num` rows, evenly over the list, so that a list sorted by category keeps its mixture; all rows for None.
 
     Raises ValueError if none would be left.

@@ -20,6 +20,10 @@ class Table:
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
 
+    def to_markdown(self) -> str:
+        lines = [self.heads, ["---"] * len(self.heads), *self.rows]
+        return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+
 
 @dataclass(frozen=True)
 class Section:

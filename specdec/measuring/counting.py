@@ -1,0 +1,93 @@
+"""Acceptance length as publications count it.
+
+An answer of N tokens took R rounds, which accepted a_1 .. a_R drafts: N = 1 + sum(a_i + 1), its first token comes from the prompt's
+pass. Publications differ in what stands over the line, what stands below it, and in what they take the mean of. All of it follows from
+a_1 .. a_R, but for drafts that were accepted behind the end of an answer: they are never counted here (at most one round of an answer).
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from specdec.measuring.measure import PromptResult
+
+First = Literal["out", "token", "round"]
+Mean = Literal["rounds", "answers", "questions", "categories"]
+FIRSTS = {
+    "out": "the answer's first token is not counted",
+    "token": "the answer's first token is counted, the prompt's pass is not",
+    "round": "the prompt's pass is a round of one token",
+}
+MEANS = {
+    "rounds": "all rounds pooled",
+    "answers": "mean over answers",
+    "questions": "mean over questions, their turns joined",
+    "categories": "mean over categories of the mean over questions",
+}
+
+
+@dataclass(frozen=True)
+class Counting:
+    """first: what becomes of an answer's first token; bonus: whether the target's own token of a round counts; mean: of what
+
+    behind_end: whether the publication counts drafts that were accepted behind the end of an answer, which is only said here
+    """
+
+    first: First = "out"
+    bonus: bool = True
+    mean: Mean = "rounds"
+    behind_end: bool = False
+
+    def __post_init__(self):
+        if self.first not in FIRSTS or self.mean not in MEANS:
+            raise ValueError(
+                f"first={self.first}, mean={self.mean}: give one of {', '.join(FIRSTS)}, and one of {', '.join(MEANS)}."
+            )
+
+    def __str__(self) -> str:
+        bonus = "the target's own token of a round is counted" if self.bonus else "only accepted drafts are counted"
+        behind = (
+            "; the publication also counts drafts behind the end, which are left out here" if self.behind_end else ""
+        )
+        return f"{MEANS[self.mean]}; {FIRSTS[self.first]}; {bonus}{behind}"
+
+    def length(self, results: Sequence[PromptResult]) -> float:
+        """The acceptance length; nan without a round."""
+        ratio = lambda some: _ratio([self._count(result) for result in some])
+        if self.mean == "rounds":
+            return ratio(results)
+        key = (lambda result: result.prompt.id) if self.mean == "answers" else (lambda result: result.prompt.of)
+        if self.mean != "categories":
+            return _mean([ratio(part) for part in _group(results, key)])
+        parts = _group(results, lambda result: result.prompt.category)
+        return _mean([_mean([ratio(part) for part in _group(each, key)]) for each in parts])
+
+    def _count(self, result: PromptResult) -> tuple[int, int]:
+        """-> tokens that are counted, rounds"""
+        rounds = result.num_rounds
+        tokens = sum(result.drafted.accepted[0]) + (rounds if self.bonus else 0)
+        return tokens + (self.first != "out"), rounds + (self.first == "round")
+
+
+OURS = Counting()
+ENGINES = {"vLLM": Counting(behind_end=True), "SGLang": Counting(first="token")}  # as their counters have it
+
+
+def _ratio(counts: Sequence[tuple[int, int]]) -> float:
+    tokens, rounds = map(sum, zip(*counts))
+    return tokens / rounds if rounds else math.nan
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Of those that are known: an answer of one token has no round."""
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.fmean(known) if known else math.nan
+
+
+def _group(results: Sequence[PromptResult], key: Callable[[PromptResult], Hashable]) -> list[list[PromptResult]]:
+    groups: dict[Hashable, list[PromptResult]] = {}
+    for result in results:
+        groups.setdefault(key(result), []).append(result)
+    return list(groups.values())

@@ -1,0 +1,185 @@
+"""What an evaluation found: its tables on a terminal, in Markdown and on a page, with the protocol beside the figures."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specdec.measuring.counting import Counting
+from specdec.measuring.measure import PromptResult
+from specdec.measuring.report import Report, Training, verdict
+from train.pages.charts import ChartCurve, lines, number
+from train.pages.page import Section, Table, render_page, write_figure
+
+
+DETAILS = (
+    "tau, best",
+    "speedup, captured",
+    "draft, ms",
+    "verify, ms",
+    "tokens trained on",
+)  # which a terminal leaves out
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One method at one temperature and batch size. difference: of its tau to that of the first method; predicted: its speedup"""
+
+    method: str
+    temperature: float
+    batch: int
+    report: Report
+    results: list[PromptResult] = field(repr=False)
+    difference: tuple[float, list[float]] | None = None
+    predicted: tuple[float, float, float] | None = None
+
+    def to_json(self, countings: Mapping[str, Counting]) -> dict[str, Any]:
+        about = {"method": self.method, "temperature": self.temperature, "batch": self.batch}
+        lengths = {name: counting.length(self.results) for name, counting in countings.items()}
+        more = {"difference": self.difference, "predicted_speedup": self.predicted}
+        known = {name: value for name, value in more.items() if value is not None}
+        return {**about, "acceptance_length": lengths, **known, **self.report.to_json()}
+
+
+@dataclass(frozen=True)
+class Results:
+    """entries: as they are shown; countings: of publications, by name; first: the method of the differences
+
+    own: name of the counting of the protocol that was asked for
+    """
+
+    entries: Sequence[Entry]
+    countings: Mapping[str, Counting]
+    protocol: str
+    settings: Mapping[str, Any]
+    first: str
+    own: str | None = None
+
+    @property
+    def title(self) -> str:
+        suite = self.settings["suite"]
+        return suite["title"] if suite else f"{len({entry.method for entry in self.entries})} ways to draft"
+
+    def tables(self) -> Iterator[tuple[str, Table]]:
+        """With their headings."""
+        yield self.title, self._tabulate(self.entries, self._cells)
+        if any(entry.report.by_category for entry in self.entries) and len(self._categories()) > 1:
+            yield "Acceptance length by category", self._tabulate(self.entries, self._cells_of_categories)
+        if any(entry.report.tau for entry in self.entries):
+            yield "The same rounds as others count them", self._tabulate(self.entries, self._cells_of_countings)
+
+    def verdicts(self) -> Iterator[str]:
+        """Whether answers are the target's: methods of which the same can be said are named together."""
+        found: dict[str, list[str]] = {}
+        for entry in self.entries:
+            found.setdefault(verdict(entry.report), []).append(self._name(entry))
+        for sentence, names in found.items():
+            yield f"{'all' if len(found) == 1 < len(names) else '; '.join(names)}: {sentence}"
+
+    def to_markdown(self) -> str:
+        parts = [f"# {self.title}", f"Protocol: {self.protocol}"]
+        parts += [f"## {heading}\n\n{table.to_markdown()}" for heading, table in self.tables()]
+        counted = [f"- {name}: {counting}" for name, counting in self.countings.items()]
+        parts += ["\n".join(counted), "\n".join(f"- {sentence}" for sentence in self.verdicts())]
+        return "\n\n".join(parts) + "\n"
+
+    def to_html(self) -> str:
+        (heading, table), *others = self.tables()
+        sections = [
+            Section(texts=[f"Protocol: {self.protocol}"]),
+            Section(heading, table=table, charts=[*self._charts()]),
+            *(Section(name, table=each) for name, each in others),
+            Section("How they count", points=[f"{name}: {each}" for name, each in self.countings.items()]),
+            Section("Are the answers those of the target?", points=[*self.verdicts()]),
+        ]
+        data = {
+            "settings": self.settings,
+            "protocol": self.protocol,
+            "results": [entry.to_json(self.countings) for entry in self.entries],
+        }
+        return render_page(self.title, data=data, sections=sections)
+
+    # Tables
+
+    def _tabulate(self, entries: Sequence[Entry], cells: Callable[[Entry], dict[str, str]]) -> Table:
+        """A row for each entry. A column in which nothing is known is left out."""
+        rows = [self._about(entry) | cells(entry) for entry in entries]
+        heads = [key for key in rows[0] if any(row[key] for row in rows)]
+        return Table(heads, [[row[key] or "-" for key in heads] for row in rows])
+
+    def _about(self, entry: Entry) -> dict[str, str]:
+        several = lambda values: len(set(values)) > 1
+        return {
+            "method": entry.method,
+            "T": number(entry.temperature) if several(each.temperature for each in self.entries) else "",
+            "batch": str(entry.batch) if several(each.batch for each in self.entries) else "",
+        }
+
+    def _name(self, entry: Entry) -> str:
+        _, *more = self._about(entry).items()
+        return ", ".join([entry.method, *(f"{key} {value}" for key, value in more if value)])
+
+    def _cells(self, entry: Entry) -> dict[str, str]:
+        report = entry.report
+        ran, stages, auto = report.training or Training(), report.ms_per_round or {}, report.auto or {}
+        own = self.countings[self.own].length(entry.results) if self.own else None
+        predicted, measured = entry.predicted, report.speedup
+        ratio = measured / predicted[0] if predicted and measured else None
+        return {
+            "tau": write_figure(report.tau, report.tau_ci),
+            f"{self.own}": write_figure(own),
+            "tau, replayed": write_figure(report.replayed_tau, report.replayed_tau_ci),
+            "tau, best candidates": write_figure((report.candidates or {}).get("oracle_tau")),
+            f"tau minus that of {self.first}": write_figure(*(entry.difference or (None,)), sign="+"),
+            "speedup": write_figure(report.speedup, report.speedup_ci),
+            "predicted": write_figure(predicted and predicted[0], predicted and predicted[1:]),
+            "measured / predicted": write_figure(ratio),
+            "speedup, captured": write_figure(report.served_speedup),
+            "speedup, auto": write_figure(auto.get("speedup"), auto.get("speedup_ci")),
+            "tokens/s": write_figure(report.tokens_per_second, digits=1),
+            "plain": write_figure(report.baseline_tokens_per_second, digits=1),
+            "tokens/s of a user": write_figure(report.user_tokens_per_second, digits=1) if entry.batch > 1 else "",
+            "plain, of a user": write_figure(report.baseline_user_tokens_per_second, digits=1)
+            if entry.batch > 1
+            else "",
+            "draft, ms": write_figure(stages.get("draft")),
+            "verify, ms": write_figure(stages.get("verify")),
+            "tokens trained on": number(ran.tokens) if ran.tokens else "",
+            "requests": str(report.num_prompts or ""),
+        }
+
+    def _categories(self) -> list[str]:
+        return sorted({name for entry in self.entries for name in entry.report.by_category})
+
+    def _cells_of_categories(self, entry: Entry) -> dict[str, str]:
+        parts = entry.report.by_category
+        return {name: write_figure(parts[name].tau) if name in parts else "" for name in self._categories()}
+
+    def _cells_of_countings(self, entry: Entry) -> dict[str, str]:
+        return {
+            name: write_figure(counting.length(entry.results), digits=3) for name, counting in self.countings.items()
+        }
+
+    # Charts
+
+    def _charts(self) -> Iterator[Any]:
+        """Speedup against tau; with several batch sizes speedup by batch size instead."""
+        batches = sorted({entry.batch for entry in self.entries})
+        for temperature in sorted({entry.temperature for entry in self.entries}):
+            some = [
+                each for each in self.entries if each.temperature == temperature and each.report.speedup is not None
+            ]
+            if len(batches) == 1:
+                marks = [
+                    ChartCurve(
+                        each.method, [(each.report.tau, each.report.speedup)], spans=[tuple(each.report.speedup_ci)]
+                    )
+                    for each in some
+                    if each.report.tau is not None and each.report.speedup_ci is not None
+                ]
+                yield lines(marks, x="tau", y="speedup", title=f"Speedup against tau, T={temperature:g}")
+                continue
+            curves = []
+            for method in dict.fromkeys(each.method for each in some):
+                points = sorted((each.batch, each.report.speedup) for each in some if each.method == method)
+                curves.append(ChartCurve(method, points, marks=True))
+            yield lines(curves, x="requests at once", y="speedup", title=f"Speedup by load, T={temperature:g}")
