@@ -29,7 +29,7 @@ PASSING = {"settings", "by_prompt", "by_category", "served", "training", "versio
 
 TRAINING = {
     **{head: (f"head={head}",) for head in ("dflash", "draft", "dspark", "eagle", "eagle3", "hass", "hydra", "medusa", "medusa2",
-                                            "mtp", "mtp_parallel", "peagle")},
+                                            "mtp", "peagle")},
     "consistency": ("head=consistency", "head.vocab_size=null"),
     "eagle cached": ("head=eagle", "features.mode=cached"),
     "eagle3 cached": ("head=eagle3", "features.mode=cached"),
