@@ -13,7 +13,7 @@ from typing import Any
 
 import rich.table
 
-from specdec.core import files, hub, rules
+from specdec.core import files, hub
 from specdec.core.generation import Generation
 from specdec.decoding.drafting import Drafting
 from specdec.measuring.measure import (
@@ -220,7 +220,6 @@ def summarise(method: Method, results: list[PromptResult], temperature: float) -
         depth=method.proposer.depth,
         temperature=temperature,
         adapted=method.target.adapted,
-        lossy=method.drafting.rule in rules.LOSSY,
     )
 
 
