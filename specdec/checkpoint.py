@@ -40,6 +40,9 @@ RECORDED = (
     "published",
     "versions",
 )  # facts, not arguments
+GONE_HEADS = {
+    "specdec.heads.mtp.ParallelMTP": "head=mtp_parallel, Meta's parallel heads: train head=mtp or head=dflash"
+}
 GONE = ("native",)  # arguments of earlier versions, on which no head depends that they saved
 CHECKPOINT = (
     "A checkpoint is a folder with drafter.json and drafter.safetensors, such as checkpoints/<run>/step_000500 (or "
@@ -119,6 +122,8 @@ def name_of(folder: Path) -> str:
 
 def drafter_class(path: str) -> type[Head]:
     """The class that `_target_` names. Only heads defined inside specdec.heads are accepted."""
+    if path in GONE_HEADS:
+        raise ValueError(f"This is a checkpoint of a head that there is no more, {GONE_HEADS[path]}.")
     module, _, name = path.rpartition(".")
     if module.startswith(HEADS) and all(part.isidentifier() for part in path.split(".")):
         with contextlib.suppress(ImportError):

@@ -30,6 +30,8 @@ GONE = {
     "features.in_flight": "As many texts are asked for as the servers read at once.",
     "head.drafter.markov_rank": "It is head.drafter.dependence.rank; dependence=null is a drafter without a Markov head.",
     "head.drafter.markov_table": "It is head.drafter.dependence.table.",
+    "head=mtp_parallel": "Parallel heads drafted worst (results/09-heads-side-by-side.md): train head=mtp or head=dflash.",
+    "decode.lossy": "Every acceptance rule keeps the target's distribution.",
     "features.patience": "An engine that does not answer ends the run, and resume=true continues it.",
 }
 

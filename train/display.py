@@ -38,10 +38,10 @@ def unknown(conf: Path, given: list[str]) -> str | None:
     for group in (path for path in conf.iterdir() if path.is_dir() and path.name != "proposer"):  # of other commands
         place = "head.objective" if group.name == "objective" else group.name
         known |= {place, *(key for file in group.rglob("*.yaml") for key in _keys(load(file), f"{place}."))}
-    for key in (each.partition("=")[0] for each in given if "=" in each):
+    for each, key in ((each, each.partition("=")[0]) for each in given if "=" in each):
+        if gone := GONE.get(each, GONE.get(key)):
+            return f"There is no option {each if each in GONE else key!r} any more. {gone}"
         if key not in known and not key.startswith(("+", "~", "-", "hydra")):
-            if key in GONE:
-                return f"There is no option {key!r} any more. {GONE[key]}"
             close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             guess = f" Did you mean {close[0]!r}?" if close else ""
             return f"There is no option {key!r}.{guess} python train.py --help lists them all."

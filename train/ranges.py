@@ -173,7 +173,7 @@ RANGES = {
     "lora": GROUP.or_null, "borrow_embeddings": FLAG.or_null,
     **dict.fromkeys(
         "anchor_predicts fuse confidence window_causal own_output norm_features norm_output zero_first "
-        "attention_bias gradient_checkpointing lossy".split(),
+        "attention_bias gradient_checkpointing".split(),
         FLAG,
     ),
     "NativeMTP.lora_rank": SIZE.or_null, "NativeMTP.zero_first": FLAG.or_null, "recycle_norm": FLAG.or_null,
@@ -186,7 +186,7 @@ RANGES = {
     "keep": number(0, 1, above=True), "chunk": COUNT.or_null, "passes": whole(0, 1024),
     # Decoding
     "depth": FEW, "decode.depth": FEW.or_auto, "width": FEW, "nodes": whole(1, 65536).or_null, "children": choice("distinct", "chosen"),
-    "rule": choice("token", "block", "typical"), "top_k": COUNT.or_null, "top_p": number(0, 1, above=True).or_null,
+    "rule": choice("token", "block"), "top_k": COUNT.or_null, "top_p": number(0, 1, above=True).or_null,
     "repetition_penalty": POSITIVE,
     # Proposers
     "members": TEXT.or_list, "inner": TEXT, "costs": TEXT.or_null, "num": COUNT, "sinks": whole(0), "window": COUNT,

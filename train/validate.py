@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
-from specdec.core import fast, rules
+from specdec.core import fast
 from specdec.core.sampling import Sampling
 from specdec.heads.base import Drafter, Head
 from specdec.measuring import report as figures
@@ -269,7 +269,6 @@ class Validation:
             depth=self.drafting.depth,
             temperature=self.settings.temperature,
             adapted=self.target.adapted,
-            lossy=self.drafting.rule in rules.LOSSY,
         )
 
     def _finish(self, report: Report, step: int | None) -> Report:

@@ -36,8 +36,7 @@ class DecodeOptions:
     top_p: float | None = option(Sampling.top_p, "sample from the most probable tokens of this total probability only")
     repetition_penalty: float = option(Sampling.repetition_penalty, "above 1: tokens that occurred become less likely")
     children: str = option(Drafting.children, "children in a tree at temperature > 0: distinct or chosen")
-    rule: str = option(Drafting.rule, "acceptance rule: token, block (whole paths), or typical (needs lossy=true)")
-    lossy: bool = option(Drafting.lossy, "allow acceptance rules that change the distribution of answers")
+    rule: str = option(Drafting.rule, "acceptance rule: token, or block (whole paths)")
     depth: int = option(Drafting.depth, "drafts along a path")
     width: int = option(
         Drafting.width,
@@ -47,7 +46,7 @@ class DecodeOptions:
 
     def drafting(self, shape: TreeShape | None = None) -> Drafting:
         """How to draft and verify. shape: instead of the one of these options. Raises ValueError, naming an option."""
-        names = ("children", "rule", "lossy", "compile", "cuda_graphs")
+        names = ("children", "rule", "compile", "cuda_graphs")
         chosen = asdict(shape) if shape else {"depth": self.depth, "width": self.width, "nodes": self.nodes}
         with named("decode"):
             drafting = Drafting(**{name: getattr(self, name) for name in names}, **chosen)

@@ -313,7 +313,7 @@ def compare_with_replay(chosen: Any, drafter: Head, prompts: dict[str, dict], tu
     sampling, answers = chosen.decode.sampling(), [answer for turn in turns for answer in turn.answers]
     said = [each for each in (*(turn.counted for turn in turns), *(answer.said for answer in answers)) if each]
     depth = max((each.longest for each in said if each.longest), default=chosen.decode.depth)
-    drafting = replace(chosen.decode.drafting(TreeShape(depth, 1, depth)), rule="token", lossy=False)
+    drafting = replace(chosen.decode.drafting(TreeShape(depth, 1, depth)), rule="token")
     if not isinstance(drafter, Drafter) or not drafting.replayable(drafter, sampling):
         return {
             "verdict": f"a chain of {depth} of this head cannot be replayed with these settings: nothing is compared."

@@ -5,13 +5,13 @@ torch.compile checks guards and unpacks modules at every call, which for a small
 weights of linear layers are reordered once into oneDNN's blocked layout, and several products of one tensor are joined.
 """
 
-import contextlib
 import copy
 import functools
 import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from specdec.core import fast, precision
+from specdec.core.devices import name_cause
 
 LINEAR = {torch.ops.aten.mm.default: (None, 0, 1), torch.ops.aten.addmm.default: (0, 1, 2)}  # bias, input, weight.T
 # The kernels between the products are too small for several threads; C++ around them saves a third of the overhead.
@@ -242,10 +243,7 @@ class Runner:
         if self.asked[0]:
             raise error
         if self.compile:
-            warnings.warn(
-                f"Passes go on without compiling: {(str(error).splitlines() or [type(error).__name__])[0]}",
-                stacklevel=3,
-            )
+            warnings.warn(f"Passes go on without compiling: {name_cause(error)}", stacklevel=4)
         self.compile = False
 
     @property
@@ -257,19 +255,12 @@ class Runner:
         """function(*inputs), whose result is a tensor or a flat tuple of tensors"""
         if not self.compile:
             return function(*inputs)
-        key = (name, *((tensor.shape, tensor.stride()) for tensor in inputs))
-        if key not in self.known:
-            try:
-                with self._counted():
-                    graph = self._build(name, function, inputs)
-                    bound = graph.bind(graph.captured, self.packed)
-                    result = bound(*inputs)  # the first call loads code and fills caches
-                    self.known[key] = bound
-                    return result
-            except Exception as error:
-                self.stop_compiling(error)
-                return function(*inputs)
-        return self.known[key](*inputs)  # type: ignore[operator]
+
+        def build() -> Callable:
+            graph = self._build(name, function, inputs)
+            return graph.bind(graph.captured, self.packed)
+
+        return (self._find(name, inputs, build) or function)(*inputs)
 
     def whole(
         self,
@@ -295,9 +286,7 @@ class Runner:
                 self.graphs[key] = capture_graph(function, inputs, self.pool)
             except RuntimeError as error:
                 self.cuda_graphs = False
-                warnings.warn(
-                    f"No CUDA graphs, passes are started one by one: {str(error).splitlines()[0]}", stacklevel=2
-                )
+                warnings.warn(f"No CUDA graphs, passes are started one by one: {name_cause(error)}", stacklevel=2)
                 return function(*inputs)
             finally:
                 self.seconds = compiling + time.perf_counter() - start
@@ -305,13 +294,22 @@ class Runner:
                 del self.graphs[next(iter(self.graphs))]
         return self.graphs[key](*inputs)
 
-    @contextlib.contextmanager
-    def _counted(self):
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - start
+    def _find(self, name: object, inputs: Sequence[Tensor], build: Callable[[], Any]) -> Any:
+        """What `build` compiles for inputs of these shapes, kept; None where that cannot be compiled."""
+        key = (name, *((tensor.shape, tensor.stride()) for tensor in inputs))
+        if key not in self.known:
+            start = time.perf_counter()
+            try:
+                found = build()
+                for function in found if isinstance(found, list) else [found]:
+                    function(*inputs)  # the first call loads code and fills caches
+                self.known[key] = found
+            except Exception as error:
+                self.stop_compiling(error)
+                return None
+            finally:
+                self.seconds += time.perf_counter() - start
+        return self.known[key]
 
     def layers(self, name: object, function: Callable, modules: Iterable[nn.Module], *inputs: Tensor) -> list[Callable]:
         """For each of several modules, which differ in their weights only: inputs -> function(module, *inputs)
@@ -320,16 +318,9 @@ class Runner:
         """
         if not self.compile:
             return [functools.partial(function, module) for module in modules]
-        key = (name, *((tensor.shape, tensor.stride()) for tensor in inputs))
-        if key not in self.known:
-            modules = list(modules)
-            try:
-                with self._counted():
-                    self.known[key] = self._build_layers(name, function, modules, inputs)
-            except Exception as error:
-                self.stop_compiling(error)
-                return [functools.partial(function, module) for module in modules]
-        return self.known[key]  # type: ignore[return-value]
+        modules = list(modules)
+        found = self._find(name, inputs, lambda: self._build_layers(name, function, modules, inputs))
+        return found or [functools.partial(function, module) for module in modules]
 
     def _build_layers(
         self, name: object, function: Callable, modules: Sequence[nn.Module], inputs: Sequence[Tensor]
@@ -341,21 +332,17 @@ class Runner:
         graph = self._build(name, lambda *inputs: function(first, *inputs), inputs)
         places = {_place(tensor): place for place, tensor in _tensors(first).items()}
         wanted = [(places.get(_place(tensor)), tensor) for tensor in graph.captured]
-        functions = [
+        return [
             graph.bind([tensors[place] if place else shared for place, shared in wanted], self.packed)
             for tensors in map(_tensors, modules)
         ]
-        for bound in functions:
-            bound(*inputs)  # the first call loads code and fills caches
-        return functions
 
     def _build(self, name: object, function: Callable, inputs: Sequence[Tensor]) -> Graph:
         try:
             return Graph(function, inputs)
         except Exception as error:  # tracing runs the model's code and compiling runs a compiler: any error can occur
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(
-                f"{name} could not be compiled ({first}). Inductor needs a C++ compiler on a CPU; compile=false "
+                f"{name} could not be compiled ({name_cause(error)}). Inductor needs a C++ compiler on a CPU; compile=false "
                 "decodes without it."
             ) from error
 
@@ -382,21 +369,15 @@ def run_block(function: Callable, module: nn.Module, *inputs, **options):
         try:
             return _compile_block(function)(module, *inputs, **options)
         except Exception as error:
-            if not _is_of_compiler(error):
+            if not isinstance(error, TorchDynamoException | InductorError):
                 raise
             _not_compiled.add(function)
             cause = getattr(error, "inner_exception", error)  # of a backend
-            first = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
-            fast.leave_out("blocks", f"{function.__qualname__} could not be compiled ({first})")
+            fast.leave_out("blocks", f"{function.__qualname__} could not be compiled ({name_cause(cause)})")
     return function(module, *inputs, **options)
 
 
 _not_compiled: set[Callable] = set()
-
-
-def _is_of_compiler(error: Exception) -> bool:
-
-    return isinstance(error, TorchDynamoException | InductorError)
 
 
 def training_block(function: Callable) -> Callable:

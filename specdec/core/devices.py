@@ -61,6 +61,11 @@ def out_of_memory(error: BaseException | None) -> str | None:
     return None
 
 
+def name_cause(error: BaseException) -> str:
+    """The first line of an error's message, as a part of a sentence; its class where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
     """Within, products of float32 matrices are not rounded to TF32 (or bfloat16), whatever the user or a container has set.

@@ -21,6 +21,7 @@ import filelock
 import torch
 
 import specdec
+from specdec.core.devices import name_cause
 from specdec.core.files import write_text
 from specdec.core.untrusted import read_json
 
@@ -189,7 +190,7 @@ def main(device: str, *paths: str) -> None:
             getattr(importlib.import_module(module), function)(torch.device(device))
             why = ""
         except Exception as error:  # a proof runs compilers and kernels: any error can occur
-            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            why = name_cause(error)
         print(json.dumps({path: why}), flush=True)
 
 

@@ -219,20 +219,6 @@ def block(tree: Tree, probs: Tensor, draws: Draws) -> Accepted:
     return *trace(ancestors, end), draws.token(probs[rows, end], torch.ones_like(undecided))
 
 
-def typical(tree: Tree, probs: Tensor, draws: Draws, *, epsilon: float = 0.09, delta: float = 0.3) -> Accepted:
-    """Medusa's typical acceptance (2401.10774). NOT lossless: the output does not have the target's distribution.
-
-    A child is acceptable if p(x) > min(epsilon, delta exp(-H(p))) at its parent; the longest acceptable path is kept
-    (of equally long ones the first), and the next token is drawn from p at its end.
-    """
-    rows = torch.arange(len(probs), device=probs.device)
-    parents = tree.parents.clamp(min=0)
-    entropy = torch.special.entr(probs).sum(-1)  # [B, N] in nats
-    bound = (delta * torch.exp(-entropy)).clamp(max=epsilon)  # [B, N]
-    path, num_kept, end = longest(tree, probs[rows[:, None], parents, tree.tokens] > bound.gather(1, parents))
-    return path, num_kept, draws.token(probs[rows, end], torch.ones_like(rows, dtype=torch.bool))
-
-
 def probability(mass: Tensor, tree: Tree, node: int) -> Tensor:
     """min(1, r(x) / q(x)) [B] of a node's token x; mass [B, V] is r."""
     token = tree.tokens[:, node, None]  # [B, 1]
@@ -276,15 +262,10 @@ def trace(ancestors: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     return path.masked_fill(numbers >= num_kept[:, None], 0), num_kept
 
 
-RULES: dict[str, Callable[[Tree, Tensor, Draws], Accepted]] = {"token": sample, "block": block, "typical": typical}
-LOSSY = {"typical"}
+RULES: dict[str, Callable[[Tree, Tensor, Draws], Accepted]] = {"token": sample, "block": block}
 
 
-def check(rule: str, *, lossy: bool) -> None:
-    """Raises ValueError for a rule that does not exist, and for one of LOSSY unless `lossy` allows it."""
+def check(rule: str) -> None:
+    """Raises ValueError for a rule that does not exist."""
     if rule not in RULES:
-        raise ValueError(f"rule={rule} must be one of {', '.join(RULES)}.")
-    if rule in LOSSY and not lossy:
-        raise ValueError(
-            f"rule={rule} changes what the target says. If that is wanted, set lossy=true; else take rule=token or block."
-        )
+        raise ValueError(f"rule={rule} must be {' or '.join(RULES)}.")

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specdec.core.devices import name_cause
+
 LARGEST_JSON = 64 * 2**20  # bytes
 LARGEST_HEADER = 16 * 2**20  # bytes of a safetensors header, which is JSON too
 SMALLEST = 8192  # elements that a tensor counts for at least: a million tiny layers are large as well
@@ -96,9 +98,8 @@ def read_pickle(path: Path) -> Any:
                 raise ValueError("it is compressed, which torch.save never does")
         return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # torch raises many kinds for a damaged file
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"{path} cannot be read as plain tensors ({reason}). Take a copy in safetensors, or have somebody who trusts the "
+            f"{path} cannot be read as plain tensors ({name_cause(error)}). Take a copy in safetensors, or have somebody who trusts the "
             "file save its tensors again."
         ) from error
 

@@ -28,10 +28,10 @@ class Decoder:
     """Drafts and verifies without changing the target's distribution; `proposer=None` is plain decoding.
 
     stop: token ids that end an answer and belong to it; stop_strings: texts that end an answer
-    rule: a key of rules.RULES. The rules in rules.LOSSY change the distribution, so they need lossy=True
+    rule: a key of rules.RULES
     runner: compiles the target's passes; decoders of one target can share it. None: nothing is compiled
 
-    Raises ValueError for a rule that does not exist or does not fit the other settings.
+    Raises ValueError for a rule that does not exist, and for settings that do not fit the target.
     """
 
     def __init__(
@@ -43,12 +43,9 @@ class Decoder:
         stop: set[int],
         stop_strings: StopStrings | None = None,
         rule: str = "token",
-        lossy: bool = False,
         runner: Runner | None = None,
     ):
-        rules.check(rule, lossy=lossy)
-        if rule in rules.LOSSY and sampling.greedy:
-            raise ValueError(f"rule={rule} needs temperature= above 0: it weighs the target's probabilities.")
+        rules.check(rule)
         self.target, self.proposer = target, proposer
         self.sampling, self.stop, self.stop_strings = sampling, stop, stop_strings
         self.hidden_states = proposer.target_layers if proposer else ()

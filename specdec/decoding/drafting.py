@@ -21,12 +21,12 @@ class Drafting:
 
     depth: drafts along a path; width, nodes: see TreeShape. nodes=None means `depth` for a chain, else depth x width
     children: how the children of a tree's node are made, see HeadProposer
-    rule, lossy: the acceptance rule, see Decoder
+    rule: the acceptance rule, see Decoder
     compile: whether the target's passes and the drafter's steps are compiled for the shapes that occur
     cuda_graphs: whether each pass of the target, and the drafter's steps of a round, are one CUDA graph
         None: on a GPU what is faster, measured at the first use; on a CPU neither
 
-    Raises ValueError for an unknown value of `children` or `rule`, and for a lossy rule without lossy=True.
+    Raises ValueError for an unknown value of `children` or `rule`.
     """
 
     depth: int = 2
@@ -34,13 +34,12 @@ class Drafting:
     nodes: int | None = None
     children: Children = "distinct"
     rule: str = "token"
-    lossy: bool = False
     compile: bool | None = None
     cuda_graphs: bool | None = None
 
     def __post_init__(self):
         check_children(self.children)
-        rules.check(self.rule, lossy=self.lossy)
+        rules.check(self.rule)
 
     @property
     def shape(self) -> TreeShape:
@@ -65,7 +64,7 @@ class Drafting:
 
     def decoder(self, target: Target, proposer: Proposer | None, **arguments) -> Decoder:
         """A decoder with this acceptance rule; arguments: the other ones of Decoder."""
-        return Decoder(target, proposer, rule=self.rule, lossy=self.lossy, **arguments)
+        return Decoder(target, proposer, rule=self.rule, **arguments)
 
     def replayable(self, drafter: Head, sampling: Sampling) -> bool:
         """Whether replay computes tau under these settings: fixed chains of a drafter's steps, verified token by token."""

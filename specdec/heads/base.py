@@ -18,7 +18,7 @@ In decoding the newest committed token is the newest slot. Its later tokens are 
 
 WHAT A STEP SEES (`attends`; docs/architecture.md), in training and in decoding alike:
 
-    path    keys of committed slots' first steps, and of its own steps 2..d        EAGLE, shared MTP, Meta's heads
+    path    keys of committed slots' first steps, and of its own steps 2..d        EAGLE, shared MTP
     depth   keys of module d at slots whose step d needs committed tokens only     MTP, a module for each depth
     block   the features of slots <= j as keys, and its own block of K states      DFlash, DSpark
     text    the tokens before: step d of slot j is step 1 of slot j+d-1            draft models

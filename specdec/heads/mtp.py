@@ -1,5 +1,4 @@
-"""Multi-token prediction: DeepSeek-V3's sequential modules (2412.19437), FastMTP's shared one (2509.18362), Meta's
-independent heads (2404.19737)."""
+"""Multi-token prediction: DeepSeek-V3's sequential modules (2412.19437), and FastMTP's shared one (2509.18362)."""
 
 import torch
 from torch import Tensor, nn
@@ -104,49 +103,3 @@ class MTP(Drafter):
             module.norm.weight.fill_(torch.cat(goals).float().pow(2).mean().sqrt())
             states = [module.norm(module.block.alone(module.eh_proj(x))) for x in joined]
         return True
-
-
-class ParallelMTP(Drafter):
-    """Meta's independent heads: one block each on the shared trunk (here the frozen target). They do not read drafts.
-
-    Meta trains them together with the model, and its first head is the model's own. `h` carries the states of all K heads.
-    """
-
-    attends = "path"
-    parallel = True
-
-    def __init__(
-        self,
-        target: Target,
-        *,
-        num_heads: int = 4,
-        intermediate_size: int | None = None,
-        vocab: Tensor | None = None,
-    ):
-        super().__init__(target, vocab=vocab)
-        self.depth = num_heads
-        self.target_layers = target.layer_ids([-1])
-        self.config = config = block_config(target, intermediate_size=intermediate_size)
-        self.norm_in = RMSNorm(target.width, eps=config.rms_norm_eps)
-        self.blocks = nn.ModuleList(Block(config, width=target.width, layer=layer) for layer in range(num_heads))
-        self.rotary = Rotary(config)
-        for block in self.blocks:
-            block.start_as_identity()  # each head starts as the target's own LM head
-
-    def cache(self, batch: int) -> RowCache:
-        return row_cache(self.config, self.norm_in.weight, layers=len(self.blocks), batch=batch)
-
-    def encode(self, features: Tensor) -> Tensor:
-        return features.to(self.norm_in.weight.dtype)
-
-    def step(self, d, h, tokens, positions, mask, cache):
-        if d == 1:
-            x, rotary = self.norm_in(h), self.rotary(h, positions)
-            h = torch.cat([block(x, h, rotary, mask, cache) for block in self.blocks], dim=-1)  # [B, S, K*D]
-        return h, h.chunk(len(self.blocks), dim=-1)[d - 1]
-
-    def ahead(self, h):
-        return h.unflatten(-1, (len(self.blocks), -1))
-
-    def logits(self, d, readout):
-        return self.goal_logits(readout)

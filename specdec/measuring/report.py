@@ -55,7 +55,6 @@ class Report:
     baseline_user_tokens_per_second: float | None = None
     ms_per_round: dict[str, float] | None = None  # by decode.STAGES
     adapted_target: bool = False  # whether outputs are those of a target that the head has changed
-    lossy: bool = False  # whether the acceptance rule changes the distribution of the answers
     identical_outputs: float | None = None  # share of the answers that equal plain decoding; None at temperature > 0
     largest_gap_at_difference: float | None = None  # the largest top-2 logit gap where a greedy answer differs
     replayed_prompts: int | None = None  # None where replay does not apply
@@ -120,11 +119,9 @@ def summarise(
     depth: int,
     temperature: float,
     adapted: bool = False,
-    lossy: bool = False,
     seed: int = 0,
 ) -> Report:
-    """Figures over all results. depth: the deepest draft; adapted: `Target.adapted`; lossy: whether the acceptance rule
-    is one of rules.LOSSY; seed: of the bootstrap"""
+    """Figures over all results. depth: the deepest draft; adapted: `Target.adapted`; seed: of the bootstrap"""
     rounds = sum(result.num_rounds for result in results)
     reaching = reached([count for result in results for count in result.drafted.accepted[0]], depth)
     survival = [count / rounds if rounds else math.nan for count in reaching]
@@ -133,7 +130,6 @@ def summarise(
     report = Report(
         temperature=temperature,
         adapted_target=adapted,
-        lossy=lossy,
         num_prompts=len(results),
         num_rounds=rounds,
         tau=tau(results),
@@ -250,11 +246,6 @@ def in_parts(report: Report, results: Sequence[Any], summary: Callable[[list[Any
 def verdict(report: Report) -> str:
     """One sentence on losslessness, of a report with decoded answers."""
     adapted = "; outputs are those of the adapted target, not of the original one" if report.adapted_target else ""
-    if report.lossy:
-        return (
-            "NOT lossless: this rule accepts tokens that the target would seldom say, so answers follow another distribution"
-            + adapted
-        )
     if report.temperature > 0:
         return f"lossless by the acceptance rule (answers are draws from the same distribution, not the same draws){adapted}"
     assert report.identical_outputs is not None

@@ -11,6 +11,7 @@ from torch import Tensor
 from specdec.core.cache import RowCache
 from specdec.core.cached_keys import CachedKeys
 from specdec.core.compile import Runner
+from specdec.core.devices import name_cause
 from specdec.core.tree import PartialPass
 from specdec.target.model import Target, TargetOutput
 
@@ -164,7 +165,7 @@ def check_layers(target: Target, advice: str) -> None:
     except (RuntimeError, TypeError, AttributeError, ValueError, KeyError, IndexError) as error:
         raise ValueError(
             f"{target.name}'s layers take more than a state, one rotary embedding for all layers, a mask and K and V "
-            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}): {advice}"
+            f"({name_cause(error)}): {advice}"
         ) from error
     _check_same(target.norm(h), target.read(tokens, ()).final, _MORE.format(target.name, advice))
 

@@ -30,7 +30,7 @@ from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import is_accelerate_available
 
 from specdec.core import hub, precision, token_text
-from specdec.core.devices import numbered, out_of_memory
+from specdec.core.devices import name_cause, numbered, out_of_memory
 from specdec.core.shards import Shards
 from specdec.target import attention
 from specdec.target.structure import check_supported, find_blocks
@@ -77,7 +77,7 @@ def load_model(
     except (ImportError, RuntimeError, MemoryError) as error:
         if out_of_memory(error):
             raise ValueError(
-                f"{name} does not fit into the memory of device={device} ({_first_line(error)}). Use device=auto with more "
+                f"{name} does not fit into the memory of device={device} ({name_cause(error)}). Use device=auto with more "
                 "accelerators, or a quantised or smaller target."
             ) from error
         if quantisation is None:
@@ -205,7 +205,7 @@ def find_devices(device: str | torch.device) -> list[torch.device]:
     try:
         return [numbered(device)]
     except (RuntimeError, AssertionError) as error:  # AssertionError: a build of torch without CUDA
-        raise ValueError(f"device={device} cannot be used here ({_first_line(error)}). {DEVICES}.") from error
+        raise ValueError(f"device={device} cannot be used here ({name_cause(error)}). {DEVICES}.") from error
 
 
 def _device_map(
@@ -253,16 +253,12 @@ def _read(load: Callable, name: str, **kwargs):
                 f"{name} brings Python code of its own, which would run here with all your rights. Read it, and if you trust "
                 "it, give trust_remote_code=true; otherwise choose a target whose code is in transformers."
             ) from error
-        reason = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else _first_line(error)
+        reason = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else name_cause(error)
         raise ValueError(
             f"{name} could not be loaded as a causal language model by transformers {transformers.__version__} ({reason}). Give a "
             "folder saved by save_pretrained (config.json, safetensors, tokenizer), or a Hub name with the network in reach; a "
             "newer model needs a newer transformers (pip install -U specdec)."
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 # The parts of a target without its layers: their values come from the safetensors files, one tensor at a time.

@@ -18,6 +18,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from specdec.core.cache import EntryShape
 from specdec.core.cached_keys import CachedKeys
+from specdec.core.devices import name_cause
 from specdec.target.attention import segment_mask
 
 MOST_NODES = 256  # of a tree of drafts, for targets that count slots of the cache
@@ -192,9 +193,8 @@ def refusals(name: str, decoder: nn.Module, *, advice: str = ANOTHER) -> Iterato
     try:
         yield
     except Exception as error:  # the code of any model runs here
-        first = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(
-            f"{name}: {kind} does not run with masks and a cache that are given to it ({type(error).__name__}: {first}). {advice}"
+            f"{name}: {kind} does not run with masks and a cache that are given to it ({type(error).__name__}: {name_cause(error)}). {advice}"
         ) from error
 
 

@@ -29,7 +29,7 @@ PASSING = {"settings", "by_prompt", "by_category", "served", "training", "versio
 
 TRAINING = {
     **{head: (f"head={head}",) for head in ("dflash", "draft", "dspark", "eagle", "eagle3", "hass", "hydra", "medusa", "medusa2",
-                                            "mtp", "mtp_parallel", "peagle")},
+                                            "mtp", "peagle")},
     "consistency": ("head=consistency", "head.vocab_size=null"),
     "eagle cached": ("head=eagle", "features.mode=cached"),
     "eagle3 cached": ("head=eagle3", "features.mode=cached"),
@@ -123,7 +123,6 @@ def cases() -> dict[str, dict]:
         usual = {"proposer": "head", "head": head, "sampling": WARM}
         found |= {f"{head}, distinct": usual | TREE | {"children": "distinct"}}
         found |= {f"{head}, block": usual | CHAIN | {"rule": "block"}}
-        found |= {f"{head}, typical": usual | CHAIN | {"rule": "typical", "lossy": True}}
         found |= {f"{head}, cut": usual | TREE | {"sampling": CUT, "children": "chosen"}}
     texts = {
         "ngram": ("ngram", {"num": "4"}),
@@ -150,7 +149,7 @@ def cases() -> dict[str, dict]:
 CASES = cases()
 
 
-def answers(*, proposer=None, head=None, settings=None, sampling=None, rule="token", lossy=False, **decode) -> dict:
+def answers(*, proposer=None, head=None, settings=None, sampling=None, rule="token", **decode) -> dict:
     """Of one row at a time, and of three rows that others join."""
     found = {}
     for rows in (1, 3):
@@ -160,7 +159,7 @@ def answers(*, proposer=None, head=None, settings=None, sampling=None, rule="tok
         some = slice(None) if rows > 1 else slice(2)
         tokens, accepted, trees, probs = interface.decode(
             target, made, PROMPTS[some], LENGTHS[some], rows=rows, stop={STOP}, sampling=sampling or {"temperature": 0.0},
-            rule=rule, lossy=lossy,
+            rule=rule,
         )  # fmt: skip
         found[str(rows)] = {"answers": tokens}
         if proposer != "auto":  # which rounds draft what depends on times

@@ -11,6 +11,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from specdec.checkpoint import drafter_class
 from specdec.core.rules import RULES
 from specdec.proposers.growth import Children
 from tests.support import HEADS_FOLDER, ROOT, log_of
@@ -128,9 +129,16 @@ def test_an_option_that_went_is_named_with_its_successor_and_dropped_from_older_
     with pytest.raises(ValueError, match=said):
         RunConfig.of(usual | {"train": usual["train"] | {"shard": True}})
     assert re.match(said, display.unknown(ROOT / "conf", ["train.shard=true"]))
-    (tmp_path / "config.yaml").write_text("run: a\ntarget: {tp: 1, dtype: float32}\ntrain: {best_by: tau, steps: 3}\n")
+    assert re.match(
+        ".*head=mtp_parallel. any more.* train head=mtp", display.unknown(ROOT / "conf", ["head=mtp_parallel"])
+    )
+    with pytest.raises(ValueError, match=r"^This is a checkpoint of a head that there is no more, .* train head=mtp"):
+        drafter_class("specdec.heads.mtp.ParallelMTP")
+    (tmp_path / "config.yaml").write_text(
+        "run: a\ntarget: {tp: 1, dtype: float32}\ntrain: {best_by: tau, steps: 3}\ndecode: {lossy: false}\n"
+    )
     read = read_settings(tmp_path / "config.yaml")
-    assert read == {"run": "a", "target": {"dtype": "float32"}, "train": {"steps": 3}}
+    assert read == {"run": "a", "target": {"dtype": "float32"}, "train": {"steps": 3}, "decode": {}}
     assert read_settings(tmp_path / "none.yaml") == {}
 
 

@@ -58,7 +58,7 @@ def same(found: dict[int, dict[str, float]], run: str, *, digits: float = 1e-12)
 
 def test_figures_are_numbers_by_name():
     report = {"tau": 1.5, "tau_ci": [1.25, 1.75], "survival": [0.5, math.nan], "auto": {"speedup": 2, "sizes": {"3": 7}}, "step": 4,
-              "lossy": False, "shape": "chain of 2", "speedup": None, "by_category": {"all": {"tau": 1}}, "differences": [{"prompt": "a"}]}  # fmt: skip
+              "shape": "chain of 2", "speedup": None, "by_category": {"all": {"tau": 1}}, "differences": [{"prompt": "a"}]}  # fmt: skip
     assert tracking.figures_of("best", report) == {
         "best/tau": 1.5, "best/tau_low": 1.25, "best/tau_high": 1.75, "best/survival_1": 0.5, "best/auto_speedup": 2,
         "best/auto_sizes_3": 7, "best/step": 4,

@@ -4,8 +4,6 @@ import functools
 
 import pytest
 
-from specdec.core import rules
-from specdec.core.sampling import Sampling
 from specdec.core.tree import Tree, TreeShape, root
 from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
@@ -36,8 +34,7 @@ def decoder_of(
     if wrong:
         original_propose = proposer.propose
         proposer.propose = lambda *arguments: wrong(original_propose(*arguments))
-    lossy = rule in rules.LOSSY
-    return Decoder(target, proposer, sampling=SAMPLINGS[sampling], stop=set(), rule=rule, lossy=lossy)
+    return Decoder(target, proposer, sampling=SAMPLINGS[sampling], stop=set(), rule=rule)
 
 
 CASES = {
@@ -124,24 +121,6 @@ def test_a_penalty_that_ignores_the_answer_is_detected(monkeypatch):
         "specdec.target.verifier.seen", lambda tree, committed: committed[:, None].expand(-1, tree.tokens.shape[1], -1)
     )
     assert decoder_error(decoder_of("penalty"), 1, monkeypatch=monkeypatch) > 1e-3
-
-
-# The lossy rule
-
-
-def test_typical_must_be_allowed_and_is_lossy(monkeypatch):
-    target = sampled_target()
-    with pytest.raises(ValueError, match=r"^rule=typical changes what the target says\. .* lossy=true"):
-        Decoder(target, None, sampling=Sampling(1.0), stop=set(), rule="typical")
-    with pytest.raises(ValueError, match=r"^rule=typical needs temperature= above 0"):
-        Decoder(target, None, sampling=Sampling(), stop=set(), rule="typical", lossy=True)
-    with pytest.raises(ValueError, match=r"^rule=best must be one of token, block, typical\.$"):
-        Decoder(target, None, sampling=Sampling(), stop=set(), rule="best")
-    for shape in (CHAIN, TREE):
-        assert decoder_error(decoder_of(rule="typical", shape=shape), 1, monkeypatch=monkeypatch) > 1e-2
-        assert decoder_error(decoder_of(shape=shape), 1, monkeypatch=monkeypatch) < 1e-12
-    # lossy=True permits a lossy rule and does not require one
-    Decoder(target, None, sampling=Sampling(), stop=set(), rule="block", lossy=True)
 
 
 # Whole answers

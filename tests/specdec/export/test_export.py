@@ -51,7 +51,7 @@ OTHER_ROPE = {
     [
         *((head, False, {}, form, f"format={form} takes .*Formats that take it: {others}")
           for head, form, others in (
-               ("hydra", "vllm", "safetensors, which takes all"), ("mtp_parallel", "sglang", "safetensors"),
+               ("hydra", "vllm", "safetensors, which takes all"),
                ("medusa", "sglang", "medusa, vllm"), ("mtp", "gguf", "sglang, vllm"),
                ("eagle", "speculators", "eagle, sglang, vllm"), ("dspark", "eagle", "gguf, sglang, speculators, vllm"),
               ("eagle", "medusa", "eagle, sglang, vllm"), ("eagle3", "transformers", "eagle, gguf, sglang"))),

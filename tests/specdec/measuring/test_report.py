@@ -50,8 +50,9 @@ def test_a_report_is_read_back_from_its_json(temperature, replayed):
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.parent.name)
 def test_shipped_reports_can_be_read(path: Path):
     document = json.loads(path.read_text())
-    report = Report.from_json(document)
-    rewritten = report.to_json()
+    rewritten = Report.from_json(document).to_json()
+    of_today = lambda values: {key: value for key, value in values.items() if key != "lossy"}  # a field of before
+    document = json.loads(path.read_text(), object_hook=of_today)
     assert {key: rewritten[key] for key in document if key not in ("training", "settings")} == {
         key: value for key, value in document.items() if key not in ("training", "settings")
     }

@@ -96,7 +96,6 @@ def report_of(**figures) -> Report:
         ({"speedup": 0.8, "speedup_ci": [0.7, 0.9]}, "no", "No: 0.80 times"),
         ({"speedup": 0.8, "speedup_ci": [0.7, 0.9], "auto": {"speedup": 1.3, "speedup_ci": [1.2, 1.4], "num_prompts": 4}},
          "yes", "with proposer=auto, on 4 prompts"),
-        ({"speedup": 1.5, "speedup_ci": [1.4, 1.6], "lossy": True}, "no", "Not lossless"),
         ({"tau": None}, "unsure", "tau is 1.90, but nothing was decoded"),
     ],
 )  # fmt: skip
