@@ -16,10 +16,12 @@ from train.pages import data_law
 from train.pages.page import write_figure
 from train.progress import Results
 
+OTHERS = ("proposer", "suite", "protocol")  # folders of conf/ that other commands read
+
 
 def usage(conf: Path) -> str:
     """What --help prints: the choices, and files of `conf` as they are, whose comments explain the options."""
-    groups = [path for path in sorted(conf.iterdir()) if path.is_dir() and path.name not in ("objective", "proposer")]
+    groups = [path for path in sorted(conf.iterdir()) if path.is_dir() and path.name not in ("objective", *OTHERS)]
     choices = [
         f"  {group.name}={'|'.join(sorted(str(file.relative_to(group).with_suffix('')) for file in group.rglob('*.yaml')))}"
         for group in groups
@@ -35,7 +37,7 @@ def unknown(conf: Path, given: list[str]) -> str | None:
     """What is wrong with the first option of a command line, KEY=VALUE, that no file of `conf` has; None if all are known."""
     load = lambda file: yaml.safe_load(file.read_text()) or {}
     known = set(_keys(load(conf / "train.yaml")))
-    for group in (path for path in conf.iterdir() if path.is_dir() and path.name != "proposer"):  # of other commands
+    for group in (path for path in conf.iterdir() if path.is_dir() and path.name not in OTHERS):
         place = "head.objective" if group.name == "objective" else group.name
         known |= {place, *(key for file in group.rglob("*.yaml") for key in _keys(load(file), f"{place}."))}
     for each, key in ((each, each.partition("=")[0]) for each in given if "=" in each):

@@ -99,6 +99,8 @@ def load_rows(
     Raises ValueError, naming file and line or the row, for what cannot be encoded.
     """
     weights = reading.read_sources(train)
+    for source in weights:
+        reading.check_trainable(source)
     folders = [encoding.cache / f"rows-{encoding.key(source)}" for source in weights]
     for source, folder in zip(weights, folders):
         files.keep_folder(folder, functools.partial(encode_source, source, encoding))

@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -24,6 +25,17 @@ from train.data.chat_template import options_of
 
 Item = TypeVar("Item")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+LICENCES = (
+    "license",
+    "licence",
+    "copying",
+    "notice",
+    "terms",
+    "readme",
+)  # how the names of files begin that state terms
+EVALUATION = r"evaluation[ -]data ?set[ -]licen[sc]e(?:[ -]agreement)?"
+LIMITS = re.compile(rf"{EVALUATION}|non-?commercial\b|cc[ -]by-n[cd][\w.-]*|no[ -]?derivatives?\b", re.IGNORECASE)
+Item = TypeVar("Item")
 
 
 def read_sources(train: str | Sequence[str] | Mapping[str, float]) -> dict[str, Fraction]:
@@ -91,14 +103,36 @@ def find_files(source: str) -> list[Path]:
     return []
 
 
-def open_dataset(source: str, split: str | None) -> Any:
-    """One split, by default train, of a dataset in a folder, or of one that `datasets.load_dataset` finds."""
+def find_limit(folder: Path, phrases: re.Pattern[str] = LIMITS) -> tuple[Path, str] | None:
+    """-> the licence, notice or README in a folder that limits the use of what is beside it, and the phrase that does"""
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    for path in (path for path in files if path.name.lower().startswith(LICENCES) and path.is_file()):
+        with path.open("rb") as file:
+            if found := phrases.search(" ".join(file.read(2**20).decode(errors="replace").split())):
+                return path, found[0]
+    return None
+
+
+def check_trainable(source: str) -> None:
+    """Raises ValueError for a source that lies beside a licence for evaluation alone."""
+    path = Path(source)
+    if found := find_limit(path if path.is_dir() else path.parent, re.compile(EVALUATION, re.IGNORECASE)):
+        raise ValueError(
+            f'{source} may not be trained on: {found[0]} says "{found[1]}". Give other data, or move yours away from that file.'
+        )
+
+
+def open_dataset(source: str, split: str | None, *, config: str | None = None) -> Any:
+    """One split, by default train, of a dataset in a folder, or of one that `datasets.load_dataset` finds.
+
+    config: the name of one of its configurations
+    """
     import datasets  # here: it takes a second of each command's start, and most sources are files
 
     split = split or "train"
     try:
         if not Path(source).is_dir():
-            return datasets.load_dataset(source, split=split)
+            return datasets.load_dataset(source, config, split=split)
         data = datasets.load_from_disk(source)
     except (OSError, ValueError) as error:
         raise ValueError(

@@ -1,0 +1,395 @@
+"""Public benchmarks as questions to decode, and the protocols under which publications decode them.
+
+conf/suite/NAME.yaml     where a suite is published, which field is its prompt, how many questions it has, its licence
+conf/protocol/NAME.yaml  what a publication sends to the target, with which settings, and how it counts acceptance
+
+A question has one or more turns. The target's own answer to a turn comes before the next one.
+"""
+
+import difflib
+import itertools
+import random
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import PreTrainedTokenizerBase
+
+from specdec.core import token_text
+from specdec.measuring.measure import Prompt
+from train.data import chat_template, reading, rows
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+FIELD = re.compile(r"\{(\w+)\}")  # of a template; other braces stand for themselves
+# FastChat's conversation form vicuna_v1.1, which Spec-Bench sends to every target
+VICUNA = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions. "
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """turns: rows as of reading.load_prompts, with the messages that each turn adds, and `original`: the published text"""
+
+    id: str
+    category: str
+    turns: tuple[dict, ...]
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Suite:
+    """digest: of the questions as they are asked; note: what is not as published, empty for nothing"""
+
+    name: str
+    title: str
+    questions: list[Question]
+    source: str
+    digest: str
+    licence: str
+    max_new_tokens: int
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """A file of conf/protocol. `templates`, `num`, `few_shot` and `max_new_tokens` are by suite, `system` for all or by suite."""
+
+    name: str
+    title: str
+    source: str
+    options: dict[str, Any]  # of evaluate
+    counting: dict[str, Any]
+    unsaid: str = ""  # what the publication leaves open, or evaluate cannot do as it does
+    chat: str = "target"  # its chat template, vicuna, or none
+    turns: str = "all"  # or first
+    strip: bool = False  # blanks around the target's answers in the history
+    system: str | dict[str, str] = ""
+    templates: dict[str, str] = field(default_factory=dict)
+    num: dict[str, int] = field(default_factory=dict)  # questions used
+    order: str | dict[str, int] = "first"  # or {shuffle: seed of Python's random}, if there are more than are used
+    few_shot: dict[str, dict[str, Any]] = field(default_factory=dict)  # rows put in front, and their template
+    max_new_tokens: dict[str, int] = field(default_factory=dict)  # where it is not that of `options`
+
+
+def read_protocol(name: str) -> Protocol:
+    """Raises ValueError for a name that conf/protocol does not have."""
+    return Protocol(name=name, **read_conf("protocol", name))
+
+
+def read_conf(kind: str, name: str) -> dict[str, Any]:
+    """conf/KIND/NAME.yaml"""
+    names = sorted(path.stem for path in (CONF / kind).glob("*.yaml"))
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        guess = f" Did you mean {close[0]}?" if close else ""
+        raise ValueError(f"There is no {kind}={name}.{guess} There are: {', '.join(names)}.")
+    return yaml.safe_load((CONF / kind / f"{name}.yaml").read_text())
+
+
+def presets(suite: Suite, protocol: Protocol | None = None) -> dict[str, str]:
+    """The values of evaluate's options that a suite and a protocol set, as a command line has them."""
+    tokens = {"max_new_tokens": suite.max_new_tokens}
+    options = tokens if protocol is None else {**tokens, **protocol.options}
+    if protocol is not None and suite.name in protocol.max_new_tokens:
+        options["max_new_tokens"] = protocol.max_new_tokens[suite.name]
+    return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in options.items()}
+
+
+# The questions of a suite
+
+
+def load_suite(
+    name: str,
+    prompts: str | None = None,
+    *,
+    split: str | None = None,
+    subset: str | None = None,
+    protocol: Protocol | None = None,
+    accepted: bool = False,
+) -> Suite:
+    """The questions of conf/suite/NAME.yaml, in the published order or the protocol's.
+
+    prompts: the published file, or a folder with it; None: a dataset that `datasets` finds by its name
+    subset: one of the suite's, or a category; None: the suite's default. accepted: also under a licence that limits the use
+    Raises ValueError for what does not exist, is damaged, or is not the suite.
+    """
+    entry = read_conf("suite", name)
+    source = entry["source"] if isinstance(entry["source"], dict) else {"split": "test"}
+    if split not in (None, source["split"]):
+        raise ValueError(f"suite={name} is the split {source['split']}, not {split}: leave split= out.")
+    if prompts is None and "hub" not in source:
+        raise ValueError(
+            f"suite={name} is not read from the Hub. {entry['download']} Then give prompts=FILE or FOLDER."
+        )
+    licence = check_licence(entry, prompts, accepted)
+    subsets: dict[str, int | None] = entry.get("subsets") or {"": entry["num"]}
+    parts = [entry["subset"]] if "subset" in entry else list(subsets)
+    if subset in subsets:
+        parts = [str(subset)]
+    elif prompts is not None and Path(prompts).is_file():
+        said = (Path(prompts).name.partition(".jsonl")[0], Path(prompts).parent.name)
+        parts = [part for part in subsets if part in said] or parts[:1]
+    questions: list[Question] = []
+    notes = [] if protocol is None else describe_limits(protocol, name, parts)
+    for part in parts:
+        found = read_part(name, entry | {"source": source}, prompts, part, protocol)
+        if not found and len(parts) > 1:  # a folder with some of the subsets
+            continue
+        expected = subsets[part]
+        if expected is not None and len(found) > expected:
+            raise ValueError(
+                f"{found[0][0]} is not {label(name, part)}: {len(found)} questions, and {expected} are published."
+            )
+        if expected is not None and len(found) < expected:
+            notes.append(f"{len(found)} of {expected} published questions of {label(name, part)}")
+        asked = make_questions(name, entry, found, part if len(parts) > 1 else "", protocol)
+        questions += choose_questions(asked, protocol, name, part)
+    if subset is not None and subset not in subsets:
+        kinds = list(dict.fromkeys(kind for each in questions for kind in (each.category, *each.tags)))
+        questions = [each for each in questions if subset in (each.category, *each.tags)]
+        if not questions:
+            known = ", ".join([*(each for each in subsets if each), *kinds])
+            raise ValueError(f"suite={name} has no subset {subset}; it has: {known}.")
+    if not questions:
+        raise ValueError(f"{prompts} has no questions of suite={name}. {entry['download']}")
+    digest = reading.digest_of([row for question in questions for row in question.turns])
+    where = prompts or f"{source['hub']}, split {source['split']}"
+    return Suite(name, entry["title"], questions, where, digest, licence, entry["max_new_tokens"], "; ".join(notes))
+
+
+def plain_questions(source: str, split: str | None = None) -> list[Question]:
+    """Rows of prompts= as questions of one turn. Raises ValueError as reading.load_prompts."""
+    found = reading.load_prompts(source, split=split)
+    return [Question(row["id"], row["category"], (row,), tuple(row["tags"])) for row in found]
+
+
+def label(name: str, part: str) -> str:
+    return f"suite={name}" + (f" subset={part}" if part else "")
+
+
+def check_licence(entry: dict, prompts: str | None, accepted: bool) -> str:
+    """The suite's licence, and what was accepted. Raises ValueError for a file that limits the use, if that is not accepted."""
+    stated = "{name} (forbids {forbids})".format(**entry["licence"])
+    path = Path(prompts or "")
+    found = reading.find_limit(path if path.is_dir() else path.parent) if prompts and path.exists() else None
+    if found and not accepted:
+        raise ValueError(
+            f'{found[0]} says "{found[1]}": read it, and if your use is allowed, give accept_licence=true.'
+        )
+    return stated + (f' (accept_licence=true: {found[0].name} says "{found[1]}")' if found else "")
+
+
+def describe_limits(protocol: Protocol, name: str, parts: list[str]) -> list[str]:
+    """What of a suite is not as the protocol has it."""
+    used = {*protocol.templates, *protocol.num, *protocol.few_shot}
+    other = "" if used & {name, *map(as_name, parts)} else f"{protocol.title} publishes nothing on suite={name}"
+    return [note for note in (other, protocol.unsaid) if note]
+
+
+def as_name(part: str) -> str:
+    """The name of a suite that DeepSpec's file is one of."""
+    return part.replace("-", "_")
+
+
+def read_part(
+    name: str, entry: dict, prompts: str | None, part: str, protocol: Protocol | None
+) -> list[tuple[str, dict]]:
+    """(place, row) of each question of a subset; none where a folder lacks its file.
+
+    Values of fields that neither the suite nor the protocol names are let go: tests beside a question may be megabytes.
+    """
+    source, names = entry["source"], set(re.findall(r"\w+", f"{entry} {protocol}"))
+    read: Iterable[tuple[str, dict]]
+    try:
+        if prompts is None:
+            data = reading.open_dataset(source["hub"], source["split"], config=source.get("config"))
+            read = ((f"{source['hub']} row {index}", reading.to_row("", row)) for index, row in enumerate(data))
+        elif files := find_published(entry["file"], prompts, part):
+            read = itertools.chain.from_iterable(reading.read_rows(str(file), None) for file in files)
+        elif part and Path(prompts).is_dir():
+            return []
+        else:
+            read = reading.read_rows(prompts, source["split"])
+        found = [(place, {key: row[key] if key in names else None for key in row}) for place, row in read]
+    except ValueError as error:
+        raise ValueError(f"suite={name}: {error} {entry['download']}") from error
+    for key, (least, most) in entry.get("within", {}).items():
+        found = [(place, row) for place, row in found if least <= row.get(key, least) <= most]
+    if not found:
+        raise ValueError(
+            f"{prompts or source['hub']} is empty: it has no row of {label(name, part)}. {entry['download']}"
+        )
+    return found
+
+
+def find_published(names: str | list[str], prompts: str, part: str) -> list[Path]:
+    """The published files of a subset in a folder, by the first of several names that is there; else the file itself."""
+    folder = Path(prompts)
+    if not folder.is_dir():
+        return reading.find_files(prompts)
+    patterns = [each.replace("{subset}", part) for each in ([names] if isinstance(names, str) else names)]
+    found = next((files for pattern in patterns if (files := sorted(folder.glob(pattern)))), [])
+    if not (found or part or any((folder / each).exists() for each in ("dataset_info.json", "dataset_dict.json"))):
+        raise ValueError(f"the folder {prompts} has no {' or '.join(patterns)}.")
+    return found
+
+
+def make_questions(
+    name: str, entry: dict, found: list[tuple[str, dict]], part: str, protocol: Protocol | None
+) -> list[Question]:
+    """part: the subset, if several are read: it is the category of rows without one, and names their ids"""
+    template, few, system = entry.get("template"), None, ""
+    if protocol is not None:
+        template, few = protocol.templates.get(name, template), protocol.few_shot.get(name)
+        system = protocol.system if isinstance(protocol.system, str) else protocol.system.get(name, "")
+    shots = [fill_template(few["template"], row) for _, row in found[: few["rows"]]] if few else []
+    questions = []
+    for index, (place, row) in enumerate(found):
+        with reading.at(place):
+            originals = read_turns(entry, row)
+            texts = [fill_template(template, row)] if template else originals
+            texts = ["".join(shots) + texts[0]] if few else texts
+            key = first_of(row, entry.get("id"))
+            own = str(first_of(row, entry.get("category")) or part or name)
+            category = entry.get("tasks", {}).get(own, own)
+            tags = (own,) if own != category else ()
+            id = f"{part}/{index if key is None else key}" if part else str(index if key is None else key)
+            turns: list[dict] = []
+            for text, original in zip(texts, originals):
+                messages = [{"role": "system", "content": system}] if system and not turns else []
+                messages.append({"role": "user", "content": text})
+                said = {"prompt": None if len(messages) > 1 else text, "messages": messages, "original": original}
+                plain = {"plain": True} if few else {}
+                turns.append(
+                    {"id": id, "category": category, **said, **plain, "tags": [*tags], "grammar": None, "place": place}
+                )
+        only = protocol is not None and protocol.turns == "first"
+        questions.append(Question(id, category, tuple(turns[:1] if only else turns), tags))
+    return questions
+
+
+def first_of(row: dict, names: str | list[str] | None) -> Any:
+    """The first of several fields that a row has."""
+    names = [names] if isinstance(names, str) else names or []
+    return next((row[each] for each in names if row.get(each) not in (None, "")), None)
+
+
+def read_turns(entry: dict, row: dict) -> list[str]:
+    """The published texts of a row's turns: of a text, a list of texts, or a list of a user's messages."""
+    value = first_of(row, entry["prompt"])
+    if value is None:
+        names = entry["prompt"] if isinstance(entry["prompt"], str) else " or ".join(entry["prompt"])
+        raise ValueError(f"no field {names}, which holds the prompt (the row has: {', '.join(row)}).")
+    turns = [value] if isinstance(value, str) else value
+    if isinstance(turns, list):
+        turns = [
+            turn.get("content") if isinstance(turn, dict) and turn.get("role") == "user" else turn for turn in turns
+        ]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise ValueError(
+            f"its prompt must be a text, or a list of texts or of a user's messages, none empty: {value!r:.80}."
+        )
+    if "placeholder" in entry and any(turn.startswith(entry["placeholder"]) for turn in turns):
+        raise ValueError(f"the prompt is a placeholder, which the maker's script fills. {entry['download']}")
+    return turns
+
+
+def fill_template(templates: str | list[str], row: dict) -> str:
+    """The first of several templates whose fields the row has, filled in. Lists of texts are lines."""
+    templates = [templates] if isinstance(templates, str) else templates
+    fits = [each for each in templates if all(row.get(key) for key in FIELD.findall(each))]
+    if not fits:
+        missing = ", ".join(key for key in FIELD.findall(templates[-1]) if not row.get(key))
+        raise ValueError(f"no field {missing}, which the prompt is made of (the row has: {', '.join(row)}).")
+    write = lambda value: "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+    return FIELD.sub(lambda match: write(row[match[1]]), fits[0])
+
+
+def choose_questions(asked: list[Question], protocol: Protocol | None, name: str, part: str) -> list[Question]:
+    """As many as the protocol uses, in its order."""
+    num = None if protocol is None else protocol.num.get(name, protocol.num.get(as_name(part)))
+    if protocol is None or num is None or num >= len(asked):
+        return asked
+    if isinstance(protocol.order, dict):
+        asked = [*asked]
+        random.Random(protocol.order["shuffle"]).shuffle(asked)
+    return asked[:num]
+
+
+# Prompts
+
+
+def encode_turn(
+    question: Question,
+    turn: int,
+    answers: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    thinking: bool | None = None,
+    protocol: Protocol | None = None,
+) -> Prompt:
+    """The prompt of a turn, counted from 0, behind the turns before it and the target's answers to them.
+
+    thinking: as of rows.encode_prompts; a mode that the protocol sets is left out where the target has none
+    Raises ValueError for several turns of a target without a chat template, and as rows.encode_row.
+    """
+    history = [answer.strip() if protocol and protocol.strip else answer for answer in answers[:turn]]
+    assert len(history) == turn, "each earlier turn needs its answer"
+    row = question.turns[turn]
+    form = "none" if row.get("plain") else protocol.chat if protocol else "target"
+    if turn and (form == "none" or (form == "target" and not tokenizer.chat_template)):
+        raise ValueError(
+            f"Question {question.id} has several turns, and there is no form to write them in: choose an instruct model as "
+            "target, or protocol=specbench, which writes them as plain text."
+        )
+    if form == "target":
+        if protocol is None or thinking is not protocol.options.get("thinking"):
+            chat_template.check_mode(tokenizer, thinking)
+        messages: list[dict] = []
+        for earlier, answer in zip(question.turns, history):
+            messages += [*earlier["messages"], {"role": "assistant", "content": answer}]
+        if messages:
+            row = {**row, "prompt": None, "messages": [*messages, *row["messages"]]}
+        tokens = rows.encode_row(tokenizer, row, thinking=chat_template.known_mode(tokenizer, thinking))
+    else:
+        texts = [each["messages"][-1]["content"] for each in question.turns[: turn + 1]]
+        tokens = token_text.encode_text(tokenizer, write_vicuna(texts, history) if form == "vicuna" else texts[0])
+    id = question.id if len(question.turns) == 1 else f"{question.id} turn {turn + 1}"
+    return Prompt(id, question.category, tokens, question.tags)
+
+
+def write_vicuna(turns: Sequence[str], answers: Sequence[str]) -> str:
+    """The text of a conversation whose last turn is to be answered, in the form of Vicuna."""
+    text = VICUNA
+    for turn, answer in zip(turns, [*answers, ""]):
+        text += f"USER: {turn} ASSISTANT:" + (f" {answer}</s>" if answer else "")
+    return text
+
+
+# Contamination
+
+
+def overlap(questions: Iterable[Question], train: str | Iterable[dict]) -> int:
+    """How many questions begin with a text that occurs among the prompts of training rows, but for case and blanks.
+
+    train: rows, or what reading.read_rows takes
+    """
+    normal = lambda text: " ".join(str(text).casefold().split())
+    given = (row for _, row in reading.read_rows(train, None)) if isinstance(train, str) else train
+    said = set()
+    for row in given:
+        messages = row.get("messages") if isinstance(row.get("messages"), list) else []
+        users = [
+            each.get("content") for each in messages or [] if isinstance(each, dict) and each.get("role") == "user"
+        ]
+        said |= {normal(text) for text in (*users, row.get("prompt")) if text}
+    first = lambda question: question.turns[0]
+    return sum(
+        not said.isdisjoint({normal(first(each)["messages"][-1]["content"]), normal(first(each).get("original"))})
+        for each in questions
+    )
