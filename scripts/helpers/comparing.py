@@ -6,12 +6,13 @@ from helpers.options import split
 
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import rich.table
+from transformers import PreTrainedTokenizerBase
 
 from specdec.core import files, hub
 from specdec.core.generation import Generation
@@ -19,9 +20,9 @@ from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.measuring import counting, served
-from specdec.measuring.counting import Counting
+from specdec.measuring.counting import AnswerCounts, Counting
 from specdec.measuring.measure import FROZEN, MeasureSettings, Method, Prompt, PromptResult, check_prompts, measure
-from specdec.measuring.report import TAU, Report, summarise_by_category, tau_difference
+from specdec.measuring.report import TAU, summarise_by_category, tau_difference
 from specdec.target.model import Target
 from train import progress
 from train.answers.resumable import Resumable, digest, digest_folder, resumable
@@ -43,12 +44,13 @@ class Asked:
     protocol: suites.Protocol | None
     thinking: bool | None
 
-    def prompt(self, number: int, question: Question, turn: int, answers: list[str], opened: Opened) -> Prompt:
-        """number: of the question. answers: of the target to the earlier turns. Raises ValueError for one that cannot be encoded."""
-        made = suites.encode_turn(
-            question, turn, answers, opened.tokenizer, thinking=self.thinking, protocol=self.protocol
-        )
-        return replace(made, question=str(number))
+    @property
+    def source(self) -> str:
+        return self.suite.source if self.suite else loading.PROMPTS
+
+    def prompt(self, question: Question, turn: int, answers: list[str], tokenizer: PreTrainedTokenizerBase) -> Prompt:
+        """answers: of the target to the earlier turns. Raises ValueError for a prompt that cannot be encoded."""
+        return suites.encode_turn(question, turn, answers, tokenizer, thinking=self.thinking, protocol=self.protocol)
 
 
 def compare(chosen: Any, out: Path, console: progress.Results) -> None:
@@ -72,6 +74,8 @@ def compare(chosen: Any, out: Path, console: progress.Results) -> None:
     configs = proposers.configure_all(names, settings=chosen.settings, drafting=draftings[0], checkpoints=folders)
     methods, run_of = make_methods(runs, configs, opened.target, draftings)
     settings = describe(chosen, asked, runs, configs, opened)
+    if asked.suite and asked.suite.note:
+        progress.note(asked.suite.note)
     waves = plan_waves(asked.questions, max(batches))
     with resumable(out / "settings.json", out / "rows.jsonl", settings, advice="Choose another out=FOLDER.") as results:
         num = sum(map(len, waves)) * len(samplings) * len(batches)
@@ -80,11 +84,17 @@ def compare(chosen: Any, out: Path, console: progress.Results) -> None:
         for batch, sampling, wave in itertools.product(batches, samplings, waves):
             how = MeasureSettings(sampling, stop, chosen.max_new_tokens, chosen.seed, batch)
             decode_missing(methods, wave, asked, opened, how, results, settings["prompts"])
-        entries = [
-            make_entry(method, run_of.get(method.name), sampling.temperature, batch, results.rows)
-            for sampling, batch, method in itertools.product(samplings, batches, methods)
-        ]
-        write(out, console, entries, asked, settings)
+        entries = []
+        for sampling, batch in itertools.product(samplings, batches):
+            every = [results_of(results.rows, method, sampling.temperature, batch) for method in methods]
+            made = [
+                make_entry(
+                    method, run_of.get(method.name), sampling.temperature, batch, each, every[0], settings["stop"]
+                )
+                for method, each in zip(methods, every)
+            ]
+            entries += sorted(made, key=lambda entry: -(entry.report.tau or 0.0))
+        write(out, console, entries, methods[0].name, asked, settings)
 
 
 def read_questions(chosen: Any) -> Asked:
@@ -111,23 +121,30 @@ def describe(
     """The settings that all rows have in common, and the protocol, which is printed beside every figure."""
     folders = sorted({folder for config in configs.values() for folder in proposers.drawn_from(config)})
     weights = {run.name: digest((run.folder / "drafter.safetensors").read_bytes()) for run in runs}
-    suite = asked.suite
     return {
         "checkpoint": {run.name: f"{hub.pinned(run.folder)} {weights[run.name]}" for run in runs},
         "proposers": configs,
         "files": {folder: digest_folder(Path(folder)) for folder in folders},
-        "prompts": suite.source if suite else chosen.prompts or loading.PROMPTS,
-        "suite": {name: getattr(suite, name) for name in ("name", "title", "digest", "licence")} if suite else None,
-        "protocol": chosen.protocol,
-        "num_questions": len(asked.questions),
-        "questions_digest": digest(repr(asked.questions).encode()),
-        "thinking": asked.thinking,
+        "prompts": chosen.prompts or asked.source,
+        **describe_questions(chosen, asked),
         "template": digest(repr(opened.tokenizer.chat_template).encode()),
         **{name: getattr(chosen, name) for name in ("max_new_tokens", "chains", "trees", "ignore_stop", "seed")},
         "decode": asdict(chosen.decode),
         "target": opened.target.name,
         "fingerprint": opened.target.fingerprint(),
+        "stop": [] if chosen.ignore_stop else sorted(opened.stop),
         **loading.machine(opened.target),
+    }
+
+
+def describe_questions(chosen: Any, asked: Asked) -> dict[str, Any]:
+    suite = asked.suite
+    return {
+        "suite": {name: getattr(suite, name) for name in ("name", "title", "digest", "licence")} if suite else None,
+        "protocol": chosen.protocol,
+        "num_questions": len(asked.questions),
+        "questions_digest": digest(repr(asked.questions).encode()),
+        "thinking": asked.thinking,
     }
 
 
@@ -190,15 +207,13 @@ def decode_missing(
             continue
         before = [done.get(earlier * STRIDE + number) for earlier in range(turn)]
         said = [read_answer(row, opened, settings.stop) for row in before if row is not None]
-        prompt = (
-            asked.prompt(number % len(asked.questions), question, turn, said, opened) if len(said) == turn else None
-        )
+        prompt = asked.prompt(question, turn, said, opened.tokenizer) if len(said) == turn else None
         if turn and (prompt is None or not fits(plain, prompt, settings.max_new_tokens)):
             left_out += 1  # a first turn that does not fit is refused
             continue
         assert prompt is not None
         numbers.append(turn * STRIDE + number)
-        prompts.append(prompt)
+        prompts.append(replace(prompt, question=str(number % len(asked.questions))))
     if left_out:
         progress.note(f"turn {turn + 1}: {left_out} of {len(wave)} do not fit into the target's positions: left out.")
     if not prompts:
@@ -250,9 +265,16 @@ def results_of(rows: Iterable[dict], method: Method, temperature: float, batch: 
 # Results
 
 
-def make_entry(method: Method, run: Run | None, temperature: float, batch: int, rows: list[dict]) -> Entry:
-    """The figures of one method at one temperature and batch size."""
-    results = results_of(rows, method, temperature, batch)
+def make_entry(
+    method: Method,
+    run: Run | None,
+    temperature: float,
+    batch: int,
+    results: list[PromptResult],
+    first: list[PromptResult],
+    stop: Container[int],
+) -> Entry:
+    """The figures of one method at one temperature and batch size. first: the results of the first method"""
     report = summarise_by_category(
         results, depth=method.proposer.depth, temperature=temperature, adapted=method.target.adapted
     )
@@ -260,17 +282,14 @@ def make_entry(method: Method, run: Run | None, temperature: float, batch: int, 
         report = replace(report, training=run.training)
         promise = served.measure(method.target, method.proposer)
         report = promise.add_to(report) if promise else report
-    return Entry(method.name, temperature, batch, report, results)
+    counts = [AnswerCounts.of(result, stop) for result in results]
+    return Entry(method.name, temperature, batch, report, counts, tau_difference(results, first))
 
 
-def write(out: Path, console: progress.Results, entries: list[Entry], asked: Asked, settings: dict[str, Any]) -> None:
-    """Writes results.json, results.md and results.html, and prints the tables."""
-    first, start = entries[0].method, {(entry.temperature, entry.batch): entry for entry in reversed(entries)}
-    entries = [
-        replace(entry, difference=tau_difference(entry.results, start[entry.temperature, entry.batch].results))
-        for entry in entries
-    ]
-    entries.sort(key=lambda entry: (entry.temperature, entry.batch, -(entry.report.tau or 0.0)))
+def write(
+    out: Path, console: progress.Results, entries: list[Entry], first: str, asked: Asked, settings: dict[str, Any]
+) -> None:
+    """Writes results.json, results.md and results.html, and prints the tables. first: the method of the differences"""
     protocol, countings = say_protocol(settings, asked.protocol), list_countings()
     document = {
         "form": 1,
@@ -301,16 +320,9 @@ def list_countings() -> dict[str, Counting]:
 
 def say_protocol(settings: dict[str, Any], protocol: suites.Protocol | None) -> str:
     """What a figure depends on, in one sentence."""
-    suite, decode = settings["suite"], settings["decode"]
-    what = f"{suite['title']}, digest {suite['digest']}" if suite else settings["prompts"]
-    parts = [f"{settings['num_questions']} questions of {what}"]
-    if protocol is not None:
-        parts.append(f"protocol {protocol.name} ({protocol.title})")
-    thinking = {None: "thinking as the template has it", True: "thinking on", False: "thinking off"}[
-        settings["thinking"]
-    ]
+    decode, parts = settings["decode"], say_questions(settings, protocol)
     parts += [f"target {settings['target']} ({settings['fingerprint']}) in {settings['dtype']}"]
-    parts += [f"chat template {settings['template']}", thinking, f"T={decode['temperature']}"]
+    parts += [f"chat template {settings['template']}", f"T={decode['temperature']}"]
     cuts = [f"{name}={decode[name]}" for name in ("top_p", "top_k") if decode[name] is not None]
     parts += [*cuts, f"seed {settings['seed']}", f"at most {settings['max_new_tokens']} new tokens"]
     parts += ["answers go on behind stop tokens"] * settings["ignore_stop"]
@@ -320,6 +332,14 @@ def say_protocol(settings: dict[str, Any], protocol: suites.Protocol | None) -> 
     compiled = "compiled" if decode["compile"] else "not compiled"
     parts.append(f"{settings['machine']}, {settings['threads']} threads, torch {settings['torch']}, {compiled}")
     return "; ".join(parts)
+
+
+def say_questions(settings: dict[str, Any], protocol: suites.Protocol | None) -> list[str]:
+    suite, mode = settings["suite"], settings["thinking"]
+    what = f"{suite['title']}, digest {suite['digest']}" if suite else settings["prompts"]
+    thinking = {None: "thinking as the template has it", True: "thinking on", False: "thinking off"}[mode]
+    named = [f"protocol {protocol.name} ({protocol.title})"] if protocol else []
+    return [f"{settings['num_questions']} questions of {what}", *named, thinking]
 
 
 def to_terminal(heading: str, table: Table) -> rich.table.Table:

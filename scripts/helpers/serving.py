@@ -1,7 +1,6 @@
 """evaluate engine=URL: a running server under 1, 4, 16, .. requests at once, with drafts and plain in turn, resumable."""
 
-from helpers import decoding, loading
-from helpers.options import split
+from helpers import comparing, decoding, loading
 
 import contextlib
 import itertools
@@ -14,6 +13,7 @@ from typing import Any
 
 import httpx
 import rich.table
+from transformers import PreTrainedTokenizerBase
 
 from specdec.core import files
 from specdec.core.tree import TreeShape
@@ -23,6 +23,7 @@ from specdec.export.mtp import with_first_zero
 from specdec.heads.base import Drafter, Head
 from specdec.heads.mtp import MTP
 from specdec.measuring import referee
+from specdec.measuring.counting import AnswerCounts
 from specdec.measuring.measure import WARM_UP, split_turns
 from specdec.measuring.referee import Counters, ServedAnswer, Turn
 from specdec.measuring.report import TAU, PromptCounts, by_depth, tau, tau_difference
@@ -30,10 +31,9 @@ from specdec.target.model import load_tokenizer
 from train import progress, validate
 from train.answers.engine_answers import check_tokenizer
 from train.answers.resumable import Resumable, digest, resumable
-from train.data import reading
-from train.data import rows as data
+from train.data.suites import Question
 from train.features.engine_client import BadAnswer, EngineClient, Event, GivenUp, Refused
-from train.pages.page import write_figure
+from train.pages.page import Table, write_figure
 from train.validate import Written
 
 OURS, VLLM, LLAMA_CPP, SGLANG = "specdec", "vllm", "llamacpp", "sglang"  # `owned_by` of their models
@@ -55,7 +55,7 @@ PATIENCE = 3  # times `timeout=`, after which an unreachable server ends the com
 SETTLING = 2.0  # seconds that counters may be behind an answer
 TOLERANCE = 0.02  # of tau, served against replayed
 BUSY = 0.7  # share of the time that this process computed, above which it may be what is slow
-Question = tuple[str, dict]  # the prompt's id, and the part of a request's body that holds it
+Request = tuple[str, dict]  # the prompt's id, and the part of a request's body that holds it
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Connection:
                 return referee.read_counters(answer.text) if answer.status_code == 200 else None
         return None
 
-    def serve(self, questions: Sequence[Question], **more: Any) -> Turn:
+    def serve(self, questions: Sequence[Request], **more: Any) -> Turn:
         """The answers to all. more: fields of the requests. Raises ValueError where none is answered."""
         before, begun, computed = self.counters(), time.perf_counter(), time.process_time()
         body = {"model": self.server.model, **self.server.body, **more}
@@ -147,13 +147,16 @@ def read_answer(prompt: str, events: list[Event]) -> ServedAnswer:
 def judge(chosen: Any, out: Path, console: progress.Results) -> None:
     """chosen: Evaluate; out: the folder"""
     levels = decoding.read_batches(chosen.batch)
+    asked = comparing.read_questions(chosen)
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
     if len(runs) > 1:
         raise ValueError("A server is compared with one head: give one checkpoint=DIR, that of the head it serves.")
     server = find_server(chosen.engine, chosen, console)
-    questions = read_questions(chosen, server, runs)
+    requests = Requests(asked, find_tokenizer(chosen, server, runs))
+    first = requests.wave(0, {})
+    check_first(server, requests, first[0])
     console.say(f"{server.model} at {server.url}; tau: {TAU}")
-    plain, notes = probe(chosen, server, questions[0], console)
+    plain, notes = probe(chosen, server, first[0], console)
     for note in notes:
         console.say(note)
     settings = {
@@ -161,22 +164,104 @@ def judge(chosen: Any, out: Path, console: progress.Results) -> None:
         "plain": plain and (chosen.plain or SWITCHES[server.kind]),
         "model": f"{server.model} of {server.kind}",
         "decode": asdict(chosen.decode.sampling()),
-        "prompts": f"{chosen.prompts} {digest(repr(questions).encode())}",
+        **comparing.describe_questions(chosen, asked),
+        "prompts": f"{chosen.prompts or asked.source} {digest(repr(first).encode())}",
     }
+    prompts: dict[int, dict[str, dict]] = {}
     with resumable(out / "settings.json", out / "rows.jsonl", settings, advice="Choose another out=FOLDER.") as results:
         for level in levels:
-            measure_missing({"drafted": server, "plain": plain}, questions, level, results)
+            prompts[level] = {}
+            for turn in range(requests.turns):
+                wave = requests.wave(turn, read_answers(results.rows, level))
+                prompts[level] |= dict(wave)
+                if wave:
+                    measure_missing({"drafted": server, "plain": plain}, wave, level, turn, results)
+    if requests.turns > 1 and not all(len(each) > len(first) for each in prompts.values()):
+        notes.append("This server gives no token ids, so only first turns were asked.")
     pairs = {level: read_pairs(results.rows, level) for level in levels}
     found = [{"requests": level, **summarise(pairs[level], chosen.seed)} for level in levels]
-    document = {"definition_of_tau": TAU, "settings": settings, "notes": notes, "levels": found}
+    countings = comparing.list_countings()
+    for each in found:
+        counts = requests.count([turn for turn, _ in pairs[each["requests"]]])
+        each["acceptance_length"] = (
+            {name: known.length(counts) for name, known in countings.items()} if counts else None
+        )
+    protocol = say_protocol(settings, asked)
+    document = {"definition_of_tau": TAU, "protocol": protocol, "settings": settings, "notes": notes, "levels": found}
     if runs:
         turns = {level: [turn for turn, _ in pairs[level]] for level in levels}
         drafter = draft_as_engine(runs[0].drafter, server.kind)
         for each in found:
-            each["replay"] = compare_with_replay(chosen, drafter, dict(questions), turns[each["requests"]])
-    files.write_text(out / "report.json", json.dumps(document, indent=1) + "\n")
+            level = each["requests"]
+            each["replay"] = compare_with_replay(chosen, drafter, prompts[level], turns[level])
+    files.write_text(out / "results.json", json.dumps(document, indent=1) + "\n")
     show(document, console)
-    console.print(f"written: {out}/report.json")
+    console.say(f"protocol: {protocol}")
+    console.print(f"written: {out}/results.json")
+
+
+def say_protocol(settings: dict[str, Any], asked: comparing.Asked) -> str:
+    decode = settings["decode"]
+    cuts = [f"{name}={decode[name]}" for name in ("top_p", "top_k") if decode[name] is not None]
+    parts = [*comparing.say_questions(settings, asked.protocol), f"T={decode['temperature']:g}", *cuts]
+    return "; ".join(
+        [*parts, f"seed {settings['seed']}", f"at most {settings['max_new_tokens']} new tokens", settings["model"]]
+    )
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The questions as a server gets them: token ids where the target's tokenizer is here, else messages, which the server encodes."""
+
+    asked: comparing.Asked
+    tokenizer: PreTrainedTokenizerBase | None
+
+    @property
+    def turns(self) -> int:
+        return max(len(question.turns) for question in self.asked.questions)
+
+    def wave(self, turn: int, answers: dict[str, list[int] | None]) -> list[Request]:
+        """The requests of one turn, of the questions whose earlier turns have answers. answers: ids by the prompt's id"""
+        found = []
+        for question in self.asked.questions:
+            if len(question.turns) <= turn:
+                continue
+            names = [self.name(question, earlier) for earlier in range(turn)]
+            before = [ids for name in names if (ids := answers.get(name)) is not None]
+            if len(before) < turn or (turn and self.tokenizer is None):
+                continue
+            if self.tokenizer is None:
+                mode = self.asked.thinking
+                more = {} if mode is None else {"chat_template_kwargs": {"enable_thinking": mode}}
+                found.append((self.name(question, turn), {"messages": question.turns[0]["messages"], **more}))
+                continue
+            texts = [str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in before]
+            prompt = self.asked.prompt(question, turn, texts, self.tokenizer)
+            found.append((self.name(question, turn), {"prompt": prompt.tokens}))
+        return found
+
+    def name(self, question: Question, turn: int) -> str:
+        return question.id if len(question.turns) == 1 else f"{question.id} turn {turn + 1}"
+
+    def count(self, turns: Sequence[Turn]) -> list[AnswerCounts] | None:
+        """What other countings need; None where the server does not say enough."""
+        counts = referee.count_answers(turns)
+        of = {self.name(each, turn): each for each in self.asked.questions for turn in range(len(each.turns))}
+        names = [answer.prompt for turn in turns for answer in turn.answers]
+        if not counts:
+            return None
+        return [
+            AnswerCounts(
+                name, of[name].id, of[name].category, round(one.num_emitted - one.num_rounds), round(one.num_rounds)
+            )
+            for name, one in zip(names, counts)
+        ]
+
+
+def read_answers(rows: list[dict], level: int) -> dict[str, list[int] | None]:
+    """Token ids of the plain answers of a level, or of the drafted ones where nothing answers plainly, by the prompt's id."""
+    turns = [row.get("plain") or row["drafted"] for row in rows if row["requests"] == level]
+    return {answer["prompt"]: answer["ids"] for turn in turns for answer in turn["answers"]}
 
 
 def find_server(url: str, chosen: Any, console: progress.Results) -> Server:
@@ -200,28 +285,25 @@ def find_server(url: str, chosen: Any, console: progress.Results) -> Server:
     return replace(server, model=str(model["id"]), kind=kind, root=str(model.get("root")), body=body)
 
 
-def read_questions(chosen: Any, server: Server, runs: list[loading.Run]) -> list[Question]:
-    """The prompts: as token ids where the target's tokenizer is here, else as messages, which the server encodes."""
+def find_tokenizer(chosen: Any, server: Server, runs: list[loading.Run]) -> PreTrainedTokenizerBase | None:
+    """The target's; None where it is not here."""
     name = chosen.target.name or (runs[0].drafter.target.name if runs else server.root)
-    mode = loading.mode_of(split(chosen.checkpoint)) if chosen.thinking is None else chosen.thinking
-    given: dict[str, Any] = {"split": chosen.split, "limit": chosen.limit}
     if not (chosen.target.name or runs or Path(name, "tokenizer.json").is_file()):
         progress.note(
             "Prompts are sent as messages; with target.name= token ids are sent, which all servers read alike."
         )
-        rows = reading.spread(reading.load_prompts(chosen.prompts, split=chosen.split), chosen.limit)
-        more = {} if mode is None else {"chat_template_kwargs": {"enable_thinking": mode}}
-        return [(row["id"], {"messages": row["messages"], **more}) for row in rows]
-    tokenizer = load_tokenizer(name, trust_remote_code=chosen.target.trust_remote_code)
-    prompts = data.load_prompts(chosen.prompts, tokenizer, thinking=mode, **given)
-    with server.open() as connection:
-        check_tokenizer(connection.client, server.model, tokenizer, prompts[0].tokens)
-    return [(prompt.id, {"prompt": prompt.tokens}) for prompt in prompts]
+        return None
+    return load_tokenizer(name, trust_remote_code=chosen.target.trust_remote_code)
 
 
-def probe(
-    chosen: Any, server: Server, question: Question, console: progress.Results
-) -> tuple[Server | None, list[str]]:
+def check_first(server: Server, requests: Requests, first: Request) -> None:
+    """Raises ValueError where the server has another tokenizer."""
+    if requests.tokenizer is not None:
+        with server.open() as connection:
+            check_tokenizer(connection.client, server.model, requests.tokenizer, first[1]["prompt"])
+
+
+def probe(chosen: Any, server: Server, question: Request, console: progress.Results) -> tuple[Server | None, list[str]]:
     """A short request with drafts, and one without -> what serves plainly, and what is to be known of the server."""
     notes = []
     with server.open() as connection:
@@ -253,13 +335,16 @@ def probe(
 # Measuring
 
 
-def measure_missing(given: dict[str, Server | None], questions: list[Question], level: int, results: Resumable) -> None:
-    """The turns of a level that have no row: the same requests to each of the servers that are given, after a warm-up.
+def measure_missing(
+    given: dict[str, Server | None], questions: list[Request], level: int, wave: int, results: Resumable
+) -> None:
+    """The groups of requests of a level and a turn of the questions that have no row: the same requests to each of the servers that are given, after a warm-up.
 
     Prompts are repeated where there are fewer than requests.
     """
     repeated = list(itertools.islice(itertools.cycle(questions), max(len(questions), level)))
-    done = {row["turn"] for row in results.rows if row["requests"] == level}
+    same = {"requests": level, "wave": wave}
+    done = {row["turn"] for row in results.rows if same.items() <= {"wave": 0, **row}.items()}
     missing = [pair for pair in enumerate(split_turns(repeated, level)) if pair[0] not in done]
     if not missing:
         return
@@ -270,16 +355,16 @@ def measure_missing(given: dict[str, Server | None], questions: list[Question], 
         what = f"{level} requests at once"
         for number, turn in progress.track(missing, what, unit="requests", size=lambda pair: len(pair[1])):
             order = sorted(servers, reverse=number % 2 == 1)
-            results.append(
-                {"requests": level, "turn": number, **{name: asdict(servers[name].serve(turn)) for name in order}}
-            )
+            results.append({**same, "turn": number, **{name: asdict(servers[name].serve(turn)) for name in order}})
         if again := sum(each.client.repeated for each in servers.values()):
             progress.note(f"{what}: {again} were sent again, as their answers were lost or bad.")
 
 
 def read_pairs(rows: list[dict], level: int) -> list[tuple[Turn, Turn | None]]:
     """The turns of a level, with drafts and plain."""
-    chosen = sorted((row for row in rows if row["requests"] == level), key=lambda row: row["turn"])
+    chosen = sorted(
+        (row for row in rows if row["requests"] == level), key=lambda row: (row.get("wave", 0), row["turn"])
+    )
     return [(Turn.from_row(row["drafted"]), Turn.from_row(row["plain"]) if "plain" in row else None) for row in chosen]
 
 
@@ -386,6 +471,15 @@ def show(document: dict[str, Any], console: progress.Results) -> None:
             cells.append(figure(level, f"speedup{end}", 2))
         table.add_row(*cells, write_figure(level["drafted"]["first_token_seconds"]))
     console.print(table)
+    counted = [level["acceptance_length"] for level in document["levels"]]
+    if all(counted):
+        rows = [
+            [str(level["requests"]), *(write_figure(each, digits=3) for each in level["acceptance_length"].values())]
+            for level in document["levels"]
+        ]
+        console.print(
+            comparing.to_terminal("The same rounds as others count them", Table(["at once", *counted[0]], rows))
+        )
     for level in document["levels"]:
         for sentence in remark(level, greedy=document["settings"]["decode"]["temperature"] == 0):
             console.say(f"{level['requests']} at once: {sentence}")

@@ -7,7 +7,7 @@ a_1 .. a_R, but for drafts that were accepted behind the end of an answer: they 
 
 import math
 import statistics
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,16 +29,39 @@ MEANS = {
 
 
 @dataclass(frozen=True)
+class AnswerCounts:
+    """accepted: drafts in all rounds; end: whether a token that ends the answer was emitted, and with others of its round or alone"""
+
+    answer: str
+    question: str
+    category: str
+    accepted: int
+    rounds: int
+    end: Literal["none", "alone", "with others"] = "none"
+
+    @classmethod
+    def of(cls, result: PromptResult, stop: Container[int] = ()) -> "AnswerCounts":
+        """stop: tokens that end an answer"""
+        prompt, accepted = result.prompt, result.drafted.accepted[0]
+        ended = bool(accepted) and result.drafted.tokens[0][-1] in stop
+        end: Literal["none", "alone", "with others"] = "with others" if ended else "none"
+        end = "alone" if ended and not accepted[-1] else end
+        return cls(prompt.id, prompt.of, prompt.category, sum(accepted), len(accepted), end)
+
+
+@dataclass(frozen=True)
 class Counting:
     """first: what becomes of an answer's first token; bonus: whether the target's own token of a round counts; mean: of what
 
     behind_end: whether the publication counts drafts that were accepted behind the end of an answer, which is only said here
+    end: whether a token that ends an answer counts; without it, a round that emits nothing else is none
     """
 
     first: First = "out"
     bonus: bool = True
     mean: Mean = "rounds"
     behind_end: bool = False
+    end: bool = True
 
     def __post_init__(self):
         if self.first not in FIRSTS or self.mean not in MEANS:
@@ -51,23 +74,26 @@ class Counting:
         behind = (
             "; the publication also counts drafts behind the end, which are left out here" if self.behind_end else ""
         )
-        return f"{MEANS[self.mean]}; {FIRSTS[self.first]}; {bonus}{behind}"
+        end = "" if self.end else "; a token that ends an answer is not counted"
+        return f"{MEANS[self.mean]}; {FIRSTS[self.first]}; {bonus}{end}{behind}"
 
-    def length(self, results: Sequence[PromptResult]) -> float:
+    def length(self, counts: Sequence[AnswerCounts]) -> float:
         """The acceptance length; nan without a round."""
-        ratio = lambda some: _ratio([self._count(result) for result in some])
+        ratio = lambda some: _ratio([self._count(each) for each in some])
         if self.mean == "rounds":
-            return ratio(results)
-        key = (lambda result: result.prompt.id) if self.mean == "answers" else (lambda result: result.prompt.of)
+            return ratio(counts)
+        key = (lambda each: each.answer) if self.mean == "answers" else (lambda each: each.question)
         if self.mean != "categories":
-            return _mean([ratio(part) for part in _group(results, key)])
-        parts = _group(results, lambda result: result.prompt.category)
+            return _mean([ratio(part) for part in _group(counts, key)])
+        parts = _group(counts, lambda each: each.category)
         return _mean([_mean([ratio(part) for part in _group(each, key)]) for each in parts])
 
-    def _count(self, result: PromptResult) -> tuple[int, int]:
+    def _count(self, one: AnswerCounts) -> tuple[int, int]:
         """-> tokens that are counted, rounds"""
-        rounds = result.num_rounds
-        tokens = sum(result.drafted.accepted[0]) + (rounds if self.bonus else 0)
+        rounds = one.rounds
+        tokens = one.accepted + (rounds if self.bonus else 0)
+        if not self.end and rounds and one.end != "none":
+            tokens, rounds = tokens - 1, rounds - (one.end == "alone")
         return tokens + (self.first != "out"), rounds + (self.first == "round")
 
 
@@ -86,8 +112,8 @@ def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(known) if known else math.nan
 
 
-def _group(results: Sequence[PromptResult], key: Callable[[PromptResult], Hashable]) -> list[list[PromptResult]]:
-    groups: dict[Hashable, list[PromptResult]] = {}
-    for result in results:
-        groups.setdefault(key(result), []).append(result)
+def _group(counts: Sequence[AnswerCounts], key: Callable[[AnswerCounts], str]) -> list[list[AnswerCounts]]:
+    groups: dict[str, list[AnswerCounts]] = {}
+    for each in counts:
+        groups.setdefault(key(each), []).append(each)
     return list(groups.values())

@@ -35,7 +35,6 @@ LICENCES = (
 )  # how the names of files begin that state terms
 EVALUATION = r"evaluation[ -]data ?set[ -]licen[sc]e(?:[ -]agreement)?"
 LIMITS = re.compile(rf"{EVALUATION}|non-?commercial\b|cc[ -]by-n[cd][\w.-]*|no[ -]?derivatives?\b", re.IGNORECASE)
-Item = TypeVar("Item")
 
 
 def read_sources(train: str | Sequence[str] | Mapping[str, float]) -> dict[str, Fraction]:

@@ -19,6 +19,7 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from specdec.core import token_text
+from specdec.measuring.counting import Counting
 from specdec.measuring.measure import Prompt
 from train.data import chat_template, reading, rows
 
@@ -63,7 +64,7 @@ class Protocol:
     title: str
     source: str
     options: dict[str, Any]  # of evaluate
-    counting: dict[str, Any]
+    counting: Counting
     unsaid: str = ""  # what the publication leaves open, or evaluate cannot do as it does
     chat: str = "target"  # its chat template, vicuna, or none
     turns: str = "all"  # or first
@@ -78,7 +79,8 @@ class Protocol:
 
 def read_protocol(name: str) -> Protocol:
     """Raises ValueError for a name that conf/protocol does not have."""
-    return Protocol(name=name, **read_conf("protocol", name))
+    found = read_conf("protocol", name)
+    return Protocol(name=name, **found | {"counting": Counting(**found["counting"])})
 
 
 def read_conf(kind: str, name: str) -> dict[str, Any]:
@@ -91,13 +93,26 @@ def read_conf(kind: str, name: str) -> dict[str, Any]:
     return yaml.safe_load((CONF / kind / f"{name}.yaml").read_text())
 
 
-def presets(suite: Suite, protocol: Protocol | None = None) -> dict[str, str]:
-    """The values of evaluate's options that a suite and a protocol set, as a command line has them."""
-    tokens = {"max_new_tokens": suite.max_new_tokens}
-    options = tokens if protocol is None else {**tokens, **protocol.options}
-    if protocol is not None and suite.name in protocol.max_new_tokens:
-        options["max_new_tokens"] = protocol.max_new_tokens[suite.name]
-    return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in options.items()}
+def protocol_names() -> list[str]:
+    return sorted(path.stem for path in (CONF / "protocol").glob("*.yaml"))
+
+
+def presets_of(given: dict[str, Any]) -> dict[str, str]:
+    """The values of evaluate's options that suite= and protocol= set, as a command line has them. given: the options as written
+
+    Raises ValueError for names that do not exist.
+    """
+    found: dict[str, Any] = {}
+    if suite := given.get("suite"):
+        found["max_new_tokens"] = read_conf("suite", suite)["max_new_tokens"]
+    if given.get("protocol"):
+        protocol = read_protocol(given["protocol"])
+        found |= protocol.options
+        if suite in protocol.max_new_tokens:
+            found["max_new_tokens"] = protocol.max_new_tokens[suite]
+        if {"chains", "trees", "decode.depth", "decode.width", "decode.nodes"} & set(given):
+            found = {key: value for key, value in found.items() if key not in ("chains", "trees")}
+    return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in found.items()}
 
 
 # The questions of a suite

@@ -4,12 +4,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.measuring.counting import Counting
-from specdec.measuring.measure import PromptResult
+from specdec.measuring.counting import AnswerCounts, Counting
 from specdec.measuring.report import Report, Training, verdict
 from train.pages.charts import ChartCurve, lines, number
 from train.pages.page import Section, Table, render_page, write_figure
-
 
 DETAILS = (
     "tau, best",
@@ -28,13 +26,13 @@ class Entry:
     temperature: float
     batch: int
     report: Report
-    results: list[PromptResult] = field(repr=False)
+    counts: list[AnswerCounts] = field(repr=False)
     difference: tuple[float, list[float]] | None = None
     predicted: tuple[float, float, float] | None = None
 
     def to_json(self, countings: Mapping[str, Counting]) -> dict[str, Any]:
         about = {"method": self.method, "temperature": self.temperature, "batch": self.batch}
-        lengths = {name: counting.length(self.results) for name, counting in countings.items()}
+        lengths = {name: counting.length(self.counts) for name, counting in countings.items()}
         more = {"difference": self.difference, "predicted_speedup": self.predicted}
         known = {name: value for name, value in more.items() if value is not None}
         return {**about, "acceptance_length": lengths, **known, **self.report.to_json()}
@@ -121,7 +119,7 @@ class Results:
     def _cells(self, entry: Entry) -> dict[str, str]:
         report = entry.report
         ran, stages, auto = report.training or Training(), report.ms_per_round or {}, report.auto or {}
-        own = self.countings[self.own].length(entry.results) if self.own else None
+        own = self.countings[self.own].length(entry.counts) if self.own else None
         predicted, measured = entry.predicted, report.speedup
         ratio = measured / predicted[0] if predicted and measured else None
         return {
@@ -156,7 +154,7 @@ class Results:
 
     def _cells_of_countings(self, entry: Entry) -> dict[str, str]:
         return {
-            name: write_figure(counting.length(entry.results), digits=3) for name, counting in self.countings.items()
+            name: write_figure(counting.length(entry.counts), digits=3) for name, counting in self.countings.items()
         }
 
     # Charts
@@ -165,21 +163,21 @@ class Results:
         """Speedup against tau; with several batch sizes speedup by batch size instead."""
         batches = sorted({entry.batch for entry in self.entries})
         for temperature in sorted({entry.temperature for entry in self.entries}):
-            some = [
-                each for each in self.entries if each.temperature == temperature and each.report.speedup is not None
+            found = [
+                (each, each.report.tau, each.report.speedup, each.report.speedup_ci)
+                for each in self.entries
+                if each.temperature == temperature
             ]
+            known = [(each, tau, speed, span) for each, tau, speed, span in found if tau and speed and span]
             if len(batches) == 1:
                 marks = [
-                    ChartCurve(
-                        each.method, [(each.report.tau, each.report.speedup)], spans=[tuple(each.report.speedup_ci)]
-                    )
-                    for each in some
-                    if each.report.tau is not None and each.report.speedup_ci is not None
+                    ChartCurve(each.method, [(tau, speed)], spans=[(span[0], span[1])])
+                    for each, tau, speed, span in known
                 ]
                 yield lines(marks, x="tau", y="speedup", title=f"Speedup against tau, T={temperature:g}")
                 continue
             curves = []
-            for method in dict.fromkeys(each.method for each in some):
-                points = sorted((each.batch, each.report.speedup) for each in some if each.method == method)
+            for method in dict.fromkeys(each.method for each, *_ in known):
+                points = sorted((float(each.batch), speed) for each, _, speed, _ in known if each.method == method)
                 curves.append(ChartCurve(method, points, marks=True))
             yield lines(curves, x="requests at once", y="speedup", title=f"Speedup by load, T={temperature:g}")
