@@ -33,6 +33,7 @@ SPLIT = "split of a dataset; null: train"
 Options = TypeVar("Options")
 # Options that size what a command holds at once, which a sentence names where memory does not suffice
 SIZES = "batch rows max_new_tokens max_length length prefill_tokens decode.nodes trees".split()
+RENAMED = {"proposer": "proposers", "batches": "batch", "requests": "batch", "explain": "choose"}  # of evaluate
 KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 TRUTH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 _names: set[str] = set()  # of the options of this command
@@ -121,7 +122,8 @@ def show(value: Any) -> str:
 
 
 def refuse_unknown(key: str, names: list[str]) -> SystemExit:
-    close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    renamed = [RENAMED[key]] if RENAMED.get(key) in names else []
+    close = renamed or difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     guess = f" Did you mean {close[0]!r}?" if close else ""
     return SystemExit(f"There is no option {key!r}.{guess} Known options: {', '.join(names)}. See --help.")
 

@@ -53,7 +53,7 @@ def judge(folder, tmp_path, run_script) -> Callable[..., tuple[dict, str]]:
         given = [f"engine={server.url}", f"prompts={folder / 'prompts.jsonl'}", f"max_new_tokens={NEW}"]
         given += [f"target.name={folder / 'target'}"] * name
         said = run_script(evaluate, *given, f"out={tmp_path / out}", *arguments)
-        return json.loads((tmp_path / out / "report.json").read_text()), said
+        return json.loads((tmp_path / out / "results.json").read_text()), said
 
     return run
 
@@ -194,7 +194,7 @@ def truth(server: Drafting) -> tuple[float, list[float]]:
 def test_tau_is_emitted_tokens_of_a_round_whatever_a_server_counts(judge, kind, given):
     with Drafting(kind, **given) as server, Drafting(kind, drafts=False) as other:
         more = [] if kind == "specdec" else [f"plain={other.url}"]
-        report, said = judge(server, "requests=1,4", *more)
+        report, said = judge(server, "batch=1,4", *more)
         tau, survival = truth(server)
     for level in report["levels"]:
         assert level["tau"] == pytest.approx(tau) and f"{tau:.2f}" in said
@@ -272,7 +272,7 @@ def test_busy_failing_and_cut_answers_are_asked_for_again_and_counted(judge, mon
     server.spoil = spoil
     begun = time.monotonic()
     with server:
-        report, said = judge(server, "requests=2")
+        report, said = judge(server, "batch=2")
     (level,) = report["levels"]
     assert time.monotonic() - begun > 0.2 and server.keys == {"Bearer secret"}
     assert level["answers"] == NUM - 1 and level["tau"] and len(level["failed"]) == 1
@@ -291,10 +291,10 @@ def test_what_was_measured_is_kept_and_continued(judge, monkeypatch):
         report, _ = judge(server)
         whole = [body for _, body in server.requests[before:] if body and body.get("max_tokens") == NEW]
         assert len(whole) == NUM - 3 and report["levels"][0]["answers"] == NUM
-        report, _ = judge(server, "requests=1,2")
+        report, _ = judge(server, "batch=1,2")
         assert [level["requests"] for level in report["levels"]] == [1, 2]
         before = len(server.requests)
-        again, _ = judge(server, "requests=1,2")
+        again, _ = judge(server, "batch=1,2")
         assert again == report and not [b for _, b in server.requests[before:] if b and b.get("max_tokens") == NEW]
         with pytest.raises(ValueError, match=r"begun with other settings: seed .then 0, now 1.. Choose another out="):
             judge(server, "seed=1")
@@ -302,8 +302,8 @@ def test_what_was_measured_is_kept_and_continued(judge, monkeypatch):
 
 def test_wrong_servers_and_options_are_refused_with_what_to_do(judge, folder):
     with Drafting("vllm") as server:
-        with pytest.raises(ValueError, match=r"requests=1,0: give numbers from 1 to 4096"):
-            judge(server, "requests=1,0")
+        with pytest.raises(ValueError, match=r"batch=1,0: give numbers from 1 to 4096"):
+            judge(server, "batch=1,0")
         with pytest.raises(ValueError, match=r"has no model big, but small: give model="):
             judge(server, "model=big")
         with pytest.raises(ValueError, match=r"give one checkpoint=DIR, that of the head"):
@@ -347,7 +347,7 @@ def own_server(monkeypatch, *arguments: str) -> Iterator[SmallServer]:
 
 
 def test_our_server_serves_what_was_trained_and_another_head_is_noticed(judge, folder, tmp_path, monkeypatch):
-    head, given = folder / "head", ["requests=1,4", "ignore_stop=true", "target.dtype=float64"]
+    head, given = folder / "head", ["batch=1,4", "ignore_stop=true", "target.dtype=float64"]
     chain = ["proposer=head", f"decode.depth={K}", "rows=4", "target.dtype=float64"]
     with own_server(monkeypatch, f"checkpoint={head}", *chain) as server:
         report, said = judge(server, f"checkpoint={head}", *given)
