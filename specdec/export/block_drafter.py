@@ -77,9 +77,8 @@ OTHERS = {
 
 def kind_of(drafter: BlockDrafter) -> str:
     """dflash, dspark, dflash2, lilicorr or domino"""
-    kinds = {Markov: "dspark", Selector: "dflash2", Domino: "domino", LiLiCorr: "lilicorr"}
     if drafter.dependence is not None:
-        return kinds[type(drafter.dependence)]
+        return drafter.dependence.head
     return "dspark" if drafter.anchor_predicts else "dflash2" if _convolution(drafter) is not None else "dflash"
 
 
