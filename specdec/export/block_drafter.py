@@ -117,6 +117,11 @@ def mask_token(drafter: BlockDrafter) -> int:
     return int(token if token is not None else fields.get("pad_token_id") or 0)
 
 
+def mask_file(drafter: BlockDrafter, token: int | None) -> dict[str, dict]:
+    """The file with the mask's embedding, which stands in the place of a token."""
+    return {MASK: {"mask_token_id": token, "embedding": drafter.mask_embedding.detach().clone()}}
+
+
 def _write_layers(drafter: BlockDrafter) -> tuple[dict, dict]:
     """-> tensors of the layers and of the dependence, config fields. Raises ValueError for what no engine has."""
     target, kind = drafter.target, kind_of(drafter)
@@ -202,9 +207,7 @@ def dflash(drafter: BlockDrafter) -> Layout:
     if causal is not None:
         config["is_causal"] = nested["causal"] = causal
     config |= {"block_size": drafter.num_drafts + (not drafter.anchor_predicts), "dflash_config": nested}
-    return Layout(
-        tensors, config, {MASK: {"mask_token_id": mask, "embedding": drafter.mask_embedding.detach().clone()}}
-    )
+    return Layout(tensors, config, mask_file(drafter, mask))
 
 
 def _part_fields(drafter: BlockDrafter) -> dict:
@@ -292,7 +295,7 @@ def sglang(drafter: BlockDrafter) -> Layout:
     """
     target, row, whole = drafter.target, target_row(drafter), layout.draft_from_all(drafter)
     dspark_like = kind_of(drafter) == "dspark"
-    own: dict[str, object] = {}
+    own: dict[str, dict] = {}
     if row is None:
         shared = target.lm_head.weight is target.embed.weight
         row = None if shared or dspark_like else free_token(target)
@@ -301,7 +304,7 @@ def sglang(drafter: BlockDrafter) -> Layout:
                 "The mask of this head has an embedding of its own. SGLang reads none for DSpark, and writes DFlash's over a row of "
                 f"the target's embedding, where {target.name} {'has its LM head' if shared else 'has no unused one'}: {NO_OWN_MASK}."
             )
-        own = {MASK: {"mask_token_id": row, "embedding": drafter.mask_embedding.detach().clone()}}
+        own = mask_file(drafter, row)
     made = (dspark if dspark_like else dflash)(whole)  # type: ignore[arg-type]  # a copy of the same class
     tensors, config = dict(made.tensors), dict(made.config)
     if dspark_like:
@@ -364,7 +367,7 @@ def place_mask(drafter: BlockDrafter, config: dict, beside: dict, names: Contain
     token, mask = mask_of(config), drafter.mask_embedding.detach()
     row = drafter.target.embed.weight[token]
     if MASK not in beside and layout.EMBEDDING not in names and not torch.equal(mask, row.to(mask)):
-        beside[MASK] = {"mask_token_id": token, "embedding": mask.clone()}
+        beside |= mask_file(drafter, token)
 
 
 def read_block_drafter(config: dict, tensors: dict[str, Tensor], beside: dict, target: Target) -> tuple[dict, dict]:
