@@ -117,7 +117,7 @@ def keep_document(path: Path, document: dict, what: str) -> None:
     own = path.with_suffix(f".{os.getpid()}")
     try:
         own.parent.mkdir(parents=True, exist_ok=True)
-        write_text(own, json.dumps(document, indent=1) + "\n")
+        write_text(own, json.dumps(document) + "\n")
         own.replace(path)
     except (OSError, ValueError) as error:
         warnings.warn(f"{what} cannot be kept in {path.parent} ({error}), and will be made again.", stacklevel=2)
