@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
     longest = most if target.max_positions is None else min(most, target.max_positions - loaded.proposer.depth)
     drafts = f"{loaded.title} of {chosen.checkpoint}" if chosen.checkpoint else loaded.title
     if recorder:
-        recorder.set_origin("server", target, loaded.tokenizer)
+        recorder.set_origin(target, loaded.tokenizer)
     served = Served(
         engine=engine,
         tokenizer=loaded.tokenizer,

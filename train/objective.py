@@ -97,13 +97,17 @@ class ObjectiveSettings:
         later = self.keep < 1 and drafter.attends not in ("path", "none")
         whole_slots = drafter.attends == "block"  # elsewhere step 1 is judged on all slots, sampled or not
         all_depths = not whole_slots and ("e2e_tv" in used or self.weighting != "decay")
+        names = "num_heads, num_modules or num_drafts"
+        change = (
+            f"; the head of start= keeps its {names}" if drafter.pretrained else f", or change the drafter's {names}"
+        )
         sampled = (self.anchors is not None or self.keep < 1) and all_depths
         wrong = {
             f"losses={dict(self.losses)}: give weights to some of {', '.join(sorted(known))}.": not used
             or set(used) - known,
             f"losses={used}: one of them must judge the drafted tokens, such as kl.": not judging,
             f"depth={self.depth} must be this drafter's number of steps, {drafter.depth}: more steps do not exist, and fewer "
-            f"would leave parts untrained. Set depth={drafter.depth}, or change the drafter's num_heads, num_modules or num_drafts.": steps,
+            f"would leave parts untrained. Set depth={drafter.depth}{change}.": steps,
             f"keep={self.keep}: the later steps of this head run on the slots of its first one: set keep=1.": later,
             "The loss smooth_l1 compares a state with the target's, which only eagle, hass, eagle3 and mtp estimate: set "
             "its weight in losses= to 0.": "smooth_l1" in used and not drafter.estimates,

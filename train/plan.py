@@ -333,17 +333,9 @@ def make_outline(config: RunConfig, found: PreTrainedConfig) -> Target | None:
         return None
 
 
-def shown_machine(config: RunConfig, place: Place) -> str:
-    machine = config.machine
-    if machine.name == HERE:
-        return "this machine"
-    return f"{machine.name}: {place.num} x {machine.memory:g} GB, from data sheets and a roofline, not measured"
-
-
 def heading(config: RunConfig, path: Path, place: Place) -> str:
-    tried = (
-        ""
-        if config.target.tried or not config.target.outline
-        else f"; {config.target.name} was never run by this project"
-    )
-    return f"plan for {path} on {shown_machine(config, place)}{tried}"
+    machine, target, where = config.machine, config.target, "this machine"
+    if machine.name != HERE:
+        where = f"{machine.name}: {place.num} x {machine.memory:g} GB, from data sheets and a roofline, not measured"
+    tried = "" if target.tried or not target.outline else f"; {target.name} was never run by this project"
+    return f"plan for {path} on {where}{tried}"

@@ -192,7 +192,7 @@ RANGES = {
     "members": TEXT.or_list, "inner": TEXT, "costs": TEXT.or_null, "num": COUNT, "sinks": whole(0), "window": COUNT,
     "proposer.model": TEXT, "proposer.checkpoint": TEXT.or_null, "proposer.decode": ANY,
     "proposer.layers": whole().or_list.or_null, "ngram": whole(2, 1024), "guesses": whole(0), "datastore": TEXT.or_null,
-    "min": FEW, "max": FEW, "samples": COUNT, "factor": number(0), "offset": number(0), "least": SHARE, "memory": whole(0),
+    "min": FEW, "max": FEW, "samples": COUNT, "factor": number(0), "offset": number(0), "least": number(0, 1, below=True), "memory": whole(0),
     # Numbers of the scripts alone
     **dict.fromkeys(
         "judged max_length max_model_len prefill_tokens prompt queue rounds rows tokens max_tokens".split(),

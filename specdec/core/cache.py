@@ -8,7 +8,7 @@ a cache (tests/test_imports.py).
 import copy
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -83,10 +83,7 @@ class LayerStates:
         self.calls = {}
         self.num, self.counts = num, counts
         kept = num == 1 if counts is None else min(counts) == num
-        self.before = None if kept else [choose_rows(layer, None) for layer in self.layers_with_states()]
-
-    def layers_with_states(self) -> Iterable[StateLayer]:
-        return (self.layers[place] for place in self.places)
+        self.before = None if kept else [choose_rows(self.layers[place], None) for place in self.places]
 
     def ran(self, cache, place: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """A layer has read all tokens of the pass. If it is known what to keep, its states are set right at once."""

@@ -15,14 +15,13 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import filelock
 import torch
 
 import specdec
 from specdec.core.devices import name_cause
-from specdec.core.files import write_text
+from specdec.core.files import cache_folder, write_text
 from specdec.core.untrusted import read_json
 
 # Each path, and the function that compares it with the reference on a device and raises an error where they differ
@@ -132,7 +131,7 @@ def _prove(device: torch.device) -> dict[str, str]:
             "driver": str(torch.version.cuda or torch.version.hip),
             "specdec": specdec.__version__,
         }
-        file = _folder() / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}.json"
+        file = cache_folder() / "fast" / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(file.with_suffix(".lock")):
             known = read_json(file) if file.is_file() else {}
@@ -144,11 +143,6 @@ def _prove(device: torch.device) -> dict[str, str]:
             if why:
                 leave_out(path, f"on {about['device']} {why}")
     return _proved[device]
-
-
-def _folder() -> Path:
-    given, usual = os.environ.get("SPECDEC_CACHE"), os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    return (Path(given) if given else Path(usual) / "specdec").expanduser() / "fast"
 
 
 def _run_checks(device: torch.device) -> dict[str, str]:

@@ -103,6 +103,26 @@ def write_text(path: Path, text: str) -> None:
         raise unwritable(path, error) from error
 
 
+def cache_folder() -> Path:
+    """For what can be made again: $SPECDEC_CACHE, or `specdec` in the user's cache folder."""
+    given, usual = os.environ.get("SPECDEC_CACHE"), os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    return (Path(given) if given else Path(usual) / "specdec").expanduser()
+
+
+def keep_document(path: Path, document: dict, what: str) -> None:
+    """Writes JSON that can be made again; where it cannot be written, one warning says so. Other processes may write the same.
+
+    what: the document is, for the warning
+    """
+    own = path.with_suffix(f".{os.getpid()}")
+    try:
+        own.parent.mkdir(parents=True, exist_ok=True)
+        write_text(own, json.dumps(document) + "\n")
+        own.replace(path)
+    except (OSError, ValueError) as error:
+        warnings.warn(f"{what} cannot be kept in {path.parent} ({error}), and will be made again.", stacklevel=2)
+
+
 def replace_document(path: Path, document: dict) -> None:
     """Replaces a JSON document in a folder that `write_folder` wrote, and its checksum. Raises ValueError as `write_text`."""
     for name, content in changed_document(path, document).items():

@@ -3,7 +3,6 @@
 The result is kept on disk beside the measured costs (proposers/costs.py). On a CPU nothing is compiled unless it is asked for.
 """
 
-import json
 import warnings
 
 import numpy
@@ -11,7 +10,8 @@ import torch
 
 from specdec.core import fast
 from specdec.core.compile import Runner
-from specdec.core.files import write_text
+from specdec.core.devices import name_cause
+from specdec.core.files import keep_document
 from specdec.core.sampling import Sampling
 from specdec.core.untrusted import read_json
 from specdec.proposers import costs
@@ -46,15 +46,8 @@ def settle(runner: Runner, target: Target) -> None:
             _known[str(file)] = way = choose(seconds)
             told = {" and ".join(name for name, on in zip(("compile", "cuda_graphs"), each) if on) or "neither": time
                     for each, time in seconds.items()}  # fmt: skip
-            try:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                write_text(
-                    file, json.dumps({"compile": way[0], "cuda_graphs": way[1], "seconds": told}, indent=1) + "\n"
-                )
-            except OSError as error:
-                warnings.warn(
-                    f"Which way of passes is fastest cannot be kept ({error}); it will be measured again.", stacklevel=2
-                )
+            found = {"compile": way[0], "cuda_graphs": way[1], "seconds": told}
+            keep_document(file, found, "Which way of passes is fastest")
     runner.compile, runner.cuda_graphs = _known[str(file)]
 
 
@@ -85,7 +78,7 @@ def _time(target: Target, way: Way) -> float | None:
         times = [timer.seconds(NODES) for _ in range(REPEATS)]
     except (RuntimeError, ValueError) as error:
         warnings.warn(
-            f"Passes are not tried with compile={way[0]}, cuda_graphs={way[1]}: {str(error).splitlines()[0]}",
+            f"Passes are not tried with compile={way[0]}, cuda_graphs={way[1]}: {name_cause(error)}",
             stacklevel=2,
         )
         return None

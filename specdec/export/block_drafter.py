@@ -77,9 +77,8 @@ OTHERS = {
 
 def kind_of(drafter: BlockDrafter) -> str:
     """dflash, dspark, dflash2, lilicorr or domino"""
-    kinds = {Markov: "dspark", Selector: "dflash2", Domino: "domino", LiLiCorr: "lilicorr"}
     if drafter.dependence is not None:
-        return kinds[type(drafter.dependence)]
+        return drafter.dependence.head
     return "dspark" if drafter.anchor_predicts else "dflash2" if _convolution(drafter) is not None else "dflash"
 
 
@@ -116,6 +115,11 @@ def mask_token(drafter: BlockDrafter) -> int:
     end = fields.get("eos_token_id")
     token = end[0] if isinstance(end, list) else end
     return int(token if token is not None else fields.get("pad_token_id") or 0)
+
+
+def mask_file(drafter: BlockDrafter, token: int | None) -> dict[str, dict]:
+    """The file with the mask's embedding, which stands in the place of a token."""
+    return {MASK: {"mask_token_id": token, "embedding": drafter.mask_embedding.detach().clone()}}
 
 
 def _write_layers(drafter: BlockDrafter) -> tuple[dict, dict]:
@@ -203,9 +207,7 @@ def dflash(drafter: BlockDrafter) -> Layout:
     if causal is not None:
         config["is_causal"] = nested["causal"] = causal
     config |= {"block_size": drafter.num_drafts + (not drafter.anchor_predicts), "dflash_config": nested}
-    return Layout(
-        tensors, config, {MASK: {"mask_token_id": mask, "embedding": drafter.mask_embedding.detach().clone()}}
-    )
+    return Layout(tensors, config, mask_file(drafter, mask))
 
 
 def _part_fields(drafter: BlockDrafter) -> dict:
@@ -293,7 +295,7 @@ def sglang(drafter: BlockDrafter) -> Layout:
     """
     target, row, whole = drafter.target, target_row(drafter), layout.draft_from_all(drafter)
     dspark_like = kind_of(drafter) == "dspark"
-    own: dict[str, object] = {}
+    own: dict[str, dict] = {}
     if row is None:
         shared = target.lm_head.weight is target.embed.weight
         row = None if shared or dspark_like else free_token(target)
@@ -302,7 +304,7 @@ def sglang(drafter: BlockDrafter) -> Layout:
                 "The mask of this head has an embedding of its own. SGLang reads none for DSpark, and writes DFlash's over a row of "
                 f"the target's embedding, where {target.name} {'has its LM head' if shared else 'has no unused one'}: {NO_OWN_MASK}."
             )
-        own = {MASK: {"mask_token_id": row, "embedding": drafter.mask_embedding.detach().clone()}}
+        own = mask_file(drafter, row)
     made = (dspark if dspark_like else dflash)(whole)  # type: ignore[arg-type]  # a copy of the same class
     tensors, config = dict(made.tensors), dict(made.config)
     if dspark_like:
@@ -365,7 +367,7 @@ def place_mask(drafter: BlockDrafter, config: dict, beside: dict, names: Contain
     token, mask = mask_of(config), drafter.mask_embedding.detach()
     row = drafter.target.embed.weight[token]
     if MASK not in beside and layout.EMBEDDING not in names and not torch.equal(mask, row.to(mask)):
-        beside[MASK] = {"mask_token_id": token, "embedding": mask.clone()}
+        beside |= mask_file(drafter, token)
 
 
 def read_block_drafter(config: dict, tensors: dict[str, Tensor], beside: dict, target: Target) -> tuple[dict, dict]:

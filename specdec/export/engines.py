@@ -138,17 +138,6 @@ def _safeailab(drafter: Any, kind: str) -> Special:
     ]
 
 
-def _medusa(drafter: Any, kind: str) -> Special:
-    return "", [
-        "The weights are in two files: medusa_lm_head.pt for the reference code, which was not run and is for Llama targets, "
-        "and model.safetensors, which vLLM reads with method medusa."
-    ]
-
-
-def _stitched(drafter: Any, kind: str) -> Special:
-    return "", ["vLLM and SGLang use module 0 for every draft. SGLang was not run."]
-
-
 def _has_bias(drafter: Eagle) -> bool:
     return drafter.fc.bias is not None and bool(drafter.fc.bias.any())
 
@@ -178,7 +167,7 @@ class EngineFormat:
     whole: kinds that the engine lets draft from all tokens, whatever the checkpoint's draft vocabulary
     lacks: what the engine has not of EAGLE-3; None: it has all of EAGLE-3 and P-EAGLE
     others: engines that read the same folder and were not run, each with `takes` and its `line`
-    special: as described above; layouts: of kinds that are written otherwise than in LAYOUTS
+    notes: sentences for the model card; special: as described above; layouts: of kinds that are written otherwise than in LAYOUTS
     """
 
     takes: dict[str, str]
@@ -188,6 +177,7 @@ class EngineFormat:
     whole: Sequence[str] = ()
     lacks: Sequence[str] | None = None
     others: dict[str, dict] = field(default_factory=dict)
+    notes: Sequence[str] = ()
     special: Callable[[Any, str], Special] = lambda drafter, kind: ("", [])
     layouts: dict[str, Callable[[Any], Layout]] = field(default_factory=dict)
 
@@ -212,14 +202,14 @@ CODE: dict[str, dict[str, Any]] = {
         "layouts": {"eagle": lambda drafter: eagle.eagle1(drafter, architecture="LlamaForCausalLM", bias=_has_bias(drafter))},
     },
     "gguf": {"special": _llama_cpp, "layouts": {"dflash": _dflash_from_all, "dflash2": _dflash_from_all}},
-    "medusa": {"special": _medusa, "layouts": {"medusa": medusa.reference}},
+    "medusa": {"layouts": {"medusa": medusa.reference}},
     "sglang": {
         "special": _sglang,
         "layouts": {**_eagle1("LlamaForCausalLMEagle"), "eagle3": partial(eagle.eagle3, hidden_norms=True),
                     **dict.fromkeys(block_drafter.CLASSES, block_drafter.sglang)},
     },
     "speculators": {"layouts": {kind: partial(container, kind=kind) for kind in FORMAT_FACTS["speculators"]["takes"]}},
-    "stitched": {"special": _stitched, "layouts": {"native": stitched}},
+    "stitched": {"layouts": {"native": stitched}},
     "vllm": {"special": _vllm, "layouts": _eagle1("EagleLlamaForCausalLM")},
 }  # fmt: skip
 FORMATS = {name: EngineFormat(**about, **CODE.get(name, {})) for name, about in FORMAT_FACTS.items()}
@@ -299,7 +289,8 @@ def make_form(drafter: Drafter, name: str) -> ExportForm:
         )
     if isinstance(drafter, Eagle3) and about.lacks is not None:
         eagle.check_plain(drafter, str(about.engine), lacks=about.lacks)
-    more, notes = about.special(drafter, kind)
+    more, own_notes = about.special(drafter, kind)
+    notes = [*about.notes, *own_notes]
     layout = {**LAYOUTS, **about.layouts}[kind](drafter)
     if isinstance(drafter, MTP) and not drafter.zero_first:
         notes.append(mtp.FIRST_ROW)

@@ -57,11 +57,10 @@ FAMILIES = {
     "peagle": Family("eagle.PEagle", eagle.read_eagle3, eagle.own_names3),
     "medusa": Family("medusa.Medusa", medusa.read_medusa, medusa.own_names),
     "mtp": Family("mtp.MTP", mtp.read_mtp, mtp.own_names),
-    "dflash": Family("dflash.BlockDrafter", block_drafter.read_block_drafter, block_drafter.own_names),
-    "dspark": Family("dflash.BlockDrafter", block_drafter.read_block_drafter, block_drafter.own_names),
-    "dflash2": Family("dflash.BlockDrafter", block_drafter.read_block_drafter, block_drafter.own_names),
-    "lilicorr": Family("dflash.BlockDrafter", block_drafter.read_block_drafter, block_drafter.own_names),
-    "domino": Family("dflash.BlockDrafter", block_drafter.read_block_drafter, block_drafter.own_names),
+    **dict.fromkeys(
+        block_drafter.CLASSES,
+        Family("dflash.BlockDrafter", block_drafter.read_block_drafter, block_drafter.own_names),
+    ),
 }
 
 

@@ -40,10 +40,10 @@ class _Eagle(Drafter):
         target: Target,
         *,
         inputs: int,
-        intermediate_size: int | None,
-        block: dict | None,
-        own_embedding: bool,
-        vocab: Tensor | None,
+        intermediate_size: int | None = None,
+        block: dict | None = None,
+        own_embedding: bool = False,
+        vocab: Tensor | None = None,
     ):
         """inputs: how many vectors of its width the block reads"""
         super().__init__(target, vocab=vocab)
@@ -70,24 +70,8 @@ class Eagle(_Eagle):
     block: for published heads, see block_config; own_embedding: for those whose embedding is not the target's
     """
 
-    def __init__(
-        self,
-        target: Target,
-        *,
-        intermediate_size: int | None = None,
-        fc_bias: bool = False,
-        block: dict | None = None,
-        own_embedding: bool = False,
-        vocab: Tensor | None = None,
-    ):
-        super().__init__(
-            target,
-            inputs=1,
-            intermediate_size=intermediate_size,
-            block=block,
-            own_embedding=own_embedding,
-            vocab=vocab,
-        )
+    def __init__(self, target: Target, *, fc_bias: bool = False, **settings):
+        super().__init__(target, inputs=1, **settings)
         self.target_layers = target.layer_ids([-1])
         self.fc = SizedLinear(2 * target.width, target.width, bias=fc_bias)  # embedding first
 
@@ -152,27 +136,18 @@ class Eagle3(_Eagle):
         target_layers: list[int] | None = None,
         num_layers: int = 1,
         own_output: bool | None = True,
-        intermediate_size: int | None = None,
         norm_features: bool = False,
         norm_output: bool = False,
         norm_before_fc: bool = False,
         norm_before_residual: bool = False,
         window: int | None = None,
         full_layers: Sequence[int] | None = None,
-        block: dict | None = None,
         own_embedding: bool = False,
-        vocab: Tensor | None = None,
+        **settings,
     ):
         if num_layers < 1:
             raise ValueError(f"num_layers={num_layers} must be at least 1.")
-        super().__init__(
-            target,
-            inputs=2,
-            intermediate_size=intermediate_size,
-            block=block,
-            own_embedding=own_embedding,
-            vocab=vocab,
-        )
+        super().__init__(target, inputs=2, own_embedding=own_embedding, **settings)
         self.further.extend(DecoderLayer(self.config, layer=layer) for layer in range(1, num_layers))
         width, eps = self.config.hidden_size, self.config.rms_norm_eps
         self.target_layers = target.layer_ids(target_layers or three_layers(target))
@@ -297,8 +272,8 @@ class PEagle(Eagle3):
     estimates = False
     parallel = True
 
-    def __init__(self, target: Target, *, mask_token: int | None = None, vocab: Tensor | None = None, **settings):
-        super().__init__(target, vocab=vocab, **settings)
+    def __init__(self, target: Target, *, mask_token: int | None = None, **settings):
+        super().__init__(target, **settings)
         self.mask_token = target.vocab_size - 1 if mask_token is None else mask_token
         if not 0 <= self.mask_token < target.vocab_size:
             raise ValueError(f"mask_token={mask_token} must be a token of the target, 0 .. {target.vocab_size - 1}.")

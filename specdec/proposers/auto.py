@@ -38,7 +38,7 @@ from specdec.proposers.costs import SIZES, Costs, MeasuredCosts, describe_condit
 from specdec.proposers.growth import widened
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.suffix import usual_suffix
-from specdec.proposers.text import TextProposer, usual_forced
+from specdec.proposers.text import Forced, TextProposer
 from specdec.target.model import Target
 
 SIBLINGS = 3  # candidates of a head for each token
@@ -144,7 +144,7 @@ class Auto(Proposer):
     @classmethod
     def usual(cls, target: Target, head: Proposer, *, costs: Costs | str | None = None) -> "Auto":
         """A trained head beside a suffix tree and what a grammar forces, as commands draft by default."""
-        return cls(target, members=[usual_forced(target), usual_suffix(target), head], costs=costs)
+        return cls(target, members=[Forced(target, num=16), usual_suffix(target), head], costs=costs)
 
     def forget(self):
         for member in self.members:

@@ -33,9 +33,6 @@ class Cascade(Proposer):
         window: int,
         compile: bool = False,
     ):
-        for name, value, least in (("num", num, 1), ("sinks", sinks, 0), ("window", window, 1)):
-            if value < least:
-                raise ValueError(f"{name}={value} must be at least {least}.")
         if not inner.rewinds:
             raise ValueError(
                 f"inner={type(inner).__name__} cannot be rewound, so it cannot draft for a cascade: choose another inner=."

@@ -8,11 +8,9 @@ import copy
 import hashlib
 import json
 import math
-import os
 import platform
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -20,7 +18,7 @@ import numpy
 import torch
 
 from specdec.core import devices, masks, rules
-from specdec.core.files import write_text
+from specdec.core.files import cache_folder, keep_document
 from specdec.core.sampling import AnySampling, Sampling
 from specdec.core.tree import Tree
 from specdec.core.untrusted import read_json
@@ -55,9 +53,7 @@ def describe_conditions(verifier: Verifier, sampling: AnySampling) -> dict[str, 
 
 def find_file(conditions: dict[str, object]) -> Path:
     """The file of their costs, in $SPECDEC_CACHE or `specdec` in the user's cache folder."""
-    given, usual = os.environ.get("SPECDEC_CACHE"), os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    folder = Path(given) if given else Path(usual) / "specdec"
-    return folder.expanduser() / f"{hashlib.sha256(json.dumps(conditions).encode()).hexdigest()[:16]}.json"
+    return cache_folder() / f"{hashlib.sha256(json.dumps(conditions).encode()).hexdigest()[:16]}.json"
 
 
 class Correction:
@@ -159,7 +155,8 @@ class MeasuredCosts(Costs):
         sizes = [num for num in self.sizes if num <= max(measured)]
         seconds = numpy.interp(sizes, list(measured), list(measured.values()))
         self.table[rows] = dict(zip(sizes, map(float, seconds)))
-        self._write()
+        if self.path is not None:
+            keep_document(self.path, {"conditions": self.conditions, "seconds": self.table}, "The measured costs")
 
     def _read(self) -> dict[int, Curve]:
         """Empty without a file, or for a damaged one: costs are measured again."""
@@ -168,21 +165,6 @@ class MeasuredCosts(Costs):
             return {int(rows): {int(num): float(each) for num, each in curve.items()} for rows, curve in found.items()}
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
             return {}
-
-    def _write(self) -> None:
-        """Warns if the folder cannot be written."""
-        if self.path is None:
-            return
-        own = self.path.with_suffix(f".{os.getpid()}")  # another process may measure the same now
-        try:
-            own.parent.mkdir(parents=True, exist_ok=True)
-            write_text(own, json.dumps({"conditions": self.conditions, "seconds": self.table}, indent=1) + "\n")
-            own.replace(self.path)
-        except (OSError, ValueError) as error:
-            warnings.warn(
-                f"The measured costs cannot be kept in {own.parent} ({error}); they will be measured again.",
-                stacklevel=2,
-            )
 
 
 class PassTimer:

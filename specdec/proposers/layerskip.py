@@ -59,8 +59,6 @@ class LayerSkip(Proposer):
         compile: bool = False,
     ):
         self.layers = find_layers(target, layers)
-        if depth < 1:
-            raise ValueError(f"depth={depth} must be at least 1.")
         check_layers(target, "it cannot draft with some of them; choose another proposer.")
         self.target, self.depth = target, depth
         self.num_shared = sum(number == place for place, number in enumerate(self.layers))  # E

@@ -44,12 +44,6 @@ class Lookahead(TextProposer):
     watches = True
 
     def __init__(self, target: Target, *, window: int, ngram: int, guesses: int):
-        if window < 1:
-            raise ValueError(f"window={window} must be at least 1 column.")
-        if ngram < 2:
-            raise ValueError(f"ngram={ngram} must be at least 2: the token to start from and one to guess.")
-        if guesses < 0:
-            raise ValueError(f"guesses={guesses} must be at least 0; 0 keeps no pool.")
         self.window, self.ngram, self.guesses = window, ngram, guesses
         self.linear = ngram == 2 and guesses == 0
         self.depth = window + ngram - 2  # the depth of the last column's last level

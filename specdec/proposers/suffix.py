@@ -62,13 +62,8 @@ class Suffix(TextProposer):
         memory: int,
         datastore: str | None = None,
     ):
-        for name, value, low in (("num", num, 1), ("factor", factor, 0), ("offset", offset, 0), ("memory", memory, 0)):
-            if value < low:
-                raise ValueError(f"{name}={value} must be at least {low}.")
         if factor == offset == 0:
             raise ValueError(f"factor={factor} with offset={offset} drafts nothing: raise one of them.")
-        if not 0 <= least < 1:
-            raise ValueError(f"least={least} must be a probability below 1.")
         self.num, self.factor, self.offset, self.least, self.memory = num, factor, offset, least, memory
         self.depth = num
         self.datastore, self.known = datastore, [] if datastore is None else last_texts(target, datastore, memory)

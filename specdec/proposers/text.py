@@ -97,6 +97,12 @@ class RetractableTextProposer(TextProposer):
         """Undoes `extend` for all tokens after the first `length`. Called before texts[row] is cut to `length`."""
 
 
+def check_bounds(min: int, max: int) -> None:
+    """Raises ValueError unless they are in order."""
+    if max < min:
+        raise ValueError(f"max={max} must be at least min={min}.")
+
+
 class Ngram(RetractableTextProposer):
     """Drafts a chain: the tokens that followed the latest earlier occurrence of the text's last n tokens.
 
@@ -110,11 +116,7 @@ class Ngram(RetractableTextProposer):
     linear = True
 
     def __init__(self, target: Target, *, min: int, max: int, num: int):
-        for name, value in (("min", min), ("num", num)):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1.")
-        if max < min:
-            raise ValueError(f"max={max} must be at least min={min}.")
+        check_bounds(min, max)
         self.min, self.max, self.num = min, max, num
         self.depth = num
 
@@ -189,11 +191,7 @@ class Retrieval(RetractableTextProposer):
     """
 
     def __init__(self, target: Target, *, datastore: str, max: int, min: int, samples: int, num: int, depth: int):
-        for name, value in (("min", min), ("samples", samples), ("num", num), ("depth", depth)):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1.")
-        if max < min:
-            raise ValueError(f"max={max} must be at least min={min}.")
+        check_bounds(min, max)
         tokenizer = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code)
         self.store = store.read(Path(datastore), store.fingerprint(tokenizer))
         if max > self.store.length:
@@ -257,8 +255,6 @@ class Forced(TextProposer):
     constraints: list[Constraint | None] = []  # of the rows, once a batch has told them
 
     def __init__(self, target: Target, *, num: int):
-        if num < 1:
-            raise ValueError(f"num={num} must be at least 1.")
         self.depth = num
 
     def constrain(self, constraints):
@@ -274,8 +270,3 @@ class Forced(TextProposer):
 
     def guess(self, row):
         return [Guess(token, place, 1.0) for token, place in self.draft(row)]
-
-
-def usual_forced(target: Target) -> Forced:
-    """With the settings of conf/proposer/forced.yaml."""
-    return Forced(target, num=16)

@@ -117,13 +117,12 @@ class Answer:
         exchange = Exchange(
             job.prompt + tokens,
             len(job.prompt),
-            tokens[-1] if tokens[-1] in job.ends.tokens else None,
             job.sampling,
             accepted,
             sum(generation.drafted),
             fields,
+            self.said,
             messages=[message.to_row() for message in chat.messages] if chat else None,
-            text=self.said,
             conversation=(settings.metadata or {}).get("conversation"),
         )
         recorder.record(exchange)
@@ -156,20 +155,16 @@ class AnswerForm:
 
     def write_whole(self, text: str, reason: str, usage: dict, ids: dict) -> dict:
         said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-        return self._write("chat.completion", said | ids, reason, usage=usage)
+        return self.write("chat.completion", said | ids, reason, usage=usage)
 
     def write_chunk(self, text: str | None, reason: str | None = None, ids: dict | None = None, **more: Any) -> dict:
         """A part of a stream. text: None in one without a choice, as the last one with the usage; ids: more of the choice"""
         said: dict | None = None
         if text is not None:
             said = ({"delta": {"content": text} if text else {}} if self.chat else {"text": text}) | (ids or {})
-        return self._write("chat.completion.chunk", said, reason, **more)
+        return self.write("chat.completion.chunk", said, reason, **more)
 
-    def write_first(self) -> dict:
-        """What the stream of a chat begins with."""
-        return self._write("chat.completion.chunk", {"delta": {"role": "assistant", "content": ""}}, None)
-
-    def _write(self, kind: str, said: dict | None, reason: str | None, **more: Any) -> dict:
+    def write(self, kind: str, said: dict | None, reason: str | None, **more: Any) -> dict:
         choices = [] if said is None else [{"index": 0, **said, "logprobs": None, "finish_reason": reason}]
         kind = kind if self.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
@@ -369,9 +364,12 @@ async def _stream(answer: Answer, form: AnswerForm) -> AsyncIterator[str]:
 
     try:
         if form.chat:
-            yield sent(form.write_first())
+            yield sent(form.write("chat.completion.chunk", {"delta": {"role": "assistant", "content": ""}}, None))
         async for pieces, done, reason in answer.pieces():
-            text, more = "".join(pieces), {"round": _details(pieces, done)} if settings.details and done else {}
+            text, more = "".join(pieces), dict[str, Any]()
+            if settings.details and done:  # for the live page
+                counts = {"accepted": done.accepted, "drafted": done.drafted, "milliseconds": done.milliseconds}
+                more["round"] = {"tokens": pieces, **counts}
             ids = {"token_ids": done.tokens if done else []} if settings.return_token_ids else {}
             if text or reason or more or (ids and done):
                 yield sent(form.write_chunk(text, reason, ids, **more))
@@ -382,9 +380,3 @@ async def _stream(answer: Answer, form: AnswerForm) -> AsyncIterator[str]:
         yield sent(error.to_json())
     finally:
         served.engine.give_up(answer.job)
-
-
-def _details(pieces: list[str], done: ServedRound) -> dict:
-    """A round for the live page, with the text of each token."""
-    counts = {"accepted": done.accepted, "drafted": done.drafted, "milliseconds": done.milliseconds}
-    return {"tokens": pieces, **counts}

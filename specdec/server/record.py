@@ -32,23 +32,21 @@ class Exchange:
     """A request and its answer, which has ended.
 
     tokens: ids of the prompt and of the answer; num_prompt: how many are the prompt
-    end: the token behind the text of an answer that was not cut, None without one
     accepted: drafts that each round kept; drafted: in all rounds
     fields: further ones of the row: `finish`, `grammar`, `head` and, of a server's request, id, seed, thinking and tools
     messages: the conversation up to the answer; None: a bare prompt
-    text: of the answer; None: the recorder decodes it
+    text: of the answer
     conversation: its id, as the client gives it; None: a digest of how it begins
     """
 
     tokens: list[int]
     num_prompt: int
-    end: int | None
     sampling: Sampling
     accepted: list[int]
     drafted: int
     fields: dict[str, Any]
+    text: str
     messages: list[dict] | None = None
-    text: str | None = None
     conversation: Any = None
 
 
@@ -72,14 +70,14 @@ class Recorder:
         except OSError as error:
             raise ValueError(f"Nothing can be recorded in {folder} ({error}): choose another folder.") from error
 
-    def set_origin(self, source: str, target: Target, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Of the rows that follow. source: server or generate"""
+    def set_origin(self, target: Target, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Of the rows that follow."""
         self.tokenizer = tokenizer
         self.origin = {
             "tokenizer": datastore.fingerprint(tokenizer),
             "target": target.name,
             "target_fingerprint": target.fingerprint(),
-            "source": source,
+            "source": "server",
         }
 
     def record(self, exchange: Exchange) -> None:
@@ -98,8 +96,6 @@ class Recorder:
     def _make_row(self, exchange: Exchange) -> dict:
         text, num, tokenizer = exchange.text, exchange.num_prompt, self.tokenizer
         assert tokenizer is not None, "set_origin comes first"
-        if text is None:
-            text = str(tokenizer.decode(exchange.tokens[num : None if exchange.end is None else -1]))
         content: dict[str, list | None] = {"messages": None, "texts": None}
         if exchange.messages is not None:
             content["messages"] = [*exchange.messages, {"role": "assistant", "content": text}]
@@ -118,7 +114,6 @@ class Recorder:
             **dataclasses.asdict(exchange.sampling),
             "seed": None,
             "thinking": None,
-            "other_law": False,
             "rounds": len(exchange.accepted),
             "drafted": exchange.drafted,
             "accepted": exchange.accepted,

@@ -21,6 +21,7 @@ from specdec.core import cached_keys, fast, masks, precision
 from specdec.core.cache import LayerStates, RowCache, SpareMemory
 from specdec.core.cached_keys import CachedKeys
 from specdec.core.compile import join_products, run_block
+from specdec.core.devices import name_cause
 from specdec.core.shards import Shards
 from specdec.core.varlen import Segments
 from specdec.target import attention, loading, sharding
@@ -328,13 +329,7 @@ class Target:
     @functools.cached_property
     def reads_segments(self) -> bool:
         """Whether it reads packed texts in one call, as it reads them alone: on devices with the kernel, tried with two texts."""
-        if (
-            not self.whole
-            or self.recurrent
-            or self.spread
-            or self.kinds.chunk
-            or not fast.on("varlen", self.device, self.dtype)
-        ):
+        if not self._may_take("varlen"):
             return False
         packed = masks.Packed.of(torch.tensor([[0] * 3 + [1] * (target_structure.NUM_TOKENS - 3)])).to(self.device)
         tokens = self._sample_text()
@@ -352,14 +347,7 @@ class Target:
         """Whether passes over drafts read the cache to its length, as they read it under a mask: on devices with the kernel, tried."""
         shapes = {shape for shape in self._shapes if shape is not None}
         alike = len({shape.num_heads for shape in shapes}) == 1 and self.share.size == 1
-        if (
-            not self.whole
-            or self.recurrent
-            or self.spread
-            or self.kinds.chunk
-            or not alike
-            or not fast.on("cache", self.device, self.dtype)
-        ):
+        if not (alike and self._may_take("cache")):
             return False
         widths = zip(self._shapes[::2], self._shapes[1::2])
         if not all(cached_keys.usable(key.width, value.width) for key, value in widths if key and value):
@@ -367,12 +355,17 @@ class Target:
         heads = self.config.num_attention_heads
         return self._agrees("cache", "a cache to its length", lambda lean: self._try_tree(heads if lean else None))
 
+    def _may_take(self, path: str) -> bool:
+        """Whether a fast path of attention is worth a trial."""
+        unlike = self.recurrent or self.spread or self.kinds.chunk
+        return self.whole and not unlike and fast.on(path, self.device, self.dtype)
+
     def _agrees(self, path: str, what: str, read: Callable[[bool], Tensor]) -> bool:
         """Whether states of a fast path, read(True), are those of the reference, read(False); if not, one sentence says so."""
         try:
             found, wanted = read(True).float(), read(False).float()
         except (TypeError, ValueError, RuntimeError, KeyError) as reason:
-            return fast.leave_out(path, f"{self.name} cannot read {what} ({str(reason).splitlines()[0]})")
+            return fast.leave_out(path, f"{self.name} cannot read {what} ({name_cause(reason)})")
         error = float((found - wanted).norm() / wanted.norm())
         if not error <= (SAME if torch.finfo(self.dtype).bits < 32 or self.quantisation else 1e-3):
             return fast.leave_out(path, f"{self.name} reads {what} differently, by {error:.1%}")

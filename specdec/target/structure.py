@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -255,29 +255,30 @@ class LayerKinds:
         """
         if set(self.names or [FULL]) <= set(STATE_KINDS):
             return None
-        if self.names is None:
-            return self._mask(self.one, mask, queries, keys)
-        return {name: self._mask(name, mask, queries, keys) for name in self.names}
+        return self._of_each(lambda name: self._mask(name, mask, queries, keys))
 
     def segment_masks(self, device: torch.device) -> LayerMasks:
         """What stands for the mask of each kind of layer, where the model reads segments (target/attention.py)."""
-        if self.names is None:
-            return segment_mask(self.window if self.one == SLIDING else None, device)
-        return {name: segment_mask(self.window if name == SLIDING else None, device) for name in self.names}
+        return self._of_each(lambda name: segment_mask(self._window(name), device))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The different windows of its layers; None: a layer that sees everything."""
         names = self.names or (self.one,)
-        return tuple({self.window if name == SLIDING else None: None for name in names if name not in STATE_KINDS})
+        return tuple({self._window(name): None for name in names if name not in STATE_KINDS})
 
     def masks_of_cached(self, cached: Sequence[CachedKeys]) -> tuple[LayerMasks, dict[int, CachedKeys]]:
         """What each of `windows` sees -> the masks of the kinds of layers, and what attention takes in their places."""
         seen = dict(zip(self.windows, cached, strict=True))
-        by_size = {each.seen.shape[1]: each for each in cached}
-        if self.names is None:
-            return cached[0].seen, by_size
-        return {name: seen[self.window if name == SLIDING else None].seen for name in self.names}, by_size
+        masks = self._of_each(lambda name: seen[self._window(name)].seen)
+        return masks, {each.seen.shape[1]: each for each in cached}
+
+    def _window(self, name: str) -> int | None:
+        return self.window if name == SLIDING else None
+
+    def _of_each(self, make: Callable[[str], Tensor | None]) -> LayerMasks:
+        """What a function of its name gives for each kind of layer, as the decoder takes it."""
+        return make(self.one) if self.names is None else {name: make(name) for name in self.names}
 
     def _mask(self, name: str, mask: Tensor, queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
         if name not in (SLIDING, CHUNKED):

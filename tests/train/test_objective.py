@@ -214,7 +214,12 @@ def test_wrong_settings_are_refused(drafter, monkeypatch):
     with pytest.raises(ValueError, match=r"The loss confidence and a head with a confidence output.* go together"):
         Objective(drafter, **make_settings(losses={"kl": 1.0, **({} if drafter.confident else {"confidence": 1.0})}))
     monkeypatch.setattr(drafter, "depth", 3)
-    with pytest.raises(ValueError, match=r"^depth=4 must be this drafter's number of steps, 3"):
+    with pytest.raises(
+        ValueError, match=r"^depth=4 must be this drafter's number of steps, 3.* or change the drafter's"
+    ):
+        make_objective(drafter, depth=4)
+    monkeypatch.setattr(drafter, "pretrained", True)
+    with pytest.raises(ValueError, match=r"Set depth=3; the head of start= keeps its"):
         make_objective(drafter, depth=4)
 
 

@@ -170,7 +170,7 @@ def test_answers_are_written_again_if_they_are_damaged_or_of_other_settings(make
 def test_a_folder_that_cannot_be_written_stops_nothing(make, small_target):
     Path("answers").write_text("a file where the folder should be")
     drafter = make_drafter(small_target, "eagle").decodable()
-    with pytest.warns(UserWarning, match="could not be written"):
+    with pytest.warns(UserWarning, match="cannot be kept"):
         assert len(make(drafter).replay(drafter)) == 5
 
 

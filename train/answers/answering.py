@@ -8,7 +8,6 @@ import functools
 import hashlib
 import json
 import time
-import warnings
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -235,13 +234,7 @@ class HeldoutAnswers:
         answers, seconds = [each for _, some, _ in groups for each in some], max(took for *_, took in groups)
         if main:
             kept = {"about": about, "answers": answers, "seconds": seconds, "digest": _digest_of(answers)}
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                files.write_text(path, json.dumps(kept) + "\n")
-            except (OSError, ValueError) as error:  # they are in memory, so training goes on
-                warnings.warn(
-                    f"{path} could not be written ({error}): a later run answers these prompts again", stacklevel=1
-                )
+            files.keep_document(path, kept, "The target's answers to held-out prompts")
         return answers, seconds
 
     def _write(self, start: int, prompts: list[list[int]]) -> list[list[int]]:

@@ -43,10 +43,12 @@ class DraftedBlock:
 class Dependence(nn.Module, ABC):
     """How a draft depends on those before it. What is carried along a path is a part of its state.
 
+    head: the head that has this part, a file in conf/head
     by_token: beginnings of the names of tensors with a row for each token that can be drafted
     num_confident: how many numbers at a readout's beginning a confidence head reads beside the state
     """
 
+    head: str
     by_token: tuple[str, ...] = ()
     num_confident = 0
 

@@ -13,6 +13,7 @@ from specdec.heads.dependence.base import Dependence, Sizes
 class Domino(Dependence):
     """hidden: width of the GRU; rank: of the correction W2 silu(W1 [s; r]) of a state s and the GRU's state r"""
 
+    head = "domino"
     by_token = ("after.",)
 
     def __init__(self, sizes: Sizes, *, hidden: int = 256, rank: int = 64):

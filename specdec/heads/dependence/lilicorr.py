@@ -68,6 +68,8 @@ class LiLiCorr(Lattice):
     text's end cuts counts as far as it goes.
     """
 
+    head = "lilicorr"
+
     def __init__(
         self,
         sizes: Sizes,

@@ -18,6 +18,7 @@ Form = Literal["plain", "gated", "rnn"]
 class Markov(Dependence):
     """rank: of the term; table: whether W1 is the paper's table of all tokens, and no map of their embeddings"""
 
+    head = "dspark"
     by_token = ("after.",)
 
     def __init__(self, sizes: Sizes, *, rank: int, table: bool = False, form: Form = "plain"):

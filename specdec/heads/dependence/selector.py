@@ -13,6 +13,8 @@ class Selector(Lattice):
     B starts as zero, so that the selector starts as the unary logits do.
     """
 
+    head = "dflash2"
+
     def __init__(self, sizes: Sizes, *, rank: int = 64, top: int = 16, table: bool = False):
         super().__init__(sizes, top=top)
         self.predecessor: nn.Module

@@ -9,6 +9,7 @@ import warnings
 import pytest
 
 from specdec.core.compile import Runner
+from specdec.core.files import keep_document
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.proposers import costs as costs_module
@@ -208,9 +209,8 @@ def test_processes_that_measure_the_same_at_once_do_not_disturb_each_other(tmp_p
     def write_often() -> None:
         warnings.simplefilter("error")
         costs = make()
-        costs.table = {1: {1: 1.0}}
         for _ in range(50):
-            costs._write()
+            keep_document(costs.path, {"seconds": {1: {1: 1.0}}}, "The costs")
 
     children = [multiprocessing.get_context("fork").Process(target=write_often) for _ in range(2)]
     for child in children:

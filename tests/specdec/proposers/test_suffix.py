@@ -262,10 +262,6 @@ def test_a_measurement_begins_without_memory(small_target):
     assert len(first[2].drafted.accepted[0]) < len(first[0].drafted.accepted[0])
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"num": 0}, {"factor": -1.0}, {"offset": -1}, {"memory": -1}, {"least": 1.0}, {"factor": 0.0, "offset": 0}],
-)
-def test_options_out_of_range_are_refused(wrong):
-    with pytest.raises(ValueError, match=f"^{next(iter(wrong))}="):
-        make(**wrong)
+def test_settings_that_draft_nothing_are_refused():
+    with pytest.raises(ValueError, match=r"^factor=0\.0 with offset=0 drafts nothing"):
+        make(factor=0.0, offset=0)

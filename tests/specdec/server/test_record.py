@@ -42,12 +42,12 @@ def chat(text: str, *, messages=None, **more) -> Exchange:
     letters = [token for letter in "the sky" for token in small_tokenizer()(letter)["input_ids"]]
     fields = {"id": text, "finish": "stop", "seed": 3, "grammar": None, "head": "run/step_000100"}
     given = {"messages": messages, "text": "the sky"} | more
-    return Exchange([*prompt, *letters, END], len(prompt), END, SAMPLING, [2, 0], 6, fields, **given)
+    return Exchange([*prompt, *letters, END], len(prompt), SAMPLING, [2, 0], 6, fields, **given)
 
 
 def make_recorder(folder) -> Recorder:
     recorder = Recorder(folder)
-    recorder.set_origin("server", TARGET, small_tokenizer())
+    recorder.set_origin(TARGET, small_tokenizer())
     return recorder
 
 
@@ -75,7 +75,7 @@ def test_a_row_holds_the_request_and_what_became_of_the_drafts(tmp_path):
         "tokens": exchange.tokens, "prompt_tokens": exchange.num_prompt, "ids": "given",
         "tokenizer": data.vocabulary(small_tokenizer(), len(small_tokenizer()))[0],
         "target": "tiny", "target_fingerprint": "0123456789abcdef",
-        "temperature": 0.5, "top_k": None, "top_p": 0.9, "repetition_penalty": 1.0, "seed": 3, "grammar": None, "other_law": False,
+        "temperature": 0.5, "top_k": None, "top_p": 0.9, "repetition_penalty": 1.0, "seed": 3, "grammar": None,
         "finish": "stop", "thinking": None, "rounds": 2, "drafted": 6, "accepted": [2, 0], "head": "run/step_000100",
         "source": "server",
     }  # fmt: skip
@@ -86,7 +86,7 @@ def test_a_row_holds_the_request_and_what_became_of_the_drafts(tmp_path):
 
 def test_rows_train_as_they_are(tmp_path):
     prompt = small_tokenizer()("Count to")["input_ids"]
-    bare = Exchange([*prompt, 7, 8], len(prompt), None, SAMPLING, [0], 3, {"finish": "length"}, text="the")
+    bare = Exchange([*prompt, 7, 8], len(prompt), SAMPLING, [0], 3, {"finish": "length"}, "the")
     rows = record(tmp_path / "t", chat("hi"), bare)
     assert rows[1]["messages"] is None and rows[1]["texts"] == ["Count to", "the"]
     packs = load_packs(
@@ -163,7 +163,7 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
 def recorded(tiny, folder, *, serve: dict | None = None):
     """A server that records -> its URL, and what it serves"""
     recorder = Recorder(folder)
-    recorder.set_origin("server", tiny, small_tokenizer())
+    recorder.set_origin(tiny, small_tokenizer())
     with serving(tiny, recorder=recorder, **(serve or {})) as found:
         yield found
 
