@@ -23,18 +23,11 @@ from specdec.core.grammar import Grammar
 from specdec.core.row_files import FORMS, LINES, PARQUET, parse_line, read_file
 from train.data.chat_template import options_of
 
+Item = TypeVar("Item")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
-LICENCES = (
-    "license",
-    "licence",
-    "copying",
-    "notice",
-    "terms",
-    "readme",
-)  # how the names of files begin that state terms
+LICENCES = tuple("license licence copying notice terms readme".split())  # how names of files begin that state terms
 EVALUATION = r"evaluation[ -]data ?set[ -]licen[sc]e(?:[ -]agreement)?"
 LIMITS = re.compile(rf"{EVALUATION}|non-?commercial\b|cc[ -]by-n[cd][\w.-]*|no[ -]?derivatives?\b", re.IGNORECASE)
-Item = TypeVar("Item")
 
 
 def read_sources(train: str | Sequence[str] | Mapping[str, float]) -> dict[str, Fraction]:

@@ -126,35 +126,17 @@ def load_suite(
         raise ValueError(f"suite={name} is not read from the Hub: give prompts=FILE or FOLDER. {entry['download']}")
     licence = check_licence(entry, prompts, accepted)
     subsets: dict[str, int | None] = entry.get("subsets") or {"": entry["num"]}
-    parts = [entry["subset"]] if "subset" in entry else list(subsets)
-    if subset in subsets:
-        parts = [str(subset)]
-    elif prompts is not None and Path(prompts).exists():
-        said = [Path(prompts).name.partition(".jsonl")[0], Path(prompts).resolve().parent.name]
-        parts = (
-            [part for part in subsets if part and said[0].endswith(part)]
-            or [part for part in subsets if part and said[1].endswith(part)]
-            or parts
-        )
-        if len(parts) > 1 and Path(prompts).is_file():
-            raise ValueError(f"Which part of suite={name} is {prompts}? Give subset=, one of {', '.join(parts)}.")
+    parts = find_parts(name, [entry["subset"]] if "subset" in entry else list(subsets), list(subsets), prompts, subset)
+    read = prompts or f"{source['hub']}, split {source['split']}"
     questions: list[Question] = []
-    notes = []
-    if protocol is not None:
-        used = {*protocol.templates, *protocol.num, *protocol.few_shot} & {
-            name,
-            *(part.replace("-", "_") for part in parts),
-        }
-        notes = ([] if used else [f"{protocol.title} publishes nothing on suite={name}"]) + [
-            *filter(None, [protocol.unsaid])
-        ]
+    notes = describe_protocol(protocol, name, parts) if protocol else []
     for part in parts:
         found = read_part(name, entry | {"source": source}, prompts, part, protocol)
         if not found and len(parts) > 1:  # a folder with some of the subsets
             continue
         where, num = f"suite={name}" + f" subset={part}" * bool(part), subsets[part] or len(found)
         if len(found) > num or not found:
-            raise ValueError(f"{prompts} is not {where}: it has {len(found)} questions of {num}. {entry['download']}")
+            raise ValueError(f"{read} is not {where}: it has {len(found)} questions of {num}. {entry['download']}")
         if len(found) < num:
             notes.append(f"{len(found)} of {num} published questions of {where}")
         asked = make_questions(name, entry, found, part if len(parts) > 1 else "", protocol)
@@ -163,13 +145,11 @@ def load_suite(
         kinds = dict.fromkeys(kind for each in questions for kind in (each.category, *each.tags))
         questions = [each for each in questions if subset in (each.category, *each.tags)]
         if not questions:
-            raise ValueError(
-                f"suite={name} has no subset {subset}; it has: {', '.join(filter(None, [*subsets, *kinds]))}."
-            )
+            known = ", ".join(filter(None, [*subsets, *kinds]))
+            raise ValueError(f"suite={name} has no subset {subset}; it has: {known}.")
     if not questions:
-        raise ValueError(f"{prompts} has no questions of suite={name}. {entry['download']}")
+        raise ValueError(f"{read} has no questions of suite={name}. {entry['download']}")
     digest = reading.digest_of([row for question in questions for row in question.turns])
-    read = prompts or f"{source['hub']}, split {source['split']}"
     return Suite(name, entry["title"], questions, read, digest, licence, entry["max_new_tokens"], "; ".join(notes))
 
 
@@ -177,6 +157,29 @@ def plain_questions(source: str, split: str | None = None) -> list[Question]:
     """Rows of prompts= as questions of one turn. Raises ValueError as reading.load_prompts."""
     found = reading.load_prompts(source, split=split)
     return [Question(row["id"], row["category"], (row,), tuple(row["tags"])) for row in found]
+
+
+def find_parts(name: str, default: list[str], subsets: list[str], prompts: str | None, subset: str | None) -> list[str]:
+    """The subsets to read: what is asked for, else what the file or folder has in its name or lies in, else the default."""
+    if subset in subsets:
+        return [str(subset)]
+    path = Path(prompts or "")
+    if prompts is None or not path.exists():
+        return default
+    for said in (path.name.partition(".jsonl")[0], path.resolve().parent.name):
+        if found := [part for part in subsets if part and said.endswith(part)]:
+            return found
+    if len(default) > 1 and path.is_file():
+        raise ValueError(f"Which part of suite={name} is {prompts}? Give subset=, one of {', '.join(subsets)}.")
+    return default
+
+
+def describe_protocol(protocol: Protocol, name: str, parts: list[str]) -> list[str]:
+    """What of a suite is not as the protocol has it."""
+    used = {*protocol.templates, *protocol.num, *protocol.few_shot}
+    known = used & {name, *(part.replace("-", "_") for part in parts)}
+    other = "" if known else f"{protocol.title} publishes nothing on suite={name}"
+    return [note for note in (other, protocol.unsaid) if note]
 
 
 def check_licence(entry: dict, prompts: str | None, accepted: bool) -> str:
@@ -241,21 +244,14 @@ def make_questions(
     for index, (place, row) in enumerate(found):
         with reading.at(place):
             originals = read_turns(entry, row)
-            texts = [fill_template(template, row)] if template else originals
+            texts = [fill_template(template, row)] if template else [*originals]
             texts[0] = "".join(shots) + texts[0]
             own = str(first_of(row, entry.get("category")) or part or name)
             category = entry.get("tasks", {}).get(own, own)
             tags = (own,) if own != category else ()
             key = first_of(row, entry.get("id"))
             id = f"{part}/" * bool(part) + str(index if key is None else key)
-            asked = {
-                "id": id,
-                "category": category,
-                "tags": [*tags],
-                "grammar": None,
-                "place": place,
-                "plain": bool(few),
-            }
+            asked = {"id": id, "category": category, "tags": [*tags], "grammar": None, "place": place, "plain": bool(few)}  # fmt: skip
             turns = [
                 {**asked, "prompt": text, "messages": [{"role": "user", "content": text}], "original": original}
                 for text, original in zip(texts[:1] if protocol and protocol.turns == "first" else texts, originals)
@@ -278,10 +274,8 @@ def read_turns(entry: dict, row: dict) -> list[str]:
     value = first_of(row, names)
     if value is None:
         raise ValueError(f"no field {' or '.join(names)}, which holds the prompt (the row has: {', '.join(row)}).")
-    given = value if isinstance(value, list) else [value]
-    turns: list[Any] = [
-        each.get("content") if isinstance(each, dict) and each.get("role") == "user" else each for each in given
-    ]
+    content = lambda each: each.get("content") if isinstance(each, dict) and each.get("role") == "user" else each
+    turns: list[Any] = [content(each) for each in (value if isinstance(value, list) else [value])]
     if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise ValueError(f"its prompt must be a text, or a list of texts or of a user's messages: {value!r:.80}.")
     if "placeholder" in entry and any(turn.startswith(entry["placeholder"]) for turn in turns):

@@ -12,7 +12,7 @@ from pyarrow import Table, parquet
 from tests.support import small_tokenizer, write_prompts, write_rows
 from train.data import chat_template, reading, suites
 from train.data.encoding import Encoding, load_rows
-from train.data.suites import encode_turn, load_suite, presets, read_protocol
+from train.data.suites import encode_turn, load_suite, read_protocol
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 TURNS = ["Count to 3.", "And back?"]
@@ -74,7 +74,7 @@ def test_spec_bench_keeps_turns_and_the_published_tasks(tmp_path):
     ]  # fmt: skip
     assert suite.note == "3 of 480 published questions of suite=spec_bench" and "Apache-2.0" in suite.licence
     assert [len(load_suite("spec_bench", folder, subset=part).questions) for part in ("mt_bench", "writing")] == [2, 2]
-    assert presets(suite) == {"max_new_tokens": "1024"}
+    assert suite.max_new_tokens == 1024
 
 
 def test_mt_bench_has_two_forms(tmp_path):
@@ -94,7 +94,7 @@ def test_gsm8k_has_the_template_that_publications_share_and_specforge_its_exampl
     examples = "".join(f"Question: What is {n}?\nAnswer: It is {n}.\n#### {n}\n\n" for n in range(5))
     prompt = encode_turn(suite.questions[6], 0, [], small_tokenizer(), protocol=protocol)
     assert text_of(prompt) == f"{examples}Question: What is 6?\nAnswer:"  # without a chat template
-    assert presets(suite, protocol)["max_new_tokens"] == "512" and "stop texts" in suite.note
+    assert protocol.max_new_tokens["gsm8k"] == 512 and "stop texts" in suite.note
 
 
 def test_humaneval_is_read_compressed(tmp_path):
@@ -137,9 +137,7 @@ def test_every_suite_reads_a_folder_of_its_published_form(name, tmp_path):
     row = {key: f"{key} of Hello" for key in fields} | {field: TURNS if field == "turns" else f"{field} of Hello"}
     suite = load_suite(name, written(tmp_path, file, [row | {"task_id": 11}]))
     assert len(suite.questions) == 1 and suite.questions[0].turns[0]["original"] in texts(suite)[0][0]
-    assert (
-        suite.note and suite.licence and suite.source == str(tmp_path) and int(presets(suite)["max_new_tokens"]) >= 512
-    )
+    assert suite.note and suite.licence and suite.source == str(tmp_path)
     assert encode_turn(suite.questions[0], 0, [], small_tokenizer()).tokens
 
 
@@ -187,10 +185,9 @@ def test_a_dataset_of_the_hub_is_read_by_name_configuration_and_split(tmp_path, 
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_every_protocol_says_how_it_counts_and_sets_options_of_evaluate(name):
+def test_every_protocol_sets_options_of_evaluate_and_names_suites(name):
     protocol = read_protocol(name)
-    assert {"first", "bonus", "mean", "behind_end"} <= set(protocol.counting)
-    assert protocol.counting["mean"] in ("rounds", "requests", "categories")
+    assert protocol.title and protocol.source and protocol.counting
     assert protocol.chat in ("target", "vicuna", "none") and protocol.turns in ("all", "first")
     assert {*protocol.templates, *protocol.few_shot, *protocol.max_new_tokens} <= set(SUITES)
     known = {
@@ -203,7 +200,7 @@ def test_every_protocol_says_how_it_counts_and_sets_options_of_evaluate(name):
         "trees",
         "seed",
     }
-    assert set(protocol.options) <= known and protocol.title and protocol.source
+    assert set(protocol.options) <= known
 
 
 def test_the_order_is_that_of_the_publication(tmp_path):
@@ -213,7 +210,6 @@ def test_the_order_is_that_of_the_publication(tmp_path):
     assert len(suite.questions) == 500 and not suite.note
     assert [each.id for each in suite.questions[:3]] == ["228", "712", "412"]  # random.Random(980406).shuffle
     assert all(len(each.turns) == 1 for each in suite.questions)  # first turns only
-    assert presets(suite, protocol)["thinking"] == "false"
 
 
 def test_a_later_turn_reads_the_answers_that_the_target_gave(tmp_path):
