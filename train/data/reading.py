@@ -25,14 +25,7 @@ from train.data.chat_template import options_of
 
 Item = TypeVar("Item")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
-LICENCES = (
-    "license",
-    "licence",
-    "copying",
-    "notice",
-    "terms",
-    "readme",
-)  # how the names of files begin that state terms
+LICENCES = tuple("license licence copying notice terms readme".split())  # how names of files begin that state terms
 EVALUATION = r"evaluation[ -]data ?set[ -]licen[sc]e(?:[ -]agreement)?"
 LIMITS = re.compile(rf"{EVALUATION}|non-?commercial\b|cc[ -]by-n[cd][\w.-]*|no[ -]?derivatives?\b", re.IGNORECASE)
 
@@ -115,7 +108,8 @@ def find_limit(folder: Path, phrases: re.Pattern[str] = LIMITS) -> tuple[Path, s
 def check_trainable(source: str) -> None:
     """Raises ValueError for a source that lies beside a licence for evaluation alone."""
     path = Path(source)
-    if found := find_limit(path if path.is_dir() else path.parent, re.compile(EVALUATION, re.IGNORECASE)):
+    folder = path if path.is_dir() else path.parent
+    if path.exists() and (found := find_limit(folder, re.compile(EVALUATION, re.IGNORECASE))):
         raise ValueError(
             f'{source} may not be trained on: {found[0]} says "{found[1]}". Give other data, or move yours away from that file.'
         )

@@ -138,43 +138,34 @@ def load_suite(
     if split not in (None, source["split"]):
         raise ValueError(f"suite={name} is the split {source['split']}, not {split}: leave split= out.")
     if prompts is None and "hub" not in source:
-        raise ValueError(
-            f"suite={name} is not read from the Hub. {entry['download']} Then give prompts=FILE or FOLDER."
-        )
+        raise ValueError(f"suite={name} is not read from the Hub: give prompts=FILE or FOLDER. {entry['download']}")
     licence = check_licence(entry, prompts, accepted)
     subsets: dict[str, int | None] = entry.get("subsets") or {"": entry["num"]}
-    parts = [entry["subset"]] if "subset" in entry else list(subsets)
-    if subset in subsets:
-        parts = [str(subset)]
-    elif prompts is not None and Path(prompts).is_file():
-        said = (Path(prompts).name.partition(".jsonl")[0], Path(prompts).parent.name)
-        parts = [part for part in subsets if part in said] or parts[:1]
+    parts = find_parts(name, [entry["subset"]] if "subset" in entry else list(subsets), list(subsets), prompts, subset)
+    read = prompts or f"{source['hub']}, split {source['split']}"
     questions: list[Question] = []
-    notes = [] if protocol is None else describe_limits(protocol, name, parts)
+    notes = describe_protocol(protocol, name, parts) if protocol else []
     for part in parts:
         found = read_part(name, entry | {"source": source}, prompts, part, protocol)
         if not found and len(parts) > 1:  # a folder with some of the subsets
             continue
-        expected = subsets[part]
-        if expected is not None and len(found) > expected:
-            raise ValueError(
-                f"{found[0][0]} is not {label(name, part)}: {len(found)} questions, and {expected} are published."
-            )
-        if expected is not None and len(found) < expected:
-            notes.append(f"{len(found)} of {expected} published questions of {label(name, part)}")
+        where, num = f"suite={name}" + f" subset={part}" * bool(part), subsets[part] or len(found)
+        if len(found) > num or not found:
+            raise ValueError(f"{read} is not {where}: it has {len(found)} questions of {num}. {entry['download']}")
+        if len(found) < num:
+            notes.append(f"{len(found)} of {num} published questions of {where}")
         asked = make_questions(name, entry, found, part if len(parts) > 1 else "", protocol)
         questions += choose_questions(asked, protocol, name, part)
     if subset is not None and subset not in subsets:
-        kinds = list(dict.fromkeys(kind for each in questions for kind in (each.category, *each.tags)))
+        kinds = dict.fromkeys(kind for each in questions for kind in (each.category, *each.tags))
         questions = [each for each in questions if subset in (each.category, *each.tags)]
         if not questions:
-            known = ", ".join([*(each for each in subsets if each), *kinds])
+            known = ", ".join(filter(None, [*subsets, *kinds]))
             raise ValueError(f"suite={name} has no subset {subset}; it has: {known}.")
     if not questions:
-        raise ValueError(f"{prompts} has no questions of suite={name}. {entry['download']}")
+        raise ValueError(f"{read} has no questions of suite={name}. {entry['download']}")
     digest = reading.digest_of([row for question in questions for row in question.turns])
-    where = prompts or f"{source['hub']}, split {source['split']}"
-    return Suite(name, entry["title"], questions, where, digest, licence, entry["max_new_tokens"], "; ".join(notes))
+    return Suite(name, entry["title"], questions, read, digest, licence, entry["max_new_tokens"], "; ".join(notes))
 
 
 def plain_questions(source: str, split: str | None = None) -> list[Question]:
@@ -183,8 +174,27 @@ def plain_questions(source: str, split: str | None = None) -> list[Question]:
     return [Question(row["id"], row["category"], (row,), tuple(row["tags"])) for row in found]
 
 
-def label(name: str, part: str) -> str:
-    return f"suite={name}" + (f" subset={part}" if part else "")
+def find_parts(name: str, default: list[str], subsets: list[str], prompts: str | None, subset: str | None) -> list[str]:
+    """The subsets to read: what is asked for, else what the file or folder has in its name or lies in, else the default."""
+    if subset in subsets:
+        return [str(subset)]
+    path = Path(prompts or "")
+    if prompts is None or not path.exists():
+        return default
+    for said in (path.name.partition(".jsonl")[0], path.resolve().parent.name):
+        if found := [part for part in subsets if part and said.endswith(part)]:
+            return found
+    if len(default) > 1 and path.is_file():
+        raise ValueError(f"Which part of suite={name} is {prompts}? Give subset=, one of {', '.join(subsets)}.")
+    return default
+
+
+def describe_protocol(protocol: Protocol, name: str, parts: list[str]) -> list[str]:
+    """What of a suite is not as the protocol has it."""
+    used = {*protocol.templates, *protocol.num, *protocol.few_shot}
+    known = used & {name, *(part.replace("-", "_") for part in parts)}
+    other = "" if known else f"{protocol.title} publishes nothing on suite={name}"
+    return [note for note in (other, protocol.unsaid) if note]
 
 
 def check_licence(entry: dict, prompts: str | None, accepted: bool) -> str:
@@ -193,22 +203,8 @@ def check_licence(entry: dict, prompts: str | None, accepted: bool) -> str:
     path = Path(prompts or "")
     found = reading.find_limit(path if path.is_dir() else path.parent) if prompts and path.exists() else None
     if found and not accepted:
-        raise ValueError(
-            f'{found[0]} says "{found[1]}": read it, and if your use is allowed, give accept_licence=true.'
-        )
+        raise ValueError(f'{found[0]} says "{found[1]}": read it, and if it allows your use, give accept_licence=true.')
     return stated + (f' (accept_licence=true: {found[0].name} says "{found[1]}")' if found else "")
-
-
-def describe_limits(protocol: Protocol, name: str, parts: list[str]) -> list[str]:
-    """What of a suite is not as the protocol has it."""
-    used = {*protocol.templates, *protocol.num, *protocol.few_shot}
-    other = "" if used & {name, *map(as_name, parts)} else f"{protocol.title} publishes nothing on suite={name}"
-    return [note for note in (other, protocol.unsaid) if note]
-
-
-def as_name(part: str) -> str:
-    """The name of a suite that DeepSpec's file is one of."""
-    return part.replace("-", "_")
 
 
 def read_part(
@@ -234,11 +230,7 @@ def read_part(
     except ValueError as error:
         raise ValueError(f"suite={name}: {error} {entry['download']}") from error
     for key, (least, most) in entry.get("within", {}).items():
-        found = [(place, row) for place, row in found if least <= row.get(key, least) <= most]
-    if not found:
-        raise ValueError(
-            f"{prompts or source['hub']} is empty: it has no row of {label(name, part)}. {entry['download']}"
-        )
+        found = [(place, row) for place, row in found if not isinstance(row.get(key), int) or least <= row[key] <= most]
     return found
 
 
@@ -267,24 +259,21 @@ def make_questions(
     for index, (place, row) in enumerate(found):
         with reading.at(place):
             originals = read_turns(entry, row)
-            texts = [fill_template(template, row)] if template else originals
-            texts = ["".join(shots) + texts[0]] if few else texts
-            key = first_of(row, entry.get("id"))
+            texts = [fill_template(template, row)] if template else [*originals]
+            texts[0] = "".join(shots) + texts[0]
             own = str(first_of(row, entry.get("category")) or part or name)
             category = entry.get("tasks", {}).get(own, own)
             tags = (own,) if own != category else ()
-            id = f"{part}/{index if key is None else key}" if part else str(index if key is None else key)
-            turns: list[dict] = []
-            for text, original in zip(texts, originals):
-                messages = [{"role": "system", "content": system}] if system and not turns else []
-                messages.append({"role": "user", "content": text})
-                said = {"prompt": None if len(messages) > 1 else text, "messages": messages, "original": original}
-                plain = {"plain": True} if few else {}
-                turns.append(
-                    {"id": id, "category": category, **said, **plain, "tags": [*tags], "grammar": None, "place": place}
-                )
-        only = protocol is not None and protocol.turns == "first"
-        questions.append(Question(id, category, tuple(turns[:1] if only else turns), tags))
+            key = first_of(row, entry.get("id"))
+            id = f"{part}/" * bool(part) + str(index if key is None else key)
+            asked = {"id": id, "category": category, "tags": [*tags], "grammar": None, "place": place, "plain": bool(few)}  # fmt: skip
+            turns = [
+                {**asked, "prompt": text, "messages": [{"role": "user", "content": text}], "original": original}
+                for text, original in zip(texts[:1] if protocol and protocol.turns == "first" else texts, originals)
+            ]
+            if system:
+                turns[0] |= {"prompt": None, "messages": [{"role": "system", "content": system}, *turns[0]["messages"]]}
+        questions.append(Question(id, category, tuple(turns), tags))
     return questions
 
 
@@ -296,19 +285,14 @@ def first_of(row: dict, names: str | list[str] | None) -> Any:
 
 def read_turns(entry: dict, row: dict) -> list[str]:
     """The published texts of a row's turns: of a text, a list of texts, or a list of a user's messages."""
-    value = first_of(row, entry["prompt"])
+    names = [entry["prompt"]] if isinstance(entry["prompt"], str) else entry["prompt"]
+    value = first_of(row, names)
     if value is None:
-        names = entry["prompt"] if isinstance(entry["prompt"], str) else " or ".join(entry["prompt"])
-        raise ValueError(f"no field {names}, which holds the prompt (the row has: {', '.join(row)}).")
-    turns = [value] if isinstance(value, str) else value
-    if isinstance(turns, list):
-        turns = [
-            turn.get("content") if isinstance(turn, dict) and turn.get("role") == "user" else turn for turn in turns
-        ]
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise ValueError(
-            f"its prompt must be a text, or a list of texts or of a user's messages, none empty: {value!r:.80}."
-        )
+        raise ValueError(f"no field {' or '.join(names)}, which holds the prompt (the row has: {', '.join(row)}).")
+    content = lambda each: each.get("content") if isinstance(each, dict) and each.get("role") == "user" else each
+    turns: list[Any] = [content(each) for each in (value if isinstance(value, list) else [value])]
+    if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise ValueError(f"its prompt must be a text, or a list of texts or of a user's messages: {value!r:.80}.")
     if "placeholder" in entry and any(turn.startswith(entry["placeholder"]) for turn in turns):
         raise ValueError(f"the prompt is a placeholder, which the maker's script fills. {entry['download']}")
     return turns
@@ -327,7 +311,7 @@ def fill_template(templates: str | list[str], row: dict) -> str:
 
 def choose_questions(asked: list[Question], protocol: Protocol | None, name: str, part: str) -> list[Question]:
     """As many as the protocol uses, in its order."""
-    num = None if protocol is None else protocol.num.get(name, protocol.num.get(as_name(part)))
+    num = None if protocol is None else protocol.num.get(name, protocol.num.get(part.replace("-", "_")))
     if protocol is None or num is None or num >= len(asked):
         return asked
     if isinstance(protocol.order, dict):
@@ -395,14 +379,10 @@ def overlap(questions: Iterable[Question], train: str | Iterable[dict]) -> int:
     train: rows, or what reading.read_rows takes
     """
     normal = lambda text: " ".join(str(text).casefold().split())
-    given = (row for _, row in reading.read_rows(train, None)) if isinstance(train, str) else train
     said = set()
-    for row in given:
-        messages = row.get("messages") if isinstance(row.get("messages"), list) else []
-        users = [
-            each.get("content") for each in messages or [] if isinstance(each, dict) and each.get("role") == "user"
-        ]
-        said |= {normal(text) for text in (*users, row.get("prompt")) if text}
+    for row in (row for _, row in reading.read_rows(train, None)) if isinstance(train, str) else train:
+        messages = [each for each in row.get("messages") or [] if isinstance(each, dict) and each.get("role") == "user"]
+        said |= {normal(text) for text in (row.get("prompt"), *(each.get("content") for each in messages)) if text}
     first = lambda question: question.turns[0]
     return sum(
         not said.isdisjoint({normal(first(each)["messages"][-1]["content"]), normal(first(each).get("original"))})
