@@ -5,7 +5,7 @@
     specdec evaluate checkpoint=checkpoints/a,checkpoints/b proposers=auto,suffix chains=2,4 trees=4x3x8 out=comparison
     specdec evaluate checkpoint=checkpoints/a batches=1,4,16 ignore_stop=true
     specdec evaluate checkpoint=checkpoints/a,checkpoints/b answers=my_answers.jsonl
-    specdec evaluate checkpoint=checkpoints/a explain=true
+    specdec evaluate checkpoint=checkpoints/a,checkpoints/b choose=true loads=1,4,16,64 out=choice
     specdec evaluate engine=http://localhost:8000 checkpoint=checkpoints/a requests=1,4,16,64 out=served
 
 Prints tau (the acceptance length: tokens emitted per target pass of a round, bonus or correction token counted), survival by
@@ -16,7 +16,7 @@ the heads. With answers= nothing is decoded: tau of a chain follows from answers
 With engine= a running server is judged, by its own counters and streams (docs/serving.md); checkpoint= is then the head it serves.
 """
 
-from helpers import comparing, decoding, explaining, loading, proposers, serving
+from helpers import choosing, comparing, decoding, loading, proposers, serving
 from helpers.options import make_room, option, options, run, split
 
 import json
@@ -87,7 +87,18 @@ class Evaluate:
     requests: str = option("1", "of engine=: comma list of how many requests are under way at once")
     timeout: float = option(120.0, "of engine=: seconds without a word after which a request is sent again")
     auto: bool = option(True, "beside a head's fixed shape, also decode with proposer=auto")
-    explain: bool = option(False, "also show what auto measured, expected and chose")
+    choose: bool = option(
+        False, "which drafter and how many drafts pay at which load, without decoding at each of them"
+    )
+    loads: str = option(
+        "1,2,4,8,16,32,64,128,256", "of choose=true: comma list of how many answers are written at once"
+    )
+    contexts: str = option(
+        "", "of choose=true: comma list of tokens before a round; empty: what prompts= and their answers have"
+    )
+    costs: str = option(
+        "", "of choose=true: a machine of conf/machine, an engine's files, or an earlier choice.json; empty: timed here"
+    )
     seed: int = option(0, "seed of sampling")
     out: str | None = option(
         None,
@@ -101,6 +112,8 @@ class Evaluate:
 def main(arguments: list[str] | None = None) -> None:
     chosen = options(Evaluate, __doc__, arguments)
     console = progress.Results()
+    if chosen.choose:
+        return choosing.choose(chosen, Path(chosen.out or "choice"), console)
     if chosen.answers is not None:
         return replay(chosen, console)
     if chosen.engine is not None:
@@ -112,8 +125,6 @@ def main(arguments: list[str] | None = None) -> None:
     make_room(f"out={out}", out, folder=several)
     if not several:
         return measure_one(chosen, out, console)
-    if chosen.explain:
-        raise ValueError("explain=true is for one method: compare without it.")
     comparing.compare(chosen, out, console)
 
 
@@ -124,25 +135,20 @@ def measure_one(chosen: Evaluate, out: Path, console: progress.Results) -> None:
     )
     loaded = proposers.load(given, chosen.target, chosen.decode.drafting())
     methods = make_methods(chosen, loaded, chosen.decode.drafting())
-    auto = methods[-1].proposer
     prompts = loading.load_prompts(chosen, loaded)
     head = loaded.checkpoint and hub.pinned(loaded.checkpoint)  # with the commit, of a head on the Hub
     console.print(f"{head or loaded.name} on {loaded.target.name}; tau: {TAU}")
     stop = set() if chosen.ignore_stop else loaded.stop
     promise = served.measure(loaded.target, methods[0].proposer)
-    reports, explained = [], []
+    reports = []
     for sampling in chosen.decode.samplings():
         settings = MeasureSettings(sampling, stop, chosen.max_new_tokens, chosen.seed, chosen.batch)
-        report, results = evaluate(methods, prompts, settings, chosen.prompts)
+        report, _ = evaluate(methods, prompts, settings, chosen.prompts)
         report = promise.add_to(report) if promise else report
         reports.append(report)
         display.validation(console, report, loaded.title)
         parts = ", ".join(f"{name} {part.tau:.2f}" for name, part in report.by_category.items())
         console.say(f"  tau by category: {parts}")
-        if chosen.explain and isinstance(auto, Auto):
-            seconds = sum((result.auto or result.drafted).seconds for result in results)
-            explained.append(explaining.explain(auto, chosen.batch, seconds))
-            explaining.show(console, explained[-1])
     document = {
         **reports[0].to_json(),
         "definition_of_tau": TAU,
@@ -153,15 +159,13 @@ def measure_one(chosen: Evaluate, out: Path, console: progress.Results) -> None:
             **loading.machine(loaded.target),
         },
         "temperatures": [report.to_json() for report in reports],
-        **({"explained": explained} if explained else {}),
     }
     files.write_text(out, json.dumps(document, indent=2) + "\n")
     console.print(f"written: {out}")
 
 
 def make_methods(chosen: Evaluate, loaded: proposers.Chosen, drafting: Drafting) -> list[Method]:
-    """What is measured: the proposer, and beside a head's fixed shape auto, which is last. Raises ValueError if auto is to be
-    explained and is not measured."""
+    """What is measured: the proposer, and beside a head's fixed shape auto, which is last."""
     target, proposer = loaded.target, loaded.proposer
     methods = [Method("drafted", target, proposer, drafting)]
     if isinstance(proposer, HeadProposer):  # its own settings may have replaced those of decode
@@ -169,8 +173,6 @@ def make_methods(chosen: Evaluate, loaded: proposers.Chosen, drafting: Drafting)
         methods = [Method("drafted", target, proposer, drafting, head=proposer.drafter)]
         if chosen.auto and loaded.name == proposers.HEAD:
             methods.append(Method(AUTO, target, Auto.usual(target, proposer), drafting))
-    if chosen.explain and not isinstance(methods[-1].proposer, Auto):
-        raise ValueError(f"explain=true explains proposer=auto, which {loaded.name} is not: leave proposer= out.")
     for method in methods:
         decoding.show_measuring(method.proposer)
     return methods
