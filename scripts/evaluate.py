@@ -6,7 +6,7 @@
     specdec evaluate checkpoint=checkpoints/a suite=gsm8k protocol=deepspec
     specdec evaluate checkpoint=checkpoints/a batch=1,4,16,64 ignore_stop=true
     specdec evaluate checkpoint=checkpoints/a,checkpoints/b answers=my_answers.jsonl
-    specdec evaluate checkpoint=checkpoints/a,checkpoints/b choose=true out=choice
+    specdec evaluate checkpoint=checkpoints/a,checkpoints/b choose=true loads=1,4,16,64 out=choice
     specdec evaluate engine=http://localhost:8000 checkpoint=checkpoints/a batch=1,4,16,64 out=served
 
 Prints tau (the acceptance length: tokens emitted per target pass of a round, bonus or correction token counted), speedup and whether
@@ -18,7 +18,7 @@ With choose=true it says which drafter, and how many drafts, pay at which load (
 judged, by its own counters and streams (docs/serving.md); checkpoint= is then the head it serves.
 """
 
-from helpers import comparing, decoding, loading, serving
+from helpers import choosing, comparing, decoding, loading, serving
 from helpers.options import make_room, option, options, run, split
 
 from dataclasses import dataclass, field
@@ -89,6 +89,19 @@ class Evaluate:
     model: str | None = option(None, "of engine=: name of the model in requests; null: the server's first")
     timeout: float = option(120.0, "of engine=: seconds without a word after which a request is sent again")
     auto: bool = option(True, "beside one head's fixed shape, also decode with proposer auto")
+    choose: bool = option(
+        False, "which drafter and how many drafts pay at which load, without decoding at each of them"
+    )
+    loads: str = option(
+        "1,2,4,8,16,32,64,128,256", "of choose=true: comma list of how many answers are written at once"
+    )
+    contexts: str = option(
+        "", "of choose=true: comma list of tokens before a round; empty: what prompts= and their answers have"
+    )
+    costs: str = option(
+        "", "of choose=true: a machine of conf/machine, an engine's files, or an earlier choice.json; empty: timed here"
+    )
+    predicted: str | None = option(None, "choice.json of choose=true, to put its speedups beside the measured ones")
     seed: int = option(0, "seed of sampling")
     out: str | None = option(None, "folder of the results; null: evaluation, of a server served", folder=True)
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
@@ -98,6 +111,8 @@ class Evaluate:
 def main(arguments: list[str] | None = None) -> None:
     chosen = options(Evaluate, __doc__, arguments, presets=suites.presets_of)
     console = progress.Results()
+    if chosen.choose:
+        return choosing.choose(chosen, Path(chosen.out or "choice"), console)
     if chosen.answers is not None:
         return replay(chosen, console)
     out = Path(chosen.out or ("served" if chosen.engine else "evaluation"))

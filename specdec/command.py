@@ -22,7 +22,7 @@ GONE = {
     "compare": "specdec evaluate checkpoint=A,B compares heads, with proposers= and chains= also proposers and shapes.",
     "sweep": "specdec evaluate batches=1,4,16 measures batch sizes.",
     "replay": "specdec evaluate answers=FILE replays heads along answers, without decoding.",
-    "tune": "specdec evaluate explain=true shows what auto measured and chose; chains= and trees= compare fixed shapes.",
+    "tune": "specdec evaluate choose=true says which drafter and how many drafts pay; chains= and trees= compare fixed shapes.",
     "import": "checkpoint= of every command, and start= of train.py, take the folder of a published head as it is.",
     "proxy": "specdec serve record=FOLDER records conversations; write other servers' logs as rows (docs/file-formats.md).",
     **dict.fromkeys(IN_BENCHMARKS, "What it did is in benchmarks/ of the clone (benchmarks/README.md)."),

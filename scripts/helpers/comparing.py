@@ -14,12 +14,13 @@ from typing import Any
 import rich.table
 from transformers import PreTrainedTokenizerBase
 
+from specdec import checkpoint
 from specdec.core import files, hub
 from specdec.core.generation import Generation
 from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
-from specdec.measuring import counting, served
+from specdec.measuring import choice, counting, served
 from specdec.measuring.counting import AnswerCounts, Counting
 from specdec.measuring.measure import FROZEN, MeasureSettings, Method, Prompt, PromptResult, check_prompts, measure
 from specdec.measuring.report import TAU, summarise_by_category, tau_difference
@@ -65,7 +66,7 @@ def compare(chosen: Any, out: Path, console: progress.Results) -> None:
         raise ValueError(
             "There is nothing to measure: give checkpoint=checkpoints/a,checkpoints/b, or proposers=ngram,suffix, or both."
         )
-    asked = read_questions(chosen)
+    asked, predictions = read_questions(chosen), read_predictions(chosen.predicted)
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
     opened = loading.shared_target(runs, chosen.target, head=chosen.settings.get("checkpoint"))
     if chosen.auto and len(runs) == 1 and not names and not runs[0].drafter.adapts_target and not shapes:
@@ -87,14 +88,24 @@ def compare(chosen: Any, out: Path, console: progress.Results) -> None:
         entries = []
         for sampling, batch in itertools.product(samplings, batches):
             every = [results_of(results.rows, method, sampling.temperature, batch) for method in methods]
-            made = [
-                make_entry(
-                    method, run_of.get(method.name), sampling.temperature, batch, each, every[0], settings["stop"]
-                )
-                for method, each in zip(methods, every)
-            ]
+            made = []
+            for method, each in zip(methods, every):
+                run = run_of.get(method.name)
+                entry = make_entry(method, run, sampling.temperature, batch, each, every[0], settings["stop"])
+                drafter, _, shape = method.name.partition(", ")
+                found = choice.predict(predictions, drafter, shape, batch) if predictions else None
+                made.append(replace(entry, predicted=found))
             entries += sorted(made, key=lambda entry: -(entry.report.tau or 0.0))
         write(out, console, entries, methods[0].name, asked, settings)
+
+
+def read_predictions(path: str | None) -> dict[str, Any] | None:
+    """A choice.json. Raises ValueError for one that does not exist, or is none."""
+    if path is None:
+        return None
+    document = checkpoint.read_json(Path(path))
+    choice.predict(document, "", "", 1)
+    return document
 
 
 def read_questions(chosen: Any) -> Asked:

@@ -208,14 +208,14 @@ def load_prompts(chosen: Any, opened: Opened) -> list[Prompt]:
     """
     mode = mode_of(split(chosen.checkpoint))
     prompts = data.load_prompts(
-        chosen.prompts,
+        chosen.prompts or PROMPTS,
         opened.tokenizer,
         split=chosen.split,
         limit=chosen.limit,
         thinking=mode if chosen.thinking is None else chosen.thinking,
     )
     plain = Decoder(opened.target, None, sampling=Sampling(), stop=set())
-    check_prompts(plain, prompts, chosen.max_new_tokens, source=chosen.prompts)
+    check_prompts(plain, prompts, chosen.max_new_tokens, source=chosen.prompts or PROMPTS)
     return prompts
 
 

@@ -22,7 +22,7 @@ from specdec.export.layout import draft_from_all
 from specdec.export.mtp import with_first_zero
 from specdec.heads.base import Drafter, Head
 from specdec.heads.mtp import MTP
-from specdec.measuring import referee
+from specdec.measuring import choice, referee
 from specdec.measuring.counting import AnswerCounts
 from specdec.measuring.measure import WARM_UP, split_turns
 from specdec.measuring.referee import Counters, ServedAnswer, Turn
@@ -147,7 +147,7 @@ def read_answer(prompt: str, events: list[Event]) -> ServedAnswer:
 def judge(chosen: Any, out: Path, console: progress.Results) -> None:
     """chosen: Evaluate; out: the folder"""
     levels = decoding.read_batches(chosen.batch)
-    asked = comparing.read_questions(chosen)
+    asked, predictions = comparing.read_questions(chosen), comparing.read_predictions(chosen.predicted)
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
     if len(runs) > 1:
         raise ValueError("A server is compared with one head: give one checkpoint=DIR, that of the head it serves.")
@@ -186,6 +186,10 @@ def judge(chosen: Any, out: Path, console: progress.Results) -> None:
         each["acceptance_length"] = (
             {name: known.length(counts) for name, known in countings.items()} if counts else None
         )
+        if predictions is not None and runs and counts:
+            each["predicted_speedup"] = choice.predict(
+                predictions, runs[0].name, f"chain of {len(each['survival'])}", each["requests"]
+            )
     protocol = say_protocol(settings, asked)
     document = {"definition_of_tau": TAU, "protocol": protocol, "settings": settings, "notes": notes, "levels": found}
     if runs:
@@ -460,7 +464,17 @@ def say_verdict(found: dict[str, Any]) -> str:
 
 def show(document: dict[str, Any], console: progress.Results) -> None:
     """A table with a row for each level, and sentences on what is to be known."""
-    rates = ("tokens/s of a user", "plain", "speedup", "tokens/s of all", "plain", "speedup", "first token, s")
+    rates = (
+        "tokens/s of a user",
+        "plain",
+        "speedup",
+        "tokens/s of all",
+        "plain",
+        "speedup",
+        "predicted",
+        "measured / predicted",
+        "first token, s",
+    )
     table = rich.table.Table("requests at once", "tau", "accepted by position", *rates)
     figure = lambda found, name, digits=1: write_figure(found.get(name), found.get(f"{name}_ci"), digits=digits)
     for level in document["levels"]:
@@ -469,6 +483,9 @@ def show(document: dict[str, Any], console: progress.Results) -> None:
         for end in ("_of_a_user", ""):
             cells += [figure(level[name] or {}, f"tokens_per_second{end}") for name in ("drafted", "plain")]
             cells.append(figure(level, f"speedup{end}", 2))
+        predicted, measured = level.get("predicted_speedup"), level.get("speedup_of_a_user")
+        cells.append(write_figure(predicted and predicted[0], predicted and predicted[1:]))
+        cells.append(write_figure(measured / predicted[0]) if predicted and measured else "")
         table.add_row(*cells, write_figure(level["drafted"]["first_token_seconds"]))
     console.print(table)
     counted = [level["acceptance_length"] for level in document["levels"]]

@@ -1,4 +1,4 @@
-"""Tests of scripts/evaluate.py on tiny checkpoints: reports, comparisons, batch sizes, replay, explanations, refusals."""
+"""Tests of scripts/evaluate.py on tiny checkpoints: reports, comparisons, batch sizes, replay, refusals."""
 
 from helpers import loading
 
@@ -84,18 +84,6 @@ def test_batches_give_the_same_figures(run, folder):
     assert found[1]["identical_outputs"] == 1 and found[1]["settings"]["batch"] == 3
 
 
-def test_auto_is_explained(run, folder):
-    printed = run("explain=true", "proposer=auto", "proposer.suffix.num=4")
-    found = json.loads((folder / "report.json").read_text())["explained"]
-    assert len(found) == 1 and sum(found[0]["by_nodes"].values()) == found[0]["rounds"] > 0
-    assert min(found[0]["pass_ms"].values()) > 0 and found[0]["tokens_per_round"]["measured"] >= 1
-    assert "over one node" in printed and "tokens expected" in printed
-    beside = run("explain=true", "decode.temperature=1", "batch=2")
-    assert "speedup auto" in beside and "tokens expected" in beside
-    with pytest.raises(ValueError, match="explain=true explains proposer=auto, which ngram is not"):
-        run("explain=true", "proposer=ngram")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -109,7 +97,6 @@ def test_auto_is_explained(run, folder):
         (["proposer=auto", "proposer.costs=nowhere.json"], "costs=nowhere.json must be a JSON file"),
         (["checkpoint={folder}/one,{folder}/one"], "Two runs are called one"),
         (["checkpoint=", "chains=2"], "nothing to compare"),
-        (["chains=2", "explain=true"], "explain=true is for one method"),
         (["chains=1,two"], "chains=1,two cannot be read: give a comma list of DEPTH, such as 1,2,3"),
         (["trees=4x3"], "DEPTHxWIDTHxNODES, such as"),
         (["trees=3x2x2"], "cannot hold a path"),

@@ -1,0 +1,359 @@
+"""Seconds of a round by rows, drafts and context, plain and with drafts: measured here, read from an engine's file, or by a roofline.
+
+A table has points. Between them seconds are linear in context, and piecewise linear in rows and in drafts, where 0 drafts are plain
+decoding. Beyond them the nearest two go on as a line, and what comes of it is marked as extrapolated.
+"""
+
+import bisect
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy
+import torch
+
+from specdec.core import devices
+from specdec.core.untrusted import read_json
+from specdec.decoding.batch import Request
+from specdec.decoding.decoder import Decoder
+from specdec.heads.base import Drafter
+from specdec.target.model import Target
+from specdec.target.structure import experts_of
+
+PLAIN, ALL = "", "*"  # the name of plain decoding among decoders; the drafter of points that count for all
+LONGEST = 2.0  # seconds of a round, beyond which no more drafts and no more rows are measured
+SECONDS, FEWEST, MOST = 3.0, 6, 24  # of one point: time, and how often each of its rounds is taken
+# Of a roofline: the share of the peak that matrix products reach, and kernels of a layer as engines fuse them
+PRODUCTS, KERNELS = 0.65, 8
+FORMS = (
+    "a choice.json of this command, a table of SGLang (sample_batch_tokens or bias_seconds), or results of `vllm bench serve` or "
+    "SGLang's bench_serving with max_concurrency, one without drafts and one with drafts for each load"
+)
+
+
+@dataclass(frozen=True)
+class CostPoint:
+    """A round of `rows` rows with `drafts` drafts in each behind `context` tokens.
+
+    drafter: its name, with its shape if that is no chain; ALL: any
+    seconds, plain: of such a round, and of a plain one, the drafter's time included
+    error: standard error of seconds over plain, as a share of it; opening: seconds in which the drafter reads the rows' prompts
+    """
+
+    drafter: str
+    rows: int
+    drafts: float
+    context: float
+    seconds: float
+    plain: float
+    error: float = 0.0
+    opening: float = 0.0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a table says of a round, as in CostPoint. extrapolated: whether it lies outside of the table's rows or drafts"""
+
+    seconds: float
+    plain: float
+    error: float
+    opening: float
+    extrapolated: bool
+
+
+class RoundCosts:
+    """A table of points. source: where they are from, in words"""
+
+    def __init__(self, points: Iterable[CostPoint], source: str):
+        self.points, self.source = list(points), source
+
+    def at(self, drafter: str, drafts: float, rows: float, context: float) -> Estimate:
+        """Raises ValueError for a drafter that has no points."""
+        known = [point for point in self.points if point.drafter in (drafter, ALL)]
+        if not known:
+            raise ValueError(
+                f"There are no costs of {drafter}, only of {', '.join({each.drafter for each in self.points})}."
+            )
+        table: dict[float, dict[float, dict[float, numpy.ndarray]]] = {}
+        for point in known:
+            curve = table.setdefault(point.context, {}).setdefault(point.rows, {})
+            curve[0] = numpy.array([point.plain, point.plain, 0.0, 0.0])
+            curve[point.drafts] = numpy.array([point.seconds, point.plain, point.error, point.opening])
+        of_rows = lambda some: interpolate({num: interpolate(curve, drafts) for num, curve in some.items()}, rows)
+        seconds, plain, error, opening = interpolate({where: of_rows(some) for where, some in table.items()}, context)
+        measured = [point.rows for point in known if point.drafts >= drafts]
+        inside = bool(measured) and min(measured) <= rows <= max(measured)
+        return Estimate(float(seconds), float(plain), float(error), max(0.0, float(opening)), not inside)
+
+    def to_json(self) -> dict:
+        return {"source": self.source, "points": [asdict(point) for point in self.points]}
+
+    @classmethod
+    def from_json(cls, document: dict) -> "RoundCosts":
+        return cls([CostPoint(**point) for point in document["points"]], document["source"])
+
+
+def interpolate(curve: Mapping[float, numpy.ndarray], place: float) -> numpy.ndarray:
+    """A piecewise linear curve at a place; outside of it the last line goes on, to half of the last point at least."""
+    known = sorted(curve)
+    if place in curve or len(known) == 1:
+        return curve[place if place in curve else known[0]]
+    right = min(max(1, bisect.bisect(known, place)), len(known) - 1)
+    low, high = known[right - 1], known[right]
+    share = (place - low) / (high - low)
+    return numpy.maximum((1 - share) * curve[low] + share * curve[high], curve[low if share < 0.5 else high] / 2)
+
+
+# Measured here
+
+
+def time_rounds(
+    decoders: Mapping[float, Decoder], texts: Sequence[list[int]], rows: int, seed: int
+) -> dict[float, dict]:
+    """Rounds of several decoders over the same texts, in turn, so that other work on the machine slows all alike.
+
+    These are rounds of decoding: rows accept as many drafts as they do, and their texts have different lengths. A round that takes
+    longer than LONGEST ends the decoder, except the first two.
+    -> by the decoder's name {seconds: of each round after the first; opening: what the first took more than they, as a median}
+    """
+    batches, times = {}, {name: list[float]() for name in decoders}
+    for name, decoder in decoders.items():
+        prompts = list(texts[:rows])
+        depth = decoder.proposer.depth if decoder.proposer else 0
+        most = decoder.target.max_positions or 2**30
+        left = min(MOST * (depth + 1) + 2, most - max(map(len, prompts)) - depth)
+        batch = decoder.batch(torch.Generator(decoder.target.device).manual_seed(seed))
+        batch.admit([Request(prompt, left) for prompt in prompts])
+        batches[name] = batch
+        if batch.running:
+            times[name].append(batch.step().cost.seconds)  # reads the prompts
+    begun, sweep, names = time.perf_counter(), 0, list(batches)
+    while sweep < MOST and (sweep < FEWEST or time.perf_counter() - begun < SECONDS):
+        for name in names[sweep % len(names) :] + names[: sweep % len(names)]:
+            slow = len(times[name]) > 2 and times[name][-1] > LONGEST
+            if len(batches[name].running) == rows and not slow:
+                times[name].append(batches[name].step().cost.seconds)
+        sweep += 1
+    for batch in batches.values():
+        batch.close()
+    middle = {name: statistics.median(found[1:]) for name, found in times.items() if len(found) > 1}
+    return {
+        name: {"seconds": found[1:], "opening": found[0] - middle[name]} for name, found in times.items() if found[1:]
+    }
+
+
+def summarise_point(point: CostPoint, found: dict, plain: dict, *, varies: bool) -> CostPoint:
+    """The point with its seconds. found, plain: of `time_rounds`; varies: whether rounds differ in drafts, so that their mean counts
+
+    The ratio of each round to the plain one of the same turn gives the error.
+    """
+    base = statistics.median(plain["seconds"])
+    ratios = [one / other for one, other in zip(found["seconds"], plain["seconds"])]
+    low, _, high = statistics.quantiles([*ratios, *ratios], n=4)
+    ratio = statistics.mean(ratios) if varies else statistics.median(ratios)
+    spread = (
+        statistics.pstdev(ratios) if varies else 1.25 * (high - low) / 1.35
+    )  # of a median, by a normal distribution's quartiles
+    opening = max(0.0, found["opening"] - plain["opening"])
+    return replace(point, seconds=ratio * base, plain=base, error=spread / ratio / len(ratios) ** 0.5, opening=opening)
+
+
+def read_kept(path: Path) -> list[CostPoint]:
+    """Points that were measured before; none without a file or for a damaged one: they are measured again."""
+    try:
+        return [CostPoint(**point) for point in read_json(path)["points"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def time_loads(
+    drafter: str,
+    make: Callable[[], dict[float, Decoder]],
+    texts: Sequence[list[int]],
+    loads: Iterable[int],
+    *,
+    most: float,
+    seed: int,
+    known: Sequence[CostPoint] = (),
+) -> list[CostPoint]:
+    """Points of one drafter at these numbers of rows, as far as rounds are short and memory suffices.
+
+    make: decoders by their drafts, the plain one at 0; known: points of earlier measurements, which are not measured again
+    most: seconds over plain, above which drafts cannot pay: larger loads are then measured without them
+    """
+    found, length = list[CostPoint](), statistics.mean(map(len, texts))
+    decoders, ordered = dict[float, Decoder](), sorted(texts, key=len)
+    for rows in loads:
+        same = [each for each in known if each.rows == rows and abs(each.context / length - 1) < 0.25]
+        if not same:
+            decoders = decoders or make()
+            some = [ordered[int((row + 0.5) * len(texts) / rows) % len(texts)] for row in range(rows)]  # of all lengths
+            hopeless = {each.drafts for each in found if each.seconds > most * each.plain and each.rows > 1}
+            tried = {num: each for num, each in decoders.items() if num not in hopeless}
+            try:
+                timed = time_rounds(tried, some, rows, seed)
+            except (RuntimeError, MemoryError) as error:
+                if devices.out_of_memory(error) is None or not found:
+                    raise
+                break
+            same = [
+                summarise_point(
+                    CostPoint(drafter, rows, num, length, 0.0, 0.0), timed[num], timed[0], varies=proposer.varies
+                )
+                for num, decoder in tried.items()
+                if (proposer := decoder.proposer) and 0 in timed and num in timed
+            ]
+        found += [replace(each, context=length) for each in same]
+        if not same or max(each.seconds for each in same) > LONGEST:
+            break
+    return found
+
+
+# Of an engine
+
+
+def read_costs(paths: Sequence[str], loads: Sequence[int], most: int) -> RoundCosts:
+    """Costs of an engine from its own files. most: drafts. Raises ValueError for a file that is missing or has another form."""
+    served: list[dict] = []
+    for path in paths:
+        try:
+            document = read_json(Path(path))
+            if "costs" in document:
+                return RoundCosts.from_json(document["costs"])
+            if {"sample_batch_tokens", "bias_seconds"} & document.keys():
+                return _of_passes(document, loads, most, path)
+            length = document.get("spec_decode_acceptance_length", document.get("accept_length"))
+            drafts, rounds = document.get("spec_decode_draft_tokens", 0), document.get("spec_decode_num_drafts", 0)
+            served.append(
+                {"rows": int(document["max_concurrency"]), "tau": length and float(length), "seconds": float(document["median_tpot_ms"]) / 1e3,
+                 "context": float(document.get("total_input_tokens", 0) + document.get("total_output_tokens", 0) / 2) / int(document["completed"]),
+                 "drafts": round(drafts / rounds) if rounds else None}
+            )  # fmt: skip
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+            raise ValueError(f"costs={path} must be {FORMS} ({type(error).__name__}: {error}).") from None
+    plain = {each["rows"]: each for each in served if not each["tau"]}
+    return make_served(
+        [each for each in served if each["tau"]], plain, f"results of a serving benchmark, {len(paths)} files"
+    )
+
+
+def make_served(drafted: Sequence[dict], plain: Mapping[int, dict], source: str, drafter: str = ALL) -> RoundCosts:
+    """Costs from servers at each load: a round takes the seconds of a user's token times the tokens of a round.
+
+    drafted: {rows, seconds: of a token, tau, drafts, context}; plain: by rows {seconds}
+    Raises ValueError where a load lacks its plain figure or its number of drafts.
+    """
+    points = []
+    for each in drafted:
+        if each["rows"] in plain and each["drafts"]:
+            seconds, base = each["seconds"] * each["tau"], plain[each["rows"]]["seconds"]
+            points.append(CostPoint(drafter, each["rows"], each["drafts"], each["context"], seconds, base))
+    if not points:
+        raise ValueError(
+            "No load has both a figure with drafts and a plain one, with the number of drafts: serve the same loads twice, with "
+            "drafts and without, on a server that counts its drafts."
+        )
+    return RoundCosts(points, source)
+
+
+def _of_passes(document: dict, loads: Sequence[int], most: int, path: str) -> RoundCosts:
+    """A table of SGLang: seconds of a pass by its tokens, or a sum of parts by its requests and by its tokens."""
+    if "bias_seconds" in document:
+        curves = [
+            (document[x], document[y]) for x, y in (("bs_probes", "alpha_seconds"), ("m_probes", "theta_seconds"))
+        ]
+        (rows_at, by_rows), (tokens_at, by_tokens) = curves
+        bias = float(document["bias_seconds"])
+        spent = lambda rows, num: bias + numpy.interp(rows, rows_at, by_rows) + numpy.interp(num, tokens_at, by_tokens)
+    else:
+        tokens_at, per_second = document["sample_batch_tokens"], numpy.array(document["sample_steps_per_sec"], float)
+        spent = lambda rows, num: numpy.interp(num, tokens_at, 1 / per_second)
+    points = [
+        CostPoint(ALL, rows, num, 0.0, float(spent(rows, rows * (num + 1))), float(spent(rows, rows)))
+        for rows in loads
+        for num in range(1, most + 1)
+        if rows * (num + 1) <= tokens_at[-1]
+    ]
+    if not points:
+        raise ValueError(f"its {tokens_at[-1]} tokens are less than two for each row of the smallest load")
+    return RoundCosts(points, f"passes of SGLang in {path}; what drafting takes is not in them")
+
+
+# A device's data sheet
+
+
+@dataclass(frozen=True)
+class DataSheet:
+    """peak: operations/s; bandwidth: bytes/s; launch: seconds from one kernel to the next in a graph"""
+
+    name: str
+    peak: float
+    bandwidth: float
+    launch: float
+
+    def seconds(self, size: float, operations: float, kernels: float) -> float:
+        """Of a pass: what limits it, memory or products, and its kernels' starts."""
+        return max(size / self.bandwidth, operations / (PRODUCTS * self.peak)) + kernels * self.launch
+
+
+def sheet_costs(
+    sheet: DataSheet,
+    target: Target,
+    drafters: Mapping[str, Drafter],
+    loads: Sequence[int],
+    most: int,
+    contexts: Sequence[float],
+) -> RoundCosts:
+    """By a roofline; nothing is measured, and a target without values (Target.outline) suffices.
+
+    A pass over N tokens reads all dense weights once, of a mixture the experts that N tokens use (Experts.hit), and the keys and
+    values of all rows. A chain's steps each read the drafter and its LM head; a parallel head has one step.
+    """
+    element = target.embed.weight.element_size()
+    experts = experts_of(target.config.to_dict())
+    sizes = [0, 0]  # of dense weights and of experts
+    for name, value in target.decoder.named_parameters():
+        if value is not target.embed.weight:
+            sizes["experts" in name and experts is not None] += value.numel()
+    dense, mixed = sizes[0] + target.lm_head.weight.numel(), sizes[1]
+    used = dense + (mixed * experts.per_token / experts.num if experts else 0)
+    config = target.config
+    heads = getattr(config, "num_attention_heads", 1)
+    width = getattr(config, "head_dim", None) or target.width // heads
+    kept = 2 * (getattr(config, "num_key_value_heads", None) or heads) * width  # of a token in a layer
+
+    def read(rows: int, nodes: float, context: float) -> float:
+        tokens = rows * nodes
+        hit = mixed * experts.hit(tokens) / experts.num if experts else 0
+        size = element * (dense + hit + rows * context * kept * target.num_layers)
+        return sheet.seconds(
+            size,
+            2 * used * tokens + 4 * rows * nodes * context * heads * width * target.num_layers,
+            KERNELS * target.num_layers,
+        )
+
+    def draft(drafter: Drafter, rows: int, num: int, context: float) -> float:
+        head = target.width * drafter.vocab_size
+        own = sum(value.numel() for value in drafter.parameters())
+        share = 1 if drafter.depth is None or drafter.parallel else drafter.depth
+        steps, tokens = (1, rows * num) if drafter.parallel else (num, rows)
+        size = element * (own / share + head + rows * context * kept)
+        return steps * sheet.seconds(size, 2 * (own / share + head) * tokens, 2 * KERNELS)
+
+    points = [
+        CostPoint(
+            name,
+            rows,
+            num,
+            context,
+            read(rows, num + 1, context) + draft(drafter, rows, num, context),
+            read(rows, 1, context),
+        )
+        for name, drafter in drafters.items()
+        for context in contexts
+        for rows in loads
+        for num in range(1, min(most, drafter.depth or most) + 1)
+    ]
+    return RoundCosts(points, f"the data sheet of {sheet.name}: a roofline, not measured")

@@ -1,0 +1,120 @@
+"""Tests of evaluate choose=true on tiny checkpoints: what is chosen, from which costs, and refusals."""
+
+import json
+
+import pytest
+
+from scripts import evaluate
+from specdec.measuring.choice import predict
+from tests.support import save_eagle, save_target, write_prompts, write_rows
+
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("choosing")
+    target = save_target(folder / "target")
+    for seed, name in enumerate(("one", "two")):
+        save_eagle(folder / name / "step_000001", target, seed=seed)
+        (folder / name / "best").write_text("step_000001\n")
+    write_prompts(folder / "prompts.jsonl", 4)
+    return folder
+
+
+@pytest.fixture
+def run(folder, run_script, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "cache"))
+
+    def run(*arguments):
+        values = {"checkpoint": f"{folder}/one", "prompts": f"{folder}/prompts.jsonl", "max_new_tokens": "8", "loads": "1,4",
+                  "target.dtype": "float32", "out": f"{tmp_path}/choice", "choose": "true"}  # fmt: skip
+        values |= dict(argument.split("=", 1) for argument in arguments)
+        return run_script(evaluate, *(f"{key}={value}" for key, value in values.items()))
+
+    return run
+
+
+def read(tmp_path, name="choice"):
+    return json.loads((tmp_path / name / "choice.json").read_text())
+
+
+def test_it_chooses_from_heads_trees_and_proposers_and_keeps_what_it_timed(run, folder, tmp_path):
+    printed = run(
+        f"checkpoint={folder}/one,{folder}/two",
+        "proposers=ngram",
+        "trees=2x2x4",
+        "contexts=10,20",
+        "decode.temperature=1",
+    )
+    found = read(tmp_path)
+    assert "plain is faster than everything" in printed and (tmp_path / "choice" / "table.md").exists()
+    assert "<svg" in (tmp_path / "choice" / "page.html").read_text()
+    assert [(row["load"], row["context"]) for row in found["loads"]] == [(1, 10), (4, 10), (1, 20), (4, 20)]
+    assert all(set(row["drafters"]) == {"one", "two", "ngram"} for row in found["loads"])
+    shapes = {each["shape"] for each in found["acceptance"] if each["drafter"] == "one"}
+    assert shapes == {f"chain of {num}" for num in range(1, 17)} | {"tree of 2x2x4"}
+    for row in found["loads"]:
+        for name, own in row["drafters"].items():
+            again = predict(found, name, own["shape"], row["load"], row["context"])
+            assert again == (own["speedup"], own["low"], own["high"]) and own["low"] <= own["speedup"] <= own["high"]
+    assert predict(found, "one", "chain of 99", 1) is None
+    timed = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir() if "rounds" in path.name}
+    assert len(timed) == 5  # two heads, a tree of each, a proposer
+    before = [each["seconds"] for each in found["costs"]["points"]]
+    run(
+        f"checkpoint={folder}/one,{folder}/two",
+        "proposers=ngram",
+        "trees=2x2x4",
+        "contexts=10,20",
+        "decode.temperature=1",
+    )
+    assert [each["seconds"] for each in read(tmp_path)["costs"]["points"]] == before
+
+
+def test_costs_come_from_a_machine_or_from_a_file(run, folder, tmp_path):
+    run("costs=h100", "loads=1,256")
+    sheet = read(tmp_path)
+    assert "data sheet of h100" in sheet["costs"]["source"]
+    run(f"costs={tmp_path}/choice/choice.json", f"out={tmp_path}/again", "loads=1,256")
+    assert read(tmp_path, "again")["loads"] == sheet["loads"]
+    profile = {"sample_batch_tokens": [1, 8, 64], "sample_steps_per_sec": [100.0, 90.0, 50.0], "max_batch_tokens": 64}
+    (tmp_path / "profile.json").write_text(json.dumps(profile))
+    assert "*" in run(f"costs={tmp_path}/profile.json", "loads=1,4,64")
+    assert [row["drafters"]["one"]["extrapolated"] for row in read(tmp_path)["loads"]] == [False, False, True]
+
+
+def test_sampling_that_replay_does_not_cover_is_decoded(run, folder, tmp_path):
+    run("decode.temperature=1", "decode.top_p=0.9")
+    shapes = [each["shape"] for each in read(tmp_path)["acceptance"]]
+    assert shapes == [f"chain of {num}" for num in (1, 2, 4, 8, 16)]
+
+
+def test_given_answers_are_replayed(run, folder, tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": f"Count to {n}."}, {"role": "assistant", "content": "1 2 3 4 5"}]}
+        for n in range(3)
+    ]
+    write_rows(tmp_path / "answers.jsonl", rows)
+    run(f"answers={tmp_path}/answers.jsonl", "costs=h100")
+    assert read(tmp_path)["answers"] == 3 and not (tmp_path / "choice" / "answers").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["checkpoint="], "nothing to choose from"),
+        (["loads=1,x"], "loads=1,x: give numbers"),
+        (["loads=0"], "loads=0: give numbers"),
+        (["contexts=0"], "contexts=0: give numbers"),
+        (["costs=abacus"], "costs=abacus is neither a machine of conf/machine .h100"),
+        (["costs={folder}/prompts.jsonl"], "must be a choice.json of this command"),
+        (["costs=h100", "proposers=ngram"], "is for chains of trained heads"),
+        (["proposers=auto"], "auto chooses in every round"),
+        (["decode.temperature=0,1"], "give one, and run this again"),
+        (["engine=http://localhost:1", "costs=h100"], "give one checkpoint=DIR"),
+        (["limit=1"], "an interval over prompts needs two"),
+    ],
+)
+def test_wrong_arguments_are_refused(refuse, folder, arguments, message):
+    refuse(message, *(argument.format(folder=folder) for argument in arguments))
