@@ -1,6 +1,6 @@
 """evaluate choose=true: which drafter, and how many drafts, pay at which load, before anything is served (docs/choosing.md)."""
 
-from helpers import decoding, loading, proposers, serving
+from helpers import comparing, decoding, loading, proposers, serving
 from helpers.loading import Run
 from helpers.options import split
 
@@ -172,7 +172,8 @@ def read_texts(case: Case) -> tuple[list[Prompt], list[Written]]:
         texts = [Written(text.prompt, text.answer[: chosen.max_new_tokens], temperature) for text in texts]
         prompts = [Prompt(str(number), "", text.prompt) for number, text in enumerate(texts)]
     else:
-        prompts, stop = loading.load_prompts(chosen, opened), set() if chosen.ignore_stop else opened.stop
+        asked, stop = comparing.read_questions(chosen), set() if chosen.ignore_stop else opened.stop
+        prompts = comparing.first_prompts(asked, opened, chosen.max_new_tokens)
         kept = HeldoutAnswers(
             opened.target, case.sampling, chosen.max_new_tokens, stop, chosen.seed, case.out / "answers"
         )
@@ -303,7 +304,8 @@ def serve_costs(case: Case) -> RoundCosts:
     """From a few requests at each load to a server with drafts and to a plain one."""
     chosen, (run,) = case.chosen, case.runs
     server = serving.find_server(chosen.engine, chosen, case.console)
-    questions = serving.read_questions(chosen, server, case.runs)
+    tokenizer = serving.find_tokenizer(chosen, server, case.runs)
+    questions = serving.Requests(comparing.read_questions(chosen), tokenizer).wave(0, {})
     plain, notes = serving.probe(chosen, server, questions[0], case.console)
     if plain is None:
         raise ValueError(" ".join(notes))
@@ -314,7 +316,7 @@ def serve_costs(case: Case) -> RoundCosts:
         case.out / "settings.json", case.out / "rows.jsonl", settings, advice="Choose another out=FOLDER."
     ) as results:
         for load in case.loads:
-            serving.measure_missing({"drafted": server, "plain": plain}, questions[: max(FEW, load)], load, results)
+            serving.measure_missing({"drafted": server, "plain": plain}, questions[: max(FEW, load)], load, 0, results)
             turns = serving.read_pairs(results.rows, load)
             found, answers = serving.summarise(turns, chosen.seed), [each for turn, _ in turns for each in turn.answers]
             said = [each for each in (*(turn.counted for turn, _ in turns), *(each.said for each in answers)) if each]

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from specdec import checkpoint
 from specdec.core import files, hub
 from specdec.core.generation import Generation
+from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
@@ -124,6 +125,13 @@ def read_questions(chosen: Any) -> Asked:
         accepted=chosen.accept_licence,
     )
     return Asked(reading.spread(suite.questions, chosen.limit), suite, protocol, mode)
+
+
+def first_prompts(asked: Asked, opened: Opened, max_new_tokens: int) -> list[Prompt]:
+    """Of first turns. Raises ValueError, naming the prompt, for one that is too long for the target."""
+    prompts = [asked.prompt(question, 0, [], opened.tokenizer) for question in asked.questions]
+    check_prompts(Decoder(opened.target, None, sampling=Sampling(), stop=set()), prompts, max_new_tokens)
+    return prompts
 
 
 def describe(

@@ -1,4 +1,4 @@
-"""What the commands that decode load: the target, its tokenizer, checkpoints, and prompts."""
+"""What the commands that decode load: the target, its tokenizer, and checkpoints."""
 
 from helpers.options import SPLIT as SPLIT
 from helpers.options import option, split
@@ -18,11 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
 from specdec.core import precision, threads
-from specdec.core.sampling import Sampling
-from specdec.decoding.decoder import Decoder
 from specdec.export.cards import Provenance
 from specdec.heads.base import Head
-from specdec.measuring.measure import FROZEN, Prompt, check_prompts
+from specdec.measuring.measure import FROZEN
 from specdec.measuring.report import Report, Training
 from specdec.target.loading import find_devices
 from specdec.target.model import Target, load_tokenizer
@@ -199,24 +197,6 @@ def say_dtype(given: str, dtype: str, choice: precision.Choice) -> None:
 def open_target(target: Target) -> Opened:
     tokenizer = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code)
     return Opened(target, tokenizer, data.stop_tokens(tokenizer, target.model.generation_config))
-
-
-def load_prompts(chosen: Any, opened: Opened) -> list[Prompt]:
-    """The prompts to decode, in the thinking mode of the rows that the checkpoints were trained on. chosen: Evaluate
-
-    Raises ValueError, naming file and row, also for one that is too long for the target.
-    """
-    mode = mode_of(split(chosen.checkpoint))
-    prompts = data.load_prompts(
-        chosen.prompts or PROMPTS,
-        opened.tokenizer,
-        split=chosen.split,
-        limit=chosen.limit,
-        thinking=mode if chosen.thinking is None else chosen.thinking,
-    )
-    plain = Decoder(opened.target, None, sampling=Sampling(), stop=set())
-    check_prompts(plain, prompts, chosen.max_new_tokens, source=chosen.prompts or PROMPTS)
-    return prompts
 
 
 def mode_of(heads: Sequence[str]) -> bool | None:
