@@ -4,7 +4,7 @@
 
 train.py measures how fast this device trains, and takes as many steps as fit into its part of the minutes; the comparison takes
 fewer prompts where decoding is slow. After Ctrl-C the same command continues. It writes checkpoints/demo, with report.html and
-comparison/comparison.html.
+comparison/results.html.
 """
 
 from helpers import loading

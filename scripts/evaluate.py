@@ -54,7 +54,9 @@ class Evaluate:
     )
     trees: str = option("", "comma list of trees to compare, each DEPTHxWIDTHxNODES")
     suite: str | None = option(None, "public questions: the name of a file in conf/suite (docs/suites.md)")
-    subset: str | None = option(None, "of suite=: one of its parts; null: the first or only one")
+    subset: str | None = option(
+        None, "of suite=: one of its parts, or a category; null: the usual part, else all of them"
+    )
     protocol: str | None = option(
         None,
         "settings, prompts and counting of a publication: the name of a file in conf/protocol; options that are given stay",

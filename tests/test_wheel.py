@@ -112,7 +112,7 @@ def test_the_command_works_outside_of_the_clone(wheel, tmp_path):
     assert "tau" in run("generate", *given, "prompt=Say hello", "max_new_tokens=8", "proposer=ngram").stdout
     assert " tensors, " in run("export", *given, "out=exported", "format=vllm").stdout
     assert run("evaluate", *given, "prompts=prompts.jsonl", "max_new_tokens=4", "auto=false").returncode == 0
-    assert json.loads((tmp_path / "report.json").read_text())["identical_outputs"] == 1
+    assert json.loads((tmp_path / "evaluation" / "results.json").read_text())["results"][0]["identical_outputs"] == 1
     refused = run("evaluate", *given)
     assert (
         "There is no file data/prompts_heldout.jsonl" in refused.stderr and "are folders of the clone" in refused.stderr

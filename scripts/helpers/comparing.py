@@ -28,7 +28,7 @@ from specdec.measuring.report import TAU, summarise_by_category, tau_difference
 from specdec.target.model import Target
 from train import progress
 from train.answers.resumable import Resumable, digest, digest_folder, resumable
-from train.data import reading, suites
+from train.data import chat_template, reading, suites
 from train.data.suites import Question
 from train.pages import results_page
 from train.pages.page import Table
@@ -146,6 +146,7 @@ def describe(
         "files": {folder: digest_folder(Path(folder)) for folder in folders},
         "prompts": chosen.prompts or asked.source,
         **describe_questions(chosen, asked),
+        "thinking": chat_template.known_mode(opened.tokenizer, asked.thinking),
         "template": digest(repr(opened.tokenizer.chat_template).encode()),
         **{name: getattr(chosen, name) for name in ("max_new_tokens", "chains", "trees", "ignore_stop", "seed")},
         "decode": asdict(chosen.decode),

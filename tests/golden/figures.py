@@ -207,15 +207,19 @@ def exports(head: str, form: str) -> dict | None:
 
 # Reports
 
+ADDED = {"method", "batch", "acceptance_length", "difference"}  # to what reports had
+
 
 def shipped(name: str) -> dict:
     """The figures of a head of checkpoints/shipped on the target that it was trained for."""
     interface.run_command(
         "scripts/evaluate.py", f"checkpoint={interface.ROOT}/checkpoints/shipped/{name}", "target.dtype=float32",
         f"target.name={interface.ROOT}/targets/smollm2-135m", "prompts=questions.jsonl", "max_new_tokens=8",
-        "decode.temperature=0,1", "decode.depth=3", "auto=false", "out=report.json", "progress=quiet",
+        "decode.temperature=0,1", "decode.depth=3", "auto=false", "out=evaluation", "progress=quiet",
     )  # fmt: skip
-    return lasting(json.loads(Path("report.json").read_text()))
+    found = json.loads(Path("evaluation/results.json").read_text())
+    entries = [{key: value for key, value in each.items() if key not in ADDED} for each in found["results"]]
+    return lasting({**entries[0], "definition_of_tau": found["definition_of_tau"], "temperatures": entries})
 
 
 def ruled() -> dict:

@@ -27,7 +27,7 @@ def test_a_run_goes_on_with_the_sizes_that_it_was_begun_with(monkeypatch, tmp_pa
         if finished:
             (folder / "finished").write_text("350\n")
             (folder / "comparison").mkdir()
-            (folder / "comparison/settings.json").write_text('{"num_prompts": 5}')
+            (folder / "comparison/settings.json").write_text('{"num_questions": 5}')
         called.clear()
         with pytest.raises(SystemExit) as ended:
             demo.main(["minutes=20"])

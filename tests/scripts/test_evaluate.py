@@ -15,7 +15,6 @@ from specdec import checkpoint
 from specdec.core import files
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.medusa import Medusa2
-from specdec.measuring.report import describe_candidates
 from specdec.target.model import Target
 from specdec.unroll.replay import rounds
 from tests.loops import acceptance
@@ -50,38 +49,55 @@ def folder(tmp_path_factory):
 def run(folder, run_script):
     def run(*arguments):
         values = {"checkpoint": f"{folder}/one", "prompts": f"{folder}/prompts.jsonl", "max_new_tokens": "6",
-                  "target.dtype": "float32", "out": f"{folder}/report.json"}  # fmt: skip
+                  "target.dtype": "float32", "out": str(folder / "single")}  # fmt: skip
         values |= dict(argument.split("=", 1) for argument in arguments)
         return run_script(evaluate, *(f"{key}={value}" for key, value in values.items()))
 
     return run
 
 
+def read(folder, **about):
+    """The entries of results.json, by their methods."""
+    found = json.loads((folder / "results.json").read_text())["results"]
+    return {each["method"]: each for each in found if about.items() <= each.items()}
+
+
 # One method
 
 
-def test_a_report_has_every_figure_at_every_temperature(run, folder):
+@pytest.fixture
+def fresh(folder):
+    shutil.rmtree(folder / "single", ignore_errors=True)
+
+
+def test_one_head_has_every_figure_at_every_temperature_and_auto_beside(run, folder, fresh):
     printed = run("decode.temperature=0,1")
-    assert "tau decoded" in printed and "tau replayed" in printed and "lossless" in printed
-    report = json.loads((folder / "report.json").read_text())
-    for key in ("tau", "tau_ci", "survival", "acceptance", "tokens_per_second", "baseline_tokens_per_second", "speedup",
-                "speedup_ci", "identical_outputs", "by_category", "settings", "auto"):  # fmt: skip
-        assert key in report
-    assert report["identical_outputs"] == 1 and report["tau"] == pytest.approx(1 + sum(report["survival"]))
-    assert report["tau"] == pytest.approx(report["replayed_tau"])
-    assert set(report["by_category"]) == {"a", "b"} and [each["temperature"] for each in report["temperatures"]] == [
-        0,
-        1,
-    ]
+    assert "tau, replayed" in printed and "lossless" in printed and "protocol: 3 questions of" in printed
+    document = json.loads((folder / "single" / "results.json").read_text())
+    assert {(each["method"], each["temperature"]) for each in document["results"]} == {
+        (name, t) for name in ("one, chain of 2", "auto") for t in (0.0, 1.0)
+    }
+    for key in ("target", "fingerprint", "template", "thinking", "seed", "max_new_tokens", "dtype", "questions_digest"):
+        assert key in document["settings"]
+    assert str(document["settings"]["fingerprint"]) in document["protocol"]
+    for entry in document["results"]:
+        for key in ("tau", "tau_ci", "survival", "acceptance", "tokens_per_second", "baseline_tokens_per_second", "speedup",
+                    "speedup_ci", "by_category", "user_tokens_per_second", "acceptance_length"):  # fmt: skip
+            assert key in entry
+        assert set(entry["by_category"]) == {"a", "b"} and set(entry["acceptance_length"]) == set(document["counting"])
+        assert entry["tau"] == pytest.approx(1 + sum(entry["survival"]), rel=1e-3)
+    head = read(folder / "single", temperature=0)["one, chain of 2"]
+    assert head["identical_outputs"] == 1 and head["tau"] == pytest.approx(head["replayed_tau"])
+    written = (folder / "single" / "results.md").read_text()
+    assert document["protocol"] in written and "| one, chain of 2 |" in written
 
 
-def test_batches_give_the_same_figures(run, folder):
-    found = []
-    for batch in (1, 3):
-        run(f"batch={batch}", "decode.width=2", "decode.depth=3")
-        found.append(json.loads((folder / "report.json").read_text()))
-    assert found[0]["tau"] == found[1]["tau"] and found[0]["survival"] == found[1]["survival"]
-    assert found[1]["identical_outputs"] == 1 and found[1]["settings"]["batch"] == 3
+def test_batches_give_the_same_figures(run, folder, fresh):
+    run("batch=1,3", "decode.width=2", "decode.depth=3", "auto=false")
+    (one,), (three,) = (list(read(folder / "single", batch=batch).values()) for batch in (1, 3))
+    assert one["tau"] == three["tau"] and one["survival"] == three["survival"] and three["identical_outputs"] == 1
+    users = [three[key] for key in ("user_tokens_per_second", "tokens_per_second")]
+    assert 0 < users[0] < users[1]  # three users share the machine
 
 
 @pytest.mark.parametrize(
@@ -93,16 +109,19 @@ def test_batches_give_the_same_figures(run, folder):
         (["prompts=nowhere.jsonl"], "There is no file"),
         (["max_new_tokens=100000"], "positions"),
         (["target.name={folder}/other"], "fingerprint"),
-        (["checkpoint=", "proposer=head"], "needs a trained head"),
-        (["proposer=auto", "proposer.costs=nowhere.json"], "costs=nowhere.json must be a JSON file"),
+        (["checkpoint=", "proposers=head"], "needs a trained head"),
+        (["proposers=auto", "proposer.auto.costs=nowhere.json"], "costs=nowhere.json must be a JSON file"),
         (["checkpoint={folder}/one,{folder}/one"], "Two runs are called one"),
-        (["checkpoint=", "chains=2"], "nothing to compare"),
+        (["checkpoint=", "chains=2"], "nothing to measure"),
         (["chains=1,two"], "chains=1,two cannot be read: give a comma list of DEPTH, such as 1,2,3"),
         (["trees=4x3"], "DEPTHxWIDTHxNODES, such as"),
         (["trees=3x2x2"], "cannot hold a path"),
         (["chains=0"], "at least 1"),
-        (["batches=1,x"], "batches=1,x: give numbers"),
-        (["batches=0"], "batches=0: give numbers of 1 or more"),
+        (["batch=1,x"], "batch=1,x: give numbers"),
+        (["batch=0"], "batch=0: give numbers from 1 to 4096"),
+        (["suite=gsm"], "There is no suite=gsm. Did you mean gsm8k?"),
+        (["protocol=dflash"], "There is no protocol=dflash. Did you mean dflash2?"),
+        (["predicted=nowhere.json"], "nowhere.json"),
         (["proposers=ngram,ngram"], "list each once"),
         (["proposers=ngram", "proposer.max=3"], "proposer.NAME.KEY"),
         (["checkpoint={folder}/adapting", "proposers=head"], "adapts its target, which the other proposers share"),
@@ -145,29 +164,32 @@ def compared(compare, folder):
     compare()
     out = folder / "out"
     rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
-    return out, json.loads((out / "report.json").read_text()), rows
+    return out, json.loads((out / "results.json").read_text()), rows
 
 
-def test_a_comparison_has_the_reports_of_every_method(compared):
-    out, report, rows = compared
+def test_a_comparison_has_the_figures_of_every_method(compared):
+    out, document, rows = compared
     names = {"one, chain of 3", "one, tree of 3x2x4", "two, chain of 3", "two, tree of 3x2x4", "ngram"}
-    assert len(rows) == 6 and set(report["temperatures"]) == {"0", "1"}
-    for temperature, column in report["temperatures"].items():
-        assert set(column) == names
-        for name, each in column.items():
-            own = [row["methods"][name]["drafted"] for row in rows if row["temperature"] == float(temperature)]
-            rounds, emitted = sum(len(one["accepted"][0]) for one in own), sum(len(one["tokens"][0]) - 1 for one in own)
-            assert each["num_rounds"] == rounds and each["tau"] == pytest.approx(emitted / rounds)
-            assert ("replayed_tau" in each) == ("chain" in name)
-            if temperature == "0":
-                assert each["identical_outputs"] == 1
-    chain = report["temperatures"]["0"]["one, chain of 3"]
-    assert chain["replayed_tau"] == pytest.approx(chain["tau"])
-    first, differences = "one, chain of 3", report["tau minus that of one, chain of 3"]["0"]
-    assert differences[first] == [0, [0, 0]]
-    page = (out / "comparison.html").read_text()
+    assert len(rows) == 6 and len(document["results"]) == 10
+    for each in document["results"]:
+        same = [row for row in rows if row["temperature"] == each["temperature"]]
+        own = [row["methods"][each["method"]]["drafted"] for row in same]
+        rounds, emitted = sum(len(one["accepted"][0]) for one in own), sum(len(one["tokens"][0]) - 1 for one in own)
+        assert each["num_rounds"] == rounds and each["tau"] == pytest.approx(emitted / rounds)
+        assert ("replayed_tau" in each) == ("chain" in each["method"])
+        assert each["temperature"] == 1 or each["identical_outputs"] == 1
+        # others' counting, by hand: over answers that all have rounds
+        lengths = each["acceptance_length"]
+        assert lengths["specdec"] == lengths["vLLM"] == pytest.approx(emitted / rounds)
+        assert lengths["specforge"] == lengths["SGLang"] == pytest.approx((emitted + len(own)) / rounds)
+        mean = [(len(one["tokens"][0]) - 1) / len(one["accepted"][0]) for one in own]
+        assert lengths["dflash2"] == pytest.approx(sum(mean) / len(mean))
+    column = read(out, temperature=0)
+    assert set(column) == names and column["one, chain of 3"]["difference"] == [0, [0, 0]]
+    assert column["one, chain of 3"]["replayed_tau"] == pytest.approx(column["one, chain of 3"]["tau"])
+    page = (out / "results.html").read_text()
     inside = json.loads(page.split('id="data">')[1].split("</script>")[0])
-    assert {t: set(column) for t, column in inside["reports"].items()} == dict.fromkeys(("0", "1"), names)
+    assert {each["method"] for each in inside["results"]} == names
     assert len(page) < 1_000_000 and not re.search(r"(src|href)=.http", page)
 
 
@@ -217,13 +239,12 @@ def test_a_proposer_with_a_head_is_decoded_with_each_checkpoint(compare, folder)
     for out, more, expected in (("each", [], {"auto with one", "auto with two", "ngram"}),
                                 ("named", [f"proposer.checkpoint={folder}/two"], {"auto", "ngram"})):  # fmt: skip
         compare(*few, *more, f"out={folder}/{out}")
-        column = json.loads((folder / out / "report.json").read_text())["temperatures"]["0"]
-        assert set(column) == expected | {"one, chain of 2", "two, chain of 2"}
+        assert set(read(folder / out)) == expected | {"one, chain of 2", "two, chain of 2"}
 
 
 def test_depth_is_limited_by_the_drafter_and_an_adapting_drafter_has_its_own_target(compare, folder):
     compare(f"checkpoint={folder}/adapting", f"out={folder}/shallow", "limit=1")
-    report = json.loads((folder / "shallow" / "report.json").read_text())["temperatures"]["0"]
+    report = read(folder / "shallow", temperature=0)
     assert {"adapting, chain of 2", "adapting, tree of 2x2x4"} < set(report)
     row = json.loads((folder / "shallow" / "rows.jsonl").read_text().splitlines()[0])
     adapted = "the target adapted by adapting"
@@ -236,17 +257,89 @@ def test_batch_sizes_are_compared_with_full_batches(run, folder, monkeypatch):
     """Every token is a stop token here, which ignore_stop=true ignores. A further size is added to what is there."""
     monkeypatch.setattr(data, "stop_tokens", lambda *_: set(range(100_000)))
     given = [f"out={folder}/batches", "ignore_stop=true"]
-    run(*given, "batches=1", "chains=2")
-    run(*given, "batches=4,1", "chains=2")
-    report = json.loads((folder / "batches" / "report.json").read_text())
-    column = report["temperatures"]["0"]
-    assert list(report["settings"]["checkpoint"]) == ["one"] and report["settings"]["num_prompts"] == 3
-    assert set(column) == {"one, chain of 2, batch 1", "one, chain of 2, batch 4"}
-    taus = {each["tau"] for each in column.values()}
-    assert len(taus) == 1 and all(each["num_prompts"] == 4 for each in column.values())
+    run(*given, "batch=1", "chains=2")
+    run(*given, "batch=4,1", "chains=2")
+    document = json.loads((folder / "batches" / "results.json").read_text())
+    assert list(document["settings"]["checkpoint"]) == ["one"] and document["settings"]["num_questions"] == 3
+    assert [(each["method"], each["batch"]) for each in document["results"]] == [
+        ("one, chain of 2", 1),
+        ("one, chain of 2", 4),
+    ]
+    assert len({each["tau"] for each in document["results"]}) == 1
+    assert all(each["num_prompts"] == 4 for each in document["results"])
     rows = [json.loads(line) for line in (folder / "batches" / "rows.jsonl").read_text().splitlines()]
     assert [row["batch"] for row in rows] == [1] * 3 + [1] + [4] * 4
     assert all(len(row["methods"]["one, chain of 2"]["drafted"]["tokens"][0]) == 6 for row in rows)
+
+
+# Suites and protocols
+
+
+@pytest.fixture
+def talks(tmp_path):
+    """A file in the form of MT-Bench: one question of two turns, and one of one."""
+    rows = [
+        {"question_id": 81, "category": "writing", "turns": ["w3 w4", "w5 w6 w7"]},
+        {"question_id": 82, "category": "math", "turns": ["w8"]},
+    ]
+    write_rows(tmp_path / "question.jsonl", rows)
+    return tmp_path
+
+
+def test_the_targets_own_answer_is_in_the_history(run, talks, folder):
+    given = [
+        "suite=mt_bench",
+        f"prompts={talks}",
+        "chains=2",
+        "proposers=ngram",
+        f"out={talks}/out",
+        "decode.temperature=0,1",
+    ]
+    printed = run(*given)
+    rows = {
+        (row["temperature"], row["prompt"]["id"]): row
+        for row in map(json.loads, (talks / "out" / "rows.jsonl").read_text().splitlines())
+    }
+    assert {name for _, name in rows} == {"81 turn 1", "81 turn 2", "82"}
+    loaded = loading.load_target(loading.TargetOptions(name=f"{folder}/target", dtype="float32"))
+    for temperature in (0.0, 1.0):
+        first, second = rows[temperature, "81 turn 1"], rows[temperature, "81 turn 2"]
+        answer = loaded.tokenizer.decode(first["plain"]["the frozen target"]["tokens"][0], skip_special_tokens=True)
+        talk = [
+            {"role": "user", "content": "w3 w4"},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": "w5 w6 w7"},
+        ]
+        assert second["prompt"]["tokens"] == data.encode_prompt(loaded.tokenizer, talk)
+        assert (
+            first["prompt"]["question"] == second["prompt"]["question"] != rows[temperature, "82"]["prompt"]["question"]
+        )
+    document = json.loads((talks / "out" / "results.json").read_text())
+    assert document["settings"]["suite"]["name"] == "mt_bench" and "2 questions of MT-Bench" in printed
+    assert [each["num_prompts"] for each in document["results"]] == [3] * 4
+    kept = (talks / "out" / "rows.jsonl").read_text()
+    (talks / "out" / "rows.jsonl").write_text(
+        "".join(kept.splitlines(keepends=True)[:2])
+    )  # killed before the second turns
+    run(*given)
+    again = {
+        (row["temperature"], row["prompt"]["id"]): row
+        for row in map(json.loads, (talks / "out" / "rows.jsonl").read_text().splitlines())
+    }
+    assert again.keys() == rows.keys()
+    assert all(again[key]["prompt"] == rows[key]["prompt"] for key in rows)
+
+
+def test_a_protocol_sets_options_that_are_not_given(run, talks, folder):
+    printed = run("suite=mt_bench", f"prompts={talks}", "protocol=deepspec", f"out={talks}/deepspec", "proposers=ngram")
+    document = json.loads((talks / "deepspec" / "results.json").read_text())
+    settings = document["settings"]
+    assert (settings["decode"]["temperature"], settings["seed"], settings["chains"]) == ("1.0", 980406, "7")
+    assert settings["max_new_tokens"] == 6 and settings["thinking"] is None  # given; a template without modes
+    assert {each["num_prompts"] for each in document["results"]} == {2}  # first turns only
+    assert "protocol deepspec (DeepSpec" in printed
+    run("suite=mt_bench", f"prompts={talks}", "protocol=deepspec", f"out={talks}/other", "decode.depth=1", "auto=false")
+    assert set(read(talks / "other")) == {"one, chain of 1"}
 
 
 # Replay
@@ -258,13 +351,14 @@ def test_the_candidates_of_a_lattice_are_reported(run, folder, tmp_path):
     target = Target.load(str(folder / "target"), dtype="float32")
     head = BlockDrafter(target, dependence=lattice["dependence"]).decodable()
     checkpoint.save(tmp_path / "lattice", head, lattice)
-    printed = run(f"checkpoint={tmp_path}/lattice", "decode.depth=3", f"out={tmp_path}/one.json", "auto=false")
-    known = json.loads((tmp_path / "one.json").read_text())["candidates"]
-    assert describe_candidates(known)[:20] in printed and len(known["recall"]) == len(known["mass"]) == 3
+    run(f"checkpoint={tmp_path}/lattice", "decode.depth=3", f"out={tmp_path}/one", "auto=false")
+    (known,) = (each["candidates"] for each in read(tmp_path / "one").values())
+    assert len(known["recall"]) == len(known["mass"]) == 3
+    assert "tau, best candidates" in (tmp_path / "one" / "results.md").read_text()
     compared = f"checkpoint={tmp_path}/lattice,{folder}/one", "chains=3", f"out={tmp_path}/compared"
     for _ in range(2):
         run(*compared)
-        (column,) = json.loads((tmp_path / "compared" / "report.json").read_text())["temperatures"].values()
+        column = read(tmp_path / "compared")
         assert [each.get("candidates") for each in column.values()].count(None) == 1
         assert next(each["candidates"] for each in column.values() if "candidates" in each) == known
     rows = [{"messages": [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4 w5 w6 w7"}]}]

@@ -39,14 +39,14 @@ def test_the_split_of_prompts_is_an_option(folder, run, refuse, tmp_path):
     given, out = [f"prompts={folder}/two", "split=dev", "decode.temperature=0", *SHORT], tmp_path / "answers.jsonl"
     run(answer, *given, f"out={out}")
     assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == ["only@0"]
-    run(evaluate, "proposer=ngram", *given, f"out={tmp_path}/report.json")
-    assert json.loads((tmp_path / "report.json").read_text())["num_prompts"] == 1
-    refuse("two has no split 'train'; it has: test, dev", evaluate, f"prompts={folder}/two", "proposer=ngram", *SHORT)
+    run(evaluate, "proposers=ngram", *given, f"out={tmp_path}/out")
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["results"][0]["num_prompts"] == 1
+    refuse("two has no split 'train'; it has: test, dev", evaluate, f"prompts={folder}/two", "proposers=ngram", *SHORT)
     refuse("it has: test, dev", show_data, f"data={folder}/two")
 
 
 def test_the_split_of_a_dataset_of_the_hub(monkeypatch):
-    def load(source, split):
+    def load(source, config, *, split):
         if split not in ("train", "test"):
             raise ValueError(f'Unknown split "{split}". Should be one of ["train", "test"].')
         return split
@@ -70,9 +70,10 @@ def test_the_folder_of_a_result_is_made_before_anything_is_loaded(run, monkeypat
     for out in ("/proc/none/name", f"{tmp_path}/file/name", f"{tmp_path}/{'x' * 300}/name"):
         with pytest.raises(SystemExit, match=r"error: out=.* cannot be written .*Choose another"):
             run(script, "prompts=p.jsonl", f"out={out}")
-    with pytest.raises(SystemExit, match=r"out=.* is a folder: give"):
-        run(script, "prompts=p.jsonl", f"out={tmp_path}")
-    if script is evaluate:
+    if script is answer:
+        with pytest.raises(SystemExit, match=r"out=.* is a folder: give"):
+            run(script, "prompts=p.jsonl", f"out={tmp_path}")
+    else:
         with pytest.raises(SystemExit, match=r"out=.* is a file: give the name of a folder"):
             run(script, "proposers=ngram", f"out={tmp_path}/file")
 
@@ -83,10 +84,9 @@ def test_the_folder_of_a_result_is_made_before_anything_is_loaded(run, monkeypat
 @pytest.mark.parametrize(
     ("rows", "script", "given", "message"),
     [
-        (LONG, evaluate, "proposer=ngram", r"rows\.jsonl, prompt toolong: A prompt of \d+ tokens, 4 new ones"),
         (LONG, evaluate, "proposers=ngram", r"rows\.jsonl, prompt toolong: A prompt of \d+ tokens, 4 new ones"),
         (LONG, answer, "seed=0", r"rows\.jsonl:2, prompt toolong@0: A prompt of"),
-        ([], evaluate, "proposer=ngram", r"rows\.jsonl: No rows leave nothing to decode"),
+        ([], evaluate, "proposers=ngram", r"rows\.jsonl: No rows leave nothing to decode"),
         ([], answer, "seed=0", r"There are no prompts in .*rows\.jsonl"),
         (TWICE, answer, "seed=0", r"the same id, 5 \(.*rows\.jsonl:1; .*rows\.jsonl:3\)"),
     ],
@@ -101,13 +101,10 @@ def test_categories_of_any_type_are_in_reports(folder, run, tmp_path):
     values = [5, "math", None, True, 2.5, "[red]bold[/red]", {"k": 1}]
     write_rows(tmp_path / "mixed.jsonl", [{"prompt": "Say hello.", "category": value, "id": value} for value in values])
     source = f"prompts={tmp_path}/mixed.jsonl"
-    printed = run(evaluate, "proposer=ngram", source, f"out={tmp_path}/a.json", *SHORT)
+    printed = run(evaluate, "proposers=ngram", source, f"out={tmp_path}/a", *SHORT)
     names = ["5", "math", "all", "true", "2.5", "[red]bold[/red]", '{"k": 1}']
-    assert list(json.loads((tmp_path / "a.json").read_text())["by_category"]) == sorted(names)
-    assert all(name in printed for name in names)
-    run(evaluate, "proposers=ngram", source, f"out={tmp_path}/b", *SHORT)
-    column = json.loads((tmp_path / "b" / "report.json").read_text())["temperatures"]["0"]
-    assert set(column["ngram"]["by_category"]) == set(names)
+    (entry,) = json.loads((tmp_path / "a" / "results.json").read_text())["results"]
+    assert list(entry["by_category"]) == sorted(names) and all(name in printed for name in names)
 
 
 def test_a_row_that_cannot_be_shown_is_named_with_its_file(refuse, tmp_path):

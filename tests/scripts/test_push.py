@@ -110,9 +110,9 @@ def test_a_pushed_head_works_by_name_in_every_script(run, hub, arguments, home, 
     common = [f"target.name={home}/target", "target.dtype=float32", "max_new_tokens=4"]
     prompts = [f"prompts={home}/prompts.jsonl", "limit=2"]
     run(generate, f"checkpoint={NAME}", "prompt=Count.", *common)
-    printed = run(evaluate, f"checkpoint={NAME}@v1", *common, *prompts, "out=report.json")
-    assert f"{NAME}@{commit} on" in printed
-    assert json.loads((tmp_path / "report.json").read_text())["settings"]["checkpoint"] == f"{NAME}@{commit}"
+    printed = run(evaluate, f"checkpoint={NAME}@v1", *common, *prompts, "out=single")
+    recorded = json.loads((tmp_path / "single" / "results.json").read_text())["settings"]["checkpoint"]
+    assert [each.split()[0] for each in recorded.values()] == [f"{NAME}@{commit}"]
     printed = run(evaluate, f"checkpoint={home}/run,{NAME}", *common, *prompts, "chains=2", "out=compared")
     assert all(f"{name}, chain of 2" in printed for name in ("run", NAME))
     printed = run(export, f"checkpoint={NAME}", *common[:2], "format=vllm", "out=exported")

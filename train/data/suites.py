@@ -170,7 +170,8 @@ def load_suite(
 
 def plain_questions(source: str, split: str | None = None) -> list[Question]:
     """Rows of prompts= as questions of one turn. Raises ValueError as reading.load_prompts."""
-    found = reading.load_prompts(source, split=split)
+    with reading.at(source):
+        found = reading.spread(reading.load_prompts(source, split=split), None)
     return [Question(row["id"], row["category"], (row,), tuple(row["tags"])) for row in found]
 
 
