@@ -120,12 +120,6 @@ def show(value: Any) -> str:
     return ranges.show(value) or "empty"
 
 
-def refuse_unknown(key: str, names: list[str]) -> SystemExit:
-    close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    guess = f" Did you mean {close[0]!r}?" if close else ""
-    return SystemExit(f"There is no option {key!r}.{guess} Known options: {', '.join(names)}. See --help.")
-
-
 def options(kind: type[Options], docstring: str, arguments: list[str] | None = None) -> Options:
     """The dataclass filled from `arguments` (None: the command line); -h or --help prints `docstring` and every option, and exits.
 
@@ -203,7 +197,9 @@ def parse(arguments: list[str], known: dict[str, Option]) -> dict[str, Any]:
         if prefix:
             given.setdefault(prefixes[prefix], {})[key.removeprefix(prefix)] = value
         elif key not in names:
-            raise refuse_unknown(key, names)
+            close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+            guess = f" Did you mean {close[0]!r}?" if close else ""
+            raise SystemExit(f"There is no option {key!r}.{guess} Known options: {', '.join(names)}. See --help.")
         else:
             given[key] = value
     return given
