@@ -66,11 +66,6 @@ def run_command(file: str, given: dict[str, Any]) -> int:
                 continue
 
 
-def read_begun(path: Path) -> dict:
-    """A file of settings, {} if there is none: a run continues with the sizes that it was begun with."""
-    return loading.read_yaml(path) if path.exists() else {}
-
-
 def main(arguments: list[str] | None = None) -> None:
     chosen = options(Demo, __doc__, arguments)
     folder = ROOT / "checkpoints" / RUN
@@ -81,7 +76,8 @@ def main(arguments: list[str] | None = None) -> None:
         token = measure(opened.target, prompt)
     del opened
     prompts, seconds = choose_prompts(token, chosen.minutes)
-    prompts = read_begun(folder / "comparison/settings.json").get("num_questions") or prompts
+    if (begun := folder / "comparison/settings.json").exists():  # it continues with the size that it was begun with
+        prompts = loading.read_yaml(begun).get("num_questions") or prompts
     print(
         f"Training: at most {SHARE * chosen.minutes:.0f} minutes of steps; the first lines below say how many. Comparison: {prompts} "
         f"prompts, about {progress.duration(seconds)}, as plain decoding has {1 / token:.1f} tokens/s here.",

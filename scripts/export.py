@@ -23,20 +23,26 @@ from specdec.target.model import DTYPES, Target
 from train import progress
 
 
-@dataclass(frozen=True)
-class Export:
+@dataclass(frozen=True, kw_only=True)
+class CardOptions:
+    """What a model card says."""
+
     checkpoint: str = field(metadata={"help": loading.CHECKPOINT})
-    out: str = field(metadata={"help": "folder to make", "folder": True})
-    format: str = option("safetensors", f"one of {', '.join(FORMATS)}")
     num_drafts: int | None = option(
         None, "drafts per round in the launch lines; null: the fastest by the checkpoint's report"
     )
     license: str = option("other", "licence of the weights, for the model card")
     data: str | None = option(None, "training data, for the model card; null: as the run recorded it")
+    target: loading.TargetOptions = field(default_factory=lambda: loading.TargetOptions(dtype="bfloat16"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(CardOptions):
+    out: str = field(metadata={"help": "folder to make", "folder": True})
+    format: str = option("safetensors", f"one of {', '.join(FORMATS)}")
     merged_target: str | None = option(
         None, "for a head that adapts its target (medusa2): folder for the adapted model"
     )
-    target: loading.TargetOptions = field(default_factory=lambda: loading.TargetOptions(dtype="bfloat16"))
 
 
 def merge_target(chosen: Export, loaded: loading.Loaded) -> Drafter | None:

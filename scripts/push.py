@@ -14,6 +14,7 @@ import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from export import CardOptions
 from specdec import checkpoint
 from specdec.core import files, hub
 from specdec.export.cards import make_card
@@ -21,23 +22,16 @@ from specdec.export.engines import make_forms
 from train.pages import facts
 
 
-@dataclass(frozen=True)
-class Push:
-    checkpoint: str = field(metadata={"help": loading.CHECKPOINT})
+@dataclass(frozen=True, kw_only=True)
+class Push(CardOptions):
     repo: str = field(metadata={"help": "user/name on the Hub; it is made if it does not exist"})
     private: bool = option(False, "make a new repository private")
     base_model: str | None = option(
         None,
         "Hub name of the target, for drafter.json and the card; null: the name in drafter.json, which may be a folder",
     )
-    license: str = option("other", "licence of the weights, for the model card")
-    data: str | None = option(None, "training data, for the model card; null: as the run recorded it")
-    num_drafts: int | None = option(
-        None, "drafts per round in the launch lines; null: the fastest by the checkpoint's report"
-    )
     dry_run: bool = option(False, "only list the files and write the card to `out`, without the network")
     out: str = option("model_card.md", "with dry_run=true: file for the card")
-    target: loading.TargetOptions = field(default_factory=lambda: loading.TargetOptions(dtype="bfloat16"))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -73,12 +73,6 @@ def warm_up(decoder: Decoder, rows: int) -> None:
         decoder.proposer.forget()
 
 
-def check_options(chosen: Serve) -> None:
-    """Raises ValueError for options that only requests have."""
-    if chosen.decode.temperature != "0":
-        raise ValueError("decode.temperature is for each request to say: give temperature in the request.")
-
-
 def main(arguments: list[str] | None = None) -> None:
     chosen = options(Serve, __doc__, arguments)
     try:
@@ -87,7 +81,8 @@ def main(arguments: list[str] | None = None) -> None:
         from specdec.server.app import Served, make_app
     except ImportError as error:
         raise ValueError(f"Serving needs more packages ({error}): pip install '.[serve]'") from error
-    check_options(chosen)
+    if chosen.decode.temperature != "0":
+        raise ValueError("decode.temperature is for each request to say: give temperature in the request.")
     listening = listen(chosen.host, chosen.port)
     recorder = Recorder(chosen.record) if chosen.record is not None else None
     drafting = chosen.decode.drafting()

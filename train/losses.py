@@ -197,12 +197,9 @@ LOSSES = {
 
 def probability(judged: Judged) -> Tensor:
     """q of the text's token; 0 if it cannot be drafted."""
-    return torch.where(judged.goal.token >= 0, _of_token(judged.log_probs, judged.goal.token).exp(), 0)
-
-
-def _of_token(values: Tensor, token: Tensor) -> Tensor:
-    """values [M, W], token [M] -> [M]; some value where the token is -1"""
-    return values.gather(-1, token.clamp(min=0)[:, None])[:, 0]
+    token = judged.goal.token
+    known = judged.log_probs.gather(-1, token.clamp(min=0)[:, None])[:, 0].exp()
+    return torch.where(token >= 0, known, 0)
 
 
 # All depths of S slots, [K, S]: row d - 1 is depth d of the round that starts at a slot. `counted` [K, S] bool is True where a

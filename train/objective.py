@@ -90,10 +90,8 @@ class ObjectiveSettings:
     def check(self, drafter: Drafter) -> None:
         """Raises ValueError, with what to change, for what does not fit together or to the drafter."""
         used, known = self.used, {*LOSSES, *DEPTH_LOSSES, ADAPTED}
-        judging, steps = (
-            used.keys() - {"smooth_l1", "confidence", "candidates", ADAPTED},
-            drafter.depth not in (None, self.depth),
-        )
+        judging = used.keys() - {"smooth_l1", "confidence", "candidates", ADAPTED}
+        steps = drafter.depth not in (None, self.depth)
         later = self.keep < 1 and drafter.attends not in ("path", "none")
         whole_slots = drafter.attends == "block"  # elsewhere step 1 is judged on all slots, sampled or not
         all_depths = not whole_slots and ("e2e_tv" in used or self.weighting != "decay")
@@ -171,7 +169,8 @@ class Objective(nn.Module):
             self.drafter, batch.tokens, features, steps, gradient_checkpointing=chosen.gradient_checkpointing
         )
         compare = compare or chosen.weighting == "vat"
-        if self._weights_known and torch.is_grad_enabled() and fast.on("loss", batch.tokens.device):
+        weights_known = chosen.weighting == "decay" and not DEPTH_LOSSES & set(self.losses)  # before the logits are
+        if weights_known and torch.is_grad_enabled() and fast.on("loss", batch.tokens.device):
             judged, total = self._judge_at_once(batch, output.final, unrolled, compare)
             return self._finish(judged, total, batch, steps, output, original)
         results = []
@@ -206,11 +205,6 @@ class Objective(nn.Module):
             matches = torch.zeros(self.depth, *batch.tokens.shape, dtype=torch.bool, device=total.device)  # [K, B, T]
             matches[:, rows, position] = judged["matches"]
         return Loss(total, len(rows), matches)
-
-    @property
-    def _weights_known(self) -> bool:
-        """Whether the weight of each goal's loss is known before its logits are."""
-        return self.settings.weighting == "decay" and not DEPTH_LOSSES & set(self.losses)
 
     def _judge_at_once(
         self, batch: TrainingBatch, final: Tensor, unrolled: Unrolled, compare: bool

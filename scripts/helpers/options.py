@@ -121,13 +121,6 @@ def show(value: Any) -> str:
     return ranges.show(value) or "empty"
 
 
-def refuse_unknown(key: str, names: list[str]) -> SystemExit:
-    renamed = [RENAMED[key]] if RENAMED.get(key) in names else []
-    close = renamed or difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    guess = f" Did you mean {close[0]!r}?" if close else ""
-    return SystemExit(f"There is no option {key!r}.{guess} Known options: {', '.join(names)}. See --help.")
-
-
 def options(
     kind: type[Options],
     docstring: str,
@@ -211,7 +204,10 @@ def parse(arguments: list[str], known: dict[str, Option]) -> dict[str, Any]:
         if prefix:
             given.setdefault(prefixes[prefix], {})[key.removeprefix(prefix)] = value
         elif key not in names:
-            raise refuse_unknown(key, names)
+            renamed = [RENAMED[key]] if RENAMED.get(key) in names else []
+            close = renamed or difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+            guess = f" Did you mean {close[0]!r}?" if close else ""
+            raise SystemExit(f"There is no option {key!r}.{guess} Known options: {', '.join(names)}. See --help.")
         else:
             given[key] = value
     return given

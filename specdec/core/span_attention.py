@@ -326,7 +326,7 @@ def _of_texts_backward(grad, query, out, log_sum, key, value, texts: Texts) -> t
     given, q, o = (_to_texts(each, texts) for each in (grad, query, out))
     total = _to_texts(log_sum, texts, 0.0)[..., 0].transpose(0, 1).contiguous()  # [H, Q]
     k, v = _keys_of(key, texts), _keys_of(value, texts)
-    slopes = attend_segments_backward(given, q, k, v, o, total, texts.segments, scale=1.0, window=texts.left)
+    slopes = attend_segments_backward(given, q, k, v, o, total, segments=texts.segments, scale=1.0, window=texts.left)
     grads = []
     for slope, part in zip(slopes[1:], (key, value)):
         if texts.keys is not None:

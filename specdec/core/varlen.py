@@ -55,19 +55,13 @@ def attend_segments(
 
 
 def attend_segments_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    segments: Segments,
-    *,
-    scale: float,
-    window: int | None = None,
+    *tensors: Tensor, segments: Segments, scale: float, window: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value. out and log_sum may be those of a softmax that had further keys."""
-    return _attend_backward(grad, query, key, value, out, log_sum, *_arguments(segments), scale, window)
+    """The gradients of query, key and value.
+
+    tensors: the gradient of `out`, query, key, value, and out and log_sum, which may be those of a softmax that had further keys
+    """
+    return _attend_backward(*tensors, *_arguments(segments), scale, window)
 
 
 def _arguments(segments: Segments) -> tuple[Tensor, Tensor, int, int]:
@@ -208,6 +202,6 @@ def check(device: torch.device) -> None:
         wanted, total = attend_segments(wide[0], wide[1], wide[2], segments, **options)
         found, log_sum = attend_segments(some[0], some[1], some[2], there, **options)
         fast.compare("outputs", [found.cpu(), log_sum.cpu()], [wanted, total], 0.02)
-        slopes = attend_segments_backward(wide[3], wide[0], wide[1], wide[2], wanted, total, segments, **options)
-        grads = attend_segments_backward(some[3], some[0], some[1], some[2], found, log_sum, there, **options)
+        slopes = attend_segments_backward(wide[3], *wide[:3], wanted, total, segments=segments, **options)
+        grads = attend_segments_backward(some[3], *some[:3], found, log_sum, segments=there, **options)
         fast.compare("gradients", [each.cpu() for each in grads], slopes, 0.03)

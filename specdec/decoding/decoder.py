@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,22 +124,10 @@ class Decoder:
         batch.close()
 
     def answers(
-        self,
-        prompts: Iterable[list[int]],
-        max_new_tokens: int,
-        *,
-        rows: int,
-        generator: Callable[[int], torch.Generator | None] = lambda number: None,
-        constraint: Callable[[int], Constraint | None] = lambda number: None,
+        self, prompts: Iterable[list[int]], max_new_tokens: int, **how: Any
     ) -> Iterator[tuple[int, Generation]]:
-        """Answers any number of prompts, at most `rows` of them at once: when an answer ends, the next prompt takes its place.
-
-        Yields the number of a prompt and its answer as they end, with the answer's share of the times.
-        generator: gives the random numbers of a prompt's answer, which do not depend on the other prompts then
-        constraint: gives that of the grammar that a prompt's answer follows, if it follows one
-        Raises ValueError for fewer than one row, and for a prompt as `stream`.
-        """
-        for _, ended in self.rounds(prompts, max_new_tokens, rows=rows, generator=generator, constraint=constraint):
+        """Yields the number of a prompt and its answer as they end. Arguments as of `rounds`."""
+        for _, ended in self.rounds(prompts, max_new_tokens, **how):
             yield from ended
 
     def rounds(
@@ -150,7 +139,14 @@ class Decoder:
         generator: Callable[[int], torch.Generator | None] = lambda number: None,
         constraint: Callable[[int], Constraint | None] = lambda number: None,
     ) -> Iterator[tuple[int, list[tuple[int, Generation]]]]:
-        """`answers`, round by round. Yields how many tokens were emitted since the last time, and the answers that ended."""
+        """Answers any number of prompts, at most `rows` of them at once: when an answer ends, the next prompt takes its place.
+
+        Yields, round by round, how many tokens were emitted, and the answers that ended: the number of the prompt, and the answer with
+        its share of the times.
+        generator: gives the random numbers of a prompt's answer, which do not depend on the other prompts then
+        constraint: gives that of the grammar that a prompt's answer follows, if it follows one
+        Raises ValueError for fewer than one row, and for a prompt as `stream`.
+        """
         if rows < 1:
             raise ValueError(f"rows={rows} must be at least 1.")
         waiting, batch = enumerate(prompts), self.batch()

@@ -165,7 +165,7 @@ def expected(provenance: Provenance) -> str:
     if report:
         decoded = (report.num_prompts, report.tau, report.tau_ci)
         replayed = (report.replayed_prompts, report.replayed_tau, report.replayed_tau_ci)
-        few = _by_replay(report)
+        few = report.num_prompts < (report.replayed_prompts or 0)  # decoded in the time that validation had for it
         num, tau, interval = replayed if few else decoded
         assert tau is not None and interval is not None
         setting = f"{num} prompts, temperature {report.temperature:g}, {_shape(report)}{', by replay' if few else ''}"
@@ -185,11 +185,6 @@ def expected(provenance: Provenance) -> str:
 
 def _shape(report: Report) -> str:
     return report.shape or f"chain of {len(report.survival or [])}"
-
-
-def _by_replay(report: Report) -> bool:
-    """Whether replay covers more prompts than were decoded, in the time that validation had for it."""
-    return report.num_prompts < (report.replayed_prompts or 0)
 
 
 def _figures(provenance: Provenance) -> list[str]:

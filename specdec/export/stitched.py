@@ -89,12 +89,8 @@ def _check_alike(shards: Shards, tensors: dict[str, Tensor]) -> None:
 
 def _plain(value: Tensor, dtype: torch.dtype) -> Tensor:
     """As it is written: biases that choose experts, which are exact, stay so"""
-    return (
-        value.detach()
-        .cpu()
-        .to(torch.float32 if value.dtype == torch.float32 and value.dim() == 1 else dtype)
-        .contiguous()
-    )
+    exact = value.dtype == torch.float32 and value.dim() == 1
+    return value.detach().cpu().to(torch.float32 if exact else dtype).contiguous()
 
 
 def _place(path: Path, out: Path, *, link: bool) -> None:
@@ -138,7 +134,8 @@ def _add_shard(shards: Shards, folder: Path, tensors: dict[str, Tensor]) -> None
 def _add_count(config: dict, drafter: NativeMTP, tensors: dict[str, Tensor]) -> dict:
     """The configuration of a target that has modules now. Raises ValueError if it is quantised in a way that is not known here."""
     text = config.get("text_config", config)
-    text[count_field(drafter.target)] = len(drafter.modules_by_depth)
+    qwen = "qwen3_5" in drafter.target.config.model_type
+    text["mtp_num_hidden_layers" if qwen else "num_nextn_predict_layers"] = len(drafter.modules_by_depth)
     quantised = config.get("quantization_config")
     if quantised is not None:
         field, method = PLAIN_LAYERS.get(quantised.get("quant_method", "")), quantised.get("quant_method")
@@ -153,8 +150,3 @@ def _add_count(config: dict, drafter: NativeMTP, tensors: dict[str, Tensor]) -> 
             plain = [] if field == "ignore" else ["lm_head"]
         quantised[field] = [*plain, *layers]
     return config
-
-
-def count_field(target: Target) -> str:
-    """Where a configuration has the number of modules."""
-    return "mtp_num_hidden_layers" if "qwen3_5" in target.config.model_type else "num_nextn_predict_layers"

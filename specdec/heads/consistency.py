@@ -26,7 +26,5 @@ class Consistency(AdaptsTarget):
     ):
         if vocab is not None:
             raise ValueError("The guesses of this head are the target's own tokens: set vocab_size to null.")
-        if num_drafts < 1:
-            raise ValueError(f"num_drafts={num_drafts} must be at least 1.")
         super().__init__(target, lora_rank=lora_rank, lora_alpha=lora_alpha, lora_modules=lora_modules, vocab=None)
         self.depth = num_drafts

@@ -67,8 +67,6 @@ class Draft(Drafter):
         super().__init__(target, vocab=vocab)
         self.depth, self.target_layers = None, ()
         self.pretrained = model is not None
-        if num_layers is not None and num_layers < 1:
-            raise ValueError(f"num_layers={num_layers} must be at least 1.")
         if config is not None and (model is not None or lora is not None):
             raise ValueError("A draft of a saved configuration takes neither model nor lora; its weights are merged.")
         sizes = {"num_layers": num_layers, "width": width, "intermediate_size": intermediate_size}

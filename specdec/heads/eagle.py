@@ -145,8 +145,6 @@ class Eagle3(_Eagle):
         own_embedding: bool = False,
         **settings,
     ):
-        if num_layers < 1:
-            raise ValueError(f"num_layers={num_layers} must be at least 1.")
         super().__init__(target, inputs=2, own_embedding=own_embedding, **settings)
         self.further.extend(DecoderLayer(self.config, layer=layer) for layer in range(1, num_layers))
         width, eps = self.config.hidden_size, self.config.rms_norm_eps

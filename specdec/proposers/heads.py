@@ -37,13 +37,19 @@ class Mark(NamedTuple):
     absorbed: tuple[Tensor, StepOutput]
 
 
+class NewTokens(NamedTuple):
+    """What some rows have not read yet: the first num[b] of S tokens in row b."""
+
+    tokens: Tensor  # [B, S]
+    features: Tensor  # [B, S, F*D]
+    num: Tensor  # [B]
+    counts: list[int]  # `num` on the host
+
+
 class Committed(NamedTuple):
     """The arguments of a `commit`, and which of its rows each row of the batch has been since."""
 
-    tokens: Tensor  # [P, S]
-    features: Tensor  # [P, S, F*D]
-    num: Tensor  # [P]
-    counts: list[int]  # `num` on the host
+    new: NewTokens  # of P rows
     rows: list[int | None]  # [B] of the P rows; None: a row that began later
 
     def select(self, rows: list[int]) -> "Committed":
@@ -53,34 +59,25 @@ class Committed(NamedTuple):
         return self._replace(rows=[None if row in rows else own for row, own in enumerate(self.rows)])
 
 
-class NewTokens(NamedTuple):
-    """What the rows of a batch have not read yet: the first num[b] of S tokens in row b."""
-
-    tokens: Tensor  # [B, S]
-    features: Tensor  # [B, S, F*D]
-    num: Tensor  # [B]
-    counts: list[int]  # `num` on the host
-
-
 def joined(parts: list[Committed], *, fixed: bool) -> NewTokens:
     """What several commits brought, as one. fixed: filled up to one of few lengths"""
-    first, device = parts[0], parts[0].tokens.device
-    if len(parts) == 1 and first.rows == list(range(len(first.counts))):
-        return NewTokens(first.tokens, first.features, first.num, first.counts)
-    index = [list[int]() for _ in first.rows]  # of each row, places in the flat tokens of all parts
-    start = 0
-    for part in parts:
-        num_rows, length = part.tokens.shape
-        for places, row in zip(index, part.rows):
+    first, rows = parts[0]
+    if len(parts) == 1 and rows == list(range(len(first.counts))):
+        return first
+    index = [list[int]() for _ in rows]  # of each row, places in the flat tokens of all parts
+    start, device = 0, first.tokens.device
+    for new, own in parts:
+        num_rows, length = new.tokens.shape
+        for places, row in zip(index, own):
             if row is not None:
-                places += range(start + row * length, start + row * length + part.counts[row])
+                places += range(start + row * length, start + row * length + new.counts[row])
         start += num_rows * length
     counts = list(map(len, index))
     longest = max(counts)
     length = max(4, 1 << (longest - 1).bit_length()) if fixed else longest
     place = given([places + [0] * (length - len(places)) for places in index], device)  # [B, S]
-    tokens = torch.cat([part.tokens.flatten() for part in parts])
-    features = torch.cat([part.features.flatten(0, 1) for part in parts])
+    tokens = torch.cat([new.tokens.flatten() for new, _ in parts])
+    features = torch.cat([new.features.flatten(0, 1) for new, _ in parts])
     return NewTokens(tokens[place], features[place], given(counts, device), counts)
 
 
@@ -151,7 +148,7 @@ class HeadProposer(Proposer):
         """Only stores its arguments: `absorb` reads them when they are needed, so nothing is computed after the last round."""
         if self.drafter.first_slot == 0 and self.cache.get_seq_length() == 0 and not self.waiting:
             tokens, num, counts = torch.cat([self.opening, tokens], dim=1), num + 1, [count + 1 for count in counts]
-        self.waiting.append(Committed(tokens, features, num, counts, list(range(len(counts)))))
+        self.waiting.append(Committed(NewTokens(tokens, features, num, counts), list(range(len(counts)))))
         self.absorbed = None
 
     def select(self, rows, nums):

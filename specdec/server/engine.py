@@ -244,19 +244,16 @@ class Engine:
                 self.lanes[job.speculate].give_up(job)
             self._give_up_late()
             for lane in self.lanes.values():
-                self._advance(lane)
+                try:
+                    if step := lane.advance():
+                        lane.hand_out(step)
+                except Exception as error:  # memory that is missing, or a mistake of ours: the server goes on
+                    LOG.exception("a round failed")
+                    lane.fail(COULD_NOT.format(type(error).__name__, error))
 
     @property
     def _busy(self) -> bool:
         return any(lane.waiting or lane.jobs for lane in self.lanes.values())
-
-    def _advance(self, lane: Lane) -> None:
-        try:
-            if step := lane.advance():
-                lane.hand_out(step)
-        except Exception as error:  # memory that is missing, or a mistake of ours: the server goes on
-            LOG.exception("a round failed")
-            lane.fail(COULD_NOT.format(type(error).__name__, error))
 
     def _give_up_late(self) -> None:
         now = time.monotonic()

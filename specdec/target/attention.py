@@ -5,6 +5,7 @@ scaled_dot_product_attention takes several times as long as two matrix products,
 """
 
 import os
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -66,14 +67,15 @@ def attention(
     segments: texts that stand one after the other in one row, each of which is read alone; the mask is then of `segment_mask`
     cached: what queries see, where K and V are those of a cache that is read to its length; by the size of the mask's dimension 1
     """
-    if cached is not None:
-        _check_kernel(attention_mask, softcap)
-        assert attention_mask is not None
+    if cached is not None or segments is not None:
+        if softcap is not None or attention_mask is None:
+            raise ValueError("the kernel for texts has no cap of scores, and it needs what stands for a mask")
         scale = scaling or query.shape[-1] ** -0.5
-        seen = cached[attention_mask.shape[1]]
+        if segments is not None:
+            window = attention_mask.shape[-1] - 1 if attention_mask.shape[-1] else None
+            return read_segments(query, key, value, segments, scale=scale, window=window, sinks=s_aux), None
+        seen = cast(dict[int, CachedKeys], cached)[attention_mask.shape[1]]
         return attend_cached(query, key, value, seen, scale=scale, sinks=s_aux).transpose(1, 2).contiguous(), None
-    if segments is not None:
-        return read_segments(query, key, value, attention_mask, segments, scaling, s_aux, softcap), None
     num_rows, _, num_tokens, _ = query.shape
     if s_aux is not None or softcap is not None:
         return products(query, key, value, attention_mask, scaling=scaling, sinks=s_aux, softcap=softcap), None
@@ -88,12 +90,6 @@ def attention(
     return products(query, key, value, attention_mask, scaling=scaling), None
 
 
-def _check_kernel(mask: Tensor | None, softcap: float | None) -> None:
-    """Raises ValueError for a layer that caps its scores, or that takes no mask: the kernel for texts cannot compute it."""
-    if softcap is not None or mask is None:
-        raise ValueError("the kernel for texts has no cap of scores, and it needs what stands for a mask")
-
-
 def segment_mask(window: int | None, device: torch.device) -> Tensor:
     """What a layer takes in place of a mask, where it reads segments: no values, but a shape that tells its window."""
     return torch.empty(1, 1, 1, window or 0, dtype=torch.bool, device=device)
@@ -103,20 +99,17 @@ def read_segments(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
     segments: Segments,
-    scaling: float | None,
+    *,
+    scale: float,
+    window: int | None,
     sinks: Tensor | None,
-    softcap: float | None,
 ) -> Tensor:
-    """Attention inside each text of one row; shapes as for `attention`, mask of `segment_mask`"""
-    _check_kernel(mask, softcap)
-    assert mask is not None
+    """Attention inside each text of one row; shapes as for `attention`. window: as of `attend_segments`"""
     width = value.shape[-1]
     if width < query.shape[-1]:  # latent attention: the kernel has one width
         value = F.pad(value, (0, query.shape[-1] - width))
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))  # [T, H or G, E]
-    scale, window = scaling or query.shape[-1] ** -0.5, mask.shape[-1] - 1 if mask.shape[-1] else None
     out, log_sum = attend_segments(q, k, v, segments, scale=scale, window=window)
     if sinks is not None:  # one more score takes a share of every softmax, and gives no value
         share = torch.sigmoid(log_sum - sinks[:, None].to(log_sum.dtype))  # [H, T]

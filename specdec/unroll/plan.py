@@ -46,14 +46,8 @@ class UnrollStep:
 
     def tensors(self) -> list[Tensor]:
         spans = [] if self.seen is None else self.seen.tensors()
-        return [
-            self.reads,
-            self.positions,
-            self.goals,
-            self.places,
-            *spans,
-            *([] if self.kept is None else [self.kept]),
-        ]
+        kept = [] if self.kept is None else [self.kept]
+        return [self.reads, self.positions, self.goals, self.places, *spans, *kept]
 
     def with_tensors(
         self, reads: Tensor, positions: Tensor, goals: Tensor, places: Tensor, *more: Tensor
@@ -236,15 +230,18 @@ def unroll(
         if step.kept is not None:
             h = h.gather(1, step.kept[..., None].expand(-1, -1, h.shape[-1]))
         arguments = h, tokens.gather(1, step.reads), step.positions, step.seen, cache.at_step(d, step.kept)
-        if gradient_checkpointing and torch.is_grad_enabled():
-            h, readout = checkpoint(partial(drafter.step, d), *arguments, use_reentrant=False)
-        else:
-            h, readout = drafter.step(d, *arguments)
-        states.append(
-            h[..., :0].clone() if drafter.attends == "block" else h
-        )  # nobody reads those of blocks, and they are large
+        h, readout = _take_step(drafter, d, *arguments, again=gradient_checkpointing)
+        # Nobody reads those of blocks, and they are large
+        states.append(h[..., :0].clone() if drafter.attends == "block" else h)
         readouts.append(readout)
     return Unrolled(states, readouts, plan)
+
+
+def _take_step(drafter: Drafter, d: int, *arguments, again: bool) -> tuple[Tensor, Tensor]:
+    """again: whether its activations are computed again in the backward pass, instead of being kept"""
+    if again and torch.is_grad_enabled():
+        return checkpoint(partial(drafter.step, d), *arguments, use_reentrant=False)
+    return drafter.step(d, *arguments)
 
 
 def _read_texts(drafter: Drafter, tokens: Tensor, plan: UnrollPlan, gradient_checkpointing: bool) -> Tensor:
@@ -252,10 +249,7 @@ def _read_texts(drafter: Drafter, tokens: Tensor, plan: UnrollPlan, gradient_che
 
     def read(tokens: Tensor, positions: Tensor) -> Tensor:
         h = drafter.encode(torch.zeros(*tokens.shape, 0, device=tokens.device))
-        arguments = h, tokens, positions, None, UnrollCache()
-        if gradient_checkpointing and torch.is_grad_enabled():
-            return checkpoint(partial(drafter.step, 1), *arguments, use_reentrant=False)[1]
-        return drafter.step(1, *arguments)[1]
+        return _take_step(drafter, 1, h, tokens, positions, None, UnrollCache(), again=gradient_checkpointing)[1]
 
     assert plan.documents is not None
     return plan.documents.read(tokens, read)

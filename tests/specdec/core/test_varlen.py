@@ -33,7 +33,7 @@ def test_texts_side_by_side_against_each_alone(window):
         torch.testing.assert_close(log_sum[:, sum(map(len, wanted)) - len(q) :][:, : len(q)], scores.logsumexp(-1))
     torch.testing.assert_close(out, torch.cat(wanted), atol=1e-12, rtol=0)
     given = torch.randn_like(out)
-    grads = attend_segments_backward(given, *leaves, out, log_sum, segments, scale=0.5, window=window)
+    grads = attend_segments_backward(given, *leaves, out, log_sum, segments=segments, scale=0.5, window=window)
     for grad, reference in zip(grads, torch.autograd.grad(torch.cat(wanted), leaves, given)):
         torch.testing.assert_close(grad, reference, atol=1e-10, rtol=0)
 
