@@ -132,8 +132,7 @@ def time_rounds(
     begun, sweep, names = time.perf_counter(), 0, list(batches)
     while sweep < MOST and (sweep < FEWEST or time.perf_counter() - begun < SECONDS):
         for name in names[sweep % len(names) :] + names[: sweep % len(names)]:
-            slow = len(times[name]) > 2 and times[name][-1] > LONGEST
-            if len(batches[name].running) == rows and not slow:
+            if len(batches[name].running) == rows:
                 times[name].append(batches[name].step().cost.seconds)
         sweep += 1
     for batch in batches.values():
@@ -190,8 +189,10 @@ def time_loads(
         if not same:
             decoders = decoders or make()
             some = [ordered[int((row + 0.5) * len(texts) / rows) % len(texts)] for row in range(rows)]  # of all lengths
-            hopeless = {each.drafts for each in found if each.seconds > most * each.plain and each.rows > 1}
-            tried = {num: each for num, each in decoders.items() if num not in hopeless}
+            slow = [each for each in found if each.seconds > min(LONGEST, most * each.plain) and each.rows > 1]
+            tried = {num: each for num, each in decoders.items() if num not in {each.drafts for each in slow}}
+            if len(tried) < 2:
+                break
             try:
                 timed = time_rounds(tried, some, rows, seed)
             except (RuntimeError, MemoryError) as error:
@@ -206,8 +207,6 @@ def time_loads(
                 if (proposer := decoder.proposer) and 0 in timed and num in timed
             ]
         found += [replace(each, context=length) for each in same]
-        if not same or max(each.seconds for each in same) > LONGEST:
-            break
     return found
 
 
