@@ -237,22 +237,22 @@ def read_costs(paths: Sequence[str], loads: Sequence[int], most: int) -> RoundCo
             )  # fmt: skip
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
             raise ValueError(f"costs={path} must be {FORMS} ({type(error).__name__}: {error}).") from None
-    plain = {each["rows"]: each for each in served if not each["tau"]}
+    plain = {each["rows"]: each["seconds"] for each in served if not each["tau"]}
     return make_served(
         [each for each in served if each["tau"]], plain, f"results of a serving benchmark, {len(paths)} files"
     )
 
 
-def make_served(drafted: Sequence[dict], plain: Mapping[int, dict], source: str, drafter: str = ALL) -> RoundCosts:
+def make_served(drafted: Sequence[dict], plain: Mapping[int, float], source: str, drafter: str = ALL) -> RoundCosts:
     """Costs from servers at each load: a round takes the seconds of a user's token times the tokens of a round.
 
-    drafted: {rows, seconds: of a token, tau, drafts, context}; plain: by rows {seconds}
+    drafted: {rows, seconds: of a token, tau, drafts, context}; plain: by rows the seconds of a token
     Raises ValueError where a load lacks its plain figure or its number of drafts.
     """
     points = []
     for each in drafted:
         if each["rows"] in plain and each["drafts"]:
-            seconds, base = each["seconds"] * each["tau"], plain[each["rows"]]["seconds"]
+            seconds, base = each["seconds"] * each["tau"], plain[each["rows"]]
             points.append(CostPoint(drafter, each["rows"], each["drafts"], each["context"], seconds, base))
     if not points:
         raise ValueError(
