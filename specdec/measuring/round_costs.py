@@ -340,7 +340,8 @@ def sheet_costs(
 
     def draft(drafter: Drafter, rows: int, num: int, context: float) -> float:
         head = target.width * drafter.vocab_size
-        own = sum(value.numel() for value in drafter.parameters())
+        tables = (target.vocab_size, drafter.vocab_size)  # embeddings are looked up, and the LM head is counted apart
+        own = sum(value.numel() for value in drafter.parameters() if value.shape[0] not in tables)
         share = 1 if drafter.depth is None or drafter.parallel else drafter.depth
         steps, tokens = (1, rows * num) if drafter.parallel else (num, rows)
         size = element * (own / share + head + rows * context * kept)
