@@ -24,7 +24,8 @@ from specdec.target.structure import experts_of
 
 PLAIN, ALL = "", "*"  # the name of plain decoding among decoders; the drafter of points that count for all
 LONGEST = 2.0  # seconds of a round, beyond which no more drafts and no more rows are measured
-SECONDS, FEWEST, MOST = 3.0, 6, 24  # of one point: time, and how often each of its rounds is taken
+RESAMPLES = 200  # of the turns of a point, for its error
+SECONDS, FEWEST, MOST = 3.0, 8, 32  # of one point: time, and how often each of its rounds is taken
 # Of a roofline: the share of the peak that matrix products reach, and kernels of a layer as engines fuse them
 PRODUCTS, KERNELS = 0.65, 8
 FORMS = (
@@ -114,9 +115,8 @@ def time_rounds(
 ) -> dict[float, dict]:
     """Rounds of several decoders over the same texts, in turn, so that other work on the machine slows all alike.
 
-    These are rounds of decoding: rows accept as many drafts as they do, and their texts have different lengths. A round that takes
-    longer than LONGEST ends the decoder, except the first two.
-    -> by the decoder's name {seconds: of each round after the first; opening: what the first took more than they, as a median}
+    These are rounds of decoding: rows accept as many drafts as they do, and their texts have different lengths.
+    -> by the decoder's key {seconds: of each round after the first; opening: what the first took more than they, as a median}
     """
     batches, times = {}, {name: list[float]() for name in decoders}
     for name, decoder in decoders.items():
@@ -132,8 +132,7 @@ def time_rounds(
     begun, sweep, names = time.perf_counter(), 0, list(batches)
     while sweep < MOST and (sweep < FEWEST or time.perf_counter() - begun < SECONDS):
         for name in names[sweep % len(names) :] + names[: sweep % len(names)]:
-            slow = len(times[name]) > 2 and times[name][-1] > LONGEST
-            if len(batches[name].running) == rows and not slow:
+            if len(batches[name].running) == rows:
                 times[name].append(batches[name].step().cost.seconds)
         sweep += 1
     for batch in batches.values():
@@ -145,19 +144,21 @@ def time_rounds(
 
 
 def summarise_point(point: CostPoint, found: dict, plain: dict, *, varies: bool) -> CostPoint:
-    """The point with its seconds. found, plain: of `time_rounds`; varies: whether rounds differ in drafts, so that their mean counts
+    """The point with its seconds. found, plain: of `time_rounds`
 
-    The ratio of each round to the plain one of the same turn gives the error.
+    The lower quartile of each counts, as other work on the machine only adds time; where drafts vary from round to round, the mean
+    over turns of the ratio to the plain round. The error is a bootstrap over turns.
     """
-    base = statistics.median(plain["seconds"])
-    ratios = [one / other for one, other in zip(found["seconds"], plain["seconds"])]
-    low, _, high = statistics.quantiles([*ratios, *ratios], n=4)
-    ratio = statistics.mean(ratios) if varies else statistics.median(ratios)
-    spread = (
-        statistics.pstdev(ratios) if varies else 1.25 * (high - low) / 1.35
-    )  # of a median, by a normal distribution's quartiles
-    opening = max(0.0, found["opening"] - plain["opening"])
-    return replace(point, seconds=ratio * base, plain=base, error=spread / ratio / len(ratios) ** 0.5, opening=opening)
+    turns = min(len(found["seconds"]), len(plain["seconds"]))
+    both = numpy.array([found["seconds"][:turns], plain["seconds"][:turns]])
+    drawn = both[
+        :, numpy.random.default_rng(0).integers(both.shape[1], size=(RESAMPLES, both.shape[1]))
+    ]  # [2, RESAMPLES, turns]
+    low = lambda times: numpy.quantile(times, 0.25, axis=-1)
+    ratio = (lambda of: (of[0] / of[1]).mean(-1)) if varies else (lambda of: low(of[0]) / low(of[1]))
+    base, value, opening = float(low(both[1])), float(ratio(both)), max(0.0, found["opening"] - plain["opening"])
+    error = float(numpy.std(ratio(drawn))) / value
+    return replace(point, seconds=value * base, plain=base, error=error, opening=opening)
 
 
 def read_kept(path: Path) -> list[CostPoint]:
@@ -190,8 +191,10 @@ def time_loads(
         if not same:
             decoders = decoders or make()
             some = [ordered[int((row + 0.5) * len(texts) / rows) % len(texts)] for row in range(rows)]  # of all lengths
-            hopeless = {each.drafts for each in found if each.seconds > most * each.plain and each.rows > 1}
-            tried = {num: each for num, each in decoders.items() if num not in hopeless}
+            slow = [each for each in found if each.seconds > min(LONGEST, most * each.plain) and each.rows > 1]
+            tried = {num: each for num, each in decoders.items() if num not in {each.drafts for each in slow}}
+            if len(tried) < 2:
+                break
             try:
                 timed = time_rounds(tried, some, rows, seed)
             except (RuntimeError, MemoryError) as error:
@@ -205,9 +208,10 @@ def time_loads(
                 for num, decoder in tried.items()
                 if (proposer := decoder.proposer) and 0 in timed and num in timed
             ]
-        found += [replace(each, context=length) for each in same]
-        if not same or max(each.seconds for each in same) > LONGEST:
-            break
+        opening = min(
+            (each.opening for each in same), default=0.0
+        )  # the same prompts are read for any number of drafts
+        found += [replace(each, context=length, opening=opening) for each in same]
     return found
 
 
@@ -233,22 +237,22 @@ def read_costs(paths: Sequence[str], loads: Sequence[int], most: int) -> RoundCo
             )  # fmt: skip
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
             raise ValueError(f"costs={path} must be {FORMS} ({type(error).__name__}: {error}).") from None
-    plain = {each["rows"]: each for each in served if not each["tau"]}
+    plain = {each["rows"]: each["seconds"] for each in served if not each["tau"]}
     return make_served(
         [each for each in served if each["tau"]], plain, f"results of a serving benchmark, {len(paths)} files"
     )
 
 
-def make_served(drafted: Sequence[dict], plain: Mapping[int, dict], source: str, drafter: str = ALL) -> RoundCosts:
+def make_served(drafted: Sequence[dict], plain: Mapping[int, float], source: str, drafter: str = ALL) -> RoundCosts:
     """Costs from servers at each load: a round takes the seconds of a user's token times the tokens of a round.
 
-    drafted: {rows, seconds: of a token, tau, drafts, context}; plain: by rows {seconds}
+    drafted: {rows, seconds: of a token, tau, drafts, context}; plain: by rows the seconds of a token
     Raises ValueError where a load lacks its plain figure or its number of drafts.
     """
     points = []
     for each in drafted:
         if each["rows"] in plain and each["drafts"]:
-            seconds, base = each["seconds"] * each["tau"], plain[each["rows"]]["seconds"]
+            seconds, base = each["seconds"] * each["tau"], plain[each["rows"]]
             points.append(CostPoint(drafter, each["rows"], each["drafts"], each["context"], seconds, base))
     if not points:
         raise ValueError(
@@ -336,7 +340,8 @@ def sheet_costs(
 
     def draft(drafter: Drafter, rows: int, num: int, context: float) -> float:
         head = target.width * drafter.vocab_size
-        own = sum(value.numel() for value in drafter.parameters())
+        tables = (target.vocab_size, drafter.vocab_size)  # embeddings are looked up, and the LM head is counted apart
+        own = sum(value.numel() for value in drafter.parameters() if value.shape[0] not in tables)
         share = 1 if drafter.depth is None or drafter.parallel else drafter.depth
         steps, tokens = (1, rows * num) if drafter.parallel else (num, rows)
         size = element * (own / share + head + rows * context * kept)

@@ -377,3 +377,24 @@ def test_the_first_difference_is_that_of_the_first_draft_and_not_behind_the_end(
     assert referee.first_difference([2, 0, 1], [2, 1, 0], 20) == (1, 4)
     assert referee.first_difference([2, 3], [2, 1], 6) is None  # the end cuts the round
     assert referee.first_difference([0, 3], [3], 20) == (0, 1)
+
+
+def test_a_choice_takes_its_costs_from_a_server(folder, tmp_path, run_script, monkeypatch):
+    chain = ["proposer=head", f"decode.depth={K}", "rows=4", "target.dtype=float64"]
+    given = [
+        "choose=true",
+        "loads=1,4",
+        f"checkpoint={folder / 'head'}",
+        f"prompts={folder / 'prompts.jsonl'}",
+        "ignore_stop=true",
+    ]
+    given += [f"max_new_tokens={NEW}", f"out={tmp_path / 'choice'}", "target.dtype=float64"]
+    with own_server(monkeypatch, f"checkpoint={folder / 'head'}", *chain) as server:
+        run_script(evaluate, *given, f"engine={server.url}")
+    found = json.loads((tmp_path / "choice" / "choice.json").read_text())
+    assert [(point["rows"], point["drafts"]) for point in found["costs"]["points"]] == [(1, K), (4, K)]
+    assert "specdec, requests at each load" in found["costs"]["source"]
+    rows = [json.loads(line) for line in (tmp_path / "choice" / "rows.jsonl").read_text().splitlines()]
+    turns = [referee.Turn.from_row(row["drafted"]) for row in rows if row["requests"] == 4]
+    rate = referee.summarise_speed(turns, 0)["tokens_per_second_of_a_user"]
+    assert found["costs"]["points"][1]["seconds"] == pytest.approx(referee.summarise_drafts(turns, 0)["tau"] / rate)
