@@ -149,7 +149,9 @@ def test_a_roofline_counts_the_experts_that_are_hit():
     assert four - one == pytest.approx(experts * (hit(4) - hit(1)))
     keys = 2 * 2 * 2 * 8  # bytes of a token's keys and values in both layers
     assert costs.at("head", 1, 4, 100).plain - four == pytest.approx(4 * 100 * keys)
-    each = 2 * (sum(value.numel() for value in drafter.parameters() if value.shape[0] != 50) + 50 * 16)  # of a step: the head and the LM head
+    each = 2 * (
+        sum(value.numel() for value in drafter.parameters() if value.shape[0] != 50) + 50 * 16
+    )  # of a step: the head and the LM head
     assert costs.at("head", 3, 1, 0).seconds == pytest.approx(one + experts * (hit(4) - hit(1)) + 3 * each)
     slow = DataSheet("test", peak=1.0, bandwidth=1e30, launch=0.0)
     assert slow.seconds(1e9, 65.0, 7) == pytest.approx(100.0) and DataSheet("", 1e30, 1e30, 2.0).seconds(
