@@ -20,7 +20,7 @@ CLONE_FILES = ("data/", "targets/", "checkpoints/shipped")  # defaults of option
 IN_BENCHMARKS = "bench bench_training check_engines get_engines gpu_environment gpu_report serve_heldout".split()
 GONE = {
     "compare": "specdec evaluate checkpoint=A,B compares heads, with proposers= and chains= also proposers and shapes.",
-    "sweep": "specdec evaluate batches=1,4,16 measures batch sizes.",
+    "sweep": "specdec evaluate batch=1,4,16 measures batch sizes.",
     "replay": "specdec evaluate answers=FILE replays heads along answers, without decoding.",
     "tune": "specdec evaluate choose=true says which drafter and how many drafts pay; chains= and trees= compare fixed shapes.",
     "import": "checkpoint= of every command, and start= of train.py, take the folder of a published head as it is.",

@@ -30,7 +30,7 @@ from train import progress
 from train.answers.resumable import Resumable, digest, digest_folder, resumable
 from train.data import chat_template, reading, suites
 from train.data.suites import Question
-from train.pages import results_page
+from train.pages import facts, results_page
 from train.pages.page import Table
 from train.pages.results_page import Entry
 
@@ -76,8 +76,8 @@ def compare(chosen: Any, out: Path, console: progress.Results) -> None:
     configs = proposers.configure_all(names, settings=chosen.settings, drafting=draftings[0], checkpoints=folders)
     methods, run_of = make_methods(runs, configs, opened.target, draftings)
     settings = describe(chosen, asked, runs, configs, opened)
-    if asked.suite and asked.suite.note:
-        progress.note(asked.suite.note)
+    if asked.suite:
+        note_suite(asked.suite, runs)
     waves = plan_waves(asked.questions, max(batches))
     with resumable(out / "settings.json", out / "rows.jsonl", settings, advice="Choose another out=FOLDER.") as results:
         num = sum(map(len, waves)) * len(samplings) * len(batches)
@@ -98,6 +98,20 @@ def compare(chosen: Any, out: Path, console: progress.Results) -> None:
                 made.append(replace(entry, predicted=found))
             entries += sorted(made, key=lambda entry: -(entry.report.tau or 0.0))
         write(out, console, entries, methods[0].name, asked, settings)
+
+
+def note_suite(suite: suites.Suite, runs: list[Run]) -> None:
+    """Says what is not as published, and which questions a head was trained on, as far as its data are here."""
+    if suite.note:
+        progress.note(suite.note)
+    for run in runs:
+        about = facts.read(run.folder).get("data")
+        given = about.get("train") if isinstance(about, dict) else None
+        for source in [given] if isinstance(given, str) else list(given or ()):
+            if Path(source).exists() and (num := suites.overlap(suite.questions, source)):
+                progress.note(
+                    f"{num} questions are prompts of {source}, on which {run.name} was trained: its figures flatter."
+                )
 
 
 def read_predictions(path: str | None) -> dict[str, Any] | None:

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from specdec import checkpoint
 from specdec.measuring.counting import AnswerCounts, Counting
 from specdec.measuring.report import Report, Training, verdict
 from train.pages.charts import ChartCurve, lines, number
@@ -181,3 +183,56 @@ class Results:
                 points = sorted((float(each.batch), speed) for each, _, speed, _ in known if each.method == method)
                 curves.append(ChartCurve(method, points, marks=True))
             yield lines(curves, x="requests at once", y="speedup", title=f"Speedup by load, T={temperature:g}")
+
+
+# Results of several evaluations
+
+ASKED = (
+    "suite",
+    "protocol",
+    "questions_digest",
+    "num_questions",
+    "thinking",
+    "template",
+    "max_new_tokens",
+    "ignore_stop",
+    "seed",
+)
+TARGET = ("fingerprint", "dtype")
+DECODED = ("temperature", "top_p", "top_k", "repetition_penalty", "rule", "children")
+MACHINE = ("machine", "device", "threads", "torch")
+
+
+def read(folders: Sequence[str]) -> dict[str, dict]:
+    """results.json of each folder. Raises ValueError for a folder without one."""
+    found = {}
+    for folder in folders:
+        document = checkpoint.read_json(Path(folder) / "results.json")
+        if "results" not in document or "settings" not in document:
+            raise ValueError(f"{folder}/results.json is not of specdec evaluate without engine=: measure again.")
+        found[folder] = document
+    return found
+
+
+def say_differences(found: Mapping[str, dict]) -> Iterator[str]:
+    """What of the protocol, and what of the machine, is not the same."""
+    settings = [document["settings"] for document in found.values()]
+    of = lambda each, name: each.get("decode", {}).get(name) if name in DECODED else each.get(name)
+    write = lambda value: value["title"] if isinstance(value, dict) else str(value)
+    for names, what in (((*ASKED, *TARGET, *DECODED), "different protocols, so acceptance lengths are not comparable"),
+                        (MACHINE, "different machines, so speeds are not comparable")):  # fmt: skip
+        differing = [name for name in names if len({repr(of(each, name)) for each in settings}) > 1]
+        if differing:
+            listed = (f"{name} ({', '.join(write(of(each, name)) for each in settings)})" for name in differing)
+            yield f"These are results of {what}: {'; '.join(listed)}."
+
+
+def tabulate_side_by_side(found: Mapping[str, dict]) -> Table:
+    heads = ["results", "method", "T", "batch", "tau", "speedup", "tokens/s"]
+    rows = []
+    for folder, document in found.items():
+        for each in document["results"]:
+            figures = (write_figure(each.get(name), each.get(f"{name}_ci")) for name in ("tau", "speedup"))
+            about = [folder, each["method"], f"{each['temperature']:g}", str(each["batch"])]
+            rows.append([*about, *figures, write_figure(each.get("tokens_per_second"), digits=1)])
+    return Table(heads, rows)
