@@ -1,0 +1,75 @@
+"""Tests of acceptance lengths as publications count them, against figures computed by hand."""
+
+import math
+
+import pytest
+
+from specdec.core.generation import Generation
+from specdec.measuring.counting import OURS, AnswerCounts, Counting
+from specdec.measuring.measure import Prompt, PromptResult
+from train.data import suites
+
+STOP = {9}
+# (question, category, accepted drafts of each round, whether the answer ends with a stop token); tokens: 1 + sum(a + 1)
+ANSWERS = [
+    ("1", "a", [2, 0, 1], True),
+    ("1", "a", [3], False),
+    ("2", "a", [0, 0, 0, 0], True),  # the last round emits nothing but the end
+    ("3", "b", [4, 4], False),
+    ("4", "b", [], False),  # the prompt's own token alone
+]
+
+
+def counts():
+    found = []
+    for number, (question, category, accepted, ended) in enumerate(ANSWERS):
+        num = 1 + sum(accepted) + len(accepted)
+        tokens = [1] * (num - 1) + [9 if ended else 1]
+        drafted = Generation([tokens], [accepted])
+        prompt = Prompt(f"{question} turn {number}", category, [5], question=question)
+        found.append(AnswerCounts.of(PromptResult(prompt, drafted, drafted, math.nan, [], None), STOP))
+    return found
+
+
+ROUNDS, EMITTED = 3 + 1 + 4 + 2, (3 + 3) + (3 + 1) + 4 + (8 + 2)
+
+
+@pytest.mark.parametrize(
+    ("counting", "expected"),
+    [
+        (Counting(), EMITTED / ROUNDS),
+        (Counting(bonus=False), (EMITTED - ROUNDS) / ROUNDS),
+        (Counting(first="token"), (EMITTED + 5) / ROUNDS),
+        (Counting(first="round"), (EMITTED + 5) / (ROUNDS + 5)),
+        (Counting(mean="answers"), (6 / 3 + 4 / 1 + 4 / 4 + 10 / 2) / 4),
+        (Counting(mean="questions"), (10 / 4 + 4 / 4 + 10 / 2) / 3),
+        (Counting(mean="categories"), ((10 / 4 + 4 / 4) / 2 + 10 / 2) / 2),
+        # without tokens that end answers: one less of two answers, and a round less of the one that ends with it alone
+        (Counting(end=False), (EMITTED - 2) / (ROUNDS - 1)),
+        (Counting(mean="questions", first="round", end=False), ((9 + 2) / 6 + (3 + 1) / 4 + 11 / 3 + 1) / 4),
+    ],
+    ids=str,
+)
+def test_each_way_of_counting(counting, expected):
+    assert counting.length(counts()) == pytest.approx(expected)
+
+
+def test_protocols_count_as_published():
+    """The formulas of the publications' own code, written out here."""
+    lengths = {name: suites.read_protocol(name).counting.length(counts()) for name in suites.protocol_names()}
+    pooled = EMITTED / ROUNDS
+    assert lengths["deepspec"] == lengths["specbench"] == lengths["eagle"] == pytest.approx(pooled)
+    assert lengths["specforge"] == pytest.approx(
+        (EMITTED + len(ANSWERS)) / ROUNDS
+    )  # completion tokens over verifications
+    assert lengths["dflash2"] == pytest.approx((2 + 4 + 1 + 5) / 4)
+    # streamed chunks of all turns of a question, [1, a + 1, ..], without the end: their mean
+    chunks = {"1": [1, 3, 1, 1, 1, 4], "2": [1, 1, 1, 1], "3": [1, 5, 5], "4": [1]}
+    assert lengths["speedbench"] == pytest.approx(sum(sum(each) / len(each) for each in chunks.values()) / 4)
+
+
+def test_unknown_ways_are_refused_and_nothing_is_nan():
+    with pytest.raises(ValueError, match="first=some, mean=rounds: give one of out, token, round, and one of rounds"):
+        Counting(first="some")
+    assert math.isnan(OURS.length([each for each in counts() if not each.rounds]))
+    assert "left out here" in str(Counting(behind_end=True)) and "not counted" in str(Counting(end=False))
