@@ -398,3 +398,38 @@ def test_a_choice_takes_its_costs_from_a_server(folder, tmp_path, run_script, mo
     turns = [referee.Turn.from_row(row["drafted"]) for row in rows if row["requests"] == 4]
     rate = referee.summarise_speed(turns, 0)["tokens_per_second_of_a_user"]
     assert found["costs"]["points"][1]["seconds"] == pytest.approx(referee.summarise_drafts(turns, 0)["tau"] / rate)
+
+
+def test_a_server_is_asked_turn_by_turn(judge, folder, tmp_path, monkeypatch):
+    rows = [
+        {"question_id": 1, "category": "a", "turns": ["w3 w4", "w5"]},
+        {"question_id": 2, "category": "b", "turns": ["w6"]},
+    ]
+    (tmp_path / "question.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [
+        "suite=mt_bench",
+        f"prompts={tmp_path}/question.jsonl",
+        f"max_new_tokens={NEW}",
+        "batch=1",
+        "target.dtype=float64",
+    ]
+    chain = ["proposer=head", f"decode.depth={K}", "rows=4", "target.dtype=float64"]
+    with own_server(monkeypatch, f"checkpoint={folder / 'head'}", *chain) as server:
+        report, said = judge(server, f"checkpoint={folder / 'head'}", *given)
+        again, _ = judge(server, f"checkpoint={folder / 'head'}", *given)  # from what is there
+    (found,) = report["levels"]
+    assert (
+        found["answers"] == 3
+        and again["levels"] == report["levels"]
+        and "2 questions of MT-Bench" in report["protocol"]
+    )
+    assert (
+        found["replay"]["served_tau"] == found["replay"]["replayed_tau"]
+    )  # so the second turn's prompt is what was served
+    kept = [json.loads(line) for line in (tmp_path / "served" / "rows.jsonl").read_text().splitlines()]
+    assert [(row["wave"], answer["prompt"]) for row in kept for answer in row["drafted"]["answers"]] == [
+        (0, "1 turn 1"), (0, "2"), (1, "1 turn 2")
+    ]  # fmt: skip
+    lengths = found["acceptance_length"]
+    assert lengths["specdec"] == pytest.approx(found["tau"]) and lengths["SGLang"] > lengths["specdec"]
+    assert "The same rounds as others count them" in said
