@@ -122,6 +122,14 @@ def test_results_of_serving_benchmarks_give_rounds(tmp_path):
     (point,) = costs.points
     assert point == CostPoint(ALL, 4, 3, 70.0, 0.030, 0.020)  # 15 ms a token, two tokens a round
     assert costs.at("any", 1.5, 4, 70).seconds == pytest.approx(0.025) and costs.at("any", 5, 4, 70).extrapolated
+    lines = [
+        {**same, "median_tpot_ms": 20.0, "accept_length": None},
+        {**same, "median_tpot_ms": 15.0, "accept_length": 2.0, "server_info": {"speculative_num_steps": 3}},
+    ]
+    (tmp_path / "sglang.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )  # as bench_serving writes them
+    assert read_costs([str(tmp_path / "sglang.jsonl")], [4], 16).points == [point]
     with pytest.raises(ValueError, match="No load has both"):
         read_costs([drafted], [4], 16)
 
@@ -149,7 +157,9 @@ def test_a_roofline_counts_the_experts_that_are_hit():
     assert four - one == pytest.approx(experts * (hit(4) - hit(1)))
     keys = 2 * 2 * 2 * 8  # bytes of a token's keys and values in both layers
     assert costs.at("head", 1, 4, 100).plain - four == pytest.approx(4 * 100 * keys)
-    each = 2 * (sum(value.numel() for value in drafter.parameters() if value.shape[0] != 50) + 50 * 16)  # of a step: the head and the LM head
+    each = 2 * (
+        sum(value.numel() for value in drafter.parameters() if value.shape[0] != 50) + 50 * 16
+    )  # of a step: the head and the LM head
     assert costs.at("head", 3, 1, 0).seconds == pytest.approx(one + experts * (hit(4) - hit(1)) + 3 * each)
     slow = DataSheet("test", peak=1.0, bandwidth=1e30, launch=0.0)
     assert slow.seconds(1e9, 65.0, 7) == pytest.approx(100.0) and DataSheet("", 1e30, 1e30, 2.0).seconds(
