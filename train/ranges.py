@@ -189,7 +189,7 @@ RANGES = {
     "rule": choice("token", "block"), "top_k": COUNT.or_null, "top_p": number(0, 1, above=True).or_null,
     "repetition_penalty": POSITIVE,
     # Proposers
-    "members": TEXT.or_list, "inner": TEXT, "costs": TEXT.or_null, "choose": FLAG, "loads": TEXT, "contexts": TEXT, "num": COUNT, "sinks": whole(0), "window": COUNT,
+    "members": TEXT.or_list, "inner": TEXT, "proposer.costs": TEXT.or_null, "choose": FLAG, "num": COUNT, "sinks": whole(0), "window": COUNT,
     "proposer.model": TEXT, "proposer.checkpoint": TEXT.or_null, "proposer.decode": ANY,
     "proposer.layers": whole().or_list.or_null, "ngram": whole(2, 1024), "guesses": whole(0), "datastore": TEXT.or_null,
     "min": FEW, "max": FEW, "samples": COUNT, "factor": number(0), "offset": number(0), "least": number(0, 1, below=True), "memory": whole(0),

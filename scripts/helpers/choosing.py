@@ -87,9 +87,7 @@ def choose(chosen: Any, out: Path, console: progress.Results) -> None:
     check_costs(chosen)
     for folder in split(chosen.checkpoint):
         if loading.head_class(folder).adapts_target:
-            raise ValueError(
-                f"{folder} adapts its target, so it has another plain decoding: compare it without choose=true."
-            )
+            raise ValueError(f"{folder} adapts its target, so its plain decoding is another: leave choose=true out.")
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
     opened = loading.shared_target(runs, chosen.target, head=chosen.settings.get("checkpoint"))
     case = Case(chosen, out, console, loads, contexts, sampling, runs, opened)
@@ -101,9 +99,7 @@ def choose(chosen: Any, out: Path, console: progress.Results) -> None:
     usual = statistics.mean(len(text.prompt) + len(text.answer) / 2 for text in texts)
     where = [float(length) for length in contexts] or [usual]
     costs = find_costs(case, shapes, acceptance, texts, where)
-    crossings = {
-        f"{at:.0f}": choice.find_crossings(acceptance, costs, most=loads[-1], context=at, tokens=tokens) for at in where
-    }
+    crossings = partial(choice.find_crossings, acceptance, costs, most=loads[-1], tokens=tokens)
     given = ("checkpoint", "proposers", "prompts", "answers", "max_new_tokens", "engine", "seed")
     document = {
         "target": opened.target.name,
@@ -113,7 +109,7 @@ def choose(chosen: Any, out: Path, console: progress.Results) -> None:
         "tokens": tokens,
         "contexts": where,
         "loads": choice.choose_drafts(acceptance, costs, loads=loads, contexts=where, tokens=tokens),
-        "plain_from": crossings,
+        "plain_from": {f"{length:.0f}": crossings(context=length) for length in where},
         "flags": list(list_flags(case, acceptance, costs, where[0], tokens)),
         "acceptance": [asdict(each) for each in acceptance],
         "costs": costs.to_json(),
@@ -138,9 +134,7 @@ def list_shapes(case: Case) -> list[Shaped]:
         limit = run.drafter.depth or MOST_DRAFTS
         for shape in decoding.read_shapes(",".join(map(str, range(1, min(limit, MOST_DRAFTS) + 1))), chosen.trees):
             if run.drafter.depth and shape.depth > run.drafter.depth:
-                raise ValueError(
-                    f"trees={chosen.trees}: {run.name} takes {limit} steps, so give trees no deeper than that."
-                )
+                raise ValueError(f"trees={chosen.trees}: {run.name} takes {limit} steps, so no tree may be deeper.")
             drafting = chosen.decode.drafting(shape)
             label = str(shape) if shape.chain else f"tree of {shape.depth}x{shape.width}x{shape.nodes}"
             make = partial(drafting.proposer, run.drafter)
@@ -148,7 +142,7 @@ def list_shapes(case: Case) -> list[Shaped]:
     drafting, folders = chosen.decode.drafting(), {run.name: str(run.folder) for run in case.runs}
     if {proposers.AUTO, proposers.HEAD} & set(split(chosen.proposers)):
         raise ValueError(
-            "auto chooses in every round, and head= is checkpoint=: leave both out of proposers= with choose=true."
+            "auto chooses in every round by itself, and head is checkpoint=: leave them out of proposers=."
         )
     given: dict[str, Any] = {"settings": chosen.settings, "drafting": drafting, "checkpoints": folders}
     for name, config in proposers.configure_all(chosen.proposers, **given).items():
@@ -173,10 +167,8 @@ def read_texts(case: Case) -> tuple[list[Prompt], list[Written]]:
         prompts = [Prompt(str(number), "", text.prompt) for number, text in enumerate(texts)]
     else:
         asked, stop = comparing.read_questions(chosen), set() if chosen.ignore_stop else opened.stop
-        prompts = comparing.first_prompts(asked, opened, chosen.max_new_tokens)
-        kept = HeldoutAnswers(
-            opened.target, case.sampling, chosen.max_new_tokens, stop, chosen.seed, case.out / "answers"
-        )
+        prompts, folder = comparing.first_prompts(asked, opened, chosen.max_new_tokens), case.out / "answers"
+        kept = HeldoutAnswers(opened.target, case.sampling, chosen.max_new_tokens, stop, chosen.seed, folder)
         answers, _ = kept.get(prompts, Group(0, 1))
         texts = [Written(prompt.tokens, answer, temperature) for prompt, answer in zip(prompts, answers, strict=True)]
     pairs = [(prompt, text) for prompt, text in zip(prompts, texts) if len(text.answer) > 1]
@@ -194,9 +186,8 @@ def find_acceptance(case: Case, shapes: list[Shaped], prompts: list[Prompt], tex
     for run in case.runs:
         own, drafter = [each for each in shapes if each.chain and each.drafter == run.name], run.drafter
         if case.chosen.engine:
-            drafter = serving.draft_as_engine(
-                drafter, serving.find_server(case.chosen.engine, case.chosen, case.console).kind
-            )
+            server = serving.find_server(case.chosen.engine, case.chosen, case.console)
+            drafter = serving.draft_as_engine(drafter, server.kind)
         if isinstance(drafter, Drafter) and own[0].drafting.replayable(drafter, case.sampling):
             judged = validate.replay_texts(drafter, texts, depth=own[-1].chain, what=f"replay of {run.name}")
             found += choice.accept_chains(run.name, [each.accept for each in judged], seed=case.chosen.seed)
@@ -237,7 +228,7 @@ def check_costs(chosen: Any) -> None:
         raise ValueError(f"costs={chosen.costs} is neither {known} nor a comma list of files that exist.")
     if chosen.engine and (chosen.costs or len(split(chosen.checkpoint)) != 1):
         raise ValueError(
-            "engine= gives the costs of the head that it serves: give one checkpoint=DIR, that head, and no costs=."
+            "engine= gives the costs of one head: give that checkpoint=DIR, the one it serves, and no costs=."
         )
 
 
@@ -264,9 +255,8 @@ def find_costs(
         highest = max(each.tau for each in acceptance if each.costs == name)
         lengths: list[int | None] = [*case.contexts] or [None]
         for length in lengths:
-            points += time_drafter(
-                case, name, timed, [make_context(text, length) for text in texts], HOPELESS * highest
-            )
+            behind = [make_context(text, length) for text in texts]
+            points += time_drafter(case, name, timed, behind, HOPELESS * highest)
     return RoundCosts(points, "rounds of this decoder, timed here")
 
 
@@ -283,9 +273,8 @@ def time_drafter(
     chosen, first = case.chosen, next(iter(shapes.values()))
     common: dict[str, Any] = {"sampling": case.sampling, "stop": set(), "runner": first.drafting.runner()}
     plain = Decoder(case.opened.target, None, **common)
-    make = lambda: (
-        {0: plain} | {n: each.drafting.decoder(plain.target, each.make(), **common) for n, each in shapes.items()}
-    )
+    drafted = lambda each: each.drafting.decoder(plain.target, each.make(), **common)
+    make = lambda: {0: plain} | {num: drafted(each) for num, each in shapes.items()}
     conditions = pass_costs.describe_conditions(plain.verify, case.sampling)
     conditions |= {"checkpoint": chosen.checkpoint, "settings": chosen.settings}
     conditions |= {f"{name} {each.shape}": asdict(each.drafting) for each in shapes.values()}
@@ -312,9 +301,8 @@ def serve_costs(case: Case) -> RoundCosts:
     settings = {name: getattr(chosen, name) for name in ("engine", "plain", "max_new_tokens", "seed")}
     settings |= {"decode": asdict(chosen.decode), "prompts": digest(repr(questions).encode())}
     drafted, base = [], {}
-    with resumable(
-        case.out / "settings.json", case.out / "rows.jsonl", settings, advice="Choose another out=FOLDER."
-    ) as results:
+    out, advice = case.out, "Choose another out=FOLDER."
+    with resumable(out / "settings.json", out / "rows.jsonl", settings, advice=advice) as results:
         for load in case.loads:
             serving.measure_missing({"drafted": server, "plain": plain}, questions[: max(FEW, load)], load, 0, results)
             turns = serving.read_pairs(results.rows, load)
@@ -362,10 +350,7 @@ def write(case: Case, document: dict) -> None:
     out, console = case.out, case.console
     files.write_text(out / "choice.json", json.dumps(document, indent=1) + "\n")
     table, notes = tabulate(document), list(describe(document))
-    flags = [
-        f"{each['engine']}, loads {each['loads'][0]} to {each['loads'][1]}: {each['line']}"
-        for each in document["flags"]
-    ]
+    flags = ["{engine}, loads {loads[0]} to {loads[1]}: {line}".format(**each) for each in document["flags"]]
     about = (
         f"{document['target']}, temperature {case.sampling.temperature:g}, {document['answers']} answers. Costs: "
         f"{document['costs']['source']}. Intervals: 95 %, of tau over prompts and of timed seconds. *: extrapolated beyond the "

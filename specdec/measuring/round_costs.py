@@ -5,6 +5,7 @@ decoding. Beyond them the nearest two go on as a line, and what comes of it is m
 """
 
 import bisect
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from specdec.heads.base import Drafter
 from specdec.target.model import Target
 from specdec.target.structure import experts_of
 
-PLAIN, ALL = "", "*"  # the name of plain decoding among decoders; the drafter of points that count for all
+ALL = "*"  # the drafter of points that count for all
 LONGEST = 2.0  # seconds of a round, beyond which no more drafts and no more rows are measured
 RESAMPLES = 200  # of the turns of a point, for its error
 SECONDS, FEWEST, MOST = 3.0, 8, 32  # of one point: time, and how often each of its rounds is taken
@@ -41,27 +42,18 @@ class CostPoint:
     drafter: its name, with its shape if that is no chain; ALL: any
     seconds, plain: of such a round, and of a plain one, the drafter's time included
     error: standard error of seconds over plain, as a share of it; opening: seconds in which the drafter reads the rows' prompts
+    extrapolated: whether it lies outside of the rows or drafts of a table's own points
     """
 
     drafter: str
-    rows: int
+    rows: float
     drafts: float
     context: float
     seconds: float
     plain: float
     error: float = 0.0
     opening: float = 0.0
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What a table says of a round, as in CostPoint. extrapolated: whether it lies outside of the table's rows or drafts"""
-
-    seconds: float
-    plain: float
-    error: float
-    opening: float
-    extrapolated: bool
+    extrapolated: bool = False
 
 
 class RoundCosts:
@@ -70,23 +62,23 @@ class RoundCosts:
     def __init__(self, points: Iterable[CostPoint], source: str):
         self.points, self.source = list(points), source
 
-    def at(self, drafter: str, drafts: float, rows: float, context: float) -> Estimate:
+    def at(self, drafter: str, drafts: float, rows: float, context: float) -> CostPoint:
         """Raises ValueError for a drafter that has no points."""
         known = [point for point in self.points if point.drafter in (drafter, ALL)]
         if not known:
-            raise ValueError(
-                f"There are no costs of {drafter}, only of {', '.join({each.drafter for each in self.points})}."
-            )
+            others = ", ".join({each.drafter for each in self.points})
+            raise ValueError(f"There are no costs of {drafter}, only of {others}: give the drafters that were timed.")
         table: dict[float, dict[float, dict[float, numpy.ndarray]]] = {}
         for point in known:
             curve = table.setdefault(point.context, {}).setdefault(point.rows, {})
             curve[0] = numpy.array([point.plain, point.plain, 0.0, 0.0])
             curve[point.drafts] = numpy.array([point.seconds, point.plain, point.error, point.opening])
         of_rows = lambda some: interpolate({num: interpolate(curve, drafts) for num, curve in some.items()}, rows)
-        seconds, plain, error, opening = interpolate({where: of_rows(some) for where, some in table.items()}, context)
+        value = interpolate({where: of_rows(some) for where, some in table.items()}, context)
+        seconds, plain, error, opening = value.clip(min=0).tolist()
         measured = [point.rows for point in known if point.drafts >= drafts]
         inside = bool(measured) and min(measured) <= rows <= max(measured)
-        return Estimate(float(seconds), float(plain), float(error), max(0.0, float(opening)), not inside)
+        return CostPoint(drafter, rows, drafts, context, seconds, plain, error, opening, not inside)
 
     def to_json(self) -> dict:
         return {"source": self.source, "points": [asdict(point) for point in self.points]}
@@ -151,9 +143,7 @@ def summarise_point(point: CostPoint, found: dict, plain: dict, *, varies: bool)
     """
     turns = min(len(found["seconds"]), len(plain["seconds"]))
     both = numpy.array([found["seconds"][:turns], plain["seconds"][:turns]])
-    drawn = both[
-        :, numpy.random.default_rng(0).integers(both.shape[1], size=(RESAMPLES, both.shape[1]))
-    ]  # [2, RESAMPLES, turns]
+    drawn = both[:, numpy.random.default_rng(0).integers(turns, size=(RESAMPLES, turns))]  # [2, RESAMPLES, turns]
     low = lambda times: numpy.quantile(times, 0.25, axis=-1)
     ratio = (lambda of: (of[0] / of[1]).mean(-1)) if varies else (lambda of: low(of[0]) / low(of[1]))
     base, value, opening = float(low(both[1])), float(ratio(both)), max(0.0, found["opening"] - plain["opening"])
@@ -201,16 +191,10 @@ def time_loads(
                 if devices.out_of_memory(error) is None or not found:
                     raise
                 break
-            same = [
-                summarise_point(
-                    CostPoint(drafter, rows, num, length, 0.0, 0.0), timed[num], timed[0], varies=proposer.varies
-                )
-                for num, decoder in tried.items()
-                if (proposer := decoder.proposer) and 0 in timed and num in timed
-            ]
-        opening = min(
-            (each.opening for each in same), default=0.0
-        )  # the same prompts are read for any number of drafts
+            for num in [num for num in tried if num and 0 in timed and num in timed]:
+                point, proposer = CostPoint(drafter, rows, num, length, 0.0, 0.0), tried[num].proposer
+                same.append(summarise_point(point, timed[num], timed[0], varies=bool(proposer and proposer.varies)))
+        opening = min((each.opening for each in same), default=0.0)  # any number of drafts reads the same prompts
         found += [replace(each, context=length, opening=opening) for each in same]
     return found
 
@@ -223,24 +207,33 @@ def read_costs(paths: Sequence[str], loads: Sequence[int], most: int) -> RoundCo
     served: list[dict] = []
     for path in paths:
         try:
-            document = read_json(Path(path))
-            if "costs" in document:
-                return RoundCosts.from_json(document["costs"])
-            if {"sample_batch_tokens", "bias_seconds"} & document.keys():
-                return _of_passes(document, loads, most, path)
-            length = document.get("spec_decode_acceptance_length", document.get("accept_length"))
-            drafts, rounds = document.get("spec_decode_draft_tokens", 0), document.get("spec_decode_num_drafts", 0)
-            served.append(
-                {"rows": int(document["max_concurrency"]), "tau": length and float(length), "seconds": float(document["median_tpot_ms"]) / 1e3,
-                 "context": float(document.get("total_input_tokens", 0) + document.get("total_output_tokens", 0) / 2) / int(document["completed"]),
-                 "drafts": round(drafts / rounds) if rounds else None}
-            )  # fmt: skip
+            text = Path(path).read_text()
+            for document in map(json.loads, text.splitlines() if text.count('"max_concurrency"') > 1 else [text]):
+                if "costs" in document:
+                    return RoundCosts.from_json(document["costs"])
+                if {"sample_batch_tokens", "bias_seconds"} & document.keys():
+                    return _of_passes(document, loads, most, path)
+                served.append(_read_result(document))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
             raise ValueError(f"costs={path} must be {FORMS} ({type(error).__name__}: {error}).") from None
-    plain = {each["rows"]: each["seconds"] for each in served if not each["tau"]}
-    return make_served(
-        [each for each in served if each["tau"]], plain, f"results of a serving benchmark, {len(paths)} files"
-    )
+    drafted, plain = ([each for each in served if bool(each["tau"]) == drafts] for drafts in (True, False))
+    base = {each["rows"]: each["seconds"] for each in plain}
+    return make_served(drafted, base, f"results of a serving benchmark, {', '.join(paths)}")
+
+
+def _read_result(document: dict) -> dict:
+    """A result of `vllm bench serve`, or of SGLang's bench_serving (a line of its file), as `make_served` takes it."""
+    length = document.get("spec_decode_acceptance_length") or document.get("accept_length")
+    steps = (document.get("server_info") or {}).get("speculative_num_steps")
+    rounds = document.get("spec_decode_num_drafts")
+    read = document["total_input_tokens"] + document["total_output_tokens"] / 2
+    return {
+        "rows": int(document["max_concurrency"]),
+        "seconds": float(document["median_tpot_ms"]) / 1e3,
+        "tau": float(length or 0),
+        "drafts": round(document["spec_decode_draft_tokens"] / rounds) if rounds else steps,
+        "context": read / int(document["completed"]),
+    }
 
 
 def make_served(drafted: Sequence[dict], plain: Mapping[int, float], source: str, drafter: str = ALL) -> RoundCosts:
@@ -265,12 +258,9 @@ def make_served(drafted: Sequence[dict], plain: Mapping[int, float], source: str
 def _of_passes(document: dict, loads: Sequence[int], most: int, path: str) -> RoundCosts:
     """A table of SGLang: seconds of a pass by its tokens, or a sum of parts by its requests and by its tokens."""
     if "bias_seconds" in document:
-        curves = [
-            (document[x], document[y]) for x, y in (("bs_probes", "alpha_seconds"), ("m_probes", "theta_seconds"))
-        ]
-        (rows_at, by_rows), (tokens_at, by_tokens) = curves
-        bias = float(document["bias_seconds"])
-        spent = lambda rows, num: bias + numpy.interp(rows, rows_at, by_rows) + numpy.interp(num, tokens_at, by_tokens)
+        bias, tokens_at, by_tokens = (document[name] for name in ("bias_seconds", "m_probes", "theta_seconds"))
+        of_rows = lambda rows: numpy.interp(rows, document["bs_probes"], document["alpha_seconds"])
+        spent = lambda rows, num: bias + of_rows(rows) + numpy.interp(num, tokens_at, by_tokens)
     else:
         tokens_at, per_second = document["sample_batch_tokens"], numpy.array(document["sample_steps_per_sec"], float)
         spent = lambda rows, num: numpy.interp(num, tokens_at, 1 / per_second)
@@ -323,20 +313,15 @@ def sheet_costs(
             sizes["experts" in name and experts is not None] += value.numel()
     dense, mixed = sizes[0] + target.lm_head.weight.numel(), sizes[1]
     used = dense + (mixed * experts.per_token / experts.num if experts else 0)
-    config = target.config
-    heads = getattr(config, "num_attention_heads", 1)
-    width = getattr(config, "head_dim", None) or target.width // heads
-    kept = 2 * (getattr(config, "num_key_value_heads", None) or heads) * width  # of a token in a layer
+    heads = getattr(target.config, "num_attention_heads", 1)
+    width = getattr(target.config, "head_dim", None) or target.width // heads
+    kept = 2 * (getattr(target.config, "num_key_value_heads", None) or heads) * width  # of a token in a layer
 
     def read(rows: int, nodes: float, context: float) -> float:
-        tokens = rows * nodes
-        hit = mixed * experts.hit(tokens) / experts.num if experts else 0
+        hit = mixed * experts.hit(rows * nodes) / experts.num if experts else 0
         size = element * (dense + hit + rows * context * kept * target.num_layers)
-        return sheet.seconds(
-            size,
-            2 * used * tokens + 4 * rows * nodes * context * heads * width * target.num_layers,
-            KERNELS * target.num_layers,
-        )
+        products = 2 * used + 4 * context * heads * width * target.num_layers  # of a token
+        return sheet.seconds(size, products * rows * nodes, KERNELS * target.num_layers)
 
     def draft(drafter: Drafter, rows: int, num: int, context: float) -> float:
         head = target.width * drafter.vocab_size
@@ -349,16 +334,11 @@ def sheet_costs(
 
     points = [
         CostPoint(
-            name,
-            rows,
-            num,
-            context,
-            read(rows, num + 1, context) + draft(drafter, rows, num, context),
-            read(rows, 1, context),
+            name, rows, num, where, read(rows, num + 1, where) + draft(each, rows, num, where), read(rows, 1, where)
         )
-        for name, drafter in drafters.items()
-        for context in contexts
+        for name, each in drafters.items()
+        for where in contexts
         for rows in loads
-        for num in range(1, min(most, drafter.depth or most) + 1)
+        for num in range(1, min(most, each.depth or most) + 1)
     ]
     return RoundCosts(points, f"the data sheet of {sheet.name}: a roofline, not measured")

@@ -112,7 +112,7 @@ def test_given_answers_are_replayed(run, folder, tmp_path):
         (["costs=h100", "proposers=ngram"], "is for chains of trained heads"),
         (["proposers=auto"], "auto chooses in every round"),
         (["decode.temperature=0,1"], "give one, and run this again"),
-        (["engine=http://localhost:1", "costs=h100"], "give one checkpoint=DIR"),
+        (["engine=http://localhost:1", "costs=h100"], "give that checkpoint=DIR"),
         (["limit=1"], "an interval over prompts needs two"),
     ],
 )

@@ -122,6 +122,14 @@ def test_results_of_serving_benchmarks_give_rounds(tmp_path):
     (point,) = costs.points
     assert point == CostPoint(ALL, 4, 3, 70.0, 0.030, 0.020)  # 15 ms a token, two tokens a round
     assert costs.at("any", 1.5, 4, 70).seconds == pytest.approx(0.025) and costs.at("any", 5, 4, 70).extrapolated
+    lines = [
+        {**same, "median_tpot_ms": 20.0, "accept_length": None},
+        {**same, "median_tpot_ms": 15.0, "accept_length": 2.0, "server_info": {"speculative_num_steps": 3}},
+    ]
+    (tmp_path / "sglang.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )  # as bench_serving writes them
+    assert read_costs([str(tmp_path / "sglang.jsonl")], [4], 16).points == [point]
     with pytest.raises(ValueError, match="No load has both"):
         read_costs([drafted], [4], 16)
 
