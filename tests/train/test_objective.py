@@ -438,8 +438,9 @@ def test_text_tau_equals_replay(small_drafter, small_target):
 @pytest.mark.full
 def test_configured_objectives_train_every_parameter(target):
     """The settings of conf/head are accepted, and every trainable parameter gets a gradient."""
+    packs = [[make_row(seed, 4, 160, 61)] for seed in range(8)]  # of a lattice, pairs of candidates must occur
     for head in HEADS:
         drafter = make_drafter(target, head)
-        loss, _ = judge(Objective(drafter, **load_head(head)["objective"]), [[make_row(0, 4, 12, 61)]], 16)
+        loss, _ = judge(Objective(drafter, **load_head(head)["objective"]), packs, 164)
         loss.total.backward()
         assert all(parameter.grad.abs().max() > 0 for parameter in drafter.parameters() if parameter.requires_grad)
