@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
 from specdec.core import files, hub
-from specdec.core.generation import Generation
+from specdec.core.generation import Generation, StopStrings
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
@@ -49,6 +49,15 @@ class Asked:
     @property
     def source(self) -> str:
         return self.suite.source if self.suite else loading.PROMPTS
+
+    @property
+    def stop(self) -> list[str]:
+        """Texts that end an answer."""
+        return self.protocol.stop.get(self.suite.name, []) if self.protocol and self.suite else []
+
+    def stop_strings(self, opened: Opened) -> StopStrings | None:
+        decode = lambda tokens: str(opened.tokenizer.decode(tokens, skip_special_tokens=False))
+        return StopStrings(tuple(self.stop), decode) if self.stop else None
 
     def prompt(self, question: Question, turn: int, answers: list[str], tokenizer: PreTrainedTokenizerBase) -> Prompt:
         """answers: of the target to the earlier turns. Raises ValueError for a prompt that cannot be encoded."""
@@ -84,7 +93,7 @@ def compare(chosen: Any, out: Path, console: progress.Results) -> None:
         progress.note(f"{len(results.rows)} of {num} requests x temperatures x batch sizes are in {out}")
         stop = set() if chosen.ignore_stop else opened.stop
         for batch, sampling, wave in itertools.product(batches, samplings, waves):
-            how = MeasureSettings(sampling, stop, chosen.max_new_tokens, chosen.seed, batch)
+            how = MeasureSettings(sampling, stop, chosen.max_new_tokens, chosen.seed, batch, asked.stop_strings(opened))
             decode_missing(methods, wave, asked, opened, how, results, settings["prompts"])
         entries = []
         for sampling, batch in itertools.product(samplings, batches):

@@ -152,6 +152,8 @@ def judge(chosen: Any, out: Path, console: progress.Results) -> None:
     if len(runs) > 1:
         raise ValueError("A server is compared with one head: give one checkpoint=DIR, that of the head it serves.")
     server = find_server(chosen.engine, chosen, console)
+    if asked.stop:
+        server.body["stop"] = asked.stop
     requests = Requests(asked, find_tokenizer(chosen, server, runs))
     first = requests.wave(0, {})
     check_first(server, requests, first[0])

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from specdec.core.generation import Generation
+from specdec.core.generation import Generation, StopStrings
 from specdec.core.grammar import Constraint, unpack
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
@@ -17,7 +17,9 @@ from specdec.proposers.base import Proposer
 from specdec.target.model import Target
 from specdec.unroll import replay
 
-BATCHES = 4  # whose prompts the methods decode side by side, before the next ones begin: fewer leave rows empty at their ends
+BATCHES = (
+    4  # whose prompts the methods decode side by side, before the next ones begin: fewer leave rows empty at their ends
+)
 WARM_UP = 8  # tokens
 FROZEN = "the frozen target"
 Item = TypeVar("Item")
@@ -102,7 +104,7 @@ class Method:
 
 @dataclass(frozen=True)
 class MeasureSettings:
-    """How prompts are decoded. seed: with the number of a prompt that of its random numbers
+    """How prompts are decoded. stop_strings: beside the tokens of `stop`; seed: with the number of a prompt that of its random numbers
 
     batch: prompts decoded at once: when an answer ends, the next prompt takes its place. An answer's times are its share of
         those of the batch
@@ -113,6 +115,7 @@ class MeasureSettings:
     max_new_tokens: int
     seed: int = 0
     batch: int = 1
+    stop_strings: StopStrings | None = None
 
 
 def measure(
@@ -175,6 +178,7 @@ def make_decoders(methods: Sequence[Method], settings: MeasureSettings) -> dict[
             raise ValueError(f"Two methods are called {method.name}: give them different names.")
         shared = decoders[method.baseline].runner if method.baseline in decoders else method.drafting.runner()
         common: dict[str, Any] = {"sampling": settings.sampling, "stop": settings.stop, "runner": shared}
+        common["stop_strings"] = settings.stop_strings
         if method.baseline not in decoders:
             decoders[method.baseline] = Decoder(method.target, None, **common)
         decoders[method.name] = method.drafting.decoder(method.target, method.proposer, **common)

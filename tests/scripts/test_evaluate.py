@@ -5,6 +5,7 @@ from helpers import loading
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import safetensors.torch
@@ -15,11 +16,12 @@ from specdec import checkpoint
 from specdec.core import files
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.medusa import Medusa2
-from specdec.target.model import Target
+from specdec.target.model import Target, load_tokenizer
 from specdec.unroll.replay import rounds
 from tests.loops import acceptance
 from tests.support import save_eagle, save_target, write_prompts, write_rows
 from train.data import rows as data
+from train.data import suites
 
 pytestmark = pytest.mark.full
 
@@ -340,6 +342,33 @@ def test_a_protocol_sets_options_that_are_not_given(run, talks, folder):
     assert "protocol deepspec (DeepSpec" in printed
     run("suite=mt_bench", f"prompts={talks}", "protocol=deepspec", f"out={talks}/other", "decode.depth=1", "auto=false")
     assert set(read(talks / "other")) == {"one, chain of 1"}
+
+
+def test_a_protocols_stop_texts_end_answers(run, folder, tmp_path, monkeypatch):
+    write_rows(tmp_path / "test.jsonl", [{"question": f"w{n}", "answer": "w1"} for n in range(5, 12)])
+    given = [
+        "suite=gsm8k",
+        f"prompts={tmp_path}",
+        "protocol=specforge",
+        "proposers=ngram",
+        "limit=2",
+        "max_new_tokens=24",
+    ]
+    decode = load_tokenizer(f"{folder}/target").decode
+
+    def answer(out):
+        run(*given, f"out={tmp_path}/{out}")
+        row = json.loads((tmp_path / out / "rows.jsonl").read_text().splitlines()[0])
+        drafted = row["methods"]["ngram"]["drafted"]
+        assert drafted["tokens"] == row["plain"]["the frozen target"]["tokens"]
+        return drafted["tokens"][0]
+
+    whole, known = answer("whole"), suites.read_protocol("specforge")
+    text = decode([whole[5]])
+    monkeypatch.setattr(suites, "read_protocol", lambda name: replace(known, stop={"gsm8k": [text]}))
+    cut = answer("cut")
+    assert cut == whole[: len(cut)] and len(cut) <= 6 < len(whole)
+    assert text in decode(cut) and text not in decode(cut[:-1])
 
 
 # Replay

@@ -75,6 +75,7 @@ class Protocol:
     order: str | dict[str, int] = "first"  # or {shuffle: seed of Python's random}, if there are more than are used
     few_shot: dict[str, dict[str, Any]] = field(default_factory=dict)  # rows put in front, and their template
     max_new_tokens: dict[str, int] = field(default_factory=dict)  # where it is not that of `options`
+    stop: dict[str, list[str]] = field(default_factory=dict)  # texts that end an answer
 
 
 def read_protocol(name: str) -> Protocol:
