@@ -24,15 +24,10 @@ from helpers.options import make_room, option, options, run, split
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from specdec.heads.base import Drafter
 from specdec.measuring import report as figures
 from train import progress, validate
-from train.data import reading, suites
-from train.data import rows as data
-from train.data.packing import warn_of_writers
-from train.validate import Written
+from train.data import suites
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +108,12 @@ class Evaluate:
 def main(arguments: list[str] | None = None) -> None:
     chosen = options(Evaluate, __doc__, arguments, presets=suites.presets_of)
     console = progress.Results()
-    if chosen.choose:
-        return choosing.choose(chosen, Path(chosen.out or "choice"), console)
-    if chosen.answers is not None:
+    if chosen.answers is not None and not chosen.choose:
         return replay(chosen, console)
-    out = Path(chosen.out or ("served" if chosen.engine else "evaluation"))
+    out = Path(chosen.out or ("choice" if chosen.choose else "served" if chosen.engine else "evaluation"))
     make_room(f"out={out}", out, folder=True)
+    if chosen.choose:
+        return choosing.choose(chosen, out, console)
     if chosen.engine is not None:
         return serving.judge(chosen, out, console)
     comparing.compare(chosen, out, console)
@@ -137,7 +132,7 @@ def replay(chosen: Evaluate, console: progress.Results) -> None:
     sampling = chosen.decode.sampling()
     heads = loading.load_runs(chosen.checkpoint, chosen.target)
     shared = loading.shared_target(heads, chosen.target)
-    texts = read_answers(chosen, shared.tokenizer, shared.target.fingerprint())
+    texts = choosing.read_answers(chosen, shared.tokenizer, shared.target.fingerprint())
     first: list[figures.PromptCounts] | None = None
     for head in heads:
         if not isinstance(head.drafter, Drafter):
@@ -158,32 +153,6 @@ def replay(chosen: Evaluate, console: progress.Results) -> None:
             change, (low, high) = figures.tau_difference(counts, first)
             console.print(f"  {change:+.3f} ({low:+.3f} .. {high:+.3f}) against {heads[0].folder}, the same answers")
         first = first or counts
-
-
-def read_answers(chosen: Evaluate, tokenizer: PreTrainedTokenizerBase, fingerprint: str) -> list[Written]:
-    """The answers to replay, all written at one temperature, cut. Raises ValueError if there is none.
-
-    fingerprint: of the target; answers of others are warned of
-    """
-    source, temperature = str(chosen.answers), chosen.decode.sampling().temperature
-    rows = reading.load_conversations(source, split=chosen.split)
-    if chosen.hold_out is not None:
-        rows = [rows[i] for i in reading.hold_out([row.get("temperature") == 0 for row in rows], chosen.hold_out)]
-    rows = [row for row in rows if row.get("temperature", temperature) == temperature]
-    if not rows:
-        raise ValueError(f"{source} has no row at decode.temperature={temperature:g}.")
-    warn_of_writers([row.get("target_fingerprint") for row in rows], fingerprint)
-    texts = []
-    for row in rows:
-        with reading.at(source):
-            encoded = data.encode(tokenizer, row)
-        start, stop = data.last_answer(encoded)
-        answer = encoded.tokens[start : min(stop, chosen.length)]
-        if len(answer) >= 2:
-            texts.append(Written(encoded.tokens[:start], answer, temperature))
-    if not texts:
-        raise ValueError(f"No answer has a second token within length={chosen.length}: raise it.")
-    return texts
 
 
 if __name__ == "__main__":

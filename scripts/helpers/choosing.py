@@ -4,20 +4,21 @@ from helpers import comparing, decoding, loading, proposers, serving
 from helpers.loading import Run
 from helpers.options import split
 
-import contextlib
 import itertools
 import json
+import math
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import rich.table
 import yaml
+from transformers import PreTrainedTokenizerBase
 
+from specdec import checkpoint
 from specdec.core import files
 from specdec.core.generation import reached
 from specdec.core.sampling import Sampling
@@ -34,30 +35,42 @@ from specdec.proposers import costs as pass_costs
 from specdec.proposers.base import Proposer
 from train import progress, validate
 from train.answers.answering import HeldoutAnswers
-from train.answers.resumable import digest, resumable
+from train.answers.resumable import check_settings, digest, digest_folder, resumable
 from train.data import reading
+from train.data import rows as data
 from train.data.packing import warn_of_writers
 from train.distributed import Group
+from train.lock import lock
 from train.pages.charts import ChartCurve, lines
 from train.pages.page import Section, Table, render_page, write_figure
 from train.validate import Written
 
 MOST_DRAFTS = 16
+SETTINGS = ("checkpoint", "proposers", "settings", "trees", "prompts", "suite", "subset", "protocol", "split", "thinking", "limit",
+            "answers", "hold_out", "length", "max_new_tokens", "ignore_stop", "engine", "plain", "costs", "loads", "contexts", "seed")  # fmt: skip
 TIMED = (1, 2, 4, 8, 16)  # drafts of the chains whose rounds are timed
-HOPELESS = (
-    1.3  # times a drafter's largest tau: rounds that take more than so many plain ones cannot pay at larger loads
+HOPELESS = 1.3  # times a drafter's largest tau: rounds of more plain ones than that cannot pay at larger loads
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "gguf": "llama.cpp"}  # by format of export
+SCHEDULE = "num_speculative_tokens_per_batch_size"
+SCHEDULED = (
+    "at 0 drafts vLLM still runs the drafter (7 to 22 % of a plain round where others measured it), its V1 runner then uses piecewise "
+    "CUDA graphs only, and with data parallelism it drops the schedule"
 )
 FEW = 8  # requests to a server at a load, at least, and prompts that are decoded at once
 
 
 @dataclass(frozen=True)
 class Shaped:
-    """A drafter in one shape. make: a proposer of its own; chain: its drafts, 0 for what is no chain of a head"""
+    """A drafter in one shape. make: a proposer of its own; source: what it is made from
+
+    chain: its drafts, 0 for what is no chain of a head
+    """
 
     drafter: str
     shape: str
     make: Callable[[], Proposer]
     drafting: Drafting
+    source: str
     chain: int = 0
 
     @property
@@ -68,7 +81,7 @@ class Shaped:
 
 @dataclass(frozen=True)
 class Case:
-    """What is chosen from, for what. chosen: Evaluate; contexts: empty for that of the texts"""
+    """What is chosen from, for what. chosen: Evaluate; contexts: empty for that of the texts; given: costs of files"""
 
     chosen: Any
     out: Path
@@ -78,34 +91,62 @@ class Case:
     sampling: Sampling
     runs: list[Run]
     opened: loading.Opened
+    given: RoundCosts | None
+    served: serving.Served | None
 
 
 def choose(chosen: Any, out: Path, console: progress.Results) -> None:
     """chosen: Evaluate; out: the folder"""
-    loads, contexts = read_numbers("loads", chosen.loads), read_numbers("contexts", chosen.contexts)
-    sampling = chosen.decode.sampling()
-    check_costs(chosen)
-    for folder in split(chosen.checkpoint):
+    loads, contexts = read_numbers("loads", chosen.loads, decoding.MOST), []
+    if chosen.contexts:
+        contexts = read_numbers("contexts", chosen.contexts, 2**20)
+    refuse_unused(chosen)
+    sampling, given = chosen.decode.sampling(), read_costs(chosen, loads, contexts)
+    heads = split(chosen.checkpoint)
+    for folder in heads:
         if loading.head_class(folder).adapts_target:
             raise ValueError(f"{folder} adapts its target, so its plain decoding is another: leave choose=true out.")
+    served = None
+    if chosen.engine:
+        target = loading.target_of(checkpoint.resolve(heads[0]), chosen.target.name)
+        served = serving.open_servers(chosen, comparing.read_questions(chosen), target, console)
+        if served.notes:
+            raise ValueError(" ".join(served.notes))
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
     opened = loading.shared_target(runs, chosen.target, head=chosen.settings.get("checkpoint"))
-    case = Case(chosen, out, console, loads, contexts, sampling, runs, opened)
+    limit = opened.target.max_positions
+    if limit and contexts and contexts[-1] + MOST_DRAFTS + 2 > limit:
+        raise ValueError(
+            f"contexts={chosen.contexts}: {opened.target.name} has {limit} positions, so {limit - MOST_DRAFTS - 2} is the most."
+        )
+    if given and given.fingerprint not in (None, opened.target.fingerprint()):
+        raise ValueError(f"costs={chosen.costs} are of another target than {opened.target.name}: choose with that one.")
+    with lock(out / "choice.lock", of=out / "choice.json"):
+        decide(Case(chosen, out, console, loads, contexts, sampling, runs, opened, given, served))
+
+
+def decide(case: Case) -> None:
+    """Writes the choice. Raises ValueError where one of other settings is there."""
+    chosen, opened, loads = case.chosen, case.opened, case.loads
+    settings = {name: getattr(chosen, name) for name in SETTINGS} | {"weights": comparing.describe_weights(case.runs)}
+    settings |= asdict(case.sampling) | loading.machine(opened.target)
+    if (path := case.out / "choice.json").exists():
+        check_settings(
+            path, checkpoint.read_json(path).get("settings", {}), settings, advice="Choose another out=FOLDER."
+        )
     shapes = list_shapes(case)
-    out.mkdir(parents=True, exist_ok=True)
     prompts, texts = read_texts(case)
     acceptance = find_acceptance(case, shapes, prompts, texts)
     tokens = statistics.mean(len(text.answer) for text in texts)
     usual = statistics.mean(len(text.prompt) + len(text.answer) / 2 for text in texts)
-    where = [float(length) for length in contexts] or [usual]
+    where = [float(length) for length in case.contexts] or [usual]
     costs = find_costs(case, shapes, acceptance, texts, where)
     crossings = partial(choice.find_crossings, acceptance, costs, most=loads[-1], tokens=tokens)
-    given = ("checkpoint", "proposers", "prompts", "answers", "max_new_tokens", "engine", "seed")
     document = {
         "target": opened.target.name,
         "fingerprint": opened.target.fingerprint(),
-        "settings": {name: getattr(chosen, name) for name in given} | asdict(sampling) | loading.machine(opened.target),
-        "answers": len(texts),
+        "settings": settings,
+        "num_answers": len(texts),
         "tokens": tokens,
         "contexts": where,
         "loads": choice.choose_drafts(acceptance, costs, loads=loads, contexts=where, tokens=tokens),
@@ -117,11 +158,28 @@ def choose(chosen: Any, out: Path, console: progress.Results) -> None:
     write(case, document)
 
 
-def read_numbers(name: str, text: str) -> list[int]:
+def read_numbers(name: str, text: str, most: int) -> list[int]:
     """A comma list of whole numbers, in order."""
-    if not all(each.isdecimal() and 0 < int(each) < 2**20 for each in split(text)):
-        raise ValueError(f"{name}={text}: give numbers of 1 or more, such as 1,4,16.")
+    if not split(text) or not all(each.isdecimal() and 0 < int(each) <= most for each in split(text)):
+        raise ValueError(f"{name}={text}: give numbers from 1 to {most}, such as 1,4,16.")
     return sorted({int(each) for each in split(text)})
+
+
+def refuse_unused(chosen: Any) -> None:
+    """Raises ValueError for options that were given and would change nothing."""
+    usual, names = (
+        type(chosen)(),
+        ["batch", "predicted", *([] if chosen.protocol else ["chains"])],
+    )  # which may set them
+    given = [name for name in names if getattr(chosen, name) != getattr(usual, name)]
+    shapes = [
+        name for name in ("depth", "width", "nodes") if getattr(chosen.decode, name) != getattr(usual.decode, name)
+    ]
+    if given := [*given, *(f"decode.{name}" for name in shapes)]:
+        raise ValueError(
+            f"choose=true has no use for {', '.join(f'{name}=' for name in given)}: it looks at chains of 1 to {MOST_DRAFTS} drafts, "
+            "and at trees=, for each of loads=. Leave that out."
+        )
 
 
 # Acceptance
@@ -129,16 +187,16 @@ def read_numbers(name: str, text: str) -> list[int]:
 
 def list_shapes(case: Case) -> list[Shaped]:
     """Every head's chains and trees, no deeper than its steps, and every proposer. Raises ValueError where there is nothing."""
-    chosen, found = case.chosen, list[Shaped]()
+    chosen, found, weights = case.chosen, list[Shaped](), comparing.describe_weights(case.runs)
     for run in case.runs:
         limit = run.drafter.depth or MOST_DRAFTS
         for shape in decoding.read_shapes(",".join(map(str, range(1, min(limit, MOST_DRAFTS) + 1))), chosen.trees):
             if run.drafter.depth and shape.depth > run.drafter.depth:
                 raise ValueError(f"trees={chosen.trees}: {run.name} takes {limit} steps, so no tree may be deeper.")
             drafting = chosen.decode.drafting(shape)
-            label = str(shape) if shape.chain else f"tree of {shape.depth}x{shape.width}x{shape.nodes}"
-            make = partial(drafting.proposer, run.drafter)
-            found.append(Shaped(run.name, label, make, drafting, shape.depth if shape.chain else 0))
+            make, label = partial(drafting.proposer, run.drafter), comparing.name_shape(shape)
+            num = shape.depth if shape.chain else 0
+            found.append(Shaped(run.name, label, make, drafting, weights[run.name].split()[-1], num))
     drafting, folders = chosen.decode.drafting(), {run.name: str(run.folder) for run in case.runs}
     if {proposers.AUTO, proposers.HEAD} & set(split(chosen.proposers)):
         raise ValueError(
@@ -148,7 +206,8 @@ def list_shapes(case: Case) -> list[Shaped]:
     for name, config in proposers.configure_all(chosen.proposers, **given).items():
         make = partial(proposers.make, config, case.opened.target)
         make()  # raises ValueError now
-        found.append(Shaped(name, "", make, drafting))
+        files_of = {folder: digest_folder(Path(folder)) for folder in proposers.drawn_from(config)}
+        found.append(Shaped(name, "", make, drafting, json.dumps([config, files_of])))
     if not found:
         raise ValueError("There is nothing to choose from: give checkpoint=DIR,DIR, proposers=suffix,ngram, or both.")
     return found
@@ -158,12 +217,8 @@ def read_texts(case: Case) -> tuple[list[Prompt], list[Written]]:
     """The prompts with the target's own answers, which are read from answers=, or written now and kept in `out`."""
     chosen, opened, temperature = case.chosen, case.opened, case.sampling.temperature
     if chosen.answers is not None:
-        rows = reading.load_conversations(chosen.answers, split=chosen.split)
-        rows = reading.spread([row for row in rows if row.get("temperature", temperature) == temperature], chosen.limit)
-        warn_of_writers([row.get("target_fingerprint") for row in rows], opened.target.fingerprint())
-        with reading.at(chosen.answers):
-            texts = [validate.encode_written(opened.tokenizer, row) for row in rows]
-        texts = [Written(text.prompt, text.answer[: chosen.max_new_tokens], temperature) for text in texts]
+        texts = read_answers(chosen, opened.tokenizer, opened.target.fingerprint())
+        texts = [replace(text, answer=text.answer[: chosen.max_new_tokens]) for text in texts]
         prompts = [Prompt(str(number), "", text.prompt) for number, text in enumerate(texts)]
     else:
         asked, stop = comparing.read_questions(chosen), set() if chosen.ignore_stop else opened.stop
@@ -180,15 +235,42 @@ def read_texts(case: Case) -> tuple[list[Prompt], list[Written]]:
     return [prompt for prompt, _ in pairs], [text for _, text in pairs]
 
 
+def read_answers(chosen: Any, tokenizer: PreTrainedTokenizerBase, fingerprint: str) -> list[Written]:
+    """The answers to replay, all written at one temperature, cut. Raises ValueError if there is none.
+
+    fingerprint: of the target; answers of others are warned of
+    """
+    source, temperature = str(chosen.answers), chosen.decode.sampling().temperature
+    rows = reading.load_conversations(source, split=chosen.split)
+    if chosen.hold_out is not None:
+        rows = [rows[i] for i in reading.hold_out([row.get("temperature") == 0 for row in rows], chosen.hold_out)]
+    rows = [row for row in rows if row.get("temperature", temperature) == temperature]
+    rows = reading.spread(rows, chosen.limit)
+    if not rows:
+        raise ValueError(f"{source} has no row at decode.temperature={temperature:g}.")
+    warn_of_writers([row.get("target_fingerprint") for row in rows], fingerprint)
+    texts = []
+    for row in rows:
+        with reading.at(source):
+            encoded = data.encode(tokenizer, row)
+        start, stop = data.last_answer(encoded)
+        answer = encoded.tokens[start : min(stop, chosen.length)]
+        if len(answer) >= 2:
+            texts.append(Written(encoded.tokens[:start], answer, temperature))
+    if not texts:
+        raise ValueError(f"No answer has a second token within length={chosen.length}: raise it.")
+    return texts
+
+
 def find_acceptance(case: Case, shapes: list[Shaped], prompts: list[Prompt], texts: list[Written]) -> list[Acceptance]:
     """Of all chains by one replay of each head; of what replay does not cover by decoding."""
     found, decoded = list[Acceptance](), [each for each in shapes if not each.chain]
     for run in case.runs:
         own, drafter = [each for each in shapes if each.chain and each.drafter == run.name], run.drafter
-        if case.chosen.engine:
-            server = serving.find_server(case.chosen.engine, case.chosen, case.console)
-            drafter = serving.draft_as_engine(drafter, server.kind)
-        if isinstance(drafter, Drafter) and own[0].drafting.replayable(drafter, case.sampling):
+        if case.served:
+            drafter = serving.draft_as_engine(drafter, case.served.server.kind)
+        if own[0].drafting.replayable(drafter, case.sampling):
+            assert isinstance(drafter, Drafter)
             judged = validate.replay_texts(drafter, texts, depth=own[-1].chain, what=f"replay of {run.name}")
             found += choice.accept_chains(run.name, [each.accept for each in judged], seed=case.chosen.seed)
         else:
@@ -220,16 +302,30 @@ def decode_shapes(case: Case, shapes: list[Shaped], prompts: list[Prompt]) -> li
 # What rounds cost
 
 
-def check_costs(chosen: Any) -> None:
-    """Raises ValueError for costs= that are nothing which is known, before anything is loaded."""
+def read_costs(chosen: Any, loads: list[int], contexts: list[int]) -> RoundCosts | None:
+    """Of files; None for others. Raises ValueError for costs= that are nothing which is known, or do not fit to other options."""
     machines = [path.stem for path in sorted((loading.CONF / "machine").glob("*.yaml")) if path.stem != "here"]
-    if chosen.costs not in machines and not all(map(os.path.isfile, split(chosen.costs))):
+    given, heads = split(chosen.costs), split(chosen.checkpoint)
+    alone = len(heads) == 1 and not chosen.proposers and not chosen.trees
+    if chosen.costs not in machines and not all(map(os.path.isfile, given)):
         known = f"a machine of conf/machine ({', '.join(machines)})"
         raise ValueError(f"costs={chosen.costs} is neither {known} nor a comma list of files that exist.")
-    if chosen.engine and (chosen.costs or len(split(chosen.checkpoint)) != 1):
+    if chosen.engine and (given or contexts or not alone):
         raise ValueError(
-            "engine= gives the costs of one head: give that checkpoint=DIR, the one it serves, and no costs=."
+            "engine= gives the costs of one head's chain behind its own requests: give that checkpoint=DIR, the one it serves, and no "
+            "costs=, contexts=, proposers= or trees=."
         )
+    if not given or chosen.costs in machines:
+        return None
+    costs = round_costs.read_costs(given, loads, MOST_DRAFTS, checkpoint.name_of(Path(heads[0])) if alone else None)
+    known_of = {each.context for each in costs.points}
+    if len(known_of) == 1 and not all(
+        abs(length - each) <= round_costs.NEAR * each for length in contexts for each in known_of
+    ):
+        raise ValueError(
+            f"contexts={chosen.contexts}: costs={chosen.costs} are known of one context only, so leave it out."
+        )
+    return costs
 
 
 def find_costs(
@@ -237,10 +333,10 @@ def find_costs(
 ) -> RoundCosts:
     """From a server, files, a data sheet, or timed here."""
     given = split(case.chosen.costs)
-    if case.chosen.engine:
-        return serve_costs(case)
-    if given and all(map(os.path.isfile, given)):
-        return round_costs.read_costs(given, case.loads, MOST_DRAFTS)
+    if case.served:
+        return serve_costs(case, case.served)
+    if case.given:
+        return case.given
     if given:
         heads = {run.name: run.drafter for run in case.runs if isinstance(run.drafter, Drafter)}
         if not {each.costs for each in acceptance} <= set(heads):
@@ -253,11 +349,9 @@ def find_costs(
         own = [each for each in shapes if each.costs == name and (each.drafter, each.shape) in drafts]
         timed = {drafts[each.drafter, each.shape]: each for each in own if each.chain in (0, *TIMED) or each is own[-1]}
         highest = max(each.tau for each in acceptance if each.costs == name)
-        lengths: list[int | None] = [*case.contexts] or [None]
-        for length in lengths:
-            behind = [make_context(text, length) for text in texts]
-            points += time_drafter(case, name, timed, behind, HOPELESS * highest)
-    return RoundCosts(points, "rounds of this decoder, timed here")
+        points += time_drafter(case, name, timed, texts, HOPELESS * highest)
+    here = "{machine}, {threads} threads, {dtype}".format(**loading.machine(case.opened.target))
+    return RoundCosts(points, f"rounds of this decoder, timed on {here}")
 
 
 def make_context(text: Written, length: int | None) -> list[int]:
@@ -267,52 +361,66 @@ def make_context(text: Written, length: int | None) -> list[int]:
 
 
 def time_drafter(
-    case: Case, name: str, shapes: Mapping[float, Shaped], texts: list[list[int]], most: float
-) -> Sequence[CostPoint]:
+    case: Case, name: str, shapes: Mapping[float, Shaped], texts: list[Written], most: float
+) -> list[CostPoint]:
     """Timed now, or read from the file in which they were kept ($SPECDEC_CACHE). shapes: by their drafts; most: of `time_loads`"""
-    chosen, first = case.chosen, next(iter(shapes.values()))
+    first, found = next(iter(shapes.values())), list[CostPoint]()
     common: dict[str, Any] = {"sampling": case.sampling, "stop": set(), "runner": first.drafting.runner()}
     plain = Decoder(case.opened.target, None, **common)
-    drafted = lambda each: each.drafting.decoder(plain.target, each.make(), **common)
-    make = lambda: {0: plain} | {num: drafted(each) for num, each in shapes.items()}
-    conditions = pass_costs.describe_conditions(plain.verify, case.sampling)
-    conditions |= {"checkpoint": chosen.checkpoint, "settings": chosen.settings}
+    drafted = {num: each.drafting.decoder(plain.target, each.make(), **common) for num, each in shapes.items()}
+    conditions = pass_costs.describe_conditions(plain.verify, case.sampling) | {"drafter": first.source}
     conditions |= {f"{name} {each.shape}": asdict(each.drafting) for each in shapes.values()}
+    if not first.shape:  # how much a proposer drafts depends on what it reads
+        conditions["texts"] = digest(repr(texts).encode())
     path = pass_costs.find_file(conditions).with_suffix(".rounds.json")
     known = round_costs.read_kept(path)
-    track = progress.track(case.loads, f"rounds of {name}", unit="loads")
-    found = round_costs.time_loads(name, make, texts, track, most=most, seed=chosen.seed, known=known)
-    with contextlib.suppress(OSError):  # they are in memory, so the command goes on
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = RoundCosts([*(each for each in known if each not in found), *found], "").to_json()
-        files.write_text(path, json.dumps({"conditions": conditions, **kept}, indent=1) + "\n")
+
+    def keep(points: list[CostPoint]) -> None:
+        known.extend(points)
+        document = {"conditions": conditions, "points": [asdict(each) for each in known]}
+        files.keep_document(path, document, "Seconds of rounds")
+
+    lengths: list[int | None] = [*case.contexts] or [None]
+    for length in lengths:
+        behind = [make_context(text, length) for text in texts]
+        track = progress.track(case.loads, f"rounds of {name}", unit="loads")
+        more: dict[str, Any] = {"most": most, "seed": case.chosen.seed, "known": known, "keep": keep}
+        found += round_costs.time_loads(name, {0: plain} | drafted, behind, track, **more)
     return found
 
 
-def serve_costs(case: Case) -> RoundCosts:
-    """From a few requests at each load to a server with drafts and to a plain one."""
-    chosen, (run,) = case.chosen, case.runs
-    server = serving.find_server(chosen.engine, chosen, case.console)
-    tokenizer = serving.find_tokenizer(chosen, server, case.runs)
-    questions = serving.Requests(comparing.read_questions(chosen), tokenizer).wave(0, {})
-    plain, notes = serving.probe(chosen, server, questions[0], case.console)
-    if plain is None:
-        raise ValueError(" ".join(notes))
-    settings = {name: getattr(chosen, name) for name in ("engine", "plain", "max_new_tokens", "seed")}
-    settings |= {"decode": asdict(chosen.decode), "prompts": digest(repr(questions).encode())}
+def serve_costs(case: Case, served: serving.Served) -> RoundCosts:
+    """From a few requests at each load to a server with drafts and to a plain one. Raises ValueError, naming the load, for an unknown figure."""
+    (run,), questions = case.runs, served.first
+    settings = served.settings | {"checkpoint": comparing.describe_weights(case.runs), "drafts": served.longest}
     drafted, base = [], {}
     out, advice = case.out, "Choose another out=FOLDER."
     with resumable(out / "settings.json", out / "rows.jsonl", settings, advice=advice) as results:
         for load in case.loads:
-            serving.measure_missing({"drafted": server, "plain": plain}, questions[: max(FEW, load)], load, 0, results)
+            both, some = {"drafted": served.server, "plain": served.plain}, questions[: max(FEW, load)]
+            serving.measure_missing(both, some, load, 0, results)
             turns = serving.read_pairs(results.rows, load)
-            found, answers = serving.summarise(turns, chosen.seed), [each for turn, _ in turns for each in turn.answers]
-            said = [each for each in (*(turn.counted for turn, _ in turns), *(each.said for each in answers)) if each]
+            found, answers = (
+                serving.summarise(turns, case.chosen.seed),
+                [each for turn, _ in turns for each in turn.answers],
+            )
+            drafts = serving.find_longest([turn for turn, _ in turns])
+            seconds, base[load] = (
+                1 / (found[name]["tokens_per_second_of_a_user"] or math.inf) for name in ("drafted", "plain")
+            )
+            if not (found["tau"] and drafts and seconds and base[load]):
+                lacks = (
+                    "how many drafts the server accepts" if seconds and base[load] else "the seconds of a user's token"
+                )
+                raise ValueError(
+                    f"At load {load} {lacks} cannot be told from {len(answers)} answers: see that nobody else asks the server, raise "
+                    "max_new_tokens=, and choose another out=FOLDER."
+                )
             lengths = [len(dict(questions)[each.prompt]["prompt"]) + each.tokens / 2 for each in answers]
-            about = {"tau": found["tau"] or 0.0, "drafts": max((each.longest or 0 for each in said), default=0)}
-            seconds, base[load] = (1 / found[name]["tokens_per_second_of_a_user"] for name in ("drafted", "plain"))
-            drafted.append({"rows": load, "seconds": seconds, "context": statistics.mean(lengths), **about})
-    return round_costs.make_served(drafted, base, f"{server.model} of {server.kind}, requests at each load", run.name)
+            about = {"rows": load, "seconds": seconds, "tau": found["tau"], "drafts": drafts}
+            drafted.append({**about, "context": statistics.mean(lengths)})
+    source = f"{served.server.model} of {served.server.kind}, requests at each load"
+    return round_costs.make_served(drafted, base, source, run.name)
 
 
 # Engines
@@ -321,25 +429,44 @@ def serve_costs(case: Case) -> RoundCosts:
 def list_flags(
     case: Case, acceptance: list[Acceptance], costs: RoundCosts, context: float, tokens: float
 ) -> Iterator[dict]:
-    """For each head and engine the lines that serve its best chain at each load: {drafter, engine, loads, line}"""
-    for run in case.runs:
+    """For each head and engine the lines that serve its best chain at each load: {drafter, engine, loads, line}, or why there is none:
+    {drafter, engine, reason}. A block counts with all its drafts, as engines draft it whole.
+    """
+    for run, name in itertools.product(case.runs, ENGINES):
+        why = {"drafter": run.name, "engine": ENGINES[name]}
         assert isinstance(run.drafter, Drafter)
+        try:
+            form = make_form(run.drafter, name)
+        except ValueError as error:
+            yield why | {"reason": str(error)}
+            continue
         chains = [each for each in acceptance if each.costs == run.name]
+        if form.whole_block:
+            chains = [each for each in chains if each.drafts == form.num_drafts(1)]
+        if not chains or not form.engines:
+            yield why | {
+                "reason": f"its block has more than {MOST_DRAFTS} drafts" if form.engines else "it has no line"
+            }
+            continue
         table = choice.choose_drafts(chains, costs, loads=case.loads, contexts=[context], tokens=tokens)
         schedule = choice.find_schedule(table, run.name)
-        drafting = [step for step in schedule if step[2]]
-        for name in ("vllm", "sglang", "gguf") if drafting else ():
-            with contextlib.suppress(ValueError):  # the engine does not take this head
-                form, most = make_form(run.drafter, name), max(num for *_, num in drafting)
-                for first, last, num in [(1, case.loads[-1], most)] if name == "vllm" else drafting:
-                    num = form.num_drafts(num)
-                    filled = form.launch_lines(target=case.opened.target.name, out=f"EXPORTED_{name}", num=num)
-                    engine, line = next(iter(filled.items()))
-                    settings = form.settings_for(f"EXPORTED_{name}", num)
-                    if name == "vllm" and not form.whole_block and settings["method"] != "medusa":
-                        more = {"num_speculative_tokens_per_batch_size": schedule}
-                        line = line.replace(json.dumps(settings), json.dumps(settings | more))
-                    yield {"drafter": run.name, "engine": engine, "loads": [first, last], "line": line.splitlines()[-1]}
+        drafting, lines = [step for step in schedule if step[2]], dict[tuple[str, str], list[int]]()
+        if not drafting:
+            yield why | {"reason": "plain decoding is faster at every load"}
+        most = max((num for *_, num in drafting), default=0)
+        by_load = name == "vllm" and len(schedule) > 1 and not form.whole_block and form.settings["method"] != "medusa"
+        for first, last, num in drafting:
+            first, last, num = (1, case.loads[-1], most) if by_load else (first, last, most if name == "vllm" else num)
+            filled = form.launch_lines(target=case.opened.target.name, out=f"EXPORTED_{name}", num=num)
+            engine, line = next(iter(filled.items()))
+            if by_load:
+                settings = form.settings_for(f"EXPORTED_{name}", num)
+                assert json.dumps(settings) in line
+                more = {SCHEDULE: schedule}
+                line = line.replace(json.dumps(settings), json.dumps(settings | more))
+            lines.setdefault((engine, line.splitlines()[-1]), [first, last])[1] = last
+        for (engine, line), loads in lines.items():
+            yield {"drafter": run.name, "engine": engine, "loads": loads, "line": line}
 
 
 # What is shown
@@ -349,30 +476,32 @@ def write(case: Case, document: dict) -> None:
     """Writes choice.json, table.md and page.html, and prints a table."""
     out, console = case.out, case.console
     files.write_text(out / "choice.json", json.dumps(document, indent=1) + "\n")
-    table, notes = tabulate(document), list(describe(document))
-    flags = ["{engine}, loads {loads[0]} to {loads[1]}: {line}".format(**each) for each in document["flags"]]
+    table, notes, known = tabulate(document), list(describe(document)), document["flags"]
+    flags = [
+        "{drafter}, {engine}, loads {loads[0]} to {loads[1]}: {line}".format(**each) for each in known if "line" in each
+    ]
+    missing = ["{drafter}, no line for {engine}: {reason}".format(**each) for each in known if "reason" in each]
+    if any(SCHEDULE in line for line in flags):
+        notes.append(f"{SCHEDULE}: {SCHEDULED}")
     about = (
-        f"{document['target']}, temperature {case.sampling.temperature:g}, {document['answers']} answers. Costs: "
+        f"{document['target']}, temperature {case.sampling.temperature:g}, {document['num_answers']} answers. Costs: "
         f"{document['costs']['source']}. Intervals: 95 %, of tau over prompts and of timed seconds. *: extrapolated beyond the "
-        "rows or drafts that costs are known of."
+        "rows, drafts or contexts that costs are known of."
     )
-    rows = [table.heads, ["---"] * len(table.heads), *table.rows]
-    text = "".join(f"| {' | '.join(row)} |\n" for row in rows) + "\n" + "".join(f"- {note}\n" for note in notes)
-    files.write_text(out / "table.md", f"{about}\n\n{text}" + "".join(f"\n```\n{line}\n```\n" for line in flags))
+    listed = "".join(f"- {note}\n" for note in [*notes, *missing])
+    text = f"{about}\n\n{table.to_markdown()}\n\n{listed}" + "".join(f"\n```\n{line}\n```\n" for line in flags)
+    files.write_text(out / "table.md", text)
     sections = [
         Section(texts=[about]),
         Section("The choice", table=table, points=notes),
         Section("By load", charts=draw(document)),
-        Section("Engines", points=flags),
+        Section("Engines", points=[*flags, *missing]),
     ]
     page = render_page("Which drafter, and how many drafts", data=document, sections=sections)
     files.write_text(out / "page.html", page)
-    drawn = rich.table.Table(*table.heads)
-    for row in table.rows:
-        drawn.add_row(*row)
     console.say(about)
-    console.print(drawn)
-    console.say("\n".join([*notes, *flags]))
+    console.print(comparing.to_terminal("", table))
+    console.say("\n".join([*notes, *flags, *missing]))
     console.print(f"written: {out}/choice.json, table.md and page.html")
 
 
@@ -393,8 +522,12 @@ def tabulate(document: dict) -> Table:
 def describe(document: dict) -> Iterator[str]:
     """From which load plain decoding is faster, and acceptance by position."""
     for context, found in document["plain_from"].items():
-        for name, load in found.items():
-            since = f"from load {load}" if load else f"at no load up to {document['loads'][-1]['load']}"
+        for name, since in found.items():
+            since = (
+                f"from load {since[0]}{' *' * since[1]}"
+                if since
+                else f"at no load up to {document['loads'][-1]['load']}"
+            )
             yield f"behind {context} tokens plain is faster than {'everything' if name == 'all' else name} {since}"
     for name in document["loads"][0]["drafters"]:
         survival = max((each["survival"] for each in document["acceptance"] if each["drafter"] == name), key=len)

@@ -162,9 +162,8 @@ def describe(
 ) -> dict[str, Any]:
     """The settings that all rows have in common, and the protocol, which is printed beside every figure."""
     folders = sorted({folder for config in configs.values() for folder in proposers.drawn_from(config)})
-    weights = {run.name: digest((run.folder / "drafter.safetensors").read_bytes()) for run in runs}
     return {
-        "checkpoint": {run.name: f"{hub.pinned(run.folder)} {weights[run.name]}" for run in runs},
+        "checkpoint": describe_weights(runs),
         "proposers": configs,
         "files": {folder: digest_folder(Path(folder)) for folder in folders},
         "prompts": chosen.prompts or asked.source,
@@ -178,6 +177,11 @@ def describe(
         "stop": [] if chosen.ignore_stop else sorted(opened.stop),
         **loading.machine(opened.target),
     }
+
+
+def describe_weights(runs: list[Run]) -> dict[str, str]:
+    weights = {run.name: digest((run.folder / "drafter.safetensors").read_bytes()) for run in runs}
+    return {run.name: f"{hub.pinned(run.folder)} {weights[run.name]}" for run in runs}
 
 
 def describe_questions(chosen: Any, asked: Asked) -> dict[str, Any]:

@@ -151,24 +151,17 @@ def judge(chosen: Any, out: Path, console: progress.Results) -> None:
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
     if len(runs) > 1:
         raise ValueError("A server is compared with one head: give one checkpoint=DIR, that of the head it serves.")
-    server = find_server(chosen.engine, chosen, console)
-    if asked.stop:
-        server.body["stop"] = asked.stop
-    requests = Requests(asked, find_tokenizer(chosen, server, runs))
-    first = requests.wave(0, {})
-    check_first(server, requests, first[0])
+    served = open_servers(chosen, asked, runs[0].drafter.target.name if runs else None, console)
+    server, requests, first, notes, settings = (
+        served.server,
+        served.requests,
+        served.first,
+        served.notes,
+        served.settings,
+    )
     console.say(f"{server.model} at {server.url}; tau: {TAU}")
-    plain, notes = probe(chosen, server, first[0], console)
     for note in notes:
         console.say(note)
-    settings = {
-        **{name: getattr(chosen, name) for name in ("engine", "max_new_tokens", "ignore_stop", "seed")},
-        "plain": plain and (chosen.plain or SWITCHES[server.kind]),
-        "model": f"{server.model} of {server.kind}",
-        "decode": asdict(chosen.decode.sampling()),
-        **comparing.describe_questions(chosen, asked),
-        "prompts": f"{chosen.prompts or asked.source} {digest(repr(first).encode())}",
-    }
     prompts: dict[int, dict[str, dict]] = {}
     with resumable(out / "settings.json", out / "rows.jsonl", settings, advice="Choose another out=FOLDER.") as results:
         for level in levels:
@@ -177,7 +170,7 @@ def judge(chosen: Any, out: Path, console: progress.Results) -> None:
                 wave = requests.wave(turn, read_answers(results.rows, level))
                 prompts[level] |= dict(wave)
                 if wave:
-                    measure_missing({"drafted": server, "plain": plain}, wave, level, turn, results)
+                    measure_missing({"drafted": server, "plain": served.plain}, wave, level, turn, results)
     if requests.turns > 1 and not all(len(each) > len(first) for each in prompts.values()):
         notes.append("This server gives no token ids, so only first turns were asked.")
     pairs = {level: read_pairs(results.rows, level) for level in levels}
@@ -270,6 +263,42 @@ def read_answers(rows: list[dict], level: int) -> dict[str, list[int] | None]:
     return {answer["prompt"]: answer["ids"] for turn in turns for answer in turn["answers"]}
 
 
+@dataclass(frozen=True)
+class Served:
+    """A server that was tried with a request. plain: what serves without drafts; first: the requests of first turns
+
+    longest: drafts of a round; notes: what is to be known of it; settings: what its answers and speeds depend on
+    """
+
+    server: Server
+    plain: Server | None
+    requests: Requests
+    first: list[Request]
+    longest: int | None
+    notes: list[str]
+    settings: dict[str, Any]
+
+
+def open_servers(chosen: Any, asked: comparing.Asked, target: str | None, console: progress.Results) -> Served:
+    """engine= and plain=. target: the name of that of the head, if there is one. Raises ValueError for what cannot be measured."""
+    server = find_server(chosen.engine, chosen, console)
+    if asked.stop:
+        server.body["stop"] = asked.stop
+    requests = Requests(asked, find_tokenizer(chosen, server, target))
+    first = requests.wave(0, {})
+    check_first(server, requests, first[0])
+    plain, longest, notes = probe(chosen, server, first[0], console)
+    settings = {
+        **{name: getattr(chosen, name) for name in ("engine", "max_new_tokens", "ignore_stop", "seed")},
+        "plain": plain and (chosen.plain or SWITCHES[server.kind]),
+        "model": f"{server.model} of {server.kind}",
+        "decode": asdict(chosen.decode.sampling()),
+        **comparing.describe_questions(chosen, asked),
+        "prompts": f"{chosen.prompts or asked.source} {digest(repr(first).encode())}",
+    }
+    return Served(server, plain, requests, first, longest, notes, settings)
+
+
 def find_server(url: str, chosen: Any, console: progress.Results) -> Server:
     """Raises ValueError for what is no server, or has no model of that name."""
     if "," in url:
@@ -291,10 +320,10 @@ def find_server(url: str, chosen: Any, console: progress.Results) -> Server:
     return replace(server, model=str(model["id"]), kind=kind, root=str(model.get("root")), body=body)
 
 
-def find_tokenizer(chosen: Any, server: Server, runs: list[loading.Run]) -> PreTrainedTokenizerBase | None:
+def find_tokenizer(chosen: Any, server: Server, target: str | None) -> PreTrainedTokenizerBase | None:
     """The target's; None where it is not here."""
-    name = chosen.target.name or (runs[0].drafter.target.name if runs else server.root)
-    if not (chosen.target.name or runs or Path(name, "tokenizer.json").is_file()):
+    name = chosen.target.name or target or server.root
+    if not (chosen.target.name or target or Path(name, "tokenizer.json").is_file()):
         progress.note(
             "Prompts are sent as messages; with target.name= token ids are sent, which all servers read alike."
         )
@@ -309,11 +338,14 @@ def check_first(server: Server, requests: Requests, first: Request) -> None:
             check_tokenizer(connection.client, server.model, requests.tokenizer, first[1]["prompt"])
 
 
-def probe(chosen: Any, server: Server, question: Request, console: progress.Results) -> tuple[Server | None, list[str]]:
-    """A short request with drafts, and one without -> what serves plainly, and what is to be known of the server."""
+def probe(
+    chosen: Any, server: Server, question: Request, console: progress.Results
+) -> tuple[Server | None, int | None, list[str]]:
+    """A short request with drafts, and one without -> what serves plainly, drafts of a round, what is to be known of the server."""
     notes = []
     with server.open() as connection:
-        drafts = connection.serve([question], max_tokens=WARM_UP).drafts
+        turn = connection.serve([question], max_tokens=WARM_UP)
+        drafts, longest = turn.drafts, find_longest([turn])
     if drafts is None:
         flag = FLAGS.get(server.kind, "it has no counters that are known here")
         notes.append(f"{server.url} says nothing about drafts, so tau cannot be had: {flag}.")
@@ -324,18 +356,22 @@ def probe(chosen: Any, server: Server, question: Request, console: progress.Resu
     elif server.kind in SWITCHES and drafts:
         plain = replace(server, body=server.body | SWITCHES[server.kind])
     else:
-        return None, notes
+        return None, longest, notes
     with plain.open() as connection:
         if not connection.serve([question], max_tokens=WARM_UP).drafts:
-            return plain, notes
+            return plain, longest, notes
     if chosen.plain:
         raise ValueError(
             f"plain={chosen.plain} drafts, too: give the URL of a server of the same model without drafts."
         )
-    return None, [
-        *notes,
-        "This server cannot leave out drafts for a request: give plain=URL of one without, to compare speeds.",
-    ]
+    notes.append("This server cannot leave out drafts for a request: give plain=URL of one without, to compare speeds.")
+    return None, longest, notes
+
+
+def find_longest(turns: Sequence[Turn]) -> int | None:
+    """The most drafts of a round; None where the server does not say."""
+    said = [each for turn in turns for each in (turn.counted, *(answer.said for answer in turn.answers)) if each]
+    return max((each.longest for each in said if each.longest), default=None)
 
 
 # Measuring
@@ -402,8 +438,7 @@ def draft_as_engine(drafter: Head, kind: str) -> Head:
 def compare_with_replay(chosen: Any, drafter: Head, prompts: dict[str, dict], turns: list[Turn]) -> dict[str, Any]:
     """tau of the head along the answers of a level, beside tau as served; at temperature 0 also where they part."""
     sampling, answers = chosen.decode.sampling(), [answer for turn in turns for answer in turn.answers]
-    said = [each for each in (*(turn.counted for turn in turns), *(answer.said for answer in answers)) if each]
-    depth = max((each.longest for each in said if each.longest), default=chosen.decode.depth)
+    depth = find_longest(turns) or chosen.decode.depth
     drafting = replace(chosen.decode.drafting(TreeShape(depth, 1, depth)), rule="token")
     if not isinstance(drafter, Drafter) or not drafting.replayable(drafter, sampling):
         return {

@@ -113,18 +113,21 @@ def choose_drafts(
 
 def find_crossings(
     acceptances: Sequence[Acceptance], costs: RoundCosts, *, most: int, context: float, tokens: float
-) -> dict[str, int | None]:
+) -> dict[str, tuple[int, bool] | None]:
     """For each drafter, and for "all", the smallest load from which plain decoding is faster, at every load up to `most`.
 
-    None: drafts still pay at `most`.
+    -> the load, and whether costs there are extrapolated; None: drafts still pay at `most`.
     """
-    last = dict.fromkeys((each.drafter for each in acceptances), 0)  # the largest load at which drafts pay
-    for load in range(1, most + 1):
-        for each in acceptances:
-            if last[each.drafter] < load and find_speedup(each, costs, load, context, tokens).value > 1:
-                last[each.drafter] = load
-    last["all"] = max(last.values())
-    return {name: None if load == most else load + 1 for name, load in last.items()}
+    found: dict[str, tuple[int, bool] | None] = {}
+    for name in dict.fromkeys(each.drafter for each in acceptances):
+        own, found[name] = [each for each in acceptances if each.drafter == name], None
+        for load in range(most, 0, -1):
+            best = max((find_speedup(each, costs, load, context, tokens) for each in own), key=lambda each: each.value)
+            if best.value > 1:
+                break
+            found[name] = load, best.extrapolated
+    loads = [each for each in found.values() if each]
+    return found | {"all": max(loads) if len(loads) == len(found) else None}
 
 
 def find_schedule(table: Iterable[dict], drafter: str) -> list[tuple[int, int, int]]:

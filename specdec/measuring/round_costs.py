@@ -25,6 +25,7 @@ from specdec.target.structure import experts_of
 
 ALL = "*"  # the drafter of points that count for all
 LONGEST = 2.0  # seconds of a round, beyond which no more drafts and no more rows are measured
+NEAR = 0.25  # by how much another context may differ, as a share
 RESAMPLES = 200  # of the turns of a point, for its error
 SECONDS, FEWEST, MOST = 3.0, 8, 32  # of one point: time, and how often each of its rounds is taken
 # Of a roofline: the share of the peak that matrix products reach, and kernels of a layer as engines fuse them
@@ -37,12 +38,12 @@ FORMS = (
 
 @dataclass(frozen=True)
 class CostPoint:
-    """A round of `rows` rows with `drafts` drafts in each behind `context` tokens.
+    """A round of `rows` rows with `drafts` drafts in each behind `context` tokens; 0: a table that does not say.
 
     drafter: its name, with its shape if that is no chain; ALL: any
     seconds, plain: of such a round, and of a plain one, the drafter's time included
     error: standard error of seconds over plain, as a share of it; opening: seconds in which the drafter reads the rows' prompts
-    extrapolated: whether it lies outside of the rows or drafts of a table's own points
+    extrapolated: whether it lies outside of the rows, drafts or contexts (by more than NEAR) of a table's own points
     """
 
     drafter: str
@@ -57,35 +58,41 @@ class CostPoint:
 
 
 class RoundCosts:
-    """A table of points. source: where they are from, in words"""
+    """A table of points. source: where they are from, in words; fingerprint: of the target they were timed with, if known"""
 
-    def __init__(self, points: Iterable[CostPoint], source: str):
-        self.points, self.source = list(points), source
+    def __init__(self, points: Iterable[CostPoint], source: str, fingerprint: str | None = None):
+        self.points, self.source, self.fingerprint = list(points), source, fingerprint
+        self.tables: dict[
+            str, dict[float, dict[float, dict[float, numpy.ndarray]]]
+        ] = {}  # drafter, context, rows, drafts
+        for point in self.points:
+            curve = self.tables.setdefault(point.drafter, {}).setdefault(point.context, {}).setdefault(point.rows, {})
+            curve[0] = numpy.array([point.plain, point.plain, 0.0, 0.0])
+            curve[point.drafts] = numpy.array([point.seconds, point.plain, point.error, point.opening])
 
     def at(self, drafter: str, drafts: float, rows: float, context: float) -> CostPoint:
         """Raises ValueError for a drafter that has no points."""
-        known = [point for point in self.points if point.drafter in (drafter, ALL)]
-        if not known:
-            others = ", ".join({each.drafter for each in self.points})
-            raise ValueError(f"There are no costs of {drafter}, only of {others}: give the drafters that were timed.")
-        table: dict[float, dict[float, dict[float, numpy.ndarray]]] = {}
-        for point in known:
-            curve = table.setdefault(point.context, {}).setdefault(point.rows, {})
-            curve[0] = numpy.array([point.plain, point.plain, 0.0, 0.0])
-            curve[point.drafts] = numpy.array([point.seconds, point.plain, point.error, point.opening])
+        table = self.tables.get(drafter) or self.tables.get(ALL)
+        if table is None:
+            raise ValueError(
+                f"There are no costs of {drafter}, only of {', '.join(self.tables)}: give the drafters that were timed."
+            )
         of_rows = lambda some: interpolate({num: interpolate(curve, drafts) for num, curve in some.items()}, rows)
         value = interpolate({where: of_rows(some) for where, some in table.items()}, context)
         seconds, plain, error, opening = value.clip(min=0).tolist()
-        measured = [point.rows for point in known if point.drafts >= drafts]
+        curves = [(num, curve) for some in table.values() for num, curve in some.items()]
+        fewest = min(num for _, curve in curves for num in curve if num)
+        measured = [num for num, curve in curves if max(curve) >= drafts >= fewest]
         inside = bool(measured) and min(measured) <= rows <= max(measured)
+        inside &= not max(table) or (1 - NEAR) * min(table) <= context <= (1 + NEAR) * max(table)
         return CostPoint(drafter, rows, drafts, context, seconds, plain, error, opening, not inside)
 
     def to_json(self) -> dict:
         return {"source": self.source, "points": [asdict(point) for point in self.points]}
 
     @classmethod
-    def from_json(cls, document: dict) -> "RoundCosts":
-        return cls([CostPoint(**point) for point in document["points"]], document["source"])
+    def from_json(cls, document: dict, fingerprint: str | None = None) -> "RoundCosts":
+        return cls([CostPoint(**point) for point in document["points"]], document["source"], fingerprint)
 
 
 def interpolate(curve: Mapping[float, numpy.ndarray], place: float) -> numpy.ndarray:
@@ -161,64 +168,81 @@ def read_kept(path: Path) -> list[CostPoint]:
 
 def time_loads(
     drafter: str,
-    make: Callable[[], dict[float, Decoder]],
+    decoders: Mapping[float, Decoder],
     texts: Sequence[list[int]],
     loads: Iterable[int],
     *,
     most: float,
     seed: int,
-    known: Sequence[CostPoint] = (),
+    known: Sequence[CostPoint],
+    keep: Callable[[list[CostPoint]], object],
 ) -> list[CostPoint]:
-    """Points of one drafter at these numbers of rows, as far as rounds are short and memory suffices.
+    """Points of one drafter at these numbers of rows, as far as rounds are short and memory suffices, all behind the mean context.
 
-    make: decoders by their drafts, the plain one at 0; known: points of earlier measurements, which are not measured again
+    decoders: by their drafts, the plain one at 0; known: points of earlier measurements, which are not measured again
     most: seconds over plain, above which drafts cannot pay: larger loads are then measured without them
+    keep: is given the new points of each load, as measured
     """
     found, length = list[CostPoint](), statistics.mean(map(len, texts))
-    decoders, ordered = dict[float, Decoder](), sorted(texts, key=len)
+    ordered = sorted(texts, key=len)
     for rows in loads:
-        same = [each for each in known if each.rows == rows and abs(each.context / length - 1) < 0.25]
-        if not same:
-            decoders = decoders or make()
+        near = [each for each in known if each.rows == rows and abs(each.context / length - 1) < NEAR]
+        same = {each.drafts: each for each in sorted(near, key=lambda each: -abs(each.context - length))}  # the nearest
+        slow = [each for each in found if each.seconds > min(LONGEST, most * each.plain) and each.rows > 1]
+        tried = [num for num in decoders if num and num not in same and num not in {each.drafts for each in slow}]
+        if not same and not tried:
+            break
+        if tried:
             some = [ordered[int((row + 0.5) * len(texts) / rows) % len(texts)] for row in range(rows)]  # of all lengths
-            slow = [each for each in found if each.seconds > min(LONGEST, most * each.plain) and each.rows > 1]
-            tried = {num: each for num, each in decoders.items() if num not in {each.drafts for each in slow}}
-            if len(tried) < 2:
-                break
             try:
-                timed = time_rounds(tried, some, rows, seed)
+                timed = time_rounds({num: decoders[num] for num in (0, *tried)}, some, rows, seed)
             except (RuntimeError, MemoryError) as error:
                 if devices.out_of_memory(error) is None or not found:
                     raise
                 break
-            for num in [num for num in tried if num and 0 in timed and num in timed]:
-                point, proposer = CostPoint(drafter, rows, num, length, 0.0, 0.0), tried[num].proposer
-                same.append(summarise_point(point, timed[num], timed[0], varies=bool(proposer and proposer.varies)))
-        opening = min((each.opening for each in same), default=0.0)  # any number of drafts reads the same prompts
-        found += [replace(each, context=length, opening=opening) for each in same]
+            new = []
+            for num in [num for num in tried if 0 in timed and num in timed]:
+                point, proposer = CostPoint(drafter, rows, num, length, 0.0, 0.0), decoders[num].proposer
+                new.append(summarise_point(point, timed[num], timed[0], varies=bool(proposer and proposer.varies)))
+            keep(new)
+            same |= {each.drafts: each for each in new}
+        opening = min(
+            (each.opening for each in same.values()), default=0.0
+        )  # any number of drafts reads the same prompts
+        found += [replace(same[num], context=length, opening=opening) for num in sorted(same)]
     return found
 
 
 # Of an engine
 
 
-def read_costs(paths: Sequence[str], loads: Sequence[int], most: int) -> RoundCosts:
-    """Costs of an engine from its own files. most: drafts. Raises ValueError for a file that is missing or has another form."""
+def read_costs(paths: Sequence[str], loads: Sequence[int], most: int, drafter: str | None = ALL) -> RoundCosts:
+    """Costs of an engine from its own files. most: drafts; drafter: the only one, which was served; None: there are several.
+
+    Raises ValueError for a file that is missing or has another form, and for results of serving beside several drafters.
+    """
     served: list[dict] = []
     for path in paths:
         try:
             text = Path(path).read_text()
             for document in map(json.loads, text.splitlines() if text.count('"max_concurrency"') > 1 else [text]):
+                whole = {"costs", "sample_batch_tokens", "bias_seconds"} & document.keys()
+                if whole and len(paths) > 1:
+                    raise ValueError("give it alone, as only results of serving benchmarks go together")
                 if "costs" in document:
-                    return RoundCosts.from_json(document["costs"])
-                if {"sample_batch_tokens", "bias_seconds"} & document.keys():
+                    return RoundCosts.from_json(document["costs"], document.get("fingerprint"))
+                if whole:
                     return _of_passes(document, loads, most, path)
                 served.append(_read_result(document))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
             raise ValueError(f"costs={path} must be {FORMS} ({type(error).__name__}: {error}).") from None
+    if drafter is None:
+        raise ValueError(
+            f"costs={','.join(paths)} are of one head's chains: give that checkpoint=DIR alone, without proposers= and trees=."
+        )
     drafted, plain = ([each for each in served if bool(each["tau"]) == drafts] for drafts in (True, False))
     base = {each["rows"]: each["seconds"] for each in plain}
-    return make_served(drafted, base, f"results of a serving benchmark, {', '.join(paths)}")
+    return make_served(drafted, base, f"results of a serving benchmark, {', '.join(paths)}", drafter)
 
 
 def _read_result(document: dict) -> dict:
@@ -240,13 +264,19 @@ def make_served(drafted: Sequence[dict], plain: Mapping[int, float], source: str
     """Costs from servers at each load: a round takes the seconds of a user's token times the tokens of a round.
 
     drafted: {rows, seconds: of a token, tau, drafts, context}; plain: by rows the seconds of a token
-    Raises ValueError where a load lacks its plain figure or its number of drafts.
+    All points have the mean context, as each load has one of its own, and a difference of loads must not count as one of contexts.
+    Raises ValueError where no load has both figures and its number of drafts, and for seconds that are none.
     """
-    points = []
-    for each in drafted:
-        if each["rows"] in plain and each["drafts"]:
-            seconds, base = each["seconds"] * each["tau"], plain[each["rows"]]
-            points.append(CostPoint(drafter, each["rows"], each["drafts"], each["context"], seconds, base))
+    both, points = [each for each in drafted if each["rows"] in plain and each["drafts"]], []
+    for each in both:
+        seconds, base = each["seconds"] * each["tau"], plain[each["rows"]]
+        if not (seconds > 0 and base > 0):
+            raise ValueError(
+                f"At load {each['rows']} a round takes {seconds:g} s with drafts and {base:g} s without: measure that load "
+                "again, with longer answers."
+            )
+        context = statistics.mean(each["context"] for each in both)
+        points.append(CostPoint(drafter, each["rows"], each["drafts"], context, seconds, base))
     if not points:
         raise ValueError(
             "No load has both a figure with drafts and a plain one, with the number of drafts: serve the same loads twice, with "

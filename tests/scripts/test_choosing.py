@@ -75,13 +75,21 @@ def test_it_chooses_from_heads_trees_and_proposers_and_keeps_what_it_timed(run, 
 def test_costs_come_from_a_machine_or_from_a_file(run, folder, tmp_path):
     run("costs=h100", "loads=1,256")
     sheet = read(tmp_path)
+    with pytest.raises(ValueError, match="begun with other settings: loads"):
+        run("costs=h100", "loads=1,64")
     assert "data sheet of h100" in sheet["costs"]["source"]
     run(f"costs={tmp_path}/choice/choice.json", f"out={tmp_path}/again", "loads=1,256")
     assert read(tmp_path, "again")["loads"] == sheet["loads"]
+    other = {**sheet, "fingerprint": "of another"}
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    with pytest.raises(ValueError, match="are of another target than"):
+        run(f"costs={tmp_path}/other.json", f"out={tmp_path}/second")
     profile = {"sample_batch_tokens": [1, 8, 64], "sample_steps_per_sec": [100.0, 90.0, 50.0], "max_batch_tokens": 64}
     (tmp_path / "profile.json").write_text(json.dumps(profile))
-    assert "*" in run(f"costs={tmp_path}/profile.json", "loads=1,4,64")
-    assert [row["drafters"]["one"]["extrapolated"] for row in read(tmp_path)["loads"]] == [False, False, True]
+    assert "*" in run(f"costs={tmp_path}/profile.json", "loads=1,4,64", f"out={tmp_path}/third")
+    with pytest.raises(ValueError, match="known of one context only"):
+        run(f"costs={tmp_path}/profile.json", "contexts=20", f"out={tmp_path}/second")
+    assert [row["drafters"]["one"]["extrapolated"] for row in read(tmp_path, "third")["loads"]] == [False, False, True]
 
 
 def test_sampling_that_replay_does_not_cover_is_decoded(run, folder, tmp_path):
@@ -96,8 +104,8 @@ def test_given_answers_are_replayed(run, folder, tmp_path):
         for n in range(3)
     ]
     write_rows(tmp_path / "answers.jsonl", rows)
-    run(f"answers={tmp_path}/answers.jsonl", "costs=h100")
-    assert read(tmp_path)["answers"] == 3 and not (tmp_path / "choice" / "answers").exists()
+    run(f"answers={tmp_path}/answers.jsonl", "costs=h100", "hold_out=null")
+    assert read(tmp_path)["num_answers"] == 3 and not (tmp_path / "choice" / "answers").exists()
 
 
 @pytest.mark.parametrize(
@@ -106,7 +114,14 @@ def test_given_answers_are_replayed(run, folder, tmp_path):
         (["checkpoint="], "nothing to choose from"),
         (["loads=1,x"], "loads=1,x: give numbers"),
         (["loads=0"], "loads=0: give numbers"),
+        (["loads="], "loads=: give numbers from 1 to 4096"),
+        (["loads=5000"], "loads=5000: give numbers"),
         (["contexts=0"], "contexts=0: give numbers"),
+        (["contexts=20,1000000"], "positions, so [0-9]+ is the most"),
+        (["batch=2", "decode.depth=3"], "no use for batch=, decode.depth=: it looks at chains"),
+        (["predicted=choice.json"], "no use for predicted="),
+        (["engine=http://localhost:1", "contexts=10"], "no costs=, contexts=, proposers= or trees="),
+        (["engine=http://localhost:1", "checkpoint={folder}/one"], "localhost:1"),
         (["costs=abacus"], "costs=abacus is neither a machine of conf/machine .h100"),
         (["costs={folder}/prompts.jsonl"], "must be a choice.json of this command"),
         (["costs=h100", "proposers=ngram"], "is for chains of trained heads"),

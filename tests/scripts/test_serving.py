@@ -1,5 +1,7 @@
 """Tests of evaluate engine=URL: what each server's counters become, faults, continuing, and this project's own server."""
 
+from helpers import loading
+
 import contextlib
 import itertools
 import json
@@ -391,13 +393,29 @@ def test_a_choice_takes_its_costs_from_a_server(folder, tmp_path, run_script, mo
     given += [f"max_new_tokens={NEW}", f"out={tmp_path / 'choice'}", "target.dtype=float64"]
     with own_server(monkeypatch, f"checkpoint={folder / 'head'}", *chain) as server:
         run_script(evaluate, *given, f"engine={server.url}")
-    found = json.loads((tmp_path / "choice" / "choice.json").read_text())
+        found = json.loads((tmp_path / "choice" / "choice.json").read_text())
+        (tmp_path / "choice" / "choice.json").unlink()
+        with pytest.raises(ValueError, match="rows.jsonl was begun with other settings: ignore_stop"):
+            run_script(evaluate, *given, f"engine={server.url}", "ignore_stop=false")
     assert [(point["rows"], point["drafts"]) for point in found["costs"]["points"]] == [(1, K), (4, K)]
     assert "specdec, requests at each load" in found["costs"]["source"]
     rows = [json.loads(line) for line in (tmp_path / "choice" / "rows.jsonl").read_text().splitlines()]
     turns = [referee.Turn.from_row(row["drafted"]) for row in rows if row["requests"] == 4]
     rate = referee.summarise_speed(turns, 0)["tokens_per_second_of_a_user"]
     assert found["costs"]["points"][1]["seconds"] == pytest.approx(referee.summarise_drafts(turns, 0)["tau"] / rate)
+
+
+def test_a_choice_refuses_a_server_that_does_not_count_before_it_decodes(folder, tmp_path, run_script, monkeypatch):
+    monkeypatch.setattr(loading, "load_runs", lambda *given: pytest.fail("loaded"))
+    given = [
+        "choose=true",
+        f"checkpoint={folder / 'head'}",
+        f"prompts={folder / 'prompts.jsonl'}",
+        f"out={tmp_path}/choice",
+    ]
+    with Drafting("vllm", per_answer=False, metrics=False) as server:
+        with pytest.raises(ValueError, match=r"says nothing about drafts.*give plain=URL"):
+            run_script(evaluate, *given, f"engine={server.url}")
 
 
 def test_a_server_is_asked_turn_by_turn(judge, folder, tmp_path, monkeypatch):

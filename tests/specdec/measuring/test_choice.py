@@ -70,8 +70,13 @@ def test_the_best_shape_and_the_load_from_which_plain_is_faster():
     assert [(row["best"], row["drafters"]["a"]["drafts"]) for row in found] == [("a", 4), ("a", 1), ("a", 1)]
     assert found[0]["drafters"]["a"]["speedup"] == pytest.approx(2.0) and found[2]["drafters"]["b"]["speedup"] < 1
     # b: 1.9 tokens in 1.8 + 0.1 (B - 1): even at B = 2; a beyond the table: 1.1 + 0.05 (B - 1) is 1.6 at B = 11
-    assert choice.find_crossings(given, costs, most=20, context=100, tokens=50) == {"a": 11, "b": 2, "all": 11}
-    assert choice.find_crossings(given, costs, most=10, context=100, tokens=50) == {"a": None, "b": 2, "all": None}
+    assert choice.find_crossings(given, costs, most=20, context=100, tokens=50) == {
+        "a": (11, True), "b": (2, False), "all": (11, True)}  # fmt: skip
+    assert choice.find_crossings(given, costs, most=10, context=100, tokens=50) == {
+        "a": None,
+        "b": (2, False),
+        "all": None,
+    }
 
 
 def test_a_schedule_covers_every_load_once():

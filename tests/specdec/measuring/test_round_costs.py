@@ -34,6 +34,8 @@ def test_between_points_costs_are_lines():
         at(3, 5, 100).extrapolated,
     ]
     assert marks == [False, True, True, True] and at(2, 7, 100).seconds == 8.0 and at(8, 1, 100).seconds == 5.0
+    assert [at(2, 1, context).extrapolated for context in (70, 80, 370, 380)] == [True, False, False, True]
+    assert not at(2, 1, 100).extrapolated and at(1, 1, 100).extrapolated  # nothing is known below 2 drafts
     falling = RoundCosts([CostPoint("a", 1, 1, 0, 4.0, 1.0), CostPoint("a", 2, 1, 0, 2.0, 1.0)], "")
     assert falling.at("a", 1, 50, 0).seconds == 1.0  # never less than half of the nearest point
     with pytest.raises(ValueError, match="no costs of b, only of a"):
@@ -72,10 +74,12 @@ def test_loads_are_timed_until_rounds_are_long_and_without_what_cannot_pay(monke
     monkeypatch.setattr(round_costs, "time_rounds", time_rounds)
     monkeypatch.setattr(round_costs, "LONGEST", 30.0)
     drafted = SimpleNamespace(proposer=SimpleNamespace(varies=False))
-    make = lambda: {0: SimpleNamespace(proposer=None), 1: drafted, 8: drafted}
-    texts = [[0] * num for num in (9, 1, 5, 3, 7)]
-    known = [CostPoint("a", 2, 1, 4.9, 1.0, 1.0), CostPoint("a", 2, 1, 50, 1.0, 1.0)]
-    found = round_costs.time_loads("a", make, texts, [1, 2, 4, 8, 16, 32], most=4.0, seed=0, known=known)
+    decoders = {0: SimpleNamespace(proposer=None), 1: drafted, 8: drafted}
+    texts, loads = [[0] * num for num in (9, 1, 5, 3, 7)], [1, 2, 4, 8, 16, 32]
+    known = [CostPoint("a", 2, num, where, 1.0, 1.0) for num, where in ((1, 6.0), (1, 4.9), (1, 50), (8, 5.5))]
+    kept = []
+    more = {"seed": 0, "keep": kept.append}
+    found = round_costs.time_loads("a", decoders, texts, loads, most=4.0, known=known, **more)
     # 2 rows are known; 9 times plain cannot pay; 32 is not reached, as rounds of 16 rows take longer than LONGEST
     assert asked == [
         (1, [0, 1, 8], [5]),
@@ -83,7 +87,12 @@ def test_loads_are_timed_until_rounds_are_long_and_without_what_cannot_pay(monke
         (8, [0, 1], [1, 1, 3, 5, 5, 7, 9, 9]),
         (16, [0, 1], asked[3][2]),
     ]
-    assert {each.context for each in found} == {5} and [each.rows for each in found] == [1, 1, 2, 4, 4, 8, 16]
+    assert {each.context for each in found} == {5} and [each.rows for each in found] == [1, 1, 2, 2, 4, 4, 8, 16]
+    assert [[each.rows for each in new] for new in kept] == [[1, 1], [4, 4], [8], [16]]  # at once, and new ones only
+    asked.clear()
+    monkeypatch.setattr(round_costs, "LONGEST", 100.0)
+    round_costs.time_loads("a", decoders, texts, loads, most=10.0, known=sum(kept, known), **more)
+    assert [each[:2] for each in asked] == [(8, [0, 8]), (16, [0, 8]), (32, [0, 1])]  # what was hopeless may pay now
 
 
 def write(path, document):
@@ -132,6 +141,19 @@ def test_results_of_serving_benchmarks_give_rounds(tmp_path):
     assert read_costs([str(tmp_path / "sglang.jsonl")], [4], 16).points == [point]
     with pytest.raises(ValueError, match="No load has both"):
         read_costs([drafted], [4], 16)
+    with pytest.raises(ValueError, match="are of one head's chains"):
+        read_costs([plain, drafted], [4], 16, None)
+    write(tmp_path / "drafted.json", {**same, "median_tpot_ms": 0.0, **drafts})
+    with pytest.raises(ValueError, match=r"At load 4 a round takes 0 s with drafts and 0\.02 s without"):
+        read_costs([plain, drafted], [4], 16)
+
+
+def test_loads_of_a_server_differ_though_each_has_its_own_context():
+    each = {"tau": 2.0, "drafts": 3}
+    drafted = [{**each, "rows": 1, "seconds": 1.0, "context": 100}, {**each, "rows": 9, "seconds": 3.0, "context": 140}]
+    costs = round_costs.make_served(drafted, {1: 1.0, 9: 2.0}, "")
+    assert [costs.at("any", 3, rows, 100).seconds for rows in (1, 5, 9)] == [2.0, 4.0, 6.0]
+    assert not costs.at("any", 3, 5, 100).extrapolated
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "{}", '{"max_concurrency": null}', '{"costs": {}}', '{"costs": {"points": [1], "source": ""}}',
