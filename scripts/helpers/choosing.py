@@ -56,6 +56,7 @@ SCHEDULED = (
     "at 0 drafts vLLM still runs the drafter (7 to 22 % of a plain round where others measured it), its V1 runner then uses piecewise "
     "CUDA graphs only, and with data parallelism it drops the schedule"
 )
+NO_PLAIN = "Costs are seconds with drafts and without: give plain=URL of a server of the same model without drafts."
 FEW = 8  # requests to a server at a load, at least, and prompts that are decoded at once
 
 
@@ -110,8 +111,8 @@ def choose(chosen: Any, out: Path, console: progress.Results) -> None:
     if chosen.engine:
         target = loading.target_of(checkpoint.resolve(heads[0]), chosen.target.name)
         served = serving.open_servers(chosen, comparing.read_questions(chosen), target, console)
-        if served.notes:
-            raise ValueError(" ".join(served.notes))
+        if served.notes or served.plain is None:
+            raise ValueError(" ".join(served.notes) or NO_PLAIN)
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
     opened = loading.shared_target(runs, chosen.target, head=chosen.settings.get("checkpoint"))
     limit = opened.target.max_positions

@@ -395,7 +395,7 @@ def test_a_choice_takes_its_costs_from_a_server(folder, tmp_path, run_script, mo
         run_script(evaluate, *given, f"engine={server.url}")
         found = json.loads((tmp_path / "choice" / "choice.json").read_text())
         (tmp_path / "choice" / "choice.json").unlink()
-        with pytest.raises(ValueError, match="rows.jsonl was begun with other settings: ignore_stop"):
+        with pytest.raises(ValueError, match=r"rows\.jsonl was begun with other settings: ignore_stop"):
             run_script(evaluate, *given, f"engine={server.url}", "ignore_stop=false")
     assert [(point["rows"], point["drafts"]) for point in found["costs"]["points"]] == [(1, K), (4, K)]
     assert "specdec, requests at each load" in found["costs"]["source"]
@@ -413,9 +413,11 @@ def test_a_choice_refuses_a_server_that_does_not_count_before_it_decodes(folder,
         f"prompts={folder / 'prompts.jsonl'}",
         f"out={tmp_path}/choice",
     ]
-    with Drafting("vllm", per_answer=False, metrics=False) as server:
-        with pytest.raises(ValueError, match=r"says nothing about drafts.*give plain=URL"):
-            run_script(evaluate, *given, f"engine={server.url}")
+    mute = Drafting("vllm", per_answer=False, metrics=False)
+    with mute as server, pytest.raises(ValueError, match="says nothing about drafts"):
+        run_script(evaluate, *given, f"engine={server.url}", f"plain={server.url}")
+    with Drafting("vllm") as server, pytest.raises(ValueError, match="give plain=URL"):
+        run_script(evaluate, *given, f"engine={server.url}")
 
 
 def test_a_server_is_asked_turn_by_turn(judge, folder, tmp_path, monkeypatch):
