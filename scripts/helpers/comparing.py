@@ -6,7 +6,7 @@ from helpers.options import split
 
 import itertools
 import json
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from train.answers.resumable import Resumable, digest, digest_folder, resumable
 from train.data import chat_template, reading, suites
 from train.data.suites import Question
 from train.pages import facts, results_page
-from train.pages.page import Table
+from train.pages.page import Table, finite
 from train.pages.results_page import Entry
 
 STRIDE = 10**6  # between the numbers of requests of different turns
@@ -85,19 +85,25 @@ def compare(chosen: Any, out: Path, console: progress.Results) -> None:
     configs = proposers.configure_all(names, settings=chosen.settings, drafting=draftings[0], checkpoints=folders)
     methods, run_of = make_methods(runs, configs, opened.target, draftings)
     settings = describe(chosen, asked, runs, configs, opened)
-    if asked.suite:
-        note_suite(asked.suite, runs)
-    waves = plan_waves(asked.questions, max(batches))
+    notes = [*note_suite(asked.suite, runs)] if asked.suite else []
+    for note in notes:
+        progress.note(note)
+    check_turns(asked, opened.tokenizer)
+    waves = {batch: plan_waves(asked.questions, batch) for batch in batches}
+    planned = {batch: [number_of(*request) for wave in waves[batch] for request in wave] for batch in batches}
     with resumable(out / "settings.json", out / "rows.jsonl", settings, advice="Choose another out=FOLDER.") as results:
-        num = sum(map(len, waves)) * len(samplings) * len(batches)
+        num = sum(map(len, planned.values())) * len(samplings)
         progress.note(f"{len(results.rows)} of {num} requests x temperatures x batch sizes are in {out}")
         stop = set() if chosen.ignore_stop else opened.stop
-        for batch, sampling, wave in itertools.product(batches, samplings, waves):
+        for batch, sampling, turn in itertools.product(batches, samplings, range(len(waves[batches[0]]))):
             how = MeasureSettings(sampling, stop, chosen.max_new_tokens, chosen.seed, batch, asked.stop_strings(opened))
-            decode_missing(methods, wave, asked, opened, how, results, settings["prompts"])
+            decode_missing(methods, waves[batch][turn], asked, opened, how, results, settings["prompts"])
         entries = []
         for sampling, batch in itertools.product(samplings, batches):
-            every = [results_of(results.rows, method, sampling.temperature, batch) for method in methods]
+            rows = find_rows(results.rows, sampling.temperature, batch, planned[batch])
+            if missing := len(planned[batch]) - len(rows):
+                notes.append(f"T={sampling.temperature:g}, batch {batch}: {missing} later turns did not fit: left out")
+            every = [results_of(rows, method) for method in methods]
             made = []
             for method, each in zip(methods, every):
                 run = run_of.get(method.name)
@@ -106,21 +112,27 @@ def compare(chosen: Any, out: Path, console: progress.Results) -> None:
                 found = choice.predict(predictions, drafter, shape, batch) if predictions else None
                 made.append(replace(entry, predicted=found))
             entries += sorted(made, key=lambda entry: -(entry.report.tau or 0.0))
-        write(out, console, entries, methods[0].name, asked, settings)
+        document = {"form": 1, "definition_of_tau": TAU, "settings": settings, "notes": notes}
+        write(out, console, entries, methods[0].name, asked, document)
 
 
-def note_suite(suite: suites.Suite, runs: list[Run]) -> None:
-    """Says what is not as published, and which questions a head was trained on, as far as its data are here."""
+def check_turns(asked: Asked, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError, before anything is decoded, for a target that has no form for later turns."""
+    if several := next((each for each in asked.questions if len(each.turns) > 1), None):
+        asked.prompt(several, 1, [""], tokenizer)
+
+
+def note_suite(suite: suites.Suite, runs: list[Run]) -> Iterator[str]:
+    """What is not as published, and which questions a head was trained on, as far as its data are here."""
     if suite.note:
-        progress.note(suite.note)
+        yield suite.note
+    yield f"licence: {suite.licence}"
     for run in runs:
         about = facts.read(run.folder).get("data")
         given = about.get("train") if isinstance(about, dict) else None
         for source in [given] if isinstance(given, str) else list(given or ()):
             if Path(source).exists() and (num := suites.overlap(suite.questions, source)):
-                progress.note(
-                    f"{num} questions are prompts of {source}, on which {run.name} was trained: its figures flatter."
-                )
+                yield f"{num} questions are prompts of {source}, on which {run.name} was trained: its figures flatter"
 
 
 def read_predictions(path: str | None) -> dict[str, Any] | None:
@@ -167,9 +179,7 @@ def describe(
         "proposers": configs,
         "files": {folder: digest_folder(Path(folder)) for folder in folders},
         "prompts": chosen.prompts or asked.source,
-        **describe_questions(chosen, asked),
-        "thinking": chat_template.known_mode(opened.tokenizer, asked.thinking),
-        "template": digest(repr(opened.tokenizer.chat_template).encode()),
+        **describe_questions(asked, opened.tokenizer),
         **{name: getattr(chosen, name) for name in ("max_new_tokens", "chains", "trees", "ignore_stop", "seed")},
         "decode": asdict(chosen.decode),
         "target": opened.target.name,
@@ -184,15 +194,26 @@ def describe_weights(runs: list[Run]) -> dict[str, str]:
     return {run.name: f"{hub.pinned(run.folder)} {weights[run.name]}" for run in runs}
 
 
-def describe_questions(chosen: Any, asked: Asked) -> dict[str, Any]:
+def describe_questions(asked: Asked, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
     suite = asked.suite
     return {
-        "suite": {name: getattr(suite, name) for name in ("name", "title", "digest", "licence")} if suite else None,
-        "protocol": chosen.protocol,
+        "suite": {name: getattr(suite, name) for name in ("name", "title", "digest")} if suite else None,
+        "protocol": f"{asked.protocol.name} {digest(repr(asked.protocol).encode())}" if asked.protocol else None,
         "num_questions": len(asked.questions),
-        "questions_digest": digest(repr(asked.questions).encode()),
-        "thinking": asked.thinking,
+        "questions_digest": reading.digest_of([row for question in asked.questions for row in question.turns]),
+        "stop_texts": asked.stop,
+        "chat": say_chat(asked.protocol, tokenizer),
+        "thinking": asked.thinking if tokenizer is None else chat_template.known_mode(tokenizer, asked.thinking),
     }
+
+
+def say_chat(protocol: suites.Protocol | None, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """The form in which questions are sent; rows that are plain text stay so."""
+    if protocol is not None and protocol.chat != "target":
+        return {"vicuna": "the conversation of Vicuna", "none": "bare text"}[protocol.chat]
+    if tokenizer is None:
+        return "the server's chat template"
+    return f"chat template {digest(repr(tokenizer.chat_template).encode())}" if tokenizer.chat_template else "bare text"
 
 
 def make_methods(
@@ -222,15 +243,19 @@ def name_shape(shape: TreeShape) -> str:
 # Decoding
 
 
-def plan_waves(questions: list[Question], largest: int) -> list[list[tuple[int, Question, int]]]:
-    """For each turn its requests (number, question, turn): a turn follows when all answers to the one before are there.
+def plan_waves(questions: list[Question], batch: int) -> list[list[tuple[int, Question, int]]]:
+    """For each turn its requests (slot, question, turn): a turn follows when all answers to the one before are there.
 
-    Questions are repeated for batches larger than their number.
+    Questions are repeated for a batch larger than their number.
     """
     num = len(questions)
-    slots = [(number, questions[number % num]) for number in range(max(num, largest))]
+    slots = [(slot, questions[slot % num]) for slot in range(max(num, batch))]
     turns = range(max(len(question.turns) for question in questions))
-    return [[(number, each, turn) for number, each in slots if len(each.turns) > turn] for turn in turns]
+    return [[(slot, each, turn) for slot, each in slots if len(each.turns) > turn] for turn in turns]
+
+
+def number_of(slot: int, question: Question, turn: int) -> int:
+    return turn * STRIDE + slot
 
 
 def decode_missing(
@@ -246,25 +271,24 @@ def decode_missing(
     temperature, batch = settings.sampling.temperature, settings.batch
     same = {"temperature": temperature, "batch": batch}
     done = {row["number"]: row for row in results.rows if same.items() <= row.items()}
-    turn = wave[0][2]
-    numbers, prompts, left_out = [], [], 0
     plain = Decoder(opened.target, None, sampling=settings.sampling, stop=settings.stop)
-    for number, question, _ in wave:
-        if turn * STRIDE + number in done:
+    longest = settings.max_new_tokens + max(method.proposer.depth for method in methods)
+    numbers, prompts = [], []
+    for slot, question, turn in wave:
+        if number_of(slot, question, turn) in done:
             continue
-        before = [done.get(earlier * STRIDE + number) for earlier in range(turn)]
+        before = [done.get(number_of(slot, question, earlier)) for earlier in range(turn)]
         said = [read_answer(row, opened, settings.stop) for row in before if row is not None]
-        prompt = asked.prompt(question, turn, said, opened.tokenizer) if len(said) == turn else None
-        if turn and (prompt is None or not fits(plain, prompt, settings.max_new_tokens)):
-            left_out += 1  # a first turn that does not fit is refused
+        if len(said) < turn:
             continue
-        assert prompt is not None
-        numbers.append(turn * STRIDE + number)
-        prompts.append(replace(prompt, question=str(number % len(asked.questions))))
-    if left_out:
-        progress.note(f"turn {turn + 1}: {left_out} of {len(wave)} do not fit into the target's positions: left out.")
+        prompt = asked.prompt(question, turn, said, opened.tokenizer)
+        if turn and not fits(plain, prompt, longest):  # a first turn that does not fit is refused
+            continue
+        numbers.append(number_of(slot, question, turn))
+        prompts.append(replace(prompt, question=str(slot % len(asked.questions))))
     if not prompts:
         return
+    turn = wave[0][2]
     what = f"temperature {temperature:g}, batch {batch}" + (f", turn {turn + 1}" if turn else "")
     track = lambda groups: progress.track(groups, what, unit="requests", size=len)
     ahead = iter(numbers)
@@ -298,14 +322,19 @@ def to_row(methods: list[Method], each: dict[str, PromptResult]) -> dict:
     return {"prompt": asdict(each[methods[0].name].prompt), "plain": plain, "methods": cells}
 
 
-def results_of(rows: Iterable[dict], method: Method, temperature: float, batch: int) -> list[PromptResult]:
-    """The results of one method, by request. rows: in any order"""
+def find_rows(rows: Iterable[dict], temperature: float, batch: int, planned: Iterable[int]) -> list[dict]:
+    """Of these requests, in their order."""
+    known = {row["number"]: row for row in rows if (row["temperature"], row["batch"]) == (temperature, batch)}
+    return [known[number] for number in planned if number in known]
+
+
+def results_of(rows: Iterable[dict], method: Method) -> list[PromptResult]:
+    """The results of one method, by request."""
     results = []
-    for row in sorted(rows, key=lambda row: row["number"]):
-        if (row["temperature"], row["batch"]) == (temperature, batch):
-            cell = {**row["methods"][method.name]}
-            plain, drafted = Generation(**row["plain"][method.baseline]), Generation(**cell.pop("drafted"))
-            results.append(PromptResult(Prompt(**row["prompt"]), plain, drafted, **cell))
+    for row in rows:
+        cell = {**row["methods"][method.name]}
+        plain, drafted = Generation(**row["plain"][method.baseline]), Generation(**cell.pop("drafted"))
+        results.append(PromptResult(Prompt(**row["prompt"]), plain, drafted, **cell))
     return results
 
 
@@ -334,59 +363,61 @@ def make_entry(
 
 
 def write(
-    out: Path, console: progress.Results, entries: list[Entry], first: str, asked: Asked, settings: dict[str, Any]
+    out: Path,
+    console: progress.Results,
+    entries: list[Entry],
+    first: str | None,
+    asked: Asked,
+    document: dict[str, Any],
+    **more: Any,
 ) -> None:
-    """Writes results.json, results.md and results.html, and prints the tables. first: the method of the differences"""
-    protocol, countings = say_protocol(settings, asked.protocol), list_countings()
-    document = {
-        "form": 1,
-        "definition_of_tau": TAU,
-        "protocol": protocol,
-        "settings": settings,
-        "counting": {name: str(counting) for name, counting in countings.items()},
-        "results": [entry.to_json(countings) for entry in entries],
-    }
-    files.write_text(out / "results.json", json.dumps(document, indent=1) + "\n")
+    """Writes results.json, results.md and results.html, and prints the tables.
+
+    first: the method of the differences; document: what is known beside the results; more: further parts of results.json
+    """
     own = asked.protocol.name if asked.protocol else None
-    page = results_page.Results(entries, countings, protocol, settings, first, own)
+    countings, settings = list_countings(), document["settings"]
+    document["protocol"] = protocol = say_protocol(settings, asked.protocol)
+    document["counting"] = {name: str(each) for name, each in countings.items()}
+    found = {"results": [entry.to_json(countings) for entry in entries], **more}
+    files.write_text(out / "results.json", json.dumps(finite(document | found), indent=1) + "\n")
+    page = results_page.Results(entries, countings, protocol, settings, document["notes"], first, own)
     files.write_text(out / "results.md", page.to_markdown())
     files.write_text(out / "results.html", page.to_html())
     for heading, table in page.tables():
         console.print(to_terminal(heading, table))
-    for sentence in page.verdicts():
+    for sentence in [*page.verdicts(), *document["notes"], f"protocol: {protocol}"]:
         console.say(sentence)
-    console.say(f"protocol: {protocol}")
     console.print(f"written: {out}/results.json, results.md and results.html")
 
 
 def list_countings() -> dict[str, Counting]:
-    """This project's own, and those of conf/protocol and of engines."""
+    """This project's own, those of conf/protocol, and others."""
     known = {name: suites.read_protocol(name).counting for name in suites.protocol_names()}
-    return {"specdec": counting.OURS, **known, **counting.ENGINES}
+    return {"specdec": counting.OURS, **known, **counting.OTHERS}
 
 
 def say_protocol(settings: dict[str, Any], protocol: suites.Protocol | None) -> str:
     """What a figure depends on, in one sentence."""
-    decode, parts = settings["decode"], say_questions(settings, protocol)
-    parts += [f"target {settings['target']} ({settings['fingerprint']}) in {settings['dtype']}"]
-    parts += [f"chat template {settings['template']}", f"T={decode['temperature']}"]
-    cuts = [f"{name}={decode[name]}" for name in ("top_p", "top_k") if decode[name] is not None]
-    parts += [*cuts, f"seed {settings['seed']}", f"at most {settings['max_new_tokens']} new tokens"]
+    suite, decode, mode = settings["suite"], settings["decode"], settings["thinking"]
+    thinking = {None: "thinking as the template has it", True: "thinking on", False: "thinking off"}[mode]
+    parts = [f"{settings['num_questions']} questions of {suite['title'] if suite else settings['prompts']}"]
+    parts += [f"protocol {protocol.name} ({protocol.title})"] if protocol else []
+    parts += [f"target {settings['target']}" + (f" ({settings['fingerprint']})" if settings["fingerprint"] else "")]
+    parts += [f"in {settings['dtype']}"] * bool(settings["dtype"])
+    parts += [settings["chat"], thinking, f"T={decode['temperature']}"]
+    parts += [f"{name}={decode[name]}" for name in ("top_p", "top_k") if decode[name] is not None]
+    parts += [f"repetition_penalty={decode['repetition_penalty']}"] * (decode["repetition_penalty"] != 1)
+    parts += [f"seed {settings['seed']}", f"at most {settings['max_new_tokens']} new tokens"]
     parts += ["answers go on behind stop tokens"] * settings["ignore_stop"]
-    parts += [f"rule {decode['rule']}", f"tau: {counting.OURS}"]
+    parts += [f"answers end with {', '.join(settings['stop_texts'])}"] * bool(settings["stop_texts"])
+    parts += [f"rule {decode['rule']}"] if "rule" in decode else []
+    parts += [f"tau: {counting.OURS}"]
     if protocol is not None and protocol.counting != counting.OURS:
         parts.append(f"column {protocol.name}: {protocol.counting}")
-    compiled = "compiled" if decode["compile"] else "not compiled"
-    parts.append(f"{settings['machine']}, {settings['threads']} threads, torch {settings['torch']}, {compiled}")
-    return "; ".join(parts)
-
-
-def say_questions(settings: dict[str, Any], protocol: suites.Protocol | None) -> list[str]:
-    suite, mode = settings["suite"], settings["thinking"]
-    what = f"{suite['title']}, digest {suite['digest']}" if suite else settings["prompts"]
-    thinking = {None: "thinking as the template has it", True: "thinking on", False: "thinking off"}[mode]
-    named = [f"protocol {protocol.name} ({protocol.title})"] if protocol else []
-    return [f"{settings['num_questions']} questions of {what}", *named, thinking]
+    if "machine" in settings:
+        parts.append(f"{settings['machine']}, {settings['threads']} threads, torch {settings['torch']}")
+    return "; ".join([*parts, *["compiled"] * bool(decode.get("compile"))])
 
 
 def to_terminal(heading: str, table: Table) -> rich.table.Table:

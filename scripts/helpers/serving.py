@@ -4,7 +4,6 @@ from helpers import comparing, decoding, loading
 
 import contextlib
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import rich.table
 from transformers import PreTrainedTokenizerBase
 
-from specdec.core import files
+from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.export.engines import make_form
 from specdec.export.layout import draft_from_all
@@ -23,17 +21,17 @@ from specdec.export.mtp import with_first_zero
 from specdec.heads.base import Drafter, Head
 from specdec.heads.mtp import MTP
 from specdec.measuring import choice, referee
-from specdec.measuring.counting import AnswerCounts
+from specdec.measuring.counting import AnswerCounts, find_end
 from specdec.measuring.measure import WARM_UP, split_turns
 from specdec.measuring.referee import Counters, ServedAnswer, Turn
-from specdec.measuring.report import TAU, PromptCounts, by_depth, tau, tau_difference
+from specdec.measuring.report import TAU, PromptCounts, Report, tau, tau_difference
 from specdec.target.model import load_tokenizer
 from train import progress, validate
 from train.answers.engine_answers import check_tokenizer
 from train.answers.resumable import Resumable, digest, resumable
 from train.data.suites import Question
 from train.features.engine_client import BadAnswer, EngineClient, Event, GivenUp, Refused
-from train.pages.page import Table, write_figure
+from train.pages.results_page import Entry
 from train.validate import Written
 
 OURS, VLLM, LLAMA_CPP, SGLANG = "specdec", "vllm", "llamacpp", "sglang"  # `owned_by` of their models
@@ -53,6 +51,7 @@ FLAGS = {
 }
 PATIENCE = 3  # times `timeout=`, after which an unreachable server ends the command
 SETTLING = 2.0  # seconds that counters may be behind an answer
+UNFIT = (400, 413, 422)  # statuses of requests that do not fit, such as a turn that is too long
 TOLERANCE = 0.02  # of tau, served against replayed
 BUSY = 0.7  # share of the time that this process computed, above which it may be what is slow
 Request = tuple[str, dict]  # the prompt's id, and the part of a request's body that holds it
@@ -92,10 +91,10 @@ class Connection:
         return None
 
     def serve(self, questions: Sequence[Request], **more: Any) -> Turn:
-        """The answers to all. more: fields of the requests. Raises ValueError where none is answered."""
+        """The answers to all. more: fields of the requests. Raises ValueError where none is answered, unless the server refused all."""
         before, begun, computed = self.counters(), time.perf_counter(), time.process_time()
         body = {"model": self.server.model, **self.server.body, **more}
-        answers, failed, futures = [], [], []
+        answers, failed, futures, gone = [], [], [], False
         for name, asked in questions:
             path = "v1/chat/completions" if "messages" in asked else "v1/completions"
             read = lambda events, name=name: read_answer(name, events)
@@ -105,9 +104,10 @@ class Connection:
                 answers.append(future.result())
             except (GivenUp, Refused) as error:
                 failed.append({"prompt": name, "error": str(error)})
+                gone = gone or not isinstance(error, Refused) or error.status not in UNFIT
         seconds = time.perf_counter() - begun
         busy = (time.process_time() - computed) / seconds
-        if not answers:
+        if not answers and (gone or more):  # such as a turn that is too long: others may be answered
             raise ValueError(f"None of {len(questions)} requests was answered. {failed[0]['error']}")
         turn = Turn(answers, failed, seconds, busy, None, None)
         deadline = time.monotonic() + SETTLING
@@ -141,25 +141,24 @@ def read_answer(prompt: str, events: list[Event]) -> ServedAnswer:
         raise BadAnswer(f"a stream of another form ({type(error).__name__}: {error})") from error
     if finish is None or not times or not (num or given):
         raise BadAnswer("a stream without an answer, its finish_reason, or the number of its tokens")
-    return ServedAnswer(prompt, num or len(ids), times[0], times[-1], ids if given else None, sizes, said)
+    return ServedAnswer(
+        prompt, num or len(ids), times[0], times[-1], ids if given else None, sizes, said, finish == "stop"
+    )
 
 
 def judge(chosen: Any, out: Path, console: progress.Results) -> None:
     """chosen: Evaluate; out: the folder"""
-    levels = decoding.read_batches(chosen.batch)
+    levels, sampling = decoding.read_batches(chosen.batch), chosen.decode.sampling()
     asked, predictions = comparing.read_questions(chosen), comparing.read_predictions(chosen.predicted)
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
     if len(runs) > 1:
         raise ValueError("A server is compared with one head: give one checkpoint=DIR, that of the head it serves.")
     served = open_servers(chosen, asked, runs[0].drafter.target.name if runs else None, console)
     server, requests, first, notes, settings = (
-        served.server,
-        served.requests,
-        served.first,
-        served.notes,
-        served.settings,
+        getattr(served, name) for name in ("server", "requests", "first", "notes", "settings")
     )
     console.say(f"{server.model} at {server.url}; tau: {TAU}")
+    notes += comparing.note_suite(asked.suite, runs) if asked.suite else []
     for note in notes:
         console.say(note)
     prompts: dict[int, dict[str, dict]] = {}
@@ -172,40 +171,50 @@ def judge(chosen: Any, out: Path, console: progress.Results) -> None:
                 if wave:
                     measure_missing({"drafted": server, "plain": served.plain}, wave, level, turn, results)
     if requests.turns > 1 and not all(len(each) > len(first) for each in prompts.values()):
-        notes.append("This server gives no token ids, so only first turns were asked.")
-    pairs = {level: read_pairs(results.rows, level) for level in levels}
-    found = [{"requests": level, **summarise(pairs[level], chosen.seed)} for level in levels]
-    countings = comparing.list_countings()
-    for each in found:
-        counts = requests.count([turn for turn, _ in pairs[each["requests"]]])
-        each["acceptance_length"] = (
-            {name: known.length(counts) for name, known in countings.items()} if counts else None
+        cause = (
+            "the target's tokenizer is not here (target.name=)"
+            if requests.tokenizer is None
+            else "no answer has token ids"
         )
-        if predictions is not None and runs and counts:
-            each["predicted_speedup"] = choice.predict(
-                predictions, runs[0].name, f"chain of {len(each['survival'])}", each["requests"]
-            )
-    protocol = say_protocol(settings, asked)
-    document = {"definition_of_tau": TAU, "protocol": protocol, "settings": settings, "notes": notes, "levels": found}
-    if runs:
-        turns = {level: [turn for turn, _ in pairs[level]] for level in levels}
-        drafter = draft_as_engine(runs[0].drafter, server.kind)
-        for each in found:
-            level = each["requests"]
-            each["replay"] = compare_with_replay(chosen, drafter, prompts[level], turns[level])
-    files.write_text(out / "results.json", json.dumps(document, indent=1) + "\n")
-    show(document, console)
-    console.say(f"protocol: {protocol}")
-    console.print(f"written: {out}/results.json")
+        notes.append(f"Only first turns were asked, as {cause}.")
+    found, entries = [], []
+    for level in levels:
+        pairs = read_pairs(results.rows, level)
+        turns = [turn for turn, _ in pairs]
+        each = {"requests": level, **summarise(pairs, chosen.seed)}
+        if runs:
+            drafter = draft_as_engine(runs[0].drafter, server.kind)
+            each["replay"] = compare_with_replay(chosen, drafter, prompts[level], turns)
+        entry = make_entry(each, requests.count(turns) or [], sampling)
+        if predictions is not None and runs:
+            shape = f"chain of {len(each['survival'])}"
+            entry = replace(entry, predicted=choice.predict(predictions, runs[0].name, shape, level))
+        found.append(each)
+        entries.append(entry)
+    document = {"form": 1, "definition_of_tau": TAU, "settings": settings, "notes": notes}
+    comparing.write(out, console, entries, None, asked, document, levels=found)
 
 
-def say_protocol(settings: dict[str, Any], asked: comparing.Asked) -> str:
-    decode = settings["decode"]
-    cuts = [f"{name}={decode[name]}" for name in ("top_p", "top_k") if decode[name] is not None]
-    parts = [*comparing.say_questions(settings, asked.protocol), f"T={decode['temperature']:g}", *cuts]
-    return "; ".join(
-        [*parts, f"seed {settings['seed']}", f"at most {settings['max_new_tokens']} new tokens", settings["model"]]
+def make_entry(level: dict[str, Any], counts: list[AnswerCounts], sampling: Sampling) -> Entry:
+    """The figures of a level as a row of results."""
+    drafted, plain = level["drafted"], level["plain"] or {}
+    report = Report(
+        sampling.temperature,
+        num_prompts=level["answers"],
+        num_rounds=level["rounds"],
+        **{name: level[name] for name in ("tau", "tau_ci", "survival", "acceptance")},
+        tokens_per_second=drafted["tokens_per_second"],
+        tokens_per_second_ci=drafted["tokens_per_second_ci"],
+        baseline_tokens_per_second=plain.get("tokens_per_second"),
+        speedup=level.get("speedup"),
+        speedup_ci=level.get("speedup_ci"),
+        user_tokens_per_second=drafted["tokens_per_second_of_a_user"],
+        baseline_user_tokens_per_second=plain.get("tokens_per_second_of_a_user"),
     )
+    user = level.get("speedup_of_a_user"), level.get("speedup_of_a_user_ci")
+    remarks = [*remark(level, greedy=sampling.greedy)]
+    known = {"user_speedup": user, "first_token": drafted["first_token_seconds"], "remarks": remarks}
+    return Entry("drafts of the server", sampling.temperature, level["requests"], report, counts, **known)
 
 
 @dataclass(frozen=True)
@@ -230,7 +239,11 @@ class Requests:
             if len(before) < turn or (turn and self.tokenizer is None):
                 continue
             if self.tokenizer is None:
-                mode = self.asked.thinking
+                mode, protocol = self.asked.thinking, self.asked.protocol
+                if question.turns[0].get("plain") or (protocol and protocol.chat != "target"):
+                    raise ValueError(
+                        "This protocol sends no messages but text: give target.name=, whose tokenizer encodes it."
+                    )
                 more = {} if mode is None else {"chat_template_kwargs": {"enable_thinking": mode}}
                 found.append((self.name(question, turn), {"messages": question.turns[0]["messages"], **more}))
                 continue
@@ -249,12 +262,10 @@ class Requests:
         names = [answer.prompt for turn in turns for answer in turn.answers]
         if not counts:
             return None
-        return [
-            AnswerCounts(
-                name, of[name].id, of[name].category, round(one.num_emitted - one.num_rounds), round(one.num_rounds)
-            )
-            for name, one in zip(names, counts)
-        ]
+        answers = [answer for turn in turns for answer in turn.answers]
+        ends = [find_end(answer.ended, answer.sizes[-1] == 1) for answer in answers]
+        numbers = [(round(one.num_emitted - one.num_rounds), round(one.num_rounds)) for one in counts]
+        return [AnswerCounts(name, of[name].id, *both, end) for name, both, end in zip(names, numbers, ends)]
 
 
 def read_answers(rows: list[dict], level: int) -> dict[str, list[int] | None]:
@@ -291,9 +302,10 @@ def open_servers(chosen: Any, asked: comparing.Asked, target: str | None, consol
     settings = {
         **{name: getattr(chosen, name) for name in ("engine", "max_new_tokens", "ignore_stop", "seed")},
         "plain": plain and (chosen.plain or SWITCHES[server.kind]),
-        "model": f"{server.model} of {server.kind}",
+        "target": f"{server.model} of {server.kind}",
+        **dict.fromkeys(("fingerprint", "dtype")),
         "decode": asdict(chosen.decode.sampling()),
-        **comparing.describe_questions(chosen, asked),
+        **comparing.describe_questions(asked, requests.tokenizer),
         "prompts": f"{chosen.prompts or asked.source} {digest(repr(first).encode())}",
     }
     return Served(server, plain, requests, first, longest, notes, settings)
@@ -414,9 +426,13 @@ def summarise(pairs: list[tuple[Turn, Turn | None]], seed: int) -> dict[str, Any
     """The figures of a level."""
     turns, both = [turn for turn, _ in pairs], [(turn, plain) for turn, plain in pairs if plain is not None]
     every = turns + [plain for _, plain in both]
+    failed = [failure for turn in every for failure in turn.failed]
+    for some in (turns, [plain for _, plain in both]):
+        if some and not any(turn.answers for turn in some):
+            raise ValueError(f"None of the requests was answered. {failed[0]['error']}")
     return {
         "answers": sum(len(turn.answers) for turn in turns),
-        "failed": [failure for turn in every for failure in turn.failed],
+        "failed": failed,
         "tokens_of_others": sum(turn.others for turn in every),
         **referee.summarise_drafts(turns, seed),
         "drafted": referee.summarise_speed(turns, seed),
@@ -494,49 +510,6 @@ def say_verdict(found: dict[str, Any]) -> str:
     first = min(found["differences"], key=lambda each: each["round"])
     said += f". {len(found['differences'])} of {compared} answers part, prompt {first['prompt']} first, with the draft for token "
     return said + f"{first['token']}: that round accepts {first['served']} drafts served, {first['replayed']} replayed."
-
-
-# What is printed
-
-
-def show(document: dict[str, Any], console: progress.Results) -> None:
-    """A table with a row for each level, and sentences on what is to be known."""
-    rates = (
-        "tokens/s of a user",
-        "plain",
-        "speedup",
-        "tokens/s of all",
-        "plain",
-        "speedup",
-        "predicted",
-        "measured / predicted",
-        "first token, s",
-    )
-    table = rich.table.Table("requests at once", "tau", "accepted by position", *rates)
-    figure = lambda found, name, digits=1: write_figure(found.get(name), found.get(f"{name}_ci"), digits=digits)
-    for level in document["levels"]:
-        cells = [str(level["requests"]), figure(level, "tau", 2) or "unknown"]
-        cells.append(by_depth(level["survival"]) if level["survival"] else "")
-        for end in ("_of_a_user", ""):
-            cells += [figure(level[name] or {}, f"tokens_per_second{end}") for name in ("drafted", "plain")]
-            cells.append(figure(level, f"speedup{end}", 2))
-        predicted, measured = level.get("predicted_speedup"), level.get("speedup_of_a_user")
-        cells.append(write_figure(predicted and predicted[0], predicted and predicted[1:]))
-        cells.append(write_figure(measured / predicted[0]) if predicted and measured else "")
-        table.add_row(*cells, write_figure(level["drafted"]["first_token_seconds"]))
-    console.print(table)
-    counted = [level["acceptance_length"] for level in document["levels"]]
-    if all(counted):
-        rows = [
-            [str(level["requests"]), *(write_figure(each, digits=3) for each in level["acceptance_length"].values())]
-            for level in document["levels"]
-        ]
-        console.print(
-            comparing.to_terminal("The same rounds as others count them", Table(["at once", *counted[0]], rows))
-        )
-    for level in document["levels"]:
-        for sentence in remark(level, greedy=document["settings"]["decode"]["temperature"] == 0):
-            console.say(f"{level['requests']} at once: {sentence}")
 
 
 def remark(level: dict[str, Any], *, greedy: bool) -> Iterator[str]:

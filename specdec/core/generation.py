@@ -22,7 +22,7 @@ class Generation:
     accepted: list[list[int]]  # [B][rounds] drafts that each round emitted; it emits one token more
     drafted: list[int] = field(default_factory=list)  # [rounds] nodes of each round's tree, without the root
     seconds: float = 0.0  # of all rounds: wall clock, without compiling; of an answer in a batch its share
-    elapsed: float = 0.0  # the same, but whole: what its user waits
+    elapsed: float = 0.0  # the same, but whole, with prompts of others that are read meanwhile: what its user waits
     prefill_seconds: float = 0.0
     compile_seconds: float = 0.0
     stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))  # the parts of `seconds`

@@ -204,7 +204,7 @@ class Batch:
     @torch.inference_mode()
     def admit(self, requests: list[Request], prefill: Prefill | None = None) -> list[list[int]]:
         """Reads the prompts, or what `prefill` has not read of them -> the first token of each answer"""
-        prefill = prefill or self.prefill(requests)
+        prefill, waiting = prefill or self.prefill(requests), self.running
         self.read(prefill)
         start = self.clock.mark()
         if self.running:
@@ -224,6 +224,8 @@ class Batch:
         seconds = sum(self.clock.seconds(*piece) for piece in [*prefill.pieces, (start, end)])
         for request in requests:
             request.generation.prefill_seconds += seconds / len(requests)
+        for request in waiting:
+            request.generation.elapsed += seconds
         return emitted
 
     @torch.inference_mode()

@@ -7,14 +7,15 @@ a_1 .. a_R, but for drafts that were accepted behind the end of an answer: they 
 
 import math
 import statistics
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from specdec.measuring.measure import PromptResult
 
 First = Literal["out", "token", "round"]
-Mean = Literal["rounds", "answers", "questions", "categories"]
+Mean = Literal["rounds", "answers", "questions"]
+End = Literal["none", "alone", "with others"]
 FIRSTS = {
     "out": "the answer's first token is not counted",
     "token": "the answer's first token is counted, the prompt's pass is not",
@@ -24,7 +25,6 @@ MEANS = {
     "rounds": "all rounds pooled",
     "answers": "mean over answers",
     "questions": "mean over questions, their turns joined",
-    "categories": "mean over categories of the mean over questions",
 }
 
 
@@ -34,19 +34,21 @@ class AnswerCounts:
 
     answer: str
     question: str
-    category: str
     accepted: int
     rounds: int
-    end: Literal["none", "alone", "with others"] = "none"
+    end: End = "none"
 
     @classmethod
     def of(cls, result: PromptResult, stop: Container[int] = ()) -> "AnswerCounts":
         """stop: tokens that end an answer"""
         prompt, accepted = result.prompt, result.drafted.accepted[0]
         ended = bool(accepted) and result.drafted.tokens[0][-1] in stop
-        end: Literal["none", "alone", "with others"] = "with others" if ended else "none"
-        end = "alone" if ended and not accepted[-1] else end
-        return cls(prompt.id, prompt.of, prompt.category, sum(accepted), len(accepted), end)
+        return cls(prompt.id, prompt.of, sum(accepted), len(accepted), find_end(ended, ended and not accepted[-1]))
+
+
+def find_end(ended: bool, alone: bool) -> End:
+    """ended: whether a token ended the answer; alone: whether its round emitted nothing else"""
+    return "none" if not ended else "alone" if alone else "with others"
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,7 @@ class Counting:
         if self.mean == "rounds":
             return ratio(counts)
         key = (lambda each: each.answer) if self.mean == "answers" else (lambda each: each.question)
-        if self.mean != "categories":
-            return _mean([ratio(part) for part in _group(counts, key)])
-        parts = _group(counts, lambda each: each.category)
-        return _mean([_mean([ratio(part) for part in _group(each, key)]) for each in parts])
+        return _mean([ratio(part) for part in _group(counts, key)])
 
     def _count(self, one: AnswerCounts) -> tuple[int, int]:
         """-> tokens that are counted, rounds"""
@@ -98,11 +97,20 @@ class Counting:
 
 
 OURS = Counting()
-ENGINES = {"vLLM": Counting(behind_end=True), "SGLang": Counting(first="token")}  # as their counters have it
+# As the counters of engines have it, and as an acceptance rate has it
+OTHERS = {"vLLM": Counting(behind_end=True), "SGLang": Counting(first="token"), "drafts alone": Counting(bonus=False)}
+
+
+def join_equal(countings: Mapping[str, Counting]) -> dict[str, Counting]:
+    """The same with one entry for all that give the same number, under their names."""
+    names: dict[Counting, list[str]] = {}
+    for name, counting in countings.items():
+        names.setdefault(replace(counting, behind_end=False), []).append(name)
+    return {", ".join(each): counting for counting, each in names.items()}
 
 
 def _ratio(counts: Sequence[tuple[int, int]]) -> float:
-    tokens, rounds = map(sum, zip(*counts))
+    tokens, rounds = (sum(column) for column in zip(*counts, (0, 0)))
     return tokens / rounds if rounds else math.nan
 
 

@@ -17,9 +17,8 @@ from specdec.proposers.base import Proposer
 from specdec.target.model import Target
 from specdec.unroll import replay
 
-BATCHES = (
-    4  # whose prompts the methods decode side by side, before the next ones begin: fewer leave rows empty at their ends
-)
+# Batches that are decoded side by side before the next ones begin: with more of them fewer rows are empty at their ends
+BATCHES, BATCHES_OF_MANY, MANY = 4, 2, 8
 WARM_UP = 8  # tokens
 FROZEN = "the frozen target"
 Item = TypeVar("Item")
@@ -196,7 +195,7 @@ def check_prompts(decoder: Decoder, prompts: Iterable[Prompt], max_new_tokens: i
 
 def split_turns(items: list[Item], batch: int) -> list[list[Item]]:
     """What the methods decode side by side: single items; for a batch several batches, so that its rows are mostly full"""
-    size = 1 if batch == 1 else BATCHES * batch
+    size = 1 if batch == 1 else (BATCHES_OF_MANY if batch > MANY else BATCHES) * batch
     num = max(1, round(len(items) / size))
     borders = [place * len(items) // num for place in range(num + 1)]
     return [items[start:end] for start, end in zip(borders, borders[1:])]

@@ -124,6 +124,7 @@ class ServedAnswer:
     ids: list[int] | None
     sizes: list[int]
     said: Speculation | None
+    ended: bool = False  # by itself, not by the limit of tokens
 
     @property
     def rate(self) -> float:

@@ -51,8 +51,6 @@ class Report:
     baseline_tokens_per_second: float | None = None
     speedup: float | None = None
     speedup_ci: list[float] | None = None
-    user_tokens_per_second: float | None = None  # the median over answers, in which others of the batch cost time, too
-    baseline_user_tokens_per_second: float | None = None
     ms_per_round: dict[str, float] | None = None  # by decode.STAGES
     adapted_target: bool = False  # whether outputs are those of a target that the head has changed
     identical_outputs: float | None = None  # share of the answers that equal plain decoding; None at temperature > 0
@@ -74,6 +72,8 @@ class Report:
     by_tag: dict[str, "Report"] = field(default_factory=dict)  # of the tags that rows of prompts have
     by_prompt: list[dict] = field(default_factory=list)  # of a validation: `prompt_counts`
     fast: dict | None = None  # on a GPU: of each fast path whether it was used, or why not
+    user_tokens_per_second: float | None = None  # the median over answers, in which others of the batch cost time, too
+    baseline_user_tokens_per_second: float | None = None
     experts: list[int] | None = None  # of a validation whose target is a mixture: experts of a layer, those of a token
 
     @property
@@ -319,7 +319,10 @@ def interval(items: Sequence, statistic: Callable[[list], float], seed: int) -> 
     parts = list(groups.values())
     generator = torch.Generator().manual_seed(seed)
     draws = (torch.randint(len(parts), (len(parts),), generator=generator).tolist() for _ in range(RESAMPLES))
-    values = sorted(statistic([item for i in draw for item in parts[i]]) for draw in draws)
+    drawn = (statistic([item for i in draw for item in parts[i]]) for draw in draws)
+    values = sorted(value for value in drawn if not math.isnan(value))  # a draw may have no round
+    if len(values) < 2:
+        return [math.nan, math.nan]
     cuts = statistics.quantiles(values, n=40)
     return [cuts[0], cuts[-1]]
 

@@ -45,6 +45,8 @@ class GivenUp(ValueError):
 class Refused(ValueError):
     """A request that the server does not understand or does not allow (status 4xx)."""
 
+    status = 0  # where it is known
+
 
 class EngineClient:
     """One or several servers with the same model, used in turn.
@@ -223,7 +225,9 @@ def _check(answer: httpx.Response, where: str) -> None:
             error.pause = min(LONGEST_WAIT, float(answer.headers.get("retry-after", 0)))
         raise error
     if answer.status_code >= 400:
-        raise Refused(f"{where} refuses the request with status {answer.status_code}: {_message(answer)}")
+        refused = Refused(f"{where} refuses the request with status {answer.status_code}: {_message(answer)}")
+        refused.status = answer.status_code
+        raise refused
 
 
 def read_events(parts: list[tuple[float, bytes]]) -> list[Event]:

@@ -46,7 +46,11 @@ class Section:
 def write_figure(value: float | None, span: Sequence[float] | None = None, *, digits: int = 2, sign: str = "") -> str:
     """A figure with its 95 % interval; empty if it is not known. sign: + to write that of positive numbers"""
     text = lambda each: f"{each:{sign}.{digits}f}"
-    return "" if value is None else text(value) + (f" ({text(span[0])} .. {text(span[1])})" if span else "")
+    return (
+        ""
+        if value is None or math.isnan(value)
+        else text(value) + (f" ({text(span[0])} .. {text(span[1])})" if span else "")
+    )
 
 
 def render_page(title: str, *, data: dict, verdict: tuple[str, str] | None = None, sections: Sequence[Section]) -> str:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from specdec import checkpoint
-from specdec.measuring.counting import AnswerCounts, Counting
-from specdec.measuring.report import Report, Training, verdict
+from specdec.measuring.counting import AnswerCounts, Counting, join_equal
+from specdec.measuring.report import Report, Training, by_depth, verdict
 from train.pages.charts import ChartCurve, lines, number
 from train.pages.page import Section, Table, render_page, write_figure
 
@@ -22,7 +22,11 @@ DETAILS = (
 
 @dataclass(frozen=True)
 class Entry:
-    """One method at one temperature and batch size. difference: of its tau to that of the first method; predicted: its speedup"""
+    """One method at one temperature and batch size.
+
+    difference: of its tau to that of the first method; predicted: its speedup
+    user_speedup: of a user, with its interval, and first_token: seconds, of a server; remarks: instead of a verdict on its answers
+    """
 
     method: str
     temperature: float
@@ -31,11 +35,18 @@ class Entry:
     counts: list[AnswerCounts] = field(repr=False)
     difference: tuple[float, list[float]] | None = None
     predicted: tuple[float, float, float] | None = None
+    user_speedup: tuple[float | None, list[float] | None] | None = None
+    first_token: float | None = None
+    remarks: Sequence[str] | None = None
 
     def to_json(self, countings: Mapping[str, Counting]) -> dict[str, Any]:
         about = {"method": self.method, "temperature": self.temperature, "batch": self.batch}
         lengths = {name: counting.length(self.counts) for name, counting in countings.items()}
-        more = {"difference": self.difference, "predicted_speedup": self.predicted}
+        more = {
+            "difference": self.difference,
+            "predicted_speedup": self.predicted,
+            "speedup_of_a_user": self.user_speedup,
+        }
         known = {name: value for name, value in more.items() if value is not None}
         return {**about, "acceptance_length": lengths, **known, **self.report.to_json()}
 
@@ -51,7 +62,8 @@ class Results:
     countings: Mapping[str, Counting]
     protocol: str
     settings: Mapping[str, Any]
-    first: str
+    notes: Sequence[str] = ()
+    first: str | None = None
     own: str | None = None
 
     @property
@@ -71,7 +83,8 @@ class Results:
         """Whether answers are the target's: methods of which the same can be said are named together."""
         found: dict[str, list[str]] = {}
         for entry in self.entries:
-            found.setdefault(verdict(entry.report), []).append(self._name(entry))
+            for sentence in [verdict(entry.report)] if entry.remarks is None else entry.remarks:
+                found.setdefault(sentence, []).append(self._name(entry))
         for sentence, names in found.items():
             yield f"{'all' if len(found) == 1 < len(names) else '; '.join(names)}: {sentence}"
 
@@ -79,13 +92,13 @@ class Results:
         parts = [f"# {self.title}", f"Protocol: {self.protocol}"]
         parts += [f"## {heading}\n\n{table.to_markdown()}" for heading, table in self.tables()]
         counted = [f"- {name}: {counting}" for name, counting in self.countings.items()]
-        parts += ["\n".join(counted), "\n".join(f"- {sentence}" for sentence in self.verdicts())]
+        parts += ["\n".join(counted), "\n".join(f"- {sentence}" for sentence in [*self.verdicts(), *self.notes])]
         return "\n\n".join(parts) + "\n"
 
     def to_html(self) -> str:
         (heading, table), *others = self.tables()
         sections = [
-            Section(texts=[f"Protocol: {self.protocol}"]),
+            Section(texts=[f"Protocol: {self.protocol}", *self.notes]),
             Section(heading, table=table, charts=[*self._charts()]),
             *(Section(name, table=each) for name, each in others),
             Section("How they count", points=[f"{name}: {each}" for name, each in self.countings.items()]),
@@ -102,9 +115,13 @@ class Results:
 
     def _tabulate(self, entries: Sequence[Entry], cells: Callable[[Entry], dict[str, str]]) -> Table:
         """A row for each entry. A column in which nothing is known is left out."""
-        rows = [self._about(entry) | cells(entry) for entry in entries]
-        heads = [key for key in rows[0] if any(row[key] for row in rows)]
-        return Table(heads, [[row[key] or "-" for key in heads] for row in rows])
+        rows = [
+            [*self._about(entry).items(), *cells(entry).items()] for entry in entries
+        ]  # a category may be called method
+        shown = [place for place in range(len(rows[0])) if any(row[place][1] for row in rows)]
+        return Table(
+            [rows[0][place][0] for place in shown], [[row[place][1] or "-" for place in shown] for row in rows]
+        )
 
     def _about(self, entry: Entry) -> dict[str, str]:
         several = lambda values: len(set(values)) > 1
@@ -123,14 +140,17 @@ class Results:
         ran, stages, auto = report.training or Training(), report.ms_per_round or {}, report.auto or {}
         own = self.countings[self.own].length(entry.counts) if self.own else None
         predicted, measured = entry.predicted, report.speedup
-        ratio = measured / predicted[0] if predicted and measured else None
+        user, span = entry.user_speedup or (None, None)
+        ratio = (user or measured or 0.0) / predicted[0] if predicted and measured else None
         return {
             "tau": write_figure(report.tau, report.tau_ci),
             f"{self.own}": write_figure(own),
             "tau, replayed": write_figure(report.replayed_tau, report.replayed_tau_ci),
             "tau, best candidates": write_figure((report.candidates or {}).get("oracle_tau")),
+            "accepted by position": by_depth(report.survival) if entry.remarks is not None and report.survival else "",
             f"tau minus that of {self.first}": write_figure(*(entry.difference or (None,)), sign="+"),
             "speedup": write_figure(report.speedup, report.speedup_ci),
+            "speedup of a user": write_figure(user, span),
             "predicted": write_figure(predicted and predicted[0], predicted and predicted[1:]),
             "measured / predicted": write_figure(ratio),
             "speedup, captured": write_figure(report.served_speedup),
@@ -141,6 +161,7 @@ class Results:
             "plain, of a user": write_figure(report.baseline_user_tokens_per_second, digits=1)
             if entry.batch > 1
             else "",
+            "first token, s": write_figure(entry.first_token),
             "draft, ms": write_figure(stages.get("draft")),
             "verify, ms": write_figure(stages.get("verify")),
             "tokens trained on": number(ran.tokens) if ran.tokens else "",
@@ -155,9 +176,8 @@ class Results:
         return {name: write_figure(parts[name].tau) if name in parts else "" for name in self._categories()}
 
     def _cells_of_countings(self, entry: Entry) -> dict[str, str]:
-        return {
-            name: write_figure(counting.length(entry.counts), digits=3) for name, counting in self.countings.items()
-        }
+        joined = join_equal(self.countings)
+        return {name: write_figure(counting.length(entry.counts), digits=3) for name, counting in joined.items()}
 
     # Charts
 
@@ -193,9 +213,10 @@ ASKED = (
     "questions_digest",
     "num_questions",
     "thinking",
-    "template",
+    "chat",
     "max_new_tokens",
     "ignore_stop",
+    "stop_texts",
     "seed",
 )
 TARGET = ("fingerprint", "dtype")
@@ -208,17 +229,20 @@ def read(folders: Sequence[str]) -> dict[str, dict]:
     found = {}
     for folder in folders:
         document = checkpoint.read_json(Path(folder) / "results.json")
-        if "results" not in document or "settings" not in document:
-            raise ValueError(f"{folder}/results.json is not of specdec evaluate without engine=: measure again.")
         found[folder] = document
+        try:
+            list(say_differences(found))
+            tabulate_side_by_side(found)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{folder}/results.json is not of specdec evaluate ({error!r}): measure again.") from None
     return found
 
 
 def say_differences(found: Mapping[str, dict]) -> Iterator[str]:
     """What of the protocol, and what of the machine, is not the same."""
     settings = [document["settings"] for document in found.values()]
-    of = lambda each, name: each.get("decode", {}).get(name) if name in DECODED else each.get(name)
-    write = lambda value: value["title"] if isinstance(value, dict) else str(value)
+    of = lambda each, name: each["decode"].get(name) if name in DECODED else each.get(name)
+    write = lambda value: f"{value['title']} {value['digest']}" if isinstance(value, dict) else str(value)
     for names, what in (((*ASKED, *TARGET, *DECODED), "different protocols, so acceptance lengths are not comparable"),
                         (MACHINE, "different machines, so speeds are not comparable")):  # fmt: skip
         differing = [name for name in names if len({repr(of(each, name)) for each in settings}) > 1]

@@ -43,7 +43,6 @@ ROUNDS, EMITTED = 3 + 1 + 4 + 2, (3 + 3) + (3 + 1) + 4 + (8 + 2)
         (Counting(first="round"), (EMITTED + 5) / (ROUNDS + 5)),
         (Counting(mean="answers"), (6 / 3 + 4 / 1 + 4 / 4 + 10 / 2) / 4),
         (Counting(mean="questions"), (10 / 4 + 4 / 4 + 10 / 2) / 3),
-        (Counting(mean="categories"), ((10 / 4 + 4 / 4) / 2 + 10 / 2) / 2),
         # without tokens that end answers: one less of two answers, and a round less of the one that ends with it alone
         (Counting(end=False), (EMITTED - 2) / (ROUNDS - 1)),
         (Counting(mean="questions", first="round", end=False), ((9 + 2) / 6 + (3 + 1) / 4 + 11 / 3 + 1) / 4),
