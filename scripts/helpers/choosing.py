@@ -6,12 +6,12 @@ from helpers.options import split
 
 import itertools
 import json
-import math
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -168,15 +168,8 @@ def read_numbers(name: str, text: str, most: int) -> list[int]:
 
 def refuse_unused(chosen: Any) -> None:
     """Raises ValueError for options that were given and would change nothing."""
-    usual, names = (
-        type(chosen)(),
-        ["batch", "predicted", *([] if chosen.protocol else ["chains"])],
-    )  # which may set them
-    given = [name for name in names if getattr(chosen, name) != getattr(usual, name)]
-    shapes = [
-        name for name in ("depth", "width", "nodes") if getattr(chosen.decode, name) != getattr(usual.decode, name)
-    ]
-    if given := [*given, *(f"decode.{name}" for name in shapes)]:
+    names = ["batch", "predicted", "decode.depth", "decode.width", "decode.nodes"] + ["chains"] * (not chosen.protocol)
+    if given := [name for name in names if attrgetter(name)(chosen) != attrgetter(name)(type(chosen)())]:
         raise ValueError(
             f"choose=true has no use for {', '.join(f'{name}=' for name in given)}: it looks at chains of 1 to {MOST_DRAFTS} drafts, "
             "and at trees=, for each of loads=. Leave that out."
@@ -319,10 +312,8 @@ def read_costs(chosen: Any, loads: list[int], contexts: list[int]) -> RoundCosts
     if not given or chosen.costs in machines:
         return None
     costs = round_costs.read_costs(given, loads, MOST_DRAFTS, checkpoint.name_of(Path(heads[0])) if alone else None)
-    known_of = {each.context for each in costs.points}
-    if len(known_of) == 1 and not all(
-        abs(length - each) <= round_costs.NEAR * each for length in contexts for each in known_of
-    ):
+    only, *others = {each.context for each in costs.points}
+    if not others and any(abs(length - only) > round_costs.NEAR * only for length in contexts):
         raise ValueError(
             f"contexts={chosen.contexts}: costs={chosen.costs} are known of one context only, so leave it out."
         )
@@ -391,32 +382,27 @@ def time_drafter(
 
 
 def serve_costs(case: Case, served: serving.Served) -> RoundCosts:
-    """From a few requests at each load to a server with drafts and to a plain one. Raises ValueError, naming the load, for an unknown figure."""
+    """From a few requests at each load to a server with drafts and to a plain one. Raises ValueError, naming the load, without figures."""
     (run,), questions = case.runs, served.first
     settings = served.settings | {"checkpoint": comparing.describe_weights(case.runs), "drafts": served.longest}
     drafted, base = [], {}
     out, advice = case.out, "Choose another out=FOLDER."
     with resumable(out / "settings.json", out / "rows.jsonl", settings, advice=advice) as results:
         for load in case.loads:
-            both, some = {"drafted": served.server, "plain": served.plain}, questions[: max(FEW, load)]
-            serving.measure_missing(both, some, load, 0, results)
-            turns = serving.read_pairs(results.rows, load)
-            found, answers = (
-                serving.summarise(turns, case.chosen.seed),
-                [each for turn, _ in turns for each in turn.answers],
-            )
-            drafts = serving.find_longest([turn for turn, _ in turns])
-            seconds, base[load] = (
-                1 / (found[name]["tokens_per_second_of_a_user"] or math.inf) for name in ("drafted", "plain")
-            )
-            if not (found["tau"] and drafts and seconds and base[load]):
-                lacks = (
-                    "how many drafts the server accepts" if seconds and base[load] else "the seconds of a user's token"
-                )
+            both = {"drafted": served.server, "plain": served.plain}
+            serving.measure_missing(both, questions[: max(FEW, load)], load, 0, results)
+            pairs = serving.read_pairs(results.rows, load)
+            turns = [turn for turn, _ in pairs]
+            found, drafts = serving.summarise(pairs, case.chosen.seed), serving.find_longest(turns)
+            speeds = [found[name]["tokens_per_second_of_a_user"] for name in ("drafted", "plain")]
+            if not (found["tau"] and drafts and all(speeds)):
+                lacks = "how many drafts the server accepts" if all(speeds) else "the seconds of a user's token"
                 raise ValueError(
-                    f"At load {load} {lacks} cannot be told from {len(answers)} answers: see that nobody else asks the server, raise "
-                    "max_new_tokens=, and choose another out=FOLDER."
+                    f"At load {load} {lacks} cannot be told from {found['answers']} answers: see that nobody else asks the server, "
+                    "raise max_new_tokens=, and choose another out=FOLDER."
                 )
+            seconds, base[load] = (1 / speed for speed in speeds)
+            answers = [each for turn in turns for each in turn.answers]
             lengths = [len(dict(questions)[each.prompt]["prompt"]) + each.tokens / 2 for each in answers]
             about = {"rows": load, "seconds": seconds, "tau": found["tau"], "drafts": drafts}
             drafted.append({**about, "context": statistics.mean(lengths)})
@@ -442,29 +428,26 @@ def list_flags(
             yield why | {"reason": str(error)}
             continue
         chains = [each for each in acceptance if each.costs == run.name]
-        if form.whole_block:
-            chains = [each for each in chains if each.drafts == form.num_drafts(1)]
-        if not chains or not form.engines:
-            yield why | {
-                "reason": f"its block has more than {MOST_DRAFTS} drafts" if form.engines else "it has no line"
-            }
+        chains = [each for each in chains if not form.whole_block or each.drafts == form.num_drafts(1)]
+        if not chains:
+            yield why | {"reason": f"its block has more than {MOST_DRAFTS} drafts"}
             continue
         table = choice.choose_drafts(chains, costs, loads=case.loads, contexts=[context], tokens=tokens)
-        schedule = choice.find_schedule(table, run.name)
-        drafting, lines = [step for step in schedule if step[2]], dict[tuple[str, str], list[int]]()
+        schedule, lines = choice.find_schedule(table, run.name), dict[tuple[str, str], list[int]]()
+        drafting = [step for step in schedule if step[2]]
         if not drafting:
             yield why | {"reason": "plain decoding is faster at every load"}
-        most = max((num for *_, num in drafting), default=0)
+            continue
+        most = max(num for *_, num in drafting)
         by_load = name == "vllm" and len(schedule) > 1 and not form.whole_block and form.settings["method"] != "medusa"
-        for first, last, num in drafting:
-            first, last, num = (1, case.loads[-1], most) if by_load else (first, last, most if name == "vllm" else num)
+        for first, last, num in [(1, case.loads[-1], most)] if by_load else drafting:
+            num = most if name == "vllm" else num
             filled = form.launch_lines(target=case.opened.target.name, out=f"EXPORTED_{name}", num=num)
             engine, line = next(iter(filled.items()))
+            settings = form.settings_for(f"EXPORTED_{name}", num)
             if by_load:
-                settings = form.settings_for(f"EXPORTED_{name}", num)
                 assert json.dumps(settings) in line
-                more = {SCHEDULE: schedule}
-                line = line.replace(json.dumps(settings), json.dumps(settings | more))
+                line = line.replace(json.dumps(settings), json.dumps(settings | {SCHEDULE: schedule}))
             lines.setdefault((engine, line.splitlines()[-1]), [first, last])[1] = last
         for (engine, line), loads in lines.items():
             yield {"drafter": run.name, "engine": engine, "loads": loads, "line": line}
@@ -524,12 +507,8 @@ def describe(document: dict) -> Iterator[str]:
     """From which load plain decoding is faster, and acceptance by position."""
     for context, found in document["plain_from"].items():
         for name, since in found.items():
-            since = (
-                f"from load {since[0]}{' *' * since[1]}"
-                if since
-                else f"at no load up to {document['loads'][-1]['load']}"
-            )
-            yield f"behind {context} tokens plain is faster than {'everything' if name == 'all' else name} {since}"
+            since = f"load {since[0]}{' *' * since[1]}" if since else f"no load up to {document['loads'][-1]['load']}"
+            yield f"behind {context} tokens plain is faster than {'everything' if name == 'all' else name} from {since}"
     for name in document["loads"][0]["drafters"]:
         survival = max((each["survival"] for each in document["acceptance"] if each["drafter"] == name), key=len)
         given = [now / before if before else 0.0 for now, before in zip(survival, [1.0, *survival])]

@@ -1,12 +1,17 @@
 """Tests of evaluate choose=true on tiny checkpoints: what is chosen, from which costs, and refusals."""
 
+from helpers import choosing
+
 import json
+import shlex
+from types import SimpleNamespace
 
 import pytest
 
 from scripts import evaluate
-from specdec.measuring.choice import predict
-from tests.support import save_eagle, save_target, write_prompts, write_rows
+from specdec.measuring.choice import Acceptance, predict
+from specdec.measuring.round_costs import CostPoint, RoundCosts
+from tests.support import make_drafter, save_eagle, save_target, write_prompts, write_rows
 
 pytestmark = pytest.mark.full
 
@@ -106,6 +111,42 @@ def test_given_answers_are_replayed(run, folder, tmp_path):
     write_rows(tmp_path / "answers.jsonl", rows)
     run(f"answers={tmp_path}/answers.jsonl", "costs=h100", "hold_out=null")
     assert read(tmp_path)["num_answers"] == 3 and not (tmp_path / "choice" / "answers").exists()
+
+
+def flags_of(target, kind, nums, cost=0.04):
+    """The flags of a head with chains of these numbers of drafts, each of which costs a row so much of a plain round."""
+    chains = [Acceptance("a", f"chain of {num}", "a", num, 1 + num**0.5, [1 + num**0.5] * 2, []) for num in nums]
+    points = [CostPoint("a", rows, num, 9.0, 1 + cost * rows * num, 1.0) for rows in (1, 4, 64) for num in nums]
+    run = SimpleNamespace(name="a", drafter=make_drafter(target, kind))
+    case = SimpleNamespace(runs=[run], loads=[1, 4, 64], opened=SimpleNamespace(target=target))
+    found = list(choosing.list_flags(case, chains, RoundCosts(points, ""), 9.0, 50.0))
+    return {name: [each for each in found if each["engine"] == name] for name in ("vLLM", "SGLang", "llama.cpp")}
+
+
+def test_flags_serve_the_best_chain_at_each_load(small_target):
+    found = flags_of(small_target, "eagle3", [1, 2, 7])
+    (line,) = found["vLLM"]
+    words = shlex.split(line["line"])
+    settings = json.loads(words[words.index("--speculative-config") + 1])
+    assert settings["num_speculative_tokens"] == 7 and line["loads"] == [1, 64]
+    assert settings[choosing.SCHEDULE] == [[1, 3, 7], [4, 63, 2], [64, 64, 0]]
+    assert [each["loads"] for each in found["SGLang"]] == [[1, 3], [4, 63]]
+    assert ["--spec-draft-n-max 7" in each["line"] for each in found["llama.cpp"]] == [True, False]
+    (line,) = flags_of(small_target, "eagle3", [1, 2, 7], cost=0.001)["vLLM"]
+    assert choosing.SCHEDULE not in line["line"] and line["loads"] == [
+        1,
+        64,
+    ]  # one number of drafts is best at all loads
+    (reason,) = flags_of(small_target, "eagle3", [1, 2], cost=9.0)["SGLang"]
+    assert reason["reason"] == "plain decoding is faster at every load"
+
+
+def test_flags_have_whole_blocks_and_say_why_there_is_no_line(small_target):
+    found = flags_of(small_target, "dflash", [1, 2, 4])
+    (line,) = found["vLLM"]
+    assert line["loads"] == [1, 63] and '"num_speculative_tokens": 4' in line["line"]
+    assert choosing.SCHEDULE not in line["line"] and "The mask of this head" in found["SGLang"][0]["reason"]
+    assert "not Medusa" in flags_of(small_target, "medusa", [1, 2])["llama.cpp"][0]["reason"]
 
 
 @pytest.mark.parametrize(
