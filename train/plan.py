@@ -21,7 +21,7 @@ from specdec.core import fast, files
 from specdec.heads.base import Drafter, Head
 from specdec.target.loading import load_config
 from specdec.target.model import Target, TargetOutput
-from specdec.target.structure import experts_of
+from specdec.target.structure import count_weights, experts_of
 from train import progress
 from train.config import HERE, MachineSettings, RunConfig
 from train.counting import BANDWIDTH, PEAK, Autocast, Count
@@ -130,11 +130,8 @@ def count_run(config: RunConfig, target: Target, texts: TextLengths, place: Plac
     matrices = sum(value.numel() for value in muon)  # Muon keeps one number for each, AdamW two
     own = 4.0 * size * (4 if train.ema else 3) - 4.0 * matrices
     experts = experts_of(target.config.to_dict())
-    used = sum(
-        value.numel() * (experts.per_token / experts.num if experts and "experts" in name else 1.0)
-        for name, value in target.decoder.named_parameters()
-        if value is not target.embed.weight
-    )
+    dense, mixed = count_weights(target.decoder, target.embed.weight, experts)
+    used = dense + (mixed * experts.per_token / experts.num if experts else 0.0)
     inner = getattr(target.config, "intermediate_size", None) or 4 * target.width
     reading = tokens * 2.0 * (8 * target.width + 3 * (max(inner) if isinstance(inner, list) else inner))
     with fast.forced("loss", *(["varlen"] if place.device == "cuda" else [])):

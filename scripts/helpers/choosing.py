@@ -309,6 +309,8 @@ def read_costs(chosen: Any, loads: list[int], contexts: list[int]) -> RoundCosts
             "engine= gives the costs of one head's chain behind its own requests: give that checkpoint=DIR, the one it serves, and no "
             "costs=, contexts=, proposers= or trees=."
         )
+    if chosen.costs in machines:
+        read_sheet(chosen.costs)  # raises ValueError now
     if not given or chosen.costs in machines:
         return None
     costs = round_costs.read_costs(given, loads, MOST_DRAFTS, checkpoint.name_of(Path(heads[0])) if alone else None)
@@ -318,6 +320,16 @@ def read_costs(chosen: Any, loads: list[int], contexts: list[int]) -> RoundCosts
             f"contexts={chosen.contexts}: costs={chosen.costs} are known of one context only, so leave it out."
         )
     return costs
+
+
+def read_sheet(name: str) -> DataSheet:
+    about = yaml.safe_load((loading.CONF / "machine" / f"{name}.yaml").read_text())["machine"]
+    if about["num"] != 1 or not (about["flops"] and about["bandwidth"] and about["memory"]):
+        raise ValueError(
+            f"costs={name} needs flops, bandwidth and memory of one device (num: 1) in conf/machine: give such a one, as h100 is."
+        )
+    launch = 1e-6 * (about.get("launch") or 0)
+    return DataSheet(name, 1e12 * about["flops"], 1e9 * about["bandwidth"], launch, 1e9 * about["memory"])
 
 
 def find_costs(
@@ -333,8 +345,7 @@ def find_costs(
         heads = {run.name: run.drafter for run in case.runs if isinstance(run.drafter, Drafter)}
         if not {each.costs for each in acceptance} <= set(heads):
             raise ValueError(f"costs={given[0]} is for chains of trained heads: leave proposers= and trees= out.")
-        about = yaml.safe_load((loading.CONF / "machine" / f"{given[0]}.yaml").read_text())["machine"]
-        sheet = DataSheet(given[0], 1e12 * about["flops"], 1e9 * about["bandwidth"], 1e-6 * about.get("launch", 0))
+        sheet = read_sheet(given[0])
         return round_costs.sheet_costs(sheet, case.opened.target, heads, case.loads, MOST_DRAFTS, contexts)
     points, drafts = list[CostPoint](), {(each.drafter, each.shape): each.drafts for each in acceptance}
     for name in dict.fromkeys(each.costs for each in acceptance):

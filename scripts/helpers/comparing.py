@@ -6,6 +6,7 @@ from helpers.options import split
 
 import itertools
 import json
+import statistics
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -100,16 +101,20 @@ def compare(chosen: Any, out: Path, console: progress.Results) -> None:
             decode_missing(methods, waves[batch][turn], asked, opened, how, results, settings["prompts"])
         entries = []
         for sampling, batch in itertools.product(samplings, batches):
+            fitting = fit_predictions(predictions, opened.target, sampling, notes)
             rows = find_rows(results.rows, sampling.temperature, batch, planned[batch])
             if missing := len(planned[batch]) - len(rows):
                 notes.append(f"T={sampling.temperature:g}, batch {batch}: {missing} later turns did not fit: left out")
             every = [results_of(rows, method) for method in methods]
-            made = []
+            made, context = (
+                [],
+                statistics.mean(len(each.prompt.tokens) + len(each.plain.tokens[0]) / 2 for each in every[0]),
+            )
             for method, each in zip(methods, every):
                 run = run_of.get(method.name)
                 entry = make_entry(method, run, sampling.temperature, batch, each, every[0], settings["stop"])
                 drafter, _, shape = method.name.partition(", ")
-                found = choice.predict(predictions, drafter, shape, batch) if predictions else None
+                found = choice.predict(fitting, drafter, shape, batch, context) if fitting else None
                 made.append(replace(entry, predicted=found))
             entries += sorted(made, key=lambda entry: -(entry.report.tau or 0.0))
         document = {"form": 1, "definition_of_tau": TAU, "settings": settings, "notes": notes}
@@ -142,6 +147,21 @@ def read_predictions(path: str | None) -> dict[str, Any] | None:
     document = checkpoint.read_json(Path(path))
     choice.predict(document, "", "", 1)
     return document
+
+
+def fit_predictions(
+    predictions: dict[str, Any] | None, target: Target, sampling: Sampling, notes: list[str]
+) -> dict[str, Any] | None:
+    """The choice where it is of this target and sampling; else a note says so."""
+    if predictions is None:
+        return None
+    of = {"fingerprint": predictions.get("fingerprint"), **predictions.get("settings", {})}
+    wanted = {"fingerprint": target.fingerprint(), **asdict(sampling)}
+    if not (wrong := [f"{name} {of.get(name)}" for name, value in wanted.items() if of.get(name) != value]):
+        return predictions
+    note = f"T={sampling.temperature:g}: nothing is predicted, as predicted= is of {', '.join(wrong)}"
+    notes += [note] if note not in notes else []
+    return None
 
 
 def read_questions(chosen: Any) -> Asked:

@@ -178,6 +178,7 @@ def judge(chosen: Any, out: Path, console: progress.Results) -> None:
         )
         notes.append(f"Only first turns were asked, as {cause}.")
     found, entries = [], []
+    fitting = comparing.fit_predictions(predictions, runs[0].drafter.target, sampling, notes) if runs else None
     for level in levels:
         pairs = read_pairs(results.rows, level)
         turns = [turn for turn, _ in pairs]
@@ -186,9 +187,9 @@ def judge(chosen: Any, out: Path, console: progress.Results) -> None:
             drafter = draft_as_engine(runs[0].drafter, server.kind)
             each["replay"] = compare_with_replay(chosen, drafter, prompts[level], turns)
         entry = make_entry(each, requests.count(turns) or [], sampling)
-        if predictions is not None and runs:
+        if fitting:
             shape = f"chain of {len(each['survival'])}"
-            entry = replace(entry, predicted=choice.predict(predictions, runs[0].name, shape, level))
+            entry = replace(entry, predicted=choice.predict(fitting, runs[0].name, shape, level))
         found.append(each)
         entries.append(entry)
     document = {"form": 1, "definition_of_tau": TAU, "settings": settings, "notes": notes}

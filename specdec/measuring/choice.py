@@ -11,7 +11,7 @@ reads the prompts. Intervals are of tau over prompts (bootstrap) and of the meas
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from torch import Tensor
 
@@ -149,8 +149,8 @@ def find_schedule(table: Iterable[dict], drafter: str) -> list[tuple[int, int, i
 
 def predict(
     document: dict, drafter: str, shape: str, rows: float, context: float | None = None
-) -> tuple[float, float, float] | None:
-    """What a choice.json says of a drafter at a load -> speedup, low, high; None: it has no such drafter or shape.
+) -> tuple[float, float, float, bool] | None:
+    """What a choice.json says of a drafter at a load -> speedup, low, high, extrapolated; None: it has no such drafter or shape.
 
     shape: as in the file, such as "chain of 3", "tree of 4x3x8", or "" of a proposer without one; context: None: the file's first
     Raises ValueError for a document that is no choice.
@@ -166,5 +166,5 @@ def predict(
     for each in known:
         if (each.drafter, each.shape) == (drafter, shape):
             found = find_speedup(each, costs, rows, where, tokens)
-            return found.value, found.low, found.high
+            return astuple(found)
     return None

@@ -6,6 +6,7 @@ decoding. Beyond them the nearest two go on as a line, and what comes of it is m
 
 import bisect
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import numpy
 import torch
+from torch import Tensor
 
 from specdec.core import devices
 from specdec.core.untrusted import read_json
@@ -21,7 +23,7 @@ from specdec.decoding.batch import Request
 from specdec.decoding.decoder import Decoder
 from specdec.heads.base import Drafter
 from specdec.target.model import Target
-from specdec.target.structure import experts_of
+from specdec.target.structure import count_weights, experts_of
 
 ALL = "*"  # the drafter of points that count for all
 LONGEST = 2.0  # seconds of a round, beyond which no more drafts and no more rows are measured
@@ -310,12 +312,13 @@ def _of_passes(document: dict, loads: Sequence[int], most: int, path: str) -> Ro
 
 @dataclass(frozen=True)
 class DataSheet:
-    """peak: operations/s; bandwidth: bytes/s; launch: seconds from one kernel to the next in a graph"""
+    """peak: operations/s; bandwidth: bytes/s; launch: seconds from one kernel to the next in a graph; memory: bytes"""
 
     name: str
     peak: float
     bandwidth: float
     launch: float
+    memory: float = math.inf
 
     def seconds(self, size: float, operations: float, kernels: float) -> float:
         """Of a pass: what limits it, memory or products, and its kernels' starts."""
@@ -333,42 +336,54 @@ def sheet_costs(
     """By a roofline; nothing is measured, and a target without values (Target.outline) suffices.
 
     A pass over N tokens reads all dense weights once, of a mixture the experts that N tokens use (Experts.hit), and the keys and
-    values of all rows. A chain's steps each read the drafter and its LM head; a parallel head has one step.
+    values of all rows. A chain's steps each read the drafter and its LM head; a parallel head has one step, a block all its drafts.
+    Loads that do not fit into the memory have no points. Raises ValueError where none fits.
     """
-    element = target.embed.weight.element_size()
-    experts = experts_of(target.config.to_dict())
-    sizes = [0, 0]  # of dense weights and of experts
-    for name, value in target.decoder.named_parameters():
-        if value is not target.embed.weight:
-            sizes["experts" in name and experts is not None] += value.numel()
-    dense, mixed = sizes[0] + target.lm_head.weight.numel(), sizes[1]
-    used = dense + (mixed * experts.per_token / experts.num if experts else 0)
-    heads = getattr(target.config, "num_attention_heads", 1)
-    width = getattr(target.config, "head_dim", None) or target.width // heads
-    kept = 2 * (getattr(target.config, "num_key_value_heads", None) or heads) * width  # of a token in a layer
+    experts, head = experts_of(target.config.to_dict()), target.lm_head.weight
+    num_dense, num_mixed = count_weights(target.decoder, target.embed.weight, experts)
+    used = num_dense + head.numel() + (num_mixed * experts.per_token / experts.num if experts else 0)  # of a token
+    dense, mixed = count_weights(target.decoder, target.embed.weight, experts, lambda value: value.nbytes)
+    kept, heads = target.kept(), getattr(target.config, "num_attention_heads", 1)
+    width = heads * (getattr(target.config, "head_dim", None) or target.width // heads)
+    keys = lambda context: sum(size * min(context, most) for size, most in kept)
 
     def read(rows: int, nodes: float, context: float) -> float:
         hit = mixed * experts.hit(rows * nodes) / experts.num if experts else 0
-        size = element * (dense + hit + rows * context * kept * target.num_layers)
-        products = 2 * used + 4 * context * heads * width * target.num_layers  # of a token
+        size = dense + head.nbytes + hit + rows * keys(context)
+        products = 2 * used + 4 * width * sum(min(context, most) for _, most in kept)  # of a token
         return sheet.seconds(size, products * rows * nodes, KERNELS * target.num_layers)
 
-    def draft(drafter: Drafter, rows: int, num: int, context: float) -> float:
-        head = target.width * drafter.vocab_size
+    def price(drafter: Drafter) -> Callable[[int, int, float], float]:
+        """-> seconds of drafting by rows, drafts and context"""
         tables = (target.vocab_size, drafter.vocab_size)  # embeddings are looked up, and the LM head is counted apart
-        own = sum(value.numel() for value in drafter.parameters() if value.shape[0] not in tables)
+        named = next((value for value in drafter.parameters() if value.shape[0] in tables and value.ndim == 2), None)
+        out = drafter.vocab_size * (target.width if named is None else named.shape[1])
+        weights = [value for value in drafter.parameters() if value.shape[0] not in tables]
         share = 1 if drafter.depth is None or drafter.parallel else drafter.depth
-        steps, tokens = (1, rows * num) if drafter.parallel else (num, rows)
-        size = element * (own / share + head + rows * context * kept)
-        return steps * sheet.seconds(size, 2 * (own / share + head) * tokens, 2 * KERNELS)
+        own, size = (sum(map(of, weights)) / share for of in (Tensor.numel, lambda value: value.nbytes))
+        size += out * (head if named is None else named).element_size()
+        shapes = [each for each in drafter.cache(1).shapes if each]
+        keys = sum(each.num_heads * each.width * each.dtype.itemsize for each in shapes)
+        whole = drafter.depth if drafter.attends == "block" else None
 
+        def draft(rows: int, num: int, context: float) -> float:
+            steps, tokens = (1, rows * (whole or num)) if drafter.parallel else (num, rows)
+            return steps * sheet.seconds(size + rows * context * keys, 2 * (own + out) * tokens, 2 * KERNELS)
+
+        return draft
+
+    fits = lambda rows, where: dense + mixed + head.nbytes + rows * keys(where) <= sheet.memory
     points = [
-        CostPoint(
-            name, rows, num, where, read(rows, num + 1, where) + draft(each, rows, num, where), read(rows, 1, where)
-        )
+        CostPoint(name, rows, num, where, read(rows, num + 1, where) + draft(rows, num, where), read(rows, 1, where))
         for name, each in drafters.items()
+        for draft in [price(each)]
         for where in contexts
         for rows in loads
+        if fits(rows, where)
         for num in range(1, min(most, each.depth or most) + 1)
     ]
+    if not points:
+        raise ValueError(
+            f"{target.name} and the texts of {loads[0]} rows do not fit into the memory of one {sheet.name}."
+        )
     return RoundCosts(points, f"the data sheet of {sheet.name}: a roofline, not measured")

@@ -165,6 +165,7 @@ def test_flags_have_whole_blocks_and_say_why_there_is_no_line(small_target):
         (["engine=http://localhost:1", "checkpoint={folder}/one"], "localhost:1"),
         (["costs=abacus"], "costs=abacus is neither a machine of conf/machine .h100"),
         (["costs={folder}/prompts.jsonl"], "must be a choice.json of this command"),
+        (["costs=h100x8"], "costs=h100x8 needs flops, bandwidth and memory of one device"),
         (["costs=h100", "proposers=ngram"], "is for chains of trained heads"),
         (["proposers=auto"], "auto chooses in every round"),
         (["decode.temperature=0,1"], "give one, and run this again"),

@@ -34,7 +34,7 @@ class Entry:
     report: Report
     counts: list[AnswerCounts] = field(repr=False)
     difference: tuple[float, list[float]] | None = None
-    predicted: tuple[float, float, float] | None = None
+    predicted: tuple[float, float, float, bool] | None = None
     user_speedup: tuple[float | None, list[float] | None] | None = None
     first_token: float | None = None
     remarks: Sequence[str] | None = None

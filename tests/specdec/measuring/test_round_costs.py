@@ -5,13 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig
+from transformers import DeepseekV3Config, Gemma3TextConfig, Qwen3MoeConfig
 
 from specdec.heads.eagle import Eagle
 from specdec.measuring import round_costs
 from specdec.measuring.round_costs import ALL, CostPoint, DataSheet, RoundCosts, read_costs
 from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target
+from specdec.target.structure import Experts, count_weights
 from tests.support import chain_of, greedy, make_drafter
 
 
@@ -165,6 +166,24 @@ def test_files_of_another_form_are_refused(tmp_path, text):
     assert round_costs.read_kept(tmp_path / "x.json") == [] == round_costs.read_kept(tmp_path / "no.json")
 
 
+def test_weights_of_shared_experts_are_read_by_every_token():
+    part = lambda: torch.nn.Linear(2, 2, bias=False)
+    layer = torch.nn.ModuleDict({"experts": part(), "shared_experts": part(), "norm": torch.nn.LayerNorm(3)})
+    decoder = torch.nn.ModuleDict({"layer": layer})
+    assert count_weights(decoder, torch.zeros(0), Experts(8, 2)) == (10, 4)
+    assert count_weights(decoder, layer["shared_experts"].weight, None, lambda value: value.nbytes) == (40, 0)
+
+
+def test_windows_and_latents_keep_less():
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(**sizes, num_hidden_layers=2, num_key_value_heads=1, head_dim=8, sliding_window=6, layer_types=kinds)  # fmt: skip
+    assert Target.outline(config, name="tiny").kept() == [(2 * 8 * 2, 6.0), (2 * 8 * 2, float("inf"))]
+    config = DeepseekV3Config(**sizes, num_hidden_layers=1, num_key_value_heads=2, kv_lora_rank=4, q_lora_rank=4, qk_rope_head_dim=2,
+                              qk_nope_head_dim=4, v_head_dim=4, first_k_dense_replace=1)  # fmt: skip
+    assert Target.outline(config, name="tiny").kept() == [(2 * (4 + 2), float("inf"))]
+
+
 def test_a_roofline_counts_the_experts_that_are_hit():
     config = Qwen3MoeConfig(vocab_size=50, hidden_size=16, intermediate_size=32, moe_intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
                             num_key_value_heads=1, head_dim=8, num_experts=8, num_experts_per_tok=2, tie_word_embeddings=False)  # fmt: skip
@@ -183,6 +202,11 @@ def test_a_roofline_counts_the_experts_that_are_hit():
         sum(value.numel() for value in drafter.parameters() if value.shape[0] != 50) + 50 * 16
     )  # of a step: the head and the LM head
     assert costs.at("head", 3, 1, 0).seconds == pytest.approx(one + experts * (hit(4) - hit(1)) + 3 * each)
+    small = DataSheet("test", peak=1e30, bandwidth=1.0, launch=0.0, memory=one + experts * 8 + 250 * keys)
+    tight = round_costs.sheet_costs(small, target, {"head": drafter}, [1, 4], 3, [100.0])
+    assert {each.rows for each in tight.points} == {1} and tight.at("head", 1, 4, 100).extrapolated
+    with pytest.raises(ValueError, match="do not fit into the memory of one test"):
+        round_costs.sheet_costs(small, target, {"head": drafter}, [1, 4], 3, [1000.0])
     slow = DataSheet("test", peak=1.0, bandwidth=1e30, launch=0.0)
     assert slow.seconds(1e9, 65.0, 7) == pytest.approx(100.0) and DataSheet("", 1e30, 1e30, 2.0).seconds(
         1, 1, 7
