@@ -62,7 +62,10 @@ def test_it_chooses_from_heads_trees_and_proposers_and_keeps_what_it_timed(run, 
     for row in found["loads"]:
         for name, own in row["drafters"].items():
             again = predict(found, name, own["shape"], row["load"], row["context"])
-            assert again == (own["speedup"], own["low"], own["high"]) and own["low"] <= own["speedup"] <= own["high"]
+            assert (
+                again == tuple(own[each] for each in ("speedup", "low", "high", "extrapolated"))
+                and own["low"] <= own["speedup"] <= own["high"]
+            )
     assert predict(found, "one", "chain of 99", 1) is None
     timed = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir() if "rounds" in path.name}
     assert len(timed) == 5  # two heads, a tree of each, a proposer
@@ -95,6 +98,22 @@ def test_costs_come_from_a_machine_or_from_a_file(run, folder, tmp_path):
     with pytest.raises(ValueError, match="known of one context only"):
         run(f"costs={tmp_path}/profile.json", "contexts=20", f"out={tmp_path}/second")
     assert [row["drafters"]["one"]["extrapolated"] for row in read(tmp_path, "third")["loads"]] == [False, False, True]
+
+
+def test_a_prediction_stands_beside_what_is_measured_as_it_was_predicted(run, tmp_path):
+    run("costs=h100", "loads=1")
+    given = [
+        "choose=false",
+        "chains=2",
+        "loads=1",
+        f"predicted={tmp_path}/choice/choice.json",
+        f"out={tmp_path}/compared",
+    ]
+    run(*given, "decode.temperature=0,1")
+    document = json.loads((tmp_path / "compared" / "results.json").read_text())
+    found = {each["temperature"]: each.get("predicted_speedup") for each in document["results"]}
+    assert len(found[0]) == 4 and found[1] is None
+    assert "T=1: nothing is predicted, as predicted= is of temperature 0.0" in document["notes"]
 
 
 def test_sampling_that_replay_does_not_cover_is_decoded(run, folder, tmp_path):

@@ -151,7 +151,8 @@ class Results:
             f"tau minus that of {self.first}": write_figure(*(entry.difference or (None,)), sign="+"),
             "speedup": write_figure(report.speedup, report.speedup_ci),
             "speedup of a user": write_figure(user, span),
-            "predicted": write_figure(predicted and predicted[0], predicted and predicted[1:]),
+            "predicted": write_figure(predicted and predicted[0], predicted and predicted[1:3])
+            + (" *" if predicted and predicted[3] else ""),
             "measured / predicted": write_figure(ratio),
             "speedup, captured": write_figure(report.served_speedup),
             "speedup, auto": write_figure(auto.get("speedup"), auto.get("speedup_ci")),

@@ -94,7 +94,8 @@ def test_predictions_are_read_from_a_document():
         "tokens": 50,
         "contexts": [100.0],
     }
-    value, low, high = choice.predict(document, "head", "chain of 2", 1)
+    value, low, high, extrapolated = choice.predict(document, "head", "chain of 2", 1)
+    assert not extrapolated and choice.predict(document, "head", "chain of 2", 1, 200.0)[3]
     assert value == pytest.approx(2.2 / 1.1) and low <= value <= high
     assert (
         choice.predict(document, "head", "chain of 3", 1) is None
