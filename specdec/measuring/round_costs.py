@@ -28,8 +28,8 @@ from specdec.target.structure import count_weights, experts_of
 ALL = "*"  # the drafter of points that count for all
 LONGEST = 2.0  # seconds of a round, beyond which no more drafts and no more rows are measured
 NEAR = 0.25  # by how much another context may differ, as a share
-RESAMPLES = 200  # of the turns of a point, for its error
-SECONDS, FEWEST, MOST = 3.0, 8, 32  # of one point: time, and how often each of its rounds is taken
+DRAWS = 200  # of the turns of a point, for its error
+POINT_SECONDS, FEWEST_ROUNDS, MOST_ROUNDS = 3.0, 8, 32  # of one point: time, and how often each of its rounds is taken
 # Of a roofline: the share of the peak that matrix products reach, and kernels of a layer as engines fuse them
 PRODUCTS, KERNELS = 0.65, 8
 FORMS = (
@@ -116,25 +116,30 @@ def time_rounds(
 ) -> dict[float, dict]:
     """Rounds of several decoders over the same texts, in turn, so that other work on the machine slows all alike.
 
-    These are rounds of decoding: rows accept as many drafts as they do, and their texts have different lengths.
+    These are rounds of decoding: rows accept as many drafts as they do, and their texts have different lengths. All texts grow by
+    about as many tokens, as far as FEWEST_ROUNDS rounds allow, so that no decoder's rounds lie behind longer ones.
     -> by the decoder's key {seconds: of each round after the first; opening: what the first took more than they, as a median}
     """
-    batches, times = {}, {name: list[float]() for name in decoders}
+    batches, times, grown = {}, {name: list[float]() for name in decoders}, dict.fromkeys(decoders, 0)
     for name, decoder in decoders.items():
         prompts = list(texts[:rows])
         depth = decoder.proposer.depth if decoder.proposer else 0
         most = decoder.target.max_positions or 2**30
-        left = min(MOST * (depth + 1) + 2, most - max(map(len, prompts)) - depth)
+        left = min(
+            max(MOST_ROUNDS, FEWEST_ROUNDS * (depth + 1)) + 2 * (depth + 1), most - max(map(len, prompts)) - depth
+        )
         batch = decoder.batch(torch.Generator(decoder.target.device).manual_seed(seed))
         batch.admit([Request(prompt, left) for prompt in prompts])
         batches[name] = batch
         if batch.running:
             times[name].append(batch.step().cost.seconds)  # reads the prompts
     begun, sweep, names = time.perf_counter(), 0, list(batches)
-    while sweep < MOST and (sweep < FEWEST or time.perf_counter() - begun < SECONDS):
+    while sweep < MOST_ROUNDS and (sweep < FEWEST_ROUNDS or time.perf_counter() - begun < POINT_SECONDS):
         for name in names[sweep % len(names) :] + names[: sweep % len(names)]:
-            if len(batches[name].running) == rows:
-                times[name].append(batches[name].step().cost.seconds)
+            if len(batches[name].running) == rows and (grown[name] < MOST_ROUNDS or len(times[name]) <= FEWEST_ROUNDS):
+                step = batches[name].step()
+                times[name].append(step.cost.seconds)
+                grown[name] += max(map(len, step.tokens))
         sweep += 1
     for batch in batches.values():
         batch.close()
@@ -152,7 +157,7 @@ def summarise_point(point: CostPoint, found: dict, plain: dict, *, varies: bool)
     """
     turns = min(len(found["seconds"]), len(plain["seconds"]))
     both = numpy.array([found["seconds"][:turns], plain["seconds"][:turns]])
-    drawn = both[:, numpy.random.default_rng(0).integers(turns, size=(RESAMPLES, turns))]  # [2, RESAMPLES, turns]
+    drawn = both[:, numpy.random.default_rng(0).integers(turns, size=(DRAWS, turns))]  # [2, DRAWS, turns]
     low = lambda times: numpy.quantile(times, 0.25, axis=-1)
     ratio = (lambda of: (of[0] / of[1]).mean(-1)) if varies else (lambda of: low(of[0]) / low(of[1]))
     base, value, opening = float(low(both[1])), float(ratio(both)), max(0.0, found["opening"] - plain["opening"])

@@ -13,7 +13,7 @@ from specdec.measuring.round_costs import ALL, CostPoint, DataSheet, RoundCosts,
 from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target
 from specdec.target.structure import Experts, count_weights
-from tests.support import chain_of, greedy, make_drafter
+from tests.support import Scripted, chain_of, greedy, make_drafter, oracle
 
 
 def test_between_points_costs_are_lines():
@@ -57,12 +57,24 @@ def test_a_point_is_a_ratio_with_its_error():
 
 
 def test_rounds_of_the_decoder_are_timed_in_turn(small_target, monkeypatch):
-    monkeypatch.setattr(round_costs, "SECONDS", 0.0)
+    monkeypatch.setattr(round_costs, "POINT_SECONDS", 0.0)
     head = HeadProposer(make_drafter(small_target, "eagle"), chain_of(2))
     decoders = {0: greedy(small_target, None), 2: greedy(small_target, head)}
     found = round_costs.time_rounds(decoders, [[1, 2, 3], [4, 5]], 2, seed=0)
-    assert set(found) == {0, 2} and all(len(each["seconds"]) == round_costs.FEWEST for each in found.values())
+    assert set(found) == {0, 2} and all(len(each["seconds"]) == round_costs.FEWEST_ROUNDS for each in found.values())
     assert all(min(each["seconds"]) > 0 for each in found.values())
+
+
+def test_texts_grow_alike_while_rounds_are_timed(small_target):
+    prompt = [1, 2, 3]
+    text = prompt + greedy(small_target, None).generate([prompt], 150).tokens[0]
+    decoders = {0: greedy(small_target, None)}
+    decoders |= {
+        num: greedy(small_target, Scripted([text], num, oracle(num))) for num in (1, 7)
+    }  # all drafts are accepted
+    found = round_costs.time_rounds(decoders, [prompt], 1, seed=0)
+    most, fewest = round_costs.MOST_ROUNDS, round_costs.FEWEST_ROUNDS
+    assert {num: len(each["seconds"]) for num, each in found.items()} == {0: most, 1: most // 2, 7: fewest}
 
 
 def test_loads_are_timed_until_rounds_are_long_and_without_what_cannot_pay(monkeypatch):
