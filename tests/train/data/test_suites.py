@@ -1,5 +1,7 @@
 """Public suites from files of their published form: prompts, turns, categories, protocols, and what is refused."""
 
+from helpers import loading
+
 import copy
 import gzip
 import json
@@ -8,7 +10,9 @@ import datasets
 import pytest
 import yaml
 from pyarrow import Table, parquet
+from rich.console import Console
 
+from scripts import answer
 from tests.support import small_tokenizer, write_prompts, write_rows
 from train.data import chat_template, reading, suites
 from train.data.encoding import Encoding, load_rows
@@ -173,6 +177,16 @@ def test_templates_choose_by_the_fields_that_a_row_has(tmp_path):
     assert text.endswith(
         "here is your task: Count. Your code should pass these tests:\n\nassert a\nassert b\n\n[BEGIN]\n"
     )
+
+
+def test_only_fields_that_a_prompt_is_made_of_are_held(tmp_path):
+    row = {"question": "What is 1?", "answer": "1", "title": "long", "source": "long", "rounds": "long"}
+    folder, entry = written(tmp_path, "test.jsonl", [row]), suites.read_conf("suite", "gsm8k")
+    held = lambda protocol: {
+        key for key, value in suites.read_part("gsm8k", entry, folder, "", protocol)[0][1].items() if value
+    }
+    assert held(read_protocol("deepspec")) == {"question"}
+    assert held(read_protocol("specforge")) == {"question", "answer"}  # its examples have the answers
 
 
 def test_a_dataset_of_the_hub_is_read_by_name_configuration_and_split(tmp_path, monkeypatch):
@@ -409,6 +423,9 @@ def test_data_for_evaluation_alone_is_not_trained_on(tmp_path):
     for source in (f"{folder}/data", f"{folder}/data/train.jsonl"):
         with pytest.raises(ValueError, match=r"data.* may not be trained on: .*README\.md says"):
             load_rows([source], encoding)
+    asked = answer.AnswerOptions(f"{folder}/data", f"{folder}/out.jsonl", target=loading.TargetOptions(name="any"))
+    with pytest.raises(ValueError, match=r"data may not be trained on"):
+        answer.write_answers(asked, Console())
     with pytest.raises(ValueError, match="nvidia/speed-bench may not be trained on: NVIDIA Evaluation"):
         load_rows(["nvidia/speed-bench"], encoding)
     reading.check_trainable("openai/gsm8k")
