@@ -128,6 +128,7 @@ def check_prompts(answers: Resumable, jobs: list[AnswerJob], source: str) -> Non
 def write_answers(chosen: AnswerOptions, console: rich.console.Console) -> None:
     if chosen.target.name is None:
         raise ValueError("target.name= must name the model that answers: a folder or a Hub name.")
+    reading.check_trainable(chosen.prompts)  # answers are to be trained on
     temperatures = parse_temperatures(chosen.decode.temperature)
     tokenizer = load_tokenizer(str(chosen.target.name), trust_remote_code=chosen.target.trust_remote_code)
     stop = stop_tokens(tokenizer, chosen.target)

@@ -92,7 +92,9 @@ def compare(chosen: Any, out: Path, console: progress.Results) -> None:
     check_turns(asked, opened.tokenizer)
     waves = {batch: plan_waves(asked.questions, batch) for batch in batches}
     planned = {batch: [number_of(*request) for wave in waves[batch] for request in wave] for batch in batches}
-    with resumable(out / "settings.json", out / "rows.jsonl", settings, advice="Choose another out=FOLDER.") as results:
+    kept = {name: value for name, value in settings.items() if name != "fingerprint"}
+    with resumable(out / "settings.json", out / "rows.jsonl", kept, advice="Choose another out=FOLDER.") as results:
+        results.same(target=settings["fingerprint"])
         num = sum(map(len, planned.values())) * len(samplings)
         progress.note(f"{len(results.rows)} of {num} requests x temperatures x batch sizes are in {out}")
         stop = set() if chosen.ignore_stop else opened.stop
@@ -218,7 +220,7 @@ def describe_questions(asked: Asked, tokenizer: PreTrainedTokenizerBase | None) 
     suite = asked.suite
     return {
         "suite": {name: getattr(suite, name) for name in ("name", "title", "digest")} if suite else None,
-        "protocol": f"{asked.protocol.name} {digest(repr(asked.protocol).encode())}" if asked.protocol else None,
+        "protocol": f"{asked.protocol.name} {asked.protocol.digest}" if asked.protocol else None,
         "num_questions": len(asked.questions),
         "questions_digest": reading.digest_of([row for question in asked.questions for row in question.turns]),
         "stop_texts": asked.stop,

@@ -13,11 +13,14 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
+
+import yaml
 
 from specdec.core.grammar import Grammar
 from specdec.core.row_files import FORMS, LINES, PARQUET, parse_line, read_file
@@ -27,7 +30,17 @@ Item = TypeVar("Item")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 LICENCES = tuple("license licence copying notice terms readme".split())  # how names of files begin that state terms
 EVALUATION = r"evaluation[ -]data ?set[ -]licen[sc]e(?:[ -]agreement)?"
-LIMITS = re.compile(rf"{EVALUATION}|non-?commercial\b|cc[ -]by-n[cd][\w.-]*|no[ -]?derivatives?\b", re.IGNORECASE)
+LIMITS = re.compile(
+    rf"{EVALUATION}|cc[ -]by-n[cd][\w.-]*|no[ -]?derivatives?\b|attribution-non-?commercial|non-?commercial (?:[\w-]+ ){{0,3}}only\b"
+    r"|for non-?commercial\b(?! (?:and|or) commercial)|not for commercial|commercial use is (?:not|prohibited|forbidden)",
+    re.IGNORECASE,
+)
+# of a README: a line such as license: mit, with a list below it, and a heading that names the licence with its paragraph
+STATED = re.compile(
+    r"^(?:[^\w\n]*licen[sc]e\w*[^\w\n]*:.*(?:\n[ \t]*- .*)*|(?:#.*licen[sc]e.*|.*licen[sc]e.*\n[=-]{3,})\s*\n(?:.+\n?)+)",
+    re.IGNORECASE | re.MULTILINE,
+)
+SUITES = Path(__file__).resolve().parents[2] / "conf" / "suite"
 
 
 def read_sources(train: str | Sequence[str] | Mapping[str, float]) -> dict[str, Fraction]:
@@ -95,24 +108,49 @@ def find_files(source: str) -> list[Path]:
     return []
 
 
-def find_limit(folder: Path, phrases: re.Pattern[str] = LIMITS) -> tuple[Path, str] | None:
-    """-> the licence, notice or README in a folder that limits the use of what is beside it, and the phrase that does"""
-    files = sorted(folder.iterdir()) if folder.is_dir() else []
-    for path in (path for path in files if path.name.lower().startswith(LICENCES) and path.is_file()):
-        with path.open("rb") as file:
-            if found := phrases.search(" ".join(file.read(2**20).decode(errors="replace").split())):
-                return path, found[0]
+def find_limit(files: Iterable[Path], phrases: re.Pattern[str] = LIMITS) -> tuple[Path, str] | None:
+    """-> the licence, notice or README that limits the use of one of the files, and the phrase that does
+
+    It lies in the folder of the file or in two above, up to a repository's root, and below the home and the working folder.
+    """
+    for folder in dict.fromkeys(folder for each in files for folder in _folders(each)):
+        with contextlib.suppress(OSError):  # folders above may be closed to this user
+            for path in sorted(folder.iterdir()):
+                if not path.name.lower().startswith(LICENCES) or not path.is_file():
+                    continue
+                with path.open("rb") as file:
+                    text = file.read(2**20).decode(errors="replace").replace("\r\n", "\n")
+                if path.name.lower().startswith("readme"):
+                    text = "\n".join(match[0] for match in STATED.finditer(text))
+                if found := phrases.search(" ".join(text.split())):
+                    return path, found[0]
     return None
 
 
+def _folders(file: Path) -> Iterator[Path]:
+    """Where the licence of a file may lie; a link has two places."""
+    for path in (Path(os.path.abspath(file)), file.resolve()):
+        for number, folder in enumerate(path.parents[:3]):
+            if number and folder in (Path.home(), Path.cwd()):
+                break
+            yield folder
+            if (folder / ".git").exists():
+                break
+
+
 def check_trainable(source: str) -> None:
-    """Raises ValueError for a source that lies beside a licence for evaluation alone."""
-    path = Path(source)
-    folder = path if path.is_dir() else path.parent
-    if path.exists() and (found := find_limit(folder, re.compile(EVALUATION, re.IGNORECASE))):
-        raise ValueError(
-            f'{source} may not be trained on: {found[0]} says "{found[1]}". Give other data, or move yours away from that file.'
-        )
+    """Raises ValueError for a source that lies beside a licence for evaluation alone, and for a suite of the Hub with one."""
+    alone = re.compile(EVALUATION, re.IGNORECASE)
+    if Path(source).exists():
+        if found := find_limit(find_files(source) or [Path(source) / "data"], alone):
+            raise ValueError(
+                f'{source} may not be trained on: {found[0]} says "{found[1]}". Give other data, or move yours away from that file.'
+            )
+        return
+    for entry in (yaml.safe_load(path.read_text()) for path in sorted(SUITES.glob("*.yaml"))) if "/" in source else ():
+        place = entry["source"]["hub"] if isinstance(entry["source"], dict) else entry["source"]
+        if f"/{source.strip('/')}/".casefold() in f"/{place}/".casefold() and alone.search(entry["licence"]["name"]):
+            raise ValueError(f"{source} may not be trained on: {entry['licence']['name']}. Give other data.")
 
 
 def open_dataset(source: str, split: str | None, *, config: str | None = None) -> Any:
@@ -157,6 +195,15 @@ def name_row(row: dict, index: int, thinking: bool | None = None) -> dict:
     """The row with `id` and `category` as texts, by default its index and "all". thinking: its mode by default"""
     mode = {} if thinking is None else {"thinking": thinking} | options_of({"thinking": row.get("thinking")})
     return {**row, **mode, "id": _to_text(row.get("id"), str(index)), "category": _to_text(row.get("category"), "all")}
+
+
+def tell_apart(ids: list[str]) -> list[str]:
+    """One that occurs again gets a number: results are joined by their id."""
+    apart: dict[str, None] = {}
+    for id in ids:
+        numbered = (f"{id} ({number})" for number in itertools.count(2))
+        apart[next(each for each in itertools.chain([id], numbered) if each not in apart)] = None
+    return list(apart)
 
 
 def _to_text(value: Any, default: str) -> str:

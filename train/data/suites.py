@@ -6,12 +6,13 @@ conf/protocol/NAME.yaml  what a publication sends to the target, with which sett
 A question has one or more turns. The target's own answer to a turn comes before the next one.
 """
 
+import contextlib
 import difflib
 import itertools
 import random
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from train.data import chat_template, reading, rows
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 FIELD = re.compile(r"\{(\w+)\}")  # of a template; other braces stand for themselves
+key_of = lambda part: part.replace("-", "_").lower()  # a subset as protocols name it
+listed = lambda value: [value] if isinstance(value, str) else value or []  # of one name, several or none
 # FastChat's conversation form vicuna_v1.1, which Spec-Bench sends to every target
 VICUNA = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -76,6 +79,8 @@ class Protocol:
     few_shot: dict[str, dict[str, Any]] = field(default_factory=dict)  # rows put in front, and their template
     max_new_tokens: dict[str, int] = field(default_factory=dict)  # where it is not that of `options`
     stop: dict[str, list[str]] = field(default_factory=dict)  # texts that end an answer
+
+    digest = property(lambda self: reading.digest_of([asdict(self)]))  # 16 hex digits of all fields
 
 
 def read_protocol(name: str) -> Protocol:
@@ -140,9 +145,8 @@ def load_suite(
         raise ValueError(f"suite={name} is the split {source['split']}, not {split}: leave split= out.")
     if prompts is None and "hub" not in source:
         raise ValueError(f"suite={name} is not read from the Hub: give prompts=FILE or FOLDER. {entry['download']}")
-    licence = check_licence(entry, prompts, accepted)
     subsets: dict[str, int | None] = entry.get("subsets") or {"": entry["num"]}
-    parts = find_parts(name, [entry["subset"]] if "subset" in entry else list(subsets), list(subsets), prompts, subset)
+    parts = find_parts(name, entry, list(subsets), prompts, subset)
     read = prompts or f"{source['hub']}, split {source['split']}"
     questions: list[Question] = []
     notes = describe_protocol(protocol, name, parts) if protocol else []
@@ -155,7 +159,10 @@ def load_suite(
             raise ValueError(f"{read} is not {where}: it has {len(found)} questions of {num}. {entry['download']}")
         if len(found) < num:
             notes.append(f"{len(found)} of {num} published questions of {where}")
-        asked = make_questions(name, entry, found, part if len(parts) > 1 else "", protocol)
+        asked = make_questions(name, entry, found, part, protocol)
+        digest = reading.digest_of([{"": read_turns(entry, row)} for _, row in found])
+        if len(found) == num and digest not in entry.get("sha", {}).get(part, digest):
+            notes.append(f"not the published questions of {where}")
         questions += choose_questions(asked, protocol, name, part)
     if subset is not None and subset not in subsets:
         kinds = dict.fromkeys(kind for each in questions for kind in (each.category, *each.tags))
@@ -165,6 +172,7 @@ def load_suite(
             raise ValueError(f"suite={name} has no subset {subset}; it has: {known}.")
     if not questions:
         raise ValueError(f"{read} has no questions of suite={name}. {entry['download']}")
+    licence = check_licence(entry, prompts, parts, accepted)
     digest = reading.digest_of([row for question in questions for row in question.turns])
     return Suite(name, entry["title"], questions, read, digest, licence, entry["max_new_tokens"], "; ".join(notes))
 
@@ -173,19 +181,22 @@ def plain_questions(source: str, split: str | None = None) -> list[Question]:
     """Rows of prompts= as questions of one turn. Raises ValueError as reading.load_prompts."""
     with reading.at(source):
         found = reading.spread(reading.load_prompts(source, split=split), None)
-    return [Question(row["id"], row["category"], (row,), tuple(row["tags"])) for row in found]
+    ids = reading.tell_apart([row["id"] for row in found])
+    return [Question(id, row["category"], (row,), tuple(row["tags"])) for id, row in zip(ids, found)]
 
 
-def find_parts(name: str, default: list[str], subsets: list[str], prompts: str | None, subset: str | None) -> list[str]:
-    """The subsets to read: what is asked for, else what the file or folder has in its name or lies in, else the default."""
+def find_parts(name: str, entry: dict, subsets: list[str], prompts: str | None, subset: str | None) -> list[str]:
+    """The subsets to read: what is asked for, else that whose published file or folder `prompts` is, else the default."""
     if subset in subsets:
         return [str(subset)]
-    path = Path(prompts or "")
+    path, default = Path(prompts or ""), [entry["subset"]] if "subset" in entry else subsets
     if prompts is None or not path.exists():
         return default
-    for said in (path.name.partition(".jsonl")[0], path.resolve().parent.name):
-        if found := [part for part in subsets if part and said.endswith(part)]:
-            return found
+    for part, pattern in itertools.product(subsets, map(Path, listed(entry["file"]))):
+        inside = path.is_dir() and "{subset}" not in pattern.name  # the pattern names the folder
+        whole = path.absolute() / (pattern.name if inside else "")
+        if "{subset}" in str(pattern) and whole.match(str(pattern).replace("{subset}", part)):
+            return [part]
     if len(default) > 1 and path.is_file():
         raise ValueError(f"Which part of suite={name} is {prompts}? Give subset=, one of {', '.join(subsets)}.")
     return default
@@ -193,17 +204,19 @@ def find_parts(name: str, default: list[str], subsets: list[str], prompts: str |
 
 def describe_protocol(protocol: Protocol, name: str, parts: list[str]) -> list[str]:
     """What of a suite is not as the protocol has it."""
-    used = {*protocol.templates, *protocol.num, *protocol.few_shot}
-    known = used & {name, *(part.replace("-", "_") for part in parts)}
+    own = {*protocol.templates, *protocol.few_shot, *protocol.max_new_tokens, *protocol.stop}
+    known = {*own, *protocol.num} & {name, *map(key_of, parts)}
     other = "" if known else f"{protocol.title} publishes nothing on suite={name}"
-    return [note for note in (other, protocol.unsaid) if note]
+    lost = ", ".join(part for part in parts if key_of(part) in own)
+    lost = lost and f"the templates, limits and stop texts of {protocol.title} for {lost} are not applied"
+    return [note for note in (other, lost, protocol.unsaid) if note]
 
 
-def check_licence(entry: dict, prompts: str | None, accepted: bool) -> str:
+def check_licence(entry: dict, prompts: str | None, parts: list[str], accepted: bool) -> str:
     """The suite's licence, and what was accepted. Raises ValueError for a file that limits the use, if that is not accepted."""
     stated = "{name} (forbids {forbids})".format(**entry["licence"])
-    path = Path(prompts or "")
-    found = reading.find_limit(path if path.is_dir() else path.parent) if prompts and path.exists() else None
+    files = [each for part in parts for each in find_published(entry["file"], prompts, part)] if prompts else []
+    found = reading.find_limit([*files, Path(prompts) / "data"]) if prompts else None
     if found and not accepted:
         raise ValueError(f'{found[0]} says "{found[1]}": read it, and if it allows your use, give accept_licence=true.')
     return stated + (f' (accept_licence=true: {found[0].name} says "{found[1]}")' if found else "")
@@ -216,7 +229,9 @@ def read_part(
 
     Values of fields that neither the suite nor the protocol names are let go: tests beside a question may be megabytes.
     """
-    source, names = entry["source"], set(re.findall(r"\w+", f"{entry} {protocol}"))
+    source = entry["source"]
+    names = {*entry.get("within", {})}.union(*(listed(entry.get(key)) for key in ("prompt", "id", "category")))
+    names |= {*FIELD.findall(f"{entry.get('template')} {protocol}")}
     read: Iterable[tuple[str, dict]]
     try:
         if prompts is None:
@@ -241,7 +256,8 @@ def find_published(names: str | list[str], prompts: str, part: str) -> list[Path
     folder = Path(prompts)
     if not folder.is_dir():
         return reading.find_files(prompts)
-    patterns = [each.replace("{subset}", part) for each in ([names] if isinstance(names, str) else names)]
+    patterns = [each.replace("{subset}", part) for each in listed(names)]
+    patterns = [each for each in patterns if each[:3] != "../" or each.startswith(f"../{folder.resolve().name}/")]
     found = next((files for pattern in patterns if (files := sorted(folder.glob(pattern)))), [])
     if not (found or part or any((folder / each).exists() for each in ("dataset_info.json", "dataset_dict.json"))):
         raise ValueError(f"the folder {prompts} has no {' or '.join(patterns)}.")
@@ -251,14 +267,16 @@ def find_published(names: str | list[str], prompts: str, part: str) -> list[Path
 def make_questions(
     name: str, entry: dict, found: list[tuple[str, dict]], part: str, protocol: Protocol | None
 ) -> list[Question]:
-    """part: the subset, if several are read: it is the category of rows without one, and names their ids"""
+    """part: the subset, empty for a suite without: it is the category of rows that have none, and stands before ids"""
     template, few, system = entry.get("template"), None, ""
     if protocol is not None:
         template, few = protocol.templates.get(name, template), protocol.few_shot.get(name)
-        system = protocol.system if isinstance(protocol.system, str) else protocol.system.get(name, "")
+        system = protocol.system if isinstance(protocol.system, str) else protocol.system.get(key_of(part) or name, "")
     shots = [fill_template(few["template"], row) for _, row in found[: few["rows"]]] if few else []
+    keys = [first_of(row, entry.get("id")) for _, row in found]
+    ids = [f"{part}/" * bool(part) + str(index if key is None else key) for index, key in enumerate(keys)]
     questions = []
-    for index, (place, row) in enumerate(found):
+    for id, (place, row) in zip(reading.tell_apart(ids), found):
         with reading.at(place):
             originals = read_turns(entry, row)
             texts = [fill_template(template, row)] if template else [*originals]
@@ -266,8 +284,6 @@ def make_questions(
             own = str(first_of(row, entry.get("category")) or part or name)
             category = entry.get("tasks", {}).get(own, own)
             tags = (own,) if own != category else ()
-            key = first_of(row, entry.get("id"))
-            id = f"{part}/" * bool(part) + str(index if key is None else key)
             asked = {"id": id, "category": category, "tags": [*tags], "grammar": None, "place": place, "plain": bool(few)}  # fmt: skip
             turns = [
                 {**asked, "prompt": text, "messages": [{"role": "user", "content": text}], "original": original}
@@ -281,13 +297,12 @@ def make_questions(
 
 def first_of(row: dict, names: str | list[str] | None) -> Any:
     """The first of several fields that a row has."""
-    names = [names] if isinstance(names, str) else names or []
-    return next((row[each] for each in names if row.get(each) not in (None, "")), None)
+    return next((row[each] for each in listed(names) if row.get(each) not in (None, "")), None)
 
 
 def read_turns(entry: dict, row: dict) -> list[str]:
     """The published texts of a row's turns: of a text, a list of texts, or a list of a user's messages."""
-    names = [entry["prompt"]] if isinstance(entry["prompt"], str) else entry["prompt"]
+    names = listed(entry["prompt"])
     value = first_of(row, names)
     if value is None:
         raise ValueError(f"no field {' or '.join(names)}, which holds the prompt (the row has: {', '.join(row)}).")
@@ -302,10 +317,9 @@ def read_turns(entry: dict, row: dict) -> list[str]:
 
 def fill_template(templates: str | list[str], row: dict) -> str:
     """The first of several templates whose fields the row has, filled in. Lists of texts are lines."""
-    templates = [templates] if isinstance(templates, str) else templates
-    fits = [each for each in templates if all(row.get(key) for key in FIELD.findall(each))]
+    fits = [each for each in listed(templates) if all(row.get(key) for key in FIELD.findall(each))]
     if not fits:
-        missing = ", ".join(key for key in FIELD.findall(templates[-1]) if not row.get(key))
+        missing = ", ".join(key for key in FIELD.findall(listed(templates)[-1]) if not row.get(key))
         raise ValueError(f"no field {missing}, which the prompt is made of (the row has: {', '.join(row)}).")
     write = lambda value: "\n".join(map(str, value)) if isinstance(value, list) else str(value)
     return FIELD.sub(lambda match: write(row[match[1]]), fits[0])
@@ -313,7 +327,7 @@ def fill_template(templates: str | list[str], row: dict) -> str:
 
 def choose_questions(asked: list[Question], protocol: Protocol | None, name: str, part: str) -> list[Question]:
     """As many as the protocol uses, in its order."""
-    num = None if protocol is None else protocol.num.get(name, protocol.num.get(part.replace("-", "_")))
+    num = None if protocol is None else protocol.num.get(name, protocol.num.get(key_of(part)))
     if protocol is None or num is None or num >= len(asked):
         return asked
     if isinstance(protocol.order, dict):
@@ -356,7 +370,13 @@ def encode_turn(
             messages += [*earlier["messages"], {"role": "assistant", "content": answer}]
         if messages:
             row = {**row, "prompt": None, "messages": [*messages, *row["messages"]]}
-        tokens = rows.encode_row(tokenizer, row, thinking=chat_template.known_mode(tokenizer, thinking))
+        try:
+            tokens = rows.encode_row(tokenizer, row, thinking=chat_template.known_mode(tokenizer, thinking))
+        except ValueError as error:
+            if protocol is None or row["messages"][0]["role"] != "system":
+                raise
+            said = f"protocol={protocol.name} sends a system message, which this target cannot take: choose an instruct model"
+            raise ValueError(f"{said} or another protocol.") from error
     else:
         texts = [each["messages"][-1]["content"] for each in question.turns[: turn + 1]]
         tokens = token_text.encode_text(tokenizer, write_vicuna(texts, history) if form == "vicuna" else texts[0])
@@ -378,15 +398,15 @@ def write_vicuna(turns: Sequence[str], answers: Sequence[str]) -> str:
 def overlap(questions: Iterable[Question], train: str | Iterable[dict]) -> int:
     """How many questions begin with a text that occurs among the prompts of training rows, but for case and blanks.
 
-    train: rows, or what reading.read_rows takes
+    train: rows, or what reading.read_rows takes; they are read up to a damaged one
     """
-    normal = lambda text: " ".join(str(text).casefold().split())
-    said = set()
-    for row in (row for _, row in reading.read_rows(train, None)) if isinstance(train, str) else train:
-        messages = [each for each in row.get("messages") or [] if isinstance(each, dict) and each.get("role") == "user"]
-        said |= {normal(text) for text in (row.get("prompt"), *(each.get("content") for each in messages)) if text}
-    first = lambda question: question.turns[0]
-    return sum(
-        not said.isdisjoint({normal(first(each)["messages"][-1]["content"]), normal(first(each).get("original"))})
-        for each in questions
-    )
+    normal = lambda text: " ".join(text.casefold().split()) if isinstance(text, str) else ""
+    texts = lambda row: {normal(row["messages"][-1]["content"]), normal(row.get("original"))} - {""}
+    asked = [texts(question.turns[0]) for question in questions]
+    wanted, found = set().union(*asked), set()
+    with contextlib.suppress(ValueError, OSError):
+        for row in (row for _, row in reading.read_rows(train, None)) if isinstance(train, str) else train:
+            said = row["messages"] if isinstance(row.get("messages"), list) else []
+            users = [each.get("content") for each in said if isinstance(each, dict) and each.get("role") == "user"]
+            found |= wanted & {normal(text) for text in (row.get("prompt"), *users)}
+    return sum(not found.isdisjoint(each) for each in asked)

@@ -1,5 +1,7 @@
 """Public suites from files of their published form: prompts, turns, categories, protocols, and what is refused."""
 
+from helpers import loading
+
 import copy
 import gzip
 import json
@@ -8,7 +10,9 @@ import datasets
 import pytest
 import yaml
 from pyarrow import Table, parquet
+from rich.console import Console
 
+from scripts import answer
 from tests.support import small_tokenizer, write_prompts, write_rows
 from train.data import chat_template, reading, suites
 from train.data.encoding import Encoding, load_rows
@@ -94,7 +98,7 @@ def test_gsm8k_has_the_template_that_publications_share_and_specforge_its_exampl
     examples = "".join(f"Question: What is {n}?\nAnswer: It is {n}.\n#### {n}\n\n" for n in range(5))
     prompt = encode_turn(suite.questions[6], 0, [], small_tokenizer(), protocol=protocol)
     assert text_of(prompt) == f"{examples}Question: What is 6?\nAnswer:"  # without a chat template
-    assert protocol.max_new_tokens["gsm8k"] == 512 and "stop texts" in suite.note
+    assert protocol.max_new_tokens["gsm8k"] == 512 and "own copy of the template" in suite.note
 
 
 def test_humaneval_is_read_compressed(tmp_path):
@@ -151,6 +155,13 @@ def test_a_subset_is_a_category_where_all_are_read(tmp_path):
     assert texts(load_suite("deepspec", folder, subset="mt-bench")) == texts(
         load_suite("deepspec", f"{folder}/mt-bench.jsonl")
     )
+    one = load_suite("deepspec", folder, subset="mt-bench").questions
+    assert one == suite.questions[1:] == load_suite("deepspec", f"{folder}/mt-bench.jsonl").questions
+    for part in ("gsm8k", "my_gsm8k"):
+        written(tmp_path, f"{part}/question.jsonl", [{"turns": TURNS, "question_id": 5}] * 2)
+    assert [each.id for each in load_suite("eagle", f"{folder}/gsm8k").questions] == ["gsm8k/5", "gsm8k/5 (2)"]
+    with pytest.raises(ValueError, match="has no questions of suite=eagle"):
+        load_suite("eagle", f"{folder}/my_gsm8k")
     written(tmp_path, "mine.jsonl", [{"turns": TURNS}])
     with pytest.raises(ValueError, match=r"Which part of suite=deepspec is .*mine\.jsonl\? Give subset="):
         load_suite("deepspec", f"{folder}/mine.jsonl")
@@ -166,6 +177,16 @@ def test_templates_choose_by_the_fields_that_a_row_has(tmp_path):
     assert text.endswith(
         "here is your task: Count. Your code should pass these tests:\n\nassert a\nassert b\n\n[BEGIN]\n"
     )
+
+
+def test_only_fields_that_a_prompt_is_made_of_are_held(tmp_path):
+    row = {"question": "What is 1?", "answer": "1", "title": "long", "source": "long", "rounds": "long"}
+    folder, entry = written(tmp_path, "test.jsonl", [row]), suites.read_conf("suite", "gsm8k")
+    held = lambda protocol: {
+        key for key, value in suites.read_part("gsm8k", entry, folder, "", protocol)[0][1].items() if value
+    }
+    assert held(read_protocol("deepspec")) == {"question"}
+    assert held(read_protocol("specforge")) == {"question", "answer"}  # its examples have the answers
 
 
 def test_a_dataset_of_the_hub_is_read_by_name_configuration_and_split(tmp_path, monkeypatch):
@@ -207,8 +228,14 @@ def test_the_order_is_that_of_the_publication(tmp_path):
     rows = [{"turns": [f"Count to {n}.", "Again"]} for n in range(750)]
     folder, protocol = written(tmp_path, "arena-hard-v2.jsonl", rows), read_protocol("deepspec")
     suite = load_suite("deepspec", folder, subset="arena-hard-v2", protocol=protocol)
-    assert len(suite.questions) == 500 and not suite.note
-    assert [each.id for each in suite.questions[:3]] == ["228", "712", "412"]  # random.Random(980406).shuffle
+    assert (
+        len(suite.questions) == 500
+        and suite.note == "not the published questions of suite=deepspec subset=arena-hard-v2"
+    )
+    assert [each.id for each in suite.questions[:3]] == [
+        "arena-hard-v2/228", "arena-hard-v2/712", "arena-hard-v2/412",
+    ]  # fmt: skip
+    # random.Random(980406).shuffle
     assert all(len(each.turns) == 1 for each in suite.questions)  # first turns only
 
 
@@ -246,6 +273,35 @@ def test_spec_bench_sends_the_form_of_vicuna_to_every_target(tmp_path):
     assert text_of(encode_turn(suite.questions[0], 0, [], base)) == TURNS[0]
 
 
+def test_a_system_message_that_the_target_cannot_take_is_named(tmp_path):
+    protocol, base = read_protocol("eagle"), copy.copy(small_tokenizer())
+    suite = load_suite("mt_bench", written(tmp_path, "question.jsonl", benches(1)), protocol=protocol)
+    for template in (None, "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"):
+        base.chat_template = template
+        with pytest.raises(ValueError, match="protocol=eagle sends a system message, which this target cannot take"):
+            encode_turn(suite.questions[0], 0, [], base, protocol=protocol)
+
+
+def test_a_protocol_knows_subsets_by_their_names(tmp_path):
+    folder, protocol = written(tmp_path, "mt-bench.jsonl", [{"turns": TURNS}]), read_protocol("specforge")
+    written(tmp_path, "gsm8k.jsonl", [{"turns": TURNS[:1]}])
+    suite = load_suite("deepspec", folder, protocol=protocol)
+    assert [each.turns[0]["messages"][0]["role"] for each in suite.questions] == ["user", "system"]
+    assert "templates, limits and stop texts of SpecForge for gsm8k" in suite.note and "nothing" not in suite.note
+
+
+def test_a_digest_tells_protocols_apart(tmp_path):
+    digests = {read_protocol(name).digest for name in PROTOCOLS}
+    assert len(digests) == len(PROTOCOLS) and all(len(each) == 16 for each in digests)
+    folders = [written(tmp_path / name, "question.jsonl", benches(1)) for name in "ab"]
+    assert load_suite("mt_bench", folders[0]).digest == load_suite("mt_bench", folders[1]).digest
+
+
+def test_other_texts_than_the_published_are_noted(tmp_path):
+    folder = written(tmp_path, "question.jsonl", benches(80))
+    assert load_suite("mt_bench", folder).note == "not the published questions of suite=mt_bench"
+
+
 def test_specforge_has_a_system_message_in_mt_bench_alone(tmp_path):
     folder, protocol = written(tmp_path, "question.jsonl", benches(1)), read_protocol("specforge")
     roles = lambda name: [
@@ -267,6 +323,8 @@ def test_a_mode_of_a_protocol_is_left_out_where_the_target_has_none(tmp_path):
 def test_ordinary_prompts_are_questions_of_one_turn(tmp_path):
     write_prompts(tmp_path / "prompts.jsonl", 2)
     (one, _) = suites.plain_questions(str(tmp_path / "prompts.jsonl"))
+    write_rows(tmp_path / "twice.jsonl", [{"id": each, "prompt": "Count."} for each in ("a", "a", "a (2)")])
+    assert [each.id for each in suites.plain_questions(str(tmp_path / "twice.jsonl"))] == ["a", "a (2)", "a (2) (2)"]
     prompt = encode_turn(one, 0, [], small_tokenizer())
     assert (prompt.id, prompt.category) == ("0", "a") and "Count to 0." in text_of(prompt)
 
@@ -309,28 +367,68 @@ def test_an_unknown_protocol_and_a_missing_template_field_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", [TERMS, "This work is for Non-Commercial\nuse.", "License: CC BY-NC-SA 4.0", "cc-by-nd-4.0"]
+    ("file", "text"),
+    [
+        ("README.md", TERMS),
+        ("LICENSE", "This work is for Non-Commercial\nuse."),
+        ("LICENSE.txt", "Attribution-NonCommercial 4.0 International"),
+        ("NOTICE", "It serves non-commercial research purposes only."),
+        ("README.md", "License: CC BY-NC-SA 4.0"),
+        ("README.md", "---\nlicense:\n- cc-by-nd-4.0\n---\n"),
+        ("README.md", "# Data\n\n## Licence\n\nThe rows are for\nnon-commercial use.\n"),
+    ],
 )
-def test_a_licence_that_limits_the_use_must_be_accepted(text, tmp_path):
-    folder = written(tmp_path, "qualitative.jsonl", [speeds(TURNS)])
-    (tmp_path / "README.md").write_text(text)
-    with pytest.raises(ValueError, match=r"README\.md says \".*accept_licence=true"):
+def test_a_licence_that_limits_the_use_must_be_accepted(file, text, tmp_path):
+    folder = written(tmp_path, "a/data/qualitative.jsonl", [speeds(TURNS)])
+    (tmp_path / "a" / file).write_text(text)
+    for prompts in (f"{folder}/a/data", f"{folder}/a/data/qualitative.jsonl"):  # the licence lies above
+        with pytest.raises(ValueError, match=rf'{file} says ".*accept_licence=true'):
+            load_suite("speed_bench", prompts)
+        assert f"accept_licence=true: {file} says" in load_suite("speed_bench", prompts, accepted=True).licence
+
+
+def test_a_licence_of_the_folder_that_is_given_counts_for_deep_files(tmp_path):
+    folder = written(tmp_path, "a/b/c/qualitative/test.parquet", [speeds(TURNS)])
+    (tmp_path / "LICENSE").write_text(TERMS)
+    with pytest.raises(ValueError, match="accept_licence=true"):
         load_suite("speed_bench", folder)
-    assert "accept_licence=true: README.md says" in load_suite("speed_bench", folder, accepted=True).licence
+
+
+def test_a_licence_above_a_repository_or_in_the_working_folder_is_another_matter(tmp_path, monkeypatch):
+    folder = written(tmp_path, "a/qualitative.jsonl", [speeds(TURNS)])
+    (tmp_path / "LICENSE").write_text(TERMS)
+    with pytest.raises(ValueError, match="accept_licence=true"):
+        load_suite("speed_bench", f"{folder}/a")
+    (tmp_path / "a" / ".git").mkdir()
+    assert load_suite("speed_bench", f"{folder}/a").questions
+    (tmp_path / "a" / ".git").rmdir()
+    monkeypatch.chdir(tmp_path)
+    assert load_suite("speed_bench", "a").questions
 
 
 def test_free_licences_limit_nothing(tmp_path):
     root = suites.CONF.parent
     (tmp_path / "LICENSE").write_text((root / "LICENSE").read_text())  # Apache 2.0
-    (tmp_path / "README.md").write_text("MIT; CC BY 4.0; derivatives are welcome, commercially or not")
-    assert reading.find_limit(tmp_path) is None
+    (tmp_path / "README.md").write_text(
+        "MIT; CC BY 4.0\n\n# Licence\n\nFor non-commercial and commercial use.\n\nOthers: CC-BY-NC"
+    )
+    (tmp_path / "NOTICE").write_text("You may use it for commercial and non-commercial purposes.")
+    assert reading.find_limit([tmp_path / "a.jsonl"]) is None
 
 
 def test_data_for_evaluation_alone_is_not_trained_on(tmp_path):
     (tmp_path / "README.md").write_text(TERMS)
-    write_rows(tmp_path / "train.jsonl", [{"prompt": "Say", "completion": "Hello"}])
-    with pytest.raises(ValueError, match=r"train\.jsonl may not be trained on: .*README\.md says"):
-        load_rows([str(tmp_path / "train.jsonl")], Encoding(small_tokenizer(), tmp_path / "cache"))
+    folder = written(tmp_path, "data/train.jsonl", [{"prompt": "Say", "completion": "Hello"}])
+    encoding = Encoding(small_tokenizer(), tmp_path / "cache")
+    for source in (f"{folder}/data", f"{folder}/data/train.jsonl"):
+        with pytest.raises(ValueError, match=r"data.* may not be trained on: .*README\.md says"):
+            load_rows([source], encoding)
+    asked = answer.AnswerOptions(f"{folder}/data", f"{folder}/out.jsonl", target=loading.TargetOptions(name="any"))
+    with pytest.raises(ValueError, match=r"data may not be trained on"):
+        answer.write_answers(asked, Console())
+    with pytest.raises(ValueError, match="nvidia/speed-bench may not be trained on: NVIDIA Evaluation"):
+        load_rows(["nvidia/speed-bench"], encoding)
+    reading.check_trainable("openai/gsm8k")
 
 
 def test_questions_that_a_head_was_trained_on_are_counted(tmp_path):
@@ -342,3 +440,7 @@ def test_questions_that_a_head_was_trained_on_are_counted(tmp_path):
     ]
     write_rows(tmp_path / "train.jsonl", rows)
     assert suites.overlap(suite.questions, str(tmp_path / "train.jsonl")) == suites.overlap(suite.questions, rows) == 2
+    write_rows(tmp_path / "train.jsonl", [{"messages": 5}, {"messages": [5]}, {"prompt": [5]}, rows[0]])
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write('{"messages"')  # damaged
+    assert suites.overlap(suite.questions, str(tmp_path / "train.jsonl")) == 1
