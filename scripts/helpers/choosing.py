@@ -48,15 +48,11 @@ from train.validate import Written
 MOST_DRAFTS = 16
 SETTINGS = ("checkpoint", "proposers", "settings", "trees", "prompts", "suite", "subset", "protocol", "split", "thinking", "limit",
             "answers", "hold_out", "length", "max_new_tokens", "ignore_stop", "engine", "plain", "costs", "loads", "contexts", "seed")  # fmt: skip
+ADVICE = "Choose another out=FOLDER."
 TIMED = (1, 2, 4, 8, 16)  # drafts of the chains whose rounds are timed
 HOPELESS = 1.3  # times a drafter's largest tau: rounds of more plain ones than that cannot pay at larger loads
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "gguf": "llama.cpp"}  # by format of export
 SCHEDULE = "num_speculative_tokens_per_batch_size"
-SCHEDULED = (
-    "at 0 drafts vLLM still runs the drafter (7 to 22 % of a plain round where others measured it), its V1 runner then uses piecewise "
-    "CUDA graphs only, and with data parallelism it drops the schedule"
-)
-NO_PLAIN = "Costs are seconds with drafts and without: give plain=URL of a server of the same model without drafts."
 FEW = 8  # requests to a server at a load, at least, and prompts that are decoded at once
 
 
@@ -82,7 +78,7 @@ class Shaped:
 
 @dataclass(frozen=True)
 class Case:
-    """What is chosen from, for what. chosen: Evaluate; contexts: empty for that of the texts; given: costs of files"""
+    """What is chosen from, for what. chosen: Evaluate; contexts: empty for that of the texts; given: costs="""
 
     chosen: Any
     out: Path
@@ -92,7 +88,7 @@ class Case:
     sampling: Sampling
     runs: list[Run]
     opened: loading.Opened
-    given: RoundCosts | None
+    given: RoundCosts | DataSheet | None
     served: serving.Served | None
 
 
@@ -112,7 +108,9 @@ def choose(chosen: Any, out: Path, console: progress.Results) -> None:
         target = loading.target_of(checkpoint.resolve(heads[0]), chosen.target.name)
         served = serving.open_servers(chosen, comparing.read_questions(chosen), target, console)
         if served.notes or served.plain is None:
-            raise ValueError(" ".join(served.notes) or NO_PLAIN)
+            raise ValueError(
+                " ".join(served.notes) or "Give plain=URL of a server of the same model without drafts, too."
+            )
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
     opened = loading.shared_target(runs, chosen.target, head=chosen.settings.get("checkpoint"))
     limit = opened.target.max_positions
@@ -120,7 +118,7 @@ def choose(chosen: Any, out: Path, console: progress.Results) -> None:
         raise ValueError(
             f"contexts={chosen.contexts}: {opened.target.name} has {limit} positions, so {limit - MOST_DRAFTS - 2} is the most."
         )
-    if given and given.fingerprint not in (None, opened.target.fingerprint()):
+    if isinstance(given, RoundCosts) and given.fingerprint not in (None, opened.target.fingerprint()):
         raise ValueError(f"costs={chosen.costs} are of another target than {opened.target.name}: choose with that one.")
     with lock(out / "choice.lock", of=out / "choice.json"):
         decide(Case(chosen, out, console, loads, contexts, sampling, runs, opened, given, served))
@@ -132,9 +130,7 @@ def decide(case: Case) -> None:
     settings = {name: getattr(chosen, name) for name in SETTINGS} | {"weights": comparing.describe_weights(case.runs)}
     settings |= asdict(case.sampling) | loading.machine(opened.target)
     if (path := case.out / "choice.json").exists():
-        check_settings(
-            path, checkpoint.read_json(path).get("settings", {}), settings, advice="Choose another out=FOLDER."
-        )
+        check_settings(path, checkpoint.read_json(path).get("settings", {}), settings, advice=ADVICE)
     shapes = list_shapes(case)
     prompts, texts = read_texts(case)
     acceptance = find_acceptance(case, shapes, prompts, texts)
@@ -296,8 +292,8 @@ def decode_shapes(case: Case, shapes: list[Shaped], prompts: list[Prompt]) -> li
 # What rounds cost
 
 
-def read_costs(chosen: Any, loads: list[int], contexts: list[int]) -> RoundCosts | None:
-    """Of files; None for others. Raises ValueError for costs= that are nothing which is known, or do not fit to other options."""
+def read_costs(chosen: Any, loads: list[int], contexts: list[int]) -> RoundCosts | DataSheet | None:
+    """costs=; None: they are timed. Raises ValueError for costs= that are nothing which is known, or do not fit to other options."""
     machines = [path.stem for path in sorted((loading.CONF / "machine").glob("*.yaml")) if path.stem != "here"]
     given, heads = split(chosen.costs), split(chosen.checkpoint)
     alone = len(heads) == 1 and not chosen.proposers and not chosen.trees
@@ -309,13 +305,12 @@ def read_costs(chosen: Any, loads: list[int], contexts: list[int]) -> RoundCosts
             "engine= gives the costs of one head's chain behind its own requests: give that checkpoint=DIR, the one it serves, and no "
             "costs=, contexts=, proposers= or trees=."
         )
-    if chosen.costs in machines:
-        read_sheet(chosen.costs)  # raises ValueError now
     if not given or chosen.costs in machines:
-        return None
+        return read_sheet(chosen.costs) if given else None
     costs = round_costs.read_costs(given, loads, MOST_DRAFTS, checkpoint.name_of(Path(heads[0])) if alone else None)
-    only, *others = {each.context for each in costs.points}
-    if not others and any(abs(length - only) > round_costs.NEAR * only for length in contexts):
+    known_at = {each.context for each in costs.points}
+    far = any(abs(length - where) > round_costs.NEAR * where for length in contexts for where in known_at)
+    if len(known_at) == 1 and far:
         raise ValueError(
             f"contexts={chosen.contexts}: costs={chosen.costs} are known of one context only, so leave it out."
         )
@@ -336,17 +331,17 @@ def find_costs(
     case: Case, shapes: list[Shaped], acceptance: list[Acceptance], texts: list[Written], contexts: list[float]
 ) -> RoundCosts:
     """From a server, files, a data sheet, or timed here."""
-    given = split(case.chosen.costs)
     if case.served:
         return serve_costs(case, case.served)
-    if case.given:
+    if isinstance(case.given, RoundCosts):
         return case.given
-    if given:
+    if case.given:
         heads = {run.name: run.drafter for run in case.runs if isinstance(run.drafter, Drafter)}
         if not {each.costs for each in acceptance} <= set(heads):
-            raise ValueError(f"costs={given[0]} is for chains of trained heads: leave proposers= and trees= out.")
-        sheet = read_sheet(given[0])
-        return round_costs.sheet_costs(sheet, case.opened.target, heads, case.loads, MOST_DRAFTS, contexts)
+            raise ValueError(
+                f"costs={case.given.name} is for chains of trained heads: leave proposers= and trees= out."
+            )
+        return round_costs.sheet_costs(case.given, case.opened.target, heads, case.loads, MOST_DRAFTS, contexts)
     points, drafts = list[CostPoint](), {(each.drafter, each.shape): each.drafts for each in acceptance}
     for name in dict.fromkeys(each.costs for each in acceptance):
         own = [each for each in shapes if each.costs == name and (each.drafter, each.shape) in drafts]
@@ -397,8 +392,7 @@ def serve_costs(case: Case, served: serving.Served) -> RoundCosts:
     (run,), questions = case.runs, served.first
     settings = served.settings | {"checkpoint": comparing.describe_weights(case.runs), "drafts": served.longest}
     drafted, base = [], {}
-    out, advice = case.out, "Choose another out=FOLDER."
-    with resumable(out / "settings.json", out / "rows.jsonl", settings, advice=advice) as results:
+    with resumable(case.out / "settings.json", case.out / "rows.jsonl", settings, advice=ADVICE) as results:
         for load in case.loads:
             both = {"drafted": served.server, "plain": served.plain}
             serving.measure_missing(both, questions[: max(FEW, load)], load, 0, results)
@@ -410,7 +404,7 @@ def serve_costs(case: Case, served: serving.Served) -> RoundCosts:
                 lacks = "how many drafts the server accepts" if all(speeds) else "the seconds of a user's token"
                 raise ValueError(
                     f"At load {load} {lacks} cannot be told from {found['answers']} answers: see that nobody else asks the server, "
-                    "raise max_new_tokens=, and choose another out=FOLDER."
+                    f"raise max_new_tokens=. {ADVICE}"
                 )
             seconds, base[load] = (1 / speed for speed in speeds)
             answers = [each for turn in turns for each in turn.answers]
@@ -477,7 +471,10 @@ def write(case: Case, document: dict) -> None:
     ]
     missing = ["{drafter}, no line for {engine}: {reason}".format(**each) for each in known if "reason" in each]
     if any(SCHEDULE in line for line in flags):
-        notes.append(f"{SCHEDULE}: {SCHEDULED}")
+        notes.append(
+            f"{SCHEDULE}: at 0 drafts vLLM still runs the drafter (7 to 22 % of a plain round where others measured it), its V1 runner "
+            "then has piecewise CUDA graphs only, and with data parallelism it drops the schedule"
+        )
     about = (
         f"{document['target']}, temperature {case.sampling.temperature:g}, {document['num_answers']} answers. Costs: "
         f"{document['costs']['source']}. Intervals: 95 %, of tau over prompts and of timed seconds. *: extrapolated beyond the "
