@@ -513,10 +513,11 @@ def tabulate(document: dict) -> Table:
 
 def describe(document: dict) -> Iterator[str]:
     """From which load plain decoding is faster, and acceptance by position."""
+    last = document["loads"][-1]["load"]
     for context, found in document["plain_from"].items():
         for name, since in found.items():
-            since = f"load {since[0]}{' *' * since[1]}" if since else f"no load up to {document['loads'][-1]['load']}"
-            yield f"behind {context} tokens plain is faster than {'everything' if name == 'all' else name} from {since}"
+            since = f"from load {since[0]}{' *' * since[1]}" if since else f"at no load up to {last}"
+            yield f"behind {context} tokens plain is faster than {'everything' if name == 'all' else name} {since}"
     for name in document["loads"][0]["drafters"]:
         survival = max((each["survival"] for each in document["acceptance"] if each["drafter"] == name), key=len)
         given = [now / before if before else 0.0 for now, before in zip(survival, [1.0, *survival])]

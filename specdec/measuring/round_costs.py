@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy
 import torch
-from torch import Tensor
 
 from specdec.core import devices
 from specdec.core.untrusted import read_json
@@ -36,6 +35,9 @@ FORMS = (
     "a choice.json of this command, a table of SGLang (sample_batch_tokens or bias_seconds), or results of `vllm bench serve` or "
     "SGLang's bench_serving with max_concurrency, one without drafts and one with drafts for each load"
 )
+
+
+Curves = dict[float, dict[float, numpy.ndarray]]  # by rows and drafts: seconds, plain, error, opening
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,7 @@ class RoundCosts:
 
     def __init__(self, points: Iterable[CostPoint], source: str, fingerprint: str | None = None):
         self.points, self.source, self.fingerprint = list(points), source, fingerprint
-        self.tables: dict[
-            str, dict[float, dict[float, dict[float, numpy.ndarray]]]
-        ] = {}  # drafter, context, rows, drafts
+        self.tables: dict[str, dict[float, Curves]] = {}  # by drafter and context
         for point in self.points:
             curve = self.tables.setdefault(point.drafter, {}).setdefault(point.context, {}).setdefault(point.rows, {})
             curve[0] = numpy.array([point.plain, point.plain, 0.0, 0.0])
@@ -83,7 +83,7 @@ class RoundCosts:
         value = interpolate({where: of_rows(some) for where, some in table.items()}, context)
         seconds, plain, error, opening = value.clip(min=0).tolist()
         curves = [(num, curve) for some in table.values() for num, curve in some.items()]
-        fewest = min(num for _, curve in curves for num in curve if num)
+        fewest = min((num for _, curve in curves for num in curve if num), default=0)
         measured = [num for num, curve in curves if max(curve) >= drafts >= fewest]
         inside = bool(measured) and min(measured) <= rows <= max(measured)
         inside &= not max(table) or (1 - NEAR) * min(table) <= context <= (1 + NEAR) * max(table)
@@ -125,9 +125,8 @@ def time_rounds(
         prompts = list(texts[:rows])
         depth = decoder.proposer.depth if decoder.proposer else 0
         most = decoder.target.max_positions or 2**30
-        left = min(
-            max(MOST_ROUNDS, FEWEST_ROUNDS * (depth + 1)) + 2 * (depth + 1), most - max(map(len, prompts)) - depth
-        )
+        left = max(MOST_ROUNDS, FEWEST_ROUNDS * (depth + 1)) + 2 * (depth + 1)
+        left = min(left, most - max(map(len, prompts)) - depth)
         batch = decoder.batch(torch.Generator(decoder.target.device).manual_seed(seed))
         batch.admit([Request(prompt, left) for prompt in prompts])
         batches[name] = batch
@@ -213,9 +212,7 @@ def time_loads(
                 new.append(summarise_point(point, timed[num], timed[0], varies=bool(proposer and proposer.varies)))
             keep(new)
             same |= {each.drafts: each for each in new}
-        opening = min(
-            (each.opening for each in same.values()), default=0.0
-        )  # any number of drafts reads the same prompts
+        opening = min((each.opening for each in same.values()), default=0.0)  # any number of drafts reads the same
         found += [replace(same[num], context=length, opening=opening) for num in sorted(same)]
     return found
 
@@ -363,17 +360,15 @@ def sheet_costs(
         tables = (target.vocab_size, drafter.vocab_size)  # embeddings are looked up, and the LM head is counted apart
         named = next((value for value in drafter.parameters() if value.shape[0] in tables and value.ndim == 2), None)
         out = drafter.vocab_size * (target.width if named is None else named.shape[1])
-        weights = [value for value in drafter.parameters() if value.shape[0] not in tables]
-        share = 1 if drafter.depth is None or drafter.parallel else drafter.depth
-        own, size = (sum(map(of, weights)) / share for of in (Tensor.numel, lambda value: value.nbytes))
-        size += out * (head if named is None else named).element_size()
-        shapes = [each for each in drafter.cache(1).shapes if each]
-        keys = sum(each.num_heads * each.width * each.dtype.itemsize for each in shapes)
+        own = 1.0 * sum(value.numel() for value in drafter.parameters() if value.shape[0] not in tables)
+        own /= 1 if drafter.depth is None or drafter.parallel else drafter.depth  # of a step
+        keys = sum(each.num_heads * each.width for each in drafter.cache(1).shapes if each)
         whole = drafter.depth if drafter.attends == "block" else None
 
         def draft(rows: int, num: int, context: float) -> float:
             steps, tokens = (1, rows * (whole or num)) if drafter.parallel else (num, rows)
-            return steps * sheet.seconds(size + rows * context * keys, 2 * (own + out) * tokens, 2 * KERNELS)
+            size = head.element_size() * (own + out + rows * context * keys)  # engines run it in the target's dtype
+            return steps * sheet.seconds(size, 2 * (own + out) * tokens, 2 * KERNELS)
 
         return draft
 

@@ -78,6 +78,10 @@ def test_it_chooses_from_heads_trees_and_proposers_and_keeps_what_it_timed(run, 
         "decode.temperature=1",
     )
     assert [each["seconds"] for each in read(tmp_path)["costs"]["points"]] == before
+    alone = (f"out={tmp_path}/alone", "contexts=10,20", "decode.temperature=1")
+    run(*alone)  # what was timed beside others counts
+    own = [each for each in found["costs"]["points"] if each["drafter"] == "one"]
+    assert read(tmp_path, "alone")["costs"]["points"] == own
 
 
 def test_costs_come_from_a_machine_or_from_a_file(run, folder, tmp_path):

@@ -37,6 +37,8 @@ def test_between_points_costs_are_lines():
     assert marks == [False, True, True, True] and at(2, 7, 100).seconds == 8.0 and at(8, 1, 100).seconds == 5.0
     assert [at(2, 1, context).extrapolated for context in (70, 80, 370, 380)] == [True, False, False, True]
     assert not at(2, 1, 100).extrapolated and at(1, 1, 100).extrapolated  # nothing is known below 2 drafts
+    never = RoundCosts([CostPoint("a", 1, 0.0, 100, 1.1, 1.0)], "")  # a proposer that drafted nothing
+    assert never.at("a", 0.0, 1, 100).seconds == 1.1 and not never.at("a", 0.0, 1, 100).extrapolated
     falling = RoundCosts([CostPoint("a", 1, 1, 0, 4.0, 1.0), CostPoint("a", 2, 1, 0, 2.0, 1.0)], "")
     assert falling.at("a", 1, 50, 0).seconds == 1.0  # never less than half of the nearest point
     with pytest.raises(ValueError, match="no costs of b, only of a"):
@@ -194,6 +196,25 @@ def test_windows_and_latents_keep_less():
     config = DeepseekV3Config(**sizes, num_hidden_layers=1, num_key_value_heads=2, kv_lora_rank=4, q_lora_rank=4, qk_rope_head_dim=2,
                               qk_nope_head_dim=4, v_head_dim=4, first_k_dense_replace=1)  # fmt: skip
     assert Target.outline(config, name="tiny").kept() == [(2 * (4 + 2), float("inf"))]
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("medusa", 0), ("eagle", 1), ("draft", 2)])
+def test_a_roofline_has_the_keys_of_each_head(small_target, kind, layers):
+    drafters = {"a": make_drafter(small_target, kind)}
+    costs = round_costs.sheet_costs(DataSheet("", 1e30, 1.0, 0.0), small_target, drafters, [1], 2, [0.0, 64.0])
+    drafted = [costs.at("a", 1, 1, where).seconds - costs.at("a", 1, 1, where).plain for where in (0.0, 64.0)]
+    shapes = drafters["a"].cache(1).shapes
+    width = sum(each.num_heads * each.width for each in shapes) * small_target.dtype.itemsize
+    assert drafted[1] - drafted[0] == pytest.approx(64 * width) and len(shapes) == 2 * layers
+
+
+def test_a_roofline_drafts_blocks_whole(small_target):
+    drafters = {"a": make_drafter(small_target, "dflash")}
+    costs = round_costs.sheet_costs(DataSheet("", 1.0, 1e30, 0.0), small_target, drafters, [1], 4, [0.0])
+    one, two, three = (costs.at("a", num, 1, 0).seconds for num in (1, 2, 3))
+    assert (
+        two - one == pytest.approx(three - two) == pytest.approx(costs.at("a", 1, 1, 0).plain)
+    )  # the target's pass grows
 
 
 def test_a_roofline_counts_the_experts_that_are_hit():
