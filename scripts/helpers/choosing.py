@@ -235,9 +235,9 @@ def read_answers(chosen: Any, tokenizer: PreTrainedTokenizerBase, fingerprint: s
     if chosen.hold_out is not None:
         rows = [rows[i] for i in reading.hold_out([row.get("temperature") == 0 for row in rows], chosen.hold_out)]
     rows = [row for row in rows if row.get("temperature", temperature) == temperature]
-    rows = reading.spread(rows, chosen.limit)
     if not rows:
         raise ValueError(f"{source} has no row at decode.temperature={temperature:g}.")
+    rows = reading.spread(rows, chosen.limit)
     warn_of_writers([row.get("target_fingerprint") for row in rows], fingerprint)
     texts = []
     for row in rows:
