@@ -108,9 +108,7 @@ def choose(chosen: Any, out: Path, console: progress.Results) -> None:
         target = loading.target_of(checkpoint.resolve(heads[0]), chosen.target.name)
         served = serving.open_servers(chosen, comparing.read_questions(chosen), target, console)
         if served.notes or served.plain is None:
-            raise ValueError(
-                " ".join(served.notes) or "Give plain=URL of a server of the same model without drafts, too."
-            )
+            raise ValueError(" ".join(served.notes) or "engine= needs more: give plain=URL of a server without drafts.")
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
     opened = loading.shared_target(runs, chosen.target, head=chosen.settings.get("checkpoint"))
     limit = opened.target.max_positions
