@@ -427,7 +427,7 @@ def say_protocol(settings: dict[str, Any], protocol: suites.Protocol | None) -> 
     parts += [f"protocol {protocol.name} ({protocol.title})"] if protocol else []
     parts += [f"target {settings['target']}" + (f" ({settings['fingerprint']})" if settings["fingerprint"] else "")]
     parts += [f"in {settings['dtype']}"] * bool(settings["dtype"])
-    parts += [settings["chat"], thinking, f"T={decode['temperature']}"]
+    parts += [settings["chat"], thinking, f"T={str(decode['temperature']).removesuffix('.0')}"]
     parts += [f"{name}={decode[name]}" for name in ("top_p", "top_k") if decode[name] is not None]
     parts += [f"repetition_penalty={decode['repetition_penalty']}"] * (decode["repetition_penalty"] != 1)
     parts += [f"seed {settings['seed']}", f"at most {settings['max_new_tokens']} new tokens"]
