@@ -126,6 +126,8 @@ def replay(chosen: Evaluate, console: progress.Results) -> None:
     """Prints tau and survival by depth of each head's chain, and how the others differ from the first."""
     if not split(chosen.checkpoint):
         raise ValueError("answers= replays trained heads: give checkpoint=DIR.")
+    if chosen.suite or chosen.protocol:
+        raise ValueError("answers= replays answers that are there: leave suite= and protocol= out.")
     for folder in split(chosen.checkpoint):
         if loading.head_class(folder).adapts_target:
             raise ValueError(f"{folder} adapts its target, which did not write these answers: leave answers= out.")

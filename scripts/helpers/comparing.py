@@ -108,10 +108,8 @@ def compare(chosen: Any, out: Path, console: progress.Results) -> None:
             if missing := len(planned[batch]) - len(rows):
                 notes.append(f"T={sampling.temperature:g}, batch {batch}: {missing} later turns did not fit: left out")
             every = [results_of(rows, method) for method in methods]
-            made, context = (
-                [],
-                statistics.mean(len(each.prompt.tokens) + len(each.plain.tokens[0]) / 2 for each in every[0]),
-            )
+            made = []
+            context = statistics.mean(len(each.prompt.tokens) + len(each.plain.tokens[0]) / 2 for each in every[0])
             for method, each in zip(methods, every):
                 run = run_of.get(method.name)
                 entry = make_entry(method, run, sampling.temperature, batch, each, every[0], settings["stop"])
