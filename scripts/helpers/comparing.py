@@ -395,8 +395,11 @@ def write(
 
     first: the method of the differences; document: what is known beside the results; more: further parts of results.json
     """
-    own = asked.protocol.name if asked.protocol else None
     countings, settings = list_countings(), document["settings"]
+    differs = (
+        asked.protocol is not None and len(counting.join_equal({"": asked.protocol.counting, " ": counting.OURS})) > 1
+    )
+    own = asked.protocol.name if asked.protocol and differs else None
     document["protocol"] = protocol = say_protocol(settings, asked.protocol)
     document["counting"] = {name: str(each) for name, each in countings.items()}
     found = {"results": [entry.to_json(countings) for entry in entries], **more}
