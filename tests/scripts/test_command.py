@@ -51,8 +51,8 @@ def test_a_wrong_verb_is_answered_with_the_right_one(verb, sentence):
 def test_files_of_the_clone_are_explained_outside_of_it(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "IN_CLONE", False)
-    with pytest.raises(SystemExit, match=r"targets/smollm2-135m does not exist.*are folders of the clone: work there"):
-        command.main(["evaluate", "proposer=ngram"])
+    with pytest.raises(SystemExit, match=r"There is no file data/prompts_heldout.jsonl.*are folders of the clone: work there"):
+        command.main(["evaluate", "proposers=ngram"])
 
 
 def test_training_prints_its_help(monkeypatch, capsys):

@@ -73,7 +73,7 @@ def test_a_proposer_gets_text_as_it_is_written(tmp_path):
     )
     with pytest.raises(ValueError, match=r"^proposer\.num=0 must be a whole number of 1 or more\.$"):
         proposers.configure("ngram", settings={"num": "0"}, drafting=Drafting(), checkpoint=None)
-    with pytest.raises(ValueError, match=r"^proposer\.least=\.nan must be a number from 0 to 1\.$"):
+    with pytest.raises(ValueError, match=r"^proposer\.least=\.nan must be a number of at least 0 and below 1\.$"):
         proposers.configure("suffix", settings={"least": ".nan"}, drafting=Drafting(), checkpoint=None)
 
 
