@@ -196,11 +196,11 @@ def test_a_running_engine_is_judged_as_check_engines_does(engine, tmp_path, monk
         wait_for(port, log)
         write_prompts(tmp_path / "prompts.jsonl", 4)
         evaluate.main([f"engine=http://127.0.0.1:{port}", f"checkpoint={tmp_path / 'head'}", f"prompts={tmp_path / 'prompts.jsonl'}",
-                       "target.dtype=float32", "max_new_tokens=24", "ignore_stop=true", "requests=1,2", f"out={tmp_path / 'out'}"])  # fmt: skip
+                       "target.dtype=float32", "max_new_tokens=24", "ignore_stop=true", "batch=1,2", f"out={tmp_path / 'out'}"])  # fmt: skip
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait()
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    report = json.loads((tmp_path / "out" / "results.json").read_text())
     prompts = [
         prompt.tokens for prompt in data.load_prompts(str(tmp_path / "prompts.jsonl"), load_tokenizer(target.name))
     ]
