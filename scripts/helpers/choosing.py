@@ -27,7 +27,7 @@ from specdec.decoding.drafting import Drafting
 from specdec.export.engines import make_form
 from specdec.heads.base import Drafter
 from specdec.measuring import choice, round_costs
-from specdec.measuring.choice import Acceptance
+from specdec.measuring.choice import ShapeAcceptance
 from specdec.measuring.measure import MeasureSettings, Method, Prompt, measure
 from specdec.measuring.report import PromptCounts, by_depth
 from specdec.measuring.round_costs import CostPoint, DataSheet, RoundCosts
@@ -89,7 +89,7 @@ class Case:
     runs: list[Run]
     opened: loading.Opened
     given: RoundCosts | DataSheet | None
-    served: serving.Served | None
+    served: serving.TriedServer | None
 
 
 def choose(chosen: Any, out: Path, console: progress.Results) -> None:
@@ -250,9 +250,11 @@ def read_answers(chosen: Any, tokenizer: PreTrainedTokenizerBase, fingerprint: s
     return texts
 
 
-def find_acceptance(case: Case, shapes: list[Shaped], prompts: list[Prompt], texts: list[Written]) -> list[Acceptance]:
+def find_acceptance(
+    case: Case, shapes: list[Shaped], prompts: list[Prompt], texts: list[Written]
+) -> list[ShapeAcceptance]:
     """Of all chains by one replay of each head; of what replay does not cover by decoding."""
-    found, decoded = list[Acceptance](), [each for each in shapes if not each.chain]
+    found, decoded = list[ShapeAcceptance](), [each for each in shapes if not each.chain]
     for run in case.runs:
         own, drafter = [each for each in shapes if each.chain and each.drafter == run.name], run.drafter
         if case.served:
@@ -266,7 +268,7 @@ def find_acceptance(case: Case, shapes: list[Shaped], prompts: list[Prompt], tex
     return found + (decode_shapes(case, decoded, prompts) if decoded else [])
 
 
-def decode_shapes(case: Case, shapes: list[Shaped], prompts: list[Prompt]) -> list[Acceptance]:
+def decode_shapes(case: Case, shapes: list[Shaped], prompts: list[Prompt]) -> list[ShapeAcceptance]:
     chosen, stop = case.chosen, set() if case.chosen.ignore_stop else case.opened.stop
     named = {f"{each.drafter} {each.shape}": each for each in shapes}
     methods = [Method(name, case.opened.target, each.make(), each.drafting) for name, each in named.items()]
@@ -282,7 +284,7 @@ def decode_shapes(case: Case, shapes: list[Shaped], prompts: list[Prompt]) -> li
         accepted = [num for result in own for num in result.drafted.accepted[0]]
         drafts = each.chain or statistics.mean(num for result in own for num in result.drafted.drafted)
         survival = [num / len(accepted) for num in reached(accepted, method.proposer.depth)]
-        acceptance = Acceptance(each.drafter, each.shape, each.costs, drafts, 0.0, [], survival)
+        acceptance = ShapeAcceptance(each.drafter, each.shape, each.costs, drafts, 0.0, [], survival)
         found.append(choice.with_tau(acceptance, counts, seed=chosen.seed))
     return found
 
@@ -326,7 +328,7 @@ def read_sheet(name: str) -> DataSheet:
 
 
 def find_costs(
-    case: Case, shapes: list[Shaped], acceptance: list[Acceptance], texts: list[Written], contexts: list[float]
+    case: Case, shapes: list[Shaped], acceptance: list[ShapeAcceptance], texts: list[Written], contexts: list[float]
 ) -> RoundCosts:
     """From a server, files, a data sheet, or timed here."""
     if case.served:
@@ -385,7 +387,7 @@ def time_drafter(
     return found
 
 
-def serve_costs(case: Case, served: serving.Served) -> RoundCosts:
+def serve_costs(case: Case, served: serving.TriedServer) -> RoundCosts:
     """From a few requests at each load to a server with drafts and to a plain one. Raises ValueError, naming the load, without figures."""
     (run,), questions = case.runs, served.first
     settings = served.settings | {"checkpoint": comparing.describe_weights(case.runs), "drafts": served.longest}
@@ -417,7 +419,7 @@ def serve_costs(case: Case, served: serving.Served) -> RoundCosts:
 
 
 def list_flags(
-    case: Case, acceptance: list[Acceptance], costs: RoundCosts, context: float, tokens: float
+    case: Case, acceptance: list[ShapeAcceptance], costs: RoundCosts, context: float, tokens: float
 ) -> Iterator[dict]:
     """For each head and engine the lines that serve its best chain at each load: {drafter, engine, loads, line}, or why there is none:
     {drafter, engine, reason}. A block counts with all its drafts, as engines draft it whole.

@@ -404,7 +404,7 @@ def write(
     document["counting"] = {name: str(each) for name, each in countings.items()}
     found = {"results": [entry.to_json(countings) for entry in entries], **more}
     files.write_text(out / "results.json", json.dumps(finite(document | found), indent=1) + "\n")
-    page = results_page.Results(entries, countings, protocol, settings, document["notes"], first, own)
+    page = results_page.ResultsPage(entries, countings, protocol, settings, document["notes"], first, own)
     files.write_text(out / "results.md", page.to_markdown())
     files.write_text(out / "results.html", page.to_html())
     for heading, table in page.tables():

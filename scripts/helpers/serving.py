@@ -29,7 +29,7 @@ from specdec.target.model import load_tokenizer
 from train import progress, validate
 from train.answers.engine_answers import check_tokenizer
 from train.answers.resumable import Resumable, digest, resumable
-from train.data.suites import Question
+from train.data.suites import name_request
 from train.features.engine_client import BadAnswer, EngineClient, Event, GivenUp, Refused
 from train.pages.results_page import Entry
 from train.validate import Written
@@ -235,7 +235,7 @@ class Requests:
         for question in self.asked.questions:
             if len(question.turns) <= turn:
                 continue
-            names = [self.name(question, earlier) for earlier in range(turn)]
+            names = [name_request(question, earlier) for earlier in range(turn)]
             before = [ids for name in names if (ids := answers.get(name)) is not None]
             if len(before) < turn or (turn and self.tokenizer is None):
                 continue
@@ -246,27 +246,26 @@ class Requests:
                         "This protocol sends no messages but text: give target.name=, whose tokenizer encodes it."
                     )
                 more = {} if mode is None else {"chat_template_kwargs": {"enable_thinking": mode}}
-                found.append((self.name(question, turn), {"messages": question.turns[0]["messages"], **more}))
+                found.append((name_request(question, turn), {"messages": question.turns[0]["messages"], **more}))
                 continue
             texts = [str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in before]
             prompt = self.asked.prompt(question, turn, texts, self.tokenizer)
-            found.append((self.name(question, turn), {"prompt": prompt.tokens}))
+            found.append((name_request(question, turn), {"prompt": prompt.tokens}))
         return found
-
-    def name(self, question: Question, turn: int) -> str:
-        return question.id if len(question.turns) == 1 else f"{question.id} turn {turn + 1}"
 
     def count(self, turns: Sequence[Turn]) -> list[AnswerCounts] | None:
         """What other countings need; None where the server does not say enough."""
         counts = referee.count_answers(turns)
-        of = {self.name(each, turn): each for each in self.asked.questions for turn in range(len(each.turns))}
-        names = [answer.prompt for turn in turns for answer in turn.answers]
+        of = {name_request(each, turn): each for each in self.asked.questions for turn in range(len(each.turns))}
         if not counts:
             return None
         answers = [answer for turn in turns for answer in turn.answers]
         ends = [find_end(answer.ended, answer.sizes[-1] == 1) for answer in answers]
         numbers = [(round(one.num_emitted - one.num_rounds), round(one.num_rounds)) for one in counts]
-        return [AnswerCounts(name, of[name].id, *both, end) for name, both, end in zip(names, numbers, ends)]
+        return [
+            AnswerCounts(answer.prompt, of[answer.prompt].id, *both, end)
+            for answer, both, end in zip(answers, numbers, ends)
+        ]
 
 
 def read_answers(rows: list[dict], level: int) -> dict[str, list[int] | None]:
@@ -276,7 +275,7 @@ def read_answers(rows: list[dict], level: int) -> dict[str, list[int] | None]:
 
 
 @dataclass(frozen=True)
-class Served:
+class TriedServer:
     """A server that was tried with a request. plain: what serves without drafts; first: the requests of first turns
 
     longest: drafts of a round; notes: what is to be known of it; settings: what its answers and speeds depend on
@@ -291,7 +290,7 @@ class Served:
     settings: dict[str, Any]
 
 
-def open_servers(chosen: Any, asked: comparing.Asked, target: str | None, console: progress.Results) -> Served:
+def open_servers(chosen: Any, asked: comparing.Asked, target: str | None, console: progress.Results) -> TriedServer:
     """engine= and plain=. target: the name of that of the head, if there is one. Raises ValueError for what cannot be measured."""
     server = find_server(chosen.engine, chosen, console)
     if asked.stop:
@@ -309,7 +308,7 @@ def open_servers(chosen: Any, asked: comparing.Asked, target: str | None, consol
         **comparing.describe_questions(asked, requests.tokenizer),
         "prompts": f"{chosen.prompts or asked.source} {digest(repr(first).encode())}",
     }
-    return Served(server, plain, requests, first, longest, notes, settings)
+    return TriedServer(server, plain, requests, first, longest, notes, settings)
 
 
 def find_server(url: str, chosen: Any, console: progress.Results) -> Server:

@@ -23,7 +23,7 @@ NORMAL = 1.96  # standard errors of a 95 % interval
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class ShapeAcceptance:
     """How many tokens a round of a drafter in one shape emits.
 
     shape: as text; costs: the name of its points in RoundCosts; drafts: of a round, the mean
@@ -49,7 +49,7 @@ class Speedup:
     extrapolated: bool
 
 
-def accept_chains(drafter: str, accepts: Sequence[Tensor], *, seed: int = 0) -> list[Acceptance]:
+def accept_chains(drafter: str, accepts: Sequence[Tensor], *, seed: int = 0) -> list[ShapeAcceptance]:
     """Of chains of 1, 2, .. K drafts, from one replay. accepts: [K, n] of each answer, as unroll/replay.py gives it
 
     A draft does not depend on how many follow it, so that the first k rows are what a replay of k drafts gives.
@@ -60,17 +60,17 @@ def accept_chains(drafter: str, accepts: Sequence[Tensor], *, seed: int = 0) -> 
         counts = [PromptCounts(number, number + float(accepted.sum())) for number, accepted in counted]
         total = sum(each.num_rounds for each in counts)
         survival = [sum(column) / total for column in zip(*(accepted.tolist() for _, accepted in counted))]
-        each = Acceptance(drafter, f"chain of {num}", drafter, num, 0.0, [], survival)
+        each = ShapeAcceptance(drafter, f"chain of {num}", drafter, num, 0.0, [], survival)
         found.append(with_tau(each, counts, seed=seed))
     return found
 
 
-def with_tau(each: Acceptance, counts: Sequence[PromptCounts], *, seed: int = 0) -> Acceptance:
+def with_tau(each: ShapeAcceptance, counts: Sequence[PromptCounts], *, seed: int = 0) -> ShapeAcceptance:
     """The same with its tau. counts: of each prompt"""
     return replace(each, tau=tau(counts), tau_ci=interval(counts, tau, seed))
 
 
-def find_speedup(each: Acceptance, costs: RoundCosts, rows: float, context: float, tokens: float) -> Speedup:
+def find_speedup(each: ShapeAcceptance, costs: RoundCosts, rows: float, context: float, tokens: float) -> Speedup:
     """tokens: of an answer, the mean"""
     cost = costs.at(each.costs, each.drafts, rows, context)
     of = lambda acceptance: cost.plain / (cost.seconds / acceptance + cost.opening / max(1.0, tokens - 1))
@@ -81,7 +81,7 @@ def find_speedup(each: Acceptance, costs: RoundCosts, rows: float, context: floa
 
 
 def choose_drafts(
-    acceptances: Sequence[Acceptance],
+    acceptances: Sequence[ShapeAcceptance],
     costs: RoundCosts,
     *,
     loads: Sequence[int],
@@ -112,7 +112,7 @@ def choose_drafts(
 
 
 def find_crossings(
-    acceptances: Sequence[Acceptance], costs: RoundCosts, *, most: int, context: float, tokens: float
+    acceptances: Sequence[ShapeAcceptance], costs: RoundCosts, *, most: int, context: float, tokens: float
 ) -> dict[str, tuple[int, bool] | None]:
     """For each drafter, and for "all", the smallest load from which plain decoding is faster, at every load up to `most`.
 
@@ -156,7 +156,7 @@ def predict(
     Raises ValueError for a document that is no choice.
     """
     try:
-        known = [Acceptance(**each) for each in document["acceptance"]]
+        known = [ShapeAcceptance(**each) for each in document["acceptance"]]
         costs, tokens = RoundCosts.from_json(document["costs"]), float(document["tokens"])
         where = float(document["contexts"][0]) if context is None else context
     except (KeyError, TypeError, IndexError, AttributeError) as error:

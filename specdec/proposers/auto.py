@@ -57,7 +57,6 @@ class AutoRound:
     head: bool  # whether the head drafts, even if none of its drafts was taken
     trial: bool  # whether it does to see whether it pays by now
     check: bool  # whether nothing is drafted, to see what that takes by now
-    tokens: float  # expected, of all rows
     seconds: float  # expected, of verification and drafting
     plain: float  # seconds that plain decoding takes for as many tokens in as many rows
     head_seconds: float  # that the head took
@@ -70,21 +69,17 @@ class Account:
 
     rounds: int = 0
     tokens: float = 0.0  # of all rows
-    expected: float = 0.0  # tokens that were expected
     seconds: float = 0.0  # of verification and drafting, expected
     plain: float = 0.0  # seconds that plain decoding takes for the expected tokens, in as many rows
     head: int = 0  # rounds in which the head drafted
     trials: int = 0  # of these, rounds to see whether it pays by now
     checks: int = 0  # rounds that drafted nothing, to see what that takes by now
     sizes: Counter[int] = field(default_factory=Counter)  # rounds by the nodes of their trees
-    sources: Counter[str] = field(default_factory=Counter)  # verified drafts by Kind.source
 
     def add(self, choice: AutoRound) -> None:
         """One round, before it is verified."""
         self.rounds += 1
         self.sizes[choice.size] += 1
-        self.sources.update(choice.sources)
-        self.expected += choice.tokens
         self.seconds += choice.seconds
         self.plain += choice.plain
         self.head += choice.head
@@ -277,7 +272,6 @@ class Auto(Proposer):
             head=head,
             trial=trial,
             check=check,
-            tokens=best.tokens,
             seconds=best.seconds + drafting,
             plain=best.tokens * curve[1] / max(1, active),
             head_seconds=head_seconds,

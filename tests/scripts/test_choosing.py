@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from scripts import evaluate
-from specdec.measuring.choice import Acceptance, predict
+from specdec.measuring.choice import ShapeAcceptance, predict
 from specdec.measuring.round_costs import CostPoint, RoundCosts
 from tests.support import make_drafter, save_eagle, save_target, write_prompts, write_rows
 
@@ -138,7 +138,7 @@ def test_given_answers_are_replayed(run, folder, tmp_path):
 
 def flags_of(target, kind, nums, cost=0.04):
     """The flags of a head with chains of these numbers of drafts, each of which costs a row so much of a plain round."""
-    chains = [Acceptance("a", f"chain of {num}", "a", num, 1 + num**0.5, [1 + num**0.5] * 2, []) for num in nums]
+    chains = [ShapeAcceptance("a", f"chain of {num}", "a", num, 1 + num**0.5, [1 + num**0.5] * 2, []) for num in nums]
     points = [CostPoint("a", rows, num, 9.0, 1 + cost * rows * num, 1.0) for rows in (1, 4, 64) for num in nums]
     run = SimpleNamespace(name="a", drafter=make_drafter(target, kind))
     case = SimpleNamespace(runs=[run], loads=[1, 4, 64], opened=SimpleNamespace(target=target))

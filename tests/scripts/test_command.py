@@ -51,7 +51,9 @@ def test_a_wrong_verb_is_answered_with_the_right_one(verb, sentence):
 def test_files_of_the_clone_are_explained_outside_of_it(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "IN_CLONE", False)
-    with pytest.raises(SystemExit, match=r"There is no file data/prompts_heldout.jsonl.*are folders of the clone: work there"):
+    with pytest.raises(
+        SystemExit, match=r"There is no file data/prompts_heldout.jsonl.*are folders of the clone: work there"
+    ):
         command.main(["evaluate", "proposers=ngram"])
 
 

@@ -380,8 +380,12 @@ def encode_turn(
     else:
         texts = [each["messages"][-1]["content"] for each in question.turns[: turn + 1]]
         tokens = token_text.encode_text(tokenizer, write_vicuna(texts, history) if form == "vicuna" else texts[0])
-    id = question.id if len(question.turns) == 1 else f"{question.id} turn {turn + 1}"
-    return Prompt(id, question.category, tokens, question.tags)
+    return Prompt(name_request(question, turn), question.category, tokens, question.tags)
+
+
+def name_request(question: Question, turn: int) -> str:
+    """The id of a turn's prompt."""
+    return question.id if len(question.turns) == 1 else f"{question.id} turn {turn + 1}"
 
 
 def write_vicuna(turns: Sequence[str], answers: Sequence[str]) -> str:

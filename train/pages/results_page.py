@@ -52,7 +52,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Results:
+class ResultsPage:
     """entries: as they are shown; countings: of publications, by name; first: the method of the differences
 
     own: name of the counting of the protocol that was asked for

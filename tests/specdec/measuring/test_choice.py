@@ -7,7 +7,7 @@ from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
 from specdec.measuring import choice
-from specdec.measuring.choice import Acceptance
+from specdec.measuring.choice import ShapeAcceptance
 from specdec.measuring.report import PromptCounts
 from specdec.measuring.round_costs import CostPoint, RoundCosts
 from specdec.proposers.heads import HeadProposer
@@ -18,7 +18,7 @@ PROMPTS = [[1, 2, 3], [4, 5, 3, 1], [0, 3], [2, 5, 1, 4]]
 
 
 def chain(num, tau, name="head"):
-    return Acceptance(name, f"chain of {num}", name, num, tau, [tau - 0.1, tau + 0.1], [])
+    return ShapeAcceptance(name, f"chain of {num}", name, num, tau, [tau - 0.1, tau + 0.1], [])
 
 
 def table(*points, name="head"):
