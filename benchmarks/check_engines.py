@@ -45,7 +45,7 @@ class CheckOptions:
     checkpoint: str  # comma list of trained heads
     formats: str = ",".join(FORMATS)
     prompts: str = common.HELDOUT
-    thinking: bool | None = None  # of prompts that do not say theirs
+    template: str = "{}"  # JSON of the template arguments of prompts that do not say them
     limit: int = 16
     max_new_tokens: int = 64
     num_drafts: int = 3  # in a round, at most as many as the head has
@@ -214,7 +214,9 @@ def main(arguments: list[str]) -> None:
     if not (llamacpp.ENGINES / "ready").is_file():
         raise ValueError("There are no engines to check: `make engines` sets them up (4 GB, a few minutes).")
     subject = common.load_subject(chosen.checkpoint, name=chosen.target_name, dtype=chosen.target_dtype, device="cpu")
-    found = data.load_prompts(chosen.prompts, subject.tokenizer, limit=chosen.limit, thinking=chosen.thinking)
+    found = data.load_prompts(
+        chosen.prompts, subject.tokenizer, limit=chosen.limit, arguments=json.loads(chosen.template)
+    )
     rows = []
     for name, drafter in subject.heads.items():
         folder, num = subject.folders[name], chosen.num_drafts

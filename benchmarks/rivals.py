@@ -58,7 +58,7 @@ class RivalOptions:
     proposers: str = ""  # comma list of files in conf/proposer, with their defaults
     rivals: str = "transformers"  # comma list of transformers, llamacpp, vllm; empty: none
     prompts: str = common.HELDOUT
-    thinking: bool | None = None  # of prompts that do not say theirs
+    template: str = "{}"  # JSON of the template arguments of prompts that do not say them
     limit: int = 8
     max_new_tokens: int = 64
     repeats: int = 3  # times that every method decodes every prompt
@@ -350,7 +350,9 @@ def main(arguments: list[str]) -> None:
     target = subject.target
     if set(listed) - {"transformers"} and target.device.type != "cpu":
         raise ValueError(f"rivals={chosen.rivals}: llama.cpp and vLLM run on the CPU: give target.device=cpu too.")
-    found = data.load_prompts(chosen.prompts, subject.tokenizer, limit=chosen.limit, thinking=chosen.thinking)
+    found = data.load_prompts(
+        chosen.prompts, subject.tokenizer, limit=chosen.limit, arguments=json.loads(chosen.template)
+    )
     prompts = [prompt.tokens for prompt in found]
     with tempfile.TemporaryDirectory() as folder:
         setting = Setting(subject, chosen, max(map(len, prompts)) + chosen.max_new_tokens, Path(folder))

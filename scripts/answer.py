@@ -28,8 +28,9 @@ from train.answers import answering
 from train.answers.answering import AnswerJob, AnswerSettings, OwnDecoder
 from train.answers.engine_answers import AnswerServer
 from train.answers.resumable import Resumable, digest, resumable
-from train.data import chat_template, reading
+from train.data import reading
 from train.data import rows as data
+from train.data.messages import normalise_messages, read_arguments
 from train.features.engine_client import EngineClient
 
 ADVICE = "Use the same settings to continue, or choose another out=FILE."
@@ -49,7 +50,7 @@ class AnswerOptions:
     split: str | None = option(None, f"of the prompts: {loading.SPLIT}")
     limit: int | None = option(None, "answer only the first LIMIT prompts; null: all")
     max_new_tokens: int = option(160, "longest answer, in tokens")
-    thinking: bool | None = option(None, loading.THINKING + "; null: the template's default")
+    template: dict[str, str] = field(default_factory=dict, metadata=loading.TEMPLATE)
     engine: str | None = option(
         None, "comma list of URLs of servers of vLLM or llama.cpp; null: this project's decoder"
     )
@@ -117,8 +118,8 @@ def check_prompts(answers: Resumable, jobs: list[AnswerJob], source: str) -> Non
         job, said = asked.get(row["id"]), row.get("messages")
         if job is None or not (said or "prompt" in row):  # rows that others wrote
             continue
-        before = [reading.tidy(each) for each in said[:-1]] if said else row["prompt"]
-        if (before, chat_template.options_of(row)) != (job.messages if said else job.prompt, job.options):
+        before = normalise_messages(said[:-1]) if said else row["prompt"]
+        if (before, read_arguments(row)) != (job.messages if said else job.prompt, job.arguments):
             raise ValueError(
                 f"{answers.path} has an answer {job.id} to another prompt than {job.place} now: {source} has changed. Put the "
                 "prompts back (rows without id= are known by their number), or choose another out=FILE."
@@ -135,7 +136,8 @@ def write_answers(chosen: AnswerOptions, console: rich.console.Console) -> None:
     prompts = reading.load_prompts(chosen.prompts, split=chosen.split, limit=chosen.limit)
     if not prompts:
         raise ValueError(f"There are no prompts in {chosen.prompts}: give a file with some, and a limit= of 1 or more.")
-    jobs = answering.list_jobs(tokenizer, prompts, temperatures, thinking=chosen.thinking)
+    template = loading.read_template(chosen.template, tokenizer)
+    jobs = answering.list_jobs(tokenizer, prompts, temperatures, template)
     recorded = {
         "target": chosen.target.name,
         "seed": chosen.seed,
@@ -145,7 +147,7 @@ def write_answers(chosen: AnswerOptions, console: rich.console.Console) -> None:
         "temperature": ",".join(f"{value:g}" for value in temperatures),
         "top_p": chosen.decode.top_p,
         "max_new_tokens": chosen.max_new_tokens,
-        "thinking": chosen.thinking,
+        "template": template,
     }
     with resumable(Path(f"{chosen.out}.meta.json"), Path(chosen.out), recorded, advice=ADVICE) as answers:
         finished = {row.get("id") for row in answers.rows}

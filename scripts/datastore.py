@@ -30,6 +30,7 @@ class DatastoreOptions:
     length: int = field(default=16, metadata={"help": "longest match that can be found, in tokens"})
     split: str | None = field(default=None, metadata={"help": loading.SPLIT})
     limit: int | None = field(default=None, metadata={"help": "read only the first LIMIT rows; null: all"})
+    template: dict[str, str] = field(default_factory=dict, metadata=loading.TEMPLATE)
     target: loading.TokenizerOptions = field(default_factory=loading.TokenizerOptions)
 
 
@@ -42,7 +43,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     start = time.perf_counter()
     tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
-    read = read_texts(chosen.data, tokenizer, split=chosen.split, limit=chosen.limit)
+    template = loading.read_template(chosen.template, tokenizer)
+    read = read_texts(chosen.data, tokenizer, split=chosen.split, limit=chosen.limit, arguments=template)
     texts = list(progress.track(read, "tokenising", unit="texts"))
     if not texts:
         raise ValueError(f"data={chosen.data} holds no text, so there is nothing to retrieve: give some with text.")

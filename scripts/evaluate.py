@@ -63,9 +63,7 @@ class Evaluate:
         f"{loading.PROMPTS}",
     )
     split: str | None = option(None, loading.SPLIT)
-    thinking: bool | None = option(
-        None, f"{loading.THINKING}; null: as the checkpoint was trained, else the template's default"
-    )
+    template: dict[str, str] = field(default_factory=dict, metadata=loading.TRAINED_TEMPLATE)
     limit: int | None = option(None, "decode this many questions, spread over the source; null: all")
     batch: str = option(
         "1", "comma list: how many requests are decoded at once; questions are repeated for larger ones"

@@ -22,7 +22,6 @@ from specdec.decoding.decoder import Decoder
 from specdec.measuring.measure import first_difference, seeded_generator, top2_gap
 from specdec.server.text import StreamedText
 from train import progress
-from train.data import chat_template
 from train.data import rows as data
 from train.ranges import named
 
@@ -35,7 +34,7 @@ class RuledDecodeOptions(decoding.DecodeOptions):
 @dataclass(frozen=True, kw_only=True)
 class Generate(proposers.ProposerOptions):
     prompt: str = field(metadata={"help": "text of the user's message, or to continue, without a chat template"})
-    thinking: bool | None = option(None, f"{loading.THINKING}; null: as the checkpoint was trained, else the default")
+    template: dict[str, str] = field(default_factory=dict, metadata=loading.TRAINED_TEMPLATE)
     max_new_tokens: int = option(128, "longest answer, in tokens")
     seed: int = option(0, "seed of sampling")
     compare: bool = option(True, "answer again without drafts, and compare")
@@ -49,11 +48,10 @@ def main(arguments: list[str] | None = None) -> None:
     sampling, drafting = chosen.decode.sampling(), chosen.decode.drafting()
     loaded = proposers.load(chosen, chosen.target, drafting)
     heads = [chosen.checkpoint] if chosen.checkpoint else []
-    thinking = loading.mode_of(heads) if chosen.thinking is None else chosen.thinking
-    chat_template.check_mode(loaded.tokenizer, thinking)
+    template = loading.read_template(chosen.template, loaded.tokenizer, heads)
     messages = [{"role": "user", "content": chosen.prompt}]
     row = {"id": "prompt=", "prompt": chosen.prompt, "messages": messages}
-    prompt = data.encode_row(loaded.tokenizer, row, thinking=thinking)
+    prompt = data.encode_row(loaded.tokenizer, row, template)
     shared: dict[str, Any] = {"sampling": sampling, "stop": loaded.stop, "runner": drafting.runner()}
     decoder = drafting.decoder(loaded.target, loaded.proposer, **shared)
     plain = Decoder(loaded.target, None, **shared)

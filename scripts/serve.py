@@ -5,7 +5,7 @@
       -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}'
 
 http://localhost:8000 is a page on which drafted and plain answers are written side by side. Beside OpenAI's fields, requests may have
-top_k, repetition_penalty, ignore_eos, structured_outputs, chat_template_kwargs (enable_thinking), and speculate=false for an answer
+top_k, repetition_penalty, ignore_eos, structured_outputs, chat_template_kwargs, and speculate=false for an answer
 without drafts. record=FOLDER records conversations, to train on them (docs/adapting.md); nothing is recorded without it. Ctrl-C or
 SIGTERM: what runs is finished, a second one ends it.
 docs/serving.md says when to serve with vLLM, SGLang or llama.cpp instead.
@@ -28,7 +28,6 @@ from specdec.decoding.decoder import Decoder
 from specdec.server.engine import Engine
 from specdec.server.record import Recorder
 from train import progress
-from train.data import chat_template
 from train.data import rows as data
 from train.pages.page import live_page
 
@@ -41,7 +40,7 @@ class Serve(proposers.ProposerOptions):
     host: str = option("127.0.0.1", "address to listen at; 0.0.0.0: all of this machine, for anyone who reaches it")
     port: int = option(8000, "port to listen at; 0: any free one")
     model: str | None = option(None, "name of the model in requests; null: the target's")
-    thinking: bool | None = option(None, f"{loading.THINKING}; null: the template's default")
+    template: dict[str, str] = field(default_factory=dict, metadata=loading.TEMPLATE)
     rows: int = option(8, "requests that are decoded at once; the others wait")
     queue: int = option(256, "requests that may wait; further ones are refused with status 429")
     prefill_tokens: int = option(512, "tokens of new prompts that are read between two rounds of the other requests")
@@ -87,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     recorder = Recorder(chosen.record) if chosen.record is not None else None
     drafting = chosen.decode.drafting()
     loaded = proposers.load(chosen, chosen.target, drafting)
-    chat_template.check_mode(loaded.tokenizer, chosen.thinking)
+    template = loading.read_template(chosen.template, loaded.tokenizer)
     decoding.show_measuring(loaded.proposer)
     runner, stop, target = drafting.runner(), loaded.stop, loaded.target
     drafted = drafting.decoder(target, loaded.proposer, sampling=Sampling(), stop=stop, runner=runner)
@@ -106,8 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
         engine=engine,
         tokenizer=loaded.tokenizer,
         engine_tokenizer=copy.deepcopy(loaded.tokenizer),
-        encode_chat=functools.partial(data.encode_prompt, loaded.tokenizer),
-        thinking=chosen.thinking,
+        encode_chat=functools.partial(data.encode_chat, loaded.tokenizer, template),
         stop=frozenset(stop),
         model=model,
         head=checkpoint.name_of(loaded.checkpoint) if loaded.checkpoint else None,

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from specdec.target.model import load_tokenizer
 from train import progress
-from train.data import chat_template
 from train.data.reading import at, load_conversations
 from train.data.rows import encode, show
 
@@ -21,7 +20,7 @@ class ShowData:
     row: int = field(default=0, metadata={"help": "index of the first row to print"})
     num: int = field(default=1, metadata={"help": "number of rows to print"})
     split: str | None = field(default=None, metadata={"help": loading.SPLIT})
-    thinking: bool | None = field(default=None, metadata={"help": f"{loading.THINKING}; null: told by the rows"})
+    template: dict[str, str] = field(default_factory=dict, metadata=loading.TEMPLATE)
     target: loading.TokenizerOptions = field(default_factory=loading.TokenizerOptions)
 
 
@@ -29,15 +28,16 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = options(ShowData, __doc__, arguments)
     console = progress.Results()
     tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
-    chat_template.check_mode(tokenizer, chosen.thinking)
-    limit, thinking = chosen.row + chosen.num, chosen.thinking
-    conversations = load_conversations(chosen.data, split=chosen.split, limit=limit, thinking=thinking)[chosen.row :]
+    template = loading.read_template(chosen.template, tokenizer)
+    read = load_conversations(chosen.data, split=chosen.split, limit=chosen.row + chosen.num, arguments=template)
+    conversations = read[chosen.row :]
     if not conversations:
         raise ValueError(f"{chosen.data} has no row {chosen.row}. Choose a smaller row=.")
     with at(chosen.data):
         rows = [encode(tokenizer, conversation) for conversation in conversations]
     for row in rows:
-        console.rule(f"{row.id}  {row.category}  {len(row.tokens)} tokens, {sum(row.mask)} supervised")
+        left_out = f", {row.num_left_out} earlier answers left out" if row.num_left_out else ""
+        console.rule(f"{row.id}  {row.category}  {len(row.tokens)} tokens, {sum(row.mask)} supervised{left_out}")
         console.print(show(tokenizer, row))
 
 

@@ -4,7 +4,7 @@ import collections
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -13,6 +13,7 @@ from specdec.server import record
 from specdec.target.loading import UNREAD
 from train import validate
 from train.data import rows as data
+from train.data.messages import read_arguments, write_arguments
 
 
 class TooFew(ValueError):
@@ -26,7 +27,7 @@ class TooFew(ValueError):
 class RecordedAnswer(validate.Written):
     """One answer of the target.
 
-    time: when it was written, in seconds; thinking: the mode of its prompt; target_fingerprint: of the weights that wrote it; None: not known
+    time: when it was written, in seconds; arguments: of the chat template of its prompt; target_fingerprint: of the weights that wrote it; None: not known
     """
 
     id: str
@@ -34,13 +35,13 @@ class RecordedAnswer(validate.Written):
     time: float
     target_fingerprint: str | None = None
     category: str = "all"
-    thinking: bool | None = None
+    arguments: dict = field(default_factory=dict)
 
     def to_row(self, tokenizer: str) -> dict:
         """As train.py reads it. tokenizer: `datastore.fingerprint`"""
         row = {**asdict(self), "tokens": self.prompt + self.answer, "prompt_tokens": len(self.prompt)}
-        del row["prompt"], row["answer"]
-        return {**row, "tokenizer": tokenizer}
+        del row["prompt"], row["answer"], row["arguments"]
+        return {**row, **write_arguments(self.arguments), "tokenizer": tokenizer}
 
     @classmethod
     def from_row(cls, row: dict, *, place: str = "") -> "RecordedAnswer":
@@ -54,7 +55,7 @@ class RecordedAnswer(validate.Written):
             conversation=str(name if row.get("conversation") is None else row["conversation"]),
             time=float(row.get("time") or 0.0),
             category=str(row.get("category") or "all"),
-            thinking=row.get("thinking") if isinstance(row.get("thinking"), bool) else None,
+            arguments={key: value for key, value in read_arguments(row).items() if key != "tools"},
             temperature=float(row.get("temperature") or 0.0),
             prompt=tokens[:num],
             answer=tokens[num:],

@@ -7,7 +7,8 @@ from specdec.heads.base import Drafter, Head
 from specdec.measuring import report as figures
 from specdec.measuring.report import PromptCounts
 from train import validate
-from train.adapt import Answers, count_tokens
+from train.adapt import Answers, RecordedAnswer, count_tokens
+from train.data.messages import describe_arguments
 
 ENOUGH = 8  # conversations, below which no head and no group of answers is judged
 DEPTH = 4  # drafts of the chain that heads are judged with
@@ -19,7 +20,6 @@ MEASURED = (
     "On 12,000 tokens shipped/mtp won 10 % where these were 9 % and +24 %, and nothing where they were 6 % and +10 % "
     "(results/48-what-adapting-wins.md)."
 )
-MODES = {True: "on", False: "off", None: "as the template has it"}  # of thinking
 HEADING = "## Adapted to traffic"
 
 
@@ -100,23 +100,28 @@ Groups = dict[str, TauChange]
 
 
 def find_groups(answers: Answers) -> dict[str, list[int]]:
-    """Places of all answers, and of those of each category, thinking mode and temperature.
+    """Places of all answers, and of those of each category, temperature and dictionary of template arguments.
 
     What has fewer than ENOUGH conversations is pooled as `other`. A kind of group that all answers share is left out.
     """
     groups = {ALL: list(range(len(answers)))}
-    for kind in ("category", "temperature", "thinking"):
+    for kind in ("category", "temperature", "arguments"):
         places = collections.defaultdict(list)
         for place, answer in enumerate(answers):
-            value = getattr(answer, kind)
-            said = MODES[value] if kind == "thinking" else f"{value:g}" if kind == "temperature" else value
-            places[f"{kind} {said}"].append(place)
+            places[f"{kind} {name_group(answer, kind)}"].append(place)
         if len(places) == 1:
             continue
         for name, found in sorted(places.items()):
             few = len({answers[place].conversation for place in found}) < ENOUGH
             groups.setdefault(f"other {kind}" if few else name, []).extend(found)
     return groups
+
+
+def name_group(answer: RecordedAnswer, kind: str) -> str:
+    """The group of an answer among those of one kind: category, temperature or arguments."""
+    if kind == "temperature":
+        return f"{answer.temperature:g}"
+    return describe_arguments(answer.arguments) if kind == "arguments" else answer.category
 
 
 def judge_groups(answers: Answers, before: list[PromptCounts], after: list[PromptCounts] | None = None) -> Groups:

@@ -27,6 +27,7 @@ from train import display, distributed, optimization, progress
 from train.config import RunConfig, fixed_settings, flat, read_settings
 from train.data import reading
 from train.data import rows as data
+from train.data.chat_template import check_arguments
 from train.data.encoding import Encoding, load_rows
 from train.data.loader import Material, permutation
 from train.data.packing import Packs, Rows, draft_vocab, warn_of_writers
@@ -200,9 +201,11 @@ def packs_rows(target: Target, *, length: int, pack: bool | None) -> bool:
 def encode_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Rows, numpy.ndarray]:
     """The conversations, and the numbers of those that are trained on."""
     chosen = config.data
-    source: dict[str, Any] = {name: getattr(chosen, name) for name in ("split", "limit", "thinking")}
+    check_arguments(tokenizer, config.template)
     with named("data"):
-        encoding = Encoding(tokenizer, Path(chosen.cache), workers=chosen.workers, **source)
+        encoding = Encoding(
+            tokenizer, Path(chosen.cache), chosen.split, chosen.limit, workers=chosen.workers, arguments=config.template
+        )
         # whichever process encodes shows it
         return load_rows(chosen.train, encoding, hold_out=chosen.hold_out, tokens=chosen.tokens)
 
@@ -210,9 +213,8 @@ def encode_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
 def encode_prompts(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, packs: Packs, rows: list[dict]
 ) -> list[Prompt]:
-    """Held-out prompts, in the thinking mode of the rows that are trained on, unless the settings or a prompt say another."""
-    thinking = packs.modes[0] if config.data.thinking is None and len(packs.modes) == 1 else config.data.thinking
-    return data.encode_prompts(rows, tokenizer, thinking=thinking)
+    """Held-out prompts, with the template arguments of the rows that are trained on, unless the settings or a prompt say others."""
+    return data.encode_prompts(rows, tokenizer, {**packs.arguments, **config.template})
 
 
 # The drafter

@@ -14,6 +14,7 @@ from specdec.core.precision import AUTO
 from specdec.decoding.drafting import Drafting
 from specdec.heads.base import Head
 from train import ranges
+from train.data.messages import MODE, check_template
 from train.ranges import named, refuse
 
 # Options that went, and what replaced each. They are dropped when the settings of an older run are read.
@@ -21,6 +22,7 @@ GONE = {
     "target.tp": "target.shard=true keeps a target's layers in parts, target.device=auto spreads it, and an engine serves it.",
     "train.shard": "Each process trains the whole drafter; target.shard=true keeps the target's layers in parts.",
     "train.best_by": "The best step is that with the highest tau.",
+    "data.thinking": "It is template.enable_thinking.",
     "data.stream": "Conversations are encoded once, in data.cache.",
     "data.buffer": "Conversations are encoded once, in data.cache, and read in a random order.",
     "data.on_policy": "Training reads the answers of data.train.",
@@ -80,7 +82,6 @@ class DataSettings:
     split: str | None
     heldout: str
     heldout_split: str | None
-    thinking: bool | None
     length: int  # tokens of a pack
     pack: bool | None
     limit: int | None  # rows of each source
@@ -198,6 +199,7 @@ class RunConfig:
     target: TargetSettings
     data: DataSettings
     decode: Drafting
+    template: dict  # variables of the chat template, by name, for rows and prompts that do not say them
     run: str
     machine: MachineSettings
     plan: bool
@@ -221,6 +223,7 @@ class RunConfig:
         """document: conf/train.yaml with the user's options, in groups"""
         ranges.check(document, free=("head.", *GONE))  # a new head has options of its own
         document, left = take_provisional(document)
+        document["template"] = check_template(document["template"] or {})
         parts: dict[str, Any] = {"open": left}
         for name, part in PARTS.items():
             with named(name):
@@ -332,6 +335,9 @@ def take_provisional(document: dict) -> tuple[dict, tuple[str, ...]]:
 def read_settings(path: Path) -> dict:
     """The config.yaml of a run in groups, without options that went; {} where there is none."""
     document = (yaml.safe_load(path.read_text()) or {}) if path.exists() else {}
+    if document and "template" not in document:  # written before template arguments were one dictionary
+        mode = document["data"].get("thinking")
+        document["template"] = {} if mode is None else {MODE: mode}
     for name in GONE:
         group, _, key = name.partition(".")
         if isinstance(document.get(group), dict):

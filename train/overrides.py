@@ -61,6 +61,8 @@ def _argument(argument: str) -> str:
     key, equals, value = argument.partition("=")
     if not equals or key.startswith(("-", "~", "hydra")):
         return argument
+    if key.startswith("template."):  # whose keys are those of a chat template, which conf/ does not know
+        return _argument(f"++{argument}")
     declared = ranges.find(key.lstrip("+"))
     parsed = _parse(argument)
     if declared is None or not declared.text:

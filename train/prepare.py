@@ -67,7 +67,7 @@ def prepare(
     with named("target"):
         outline = plan.make_outline(config, plan.read_config(config))
     if config.validation.recorded:
-        heldout = reading.load_conversations(config.validation.answers)
+        heldout = reading.load_conversations(config.validation.answers, arguments=config.template)
     else:
         heldout = reading.load_prompts(config.data.heldout, split=config.data.heldout_split)
     tokenizer, rows, numbers, left = None, None, None, config.open

@@ -139,13 +139,13 @@ RANGES = {
     "run": TEXT, "start": TEXT.or_null, "start_vocab": choice("keep", "data"), "resume": choice(True, False, "auto"),
     "plan": FLAG, "machine.name": TEXT, "machine.device": choice("cpu", "cuda").or_null, "machine.num": FEW.or_null, "machine.*": POSITIVE.or_null,
     "target.tried": TEXT.or_null, "target.outline": GROUP.or_null, "tracker": choice("none", "wandb", "tensorboard", "trackio"), "progress": choice("auto", "rich", "plain", "quiet"),
-    "threads": FEW.or_null, "precision": choice("auto", "bf16", "fp32"), "fast": TEXT.or_list.or_null, "solve_packs": whole(0).or_null, "_target_": TEXT,
+    "template": GROUP, "template.*": ANY, "threads": FEW.or_null, "precision": choice("auto", "bf16", "fp32"), "fast": TEXT.or_list.or_null, "solve_packs": whole(0).or_null, "_target_": TEXT,
     # The target
     "target.name": TEXT, "target.revision": TEXT.or_null, "target.device": TEXT.or_null, "target.shard": FLAG,
     "target.dtype": choice("auto", "bfloat16", "float32", "float16", "float64"), "trust_remote_code": FLAG,
     # Data and features
     "data.train": Range(str, lists="weighted"), "data.heldout": TEXT, "split": TEXT.or_null, "heldout_split": TEXT.or_null, "length": COUNT, "pack": FLAG.or_null,
-    "limit": COUNT.or_null, "data.thinking": FLAG.or_null, "hold_out": whole(0), "data.tokens": COUNT.or_null, "data.length": COUNT.or_auto,
+    "limit": COUNT.or_null, "hold_out": whole(0), "data.tokens": COUNT.or_null, "data.length": COUNT.or_auto,
     "cache": TEXT, "workers": FEW.or_null,
     "features.mode": choice("auto", "cached", "online", "engine"), "features.engine": TEXT.or_list.or_null,
     "in_flight": whole(1, 65536), "features.folder": TEXT,

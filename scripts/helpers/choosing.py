@@ -46,7 +46,7 @@ from train.pages.page import Section, Table, render_page, write_figure
 from train.validate import Written
 
 MOST_DRAFTS = 16
-SETTINGS = ("checkpoint", "proposers", "settings", "trees", "prompts", "suite", "subset", "protocol", "split", "thinking", "limit",
+SETTINGS = ("checkpoint", "proposers", "settings", "trees", "prompts", "suite", "subset", "protocol", "split", "template", "limit",
             "answers", "hold_out", "length", "max_new_tokens", "ignore_stop", "engine", "plain", "costs", "loads", "contexts", "seed")  # fmt: skip
 ADVICE = "Choose another out=FOLDER."
 TIMED = (1, 2, 4, 8, 16)  # drafts of the chains whose rounds are timed
@@ -229,7 +229,8 @@ def read_answers(chosen: Any, tokenizer: PreTrainedTokenizerBase, fingerprint: s
     fingerprint: of the target; answers of others are warned of
     """
     source, temperature = str(chosen.answers), chosen.decode.sampling().temperature
-    rows = reading.load_conversations(source, split=chosen.split)
+    arguments = loading.read_template(chosen.template, tokenizer, split(chosen.checkpoint))
+    rows = reading.load_conversations(source, split=chosen.split, arguments=arguments)
     if chosen.hold_out is not None:
         rows = [rows[i] for i in reading.hold_out([row.get("temperature") == 0 for row in rows], chosen.hold_out)]
     rows = [row for row in rows if row.get("temperature", temperature) == temperature]

@@ -30,6 +30,7 @@ from specdec.target.model import Target
 from train import progress
 from train.answers.resumable import Resumable, digest, digest_folder, resumable
 from train.data import chat_template, reading, suites
+from train.data.messages import describe_arguments
 from train.data.suites import Question
 from train.pages import facts, results_page
 from train.pages.page import Table, finite
@@ -45,7 +46,7 @@ class Asked:
     questions: list[Question]
     suite: suites.Suite | None
     protocol: suites.Protocol | None
-    thinking: bool | None
+    arguments: dict[str, Any]  # of the chat template, for questions that do not say them
 
     @property
     def source(self) -> str:
@@ -62,7 +63,7 @@ class Asked:
 
     def prompt(self, question: Question, turn: int, answers: list[str], tokenizer: PreTrainedTokenizerBase) -> Prompt:
         """answers: of the target to the earlier turns. Raises ValueError for a prompt that cannot be encoded."""
-        return suites.encode_turn(question, turn, answers, tokenizer, thinking=self.thinking, protocol=self.protocol)
+        return suites.encode_turn(question, turn, answers, tokenizer, arguments=self.arguments, protocol=self.protocol)
 
 
 def compare(chosen: Any, out: Path, console: progress.Results) -> None:
@@ -166,11 +167,11 @@ def fit_predictions(
 
 def read_questions(chosen: Any) -> Asked:
     """The questions, `limit` of them, spread over the source. Raises ValueError as `suites` does."""
-    mode = loading.mode_of(split(chosen.checkpoint)) if chosen.thinking is None else chosen.thinking
+    arguments = loading.read_template(chosen.template, heads=split(chosen.checkpoint))
     protocol = suites.read_protocol(chosen.protocol) if chosen.protocol else None
     if chosen.suite is None:
         found = suites.plain_questions(chosen.prompts or loading.PROMPTS, chosen.split)
-        return Asked(reading.spread(found, chosen.limit), None, protocol, mode)
+        return Asked(reading.spread(found, chosen.limit), None, protocol, arguments)
     suite = suites.load_suite(
         chosen.suite,
         chosen.prompts,
@@ -179,7 +180,7 @@ def read_questions(chosen: Any) -> Asked:
         protocol=protocol,
         accepted=chosen.accept_licence,
     )
-    return Asked(reading.spread(suite.questions, chosen.limit), suite, protocol, mode)
+    return Asked(reading.spread(suite.questions, chosen.limit), suite, protocol, arguments)
 
 
 def first_prompts(asked: Asked, opened: Opened, max_new_tokens: int) -> list[Prompt]:
@@ -223,7 +224,7 @@ def describe_questions(asked: Asked, tokenizer: PreTrainedTokenizerBase | None) 
         "questions_digest": reading.digest_of([row for question in asked.questions for row in question.turns]),
         "stop_texts": asked.stop,
         "chat": say_chat(asked.protocol, tokenizer),
-        "thinking": asked.thinking if tokenizer is None else chat_template.known_mode(tokenizer, asked.thinking),
+        "template": asked.arguments if tokenizer is None else chat_template.known_arguments(tokenizer, asked.arguments),
     }
 
 
@@ -422,13 +423,16 @@ def list_countings() -> dict[str, Counting]:
 
 def say_protocol(settings: dict[str, Any], protocol: suites.Protocol | None) -> str:
     """What a figure depends on, in one sentence."""
-    suite, decode, mode = settings["suite"], settings["decode"], settings["thinking"]
-    thinking = {None: "thinking as the template has it", True: "thinking on", False: "thinking off"}[mode]
+    suite, decode = settings["suite"], settings["decode"]
     parts = [f"{settings['num_questions']} questions of {suite['title'] if suite else settings['prompts']}"]
     parts += [f"protocol {protocol.name} ({protocol.title})"] if protocol else []
     parts += [f"target {settings['target']}" + (f" ({settings['fingerprint']})" if settings["fingerprint"] else "")]
     parts += [f"in {settings['dtype']}"] * bool(settings["dtype"])
-    parts += [settings["chat"], thinking, f"T={str(decode['temperature']).removesuffix('.0')}"]
+    parts += [
+        settings["chat"],
+        describe_arguments(settings["template"]),
+        f"T={str(decode['temperature']).removesuffix('.0')}",
+    ]
     parts += [f"{name}={decode[name]}" for name in ("top_p", "top_k") if decode[name] is not None]
     parts += [f"repetition_penalty={decode['repetition_penalty']}"] * (decode["repetition_penalty"] != 1)
     parts += [f"seed {settings['seed']}", f"at most {settings['max_new_tokens']} new tokens"]

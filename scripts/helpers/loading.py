@@ -24,6 +24,7 @@ from specdec.measuring.measure import FROZEN
 from specdec.measuring.report import Report, Training
 from specdec.target.loading import find_devices
 from specdec.target.model import Target, load_tokenizer
+from train.data import chat_template, messages
 from train.data import rows as data
 from train.pages import facts
 from train.ranges import named
@@ -34,7 +35,12 @@ DEFAULT_TARGET = "targets/smollm2-135m"
 PROMPTS = "data/prompts_heldout.jsonl"
 LARGEST = 2**20  # bytes of a file of settings
 TRUST = "run Python code that the target's folder brings, with all your rights; read it first"
-THINKING = "thinking mode of the chat template for rows that do not say theirs, true or false"
+VARIABLES = "variables of the chat template for what does not say its own, such as template.enable_thinking=false"
+TEMPLATE = {"prefix": "template.", "help": f"{VARIABLES}; others: the template's defaults"}
+TRAINED_TEMPLATE = {
+    "prefix": "template.",
+    "help": f"{VARIABLES}; others: as the checkpoint was trained, or the defaults",
+}
 DTYPE = "bfloat16, float32, float16 or float64; auto: bfloat16 where the device computes in it, else float32"
 CHECKPOINT = (
     "a trained head: a step's folder, a run's folder for its best step, a published head's folder in its own layout, or "
@@ -199,11 +205,34 @@ def open_target(target: Target) -> Opened:
     return Opened(target, tokenizer, data.stop_tokens(tokenizer, target.model.generation_config))
 
 
-def mode_of(heads: Sequence[str]) -> bool | None:
-    """The thinking mode of the rows that checkpoints were trained on; None: not known, or not the same"""
+def read_template(
+    written: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None = None, heads: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Template arguments of a command, over those with which its checkpoints were trained.
+
+    tokenizer: whose chat template must read them; None: not known here
+    Raises ValueError for one that no template may have, or that this one does not read.
+    """
+    arguments = {**template_of(heads), **messages.parse_arguments(written)}
+    if tokenizer is not None:
+        chat_template.check_arguments(tokenizer, arguments)
+    return arguments
+
+
+def template_of(heads: Sequence[str]) -> dict[str, Any]:
+    """The template arguments of the rows that checkpoints were trained on; {} if they are not known, or not the same"""
     told = [facts.read(checkpoint.resolve(head)).get("data") for head in heads]
-    modes = [about.get("thinking") if isinstance(about, dict) else None for about in told]
-    return next((mode for mode in (True, False) if modes and all(each is mode for each in modes)), None)
+    all_arguments = [_read_facts(about) if isinstance(about, dict) else {} for about in told]
+    first = all_arguments[0] if all_arguments else {}
+    return first if all(arguments == first for arguments in all_arguments) else {}
+
+
+def _read_facts(data: dict[str, Any]) -> dict[str, Any]:
+    """The template arguments in what about.json says of a run's data."""
+    if isinstance(data.get("thinking"), bool):  # as it was written before
+        return {messages.MODE: data["thinking"]}
+    arguments = data.get("template")
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def target_of(folder: Path, given: str | None = None) -> str:

@@ -29,6 +29,7 @@ from specdec.target.model import load_tokenizer
 from train import progress, validate
 from train.answers.engine_answers import check_tokenizer
 from train.answers.resumable import Resumable, digest, resumable
+from train.data.messages import write_arguments
 from train.data.suites import name_request
 from train.features.engine_client import BadAnswer, EngineClient, Event, GivenUp, Refused
 from train.pages.results_page import Entry
@@ -240,13 +241,13 @@ class Requests:
             if len(before) < turn or (turn and self.tokenizer is None):
                 continue
             if self.tokenizer is None:
-                mode, protocol = self.asked.thinking, self.asked.protocol
+                arguments, protocol = self.asked.arguments, self.asked.protocol
                 if question.turns[0].get("plain") or (protocol and protocol.chat != "target"):
                     raise ValueError(
                         "This protocol sends no messages but text: give target.name=, whose tokenizer encodes it."
                     )
-                more = {} if mode is None else {"chat_template_kwargs": {"enable_thinking": mode}}
-                found.append((name_request(question, turn), {"messages": question.turns[0]["messages"], **more}))
+                body = {"messages": question.turns[0]["messages"], **write_arguments(arguments)}
+                found.append((name_request(question, turn), body))
                 continue
             texts = [str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in before]
             prompt = self.asked.prompt(question, turn, texts, self.tokenizer)

@@ -34,9 +34,8 @@ class Served:
 
     model: the name of the target, which requests may give; head: that of the checkpoint that drafts
     tokenizer: used in the thread of the event loop only; engine_tokenizer: a copy of it, for that of the engine
-    encode_chat: messages, `enable_thinking` (None: the template's default) and, if there are any, tools= -> token ids; ValueError if
-        the template refuses
-    thinking: the mode of requests that do not say theirs
+    encode_chat: messages, and the fields of a row that say how they are rendered -> token ids, and these fields with the server's
+        defaults; ValueError if the template refuses them
     stop: token ids that end an answer; max_length: tokens of a prompt and its answer; timeout: seconds of a request
     page: the live page
     compile_grammar: raises ValueError for one that cannot be used
@@ -46,20 +45,15 @@ class Served:
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     engine_tokenizer: PreTrainedTokenizerBase
-    encode_chat: Callable[..., list[int]]
+    encode_chat: Callable[[list[dict], dict[str, Any]], tuple[list[int], dict[str, Any]]]
     compile_grammar: Callable[[Grammar], Constraint | None]
     stop: frozenset[int]
     model: str
     head: str | None = None
     max_length: int = 4096
     timeout: float = 600.0
-    thinking: bool | None = None
     page: str = ""
     recorder: Recorder | None = None
-
-    def thinking_of(self, chat: ChatRequest) -> bool | None:
-        """The mode of a chat; None: the template's default"""
-        return self.thinking if chat.thinking is None else chat.thinking
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
@@ -76,6 +70,7 @@ class Answer:
     job: Job
     text: StreamedText
     events: asyncio.Queue[Event]
+    rendering: dict[str, Any]  # template arguments and tools of the prompt, as fields of a row
     recorded_as: str | None = None  # the id of its row; None: it is not recorded
     said: str = ""  # the text so far
 
@@ -109,11 +104,9 @@ class Answer:
             "finish": reason,
             "seed": settings.seed,
             "grammar": grammar.to_row() if (grammar := settings.grammar()) else None,
-            "thinking": self.served.thinking_of(chat) if chat else None,
             "head": self.served.head if job.speculate else None,
+            **self.rendering,
         }
-        if chat and chat.offered:
-            fields["tools"] = chat.offered
         exchange = Exchange(
             job.prompt + tokens,
             len(job.prompt),
@@ -269,7 +262,7 @@ def _begin(served: Served, settings: Settings, constraint: Constraint | None) ->
         raise RequestError(
             f"There is no model {settings.model!r} here, but {served.model!r}.", status=404, parameter="model"
         )
-    prompt = _encode(served, settings)
+    prompt, rendering = _encode(served, settings)
     room = served.max_length - len(prompt)
     if room < 1 or (settings.most_tokens or 0) > room:
         wanted = f" and {settings.most_tokens} new ones" if settings.most_tokens else ""
@@ -307,7 +300,7 @@ def _begin(served: Served, settings: Settings, constraint: Constraint | None) ->
         )
     before = prompt if isinstance(settings, CompletionRequest) else ()
     text = StreamedText(decoder(served.tokenizer), settings.stop_strings, before)
-    return Answer(served, settings, job, text, events)
+    return Answer(served, settings, job, text, events, rendering)
 
 
 def _constrain(served: Served, grammar: Grammar) -> Constraint | None:
@@ -318,8 +311,8 @@ def _constrain(served: Served, grammar: Grammar) -> Constraint | None:
         raise RequestError(str(error), parameter="response_format") from None
 
 
-def _encode(served: Served, settings: Settings) -> list[int]:
-    """The prompt's token ids, at least one."""
+def _encode(served: Served, settings: Settings) -> tuple[list[int], dict[str, Any]]:
+    """-> the prompt's token ids, at least one; the template arguments and tools that made it, as fields of a row"""
     if isinstance(settings, ChatRequest):
         if not served.tokenizer.chat_template:
             raise RequestError(
@@ -327,9 +320,7 @@ def _encode(served: Served, settings: Settings) -> list[int]:
                 parameter="messages",
             )
         try:
-            tools = {"tools": settings.offered} if settings.offered else {}
-            messages = [message.to_row() for message in settings.messages]
-            return served.encode_chat(messages, served.thinking_of(settings), **tools)
+            return served.encode_chat([message.to_row() for message in settings.messages], settings.template_row())
         except ValueError as error:
             raise RequestError(str(error), parameter="messages") from None
     assert isinstance(settings, CompletionRequest)
@@ -344,7 +335,7 @@ def _encode(served: Served, settings: Settings) -> list[int]:
         raise RequestError(
             f"prompt must be one text that is not empty, or token ids from 0 to {size - 1}.", parameter="prompt"
         )
-    return tokens
+    return tokens, {}
 
 
 async def _whole(answer: Answer, form: AnswerForm) -> dict:

@@ -23,7 +23,7 @@ FORMS = {  # of fields that may hold several things
     "stop": "a text, or a list of texts",
     "tool_choice": "none or auto, as this server cannot force a call",
     "response_format": 'a type: {"type": "json_schema", "json_schema": {"name": .., "schema": {..}}}, "json_object" or "text"',
-    "chat_template_kwargs": "enable_thinking, true or false",
+    "chat_template_kwargs": 'variables of the chat template, such as {"enable_thinking": false}',
 }
 IGNORED = ("user", "service_tier", "prediction", "safety_identifier", "prompt_cache_key", "verbosity")
 TOKENS = 1 << 20  # more than any request may ask for
@@ -56,16 +56,18 @@ class Part(BaseModel):
 
 class Message(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Part] | None = None
     tool_calls: list[dict] | None = None
+    function_call: dict | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
     @pydantic.model_validator(mode="after")
     def _says_something(self) -> "Message":
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not self.tool_calls and not self.function_call:
             raise PydanticCustomError("content", "a message needs a content, or calls of tools")
         return self
 
@@ -113,11 +115,6 @@ class StructuredOutputs(BaseModel):
             return Grammar.of_row({kind: value for kind, value in given if value is not None})
         except ValueError:
             raise RequestError("structured_outputs: give regex or grammar.", parameter="structured_outputs") from None
-
-
-class TemplateArguments(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-    enable_thinking: bool | None = None
 
 
 class Settings(BaseModel):
@@ -180,7 +177,8 @@ class Settings(BaseModel):
 class ChatRequest(Settings):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=TOKENS)] | None = None
-    chat_template_kwargs: TemplateArguments | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     tools: list[dict] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None  # how many calls an answer has is the model's to say
@@ -194,10 +192,10 @@ class ChatRequest(Settings):
     def most_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
-    @property
-    def thinking(self) -> bool | None:
-        """None: the chat template's default"""
-        return self.chat_template_kwargs.enable_thinking if self.chat_template_kwargs else None
+    def template_row(self) -> dict[str, Any]:
+        """What says how the messages are rendered, under the names that rows have for it."""
+        row = {"chat_template_kwargs": self.chat_template_kwargs, "reasoning_effort": self.reasoning_effort}
+        return {key: value for key, value in {**row, "tools": self.offered}.items() if value is not None}
 
 
 class CompletionRequest(Settings):

@@ -33,7 +33,7 @@ class Exchange:
 
     tokens: ids of the prompt and of the answer; num_prompt: how many are the prompt
     accepted: drafts that each round kept; drafted: in all rounds
-    fields: further ones of the row: `finish`, `grammar`, `head` and, of a server's request, id, seed, thinking and tools
+    fields: further ones of the row: `finish`, `grammar`, `head` and, of a server's request, id, seed, chat_template_kwargs and tools
     messages: the conversation up to the answer; None: a bare prompt
     text: of the answer
     conversation: its id, as the client gives it; None: a digest of how it begins
@@ -113,7 +113,6 @@ class Recorder:
             "ids": "given",
             **dataclasses.asdict(exchange.sampling),
             "seed": None,
-            "thinking": None,
             "rounds": len(exchange.accepted),
             "drafted": exchange.drafted,
             "accepted": exchange.accepted,

@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -27,6 +28,7 @@ from train import progress
 from train.answers.resumable import digest
 from train.data import chat_template, reading
 from train.data import rows as data
+from train.data.messages import read_arguments, write_arguments
 from train.distributed import Group
 from train.features.engine_features import EngineTarget
 
@@ -43,7 +45,7 @@ class AnswerJob:
     messages: list[dict]
     tokens: list[int]  # the rendered prompt
     tags: tuple[str, ...] = ()
-    options: dict = field(default_factory=dict)  # what beside messages makes the prompt: `thinking`, `tools`
+    arguments: dict = field(default_factory=dict)  # of the chat template, and `tools`
     place: str = ""  # file and line of the prompt
     prompt: str | None = None  # the text that a model without a chat template continues; None: it answers messages
 
@@ -80,24 +82,23 @@ def list_jobs(
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[dict],
     temperatures: list[float],
-    *,
-    thinking: bool | None = None,
+    arguments: dict[str, Any] | None = None,
 ) -> list[AnswerJob]:
     """One job for each prompt and temperature.
 
-    prompts: rows of reading.load_prompts; thinking: mode of prompts that do not name theirs
-    Raises ValueError if two prompts have the same id, or for a thinking mode that the chat template does not have.
+    prompts: rows of reading.load_prompts; arguments: of the chat template, for prompts that do not say them
+    Raises ValueError if two prompts have the same id, or for an argument that the chat template does not read.
     """
-    chat_template.check_mode(tokenizer, thinking)
+    chat_template.check_arguments(tokenizer, arguments or {})
     jobs: dict[str, AnswerJob] = {}
     for prompt in prompts:
         shared: dict = {
             "category": prompt["category"],
             "messages": prompt["messages"],
-            "tokens": data.encode_row(tokenizer, prompt, thinking=thinking),
+            "tokens": data.encode_row(tokenizer, prompt, arguments),
             "tags": tuple(prompt["tags"]),
             "prompt": None if tokenizer.chat_template else prompt.get("prompt"),
-            "options": ({} if thinking is None else {"thinking": thinking}) | chat_template.options_of(prompt),
+            "arguments": {**(arguments or {}), **read_arguments(prompt)},
             "place": prompt.get("place", ""),
         }
         for temperature in temperatures:
@@ -127,7 +128,7 @@ def make_row(job: AnswerJob, answer: WrittenAnswer, *, tokenizer: str, writer: s
     writer: fingerprint of the target that wrote it, if it is known
     """
     row = {"id": job.id, "category": job.category, "temperature": job.temperature, "finish": answer.finish}
-    row |= job.options
+    row |= write_arguments(job.arguments)
     if job.tags:
         row["tags"] = list(job.tags)
     if job.prompt is None:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import transformers
 
@@ -15,11 +16,13 @@ def read_texts(
     *,
     split: str | None = None,
     limit: int | None = None,
+    arguments: dict[str, Any] | None = None,
 ) -> Iterator[list[int]]:
     """Token ids of every text that is not empty.
 
     source: what `reading.read_rows` takes, with rows that have `text`, `messages`, `prompt` and `completion`, or token
         ids. Of conversations, only the assistant's turns are taken
+    arguments: variables of the chat template, for rows that do not say them
     Raises ValueError for a row with neither `text` nor `messages`.
     """
     special = data.find_special(tokenizer)
@@ -27,7 +30,7 @@ def read_texts(
         if row.get("messages") is not None or reading.has_ids(row) or row.get("completion") is not None:
             reading.check_messages(row, place)
             with reading.at(place):
-                encoded = data.encode(tokenizer, reading.name_row(row, number))
+                encoded = data.encode(tokenizer, reading.name_row(row, number, arguments))
             yield from turns(encoded, special)
         elif isinstance(row.get("text"), str):
             with reading.at(place):

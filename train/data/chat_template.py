@@ -1,10 +1,11 @@
-"""What a chat template makes of a conversation, found by rendering.
+"""What a chat template makes of a conversation, learned by rendering.
 
 A template leaves out, without a word, what it does not know: then a conversation that says something else there has the
 same text.
 """
 
 import contextlib
+import difflib
 import functools
 import json
 import re
@@ -13,11 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jinja2
+import jinja2.meta
+import jinja2.sandbox
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-MODES = ("enable_thinking", "thinking")  # names that templates have for the thinking mode
+from train.data.messages import MODE, MODE_NAMES, THOUGHT_NAMES, THOUGHTS, write_value
+
+MARKER = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # around what the assistant says, for transformers
 SPEAKERS = ("system", "developer", "user", "assistant")  # every template that takes them writes what they say
 WORD, OTHER = "specdecword", "specdecother"
 TOOL = {
@@ -26,54 +30,47 @@ TOOL = {
 }
 
 
-def options_of(row: dict) -> dict:
-    """What beside its messages decides how a row is rendered: `thinking` and `tools`, as far as the row has them.
-
-    Raises ValueError for tools that cannot be rendered. Rows of others may have anything under the name `thinking`.
-    """
-    found = {}
-    if isinstance(row.get("thinking"), bool):
-        found["thinking"] = row["thinking"]
-    tools = row.get("tools")
-    if isinstance(tools, str) and tools.strip():  # as data sets hold them whose columns have one type
-        with contextlib.suppress(ValueError, RecursionError):
-            tools = json.loads(tools)
-    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise ValueError('tools must be a list such as [{"type": "function", "function": {"name": ..}}], or its JSON.')
-    return found | ({"tools": tools} if tools else {})
-
-
 @dataclass(frozen=True)
 class TemplateForm:
     """How a chat template takes what rows hold."""
 
     arguments: type | None  # of calls: dict, or str for JSON; None: neither is written
     mode: str | None  # its variable for the thinking mode; None: it has no such mode
-    without: str  # what it writes behind a prompt with thinking=false; empty: nothing
+    without: str  # what it writes behind a prompt without thinking; empty: nothing
+    thoughts: str | None  # key of a message whose thoughts it writes; None: it has no place for thoughts
+    variables: frozenset[str]  # names of all variables that it reads
 
     def fit(self, messages: list[dict]) -> list[dict]:
-        """Messages in this form."""
-        fitted = []
-        for message in messages:
-            if calls := message.get("tool_calls"):
-                message = {**message, "tool_calls": [_change(call, arguments=self._convert) for call in calls]}
-            fitted.append(message)
-        return fitted
+        """Messages in this form. Raises ValueError for thoughts that the template has no place for."""
+        return [self._fit(message) for message in messages]
+
+    def _fit(self, message: dict) -> dict:
+        message = {key: value for key, value in message.items() if key != "weight"}
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [_change(call, arguments=self._convert) for call in calls]
+        if THOUGHTS in message and self.thoughts is None:
+            raise ValueError(
+                f"The chat template has no place for the thoughts of an assistant's message ({THOUGHTS}), so the target would not "
+                "read them. Remove them, or choose a target whose chat template writes them."
+            )
+        if THOUGHTS in message:
+            message[str(self.thoughts)] = message.pop(THOUGHTS)
+        return message
 
     def _convert(self, arguments: object) -> object:
         arguments = {} if arguments is None else arguments
         if self.arguments is str and isinstance(arguments, dict):
             return json.dumps(arguments, ensure_ascii=False)
-        return parse_arguments(arguments) if self.arguments is dict else arguments
+        return parse_object(arguments) if self.arguments is dict else arguments
 
 
-def parse_arguments(arguments: object) -> object:
+def parse_object(arguments: object) -> object:
     """An object that was given as JSON text; anything else as it is."""
     try:
-        found = json.loads(arguments) if isinstance(arguments, str) else arguments
+        document = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         return arguments
-    return found if isinstance(found, dict) else arguments
+    return document if isinstance(document, dict) else arguments
 
 
 def _change(call: dict, **changes: Callable) -> dict:
@@ -105,39 +102,90 @@ def _find_form(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateFor
         call = {"id": "specdec01", "type": "function", "function": function}
         answer = {"role": "assistant", "content": "", "tool_calls": [call]}
         result = {"role": "tool", "name": "specdecname", "tool_call_id": "specdec01", "content": "a"}
-        found = text(question, answer, tools=[TOOL]) or text(question, answer, result, tools=[TOOL])
+        rendered = text(question, answer, tools=[TOOL]) or text(question, answer, result, tools=[TOOL])
         wrong = (f"'{OTHER}'", f'\\"{OTHER}')
-        return OTHER in found and "specdecvalue" in found and not any(each in found for each in wrong)
+        return OTHER in rendered and "specdecvalue" in rendered and not any(part in rendered for part in wrong)
+
+    def writes_thoughts(key: str) -> bool:
+        return OTHER in text(question, {"role": "assistant", "content": WORD, key: OTHER})
 
     arguments = {OTHER: "specdecvalue"}
     kinds: list[tuple[type, dict | str]] = [(dict, arguments), (str, json.dumps(arguments))]
     asked = functools.partial(text, question, add_generation_prompt=True)
-    mode = next((mode for mode in MODES if asked(**{mode: True}) != asked(**{mode: False})), None)
+    mode = next((mode for mode in MODE_NAMES if asked(**{mode: True}) != asked(**{mode: False})), None)
     prompt, without = asked(), asked(**{mode: False}) if mode else ""
     return TemplateForm(
-        next((kind for kind, given in kinds if writes(given)), None),
-        mode,
-        without.removeprefix(prompt) if without.startswith(prompt) else "",
+        arguments=next((kind for kind, example in kinds if writes(example)), None),
+        mode=mode,
+        without=without.removeprefix(prompt) if without.startswith(prompt) else "",
+        thoughts=next(filter(writes_thoughts, THOUGHT_NAMES), None),
+        variables=find_variables(tokenizer),
     )
+
+
+def find_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """Names of the variables that any of a tokenizer's chat templates reads; none if it cannot be parsed."""
+    templates = tokenizer.chat_template or ""
+    texts = list(templates.values()) if isinstance(templates, dict) else [templates]
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    names: set[str] = set()
+    for text in texts:
+        with contextlib.suppress(jinja2.TemplateError):
+            names |= jinja2.meta.find_undeclared_variables(environment.parse(MARKER.sub("", text)))
+    return frozenset(names)
+
+
+# Arguments of a template, beside messages
+
+
+def check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]) -> None:
+    """Raises ValueError for an argument that the chat template does not read, so that it would change nothing."""
+    form = find_form(tokenizer)
+    for key, value in arguments.items():
+        has_no_mode = key == MODE and form.mode is None and value
+        if key == "tools" or key in form.variables or (key == MODE and not has_no_mode):
+            continue
+        lack = "has no thinking mode (enable_thinking changes nothing)" if key == MODE else f"reads no variable {key}"
+        close = difflib.get_close_matches(key, form.variables, n=1)
+        guess = f" Did you mean {close[0]}?" if close else ""
+        raise ValueError(
+            f"{key}={write_value(value)}: the chat template of {tokenizer.name_or_path} {lack}.{guess} Leave it out."
+        )
+
+
+def known_arguments(tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Template arguments without `tools`, and without a thinking mode that the template does not have.
+
+    The answer of another target may say a mode, too.
+    """
+    form = find_form(tokenizer) if tokenizer.chat_template else None
+    has_mode = form is not None and (form.mode is not None or MODE in form.variables)
+    return {key: value for key, value in arguments.items() if key != "tools" and (key != MODE or has_mode)}
+
+
+def template_arguments(tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments, with the template's own name for the thinking mode."""
+    mode = find_form(tokenizer).mode or MODE
+    return {mode if key == MODE else key: value for key, value in arguments.items()}
 
 
 # Rendering
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict],
-    *,
-    add_generation_prompt: bool,
-    thinking: bool | None = None,
-    tools: list[dict] | None = None,
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], arguments: dict[str, Any], *, add_generation_prompt: bool
 ) -> str:
-    """thinking: what the template gets as enable_thinking; None: nothing. tools: those that the assistant may call"""
+    """The text of a conversation.
+
+    arguments: variables of the template, as messages.read_arguments names them
+    Raises ValueError for what the template refuses, or has no place for.
+    """
     if not tokenizer.chat_template:
         raise ValueError(without_template(tokenizer))
+    fitted = find_form(tokenizer).fit(messages)
     try:
-        given = template_arguments(tokenizer, thinking, tools) | {"add_generation_prompt": add_generation_prompt}
-        return str(tokenizer.apply_chat_template(find_form(tokenizer).fit(messages), tokenize=False, **given))
+        more = template_arguments(tokenizer, arguments) | {"add_generation_prompt": add_generation_prompt}
+        return str(tokenizer.apply_chat_template(fitted, tokenize=False, **more))
     except jinja2.TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(f"The chat template refuses a conversation with the roles {roles}: {error}") from error
@@ -149,49 +197,56 @@ def render(
         ) from error
 
 
-def template_arguments(
-    tokenizer: PreTrainedTokenizerBase, thinking: bool | None, tools: list[dict] | None = None
-) -> dict:
-    """What the chat template gets beside the messages."""
-    mode = {} if thinking is None else {find_form(tokenizer).mode or MODES[0]: thinking}
-    return mode | ({"tools": tools} if tools else {})
-
-
 def check_written(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[dict],
+    arguments: dict[str, Any],
     text: str,
     *,
-    tools: list[dict] | None = None,
-    **options,
+    add_generation_prompt: bool,
 ) -> None:
     """Raises ValueError if the template leaves out tools, their calls, or what a role says: the text is the same without it.
 
-    text: what `render` makes of the messages; options: as of `render`
+    text: what `render` makes of the same arguments. What the assistant says is compared in answer_mask.py.
     """
-    changed: dict[str, tuple[list[dict], list[dict] | None]] = {}
-    if tools:
-        changed["tools"] = messages, [_change(tool, name=lambda _: WORD) for tool in tools]
+    changed: dict[str, tuple[list[dict], dict[str, Any]]] = {}
+    if tools := arguments.get("tools"):
+        changed["tools"] = messages, {**arguments, "tools": [_change(tool, name=lambda _: WORD) for tool in tools]}
     if any(message.get("tool_calls") for message in messages):
-        call = lambda each: _change(each, arguments=lambda _: {WORD: WORD})
-        copies = [
-            {**message, "tool_calls": [*map(call, message["tool_calls"])]} if message.get("tool_calls") else message
-            for message in messages
-        ]
-        changed["tool_calls"] = copies, tools
+        changed["tool_calls"] = [_change_calls(message) for message in messages], arguments
     for role in dict.fromkeys(message["role"] for message in messages if message["role"] not in SPEAKERS):
         copies = [{**message, "content": WORD} if message["role"] == role else message for message in messages]
-        changed[f"messages of the role {role}"] = copies, tools
+        changed[f"messages of the role {role}"] = copies, arguments
     lost = []
     for name, (copies, others) in changed.items():
         with contextlib.suppress(ValueError):  # it refuses the copy, so it reads what was changed
-            if render(tokenizer, copies, tools=others, **options) == text:
+            if render(tokenizer, copies, others, add_generation_prompt=add_generation_prompt) == text:
                 lost.append(name)
     if lost:
         raise ValueError(
             f"The chat template of {tokenizer.name_or_path} leaves out {' and '.join(lost)}, so the target would not read "
             "them. Remove them, or choose a target whose chat template writes them."
         )
+
+
+def _change_calls(message: dict) -> dict:
+    """The message with other arguments of all its calls."""
+    if not message.get("tool_calls"):
+        return message
+    return {
+        **message,
+        "tool_calls": [_change(call, arguments=lambda _: {WORD: WORD}) for call in message["tool_calls"]],
+    }
+
+
+def extend_arguments(call: dict) -> dict:
+    """The call of a tool with one more argument."""
+
+    def extend(arguments: object) -> object:
+        parsed = parse_object(arguments)
+        return {**parsed, WORD: OTHER} if isinstance(parsed, dict) else {WORD: OTHER}
+
+    return _change(call, arguments=extend)
 
 
 def without_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -203,31 +258,15 @@ def without_template(tokenizer: PreTrainedTokenizerBase) -> str:
     )
 
 
-def known_mode(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> bool | None:
-    """The mode that a row says, if the target's template has one: the answer of another target may say one, too."""
-    return thinking if tokenizer.chat_template and find_form(tokenizer).mode else None
-
-
-def check_mode(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> None:
-    """Raises ValueError if a thinking mode is asked for that the chat template does not have."""
-    if thinking is not None and find_form(tokenizer).mode is None:
-        raise ValueError(
-            f"thinking={str(thinking).lower()}: the chat template of {tokenizer.name_or_path} has no thinking mode "
-            "(enable_thinking changes nothing). Leave thinking= out."
-        )
-
-
 def find_spans(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict], arguments: dict
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], arguments: dict[str, Any]
 ) -> list[tuple[int, int]] | None:
-    """Where the template's generation markers begin and end in the rendered text, in characters; None without markers.
-
-    arguments: as apply_chat_template takes them
-    """
+    """Where the template's generation markers begin and end in the rendered text, in characters; None without markers."""
     template = tokenizer.get_chat_template(tools=arguments.get("tools"))
-    if not MARKERS.search(template):
+    if not MARKER.search(template):
         return None
     render: Callable[..., Any] = render_jinja_template  # whose annotation says that it gives a text
-    given = {**tokenizer.special_tokens_map, **arguments}
-    _, (spans,) = render([messages], chat_template=template, return_assistant_tokens_mask=True, **given)
+    more = {**tokenizer.special_tokens_map, **template_arguments(tokenizer, arguments)}
+    fitted = find_form(tokenizer).fit(messages)
+    _, (spans,) = render([fitted], chat_template=template, return_assistant_tokens_mask=True, **more)
     return spans

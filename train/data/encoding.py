@@ -19,8 +19,9 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import numpy
@@ -32,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 from specdec.core import files, row_files, token_text
 from specdec.proposers import datastore
 from train import progress
-from train.data import answer_mask, chat_template, packing, reading
+from train.data import answer_mask, chat_template, messages, packing, reading
 from train.data import rows as data
 
 Numbered = tuple[int, str, str | dict]  # index in its source, place, and what reading.read_raw yields: of a row
@@ -40,7 +41,7 @@ Numbered = tuple[int, str, str | dict]  # index in its source, place, and what r
 BATCH = 100  # rows that a process encodes at a time
 AHEAD = 4  # batches for each process that are read before they are written
 ROWS_PER_WORKER = 2_000  # starting a process pays from so many rows on
-MODULES = (data, answer_mask, chat_template, reading, packing, row_files, token_text)
+MODULES = (data, answer_mask, chat_template, messages, reading, packing, row_files, token_text)
 CODE = [__file__, *(str(module.__file__) for module in MODULES)]  # decides about the encoded rows
 
 
@@ -53,10 +54,10 @@ class Encoding:
     split: str | None = None  # of a dataset; None: train
     limit: int | None = None  # rows of each source
     workers: int | None = None  # processes; None: as many as the cores and the rows allow
-    thinking: bool | None = None  # the mode of rows that do not say theirs
+    arguments: dict[str, Any] = field(default_factory=dict)  # of the chat template, for rows that do not say them
 
     def __post_init__(self):
-        chat_template.check_mode(self.tokenizer, self.thinking)
+        chat_template.check_arguments(self.tokenizer, self.arguments)
 
     def key(self, source: str) -> str:
         """16 hex digits that change with anything the encoded rows depend on."""
@@ -70,7 +71,7 @@ class Encoding:
             [Path(path).read_text(encoding="utf-8") for path in CODE],
             identify_content(source, self.split),
             self.limit,
-            self.thinking,
+            self.arguments,
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -193,7 +194,7 @@ def encode_batch(batch: list[Numbered], encoding: Encoding | None = None) -> pya
         row = reading.to_row(place, raw)
         reading.check_messages(row, place)
         with reading.at(place):
-            encoded = data.encode(encoding.tokenizer, reading.name_row(row, index, encoding.thinking))
+            encoded = data.encode(encoding.tokenizer, reading.name_row(row, index, encoding.arguments))
         columns.append(
             packing.to_columns(
                 encoded, greedy=row.get("temperature") == 0, writer=str(row.get("target_fingerprint") or "")

@@ -4,11 +4,13 @@ import bisect
 import collections
 import hashlib
 import itertools
+import json
 import warnings
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pyarrow
@@ -20,7 +22,6 @@ from train.data.rows import Row
 
 ENCODED = "encoded.arrow"  # the file of a source's encoded rows
 CHUNK = 2_000  # rows whose tokens are counted together
-MODES = (None, True, False)  # of thinking, as numbers in the column `thinking`
 SCHEMA = pyarrow.schema(
     {
         "tokens": pyarrow.list_(pyarrow.int32()),
@@ -29,7 +30,8 @@ SCHEMA = pyarrow.schema(
         "category": pyarrow.string(),
         "supervised": pyarrow.int64(),  # supervised tokens
         "greedy": pyarrow.bool_(),  # written at temperature 0
-        "thinking": pyarrow.int8(),  # place in MODES
+        "arguments": pyarrow.string(),  # JSON of the template arguments with which it was written
+        "left_out": pyarrow.int32(),  # answers of the history that are not supervised
         "writer": pyarrow.string(),  # fingerprint of the target that wrote it; empty: not known
     }
 )  # of an encoded row
@@ -44,7 +46,8 @@ def to_columns(row: Row, *, greedy: bool = False, writer: str | None = None) -> 
         "category": row.category,
         "supervised": sum(row.mask),
         "greedy": greedy,
-        "thinking": MODES.index(row.thinking),
+        "arguments": json.dumps(row.arguments, sort_keys=True),
+        "left_out": row.num_left_out,
         "writer": writer or "",
     }
 
@@ -180,6 +183,12 @@ class Packs(torch.utils.data.Dataset):
                 "skipped, because their prompt alone is that long. Raise the length to keep them.",
                 stacklevel=2,
             )
+        if num_left_out := int(self.rows.column("left_out")[numpy.unique(self.members)].sum()):
+            warnings.warn(
+                f"{num_left_out} answers of earlier turns are not supervised: the chat template writes them there without their "
+                "thoughts, or behind another prompt. Give each of these turns as the last one of a row of its own.",
+                stacklevel=2,
+            )
         if not len(self):
             raise ValueError(f"No row has a supervised token among their first {length}. Raise the length or add data.")
 
@@ -194,9 +203,10 @@ class Packs(torch.utils.data.Dataset):
         return digest.hexdigest()[:16]
 
     @cached_property
-    def modes(self) -> list[bool | None]:
-        """The thinking modes in which rows were written; None: not known"""
-        return [MODES[place] for place in numpy.unique(self.rows.column("thinking")[self.members]).tolist()]
+    def arguments(self) -> dict[str, Any]:
+        """The template arguments with which all rows were written; {} if these are not known, or not the same"""
+        different = set(self.rows.column("arguments")[self.members].tolist())
+        return json.loads(different.pop()) if len(different) == 1 else {}
 
     @property
     def writers(self) -> list[str]:

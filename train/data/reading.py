@@ -24,7 +24,7 @@ import yaml
 
 from specdec.core.grammar import Grammar
 from specdec.core.row_files import FORMS, LINES, PARQUET, parse_line, read_file
-from train.data.chat_template import options_of
+from train.data.messages import normalise_messages, read_arguments, set_defaults, write_arguments
 
 Item = TypeVar("Item")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
@@ -77,14 +77,11 @@ def to_row(place: str, raw: str | dict) -> dict:
     """
     row = parse_line(place, raw) if isinstance(raw, str) else _without_nulls(raw)
     row = {key: value for key, value in row.items() if value is not None and (key, value) != ("tools", [])}
-    if isinstance(row.get("messages"), list):
-        row["messages"] = [tidy(message) if isinstance(message, dict) else message for message in row["messages"]]
+    messages = row.get("messages")
+    if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
+        with at(place):
+            row["messages"] = normalise_messages(messages)
     return row
-
-
-def tidy(message: dict) -> dict:
-    kept = {key: value for key, value in message.items() if value is not None and (key, value) != ("tool_calls", [])}
-    return {**kept, "content": kept.get("content", "")} if "tool_calls" in kept else kept
 
 
 def _without_nulls(value: Any) -> Any:
@@ -191,10 +188,13 @@ def read_rows(source: str, split: str | None) -> Iterator[tuple[str, dict]]:
     return ((place, to_row(place, raw)) for place, raw in read_raw(source, split))
 
 
-def name_row(row: dict, index: int, thinking: bool | None = None) -> dict:
-    """The row with `id` and `category` as texts, by default its index and "all". thinking: its mode by default"""
-    mode = {} if thinking is None else {"thinking": thinking} | options_of({"thinking": row.get("thinking")})
-    return {**row, **mode, "id": _to_text(row.get("id"), str(index)), "category": _to_text(row.get("category"), "all")}
+def name_row(row: dict, index: int, arguments: dict[str, Any] | None = None) -> dict:
+    """The row with `id` and `category` as texts, by default its index and "all".
+
+    arguments: variables of the chat template, if the row does not say them
+    """
+    row = set_defaults(row, arguments) if arguments else row
+    return {**row, "id": _to_text(row.get("id"), str(index)), "category": _to_text(row.get("category"), "all")}
 
 
 def tell_apart(ids: list[str]) -> list[str]:
@@ -247,7 +247,7 @@ def check_messages(row: dict, place: str) -> list[dict]:
             calls = message.get("tool_calls", [])
             if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
                 raise ValueError('tool_calls must be a list such as [{"function": {"name": .., "arguments": ..}}].')
-        options_of(row)
+        read_arguments(row)
         roles = dict.fromkeys(message["role"] for message in messages)
         unknown = [role for role in roles if role not in ROLES and not has_ids(row)]  # ids are used as they are
         if unknown:
@@ -259,17 +259,17 @@ def check_messages(row: dict, place: str) -> list[dict]:
 
 
 def load_conversations(
-    source: str, *, split: str | None = None, limit: int | None = None, thinking: bool | None = None
+    source: str, *, split: str | None = None, limit: int | None = None, arguments: dict[str, Any] | None = None
 ) -> list[dict]:
     """Reads rows with `messages` or plain text, and `id` and `category` filled in; other keys are kept.
 
-    source: as FORMS says; split: of a dataset; None: train
+    source: as FORMS says; split: of a dataset; None: train; arguments: of the chat template, for rows that do not say them
     Raises ValueError, naming file and line, for a row that is no conversation.
     """
     conversations: list[dict] = []
     for place, row in itertools.islice(read_rows(source, split), limit):
         check_messages(row, place)
-        conversations.append(name_row(row, len(conversations), thinking))
+        conversations.append(name_row(row, len(conversations), arguments))
     return conversations
 
 
@@ -286,7 +286,7 @@ def hold_out(greedy: Sequence[bool], num: int) -> list[int]:
 
 def load_prompts(source: str, *, split: str | None = None, limit: int | None = None) -> list[dict]:
     """Reads rows {"id", "category", "prompt", "messages", "tags", "grammar", "place"} that end where the target is to
-    answer, with `thinking` and `tools` where a row has them.
+    answer, with template arguments (messages.ARGUMENTS) and `tools` where a row has them.
 
     A row has a `prompt` (text: a user's message for chat models), or `messages`, of which an assistant's at the end is
     left out; `prompt` is None then.
@@ -294,7 +294,9 @@ def load_prompts(source: str, *, split: str | None = None, limit: int | None = N
     prompts = []
     for index, (place, row) in enumerate(itertools.islice(read_rows(source, split), limit)):
         with at(place):
-            prompts.append({**_to_prompt(name_row(row, index), place), "place": place, **options_of(row)})
+            prompts.append(
+                {**_to_prompt(name_row(row, index), place), "place": place, **write_arguments(read_arguments(row))}
+            )
     return prompts
 
 

@@ -1,9 +1,11 @@
 """Conversations to `TrainingBatch`: prompts and rows of token ids with their mask, truncation, collation."""
 
+import bisect
 import functools
 import itertools
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import rich.text
 import torch
@@ -16,7 +18,8 @@ from specdec.measuring.measure import Prompt
 from specdec.proposers import datastore
 from train.data import answer_mask, chat_template, reading
 from train.data.answer_mask import ADVICE, find_special
-from train.data.chat_template import check_written, find_form, options_of, render, template_arguments
+from train.data.chat_template import check_arguments, check_written, find_form, render
+from train.data.messages import THOUGHTS, normalise_messages, read_arguments, write_arguments
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,10 @@ class Row:
     category: str
     tokens: list[int]
     mask: list[bool]
-    thinking: bool | None = None  # the mode in which it was written, if that is known
+    arguments: dict = field(
+        default_factory=dict
+    )  # template arguments with which it was written, as far as they are known
+    num_left_out: int = 0  # answers of the history that are not supervised, as the template writes them otherwise
 
 
 @dataclass(frozen=True)
@@ -74,19 +80,33 @@ class TrainingBatch:
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict],
-    thinking: bool | None = None,
-    *,
-    tools: list[dict] | None = None,
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], arguments: dict[str, Any] | None = None
 ) -> list[int]:
-    """The tokens after which the target writes its answer. Raises ValueError for what cannot be rendered or encoded."""
+    """The tokens after which the target writes its answer.
+
+    arguments: variables of the chat template, and `tools`, as messages.read_arguments names them
+    Raises ValueError for what cannot be rendered or encoded, and for an argument that the template does not read.
+    """
     if not is_text(messages):
         raise ValueError("The prompt has half of a surrogate pair, which is no character: was it typed in UTF-8?")
-    options = {"add_generation_prompt": True, "thinking": thinking, "tools": tools}
-    text = render(tokenizer, messages, **options)
-    check_written(tokenizer, messages, text, **options)
+    arguments = arguments or {}
+    messages = normalise_messages(messages)
+    text = render(tokenizer, messages, arguments, add_generation_prompt=True)
+    check_arguments(tokenizer, arguments)
+    check_written(tokenizer, messages, arguments, text, add_generation_prompt=True)
     return tokenise(tokenizer, text)["input_ids"]
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase, defaults: dict[str, Any], messages: list[dict], fields: dict[str, Any]
+) -> tuple[list[int], dict[str, Any]]:
+    """-> the tokens after which the target answers a request; the fields of a row that say how its messages were rendered
+
+    defaults: template arguments for requests that do not say them; fields: of the request, as of a row
+    Raises ValueError as `encode_prompt`.
+    """
+    arguments = {**defaults, **read_arguments(fields)}
+    return encode_prompt(tokenizer, messages, arguments), write_arguments(arguments)
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, **more) -> BatchEncoding:
@@ -102,40 +122,54 @@ def load_prompts(
     *,
     split: str | None = None,
     limit: int | None = None,
-    thinking: bool | None = None,
+    arguments: dict[str, Any] | None = None,
 ) -> list[Prompt]:
     """Prompts to decode, from any form that reading.load_prompts reads; `limit` of them, spread evenly over the rows.
 
-    thinking: the mode of prompts that do not say theirs
+    arguments: variables of the chat template for prompts that do not say them
 
     Raises ValueError as reading.load_prompts and reading.spread, and for a prompt that the template refuses.
     """
     with reading.at(source):
         rows = reading.spread(reading.load_prompts(source, split=split), limit)
-        return encode_prompts(rows, tokenizer, thinking=thinking)
+        return encode_prompts(rows, tokenizer, arguments)
 
 
 def encode_prompts(
-    rows: list[dict], tokenizer: PreTrainedTokenizerBase, *, thinking: bool | None = None
+    rows: list[dict], tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any] | None = None
 ) -> list[Prompt]:
-    """Rows of reading.load_prompts as prompts to decode. thinking: the mode of prompts that do not say theirs"""
-    chat_template.check_mode(tokenizer, thinking)
-    encode = lambda row: encode_row(tokenizer, row, thinking=thinking)
-    return [Prompt(row["id"], row["category"], encode(row), tuple(row["tags"])) for row in rows]
+    """Rows of reading.load_prompts as prompts to decode.
+
+    arguments: variables of the chat template for prompts that do not say them
+    """
+    check_arguments(tokenizer, arguments or {})
+    return [
+        Prompt(row["id"], row["category"], encode_row(tokenizer, row, arguments), tuple(row["tags"])) for row in rows
+    ]
 
 
-def encode_row(tokenizer: PreTrainedTokenizerBase, row: dict, *, thinking: bool | None = None) -> list[int]:
+def encode_row(tokenizer: PreTrainedTokenizerBase, row: dict, arguments: dict[str, Any] | None = None) -> list[int]:
     """`encode_prompt` of a row of reading.load_prompts, whose place a refusal names.
 
-    A model without a chat template continues the row's `prompt`. thinking: its mode, if it does not say it
+    A model without a chat template continues the row's `prompt`.
+    arguments: variables of the chat template, if the row does not say them
     """
     with reading.at(row.get("place") or f"prompt {row['id']}"):
         if row.get("prompt") is None or tokenizer.chat_template or "tools" in row:
-            return encode_prompt(tokenizer, row["messages"], **{"thinking": thinking, **options_of(row)})
+            return encode_prompt(tokenizer, row["messages"], merge_arguments(tokenizer, row, arguments))
         tokens = token_text.encode_text(tokenizer, row["prompt"])
         if not tokens:
             raise ValueError("The prompt is empty, and the target puts no token in front of texts: write one.")
         return tokens
+
+
+def merge_arguments(
+    tokenizer: PreTrainedTokenizerBase, row: dict, arguments: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Template arguments of a row, with `tools`, over those of a command. A row's mode that the template has not is left out."""
+    own = read_arguments(row)
+    tools = {"tools": own["tools"]} if "tools" in own else {}
+    return {**(arguments or {}), **chat_template.known_arguments(tokenizer, own), **tools}
 
 
 def check_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -185,8 +219,18 @@ def take_kept_ids(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row
             "at least 1 and below their number. Repair or remove the row."
         )
     mask = [False] * num_prompt + [True] * (len(tokens) - num_prompt)
-    mode = chat_template.known_mode(tokenizer, options_of(conversation).get("thinking"))
-    return Row(conversation["id"], conversation["category"], tokens, mask, mode)
+    if last_weight(conversation) == 0:
+        raise ValueError(
+            f"Row {conversation['id']}: its last answer has weight 0, and it alone would count. Remove the row."
+        )
+    arguments = chat_template.known_arguments(tokenizer, read_arguments(conversation))
+    return Row(conversation["id"], conversation["category"], tokens, mask, arguments)
+
+
+def last_weight(conversation: dict) -> int:
+    """The weight of a row's last message, 0 or 1."""
+    messages = conversation.get("messages")
+    return messages[-1].get("weight", 1) if messages else 1
 
 
 def encode_plain(tokenizer: PreTrainedTokenizerBase, conversation: dict, prompt: str | None, completion: str) -> Row:
@@ -218,7 +262,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
         return row
     if (plain := reading.find_plain_text(conversation)) is not None:
         prompt, completion = plain
-        if prompt is None or not (tokenizer.chat_template or "tools" in options_of(conversation)):
+        if prompt is None or not (tokenizer.chat_template or "tools" in read_arguments(conversation)):
             return encode_plain(tokenizer, conversation, prompt, completion)
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         conversation = {**conversation, "messages": messages}
@@ -226,50 +270,71 @@ def encode(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
 
 
 def encode_messages(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
-    """`encode` of a row with messages."""
-    name, messages = f"Row {conversation['id']}", conversation["messages"]
+    """`encode` of a row with messages. Turns with weight 0 are context alone."""
+    name, messages = f"Row {conversation['id']}", normalise_messages(conversation["messages"])
     if not tokenizer.chat_template:
         raise ValueError(f"{name} has messages. {chat_template.without_template(tokenizer)}")
     check_offsets(tokenizer)
-    options = {"thinking": None, **options_of(conversation)}
-    answers = [message for message in messages if message["role"] == "assistant"]
-    if not answers:
-        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        raise ValueError(f"{name} has no assistant turn, only {roles}. Let the target answer it first.")
+    check_answers(name, messages)
+    cut = conversation.get("finish") == "length"
+    if cut and find_form(tokenizer).thoughts:
+        messages[-1] = split_cut_thoughts(messages[-1])
     try:
-        text = render(tokenizer, messages, add_generation_prompt=False, **options)
-        check_written(tokenizer, messages, text, add_generation_prompt=False, **options)
-        encoding = tokenise(tokenizer, text, return_offsets_mapping=True)
+        arguments = merge_arguments(tokenizer, conversation)
+        check_arguments(tokenizer, arguments)
+        rendered = answer_mask.RenderedConversation(tokenizer, messages, arguments)
+        check_written(tokenizer, messages, arguments, rendered.text, add_generation_prompt=False)
+        encoding = tokenise(tokenizer, rendered.text, return_offsets_mapping=True)
+        spans = chat_template.find_spans(tokenizer, messages, arguments)
+        turns, arguments = answer_mask.find_turns(rendered, spans)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    tokens, mode = encoding["input_ids"], options["thinking"]
-    starts = [first for first, _ in encoding["offset_mapping"]]
+    tokens, starts = encoding["input_ids"], [first for first, _ in encoding["offset_mapping"]]
     if starts != sorted(starts):
         raise ValueError(
             f"{name}: the tokenizer of {tokenizer.name_or_path} says wrongly where its tokens begin in the text, so "
             "answers cannot be told from prompts. Choose another target, or another copy of its tokenizer."
         )
-    arguments = template_arguments(tokenizer, mode, options.get("tools"))
-    spans = chat_template.find_spans(tokenizer, find_form(tokenizer).fit(messages), arguments)
+    counted = [turn for index, turn in turns.items() if messages[index].get("weight", 1)]
+    if not counted:
+        raise ValueError(f"{name}: all answers that could count have weight 0. Remove the row.")
+    mask = answer_mask.mask_turns(tokens, starts, counted, find_special(tokenizer), rendered.text)
     if spans is not None:
-        mask = answer_mask.mask_spans(starts, spans)
-    else:
-        turns, mode = answer_mask.find_turns(tokenizer, conversation, text, options)
-        mask = answer_mask.derive_mask(tokens, starts, turns, find_special(tokenizer))
-    if conversation.get("finish") == "length" and True in mask and not answers[-1].get("tool_calls"):
-        last = len(mask) - 1 - mask[::-1].index(True)
-        first = last - [*mask[last::-1], False].index(False) + 1
-        content_end = answer_mask.find_content_end(text, answers[-1]["content"], starts[first], len(text))
-        num_kept = sum(start < content_end for start in starts)
-        tokens, mask = tokens[:num_kept], mask[:num_kept]
-    mode = chat_template.known_mode(tokenizer, mode)
-    row = Row(id=conversation["id"], category=conversation["category"], tokens=tokens, mask=mask, thinking=mode)
+        mask = [*map(all, zip(mask, answer_mask.mask_spans(starts, spans)))]
+    last = max(turns)
+    if cut and not messages[last].get("tool_calls"):
+        num_tokens = bisect.bisect_left(starts, turns[last].said_end)
+        tokens, mask = tokens[:num_tokens], mask[:num_tokens]
+    num_left_out = sum(message["role"] == "assistant" for message in messages) - len(turns)
+    row = Row(
+        id=conversation["id"], category=conversation["category"], tokens=tokens, mask=mask,
+        arguments=chat_template.known_arguments(tokenizer, arguments), num_left_out=num_left_out,
+    )  # fmt: skip
     if all(mask) or not any(mask):
         raise ValueError(
-            f"{name}: {'everything' if any(mask) else 'nothing'} would be supervised. Look at its messages; if "
+            f"{name}: {'everything' if any(mask) else 'nothing'} would be supervised. Look at its messages and their weights; if "
             f"they are right, {ADVICE}. The row: {show(tokenizer, row).markup[:1000]}"
         )
     return row
+
+
+def check_answers(name: str, messages: list[dict]) -> None:
+    """Raises ValueError for a conversation without an answer, or one that begins with it. name: of the row"""
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        raise ValueError(
+            f"{name} has no assistant turn, only {', '.join(dict.fromkeys(roles))}. Let the target answer it first."
+        )
+    if roles[0] == "assistant":
+        raise ValueError(f"{name} begins with the assistant's turn. Put a user message before it.")
+
+
+def split_cut_thoughts(message: dict) -> dict:
+    """A message that was cut inside its thoughts, <think>.. without an end, with these as its thoughts."""
+    begin, tag, thoughts = message["content"].partition("<think>")
+    if not tag or begin.strip() or "</think>" in thoughts or THOUGHTS in message:
+        return message
+    return {**message, "content": "", THOUGHTS: thoughts.removeprefix("\n")}
 
 
 def show(tokenizer: PreTrainedTokenizerBase, row: Row) -> rich.text.Text:

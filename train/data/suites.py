@@ -23,6 +23,7 @@ from specdec.core import token_text
 from specdec.measuring.counting import Counting
 from specdec.measuring.measure import Prompt
 from train.data import chat_template, reading, rows
+from train.data.messages import MODE
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 FIELD = re.compile(r"\{(\w+)\}")  # of a template; other braces stand for themselves
@@ -345,12 +346,12 @@ def encode_turn(
     answers: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    thinking: bool | None = None,
+    arguments: dict[str, Any] | None = None,
     protocol: Protocol | None = None,
 ) -> Prompt:
     """The prompt of a turn, counted from 0, behind the turns before it and the target's answers to them.
 
-    thinking: as of rows.encode_prompts; a mode that the protocol sets is left out where the target has none
+    arguments: as of rows.encode_prompts; a thinking mode that the protocol sets is left out where the target has none
     Raises ValueError for several turns of a target without a chat template, and as rows.encode_row.
     """
     history = [answer.strip() if protocol and protocol.strip else answer for answer in answers[:turn]]
@@ -363,15 +364,14 @@ def encode_turn(
             "target, or protocol=specbench, which writes them as plain text."
         )
     if form == "target":
-        if protocol is None or thinking is not protocol.options.get("thinking"):
-            chat_template.check_mode(tokenizer, thinking)
+        arguments = fit_arguments(tokenizer, arguments or {}, protocol)
         messages: list[dict] = []
         for earlier, answer in zip(question.turns, history):
             messages += [*earlier["messages"], {"role": "assistant", "content": answer}]
         if messages:
             row = {**row, "prompt": None, "messages": [*messages, *row["messages"]]}
         try:
-            tokens = rows.encode_row(tokenizer, row, thinking=chat_template.known_mode(tokenizer, thinking))
+            tokens = rows.encode_row(tokenizer, row, arguments)
         except ValueError as error:
             if protocol is None or row["messages"][0]["role"] != "system":
                 raise
@@ -381,6 +381,14 @@ def encode_turn(
         texts = [each["messages"][-1]["content"] for each in question.turns[: turn + 1]]
         tokens = token_text.encode_text(tokenizer, write_vicuna(texts, history) if form == "vicuna" else texts[0])
     return Prompt(name_request(question, turn), question.category, tokens, question.tags)
+
+
+def fit_arguments(
+    tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any], protocol: Protocol | None
+) -> dict[str, Any]:
+    """Template arguments without a thinking mode that the protocol sets and the target does not have."""
+    mode = protocol.options.get(f"template.{MODE}") if protocol else None
+    return chat_template.known_arguments(tokenizer, arguments) if arguments.get(MODE) == mode else arguments
 
 
 def name_request(question: Question, turn: int) -> str:

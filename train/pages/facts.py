@@ -51,7 +51,7 @@ def write(
             "supervised tokens": packs.num_supervised,
             "covered": 1.0 if vocab is None else covered(packs, vocab.cpu()),
             "fingerprint": packs.fingerprint,
-            **({"thinking": packs.modes[0]} if len(packs.modes) == 1 and packs.modes[0] is not None else {}),
+            **({"template": packs.arguments} if packs.arguments else {}),
         },
         "environment": {
             "python": platform.python_version(),

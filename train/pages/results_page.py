@@ -213,7 +213,7 @@ ASKED = (
     "protocol",
     "questions_digest",
     "num_questions",
-    "thinking",
+    "template",
     "chat",
     "max_new_tokens",
     "ignore_stop",

@@ -26,7 +26,7 @@ QUESTIONS = [f"Say {word} {number} times." for number, word in enumerate(["sky",
 
 
 @contextlib.contextmanager
-def serving(target, *, rows=4, queue=64, template=None, **settings):
+def serving(target, *, rows=4, queue=64, template=None, arguments=None, **settings):
     """A server of a tiny target with an untrained EAGLE-3 head -> its URL, and the record it serves"""
     tokenizer = copy.deepcopy(small_tokenizer())
     proposer = HeadProposer(make_drafter(target, "eagle3"), chain_of(3))
@@ -35,7 +35,7 @@ def serving(target, *, rows=4, queue=64, template=None, **settings):
     grammars = functools.cache(lambda: Grammars(small_tokenizer(), target.vocab_size, STOP))
     usual = {"stop": frozenset(STOP), "model": "tiny", "head": "run/step", "max_length": 400, "page": "<h1>a page</h1>"}
     tokenizer.chat_template = template or tokenizer.chat_template
-    encode = functools.partial(data.encode_prompt, tokenizer)
+    encode = functools.partial(data.encode_chat, tokenizer, arguments or {})
     served = Served(
         engine, tokenizer, small_tokenizer(), encode, lambda each: grammars().constraint(each), **(usual | settings)
     )

@@ -33,7 +33,7 @@ def test_tools_calls_and_results_are_rendered_and_recorded(tiny, tmp_path):
         rows = rows_of(served)
     for answer, row, tools in zip(answers, rows, ([TOOL], None)):
         assert answer.status_code == 200 and answer.json()["choices"][0]["message"]["role"] == "assistant"
-        prompt = data.encode_prompt(tokenizer, ASKED, tools=tools)
+        prompt = data.encode_prompt(tokenizer, ASKED, {"tools": tools} if tools else {})
         assert row["tokens"][: row["prompt_tokens"]] == prompt and row.get("tools") == tools
         again = data.encode(tokenizer, row | {"tokens": None})
         assert again.tokens[: len(prompt)] == prompt  # its messages say the same
@@ -64,11 +64,11 @@ def test_what_the_template_refuses_is_a_bad_request(tiny, template):
 
 
 def test_the_thinking_mode_of_the_server_is_that_of_requests_without_one(tiny, tmp_path):
-    with recorded(tiny, tmp_path, serve={"template": THINKS, "thinking": False}) as (url, served):
+    with recorded(tiny, tmp_path, serve={"template": THINKS, "arguments": {"enable_thinking": False}}) as (url, served):
         question = [{"role": "user", "content": "a"}]
         for more in ({}, {"chat_template_kwargs": {"enable_thinking": True}}):
             assert ask(url, question, **more).status_code == 200
         rows = rows_of(served)
     prompts = [with_template(THINKS).decode(row["tokens"][: row["prompt_tokens"]]) for row in rows]
-    assert [row["thinking"] for row in rows] == [False, True]
+    assert [row["chat_template_kwargs"] for row in rows] == [{"enable_thinking": False}, {"enable_thinking": True}]
     assert [prompt.endswith("</think>\n\n") for prompt in prompts] == [True, False]

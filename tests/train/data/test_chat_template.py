@@ -33,6 +33,7 @@ CALL = {"id": "call00001", "type": "function", "function": {"name": "get_tide", 
 ASKED = [{"role": "user", "content": "Tide?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
 MESSAGES = [*ASKED, {"role": "tool", "content": "14:20"}, {"role": "assistant", "content": "At 14:20."}]
 PLAIN = pair("3+4?", "Seven.")
+OFF = {"enable_thinking": False}
 
 
 # Tools and their calls
@@ -130,12 +131,12 @@ def test_what_the_template_writes_before_an_answer_is_not_supervised(variable):
     tokenizer = with_template(THINKS.replace("enable_thinking", variable))
     for mode in ({}, {"thinking": False}, {"thinking": "I think"}):
         encoded = data.encode(tokenizer, as_row(PLAIN, **mode))
-        assert supervised(tokenizer, encoded) == ["Seven.<|im_end|>"] and encoded.thinking is False
-        assert encoded.tokens[: encoded.mask.index(True)] == data.encode_prompt(tokenizer, PLAIN[:1], thinking=False)
+        assert supervised(tokenizer, encoded) == ["Seven.<|im_end|>"] and encoded.arguments == OFF
+        assert encoded.tokens[: encoded.mask.index(True)] == data.encode_prompt(tokenizer, PLAIN[:1], OFF)
     thoughts = [PLAIN[0], {**PLAIN[1], "reasoning_content": "Add."}]
     encoded = data.encode(tokenizer, as_row(thoughts))
     assert supervised(tokenizer, encoded) == ["<think>\nAdd.\n</think>\n\nSeven.<|im_end|>"]
-    assert encoded.thinking is None
+    assert encoded.arguments == {}
 
 
 @pytest.mark.parametrize("turns", [2, 6])
@@ -143,7 +144,7 @@ def test_answers_of_the_history_stand_behind_another_prompt(turns):
     tokenizer = with_template(THINKS)
     for mode in ({}, {"thinking": False}):
         encoded = data.encode(tokenizer, as_row(PLAIN * turns, **mode))
-        assert supervised(tokenizer, encoded) == ["Seven.<|im_end|>"] * turns and encoded.thinking is False
+        assert supervised(tokenizer, encoded) == ["Seven.<|im_end|>"] * turns and encoded.arguments == OFF
 
 
 def test_modes_of_prompts(tmp_path):
@@ -151,11 +152,11 @@ def test_modes_of_prompts(tmp_path):
     write_rows(path, [{"prompt": "a", "thinking": False}, {"prompt": "a"}, {"prompt": "a", "thinking": True}])
     ends = lambda prompts: ["</think>" in tokenizer.decode(prompt.tokens) for prompt in prompts]
     assert ends(data.load_prompts(str(path), tokenizer)) == [True, False, False]
-    assert ends(data.load_prompts(str(path), tokenizer, thinking=False)) == [True, True, False]
-    jobs = answering.list_jobs(tokenizer, reading.load_prompts(str(path)), [0.0], thinking=False)
-    assert [job.options["thinking"] for job in jobs] == [False, False, True]
+    assert ends(data.load_prompts(str(path), tokenizer, arguments=OFF)) == [True, True, False]
+    jobs = answering.list_jobs(tokenizer, reading.load_prompts(str(path)), [0.0], OFF)
+    assert [job.arguments["enable_thinking"] for job in jobs] == [False, False, True]
     with pytest.raises(ValueError, match=r"thinking=true: .* has no thinking mode"):
-        data.load_prompts(str(path), small_tokenizer(), thinking=True)
+        data.load_prompts(str(path), small_tokenizer(), arguments={"enable_thinking": True})
 
 
 # Tokenizers
@@ -257,8 +258,8 @@ def test_a_run_is_judged_in_the_mode_of_its_rows(fit, tmp_path):
         encode = data.encode_prompts
         patch.setattr(data, "encode_prompts", lambda *args, **more: found.append(encode(*args, **more)) or found[-1])
         assert fit("a", *given) == 0
-        assert fit("b", *given, "data.thinking=true") == 0
+        assert fit("b", *given, "template.enable_thinking=true") == 0
     ends = [with_template(None).decode(prompts[0].tokens).endswith("</think>\n\n") for prompts in found]
     assert ends == [True, False]
-    assert [loading.mode_of([f"checkpoints/{run}"]) for run in "ab"] == [False, True]
-    assert loading.mode_of(["checkpoints/a", "checkpoints/b"]) is None and loading.mode_of([]) is None
+    assert [loading.template_of([f"checkpoints/{run}"]) for run in "ab"] == [OFF, {"enable_thinking": True}]
+    assert loading.template_of(["checkpoints/a", "checkpoints/b"]) == {} == loading.template_of([])

@@ -96,7 +96,7 @@ def test_where_supervision_ends_and_begins(tokenizer):
 
 
 REWRITES = PLAIN.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>'")
-EVERYTHING = "{% generation %}{{ messages[0]['content'] }}{% endgeneration %}"
+EVERYTHING = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ EVERYTHING = "{% generation %}{{ messages[0]['content'] }}{% endgeneration %}"
         (PLAIN, SINGLE[:1], "row 7 has no assistant turn"),
         (PLAIN, SINGLE[1:], "row 7 begins with the assistant's turn"),
         (PLAIN, pair("Say hello.", ""), r"(?s)row 7: nothing would be supervised.*Say hello"),
-        (EVERYTHING, SINGLE, r"(?s)row 7: everything would be supervised.*bold green.*Say hello"),
+        (EVERYTHING, SINGLE, r"(?s)row 7: everything would be supervised.*bold green.*Hello"),
     ],
 )
 def test_rows_whose_mask_cannot_be_told_are_refused(tokenizer, template, messages, message):
@@ -303,7 +303,7 @@ def test_an_answer_is_trimmed_at_its_end(tokenizer):
 
 
 def test_options(monkeypatch, capsys):
-    known = "data, row, num, split, thinking, target.name"
+    known = "data, row, num, split, target.name"
     for arguments, message in (
         (["data=b", "rows=3"], f"no option 'rows'. Did you mean 'row'. Known options: {known}"),
         (["target.name=a"], "Give a value for: data"),

@@ -290,7 +290,8 @@ def test_packs_are_mapped_and_not_loaded(tmp_path):
         "category": ["b"],
         "supervised": [length // 2],
         "greedy": [False],
-        "thinking": [0],
+        "arguments": ["{}"],
+        "left_out": [0],
         "writer": [""],
     }
     table = pyarrow.table(columns | {name: value * num for name, value in rest.items()}, schema=SCHEMA)

@@ -155,7 +155,7 @@ STRICT = (  # fails for keys that are there without a value, as templates of too
 
 @pytest.mark.parametrize(
     "more",
-    [{"tool_calls": None}, {"tool_calls": []}, {"name": None, "reasoning_content": None}, {"weight": 0}],
+    [{"tool_calls": None}, {"tool_calls": []}, {"name": None, "reasoning_content": None}, {"weight": 1}],
     ids=str,
 )
 def test_a_key_without_a_value_is_as_absent(tmp_path, more):
@@ -164,7 +164,7 @@ def test_a_key_without_a_value_is_as_absent(tmp_path, more):
     row |= {"tools": None, "category": None, "thinking": None}
     write_rows(tmp_path / "a.jsonl", [row, ROWS[0]])
     first, second = reading.load_conversations(str(tmp_path / "a.jsonl"))
-    assert "tools" not in first and set(first["messages"][1]) == {"role", "content"} | ({"weight"} & set(more))
+    assert "tools" not in first and set(first["messages"][1]) == {"role", "content"}
     tokenizer = with_template(STRICT)
     assert data.encode(tokenizer, first).tokens == data.encode(tokenizer, second).tokens
 
@@ -209,8 +209,8 @@ def test_what_is_wrong_with_a_row_is_said(tmp_path):
     [
         (pair("a", "b")[:1], r"Row 1 has no assistant turn, only user\."),
         (
-            pair("a", "b", weight=7),
-            r"cannot write these messages \(TypeError: .*keys, role, content, weight; if",
+            pair("a", "b", mass=7),
+            r"cannot write these messages \(TypeError: .*keys, role, content, mass; if",
         ),
         (
             pair("a", "b", name="x"),
@@ -222,8 +222,8 @@ def test_a_row_that_the_template_cannot_write_is_named_with_its_file(tmp_path, m
     source = str(tmp_path / "a.jsonl")
     write_rows(tmp_path / "a.jsonl", [ROWS[0], {"messages": messages}])
     names = "{% for m in messages if m.name %}{{ raise_exception('No names.') }}{% endfor %}"
-    weights = "{% for m in messages if m.weight %}{{ m.weight + 'a' }}{% endfor %}"
-    tokenizer = with_template(names + weights + STRICT)
+    masses = "{% for m in messages if m.mass %}{{ m.mass + 'a' }}{% endfor %}"
+    tokenizer = with_template(names + masses + STRICT)
     for read in (
         lambda: load_packs(source, Encoding(tokenizer, tmp_path / "c"), length=99, packed=False),
         lambda: list(datastore.read_texts(source, tokenizer)),

@@ -216,7 +216,7 @@ def test_every_protocol_sets_options_of_evaluate_and_names_suites(name):
         "decode.top_p",
         "decode.top_k",
         "max_new_tokens",
-        "thinking",
+        "template.enable_thinking",
         "chains",
         "trees",
         "seed",
@@ -246,7 +246,7 @@ def test_a_later_turn_reads_the_answers_that_the_target_gave(tmp_path):
     assert [prompt.id for prompt in prompts] == ["81 turn 1", "81 turn 2"]
     user = lambda text: {"role": "user", "content": text}
     messages = [user(TURNS[0]), {"role": "assistant", "content": " 1 2 3\n"}, user(TURNS[1])]
-    rendered = chat_template.render(tokenizer, messages, add_generation_prompt=True)
+    rendered = chat_template.render(tokenizer, messages, {}, add_generation_prompt=True)
     assert text_of(prompts[1]) == rendered and text_of(prompts[0]).endswith(
         f"{TURNS[0]}<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -314,7 +314,8 @@ def test_specforge_has_a_system_message_in_mt_bench_alone(tmp_path):
 
 def test_a_mode_of_a_protocol_is_left_out_where_the_target_has_none(tmp_path):
     suite = load_suite("mt_bench", written(tmp_path, "question.jsonl", benches(1)))
-    encode = lambda **more: encode_turn(suite.questions[0], 0, [], small_tokenizer(), thinking=True, **more)
+    ON = {"enable_thinking": True}
+    encode = lambda **more: encode_turn(suite.questions[0], 0, [], small_tokenizer(), arguments=ON, **more)
     assert encode(protocol=read_protocol("dflash2")).tokens
     with pytest.raises(ValueError, match="has no thinking mode"):
         encode()

@@ -1,0 +1,197 @@
+"""One name for each key of a message and of a row, whatever its author called it.
+
+Data sets and servers name the same thing in different ways. The rest of the code reads the names on the left:
+
+    message  tool_calls            also function_call; the role tool, also function behind such a call
+             reasoning_content     also reasoning, thinking, thoughts: what the assistant thought before its content
+             weight                also trainable, train, loss: 0 for an assistant's message that is context alone
+    row      chat_template_kwargs  also enable_thinking, thinking (true or false), reasoning_effort
+             tools                 a list, or its JSON
+"""
+
+import contextlib
+import json
+from typing import Any
+
+MODE = "enable_thinking"  # name of the thinking mode among template arguments, whatever the template calls it
+MODE_NAMES = (MODE, "thinking")  # names that chat templates and rows have for it
+EFFORT = "reasoning_effort"
+ARGUMENTS = "chat_template_kwargs"
+THOUGHTS = "reasoning_content"
+THOUGHT_NAMES = (THOUGHTS, "reasoning", "thinking", "thoughts")
+WEIGHT_NAMES = ("weight", "trainable", "train", "loss")
+RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
+
+
+# Messages
+
+
+def normalise_messages(messages: list[dict]) -> list[dict]:
+    """Messages with the names above, without null values and empty lists of calls.
+
+    Raises ValueError, naming the message, for two values of one key that contradict each other.
+    """
+    normalised: list[dict] = []
+    for number, message in enumerate(messages):
+        try:
+            normalised.append(_normalise_message(message, normalised))
+        except ValueError as error:
+            raise ValueError(f"messages[{number}]: {error}") from None
+    return normalised
+
+
+def _normalise_message(message: dict, earlier: list[dict]) -> dict:
+    message = {key: value for key, value in message.items() if value is not None and (key, value) != ("tool_calls", [])}
+    _move_call(message)
+    _move_thoughts(message)
+    _move_weight(message)
+    if message.get("role") == "function" and any("tool_calls" in before for before in earlier):
+        message["role"] = "tool"
+    if "tool_calls" in message or THOUGHTS in message:
+        message.setdefault("content", "")
+    return message
+
+
+def _move_call(message: dict) -> None:
+    """A function_call, as OpenAI's interface had it before tool_calls, becomes a list of one call."""
+    call = message.pop("function_call", None)
+    if call is None:
+        return
+    if not isinstance(call, dict) or "name" not in call:
+        raise ValueError('function_call must be {"name": .., "arguments": ..}.')
+    if "tool_calls" in message:
+        raise ValueError("it has function_call and tool_calls: keep one of them.")
+    message["tool_calls"] = [{"type": "function", "function": call}]
+
+
+def _move_thoughts(message: dict) -> None:
+    texts = {name: message.pop(name) for name in THOUGHT_NAMES if name in message}
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise ValueError(f"{name} must be a text, the assistant's thoughts; it is a {type(text).__name__}.")
+    different = list(dict.fromkeys(text for text in texts.values() if text))
+    if len(different) > 1:
+        raise ValueError(f"{' and '.join(texts)} hold different thoughts: keep one of them.")
+    if different and message.get("role") != "assistant":
+        raise ValueError(f"{next(iter(texts))} is for the assistant's messages alone: remove it.")
+    if different:
+        message[THOUGHTS] = different[0]
+
+
+def _move_weight(message: dict) -> None:
+    weights = {name: message.pop(name) for name in WEIGHT_NAMES if name in message}
+    for name, value in weights.items():
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise ValueError(
+                f"{name}={json.dumps(value, default=str)} must be 0 or 1, false or true: a turn counts or not."
+            )
+        if value and message.get("role") != "assistant":
+            raise ValueError(f"{name}={json.dumps(value)}: the assistant's messages alone are trained on. Remove it.")
+    if len({bool(value) for value in weights.values()}) > 1:
+        raise ValueError(f"{' and '.join(weights)} contradict each other: keep one of them.")
+    if message.get("role") == "assistant" and not all(weights.values()):
+        message["weight"] = 0
+
+
+# Rows
+
+
+def read_arguments(row: dict) -> dict[str, Any]:
+    """What a chat template gets beside the messages of a row: its variables by name, and `tools` if there are any.
+
+    The thinking mode is called MODE. `thinking` counts only if it is true or false: rows of others have other things there.
+    Raises ValueError for what cannot be read, and for two values that contradict each other.
+    """
+    named = [(ARGUMENTS, key, value) for key, value in _read_dictionary(row.get(ARGUMENTS)).items()]
+    for name in (*MODE_NAMES, EFFORT):
+        value = row.get(name)
+        if value is not None and (name != "thinking" or isinstance(value, bool)):
+            named.append((name, name, value))
+    arguments: dict[str, Any] = {}
+    for place, key, value in named:
+        key = MODE if key in MODE_NAMES else key
+        if key == MODE and not isinstance(value, bool):
+            raise ValueError(f"{place}: {MODE} must be true or false, not {json.dumps(value, default=str)}.")
+        if arguments.setdefault(key, value) != value:
+            raise ValueError(f"{place} says another {key} than the rest of the row: keep one of them.")
+    tools = read_tools(row.get("tools"))
+    return {**arguments, "tools": tools} if tools else arguments
+
+
+def _read_dictionary(value: Any) -> dict[str, Any]:
+    """Raises ValueError for what is neither an object nor its JSON, and for an argument that no row may set."""
+    if value is None:
+        return {}
+    if isinstance(value, str):  # as data sets hold it whose columns have one type
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if not isinstance(value, dict):
+        raise ValueError(f'{ARGUMENTS} must be an object such as {{"{MODE}": false}}, or its JSON.')
+    for name in RESERVED:
+        if name in value:
+            raise ValueError(f"{ARGUMENTS} may not hold {name}: it is not a variable of the chat template.")
+    return {key: argument for key, argument in value.items() if argument is not None}
+
+
+def read_tools(tools: Any) -> list[dict] | None:
+    """Tools that the assistant may call; None: none. Raises ValueError for what is no list of them."""
+    if isinstance(tools, str) and tools.strip():
+        with contextlib.suppress(ValueError, RecursionError):
+            tools = json.loads(tools)
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError('tools must be a list such as [{"type": "function", "function": {"name": ..}}], or its JSON.')
+    return tools or None
+
+
+def write_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Template arguments and `tools` as keys of a row; none for no arguments."""
+    variables = {key: value for key, value in arguments.items() if key != "tools"}
+    tools = {"tools": arguments["tools"]} if "tools" in arguments else {}
+    return ({ARGUMENTS: variables} if variables else {}) | tools
+
+
+def set_defaults(row: dict, arguments: dict[str, Any]) -> dict:
+    """The row with its template arguments under ARGUMENTS alone, and those of a command where it has none of that name."""
+    own = {key: value for key, value in read_arguments(row).items() if key != "tools"}
+    rest = {key: value for key, value in row.items() if key not in (ARGUMENTS, *MODE_NAMES, EFFORT)}
+    return {**rest, ARGUMENTS: {**arguments, **own}}
+
+
+def describe_arguments(arguments: dict[str, Any]) -> str:
+    """Template arguments as a command has them, such as template.enable_thinking=false; a phrase if there are none."""
+    return (
+        " ".join(f"template.{key}={write_value(value)}" for key, value in sorted(arguments.items()))
+        or "template's defaults"
+    )
+
+
+def write_value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def parse_arguments(written: dict[str, str]) -> dict[str, Any]:
+    """Template arguments of a command, template.KEY=VALUE -> KEY: value. Values are JSON, or else text.
+
+    Raises ValueError as `read_arguments`.
+    """
+    values: dict[str, Any] = {}
+    for key, text in written.items():
+        lowered = text.lower()
+        try:
+            values[key] = json.loads(lowered if lowered in ("true", "false", "null") else text)
+        except (ValueError, RecursionError):
+            values[key] = text
+    return check_template(values)
+
+
+def check_template(values: dict[str, Any]) -> dict[str, Any]:
+    """The option `template` with its mode called MODE. Raises ValueError, naming the option, for what no template takes."""
+    for key, value in values.items():
+        if key in RESERVED:
+            raise ValueError(f"template.{key}: {key} is not a variable of the chat template. Leave it out.")
+        if key in MODE_NAMES and not isinstance(value, bool | None):
+            raise ValueError(f"template.{key}={write_value(value)} must be true or false.")
+    modes = {value for key, value in values.items() if key in MODE_NAMES and value is not None}
+    if len(modes) > 1:
+        raise ValueError(f"template.{' and template.'.join(MODE_NAMES)} contradict each other: give one of them.")
+    return {MODE if key in MODE_NAMES else key: value for key, value in values.items() if value is not None}
