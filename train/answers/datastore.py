@@ -8,6 +8,7 @@ import transformers
 
 from train.data import reading
 from train.data import rows as data
+from train.data.answer_mask import find_special
 
 
 def read_texts(
@@ -25,7 +26,7 @@ def read_texts(
     arguments: variables of the chat template, for rows that do not say them
     Raises ValueError for a row with neither `text` nor `messages`.
     """
-    special = data.find_special(tokenizer)
+    special = find_special(tokenizer)
     for number, (place, row) in enumerate(itertools.islice(reading.read_rows(source, split), limit)):
         if row.get("messages") is not None or reading.has_ids(row) or row.get("completion") is not None:
             reading.check_messages(row, place)

@@ -13,6 +13,7 @@ of a template narrow this down: they say which turns count, and where a turn beg
 """
 
 import bisect
+import itertools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from train.data.messages import MODE, THOUGHTS
 
 ADVICE = "add {% generation %} markers around what the assistant writes to its chat_template.jinja"
 TAGS = re.compile(r"</?think(?:ing)?>|\[/?THINK\]|\s")  # what templates write anew around thoughts
+HEADER_ENDS = ">\n"  # last characters of the parts of a generation prompt: of a special token, and of a line
 EXCERPT = 40  # characters of a text that a message quotes
 
 
@@ -32,15 +34,15 @@ EXCERPT = 40  # characters of a text that a message quotes
 class AssistantTurn:
     """Places in a rendered conversation, in characters.
 
+    index: the number of its message
     start: the first character that the target wrote
     said_end: the end of content, thoughts and calls
-    end: the end of what the turn writes behind its calls; `said_end` for a turn without calls
     stop: the first character that the turn cannot have
     """
 
+    index: int
     start: int
     said_end: int
-    end: int
     stop: int
 
 
@@ -54,9 +56,8 @@ class RenderedConversation:
         self.tokenizer, self.messages, self.arguments = tokenizer, messages, arguments
         self.text = render(tokenizer, messages, arguments, add_generation_prompt=False)
 
-    def prompt(self, index: int, arguments: dict[str, Any] | None = None) -> str:
-        """The text that the answer `index` follows when it is written."""
-        arguments = self.arguments if arguments is None else arguments
+    def prompt(self, index: int, arguments: dict[str, Any]) -> str:
+        """The text that the answer `index` follows when it is written with some template arguments."""
         return render(self.tokenizer, self.messages[:index], arguments, add_generation_prompt=True)
 
     def history(self, index: int) -> str:
@@ -79,14 +80,22 @@ class RenderedConversation:
         changed = self.change(index, _extend_call(message) if key == "tool_calls" else _extend_text(message, key))
         return None if changed == self.text else len(self.text) - _count_common(self.text[::-1], changed[::-1])
 
-    def find_calls_end(self, index: int, said_end: int) -> int:
-        """The end of what a turn writes behind its last call: as far as the same stands there without later messages."""
+    def find_said_end(self, index: int) -> int:
+        """The end of content, thoughts and calls of a message, in characters; 0 if the template writes none of them."""
+        message = self.messages[index]
+        keys = [key for key in (THOUGHTS, "content", "tool_calls") if message.get(key)] or ["content"]
+        return max(self.find_end(index, key) or 0 for key in keys)
+
+    def find_end_of(self, turn: AssistantTurn) -> int:
+        """The end of what a turn writes behind what it says: as far as the same stands there without later messages."""
+        if turn.index + 1 == len(self.messages):
+            return len(self.text)
         try:
-            alone = RenderedConversation(self.tokenizer, self.messages[: index + 1], self.arguments)
-        except ValueError:  # it refuses a conversation that ends with calls
-            return said_end
-        place = alone.find_end(index, "tool_calls")
-        return said_end if place is None else said_end + _count_common(self.text[said_end:], alone.text[place:])
+            alone = RenderedConversation(self.tokenizer, self.messages[: turn.index + 1], self.arguments)
+        except ValueError:  # some templates refuse a conversation that ends with calls
+            return turn.said_end
+        behind = alone.text[alone.find_said_end(turn.index) :]
+        return turn.said_end + _count_common(self.text[turn.said_end :], behind)
 
     def find_left_out(self, index: int, start: int, said_end: int) -> str:
         """The beginning of what a message says and the template does not write; empty for nothing.
@@ -118,13 +127,21 @@ def _extend_call(message: dict) -> dict:
 
 
 def _count_common(text: str, other: str) -> int:
-    """The number of equal first characters."""
-    pairs = enumerate(zip(text, other))
-    return next((number for number, (a, b) in pairs if a != b), min(len(text), len(other)))
+    """The number of equal first characters, by bisection: comparing parts of texts is faster than a loop over characters."""
+    least, most = 0, min(len(text), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if text[least:middle] == other[least:middle]:
+            least = middle
+        else:
+            most = middle - 1
+    return least
 
 
 def _find_missing(text: str, written: str) -> int | None:
     """The place of the first character of a text that does not follow the ones before it in `written`; None if all do."""
+    if text.strip() in written:
+        return None
     skipped = {place for match in TAGS.finditer(text) for place in range(*match.span())}
     position = 0
     for place, character in enumerate(text):
@@ -151,7 +168,7 @@ def find_turns(
     messages = conversation.messages
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     starts, arguments = find_starts(conversation, answers)
-    said_ends = [_find_said_end(conversation, index) for index in answers]
+    said_ends = [conversation.find_said_end(index) for index in answers]
     if spans is not None:
         bounds = zip(answers, [0, *said_ends], said_ends)
         marked = [_find_marked_start(conversation, *bound, spans) for bound in bounds]
@@ -164,18 +181,10 @@ def find_turns(
             _check_last(conversation, start, left_out)
         if start is None or left_out:
             continue
-        end = conversation.find_calls_end(index, said_end) if messages[index].get("tool_calls") else said_end
         following = [*starts[number + 1 :], len(conversation.text)]
         stop = next(place for place in following if place is not None)
-        turns[index] = AssistantTurn(start, said_end, end, stop)
+        turns[index] = AssistantTurn(index, start, said_end, stop)
     return turns, arguments
-
-
-def _find_said_end(conversation: RenderedConversation, index: int) -> int:
-    """The end of content, thoughts and calls of an answer, in characters; 0 if the template writes none of them."""
-    message = conversation.messages[index]
-    keys = [key for key in (THOUGHTS, "content", "tool_calls") if message.get(key)] or ["content"]
-    return max(conversation.find_end(index, key) or 0 for key in keys)
 
 
 def _check_last(conversation: RenderedConversation, start: int | None, left_out: str) -> None:
@@ -204,43 +213,45 @@ def _find_marked_start(
     if first is None:
         return None
     history = conversation.history(index)
-    header = conversation.prompt(index).removeprefix(history)
-    return first + len(header) if conversation.text.startswith(header, first) else first
+    header = conversation.prompt(index, conversation.arguments).removeprefix(history)
+    supplied = header[: _count_common(header, conversation.text[first:])]
+    return first + max(supplied.rfind(end) for end in HEADER_ENDS) + 1
 
 
 def find_starts(conversation: RenderedConversation, answers: list[int]) -> tuple[list[int | None], dict[str, Any]]:
     """-> where the answers begin in the text, None if unknown; the arguments, with the mode of the last one where it shows
 
-    What the template itself writes before an answer without thoughts is the end of a prompt without thinking. An answer in
-    the history may follow another prompt than a new one.
+    Without a stated mode, the longest prompt of all modes counts: that of an answer without thoughts may end with empty ones.
+    An answer in the history may follow another prompt than a new one, that of no stated mode.
     """
-    form, arguments, text = find_form(conversation.tokenizer), conversation.arguments, conversation.text
-    mode = arguments.get(MODE)
-    starts = [_find_start(conversation, index, arguments) for index in answers]
-    if None in starts and mode is not None:
-        history = {key: value for key, value in arguments.items() if key != MODE}
-        starts[:-1] = [_find_start(conversation, index, history) for index in answers[:-1]]
-    last = starts[-1]
-    if form.without and not mode:
-        contents = [conversation.messages[index]["content"].strip() for index in answers]
-        starts = [_skip_empty_thoughts(text, *pair, form.without) for pair in zip(starts, contents)]
-    if mode is None and starts[-1] != last:
-        return starts, {**arguments, MODE: False}
-    return starts, arguments
+    stated = conversation.arguments
+    unstated = {key: value for key, value in stated.items() if key != MODE}
+    if MODE in stated:
+        modes, history_modes = [stated], [stated, unstated]
+    elif find_form(conversation.tokenizer).mode is not None:
+        modes = history_modes = [stated, {**stated, MODE: False}, {**stated, MODE: True}]
+    else:
+        modes = history_modes = [stated]
+    *history, last = answers
+    starts = [_find_start(conversation, index, history_modes)[0] for index in history]
+    start, arguments = _find_start(conversation, last, modes)
+    return [*starts, start], arguments
 
 
-def _find_start(conversation: RenderedConversation, index: int, arguments: dict[str, Any]) -> int | None:
-    """The length of an answer's prompt, in characters; None if it is not the beginning of the conversation's text."""
-    prompt = conversation.prompt(index, arguments)
-    return len(prompt) if conversation.text.startswith(prompt) else None
+def _find_start(
+    conversation: RenderedConversation, index: int, candidates: list[dict[str, Any]]
+) -> tuple[int | None, dict[str, Any]]:
+    """-> the length in characters of an answer's longest prompt that begins the conversation's text, None for no such prompt;
+    the template arguments of that prompt
 
-
-def _skip_empty_thoughts(text: str, start: int | None, content: str, empty_thoughts: str) -> int | None:
-    """The start of an answer, behind what a template writes in the place of thoughts."""
-    if start is None or (content and text.startswith(content, start)):
-        return start
-    behind = start + len(empty_thoughts)
-    return behind if text.startswith(empty_thoughts, start) and text.startswith(content, behind) else start
+    candidates: template arguments; of equally long prompts the first one's count
+    """
+    start, arguments = None, candidates[0]
+    for candidate in candidates:
+        prompt = conversation.prompt(index, candidate)
+        if conversation.text.startswith(prompt) and len(prompt) > (start or -1):
+            start, arguments = len(prompt), candidate
+    return start, arguments
 
 
 # Tokens
@@ -266,23 +277,23 @@ def mask_spans(starts: list[int], spans: list[tuple[int, int]]) -> list[bool]:
 
 
 def mask_turns(
-    tokens: list[int], starts: list[int], turns: list[AssistantTurn], special: set[int], text: str
+    conversation: RenderedConversation, tokens: list[int], starts: list[int], turns: list[AssistantTurn]
 ) -> list[bool]:
     """Mask of the tokens of some turns.
 
-    tokens: ids of `text`; starts: increasing places of their first characters; special: ids of special tokens
-    A turn ends with the first special token behind what it says, which may be that of the next role. Behind calls this is the
-    last special token that the turn itself writes, if it ends with one. Without any, a turn ends with what it says.
+    tokens: ids of the conversation's text; starts: increasing places of their first characters
+    A turn ends with the first special token behind what it says, which may be that of the next role. If the turn itself writes
+    several in a row, it ends with the end-of-text token among them, or the last one. Without any, it ends with what it says.
     """
+    special, end_of_text = find_special(conversation.tokenizer), conversation.tokenizer.eos_token_id
     mask = [False] * len(tokens)
     for turn in turns:
-        places = turn.start, turn.said_end, turn.end, turn.stop
-        first, said, written, stop = (bisect.bisect_left(starts, place) for place in places)
-        while written > said and not text[starts[written - 1] : turn.end].strip():
-            written -= 1
-        if written > said and tokens[written - 1] in special:
-            end = written
-        else:
-            end = next((index + 1 for index in range(written, stop) if tokens[index] in special), said)
-        mask[first:end] = [True] * (end - first)
+        first, said, stop = (bisect.bisect_left(starts, place) for place in (turn.start, turn.said_end, turn.stop))
+        last = next((index for index in range(said, stop) if tokens[index] in special), said - 1)
+        row = [*itertools.takewhile(lambda index: tokens[index] in special, range(max(last, said), stop))]
+        if len(row) > 1 and tokens[last] != end_of_text:
+            behind = bisect.bisect_left(starts, conversation.find_end_of(turn))
+            own = [index for index in row if index < behind] or row[:1]
+            last = next((index for index in own if tokens[index] == end_of_text), own[-1])
+        mask[first : last + 1] = [True] * (last + 1 - first)
     return mask

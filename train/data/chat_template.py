@@ -36,7 +36,6 @@ class TemplateForm:
 
     arguments: type | None  # of calls: dict, or str for JSON; None: neither is written
     mode: str | None  # its variable for the thinking mode; None: it has no such mode
-    without: str  # what it writes behind a prompt without thinking; empty: nothing
     thoughts: str | None  # key of a message whose thoughts it writes; None: it has no place for thoughts
     variables: frozenset[str]  # names of all variables that it reads
 
@@ -113,11 +112,9 @@ def _find_form(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateFor
     kinds: list[tuple[type, dict | str]] = [(dict, arguments), (str, json.dumps(arguments))]
     asked = functools.partial(text, question, add_generation_prompt=True)
     mode = next((mode for mode in MODE_NAMES if asked(**{mode: True}) != asked(**{mode: False})), None)
-    prompt, without = asked(), asked(**{mode: False}) if mode else ""
     return TemplateForm(
         arguments=next((kind for kind, example in kinds if writes(example)), None),
         mode=mode,
-        without=without.removeprefix(prompt) if without.startswith(prompt) else "",
         thoughts=next(filter(writes_thoughts, THOUGHT_NAMES), None),
         variables=find_variables(tokenizer),
     )

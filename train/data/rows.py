@@ -17,7 +17,7 @@ from specdec.core.untrusted import is_text
 from specdec.measuring.measure import Prompt
 from specdec.proposers import datastore
 from train.data import answer_mask, chat_template, reading
-from train.data.answer_mask import ADVICE, find_special
+from train.data.answer_mask import ADVICE
 from train.data.chat_template import check_arguments, check_written, find_form, render
 from train.data.messages import THOUGHTS, normalise_messages, read_arguments, write_arguments
 
@@ -298,7 +298,7 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> R
     counted = [turn for index, turn in turns.items() if messages[index].get("weight", 1)]
     if not counted:
         raise ValueError(f"{name}: all answers that could count have weight 0. Remove the row.")
-    mask = answer_mask.mask_turns(tokens, starts, counted, find_special(tokenizer), rendered.text)
+    mask = answer_mask.mask_turns(rendered, tokens, starts, counted)
     if spans is not None:
         mask = [*map(all, zip(mask, answer_mask.mask_spans(starts, spans)))]
     last = max(turns)

@@ -84,7 +84,7 @@ def test_thoughts_are_supervised_under_any_of_their_names(key):
 def test_inline_thoughts_that_the_template_drops_are_refused_and_else_kept():
     inline = [QUESTION, answer(f"<think>{THOUGHTS}</think>Cork.")]
     with pytest.raises(
-        ValueError, match=r'row 7: The chat template of .* leaves out what the assistant says \("floats on water
+        ValueError, match=r"row 7: The chat template of .* leaves out what the assistant says \(.floats on water"
     ):
         encode(DROPS, inline)
     assert encode(None, inline) == [f"<think>{THOUGHTS}</think>Cork.<|im_end|>"]
