@@ -108,7 +108,7 @@ def find_groups(answers: Answers) -> dict[str, list[int]]:
     for kind in ("category", "temperature", "arguments"):
         places = collections.defaultdict(list)
         for place, answer in enumerate(answers):
-            places[f"{kind} {name_group(answer, kind)}"].append(place)
+            places[name_group(answer, kind)].append(place)
         if len(places) == 1:
             continue
         for name, found in sorted(places.items()):
@@ -119,9 +119,9 @@ def find_groups(answers: Answers) -> dict[str, list[int]]:
 
 def name_group(answer: RecordedAnswer, kind: str) -> str:
     """The group of an answer among those of one kind: category, temperature or arguments."""
-    if kind == "temperature":
-        return f"{answer.temperature:g}"
-    return describe_arguments(answer.arguments) if kind == "arguments" else answer.category
+    if kind == "arguments":
+        return describe_arguments(answer.arguments)
+    return f"temperature {answer.temperature:g}" if kind == "temperature" else f"category {answer.category}"
 
 
 def judge_groups(answers: Answers, before: list[PromptCounts], after: list[PromptCounts] | None = None) -> Groups:

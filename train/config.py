@@ -336,7 +336,7 @@ def read_settings(path: Path) -> dict:
     """The config.yaml of a run in groups, without options that went; {} where there is none."""
     document = (yaml.safe_load(path.read_text()) or {}) if path.exists() else {}
     if document and "template" not in document:  # written before template arguments were one dictionary
-        mode = document["data"].get("thinking")
+        mode = document.get("data", {}).get("thinking")
         document["template"] = {} if mode is None else {MODE: mode}
     for name in GONE:
         group, _, key = name.partition(".")

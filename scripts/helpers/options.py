@@ -143,7 +143,9 @@ def options(
         print(describe(known, docstring))
         raise SystemExit(0)
     given = parse(arguments, known)
-    given = presets(given) | given
+    usual = parse([f"{name}={value}" for name, value in presets(given).items()], known)
+    for name, value in usual.items():
+        given[name] = {**value, **given.get(name, {})} if isinstance(value, dict) else given.get(name, value)
     try:
         progress.choose(given.pop("progress", known.pop("progress").default), main=True)
     except ValueError as error:

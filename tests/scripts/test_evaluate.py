@@ -79,7 +79,7 @@ def test_one_head_has_every_figure_at_every_temperature_and_auto_beside(run, fol
     assert {(each["method"], each["temperature"]) for each in document["results"]} == {
         (name, t) for name in ("one, chain of 2", "auto") for t in (0.0, 1.0)
     }
-    for key in ("target", "fingerprint", "chat", "thinking", "seed", "max_new_tokens", "dtype", "questions_digest"):
+    for key in ("target", "fingerprint", "chat", "template", "seed", "max_new_tokens", "dtype", "questions_digest"):
         assert key in document["settings"]
     assert str(document["settings"]["fingerprint"]) in document["protocol"]
     for entry in document["results"]:
@@ -336,7 +336,7 @@ def test_a_protocol_sets_options_that_are_not_given(run, talks, folder):
     document = json.loads((talks / "deepspec" / "results.json").read_text())
     settings = document["settings"]
     assert (settings["decode"]["temperature"], settings["seed"], settings["chains"]) == ("1.0", 980406, "7")
-    assert settings["max_new_tokens"] == 6 and settings["thinking"] is None  # given; a template without modes
+    assert settings["max_new_tokens"] == 6 and settings["template"] == {}  # given; a template without modes
     assert {each["num_prompts"] for each in document["results"]} == {2}  # first turns only
     assert "protocol deepspec (DeepSpec" in printed
     run("suite=mt_bench", f"prompts={talks}", "protocol=deepspec", f"out={talks}/other", "decode.depth=1", "auto=false")

@@ -246,7 +246,7 @@ def test_other_traffic_is_noticed_and_left_out(judge):
 
 def test_prompts_are_sent_as_messages_to_an_unknown_server(judge):
     with Drafting("somebody", per_answer=False, metrics=False) as server:
-        report, said = judge(server, "thinking=false", name=False)
+        report, said = judge(server, "template.enable_thinking=false", name=False)
         bodies = [body for path, body in server.requests if path == "v1/chat/completions"]
     assert "sent as messages" in said and len(bodies) == 2 + NUM and bodies[0]["messages"][-1]["role"] == "user"
     assert (

@@ -92,10 +92,18 @@ def test_answers_of_one_launch_are_equally_new(tmp_path):
     found, _ = read_written(tmp_path / "answers.jsonl", WANTED, [6.0])
     assert [each.time for each in found] == [6.0] * 6 + [10.0] * 3  # an empty answer is left out
     assert [each.conversation for each in found[:5]] == ["p0", "p1", "p2", "p3", "p0"]
-    assert (found[0].category, found[0].temperature, found[0].thinking, found[1].thinking) == ("a", 1.0, True, False)
+    assert (found[0].category, found[0].temperature, found[0].arguments, found[1].arguments) == (
+        "a",
+        1.0,
+        {"enable_thinking": True},
+        {"enable_thinking": False},
+    )
     drawn = [answer(n, conversation=f"c{n}") for n in range(100)]
     held = split_newest([dataclasses.replace(each, time=1.0) for each in drawn], 0.2)[1]
     assert len(held) == 20 and {each.id for each in held} != {f"r{n}" for n in range(80, 100)}
+
+
+ON, OFF = "template.enable_thinking=true", "template.enable_thinking=false"
 
 
 def test_groups_are_of_enough_conversations():
@@ -106,14 +114,14 @@ def test_groups_are_of_enough_conversations():
     wanted = {"all": 24, "category a": 10, "category b": 10, "other category": 4}
     assert sizes == wanted | {"temperature 0": 12, "temperature 1": 12}  # no thinking mode is known
     assert [answers[place].category for place in groups["other category"]] == ["z20", "z21", "z22", "z23"]
-    answers = [dataclasses.replace(each, thinking=n < 12) for n, each in enumerate(answers)]
-    assert {"thinking on", "thinking off"} < find_groups(answers).keys()
+    answers = [dataclasses.replace(each, arguments={"enable_thinking": n < 12}) for n, each in enumerate(answers)]
+    assert {ON, OFF} < find_groups(answers).keys()
     taus = [PromptCounts(10.0, 20.0 if n < 12 else 30.0) for n in range(24)]
     found = judge_groups(answers, taus, [PromptCounts(10.0, 25.0)] * 24)
-    assert found["thinking on"].change == pytest.approx(0.5) and found["thinking off"].change == pytest.approx(-0.5)
+    assert found[ON].change == pytest.approx(0.5) and found[OFF].change == pytest.approx(-0.5)
     lines = to_table({"new": found, "old": judge_groups(answers, taus)}).splitlines()
     assert len({len(line) for line in lines}) == 1 and lines[0].count("|") == 6
-    (line,) = (line for line in lines if "new: thinking on" in line)
+    (line,) = (line for line in lines if f"new: {ON}" in line)
     assert [cell.strip() for cell in line.split("|")[2:5]] == ["12", "2.00 (2.00 .. 2.00)", "2.50 (2.50 .. 2.50)"]
     assert "+0.500 (+0.500 .. +0.500)" in line
     assert "after" not in to_table({"new": judge_groups(answers, taus), "old": {}}) and judge_groups([], []) == {}

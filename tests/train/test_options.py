@@ -135,10 +135,13 @@ def test_an_option_that_went_is_named_with_its_successor_and_dropped_from_older_
     with pytest.raises(ValueError, match=r"^This is a checkpoint of a head that there is no more, .* train head=mtp"):
         drafter_class("specdec.heads.mtp.ParallelMTP")
     (tmp_path / "config.yaml").write_text(
-        "run: a\ntarget: {tp: 1, dtype: float32}\ntrain: {best_by: tau, steps: 3}\ndecode: {lossy: false}\n"
+        "run: a\ntarget: {tp: 1, dtype: float32}\ndata: {thinking: false}\ntrain: {best_by: tau, steps: 3}\ndecode: {lossy: false}\n"
     )
     read = read_settings(tmp_path / "config.yaml")
-    assert read == {"run": "a", "target": {"dtype": "float32"}, "train": {"steps": 3}, "decode": {}}
+    assert read == {"run": "a", "target": {"dtype": "float32"}, "train": {"steps": 3}, "decode": {}} | {
+        "data": {},
+        "template": {"enable_thinking": False},
+    }
     assert read_settings(tmp_path / "none.yaml") == {}
 
 

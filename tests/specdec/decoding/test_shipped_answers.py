@@ -28,9 +28,7 @@ def target():
 @pytest.fixture(scope="module")
 def prompts(target):
     tokenizer = load_tokenizer(target.name)
-    found = data.load_prompts(
-        str(ROOT / "data" / "prompts_heldout.jsonl"), tokenizer, split=None, limit=2, thinking=None
-    )
+    found = data.load_prompts(str(ROOT / "data" / "prompts_heldout.jsonl"), tokenizer, split=None, limit=2)
     return sorted((prompt.tokens for prompt in found), key=len)
 
 

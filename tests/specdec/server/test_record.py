@@ -76,7 +76,7 @@ def test_a_row_holds_the_request_and_what_became_of_the_drafts(tmp_path):
         "tokenizer": data.vocabulary(small_tokenizer(), len(small_tokenizer()))[0],
         "target": "tiny", "target_fingerprint": "0123456789abcdef",
         "temperature": 0.5, "top_k": None, "top_p": 0.9, "repetition_penalty": 1.0, "seed": 3, "grammar": None,
-        "finish": "stop", "thinking": None, "rounds": 2, "drafted": 6, "accepted": [2, 0], "head": "run/step_000100",
+        "finish": "stop", "rounds": 2, "drafted": 6, "accepted": [2, 0], "head": "run/step_000100",
         "source": "server",
     }  # fmt: skip
     folder = tmp_path / "a" / "b"
@@ -198,8 +198,8 @@ def test_a_chat_is_recorded_with_the_ids_that_were_written(tiny, tmp_path):
             text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
         first, second = rows_of(served)
     assert first["id"] == whole["id"] and first["conversation"] == "c7"
-    assert first["seed"] == 4 and first["thinking"] is None
-    assert second["conversation"] != "c7" and second["thinking"] is False
+    assert first["seed"] == 4 and "chat_template_kwargs" not in first
+    assert second["conversation"] != "c7" and second["chat_template_kwargs"] == {"enable_thinking": False}
     said, counts = whole["choices"][0], whole["usage"]["speculation"]
     for row in (first, second):
         assert row["tokens"] == prompt + answer and row["prompt_tokens"] == len(prompt)

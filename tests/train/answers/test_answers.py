@@ -101,7 +101,7 @@ def test_an_interrupted_run_continues_where_it_was(run, folder):
     assert run(model) == whole and model.num == len(whole) - len(before)
     model = Model()
     assert run(model) == whole and not run.server.requests  # nothing is left to write, so nobody is asked
-    for other in ("seed=1", "thinking=true", "engine=null"):
+    for other in ("seed=1", "template.enable_thinking=true", "engine=null"):
         with pytest.raises(ValueError, match=r"was begun with other settings|no thinking mode"):
             run(model, other)
 
@@ -147,15 +147,19 @@ def test_thinking_mode(run, folder):
     tokenizer = copy.deepcopy(small_tokenizer())
     tokenizer.chat_template = THINKING
     tokenizer.save_pretrained(folder / "target")
-    ask = lambda mode: run(Model(), f"thinking={mode}", "limit=1", out=f"{mode}.jsonl")[0]
+    ask = lambda mode: run(Model(), f"template.enable_thinking={mode}", "limit=1", out=f"{mode}.jsonl")[0]
     rows = {mode: ask(mode) for mode in ("true", "false", "null")}
-    assert [row.get("thinking") for row in rows.values()] == [True, False, None]
+    assert [row.get("chat_template_kwargs") for row in rows.values()] == [
+        {"enable_thinking": True},
+        {"enable_thinking": False},
+        None,
+    ]
     none = tokenizer("<none>")["input_ids"]
     ends = {mode: row["tokens"][: row["prompt_tokens"]][-len(none) :] == none for mode, row in rows.items()}
     assert ends == {"true": False, "false": True, "null": False}
     row = {key: value for key, value in rows["false"].items() if key != "tokens"}
     encoded = data.encode(tokenizer, row)  # rendered again in the same mode
-    prompt = data.encode_prompt(tokenizer, row["messages"][:1], thinking=False)
+    prompt = data.encode_prompt(tokenizer, row["messages"][:1], {"enable_thinking": False})
     assert encoded.tokens[: encoded.mask.index(True)] == prompt
 
 
@@ -171,7 +175,7 @@ def test_thinking_mode(run, folder):
         (Model(token_ids=["a"]), [], "has no token ids"),
         (Model("deaf"), [], "no token ids, which vLLM and llama.cpp give"),
         (Model("chat"), [], "refuses the request with status 400: unknown field"),
-        (Model(), ["thinking=true"], "has no thinking mode"),
+        (Model(), ["template.enable_thinking=true"], "has no thinking mode"),
         (Model(), ["in_flight=0"], "in_flight=0 must be a whole number from 1 to 65536"),
         (Model(), ["decode.top_p=0"], "decode.top_p=0.0 must be a number above 0 and at most 1"),
     ],
