@@ -106,11 +106,11 @@ class RenderedConversation:
         message = self.messages[index]
         for key in (THOUGHTS, "content"):
             text = message.get(key) or ""
-            place = _find_missing(text, self.text[start:said_end])
-            if place is None:
+            missing = _find_missing(text, self.text[start:said_end])
+            if missing is None:
                 continue
-            if OTHER not in self.change(index, {**message, key: f"{text[:place]}{OTHER}{text[place:]}"}):
-                return text[place : place + EXCERPT].strip()
+            if OTHER not in self.change(index, {**message, key: f"{text[:missing]}{OTHER}{text[missing:]}"}):
+                return text[missing : missing + EXCERPT].strip()
         return ""
 
 
@@ -139,17 +139,17 @@ def _count_common(text: str, other: str) -> int:
 
 
 def _find_missing(text: str, written: str) -> int | None:
-    """The place of the first character of a text that does not follow the ones before it in `written`; None if all do."""
+    """The number of the first character of a text that does not follow the ones before it in `written`; None if all do."""
     if text.strip() in written:
         return None
-    skipped = {place for match in TAGS.finditer(text) for place in range(*match.span())}
+    skipped = {number for match in TAGS.finditer(text) for number in range(*match.span())}
     position = 0
-    for place, character in enumerate(text):
-        if place in skipped:
+    for number, character in enumerate(text):
+        if number in skipped:
             continue
         position = written.find(character, position) + 1
         if position == 0:
-            return place
+            return number
     return None
 
 
@@ -181,8 +181,7 @@ def find_turns(
             _check_last(conversation, start, left_out)
         if start is None or left_out:
             continue
-        following = [*starts[number + 1 :], len(conversation.text)]
-        stop = next(place for place in following if place is not None)
+        stop = next((start for start in starts[number + 1 :] if start is not None), len(conversation.text))
         turns[index] = AssistantTurn(index, start, said_end, stop)
     return turns, arguments
 
@@ -290,10 +289,10 @@ def mask_turns(
     for turn in turns:
         first, said, stop = (bisect.bisect_left(starts, place) for place in (turn.start, turn.said_end, turn.stop))
         last = next((index for index in range(said, stop) if tokens[index] in special), said - 1)
-        row = [*itertools.takewhile(lambda index: tokens[index] in special, range(max(last, said), stop))]
-        if len(row) > 1 and tokens[last] != end_of_text:
-            behind = bisect.bisect_left(starts, conversation.find_end_of(turn))
-            own = [index for index in row if index < behind] or row[:1]
-            last = next((index for index in own if tokens[index] == end_of_text), own[-1])
+        run = [*itertools.takewhile(lambda index: tokens[index] in special, range(max(last, said), stop))]
+        if len(run) > 1 and tokens[last] != end_of_text:
+            limit = bisect.bisect_left(starts, conversation.find_end_of(turn))
+            candidates = [index for index in run if index < limit] or run[:1]
+            last = next((index for index in candidates if tokens[index] == end_of_text), candidates[-1])
         mask[first : last + 1] = [True] * (last + 1 - first)
     return mask

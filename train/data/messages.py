@@ -69,13 +69,13 @@ def _move_thoughts(message: dict) -> None:
     for name, text in texts.items():
         if not isinstance(text, str):
             raise ValueError(f"{name} must be a text, the assistant's thoughts; it is a {type(text).__name__}.")
-    different = list(dict.fromkeys(text for text in texts.values() if text))
-    if len(different) > 1:
+    thoughts = list(dict.fromkeys(text for text in texts.values() if text))
+    if len(thoughts) > 1:
         raise ValueError(f"{' and '.join(texts)} hold different thoughts: keep one of them.")
-    if different and message.get("role") != "assistant":
+    if thoughts and message.get("role") != "assistant":
         raise ValueError(f"{next(iter(texts))} is for the assistant's messages alone: remove it.")
-    if different:
-        message[THOUGHTS] = different[0]
+    if thoughts:
+        message[THOUGHTS] = thoughts[0]
 
 
 def _move_weight(message: dict) -> None:
@@ -108,12 +108,12 @@ def read_arguments(row: dict) -> dict[str, Any]:
         if value is not None and (name != "thinking" or isinstance(value, bool)):
             named.append((name, name, value))
     arguments: dict[str, Any] = {}
-    for place, key, value in named:
+    for field, key, value in named:
         key = MODE if key in MODE_NAMES else key
         if key == MODE and not isinstance(value, bool):
-            raise ValueError(f"{place}: {MODE} must be true or false, not {json.dumps(value, default=str)}.")
+            raise ValueError(f"{field}: {MODE} must be true or false, not {json.dumps(value, default=str)}.")
         if arguments.setdefault(key, value) != value:
-            raise ValueError(f"{place} says another {key} than the rest of the row: keep one of them.")
+            raise ValueError(f"{field} says another {key} than the rest of the row: keep one of them.")
     tools = read_tools(row.get("tools"))
     return {**arguments, "tools": tools} if tools else arguments
 
@@ -152,9 +152,9 @@ def write_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def set_defaults(row: dict, arguments: dict[str, Any]) -> dict:
     """The row with its template arguments under ARGUMENTS alone, and those of a command where it has none of that name."""
-    own = {key: value for key, value in read_arguments(row).items() if key != "tools"}
-    rest = {key: value for key, value in row.items() if key not in (ARGUMENTS, *MODE_NAMES, EFFORT)}
-    return {**rest, ARGUMENTS: {**arguments, **own}}
+    row_arguments = {key: value for key, value in read_arguments(row).items() if key != "tools"}
+    fields = {key: value for key, value in row.items() if key not in (ARGUMENTS, *MODE_NAMES, EFFORT)}
+    return {**fields, ARGUMENTS: {**arguments, **row_arguments}}
 
 
 def describe_arguments(arguments: dict[str, Any]) -> str:

@@ -167,9 +167,9 @@ def merge_arguments(
     tokenizer: PreTrainedTokenizerBase, row: dict, arguments: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Template arguments of a row, with `tools`, over those of a command. A row's mode that the template has not is left out."""
-    own = read_arguments(row)
-    tools = {"tools": own["tools"]} if "tools" in own else {}
-    return {**(arguments or {}), **chat_template.known_arguments(tokenizer, own), **tools}
+    row_arguments = read_arguments(row)
+    tools = {"tools": row_arguments["tools"]} if "tools" in row_arguments else {}
+    return {**(arguments or {}), **chat_template.known_arguments(tokenizer, row_arguments), **tools}
 
 
 def check_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
