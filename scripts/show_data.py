@@ -6,11 +6,12 @@ specdec show_data data=data/train.jsonl row=0 num=1 target.name=targets/smollm2-
 from helpers import loading
 from helpers.options import options, run
 
+import itertools
 from dataclasses import dataclass, field
 
 from specdec.target.model import load_tokenizer
 from train import progress
-from train.data.reading import at, load_conversations
+from train.data.reading import at, check_messages, name_row, read_rows
 from train.data.rows import encode, show
 
 
@@ -29,12 +30,14 @@ def main(arguments: list[str] | None = None) -> None:
     console = progress.Results()
     tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
     template = loading.read_template(chosen.template, tokenizer)
-    read = load_conversations(chosen.data, split=chosen.split, limit=chosen.row + chosen.num, arguments=template)
-    conversations = read[chosen.row :]
-    if not conversations:
+    rows = []
+    numbered = enumerate(read_rows(chosen.data, chosen.split))
+    for number, (place, fields) in itertools.islice(numbered, chosen.row, chosen.row + chosen.num):
+        check_messages(fields, place)
+        with at(place):
+            rows.append(encode(tokenizer, name_row(fields, number, template)))
+    if not rows:
         raise ValueError(f"{chosen.data} has no row {chosen.row}. Choose a smaller row=.")
-    with at(chosen.data):
-        rows = [encode(tokenizer, conversation) for conversation in conversations]
     for row in rows:
         left_out = f", {row.num_left_out} earlier answers left out" if row.num_left_out else ""
         console.rule(f"{row.id}  {row.category}  {len(row.tokens)} tokens, {sum(row.mask)} supervised{left_out}")

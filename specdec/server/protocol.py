@@ -62,6 +62,8 @@ class Message(BaseModel):
     function_call: dict | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    thinking: str | None = None
+    thoughts: str | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
