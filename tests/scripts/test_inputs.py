@@ -109,4 +109,4 @@ def test_categories_of_any_type_are_in_reports(folder, run, tmp_path):
 
 def test_a_row_that_cannot_be_shown_is_named_with_its_file(refuse, tmp_path):
     write_rows(tmp_path / "rows.jsonl", [{"id": "r7", "messages": [{"role": "user", "content": "a"}]}])
-    refuse(r"rows\.jsonl: Row r7 has no assistant turn, only user", show_data, f"data={tmp_path}/rows.jsonl")
+    refuse(r"rows\.jsonl:1: Row r7 has no assistant turn, only user", show_data, f"data={tmp_path}/rows.jsonl")
