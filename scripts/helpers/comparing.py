@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
 from specdec.core import files, hub
-from specdec.core.generation import Generation, StopStrings
+from specdec.core.answer_text import StopStrings, TextDecoder, find_stop_tokens
+from specdec.core.generation import Generation
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
@@ -56,9 +57,12 @@ class Asked:
         """Texts that end an answer."""
         return self.protocol.stop.get(self.suite.name, []) if self.protocol and self.suite else []
 
+    def stop_tokens(self, opened: Opened, *, ignored: bool) -> set[int]:
+        """The target's, unless they are ignored, and texts that are special tokens. Raises ValueError as `find_stop_tokens`."""
+        return (set() if ignored else opened.stop) | find_stop_tokens(opened.tokenizer, self.stop)
+
     def stop_strings(self, opened: Opened) -> StopStrings | None:
-        decode = lambda tokens: str(opened.tokenizer.decode(tokens, skip_special_tokens=False))
-        return StopStrings(tuple(self.stop), decode) if self.stop else None
+        return StopStrings(tuple(self.stop), TextDecoder.of(opened.tokenizer)) if self.stop else None
 
     def prompt(self, question: Question, turn: int, answers: list[str], tokenizer: PreTrainedTokenizerBase) -> Prompt:
         """answers: of the target to the earlier turns. Raises ValueError for a prompt that cannot be encoded."""
@@ -97,7 +101,7 @@ def compare(chosen: Any, out: Path, console: progress.Results) -> None:
         results.same(target=settings["fingerprint"])
         num = sum(map(len, planned.values())) * len(samplings)
         progress.note(f"{len(results.rows)} of {num} requests x temperatures x batch sizes are in {out}")
-        stop = set() if chosen.ignore_stop else opened.stop
+        stop = asked.stop_tokens(opened, ignored=chosen.ignore_stop)
         for batch, sampling, turn in itertools.product(batches, samplings, range(len(waves[batches[0]]))):
             how = MeasureSettings(sampling, stop, chosen.max_new_tokens, chosen.seed, batch, asked.stop_strings(opened))
             decode_missing(methods, waves[batch][turn], asked, opened, how, results, settings["prompts"])
@@ -204,7 +208,7 @@ def describe(
         "decode": asdict(chosen.decode),
         "target": opened.target.name,
         "fingerprint": opened.target.fingerprint(),
-        "stop": [] if chosen.ignore_stop else sorted(opened.stop),
+        "stop": sorted(asked.stop_tokens(opened, ignored=chosen.ignore_stop)),
         **loading.machine(opened.target),
     }
 
@@ -328,7 +332,7 @@ def read_answer(row: dict, opened: Opened, stop: set[int]) -> str:
     """What the frozen target answered plainly, as text."""
     plain = row["plain"].get(FROZEN) or next(iter(row["plain"].values()))
     tokens = [token for token in plain["tokens"][0] if token not in stop]
-    return str(opened.tokenizer.decode(tokens, skip_special_tokens=True))
+    return TextDecoder.of(opened.tokenizer).text(tokens)
 
 
 def to_row(methods: list[Method], each: dict[str, PromptResult]) -> dict:

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 from transformers import PreTrainedTokenizerBase
 
+from specdec.core.answer_text import TextDecoder
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.export.engines import make_form
@@ -248,7 +249,7 @@ class Requests:
                 more = {} if mode is None else {"chat_template_kwargs": {"enable_thinking": mode}}
                 found.append((name_request(question, turn), {"messages": question.turns[0]["messages"], **more}))
                 continue
-            texts = [str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in before]
+            texts = [TextDecoder.of(self.tokenizer).text(ids) for ids in before]
             prompt = self.asked.prompt(question, turn, texts, self.tokenizer)
             found.append((name_request(question, turn), {"prompt": prompt.tokens}))
         return found
@@ -363,6 +364,10 @@ def probe(
         notes.append(f"{server.url} says nothing about drafts, so tau cannot be had: {flag}.")
     elif not drafts:
         notes.append(f"{server.url} does not draft: tau is 1 by its own counters.")
+    if server.kind == OURS and not chosen.decode.sampling().greedy:
+        notes.append(
+            "Requests above temperature 0 have a seed, so a head's fixed shape drafts where the server has proposer=auto."
+        )
     if chosen.plain:
         plain = find_server(chosen.plain, chosen, console)
     elif server.kind in SWITCHES and drafts:

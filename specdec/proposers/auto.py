@@ -110,7 +110,7 @@ class StepTimes:
 class Auto(Proposer):
     """Chooses the drafts of its members, or none, by costs and acceptance probabilities. See the head of this file.
 
-    members: at most one trained head, and text proposers; a head's shape is not used
+    members: at most one trained head, and text proposers; a head's shape is that of `steady`
     costs: user-supplied ones, or their file (costs.read_told); None: those of this device are measured, or read from disk
     Raises ValueError for other members, and for a file that holds no costs.
     """
@@ -124,6 +124,7 @@ class Auto(Proposer):
                 "retrieval), or both."
             )
         self.head = heads[0].as_chain(DEEPEST) if heads else None
+        self.shaped = heads[0] if heads else None  # the head with its own shape
         self.members: list[Proposer] = [*self.texts, *([self.head] if self.head else [])]
         self.target = target
         self.costs = read_told(Path(costs)) if isinstance(costs, str) else costs
@@ -163,6 +164,9 @@ class Auto(Proposer):
     def running(self) -> list[int]:
         """Rows whose answers have not ended."""
         return [row for row, num in enumerate(self.left) if num > 0]
+
+    def steady(self):
+        return self.shaped
 
     def predicted(self) -> float | None:
         """The speedup that was expected of all rounds since `forget`; None without a round."""
@@ -205,7 +209,7 @@ class Auto(Proposer):
             return  # the prompts
         for candidates, new in zip(self.round.rows, rows):
             candidates.teach(new)
-        tokens_got = sum(len(self.ends.cut([], new[:left])[0]) for new, left in zip(rows, self.left))
+        tokens_got = sum(len(self.ends.cut(new[:left])[0]) for new, left in zip(rows, self.left))
         gained, spent = self.speedup
         self.speedup = gained + tokens_got / max(1, len(self.running)), spent
         self.account.tokens += tokens_got
