@@ -167,11 +167,10 @@ def test_the_text_of_an_answer_goes_on_from_its_prompt(opening):
     """With tokenizers that put a space before each word, and drop it at a text's beginning or not; the last answer is cut."""
     tokenizer = byte_fallback_tokenizer(opening=opening)
     ids = tokenizer("Count to \u5929 then \u00e9\u00e9", add_special_tokens=False)["input_ids"]
-    for place in range(1, len(ids)):
+    for place in range(1, len(ids) - 2):
         before = TextDecoder.of(tokenizer).text(ids[:place]).rstrip("\ufffd")
-        text = answering.make_answer(tokenizer, ids[place:], set(), before=ids[:place]).text
-        assert before + text == tokenizer.decode(ids)
-    assert answering.make_answer(tokenizer, ids[2:-1], set(), before=ids[:2]).text == " \u5929 then \u00e9"
+        whole, part = (answering.make_answer(tokenizer, ids[place:end], set(), ids[:place]) for end in (None, -1))
+        assert before + whole.text == tokenizer.decode(ids) and before + part.text == tokenizer.decode(ids)[:-1]
 
 
 # Commands
