@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
 from specdec.core import files, hub
-from specdec.core.answer_text import StopStrings, TextDecoder, find_stop_tokens
+from specdec.core.answer_text import StopStrings, TextDecoder
 from specdec.core.generation import Generation
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
@@ -57,12 +57,12 @@ class Asked:
         """Texts that end an answer."""
         return self.protocol.stop.get(self.suite.name, []) if self.protocol and self.suite else []
 
-    def stop_tokens(self, opened: Opened, *, ignored: bool) -> set[int]:
-        """The target's, unless they are ignored, and texts that are special tokens. Raises ValueError as `find_stop_tokens`."""
-        return (set() if ignored else opened.stop) | find_stop_tokens(opened.tokenizer, self.stop)
-
-    def stop_strings(self, opened: Opened) -> StopStrings | None:
-        return StopStrings(tuple(self.stop), TextDecoder.of(opened.tokenizer)) if self.stop else None
+    def stop_strings(self, tokenizer: PreTrainedTokenizerBase) -> StopStrings | None:
+        """None without `stop`. Raises ValueError, naming the protocol, for a text that no answer can hold."""
+        if self.protocol is None or not self.stop:
+            return None
+        with reading.at(f"protocol={self.protocol.name}"):
+            return StopStrings(self.stop, TextDecoder.of(tokenizer))
 
     def prompt(self, question: Question, turn: int, answers: list[str], tokenizer: PreTrainedTokenizerBase) -> Prompt:
         """answers: of the target to the earlier turns. Raises ValueError for a prompt that cannot be encoded."""
@@ -94,6 +94,7 @@ def compare(chosen: Any, out: Path, console: progress.Results) -> None:
     for note in notes:
         progress.note(note)
     check_turns(asked, opened.tokenizer)
+    strings = asked.stop_strings(opened.tokenizer)
     waves = {batch: plan_waves(asked.questions, batch) for batch in batches}
     planned = {batch: [number_of(*request) for wave in waves[batch] for request in wave] for batch in batches}
     kept = {name: value for name, value in settings.items() if name != "fingerprint"}
@@ -101,9 +102,9 @@ def compare(chosen: Any, out: Path, console: progress.Results) -> None:
         results.same(target=settings["fingerprint"])
         num = sum(map(len, planned.values())) * len(samplings)
         progress.note(f"{len(results.rows)} of {num} requests x temperatures x batch sizes are in {out}")
-        stop = asked.stop_tokens(opened, ignored=chosen.ignore_stop)
+        stop = set() if chosen.ignore_stop else opened.stop
         for batch, sampling, turn in itertools.product(batches, samplings, range(len(waves[batches[0]]))):
-            how = MeasureSettings(sampling, stop, chosen.max_new_tokens, chosen.seed, batch, asked.stop_strings(opened))
+            how = MeasureSettings(sampling, stop, chosen.max_new_tokens, chosen.seed, batch, strings)
             decode_missing(methods, waves[batch][turn], asked, opened, how, results, settings["prompts"])
         entries = []
         for sampling, batch in itertools.product(samplings, batches):
@@ -208,7 +209,7 @@ def describe(
         "decode": asdict(chosen.decode),
         "target": opened.target.name,
         "fingerprint": opened.target.fingerprint(),
-        "stop": sorted(asked.stop_tokens(opened, ignored=chosen.ignore_stop)),
+        "stop": [] if chosen.ignore_stop else sorted(opened.stop),
         **loading.machine(opened.target),
     }
 

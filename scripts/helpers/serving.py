@@ -329,6 +329,8 @@ def find_server(url: str, chosen: Any, console: progress.Results) -> Server:
         names = ", ".join(str(model["id"]) for model in models)
         raise ValueError(f"{url} has no model {chosen.model}, but {names}: give model= as it is called there.")
     kind = str(model.get("owned_by"))
+    if kind == OURS and not sampling.greedy:
+        del body["seed"]  # with one, drafts have a fixed shape, or there are none
     body |= {"stream": True, "stream_options": {"include_usage": True}, **FIELDS.get(kind, {})}
     return replace(server, model=str(model["id"]), kind=kind, root=str(model.get("root")), body=body)
 
@@ -364,10 +366,8 @@ def probe(
         notes.append(f"{server.url} says nothing about drafts, so tau cannot be had: {flag}.")
     elif not drafts:
         notes.append(f"{server.url} does not draft: tau is 1 by its own counters.")
-    if server.kind == OURS and not chosen.decode.sampling().greedy:
-        notes.append(
-            "Requests above temperature 0 have a seed, so a head's fixed shape drafts where the server has proposer=auto."
-        )
+    if "seed" not in server.body:
+        notes.append("Requests above temperature 0 are sent without a seed, as this server drafts otherwise with one.")
     if chosen.plain:
         plain = find_server(chosen.plain, chosen, console)
     elif server.kind in SWITCHES and drafts:

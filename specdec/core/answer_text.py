@@ -7,7 +7,7 @@ valid, also the characters in it that were complete before. So bytes are put tog
 
 import codecs
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,27 +25,25 @@ class TextDecoder:
     decode: token ids -> text, of which no token changes more than INCOMPLETE times U+FFFD at the end of the text before it
     byte_tokens: what the tokens of single bytes stand for, from 128 on, in a byte-fallback vocabulary; they are not decoded
     anchor: a token of that vocabulary whose text is one letter
+    special: the special tokens that do not show in the text
     """
 
     decode: Callable[[list[int]], str]
     byte_tokens: Mapping[int, bytes] = field(default_factory=dict)
     anchor: int = -1
+    special: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, *, special: bool = False) -> "TextDecoder":
         """That of a tokenizer. special: whether special tokens show in the text"""
         options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
         decode = lambda tokens: str(tokenizer.decode(tokens, **options))
-        ids: dict[int, Any] = {}
-        for byte in range(256):
-            name = f"<0x{byte:02X}>"
-            ids[byte] = tokenizer.convert_tokens_to_ids(name)
-            if ids[byte] is None or tokenizer.convert_ids_to_tokens(ids[byte]) != name:
-                del ids[byte]
-        sample = "\u00e9A".encode()
+        marks = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        hidden = {} if special else {name: id for name, id in marks.items() if name}
+        ids, sample = find_byte_tokens(tokenizer), "\u00e9A".encode()
         if not ids.keys() >= set(sample) or decode([ids[byte] for byte in sample]) != sample.decode():
-            return cls(decode)
-        return cls(decode, {id: bytes([byte]) for byte, id in ids.items() if byte > 127}, ids[ord("A")])
+            return cls(decode, special=hidden)
+        return cls(decode, {id: bytes([byte]) for byte, id in ids.items() if byte > 127}, ids[ord("A")], hidden)
 
     def text(self, tokens: Sequence[int], before: Sequence[int] = ()) -> str:
         """The text of all tokens: what the pieces of a TextStream are together. before: as there"""
@@ -59,6 +57,17 @@ class TextDecoder:
     def is_silent(self, token: int) -> bool:
         """Whether a token has no text wherever it stands, as a special one that does not show."""
         return not self.decode([token, token])
+
+
+def find_byte_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
+    """byte -> id of the token that is called like it in byte-fallback vocabularies; none where it is missing"""
+    ids: dict[int, Any] = {}
+    for byte in range(256):
+        name = f"<0x{byte:02X}>"
+        ids[byte] = tokenizer.convert_tokens_to_ids(name)  # of an unknown one perhaps the unknown token's
+        if ids[byte] is None or tokenizer.convert_ids_to_tokens(ids[byte]) != name:
+            del ids[byte]
+    return ids
 
 
 class TextStream:
@@ -113,56 +122,43 @@ class TextStream:
         self.num_shown = len(self.text) - waiting
 
 
-@dataclass(frozen=True)
 class StopStrings:
-    """Texts that end an answer: its last token is the one that completes a stop string.
+    """Texts that end an answer: its last token is the one that completes a stop string, or the special token that is one.
 
-    continues: whether the answer's text goes on from its prompt's
+    decoder: of the answer's text; continues: whether that goes on from the text of `prompt`, the tokens before the answer
+    Raises ValueError for an empty stop string, and for one that holds a special token beside other text.
     """
 
-    strings: tuple[str, ...]
-    decoder: TextDecoder
-    continues: bool = False
-
-    def __post_init__(self):
-        if not all(self.strings):
+    def __init__(
+        self, strings: Sequence[str], decoder: TextDecoder, *, continues: bool = False, prompt: Sequence[int] = ()
+    ):
+        if not all(strings):
             raise ValueError("A stop string must hold a character: every text holds the empty one.")
-
-    def finder(self, prompt: Sequence[int] = ()) -> "StopFinder":
-        """What looks for them in one answer."""
-        return StopFinder(self.strings, TextStream(self.decoder, prompt if self.continues else ()))
-
-
-class StopFinder:
-    """Looks for stop strings in the text of an answer, as its tokens come."""
-
-    def __init__(self, strings: Sequence[str], stream: TextStream):
-        self.strings, self.stream = strings, stream
-        self.longest = max(map(len, strings))
+        for string, name in itertools.product(strings, decoder.special):
+            if name in string and string not in decoder.special:
+                raise ValueError(
+                    f"The stop string {string!r} holds the special token {name}, which never shows in a text: give the token "
+                    "alone, or the text without it."
+                )
+        self.strings, self.decoder, self.continues = tuple(strings), decoder, continues
+        self.tokens = {decoder.special[string] for string in strings if string in decoder.special}
+        self.stream = TextStream(decoder, prompt if continues else ())
         self.text = ""  # the end of the answer's text, in which a stop string may have begun
+        self.num_read = 0  # tokens of the answer
 
-    def end(self, new: Iterable[int]) -> int | None:
-        """How many of the next tokens belong to the answer; None if it does not end there."""
-        for num, token in enumerate(new, start=1):
-            self.text += self.stream.add(token)
-            if any(string in self.text for string in self.strings):
-                return num
-            self.text = self.text[max(0, len(self.text) - self.longest + 1) :]
-        return None
+    def begin(self, prompt: Sequence[int]) -> "StopStrings":
+        """The same for one answer, whose tokens it reads as they come."""
+        return StopStrings(self.strings, self.decoder, continues=self.continues, prompt=prompt)
 
+    def end(self, written: Sequence[int], new: Sequence[int]) -> int | None:
+        """How many of the `new` tokens, which follow `written`, belong to the answer; None if it does not end there."""
+        for token in written[self.num_read :]:
+            self._read(token)
+        return next((num for num, token in enumerate(new, start=1) if self._read(token)), None)
 
-def find_stop_tokens(tokenizer: PreTrainedTokenizerBase, strings: Iterable[str]) -> frozenset[int]:
-    """Ids of the stop strings that are special tokens, which never show in an answer's text.
-
-    Raises ValueError for a stop string that holds such a token beside other text.
-    """
-    added = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special = {**dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids)), **added}
-    for string in strings:
-        name = next((name for name in special if name and name in string), None)
-        if name is not None and string not in special:
-            raise ValueError(
-                f"The stop string {string!r} holds the special token {name}, which never shows in a text: give the token alone, "
-                "or the text without it."
-            )
-    return frozenset(special[string] for string in strings if string in special)
+    def _read(self, token: int) -> bool:
+        """Whether the next token ends the answer."""
+        self.num_read += 1
+        text = self.text + self.stream.add(token)
+        self.text = text[max(0, len(text) + 1 - max(map(len, self.strings))) :]
+        return token in self.tokens or any(string in text for string in self.strings)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from specdec.core.answer_text import StopFinder, StopStrings
+from specdec.core.answer_text import StopStrings
 
 STAGES = ("draft", "verify", "keep", "other")
 
@@ -53,14 +53,20 @@ class RoundCost:
 
 @dataclass(frozen=True)
 class Ends:
-    """What ends an answer. tokens: ids that end it and belong to it"""
+    """What ends an answer. tokens: ids that end it and belong to it; strings: None: no text does"""
 
     tokens: frozenset[int]
     strings: StopStrings | None = None
 
-    def cut(self, new: list[int], finder: StopFinder | None = None) -> tuple[list[int], bool]:
-        """-> those of an answer's next tokens that belong to it; whether it ends with them. finder: of `strings` in this answer"""
+    def begin(self, prompt: list[int]) -> "Ends":
+        """The same for one answer, whose text it reads as the tokens come."""
+        return Ends(self.tokens, self.strings and self.strings.begin(prompt))
+
+    def cut(self, written: list[int], new: list[int]) -> tuple[list[int], bool]:
+        """-> those of the new tokens, which follow `written`, that belong to the answer; whether it ends with them"""
         end = next((place + 1 for place, token in enumerate(new) if token in self.tokens), None)
         new = new[:end]
-        last = finder.end(new) if finder else None
-        return new[:last], end is not None or last is not None
+        if self.strings and new:
+            last = self.strings.end(written, new)
+            new, end = new[:last], end if last is None else last
+        return new, end is not None

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from specdec.core import grammar, masks, rules
-from specdec.core.answer_text import StopFinder
 from specdec.core.cache import RowCache
 from specdec.core.clock import Moment, RoundClock
 from specdec.core.devices import given
@@ -41,7 +40,6 @@ class Request:
     penalised: Tensor | None = None
     constraint: Constraint | None = None
     generation: Generation = field(default_factory=lambda: Generation([[]], [[]]))
-    finder: StopFinder | None = None  # of the texts that end it, once it has begun
     ended: bool = False  # by a token or text that ends it, not by its length
     fault: str = ""  # why the answer could not go on
 
@@ -54,10 +52,10 @@ class Request:
         none is added, and the answer ends with a fault."""
         if new[-1] == NO_TOKEN:
             return self._fail(NOTHING_FOLLOWS.format(len(self.tokens)))
-        ends = self.ends or ends
-        if ends.strings and self.finder is None:
-            self.finder = ends.strings.finder(self.prompt)
-        new, self.ended = ends.cut(new[: self.left], self.finder)
+        if not self.tokens:
+            self.ends = (self.ends or ends).begin(self.prompt)
+        assert self.ends is not None
+        new, self.ended = self.ends.cut(self.tokens, new[: self.left])
         self.generation.tokens[0].extend(new)
         if self.constraint:
             try:

@@ -209,7 +209,7 @@ class Auto(Proposer):
             return  # the prompts
         for candidates, new in zip(self.round.rows, rows):
             candidates.teach(new)
-        tokens_got = sum(len(self.ends.cut(new[:left])[0]) for new, left in zip(rows, self.left))
+        tokens_got = sum(len(self.ends.cut([], new[:left])[0]) for new, left in zip(rows, self.left))
         gained, spent = self.speedup
         self.speedup = gained + tokens_got / max(1, len(self.running)), spent
         self.account.tokens += tokens_got

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
 from specdec.core import token_text
-from specdec.core.answer_text import StopStrings, TextDecoder, TextStream, find_stop_tokens
+from specdec.core.answer_text import StopStrings, TextDecoder, TextStream
 from specdec.core.generation import Ends, reached
 from specdec.core.grammar import Constraint, Grammar
 from specdec.server.engine import End, Engine, Event, Job, ServedRound
@@ -60,15 +60,20 @@ class Served:
 
     @cached_property
     def decoder(self) -> TextDecoder:
-        return TextDecoder.of(self.tokenizer)
+        return decoder(self.tokenizer)
 
     @cached_property
     def engine_decoder(self) -> TextDecoder:
-        return TextDecoder.of(self.engine_tokenizer)
+        return decoder(self.engine_tokenizer)
 
     def thinking_of(self, chat: ChatRequest) -> bool | None:
         """The mode of a chat; None: the template's default"""
         return self.thinking if chat.thinking is None else chat.thinking
+
+
+def decoder(tokenizer: PreTrainedTokenizerBase) -> TextDecoder:
+    """Token ids -> the text of an answer"""
+    return TextDecoder.of(tokenizer)
 
 
 @dataclass(eq=False)
@@ -317,15 +322,14 @@ def _begin(served: Served, settings: Settings, constraint: Constraint | None) ->
 
 def _ends(served: Served, settings: Settings) -> Ends:
     """What ends an answer. Raises RequestError for a stop string that no answer's text can hold."""
-    tokens, strings = frozenset() if settings.ignore_eos else served.stop, settings.stop_strings
-    if not strings:
+    tokens = frozenset[int]() if settings.ignore_eos else served.stop
+    if not settings.stop_strings:
         return Ends(tokens)
+    continues = isinstance(settings, CompletionRequest)
     try:
-        tokens |= find_stop_tokens(served.tokenizer, strings)
+        return Ends(tokens, StopStrings(settings.stop_strings, served.engine_decoder, continues=continues))
     except ValueError as error:
         raise RequestError(str(error), parameter="stop") from None
-    continues = isinstance(settings, CompletionRequest)
-    return Ends(tokens, StopStrings(strings, served.engine_decoder, continues))
 
 
 def _constrain(served: Served, grammar: Grammar) -> Constraint | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tokenizers import decoders
 
-from specdec.core.answer_text import CONTEXT, StopStrings, TextDecoder, TextStream, find_stop_tokens
+from specdec.core.answer_text import CONTEXT, StopStrings, TextDecoder, TextStream
 from tests.support import byte_fallback_tokenizer, small_tokenizer
 
 SIGNS = ["the", " sky", "  ", "\n", "é", "ß", "日本", "語", "😀", "👩‍🚀", "A", "\ufffd", "x", " ", "is blue", "天气"]
@@ -170,8 +170,8 @@ def test_stop_strings_end_at_the_token_that_completes_them(kind):
     for stop in ("气", "晴朗", "😀", "é", " 😀é s", "the", "天气晴朗 😀"):
         expected = next(n for n in range(1, 1 + len(tokens)) if stop in reference(kind, tokens[:n]))
         for size in (1, 2, 5, len(tokens)):
-            finder, written = StopStrings(("never", stop), decoder).finder(), 0
-            while (end := finder.end(tokens[written : written + size])) is None:
+            strings, written = StopStrings(("never", stop), decoder).begin([]), 0
+            while (end := strings.end(tokens[:written], tokens[written : written + size])) is None:
                 written += size
             assert written + end == expected
 
@@ -184,16 +184,24 @@ def test_a_stop_string_begins_in_the_answer_not_in_its_prompt():
     )
     for stop, continued, alone in ((" the", 1, None), ("sky the", None, None), ("the", 1, 1)):
         for continues, expected in ((True, continued), (False, alone)):
-            strings = StopStrings((stop,), TextDecoder.of(tokenizer), continues)
-            assert strings.finder(prompt).end([the]) == expected
+            strings = StopStrings((stop,), TextDecoder.of(tokenizer), continues=continues)
+            assert strings.begin(prompt).end([], [the]) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_special_token_is_no_text_but_an_id(kind):
-    tokenizer = TOKENIZERS[kind]
+def test_a_special_token_ends_the_answer_though_it_is_no_text(kind):
+    tokenizer, decoder = TOKENIZERS[kind], TextDecoder.of(TOKENIZERS[kind])
     start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-    assert find_stop_tokens(tokenizer, ["a", "<|im_start|>", "<|im", "<|im_end|>"]) == {start, end}
-    assert find_stop_tokens(tokenizer, ["im_end", "\n"]) == frozenset()
+    tokens = tokenizer("a é <|im", add_special_tokens=False)["input_ids"]
+    for stop, answer in ((["<|im_start|>", "x"], [*tokens, end, start, start]), (["<|im_"], [start, end, *tokens])):
+        strings = StopStrings(stop, decoder)
+        expected = answer.index(start) + 1 if "x" in stop else None
+        assert strings.begin([]).end([], answer) == expected
+    spelled = tokenizer.convert_tokens_to_ids([*"x<|im_end|>x"])  # as no model writes it, but found nevertheless
+    assert StopStrings(["<|im_end|>"], decoder).end([], spelled) == 11
     for wrong in ("<|im_end|>\n", "a<|im_start|>", "<|im_end|><|im_end|>"):
         with pytest.raises(ValueError, match=r"holds the special token <\|im_(end|start)\|>, which never shows"):
-            find_stop_tokens(tokenizer, ["a", wrong])
+            StopStrings(["a", wrong], decoder)
+    assert (
+        StopStrings(["<|im_end|>\n"], TextDecoder.of(tokenizer, special=True)).end([], [end]) is None
+    )  # it shows there

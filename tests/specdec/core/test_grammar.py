@@ -334,7 +334,7 @@ def test_an_answer_ends_with_its_stop_token_under_a_grammar(small_target):
         decoder = Decoder(small_target, proposer, sampling=Sampling(), stop={3})
         constraint = Constraint(Language(language, small_target.vocab_size), frozenset({3}))
         (answer,) = decoder.generate([[1, 2, 1, 2]], 30, constraints=[constraint]).tokens
-        assert len(answer) == 7 and answer[-1] == 3 and Ends(frozenset({3})).cut(answer) == (answer, True)
+        assert len(answer) == 7 and answer[-1] == 3 and Ends(frozenset({3})).cut([], answer) == (answer, True)
 
 
 def test_generate_follows_a_grammar(tmp_path):
