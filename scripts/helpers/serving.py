@@ -300,6 +300,8 @@ def open_servers(chosen: Any, asked: comparing.Asked, target: str | None, consol
     first = requests.wave(0, {})
     check_first(server, requests, first[0])
     plain, longest, notes = probe(chosen, server, first[0], console)
+    if "seed" not in server.body:
+        notes.append("Requests above temperature 0 are sent without a seed, as this server drafts otherwise with one.")
     settings = {
         **{name: getattr(chosen, name) for name in ("engine", "max_new_tokens", "ignore_stop", "seed")},
         "plain": plain and (chosen.plain or SWITCHES[server.kind]),
@@ -366,8 +368,6 @@ def probe(
         notes.append(f"{server.url} says nothing about drafts, so tau cannot be had: {flag}.")
     elif not drafts:
         notes.append(f"{server.url} does not draft: tau is 1 by its own counters.")
-    if "seed" not in server.body:
-        notes.append("Requests above temperature 0 are sent without a seed, as this server drafts otherwise with one.")
     if chosen.plain:
         plain = find_server(chosen.plain, chosen, console)
     elif server.kind in SWITCHES and drafts:

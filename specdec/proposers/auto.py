@@ -123,8 +123,8 @@ class Auto(Proposer):
                 "members= of auto must be one trained head (head, draft), or proposers that look at texts (suffix, ngram, "
                 "retrieval), or both."
             )
-        self.head = heads[0].as_chain(DEEPEST) if heads else None
-        self.shaped = heads[0] if heads else None  # the head with its own shape
+        self.shaped = next(iter(heads), None)  # the head with its own shape
+        self.head = self.shaped and self.shaped.as_chain(DEEPEST)
         self.members: list[Proposer] = [*self.texts, *([self.head] if self.head else [])]
         self.target = target
         self.costs = read_told(Path(costs)) if isinstance(costs, str) else costs

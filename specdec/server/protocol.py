@@ -218,7 +218,7 @@ def parse(kind: type[Settings], body: bytes) -> Any:
         )
     for name in [name for name in document if name in REFUSED or name in IGNORED]:
         value = document.pop(name)
-        if name in REFUSED and value is not None and not any(_is_same(value, one) for one in REFUSED[name]):
+        if name in REFUSED and not _is_allowed(name, value):
             raise RequestError(f"This server cannot do {name}={_short(value)}: leave it out.", parameter=name)
     document = {name: value for name, value in document.items() if value is not None}
     try:
@@ -227,9 +227,11 @@ def parse(kind: type[Settings], body: bytes) -> Any:
         raise _explain(kind, error) from None
 
 
-def _is_same(value: Any, other: Any) -> bool:
-    """Whether two values of JSON are equal; false is no 0 there: the logprobs of completions are a number, those of chats true or false."""
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
+def _is_allowed(name: str, value: Any) -> bool:
+    """Whether a field of REFUSED may have this value. False is not 0 there: chats have logprobs false, and completions a number of them."""
+    return value is None or any(
+        value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in REFUSED[name]
+    )
 
 
 def _explain(kind: type[Settings], error: pydantic.ValidationError) -> RequestError:

@@ -50,36 +50,50 @@ def post(url: str, body: dict) -> dict:
     return answer.json()
 
 
-@pytest.mark.parametrize("kind", ["a head beside texts", "texts", "a head", "n-grams"])
+def ask_in_turn(url: str) -> list[dict]:
+    """The answers to a seeded request behind others, and beside others."""
+    found = []
+    for number in range(2):
+        found.append(post(url, SEEDED))
+        post(url, OTHER | {"seed": number})
+        post(url, SEEDED | {"seed": None})
+    others = [SEEDED | {"seed": 4}, OTHER, SEEDED | {"speculate": False}, SEEDED, OTHER | {"seed": 3}, SEEDED]
+    with ThreadPoolExecutor(len(others)) as pool:
+        beside = list(pool.map(lambda body: post(url, body), others))
+    assert text_of(beside[0]) != text_of(found[0])
+    assert not any("shape" in counts_of(each) for each in beside[1:3])  # nothing changes about these
+    return [*found, beside[3], beside[5]]
+
+
+def text_of(answer: dict) -> str:
+    return answer["choices"][0]["text"]
+
+
+def counts_of(answer: dict) -> dict:
+    return answer["usage"]["speculation"]
+
+
+KINDS = {  # what drafts, the shape that answers name, and the drafts of a round
+    "a head beside texts": (unsteady, "fixed, because of seed", 3),
+    "texts": (lambda target: unsteady(target, head=False), "none, because of seed", 0),
+    "a head": (lambda target: HeadProposer(make_drafter(target, "eagle3"), chain_of(3)), None, 3),
+    "n-grams": (lambda target: Ngram(target, min=1, max=6, num=8), "none, because of seed", 0),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_seeded_request_has_the_same_text_each_time(tiny, kind):
     """Alone, behind other requests, and beside others, with a seed and without, in one server and in the next."""
-    proposers = {
-        "a head beside texts": unsteady,
-        "texts": lambda target: unsteady(target, head=False),
-        "a head": lambda target: HeadProposer(make_drafter(target, "eagle3"), chain_of(3)),
-        "n-grams": lambda target: Ngram(target, min=1, max=6, num=8),
-    }
-    shapes = {"a head beside texts": "fixed, because of seed", "a head": None}
+    make, shape, num = KINDS[kind]
     found = []
     for _ in range(2):
-        with serving(tiny, proposer=proposers[kind](tiny)) as (url, _), ThreadPoolExecutor(8) as pool:
-            for number in range(3):
-                found.append(post(url, SEEDED))
-                post(url, OTHER | {"seed": number})
-                post(url, SEEDED | {"seed": None})
-            others = [SEEDED | {"seed": 4}, OTHER, SEEDED | {"speculate": False}, SEEDED, OTHER | {"seed": 3}, SEEDED]
-            beside = list(pool.map(lambda body: post(url, body), others))
-            found += [answer for body, answer in zip(others, beside) if body == SEEDED]
-            greedy = [post(url, SEEDED | {"temperature": 0}) for _ in range(2)]
-    assert len({answer["choices"][0]["text"] for answer in found}) == 1
-    assert beside[0]["choices"][0]["text"] != found[0]["choices"][0]["text"]
-    counts = [answer["usage"]["speculation"] for answer in found]
-    assert {each.get("shape") for each in counts} == {shapes.get(kind, "none, because of seed")}
-    drafts = 3 if "head" in kind else 0  # of the head's own shape
-    assert all(each["drafted"] == drafts * each["rounds"] for each in counts)
-    for answer in (*greedy, beside[1], beside[2]):  # nothing changes about them
-        assert "shape" not in answer["usage"]["speculation"]
-    assert sum(answer["usage"]["speculation"]["drafted"] for answer in greedy) > 0
+        with serving(tiny, proposer=make(tiny)) as (url, _):
+            found += ask_in_turn(url)
+            greedy = post(url, SEEDED | {"temperature": 0})
+    assert len(set(map(text_of, found))) == 1
+    for counts in map(counts_of, found):
+        assert counts.get("shape") == shape and counts["drafted"] == num * counts["rounds"]
+    assert "shape" not in counts_of(greedy) and counts_of(greedy)["drafted"] > 0
 
 
 def test_what_drafts_with_a_fixed_shape_drafts_seeded_requests_too(small_target):

@@ -27,6 +27,12 @@ def spelled(tmp_path_factory):
         yield url, folder / "records"
 
 
+def read_choices(body: str) -> list[dict]:
+    """Those of a whole answer, or of the events of a stream."""
+    lines = [line.removeprefix("data: ") for line in body.splitlines() if line]
+    return [json.loads(line)["choices"][0] for line in lines if line != "[DONE]"]
+
+
 def ask(spelled, path: str = "chat/completions", **more) -> tuple[str, dict, dict]:
     """A request, whole and as a stream, which must say the same -> the text, the whole answer, the recorded row"""
     url, records = spelled
@@ -34,10 +40,9 @@ def ask(spelled, path: str = "chat/completions", **more) -> tuple[str, dict, dic
     body = {"structured_outputs": {"regex": TEXT}, "temperature": 0, "max_tokens": 100} | asked | more
     whole = httpx.post(f"{url}/v1/{path}", json=body, timeout=60).json()
     choice, pieces = whole["choices"][0], []
-    with httpx.stream("POST", f"{url}/v1/{path}", json=body | {"stream": True}, timeout=60) as answer:
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
-    for chunk in map(json.loads, lines[:-1]):
-        pieces.append(chunk["choices"][0].get("text") or chunk["choices"][0].get("delta", {}).get("content") or "")
+    streamed = httpx.post(f"{url}/v1/{path}", json=body | {"stream": True}, timeout=60)
+    for part in read_choices(streamed.text):
+        pieces.append(part.get("text") or part.get("delta", {}).get("content") or "")
     text = choice["text"] if path == "completions" else choice["message"]["content"]
     assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces[:-1])
     rows = rows_in(records)[-2:]
@@ -94,9 +99,7 @@ def test_a_special_token_ends_the_answer_as_a_stop_string(tiny, ignored, stream)
         refused = httpx.post(f"{url}/v1/completions", json=body | {"stop": ["x", f"?{name}"]}, timeout=60)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "stop"
     assert f"holds the special token {name}" in refused.json()["error"]["message"]
-    lines = [line.removeprefix("data: ") for line in found.text.splitlines() if line]
-    chunks = list(map(json.loads, lines[:-1] if stream else lines))
-    choices = [chunk["choices"][0] for chunk in chunks]
+    choices = read_choices(found.text)
     assert [token for choice in choices for token in choice["token_ids"]] == answer[: place + 1]
     assert "".join(choice["text"] for choice in choices) == small_tokenizer().decode(answer[:place])
     assert choices[-1]["finish_reason"] == "stop"
