@@ -38,8 +38,7 @@ class TextDecoder:
         """That of a tokenizer. special: whether special tokens show in the text"""
         options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
         decode = lambda tokens: str(tokenizer.decode(tokens, **options))
-        marks = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-        hidden = {} if special else {name: id for name, id in marks.items() if name}
+        hidden = {} if special else find_special(tokenizer)
         ids, sample = find_byte_tokens(tokenizer), "\u00e9A".encode()
         if not ids.keys() >= set(sample) or decode([ids[byte] for byte in sample]) != sample.decode():
             return cls(decode, special=hidden)
@@ -59,15 +58,29 @@ class TextDecoder:
         return not self.decode([token, token])
 
 
+def find_special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """The special tokens and their ids"""
+    added = tokenizer.added_tokens_decoder
+    known = added.items() if isinstance(added, dict) else ()  # mistral-common's tokenizers have no such table
+    named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids)
+    return {
+        str(name): id for name, id in [*named, *((token.content, id) for id, token in known if token.special)] if name
+    }
+
+
 def find_byte_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
-    """byte -> id of the token that is called like it in byte-fallback vocabularies; none where it is missing"""
-    ids: dict[int, Any] = {}
-    for byte in range(256):
-        name = f"<0x{byte:02X}>"
-        ids[byte] = tokenizer.convert_tokens_to_ids(name)  # of an unknown one perhaps the unknown token's
-        if ids[byte] is None or tokenizer.convert_ids_to_tokens(ids[byte]) != name:
-            del ids[byte]
-    return ids
+    """byte -> id of the token that is called like it; empty for a vocabulary that has no byte fallback"""
+    names = {byte: f"<0x{byte:02X}>" for byte in range(256)}
+    if find_id(tokenizer, names[ord("A")]) is None:
+        return {}
+    ids = {byte: find_id(tokenizer, name) for byte, name in names.items()}
+    return {byte: id for byte, id in ids.items() if id is not None}
+
+
+def find_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int | None:
+    """The id of a token; None if there is none, where a tokenizer may give that of its unknown token"""
+    id: Any = tokenizer.convert_tokens_to_ids(name)
+    return id if id is not None and tokenizer.convert_ids_to_tokens(id) == name else None
 
 
 class TextStream:
