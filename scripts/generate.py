@@ -15,12 +15,12 @@ from typing import Any
 
 import rich.console
 
+from specdec.core.answer_text import TextDecoder, TextStream
 from specdec.core.generation import Generation
 from specdec.core.grammar import FORMS, Constraint, Grammar, Grammars
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.measuring.measure import first_difference, seeded_generator, top2_gap
-from specdec.server.text import StreamedText
 from train import progress
 from train.data import rows as data
 from train.ranges import named
@@ -98,8 +98,7 @@ def print_answer(
 ) -> Generation:
     """Decodes the prompt and prints tokens as they come, drafted ones in green. Says if the grammar was left incomplete."""
     before = () if loaded.tokenizer.chat_template else prompt
-    write = lambda tokens, **settings: str(loaded.tokenizer.decode(tokens, **settings))
-    result, text = Generation([[]], [[]]), StreamedText(write, before=before)
+    result, text = Generation([[]], [[]]), TextStream(TextDecoder.of(loaded.tokenizer, special=True), before)
     generator = seeded_generator(loaded.target, chosen.seed)
     rounds = decoder.stream(
         [prompt], chosen.max_new_tokens, generator=generator, result=result, constraints=constraints
@@ -110,7 +109,7 @@ def print_answer(
             style = "green" if place < emitted.accepted[0] else ""
             if token not in loaded.stop:
                 console.print(text.add(token), end="", style=style, markup=False)
-    console.print("\n")
+    console.print(text.end(), end="\n\n", markup=False)
     if constraints and constraints[0] and constraints[0].complete:
         console.print(f"The answer is complete under the grammar, with {len(result.tokens[0])} tokens.")
     elif constraints and constraints[0]:

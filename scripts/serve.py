@@ -72,6 +72,13 @@ def warm_up(decoder: Decoder, rows: int) -> None:
         decoder.proposer.forget()
 
 
+def compile_seeded(engine: Engine, rows: int) -> None:
+    """Compiles now what only requests with a seed need, if anything is compiled."""
+    decoder = engine.seeded.decoder
+    if decoder.runner.by_shape and engine.seeded not in (engine.drafted, engine.plain):
+        warm_up(decoder, rows)
+
+
 def main(arguments: list[str] | None = None) -> None:
     chosen = options(Serve, __doc__, arguments)
     try:
@@ -96,6 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
     own = copy.deepcopy(loaded.tokenizer)  # grammars are compiled in threads of their own
     grammars = functools.cache(lambda: Grammars(own, target.vocab_size, stop))  # with the first request that needs them
     engine = Engine(drafted, plain, rows=chosen.rows, queue=chosen.queue, prefill_tokens=chosen.prefill_tokens)
+    compile_seeded(engine, chosen.rows)
     model, most = chosen.model or target.name, chosen.max_length
     longest = most if target.max_positions is None else min(most, target.max_positions - loaded.proposer.depth)
     drafts = f"{loaded.title} of {chosen.checkpoint}" if chosen.checkpoint else loaded.title

@@ -17,7 +17,7 @@ import torch
 import transformers
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdec import checkpoint
@@ -217,6 +217,33 @@ def small_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<|endoftext|>", bos_token="<|im_start|>", eos_token="<|im_end|>",
         pad_token="<|im_end|>", chat_template=TEMPLATE)  # fmt: skip
+
+
+def byte_fallback_tokenizer(*, opening: bool = True) -> PreTrainedTokenizerFast:
+    """SentencePiece's way: words with their space in front, and a token for each byte of what is no word or ASCII letter.
+
+    opening: whether a text's first word has a space in front that its text lacks, as with Llama 2; Gemma has none
+    """
+    special = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)] + ["\u2581", "\ufffd", *map(chr, range(33, 127))]
+    vocab = {piece: n for n, piece in enumerate(special + pieces)}
+    merges: list[tuple[str, str]] = []
+    for word in WORDS.split():
+        for num in range(1, 1 + len(word)):
+            merges.append((("\u2581" + word)[:num], word[num - 1]))
+            vocab.setdefault("".join(merges[-1]), len(vocab))
+    merges = list(dict.fromkeys(merges))
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    space = normalizers.Replace(" ", "\u2581")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), space]) if opening else space
+    strip = [decoders.Strip(" ", 1, 0)] * opening
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    tokenizer.decoder = decoders.Sequence(parts)
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="<|im_end|>", pad_token="</s>",
+        additional_special_tokens=["<|im_start|>"], chat_template=TEMPLATE)  # fmt: skip
+    assert len(found) == len(vocab)
+    return found
 
 
 def save_target(folder: Path, *, num_layers: int = 3, seed: int = 0, tokenizer=None) -> Target:

@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
 from specdec.core import files, hub
-from specdec.core.generation import Generation, StopStrings
+from specdec.core.answer_text import StopStrings, TextDecoder
+from specdec.core.generation import Generation
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
@@ -57,9 +58,12 @@ class Asked:
         """Texts that end an answer."""
         return self.protocol.stop.get(self.suite.name, []) if self.protocol and self.suite else []
 
-    def stop_strings(self, opened: Opened) -> StopStrings | None:
-        decode = lambda tokens: str(opened.tokenizer.decode(tokens, skip_special_tokens=False))
-        return StopStrings(tuple(self.stop), decode) if self.stop else None
+    def stop_strings(self, tokenizer: PreTrainedTokenizerBase) -> StopStrings | None:
+        """None without `stop`. Raises ValueError, naming the protocol, for a text that no answer can hold."""
+        if self.protocol is None or not self.stop:
+            return None
+        with reading.at(f"protocol={self.protocol.name}"):
+            return StopStrings(self.stop, TextDecoder.of(tokenizer))
 
     def prompt(self, question: Question, turn: int, answers: list[str], tokenizer: PreTrainedTokenizerBase) -> Prompt:
         """answers: of the target to the earlier turns. Raises ValueError for a prompt that cannot be encoded."""
@@ -91,6 +95,7 @@ def compare(chosen: Any, out: Path, console: progress.Results) -> None:
     for note in notes:
         progress.note(note)
     check_turns(asked, opened.tokenizer)
+    strings = asked.stop_strings(opened.tokenizer)
     waves = {batch: plan_waves(asked.questions, batch) for batch in batches}
     planned = {batch: [number_of(*request) for wave in waves[batch] for request in wave] for batch in batches}
     kept = {name: value for name, value in settings.items() if name != "fingerprint"}
@@ -100,7 +105,7 @@ def compare(chosen: Any, out: Path, console: progress.Results) -> None:
         progress.note(f"{len(results.rows)} of {num} requests x temperatures x batch sizes are in {out}")
         stop = set() if chosen.ignore_stop else opened.stop
         for batch, sampling, turn in itertools.product(batches, samplings, range(len(waves[batches[0]]))):
-            how = MeasureSettings(sampling, stop, chosen.max_new_tokens, chosen.seed, batch, asked.stop_strings(opened))
+            how = MeasureSettings(sampling, stop, chosen.max_new_tokens, chosen.seed, batch, strings)
             decode_missing(methods, waves[batch][turn], asked, opened, how, results, settings["prompts"])
         entries = []
         for sampling, batch in itertools.product(samplings, batches):
@@ -329,7 +334,7 @@ def read_answer(row: dict, opened: Opened, stop: set[int]) -> str:
     """What the frozen target answered plainly, as text."""
     plain = row["plain"].get(FROZEN) or next(iter(row["plain"].values()))
     tokens = [token for token in plain["tokens"][0] if token not in stop]
-    return str(opened.tokenizer.decode(tokens, skip_special_tokens=True))
+    return TextDecoder.of(opened.tokenizer).text(tokens)
 
 
 def to_row(methods: list[Method], each: dict[str, PromptResult]) -> dict:

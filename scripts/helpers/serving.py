@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 from transformers import PreTrainedTokenizerBase
 
+from specdec.core.answer_text import TextDecoder
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.export.engines import make_form
@@ -249,7 +250,7 @@ class Requests:
                 body = {"messages": question.turns[0]["messages"], **write_arguments(arguments)}
                 found.append((name_request(question, turn), body))
                 continue
-            texts = [str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in before]
+            texts = [TextDecoder.of(self.tokenizer).text(ids) for ids in before]
             prompt = self.asked.prompt(question, turn, texts, self.tokenizer)
             found.append((name_request(question, turn), {"prompt": prompt.tokens}))
         return found
@@ -300,6 +301,8 @@ def open_servers(chosen: Any, asked: comparing.Asked, target: str | None, consol
     first = requests.wave(0, {})
     check_first(server, requests, first[0])
     plain, longest, notes = probe(chosen, server, first[0], console)
+    if "seed" not in server.body:
+        notes.append("Requests above temperature 0 are sent without a seed, as this server drafts otherwise with one.")
     settings = {
         **{name: getattr(chosen, name) for name in ("engine", "max_new_tokens", "ignore_stop", "seed")},
         "plain": plain and (chosen.plain or SWITCHES[server.kind]),
@@ -329,6 +332,8 @@ def find_server(url: str, chosen: Any, console: progress.Results) -> Server:
         names = ", ".join(str(model["id"]) for model in models)
         raise ValueError(f"{url} has no model {chosen.model}, but {names}: give model= as it is called there.")
     kind = str(model.get("owned_by"))
+    if kind == OURS and not sampling.greedy:
+        del body["seed"]  # with one, drafts have a fixed shape, or there are none
     body |= {"stream": True, "stream_options": {"include_usage": True}, **FIELDS.get(kind, {})}
     return replace(server, model=str(model["id"]), kind=kind, root=str(model.get("root")), body=body)
 

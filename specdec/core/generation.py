@@ -1,7 +1,8 @@
 """Answers with the counts and times of their rounds, and where an answer ends."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from specdec.core.answer_text import StopStrings
 
 STAGES = ("draft", "verify", "keep", "other")
 
@@ -51,35 +52,15 @@ class RoundCost:
 
 
 @dataclass(frozen=True)
-class StopStrings:
-    """Texts that end an answer: its last token is the one that completes a stop string. decode: token ids -> text"""
-
-    strings: tuple[str, ...]
-    decode: Callable[[list[int]], str]
-
-    def __post_init__(self):
-        if not all(self.strings):
-            raise ValueError("A stop string must hold a character: every text holds the empty one.")
-
-    def end(self, written: list[int], new: list[int]) -> int | None:
-        """How many of the `new` tokens, which follow `written`, belong to the answer; None if it does not end there."""
-        longest = max(map(len, self.strings))
-        tail = written[-4 * longest :] + new  # a token has at least one byte, a character at most four
-        if not self._complete(tail):
-            return None
-        return next(num for num in range(1, len(new) + 1) if self._complete(tail[: len(tail) - len(new) + num]))
-
-    def _complete(self, tokens: list[int]) -> bool:
-        text = self.decode(tokens)
-        return any(string in text for string in self.strings)
-
-
-@dataclass(frozen=True)
 class Ends:
-    """What ends an answer. tokens: ids that end it and belong to it"""
+    """What ends an answer. tokens: ids that end it and belong to it; strings: None: no text does"""
 
     tokens: frozenset[int]
     strings: StopStrings | None = None
+
+    def begin(self, prompt: list[int]) -> "Ends":
+        """The same for one answer, whose text it reads as the tokens come."""
+        return Ends(self.tokens, self.strings and self.strings.begin(prompt))
 
     def cut(self, written: list[int], new: list[int]) -> tuple[list[int], bool]:
         """-> those of the new tokens, which follow `written`, that belong to the answer; whether it ends with them"""

@@ -52,7 +52,10 @@ class Request:
         none is added, and the answer ends with a fault."""
         if new[-1] == NO_TOKEN:
             return self._fail(NOTHING_FOLLOWS.format(len(self.tokens)))
-        new, self.ended = (self.ends or ends).cut(self.tokens, new[: self.left])
+        if not self.tokens:
+            self.ends = (self.ends or ends).begin(self.prompt)
+        assert self.ends is not None
+        new, self.ended = self.ends.cut(self.tokens, new[: self.left])
         self.generation.tokens[0].extend(new)
         if self.constraint:
             try:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from specdec.core import rules
+from specdec.core.answer_text import StopStrings
 from specdec.core.compile import Runner
-from specdec.core.generation import Ends, Generation, Round, StopStrings
+from specdec.core.generation import Ends, Generation, Round
 from specdec.core.grammar import Constraint
 from specdec.core.sampling import Sampling
 from specdec.decoding import fastest
@@ -48,7 +49,7 @@ class Decoder:
     ):
         rules.check(rule)
         self.target, self.proposer = target, proposer
-        self.sampling, self.stop, self.stop_strings = sampling, stop, stop_strings
+        self.sampling, self.stop, self.stop_strings, self.rule = sampling, stop, stop_strings, rule
         self.hidden_states = proposer.target_layers if proposer else ()
         self.runner = runner or Runner()
         fastest.settle(self.runner, target)
@@ -63,6 +64,21 @@ class Decoder:
         )
         if proposer is not None:
             proposer.meet(self.verify, sampling)
+
+    def steady(self) -> "Decoder":
+        """One whose sampled answers follow from their own random numbers, in the target's rounding: it drafts as Proposer.steady says."""
+        proposer = self.proposer and self.proposer.steady()
+        if proposer is self.proposer:
+            return self
+        return Decoder(
+            self.target,
+            proposer,
+            sampling=self.sampling,
+            stop=self.stop,
+            stop_strings=self.stop_strings,
+            rule=self.rule,
+            runner=self.runner,
+        )
 
     def generate(
         self,

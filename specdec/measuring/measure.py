@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from specdec.core.generation import Generation, StopStrings
+from specdec.core.answer_text import StopStrings
+from specdec.core.generation import Generation
 from specdec.core.grammar import Constraint, unpack
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder

@@ -110,7 +110,7 @@ class StepTimes:
 class Auto(Proposer):
     """Chooses the drafts of its members, or none, by costs and acceptance probabilities. See the head of this file.
 
-    members: at most one trained head, and text proposers; a head's shape is not used
+    members: at most one trained head, and text proposers; a head's shape is that of `steady`
     costs: user-supplied ones, or their file (costs.read_told); None: those of this device are measured, or read from disk
     Raises ValueError for other members, and for a file that holds no costs.
     """
@@ -123,7 +123,8 @@ class Auto(Proposer):
                 "members= of auto must be one trained head (head, draft), or proposers that look at texts (suffix, ngram, "
                 "retrieval), or both."
             )
-        self.head = heads[0].as_chain(DEEPEST) if heads else None
+        self.shaped = next(iter(heads), None)  # the head with its own shape
+        self.head = self.shaped and self.shaped.as_chain(DEEPEST)
         self.members: list[Proposer] = [*self.texts, *([self.head] if self.head else [])]
         self.target = target
         self.costs = read_told(Path(costs)) if isinstance(costs, str) else costs
@@ -163,6 +164,9 @@ class Auto(Proposer):
     def running(self) -> list[int]:
         """Rows whose answers have not ended."""
         return [row for row, num in enumerate(self.left) if num > 0]
+
+    def steady(self):
+        return self.shaped
 
     def predicted(self) -> float | None:
         """The speedup that was expected of all rounds since `forget`; None without a round."""

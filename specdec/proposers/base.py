@@ -118,6 +118,11 @@ class Proposer(ABC):
     def forget(self) -> None:  # noqa: B027  # most proposers have nothing to do
         """Forgets everything learned from earlier batches, so that measurements do not depend on them."""
 
+    def steady(self) -> "Proposer | None":
+        """What drafts in its place where a row's text must follow from the row's random numbers, whatever was or is decoded beside it:
+        from the row's text alone, as many drafts in every round. None: nothing that it has, so nothing drafts."""
+        return None
+
     def mark(self) -> Any:
         """The state after a `commit`, for `rewind`. Only called if `rewinds`."""
         raise TypeError(f"{type(self).__name__} does not rewind.")

@@ -126,6 +126,9 @@ class HeadProposer(Proposer):
         chain.runner.follow(self.runner)
         return chain
 
+    def steady(self):
+        return self
+
     def meet(self, verifier, sampling):
         self.runner.follow(verifier.runner)
 

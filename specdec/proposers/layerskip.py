@@ -69,6 +69,9 @@ class LayerSkip(Proposer):
     def compile_seconds(self) -> float:
         return self.runner.seconds
 
+    def steady(self):
+        return self
+
     def share(self, cache):
         self.cache = cache
 

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -17,12 +17,13 @@ from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
 from specdec.core import token_text
-from specdec.core.generation import Ends, StopStrings, reached
+from specdec.core.answer_text import StopStrings, TextDecoder, TextStream
+from specdec.core.generation import Ends, reached
 from specdec.core.grammar import Constraint, Grammar
 from specdec.server.engine import End, Engine, Event, Job, ServedRound
 from specdec.server.protocol import ChatRequest, CompletionRequest, RequestError, Settings, parse
 from specdec.server.record import Exchange, Recorder
-from specdec.server.text import StreamedText
+from specdec.server.text import StoppedText
 
 LONGEST_BODY = 1 << 22  # bytes of a request
 NO_RETRY = {"x-should-retry": "false"}  # of OpenAI's clients, which otherwise ask again after such an error
@@ -55,10 +56,18 @@ class Served:
     page: str = ""
     recorder: Recorder | None = None
 
+    @cached_property
+    def decoder(self) -> TextDecoder:
+        return decoder(self.tokenizer)
 
-def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    @cached_property
+    def engine_decoder(self) -> TextDecoder:
+        return decoder(self.engine_tokenizer)
+
+
+def decoder(tokenizer: PreTrainedTokenizerBase) -> TextDecoder:
     """Token ids -> the text of an answer"""
-    return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
+    return TextDecoder.of(tokenizer)
 
 
 @dataclass(eq=False)
@@ -68,7 +77,7 @@ class Answer:
     served: Served
     settings: Settings
     job: Job
-    text: StreamedText
+    text: StoppedText
     events: asyncio.Queue[Event]
     rendering: dict[str, Any]  # template arguments and tools of the prompt, as fields of a row
     recorded_as: str | None = None  # the id of its row; None: it is not recorded
@@ -104,7 +113,7 @@ class Answer:
             "finish": reason,
             "seed": settings.seed,
             "grammar": grammar.to_row() if (grammar := settings.grammar()) else None,
-            "head": self.served.head if job.speculate else None,
+            "head": self.served.head if self.served.engine.lane_of(job).decoder.proposer else None,
             **self.rendering,
         }
         exchange = Exchange(
@@ -124,6 +133,7 @@ class Answer:
         """As OpenAI's, with what became of the drafts. Once the answer has ended, as the engine counts until then."""
         generation = self.job.request.generation
         (tokens,), (accepted,), drafted = generation.tokens, generation.accepted, sum(generation.drafted)
+        shape = self.served.engine.describe_shape(self.job)
         return {
             "prompt_tokens": len(self.job.prompt),
             "completion_tokens": len(tokens),
@@ -134,6 +144,7 @@ class Answer:
                 "accepted": sum(accepted),
                 "accepted_by_position": reached(accepted, max(accepted, default=0)),
                 "tau": (len(tokens) - 1) / len(accepted) if accepted else None,
+                **({} if shape is None else {"shape": shape}),
             },
         }
 
@@ -276,12 +287,11 @@ def _begin(served: Served, settings: Settings, constraint: Constraint | None) ->
     def deliver(event: Event) -> None:
         loop.call_soon_threadsafe(events.put_nowait, event)
 
-    strings = StopStrings(settings.stop_strings, decoder(served.engine_tokenizer)) if settings.stop_strings else None
     job = Job(
         prompt,
         settings.most_tokens or room,
         settings.sampling(),
-        Ends(frozenset() if settings.ignore_eos else served.stop, strings),
+        _ends(served, settings),
         deliver,
         seed=settings.seed,
         speculate=settings.speculate,
@@ -299,8 +309,20 @@ def _begin(served: Served, settings: Settings, constraint: Constraint | None) ->
             headers={"Retry-After": "1"},
         )
     before = prompt if isinstance(settings, CompletionRequest) else ()
-    text = StreamedText(decoder(served.tokenizer), settings.stop_strings, before)
+    text = StoppedText(TextStream(served.decoder, before), settings.stop_strings)
     return Answer(served, settings, job, text, events, rendering)
+
+
+def _ends(served: Served, settings: Settings) -> Ends:
+    """What ends an answer. Raises RequestError for a stop string that no answer's text can hold."""
+    tokens = frozenset[int]() if settings.ignore_eos else served.stop
+    if not settings.stop_strings:
+        return Ends(tokens)
+    continues = isinstance(settings, CompletionRequest)
+    try:
+        return Ends(tokens, StopStrings(settings.stop_strings, served.engine_decoder, continues=continues))
+    except ValueError as error:
+        raise RequestError(str(error), parameter="stop") from None
 
 
 def _constrain(served: Served, grammar: Grammar) -> Constraint | None:

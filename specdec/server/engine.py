@@ -1,4 +1,5 @@
-"""Decodes requests that come at any time: one thread, with a batch of drafted and a batch of plain answers."""
+"""Decodes requests that come at any time: one thread, with a batch of drafted and a batch of plain answers, and one of sampled answers
+with a seed, whose drafts must not depend on clocks or on other requests."""
 
 import logging
 import threading
@@ -181,8 +182,13 @@ class Engine:
     """
 
     def __init__(self, drafted: Decoder, plain: Decoder, *, rows: int, queue: int, prefill_tokens: int = 512):
-        # By `speculate`
-        self.lanes = {True: Lane(drafted, rows, prefill_tokens), False: Lane(plain, rows, prefill_tokens)}
+        self.drafted, self.plain = (Lane(decoder, rows, prefill_tokens) for decoder in (drafted, plain))
+        steady = drafted.steady()
+        if steady is drafted:
+            self.seeded = self.drafted
+        else:
+            self.seeded = Lane(steady, rows, prefill_tokens) if steady.proposer else self.plain
+        self.lanes = [*dict.fromkeys((self.drafted, self.plain, self.seeded))]
         self.queue = queue
         self.changed = threading.Condition()
         self.given_up: list[Job] = []
@@ -207,15 +213,27 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        return sum(len(lane.jobs) for lane in self.lanes.values())
+        return sum(len(lane.jobs) for lane in self.lanes)
 
     @property
     def num_waiting(self) -> int:
-        return len(self.arrived) + sum(len(lane.waiting) for lane in self.lanes.values())
+        return len(self.arrived) + sum(len(lane.waiting) for lane in self.lanes)
+
+    def lane_of(self, job: Job) -> Lane:
+        if not job.speculate:
+            return self.plain
+        return self.seeded if job.seed is not None and not job.sampling.greedy else self.drafted
+
+    def describe_shape(self, job: Job) -> str | None:
+        """What the seed changes about the drafts; None: nothing"""
+        lane = self.lane_of(job)
+        if not job.speculate or lane is self.drafted:
+            return None
+        return "none, because of seed" if lane is self.plain else "fixed, because of seed"
 
     def submit(self, job: Job) -> bool:
         """Queues a job -> whether there was room for it. Raises ValueError for one that cannot be decoded."""
-        self.lanes[job.speculate].decoder.check([job.prompt], job.max_new_tokens)
+        self.lane_of(job).decoder.check([job.prompt], job.max_new_tokens)
         with self.changed:
             if self.num_waiting >= self.queue or self.stopping:
                 return False
@@ -236,14 +254,14 @@ class Engine:
                     self.changed.wait()
                 arrived, self.arrived = self.arrived, []
                 for job in arrived:
-                    self.lanes[job.speculate].waiting.append(job)
+                    self.lane_of(job).waiting.append(job)
                 given_up, self.given_up = self.given_up, []
                 if self.stopping and not self._busy:
                     return
             for job in given_up:
-                self.lanes[job.speculate].give_up(job)
+                self.lane_of(job).give_up(job)
             self._give_up_late()
-            for lane in self.lanes.values():
+            for lane in self.lanes:
                 try:
                     if step := lane.advance():
                         lane.hand_out(step)
@@ -253,11 +271,11 @@ class Engine:
 
     @property
     def _busy(self) -> bool:
-        return any(lane.waiting or lane.jobs for lane in self.lanes.values())
+        return any(lane.waiting or lane.jobs for lane in self.lanes)
 
     def _give_up_late(self) -> None:
         now = time.monotonic()
-        for lane in self.lanes.values():
+        for lane in self.lanes:
             for job in [*lane.waiting, *lane.jobs.values()]:
                 if job.deadline is not None and now > job.deadline:
                     lane.give_up(job)

@@ -14,7 +14,7 @@ from specdec.core.untrusted import is_text
 
 # Fields of OpenAI and vLLM that change the answer in ways that this server cannot, with what they may be nevertheless
 REFUSED: dict[str, tuple] = {
-    "n": (1,), "best_of": (1,), "logprobs": (False, 0), "top_logprobs": (0,), "echo": (False,),
+    "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "echo": (False,),
     "suffix": ("",), "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "min_p": (0,),
 }  # fmt: skip
 FORMS = {  # of fields that may hold several things
@@ -218,13 +218,20 @@ def parse(kind: type[Settings], body: bytes) -> Any:
         )
     for name in [name for name in document if name in REFUSED or name in IGNORED]:
         value = document.pop(name)
-        if name in REFUSED and value is not None and value not in REFUSED[name]:
+        if name in REFUSED and not _is_allowed(name, value):
             raise RequestError(f"This server cannot do {name}={_short(value)}: leave it out.", parameter=name)
     document = {name: value for name, value in document.items() if value is not None}
     try:
         return kind.model_validate(document)
     except pydantic.ValidationError as error:
         raise _explain(kind, error) from None
+
+
+def _is_allowed(name: str, value: Any) -> bool:
+    """Whether a field of REFUSED may have this value. False is not 0 there: chats have logprobs false, and completions a number of them."""
+    return value is None or any(
+        value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in REFUSED[name]
+    )
 
 
 def _explain(kind: type[Settings], error: pydantic.ValidationError) -> RequestError:

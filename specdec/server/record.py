@@ -18,6 +18,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from specdec.core import files, row_files
+from specdec.core.answer_text import TextDecoder
 from specdec.core.sampling import Sampling
 from specdec.proposers import datastore
 from specdec.target.model import Target
@@ -60,7 +61,7 @@ class Recorder:
 
     def __init__(self, folder: str | Path):
         self.folder, self.stopped = Path(folder), False
-        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.decoder: TextDecoder | None = None
         self.origin: dict[str, str | None] = {}  # fields of every row
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -72,7 +73,7 @@ class Recorder:
 
     def set_origin(self, target: Target, tokenizer: PreTrainedTokenizerBase) -> None:
         """Of the rows that follow."""
-        self.tokenizer = tokenizer
+        self.decoder = TextDecoder.of(tokenizer, special=True)
         self.origin = {
             "tokenizer": datastore.fingerprint(tokenizer),
             "target": target.name,
@@ -94,13 +95,13 @@ class Recorder:
             LOG.warning(sentence, self.folder, type(error).__name__, error)
 
     def _make_row(self, exchange: Exchange) -> dict:
-        text, num, tokenizer = exchange.text, exchange.num_prompt, self.tokenizer
-        assert tokenizer is not None, "set_origin comes first"
+        text, num, decoder = exchange.text, exchange.num_prompt, self.decoder
+        assert decoder is not None, "set_origin comes first"
         content: dict[str, list | None] = {"messages": None, "texts": None}
         if exchange.messages is not None:
             content["messages"] = [*exchange.messages, {"role": "assistant", "content": text}]
         else:
-            content["texts"] = [str(tokenizer.decode(exchange.tokens[:num])), text]
+            content["texts"] = [decoder.text(exchange.tokens[:num]), text]
         return {
             "id": uuid.uuid4().hex,
             "time": time.time(),

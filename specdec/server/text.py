@@ -1,43 +1,29 @@
-"""The text of an answer, piece by piece, while its tokens come."""
+"""The text of an answer up to a stop string, piece by piece, while its tokens come."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-BROKEN = "\ufffd"  # stands for bytes that are no whole character yet
-CONTEXT = 8  # tokens before the new ones that are decoded with them, as spaces depend on what is before
+from specdec.core.answer_text import TextStream
 
 
-class StreamedText:
-    """Turns tokens into pieces of text that together are the decoded answer.
+class StoppedText:
+    """Turns tokens into pieces of text that together are the answer's text before the first stop string.
 
-    decode: token ids -> text
-    stop_strings: the text ends before the first of them, and what may be the beginning of one is kept back
-    before: the tokens of a text that the answer continues
+    stop_strings: what may be the beginning of one is kept back
     """
 
-    def __init__(
-        self, decode: Callable[[list[int]], str], stop_strings: Sequence[str] = (), before: Sequence[int] = ()
-    ):
-        self.decode, self.stop_strings = decode, tuple(stop_strings)
-        self.tokens = list(before[-CONTEXT:])
-        self.start, self.read = 0, len(self.tokens)  # of the tokens that are decoded together; of those not given out
+    def __init__(self, stream: TextStream, stop_strings: Sequence[str] = ()):
+        self.stream, self.stop_strings = stream, tuple(stop_strings)
         self.kept_back = ""
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """The piece of text that the next token completes; empty if it ends inside of a character."""
-        self.tokens.append(token)
-        before = self.decode(self.tokens[self.start : self.read])
-        text = self.decode(self.tokens[self.start :])
-        if text.endswith(BROKEN) and len(self.tokens) - self.read < CONTEXT:
-            return ""
-        self.start, self.read = max(0, len(self.tokens) - CONTEXT), len(self.tokens)
-        return self._release(text[len(before) :])
+        """The piece of text that the next token completes; it may be empty."""
+        return self._release(self.stream.add(token))
 
     def end(self) -> str:
         """What was kept back."""
-        before = self.decode(self.tokens[self.start : self.read])
-        rest = self._release(self.decode(self.tokens[self.start :])[len(before) :]) + self.kept_back
-        self.read, self.kept_back = len(self.tokens), ""
+        rest = self._release(self.stream.end()) + self.kept_back
+        self.kept_back = ""
         return rest
 
     def _release(self, piece: str) -> str:

@@ -368,6 +368,11 @@ def test_a_protocols_stop_texts_end_answers(run, folder, tmp_path, monkeypatch):
     cut = answer("cut")
     assert cut == whole[: len(cut)] and len(cut) <= 6 < len(whole)
     assert text in decode(cut) and text not in decode(cut[:-1])
+    monkeypatch.setattr(suites, "read_protocol", lambda name: replace(known, stop={"gsm8k": ["a<|im_end|>"]}))
+    with pytest.raises(
+        ValueError, match=r"protocol=specforge: The stop string 'a<\|im_end\|>' holds the special token"
+    ):
+        answer("refused")
 
 
 # Replay

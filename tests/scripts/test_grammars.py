@@ -5,7 +5,7 @@ import json
 import pytest
 
 from scripts import generate
-from tests.support import save_eagle, save_target
+from tests.support import byte_fallback_tokenizer, save_eagle, save_target
 
 pytestmark = pytest.mark.full
 SCHEMA = {
@@ -29,6 +29,15 @@ def test_generate_says_whether_the_grammar_is_complete(run_script, head):
     out = run_script(generate, *common, "max_new_tokens=80")
     assert '"sky": ' in out and "complete under the grammar" in out and "; the same answer" in out.replace("\n", " ")
     assert "raise max_new_tokens=" in run_script(generate, *common, "max_new_tokens=4").replace("\n", " ")
+
+
+def test_generate_writes_characters_of_many_tokens_whole(run_script, tmp_path):
+    pytest.importorskip("llguidance")
+    save_target(tmp_path / "target", tokenizer=byte_fallback_tokenizer())
+    text = "春眠不觉晓, é 处处!"
+    common = [f"target.name={tmp_path / 'target'}", "proposer=ngram", "prompt=Say", f"decode.grammar=regex:{text}"]
+    assert f"\n{text}\n" in "\n" + run_script(generate, *common, "compare=false", "max_new_tokens=60")
+    assert "春\ufffd\n" in run_script(generate, *common, "compare=false", "max_new_tokens=5")  # cut inside a character
 
 
 @pytest.mark.parametrize(

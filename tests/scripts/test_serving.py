@@ -229,6 +229,18 @@ def test_what_a_server_does_not_say_is_said(judge, folder):
             judge(server, f"plain={other.url}", out="wrong plain")
 
 
+@pytest.mark.parametrize("kind", ["specdec", "vllm"])
+def test_a_seed_does_not_change_how_this_server_drafts(judge, kind):
+    """Above temperature 0 it drafts otherwise with a seed, so that one is not sent."""
+    for temperature in (0, 1):
+        with Drafting(kind) as server:
+            report, _ = judge(server, "seed=3", f"decode.temperature={temperature}", out=f"{kind} {temperature}")
+        seedless = kind == "specdec" and temperature == 1
+        asked = [body for path, body in server.requests if path == "v1/completions"]
+        assert {body.get("seed") for body in asked} == {None if seedless else 3}
+        assert any("without a seed" in note for note in report["notes"]) == seedless
+
+
 def test_other_traffic_is_noticed_and_left_out(judge):
     server = Drafting("vllm", per_answer=False)
 

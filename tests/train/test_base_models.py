@@ -10,11 +10,11 @@ from transformers import GenerationConfig, LlamaConfig
 
 from scripts import answer, generate, show_data
 from specdec.core import token_text
-from specdec.server.text import StreamedText
+from specdec.core.answer_text import TextDecoder
 from specdec.target.model import load_tokenizer
 from tests.conversations import pair
 from tests.small_server import Model, SmallServer
-from tests.support import losses_of, save_target, small_tokenizer, write_rows
+from tests.support import byte_fallback_tokenizer, losses_of, save_target, small_tokenizer, write_rows
 from train.answers import answering, datastore
 from train.data import reading
 from train.data import rows as data
@@ -162,17 +162,15 @@ def test_prompts_are_read_as_they_are(tmp_path, tokenizer):
     assert [prompt.tokens for prompt in load(small_tokenizer())] != [[BEGIN, *text], [BEGIN]]
 
 
-def test_the_text_of_an_answer_goes_on_from_its_prompt():
-    """With a tokenizer that drops the space at a text's beginning, as SentencePiece's do."""
-    words = ["one", " two", " three"]
-
-    def decode(tokens, **_):
-        return "".join(words[token] for token in tokens).lstrip()
-
-    fake = type("Tokenizer", (), {"decode": staticmethod(decode)})()
-    assert answering.make_answer(fake, [1, 2], set(), before=[0]).text == " two three"
-    streamed = StreamedText(decode, before=[0])
-    assert "".join([streamed.add(1), streamed.add(2), streamed.end()]) == " two three"
+@pytest.mark.parametrize("opening", [True, False])
+def test_the_text_of_an_answer_goes_on_from_its_prompt(opening):
+    """With tokenizers that put a space before each word, and drop it at a text's beginning or not; the last answer is cut."""
+    tokenizer = byte_fallback_tokenizer(opening=opening)
+    ids = tokenizer("Count to \u5929 then \u00e9\u00e9", add_special_tokens=False)["input_ids"]
+    for place in range(1, len(ids) - 2):
+        before = TextDecoder.of(tokenizer).text(ids[:place]).rstrip("\ufffd")
+        whole, part = (answering.make_answer(tokenizer, ids[place:end], set(), ids[:place]) for end in (None, -1))
+        assert before + whole.text == tokenizer.decode(ids) and before + part.text == tokenizer.decode(ids)[:-1]
 
 
 # Commands

@@ -4,7 +4,6 @@ The decoder of this project (`OwnDecoder`) or a server (engine_answers.AnswerSer
 jobs and yields what was written, some jobs at a time. `HeldoutAnswers` are those that validation replays: plain, and kept for later runs.
 """
 
-import functools
 import hashlib
 import json
 import time
@@ -19,6 +18,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
 from specdec.core import files
+from specdec.core.answer_text import BROKEN, TextDecoder
 from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
@@ -115,10 +115,9 @@ def make_answer(
 ) -> WrittenAnswer:
     """tokens: what the target wrote, with the token that ended it; before: AnswerJob.before, as spaces may depend on it"""
     finish = "stop" if tokens[-1] in stop else "length"
-    said, before = tokens[:-1] if finish == "stop" else tokens, before or []
-    decode = functools.partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    text = str(decode(before + said))[len(str(decode(before))) :]
-    text = text.rstrip("\ufffd") if finish == "length" else text  # the cut may fall inside a character
+    said = tokens[:-1] if finish == "stop" else tokens
+    text = TextDecoder.of(tokenizer).text(said, before or ())
+    text = text.rstrip(BROKEN) if finish == "length" else text  # the cut may fall inside a character
     return WrittenAnswer(text, finish, tokens)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from specdec.core import devices, token_text
+from specdec.core.answer_text import TextDecoder, TextStream
 from specdec.core.untrusted import is_text
 from specdec.measuring.measure import Prompt
 from specdec.proposers import datastore
@@ -339,11 +340,11 @@ def split_cut_thoughts(message: dict) -> dict:
 
 def show(tokenizer: PreTrainedTokenizerBase, row: Row) -> rich.text.Text:
     """The row's text, the supervised part in green."""
-    text = rich.text.Text()
+    text, stream = rich.text.Text(), TextStream(TextDecoder.of(tokenizer, special=True))
     for supervised, group in itertools.groupby(zip(row.mask, row.tokens, strict=True), key=lambda pair: pair[0]):
-        piece = tokenizer.decode([token for _, token in group], clean_up_tokenization_spaces=False)
-        text.append(piece, style="bold green" if supervised else "dim")
-    return text
+        pieces = [stream.add(token) for _, token in group]
+        text.append("".join(pieces), style="bold green" if supervised else "dim")
+    return text.append(stream.end())
 
 
 # Rows to batches

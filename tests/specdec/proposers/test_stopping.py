@@ -9,7 +9,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from specdec.core.generation import StopStrings
+from specdec.core.answer_text import StopStrings, TextDecoder
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
@@ -69,7 +69,8 @@ def answers(middling) -> dict[float, list[list[int]]]:
 def test_rows_of_a_batch_end_where_single_answers_end(middling, answers, way, penalty):
     """Answers end by a stop token, a text or the budget, as cut answers of transformers do."""
     prompts, whole = prompts_of(middling), answers[penalty]
-    letters = StopStrings((" ".join(map(str, whole[1][5:9])),), lambda tokens: " ".join(map(str, tokens)))
+    spelled = TextDecoder(lambda tokens: " ".join(map(str, tokens)))
+    letters = StopStrings((" ".join(map(str, whole[1][5:9])),), spelled)
     ends = set()
     for stop, strings in ((set(), None), ({whole[0][6]}, None), (set(), letters), ({whole[0][6]}, letters)):
         expected = [cut(answer, stop, strings) for answer in whole]
@@ -90,7 +91,7 @@ def test_rows_of_a_batch_end_where_single_answers_end(middling, answers, way, pe
 def cut(answer: list[int], stop, strings: StopStrings | None) -> list[int]:
     """The shortest prefix of the answer that ends with a stop token or contains a text."""
     for num in range(1, len(answer) + 1):
-        text = strings.decode(answer[:num]) if strings else ""
+        text = strings.decoder.decode(answer[:num]) if strings else ""
         if answer[num - 1] in stop or any(string in text for string in (strings.strings if strings else ())):
             return answer[:num]
     return answer
@@ -103,9 +104,10 @@ def test_a_penalty_changes_the_answers(answers):
 # Texts that end an answer
 
 
-def decoder_of_bytes(texts: dict[int, bytes]):
-    """A function that decodes the given tokens to their bytes, and every other token to a full stop."""
-    return lambda tokens: b"".join(texts.get(token, b".") for token in tokens).decode("utf-8", errors="replace")
+def decoder_of_bytes(texts: dict[int, bytes]) -> TextDecoder:
+    """The given tokens are their bytes, and every other token is a full stop."""
+    decode = lambda tokens: b"".join(texts.get(token, b".") for token in tokens).decode("utf-8", errors="replace")
+    return TextDecoder(decode)
 
 
 @pytest.fixture(scope="module")
@@ -129,10 +131,10 @@ def test_answers_end_at_texts_that_span_tokens_and_rounds(target, story, text):
             continue
         spelling = [text.encode()[i : i + 1] for i in range(len(tokens))]
         spelling[-1] = text.encode()[len(tokens) - 1 :] + b"more"
-        decode = decoder_of_bytes(dict(zip(tokens, spelling)))
-        strings = StopStrings((text, "never"), decode)
+        decoder = decoder_of_bytes(dict(zip(tokens, spelling)))
+        strings = StopStrings((text, "never"), decoder)
         expected = cut(answer, set(), strings)
-        assert text in decode(expected) and text not in decode(expected[:-1])
+        assert text in decoder.decode(expected) and text not in decoder.decode(expected[:-1])
         ends.add(len(expected))
         for proposer in (None, Scripted([prompt + answer], 4, oracle(4))):
             decoder = Decoder(target, proposer, sampling=Sampling(), stop=set(), stop_strings=strings)
@@ -150,16 +152,16 @@ def test_an_answer_ends_if_its_first_token_completes_a_text(target, story):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_ends_equal_those_found_in_the_whole_text(seed):
-    """Random bytes arrive in runs: decoding only the tail of a text finds the end that the whole text has."""
+    """Random bytes arrive in runs: decoding only a window of the text finds the end that the whole text has."""
     symbols = [b"a", b"b", b"ab", "\u00e9".encode(), *(bytes([byte]) for byte in "\N{GRINNING FACE}".encode())]
-    decode = decoder_of_bytes(dict(enumerate(symbols)))
+    decoder = decoder_of_bytes(dict(enumerate(symbols)))
     generator = torch.Generator().manual_seed(seed)
     tokens = random_tokens(seed, 400, len(symbols))
     for at in range(50, 400, 50):
         tokens[at : at + 4] = [4, 5, 6, 7]
     ends = []
     for strings in (("\N{GRINNING FACE}",), ("abab\u00e9",), ("ba\u00e9ab", "bbbbb")):
-        rule, written, new = StopStrings(strings, decode), 0, 0
+        rule, written, new = StopStrings(strings, decoder), 0, 0
         while written < len(tokens):
             new = 1 + int(torch.randint(6, (), generator=generator))
             end = rule.end(tokens[:written], tokens[written : written + new])

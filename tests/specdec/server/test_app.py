@@ -26,19 +26,18 @@ QUESTIONS = [f"Say {word} {number} times." for number, word in enumerate(["sky",
 
 
 @contextlib.contextmanager
-def serving(target, *, rows=4, queue=64, template=None, arguments=None, **settings):
-    """A server of a tiny target with an untrained EAGLE-3 head -> its URL, and the record it serves"""
-    tokenizer = copy.deepcopy(small_tokenizer())
-    proposer = HeadProposer(make_drafter(target, "eagle3"), chain_of(3))
+def serving(target, *, rows=4, queue=64, template=None, arguments=None, tokenizer=None, proposer=None, **settings):
+    """A server of a tiny target, by default with an untrained EAGLE-3 head -> its URL, and the record it serves"""
+    tokenizer = copy.deepcopy(tokenizer or small_tokenizer())
+    other = copy.deepcopy(tokenizer)
+    proposer = proposer or HeadProposer(make_drafter(target, "eagle3"), chain_of(3))
     drafted, plain = (Decoder(target, each, sampling=Sampling(), stop=STOP) for each in (proposer, None))
     engine = Engine(drafted, plain, rows=rows, queue=queue)
-    grammars = functools.cache(lambda: Grammars(small_tokenizer(), target.vocab_size, STOP))
+    grammars = functools.cache(lambda: Grammars(other, target.vocab_size, STOP))
     usual = {"stop": frozenset(STOP), "model": "tiny", "head": "run/step", "max_length": 400, "page": "<h1>a page</h1>"}
     tokenizer.chat_template = template or tokenizer.chat_template
     encode = functools.partial(data.encode_chat, tokenizer, arguments or {})
-    served = Served(
-        engine, tokenizer, small_tokenizer(), encode, lambda each: grammars().constraint(each), **(usual | settings)
-    )
+    served = Served(engine, tokenizer, other, encode, lambda each: grammars().constraint(each), **(usual | settings))
     with running(make_app(served)) as url:
         yield url, served
     assert not engine.alive
@@ -218,6 +217,9 @@ BAD = [
     (b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}', 400, "parts of type text"),
     (b'{"messages": [{"role": "user", "content": "a"}], "temprature": 0}', 400, "Did you mean 'temperature'"),
     (b'{"messages": [{"role": "user", "content": "a"}], "temperature": -1}', 400, "temperature=-1"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "n": true}', 400, "n=true"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "presence_penalty": false}', 400, "presence_penalty=false"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "stop": "a<|im_end|>"}', 400, "special token <|im_end|>"),
     (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', 400, "temperature"),
     (b'{"messages": [{"role": "user", "content": "a"}], "top_p": 0}', 400, "top_p=0"),
     (b'{"messages": [{"role": "user", "content": "a"}], "n": 2}', 400, "cannot do n=2"),
