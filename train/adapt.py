@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from specdec.server import record
-from specdec.target.loading import UNREAD
+from specdec.target.fingerprint import UNREAD
 from train import validate
 from train.data import rows as data
 

@@ -21,7 +21,7 @@ from specdec.core import devices, fast, hub, precision
 from specdec.core.sampling import Sampling
 from specdec.heads.base import Head
 from specdec.measuring.measure import Prompt, check_prompts
-from specdec.target.loading import UNREAD
+from specdec.target.fingerprint import UNREAD
 from specdec.target.model import Target
 from train import display, distributed, optimization, progress
 from train.config import RunConfig, fixed_settings, flat, read_settings

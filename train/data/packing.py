@@ -15,7 +15,7 @@ import pyarrow
 import torch
 from numpy import ndarray
 
-from specdec.target.loading import UNREAD, describe_difference
+from specdec.target.fingerprint import UNREAD, describe_difference
 from train.data.rows import Row
 
 ENCODED = "encoded.arrow"  # the file of a source's encoded rows

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from specdec.core.sampling import Sampling
 from specdec.core.shards import is_cached
 from specdec.heads.base import Drafter
-from specdec.target.loading import UNREAD, describe_difference
+from specdec.target.fingerprint import UNREAD, describe_difference
 from specdec.target.model import Target, TargetOutput
 from train.answers.resumable import digest
 from train.features.engine_client import BadAnswer, EngineClient

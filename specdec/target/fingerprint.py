@@ -1,0 +1,231 @@
+"""What identifies a target: a digest of its configuration and of every weight.
+
+    v2.0123456789abcdef                  an unquantised target, in any dtype
+    v2.0123456789abcdef-fp8              a quantised one, with its method
+    v2.0123456789abcdef-layers-unread    one whose layers were not read: the digest is of what is before and behind them
+
+Those of earlier versions have no `v2.`. They cover sizes and 64 values of every tensor, and are only compared.
+"""
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from specdec.core.digests import digest_files, digest_tensor
+from specdec.core.shards import Shards
+
+VERSION = "v2."
+UNREAD = "layers-unread"  # ends the fingerprint of a target whose layers were not compared
+SIZES = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "intermediate_size")
+ALWAYS = ("model_type", *SIZES)  # fields that count though they are the defaults of their class
+# Fields of a configuration that leave the output as it is, or that are told otherwise: ties and dtypes by the weights, the quantisation
+# by the fingerprint's end, the share of rotated dimensions by `rope_parameters`. MTP modules are no part of the target. Private fields
+# are paths and the like, but for OPT's `_remove_final_layer_norm`.
+IDLE = re.compile(
+    r"_(?!remove).*|architectures|auto_map|name_or_path|transformers_version|transformers_weights|dtype|torch_dtype|tie_word_embeddings|use_cache|"
+    r"return_dict|output_(attentions|hidden_states|router_logits)|attn_implementation|quantization_config|.*_token_ids?|"
+    r"id2label|label2id|problem_type|initializer_range|.*(dropout|pdrop).*|partial_rotary_factor|"
+    r"mtp_.*|num_mtp_.*|num_nextn_predict_layers"
+)
+
+
+class Fingerprint:
+    """A fingerprint, and what an earlier version called the same target. Either is made when it is first asked for."""
+
+    def __init__(self, make: Callable[[], str], make_old: Callable[[], str]):
+        self._make, self._make_old = make, make_old
+
+    @functools.cached_property
+    def text(self) -> str:
+        return self._make()
+
+    @functools.cached_property
+    def old(self) -> str:
+        """As earlier versions wrote it."""
+        return self._make_old()
+
+    def matches(self, stored: object) -> bool:
+        """Whether a stored fingerprint, of this version or an earlier one, is this target's."""
+        return isinstance(stored, str) and stored == (self.text if stored.startswith(VERSION) else self.old)
+
+    def fix(self) -> "Fingerprint":
+        """Makes both now: afterwards the weights may change."""
+        assert self.text and self.old
+        return self
+
+
+def make_fingerprint(
+    model: PreTrainedModel, ends: dict[str, nn.Module], quantisation: str | None, shards: Shards | None, *, whole: bool
+) -> Fingerprint:
+    """ends: what is before and behind the layers: embed, norm and head; quantisation: the method
+    shards: the files of the weights, which count if all are here; None: the model's own weights do
+    whole: whether the model has its layers
+    """
+    return Fingerprint(
+        functools.partial(_describe, model, ends, quantisation, shards, whole=whole),
+        functools.partial(_describe_as_before, model, ends, quantisation, shards, whole=whole),
+    )
+
+
+def _describe(
+    model: PreTrainedModel, ends: dict[str, nn.Module], quantisation: str | None, shards: Shards | None, *, whole: bool
+) -> str:
+    config = model.config.get_text_config(decoder=True)
+    if shards is not None and shards.here:
+        digests: dict[str, str] = {}
+        for part in digest_files(shards.paths(), shards.name):
+            digests |= part
+        find: Callable = shards.find
+    elif whole:
+        digests = {name: digest_tensor(value) for name, value in _weights_in_memory(model, quantisation)}
+        find = lambda name, shape: name if name in digests else None
+    else:
+        values = _parameters_of(ends)
+        return _join(
+            _digest([describe_config(config), {name: digest_tensor(each) for name, each in values}]),
+            UNREAD,
+            quantisation,
+        )
+    _drop_copies(model, digests, find)
+    others = {name: digest for name, digest in digests.items() if not in_mtp_module(name, config.num_hidden_layers)}
+    return _join(_digest([describe_config(config), others]), quantisation)
+
+
+def _join(digest: str, *ends: str | None) -> str:
+    return "-".join([VERSION + digest, *filter(None, ends)])
+
+
+def _digest(content: list[dict]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def describe_config(config: PreTrainedConfig) -> dict[str, Any]:
+    """The fields of a text model's configuration that may change its output and are not the defaults of their class."""
+    fields = _read_fields(config)
+    try:
+        usual = _read_fields(type(config)())
+    except Exception:  # a class of the model's own code may need arguments, and fail in any way without them
+        usual = {}
+    return {
+        key: value
+        for key, value in fields.items()
+        if not IDLE.fullmatch(key) and (key in ALWAYS or key not in usual or value != usual[key])
+    }
+
+
+def _read_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """As JSON holds them, with 1 as 1.0."""
+    return json.loads(json.dumps(config.to_dict(), default=str), parse_int=float)
+
+
+def _weights_in_memory(model: PreTrainedModel, quantisation: str | None) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers that files would hold. Those of an unquantised model have the names and shapes that they have in files."""
+    tensors = dict(model.named_parameters())  # a shared one has its first name
+    for place, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                tensors[f"{place}.{name}".removeprefix(".")] = buffer
+    if quantisation is not None:
+        # `state_dict` is not asked: it spoils 4-bit layers of bitsandbytes 0.50 on CPUs with bfloat16 units, once they have run
+        return [pair for name, value in tensors.items() for pair in _plain(name, value)]
+    for name in model._keys_to_ignore_on_save or ():
+        tensors.pop(name, None)
+    return list(revert_weight_conversion(model, {name: value.detach() for name, value in tensors.items()}).items())
+
+
+def _plain(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """The tensor, or those that it is made of: torchao keeps packed values and scales in one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [(name, tensor)]
+    parts, _ = tensor.__tensor_flatten__()
+    return [pair for part in parts for pair in _plain(f"{name}.{part}", vars(tensor)[part])]
+
+
+def _drop_copies(model: PreTrainedModel, digests: dict[str, str], find: Callable) -> None:
+    """Of two weights that the configuration ties, and that have the same values or one name only, leaves the first name."""
+    for copy, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        shape = tuple(model.get_parameter_or_buffer(source).shape)
+        first, second = find(source, shape), find(copy, shape)
+        if second is not None and first is None:
+            digests[source] = digests.pop(second)
+        elif second is not None and first != second and digests[first] == digests[second]:
+            del digests[second]
+
+
+def in_mtp_module(name: str, num_layers: int) -> bool:
+    """Whether a tensor belongs to an MTP module, which is tuned beside the target. num_layers: of the target"""
+    number = re.search(r"\blayers\.(\d+)\.", name)
+    return any(part.startswith("mtp") for part in name.split(".")) or (
+        number is not None and int(number[1]) >= num_layers
+    )
+
+
+def describe_difference(what: str, then: str, here: str) -> str:
+    """what: "... {} weights ..."; then, here: fingerprints, of the weights meant and of the target's -> one clause with both"""
+    (_, _, before), (_, _, now) = then.partition("-"), here.partition("-")
+    both = before or "unquantised", now or "unquantised"
+    found = f"{both[1]} weights" if both[0] != both[1] else f"others of that kind ({here}, not {then})"
+    return f"{what.format(both[0])}, and the target here has {found}"
+
+
+# As before version 2. The embeddings' fingerprint stays so: forms of a target in 16 bits need not agree in every value.
+
+NUM_VALUES = 64  # of every tensor
+
+
+def fingerprint_embeddings(ends: dict[str, nn.Module], config: PreTrainedConfig) -> str:
+    """16 hex digits of the sizes and samples of the embedding and the last norm, which quantisers leave as they are."""
+    return _digest_samples(config, _parameters_of({name: ends[name] for name in ("embed", "norm")}))
+
+
+def _parameters_of(modules: dict[str, nn.Module]) -> list[tuple[str, Tensor]]:
+    return [(f"{part}.{name}", value) for part, module in modules.items() for name, value in module.named_parameters()]
+
+
+def _describe_as_before(
+    model: PreTrainedModel, ends: dict[str, nn.Module], quantisation: str | None, shards: Shards | None, *, whole: bool
+) -> str:
+    config = model.config.get_text_config(decoder=True)
+    tensors = None if shards is None else _tensors_as_before(model, quantisation, shards)
+    if tensors is None and not whole:
+        return "-".join(filter(None, (fingerprint_embeddings(ends, config), UNREAD, quantisation)))
+    if tensors is None:
+        buffers = [] if quantisation is None else model.named_buffers()
+        tensors = [part for pair in (*model.named_parameters(), *buffers) for part in _plain(*pair)]
+    return "-".join(filter(None, (_digest_samples(config, tensors), quantisation)))
+
+
+def _tensors_as_before(
+    model: PreTrainedModel, quantisation: str | None, shards: Shards
+) -> Iterable[tuple[str, Tensor]] | None:
+    """From the files. None where not all are here, or a model that is not quantised has its experts stored one by one."""
+    if not shards.here:
+        return None
+    if quantisation is not None:
+        num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        return ((key, shards[key]) for key in shards.files if not in_mtp_module(key, num_layers))
+    places = {name: shards.find(name, tuple(value.shape)) for name, value in model.named_parameters()}
+    found = [key for key in places.values() if key is not None]
+    return ((name, shards[str(key)]) for name, key in places.items()) if len(set(found)) == len(places) else None
+
+
+def _digest_samples(config: PreTrainedConfig, tensors: Iterable[tuple[str, Tensor]]) -> str:
+    digest = hashlib.sha256()
+    fields = config.to_dict()
+    digest.update(json.dumps({key: fields[key] for key in SIZES if key in fields}).encode())
+    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, len(flat) // NUM_VALUES)][:NUM_VALUES]
+        sample = sample.view(torch.uint8) if sample.element_size() == 1 else sample  # not all such types are numbers
+        sample = sample.contiguous().to(torch.bfloat16).float().cpu()
+        digest.update(name.encode() + sample.numpy().tobytes())
+    return digest.hexdigest()[:16]
