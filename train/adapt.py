@@ -3,14 +3,14 @@
 import collections
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from specdec.server import record
-from specdec.target.fingerprint import UNREAD
+from specdec.target.fingerprint import UNREAD, VERSION, Fingerprint
 from train import validate
 from train.data import rows as data
 
@@ -67,17 +67,22 @@ Answers = list[RecordedAnswer]
 
 @dataclass(frozen=True)
 class TrafficSource:
-    """Whose answers are wanted. tokenizer: `datastore.fingerprint`; target: its name"""
+    """Whose answers are wanted. tokenizer: `datastore.fingerprint`; target: its name
+
+    read: gives the target's fingerprint from its files, for rows of another version
+    """
 
     tokenizer: str
     target: str
     target_fingerprint: str | None = None
+    read: Callable[[], Fingerprint] | None = None
 
     def wrote(self, row: dict) -> bool:
         """By fingerprints, or by names where one is unknown, or of a file of llama.cpp. A row may leave out its target."""
-        prints = row.get("target_fingerprint"), self.target_fingerprint
-        if all(each is not None and not any(mark in str(each) for mark in (UNREAD, "-gguf-")) for each in prints):
-            return prints[0] == prints[1]
+        prints = [str(each) for each in (row.get("target_fingerprint"), self.target_fingerprint) if each is not None]
+        if len(prints) == 2 and not any(mark in each for mark in (UNREAD, "-gguf-") for each in prints):
+            alike = len({each.startswith(VERSION) for each in prints}) == 1
+            return prints[0] == prints[1] if alike or self.read is None else self.read().matches(prints[0])
         return row.get("target") is None or Path(str(row["target"])).name == Path(self.target).name
 
     def parse(self, row: dict | None, *, place: str) -> RecordedAnswer | str:

@@ -16,6 +16,7 @@ import torch
 from numpy import ndarray
 
 from specdec.target.fingerprint import UNREAD, describe_difference
+from specdec.target.model import Target
 from train.data.rows import Row
 
 ENCODED = "encoded.arrow"  # the file of a source's encoded rows
@@ -110,18 +111,18 @@ def _lists(column: pyarrow.ListArray) -> tuple[ndarray, ndarray]:
     return column.values.to_numpy(), column.offsets.to_numpy()
 
 
-def warn_of_writers(writers: Iterable[str | None], fingerprint: str) -> None:
-    """Warns of rows that were written by other weights than the target's with this fingerprint.
+def warn_of_writers(writers: Iterable[str | None], target: Target) -> None:
+    """Warns of rows that were written by other weights than the target's.
 
     writers: fingerprints of what wrote each row; empty or None: not known
     """
-    counts = collections.Counter(writers)
+    counts, here = collections.Counter(writers), target.fingerprint()
     others = {
-        each: num for each, num in counts.items() if each and each != fingerprint and UNREAD not in each + fingerprint
+        each: num for each, num in counts.items() if each and UNREAD not in each + here and not target.matches(each)
     }
     if others:
         what = f"{sum(others.values())} of {counts.total()} rows were written by {{}} weights"
-        clause = describe_difference(what, max(others, key=lambda each: others[each]), fingerprint)
+        clause = describe_difference(what, max(others, key=lambda each: others[each]), here)
         warnings.warn(f"{clause}: let it answer the prompts itself (specdec answer), or expect less.", stacklevel=2)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from scripts import answer, evaluate
+from specdec.target.fingerprint import Fingerprint
 from tests.support import PowerCutError, before_steps, cut_power, save_target, train_overrides, write_rows
 from train import progress
 from train.answers.resumable import Resumable
@@ -58,7 +59,7 @@ def test_a_run_is_not_continued_with_other_inputs(inputs, begin, mode, tmp_path)
             path.write_bytes(content)
 
     save_target(inputs / "target", num_layers=8, seed=1)
-    what = r"checkpoints/run was begun with other inputs.*the target's weights \(digest \w{16} then, \w{16} now\); .*another run=NAME"
+    what = r"checkpoints/run was begun with other inputs.*the target \(digest v2\.\w{16} then, v2\.\w{16} now\); .*another run=NAME"
     refused(what if mode == "online" else r"cached features in .* were made with another target")
     if mode == "cached":
         return
@@ -152,12 +153,17 @@ def test_a_comparison_is_continued_with_the_same_target_only(inputs, run, tmp_pa
 def test_inputs_are_recorded_where_none_are(tmp_path):
     record, rows = tmp_path / "meta.json", tmp_path / "rows.jsonl"
     begin = lambda: Resumable(record, rows, {"seed": 0}, advice="Choose another.")
-    begin().same(target="a")
+    begin().same(Fingerprint.known("a"))
     third = begin()
-    third.same(target="b")  # there were no rows yet
+    third.same(Fingerprint.known("b"))  # there were no rows yet
     third.append({"id": 1})
     with pytest.raises(ValueError, match=r"rows\.jsonl was begun with another target.*Choose another"):
-        begin().same(target="a")
-    begin().same(target="b", other="c")
+        begin().same(Fingerprint.known("a"))
+    begin().same(Fingerprint.known("b"), other="c")
     with pytest.raises(ValueError, match="another other"):
         begin().same(other="d")
+    renewed = Fingerprint(lambda: "v2.b", lambda: "b")  # of the same target, and recorded anew
+    begin().same(renewed)
+    assert json.loads(record.read_text())["inputs"] == {"target": "v2.b", "other": "c"}
+    with pytest.raises(ValueError, match=r"rows\.jsonl was begun with another target"):
+        begin().same(Fingerprint.known("b"))
