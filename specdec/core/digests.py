@@ -17,7 +17,7 @@ from specdec.core.untrusted import read_json
 
 LOG = logging.getLogger(__name__)
 FORM = 1  # of the digests: another number where they are computed in another way
-NUM_VALUES = 2**20  # that are rounded and copied at a time
+NUM_VALUES = 2**15  # that are rounded and copied at a time: so few that torch starts no threads, which cost more than they do
 SETTLED = 2 * 10**9  # ns since a file was written: in less, it could be written again without another time
 SILENT, BETWEEN = 2.0, 15.0  # seconds before the first line on the progress, and between two
 

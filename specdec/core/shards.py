@@ -39,10 +39,11 @@ class Shards:
         self.here = True
         config = fetch_file(name, "config.json", revision=revision)
         named = None if config is None else untrusted.read_json(config).get("transformers_weights")
+        if config is not None and isinstance(named, str):
+            untrusted.inside(config.parent, named)  # raises for a name that leads out of it
         for file in [named] if isinstance(named, str) else [SINGLE, INDEX]:
             path = fetch_file(name, file, revision=revision)
             if path is not None:
-                untrusted.inside(path.parent, file)  # raises for a name that leads out of it
                 if file.endswith(".index.json"):
                     self._read_index(path, whole=whole)
                 else:
