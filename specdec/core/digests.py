@@ -17,7 +17,8 @@ from specdec.core.untrusted import read_json
 
 LOG = logging.getLogger(__name__)
 FORM = 1  # of the digests: another number where they are computed in another way
-NUM_VALUES = 2**15  # that are rounded and copied at a time: so few that torch starts no threads, which cost more than they do
+# Values that are rounded and copied at a time: on a CPU so few that torch starts no threads, which cost more than they save
+NUM_VALUES, ELSEWHERE = 2**15, 2**22
 SETTLED = 2 * 10**9  # ns since a file was written: in less, it could be written again without another time
 SILENT, BETWEEN = 2.0, 15.0  # seconds before the first line on the progress, and between two
 
@@ -37,16 +38,27 @@ def digest_tensor(tensor: Tensor) -> str:
 
 
 def _split(tensor: Tensor) -> Iterator[Tensor]:
-    """The values in order, in contiguous parts [n]; n is about NUM_VALUES, or one row of what is not contiguous."""
+    """The values in order, in contiguous parts [n], or one row of what is not contiguous."""
+    num = NUM_VALUES if tensor.device.type == "cpu" else ELSEWHERE
     if tensor.is_contiguous():
-        yield from tensor.view(-1).split(NUM_VALUES)
+        yield from tensor.view(-1).split(num)
     else:
-        for rows in tensor.split(max(1, NUM_VALUES * len(tensor) // tensor.numel())):
+        for rows in tensor.split(max(1, num * len(tensor) // tensor.numel())):
             yield rows.reshape(-1)
 
 
+def digest_tensors(tensors: dict[str, Tensor], name: str) -> dict[str, str]:
+    """The digests of tensors in memory. A line of the log says how far long work is. name: of the model, for that line"""
+    report = Report(name, sum(tensor.nbytes for tensor in tensors.values()))
+    digests = {}
+    for key, tensor in tensors.items():
+        digests[key] = digest_tensor(tensor)
+        report.advance(tensor.nbytes)
+    return digests
+
+
 def digest_files(paths: list[Path], name: str) -> list[dict[str, str]]:
-    """Of each safetensors file the digests of its tensors by name. A line of the log says how far long work is. name: for that line"""
+    """Of each safetensors file the digests of its tensors by name; name as of `digest_tensors`"""
     known = [_read_kept(path) for path in paths]
     report = Report(name, sum(path.stat().st_size for path, digests in zip(paths, known) if digests is None))
     return [_digest_file(path, report) if digests is None else digests for path, digests in zip(paths, known)]
@@ -66,7 +78,7 @@ class Report:
         if spent >= self.silent:
             self.silent = spent + BETWEEN
             left = spent * max(0, self.size - self.done) / self.done
-            sentence = "%s: its weights are read for its fingerprint, once: %.1f of %.1f GB, about %.0f s left"
+            sentence = "%s: its weights are read for its fingerprint: %.1f of %.1f GB, about %.0f s left"
             LOG.warning(sentence, self.name, self.done / 1e9, self.size / 1e9, left)
 
 

@@ -66,6 +66,10 @@ class Shards:
         """The dtype of a tensor, such as bfloat16, and its shape"""
         return str(self[key].dtype).removeprefix("torch."), list(self.shape(key))
 
+    def close(self) -> None:
+        """Lets go of all files, which may then be replaced. Those that are read later are opened again."""
+        self.open.clear()
+
     def path(self, file: str) -> Path:
         """One of the model's files, which is fetched if it is not here."""
         path = self._find_cached(file) or fetch_file(self.name, file, revision=self.revision)

@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from specdec.core.digests import digest_files, digest_tensor
+from specdec.core.digests import digest_files, digest_tensors
 from specdec.core.shards import Shards
 
 VERSION = "v2."
@@ -68,41 +69,47 @@ class Fingerprint:
         return self
 
 
-def make_fingerprint(
-    model: PreTrainedModel, ends: dict[str, nn.Module], quantisation: str | None, shards: Shards | None, *, whole: bool
-) -> Fingerprint:
-    """ends: what is before and behind the layers: embed, norm and head; quantisation: the method
+@dataclass(frozen=True)
+class WeightSource:
+    """Where a target's weights are.
+
+    ends: what is before and behind the layers: embed, norm and head; quantisation: the method
     shards: the files of the weights, which count if all are here; None: the model's own weights do
     whole: whether the model has its layers
     """
-    return Fingerprint(
-        functools.partial(_describe, model, ends, quantisation, shards, whole=whole),
-        functools.partial(_describe_as_before, model, ends, quantisation, shards, whole=whole),
-    )
+
+    model: PreTrainedModel
+    ends: dict[str, nn.Module]
+    quantisation: str | None
+    shards: Shards | None
+    whole: bool = True
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """Of the text part."""
+        return self.model.config.get_text_config(decoder=True)
+
+    def make_fingerprint(self) -> Fingerprint:
+        return Fingerprint(functools.partial(_describe, self), functools.partial(_describe_as_before, self))
 
 
-def _describe(
-    model: PreTrainedModel, ends: dict[str, nn.Module], quantisation: str | None, shards: Shards | None, *, whole: bool
-) -> str:
-    config = model.config.get_text_config(decoder=True)
+def _describe(source: WeightSource) -> str:
+    model, shards, config = source.model, source.shards, source.config
+    name = model.name_or_path or type(model).__name__
     if shards is not None and shards.here:
         digests: dict[str, str] = {}
         for part in digest_files(shards.paths(), shards.name):
             digests |= part
-        find: Callable = shards.find
-    elif whole:
-        digests = {name: digest_tensor(value) for name, value in _weights_in_memory(model, quantisation)}
-        find = lambda name, shape: name if name in digests else None
+        _drop_copies(model, digests, shards.find)
+        shards.close()
+    elif source.whole:
+        digests = digest_tensors(_weights_in_memory(model, source.quantisation), name)
+        _drop_copies(model, digests, lambda key, shape: key if key in digests else None)
     else:
-        values = _parameters_of(ends)
-        return _join(
-            _digest([describe_config(config), {name: digest_tensor(each) for name, each in values}]),
-            UNREAD,
-            quantisation,
-        )
-    _drop_copies(model, digests, find)
-    others = {name: digest for name, digest in digests.items() if not in_mtp_module(name, config.num_hidden_layers)}
-    return _join(_digest([describe_config(config), others]), quantisation)
+        digests = digest_tensors(dict(_parameters_of(source.ends)), name)
+        return _join(_digest([describe_config(config), digests]), UNREAD, source.quantisation)
+    counted = {key: digest for key, digest in digests.items() if not in_mtp_module(key, config.num_hidden_layers)}
+    return _join(_digest([describe_config(config), counted]), source.quantisation)
 
 
 def _join(digest: str, *ends: str | None) -> str:
@@ -132,7 +139,7 @@ def _read_fields(config: PreTrainedConfig) -> dict[str, Any]:
     return json.loads(json.dumps(config.to_dict(), default=str), parse_int=float)
 
 
-def _weights_in_memory(model: PreTrainedModel, quantisation: str | None) -> list[tuple[str, Tensor]]:
+def _weights_in_memory(model: PreTrainedModel, quantisation: str | None) -> dict[str, Tensor]:
     """Parameters and buffers that files would hold. Those of an unquantised model have the names and shapes that they have in files."""
     tensors = dict(model.named_parameters())  # a shared one has its first name
     for place, module in model.named_modules():
@@ -141,10 +148,10 @@ def _weights_in_memory(model: PreTrainedModel, quantisation: str | None) -> list
                 tensors[f"{place}.{name}".removeprefix(".")] = buffer
     if quantisation is not None:
         # `state_dict` is not asked: it spoils 4-bit layers of bitsandbytes 0.50 on CPUs with bfloat16 units, once they have run
-        return [pair for name, value in tensors.items() for pair in _plain(name, value)]
+        return dict(pair for name, value in tensors.items() for pair in _plain(name, value))
     for name in model._keys_to_ignore_on_save or ():
         tensors.pop(name, None)
-    return list(revert_weight_conversion(model, {name: value.detach() for name, value in tensors.items()}).items())
+    return revert_weight_conversion(model, {name: value.detach() for name, value in tensors.items()})
 
 
 def _plain(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
@@ -196,29 +203,26 @@ def _parameters_of(modules: dict[str, nn.Module]) -> list[tuple[str, Tensor]]:
     return [(f"{part}.{name}", value) for part, module in modules.items() for name, value in module.named_parameters()]
 
 
-def _describe_as_before(
-    model: PreTrainedModel, ends: dict[str, nn.Module], quantisation: str | None, shards: Shards | None, *, whole: bool
-) -> str:
-    config = model.config.get_text_config(decoder=True)
-    tensors = None if shards is None else _tensors_as_before(model, quantisation, shards)
-    if tensors is None and not whole:
-        return "-".join(filter(None, (fingerprint_embeddings(ends, config), UNREAD, quantisation)))
+def _describe_as_before(source: WeightSource) -> str:
+    model, quantisation = source.model, source.quantisation
+    tensors = _tensors_as_before(source)
+    if tensors is None and not source.whole:
+        return "-".join(filter(None, (fingerprint_embeddings(source.ends, source.config), UNREAD, quantisation)))
     if tensors is None:
         buffers = [] if quantisation is None else model.named_buffers()
         tensors = [part for pair in (*model.named_parameters(), *buffers) for part in _plain(*pair)]
-    return "-".join(filter(None, (_digest_samples(config, tensors), quantisation)))
+    return "-".join(filter(None, (_digest_samples(source.config, tensors), quantisation)))
 
 
-def _tensors_as_before(
-    model: PreTrainedModel, quantisation: str | None, shards: Shards
-) -> Iterable[tuple[str, Tensor]] | None:
+def _tensors_as_before(source: WeightSource) -> Iterable[tuple[str, Tensor]] | None:
     """From the files. None where not all are here, or a model that is not quantised has its experts stored one by one."""
-    if not shards.here:
+    shards = source.shards
+    if shards is None or not shards.here:
         return None
-    if quantisation is not None:
-        num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if source.quantisation is not None:
+        num_layers = source.config.num_hidden_layers
         return ((key, shards[key]) for key in shards.files if not in_mtp_module(key, num_layers))
-    places = {name: shards.find(name, tuple(value.shape)) for name, value in model.named_parameters()}
+    places = {name: shards.find(name, tuple(value.shape)) for name, value in source.model.named_parameters()}
     found = [key for key in places.values() if key is not None]
     return ((name, shards[str(key)]) for name, key in places.items()) if len(set(found)) == len(places) else None
 

@@ -23,8 +23,9 @@ from specdec.core.compile import join_products, run_block
 from specdec.core.devices import name_cause
 from specdec.core.shards import Shards
 from specdec.core.varlen import Segments
-from specdec.target import attention, fingerprint, loading, sharding
+from specdec.target import attention, loading, sharding
 from specdec.target import structure as target_structure
+from specdec.target.fingerprint import UNREAD, Fingerprint, WeightSource, fingerprint_embeddings
 from specdec.target.loading import DTYPES as DTYPES
 from specdec.target.loading import dtype_for, find_devices, load_model, load_skeleton, quantisation_of, whole
 from specdec.target.loading import load_tokenizer as load_tokenizer
@@ -97,7 +98,10 @@ class Target:
         if shards is not None and not self.whole:
             loading.fill_ends(model, (self.norm,), shards)
         ends: dict[str, nn.Module] = {"embed": self.embed, "norm": self.norm, "head": self.lm_head}
-        self.identity = fingerprint.make_fingerprint(model, ends, self.quantisation, shards, whole=self.whole)
+        source = WeightSource(model, ends, self.quantisation, shards, whole=self.whole)
+        self.identity = Fingerprint.known(UNREAD) if outline else source.make_fingerprint()
+        if shards is not None:
+            shards.close()
         if self.whole and not outline:
             self._check_logits()
 
@@ -199,7 +203,7 @@ class Target:
 
     def embeddings_fingerprint(self) -> str:
         """16 hex digits of what a target shares with its quantised forms."""
-        return fingerprint.fingerprint_embeddings({"embed": self.embed, "norm": self.norm}, self.config)
+        return fingerprint_embeddings({"embed": self.embed, "norm": self.norm}, self.config)
 
     def layer_ids(self, layers: list[int] | tuple[int, ...]) -> tuple[int, ...]:
         """Numbers of hidden states with the negative ones resolved (-1 is the final state).

@@ -137,4 +137,4 @@ def test_long_work_says_how_far_it_is(path, monkeypatch, caplog):
     monkeypatch.setattr(digests, "SILENT", 0.0)
     digest_files([path], "targets/x")
     (line,) = caplog.messages
-    assert line.startswith("targets/x: its weights are read for its fingerprint, once: 0.0 of 0.0 GB, about 0 s left")
+    assert line.startswith("targets/x: its weights are read for its fingerprint: 0.0 of 0.0 GB, about 0 s left")

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from specdec import checkpoint
 from specdec.core.files import replace_document
-from specdec.target.fingerprint import describe_config, make_fingerprint
+from specdec.target.fingerprint import WeightSource, describe_config
 from specdec.target.model import Target
 from tests.families import FAMILIES, make
 from tests.native import save_native
@@ -174,7 +174,7 @@ def test_two_layers_in_another_order_change_it(tmp_path):
 def test_the_model_in_memory_and_its_files_have_the_same(tmp_path, family):
     """In one file or several, in float32 or bfloat16, with experts one by one in the files and together in memory."""
     model = make(next(each for each in FAMILIES if str(each) == family))
-    found = {make_fingerprint(model, {}, None, None, whole=True).text}
+    found = {WeightSource(model, {}, None, None).make_fingerprint().text}
     for number, dtype in enumerate((torch.float32, torch.bfloat16)):
         folder = tmp_path / str(number)
         model.to(dtype).save_pretrained(folder, max_shard_size="20KB" if number else "1GB")
@@ -274,9 +274,8 @@ def test_it_is_made_when_it_is_asked_for_and_before_the_weights_change(monkeypat
     from specdec.target.adapter import adapt
 
     calls: list[str] = []
-    monkeypatch.setattr(
-        module, "digest_tensor", lambda value, digest=module.digest_tensor: calls.append("x") or digest(value)
-    )
+    digest = module.digest_tensors
+    monkeypatch.setattr(module, "digest_tensors", lambda *given: calls.append("x") or digest(*given))
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     target = Target(model, name="tiny")
     assert not calls

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from specdec.heads.medusa import Medusa2
 from specdec.target import loading as target_loading
-from specdec.target.fingerprint import make_fingerprint
+from specdec.target.fingerprint import WeightSource
 from specdec.target.model import Target
 from tests.families import FAMILIES, make
 from tests.saved_targets import PROMPT, SIZES, check_decoding, edit, save
@@ -82,7 +82,7 @@ def test_an_earlier_fingerprint_stays_what_checkpoints_hold():
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             parameter.copy_((torch.arange(parameter.numel()) % 97 - 48 + number).view(parameter.shape) / 64)
-    made = make_fingerprint(model, {}, None, None, whole=True)
+    made = WeightSource(model, {}, None, None).make_fingerprint()
     assert made.old == "b627ab7eb7640233" and made.matches("b627ab7eb7640233") and made.matches(made.text)
     assert not any(map(made.matches, ("v2.b627ab7eb7640233", made.text.removeprefix("v2."), "", None)))
 
