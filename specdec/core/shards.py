@@ -4,6 +4,7 @@ They are the files that transformers reads, in its order: the one that the confi
 the index with its shards.
 """
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,10 +89,17 @@ class Shards:
         """
         if parameter in self.files:
             return parameter
-        common = {key: _common(key, parameter) for key in self.files}
+        common = {key: _common(key, parameter) for key in self._by_ending.get(_ending(parameter), ())}
         longest = max(common.values(), default=0)
-        found = [key for key, num in common.items() if num == longest and num > 1 and self.shape(key) == shape]
+        found = [key for key, num in common.items() if num == longest and self.shape(key) == shape]
         return found[0] if len(found) == 1 else None
+
+    @functools.cached_property
+    def _by_ending(self) -> dict[str, list[str]]:
+        endings: dict[str, list[str]] = {}
+        for key in self.files:
+            endings.setdefault(_ending(key), []).append(key)
+        return endings
 
     def _read_index(self, index: Path, *, whole: bool) -> None:
         places = untrusted.read_json(index).get("weight_map")
@@ -165,6 +173,11 @@ def is_cached(name: str) -> bool:
         return any(isinstance(try_to_load_from_cache(name, file), str) for file in (INDEX, SINGLE))
     except ValueError:  # no name on the Hub
         return False
+
+
+def _ending(name: str) -> str:
+    """The last two parts."""
+    return ".".join(name.split(".")[-2:])
 
 
 def _common(key: str, other: str) -> int:

@@ -100,16 +100,15 @@ def _describe(source: WeightSource) -> str:
         digests: dict[str, str] = {}
         for part in digest_files(shards.paths(), shards.name):
             digests |= part
-        _drop_copies(model, digests, shards.find)
+        digests = _name_as_model(source, shards, digests)
         shards.close()
     elif source.whole:
-        digests = digest_tensors(_weights_in_memory(model, source.quantisation), name)
-        _drop_copies(model, digests, lambda key, shape: key if key in digests else None)
+        digests = digest_tensors(_name_as_saved(source, _weights_of(model)), name)
     else:
         digests = digest_tensors(dict(_parameters_of(source.ends)), name)
         return _join(_digest([describe_config(config), digests]), UNREAD, source.quantisation)
-    counted = {key: digest for key, digest in digests.items() if not in_mtp_module(key, config.num_hidden_layers)}
-    return _join(_digest([describe_config(config), counted]), source.quantisation)
+    _drop_copies(model, digests)
+    return _join(_digest([describe_config(config), digests]), source.quantisation)
 
 
 def _join(digest: str, *ends: str | None) -> str:
@@ -139,19 +138,48 @@ def _read_fields(config: PreTrainedConfig) -> dict[str, Any]:
     return json.loads(json.dumps(config.to_dict(), default=str), parse_int=float)
 
 
-def _weights_in_memory(model: PreTrainedModel, quantisation: str | None) -> dict[str, Tensor]:
-    """Parameters and buffers that files would hold. Those of an unquantised model have the names and shapes that they have in files."""
-    tensors = dict(model.named_parameters())  # a shared one has its first name
+def _weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters and buffers that files hold, by the first of their names."""
+    tensors = {name: value.detach() for name, value in model.named_parameters()}
     for place, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 tensors[f"{place}.{name}".removeprefix(".")] = buffer
-    if quantisation is not None:
+    return {name: value for name, value in tensors.items() if name not in (model._keys_to_ignore_on_save or ())}
+
+
+def _name_as_saved(source: WeightSource, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a model as its class saves them: such as experts one by one. Of a quantised one, as they are in memory."""
+    if source.quantisation is not None:
         # `state_dict` is not asked: it spoils 4-bit layers of bitsandbytes 0.50 on CPUs with bfloat16 units, once they have run
         return dict(pair for name, value in tensors.items() for pair in _plain(name, value))
-    for name in model._keys_to_ignore_on_save or ():
-        tensors.pop(name, None)
-    return revert_weight_conversion(model, {name: value.detach() for name, value in tensors.items()})
+    loaded = vars(source.model).pop("_weight_conversions", None)  # other names, of the files that it was loaded from
+    try:
+        return revert_weight_conversion(source.model, tensors)
+    finally:
+        if loaded is not None:
+            source.model._weight_conversions = loaded
+
+
+def _name_as_model(source: WeightSource, shards: Shards, digests: dict[str, str]) -> dict[str, str]:
+    """Digests of files by the names under which the model's class saves the tensors, without those that the model does not use.
+
+    Files of a quantised model, and files in another form than the class saves, keep their own names.
+    """
+    config, ties = source.config, source.model.get_expanded_tied_weights_keys(all_submodels=True)
+    plain = {key: digest for key, digest in digests.items() if not in_mtp_module(key, config.num_hidden_layers)}
+    if source.quantisation is not None:
+        return plain
+    shapes = {name: tuple(value.shape) for name, value in _weights_of(source.model).items()}
+    for pair in ties.items():
+        for known in set(pair) & shapes.keys():
+            shapes |= dict.fromkeys(pair, shapes[known])
+    saved = _name_as_saved(source, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+    places = {name: shards.find(name, tuple(value.shape)) for name, value in saved.items()}
+    places = {name: place for name, place in places.items() if place is not None or name not in {*ties, *ties.values()}}
+    if None in places.values() or len(set(places.values())) < len(places):
+        return plain
+    return {name: plain[str(place)] for name, place in places.items()}
 
 
 def _plain(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
@@ -162,15 +190,11 @@ def _plain(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
     return [pair for part in parts for pair in _plain(f"{name}.{part}", vars(tensor)[part])]
 
 
-def _drop_copies(model: PreTrainedModel, digests: dict[str, str], find: Callable) -> None:
+def _drop_copies(model: PreTrainedModel, digests: dict[str, str]) -> None:
     """Of two weights that the configuration ties, and that have the same values or one name only, leaves the first name."""
-    for copy, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
-        shape = tuple(model.get_parameter_or_buffer(source).shape)
-        first, second = find(source, shape), find(copy, shape)
-        if second is not None and first is None:
-            digests[source] = digests.pop(second)
-        elif second is not None and first != second and digests[first] == digests[second]:
-            del digests[second]
+    for copy, first in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if copy in digests and digests.setdefault(first, digests[copy]) == digests[copy]:
+            del digests[copy]
 
 
 def in_mtp_module(name: str, num_layers: int) -> bool:

@@ -182,6 +182,37 @@ def test_the_model_in_memory_and_its_files_have_the_same(tmp_path, family):
     assert len(found) == 1
 
 
+def test_names_before_and_tensors_beside_the_model_do_not_count(tmp_path):
+    """As in files of the bare model, in old ones with tables of angles, and in those that were pruned."""
+    before = fingerprint(save(tmp_path, tie_word_embeddings=True))
+
+    def rename(tensors):
+        for key in list(tensors):
+            tensors[key.removeprefix("model.")] = tensors.pop(key)
+
+    change_weights(tmp_path, rename)
+    assert heads_agree(tmp_path).fingerprint() == before == fingerprint(tmp_path)
+    more = {
+        "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16),
+        "layers.7.mlp.up_proj.weight": torch.ones(128, 128),
+    }
+    change_weights(tmp_path, lambda tensors: tensors.update(more))
+    assert fingerprint(tmp_path) == before
+    change_weights(tmp_path, lambda tensors: tensors["layers.0.mlp.up_proj.weight"].mul_(2))
+    assert fingerprint(tmp_path) != before
+
+
+def test_a_model_that_was_loaded_elsewhere_is_known_again(tmp_path):
+    """As heads beside a model of transformers need it."""
+    for family in ("qwen3_moe", "gemma3_text", "deepseek_v3"):
+        make(next(each for each in FAMILIES if str(each) == family)).save_pretrained(tmp_path / family)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / family)
+        assert WeightSource(model, {}, None, None).make_fingerprint().text == fingerprint(tmp_path / family)
+        with torch.no_grad():
+            model.get_input_embeddings().weight[3] += 0.5
+        assert WeightSource(model, {}, None, None).make_fingerprint().text != fingerprint(tmp_path / family)
+
+
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5_text", "qwen2"])
 def test_mtp_modules_do_not_count(tmp_path, name):
     save_native(tmp_path, name)
