@@ -1,4 +1,7 @@
-"""Digests of tensors by all of their values. Those of a safetensors file are kept in the user's cache until the file changes."""
+"""Digests of tensors by all of their values.
+
+Those of a safetensors file are kept in the user's cache until the file changes.
+"""
 
 import hashlib
 import logging
@@ -17,7 +20,7 @@ from specdec.core.untrusted import read_json
 
 LOG = logging.getLogger(__name__)
 FORM = 1  # of the digests: another number where they are computed in another way
-# Values that are rounded and copied at a time: on a CPU so few that torch starts no threads, which cost more than they save
+# Values that are rounded and copied at a time: on a CPU so few that torch starts no threads, which would cost more
 NUM_VALUES, ELSEWHERE = 2**15, 2**22
 SETTLED = 2 * 10**9  # ns since a file was written: in less, it could be written again without another time
 SILENT, BETWEEN = 2.0, 15.0  # seconds before the first line on the progress, and between two
@@ -26,8 +29,8 @@ SILENT, BETWEEN = 2.0, 15.0  # seconds before the first line on the progress, an
 def digest_tensor(tensor: Tensor) -> str:
     """32 hex digits of a tensor's shape and of all its values.
 
-    Floating-point numbers of 16 bits or more count as they are in bfloat16, so that a copy in float32 has the same digest. Of all
-    others, such as packed weights, the bytes and the dtype count.
+    Floating-point numbers of 16 bits or more count as they are in bfloat16, so that a copy in float32 has the same
+    digest. Of all others, such as packed weights, the bytes and the dtype count.
     """
     rounded = tensor.is_floating_point() and tensor.element_size() > 1
     digest = xxhash.xxh3_128(f"{list(tensor.shape)} {'' if rounded else tensor.dtype}".encode())
@@ -48,23 +51,23 @@ def _split(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def digest_tensors(tensors: dict[str, Tensor], name: str) -> dict[str, str]:
-    """The digests of tensors in memory. A line of the log says how far long work is. name: of the model, for that line"""
-    report = Report(name, sum(tensor.nbytes for tensor in tensors.values()))
+    """The digests of tensors in memory. A line of the log says how far long work is. name: of the model"""
+    progress = DigestProgress(name, sum(tensor.nbytes for tensor in tensors.values()))
     digests = {}
     for key, tensor in tensors.items():
         digests[key] = digest_tensor(tensor)
-        report.advance(tensor.nbytes)
+        progress.advance(tensor.nbytes)
     return digests
 
 
 def digest_files(paths: list[Path], name: str) -> list[dict[str, str]]:
     """Of each safetensors file the digests of its tensors by name; name as of `digest_tensors`"""
     known = [_read_kept(path) for path in paths]
-    report = Report(name, sum(path.stat().st_size for path, digests in zip(paths, known) if digests is None))
-    return [_digest_file(path, report) if digests is None else digests for path, digests in zip(paths, known)]
+    progress = DigestProgress(name, sum(path.stat().st_size for path, digests in zip(paths, known) if digests is None))
+    return [_digest_file(path, progress) if digests is None else digests for path, digests in zip(paths, known)]
 
 
-class Report:
+class DigestProgress:
     """Says in the log, once the work takes longer than SILENT, how much of it is done. size: bytes to read"""
 
     def __init__(self, name: str, size: int):
@@ -82,14 +85,14 @@ class Report:
             LOG.warning(sentence, self.name, self.done / 1e9, self.size / 1e9, left)
 
 
-def _digest_file(path: Path, report: Report) -> dict[str, str]:
+def _digest_file(path: Path, progress: DigestProgress) -> dict[str, str]:
     about, digests = _describe(path), {}
     with safetensors.safe_open(path, framework="pt") as file:
         names = file.keys()
         for key in names:
             tensor = file.get_tensor(key)
             digests[key] = digest_tensor(tensor)
-            report.advance(tensor.nbytes)
+            progress.advance(tensor.nbytes)
     if about == _describe(path) and time.time_ns() - about["mtime_ns"] > SETTLED:
         keep_document(_place_of(path), {"about": about, "digests": digests}, "The digests of a target's weights")
     return digests

@@ -105,7 +105,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def cache_folder() -> Path:
-    """For what can be made again: $SPECDEC_CACHE, or `specdec` in the user's cache folder, or in that for temporary files."""
+    """For what can be made again: $SPECDEC_CACHE, or `specdec` in the user's cache folder."""
     given, usual = os.environ.get("SPECDEC_CACHE"), os.environ.get("XDG_CACHE_HOME", "~/.cache")
     try:
         return (Path(given) if given else Path(usual) / "specdec").expanduser()

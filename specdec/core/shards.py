@@ -1,7 +1,7 @@
 """The safetensors files of a model, of which single tensors are read without the rest.
 
-They are the files that transformers reads, in its order: the one that the configuration names, model.safetensors, and only then
-the index with its shards.
+They are the files that transformers reads, in its order: the one that the configuration names, model.safetensors, and
+only then the index with its shards.
 """
 
 import functools
@@ -29,8 +29,8 @@ class Shards:
     name: a folder, or a name on the Hub; whole: whether all files are fetched now
     `here`: whether all files were on this machine from the beginning
 
-    Raises ValueError, with what to do, if it has no safetensors, if one of them is missing or damaged, or if the index names a tensor
-    that its file lacks.
+    Raises ValueError, with what to do, if it has no safetensors, if one of them is missing or damaged, or if the index
+    names a tensor that its file lacks.
     """
 
     def __init__(self, name: str, *, revision: str | None = None, whole: bool = False):

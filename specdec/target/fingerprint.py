@@ -28,14 +28,14 @@ VERSION = "v2."
 UNREAD = "layers-unread"  # ends the fingerprint of a target whose layers were not compared
 SIZES = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "intermediate_size")
 ALWAYS = ("model_type", *SIZES)  # fields that count though they are the defaults of their class
-# Fields of a configuration that leave the output as it is, or that are told otherwise: ties and dtypes by the weights, the quantisation
-# by the fingerprint's end, the share of rotated dimensions by `rope_parameters`. MTP modules are no part of the target. Private fields
-# are paths and the like, but for OPT's `_remove_final_layer_norm`.
+# Fields of a configuration that leave the output as it is, or that are told otherwise: ties and dtypes by the weights,
+# the quantisation by the fingerprint's end, the share of rotated dimensions by `rope_parameters`. MTP modules are no
+# part of the target. Private fields are paths and the like, but for OPT's `_remove_final_layer_norm`.
 IDLE = re.compile(
-    r"_(?!remove).*|architectures|auto_map|name_or_path|transformers_version|transformers_weights|dtype|torch_dtype|tie_word_embeddings|use_cache|"
-    r"return_dict|output_(attentions|hidden_states|router_logits)|attn_implementation|quantization_config|.*_token_ids?|"
-    r"id2label|label2id|problem_type|initializer_range|.*(dropout|pdrop).*|partial_rotary_factor|"
-    r"mtp_.*|num_mtp_.*|num_nextn_predict_layers"
+    r"_(?!remove).*|architectures|auto_map|name_or_path|transformers_version|transformers_weights|dtype|torch_dtype|"
+    r"tie_word_embeddings|use_cache|return_dict|output_(attentions|hidden_states|router_logits)|attn_implementation|"
+    r"quantization_config|.*_token_ids?|id2label|label2id|problem_type|initializer_range|.*(dropout|pdrop).*|"
+    r"partial_rotary_factor|mtp_.*|num_mtp_.*|num_nextn_predict_layers"
 )
 
 
@@ -139,7 +139,10 @@ def _read_fields(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters and buffers that files hold, by the first of their names."""
+    """Parameters and buffers that files hold, by the first of their names.
+
+    `state_dict` is not asked: on CPUs with bfloat16 units it spoils 4-bit layers of bitsandbytes 0.50 that have run.
+    """
     tensors = {name: value.detach() for name, value in model.named_parameters()}
     for place, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -149,9 +152,8 @@ def _weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _name_as_saved(source: WeightSource, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a model as its class saves them: such as experts one by one. Of a quantised one, as they are in memory."""
+    """The tensors of a model as its class saves them, such as experts one by one; of a quantised one as they are."""
     if source.quantisation is not None:
-        # `state_dict` is not asked: it spoils 4-bit layers of bitsandbytes 0.50 on CPUs with bfloat16 units, once they have run
         return dict(pair for name, value in tensors.items() for pair in _plain(name, value))
     loaded = vars(source.model).pop("_weight_conversions", None)  # other names, of the files that it was loaded from
     try:
@@ -162,24 +164,32 @@ def _name_as_saved(source: WeightSource, tensors: dict[str, Tensor]) -> dict[str
 
 
 def _name_as_model(source: WeightSource, shards: Shards, digests: dict[str, str]) -> dict[str, str]:
-    """Digests of files by the names under which the model's class saves the tensors, without those that the model does not use.
+    """Digests of files by the names under which the model's class saves the tensors, of those that the model uses.
 
     Files of a quantised model, and files in another form than the class saves, keep their own names.
     """
-    config, ties = source.config, source.model.get_expanded_tied_weights_keys(all_submodels=True)
-    plain = {key: digest for key, digest in digests.items() if not in_mtp_module(key, config.num_hidden_layers)}
-    if source.quantisation is not None:
+    num_layers = source.config.num_hidden_layers
+    plain = {key: digest for key, digest in digests.items() if not in_mtp_module(key, num_layers)}
+    places = {} if source.quantisation is not None else _find_places(source, shards)
+    if not places or len(set(places.values()) & plain.keys()) < len(places):
         return plain
+    return {name: plain[str(place)] for name, place in places.items()}
+
+
+def _find_places(source: WeightSource, shards: Shards) -> dict[str, str | None]:
+    """The name in the files of each tensor that the model's class saves, None for a missing one that is not tied."""
+    ties = source.model.get_expanded_tied_weights_keys(all_submodels=True)
     shapes = {name: tuple(value.shape) for name, value in _weights_of(source.model).items()}
     for pair in ties.items():
         for known in set(pair) & shapes.keys():
             shapes |= dict.fromkeys(pair, shapes[known])
+    places: dict[str, str | None] = {}
     saved = _name_as_saved(source, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
-    places = {name: shards.find(name, tuple(value.shape)) for name, value in saved.items()}
-    places = {name: place for name, place in places.items() if place is not None or name not in {*ties, *ties.values()}}
-    if None in places.values() or len(set(places.values())) < len(places):
-        return plain
-    return {name: plain[str(place)] for name, place in places.items()}
+    for name, value in saved.items():
+        place = shards.find(name, tuple(value.shape))
+        if place is not None or name not in {*ties, *ties.values()}:
+            places[name] = place
+    return places
 
 
 def _plain(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
@@ -191,7 +201,7 @@ def _plain(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def _drop_copies(model: PreTrainedModel, digests: dict[str, str]) -> None:
-    """Of two weights that the configuration ties, and that have the same values or one name only, leaves the first name."""
+    """Leaves the first name of two weights that the configuration ties, if they have the same values or one name."""
     for copy, first in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if copy in digests and digests.setdefault(first, digests[copy]) == digests[copy]:
             del digests[copy]
@@ -206,7 +216,7 @@ def in_mtp_module(name: str, num_layers: int) -> bool:
 
 
 def describe_difference(what: str, then: str, here: str) -> str:
-    """what: "... {} weights ..."; then, here: fingerprints, of the weights meant and of the target's -> one clause with both"""
+    """what: "... {} weights ..."; then, here: fingerprints, of the weights meant and of the target's -> one clause"""
     (_, _, before), (_, _, now) = then.partition("-"), here.partition("-")
     both = before or "unquantised", now or "unquantised"
     found = f"{both[1]} weights" if both[0] != both[1] else f"others of that kind ({here}, not {then})"
@@ -239,7 +249,7 @@ def _describe_as_before(source: WeightSource) -> str:
 
 
 def _tensors_as_before(source: WeightSource) -> Iterable[tuple[str, Tensor]] | None:
-    """From the files. None where not all are here, or a model that is not quantised has its experts stored one by one."""
+    """From the files. None where not all are here, or an unquantised model has its experts stored one by one."""
     shards = source.shards
     if shards is None or not shards.here:
         return None

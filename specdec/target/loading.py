@@ -56,18 +56,15 @@ def load_model(
     name: a folder, or a name on the Hugging Face Hub; dtype: one of DTYPES, for what is not quantised, or auto (precision.py)
     trust_remote_code: whether code that the folder brings may run; it has all rights of the user
     device: a device; or "auto": the layers in equal shares over all accelerators, everything else on the first
-    -> the model, how its checkpoint is quantised (None: not), and its files (None: no safetensors). Raises ValueError with what to do.
+    -> the model, how its checkpoint is quantised (None: not), and its files (None: no safetensors)
+    Raises ValueError with what to do.
     """
     devices = find_devices(device)
     dtype = dtype_for(dtype, devices[0])
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = load_config(name, **origin)
     quantisation = quantisation_of(config)
-    if quantisation is not None and not AutoHfQuantizer.supports_quant_method(config.to_dict()["quantization_config"]):
-        raise ValueError(
-            f"{name} is quantised by a method that transformers {transformers.__version__} does not know ({quantisation}): "
-            f"{UNQUANTISED}."
-        )
+    _check_method(name, config)
     factory, model_class = _find_class(name, config, **origin)
     with_accelerate = is_accelerate_available()  # in the extra `train`
     if len(devices) > 1 and not with_accelerate:
@@ -104,12 +101,22 @@ def load_model(
     return model, quantisation, shards
 
 
+def _check_method(name: str, config: PreTrainedConfig) -> None:
+    """Raises ValueError for a method of quantisation that transformers would leave out after a warning."""
+    method = quantisation_of(config)
+    if method is not None and not AutoHfQuantizer.supports_quant_method(config.to_dict()["quantization_config"]):
+        version = transformers.__version__
+        raise ValueError(
+            f"{name} is quantised by a method that transformers {version} does not know ({method}): {UNQUANTISED}."
+        )
+
+
 def load_skeleton(
     name: str, *, dtype: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, str | None]:
-    """A model whose parameters and buffers have shapes and no values (device meta), and how its checkpoint is quantised; arguments as of `load_model`.
+    """A model whose tensors have shapes and no values (device meta), and how its checkpoint is quantised.
 
-    dtype: one of DTYPES
+    Arguments as of `load_model`; dtype: one of DTYPES
     """
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     model, quantisation = make_skeleton(load_config(name, **origin), name, dtype=dtype, **origin)
@@ -172,7 +179,7 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
 
 
 def _find_modelopt(name: str, revision: str | None) -> str | None:
-    """How a file of ModelOpt beside the configuration says that the weights are quantised; None: there is none, or they are not."""
+    """How a file of ModelOpt beside the configuration says that the weights are quantised; None: it does not."""
     path = fetch_file(name, "hf_quant_config.json", revision=revision)
     about = None if path is None else read_json(path).get("quantization")
     return about.get("quant_algo") if isinstance(about, dict) else None
@@ -192,8 +199,8 @@ def open_shards(name: str, config: PreTrainedConfig, *, revision: str | None = N
             packed = shards.here and key.endswith("weight") and shards.dtype(key) not in PLAIN
             if (packed or SCALES.fullmatch(key)) and not in_mtp_module(key, num_layers):
                 raise ValueError(
-                    f"{name} has quantised weights ({key}), and its config.json does not say how (quantization_config): take a "
-                    "copy that says it, or one that is not quantised."
+                    f"{name} has quantised weights ({key}), and its config.json does not say how (quantization_config): "
+                    "take a copy that says it, or one that is not quantised."
                 )
     return shards
 
@@ -263,7 +270,7 @@ def _device_map(
 
 
 def check_complete(model: PreTrainedModel, about: dict, name: str) -> None:
-    """Raises ValueError if weights or their scales are missing, if there is more, or if the LM head or the embedding is quantised."""
+    """Raises ValueError for missing weights or scales, for an adapter, and for a quantised LM head or embedding."""
     if about["missing_keys"]:
         names = sorted(about["missing_keys"])
         raise ValueError(
@@ -274,13 +281,13 @@ def check_complete(model: PreTrainedModel, about: dict, name: str) -> None:
     unread = [key for key in about["unexpected_keys"] if SCALES.fullmatch(key) and not in_mtp_module(key, num_layers)]
     if unread:
         raise ValueError(
-            f"transformers {transformers.__version__} leaves out {len(unread)} of the scales of {name} ({min(unread)}), so its weights "
-            f"would be wrong: {UNQUANTISED}."
+            f"transformers {transformers.__version__} leaves out {len(unread)} of the scales of {name} ({min(unread)}), so "
+            f"its weights would be wrong: {UNQUANTISED}."
         )
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
-            f"{name} has an adapter beside its weights (adapter_config.json), which engines do not read: merge it into them, or "
-            "remove that file."
+            f"{name} has an adapter beside its weights (adapter_config.json), which engines do not read: merge it into them, "
+            "or remove that file."
         )
     for part in (model.get_output_embeddings(), model.get_input_embeddings()):
         weight = part.weight if isinstance(part, nn.Linear | nn.Embedding) else None
@@ -347,7 +354,7 @@ def read_ends_part(model: PreTrainedModel, part: nn.Module, shards: Shards) -> d
 
 
 def untie(model: PreTrainedModel, shards: Shards) -> None:
-    """Takes apart two parameters that the configuration ties and of which the files have different values, as transformers does.
+    """Takes apart two parameters that the configuration ties and that differ in the files, as transformers does.
 
     model: without values (device meta)
     """

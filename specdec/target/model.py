@@ -71,7 +71,7 @@ class Target:
         """quantisation: how the checkpoint is quantised, if that is not in the model's configuration
         trust_remote_code: whether the user allowed code that comes with the model, which its tokenizer may have too
         share: the processes that hold the model together; None: this one alone
-        shards: the files of its weights; parameters before and behind the layers get from there the values that they lack (device meta)
+        shards: the files of its weights, from which parameters before and behind the layers get values that they lack
         outline: whether none of them gets values: nothing is checked then that values would be needed for
         """
         self.config = config = model.config.get_text_config(decoder=True)
@@ -91,12 +91,13 @@ class Target:
         self.shape_logits = LogitShape.of(config)
         self.blocks = target_structure.find_blocks(self.decoder, config.num_hidden_layers, name)
         self.num_layers = len(self.blocks)
-        if shards is not None and not self.whole:
-            loading.fill_ends(model, (self.embed, self.lm_head), shards)
+        absent = None if self.whole else shards
+        if absent is not None:
+            loading.fill_ends(model, (self.embed, self.lm_head), absent)
         self.kinds = target_structure.find_layer_kinds(model, config, name)
         self._find_parts()
-        if shards is not None and not self.whole:
-            loading.fill_ends(model, (self.norm,), shards)
+        if absent is not None:
+            loading.fill_ends(model, (self.norm,), absent)
         ends: dict[str, nn.Module] = {"embed": self.embed, "norm": self.norm, "head": self.lm_head}
         source = WeightSource(model, ends, self.quantisation, shards, whole=self.whole)
         self.identity = Fingerprint.known(UNREAD) if outline else source.make_fingerprint()
@@ -193,8 +194,10 @@ class Target:
         return [module for module in self.model.modules() if "lora_A" in vars(module).get("_modules", {})]
 
     def fingerprint(self) -> str:
-        """What identifies the weights and the configuration (target/fingerprint.py), the same for every dtype, and not changed by an
-        adapter: v2. and 16 hex digits, and the method of a quantised target, v2.0123456789abcdef-bitsandbytes-4bit."""
+        """What identifies weights and configuration (target/fingerprint.py), the same in every dtype and with an adapter.
+
+        v2. and 16 hex digits, and the method of a quantised target: v2.0123456789abcdef-bitsandbytes-4bit.
+        """
         return self.identity.text
 
     def matches(self, stored: object) -> bool:

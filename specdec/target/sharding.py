@@ -51,8 +51,9 @@ class Share:
 def load_sharded(
     name: str, *, dtype: str, device: str | torch.device, revision: str | None = None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, Share, Shards]:
-    """The model with this process' part of each layer, all processes, and the files of the weights. All call this; none holds more than one whole layer.
+    """The model with this process' part of each layer, all processes, and the files of the weights.
 
+    All processes call this; none holds more than one whole layer.
     Arguments as of loading.load_model, but one device. Raises ValueError with what to do.
     """
     num = dist.get_world_size() if dist.is_initialized() else 1
