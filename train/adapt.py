@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from specdec.server import record
-from specdec.target.fingerprint import UNREAD, VERSION, Fingerprint
+from specdec.target.fingerprint import VERSION, Fingerprint
 from train import validate
 from train.data import rows as data
 
@@ -79,10 +79,12 @@ class TrafficSource:
 
     def wrote(self, row: dict) -> bool:
         """By fingerprints, or by names where one is unknown, or of a file of llama.cpp. A row may leave out its target."""
-        prints = [str(each) for each in (row.get("target_fingerprint"), self.target_fingerprint) if each is not None]
-        if len(prints) == 2 and not any(mark in each for mark in (UNREAD, "-gguf-") for each in prints):
-            alike = len({each.startswith(VERSION) for each in prints}) == 1
-            return prints[0] == prints[1] if alike or self.read is None else self.read().matches(prints[0])
+        stored, known = row.get("target_fingerprint"), self.target_fingerprint
+        if stored is not None and known is not None and "-gguf-" not in f"{stored} {known}":
+            same_form = str(stored).startswith(VERSION) == known.startswith(VERSION)
+            here = Fingerprint.known(known) if same_form or self.read is None else self.read()
+            if here.compares(str(stored)):
+                return here.matches(str(stored))
         return row.get("target") is None or Path(str(row["target"])).name == Path(self.target).name
 
     def parse(self, row: dict | None, *, place: str) -> RecordedAnswer | str:

@@ -61,7 +61,14 @@ class Fingerprint:
 
     def matches(self, stored: object) -> bool:
         """Whether a stored fingerprint, of this version or an earlier one, is this target's."""
-        return isinstance(stored, str) and stored == (self.text if stored.startswith(VERSION) else self.old)
+        return isinstance(stored, str) and stored == self._in_form_of(stored)
+
+    def compares(self, stored: str) -> bool:
+        """Whether a stored fingerprint and this one both cover the layers, so that others are other weights."""
+        return UNREAD not in stored + self._in_form_of(stored)
+
+    def _in_form_of(self, stored: str) -> str:
+        return self.text if stored.startswith(VERSION) else self.old
 
     def fix(self) -> "Fingerprint":
         """Makes both now: afterwards the weights may change."""

@@ -88,6 +88,10 @@ def test_rows_of_an_earlier_version_are_told_by_the_targets_files(known):
         for stored in ("v2.abc", "1234", "v2.99", "99")
     }
     assert [stored for stored, good in wrote.items() if good] == ["v2.abc", "1234"]
+    unread = dataclasses.replace(wanted, read=lambda: Fingerprint(lambda: "v2.abc", lambda: "9-layers-unread"))
+    assert unread.wrote({"target": "t", "target_fingerprint": "99"}) == (
+        known == "v2.abc"
+    )  # by the name, where it is not known
     silent = dataclasses.replace(wanted, read=lambda: pytest.fail("read without need"))
     assert silent.wrote({"target_fingerprint": known}) and silent.wrote({"target": "t"})
 

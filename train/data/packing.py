@@ -15,7 +15,7 @@ import pyarrow
 import torch
 from numpy import ndarray
 
-from specdec.target.fingerprint import UNREAD, describe_difference
+from specdec.target.fingerprint import describe_difference
 from specdec.target.model import Target
 from train.data.rows import Row
 
@@ -116,13 +116,12 @@ def warn_of_writers(writers: Iterable[str | None], target: Target) -> None:
 
     writers: fingerprints of what wrote each row; empty or None: not known
     """
-    counts, here = collections.Counter(writers), target.fingerprint()
-    others = {
-        each: num for each, num in counts.items() if each and UNREAD not in each + here and not target.matches(each)
-    }
+    counts, identity = collections.Counter(writers), target.identity
+    known = {writer: num for writer, num in counts.items() if writer and identity.compares(writer)}
+    others = {writer: num for writer, num in known.items() if not identity.matches(writer)}
     if others:
         what = f"{sum(others.values())} of {counts.total()} rows were written by {{}} weights"
-        clause = describe_difference(what, max(others, key=lambda each: others[each]), here)
+        clause = describe_difference(what, max(others, key=lambda each: others[each]), identity.text)
         warnings.warn(f"{clause}: let it answer the prompts itself (specdec answer), or expect less.", stacklevel=2)
 
 

@@ -48,9 +48,7 @@ class FeatureFolder:
                     f"The cached features in {path} were made with another {', '.join(wrong)}. Delete the folder, give another "
                     "folder=, or use mode=online."
                 )
-            self.about = made | {
-                "target": target.fingerprint()
-            }  # every file holds all layers that the folder was made with
+            self.about = made | {"target": target.fingerprint()}  # every file holds all layers of the folder
             self.written = self.about == made
         self.layers: tuple[int, ...] = tuple(self.about["layers"])
 

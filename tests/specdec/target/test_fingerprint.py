@@ -300,6 +300,21 @@ def test_a_head_with_an_earlier_fingerprint_loads_silently_and_is_saved_with_the
             checkpoint.load(tmp_path / "head", load(str(tmp_path / "target"), dtype="float32"))
 
 
+def test_an_earlier_fingerprint_that_files_do_not_give_costs_a_warning(tmp_path):
+    """Of experts, which files have one by one and an earlier version read as they are in memory."""
+    make(next(each for each in FAMILIES if str(each) == "qwen3_moe")).save_pretrained(tmp_path / "target")
+    whole, ends = (load(str(tmp_path / "target"), dtype="float32") for load in (Target.load, Target.load_ends))
+    assert whole.fingerprint() == ends.fingerprint() and whole.identity.old != ends.identity.old
+    save_eagle(tmp_path / "head", whole)
+    path = tmp_path / "head" / "drafter.json"
+    replace_document(path, json.loads(path.read_text()) | {"target_fingerprint": whole.identity.old})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.load(tmp_path / "head", whole)
+    with pytest.warns(UserWarning, match="only the embedding and the final norm"):
+        checkpoint.load(tmp_path / "head", ends)
+
+
 def test_it_is_made_when_it_is_asked_for_and_before_the_weights_change(monkeypatch, tmp_path):
     from specdec.target import fingerprint as module
     from specdec.target.adapter import adapt

@@ -174,7 +174,7 @@ def test_prompts_are_read_from_every_format(tmp_path):
 
 
 def known_target(fingerprint: str) -> SimpleNamespace:
-    return SimpleNamespace(fingerprint=lambda: fingerprint, matches=Fingerprint.known(fingerprint).matches)
+    return SimpleNamespace(identity=Fingerprint.known(fingerprint))
 
 
 def test_rows_of_other_weights_are_noticed():
@@ -192,9 +192,9 @@ def test_rows_of_other_weights_are_noticed():
         warn_of_writers(packs.writers, known_target("f00-layers-unread-fp8"))
         warn_of_writers(packs.writers[3:], known_target("f00"))
         renewed = Fingerprint(lambda: "v2.abc", lambda: "f00")  # what an earlier version wrote is known again
-        warn_of_writers(
-            [*packs.writers[3:], "v2.abc"], SimpleNamespace(fingerprint=lambda: "v2.abc", matches=renewed.matches)
-        )
+        warn_of_writers([*packs.writers[3:], "v2.abc"], SimpleNamespace(identity=renewed))
+        unknown = Fingerprint(lambda: "v2.abc", lambda: "f11-layers-unread")  # not without the layers, in this form
+        warn_of_writers([*packs.writers[3:], "v2.abc"], SimpleNamespace(identity=unknown))
 
 
 def test_packs_count_and_cut_rows_and_have_a_fingerprint():
