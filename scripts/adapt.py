@@ -13,6 +13,7 @@ measured and decided. After Ctrl-C the same command continues. docs/adapting.md 
 from helpers import loading
 from helpers.options import option, options, run, split
 
+import functools
 import gc
 import itertools
 import json
@@ -38,6 +39,7 @@ from specdec.export.folder import STITCHED_CARD
 from specdec.heads.base import Drafter, Head
 from specdec.measuring.report import PromptCounts
 from specdec.proposers import datastore
+from specdec.target.model import Target
 from train import adapt as adaptation
 from train import adapt_judging as judging
 from train import decide, progress, ranges
@@ -192,7 +194,9 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
     name = given.target.name or str(document.get("target"))
     tokenizer = loading.load_tokenizer(name, trust_remote_code=given.target.trust_remote_code)
     fingerprint = home.source.get("target_fingerprint", document.get("target_fingerprint"))
-    source = adaptation.TrafficSource(datastore.fingerprint(tokenizer), name, fingerprint)
+    trusted = given.target.trust_remote_code
+    read = functools.cache(lambda: Target.load_ends(name, trust_remote_code=trusted).identity)
+    source = adaptation.TrafficSource(datastore.fingerprint(tokenizer), name, fingerprint, read)
     sources = find_old(given.old, home.first, source.target)
     where = "traffic" if given.prompts is None else "prompts"
     past = [(each["until"], each["decision"]) for each in home.history() if each.get("where", "traffic") == where]

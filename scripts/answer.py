@@ -22,6 +22,7 @@ import rich.console
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from specdec.core.compile import Runner
+from specdec.target.fingerprint import Fingerprint
 from specdec.target.model import load_tokenizer
 from train import progress, ranges
 from train.answers import answering
@@ -95,17 +96,17 @@ def open_writer(
     settings: AnswerSettings,
     jobs: list[AnswerJob],
     console: rich.console.Console,
-) -> Iterator[tuple[OwnDecoder | AnswerServer, dict[str, str]]]:
-    """The servers, or this project's decoder; with what identifies the target, where this process has loaded it."""
+) -> Iterator[tuple[OwnDecoder | AnswerServer, Fingerprint | None]]:
+    """The servers, or this project's decoder; with the target's fingerprint, if it is known."""
     if chosen.engine is None:
         target = loading.load_target(chosen.target).target
         runner = Runner(chosen.decode.compile)
-        yield OwnDecoder(target, tokenizer, settings, chosen.batch, runner), {"target": target.fingerprint()}
+        yield OwnDecoder(target, tokenizer, settings, chosen.batch, runner), target.identity
         return
     with contextlib.closing(EngineClient(chosen.engine, in_flight=chosen.in_flight, say=console.print)) as client:
         server = AnswerServer(client, tokenizer, settings, name=str(chosen.target.name), example=jobs[0])
         console.print(f"{server.model} at {', '.join(client.urls)} answers.")
-        yield server, {} if server.fingerprint is None else {"target": server.fingerprint}
+        yield server, server.fingerprint
 
 
 # Answers
@@ -161,10 +162,9 @@ def write_answers(chosen: AnswerOptions, console: rich.console.Console) -> None:
         if missing:
             settings = AnswerSettings(frozenset(stop), chosen.max_new_tokens, chosen.decode.top_p, chosen.seed)
             with open_writer(chosen, tokenizer, settings, jobs, console) as (writer, weights):
-                answers.same(**weights)
-                written = write_missing(
-                    writer, missing, answers, {"tokenizer": vocabulary, "writer": weights.get("target")}
-                )
+                answers.same(weights)
+                origin = {"tokenizer": vocabulary, "writer": None if weights is None else weights.text}
+                written = write_missing(writer, missing, answers, origin)
                 console.print(f"{chosen.out}: {written}.")
 
 

@@ -132,7 +132,7 @@ def replay(chosen: Evaluate, console: progress.Results) -> None:
     sampling = chosen.decode.sampling()
     heads = loading.load_runs(chosen.checkpoint, chosen.target)
     shared = loading.shared_target(heads, chosen.target)
-    texts = choosing.read_answers(chosen, shared.tokenizer, shared.target.fingerprint())
+    texts = choosing.read_answers(chosen, shared.tokenizer, shared.target)
     first: list[figures.PromptCounts] | None = None
     for head in heads:
         if not isinstance(head.drafter, Drafter):

@@ -25,7 +25,7 @@ from specdec.heads.base import Head
 from specdec.heads.native import NativeMTP
 from specdec.proposers.base import Proposer
 from specdec.target.adapter import check_unadapted, merge
-from specdec.target.loading import UNREAD, describe_difference
+from specdec.target.fingerprint import describe_difference
 from specdec.target.model import Target
 
 HEADS = "specdec.heads."
@@ -290,9 +290,9 @@ def _check_target(folder: Path, document: dict, target: Target) -> None:
     loaded target still verifies all drafts, so its answers stay its own; only acceptance changes a little.
     """
     trained, here, name = str(document.get("target_fingerprint")), target.fingerprint(), document.get("target")
-    if trained == here:
+    if target.matches(trained):
         return
-    unread = UNREAD in trained or UNREAD in here
+    unread = not target.identity.compares(trained)
     quantised = target.quantisation is not None or "-" in trained or unread
     if not (quantised and document.get("target_embeddings") == target.embeddings_fingerprint()):
         raise ValueError(

@@ -3,14 +3,14 @@
 import collections
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from specdec.server import record
-from specdec.target.loading import UNREAD
+from specdec.target.fingerprint import VERSION, Fingerprint
 from train import validate
 from train.data import rows as data
 from train.data.messages import read_arguments, write_arguments
@@ -68,17 +68,24 @@ Answers = list[RecordedAnswer]
 
 @dataclass(frozen=True)
 class TrafficSource:
-    """Whose answers are wanted. tokenizer: `datastore.fingerprint`; target: its name"""
+    """Whose answers are wanted. tokenizer: `datastore.fingerprint`; target: its name
+
+    read: gives the target's fingerprint from its files, for rows of another version
+    """
 
     tokenizer: str
     target: str
     target_fingerprint: str | None = None
+    read: Callable[[], Fingerprint] | None = None
 
     def wrote(self, row: dict) -> bool:
         """By fingerprints, or by names where one is unknown, or of a file of llama.cpp. A row may leave out its target."""
-        prints = row.get("target_fingerprint"), self.target_fingerprint
-        if all(each is not None and not any(mark in str(each) for mark in (UNREAD, "-gguf-")) for each in prints):
-            return prints[0] == prints[1]
+        stored, known = row.get("target_fingerprint"), self.target_fingerprint
+        if stored is not None and known is not None and "-gguf-" not in f"{stored} {known}":
+            same_form = str(stored).startswith(VERSION) == known.startswith(VERSION)
+            here = Fingerprint.known(known) if same_form or self.read is None else self.read()
+            if here.compares(str(stored)):
+                return here.matches(str(stored))
         return row.get("target") is None or Path(str(row["target"])).name == Path(self.target).name
 
     def parse(self, row: dict | None, *, place: str) -> RecordedAnswer | str:

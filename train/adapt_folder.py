@@ -114,7 +114,7 @@ class Home:
         """Raises ValueError if the weights are not those with which the adaptations here began."""
         about, here = self.source, _describe(target)
         then = about.get("target_fingerprint", here["target_fingerprint"])
-        if then != here["target_fingerprint"]:
+        if not target.matches(then):
             raise ValueError(
                 f"{target.name} is another target (fingerprint {here['target_fingerprint']}) than the one with which {self.path} "
                 f"was begun ({about['target']}, {then}): put that one back, or choose another out=."

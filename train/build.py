@@ -21,7 +21,7 @@ from specdec.core import devices, fast, hub, precision
 from specdec.core.sampling import Sampling
 from specdec.heads.base import Head
 from specdec.measuring.measure import Prompt, check_prompts
-from specdec.target.loading import UNREAD
+from specdec.target.fingerprint import UNREAD
 from specdec.target.model import Target
 from train import display, distributed, optimization, progress
 from train.config import RunConfig, fixed_settings, flat, read_settings
@@ -62,7 +62,7 @@ def make_trainer(
 
     Refuses now what would fail after hours of training.
     """
-    warn_of_writers(packs.writers, target.fingerprint())
+    warn_of_writers(packs.writers, target)
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
     rows = reading.spread(heldout, config.validation.num_prompts)
     texts = None
@@ -85,7 +85,7 @@ def make_trainer(
     validation.texts = texts
     material = make_material(config, drafter, packs, accelerator, engine)
     inputs = {"heldout": reading.digest_of(heldout), **target_inputs(target)}
-    folder = RunFolder(path, spec, fixed_settings(config.document()) | inputs)
+    folder = RunFolder(path, spec, fixed_settings(config.document()) | inputs, target.identity)
     scheduler = optimization.schedule(optimizer, config.optimizer, steps=config.train.steps)
     parts: dict[str, Any] = {"material": material, "validation": validation, "settings": config.train, "folder": folder}
     return Trainer(accelerator, objective, optimizer, scheduler, **parts)

@@ -17,6 +17,7 @@ from specdec import checkpoint
 from specdec.core import files, untrusted
 from specdec.heads.base import Head
 from specdec.measuring.report import Report
+from specdec.target.fingerprint import Fingerprint
 from train.answers.resumable import read_rows
 from train.config import fixed_settings, read_settings
 
@@ -25,7 +26,7 @@ LOSSES = "head.objective.losses."  # of weight 0 is what an earlier version had 
 STEP = ("train.batch", "train.accumulation", "processes")  # settings whose product is the packs of a step
 INPUTS = {  # digests among the settings of a run; earlier versions recorded only the data
     "data": "the training data",
-    "target": "the target's weights",
+    "target": "the target",
     "embeddings": "the target's embeddings",
     "heldout": "the held-out prompts",
 }
@@ -37,6 +38,7 @@ class RunFolder:
 
     spec: what `checkpoint.save` writes of the drafter
     settings: what must not change between a run and its resumption, by dotted name; but see `read_state`
+    identity: of the target, by which what an earlier version recorded is compared; None: as it is
 
         log.jsonl                         one line for each logged step and each validation
         step_000500/                      a checkpoint, with report.json
@@ -49,6 +51,7 @@ class RunFolder:
     path: Path
     spec: dict
     settings: dict
+    identity: Fingerprint | None = None
 
     def check(self, *, resume: bool | str) -> bool:
         """-> whether the run has finished, for resume="auto". Raises ValueError rather than overwrite a run, or take one with
@@ -181,6 +184,8 @@ class RunFolder:
         return None
 
     def _check_settings(self, before: dict) -> None:
+        if self.identity is not None and self.identity.matches(before.get("target")):
+            before = before | {"target": self.settings.get("target")}
         same_step = packs_of_step(before) == packs_of_step(self.settings)
         free_step = same_step or before.get("processes") != self.settings.get("processes")
         differing = {

@@ -33,6 +33,7 @@ from specdec.measuring.report import PromptCounts, by_depth
 from specdec.measuring.round_costs import CostPoint, DataSheet, RoundCosts
 from specdec.proposers import costs as pass_costs
 from specdec.proposers.base import Proposer
+from specdec.target.model import Target
 from train import progress, validate
 from train.answers.answering import HeldoutAnswers
 from train.answers.resumable import check_settings, digest, digest_folder, resumable
@@ -116,7 +117,8 @@ def choose(chosen: Any, out: Path, console: progress.Results) -> None:
         raise ValueError(
             f"contexts={chosen.contexts}: {opened.target.name} has {limit} positions, so {limit - MOST_DRAFTS - 2} is the most."
         )
-    if isinstance(given, RoundCosts) and given.fingerprint not in (None, opened.target.fingerprint()):
+    timed = given.fingerprint if isinstance(given, RoundCosts) else None
+    if timed is not None and not opened.target.matches(timed):
         raise ValueError(f"costs={chosen.costs} are of another target than {opened.target.name}: choose with that one.")
     with lock(out / "choice.lock", of=out / "choice.json"):
         decide(Case(chosen, out, console, loads, contexts, sampling, runs, opened, given, served))
@@ -205,7 +207,7 @@ def read_texts(case: Case) -> tuple[list[Prompt], list[Written]]:
     """The prompts with the target's own answers, which are read from answers=, or written now and kept in `out`."""
     chosen, opened, temperature = case.chosen, case.opened, case.sampling.temperature
     if chosen.answers is not None:
-        texts = read_answers(chosen, opened.tokenizer, opened.target.fingerprint())
+        texts = read_answers(chosen, opened.tokenizer, opened.target)
         texts = [replace(text, answer=text.answer[: chosen.max_new_tokens]) for text in texts]
         prompts = [Prompt(str(number), "", text.prompt) for number, text in enumerate(texts)]
     else:
@@ -223,10 +225,10 @@ def read_texts(case: Case) -> tuple[list[Prompt], list[Written]]:
     return [prompt for prompt, _ in pairs], [text for _, text in pairs]
 
 
-def read_answers(chosen: Any, tokenizer: PreTrainedTokenizerBase, fingerprint: str) -> list[Written]:
+def read_answers(chosen: Any, tokenizer: PreTrainedTokenizerBase, target: Target) -> list[Written]:
     """The answers to replay, all written at one temperature, cut. Raises ValueError if there is none.
 
-    fingerprint: of the target; answers of others are warned of
+    target: answers of others are warned of
     """
     source, temperature = str(chosen.answers), chosen.decode.sampling().temperature
     arguments = loading.read_template(chosen.template, tokenizer, split(chosen.checkpoint))
@@ -237,7 +239,7 @@ def read_answers(chosen: Any, tokenizer: PreTrainedTokenizerBase, fingerprint: s
     if not rows:
         raise ValueError(f"{source} has no row at decode.temperature={temperature:g}.")
     rows = reading.spread(rows, chosen.limit)
-    warn_of_writers([row.get("target_fingerprint") for row in rows], fingerprint)
+    warn_of_writers([row.get("target_fingerprint") for row in rows], target)
     texts = []
     for row in rows:
         with reading.at(source):

@@ -100,7 +100,7 @@ def compare(chosen: Any, out: Path, console: progress.Results) -> None:
     planned = {batch: [number_of(*request) for wave in waves[batch] for request in wave] for batch in batches}
     kept = {name: value for name, value in settings.items() if name != "fingerprint"}
     with resumable(out / "settings.json", out / "rows.jsonl", kept, advice="Choose another out=FOLDER.") as results:
-        results.same(target=settings["fingerprint"])
+        results.same(opened.target.identity)
         num = sum(map(len, planned.values())) * len(samplings)
         progress.note(f"{len(results.rows)} of {num} requests x temperatures x batch sizes are in {out}")
         stop = set() if chosen.ignore_stop else opened.stop
@@ -161,9 +161,10 @@ def fit_predictions(
     """The choice where it is of this target and sampling; else a note says so."""
     if predictions is None:
         return None
-    of = {"fingerprint": predictions.get("fingerprint"), **predictions.get("settings", {})}
-    wanted = {"fingerprint": target.fingerprint(), **asdict(sampling)}
-    if not (wrong := [f"{name} {of.get(name)}" for name, value in wanted.items() if of.get(name) != value]):
+    of, made_for = predictions.get("settings", {}), predictions.get("fingerprint")
+    wrong = [] if target.matches(made_for) else [f"fingerprint {made_for}"]
+    wrong += [f"{name} {of.get(name)}" for name, value in asdict(sampling).items() if of.get(name) != value]
+    if not wrong:
         return predictions
     note = f"T={sampling.temperature:g}: nothing is predicted, as predicted= is of {', '.join(wrong)}"
     notes += [note] if note not in notes else []

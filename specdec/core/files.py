@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -106,7 +107,10 @@ def write_text(path: Path, text: str) -> None:
 def cache_folder() -> Path:
     """For what can be made again: $SPECDEC_CACHE, or `specdec` in the user's cache folder."""
     given, usual = os.environ.get("SPECDEC_CACHE"), os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    return (Path(given) if given else Path(usual) / "specdec").expanduser()
+    try:
+        return (Path(given) if given else Path(usual) / "specdec").expanduser()
+    except RuntimeError:  # a user without a home, as in containers
+        return Path(tempfile.gettempdir()) / "specdec"
 
 
 def keep_document(path: Path, document: dict, what: str) -> None:

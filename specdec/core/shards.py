@@ -1,61 +1,86 @@
-"""The safetensors files of a model, of which single tensors are read without the rest."""
+"""The safetensors files of a model, of which single tensors are read without the rest.
 
+They are the files that transformers reads, in its order: the one that the configuration names, model.safetensors, and
+only then the index with its shards.
+"""
+
+import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import safetensors
 from torch import Tensor
 from transformers.utils import cached_file
-from transformers.utils.hub import try_to_load_from_cache
+from transformers.utils.hub import cached_files, try_to_load_from_cache
 
-from specdec.core import untrusted
+from specdec.core import hub, untrusted
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class NoSafetensors(ValueError):
+    """A model has none."""
 
 
 class Shards:
     """The tensors of a model by name. Files of the Hugging Face Hub are fetched when one of their tensors is first read.
 
-    name: a folder, or a name on the Hub. Raises ValueError, with what to do, if it has no safetensors.
+    name: a folder, or a name on the Hub; whole: whether all files are fetched now
+    `here`: whether all files were on this machine from the beginning
+
+    Raises ValueError, with what to do, if it has no safetensors, if one of them is missing or damaged, or if the index
+    names a tensor that its file lacks.
     """
 
-    def __init__(self, name: str, *, revision: str | None = None):
+    def __init__(self, name: str, *, revision: str | None = None, whole: bool = False):
         self.name, self.revision = name, revision
         self.open: dict[str, Any] = {}  # files that tensors were read from
-        index = self._fetch(INDEX, optional=True)
-        if index is not None:
-            places = untrusted.read_json(index).get("weight_map")
-            if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-                raise ValueError(
-                    f"{index} has no weight_map, which names the file of every tensor: take another copy of it."
-                )
-            for file in set(places.values()):
-                untrusted.inside(index.parent, file)  # raises for a name that leads out of it
-            self.files: dict[str, str] = places
-            return
-        if self._fetch(SINGLE, optional=True) is None:
-            raise ValueError(f"{name} has no safetensors ({SINGLE}, or {INDEX} with the files that it names).")
-        self.files = dict.fromkeys(self._opened(SINGLE).keys(), SINGLE)
+        self.files: dict[str, str] = {}  # by tensor
+        self.here = True
+        config = fetch_file(name, "config.json", revision=revision)
+        named = None if config is None else untrusted.read_json(config).get("transformers_weights")
+        if config is not None and isinstance(named, str):
+            untrusted.inside(config.parent, named)  # raises for a name that leads out of it
+        for file in [named] if isinstance(named, str) else [SINGLE, INDEX]:
+            path = fetch_file(name, file, revision=revision)
+            if path is not None:
+                if file.endswith(".index.json"):
+                    self._read_index(path, whole=whole)
+                else:
+                    self.files = dict.fromkeys(self._opened(file).keys(), file)
+                return
+        raise NoSafetensors(f"{name} has no safetensors ({SINGLE}, or {INDEX} with the files that it names).")
 
     def __getitem__(self, key: str) -> Tensor:
         """A tensor whose values are read from the disk where they are used."""
-        return self._opened(self.files[key]).get_tensor(key)
+        return self._read(key, lambda file: file.get_tensor(key))
 
     def shape(self, key: str) -> tuple[int, ...]:
-        return tuple(self._opened(self.files[key]).get_slice(key).get_shape())
+        return tuple(self._read(key, lambda file: file.get_slice(key).get_shape()))
+
+    def dtype(self, key: str) -> str:
+        """As the file writes it: BF16, F8_E4M3, I32, .."""
+        return str(self._read(key, lambda file: file.get_slice(key).get_dtype()))
 
     def describe(self, key: str) -> tuple[str, list[int]]:
         """The dtype of a tensor, such as bfloat16, and its shape"""
         return str(self[key].dtype).removeprefix("torch."), list(self.shape(key))
 
+    def close(self) -> None:
+        """Lets go of all files, which may then be replaced. Those that are read later are opened again."""
+        self.open.clear()
+
     def path(self, file: str) -> Path:
         """One of the model's files, which is fetched if it is not here."""
-        return cast(Path, self._fetch(file))
+        path = self._find_cached(file) or fetch_file(self.name, file, revision=self.revision)
+        if path is None:
+            raise ValueError(f"{self.name} has no file {file}: take a complete copy of it.")
+        return path
 
-    @property
-    def here(self) -> bool:
-        """Whether all files are on this machine."""
-        return all(self._is_here(file) for file in set(self.files.values()))
+    def paths(self) -> list[Path]:
+        """All files with tensors, in the order in which they are read."""
+        return [self.path(file) for file in sorted(set(self.files.values()))]
 
     def find(self, parameter: str, shape: tuple[int, ...]) -> str | None:
         """The tensor of a parameter of the model; None if there is none.
@@ -64,33 +89,82 @@ class Shards:
         """
         if parameter in self.files:
             return parameter
-        common = {key: _common(key, parameter) for key in self.files}
+        common = {key: _common(key, parameter) for key in self._by_ending.get(_ending(parameter), ())}
         longest = max(common.values(), default=0)
-        found = [key for key, num in common.items() if num == longest and num > 1 and self.shape(key) == shape]
+        found = [key for key, num in common.items() if num == longest and self.shape(key) == shape]
         return found[0] if len(found) == 1 else None
+
+    @functools.cached_property
+    def _by_ending(self) -> dict[str, list[str]]:
+        endings: dict[str, list[str]] = {}
+        for key in self.files:
+            endings.setdefault(_ending(key), []).append(key)
+        return endings
+
+    def _read_index(self, index: Path, *, whole: bool) -> None:
+        places = untrusted.read_json(index).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise ValueError(
+                f"{index} has no weight_map, which names the file of every tensor: take another copy of it."
+            )
+        files = sorted(set(places.values()))
+        for file in files:
+            untrusted.inside(index.parent, file)
+        self.files, self.here = places, hub.is_folder(self.name) or all(map(self._find_cached, files))
+        if whole and not self.here:
+            self.here = _fetch(cached_files, self.name, files, revision=self.revision) is not None
+        if not self.here:
+            return
+        present: dict[str, str] = {}
+        for file in files:  # as transformers reads them: all of every file
+            present |= dict.fromkeys(self._opened(file).keys(), file)
+        for key, file in places.items():
+            if key not in present:
+                raise ValueError(self._lacking(key, file))
+        self.files = present
+
+    def _lacking(self, key: str, file: str) -> str:
+        return f"{self.path(file)} lacks the tensor {key}, which {INDEX} places there: take another copy of both files."
+
+    def _read(self, key: str, read: Callable[[Any], Any]) -> Any:
+        file = self.files[key]
+        try:
+            return read(self._opened(file))
+        except safetensors.SafetensorError as error:
+            raise ValueError(self._lacking(key, file)) from error
 
     def _opened(self, file: str) -> Any:
         if file not in self.open:
-            path = self._fetch(file)
+            path = self.path(file)
             try:
                 self.open[file] = safetensors.safe_open(path, framework="pt")
             except (OSError, safetensors.SafetensorError) as error:
                 raise ValueError(f"{path} is damaged ({error}): take another copy of it.") from error
         return self.open[file]
 
-    def _is_here(self, file: str) -> bool:
-        if Path(self.name).is_dir():
-            return (Path(self.name) / file).is_file()
-        return isinstance(try_to_load_from_cache(self.name, file, revision=self.revision), str)
+    def _find_cached(self, file: str) -> Path | None:
+        """In the cache of the Hub, which is not asked."""
+        if hub.is_folder(self.name):
+            return None
+        path = try_to_load_from_cache(self.name, file, revision=self.revision)
+        return Path(path) if isinstance(path, str) else None
 
-    def _fetch(self, file: str, *, optional: bool = False) -> Path | None:
-        try:
-            path = cached_file(
-                self.name, file, revision=self.revision, _raise_exceptions_for_missing_entries=not optional
-            )
-        except OSError as error:
-            raise ValueError(f"{self.name}: {file} could not be read ({str(error).splitlines()[0]}).") from error
-        return None if path is None else Path(path)
+
+def fetch_file(name: str, file: str, *, revision: str | None = None) -> Path | None:
+    """A file of a model, fetched if it is on the Hub and not here; None: the model has no such file.
+
+    name: a folder, or a name on the Hub. Raises ValueError if that cannot be found out.
+    """
+    path = _fetch(cached_file, name, file, revision=revision)
+    return None if path is None else Path(path)
+
+
+def _fetch(fetch: Callable, name: str, files: Any, *, revision: str | None) -> Any:
+    local = {} if hub.is_folder(name) or hub.in_reach() else {"local_files_only": True}
+    try:
+        return fetch(name, files, revision=revision, _raise_exceptions_for_missing_entries=False, **local)
+    except OSError as error:
+        raise ValueError(f"{name}: {files} could not be read ({str(error).splitlines()[0]}).") from error
 
 
 def is_cached(name: str) -> bool:
@@ -99,6 +173,11 @@ def is_cached(name: str) -> bool:
         return any(isinstance(try_to_load_from_cache(name, file), str) for file in (INDEX, SINGLE))
     except ValueError:  # no name on the Hub
         return False
+
+
+def _ending(name: str) -> str:
+    """The last two parts."""
+    return ".".join(name.split(".")[-2:])
 
 
 def _common(key: str, other: str) -> int:

@@ -37,6 +37,7 @@ def adapt(target: Target, *, rank: int, alpha: int, modules: list[str]) -> dict[
     chosen = [module for name, module in target.decoder.named_modules() if name.split(".")[-1] in modules]
     if not all(id(module) in inside for module in chosen):
         raise ValueError(f"lora_modules={modules}: only layers inside the decoder's blocks can be adapted.")
+    target.identity.fix()
     config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(modules))
     try:
         peft.inject_adapter_in_model(config, target.decoder)

@@ -1,8 +1,6 @@
 """Loads a target's model and its tokenizer from a folder or the Hugging Face Hub, and refuses what cannot be a target."""
 
 import contextlib
-import hashlib
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -31,38 +29,50 @@ from transformers.utils import is_accelerate_available
 
 from specdec.core import hub, precision, token_text
 from specdec.core.devices import name_cause, numbered, out_of_memory
-from specdec.core.shards import Shards
+from specdec.core.shards import NoSafetensors, Shards, fetch_file
+from specdec.core.untrusted import read_json
 from specdec.target import attention
+from specdec.target.fingerprint import in_mtp_module
 from specdec.target.structure import check_supported, find_blocks
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
+PLAIN = ("F64", "F32", "F16", "BF16")  # dtypes of safetensors in which weights need no scales
+# Names of what makes weights of packed values. Scales of inputs, keys and values are no part of the weights.
+SCALES = re.compile(
+    r".*([._]weight_(scale(_2|_inv)?|global_scale|zero_point|packed)|\.(qweight|qzeros|pre_quant_scale|SCB)|"
+    r"_proj_(blocks|scales?|scale_inv)|\.weight\.(absmax|quant_state\..*))"
+)
+UNQUANTISED = (
+    "let an engine read it (features.mode=engine), or choose a copy that is not quantised, or by another method"
+)
 DEVICES = "Give cpu, cuda, a numbered one such as cuda:1, or auto (the layers spread over all accelerators)"
 
 
 def load_model(
     name: str, *, dtype: str, device: str | torch.device, revision: str | None, trust_remote_code: bool = False
-) -> tuple[PreTrainedModel, str | None]:
+) -> tuple[PreTrainedModel, str | None, Shards | None]:
     """Each tensor goes from the file to its device; the host never holds a second copy of the weights.
 
     name: a folder, or a name on the Hugging Face Hub; dtype: one of DTYPES, for what is not quantised, or auto (precision.py)
     trust_remote_code: whether code that the folder brings may run; it has all rights of the user
     device: a device; or "auto": the layers in equal shares over all accelerators, everything else on the first
-    -> the model, and how its checkpoint is quantised (None: not). Raises ValueError with what to do.
+    -> the model, how its checkpoint is quantised (None: not), and its files (None: no safetensors)
+    Raises ValueError with what to do.
     """
     devices = find_devices(device)
     dtype = dtype_for(dtype, devices[0])
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = load_config(name, **origin)
     quantisation = quantisation_of(config)
-    if quantisation is not None and not AutoHfQuantizer.supports_quant_method(config.to_dict()["quantization_config"]):
-        raise ValueError(
-            f"{name} is quantised by a method that transformers {transformers.__version__} does not know ({quantisation}): let an "
-            "engine read it (features.mode=engine), or choose a copy that is not quantised, or by another method."
-        )
+    _check_method(name, config)
     factory, model_class = _find_class(name, config, **origin)
     with_accelerate = is_accelerate_available()  # in the extra `train`
     if len(devices) > 1 and not with_accelerate:
         raise ValueError("device=auto needs the package accelerate: pip install 'specdec[train]', or give one device.")
+    try:
+        shards = open_shards(name, config, revision=revision, whole=True)
+    except NoSafetensors:
+        shards = None
     places: Any = {"device_map": _device_map(factory, config, devices, trust_remote_code)} if with_accelerate else {}
     try:
         if quantisation is not None and quantisation.startswith("compressed-tensors"):
@@ -88,15 +98,25 @@ def load_model(
         ) from error
     check_complete(model, about, name)
     precision.prepare_few_rows(model)
-    return model, quantisation
+    return model, quantisation, shards
+
+
+def _check_method(name: str, config: PreTrainedConfig) -> None:
+    """Raises ValueError for a method of quantisation that transformers would leave out after a warning."""
+    method = quantisation_of(config)
+    if method is not None and not AutoHfQuantizer.supports_quant_method(config.to_dict()["quantization_config"]):
+        version = transformers.__version__
+        raise ValueError(
+            f"{name} is quantised by a method that transformers {version} does not know ({method}): {UNQUANTISED}."
+        )
 
 
 def load_skeleton(
     name: str, *, dtype: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, str | None]:
-    """A model whose parameters and buffers have shapes and no values (device meta); arguments and result as of `load_model`.
+    """A model whose tensors have shapes and no values (device meta), and how its checkpoint is quantised.
 
-    dtype: one of DTYPES
+    Arguments as of `load_model`; dtype: one of DTYPES
     """
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     model, quantisation = make_skeleton(load_config(name, **origin), name, dtype=dtype, **origin)
@@ -151,7 +171,38 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
             f"{name} is a {config.model_type} model; a target must be a causal language model (decoder only), such as one of the "
             "Llama, Qwen or Mistral family."
         )
+    if not fields.get("quantization_config"):
+        algorithm = _find_modelopt(name, revision)
+        if algorithm is not None:
+            config.quantization_config = {"quant_method": "modelopt", "quant_algo": algorithm}
     return config
+
+
+def _find_modelopt(name: str, revision: str | None) -> str | None:
+    """How a file of ModelOpt beside the configuration says that the weights are quantised; None: it does not."""
+    path = fetch_file(name, "hf_quant_config.json", revision=revision)
+    about = None if path is None else read_json(path).get("quantization")
+    return about.get("quant_algo") if isinstance(about, dict) else None
+
+
+def open_shards(name: str, config: PreTrainedConfig, *, revision: str | None = None, whole: bool = False) -> Shards:
+    """The files of a model's weights; arguments as of `Shards`. config: of the model, as `load_config` reads it
+
+    Raises ValueError as `Shards`, and for quantised weights of which the configuration says nothing.
+    """
+    shards, num_layers = (
+        Shards(name, revision=revision, whole=whole),
+        config.get_text_config(decoder=True).num_hidden_layers,
+    )
+    if quantisation_of(config) is None:
+        for key in shards.files:
+            packed = shards.here and key.endswith("weight") and shards.dtype(key) not in PLAIN
+            if (packed or SCALES.fullmatch(key)) and not in_mtp_module(key, num_layers):
+                raise ValueError(
+                    f"{name} has quantised weights ({key}), and its config.json does not say how (quantization_config): "
+                    "take a copy that says it, or one that is not quantised."
+                )
+    return shards
 
 
 def load_tokenizer(
@@ -219,12 +270,24 @@ def _device_map(
 
 
 def check_complete(model: PreTrainedModel, about: dict, name: str) -> None:
-    """Raises ValueError if weights are missing, or if the LM head or the embedding is quantised."""
+    """Raises ValueError for missing weights or scales, for an adapter, and for a quantised LM head or embedding."""
     if about["missing_keys"]:
         names = sorted(about["missing_keys"])
         raise ValueError(
             f"{name} lacks {len(names)} of its tensors ({', '.join(names[:3])}), which would have random values. Take a "
             "complete copy of it, or one that was saved as a causal language model."
+        )
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    unread = [key for key in about["unexpected_keys"] if SCALES.fullmatch(key) and not in_mtp_module(key, num_layers)]
+    if unread:
+        raise ValueError(
+            f"transformers {transformers.__version__} leaves out {len(unread)} of the scales of {name} ({min(unread)}), so "
+            f"its weights would be wrong: {UNQUANTISED}."
+        )
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            f"{name} has an adapter beside its weights (adapter_config.json), which engines do not read: merge it into them, "
+            "or remove that file."
         )
     for part in (model.get_output_embeddings(), model.get_input_embeddings()):
         weight = part.weight if isinstance(part, nn.Linear | nn.Embedding) else None
@@ -263,8 +326,6 @@ def _read(load: Callable, name: str, **kwargs):
 
 # The parts of a target without its layers: their values come from the safetensors files, one tensor at a time.
 
-UNREAD = "layers-unread"  # ends the fingerprint of a target whose layers were not compared
-
 
 @torch.no_grad()
 def fill_ends(model: PreTrainedModel, parts: tuple[nn.Module, ...], shards: Shards) -> None:
@@ -272,7 +333,7 @@ def fill_ends(model: PreTrainedModel, parts: tuple[nn.Module, ...], shards: Shar
 
     A matrix that is the same in two parts (a tied LM head) stays so. Raises ValueError for a tensor that is missing.
     """
-    names = {parameter: name for name, parameter in model.named_parameters()}  # a shared one has its first name
+    names = _names_of(model)
     modules = {module: name for name, module in model.named_modules()}
     filled: dict[Tensor, nn.Parameter] = {}
     for part in parts:
@@ -288,15 +349,40 @@ def fill_ends(model: PreTrainedModel, parts: tuple[nn.Module, ...], shards: Shar
 
 def read_ends_part(model: PreTrainedModel, part: nn.Module, shards: Shards) -> dict[str, Tensor]:
     """The values of a part's parameters, by their names in it, in their dtype. Raises ValueError for a tensor that is missing."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = _names_of(model)
     return {name: _read_parameter(names[value], value, shards).data for name, value in part.named_parameters()}
 
 
-def _read_parameter(name: str, parameter: Tensor, shards: Shards) -> nn.Parameter:
-    key = shards.find(name, tuple(parameter.shape))
+def untie(model: PreTrainedModel, shards: Shards) -> None:
+    """Takes apart two parameters that the configuration ties and that differ in the files, as transformers does.
+
+    model: without values (device meta)
+    """
+    for copy, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        parameter = model.get_parameter(source)
+        first, second = (shards.find(name, tuple(parameter.shape)) for name in (source, copy))
+        if first is None or second is None or first == second:
+            continue
+        if not torch.equal(*(shards[key].to(parameter.dtype) for key in (first, second))):
+            place, _, name = copy.rpartition(".")
+            setattr(model.get_submodule(place), name, nn.Parameter(torch.empty_like(parameter), requires_grad=False))
+            model.all_tied_weights_keys.pop(copy, None)
+
+
+def _names_of(model: PreTrainedModel) -> dict[Tensor, list[str]]:
+    """The names of each parameter: a shared one has several."""
+    names: dict[Tensor, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def _read_parameter(names: list[str], parameter: Tensor, shards: Shards) -> nn.Parameter:
+    keys = (shards.find(name, tuple(parameter.shape)) for name in names)
+    key = next((key for key in keys if key is not None), None)
     if key is None:
         raise ValueError(
-            f"{shards.name} has no tensor {name} of shape {list(parameter.shape)}, which is needed where the target is read "
+            f"{shards.name} has no tensor {names[0]} of shape {list(parameter.shape)}, which is needed where the target is read "
             "part by part. Take a complete copy of it, or load the whole target."
         )
     value = shards[key]
@@ -333,12 +419,6 @@ def _replace(model: nn.Module, old: Tensor, new: nn.Parameter) -> None:
                 setattr(module, name, new)
 
 
-# What identifies the weights of a target, and how they are quantised.
-
-FINGERPRINT_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "intermediate_size")
-NUM_VALUES = 64  # of every tensor, so that nothing is copied or converted as a whole
-
-
 def quantisation_of(config) -> str | None:
     """The method in a model's configuration and its bits, such as bitsandbytes-4bit or fp8; None: not quantised."""
     fields = config.to_dict().get("quantization_config")
@@ -353,77 +433,6 @@ def quantisation_of(config) -> str | None:
     return "-".join(str(each).lower() for each in (getattr(method, "value", method), kind) if each)
 
 
-def describe_difference(what: str, then: str, here: str) -> str:
-    """what: "... {} weights ..."; then, here: fingerprints, of the weights meant and of the target's -> one clause with both"""
-    (_, _, before), (_, _, now) = then.partition("-"), here.partition("-")
-    both = before or "unquantised", now or "unquantised"
-    found = f"{both[1]} weights" if both[0] != both[1] else f"others of that kind ({here}, not {then})"
-    return f"{what.format(both[0])}, and the target here has {found}"
-
-
-def fingerprint_of_model(model: PreTrainedModel, config, quantisation: str | None) -> str:
-    """16 hex digits of the sizes and of some values of every parameter, rounded to bfloat16; `-METHOD` if quantised.
-
-    config: of the text part
-    """
-    if quantisation is None:
-        return _digest(config, model.named_parameters())
-    # GPTQ, AWQ and others keep packed weights in buffers. `state_dict` is not asked: it spoils 4-bit layers of bitsandbytes 0.50
-    # on CPUs with bfloat16 units, once they have run.
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    return f"{_digest(config, (part for pair in tensors for part in _plain(*pair)))}-{quantisation}"
-
-
-def fingerprint_of_shards(shards: Shards, model: PreTrainedModel, config, quantisation: str | None) -> str | None:
-    """`fingerprint` of a model from its files, whose parameters need no values; `-METHOD` if quantised.
-
-    None where not all files are here, or a model that is not quantised has its experts stored one by one. Of a quantised one every
-    tensor counts, wherever and however it is loaded, but not those of MTP modules, which may be tuned beside it.
-    """
-    if not shards.here:
-        return None
-    if quantisation is not None:
-        keys = [key for key in shards.files if not _in_mtp_module(key, config.num_hidden_layers)]
-        return f"{_digest(config, ((key, shards[key]) for key in keys))}-{quantisation}"
-    places = {name: shards.find(name, tuple(value.shape)) for name, value in model.named_parameters()}
-    found = [key for key in places.values() if key is not None]
-    if len(set(found)) < len(places):
-        return None
-    return _digest(config, ((name, shards[str(key)]) for name, key in places.items()))
-
-
-def _in_mtp_module(key: str, num_layers: int) -> bool:
-    number = re.search(r"\blayers\.(\d+)\.", key)
-    return key.startswith("mtp.") or ".mtp." in key or (number is not None and int(number[1]) >= num_layers)
-
-
-def embeddings_fingerprint(embed: nn.Module, norm: nn.Module, config) -> str:
-    """16 hex digits of the sizes, the embedding and the last norm, which quantisers leave as they are."""
-    parts = (("embed", embed), ("norm", norm))
-    return _digest(config, [(f"{part}.{name}", p) for part, module in parts for name, p in module.named_parameters()])
-
-
 def whole(tensor: Tensor) -> Tensor:
     """A tensor of which every process holds a part, put together. All must ask."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _digest(config, tensors) -> str:
-    digest = hashlib.sha256()
-    fields = config.to_dict()
-    digest.update(json.dumps({key: fields[key] for key in FINGERPRINT_SIZES if key in fields}).encode())
-    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
-        flat = whole(tensor.detach()).reshape(-1)
-        sample = flat[:: max(1, len(flat) // NUM_VALUES)][:NUM_VALUES]
-        sample = sample.view(torch.uint8) if sample.element_size() == 1 else sample  # not all such types are numbers
-        sample = sample.contiguous().to(torch.bfloat16).float().cpu()
-        digest.update(name.encode() + sample.numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _plain(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """The tensor, or those that it is made of: torchao keeps packed values and scales in one."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return [(name, tensor)]
-    parts, _ = tensor.__tensor_flatten__()
-    return [pair for part in parts for pair in _plain(f"{name}.{part}", vars(tensor)[part])]

@@ -6,7 +6,6 @@ need beside features that another process computes (an engine, or files). It has
 Only the files of this folder and core/cache.py use the inside of a transformers model.
 """
 
-import contextlib
 import copy
 import functools
 from collections.abc import Callable
@@ -26,18 +25,9 @@ from specdec.core.shards import Shards
 from specdec.core.varlen import Segments
 from specdec.target import attention, loading, sharding
 from specdec.target import structure as target_structure
+from specdec.target.fingerprint import UNREAD, Fingerprint, WeightSource, fingerprint_embeddings
 from specdec.target.loading import DTYPES as DTYPES
-from specdec.target.loading import (
-    dtype_for,
-    embeddings_fingerprint,
-    find_devices,
-    fingerprint_of_model,
-    fingerprint_of_shards,
-    load_model,
-    load_skeleton,
-    quantisation_of,
-    whole,
-)
+from specdec.target.loading import dtype_for, find_devices, load_model, load_skeleton, quantisation_of, whole
 from specdec.target.loading import load_tokenizer as load_tokenizer
 from specdec.target.sharding import Share
 from specdec.target.structure import LogitShape, check_supported
@@ -81,7 +71,7 @@ class Target:
         """quantisation: how the checkpoint is quantised, if that is not in the model's configuration
         trust_remote_code: whether the user allowed code that comes with the model, which its tokenizer may have too
         share: the processes that hold the model together; None: this one alone
-        shards: of a model whose parameters have no values (device meta): its layers stay so
+        shards: the files of its weights, from which parameters before and behind the layers get values that they lack
         outline: whether none of them gets values: nothing is checked then that values would be needed for
         """
         self.config = config = model.config.get_text_config(decoder=True)
@@ -97,22 +87,23 @@ class Target:
         self.rotary_boundary = target_structure.rotary_boundary(config)
         self.quantisation = quantisation or quantisation_of(model.config)  # such as bitsandbytes-4bit; None: none
         self.shards, self._compiles, self.spare = shards, False, SpareMemory()
+        self.whole = outline or not any(parameter.is_meta for parameter in model.parameters())
         self.shape_logits = LogitShape.of(config)
         self.blocks = target_structure.find_blocks(self.decoder, config.num_hidden_layers, name)
         self.num_layers = len(self.blocks)
-        if shards is not None:
-            loading.fill_ends(model, (self.embed, self.lm_head), shards)
+        absent = None if self.whole else shards
+        if absent is not None:
+            loading.fill_ends(model, (self.embed, self.lm_head), absent)
         self.kinds = target_structure.find_layer_kinds(model, config, name)
         self._find_parts()
+        if absent is not None:
+            loading.fill_ends(model, (self.norm,), absent)
+        ends: dict[str, nn.Module] = {"embed": self.embed, "norm": self.norm, "head": self.lm_head}
+        source = WeightSource(model, ends, self.quantisation, shards, whole=self.whole)
+        self.identity = Fingerprint.known(UNREAD) if outline else source.make_fingerprint()
         if shards is not None:
-            loading.fill_ends(model, (self.norm,), shards)
-            self._fingerprint = fingerprint_of_shards(shards, model, config, self.quantisation) or "-".join(
-                filter(None, (self.embeddings_fingerprint(), loading.UNREAD, self.quantisation))
-            )
-        elif outline:
-            self._fingerprint = loading.UNREAD
-        else:
-            self._fingerprint = fingerprint_of_model(model, config, self.quantisation)
+            shards.close()
+        if self.whole and not outline:
             self._check_logits()
 
     @classmethod
@@ -130,25 +121,21 @@ class Target:
 
         Raises ValueError with what to do.
         """
-        model, quantisation = load_model(
+        model, quantisation, shards = load_model(
             name, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
         )
         if model.device.type == "cuda" and quantisation is None:
             join_products(model)
-        target = cls(model, name=name, quantisation=quantisation, trust_remote_code=trust_remote_code)
-        if quantisation is not None:
-            with contextlib.suppress(ValueError):  # no safetensors: what is in memory counts
-                shards = Shards(name, revision=revision)
-                found = fingerprint_of_shards(shards, model, target.config, quantisation)
-                target._fingerprint = found or target._fingerprint
-        return target
+        return cls(model, name=name, quantisation=quantisation, trust_remote_code=trust_remote_code, shards=shards)
 
     @classmethod
     def load_ends(cls, name: str, *, dtype: str = "auto", device="cpu", **origin: Any) -> "Target":
         """A target without its layers, read from its safetensors files; arguments as of `load`, but one device."""
         dtype = dtype_for(dtype, find_devices(device)[0])
         model, quantisation = load_skeleton(name, dtype=dtype, **origin)
-        shards, trusted = Shards(name, revision=origin.get("revision")), origin.get("trust_remote_code", False)
+        shards = loading.open_shards(name, model.config, revision=origin.get("revision"))
+        loading.untie(model, shards)
+        trusted = origin.get("trust_remote_code", False)
         target = cls(model, name=name, quantisation=quantisation, trust_remote_code=trusted, shards=shards)
         for part in (target.embed, target.lm_head, target.norm):
             part.to(device)
@@ -168,8 +155,9 @@ class Target:
 
         Arguments as of `load`, but one device.
         """
-        model, share = sharding.load_sharded(name, dtype=dtype, device=device, **origin)
-        target = cls(model, name=name, trust_remote_code=origin.get("trust_remote_code", False), share=share)
+        model, share, shards = sharding.load_sharded(name, dtype=dtype, device=device, **origin)
+        trusted = origin.get("trust_remote_code", False)
+        target = cls(model, name=name, trust_remote_code=trusted, share=share, shards=shards)
         if target.recurrent:
             raise ValueError(
                 f"{name} has recurrent or convolution layers, which decoding runs alone again to take back drafts; with shard=true "
@@ -177,15 +165,10 @@ class Target:
             )
         return target
 
-    @property
-    def whole(self) -> bool:
-        """Whether its layers are there."""
-        return self.shards is None
-
     def layer_state(self, number: int) -> dict[str, Tensor]:
         """The parameters of a layer, from the files if it is not here."""
         block = self.blocks[number]
-        if self.shards is not None:
+        if self.shards is not None and not self.whole:
             return loading.read_ends_part(self.model, block, self.shards)
         return {name: whole(value) for name, value in block.state_dict().items()}
 
@@ -211,15 +194,19 @@ class Target:
         return [module for module in self.model.modules() if "lora_A" in vars(module).get("_modules", {})]
 
     def fingerprint(self) -> str:
-        """16 hex digits that identify the weights, the same for every dtype, and not changed by an adapter.
+        """What identifies weights and configuration (target/fingerprint.py), the same in every dtype and with an adapter.
 
-        A quantised target's end in its method, 404cc869e850dcae-bitsandbytes-4bit, and cover what its files hold.
+        v2. and 16 hex digits, and the method of a quantised target: v2.0123456789abcdef-bitsandbytes-4bit.
         """
-        return self._fingerprint
+        return self.identity.text
+
+    def matches(self, stored: object) -> bool:
+        """Whether a stored fingerprint is this target's, also in the form of earlier versions."""
+        return self.identity.matches(stored)
 
     def embeddings_fingerprint(self) -> str:
         """16 hex digits of what a target shares with its quantised forms."""
-        return embeddings_fingerprint(self.embed, self.norm, self.config)
+        return fingerprint_embeddings({"embed": self.embed, "norm": self.norm}, self.config)
 
     def layer_ids(self, layers: list[int] | tuple[int, ...]) -> tuple[int, ...]:
         """Numbers of hidden states with the negative ones resolved (-1 is the final state).

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from specdec.core.shards import Shards
 from specdec.target import structure
-from specdec.target.loading import DTYPES, dtype_for, fill_ends, find_devices, load_skeleton
+from specdec.target.loading import DTYPES, dtype_for, fill_ends, find_devices, load_skeleton, open_shards, untie
 
 WHOLE = "Use shard=false; then device=auto or an engine holds a target that is too large for one device."
 
@@ -50,9 +50,10 @@ class Share:
 
 def load_sharded(
     name: str, *, dtype: str, device: str | torch.device, revision: str | None = None, trust_remote_code: bool = False
-) -> tuple[PreTrainedModel, Share]:
-    """The model with this process' part of each layer, and all processes. All call this; none holds more than one whole layer.
+) -> tuple[PreTrainedModel, Share, Shards]:
+    """The model with this process' part of each layer, all processes, and the files of the weights.
 
+    All processes call this; none holds more than one whole layer.
     Arguments as of loading.load_model, but one device. Raises ValueError with what to do.
     """
     num = dist.get_world_size() if dist.is_initialized() else 1
@@ -74,12 +75,14 @@ def load_sharded(
     model, quantisation = load_skeleton(name, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
     if quantisation is not None:
         raise ValueError(f"{name} is quantised ({quantisation}), and shard=true divides only plain weights. {WHOLE}")
-    _fill(model, Shards(name, revision=revision), mesh, name)
+    shards = open_shards(name, model.config, revision=revision, whole=True)
+    _fill(model, shards, mesh, name)
     moved: Any = model.to(place)  # type: ignore[arg-type]
-    return moved, share
+    return moved, share, shards
 
 
 def _fill(model: PreTrainedModel, shards: Shards, mesh: DeviceMesh, name: str) -> None:
+    untie(model, shards)
     decoder = structure.find_decoder(model)
     blocks = structure.find_blocks(decoder, model.config.get_text_config(decoder=True).num_hidden_layers, name)
     for block in blocks:

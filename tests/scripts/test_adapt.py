@@ -214,8 +214,14 @@ def test_the_source_and_the_target_are_pinned(made, run_adapt, tmp_path):
     assert about["target_fingerprint"] == Target.load(str(made / "target"), dtype="float32").fingerprint()
     content = (tmp_path / "head" / "drafter.safetensors").read_bytes()
     assert about["sha256"]["drafter.safetensors"] == hashlib.sha256(content).hexdigest()
+    before = Path("adapted/training/before.json")
+    old = Target.load(str(made / "target"), dtype="float32").identity.old  # as an earlier version pinned it
+    Path("adapted/source.json").write_text(json.dumps({**about, "target_fingerprint": old}))
+    before.unlink()
+    run_adapt(given, "dry_run=true")
+    assert json.loads(Path("adapted/source.json").read_text()) == about
     Path("adapted/source.json").write_text(json.dumps({**about, "target_fingerprint": "0" * 16}))
-    Path("adapted/training/before.json").unlink()
+    before.unlink()
     with pytest.raises(ValueError, match=r"is another target \(fingerprint .*put that one back"):
         run_adapt(given)
     Path("adapted/source.json").write_text(json.dumps(about))

@@ -11,6 +11,7 @@ import pytest
 from scripts import evaluate
 from specdec.measuring.choice import ShapeAcceptance, predict
 from specdec.measuring.round_costs import CostPoint, RoundCosts
+from specdec.target.model import Target
 from tests.support import make_drafter, save_eagle, save_target, write_prompts, write_rows
 
 pytestmark = pytest.mark.full
@@ -92,6 +93,10 @@ def test_costs_come_from_a_machine_or_from_a_file(run, folder, tmp_path):
     assert "data sheet of h100" in sheet["costs"]["source"]
     run(f"costs={tmp_path}/choice/choice.json", f"out={tmp_path}/again", "loads=1,256")
     assert read(tmp_path, "again")["loads"] == sheet["loads"]
+    old = Target.load(sheet["target"], dtype="float32").identity.old
+    (tmp_path / "other.json").write_text(json.dumps({**sheet, "fingerprint": old}))  # of an earlier version
+    run(f"costs={tmp_path}/other.json", f"out={tmp_path}/old", "loads=1,256")
+    assert sheet["fingerprint"] != old and read(tmp_path, "old")["fingerprint"] == sheet["fingerprint"]
     other = {**sheet, "fingerprint": "of another"}
     (tmp_path / "other.json").write_text(json.dumps(other))
     with pytest.raises(ValueError, match="are of another target than"):
@@ -118,6 +123,13 @@ def test_a_prediction_stands_beside_what_is_measured_as_it_was_predicted(run, tm
     found = {each["temperature"]: each.get("predicted_speedup") for each in document["results"]}
     assert len(found[0]) == 4 and found[1] is None
     assert "T=1: nothing is predicted, as predicted= is of temperature 0.0" in document["notes"]
+    path = tmp_path / "choice" / "choice.json"
+    sheet = json.loads(path.read_text())
+    for fingerprint in (Target.load(sheet["target"], dtype="float32").identity.old, "of another"):
+        path.write_text(json.dumps({**sheet, "fingerprint": fingerprint}))
+        run(*given[:-1], "decode.temperature=0", f"out={tmp_path}/{len(fingerprint)}")
+    notes = [json.loads((tmp_path / each / "results.json").read_text())["notes"] for each in ("16", "10")]
+    assert ["as predicted= is of fingerprint of another" in str(each) for each in notes] == [False, True]
 
 
 def test_sampling_that_replay_does_not_cover_is_decoded(run, folder, tmp_path):

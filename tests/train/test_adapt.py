@@ -7,6 +7,7 @@ import re
 import pytest
 
 from specdec.measuring.report import PromptCounts
+from specdec.target.fingerprint import Fingerprint
 from train.adapt import RecordedAnswer, TooFew, TrafficSource, draw_old, read_written, split_newest, to_lines
 from train.adapt_folder import AdaptationPlan, Home
 from train.adapt_judging import (
@@ -75,6 +76,24 @@ def test_lines_are_read_back():
         found = WANTED.parse({**json.loads(line), **more}, place="x:1")
         assert (found == "of another target or tokenizer") is not good
     assert WANTED.parse({"tokens": 1}, place="x:1") == "without token ids or a time"
+
+
+@pytest.mark.parametrize("known", ["v2.abc", "1234"])
+def test_rows_of_an_earlier_version_are_told_by_the_targets_files(known):
+    """As many times as there are forms: the files are read only where both differ."""
+    read = lambda: Fingerprint(lambda: "v2.abc", lambda: "1234")
+    wanted = TrafficSource("abc", "models/t", known, read)
+    wrote = {
+        stored: wanted.wrote({"target": "t", "target_fingerprint": stored})
+        for stored in ("v2.abc", "1234", "v2.99", "99")
+    }
+    assert [stored for stored, good in wrote.items() if good] == ["v2.abc", "1234"]
+    unread = dataclasses.replace(wanted, read=lambda: Fingerprint(lambda: "v2.abc", lambda: "9-layers-unread"))
+    assert unread.wrote({"target": "t", "target_fingerprint": "99"}) == (
+        known == "v2.abc"
+    )  # by the name, where it is not known
+    silent = dataclasses.replace(wanted, read=lambda: pytest.fail("read without need"))
+    assert silent.wrote({"target_fingerprint": known}) and silent.wrote({"target": "t"})
 
 
 def test_what_is_judged_is_spread_and_fits():

@@ -21,7 +21,7 @@ class AnswerServer:
     name: the target's, which the server's model is compared with
     example: a job, with whose prompt the servers' tokenizer is compared
 
-    `fingerprint`: of the weights that answer, as Target.fingerprint; None: not known
+    `fingerprint`: of the weights that answer; None: not known
     Raises ValueError, with what to do, if a server does not answer or has another tokenizer.
     """
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from specdec import checkpoint
 from specdec.core import files, row_files
+from specdec.target.fingerprint import Fingerprint
 from train.lock import lock
 
 INPUTS = "inputs"  # of a record: digests of what has the same name but perhaps not the same content
@@ -38,19 +39,23 @@ class Resumable:
             check_settings(rows, recorded, settings, advice=advice)
         self.rows = read_rows(rows)
 
-    def same(self, **inputs: str) -> None:
+    def same(self, target: Fingerprint | None = None, **inputs: str) -> None:
         """Raises ValueError if rows were made with other inputs than these digests say, by the names of the inputs.
 
+        target: an input too; what an earlier version recorded of the same target is replaced
         They are recorded where nothing is: of a file without rows, and of one that an earlier version began.
         """
         recorded = checkpoint.read_json(self.record)
         before = recorded.get(INPUTS, {}) if self.rows else {}
+        if target is not None:
+            inputs["target"] = target.text
+            before = before | ({"target": target.text} if target.matches(before.get("target")) else {})
         if changed := [name.replace("_", " ") for name, value in inputs.items() if before.get(name, value) != value]:
             raise ValueError(
                 f"{self.path} was begun with another {' and another '.join(changed)}, under the same name. Put it back, or "
                 f"begin anew. {self.advice}"
             )
-        if before != before | inputs or INPUTS not in recorded:
+        if recorded.get(INPUTS) != before | inputs:
             files.write_text(self.record, json.dumps({**recorded, INPUTS: before | inputs}, indent=1) + "\n")
 
     def append(self, *rows: dict) -> None:

@@ -17,7 +17,8 @@ import pyarrow
 import torch
 from numpy import ndarray
 
-from specdec.target.loading import UNREAD, describe_difference
+from specdec.target.fingerprint import describe_difference
+from specdec.target.model import Target
 from train.data.rows import Row
 
 ENCODED = "encoded.arrow"  # the file of a source's encoded rows
@@ -113,18 +114,17 @@ def _lists(column: pyarrow.ListArray) -> tuple[ndarray, ndarray]:
     return column.values.to_numpy(), column.offsets.to_numpy()
 
 
-def warn_of_writers(writers: Iterable[str | None], fingerprint: str) -> None:
-    """Warns of rows that were written by other weights than the target's with this fingerprint.
+def warn_of_writers(writers: Iterable[str | None], target: Target) -> None:
+    """Warns of rows that were written by other weights than the target's.
 
     writers: fingerprints of what wrote each row; empty or None: not known
     """
-    counts = collections.Counter(writers)
-    others = {
-        each: num for each, num in counts.items() if each and each != fingerprint and UNREAD not in each + fingerprint
-    }
+    counts, identity = collections.Counter(writers), target.identity
+    known = {writer: num for writer, num in counts.items() if writer and identity.compares(writer)}
+    others = {writer: num for writer, num in known.items() if not identity.matches(writer)}
     if others:
         what = f"{sum(others.values())} of {counts.total()} rows were written by {{}} weights"
-        clause = describe_difference(what, max(others, key=lambda each: others[each]), fingerprint)
+        clause = describe_difference(what, max(others, key=lambda each: others[each]), identity.text)
         warnings.warn(f"{clause}: let it answer the prompts itself (specdec answer), or expect less.", stacklevel=2)
 
 

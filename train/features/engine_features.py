@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from specdec.core.sampling import Sampling
 from specdec.core.shards import is_cached
 from specdec.heads.base import Drafter
-from specdec.target.loading import UNREAD, describe_difference
+from specdec.target.fingerprint import UNREAD, Fingerprint, describe_difference
 from specdec.target.model import Target, TargetOutput
 from train.answers.resumable import digest
 from train.features.engine_client import BadAnswer, EngineClient
@@ -35,19 +35,20 @@ LOST = (
 )
 
 
-def find_fingerprint(model: dict) -> str | None:
-    """Of the weights behind an entry of /v1/models, as Target.fingerprint; None: neither the server nor this machine can tell.
+def find_fingerprint(model: dict) -> Fingerprint | None:
+    """Of the weights behind an entry of /v1/models; None: neither the server nor this machine can tell.
 
     llama.cpp's server tells sizes and the type of its file. vLLM tells a folder or a name, which is read if it is here.
     """
     if model.get("owned_by") == LLAMA_CPP:
         meta = {key: value for key, value in (model.get("meta") or {}).items() if key != "n_ctx"}
-        return f"{digest(json.dumps(meta, sort_keys=True).encode())}-gguf-{str(meta.get('ftype')).lower()}"
+        text = f"{digest(json.dumps(meta, sort_keys=True).encode())}-gguf-{str(meta.get('ftype')).lower()}"
+        return Fingerprint.known(text)
     root = model.get("root")
     if not isinstance(root, str) or not (Path(root).is_dir() or is_cached(root)):
         return None
     with contextlib.suppress(ValueError, OSError):
-        return Target.load_ends(root).fingerprint()
+        return Target.load_ends(root).identity.fix()
     return None
 
 
@@ -197,8 +198,8 @@ class EngineTarget:
                 "(specdec launch_engine) with the same weights, or features.mode=online."
             )
         here, served = self.target.fingerprint(), find_fingerprint(model)
-        if served not in (None, here) and UNREAD not in f"{served} {here}":
-            clause = describe_difference(f"{url} serves {{}} weights ({model.get('root')})", str(served), here)
+        if served is not None and served.text != here and UNREAD not in f"{served.text} {here}":
+            clause = describe_difference(f"{url} serves {{}} weights ({model.get('root')})", served.text, here)
             raise ValueError(f"{clause} ({self.target.name}): give target.name= the folder that is served.")
 
     @torch.no_grad()

@@ -30,6 +30,7 @@ class FeatureFolder:
 
     def __init__(self, target: Target, layers: tuple[int, ...], path: Path):
         self.path, self.target = path, target
+        self.written = False
         self.about: dict = {
             "target": target.fingerprint(),
             "dtype": str(target.dtype),
@@ -39,19 +40,21 @@ class FeatureFolder:
         }
         if (path / "about.json").exists():
             made = read_json(path / "about.json")
-            wrong = [key for key in self.about if key != "layers" and made.get(key) != self.about[key]]
+            wrong = [] if target.matches(made.get("target")) else ["target"]
+            wrong += [key for key in ("dtype", "bits", "files") if made.get(key) != self.about[key]]
             wrong += [] if set(self.about["layers"]) <= set(made.get("layers", ())) else ["layers"]
             if wrong:
                 raise ValueError(
                     f"The cached features in {path} were made with another {', '.join(wrong)}. Delete the folder, give another "
                     "folder=, or use mode=online."
                 )
-            self.about = made  # every file holds all layers that the folder was made with
+            self.about = made | {"target": target.fingerprint()}  # every file holds all layers of the folder
+            self.written = self.about == made
         self.layers: tuple[int, ...] = tuple(self.about["layers"])
 
     def open(self) -> None:
         """Makes the folder."""
-        if not (self.path / "about.json").exists():
+        if not self.written:
             self.path.mkdir(parents=True, exist_ok=True)
             write_text(self.path / "about.json", json.dumps(self.about, indent=2) + "\n")
 

@@ -5,8 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 
 from scripts import answer, evaluate
+from specdec.core import files
+from specdec.target.fingerprint import Fingerprint
+from specdec.target.model import Target
+from tests.saved_targets import edit
 from tests.support import PowerCutError, before_steps, cut_power, save_target, train_overrides, write_rows
 from train import progress
 from train.answers.resumable import Resumable
@@ -37,6 +42,22 @@ def begin(inputs, fit):
     return begin
 
 
+def change_rows(target: Path) -> None:
+    """Three rows of the embedding, which is the LM head too where both are one."""
+    path = target / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    tensors["model.embed_tokens.weight"][[3, 77, 250]] += 0.25
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+EDITS = {  # of a target's folder, under the same name
+    "rope": lambda target: edit(target, rope_parameters=YARN),
+    "norms": lambda target: edit(target, rms_norm_eps=0.01),
+    "embedding": change_rows,
+}
+
+
 def change(path: Path, before: str, after: str) -> None:
     text = path.read_text()
     assert before in text
@@ -58,7 +79,7 @@ def test_a_run_is_not_continued_with_other_inputs(inputs, begin, mode, tmp_path)
             path.write_bytes(content)
 
     save_target(inputs / "target", num_layers=8, seed=1)
-    what = r"checkpoints/run was begun with other inputs.*the target's weights \(digest \w{16} then, \w{16} now\); .*another run=NAME"
+    what = r"checkpoints/run was begun with other inputs.*the target \(digest v2\.\w{16} then, v2\.\w{16} now\); .*another run=NAME"
     refused(what if mode == "online" else r"cached features in .* were made with another target")
     if mode == "cached":
         return
@@ -67,6 +88,45 @@ def test_a_run_is_not_continued_with_other_inputs(inputs, begin, mode, tmp_path)
     change(inputs / "prompts.jsonl", "Count on.", "Count off.")
     refused(r"the held-out prompts \(digest")
     assert go_on() == 0
+
+
+@pytest.mark.parametrize("mode", ["online", "cached"])
+@pytest.mark.parametrize("name", EDITS)
+def test_a_run_is_not_continued_with_a_changed_target(inputs, begin, mode, name):
+    go_on = begin(f"features.mode={mode}", "features.folder=features")
+    EDITS[name](inputs / "target")
+    with pytest.raises(
+        ValueError, match="features were made with another target" if mode == "cached" else r": the target \(digest"
+    ):
+        go_on()
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_what_is_kept_of_another_target_is_not_read(inputs, fit, name):
+    """Answers to held-out prompts, which all runs share."""
+    kept = Path("answers")
+    for number, run in enumerate(("one", "two", "three"), 1):
+        fit(run, *train_overrides(inputs, run, f"validation.answers={kept}", "validation.auto=never")[1:])
+        assert len(list(kept.glob("*.json"))) == min(number, 2)
+        if number == 1:
+            EDITS[name](inputs / "target")
+
+
+def test_a_run_of_an_earlier_version_goes_on_and_records_the_new_fingerprint(inputs, begin):
+    go_on = begin("features.mode=cached", "features.folder=features")
+    target = Target.load(str(inputs / "target"), dtype="float32")
+    new, old = target.fingerprint(), target.identity.old
+    state, about = Path("checkpoints/run/state/step_000002/state.json"), Path("features/about.json")
+    document = json.loads(state.read_text())
+    assert document["about"]["target"] == new and len(old) == 16
+    files.replace_document(state, document | {"about": document["about"] | {"target": old}})
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"target": old}))
+    made = {path: path.stat().st_mtime_ns for path in Path("features").rglob("*.safetensors")}
+    assert go_on() == 0
+    assert json.loads(Path("checkpoints/run/state/step_000004/state.json").read_text())["about"]["target"] == new
+    assert json.loads(Path("checkpoints/run/step_000004/drafter.json").read_text())["target_fingerprint"] == new
+    assert json.loads(about.read_text())["target"] == new
+    assert made.items() <= {path: path.stat().st_mtime_ns for path in Path("features").rglob("*.safetensors")}.items()
 
 
 # Answers
@@ -140,6 +200,30 @@ def test_answers_are_continued_by_the_same_target_only(inputs, run, tmp_path):
     assert len(lines(out)) == 2 and set(recorded) == {"target", "tokenizer_or_chat_template"}
 
 
+@pytest.mark.parametrize("name", EDITS)
+def test_answers_and_comparisons_are_not_continued_by_a_changed_target(inputs, run, tmp_path, name):
+    given = [f"target.name={inputs}/target", f"prompts={inputs}/prompts.jsonl", *SHORT]
+    answers, comparison = [f"out={tmp_path}/a.jsonl"], [f"out={tmp_path}/c", "proposers=ngram"]
+    run(answer, *given, *answers, "limit=1")
+    run(evaluate, *given, *comparison)
+    EDITS[name](inputs / "target")
+    for script, more in ((answer, answers), (evaluate, comparison)):
+        with pytest.raises(ValueError, match=r"\.jsonl was begun with another target, under the same name"):
+            run(script, *given, *more)
+
+
+def test_answers_that_an_earlier_version_began_are_continued(inputs, run, tmp_path):
+    out, meta = tmp_path / "a.jsonl", tmp_path / "a.jsonl.meta.json"
+    given = [f"target.name={inputs}/target", f"prompts={inputs}/prompts.jsonl", f"out={out}", *SHORT]
+    run(answer, *given, "limit=1")
+    target = Target.load(str(inputs / "target"), dtype="float32")
+    for path in (out, meta):
+        change(path, target.fingerprint(), target.identity.old)
+    run(answer, *given)
+    assert [row["target_fingerprint"] for row in lines(out)] == [target.identity.old, target.fingerprint()]
+    assert json.loads(meta.read_text())["inputs"]["target"] == target.fingerprint()
+
+
 def test_a_comparison_is_continued_with_the_same_target_only(inputs, run, tmp_path):
     given = [f"target.name={inputs}/target", f"prompts={inputs}/prompts.jsonl", f"out={tmp_path}/c", "proposers=ngram"]
     given += SHORT
@@ -152,12 +236,17 @@ def test_a_comparison_is_continued_with_the_same_target_only(inputs, run, tmp_pa
 def test_inputs_are_recorded_where_none_are(tmp_path):
     record, rows = tmp_path / "meta.json", tmp_path / "rows.jsonl"
     begin = lambda: Resumable(record, rows, {"seed": 0}, advice="Choose another.")
-    begin().same(target="a")
+    begin().same(Fingerprint.known("a"))
     third = begin()
-    third.same(target="b")  # there were no rows yet
+    third.same(Fingerprint.known("b"))  # there were no rows yet
     third.append({"id": 1})
     with pytest.raises(ValueError, match=r"rows\.jsonl was begun with another target.*Choose another"):
-        begin().same(target="a")
-    begin().same(target="b", other="c")
+        begin().same(Fingerprint.known("a"))
+    begin().same(Fingerprint.known("b"), other="c")
     with pytest.raises(ValueError, match="another other"):
         begin().same(other="d")
+    renewed = Fingerprint(lambda: "v2.b", lambda: "b")  # of the same target, and recorded anew
+    begin().same(renewed)
+    assert json.loads(record.read_text())["inputs"] == {"target": "v2.b", "other": "c"}
+    with pytest.raises(ValueError, match=r"rows\.jsonl was begun with another target"):
+        begin().same(Fingerprint.known("b"))

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import warnings
+from types import SimpleNamespace
 
 import datasets
 import pyarrow
@@ -18,6 +19,7 @@ from transformers import AutoTokenizer
 from scripts.answer import parse_temperatures
 from scripts.show_data import ShowData
 from specdec.core import masks
+from specdec.target.fingerprint import Fingerprint
 from tests.conversations import ASKS, as_row, pair, supervised
 from tests.support import REAL_TARGET, write_rows
 from train.answers.answering import AnswerSettings, OwnDecoder, WrittenAnswer, list_jobs, make_answer
@@ -171,6 +173,10 @@ def test_prompts_are_read_from_every_format(tmp_path):
 # Batches
 
 
+def known_target(fingerprint: str) -> SimpleNamespace:
+    return SimpleNamespace(identity=Fingerprint.known(fingerprint))
+
+
 def test_rows_of_other_weights_are_noticed():
     writers = ["f00-awq-4bit"] * 3 + ["f00"] + [None]
     columns = [to_columns(make_row(n, 4), writer=writer) for n, writer in enumerate(writers)]
@@ -180,11 +186,15 @@ def test_rows_of_other_weights_are_noticed():
         ("abc-awq-4bit", r"4 of 5 rows were .* has others of that kind \(abc-awq-4bit, not f00-awq-4bit\)"),
     ):
         with pytest.warns(UserWarning, match=words):
-            warn_of_writers(packs.writers, here)
+            warn_of_writers(packs.writers, known_target(here))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_writers(packs.writers, "f00-layers-unread-fp8")
-        warn_of_writers(packs.writers[3:], "f00")
+        warn_of_writers(packs.writers, known_target("f00-layers-unread-fp8"))
+        warn_of_writers(packs.writers[3:], known_target("f00"))
+        renewed = Fingerprint(lambda: "v2.abc", lambda: "f00")  # what an earlier version wrote is known again
+        warn_of_writers([*packs.writers[3:], "v2.abc"], SimpleNamespace(identity=renewed))
+        unknown = Fingerprint(lambda: "v2.abc", lambda: "f11-layers-unread")  # not without the layers, in this form
+        warn_of_writers([*packs.writers[3:], "v2.abc"], SimpleNamespace(identity=unknown))
 
 
 def test_packs_count_and_cut_rows_and_have_a_fingerprint():
