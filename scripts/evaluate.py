@@ -19,7 +19,7 @@ judged, by its own counters and streams (docs/serving.md); checkpoint= is then t
 """
 
 from helpers import choosing, comparing, decoding, loading, serving
-from helpers.options import make_room, option, options, run, split
+from helpers.options import CommandLineOptions, make_room, option, options, run, split
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ from train.data import suites
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate:
+class Evaluate(CommandLineOptions):
     checkpoint: str = option("", loading.CHECKPOINTS)
     proposers: str = option(
         "",

@@ -29,12 +29,14 @@ from train.ranges import named
 
 @dataclass(frozen=True)
 class RuledDecodeOptions(decoding.DecodeOptions):
-    grammar: str | None = option(None, f"grammar of the answer: {FORMS}")
+    grammar: str | None = option(None, f"grammar of the answer: {FORMS}", prose=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(proposers.ProposerOptions):
-    prompt: str = field(metadata={"help": "text of the user's message, or to continue, without a chat template"})
+    prompt: str = field(
+        metadata={"help": "text of the user's message, or to continue, without a chat template", "prose": True}
+    )
     thinking: bool | None = option(None, f"{loading.THINKING}; null: as the checkpoint was trained, else the default")
     max_new_tokens: int = option(128, "longest answer, in tokens")
     seed: int = option(0, "seed of sampling")

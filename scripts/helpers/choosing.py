@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +161,7 @@ def read_numbers(name: str, text: str, most: int) -> list[int]:
 
 def refuse_unused(chosen: Any) -> None:
     """Raises ValueError for options that were given and would change nothing."""
-    names = ["batch", "predicted", "decode.depth", "decode.width", "decode.nodes"] + ["chains"] * (not chosen.protocol)
-    if given := [name for name in names if attrgetter(name)(chosen) != attrgetter(name)(type(chosen)())]:
+    if given := [name for name in ("batch", "predicted", "chains", *proposers.SHAPE) if name in chosen.given_names]:
         raise ValueError(
             f"choose=true has no use for {', '.join(f'{name}=' for name in given)}: it looks at chains of 1 to {MOST_DRAFTS} drafts, "
             "and at trees=, for each of loads=. Leave that out."

@@ -9,6 +9,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import filelock
 import safetensors.torch
@@ -101,6 +102,17 @@ def write_text(path: Path, text: str) -> None:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise unwritable(path, error) from error
+
+
+def expand_home(value: Any) -> Any:
+    """A setting with the home folder in the place of each `~` or `~user` that begins a path, an item of a list, or a key."""
+    if isinstance(value, str | Path):
+        return type(value)(os.path.expanduser(value))
+    if isinstance(value, list | tuple):
+        return [expand_home(item) for item in value]
+    if isinstance(value, dict):
+        return {expand_home(key): expand_home(item) for key, item in value.items()}
+    return value
 
 
 def cache_folder() -> Path:
