@@ -1,8 +1,8 @@
 """What a run is made of, from its settings: processes, target, data, drafter, objective, optimizer, validation, trainer."""
 
 import math
-import os
 import pkgutil
+import warnings
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy
 import torch
 import transformers
 from accelerate import Accelerator, PartialState
-from accelerate.utils import InitProcessGroupKwargs, set_seed
+from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env, set_seed
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -108,8 +108,9 @@ def start_processes(config: RunConfig) -> tuple[Accelerator, RunConfig]:
         fast.turn_off(config.fast)
     set_seed(config.train.seed)
     transformers.utils.logging.disable_progress_bar()
-    distributed.check_accelerate()
-    cpu = not torch.accelerator.is_available()  # said outright, or several processes would not find each other
+    distributed.check_launcher()
+    # Said outright, or several processes would not find each other
+    cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     timeout = timedelta(minutes=config.train.timeout + 1)  # a little more than the trainer waits, which says what for
     config = choose_precision(config, PartialState(cpu=cpu, timeout=timeout).device)
     mixed, handlers = PRECISIONS[config.precision], [InitProcessGroupKwargs(timeout=timeout)]
@@ -117,7 +118,9 @@ def start_processes(config: RunConfig) -> tuple[Accelerator, RunConfig]:
     # One process has `cuda`, which no tensor's device equals
     accelerator.state.device = devices.numbered(accelerator.device)
     if accelerator.device.type == "cpu":  # the launcher sets one thread a process
-        torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // accelerator.num_processes))
+        torch.set_num_threads(config.threads or distributed.count_threads(accelerator.num_processes))
+    for sentence in distributed.find_ignored_flags(config.precision, accelerator.num_processes):
+        warnings.warn(sentence, stacklevel=2)
     return accelerator, config
 
 
