@@ -134,7 +134,10 @@ def replay(chosen: Evaluate, console: progress.Results) -> None:
     sampling = chosen.decode.sampling()
     heads = loading.load_runs(chosen.checkpoint, chosen.target)
     shared = loading.shared_target(heads, chosen.target)
-    texts = choosing.read_answers(chosen, shared.tokenizer, shared.target.fingerprint())
+    rows = choosing.read_answers(chosen, shared.target.fingerprint())
+    texts = choosing.encode_answers(chosen, rows, shared.tokenizer)
+    for note in comparing.note_copies(rows, {head.name: head.folder for head in heads}):
+        console.say(note)
     first: list[figures.PromptCounts] | None = None
     for head in heads:
         if not isinstance(head.drafter, Drafter):

@@ -25,7 +25,7 @@ from specdec.target.loading import UNREAD
 from specdec.target.model import Target
 from train import display, distributed, optimization, progress
 from train.config import RunConfig, fixed_settings, flat, read_settings
-from train.data import reading
+from train.data import reading, trained_prompts
 from train.data import rows as data
 from train.data.encoding import Encoding, load_rows
 from train.data.loader import Material, permutation
@@ -71,6 +71,7 @@ def make_trainer(
     else:
         with reading.at(str(config.data.heldout)):
             prompts = encode_prompts(config, tokenizer, packs, rows)
+    num_trained = warn_of_copies(config, rows, packs)
     drafter, spec = make_drafter(config, target, packs)
     drafter.to(accelerator.device)
     with named("features"):
@@ -81,13 +82,23 @@ def make_trainer(
         optimizer = optimization.make_optimizer(drafter, config.optimizer, adapter=config.head.get("adapter"))
     display.start(progress.note, config, drafter, packs, len(prompts))
     validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
-    validation.texts = texts
+    validation.texts, validation.num_trained = texts, num_trained
     material = make_material(config, drafter, packs, accelerator, engine)
     inputs = {"heldout": reading.digest_of(heldout), **target_inputs(target)}
     folder = RunFolder(path, spec, fixed_settings(config.document()) | inputs)
     scheduler = optimization.schedule(optimizer, config.optimizer, steps=config.train.steps)
     parts: dict[str, Any] = {"material": material, "validation": validation, "settings": config.train, "folder": folder}
     return Trainer(accelerator, objective, optimizer, scheduler, **parts)
+
+
+def warn_of_copies(config: RunConfig, rows: list[dict], packs: Packs) -> int:
+    """How many held-out rows ask what is trained on, too, here or by the head that training starts from. Warns of them."""
+    ids = trained_prompts.find(rows, trained_prompts.join(packs.asked, config.start))
+    if ids:
+        name = "validation.answers" if config.validation.recorded else "data.heldout"
+        copies = trained_prompts.count_copies(ids, len(rows), f"prompts of {name}")
+        warnings.warn(f"{copies} are trained on, so tau flatters: give others.", stacklevel=2)
+    return len(ids)
 
 
 def make(settings: dict, *arguments: Any, **more: Any) -> Any:

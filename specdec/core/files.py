@@ -90,11 +90,16 @@ def _find_damage(folder: Path) -> str | None:
 
 
 def write_text(path: Path, text: str) -> None:
+    """As `write_bytes`, of a text in UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     """A small file that appears whole or not at all. Raises ValueError, and leaves the old file, if the disk is full."""
     partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with partial.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
