@@ -19,14 +19,14 @@ GPU := .venv-gpu/bin/python
 .PHONY: help setup demo test test-full test-engines lint engines gpu gpu-wheels gpu-test
 
 help:
-	@echo "make setup   virtual environment in .venv, and the default target (once, a few minutes)"
+	@echo "make setup   virtual environment in .venv, and the default target (once)"
 	@echo "make demo    train head=eagle3 with the defaults, validated by decoding; then decode it beside the shipped head"
-	@echo "make test    the first tier of tests, in two processes (under four minutes on two cores); on more cores: make test PROCESSES=8"
-	@echo "make test-full     all tests but those of engines (about ten minutes on two cores)"
+	@echo "make test    the first tier of tests, in two processes (15:38 on two slow cores beside a busy process); on more cores: make test PROCESSES=8"
+	@echo "make test-full     all tests but those of engines"
 	@echo "make test-engines  exports inside vLLM and llama.cpp, after make engines"
 	@echo "make lint    ruff and mypy"
-	@echo "make engines vLLM and llama.cpp on the CPU, in engines (once, 4 minutes, 4 GB), for tests of exports"
-	@echo "make gpu     on a machine with CUDA, without a network: what works there and how fast (under 10 minutes; again: what is missing)"
+	@echo "make engines vLLM and llama.cpp on the CPU, in engines (once, 4 GB), for tests of exports"
+	@echo "make gpu     on a machine with CUDA, without a network: what works there and how fast (again: what is missing)"
 	@echo "make gpu-wheels  what that machine may lack, into gpu-wheels, to be copied there"
 
 setup: $(READY)
@@ -57,7 +57,7 @@ test-full: $(READY)
 	$(PYTEST) -m "not engines"
 
 test-engines: $(READY)
-	@test -x engines/bin/python || { echo "make engines installs vLLM and llama.cpp first (4 minutes, 4 GB)."; exit 1; }
+	@test -x engines/bin/python || { echo "make engines installs vLLM and llama.cpp first (4 GB)."; exit 1; }
 	$(PYTEST) -m engines
 
 lint: $(READY)

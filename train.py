@@ -26,6 +26,7 @@ from specdec.core import devices, files
 from specdec.target.model import Target
 from train import build, display, overrides, prepare, progress, tracking
 from train.config import RunConfig, fixed_settings, refuse_two_lengths
+from train.data import trained_prompts
 from train.distributed import ProcessLost, is_main, plain_warnings
 from train.lock import lock
 from train.pages import facts, run_page
@@ -104,7 +105,10 @@ def train(prepared: Prepared, target: Target, path: Path, accelerator: Accelerat
         document = config.document()
         files.write_text(path / "config.yaml", yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
         about = {"arguments": sys.argv[1:], "num_processes": accelerator.num_processes, "start": given}
-        facts.write(path, document, trainer.drafter, trainer.material.packs, **about)
+        facts.write(
+            path, document, trainer.drafter, trainer.material.packs, **about, num_trained=trainer.validation.num_trained
+        )
+        trained_prompts.write(path, trained_prompts.join(prepared.packs.asked, config.start))
     with tracker.running(config.run, trainer.folder.settings):
         try:
             trainer.fit(tracker.record)

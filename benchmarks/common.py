@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
+from specdec.core import files
 from specdec.heads.base import Drafter
 from specdec.target.model import Target, load_tokenizer
 from train.data import rows as data
@@ -52,7 +53,7 @@ def parse(key: str, kind: Any, text: str) -> Any:
     if types.NoneType in kinds and text == "null":
         return None
     try:
-        return {"true": True, "false": False}[text] if kinds[0] is bool else kinds[0](text)
+        return {"true": True, "false": False}[text] if kinds[0] is bool else kinds[0](files.expand_home(text))
     except (KeyError, ValueError):
         raise ValueError(f"{key}={text} must be of type {kinds[0].__name__}.") from None
 

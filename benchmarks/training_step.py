@@ -74,6 +74,8 @@ class StepCost:
     total_bytes: int  # with target and head; 0 on a CPU
     state_bytes: int  # of these, gradients and the optimizer's state
     flops: float  # that the step needs
+    depth: int | None  # of the objective's unroll; None: the head has none
+    optimizer: str
 
     @property
     def tokens_per_second(self) -> float:
@@ -248,6 +250,8 @@ def measure_step(chosen: StepOptions, head: str, length: int, target: Target) ->
         total_bytes=memory.total,
         state_bytes=sum(value.nbytes for value in [*trained, *moments]),
         flops=needed.flops,
+        depth=config.head.objective.get("depth"),
+        optimizer=config.optimizer.name,
     )
 
 

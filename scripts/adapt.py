@@ -75,6 +75,7 @@ class Adapt:
         None,
         "files that the head was trained on (a,b), some of whose rows are held out to judge forgetting; null: those of its "
         "config.yaml, or the shipped ones; empty: none",
+        empty=True,
     )
     old_share: float = option(0.3, "share of the tokens trained on that are old ones")
     heldout_share: float = option(0.2, "share of the conversations that are held out, the newest")
@@ -445,7 +446,7 @@ def make_arguments(given: Adapt, home: Home, plan: AdaptationPlan, depth: int) -
         "optimizer.weight_decay": 0.0,
         "optimizer.schedule": "cosine",
         "optimizer.final": 0.05,
-        "optimizer.lr": given.lr or LOWER * float(own_lr),
+        "optimizer.lr": LOWER * float(own_lr) if given.lr is None else given.lr,
         "optimizer.warmup": min(20, steps // 10),
         "train.steps": steps,
         "train.batch": 1,

@@ -19,7 +19,7 @@ judged, by its own counters and streams (docs/serving.md); checkpoint= is then t
 """
 
 from helpers import choosing, comparing, decoding, loading, serving
-from helpers.options import make_room, option, options, run, split
+from helpers.options import CommandLineOptions, make_room, option, options, run, split
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ from train.data import suites
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate:
+class Evaluate(CommandLineOptions):
     checkpoint: str = option("", loading.CHECKPOINTS)
     proposers: str = option(
         "",
@@ -132,7 +132,10 @@ def replay(chosen: Evaluate, console: progress.Results) -> None:
     sampling = chosen.decode.sampling()
     heads = loading.load_runs(chosen.checkpoint, chosen.target)
     shared = loading.shared_target(heads, chosen.target)
-    texts = choosing.read_answers(chosen, shared.tokenizer, shared.target)
+    rows = choosing.read_answers(chosen, shared.tokenizer, shared.target)
+    texts = choosing.encode_answers(chosen, rows, shared.tokenizer)
+    for note in comparing.note_copies(rows, {head.name: head.folder for head in heads}):
+        console.say(note)
     first: list[figures.PromptCounts] | None = None
     for head in heads:
         if not isinstance(head.drafter, Drafter):

@@ -28,12 +28,14 @@ from train.ranges import named
 
 @dataclass(frozen=True)
 class RuledDecodeOptions(decoding.DecodeOptions):
-    grammar: str | None = option(None, f"grammar of the answer: {FORMS}")
+    grammar: str | None = option(None, f"grammar of the answer: {FORMS}", prose=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(proposers.ProposerOptions):
-    prompt: str = field(metadata={"help": "text of the user's message, or to continue, without a chat template"})
+    prompt: str = field(
+        metadata={"help": "text of the user's message, or to continue, without a chat template", "prose": True}
+    )
     template: dict[str, str] = field(default_factory=dict, metadata=loading.TRAINED_TEMPLATE)
     max_new_tokens: int = option(128, "longest answer, in tokens")
     seed: int = option(0, "seed of sampling")

@@ -32,6 +32,12 @@ from train.data import rows as data
 from train.pages.page import live_page
 
 KINDS = [Sampling(1.0, top_p=0.9), Sampling(1.0), Sampling()]  # one of each Sampling.kind
+SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "repetition_penalty",
+)  # options of decode that requests have in their place
 OWN_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
@@ -87,8 +93,8 @@ def main(arguments: list[str] | None = None) -> None:
         from specdec.server.app import Served, make_app
     except ImportError as error:
         raise ValueError(f"Serving needs more packages ({error}): pip install '.[serve]'") from error
-    if chosen.decode.temperature != "0":
-        raise ValueError("decode.temperature is for each request to say: give temperature in the request.")
+    if unused := [name for name in SAMPLING if f"decode.{name}" in chosen.given_names]:
+        raise ValueError(f"decode.{unused[0]} is for each request to say: give {unused[0]} in the request.")
     listening = listen(chosen.host, chosen.port)
     recorder = Recorder(chosen.record) if chosen.record is not None else None
     drafting = chosen.decode.drafting()

@@ -92,9 +92,10 @@ def resolve(given: str | Path) -> Path:
     If there is no such folder, user/name and user/name@revision are checkpoints on the Hugging Face Hub, which are downloaded.
     Raises ValueError, with what to do, if that has none, and for any other file.
     """
-    if hub.is_head(str(given)):
-        return hub.fetch(str(given))
-    folder = Path(given)
+    name = files.expand_home(str(given))
+    if hub.is_head(name):
+        return hub.fetch(name)
+    folder = Path(name)
     if not (folder / "drafter.json").exists() and (folder / BEST).is_file():
         folder = folder / BEST
     if not folder.is_file():

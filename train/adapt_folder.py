@@ -25,6 +25,7 @@ from specdec import checkpoint
 from specdec.core import files, hub
 from specdec.target.model import Target
 from train.adapt import Answers, read_answers, to_lines
+from train.data import trained_prompts
 
 KINDS = ("new", "old")  # held-out answers that the gate looks at
 OWN_FILES = ("drafter.json", "drafter.safetensors")
@@ -198,6 +199,8 @@ class Home:
     def _install(self, number: str, source: Path) -> None:
         tensors = {"drafter.safetensors": checkpoint.read_tensors(source / "drafter.safetensors")}
         documents = {"drafter.json": checkpoint.read_json(source / "drafter.json")}
+        if (known := trained_prompts.find_file(source)) is not None:
+            tensors[trained_prompts.FILE] = checkpoint.read_tensors(known)
         files.write_folder(self.path / "heads" / number, tensors=tensors, documents=documents)
 
     def _use(self, number: str) -> None:

@@ -1,8 +1,8 @@
 """What a run is made of, from its settings: processes, target, data, drafter, objective, optimizer, validation, trainer."""
 
 import math
-import os
 import pkgutil
+import warnings
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy
 import torch
 import transformers
 from accelerate import Accelerator, PartialState
-from accelerate.utils import InitProcessGroupKwargs, set_seed
+from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env, set_seed
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -25,7 +25,7 @@ from specdec.target.fingerprint import UNREAD
 from specdec.target.model import Target
 from train import display, distributed, optimization, progress
 from train.config import RunConfig, fixed_settings, flat, read_settings
-from train.data import reading
+from train.data import reading, trained_prompts
 from train.data import rows as data
 from train.data.chat_template import check_arguments
 from train.data.encoding import Encoding, load_rows
@@ -72,6 +72,7 @@ def make_trainer(
     else:
         with reading.at(str(config.data.heldout)):
             prompts = encode_prompts(config, tokenizer, packs, rows)
+    num_trained = warn_of_copies(config, rows, packs)
     drafter, spec = make_drafter(config, target, packs)
     drafter.to(accelerator.device)
     with named("features"):
@@ -82,13 +83,23 @@ def make_trainer(
         optimizer = optimization.make_optimizer(drafter, config.optimizer, adapter=config.head.get("adapter"))
     display.start(progress.note, config, drafter, packs, len(prompts))
     validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
-    validation.texts = texts
+    validation.texts, validation.num_trained = texts, num_trained
     material = make_material(config, drafter, packs, accelerator, engine)
     inputs = {"heldout": reading.digest_of(heldout), **target_inputs(target)}
     folder = RunFolder(path, spec, fixed_settings(config.document()) | inputs, target.identity)
     scheduler = optimization.schedule(optimizer, config.optimizer, steps=config.train.steps)
     parts: dict[str, Any] = {"material": material, "validation": validation, "settings": config.train, "folder": folder}
     return Trainer(accelerator, objective, optimizer, scheduler, **parts)
+
+
+def warn_of_copies(config: RunConfig, rows: list[dict], packs: Packs) -> int:
+    """How many held-out rows ask what is trained on, too, here or by the head that training starts from. Warns of them."""
+    ids = trained_prompts.find(rows, trained_prompts.join(packs.asked, config.start))
+    if ids:
+        name = "validation.answers" if config.validation.recorded else "data.heldout"
+        copies = trained_prompts.count_copies(ids, len(rows), f"prompts of {name}")
+        warnings.warn(f"{copies} are trained on, so tau flatters: give others.", stacklevel=2)
+    return len(ids)
 
 
 def make(settings: dict, *arguments: Any, **more: Any) -> Any:
@@ -109,8 +120,9 @@ def start_processes(config: RunConfig) -> tuple[Accelerator, RunConfig]:
         fast.turn_off(config.fast)
     set_seed(config.train.seed)
     transformers.utils.logging.disable_progress_bar()
-    distributed.check_accelerate()
-    cpu = not torch.accelerator.is_available()  # said outright, or several processes would not find each other
+    distributed.check_launcher()
+    # Said outright, or several processes would not find each other
+    cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     timeout = timedelta(minutes=config.train.timeout + 1)  # a little more than the trainer waits, which says what for
     config = choose_precision(config, PartialState(cpu=cpu, timeout=timeout).device)
     mixed, handlers = PRECISIONS[config.precision], [InitProcessGroupKwargs(timeout=timeout)]
@@ -118,7 +130,9 @@ def start_processes(config: RunConfig) -> tuple[Accelerator, RunConfig]:
     # One process has `cuda`, which no tensor's device equals
     accelerator.state.device = devices.numbered(accelerator.device)
     if accelerator.device.type == "cpu":  # the launcher sets one thread a process
-        torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // accelerator.num_processes))
+        torch.set_num_threads(config.threads or distributed.count_threads(accelerator.num_processes))
+    for sentence in distributed.find_ignored_flags(config.precision, accelerator.num_processes):
+        warnings.warn(sentence, stacklevel=2)
     return accelerator, config
 
 

@@ -10,11 +10,13 @@ from typing import Any
 import yaml
 
 from specdec import checkpoint
+from specdec.core import files
 from specdec.core.precision import AUTO
 from specdec.decoding.drafting import Drafting
 from specdec.heads.base import Head
 from train import ranges
 from train.data.messages import MODE, check_template
+from train.overrides import read_weights
 from train.ranges import named, refuse
 
 # Options that went, and what replaced each. They are dropped when the settings of an older run are read.
@@ -220,7 +222,9 @@ class RunConfig:
 
     @classmethod
     def of(cls, document: dict) -> "RunConfig":
-        """document: conf/train.yaml with the user's options, in groups"""
+        """document: conf/train.yaml with the user's options, in groups; a path may begin with ~"""
+        data = {**document["data"], "train": read_weights(document["data"]["train"])}
+        document = files.expand_home({**document, "data": data})
         ranges.check(document, free=("head.", *GONE))  # a new head has options of its own
         document, left = take_provisional(document)
         document["template"] = check_template(document["template"] or {})

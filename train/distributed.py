@@ -24,23 +24,55 @@ from train.objective import Objective
 
 Item = TypeVar("Item")
 AnyObjective = Objective | ConsistencyObjective
+WHOLE = "each process has the whole drafter, and target.shard=true divides a target"
+# What accelerate's launcher passes by ACCELERATE_NAME: the flag, what decides in its place, and values that change nothing
 OFF = ("false", "", "0", "no", "off", "n", "f")
-OF_ACCELERATE = {  # variables by which its configuration asks for what train.py does not take, with the values that change nothing
-    **dict.fromkeys(("USE_FSDP", "USE_DEEPSPEED", "USE_MEGATRON_LM", "USE_PARALLELISM_CONFIG", "DYNAMO_BACKEND"), OFF),
-    "GRADIENT_ACCUMULATION_STEPS": ("1", ""),
+REFUSED = {
+    "USE_FSDP": ("--use_fsdp", WHOLE, OFF),
+    "USE_DEEPSPEED": ("--use_deepspeed", WHOLE, OFF),
+    "USE_MEGATRON_LM": ("--use_megatron_lm", WHOLE, OFF),
+    "USE_PARALLELISM_CONFIG": ("--use_parallelism_config", WHOLE, OFF),
+    "DYNAMO_BACKEND": ("--dynamo_backend", "fast= says what is compiled", OFF),
+    "GRADIENT_ACCUMULATION_STEPS": ("--gradient_accumulation_steps", "train.accumulation= does that", ("1", "")),
 }
 
 
-def check_accelerate() -> None:
-    """Raises ValueError if accelerate's own configuration asks for what train.py does not take from it."""
-    for name, harmless in OF_ACCELERATE.items():
-        given = os.environ.get(f"ACCELERATE_{name}", harmless[0])
-        if given.lower() not in harmless:
+# What accelerate's launcher asks for
+
+
+def check_launcher() -> None:
+    """Raises ValueError for a flag of the launcher, or a line of its configuration, that accelerate would follow by itself."""
+    for name, (flag, instead, harmless) in REFUSED.items():
+        value = os.environ.get(f"ACCELERATE_{name}", harmless[0])
+        if value.lower() not in harmless:
             raise ValueError(
-                f"accelerate's configuration has ACCELERATE_{name}={given}, which train.py does not take from it: every process has the "
-                "whole drafter, target.shard=true divides a target, and train.accumulation accumulates. Choose a configuration "
-                "without it (accelerate config), or unset the variable."
+                f"accelerate launch asks for {flag} {value}, which train.py does not follow, as {instead}: leave the flag out, or "
+                "the line of its configuration."
             )
+
+
+def find_ignored_flags(precision: str, num_processes: int) -> Iterator[str]:
+    """A sentence for each flag of the launcher that the run does not follow. precision, num_processes: of the run
+
+    The launcher passes `no` where nobody asks for mixed precision, and an address where it is asked for several processes.
+    """
+    mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if mixed not in ("no", precision):
+        yield f"accelerate launch asks for --mixed_precision {mixed}, and precision={precision} decides: give precision=bf16 or fp32."
+    several = "MASTER_PORT" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
+    if several and num_processes == 1 and "WORLD_SIZE" not in os.environ:
+        yield (
+            "accelerate launch was asked for several processes and has started one, as it does without --multi_gpu: give that in "
+            "place of --cpu, or use torchrun --nproc_per_node N."
+        )
+
+
+def count_threads(num_processes: int) -> int:
+    """Threads of the CPU for each process: OMP_NUM_THREADS, unless that is the 1 of a launcher, else its part of the cores."""
+    number = os.environ.get("OMP_NUM_THREADS", "")
+    if number.isdecimal() and int(number) > 1:
+        return int(number)
+    return max(1, (os.cpu_count() or 1) // num_processes)
 
 
 # Who speaks

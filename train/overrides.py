@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -57,6 +58,18 @@ def check(written: dict[str, str], prefix: str) -> None:
             raise ValueError(f"{prefix}{key}={value} must be {declared.words(parsed.value())}.")
 
 
+def read_weights(text: Any) -> Any:
+    """The weights by source of a text whose keys Hydra's grammar does not have; anything else as it is."""
+    if not isinstance(text, str) or not text.startswith("{") or os.path.exists(text):
+        return text
+    try:
+        weights = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    numbers = isinstance(weights, dict) and all(isinstance(each, int | float) for each in weights.values())
+    return weights if numbers else text
+
+
 def _argument(argument: str) -> str:
     key, equals, value = argument.partition("=")
     if not equals or key.startswith(("-", "~", "hydra")):
@@ -96,7 +109,7 @@ def _parse(argument: str) -> Override | None:
 
 def _rewritten(value: str) -> str:
     """A value that Hydra's grammar does not have: a list in YAML's form with quoted texts, else one text. A dict with such keys stays a
-    text, which its reader takes apart (train/data/reading.py)."""
+    text, which `read_weights` takes apart."""
     if value.startswith("["):
         try:
             read = yaml.safe_load(value)

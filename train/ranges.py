@@ -21,7 +21,8 @@ class Range:
     """kind: int, float, bool, str or dict; None: anything. choices: the only values, instead of a kind
 
     least, most: of numbers; above, below: whether these bounds themselves are left out. null, auto: whether these words are allowed
-    lists: no, also (one value or a list), only (a list), weighted (also, or values by weight); num: values of such a list; None: any
+    lists: no, also (one value or a list), only (a list), weighted (also, or values by weight)
+    num: values of such a list; None: one or more; empty: whether none at all mean something, too
     """
 
     kind: type | None = None
@@ -34,6 +35,7 @@ class Range:
     auto: bool = False
     lists: str = "no"
     num: int | None = None
+    empty: bool = False
 
     @property
     def or_null(self) -> "Range":
@@ -46,6 +48,10 @@ class Range:
     @property
     def or_list(self) -> "Range":
         return replace(self, lists="also")
+
+    @property
+    def or_empty(self) -> "Range":
+        return replace(self, empty=True)
 
     def list_of(self, num: int | None = None) -> "Range":
         return replace(self, lists="only", num=num)
@@ -61,9 +67,9 @@ class Range:
         if self.auto and value == "auto":
             return True
         if isinstance(value, dict):
-            return self.kind is dict or self.lists == "weighted"
+            return self.kind is dict or (self.lists == "weighted" and bool(value))
         if isinstance(value, list | tuple):
-            whole = self.num in (None, len(value))
+            whole = self.num in (None, len(value)) and (bool(value) or self.empty)
             return self.lists != "no" and whole and all(each is not None and self._fits(each) for each in value)
         return self.lists != "only" and self._fits(value)
 
@@ -91,11 +97,11 @@ class Range:
         kinds: dict = {str: "a text that is not empty", bool: "true or false", dict: "settings, such as {r: 8}"}
         one = kinds.get(self.kind) or self._number(value)
         many = (
-            f"a list of {self.num or 'values'}, each {one}"
+            f"a list of {self.num or 'one or more values'}, each {one}"
             if self.kind is not str
-            else "a list of texts, such as [q_proj,v_proj]"
+            else "a list of one or more texts, such as [q_proj,v_proj]"
         )
-        also = f"{one}, or a list of these"
+        also = f"{one}, or a list of one or more of these"
         one = {
             "no": one,
             "also": also,
@@ -165,8 +171,8 @@ RANGES = {
     # Heads
     "vocab_size": COUNT.or_null, "head.vocab_size": COUNT.or_null.or_auto, "delay": whole(0), "num_drafts": FEW, "num_layers": FEW, "Draft.num_layers": FEW.or_null,
     "num_heads": FEW, "num_blocks": whole(0, 1024), "num_modules": FEW.or_null, "lora_rank": SIZE, "lora_alpha": POSITIVE,
-    "lora_modules": TEXT.list_of(), "target_layers": whole().list_of().or_null, "copy_layers": whole().list_of().or_null,
-    "full_layers": whole(0).list_of().or_null, "intermediate_size": SIZE.or_null, "drafter.width": SIZE.or_null,
+    "lora_modules": TEXT.list_of(), "target_layers": whole().list_of().or_null, "copy_layers": whole().list_of().or_empty.or_null,
+    "full_layers": whole(0).list_of().or_empty.or_null, "intermediate_size": SIZE.or_null, "drafter.width": SIZE.or_null,
     "dependence": GROUP.or_null, "dependence.*": ANY, "dependence.kind": TEXT, "dependence.table": FLAG, "convolution": FEW.or_null,
     "dependence.rank": SIZE, "dependence.top": whole(2), "dependence.hidden": SIZE.or_null, "dependence.form": choice("plain", "gated", "rnn"),
     "drafter.window": whole(2).or_null, "mask_token": whole(0).or_null, "drafter.model": TEXT.or_null,

@@ -21,6 +21,7 @@ from specdec.core import files
 
 PROJECT = "specdec"  # or WANDB_PROJECT, TRACKIO_PROJECT
 WANDB_ID = "wandb_id"  # file in the folder of a run: the number under which a continued run goes on
+STEP = "step"  # figure of W&B along which it draws the others: its own count shifts where a continued run repeats steps
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")  # names of environment variables whose values are never shown
 PARTS = ("by_category", "by_tag", "by_prompt", "differences")  # of a report: tables, not figures
 
@@ -79,6 +80,9 @@ def open_tracker(name: str, folder: Path, run: str, settings: dict[str, Any]) ->
     else:
         tracker = TrackioTracker(project, name=run, config=settings, embed=False, resume="allow")
     tracker.start()
+    if isinstance(tracker, WandBTracker):
+        tracker.run.define_metric(STEP)
+        tracker.run.define_metric("*", step_metric=STEP)
     return tracker
 
 
@@ -115,8 +119,9 @@ class Tracking:
     def log(self, step: int, kind: str, values: dict[str, Any]) -> None:
         """The numbers of a row or of a report.json. kind: train, validation, or best for the report of the best step"""
         if self.tracker is not None:
+            own = {STEP: step} if self.name == "wandb" else {}
             with self._guarded():
-                self.tracker.log(figures_of(kind, values), step=step)
+                self.tracker.log(figures_of(kind, values) | own, step=step)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -97,6 +97,7 @@ class Validation:
         self.costs: dict[Path, Costs] = {}  # of auto, as far as they are known
         self.served: list[served.ServedCosts | None] = []  # empty: not measured yet
         self.texts: list[Written] | None = None  # what is replayed
+        self.num_trained = 0  # prompts that are trained on, too
         self.seconds = dict.fromkeys(("answers", "replay", "decode", "auto"), 0.0)  # spent so far
         self.each: float | None = None  # seconds of decoding a prompt plainly and with drafts, as far as is known
 

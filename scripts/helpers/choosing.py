@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +131,7 @@ def decide(case: Case) -> None:
     if (path := case.out / "choice.json").exists():
         check_settings(path, checkpoint.read_json(path).get("settings", {}), settings, advice=ADVICE)
     shapes = list_shapes(case)
-    prompts, texts = read_texts(case)
+    prompts, texts, notes = read_texts(case)
     acceptance = find_acceptance(case, shapes, prompts, texts)
     tokens = statistics.mean(len(text.answer) for text in texts)
     usual = statistics.mean(len(text.prompt) + len(text.answer) / 2 for text in texts)
@@ -144,6 +143,7 @@ def decide(case: Case) -> None:
         "fingerprint": opened.target.fingerprint(),
         "settings": settings,
         "num_answers": len(texts),
+        "notes": notes,
         "tokens": tokens,
         "contexts": where,
         "loads": choice.choose_drafts(acceptance, costs, loads=loads, contexts=where, tokens=tokens),
@@ -157,15 +157,14 @@ def decide(case: Case) -> None:
 
 def read_numbers(name: str, text: str, most: int) -> list[int]:
     """A comma list of whole numbers, in order."""
-    if not split(text) or not all(each.isdecimal() and 0 < int(each) <= most for each in split(text)):
+    if not all(each.isdecimal() and 0 < int(each) <= most for each in split(text)):
         raise ValueError(f"{name}={text}: give numbers from 1 to {most}, such as 1,4,16.")
     return sorted({int(each) for each in split(text)})
 
 
 def refuse_unused(chosen: Any) -> None:
     """Raises ValueError for options that were given and would change nothing."""
-    names = ["batch", "predicted", "decode.depth", "decode.width", "decode.nodes"] + ["chains"] * (not chosen.protocol)
-    if given := [name for name in names if attrgetter(name)(chosen) != attrgetter(name)(type(chosen)())]:
+    if given := [name for name in ("batch", "predicted", "chains", *proposers.SHAPE) if name in chosen.given_names]:
         raise ValueError(
             f"choose=true has no use for {', '.join(f'{name}=' for name in given)}: it looks at chains of 1 to {MOST_DRAFTS} drafts, "
             "and at trees=, for each of loads=. Leave that out."
@@ -203,30 +202,35 @@ def list_shapes(case: Case) -> list[Shaped]:
     return found
 
 
-def read_texts(case: Case) -> tuple[list[Prompt], list[Written]]:
-    """The prompts with the target's own answers, which are read from answers=, or written now and kept in `out`."""
+def read_texts(case: Case) -> tuple[list[Prompt], list[Written], list[str]]:
+    """The prompts with the target's own answers, read from answers=, or written now and kept in `out`; what is to be known of them."""
     chosen, opened, temperature = case.chosen, case.opened, case.sampling.temperature
+    heads = comparing.find_heads(case.runs, {})
     if chosen.answers is not None:
-        texts = read_answers(chosen, opened.tokenizer, opened.target)
+        rows = read_answers(chosen, opened.tokenizer, opened.target)
+        texts, notes = encode_answers(chosen, rows, opened.tokenizer), [*comparing.note_copies(rows, heads)]
         texts = [replace(text, answer=text.answer[: chosen.max_new_tokens]) for text in texts]
         prompts = [Prompt(str(number), "", text.prompt) for number, text in enumerate(texts)]
     else:
         asked, stop = comparing.read_questions(chosen), set() if chosen.ignore_stop else opened.stop
+        notes = [*comparing.note_questions(asked, heads)]
         prompts, folder = comparing.first_prompts(asked, opened, chosen.max_new_tokens), case.out / "answers"
         kept = HeldoutAnswers(opened.target, case.sampling, chosen.max_new_tokens, stop, chosen.seed, folder)
         answers, _ = kept.get(prompts, Group(0, 1))
         texts = [Written(prompt.tokens, answer, temperature) for prompt, answer in zip(prompts, answers, strict=True)]
+    for note in notes:
+        progress.note(note)
     pairs = [(prompt, text) for prompt, text in zip(prompts, texts) if len(text.answer) > 1]
     if len(pairs) < 2:
         raise ValueError(
             f"{chosen.answers or chosen.prompts or loading.PROMPTS} gives {len(pairs)} answers of two tokens or more at decode.temperature="
             f"{temperature:g}, and an interval over prompts needs two."
         )
-    return [prompt for prompt, _ in pairs], [text for _, text in pairs]
+    return [prompt for prompt, _ in pairs], [text for _, text in pairs], notes
 
 
-def read_answers(chosen: Any, tokenizer: PreTrainedTokenizerBase, target: Target) -> list[Written]:
-    """The answers to replay, all written at one temperature, cut. Raises ValueError if there is none.
+def read_answers(chosen: Any, tokenizer: PreTrainedTokenizerBase, target: Target) -> list[dict]:
+    """The rows of the answers to replay, all written at one temperature. Raises ValueError if there is none.
 
     target: answers of others are warned of
     """
@@ -240,9 +244,14 @@ def read_answers(chosen: Any, tokenizer: PreTrainedTokenizerBase, target: Target
         raise ValueError(f"{source} has no row at decode.temperature={temperature:g}.")
     rows = reading.spread(rows, chosen.limit)
     warn_of_writers([row.get("target_fingerprint") for row in rows], target)
-    texts = []
+    return rows
+
+
+def encode_answers(chosen: Any, rows: list[dict], tokenizer: PreTrainedTokenizerBase) -> list[Written]:
+    """The last answer of each row, cut. Raises ValueError if none has a second token."""
+    texts, temperature = [], chosen.decode.sampling().temperature
     for row in rows:
-        with reading.at(source):
+        with reading.at(str(chosen.answers)):
             encoded = data.encode(tokenizer, row)
         start, stop = data.last_answer(encoded)
         answer = encoded.tokens[start : min(stop, chosen.length)]
@@ -468,7 +477,7 @@ def write(case: Case, document: dict) -> None:
     """Writes choice.json, table.md and page.html, and prints a table."""
     out, console = case.out, case.console
     files.write_text(out / "choice.json", json.dumps(document, indent=1) + "\n")
-    table, notes, known = tabulate(document), list(describe(document)), document["flags"]
+    table, notes, known = tabulate(document), [*document["notes"], *describe(document)], document["flags"]
     flags = [
         "{drafter}, {engine}, loads {loads[0]} to {loads[1]}: {line}".format(**each) for each in known if "line" in each
     ]

@@ -7,7 +7,7 @@ from helpers.options import split
 import itertools
 import json
 import statistics
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,10 @@ from specdec.measuring.report import TAU, summarise_by_category, tau_difference
 from specdec.target.model import Target
 from train import progress
 from train.answers.resumable import Resumable, digest, digest_folder, resumable
-from train.data import chat_template, reading, suites
+from train.data import chat_template, reading, suites, trained_prompts
 from train.data.messages import describe_arguments
 from train.data.suites import Question
-from train.pages import facts, results_page
+from train.pages import results_page
 from train.pages.page import Table, finite
 from train.pages.results_page import Entry
 
@@ -91,7 +91,7 @@ def compare(chosen: Any, out: Path, console: progress.Results) -> None:
     configs = proposers.configure_all(names, settings=chosen.settings, drafting=draftings[0], checkpoints=folders)
     methods, run_of = make_methods(runs, configs, opened.target, draftings)
     settings = describe(chosen, asked, runs, configs, opened)
-    notes = [*note_suite(asked.suite, runs)] if asked.suite else []
+    notes = [*note_questions(asked, find_heads(runs, configs))]
     for note in notes:
         progress.note(note)
     check_turns(asked, opened.tokenizer)
@@ -133,17 +133,28 @@ def check_turns(asked: Asked, tokenizer: PreTrainedTokenizerBase) -> None:
         asked.prompt(several, 1, [""], tokenizer)
 
 
-def note_suite(suite: suites.Suite, runs: list[Run]) -> Iterator[str]:
-    """What is not as published, and which questions a head was trained on, as far as its data are here."""
-    if suite.note:
-        yield suite.note
-    yield f"licence: {suite.licence}"
-    for run in runs:
-        about = facts.read(run.folder).get("data")
-        given = about.get("train") if isinstance(about, dict) else None
-        for source in [given] if isinstance(given, str) else list(given or ()):
-            if Path(source).exists() and (num := suites.overlap(suite.questions, source)):
-                yield f"{num} questions are prompts of {source}, on which {run.name} was trained: its figures flatter"
+def find_heads(runs: list[Run], configs: Mapping[str, proposers.Config]) -> dict[str, Path]:
+    """The folders of all trained heads, of the runs and inside proposers, by name."""
+    inside = [Path(head) for config in configs.values() for head in proposers.heads(config)]
+    names = {folder: checkpoint.name_of(folder) for folder in inside} | {run.folder: run.name for run in runs}
+    return {name: folder for folder, name in names.items()}
+
+
+def note_questions(asked: Asked, heads: Mapping[str, Path]) -> Iterator[str]:
+    """What is not as published, and which questions a head was trained on, as far as that is known. heads: folders by name"""
+    if asked.suite:
+        yield from filter(None, (asked.suite.note, f"licence: {asked.suite.licence}"))
+    yield from note_copies([{**question.turns[0], "id": question.id} for question in asked.questions], heads)
+
+
+def note_copies(rows: Sequence[dict], heads: Mapping[str, Path]) -> Iterator[str]:
+    """A sentence for each head that was trained on some of the prompts. heads: folders by name"""
+    for name, folder in heads.items():
+        digests = trained_prompts.read(folder)
+        ids = [] if digests is None else trained_prompts.find(rows, digests)
+        if ids:
+            copies = trained_prompts.count_copies(ids, len(rows), "prompts")
+            yield f"{copies} are among those that {name} was trained on: its figures flatter"
 
 
 def read_predictions(path: str | None) -> dict[str, Any] | None:

@@ -89,7 +89,7 @@ def read_shapes(chains: str, trees: str) -> list[TreeShape]:
 def read_batches(text: str) -> list[int]:
     """batch=, in order. Raises ValueError for what is no list of numbers."""
     sizes = split(text)
-    if not sizes or not all(size.isdecimal() and 0 < int(size) <= MOST for size in sizes):
+    if not all(size.isdecimal() and 0 < int(size) <= MOST for size in sizes):
         raise ValueError(f"batch={text}: give numbers from 1 to {MOST}, such as 1,4,16.")
     return sorted({int(size) for size in sizes})
 

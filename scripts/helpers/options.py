@@ -18,6 +18,7 @@ import dataclasses
 import difflib
 import errno
 import os
+import re
 import sys
 import typing
 import warnings
@@ -47,6 +48,8 @@ class Option:
     default: Any  # dataclasses.MISSING if a value must be given
     help: str
     prefix: str | None  # of a dict that takes PREFIX.KEY=VALUE for every KEY
+    prose: bool = False  # whether a value is a text for the model, and no path or name
+    empty: bool = False  # whether an empty value has a meaning
 
     @property
     def types(self) -> tuple[type, ...]:
@@ -71,9 +74,21 @@ class Option:
                 value = TRUTH[text.lower()] if kind is bool else kind(text)
             except (KeyError, ValueError):
                 raise SystemExit(f"error: {self.name}={text} must be {KINDS[kind]}. See --help.") from None
+        elif not self.prose:
+            value = read_paths(self.name, text, empty=self.empty or self.default == "")
         if self.range is not None and not self.range.fits(value):
             raise ValueError(f"{self.name}={show(value)} must be {self.range.words(value)}.")
         return value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommandLineOptions:
+    """For commands where it counts that an option was given, even with the value of its default.
+
+    given_names: options on the command line, with their groups, such as decode.depth
+    """
+
+    given_names: frozenset[str] = dataclasses.field(default=frozenset(), metadata={"hidden": True})
 
 
 def option(default: Any, text: str, **more: Any) -> Any:
@@ -86,6 +101,16 @@ def split(text: str | None) -> list[str]:
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
+def read_paths(name: str, text: str, *, empty: bool = False) -> str:
+    """A text, or a comma list of them, with the home folder in the place of each `~` that begins one.
+
+    empty: whether an empty text has a meaning. Raises ValueError for one that has none, and for a list of nothing
+    """
+    if not text.strip(" ,") and (text or not empty):
+        raise ValueError(f"{name}={text} is empty: give a value, or leave the option out.")
+    return re.sub(r"(?<![^,])( *)(~[^,]*)", lambda match: match[1] + files.expand_home(match[2]), text)
+
+
 def flatten(kind: Any, prefix: str = "", group: Any = None) -> Iterator[Option]:
     """Every option of an options dataclass. A field that is a dataclass is a group; `group` holds its defaults."""
     for field in dataclasses.fields(kind):
@@ -94,9 +119,10 @@ def flatten(kind: Any, prefix: str = "", group: Any = None) -> Iterator[Option]:
             default = field.default_factory()
         if dataclasses.is_dataclass(field.type):
             yield from flatten(field.type, f"{prefix}{field.name}.", default)
-        else:
+        elif "hidden" not in field.metadata:
             help, taken = field.metadata.get("help", ""), field.metadata.get("prefix")
-            yield Option(prefix + field.name, field.type, default, help, taken)
+            about = {key: field.metadata.get(key, False) for key in ("prose", "empty")}
+            yield Option(prefix + field.name, field.type, default, help, taken, **about)
 
 
 def describe(known: dict[str, Option], docstring: str) -> str:
@@ -143,6 +169,7 @@ def options(
         print(describe(known, docstring))
         raise SystemExit(0)
     given = parse(arguments, known)
+    given_names = frozenset(given)
     usual = parse([f"{name}={value}" for name, value in presets(given).items()], known)
     for name, value in usual.items():
         given[name] = {**value, **given.get(name, {})} if isinstance(value, dict) else given.get(name, value)
@@ -153,9 +180,10 @@ def options(
     missing = [name for name in known if known[name].default is dataclasses.MISSING and name not in given]
     if missing:
         raise SystemExit(f"Give a value for: {', '.join(missing)}. See --help.")
-    found = fill(
-        kind, {name: known[name].convert(each) if isinstance(each, str) else each for name, each in given.items()}
-    )
+    values = {name: known[name].convert(each) if isinstance(each, str) else each for name, each in given.items()}
+    if issubclass(kind, CommandLineOptions):
+        values["given_names"] = given_names
+    found = fill(kind, values)
     for field in dataclasses.fields(found):
         value = getattr(found, field.name)
         if field.name in WRITTEN and value:
@@ -205,7 +233,7 @@ def parse(arguments: list[str], known: dict[str, Option]) -> dict[str, Any]:
             )
         prefix = next((prefix for prefix in prefixes if key.startswith(prefix)), None)
         if prefix:
-            given.setdefault(prefixes[prefix], {})[key.removeprefix(prefix)] = value
+            given.setdefault(prefixes[prefix], {})[key.removeprefix(prefix)] = read_paths(key, value)
         elif key not in names:
             renamed = [name for name in [RENAMED.get(key, "")] if name in names or name.startswith(tuple(prefixes))]
             close = renamed or difflib.get_close_matches(key, names, n=1, cutoff=0.5)

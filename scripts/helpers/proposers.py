@@ -1,7 +1,7 @@
 """The proposers of conf/proposer, configured by options and built for a target."""
 
 from helpers import loading
-from helpers.options import option, split
+from helpers.options import CommandLineOptions, option, split
 
 import os
 from dataclasses import asdict, dataclass, field
@@ -22,13 +22,14 @@ from train.ranges import named
 
 FOLDER = loading.CONF / "proposer"
 AUTO, HEAD = "auto", "head"
+SHAPE = ("decode.depth", "decode.width", "decode.nodes")  # options that ask for a fixed shape
 NESTED = ("members", "inner")  # arguments that are proposers themselves, written as names
 Settings = dict[str, str]  # as written: KEY: VALUE, and NAME.KEY: VALUE for a proposer inside another
 Config = dict[str, Any]  # a file of conf/proposer with its final values; at NESTED: configurations by name
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProposerOptions:
+class ProposerOptions(CommandLineOptions):
     """For commands that decode with one proposer."""
 
     checkpoint: str | None = option(None, loading.CHECKPOINT)
@@ -68,7 +69,7 @@ def load(given: ProposerOptions, options: loading.TargetOptions, drafting: Draft
     """
     head = given.settings.get("checkpoint", given.checkpoint)
     folder = resolve(head) if head else None
-    fixed = drafting.shape != Drafting().shape
+    fixed = not given.given_names.isdisjoint(SHAPE)
     if given.proposer is None and folder is not None:
         fixed = fixed or not issubclass(loading.head_class(folder), Drafter)
     name = given.proposer or (HEAD if fixed else AUTO)

@@ -160,7 +160,7 @@ def judge(chosen: Any, out: Path, console: progress.Results) -> None:
         getattr(served, name) for name in ("server", "requests", "first", "notes", "settings")
     )
     console.say(f"{server.model} at {server.url}; tau: {TAU}")
-    notes += comparing.note_suite(asked.suite, runs) if asked.suite else []
+    notes += comparing.note_questions(asked, comparing.find_heads(runs, {}))
     for note in notes:
         console.say(note)
     prompts: dict[int, dict[str, dict]] = {}

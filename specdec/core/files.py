@@ -10,6 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import filelock
 import safetensors.torch
@@ -90,11 +91,16 @@ def _find_damage(folder: Path) -> str | None:
 
 
 def write_text(path: Path, text: str) -> None:
+    """As `write_bytes`, of a text in UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     """A small file that appears whole or not at all. Raises ValueError, and leaves the old file, if the disk is full."""
     partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with partial.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -102,6 +108,17 @@ def write_text(path: Path, text: str) -> None:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise unwritable(path, error) from error
+
+
+def expand_home(value: Any) -> Any:
+    """A setting with the home folder in the place of each `~` or `~user` that begins a path, an item of a list, or a key."""
+    if isinstance(value, str | Path):
+        return type(value)(os.path.expanduser(value))
+    if isinstance(value, list | tuple):
+        return [expand_home(item) for item in value]
+    if isinstance(value, dict):
+        return {expand_home(key): expand_home(item) for key, item in value.items()}
+    return value
 
 
 def cache_folder() -> Path:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from specdec.core import files
 from specdec.core.tree import Tree
 
 KINDS = ("json_schema", "regex", "lark")
@@ -41,8 +42,8 @@ class Grammar:
         if not colon or kind not in KINDS:
             raise ValueError(f"grammar={value[:60]} cannot be read: give {FORMS}.")
         try:
-            if len(text) < 1024 and Path(text).is_file():
-                text = Path(text).read_text(encoding="utf-8")
+            if len(text) < 1024 and (path := Path(files.expand_home(text))).is_file():
+                text = path.read_text(encoding="utf-8")
             return cls.of_row({kind: json.loads(text) if kind == "json_schema" else text})
         except (OSError, ValueError, RecursionError) as error:
             raise ValueError(

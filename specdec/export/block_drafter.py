@@ -259,7 +259,6 @@ def _part_fields(drafter: BlockDrafter) -> dict:
 
 def dspark(drafter: BlockDrafter) -> Layout:
     """With the target's embedding, in which the mask replaces one token's row: engines read DSpark's mask from nowhere else."""
-    layout.check_whole(drafter, "A DSpark drafter in an engine")
     tensors, config = _write_layers(drafter)
     markov = drafter.dependence
     if not isinstance(markov, Markov):
@@ -285,6 +284,10 @@ def dspark(drafter: BlockDrafter) -> Layout:
         "enable_confidence_head": drafter.confident,
         "confidence_head_with_markov": with_markov,
     }
+    causal = causality(drafter)
+    if drafter.window is not None and causal is not None:  # where DFlash's classes look, from which DSpark's derive
+        places = {name: config[name] for name in ("mask_token_id", "target_layer_ids")}
+        config |= {"is_causal": causal, "dflash_config": places | {"causal": causal}}
     return Layout(tensors, config)
 
 

@@ -52,8 +52,8 @@ def _vllm(drafter: Any, kind: str) -> Special:
         notes.append("enable_adaptive_verification uses its confidence head.")
     if kind in ("dflash", "dflash2", "lilicorr"):
         notes.append("mask_embedding.pt has the mask's embedding: keep it beside the weights, where vLLM looks for it.")
-        if drafter.window is not None:
-            notes.append(WINDOW.format(engine="vLLM"))
+    if isinstance(drafter, BlockDrafter) and drafter.window is not None:
+        notes.append(WINDOW.format(engine="vLLM"))
     if kind != "medusa":
         notes.append(SAMPLING)
     if kind != "mtp":
@@ -95,6 +95,12 @@ def _sglang(drafter: Any, kind: str) -> Special:
         notes.append("SGLang drafts greedily with Domino at any temperature, and takes weights in bfloat16 only.")
         return " --speculative-domino-candidate-pool-size 0", notes
     more = " --speculative-num-steps <num> --speculative-eagle-topk 1"
+    if isinstance(drafter, Eagle3) and drafter.window is not None:
+        if None in drafter.windows:
+            raise ValueError(
+                "SGLang has one window for all layers of a head: train with full_layers=null, or take format=vllm."
+            )
+        more += f" --speculative-draft-window-size {drafter.window}"
     if kind == "eagle" and drafter.draft_to_target is not None:
         more += f" --speculative-token-map <out>/{eagle.TOKEN_MAP}"
     return more, notes
@@ -120,6 +126,7 @@ def _llama_cpp(drafter: Any, kind: str) -> Special:
     if isinstance(drafter, Eagle3) and len(drafter.target_layers) != 3:
         raise ValueError("llama.cpp's converter takes EAGLE-3 heads of exactly three hidden states.")
     if kind == "dspark":
+        check_whole(drafter, "llama.cpp")
         _check_plain_markov(drafter, "llama.cpp's converter")
     return ("" if kind == "draft" else " --target-model-dir <target>"), []
 

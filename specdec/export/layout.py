@@ -236,10 +236,10 @@ def layer_config(config: dict) -> dict:
 
 
 def check_embedding(target: Target) -> None:
-    """Raises ValueError for a target that scales its embeddings: engines give a head the unscaled rows."""
+    """Raises ValueError for a target that scales its embeddings: no field for that is written, and engines then give the unscaled rows."""
     if embedding_scale(target) != 1:
         raise ValueError(
-            f"{target.name} scales its embeddings, and engines give this head the unscaled rows. Train an EAGLE-3 or MTP head, "
+            f"{target.name} scales its embeddings, which exports of this head do not tell engines. Train an EAGLE-3 or MTP head, "
             "which normalise them."
         )
 

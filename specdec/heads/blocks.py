@@ -1,6 +1,6 @@
 """What trained heads share: Llama's decoder block, whose attention takes its keys from the cache, and ridge regression."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import torch
@@ -357,6 +357,17 @@ def five_layers(target: Target) -> tuple[int, ...]:
     """DFlash's: five, evenly from 2 to L - 2 (the outputs of layers 1 to L - 3); fewer if there are not so many."""
     last = _check_num_layers(target) - 2
     return tuple(sorted({2 + round(number * (last - 2) / 4) for number in range(5)}))
+
+
+def fused_layers(
+    target: Target, target_layers: Sequence[int] | None, usual: Callable[[Target], tuple[int, ...]]
+) -> tuple[int, ...]:
+    """The hidden states that a head fuses. target_layers: None: the usual ones. Raises ValueError for an empty list."""
+    if target_layers is None:
+        return target.layer_ids(usual(target))
+    if not target_layers:
+        raise ValueError("target_layers=[] is empty: name the hidden states to read, or give null for the usual ones.")
+    return target.layer_ids(list(target_layers))
 
 
 def _check_num_layers(target: Target) -> int:

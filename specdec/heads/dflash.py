@@ -25,6 +25,7 @@ from specdec.heads.blocks import (
     block_config,
     embedding_scale,
     five_layers,
+    fused_layers,
     layer_windows,
     norm_gain,
     ridge,
@@ -166,7 +167,7 @@ class BlockDrafter(Drafter):
         width = target.width
         self.depth = self.num_drafts = num_drafts
         self.anchor_predicts, self.full_causal, self.sinks = anchor_predicts, full_causal, sinks
-        self.target_layers = target.layer_ids(target_layers or five_layers(target))
+        self.target_layers = fused_layers(target, target_layers, five_layers)
         self.config = config = block_config(target, intermediate_size=intermediate_size, block=block)
         self.fc = SizedLinear(len(self.target_layers) * width, width)
         self.hidden_norm, self.norm = (RMSNorm(width, eps=config.rms_norm_eps) for _ in range(2))

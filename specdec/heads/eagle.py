@@ -18,6 +18,7 @@ from specdec.heads.blocks import (
     RMSNorm,
     Rotary,
     block_config,
+    fused_layers,
     layer_windows,
     ridge,
     row_cache,
@@ -148,7 +149,7 @@ class Eagle3(_Eagle):
         super().__init__(target, inputs=2, own_embedding=own_embedding, **settings)
         self.further.extend(DecoderLayer(self.config, layer=layer) for layer in range(1, num_layers))
         width, eps = self.config.hidden_size, self.config.rms_norm_eps
-        self.target_layers = target.layer_ids(target_layers or three_layers(target))
+        self.target_layers = fused_layers(target, target_layers, three_layers)
         self.norm_output, self.norm_before_residual = bool(norm_output), norm_before_residual
         self.window, self.windows = window, layer_windows(window, full_layers, num_layers)
         num = len(self.target_layers)

@@ -27,7 +27,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import is_accelerate_available
 
-from specdec.core import hub, precision, token_text
+from specdec.core import files, hub, precision, token_text
 from specdec.core.devices import name_cause, numbered, out_of_memory
 from specdec.core.shards import NoSafetensors, Shards, fetch_file
 from specdec.core.untrusted import read_json
@@ -212,6 +212,7 @@ def load_tokenizer(
 
     Texts with ids that the model has no embedding for are refused later, and plain text begins as the model expects it (core/token_text.py).
     """
+    name = files.expand_home(name)
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = _read(AutoTokenizer.from_pretrained, name, **origin)
     with contextlib.suppress(ValueError, AttributeError):  # a tokenizer without a model
@@ -303,7 +304,7 @@ def check_complete(model: PreTrainedModel, about: dict, name: str) -> None:
 
 
 def _read(load: Callable, name: str, **kwargs):
-    if hub.looks_local(name) and not Path(name).expanduser().is_dir():
+    if hub.looks_local(name) and not Path(name).is_dir():
         raise ValueError(
             f"The folder {name} does not exist. Give the folder of a model, or the model's name on the Hugging Face Hub."
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from specdec.core import cached_keys, fast, masks, precision
+from specdec.core import cached_keys, fast, files, masks, precision
 from specdec.core.cache import LayerStates, RowCache, SpareMemory
 from specdec.core.cached_keys import CachedKeys
 from specdec.core.compile import join_products, run_block
@@ -121,6 +121,7 @@ class Target:
 
         Raises ValueError with what to do.
         """
+        name = files.expand_home(name)
         model, quantisation, shards = load_model(
             name, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
         )
@@ -131,7 +132,7 @@ class Target:
     @classmethod
     def load_ends(cls, name: str, *, dtype: str = "auto", device="cpu", **origin: Any) -> "Target":
         """A target without its layers, read from its safetensors files; arguments as of `load`, but one device."""
-        dtype = dtype_for(dtype, find_devices(device)[0])
+        name, dtype = files.expand_home(name), dtype_for(dtype, find_devices(device)[0])
         model, quantisation = load_skeleton(name, dtype=dtype, **origin)
         shards = loading.open_shards(name, model.config, revision=origin.get("revision"))
         loading.untie(model, shards)
@@ -155,6 +156,7 @@ class Target:
 
         Arguments as of `load`, but one device.
         """
+        name = files.expand_home(name)
         model, share, shards = sharding.load_sharded(name, dtype=dtype, device=device, **origin)
         trusted = origin.get("trust_remote_code", False)
         target = cls(model, name=name, trust_remote_code=trusted, share=share, shards=shards)

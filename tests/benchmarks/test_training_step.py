@@ -77,7 +77,8 @@ def test_the_target_costs_its_forward_pass(tiny):
     assert costs["target"].flops - costs["given"].flops == 2 * layers * 64 + attention + angles
     cost = costs["given"]
     assert cost.tokens == 64 and cost.peak_bytes >= 0 and cost.state_bytes >= 8 * cost.parameters
-    assert cost.flops > 6 * 7 * 63 * 3 * 64 * 64  # at least the seven steps of the unroll through a few matrices
+    assert (cost.depth, cost.optimizer) == (4, "muon")
+    assert cost.flops > 6 * 4 * 63 * 3 * 64 * 64  # at least the four steps of the unroll through a few matrices
     assert cost.mfu(None) is None and cost.mfu(1e12) == pytest.approx(cost.flops / cost.seconds[0] / 1e12)
 
 
@@ -99,6 +100,7 @@ def test_training_steps_are_measured_and_written(capsys, tmp_path, monkeypatch):
     assert rows[3]["error"] == "out of memory" and "out of memory" in capsys.readouterr().out
     for row in rows[:3]:
         assert row["tokens_per_second"] == pytest.approx(row["length"] / row["seconds"][0]) and 0 < row["mfu"] < 1
+        assert row["depth"] == 2  # as it was given
 
 
 @pytest.mark.parametrize("document", ["ragged", "512"])

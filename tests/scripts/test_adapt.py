@@ -36,6 +36,7 @@ from tests.support import (
 )
 from train.adapt import RecordedAnswer
 from train.answers import answering
+from train.data import trained_prompts
 from train.lock import lock
 
 
@@ -124,6 +125,7 @@ def test_a_head_that_rises_is_taken_into_use(made, run_adapt, tmp_path):
     assert found["training"]["new_tokens"] > found["training"]["old_tokens"] > 0
     assert json.loads((home / "heads" / "0002" / "adaptation.json").read_text()) == found
     assert not (home / "training").exists()
+    assert len(trained_prompts.read(home / "heads" / "0002")) >= found["training"]["new_tokens"] / 100  # of its run
     heldout = [json.loads(line)["id"] for line in (home / "rows" / "0002" / "heldout.jsonl").read_text().splitlines()]
     assert heldout == [f"counting-{n}" for n in range(33, 41)]
     with pytest.raises(ValueError, match="no rows that are newer"):

@@ -190,7 +190,7 @@ def test_flags_have_whole_blocks_and_say_why_there_is_no_line(small_target):
         (["checkpoint="], "nothing to choose from"),
         (["loads=1,x"], "loads=1,x: give numbers"),
         (["loads=0"], "loads=0: give numbers"),
-        (["loads="], "loads=: give numbers from 1 to 4096"),
+        (["loads="], "loads= is empty: give a value"),
         (["loads=5000"], "loads=5000: give numbers"),
         (["contexts=0"], "contexts=0: give numbers"),
         (["contexts=20,1000000"], "positions, so [0-9]+ is the most"),

@@ -7,6 +7,7 @@ import re
 import shutil
 from dataclasses import replace
 
+import numpy
 import pytest
 import safetensors.torch
 import torch
@@ -21,7 +22,7 @@ from specdec.unroll.replay import rounds
 from tests.loops import acceptance
 from tests.support import save_eagle, save_target, write_prompts, write_rows
 from train.data import rows as data
-from train.data import suites
+from train.data import suites, trained_prompts
 
 pytestmark = pytest.mark.full
 
@@ -426,3 +427,32 @@ def test_replay_compares_heads_on_the_same_answers(run, folder, tmp_path):
     write_rows(tmp_path / "wrong.jsonl", [{"id": "r7", "messages": [{"role": "user", "content": "a"}]}])
     with pytest.raises(ValueError, match=r"wrong\.jsonl: Row r7 has no assistant turn"):
         run(f"answers={tmp_path}/wrong.jsonl", "hold_out=null")
+
+
+# Prompts that were trained on
+
+
+def test_prompts_that_a_head_was_trained_on_are_counted(run, folder, tmp_path):
+    rows = [{"id": f"q{n}", "messages": [{"role": "user", "content": f"w{n} w7"}, {"role": "assistant", "content": "w2 w3 w4"}]} for n in range(4)]  # fmt: skip
+    write_rows(tmp_path / "copied.jsonl", rows)
+    shutil.copytree(folder / "one", tmp_path / "one")
+    shutil.copytree(folder / "two", tmp_path / "two")
+    known = [each for row in rows[2:] for each in trained_prompts.digest_row(row)]
+    trained_prompts.write(tmp_path / "one", numpy.unique(numpy.array(known)))
+    heads = f"checkpoint={tmp_path}/one,{tmp_path}/two"
+    given = [f"prompts={tmp_path}/copied.jsonl", "limit=null", "chains=2", "max_new_tokens=2", f"out={tmp_path}/out"]
+    said = "2 of 4 prompts (first: q2) are among those that {} was trained on: its figures flatter"
+    assert said.format("one") in " ".join(run(heads, *given).split())
+    notes = json.loads((tmp_path / "out" / "results.json").read_text())["notes"]
+    assert notes == [said.format("one")]
+    inside = ["checkpoint=", "proposers=head", f"proposer.checkpoint={tmp_path}/one", f"out={tmp_path}/inside"]
+    run(*given[:-1], *inside)
+    assert json.loads((tmp_path / "inside" / "results.json").read_text())["notes"] == [said.format("one/step_000001")]
+    run(*given[:2], "max_new_tokens=2", f"checkpoint={tmp_path}/one", f"out={tmp_path}/auto")  # inside auto, too
+    assert json.loads((tmp_path / "auto" / "results.json").read_text())["notes"] == [said.format("one")]
+    replayed = run(heads, f"answers={tmp_path}/copied.jsonl", "hold_out=null")
+    assert said.format("one") in " ".join(replayed.split()) and "two was trained on" not in replayed
+    assert "trained on" not in run(heads, f"out={tmp_path}/held")
+    run(heads, *given[:2], "choose=true", "loads=1", "max_new_tokens=2", f"out={tmp_path}/choice")
+    choice = json.loads((tmp_path / "choice" / "choice.json").read_text())
+    assert choice["notes"] == [said.format("one")]

@@ -1,16 +1,18 @@
 """Tests of the options of all scripts: ranges, text that stays as it is written, and how a command ends."""
 
 from helpers import proposers
-from helpers.options import flatten, option, options, run
+from helpers.options import CommandLineOptions, flatten, option, options, run
 
 import errno
 import os
 import re
 import sys
 from dataclasses import MISSING, dataclass, field
+from pathlib import Path
 
 import pytest
 
+from scripts import evaluate, generate, serve
 from specdec.core import files
 from specdec.decoding.drafting import Drafting
 from tests.support import ROOT
@@ -137,3 +139,80 @@ def test_ctrl_c_is_a_line_and_130_and_a_mistake_of_ours_keeps_its_traceback(caps
     with pytest.raises(SystemExit if said else KeyError) as ended:
         run(main)
     assert said is None or (ended.value.code == 130 and capsys.readouterr().err == said)
+
+
+# What is given counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shaped(CommandLineOptions):
+    depth: int = option(3, "a number")
+    chains: str = option("", "a list; empty: none")
+    model: str | None = option(None, "a name")
+    prompt: str = option("", "a text", prose=True)
+    decode: Inner = field(default_factory=Inner)
+    settings: dict[str, str] = field(default_factory=dict, metadata={"prefix": "proposer."})
+
+
+def test_an_option_was_given_even_where_it_has_the_value_of_its_default():
+    given = options(Shaped, "", ["depth=3", "decode.temperature=0", "proposer.num=1"], lambda given: {"chains": "2"})
+    assert given.given_names == {"depth", "decode.temperature", "settings"} and given.chains == "2"
+    assert options(Shaped, "", []).given_names == frozenset()
+
+
+@pytest.mark.parametrize("argument", ["model=", "model= ", "model=,", "chains=, ,", "proposer.checkpoint="])
+def test_an_empty_value_without_a_meaning_is_refused(argument):
+    with pytest.raises(ValueError, match=rf"^{argument} is empty: give a value, or leave the option out\.$"):
+        options(Shaped, "", [argument])
+    assert options(Shaped, "", ["chains=", "prompt="]).chains == ""
+
+
+def test_the_home_folder_takes_the_place_of_a_tilde(monkeypatch):
+    monkeypatch.setenv("HOME", "/at/home")
+    given = options(
+        Shaped, "", ["model=~/m", "chains=~,a~b, ~/c,~nobody9/d", "proposer.datastore=~/store", "prompt=~/x"]
+    )
+    assert (given.model, given.chains, given.settings) == ("/at/home/m", "/at/home,a~b, /at/home/c,~nobody9/d", {"datastore": "/at/home/store"})  # fmt: skip
+    assert given.prompt == "~/x" and options(Shaped, "", ["model=~root/m"]).model == f"{Path('~root').expanduser()}/m"
+
+
+class Loaded(Exception):
+    pass
+
+
+def find_proposer(monkeypatch, tmp_path, *arguments: str) -> str:
+    """The proposer that generate chooses, without loading a target."""
+    (tmp_path / "drafter.json").write_text('{"_target_": "specdec.heads.eagle.Eagle3", "target": "t"}')
+
+    def configure(name, **settings):
+        raise Loaded(name)
+
+    monkeypatch.setattr(proposers, "configure", configure)
+    with pytest.raises(Loaded) as chosen:
+        generate.main([f"checkpoint={tmp_path}", "prompt=hi", *arguments])
+    return str(chosen.value)
+
+
+@pytest.mark.parametrize("argument", ["decode.depth=2", "decode.depth=3", "decode.width=1", "decode.nodes=null"])
+def test_a_shape_that_is_asked_for_is_drafted_where_it_is_the_usual_one_too(argument, monkeypatch, tmp_path):
+    assert find_proposer(monkeypatch, tmp_path) == "auto"
+    assert find_proposer(monkeypatch, tmp_path, "decode.temperature=0", "decode.rule=token") == "auto"
+    assert find_proposer(monkeypatch, tmp_path, argument) == "head"
+    assert find_proposer(monkeypatch, tmp_path, "proposer=auto", argument) == "auto"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["batch=1"], ["chains="], ["decode.depth=2"], ["decode.width=1"], ["protocol=eagle", "chains=4"]]
+)
+def test_what_a_choice_has_no_use_for_is_refused_with_the_usual_value_too(arguments):
+    name = arguments[-1].partition("=")[0]
+    with pytest.raises(ValueError, match=rf"^choose=true has no use for {name}=: it looks at chains"):
+        evaluate.main(["checkpoint=no", "choose=true", *arguments])
+
+
+@pytest.mark.parametrize("argument", ["decode.temperature=0", "decode.top_p=null", "decode.repetition_penalty=1"])
+def test_what_requests_say_is_refused_by_the_server_with_the_usual_value_too(argument):
+    pytest.importorskip("uvicorn", reason="needs the extra serve: pip install '.[serve]'")
+    name = argument.partition("=")[0].removeprefix("decode.")
+    with pytest.raises(ValueError, match=rf"^decode\.{name} is for each request to say: give {name} in the request\.$"):
+        serve.main(["checkpoint=no", argument])

@@ -3,19 +3,21 @@
 import copy
 import hashlib
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
+import specdec
 from specdec import checkpoint
 from specdec.core import files
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.eagle import Eagle3
 from specdec.heads.mtp import MTP
 from specdec.proposers.heads import HeadProposer
-from specdec.target.model import Target
+from specdec.target.model import Target, load_tokenizer
 from tests.hostile import change as change_document
-from tests.support import chain_of, greedy, load_head, make_drafter, random_tokens
+from tests.support import chain_of, greedy, load_head, make_drafter, random_tokens, save_eagle, save_target
 
 VOCAB = torch.arange(0, 60, 3)
 SPEC = {"_target_": "specdec.heads.eagle.Eagle3", "target_layers": [1, 2, 4], "norm_output": True}
@@ -219,3 +221,23 @@ def test_a_full_disk_leaves_the_old_checkpoint(saved, monkeypatch):
         checkpoint.save(folder, drafter, SPEC)
     assert (folder / "drafter.safetensors").read_bytes() == before
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+# Folders of the home folder
+
+
+def test_a_tilde_stands_for_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    own = save_target(tmp_path / "target")
+    save_eagle(tmp_path / "head", own)
+    target = specdec.load_target("~/target", dtype="float32", device="cpu")
+    assert target.name == str(tmp_path / "target") and target.fingerprint() == own.fingerprint()
+    assert Target.load_ends("~/target").name == load_tokenizer("~/target").name_or_path == target.name
+    for name in ("~/head", Path("~/head")):
+        assert specdec.load_head(name, target).num_parameters() > 0
+        assert checkpoint.resolve(name) == tmp_path / "head"
+    for load in (Target.load, Target.load_ends, load_tokenizer):
+        with pytest.raises(ValueError, match=rf"^The folder {tmp_path}/none does not exist\."):
+            load("~/none")
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/none/drafter\.json does not exist\."):
+        specdec.load_head("~/none", target)

@@ -2,6 +2,9 @@
 
 from helpers import options
 
+import os
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -13,7 +16,7 @@ from specdec.core import devices
 from specdec.heads.blocks import Rotary, llama_config, ridge
 from specdec.target import attention
 from specdec.target.model import Target
-from tests.support import make_target
+from tests.support import ROOT, make_target
 from train import build, distributed, objective
 from train.data.loader import Loader, Order
 
@@ -56,7 +59,7 @@ def test_the_accelerators_device_has_its_number(one_gpu, monkeypatch):
         """Of accelerate's Accelerator, the device: `cuda`, without a number."""
 
         def __init__(self, **_):
-            self.state = SimpleNamespace(device=torch.device("cuda"))
+            self.state, self.num_processes = SimpleNamespace(device=torch.device("cuda")), 1
 
         device = property(lambda self: self.state.device)
 
@@ -231,20 +234,87 @@ REFUSED = {"DYNAMO_BACKEND": "INDUCTOR", "USE_FSDP": "true", "USE_DEEPSPEED": "t
 @pytest.mark.parametrize("name", REFUSED)
 def test_settings_of_accelerate_that_training_does_not_take_are_refused(monkeypatch, name):
     monkeypatch.setenv(f"ACCELERATE_{name}", REFUSED[name])
-    said = rf"^accelerate's configuration has ACCELERATE_{name}={REFUSED[name]}, .* Choose"
+    flag = "--" + name.lower()
+    said = rf"^accelerate launch asks for {flag} {REFUSED[name]}, which train\.py does not follow, as .*: leave the flag out"
     with pytest.raises(ValueError, match=said):
-        distributed.check_accelerate()
+        distributed.check_launcher()
 
 
 def test_what_accelerates_launcher_always_sets_is_taken(monkeypatch):
     for variable, value in {"ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_FSDP": "false",
                             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}.items():  # fmt: skip
         monkeypatch.setenv(variable, value)
-    distributed.check_accelerate()
+    distributed.check_launcher()
 
 
 def test_they_are_refused_before_anything_is_loaded(fit, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     monkeypatch.setattr(Target, "load", lambda *_, **__: pytest.fail("the target was loaded"))
-    with pytest.raises(ValueError, match="ACCELERATE_DYNAMO_BACKEND=INDUCTOR"):
+    with pytest.raises(ValueError, match="--dynamo_backend INDUCTOR"):
         fit("run")
+
+
+LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_CPU": "True"}
+SEVERAL = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "precision", "num", "sentences"),
+    [
+        ({}, "bf16", 1, []),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "bf16", 1, []),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "fp32", 1, ["--mixed_precision bf16, and precision=fp32 decides"]),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "bf16", 1, ["--mixed_precision fp16, and precision=bf16 decides"]),
+        (SEVERAL, "bf16", 1, ["asked for several processes and has started one"]),
+        (SEVERAL | {"WORLD_SIZE": "1"}, "bf16", 1, []),
+        (SEVERAL | {"OMPI_COMM_WORLD_SIZE": "2"}, "bf16", 2, []),
+        (SEVERAL | {"ACCELERATE_MIXED_PRECISION": "fp8"}, "fp32", 1, ["--mixed_precision fp8", "several processes"]),
+    ],
+)
+def test_flags_of_the_launcher_that_are_not_followed_are_named(variables, precision, num, sentences, monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (LAUNCHED | variables).items():
+        monkeypatch.setenv(name, value)
+    said = list(distributed.find_ignored_flags(precision, num))
+    assert len(said) == len(sentences) and all(part in sentence for part, sentence in zip(sentences, said))
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")  # not accelerate's launcher: a scheduler may set an address
+    assert not list(distributed.find_ignored_flags(precision, num))
+
+
+@pytest.mark.parametrize(("number", "threads"), [("1", 4), ("6", 6), ("", 4), ("4,2", 4)])
+def test_the_launchers_threads_are_taken(number, threads, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", number)
+    assert distributed.count_threads(2) == threads
+
+
+class Begun(Exception):
+    pass
+
+
+@pytest.mark.parametrize("asked", ["True", "False"])
+def test_the_launchers_cpu_is_followed_beside_a_gpu(asked, monkeypatch, tmp_path):
+    def begin(cpu, **_):
+        raise Begun(cpu)
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(build, "PartialState", begin)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", asked)
+    with pytest.raises(Begun, match=asked):
+        build.start_processes(SimpleNamespace(fast=None, train=SimpleNamespace(seed=0, timeout=1)))
+
+
+@pytest.mark.full
+def test_the_launcher_itself_passes_what_is_named(monkeypatch, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("from train import distributed\nprint(*distributed.find_ignored_flags('bf16', 1), sep='\\n')\n")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--mixed_precision", "fp16"]
+    found = subprocess.run(
+        [*command, "--num_processes", "2", str(script)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    lines = found.stdout.splitlines()
+    assert "--mixed_precision fp16" in lines[0] and "several processes" in lines[1], found.stderr

@@ -13,6 +13,8 @@ from omegaconf import OmegaConf
 
 from specdec.checkpoint import drafter_class
 from specdec.core.rules import RULES
+from specdec.heads.dflash import BlockDrafter
+from specdec.heads.eagle import Eagle3
 from specdec.proposers.growth import Children
 from tests.support import HEADS_FOLDER, ROOT, log_of
 from train import display, optimization, overrides, progress, ranges
@@ -269,3 +271,55 @@ def test_a_run_and_its_features_are_named_by_the_target(given, wanted):
         assert config.run == wanted and config.features.folder == f"checkpoints/features/{wanted}"
     finally:
         HydraConfig.instance().cfg = before
+
+
+# Empty lists, and paths of the home folder
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "head.drafter.target_layers=[]",
+        "data.train=[]",
+        "data.train={}",
+        "features.engine=[]",
+        "fast=[]",
+        "optimizer.betas=[]",
+    ],
+)
+def test_an_empty_list_is_not_null(option):
+    name = option.partition("=")[0]
+    with pytest.raises(ValueError, match=rf"^{re.escape(name)}=[\[{{]\]?}}? must be .*\.$"):
+        RunConfig.of(compose("head=eagle3", option))
+
+
+def test_an_empty_list_stays_where_it_means_something():
+    config = RunConfig.of(compose("head=draft", "head.drafter.copy_layers=[]"))
+    assert config.head["drafter"]["copy_layers"] == []
+    with pytest.raises(ValueError, match=r"^head\.drafter\.lora_modules=\[\] must be a list of one or more texts"):
+        RunConfig.of(compose("head=medusa2", "head.drafter.lora_modules=[]"))
+
+
+@pytest.mark.parametrize("kind", [Eagle3, BlockDrafter])
+def test_a_head_that_fuses_no_hidden_state_is_refused(kind, small_target):
+    with pytest.raises(ValueError, match=r"^target_layers=\[\] is empty: name the hidden states to read"):
+        kind(small_target, target_layers=[])
+
+
+@pytest.mark.parametrize(
+    ("train", "paths"),
+    [
+        ("~/a.jsonl", "/at/home/a.jsonl"),
+        ("[~/a.jsonl,b~.jsonl]", ["/at/home/a.jsonl", "b~.jsonl"]),
+        ("{~/a.jsonl: 2, ~/my rows (1).jsonl: 0.5}", {"/at/home/a.jsonl": 2, "/at/home/my rows (1).jsonl": 0.5}),
+    ],
+)
+def test_paths_of_the_home_folder_in_every_form(train, paths, monkeypatch):
+    monkeypatch.setenv("HOME", "/at/home")
+    names = ("data.heldout", "data.cache", "features.folder", "target.name", "start", "run", "validation.answers")
+    given = [f"data.train={train}", "head.drafter.model=~/model", *(f"{name}=~/x" for name in names)]
+    config = RunConfig.of(compose("head=draft", *overrides.as_written(given)))
+    known = flat(config.document())
+    assert config.data.train == paths and known["head.drafter.model"] == "/at/home/model"
+    assert {known[name] for name in names} == {"/at/home/x"}
+    assert RunConfig.of(config.document()).data.train == paths

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from tests.support import (
     weights_of,
     write_rows,
 )
+from train.data import trained_prompts
 from train.objective import Objective
 from train.state import RunFolder
 from train.trainer import Trainer
@@ -316,3 +318,27 @@ def test_trained_adapters_are_merged_in_the_checkpoint(fit, folder):
     assert fit("lora", "head=draft", "head.drafter.lora={r: 2, target_modules: [q_proj, v_proj]}", *SHORT) == 0
     target = Target.load(f"{folder}/target", dtype="float32")
     assert not any("lora" in name for name in checkpoint.load("checkpoints/lora", target).state_dict())
+
+
+def test_held_out_prompts_that_are_trained_on_are_named(fit, folder, tmp_path):
+    """Also those that only the head was trained on from which a run starts."""
+    short = "train.steps=1", "head=eagle"
+    with pytest.warns(
+        UserWarning, match=r"^1 of 2 prompts of data\.heldout \(first: 0\) are trained on, so tau flatters"
+    ):
+        fit("copied", *short)
+    about = json.loads(Path("checkpoints/copied/about.json").read_text())
+    assert about["data"]["held-out prompts trained on"] == 1
+    assert len(trained_prompts.read(Path("checkpoints/copied/step_000001"))) == 12
+    write_rows(tmp_path / "other.jsonl", [{"prompt": "Say w.", "completion": "w is followed by x."}] * 12)
+    write_rows(tmp_path / "clean.jsonl", [{"prompt": "Count on."}])
+    other = f"data.train={tmp_path}/other.jsonl"
+    with pytest.warns(UserWarning, match="1 of 2 prompts"):
+        fit("further", *short, other, "start=checkpoints/copied")
+    assert len(trained_prompts.read(Path("checkpoints/further"))) == 13
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit("clean", *short, other, f"data.heldout={tmp_path}/clean.jsonl")
+    assert "held-out prompts trained on" not in json.loads(Path("checkpoints/clean/about.json").read_text())["data"]
+    with pytest.warns(UserWarning, match=r"^12 of 12 prompts of validation\.answers \(first: row-0\) are trained on"):
+        fit("recorded", *short, f"validation.answers={folder}/train.jsonl", "validation.num_prompts=12")

@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 from specdec.core import files, row_files, token_text
 from specdec.proposers import datastore
 from train import progress
-from train.data import answer_mask, chat_template, messages, packing, reading
+from train.data import answer_mask, chat_template, messages, packing, reading, trained_prompts
 from train.data import rows as data
 
 Numbered = tuple[int, str, str | dict]  # index in its source, place, and what reading.read_raw yields: of a row
@@ -41,7 +41,7 @@ Numbered = tuple[int, str, str | dict]  # index in its source, place, and what r
 BATCH = 100  # rows that a process encodes at a time
 AHEAD = 4  # batches for each process that are read before they are written
 ROWS_PER_WORKER = 2_000  # starting a process pays from so many rows on
-MODULES = (data, answer_mask, chat_template, messages, reading, packing, row_files, token_text)
+MODULES = (data, answer_mask, chat_template, messages, reading, packing, trained_prompts, row_files, token_text)
 CODE = [__file__, *(str(module.__file__) for module in MODULES)]  # decides about the encoded rows
 
 
@@ -195,9 +195,11 @@ def encode_batch(batch: list[Numbered], encoding: Encoding | None = None) -> pya
         reading.check_messages(row, place)
         with reading.at(place):
             encoded = data.encode(encoding.tokenizer, reading.name_row(row, index, encoding.arguments))
-        columns.append(
-            packing.to_columns(
-                encoded, greedy=row.get("temperature") == 0, writer=str(row.get("target_fingerprint") or "")
-            )
-        )
+        writer = str(row.get("target_fingerprint") or "")
+        about: dict = {
+            "greedy": row.get("temperature") == 0,
+            "writer": writer,
+            "asked": trained_prompts.digest_row(row),
+        }
+        columns.append(packing.to_columns(encoded, **about))
     return pyarrow.RecordBatch.from_pylist(columns, packing.SCHEMA)

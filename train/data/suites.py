@@ -6,7 +6,6 @@ conf/protocol/NAME.yaml  what a publication sends to the target, with which sett
 A question has one or more turns. The target's own answer to a turn comes before the next one.
 """
 
-import contextlib
 import difflib
 import itertools
 import random
@@ -402,23 +401,3 @@ def write_vicuna(turns: Sequence[str], answers: Sequence[str]) -> str:
     for turn, answer in zip(turns, [*answers, ""]):
         text += f"USER: {turn} ASSISTANT:" + (f" {answer}</s>" if answer else "")
     return text
-
-
-# Contamination
-
-
-def overlap(questions: Iterable[Question], train: str | Iterable[dict]) -> int:
-    """How many questions begin with a text that occurs among the prompts of training rows, but for case and blanks.
-
-    train: rows, or what reading.read_rows takes; they are read up to a damaged one
-    """
-    normal = lambda text: " ".join(text.casefold().split()) if isinstance(text, str) else ""
-    texts = lambda row: {normal(row["messages"][-1]["content"]), normal(row.get("original"))} - {""}
-    asked = [texts(question.turns[0]) for question in questions]
-    wanted, found = set().union(*asked), set()
-    with contextlib.suppress(ValueError, OSError):
-        for row in (row for _, row in reading.read_rows(train, None)) if isinstance(train, str) else train:
-            said = row["messages"] if isinstance(row.get("messages"), list) else []
-            users = [each.get("content") for each in said if isinstance(each, dict) and each.get("role") == "user"]
-            found |= wanted & {normal(text) for text in (row.get("prompt"), *users)}
-    return sum(not found.isdisjoint(each) for each in asked)

@@ -20,11 +20,20 @@ ABOUT = "about.json"
 
 
 def write(
-    run: Path, config: dict, drafter: Head, packs: Packs, *, start: str | None, arguments: list[str], num_processes: int
+    run: Path,
+    config: dict,
+    drafter: Head,
+    packs: Packs,
+    *,
+    start: str | None,
+    arguments: list[str],
+    num_processes: int,
+    num_trained: int = 0,
 ) -> None:
     """about.json in the folder of a run: target, data, drafter and environment, and the command that repeats it.
 
     config: as conf/train.yaml; arguments: of train.py
+    num_trained: held-out prompts that are trained on, too
     start: the checkpoint that the run was started from, as it was given; in `config` it has the commit of a head on the Hub
     """
     target, data = drafter.target, config["data"]
@@ -49,6 +58,7 @@ def write(
             "length": data["length"],
             "conversations": len(packs.members),
             "supervised tokens": packs.num_supervised,
+            **({"held-out prompts trained on": num_trained} if num_trained else {}),
             "covered": 1.0 if vocab is None else covered(packs, vocab.cpu()),
             "fingerprint": packs.fingerprint,
             **({"template": packs.arguments} if packs.arguments else {}),

@@ -6,12 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from specdec.export import block_drafter
 from specdec.export.cards import make_card
 from specdec.export.engines import ENGINES, READS, check_target
 from specdec.export.folder import write_export
 from specdec.heads.dflash import BlockDrafter
+from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle, Eagle3
 from specdec.heads.medusa import Medusa
 from specdec.heads.mtp import MTP
@@ -29,7 +31,7 @@ from tests.exports import (
     make_medusa2,
     make_provenance,
 )
-from tests.support import make_target
+from tests.support import make_target, save_target
 
 OTHER_ROPE = {
     "rope_parameters": {
@@ -91,15 +93,15 @@ OTHER_ROPE = {
         *(("eagle3", False, {"num_layers": 2}, form, "has no EAGLE-3 of several layers: take format=vllm or speculators")
           for form in ("eagle", "gguf")),
         ("dspark", False, {}, "sglang", "reads none for DSpark, .*train with head.drafter.mask_token=ID"),
-        ("dspark", False, {"mask_token": 3, "window": 4}, "sglang", "A DSpark drafter in an engine has no sliding layers"),
         ("dflash", False, {}, "sglang", "over a row of the target's embedding, where .* has no unused one: take format=vllm"),
         *(("peagle", False, {}, form, "has no P-EAGLE: take format=vllm or speculators") for form in ("eagle", "sglang", "gguf")),
         ("peagle", False, {"norm_output": True}, "speculators", "take format=vllm"),
         ("dflash", False, {"window": 4}, "gguf", "has no sliding layers in drafters: take format=vllm or speculators"),
         ("dflash", False, {"window": 4, "full_layers": [1]}, "speculators", "vLLM takes all layers .* as causal"),
-        ("dspark", False, {"window": 4}, "vllm", "A DSpark drafter in an engine has no sliding layers"),
+        ("dspark", False, {"window": 4}, "gguf", "llama.cpp has no sliding layers in drafters: take format=vllm or speculators"),
         *(("eagle3", False, {"window": 4}, form, "has no sliding layers in drafters: take format=vllm or speculators")
-          for form in ("eagle", "sglang", "gguf")),
+          for form in ("eagle", "gguf")),
+        ("eagle3", False, {"window": 4, "num_layers": 2, "full_layers": [1]}, "sglang", "one window for all layers of a head"),
     ],
 )  # fmt: skip
 def test_heads_that_an_engine_cannot_serve_are_refused(target, head, reduced, arguments, form, message):
@@ -342,3 +344,36 @@ def test_the_number_of_drafts_is_one_that_the_head_has(target):
     assert make_form(make_exact(target, "medusa"), "vllm").num_drafts(9) == 4
     drafter = make_exact(target, "dflash")
     assert {make_form(drafter, name).num_drafts(1) for name in ("vllm", "speculators", "gguf")} == {drafter.depth}
+
+
+@pytest.mark.parametrize("num", [2, 5])
+def test_generate_of_transformers_drafts_as_many_tokens_as_the_launch_line_says(tmp_path, monkeypatch, num):
+    """An assistant that is the target itself accepts all, and its own schedule and threshold would change the number."""
+    target = save_target(tmp_path / "target")
+    drafter = Draft(target, num_layers=1).eval()
+    form = make_form(drafter, "transformers")
+    write_export(form, tmp_path / "out", dtype=torch.float32, provenance=make_provenance(drafter))
+    line = form.launch_lines(target=target.name, out=str(tmp_path / "out"), num=num)["transformers"]
+    drafted, draft = [], AssistedCandidateGenerator.get_candidates
+
+    def note(self, input_ids, *more, **others):
+        found = draft(self, input_ids, *more, **others)
+        drafted.append(found[0].shape[1] - input_ids.shape[1])
+        return found
+
+    monkeypatch.setattr(AssistedCandidateGenerator, "get_candidates", note)
+    model = AutoModelForCausalLM.from_pretrained(target.name)
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "do_sample": False, "max_new_tokens": 24, "eos_token_id": None}
+    exec(line, {"AutoModelForCausalLM": AutoModelForCausalLM, "model": model, "inputs": inputs})
+    assert len(drafted) > 3 and set(drafted[:-2]) == {num} and max(drafted) == num
+
+
+def test_sglang_is_told_of_a_window_by_a_flag(target):
+    lines = make_form(make_exact(target, "eagle3", False, {"window": 4}), "sglang").launch_lines(
+        target="T", out="O", num=3
+    )
+    assert lines["SGLang"].endswith(
+        "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-draft-window-size 4"
+    )
+    plain = make_form(make_exact(target, "eagle3", False, {}), "sglang").launch_lines(target="T", out="O", num=3)
+    assert "window" not in plain["SGLang"]

@@ -52,6 +52,7 @@ CASES = [
     ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}, "gguf", EAGLE3),
     *(("eagle3", {switch: True, "norm_output": True}, "sglang", SGLANG3) for switch in ("norm_features", "norm_before_fc")),
     *(("eagle3", arguments, "sglang", SGLANG3) for arguments in ({}, LAYERS, {"num_layers": 3})),
+    ("eagle3", {"window": 4}, "sglang", SGLANG3),
     *(("eagle3", {**CONTAINED, **layers}, "speculators", EAGLE3) for layers in ({}, LAYERS)),
     *(("eagle3", arguments, form, EAGLE3) for form in ("vllm", "speculators")
       for arguments in (OTHER, LAYERS, {"own_output": False}, {"num_layers": 3}, {"window": 4})),
@@ -77,6 +78,8 @@ CASES = [
     *(("dspark", {"mask_token": 7, "dependence": TABLE, **arguments}, "sglang", SGLANG_BLOCK)
       for arguments in ({}, {"anchor_predicts": False, "confidence": False})),
     *(("dspark", {}, form, BLOCK) for form in ("vllm", "gguf", "speculators")),
+    *(("dspark", {"mask_token": 7, "dependence": TABLE, **arguments}, form, reader) for form, reader in ALL_BLOCK
+      for arguments in ({"window": 4}, {"window": 4, "window_causal": False})),
     *(("dspark", {"dependence": TABLE, "anchor_predicts": False, "confidence": False}, form, BLOCK)
       for form in ("vllm", "speculators")),
     *(("dspark", {"dependence": TABLE}, form, BLOCK) for form in ("vllm", "gguf", "speculators")),

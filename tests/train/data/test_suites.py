@@ -430,18 +430,3 @@ def test_data_for_evaluation_alone_is_not_trained_on(tmp_path):
     with pytest.raises(ValueError, match="nvidia/speed-bench may not be trained on: NVIDIA Evaluation"):
         load_rows(["nvidia/speed-bench"], encoding)
     reading.check_trainable("openai/gsm8k")
-
-
-def test_questions_that_a_head_was_trained_on_are_counted(tmp_path):
-    suite = load_suite("gsm8k", written(tmp_path, "test.jsonl", [{"question": f"What is {n}?"} for n in range(3)]))
-    rows = [
-        {"messages": [{"role": "user", "content": "what  is 0?\n"}, {"role": "assistant", "content": "What is 2?"}]},
-        {"prompt": f"What is 1?{BOXED}", "completion": "1"},
-        {"text": "What is 2?"},
-    ]
-    write_rows(tmp_path / "train.jsonl", rows)
-    assert suites.overlap(suite.questions, str(tmp_path / "train.jsonl")) == suites.overlap(suite.questions, rows) == 2
-    write_rows(tmp_path / "train.jsonl", [{"messages": 5}, {"messages": [5]}, {"prompt": [5]}, rows[0]])
-    with (tmp_path / "train.jsonl").open("a") as file:
-        file.write('{"messages"')  # damaged
-    assert suites.overlap(suite.questions, str(tmp_path / "train.jsonl")) == 1

@@ -1,0 +1,119 @@
+"""The prompts that a head was trained on, as digests in the folder of its run, by which held-out ones that are copies are found.
+
+    checkpoints/<run>/trained_prompts.safetensors   digests [N] int64, increasing
+
+A digest is of a user's message, but for case and blanks, so that a copy in another file, or a question that is asked later in a
+conversation, is noticed. Of a row of token ids alone it is of the prompt's ids. Text without a prompt asks nothing.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy
+import safetensors.torch
+import torch
+from numpy import ndarray
+
+from specdec import checkpoint
+from specdec.core import files, untrusted
+from train.data import reading
+from train.pages import facts
+
+FILE = "trained_prompts.safetensors"
+NAME = "digests"  # of the tensor in it
+
+
+def list_prompts(row: dict) -> list[str]:
+    """The texts that a row asks: every user's message, its prompt, or the ids of its prompt. Keys of any type are read."""
+    messages = row.get("messages")
+    if isinstance(messages, list):
+        users = [each.get("content") for each in messages if isinstance(each, dict) and each.get("role") == "user"]
+        return [content for content in users if isinstance(content, str)]
+    if isinstance(row.get("prompt"), str):
+        return [row["prompt"]]
+    if reading.has_ids(row) and isinstance(row["tokens"], list) and type(row["prompt_tokens"]) is int:
+        return [" ".join(map(str, row["tokens"][: row["prompt_tokens"]]))]
+    return []
+
+
+def digest_text(text: str) -> int:
+    """Eight bytes of a text but for case and blanks, as a signed number."""
+    normal = " ".join(text.casefold().split()).encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.blake2b(normal, digest_size=8).digest(), "little", signed=True)
+
+
+def digest_row(row: dict) -> list[int]:
+    """Of each text that a row asks; none for an empty one."""
+    return [digest_text(text) for text in list_prompts(row) if text.strip()]
+
+
+def digest_question(row: dict) -> list[int]:
+    """Of what is asked before the first answer of a held-out row, and of its published text where a protocol changes it."""
+    messages = row.get("messages")
+    if isinstance(messages, list):
+        roles = [each.get("role") if isinstance(each, dict) else None for each in messages]
+        first = roles.index("assistant") if "assistant" in roles else len(roles)
+        row = {**row, "messages": messages[:first]}
+    published = {"prompt": row.get("original")}
+    return [*digest_row(row)[-1:], *digest_row(published)]
+
+
+def find(rows: Sequence[dict], digests: ndarray) -> list[str]:
+    """The ids of the held-out rows whose question is among the digests, increasing [N]."""
+    asked = [digest_question(row) for row in rows]
+    wanted = numpy.array([each for some in asked for each in some], dtype=numpy.int64)
+    places = numpy.searchsorted(digests, wanted)
+    known = {digest for digest, place in zip(wanted.tolist(), places) if digest in digests[place : place + 1]}
+    return [str(row["id"]) for row, own in zip(rows, asked, strict=True) if known.intersection(own)]
+
+
+def count_copies(ids: Sequence[str], num: int, what: str) -> str:
+    """The subject of a sentence: how many of `num` prompts were trained on, and which is the first."""
+    return f"{len(ids)} of {num} {what} (first: {ids[0]})"
+
+
+# In the folder of a run
+
+
+def find_file(folder: Path) -> Path | None:
+    """Of the run of a step's or a run's folder; None where there is none."""
+    places = [folder, folder.parent] if folder.name.startswith("step_") else [folder]
+    return next((place / FILE for place in places if (place / FILE).exists()), None)
+
+
+def join(own: ndarray, start: str | None) -> ndarray:
+    """Digests of a run, increasing [N]: of its own rows, and of the head that it starts from, as far as those are known."""
+    before = None if start is None else read(checkpoint.resolve(start))
+    return numpy.unique(own) if before is None else numpy.union1d(own, before)
+
+
+def write(run: Path, digests: ndarray) -> None:
+    """Raises ValueError if the disk is full."""
+    files.write_bytes(run / FILE, safetensors.torch.save({NAME: torch.from_numpy(digests)}))
+
+
+def read(folder: Path) -> ndarray | None:
+    """What the head of a step's or a run's folder was trained on, increasing [N]; None where that is not known.
+
+    Runs of earlier versions have no such file: then the rows that they name are read, as far as they are here.
+    Raises ValueError for a damaged file.
+    """
+    if (path := find_file(folder)) is not None:
+        digests = untrusted.read_tensors(path).get(NAME)
+        return None if digests is None else numpy.unique(digests.long().numpy())
+    about = facts.read(folder).get("data")
+    train = about.get("train") if isinstance(about, dict) else None
+    sources = [each for each in (train if isinstance(train, list) else [train]) if isinstance(each, str)]
+    found = [digest_source(each) for each in sources if Path(each).exists()]
+    return numpy.unique(numpy.concatenate(found)) if found else None
+
+
+def digest_source(source: str) -> ndarray:
+    """Of all rows of a source, up to a damaged one [N]"""
+    found: list[int] = []
+    with contextlib.suppress(ValueError, OSError):
+        for _, row in reading.read_rows(source, None):
+            found += digest_row(row)
+    return numpy.array(found, dtype=numpy.int64)
