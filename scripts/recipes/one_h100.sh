@@ -12,7 +12,7 @@ SERVER=$!
 trap 'kill $SERVER 2> /dev/null || true' EXIT
 until curl -sf localhost:8000/health > /dev/null; do kill -0 $SERVER && sleep 5; done # ends if the server has
 specdec answer engine=http://localhost:8000 target.name=$NAME prompts=$PROMPTS split=train_sft limit=50000 max_new_tokens=2048 \
-  in_flight=256 thinking=false decode.temperature=0.7 out=$ANSWERS
+  in_flight=256 template.enable_thinking=false decode.temperature=0.7 out=$ANSWERS
 kill $SERVER; wait $SERVER 2> /dev/null || true
 
 # 2 Held-out prompts that no answer belongs to: the last ones of the same set
