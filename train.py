@@ -108,7 +108,7 @@ def train(prepared: Prepared, target: Target, path: Path, accelerator: Accelerat
         facts.write(
             path, document, trainer.drafter, trainer.material.packs, **about, num_trained=trainer.validation.num_trained
         )
-        trained_prompts.write(path, trained_prompts.join(prepared.packs.asked, config.start))
+        trained_prompts.write(path, trained_prompts.join(prepared.packs.prompt_digests, config.start))
     with tracker.running(config.run, trainer.folder.settings):
         try:
             trainer.fit(tracker.record)

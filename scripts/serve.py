@@ -57,6 +57,12 @@ class Serve(proposers.ProposerOptions):
     decode: decoding.DecodeOptions = field(default_factory=decoding.DecodeOptions)
 
 
+def refuse_unused(chosen: Serve) -> None:
+    """Raises ValueError for an option of sampling that was given: each request says its own."""
+    if unused := [name for name in SAMPLING if f"decode.{name}" in chosen.given_names]:
+        raise ValueError(f"decode.{unused[0]} is for each request to say: give {unused[0]} in the request.")
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Takes a port before anything large is loaded. Raises ValueError if that cannot be."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -93,8 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
         from specdec.server.app import Served, make_app
     except ImportError as error:
         raise ValueError(f"Serving needs more packages ({error}): pip install '.[serve]'") from error
-    if unused := [name for name in SAMPLING if f"decode.{name}" in chosen.given_names]:
-        raise ValueError(f"decode.{unused[0]} is for each request to say: give {unused[0]} in the request.")
+    refuse_unused(chosen)
     listening = listen(chosen.host, chosen.port)
     recorder = Recorder(chosen.record) if chosen.record is not None else None
     drafting = chosen.decode.drafting()

@@ -56,11 +56,11 @@ def find_ignored_flags(precision: str, num_processes: int) -> Iterator[str]:
 
     The launcher passes `no` where nobody asks for mixed precision, and an address where it is asked for several processes.
     """
-    mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if mixed not in ("no", precision):
-        yield f"accelerate launch asks for --mixed_precision {mixed}, and precision={precision} decides: give precision=bf16 or fp32."
-    several = "MASTER_PORT" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
-    if several and num_processes == 1 and "WORLD_SIZE" not in os.environ:
+    flag = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if flag not in ("no", precision):
+        yield f"accelerate launch asks for --mixed_precision {flag}, and precision={precision} decides: give precision=bf16 or fp32."
+    has_address = "MASTER_PORT" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
+    if has_address and num_processes == 1 and "WORLD_SIZE" not in os.environ:
         yield (
             "accelerate launch was asked for several processes and has started one, as it does without --multi_gpu: give that in "
             "place of --cpu, or use torchrun --nproc_per_node N."

@@ -69,9 +69,12 @@ class Range:
         if isinstance(value, dict):
             return self.kind is dict or (self.lists == "weighted" and bool(value))
         if isinstance(value, list | tuple):
-            whole = self.num in (None, len(value)) and (bool(value) or self.empty)
-            return self.lists != "no" and whole and all(each is not None and self._fits(each) for each in value)
+            return self.lists != "no" and self._fits_number(len(value)) and all(map(self._fits, value))
         return self.lists != "only" and self._fits(value)
+
+    def _fits_number(self, num: int) -> bool:
+        """Whether a list may have so many values."""
+        return self.num == num or (self.num is None and (num > 0 or self.empty))
 
     def _fits(self, value: Value) -> bool:
         if self.choices:

@@ -119,9 +119,9 @@ class Tracking:
     def log(self, step: int, kind: str, values: dict[str, Any]) -> None:
         """The numbers of a row or of a report.json. kind: train, validation, or best for the report of the best step"""
         if self.tracker is not None:
-            own = {STEP: step} if self.name == "wandb" else {}
+            axis = {STEP: step} if self.name == "wandb" else {}
             with self._guarded():
-                self.tracker.log(figures_of(kind, values) | own, step=step)
+                self.tracker.log(figures_of(kind, values) | axis, step=step)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -132,6 +132,8 @@ def decide(case: Case) -> None:
         check_settings(path, checkpoint.read_json(path).get("settings", {}), settings, advice=ADVICE)
     shapes = list_shapes(case)
     prompts, texts, notes = read_texts(case)
+    for note in notes:
+        progress.note(note)
     acceptance = find_acceptance(case, shapes, prompts, texts)
     tokens = statistics.mean(len(text.answer) for text in texts)
     usual = statistics.mean(len(text.prompt) + len(text.answer) / 2 for text in texts)
@@ -218,8 +220,6 @@ def read_texts(case: Case) -> tuple[list[Prompt], list[Written], list[str]]:
         kept = HeldoutAnswers(opened.target, case.sampling, chosen.max_new_tokens, stop, chosen.seed, folder)
         answers, _ = kept.get(prompts, Group(0, 1))
         texts = [Written(prompt.tokens, answer, temperature) for prompt, answer in zip(prompts, answers, strict=True)]
-    for note in notes:
-        progress.note(note)
     pairs = [(prompt, text) for prompt, text in zip(prompts, texts) if len(text.answer) > 1]
     if len(pairs) < 2:
         raise ValueError(

@@ -135,8 +135,8 @@ def check_turns(asked: Asked, tokenizer: PreTrainedTokenizerBase) -> None:
 
 def find_heads(runs: list[Run], configs: Mapping[str, proposers.Config]) -> dict[str, Path]:
     """The folders of all trained heads, of the runs and inside proposers, by name."""
-    inside = [Path(head) for config in configs.values() for head in proposers.heads(config)]
-    names = {folder: checkpoint.name_of(folder) for folder in inside} | {run.folder: run.name for run in runs}
+    folders = [Path(head) for config in configs.values() for head in proposers.heads(config)]
+    names = {folder: checkpoint.name_of(folder) for folder in folders} | {run.folder: run.name for run in runs}
     return {name: folder for folder, name in names.items()}
 
 

@@ -169,7 +169,7 @@ def options(
         print(describe(known, docstring))
         raise SystemExit(0)
     given = parse(arguments, known)
-    given_names = frozenset(given)
+    common = {"given_names": frozenset(given)} if issubclass(kind, CommandLineOptions) else {}
     usual = parse([f"{name}={value}" for name, value in presets(given).items()], known)
     for name, value in usual.items():
         given[name] = {**value, **given.get(name, {})} if isinstance(value, dict) else given.get(name, value)
@@ -180,15 +180,17 @@ def options(
     missing = [name for name in known if known[name].default is dataclasses.MISSING and name not in given]
     if missing:
         raise SystemExit(f"Give a value for: {', '.join(missing)}. See --help.")
-    values = {name: known[name].convert(each) if isinstance(each, str) else each for name, each in given.items()}
-    if issubclass(kind, CommandLineOptions):
-        values["given_names"] = given_names
-    found = fill(kind, values)
+    found = fill(kind, convert_all(given, known) | common)
     for field in dataclasses.fields(found):
         value = getattr(found, field.name)
         if field.name in WRITTEN and value:
             make_room(f"{field.name}={value}", Path(value), folder=field.metadata.get("folder", False))
     return found
+
+
+def convert_all(given: dict[str, Any], known: dict[str, Option]) -> dict[str, Any]:
+    """The values of texts by the names of their options; a dict stays as it is."""
+    return {name: known[name].convert(text) if isinstance(text, str) else text for name, text in given.items()}
 
 
 def fill(kind: Any, given: dict[str, Any]) -> Any:

@@ -63,8 +63,6 @@ def check_plain(drafter: Eagle3, whose: str, *, lacks: Sequence[str]) -> None:
     if (drafter.further and "num_layers" in lacks) or isinstance(drafter, PEagle):
         what = "P-EAGLE" if isinstance(drafter, PEagle) else "EAGLE-3 of several layers"
         raise ValueError(f"{whose} has no {what}: take format=vllm or speculators.")
-    if whose != "SGLang":  # which is told of a window by a flag
-        layout.check_whole(drafter, whose)
     on = [name for name, given in norms(drafter).items() if given and name in lacks]
     on += ["norms of queries and keys"] if has_qk_norm(drafter) else []
     on += (

@@ -52,14 +52,19 @@ def _vllm(drafter: Any, kind: str) -> Special:
         notes.append("enable_adaptive_verification uses its confidence head.")
     if kind in ("dflash", "dflash2", "lilicorr"):
         notes.append("mask_embedding.pt has the mask's embedding: keep it beside the weights, where vLLM looks for it.")
-    if isinstance(drafter, BlockDrafter) and drafter.window is not None:
-        notes.append(WINDOW.format(engine="vLLM"))
+    notes += _note_window(drafter, "vLLM")
     if kind != "medusa":
         notes.append(SAMPLING)
     if kind != "mtp":
         return "", notes
     notes.append("vLLM builds the module from the target's configuration, which --hf-overrides changes for that.")
     return f" --hf-overrides '{json.dumps(mtp.OVERRIDE)}'", notes
+
+
+def _note_window(drafter: Drafter, engine: str) -> list[str]:
+    """How the engine counts the window of a block drafter; nothing for a head without one."""
+    windowed = isinstance(drafter, BlockDrafter) and drafter.window is not None
+    return [WINDOW.format(engine=engine)] if windowed else []
 
 
 def _has_state(drafter: Drafter) -> bool:
@@ -78,8 +83,7 @@ def _check_plain_markov(drafter: BlockDrafter, engine: str) -> None:
 def _sglang(drafter: Any, kind: str) -> Special:
     notes = ["SGLang was not run: its own classes read this folder, and nothing was served."]
     if isinstance(drafter, BlockDrafter):
-        if drafter.window is not None:
-            notes.append(WINDOW.format(engine="SGLang"))
+        notes += _note_window(drafter, "SGLang")
         if drafter.confident:
             notes.append(
                 "SGLang uses the confidence head where SGLANG_RAGGED_VERIFY_MODE=compact is in the environment."
@@ -125,13 +129,16 @@ def _nvidia(drafter: Any) -> str | None:
 def _llama_cpp(drafter: Any, kind: str) -> Special:
     if isinstance(drafter, Eagle3) and len(drafter.target_layers) != 3:
         raise ValueError("llama.cpp's converter takes EAGLE-3 heads of exactly three hidden states.")
-    if kind == "dspark":
+    if isinstance(drafter, Eagle3 | BlockDrafter):
         check_whole(drafter, "llama.cpp")
+    if kind == "dspark":
         _check_plain_markov(drafter, "llama.cpp's converter")
     return ("" if kind == "draft" else " --target-model-dir <target>"), []
 
 
 def _safeailab(drafter: Any, kind: str) -> Special:
+    if isinstance(drafter, Eagle3):
+        check_whole(drafter, "SafeAILab's code")
     rope, layers = drafter.config.rope_parameters["rope_type"], eagle.default_layers(drafter.target)
     if rope not in ("default", "linear", "dynamic"):
         raise ValueError(f"SafeAILab's code has no rotary embedding of the type {rope}: take format=vllm.")
@@ -154,7 +161,6 @@ def _eagle1(architecture: str) -> dict[str, Callable[[Any], Layout]]:
 
 
 def _dflash_from_all(drafter: BlockDrafter) -> Layout:
-    check_whole(drafter, "llama.cpp")
     lattice = drafter.lattice
     if lattice is not None and (size := lattice.top * (lattice.top + 1)) > drafter.target.width:
         raise ValueError(

@@ -199,7 +199,7 @@ def encode_batch(batch: list[Numbered], encoding: Encoding | None = None) -> pya
         about: dict = {
             "greedy": row.get("temperature") == 0,
             "writer": writer,
-            "asked": trained_prompts.digest_row(row),
+            "prompts": trained_prompts.digest_row(row),
         }
         columns.append(packing.to_columns(encoded, **about))
     return pyarrow.RecordBatch.from_pylist(columns, packing.SCHEMA)

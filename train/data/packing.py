@@ -34,13 +34,13 @@ SCHEMA = pyarrow.schema(
         "arguments": pyarrow.string(),  # JSON of the template arguments with which it was written
         "left_out": pyarrow.int32(),  # answers of the history that are not supervised
         "writer": pyarrow.string(),  # fingerprint of the target that wrote it; empty: not known
-        "asked": pyarrow.list_(pyarrow.int64()),  # digests of its prompts (trained_prompts.py)
+        "prompts": pyarrow.list_(pyarrow.int64()),  # digests of its prompts (trained_prompts.py)
     }
 )  # of an encoded row
 
 
-def to_columns(row: Row, *, greedy: bool = False, writer: str | None = None, asked: Sequence[int] = ()) -> dict:
-    """A row as SCHEMA has it. asked: digests of its prompts"""
+def to_columns(row: Row, *, greedy: bool = False, writer: str | None = None, prompts: Sequence[int] = ()) -> dict:
+    """A row as SCHEMA has it. prompts: digests of them"""
     return {
         "tokens": numpy.array(row.tokens, dtype=numpy.int32),
         "mask": numpy.array(row.mask, dtype=numpy.uint8),
@@ -51,7 +51,7 @@ def to_columns(row: Row, *, greedy: bool = False, writer: str | None = None, ask
         "arguments": json.dumps(row.arguments, sort_keys=True),
         "left_out": row.num_left_out,
         "writer": writer or "",
-        "asked": [*asked],
+        "prompts": [*prompts],
     }
 
 
@@ -82,15 +82,15 @@ class Rows:
         found = [batch[name].to_numpy(zero_copy_only=False) for batch in self.batches]
         return numpy.concatenate([numpy.zeros(0, dtype=numpy.int64), *found])
 
-    def asked(self, numbers: ndarray) -> ndarray:
+    def prompt_digests(self, numbers: ndarray) -> ndarray:
         """Digests of the prompts of the numbered rows, increasing, each once [N]"""
-        chosen, found = numpy.zeros(len(self), dtype=bool), [numpy.zeros(0, dtype=numpy.int64)]
-        chosen[numbers] = True
+        is_numbered, parts = numpy.zeros(len(self), dtype=bool), [numpy.zeros(0, dtype=numpy.int64)]
+        is_numbered[numbers] = True
         for first, batch in zip(self.firsts, self.batches):
-            digests, ends = _lists(batch["asked"])
-            in_rows = digests[ends[0] : ends[-1]]
-            found.append(in_rows[numpy.repeat(chosen[first : first + len(batch)], numpy.diff(ends))])
-        return numpy.unique(numpy.concatenate(found))
+            digests, ends = _lists(batch["prompts"])
+            of_batch = digests[ends[0] : ends[-1]]
+            parts.append(of_batch[numpy.repeat(is_numbered[first : first + len(batch)], numpy.diff(ends))])
+        return numpy.unique(numpy.concatenate(parts))
 
     @cached_property
     def lengths(self) -> ndarray:  # [R]
@@ -226,9 +226,9 @@ class Packs(torch.utils.data.Dataset):
         return self.rows.column("writer")[self.members].tolist()
 
     @cached_property
-    def asked(self) -> ndarray:
+    def prompt_digests(self) -> ndarray:
         """Digests of the prompts of the rows, increasing [N]"""
-        return self.rows.asked(self.members)
+        return self.rows.prompt_digests(self.members)
 
     @property
     def num_tokens(self) -> int:

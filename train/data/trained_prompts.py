@@ -29,8 +29,8 @@ def list_prompts(row: dict) -> list[str]:
     """The texts that a row asks: every user's message, its prompt, or the ids of its prompt. Keys of any type are read."""
     messages = row.get("messages")
     if isinstance(messages, list):
-        users = [each.get("content") for each in messages if isinstance(each, dict) and each.get("role") == "user"]
-        return [content for content in users if isinstance(content, str)]
+        users = [message for message in messages if isinstance(message, dict) and message.get("role") == "user"]
+        return [message["content"] for message in users if isinstance(message.get("content"), str)]
     if isinstance(row.get("prompt"), str):
         return [row["prompt"]]
     if reading.has_ids(row) and isinstance(row["tokens"], list) and type(row["prompt_tokens"]) is int:
@@ -53,7 +53,7 @@ def digest_question(row: dict) -> list[int]:
     """Of what is asked before the first answer of a held-out row, and of its published text where a protocol changes it."""
     messages = row.get("messages")
     if isinstance(messages, list):
-        roles = [each.get("role") if isinstance(each, dict) else None for each in messages]
+        roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
         first = roles.index("assistant") if "assistant" in roles else len(roles)
         row = {**row, "messages": messages[:first]}
     published = {"prompt": row.get("original")}
@@ -62,11 +62,11 @@ def digest_question(row: dict) -> list[int]:
 
 def find(rows: Sequence[dict], digests: ndarray) -> list[str]:
     """The ids of the held-out rows whose question is among the digests, increasing [N]."""
-    asked = [digest_question(row) for row in rows]
-    wanted = numpy.array([each for some in asked for each in some], dtype=numpy.int64)
-    places = numpy.searchsorted(digests, wanted)
-    known = {digest for digest, place in zip(wanted.tolist(), places) if digest in digests[place : place + 1]}
-    return [str(row["id"]) for row, own in zip(rows, asked, strict=True) if known.intersection(own)]
+    questions = [digest_question(row) for row in rows]
+    numbers = numpy.array([number for question in questions for number in question], dtype=numpy.int64)
+    places = numpy.searchsorted(digests, numbers)
+    copies = {number for number, place in zip(numbers.tolist(), places) if number in digests[place : place + 1]}
+    return [str(row["id"]) for row, question in zip(rows, questions, strict=True) if copies.intersection(question)]
 
 
 def count_copies(ids: Sequence[str], num: int, what: str) -> str:
@@ -83,10 +83,10 @@ def find_file(folder: Path) -> Path | None:
     return next((place / FILE for place in places if (place / FILE).exists()), None)
 
 
-def join(own: ndarray, start: str | None) -> ndarray:
-    """Digests of a run, increasing [N]: of its own rows, and of the head that it starts from, as far as those are known."""
+def join(digests: ndarray, start: str | None) -> ndarray:
+    """Digests of a run, increasing [N]: of its own rows, increasing too, and of the head that it starts from, where those are known."""
     before = None if start is None else read(checkpoint.resolve(start))
-    return numpy.unique(own) if before is None else numpy.union1d(own, before)
+    return digests if before is None else numpy.union1d(digests, before)
 
 
 def write(run: Path, digests: ndarray) -> None:
@@ -105,15 +105,15 @@ def read(folder: Path) -> ndarray | None:
         return None if digests is None else numpy.unique(digests.long().numpy())
     about = facts.read(folder).get("data")
     train = about.get("train") if isinstance(about, dict) else None
-    sources = [each for each in (train if isinstance(train, list) else [train]) if isinstance(each, str)]
-    found = [digest_source(each) for each in sources if Path(each).exists()]
-    return numpy.unique(numpy.concatenate(found)) if found else None
+    sources = [source for source in (train if isinstance(train, list) else [train]) if isinstance(source, str)]
+    parts = [digest_source(source) for source in sources if Path(source).exists()]
+    return numpy.unique(numpy.concatenate(parts)) if parts else None
 
 
 def digest_source(source: str) -> ndarray:
     """Of all rows of a source, up to a damaged one [N]"""
-    found: list[int] = []
+    digests: list[int] = []
     with contextlib.suppress(ValueError, OSError):
         for _, row in reading.read_rows(source, None):
-            found += digest_row(row)
-    return numpy.array(found, dtype=numpy.int64)
+            digests += digest_row(row)
+    return numpy.array(digests, dtype=numpy.int64)

@@ -293,7 +293,7 @@ def test_packs_are_mapped_and_not_loaded(tmp_path):
         "arguments": ["{}"],
         "left_out": [0],
         "writer": [""],
-        "asked": [[7, 8]],
+        "prompts": [[7, 8]],
     }
     table = pyarrow.table(columns | {name: value * num for name, value in rest.items()}, schema=SCHEMA)
     with pyarrow.ipc.new_stream(tmp_path / packing.ENCODED, SCHEMA) as file:

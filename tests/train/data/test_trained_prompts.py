@@ -70,9 +70,9 @@ def test_only_rows_that_are_trained_on_count(tmp_path):
     sources = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
     packs = load_packs(sources, encoding, length=64, packed=True, hold_out=2)
     asked = held_out(tmp_path, *({"prompt": f"question {number}?"} for number in range(7)))
-    assert trained_prompts.find(asked, packs.asked) == ["h1", "h3", "h4", "h5"]  # h0 and h2 are held out
+    assert trained_prompts.find(asked, packs.prompt_digests) == ["h1", "h3", "h4", "h5"]  # h0 and h2 are held out
     twice = load_packs({sources[0]: 2.0}, encoding, length=64, packed=False)
-    assert numpy.array_equal(twice.asked, digests(*rows[:4]))
+    assert numpy.array_equal(twice.prompt_digests, digests(*rows[:4]))
 
 
 def test_a_runs_folder_says_what_was_trained_on(tmp_path):
