@@ -211,8 +211,10 @@ def test_a_target_that_does_not_fit_into_a_cpu_is_named(folder, monkeypatch):
         raise RuntimeError(CPU_FULL)
 
     found = (SimpleNamespace(from_pretrained=None), None)
+    text = SimpleNamespace(num_hidden_layers=8)
+    config = SimpleNamespace(to_dict=dict, get_text_config=lambda decoder: text)
     monkeypatch.setattr("specdec.target.loading._read", fail)
-    monkeypatch.setattr("specdec.target.loading.load_config", lambda *_, **__: SimpleNamespace(to_dict=dict))
+    monkeypatch.setattr("specdec.target.loading.load_config", lambda *_, **__: config)
     monkeypatch.setattr("specdec.target.loading._find_class", lambda *_, **__: found)
     monkeypatch.setattr(attention, "implementation", lambda kind: "sdpa")
     with pytest.raises(ValueError, match=r"does not fit into the memory of device=cpu"):
