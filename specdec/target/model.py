@@ -87,7 +87,7 @@ class Target:
         self.rotary_boundary = target_structure.rotary_boundary(config)
         self.quantisation = quantisation or quantisation_of(model.config)  # such as bitsandbytes-4bit; None: none
         self.shards, self._compiles, self.spare = shards, False, SpareMemory()
-        self.whole = outline or shards is None or not any(value.is_meta for value in model.parameters())
+        self.whole = shards is None or not any(parameter.is_meta for parameter in model.parameters())
         self.shape_logits = LogitShape.of(config)
         self.blocks = target_structure.find_blocks(self.decoder, config.num_hidden_layers, name)
         self.num_layers = len(self.blocks)
