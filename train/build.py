@@ -95,7 +95,7 @@ def make_trainer(
 def warn_of_copies(config: RunConfig, rows: list[dict], packs: Packs) -> int:
     """How many held-out rows ask what is trained on, too, here or by the head that training starts from. Warns of them."""
     ids = trained_prompts.find(rows, trained_prompts.join(packs.prompt_digests, config.start))
-    if ids:
+    if ids and distributed.is_main():
         name = "validation.answers" if config.validation.recorded else "data.heldout"
         copies = trained_prompts.count_copies(ids, len(rows), f"prompts of {name}")
         warnings.warn(f"{copies} are trained on, so tau flatters: give others.", stacklevel=2)
