@@ -211,7 +211,7 @@ def test_commands_of_training_compose(command, tmp_path):
     words = shlex.split(command, comments=True)
     arguments = words[next(place for place, word in enumerate(words) if word.endswith("train.py")) + 1 :]
     example_head(tmp_path)
-    placeholders = ("...", "--help", "head=NAME", "experiment=NAME", "experiment=table/NAME")
+    placeholders = ("...", "--help", "head=NAME", "experiment=NAME")
     overrides = [each for each in arguments if each not in placeholders]
     try:
         OmegaConf.to_container(compose(overrides, tmp_path).head, resolve=True)

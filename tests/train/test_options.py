@@ -207,7 +207,7 @@ def test_help_shows_every_option_and_its_comment():
 def test_an_unknown_option_is_named_with_the_one_that_is_like_it(given, close):
     known = [
         "head=eagle",
-        "experiment=table/mtp",
+        "experiment=blockwise",
         "head.objective.losses.kl=1",
         "+more.of=1",
         "head.drafter.num_layers=2",
@@ -254,10 +254,7 @@ def test_only_messages_of_value_errors_are_renamed():
         (["target.name=."], f"eagle-{Path.cwd().name}"),
         (["target.name=/"], "eagle-target"),
         (["target.name=123"], "eagle-123"),
-        (
-            ["experiment=table/eagle3_small", "features.folder=checkpoints/features/${run}", "target.name=a/b"],
-            "eagle3_small-b",
-        ),
+        (["head=eagle3", "features.folder=checkpoints/features/${run}", "target.name=a/b"], "eagle3-b"),
         (["run=mine", "target.name=a/b"], "mine"),
     ],
 )
