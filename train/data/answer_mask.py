@@ -282,7 +282,8 @@ def mask_turns(
 
     tokens: ids of the conversation's text; starts: increasing places of their first characters
     A turn ends with the first special token behind what it says, which may be that of the next role. If the turn itself writes
-    several in a row, it ends with the end-of-text token among them, or the last one. Without any, it ends with what it says.
+    several in a row, it ends with the end-of-text token among them, or the last one. Without any, it ends with what it says, or
+    with what it writes behind its calls.
     """
     special, end_of_text = find_special(conversation.tokenizer), conversation.tokenizer.eos_token_id
     mask = [False] * len(tokens)
@@ -294,5 +295,8 @@ def mask_turns(
             limit = bisect.bisect_left(starts, conversation.find_end_of(turn))
             candidates = [index for index in run if index < limit] or run[:1]
             last = next((index for index in candidates if tokens[index] == end_of_text), candidates[-1])
+        if not run and conversation.messages[turn.index].get("tool_calls"):
+            written = conversation.text[: conversation.find_end_of(turn)].rstrip()
+            last = bisect.bisect_left(starts, len(written)) - 1
         mask[first : last + 1] = [True] * (last + 1 - first)
     return mask

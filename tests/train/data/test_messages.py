@@ -142,6 +142,17 @@ def test_the_token_of_the_next_role_ends_a_turn(arguments):
     ]
 
 
+def test_calls_without_any_special_token_are_supervised_whole():
+    template = (
+        "{% for m in messages %}{{ m.role ~ ': ' ~ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ '(' ~ (c.function | tojson) ~ ')' }}{% endfor %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    calls = answer("", tool_calls=[{"type": "function", "function": CALL}])
+    messages = [QUESTION, calls, {"role": "tool", "content": "yes"}, answer("It does.")]
+    assert encode(template, messages) == [f"({json.dumps(CALL)})", "It does."]
+
+
 def test_a_function_call_is_a_tool_call():
     legacy = [
         QUESTION,
