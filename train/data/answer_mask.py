@@ -170,9 +170,7 @@ def find_turns(
     starts, arguments = find_starts(conversation, answers)
     said_ends = [conversation.find_said_end(index) for index in answers]
     if spans is not None:
-        bounds = zip(answers, [0, *said_ends], said_ends)
-        marked = [_find_marked_start(conversation, *bound, spans) for bound in bounds]
-        starts = [mark if start is None else start for start, mark in zip(starts, marked)]
+        starts = _add_marked_starts(conversation, answers, starts, said_ends, spans)
     turns: dict[int, AssistantTurn] = {}
     for number, index in enumerate(answers):
         start, said_end = starts[number], said_ends[number]
@@ -199,6 +197,21 @@ def _check_last(conversation: RenderedConversation, start: int | None, left_out:
             f'The chat template of {name} leaves out what the assistant says ("{left_out}"), so the target would not read '
             "it. Remove it, or choose a target whose chat template writes it."
         )
+
+
+def _add_marked_starts(
+    conversation: RenderedConversation,
+    answers: list[int],
+    starts: list[int | None],
+    said_ends: list[int],
+    spans: list[tuple[int, int]],
+) -> list[int | None]:
+    """The starts of the answers, with those that are unknown by the template's generation markers, as far as it has some there."""
+    marked = list(starts)
+    for number, (index, behind, said_end) in enumerate(zip(answers, [0, *said_ends], said_ends)):
+        if marked[number] is None:
+            marked[number] = _find_marked_start(conversation, index, behind, said_end, spans)
+    return marked
 
 
 def _find_marked_start(
@@ -281,22 +294,42 @@ def mask_turns(
     """Mask of the tokens of some turns.
 
     tokens: ids of the conversation's text; starts: increasing places of their first characters
+    """
+    mask = [False] * len(tokens)
+    special = find_special(conversation.tokenizer)
+    for turn in turns:
+        first = bisect.bisect_left(starts, turn.start)
+        end = _find_token_end(conversation, tokens, starts, turn, special)
+        mask[first:end] = [True] * (end - first)
+    return mask
+
+
+def _find_token_end(
+    conversation: RenderedConversation, tokens: list[int], starts: list[int], turn: AssistantTurn, special: set[int]
+) -> int:
+    """The number of the token behind a turn; special: ids
+
     A turn ends with the first special token behind what it says, which may be that of the next role. If the turn itself writes
     several in a row, it ends with the end-of-text token among them, or the last one. Without any, it ends with what it says, or
     with what it writes behind its calls.
     """
-    special, end_of_text = find_special(conversation.tokenizer), conversation.tokenizer.eos_token_id
-    mask = [False] * len(tokens)
-    for turn in turns:
-        first, said, stop = (bisect.bisect_left(starts, place) for place in (turn.start, turn.said_end, turn.stop))
-        last = next((index for index in range(said, stop) if tokens[index] in special), said - 1)
-        run = [*itertools.takewhile(lambda index: tokens[index] in special, range(max(last, said), stop))]
-        if len(run) > 1 and tokens[last] != end_of_text:
-            limit = bisect.bisect_left(starts, conversation.find_end_of(turn))
-            candidates = [index for index in run if index < limit] or run[:1]
-            last = next((index for index in candidates if tokens[index] == end_of_text), candidates[-1])
-        if not run and conversation.messages[turn.index].get("tool_calls"):
-            written = conversation.text[: conversation.find_end_of(turn)].rstrip()
-            last = bisect.bisect_left(starts, len(written)) - 1
-        mask[first : last + 1] = [True] * (last + 1 - first)
-    return mask
+    said, stop = (bisect.bisect_left(starts, place) for place in (turn.said_end, turn.stop))
+    first = next((index for index in range(said, stop) if tokens[index] in special), None)
+    if first is None and not conversation.messages[turn.index].get("tool_calls"):
+        return said
+    if first is None:
+        return bisect.bisect_left(starts, len(conversation.text[: conversation.find_end_of(turn)].rstrip()))
+    run = [*itertools.takewhile(lambda index: tokens[index] in special, range(first, stop))]
+    return 1 + (first if len(run) == 1 else _choose_last(conversation, tokens, starts, turn, run))
+
+
+def _choose_last(
+    conversation: RenderedConversation, tokens: list[int], starts: list[int], turn: AssistantTurn, run: list[int]
+) -> int:
+    """Which of several special tokens in a row is the last of a turn. run: their numbers"""
+    end_of_text = conversation.tokenizer.eos_token_id
+    if tokens[run[0]] == end_of_text:
+        return run[0]
+    limit = bisect.bisect_left(starts, conversation.find_end_of(turn))
+    written = [index for index in run if index < limit] or run[:1]
+    return next((index for index in written if tokens[index] == end_of_text), written[-1])
