@@ -13,7 +13,7 @@ from specdec.server import record
 from specdec.target.fingerprint import VERSION, Fingerprint
 from train import validate
 from train.data import rows as data
-from train.data.messages import read_arguments, write_arguments
+from train.data.messages import read_arguments, select_variables, write_arguments
 
 
 class TooFew(ValueError):
@@ -55,7 +55,7 @@ class RecordedAnswer(validate.Written):
             conversation=str(name if row.get("conversation") is None else row["conversation"]),
             time=float(row.get("time") or 0.0),
             category=str(row.get("category") or "all"),
-            arguments={key: value for key, value in read_arguments(row).items() if key != "tools"},
+            arguments=select_variables(read_arguments(row)),
             temperature=float(row.get("temperature") or 0.0),
             prompt=tokens[:num],
             answer=tokens[num:],

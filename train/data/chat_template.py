@@ -19,7 +19,7 @@ import jinja2.sandbox
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from train.data.messages import MODE, MODE_NAMES, THOUGHT_NAMES, THOUGHTS, write_value
+from train.data.messages import MODE, MODE_NAMES, THOUGHT_NAMES, THOUGHTS, select_variables, write_value
 
 MARKER = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # around what the assistant says, for transformers
 SPEAKERS = ("system", "developer", "user", "assistant")  # every template that takes them writes what they say
@@ -157,7 +157,7 @@ def known_arguments(tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any
     """
     form = find_form(tokenizer) if tokenizer.chat_template else None
     has_mode = form is not None and (form.mode is not None or MODE in form.variables)
-    return {key: value for key, value in arguments.items() if key != "tools" and (key != MODE or has_mode)}
+    return {key: value for key, value in select_variables(arguments).items() if key != MODE or has_mode}
 
 
 def template_arguments(tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]) -> dict[str, Any]:

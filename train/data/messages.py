@@ -122,9 +122,7 @@ def _read_dictionary(value: Any) -> dict[str, Any]:
     """Raises ValueError for what is neither an object nor its JSON, and for an argument that no row may set."""
     if value is None:
         return {}
-    if isinstance(value, str):  # as data sets hold it whose columns have one type
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(value)
+    value = _read_json(value)
     if not isinstance(value, dict):
         raise ValueError(f'{ARGUMENTS} must be an object such as {{"{MODE}": false}}, or its JSON.')
     for name in RESERVED:
@@ -133,11 +131,22 @@ def _read_dictionary(value: Any) -> dict[str, Any]:
     return {key: argument for key, argument in value.items() if argument is not None}
 
 
+def _read_json(value: Any) -> Any:
+    """A value that may be written as its JSON, as in data sets whose columns have one type."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def select_variables(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Template arguments without `tools`: the variables of the chat template."""
+    return {key: value for key, value in arguments.items() if key != "tools"}
+
+
 def read_tools(tools: Any) -> list[dict] | None:
     """Tools that the assistant may call; None: none. Raises ValueError for what is no list of them."""
-    if isinstance(tools, str) and tools.strip():
-        with contextlib.suppress(ValueError, RecursionError):
-            tools = json.loads(tools)
+    tools = _read_json(tools)
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError('tools must be a list such as [{"type": "function", "function": {"name": ..}}], or its JSON.')
     return tools or None
@@ -145,14 +154,14 @@ def read_tools(tools: Any) -> list[dict] | None:
 
 def write_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Template arguments and `tools` as keys of a row; none for no arguments."""
-    variables = {key: value for key, value in arguments.items() if key != "tools"}
+    variables = select_variables(arguments)
     tools = {"tools": arguments["tools"]} if "tools" in arguments else {}
     return ({ARGUMENTS: variables} if variables else {}) | tools
 
 
 def set_defaults(row: dict, arguments: dict[str, Any]) -> dict:
     """The row with its template arguments under ARGUMENTS alone, and those of a command where it has none of that name."""
-    row_arguments = {key: value for key, value in read_arguments(row).items() if key != "tools"}
+    row_arguments = select_variables(read_arguments(row))
     fields = {key: value for key, value in row.items() if key not in (ARGUMENTS, *MODE_NAMES, EFFORT)}
     return {**fields, ARGUMENTS: {**arguments, **row_arguments}}
 
