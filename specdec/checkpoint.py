@@ -40,10 +40,6 @@ RECORDED = (
     "published",
     "versions",
 )  # facts, not arguments
-GONE_HEADS = {
-    "specdec.heads.mtp.ParallelMTP": "head=mtp_parallel, Meta's parallel heads: train head=mtp or head=dflash"
-}
-GONE = ("native",)  # arguments of earlier versions, on which no head depends that they saved
 CHECKPOINT = (
     "A checkpoint is a folder with drafter.json and drafter.safetensors, such as checkpoints/<run>/step_000500 (or "
     "checkpoints/<run>/best, which names one), a published head (config.json and its weights), or the name of one of both on "
@@ -123,8 +119,6 @@ def name_of(folder: Path) -> str:
 
 def drafter_class(path: str) -> type[Head]:
     """The class that `_target_` names. Only heads defined inside specdec.heads are accepted."""
-    if path in GONE_HEADS:
-        raise ValueError(f"This is a checkpoint of a head that there is no more, {GONE_HEADS[path]}.")
     module, _, name = path.rpartition(".")
     if module.startswith(HEADS) and all(part.isidentifier() for part in path.split(".")):
         with contextlib.suppress(ImportError):
@@ -138,7 +132,7 @@ def drafter_class(path: str) -> type[Head]:
 
 def _arguments(spec: dict) -> dict:
     """Those of the drafter's constructor."""
-    return {key: value for key, value in spec.items() if key not in ("_target_", *RECORDED, *GONE)}
+    return {key: value for key, value in spec.items() if key not in ("_target_", *RECORDED)}
 
 
 def build(spec: dict, tensors: dict[str, Tensor], target: Target, *, dtype: torch.dtype | None = None) -> Head:
@@ -147,7 +141,6 @@ def build(spec: dict, tensors: dict[str, Tensor], target: Target, *, dtype: torc
     Raises RuntimeError or TypeError if they do not fit together.
     """
     found, arguments = drafter_class(str(spec.get("_target_"))), _arguments(spec)
-    arguments, tensors = found.renew(arguments, tensors)
     other = arguments.get("model") or arguments.get("source")
     if other is not None:
         raise ValueError(f"drafter.json names another model, {other}: checkpoints hold all of their weights.")
@@ -169,8 +162,6 @@ def start(
     vocab: the checkpoint's draft vocabulary [W] -> another one; None: it is kept
     """
     drafter, document = _read(resolve(folder), target, torch.float32)
-    facts = {key: value for key, value in document.items() if key in ("_target_", *RECORDED)}
-    document = facts | drafter.renew(_arguments(document), {})[0]
     if vocab is not None:
         drafter = with_vocab(drafter, document, vocab(drafter.draft_to_target))
     drafter = with_parts(drafter, document, given)

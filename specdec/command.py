@@ -17,16 +17,6 @@ IN_CLONE = (PACKAGE.parent / "train.py").is_file() and (PACKAGE.parent / "script
 HOME = PACKAGE.parent if IN_CLONE else PACKAGE / "_clone"  # of scripts, train, conf and train.py
 TRAIN = "train"
 CLONE_FILES = ("data/", "targets/", "checkpoints/shipped")  # defaults of options that name files of a clone
-IN_BENCHMARKS = "bench bench_training check_engines get_engines gpu_environment gpu_report serve_heldout".split()
-GONE = {
-    "compare": "specdec evaluate checkpoint=A,B compares heads, with proposers= and chains= also proposers and shapes.",
-    "sweep": "specdec evaluate batch=1,4,16 measures batch sizes.",
-    "replay": "specdec evaluate answers=FILE replays heads along answers, without decoding.",
-    "tune": "specdec evaluate choose=true says which drafter and how many drafts pay; chains= and trees= compare fixed shapes.",
-    "import": "checkpoint= of every command, and start= of train.py, take the folder of a published head as it is.",
-    "proxy": "specdec serve record=FOLDER records conversations; write other servers' logs as rows (docs/file-formats.md).",
-    **dict.fromkeys(IN_BENCHMARKS, "What it did is in benchmarks/ of the clone (benchmarks/README.md)."),
-}
 
 
 def find_verbs() -> dict[str, Path]:
@@ -49,8 +39,6 @@ def describe(verbs: dict[str, Path]) -> str:
 
 def refuse(verb: str, verbs: dict[str, Path]) -> SystemExit:
     """The error for a verb that does not exist."""
-    if verb in GONE:
-        return SystemExit(f"There is no specdec {verb} any more. {GONE[verb]}")
     close = difflib.get_close_matches(verb, verbs, n=1, cutoff=0.5)
     guess = f" Did you mean {close[0]!r}?" if close else ""
     return SystemExit(f"There is no verb {verb!r}.{guess} Verbs: {', '.join(verbs)}. See specdec --help.")

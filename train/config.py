@@ -15,30 +15,9 @@ from specdec.core.precision import AUTO
 from specdec.decoding.drafting import Drafting
 from specdec.heads.base import Head
 from train import ranges
-from train.data.messages import MODE, check_template
+from train.data.messages import check_template
 from train.overrides import read_weights
 from train.ranges import named, refuse
-
-# Options that went, and what replaced each. They are dropped when the settings of an older run are read.
-GONE = {
-    "target.tp": "target.shard=true keeps a target's layers in parts, target.device=auto spreads it, and an engine serves it.",
-    "train.shard": "Each process trains the whole drafter; target.shard=true keeps the target's layers in parts.",
-    "train.best_by": "The best step is that with the highest tau.",
-    "data.thinking": "It is template.enable_thinking.",
-    "data.stream": "Conversations are encoded once, in data.cache.",
-    "data.buffer": "Conversations are encoded once, in data.cache, and read in a random order.",
-    "data.on_policy": "Training reads the answers of data.train.",
-    "data.on_policy_temperature": "Training reads the answers of data.train.",
-    "features.layers": "A folder of features holds what its head reads: give each head a features.folder of its own.",
-    "features.bits": "Features are kept in the dtype of the target.",
-    "features.in_flight": "As many texts are asked for as the servers read at once.",
-    "head.drafter.markov_rank": "It is head.drafter.dependence.rank; dependence=null is a drafter without a Markov head.",
-    "head.drafter.markov_table": "It is head.drafter.dependence.table.",
-    "head=mtp_parallel": "Parallel heads drafted worst (results/09-heads-side-by-side.md): train head=mtp or head=dflash.",
-    "decode.lossy": "Every acceptance rule keeps the target's distribution.",
-    "features.patience": "An engine that does not answer ends the run, and resume=true continues it.",
-}
-
 
 HERE = "here"  # conf/machine, of the machine that train.py runs on
 
@@ -225,7 +204,7 @@ class RunConfig:
         """document: conf/train.yaml with the user's options, in groups; a path may begin with ~"""
         data = {**document["data"], "train": read_weights(document["data"]["train"])}
         document = files.expand_home({**document, "data": data})
-        ranges.check(document, free=("head.", *GONE))  # a new head has options of its own
+        ranges.check(document, free=("head.",))  # a new head has options of its own
         document, left = take_provisional(document)
         document["template"] = check_template(document["template"] or {})
         parts: dict[str, Any] = {"open": left}
@@ -337,22 +316,14 @@ def take_provisional(document: dict) -> tuple[dict, tuple[str, ...]]:
 
 
 def read_settings(path: Path) -> dict:
-    """The config.yaml of a run in groups, without options that went; {} where there is none."""
-    document = (yaml.safe_load(path.read_text()) or {}) if path.exists() else {}
-    if document and "template" not in document:  # written before template arguments were one dictionary
-        mode = document.get("data", {}).get("thinking")
-        document["template"] = {} if mode is None else {MODE: mode}
-    for name in GONE:
-        group, _, key = name.partition(".")
-        if isinstance(document.get(group), dict):
-            document[group].pop(key, None)
-    return document
+    """The config.yaml of a run in groups; {} where there is none."""
+    return (yaml.safe_load(path.read_text()) or {}) if path.exists() else {}
 
 
 def _make(part: type, given: dict, group: str = "") -> Any:
     """part: a dataclass; group: the beginning of its options' names"""
     for key in given.keys() - part.__dataclass_fields__.keys():  # type: ignore[attr-defined]
-        raise ValueError(f"There is no option {group + key!r}. {GONE.get(group + key, 'See --help.')}")
+        raise ValueError(f"There is no option {group + key!r}. See --help.")
     return part(**given)
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from specdec.heads.base import Head
 from specdec.measuring.report import TAU, Report, by_depth, describe_candidates, verdict
 from train.answers.resumable import read_rows
-from train.config import GONE, RunConfig
+from train.config import RunConfig
 from train.data.packing import Packs
 from train.pages import data_law
 from train.pages.page import write_figure
@@ -40,9 +40,7 @@ def unknown(conf: Path, given: list[str]) -> str | None:
     for group in (path for path in conf.iterdir() if path.is_dir() and path.name not in OTHERS):
         place = "head.objective" if group.name == "objective" else group.name
         known |= {place, *(key for file in group.rglob("*.yaml") for key in _keys(load(file), f"{place}."))}
-    for each, key in ((each, each.partition("=")[0]) for each in given if "=" in each):
-        if gone := GONE.get(each, GONE.get(key)):
-            return f"There is no option {each if each in GONE else key!r} any more. {gone}"
+    for key in (each.partition("=")[0] for each in given if "=" in each):
         if key not in known and not key.startswith(("+", "~", "-", "hydra")):
             close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             guess = f" Did you mean {close[0]!r}?" if close else ""

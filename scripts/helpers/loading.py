@@ -229,8 +229,6 @@ def template_of(heads: Sequence[str]) -> dict[str, Any]:
 
 def _read_facts(data: dict[str, Any]) -> dict[str, Any]:
     """The template arguments in what about.json says of a run's data."""
-    if isinstance(data.get("thinking"), bool):  # as it was written before
-        return {messages.MODE: data["thinking"]}
     arguments = data.get("template")
     return arguments if isinstance(arguments, dict) else {}
 

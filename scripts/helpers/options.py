@@ -34,8 +34,6 @@ SPLIT = "split of a dataset; null: train"
 Options = TypeVar("Options")
 # Options that size what a command holds at once, which a sentence names where memory does not suffice
 SIZES = "batch rows max_new_tokens max_length length prefill_tokens decode.nodes trees".split()
-RENAMED = {"proposer": "proposers", "batches": "batch", "requests": "batch", "explain": "choose"}  # of evaluate
-RENAMED |= {"thinking": "template.enable_thinking"}
 KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 TRUTH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 _names: set[str] = set()  # of the options of this command
@@ -237,8 +235,7 @@ def parse(arguments: list[str], known: dict[str, Option]) -> dict[str, Any]:
         if prefix:
             given.setdefault(prefixes[prefix], {})[key.removeprefix(prefix)] = read_paths(key, value)
         elif key not in names:
-            renamed = [name for name in [RENAMED.get(key, "")] if name in names or name.startswith(tuple(prefixes))]
-            close = renamed or difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+            close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
             guess = f" Did you mean {close[0]!r}?" if close else ""
             raise SystemExit(f"There is no option {key!r}.{guess} Known options: {', '.join(names)}. See --help.")
         else:

@@ -128,11 +128,6 @@ class Head(nn.Module, ABC):
                 module.fold()
         return frozen
 
-    @staticmethod
-    def renew(arguments: dict, tensors: dict[str, Tensor]) -> tuple[dict, dict[str, Tensor]]:
-        """What a checkpoint of an earlier version holds, as this version names it"""
-        return arguments, tensors
-
     def arguments(self) -> dict:
         """Constructor arguments that a checkpoint must hold in place of those that training was given."""
         return {}

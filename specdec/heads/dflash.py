@@ -194,15 +194,6 @@ class BlockDrafter(Drafter):
         with torch.no_grad():
             self.norm.weight.copy_(norm_gain(target))
 
-    @staticmethod
-    def renew(arguments, tensors):
-        arguments = dict(arguments)
-        rank, table = arguments.pop("markov_rank", None), arguments.pop("markov_table", False)
-        if rank is not None:
-            arguments["dependence"] = {"kind": "markov", "rank": rank, "table": table}
-        names = {"markov_in.weight": "dependence.before.weight", "markov_out.weight": "dependence.after.weight"}
-        return arguments, {names.get(name, name): value for name, value in tensors.items()}
-
     def cache(self, batch: int) -> RowCache:
         return row_cache(self.config, self.fc.weight, layers=len(self.layers), batch=batch, masked=True)
 

@@ -22,7 +22,7 @@ def test_help_lists_every_verb_at_once_without_torch():
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=child_environment())
     assert ran.returncode == 0 and time.perf_counter() - begun < 5, ran.stderr  # about 0.2 s with nothing beside
     lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in ran.stdout.splitlines() if line.startswith("  ")}
-    assert sorted(lines) == sorted(VERBS) and not set(command.GONE) & set(VERBS)
+    assert sorted(lines) == sorted(VERBS)
 
 
 def test_a_verb_runs_with_its_arguments(tmp_path, capsys):
@@ -35,17 +35,9 @@ def test_a_verb_runs_with_its_arguments(tmp_path, capsys):
         command.main(["show_data", "dta=x"])
 
 
-@pytest.mark.parametrize(
-    ("verb", "sentence"),
-    [
-        ("evalute", "There is no verb 'evalute'. Did you mean 'evaluate'? Verbs: adapt, answer"),
-        ("compare", "There is no specdec compare any more. specdec evaluate checkpoint=A,B compares heads"),
-        ("bench", "There is no specdec bench any more. What it did is in benchmarks/ of the clone"),
-    ],
-)
-def test_a_wrong_verb_is_answered_with_the_right_one(verb, sentence):
-    with pytest.raises(SystemExit, match=re.escape(sentence)):
-        command.main([verb])
+def test_a_wrong_verb_is_answered_with_the_right_one():
+    with pytest.raises(SystemExit, match=r"There is no verb 'evalute'\. Did you mean 'evaluate'\? Verbs: adapt, answer"):
+        command.main(["evalute"])
 
 
 def test_files_of_the_clone_are_explained_outside_of_it(monkeypatch, tmp_path):

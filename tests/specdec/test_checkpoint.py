@@ -86,24 +86,6 @@ def test_another_alignment_is_said_and_the_confidence_head_goes(target, tmp_path
     assert checkpoint.start(tmp_path / "head", target, load_head("dspark")["drafter"])[0].confident
 
 
-def test_a_dspark_of_an_earlier_version_is_loaded_and_trained_further(target, tmp_path):
-    known = save_block(tmp_path / "new", target, "dspark")
-    old = {"dependence.before.weight": "markov_in.weight", "dependence.after.weight": "markov_out.weight"}
-    spec = {
-        key: value for key, value in load_head("dspark")["drafter"].items() if key not in ("dependence", "convolution")
-    }
-    monkey = {old.get(name, name): value for name, value in known.state_dict().items()}
-    known.state_dict = lambda: monkey
-    checkpoint.save(tmp_path / "head", known, {**spec, "markov_rank": 64, "markov_table": False})
-    del known.state_dict
-    loaded = checkpoint.load(tmp_path / "head", target)
-    assert all(torch.equal(value, known.state_dict()[name]) for name, value in loaded.state_dict().items())
-    given, vocab = load_head("dspark")["drafter"], torch.arange(1, 61, 2)
-    further, spec = checkpoint.start(tmp_path / "head", target, given, lambda before: vocab)
-    assert torch.equal(further.draft_to_target, vocab) and "markov_rank" not in spec
-    assert spec["dependence"] == {"kind": "markov", "rank": 64, "table": False}
-
-
 @pytest.mark.parametrize(
     "part, sentence",
     [

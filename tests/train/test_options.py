@@ -11,14 +11,13 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from specdec.checkpoint import drafter_class
 from specdec.core.rules import RULES
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.eagle import Eagle3
 from specdec.proposers.growth import Children
 from tests.support import HEADS_FOLDER, ROOT, log_of
 from train import display, optimization, overrides, progress, ranges
-from train.config import OPEN_NULL, RunConfig, flat, read_settings
+from train.config import OPEN_NULL, RunConfig, flat
 from train.optimization import read_norms
 from train.ranges import named
 
@@ -124,27 +123,6 @@ def test_the_choices_are_those_that_exist():
     assert set(ranges.find("tracker").choices) == {"none", "wandb", "tensorboard", "trackio"}
     assert ranges.find("progress").choices == progress.MODES
     assert set(ranges.find("rule").choices) == set(RULES) and ranges.find("children").choices == Children.__args__
-
-
-def test_an_option_that_went_is_named_with_its_successor_and_dropped_from_older_runs(usual, tmp_path):
-    said = r"^There is no option 'train\.shard'.* target\.shard=true keeps"
-    with pytest.raises(ValueError, match=said):
-        RunConfig.of(usual | {"train": usual["train"] | {"shard": True}})
-    assert re.match(said, display.unknown(ROOT / "conf", ["train.shard=true"]))
-    assert re.match(
-        ".*head=mtp_parallel. any more.* train head=mtp", display.unknown(ROOT / "conf", ["head=mtp_parallel"])
-    )
-    with pytest.raises(ValueError, match=r"^This is a checkpoint of a head that there is no more, .* train head=mtp"):
-        drafter_class("specdec.heads.mtp.ParallelMTP")
-    (tmp_path / "config.yaml").write_text(
-        "run: a\ntarget: {tp: 1, dtype: float32}\ndata: {thinking: false}\ntrain: {best_by: tau, steps: 3}\ndecode: {lossy: false}\n"
-    )
-    read = read_settings(tmp_path / "config.yaml")
-    assert read == {"run": "a", "target": {"dtype": "float32"}, "train": {"steps": 3}, "decode": {}} | {
-        "data": {},
-        "template": {"enable_thinking": False},
-    }
-    assert read_settings(tmp_path / "none.yaml") == {}
 
 
 @pytest.mark.parametrize(
