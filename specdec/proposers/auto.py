@@ -56,7 +56,6 @@ class AutoRound:
     sources: Counter[str]  # drafts in the trees of all rows by Kind.source, without the copies that fill trees up
     head: bool  # whether the head drafts, even if none of its drafts was taken
     trial: bool  # whether it does to see whether it pays by now
-    check: bool  # whether nothing is drafted, to see what that takes by now
     seconds: float  # expected, of verification and drafting
     plain: float  # seconds that plain decoding takes for as many tokens in as many rows
     head_seconds: float  # that the head took
@@ -72,8 +71,6 @@ class Account:
     seconds: float = 0.0  # of verification and drafting, expected
     plain: float = 0.0  # seconds that plain decoding takes for the expected tokens, in as many rows
     head: int = 0  # rounds in which the head drafted
-    trials: int = 0  # of these, rounds to see whether it pays by now
-    checks: int = 0  # rounds that drafted nothing, to see what that takes by now
     sizes: Counter[int] = field(default_factory=Counter)  # rounds by the nodes of their trees
 
     def add(self, choice: AutoRound) -> None:
@@ -83,8 +80,6 @@ class Account:
         self.seconds += choice.seconds
         self.plain += choice.plain
         self.head += choice.head
-        self.trials += choice.trial
-        self.checks += choice.check
 
 
 class StepTimes:
@@ -275,7 +270,6 @@ class Auto(Proposer):
             sources=sources,
             head=head,
             trial=trial,
-            check=check,
             seconds=best.seconds + drafting,
             plain=best.tokens * curve[1] / max(1, active),
             head_seconds=head_seconds,
