@@ -93,9 +93,7 @@ class Evaluate(CommandLineOptions):
     contexts: str = option(
         "", "of choose=true: comma list of tokens before a round; empty: what prompts= and their answers have"
     )
-    costs: str = option(
-        "", "of choose=true: a machine of conf/machine, an engine's files, or an earlier choice.json; empty: timed here"
-    )
+    costs: str = option("", "of choose=true: choice.json of an earlier choice; empty: timed here")
     predicted: str | None = option(None, "choice.json of choose=true, to put its speedups beside the measured ones")
     seed: int = option(0, "seed of sampling")
     out: str | None = option(None, "folder of the results; null: evaluation, of a server served", folder=True)

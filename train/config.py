@@ -52,7 +52,6 @@ class MachineSettings:
     flops: float | None = None  # TFLOP/s of a device in bfloat16, at best
     bandwidth: float | None = None  # GB/s of a device's memory
     network: float | None = None  # GB/s from an engine to a process
-    launch: float | None = None  # us from one kernel to the next in a CUDA graph; evaluate choose=true alone reads it
 
 
 @dataclass(frozen=True)

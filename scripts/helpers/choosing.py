@@ -6,7 +6,6 @@ from helpers.options import split
 
 import itertools
 import json
-import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
 from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
@@ -29,7 +27,7 @@ from specdec.measuring import choice, round_costs
 from specdec.measuring.choice import ShapeAcceptance
 from specdec.measuring.measure import MeasureSettings, Method, Prompt, measure
 from specdec.measuring.report import PromptCounts, by_depth
-from specdec.measuring.round_costs import CostPoint, DataSheet, RoundCosts
+from specdec.measuring.round_costs import CostPoint, RoundCosts
 from specdec.proposers import costs as pass_costs
 from specdec.proposers.base import Proposer
 from specdec.target.model import Target
@@ -88,7 +86,7 @@ class Case:
     sampling: Sampling
     runs: list[Run]
     opened: loading.Opened
-    given: RoundCosts | DataSheet | None
+    given: RoundCosts | None
     served: serving.TriedServer | None
 
 
@@ -98,7 +96,7 @@ def choose(chosen: Any, out: Path, console: progress.Results) -> None:
     if chosen.contexts:
         contexts = read_numbers("contexts", chosen.contexts, 2**20)
     refuse_unused(chosen)
-    sampling, given = chosen.decode.sampling(), read_costs(chosen, loads, contexts)
+    sampling, given = chosen.decode.sampling(), read_costs(chosen, contexts)
     heads = split(chosen.checkpoint)
     for folder in heads:
         if loading.head_class(folder).adapts_target:
@@ -116,8 +114,7 @@ def choose(chosen: Any, out: Path, console: progress.Results) -> None:
         raise ValueError(
             f"contexts={chosen.contexts}: {opened.target.name} has {limit} positions, so {limit - MOST_DRAFTS - 2} is the most."
         )
-    timed = given.fingerprint if isinstance(given, RoundCosts) else None
-    if timed is not None and not opened.target.matches(timed):
+    if given is not None and given.fingerprint is not None and not opened.target.matches(given.fingerprint):
         raise ValueError(f"costs={chosen.costs} are of another target than {opened.target.name}: choose with that one.")
     with lock(out / "choice.lock", of=out / "choice.json"):
         decide(Case(chosen, out, console, loads, contexts, sampling, runs, opened, given, served))
@@ -138,7 +135,7 @@ def decide(case: Case) -> None:
     tokens = statistics.mean(len(text.answer) for text in texts)
     usual = statistics.mean(len(text.prompt) + len(text.answer) / 2 for text in texts)
     where = [float(length) for length in case.contexts] or [usual]
-    costs = find_costs(case, shapes, acceptance, texts, where)
+    costs = find_costs(case, shapes, acceptance, texts)
     crossings = partial(choice.find_crossings, acceptance, costs, most=loads[-1], tokens=tokens)
     document = {
         "target": opened.target.name,
@@ -304,22 +301,17 @@ def decode_shapes(case: Case, shapes: list[Shaped], prompts: list[Prompt]) -> li
 # What rounds cost
 
 
-def read_costs(chosen: Any, loads: list[int], contexts: list[int]) -> RoundCosts | DataSheet | None:
-    """costs=; None: they are timed. Raises ValueError for costs= that are nothing which is known, or do not fit to other options."""
-    machines = [path.stem for path in sorted((loading.CONF / "machine").glob("*.yaml")) if path.stem != "here"]
-    given, heads = split(chosen.costs), split(chosen.checkpoint)
-    alone = len(heads) == 1 and not chosen.proposers and not chosen.trees
-    if chosen.costs not in machines and not all(map(os.path.isfile, given)):
-        known = f"a machine of conf/machine ({', '.join(machines)})"
-        raise ValueError(f"costs={chosen.costs} is neither {known} nor a comma list of files that exist.")
-    if chosen.engine and (given or contexts or not alone):
+def read_costs(chosen: Any, contexts: list[int]) -> RoundCosts | None:
+    """costs=; None: they are timed. Raises ValueError for a file that is no choice.json, or that does not fit to other options."""
+    alone = len(split(chosen.checkpoint)) == 1 and not chosen.proposers and not chosen.trees
+    if chosen.engine and (chosen.costs or contexts or not alone):
         raise ValueError(
             "engine= gives the costs of one head's chain behind its own requests: give that checkpoint=DIR, the one it serves, and no "
             "costs=, contexts=, proposers= or trees=."
         )
-    if not given or chosen.costs in machines:
-        return read_sheet(chosen.costs) if given else None
-    costs = round_costs.read_costs(given, loads, MOST_DRAFTS, checkpoint.name_of(Path(heads[0])) if alone else None)
+    if not chosen.costs:
+        return None
+    costs = round_costs.read_choice(chosen.costs)
     known_at = {each.context for each in costs.points}
     far = any(abs(length - where) > round_costs.NEAR * where for length in contexts for where in known_at)
     if len(known_at) == 1 and far:
@@ -329,31 +321,12 @@ def read_costs(chosen: Any, loads: list[int], contexts: list[int]) -> RoundCosts
     return costs
 
 
-def read_sheet(name: str) -> DataSheet:
-    about = yaml.safe_load((loading.CONF / "machine" / f"{name}.yaml").read_text())["machine"]
-    if about["num"] != 1 or not (about["flops"] and about["bandwidth"] and about["memory"]):
-        raise ValueError(
-            f"costs={name} needs flops, bandwidth and memory of one device (num: 1) in conf/machine: give such a one, as h100 is."
-        )
-    launch = 1e-6 * (about.get("launch") or 0)
-    return DataSheet(name, 1e12 * about["flops"], 1e9 * about["bandwidth"], launch, 1e9 * about["memory"])
-
-
-def find_costs(
-    case: Case, shapes: list[Shaped], acceptance: list[ShapeAcceptance], texts: list[Written], contexts: list[float]
-) -> RoundCosts:
-    """From a server, files, a data sheet, or timed here."""
+def find_costs(case: Case, shapes: list[Shaped], acceptance: list[ShapeAcceptance], texts: list[Written]) -> RoundCosts:
+    """From a server, an earlier choice, or timed here."""
     if case.served:
         return serve_costs(case, case.served)
-    if isinstance(case.given, RoundCosts):
+    if case.given is not None:
         return case.given
-    if case.given:
-        heads = {run.name: run.drafter for run in case.runs if isinstance(run.drafter, Drafter)}
-        if not {each.costs for each in acceptance} <= set(heads):
-            raise ValueError(
-                f"costs={case.given.name} is for chains of trained heads: leave proposers= and trees= out."
-            )
-        return round_costs.sheet_costs(case.given, case.opened.target, heads, case.loads, MOST_DRAFTS, contexts)
     points, drafts = list[CostPoint](), {(each.drafter, each.shape): each.drafts for each in acceptance}
     for name in dict.fromkeys(each.costs for each in acceptance):
         own = [each for each in shapes if each.costs == name and (each.drafter, each.shape) in drafts]

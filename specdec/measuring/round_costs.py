@@ -1,12 +1,10 @@
-"""Seconds of a round by rows, drafts and context, plain and with drafts: measured here, read from an engine's file, or by a roofline.
+"""Seconds of a round by rows, drafts and context, plain and with drafts: measured here, by requests to an engine, or read from an earlier choice.
 
 A table has points. Between them seconds are linear in context, and piecewise linear in rows and in drafts, where 0 drafts are plain
 decoding. Beyond them the nearest two go on as a line, and what comes of it is marked as extrapolated.
 """
 
 import bisect
-import json
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,21 +18,11 @@ from specdec.core import devices
 from specdec.core.untrusted import read_json
 from specdec.decoding.batch import Request
 from specdec.decoding.decoder import Decoder
-from specdec.heads.base import Drafter
-from specdec.target.model import Target
-from specdec.target.structure import count_weights, experts_of
 
-ALL = "*"  # the drafter of points that count for all
 LONGEST = 2.0  # seconds of a round, beyond which no more drafts and no more rows are measured
 NEAR = 0.25  # by how much another context may differ, as a share
 DRAWS = 200  # of the turns of a point, for its error
 POINT_SECONDS, FEWEST_ROUNDS, MOST_ROUNDS = 3.0, 8, 32  # of one point: time, and how often each of its rounds is taken
-# Of a roofline: the share of the peak that matrix products reach, and kernels of a layer as engines fuse them
-PRODUCTS, KERNELS = 0.65, 8
-FORMS = (
-    "a choice.json of this command, a table of SGLang (sample_batch_tokens or bias_seconds), or results of `vllm bench serve` or "
-    "SGLang's bench_serving with max_concurrency, one without drafts and one with drafts for each load"
-)
 
 
 Curves = dict[float, dict[float, numpy.ndarray]]  # by rows and drafts: seconds, plain, error, opening
@@ -42,9 +30,9 @@ Curves = dict[float, dict[float, numpy.ndarray]]  # by rows and drafts: seconds,
 
 @dataclass(frozen=True)
 class CostPoint:
-    """A round of `rows` rows with `drafts` drafts in each behind `context` tokens; 0: a table that does not say.
+    """A round of `rows` rows with `drafts` drafts in each behind `context` tokens.
 
-    drafter: its name, with its shape if that is no chain; ALL: any
+    drafter: its name, with its shape if that is no chain
     seconds, plain: of such a round, and of a plain one, the drafter's time included
     error: standard error of seconds over plain, as a share of it; opening: seconds in which the drafter reads the rows' prompts
     extrapolated: whether it lies outside of the rows, drafts or contexts (by more than NEAR) of a table's own points
@@ -74,7 +62,7 @@ class RoundCosts:
 
     def at(self, drafter: str, drafts: float, rows: float, context: float) -> CostPoint:
         """Raises ValueError for a drafter that has no points."""
-        table = self.tables.get(drafter) or self.tables.get(ALL)
+        table = self.tables.get(drafter)
         if table is None:
             raise ValueError(
                 f"There are no costs of {drafter}, only of {', '.join(self.tables)}: give the drafters that were timed."
@@ -86,7 +74,7 @@ class RoundCosts:
         fewest = min((num for _, curve in curves for num in curve if num), default=0)
         measured = [num for num, curve in curves if max(curve) >= drafts >= fewest]
         inside = bool(measured) and min(measured) <= rows <= max(measured)
-        inside &= not max(table) or (1 - NEAR) * min(table) <= context <= (1 + NEAR) * max(table)
+        inside &= (1 - NEAR) * min(table) <= context <= (1 + NEAR) * max(table)
         return CostPoint(drafter, rows, drafts, context, seconds, plain, error, opening, not inside)
 
     def to_json(self) -> dict:
@@ -95,6 +83,17 @@ class RoundCosts:
     @classmethod
     def from_json(cls, document: dict, fingerprint: str | None = None) -> "RoundCosts":
         return cls([CostPoint(**point) for point in document["points"]], document["source"], fingerprint)
+
+
+def read_choice(path: str) -> RoundCosts:
+    """The costs in the choice.json of an earlier choice. Raises ValueError for a file that is missing or has another form."""
+    try:
+        document = read_json(Path(path))
+        return RoundCosts.from_json(document["costs"], document.get("fingerprint"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"costs={path} must be the choice.json of an earlier choice ({type(error).__name__}: {error})."
+        ) from None
 
 
 def interpolate(curve: Mapping[float, numpy.ndarray], place: float) -> numpy.ndarray:
@@ -220,51 +219,7 @@ def time_loads(
 # Of an engine
 
 
-def read_costs(paths: Sequence[str], loads: Sequence[int], most: int, drafter: str | None = ALL) -> RoundCosts:
-    """Costs of an engine from its own files. most: drafts; drafter: the only one, which was served; None: there are several.
-
-    Raises ValueError for a file that is missing or has another form, and for results of serving beside several drafters.
-    """
-    served: list[dict] = []
-    for path in paths:
-        try:
-            text = Path(path).read_text()
-            for document in map(json.loads, text.splitlines() if text.count('"max_concurrency"') > 1 else [text]):
-                whole = {"costs", "sample_batch_tokens", "bias_seconds"} & document.keys()
-                if whole and len(paths) > 1:
-                    raise ValueError("give it alone, as only results of serving benchmarks go together")
-                if "costs" in document:
-                    return RoundCosts.from_json(document["costs"], document.get("fingerprint"))
-                if whole:
-                    return _of_passes(document, loads, most, path)
-                served.append(_read_result(document))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-            raise ValueError(f"costs={path} must be {FORMS} ({type(error).__name__}: {error}).") from None
-    if drafter is None:
-        raise ValueError(
-            f"costs={','.join(paths)} are of one head's chains: give that checkpoint=DIR alone, without proposers= and trees=."
-        )
-    drafted, plain = ([each for each in served if bool(each["tau"]) == drafts] for drafts in (True, False))
-    base = {each["rows"]: each["seconds"] for each in plain}
-    return make_served(drafted, base, f"results of a serving benchmark, {', '.join(paths)}", drafter)
-
-
-def _read_result(document: dict) -> dict:
-    """A result of `vllm bench serve`, or of SGLang's bench_serving (a line of its file), as `make_served` takes it."""
-    length = document.get("spec_decode_acceptance_length") or document.get("accept_length")
-    steps = (document.get("server_info") or {}).get("speculative_num_steps")
-    rounds = document.get("spec_decode_num_drafts")
-    read = document["total_input_tokens"] + document["total_output_tokens"] / 2
-    return {
-        "rows": int(document["max_concurrency"]),
-        "seconds": float(document["median_tpot_ms"]) / 1e3,
-        "tau": float(length or 0),
-        "drafts": round(document["spec_decode_draft_tokens"] / rounds) if rounds else steps,
-        "context": read / int(document["completed"]),
-    }
-
-
-def make_served(drafted: Sequence[dict], plain: Mapping[int, float], source: str, drafter: str = ALL) -> RoundCosts:
+def make_served(drafted: Sequence[dict], plain: Mapping[int, float], source: str, drafter: str) -> RoundCosts:
     """Costs from servers at each load: a round takes the seconds of a user's token times the tokens of a round.
 
     drafted: {rows, seconds: of a token, tau, drafts, context}; plain: by rows the seconds of a token
@@ -287,103 +242,3 @@ def make_served(drafted: Sequence[dict], plain: Mapping[int, float], source: str
             "drafts and without, on a server that counts its drafts."
         )
     return RoundCosts(points, source)
-
-
-def _of_passes(document: dict, loads: Sequence[int], most: int, path: str) -> RoundCosts:
-    """A table of SGLang: seconds of a pass by its tokens, or a sum of parts by its requests and by its tokens."""
-    if "bias_seconds" in document:
-        bias, tokens_at, by_tokens = (document[name] for name in ("bias_seconds", "m_probes", "theta_seconds"))
-        of_rows = lambda rows: numpy.interp(rows, document["bs_probes"], document["alpha_seconds"])
-        spent = lambda rows, num: bias + of_rows(rows) + numpy.interp(num, tokens_at, by_tokens)
-    else:
-        tokens_at, per_second = document["sample_batch_tokens"], numpy.array(document["sample_steps_per_sec"], float)
-        spent = lambda rows, num: numpy.interp(num, tokens_at, 1 / per_second)
-    points = [
-        CostPoint(ALL, rows, num, 0.0, float(spent(rows, rows * (num + 1))), float(spent(rows, rows)))
-        for rows in loads
-        for num in range(1, most + 1)
-        if rows * (num + 1) <= tokens_at[-1]
-    ]
-    if not points:
-        raise ValueError(f"its {tokens_at[-1]} tokens are less than two for each row of the smallest load")
-    return RoundCosts(points, f"passes of SGLang in {path}; what drafting takes is not in them")
-
-
-# A device's data sheet
-
-
-@dataclass(frozen=True)
-class DataSheet:
-    """peak: operations/s; bandwidth: bytes/s; launch: seconds from one kernel to the next in a graph; memory: bytes"""
-
-    name: str
-    peak: float
-    bandwidth: float
-    launch: float
-    memory: float = math.inf
-
-    def seconds(self, size: float, operations: float, kernels: float) -> float:
-        """Of a pass: what limits it, memory or products, and its kernels' starts."""
-        return max(size / self.bandwidth, operations / (PRODUCTS * self.peak)) + kernels * self.launch
-
-
-def sheet_costs(
-    sheet: DataSheet,
-    target: Target,
-    drafters: Mapping[str, Drafter],
-    loads: Sequence[int],
-    most: int,
-    contexts: Sequence[float],
-) -> RoundCosts:
-    """By a roofline; nothing is measured, and a target without values (Target.outline) suffices.
-
-    A pass over N tokens reads all dense weights once, of a mixture the experts that N tokens use (Experts.hit), and the keys and
-    values of all rows. A chain's steps each read the drafter and its LM head; a parallel head has one step, a block all its drafts.
-    Loads that do not fit into the memory have no points. Raises ValueError where none fits.
-    """
-    experts, head = experts_of(target.config.to_dict()), target.lm_head.weight
-    num_dense, num_mixed = count_weights(target.decoder, target.embed.weight, experts)
-    used = num_dense + head.numel() + (num_mixed * experts.per_token / experts.num if experts else 0)  # of a token
-    dense, mixed = count_weights(target.decoder, target.embed.weight, experts, lambda value: value.nbytes)
-    kept, heads = target.kept(), getattr(target.config, "num_attention_heads", 1)
-    width = heads * (getattr(target.config, "head_dim", None) or target.width // heads)
-    keys = lambda context: sum(size * min(context, most) for size, most in kept)
-
-    def read(rows: int, nodes: float, context: float) -> float:
-        hit = mixed * experts.hit(rows * nodes) / experts.num if experts else 0
-        size = dense + head.nbytes + hit + rows * keys(context)
-        products = 2 * used + 4 * width * sum(min(context, most) for _, most in kept)  # of a token
-        return sheet.seconds(size, products * rows * nodes, KERNELS * target.num_layers)
-
-    def price(drafter: Drafter) -> Callable[[int, int, float], float]:
-        """-> seconds of drafting by rows, drafts and context"""
-        tables = (target.vocab_size, drafter.vocab_size)  # embeddings are looked up, and the LM head is counted apart
-        named = next((value for value in drafter.parameters() if value.shape[0] in tables and value.ndim == 2), None)
-        out = drafter.vocab_size * (target.width if named is None else named.shape[1])
-        own = 1.0 * sum(value.numel() for value in drafter.parameters() if value.shape[0] not in tables)
-        own /= 1 if drafter.depth is None or drafter.parallel else drafter.depth  # of a step
-        keys = sum(each.num_heads * each.width for each in drafter.cache(1).shapes if each)
-        whole = drafter.depth if drafter.attends == "block" else None
-
-        def draft(rows: int, num: int, context: float) -> float:
-            steps, tokens = (1, rows * (whole or num)) if drafter.parallel else (num, rows)
-            size = head.element_size() * (own + out + rows * context * keys)  # engines run it in the target's dtype
-            return steps * sheet.seconds(size, 2 * (own + out) * tokens, 2 * KERNELS)
-
-        return draft
-
-    fits = lambda rows, where: dense + mixed + head.nbytes + rows * keys(where) <= sheet.memory
-    points = [
-        CostPoint(name, rows, num, where, read(rows, num + 1, where) + draft(rows, num, where), read(rows, 1, where))
-        for name, each in drafters.items()
-        for draft in [price(each)]
-        for where in contexts
-        for rows in loads
-        if fits(rows, where)
-        for num in range(1, min(most, each.depth or most) + 1)
-    ]
-    if not points:
-        raise ValueError(
-            f"{target.name} and the texts of {loads[0]} rows do not fit into the memory of one {sheet.name}."
-        )
-    return RoundCosts(points, f"the data sheet of {sheet.name}: a roofline, not measured")

@@ -252,21 +252,6 @@ class Target:
             return [self.kinds.one] * self.num_layers
         return list(self.config.layer_types)[: self.num_layers]
 
-    def kept(self) -> list[tuple[int, float]]:
-        """For each layer that keeps keys and values: bytes of a token, and of how many tokens: those of its window.
-
-        Of MLA the latents and rotated keys count, as engines keep them; transformers keeps what they become.
-        """
-        latent, found = getattr(self.config, "kv_lora_rank", None), []
-        reach = {target_structure.SLIDING: self.kinds.window, target_structure.CHUNKED: self.kinds.chunk}
-        for place, (key, value) in enumerate(zip(self._shapes[::2], self._shapes[1::2])):
-            if key is not None and value is not None:
-                kind = self.layer_types[min(place, self.num_layers - 1)]
-                width = key.num_heads * key.width + value.num_heads * value.width
-                width = width if latent is None else latent + self.config.qk_rope_head_dim
-                found.append((width * key.dtype.itemsize, float(reach.get(kind) or "inf")))
-        return found
-
     def cache(self, batch: int, *, masked: bool = False) -> RowCache:
         """An empty cache for `batch` rows. masked: whether all passes read it under a mask"""
         states = LayerStates(target_structure.state_layers(self.config)) if self.recurrent else None

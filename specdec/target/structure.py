@@ -386,17 +386,15 @@ def experts_of(fields: dict) -> Experts | None:
     return Experts(num, per_token) if mixture and 0 < per_token < num else None
 
 
-def count_weights(
-    decoder: nn.Module, embedding: Tensor, experts: Experts | None, of: Callable[[Tensor], int] = Tensor.numel
-) -> tuple[int, int]:
+def count_weights(decoder: nn.Module, embedding: Tensor, experts: Experts | None) -> tuple[int, int]:
     """Of all layers without the embedding -> what every token reads, with shared experts, and the experts that tokens choose.
 
-    of: what is summed of each weight. An outline has a quantised target's weights as they were before.
+    An outline has a quantised target's weights as they were before.
     """
     sizes = [0, 0]
     for name, value in decoder.named_parameters():
         if value is not embedding:
-            sizes[experts is not None and ".experts." in name] += of(value)
+            sizes[experts is not None and ".experts." in name] += value.numel()
     return sizes[0], sizes[1]
 
 

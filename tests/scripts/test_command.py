@@ -36,7 +36,9 @@ def test_a_verb_runs_with_its_arguments(tmp_path, capsys):
 
 
 def test_a_wrong_verb_is_answered_with_the_right_one():
-    with pytest.raises(SystemExit, match=r"There is no verb 'evalute'\. Did you mean 'evaluate'\? Verbs: adapt, answer"):
+    with pytest.raises(
+        SystemExit, match=r"There is no verb 'evalute'\. Did you mean 'evaluate'\? Verbs: adapt, answer"
+    ):
         command.main(["evalute"])
 
 
