@@ -131,7 +131,7 @@ def machine(target: Target) -> dict:
 
 
 def read_provenance(chosen: Any, loaded: Loaded, target: Target) -> Provenance:
-    """What a model card tells of a checkpoint. chosen: Export or Push; its `data` replaces what the record of the run names"""
+    """What a model card tells of a checkpoint. chosen: Export; its `data` replaces what the record of the run names"""
     about = facts.read(loaded.folder)
     document = checkpoint.read_document(loaded.folder) | {"reads_layers": list(loaded.drafter.target_layers)}
     recorded = about.get("data")

@@ -12,7 +12,7 @@ import specdec
 from specdec import command
 from tests.support import ROOT, child_environment, save_eagle, save_target
 
-VERBS = ("adapt", "answer", "datastore", "demo", "evaluate", "export", "generate", "get_target", "launch_engine", "push",
+VERBS = ("adapt", "answer", "datastore", "demo", "evaluate", "export", "generate", "get_target", "launch_engine",
          "report", "serve", "show_data", "train")  # fmt: skip
 
 

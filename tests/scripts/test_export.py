@@ -7,7 +7,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from scripts import export as export_script
-from scripts import push
 from specdec import checkpoint
 from specdec.export import cards
 from specdec.target.model import Target
@@ -76,7 +75,11 @@ def test_a_container_of_speculators_is_flattened_for_sglang_in_one_step(run, ref
     assert same(checkpoint.load(tmp_path / "flat", target, exact=True), drafter)
     assert {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()} == before
     refuse(
-        "is a published head in its own layout", push, f"checkpoint={tmp_path}/theirs", "repo=user/name", "dry_run=true"
+        "is a published head in its own layout",
+        export_script,
+        f"checkpoint={tmp_path}/theirs",
+        "push=user/name",
+        "dry_run=true",
     )
 
 

@@ -1,4 +1,4 @@
-"""Tests of scripts/push.py and of other scripts with heads on the Hub, against a stand-in (tests/hub.py)."""
+"""Tests of scripts/export.py with push=, and of other scripts with heads on the Hub, against a stand-in (tests/hub.py)."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ import shutil
 import pytest
 import yaml
 
-from scripts import evaluate, export, generate, push
+from scripts import evaluate, export, generate
 from specdec import checkpoint
 from specdec.core import files
 from specdec.core import hub as names
@@ -44,16 +44,16 @@ def home(tmp_path_factory):
 
 @pytest.fixture
 def arguments(home) -> list[str]:
-    return [f"checkpoint={home}/run", f"repo={NAME}", f"target.name={home}/target", "target.dtype=float32"]
+    return [f"checkpoint={home}/run", f"push={NAME}", f"target.name={home}/target", "target.dtype=float32"]
 
 
 def dry_run(run, arguments: list[str], path, *more: str) -> tuple[str, str]:
     """-> what was printed, and the card"""
-    return run(push, *arguments, "dry_run=true", f"out={path}", *more), path.read_text()
+    return run(export, *arguments, "dry_run=true", f"out={path}", *more), (path / "README.md").read_text()
 
 
 def test_the_card_states_what_is_known(run, hub, arguments, home, tmp_path):
-    printed, card = dry_run(run, arguments, tmp_path / "card.md", f"base_model={BASE}", "license=mit")
+    printed, card = dry_run(run, arguments, tmp_path / "card", f"base_model={BASE}", "license=mit")
     assert hub.requests == [] and "nothing was uploaded" in printed and "others do not have" not in printed
     for name in (
         "README.md",
@@ -84,8 +84,8 @@ def test_the_card_says_what_is_missing(run, hub, home, tmp_path):
     shutil.copytree(home / "run" / "step_000002", tmp_path / "bare")
     for name in ("report.json", "report.html", cards.SERVED, files.CHECKSUMS):
         (tmp_path / "bare" / name).unlink()
-    given = [f"checkpoint={tmp_path}/bare", f"repo={NAME}", "target.dtype=float32"]
-    printed, card = dry_run(run, given, tmp_path / "card.md")
+    given = [f"checkpoint={tmp_path}/bare", f"push={NAME}", "target.dtype=float32"]
+    printed, card = dry_run(run, given, tmp_path / "card")
     assert "which others do not have: give base_model=" in printed
     assert "base_model" not in yaml.safe_load(card.split("---")[1])
     for row in ("trained on", "conversations", "tokens read in training", "minutes of training", "machine", "command"):
@@ -94,7 +94,7 @@ def test_the_card_says_what_is_missing(run, hub, home, tmp_path):
 
 
 def test_a_pushed_head_works_by_name_in_every_script(run, hub, arguments, home, tmp_path, monkeypatch):
-    printed = run(push, *arguments, f"base_model={BASE}")
+    printed = run(export, *arguments, f"base_model={BASE}")
     repository = hub.repositories[NAME]
     commit = repository.refs["main"]
     assert f"pushed: {hub.url}/{NAME}/commit/{commit}" in printed and f"checkpoint={NAME}@{commit}" in printed
@@ -118,7 +118,7 @@ def test_a_pushed_head_works_by_name_in_every_script(run, hub, arguments, home, 
     printed = run(export, f"checkpoint={NAME}", *common[:2], "format=vllm", "out=exported")
     card = (tmp_path / "exported" / "README.md").read_text()
     assert f"| checkpoint | {NAME}@{commit} |" in card and "| trained on | rows.jsonl |" in card
-    printed, card = dry_run(run, [f"checkpoint={NAME}", "repo=user/second", *common[:2]], tmp_path / "card.md")
+    printed, card = dry_run(run, [f"checkpoint={NAME}", "push=user/second", *common[:2]], tmp_path / "card")
     assert f"| command | `{ABOUT['command']}` |" in card  # it is pushed again with the record of its run
     assert names.pinned(folder) == f"{NAME}@{commit}"
 
@@ -126,14 +126,16 @@ def test_a_pushed_head_works_by_name_in_every_script(run, hub, arguments, home, 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["repo=head"], "repo=head must be a name on the Hugging Face Hub, such as user/name"),
-        (["repo=checkpoints/head"], "repo=checkpoints/head must be a name"),
-        (["repo=user/head@v1"], "repo=user/head@v1 must be a name"),
+        (["push=head"], "push=head must be a name on the Hugging Face Hub, such as user/name"),
+        (["push=checkpoints/head"], "push=checkpoints/head must be a name"),
+        (["push=user/head@v1"], "push=user/head@v1 must be a name"),
         (["base_model=/models/base"], "base_model=/models/base must be a name"),
+        (["format=vllm"], "push= shares the checkpoint as it is: leave format= and merged_target= out"),
+        (["push=null", "dry_run=true"], "are of push=user/name"),
     ],
 )
 def test_names_that_are_refused(refuse, hub, arguments, given, message):
-    refuse(message, push, *arguments, *given)
+    refuse(message, export, *arguments, *given)
     assert hub.requests == []
 
 
@@ -141,5 +143,5 @@ def test_a_damaged_checkpoint_is_not_pushed(refuse, hub, home, tmp_path):
     shutil.copytree(home / "run" / "step_000002", tmp_path / "bad")
     report = tmp_path / "bad" / "report.json"
     report.write_text(report.read_text().replace("1.25", "1.35"))
-    refuse("report.json is damaged", push, f"checkpoint={tmp_path}/bad", f"repo={NAME}", f"target.name={home}/target")
+    refuse("report.json is damaged", export, f"checkpoint={tmp_path}/bad", f"push={NAME}", f"target.name={home}/target")
     assert hub.requests == []
