@@ -1,4 +1,5 @@
-"""Seconds of a round by rows, drafts and context, plain and with drafts: measured here, by requests to an engine, or read from an earlier choice.
+"""Seconds of a round by rows, drafts and context, plain and with drafts: measured here, by requests to an engine,
+or read from an earlier choice.
 
 A table has points. Between them seconds are linear in context, and piecewise linear in rows and in drafts, where 0 drafts are plain
 decoding. Beyond them the nearest two go on as a line, and what comes of it is marked as extrapolated.
