@@ -22,19 +22,20 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specdec import checkpoint
-from specdec.core import devices, files
+from specdec.core import devices, files, progress
+from specdec.core.lock import lock
+from specdec.measuring import trained_prompts
 from specdec.target.model import Target
-from train import build, display, overrides, prepare, progress, tracking
-from train.config import RunConfig, fixed_settings, refuse_two_lengths
-from train.data import trained_prompts
-from train.distributed import ProcessLost, is_main, plain_warnings
-from train.lock import lock
-from train.pages import facts, run_page
-from train.prepare import Prepared
-from train.state import RunFolder
-from train.trainer import NotFiniteLoss
+from train.loop.state import RunFolder
+from train.loop.trainer import NotFiniteLoss
+from train.prepare import build
+from train.prepare import facts as prepare
+from train.prepare.facts import Prepared
+from train.processes import ProcessLost, is_main, plain_warnings
+from train.settings import hydra_text, record, usage
+from train.settings.options import RunConfig, fixed_settings, refuse_two_lengths
+from train.show import display, run_page, tracking
 
-CONF = Path(__file__).parent / "conf"
 # An error that all processes find is told by the main one, and the launcher then ends the others. They wait so long with theirs.
 SECONDS_FOR_MAIN = 10
 MANY = (
@@ -105,7 +106,7 @@ def train(prepared: Prepared, target: Target, path: Path, accelerator: Accelerat
         document = config.document()
         files.write_text(path / "config.yaml", yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
         about = {"arguments": sys.argv[1:], "num_processes": accelerator.num_processes, "start": given}
-        facts.write(
+        record.write(
             path, document, trainer.drafter, trainer.material.packs, **about, num_trained=trainer.validation.num_trained
         )
         trained_prompts.write(path, trained_prompts.join(prepared.packs.prompt_digests, config.start))
@@ -151,14 +152,14 @@ def main(chosen: DictConfig) -> None:
 
 if __name__ == "__main__":
     if {"-h", "--help"} & set(sys.argv):
-        print(__doc__, display.usage(CONF), sep="\n")
+        print(__doc__, usage.usage(), sep="\n")
         sys.exit()
     if {"-m", "--multirun"} & set(sys.argv):
         sys.exit(MANY)
-    sys.argv[1:] = overrides.as_written(overrides.with_plan(sys.argv[1:]))
+    sys.argv[1:] = [*hydra_text.as_written(hydra_text.with_plan(sys.argv[1:])), hydra_text.search_path()]
     try:
         main()
     except SystemExit as ended:  # Hydra has said that it does not know an option, without saying which one is like it
-        if ended.code == 1 and (wrong := display.unknown(CONF, sys.argv[1:])):
+        if ended.code == 1 and (wrong := usage.unknown(sys.argv[1:])):
             ended.code = wrong
         raise

@@ -21,18 +21,18 @@ from specdec.core import files, hub
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
-from specdec.export import cards
 from specdec.export.engines import ExportForm, make_form
-from specdec.export.folder import write_export
 from specdec.export.layout import draft_from_all
 from specdec.export.mtp import with_first_zero
 from specdec.heads.base import Drafter
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.mtp import MTP
+from specdec.measuring import model_card
 from specdec.measuring.measure import top2_gap
+from specdec.measuring.model_card import write_export
 from specdec.proposers.base import Proposer
 from specdec.target.model import Target
-from train.data import rows as data
+from specdec.text import conversations as data
 
 FORMATS = ("vllm", "speculators", "medusa", "gguf", "stitched", "stitched.gguf")  # .gguf: in llama.cpp
 VERSIONS = facts.packages("packages")
@@ -109,7 +109,7 @@ class ServedHead:
     drafter: Drafter
     prompts: list[list[int]]
     stop: set[int]
-    provenance: cards.Provenance
+    provenance: model_card.Provenance
 
 
 def decode_here(drafter: Drafter, head: ServedHead, chosen: CheckOptions) -> Decoding:
@@ -228,7 +228,7 @@ def main(arguments: list[str]) -> None:
             num = drafter.depth if isinstance(drafter, BlockDrafter) else min(num, drafter.depth)
         about: Any = {"license": "other", "data": None, "num_drafts": num}
         document = checkpoint.read_document(folder)
-        provenance = cards.Provenance.read(folder, document, name=name, target=subject.target, **about)
+        provenance = model_card.Provenance.read(folder, document, name=name, target=subject.target, **about)
         recorded = dict(provenance.served)
         head = ServedHead(name, drafter, [prompt.tokens for prompt in found], subject.stop, provenance)
         for format_name in formats:
@@ -244,8 +244,8 @@ def main(arguments: list[str]) -> None:
             rows.append(row)
             files.write_text(Path(chosen.out), json.dumps(rows, indent=2) + "\n")
             if chosen.record:
-                recorded[f"{row['engine']}, format={format_name}"] = {key: row[key] for key in cards.SERVED_FIELDS}
-                files.write_text(folder / cards.SERVED, json.dumps(recorded, indent=2) + "\n")
+                recorded[f"{row['engine']}, format={format_name}"] = {key: row[key] for key in model_card.SERVED_FIELDS}
+                files.write_text(folder / model_card.SERVED, json.dumps(recorded, indent=2) + "\n")
     if not rows:
         raise ValueError("Nothing was served: none of the formats takes these drafters.")
     if wrong := [f"{row['name']} ({row['format']})" for row in rows if not row["faithful"]]:

@@ -16,7 +16,7 @@ from specdec import checkpoint
 from specdec.core import files
 from specdec.heads.base import Drafter
 from specdec.target.model import Target, load_tokenizer
-from train.data import rows as data
+from specdec.text import conversations as data
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = "targets/smollm2-135m"

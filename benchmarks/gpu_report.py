@@ -40,7 +40,7 @@ from specdec.heads.eagle import Eagle3
 from specdec.proposers.costs import PassTimer
 from specdec.target.model import Target
 from specdec.target.verifier import Verifier
-from train.data.rows import stop_tokens
+from specdec.text.conversations import stop_tokens
 
 AIMS = {"mfu of eagle3": 0.45, "share of the bandwidth, plain": 0.70, "64 nodes over 1": 1.1}
 # Of decoding, compile and cuda_graphs; what is used first

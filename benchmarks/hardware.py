@@ -18,7 +18,7 @@ from specdec.core import devices
 from specdec.target import attention
 from specdec.target.model import Target
 from specdec.target.structure import experts_of
-from train.counting import BANDWIDTH, PEAK
+from train.prepare.count_tensors import BANDWIDTH, PEAK
 
 MOST_READ = 2**30  # bytes
 SAMPLING = 0.003  # seconds between two looks at the memory of this process

@@ -31,16 +31,16 @@ from specdec.core import files
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
-from specdec.export.cards import Provenance
 from specdec.export.engines import ExportForm, make_form
-from specdec.export.folder import write_export
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
 from specdec.hf import Speculative
+from specdec.measuring.model_card import Provenance, write_export
+from specdec.options import config_files
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
 from specdec.target.model import Target
-from train.data import rows as data
+from specdec.text import conversations as data
 
 GENERATE, PLAIN = "transformers generate", "plain"
 GGUF_TYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
@@ -241,7 +241,7 @@ def make_own(setting: Setting) -> dict[str, RivalMethod]:
 def make_proposer(name: str, target: Target, drafting: Drafting) -> Proposer:
     """The proposer of conf/proposer/NAME.yaml, which must need neither a trained head nor another proposer."""
     decode = asdict(drafting) | {"nodes": drafting.shape.nodes}
-    file = OmegaConf.load(common.ROOT / "conf" / "proposer" / f"{name}.yaml")
+    file = OmegaConf.load(config_files.list_files("proposer")[name])
     config = OmegaConf.create({"proposer": file, "decode": decode, "checkpoint": None})
     settings: Any = OmegaConf.to_container(config.proposer, resolve=True, throw_on_missing=True)
     return get_object(settings.pop("_target_"))(target, **settings)

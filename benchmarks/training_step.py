@@ -31,10 +31,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import common, hardware
 from specdec.core import devices, fast, files, precision
 from specdec.target.model import Target
-from train.config import PROVISIONAL
-from train.data.rows import Row, TrainingBatch, collate
+from specdec.text.conversations import Row
+from train.data.batches import TrainingBatch, collate
 from train.features.outputs import Online
-from train.optimization import OptimizerSettings, make_optimizer
+from train.loop.optimizer import OptimizerSettings, make_optimizer
+from train.settings.hydra_text import search_path
+from train.settings.options import PROVISIONAL
 
 RAGGED = (2600, 1900, 1300, 900, 620, 410, 260, 190)  # tokens of the conversations in a pack of 8,192
 PROMPT = 16  # tokens at the beginning of each document that nothing has to guess
@@ -158,7 +160,7 @@ def _place(value: Tensor) -> int:
 def compose_settings(chosen: StepOptions, head: str) -> DictConfig:
     """The settings of train.py for a head."""
     with hydra.initialize_config_dir(str(common.ROOT / "conf"), version_base="1.3"):
-        return hydra.compose("train", overrides=[f"head={head}", "run=benchmark", *chosen.train])
+        return hydra.compose("train", overrides=[f"head={head}", "run=benchmark", *chosen.train, search_path()])
 
 
 def make_batch(chosen: StepOptions, length: int, vocab_size: int) -> TrainingBatch:

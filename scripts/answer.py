@@ -8,8 +8,7 @@ interruption the same command continues.
 The rows hold the token ids too. engine=URL lets a server of vLLM or llama.cpp answer.
 """
 
-from helpers import decoding, loading
-from helpers.options import option, options, run
+from specdec.options.command_line import option, options, run
 
 import contextlib
 from collections import Counter
@@ -21,18 +20,19 @@ from typing import Any
 import rich.console
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
+from specdec import loading
+from specdec.core import progress, ranges
 from specdec.core.compile import Runner
+from specdec.core.resumable import Resumable, digest, resumable
+from specdec.engines.answers import AnswerJob, AnswerServer, AnswerSettings, list_jobs, make_row
+from specdec.engines.client import EngineClient
+from specdec.measuring.answers import OwnDecoder
+from specdec.options import decoding
 from specdec.target.fingerprint import Fingerprint
 from specdec.target.model import load_tokenizer
-from train import progress, ranges
-from train.answers import answering
-from train.answers.answering import AnswerJob, AnswerSettings, OwnDecoder
-from train.answers.engine_answers import AnswerServer
-from train.answers.resumable import Resumable, digest, resumable
-from train.data import reading
-from train.data import rows as data
-from train.data.messages import normalise_messages, read_arguments
-from train.features.engine_client import EngineClient
+from specdec.text import conversations as data
+from specdec.text import reading
+from specdec.text.messages import normalise_messages, read_arguments
 
 ADVICE = "Use the same settings to continue, or choose another out=FILE."
 
@@ -138,7 +138,7 @@ def write_answers(chosen: AnswerOptions, console: rich.console.Console) -> None:
     if not prompts:
         raise ValueError(f"There are no prompts in {chosen.prompts}: give a file with some, and a limit= of 1 or more.")
     template = loading.read_template(chosen.template, tokenizer)
-    jobs = answering.list_jobs(tokenizer, prompts, temperatures, template)
+    jobs = list_jobs(tokenizer, prompts, temperatures, template)
     recorded = {
         "target": chosen.target.name,
         "seed": chosen.seed,
@@ -175,7 +175,7 @@ def write_missing(
     ends: Counter[str] = Counter()
     with progress.start("answering", len(missing), unit="answers") as shown:
         for group in writer.write(missing):
-            answers.append(*(answering.make_row(*pair, **origin) for pair in group))
+            answers.append(*(make_row(*pair, **origin) for pair in group))
             ends.update(answer.finish for _, answer in group)
             ends.update("empty" for _, answer in group if not answer.text.strip())
             shown.advance(len(group), num_tokens=sum(len(answer.tokens) for _, answer in group))

@@ -6,8 +6,7 @@ Texts that resemble what the target writes are best: its own answers (specdec an
 are kept; of other rows, their text.
 """
 
-from helpers import loading
-from helpers.options import options, run
+from specdec.options.command_line import options, run
 
 import time
 from dataclasses import dataclass, field
@@ -17,10 +16,12 @@ import numpy
 import transformers
 
 import specdec
+from specdec import loading
+from specdec.core import progress
 from specdec.proposers import datastore
+from specdec.proposers.datastore import read_texts
 from specdec.target.model import load_tokenizer
-from train import progress
-from train.answers.datastore import read_texts
+from specdec.text import token_text
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     tokens = datastore.join(texts)
     rounds = lambda each: progress.track(each, "sorting", unit="rounds")
     document = {
-        "tokenizer_fingerprint": datastore.fingerprint(tokenizer),
+        "tokenizer_fingerprint": token_text.fingerprint(tokenizer),
         "num_texts": len(texts),
         "length": chosen.length,
         "source": Path(chosen.data).name,

@@ -7,8 +7,7 @@ fewer prompts where decoding is slow. After Ctrl-C the same command continues. I
 comparison/results.html.
 """
 
-from helpers import loading
-from helpers.options import option, options, run
+from specdec.options.command_line import option, options, run
 
 import subprocess
 import sys
@@ -19,11 +18,12 @@ from typing import Any
 
 import torch
 
+from specdec import loading
+from specdec.core import progress
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.target.model import Target
-from train import progress
-from train.data import rows as data
+from specdec.text import conversations as data
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN, SHIPPED = "demo", "checkpoints/shipped/mtp"

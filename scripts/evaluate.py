@@ -18,21 +18,27 @@ With choose=true it says which drafter, and how many drafts, pay at which load (
 judged, by its own counters and streams (docs/serving.md); checkpoint= is then the head it serves.
 """
 
-from helpers import choosing, comparing, decoding, loading, serving
-from helpers.options import CommandLineOptions, make_room, option, options, run, split
+from specdec.options.command_line import CommandLineOptions, make_room, option, options, run, split
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from specdec import checkpoint, loading
+from specdec.core import progress
 from specdec.heads.base import Drafter
+from specdec.measuring import evaluate
 from specdec.measuring import report as figures
-from train import progress, validate
-from train.data import suites
+from specdec.measuring.replay import count_replays, replay_texts
+from specdec.measuring.runs import load_runs, shared_target
+from specdec.options import command_line, decoding
+from specdec.tools.choose import choose as choosing
+from specdec.tools.judge import judge
+from specdec.tools.suites import suites
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(CommandLineOptions):
-    checkpoint: str = option("", loading.CHECKPOINTS)
+    checkpoint: str = option("", command_line.CHECKPOINTS)
     proposers: str = option(
         "",
         "comma list of what else drafts: files in conf/proposer; empty: auto beside one head without chains= and trees=",
@@ -111,8 +117,8 @@ def main(arguments: list[str] | None = None) -> None:
     if chosen.choose:
         return choosing.choose(chosen, out, console)
     if chosen.engine is not None:
-        return serving.judge(chosen, out, console)
-    comparing.compare(chosen, out, console)
+        return judge.judge(chosen, out, console)
+    evaluate.compare(chosen, out, console)
 
 
 # Replay along given answers
@@ -125,21 +131,21 @@ def replay(chosen: Evaluate, console: progress.Results) -> None:
     if chosen.suite or chosen.protocol:
         raise ValueError("answers= replays answers that are there: leave suite= and protocol= out.")
     for folder in split(chosen.checkpoint):
-        if loading.head_class(folder).adapts_target:
+        if checkpoint.head_class(folder).adapts_target:
             raise ValueError(f"{folder} adapts its target, which did not write these answers: leave answers= out.")
     sampling = chosen.decode.sampling()
-    heads = loading.load_runs(chosen.checkpoint, chosen.target)
-    shared = loading.shared_target(heads, chosen.target)
+    heads = load_runs(chosen.checkpoint, chosen.target)
+    shared = shared_target(heads, chosen.target)
     rows = choosing.read_answers(chosen, shared.tokenizer, shared.target)
     texts = choosing.encode_answers(chosen, rows, shared.tokenizer)
-    for note in comparing.note_copies(rows, {head.name: head.folder for head in heads}):
+    for note in evaluate.note_copies(rows, {head.name: head.folder for head in heads}):
         console.say(note)
     first: list[figures.PromptCounts] | None = None
     for head in heads:
         if not isinstance(head.drafter, Drafter):
             raise ValueError(f"{head.folder} does not draft by steps, so it cannot be replayed: leave answers= out.")
-        judged = validate.replay_texts(head.drafter, texts, depth=chosen.decode.depth, what="replay")
-        counts = validate.count_replays(judged)
+        judged = replay_texts(head.drafter, texts, depth=chosen.decode.depth, what="replay")
+        counts = count_replays(judged)
         num_rounds = sum(each.counted[0] for each in judged)
         survival = [sum(column) / num_rounds for column in zip(*(each.counted[1].tolist() for each in judged))]
         known = figures.candidate_figures([each.candidates.tolist() for each in judged if each.candidates is not None])

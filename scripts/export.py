@@ -11,29 +11,26 @@ With push= the checkpoint itself goes to the Hugging Face Hub, in one commit wit
 checkpoint=user/name loads it everywhere. It needs a token that may write: `hf auth login`, or the variable HF_TOKEN.
 """
 
-from helpers import loading
-from helpers.options import option, options, run
+from specdec.options.command_line import option, options, run
 
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from specdec import checkpoint
-from specdec.core import files, hub
-from specdec.export.cards import make_card
+from specdec import checkpoint, loading
+from specdec.core import files, hub, progress
 from specdec.export.engines import FORMATS, make_form, make_forms
-from specdec.export.folder import write_export
 from specdec.heads.base import Drafter, Head
 from specdec.heads.medusa import Medusa2
+from specdec.measuring.model_card import make_card, read_provenance, write_export
+from specdec.options import command_line
 from specdec.target.adapter import save_merged
 from specdec.target.model import DTYPES, Target
-from train import progress
-from train.pages import facts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    checkpoint: str = field(metadata={"help": loading.CHECKPOINT})
+    checkpoint: str = field(metadata={"help": command_line.CHECKPOINT})
     out: str | None = option(
         None, "folder to make; with push= and dry_run=true: of the card, default: shared", folder=True
     )
@@ -69,7 +66,7 @@ def push_checkpoint(chosen: Export, repo: str) -> None:
         )
     target = chosen.base_model or str(document["target"])
     contents = collect_files(folder, document | {"target": target})
-    provenance = loading.read_provenance(chosen, loaded, loaded.target)
+    provenance = read_provenance(chosen, loaded, loaded.target)
     provenance = replace(provenance, target=target, fingerprint=provenance.document["target_fingerprint"])
     card = make_card(provenance, make_forms(loaded.drafter), repo=repo, adapts=loaded.drafter.adapts_target)
     contents["README.md"] = card.encode()
@@ -96,8 +93,8 @@ def collect_files(folder: Path, document: dict) -> dict[str, Path | bytes]:
     files.check(*own[:-1])
     if document != checkpoint.read_json(folder / "drafter.json"):
         contents |= files.changed_document(folder / "drafter.json", document)
-    if about := facts.read(folder):
-        contents[facts.ABOUT] = (json.dumps(about, indent=1) + "\n").encode()
+    if about := checkpoint.read_facts(folder):
+        contents[checkpoint.ABOUT] = (json.dumps(about, indent=1) + "\n").encode()
     return contents
 
 
@@ -142,7 +139,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not isinstance(drafter, Drafter):
         raise ValueError(f"{chosen.checkpoint} is only an adapter of its target: give merged_target=DIR.")
     form = make_form(drafter, chosen.format)
-    provenance = loading.read_provenance(chosen, loaded, drafter.target)
+    provenance = read_provenance(chosen, loaded, drafter.target)
     num = form.num_drafts(provenance.num_drafts)
     if chosen.num_drafts not in (None, num):
         reason = "a block is drafted whole" if form.whole_block else "it has no more steps"

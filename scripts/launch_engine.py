@@ -6,8 +6,7 @@ The server is for features.engine=URL of train.py and engine=URL of answer.py. I
 command to run on another machine is printed instead. Hidden states are files: another machine needs a folder= that both see.
 """
 
-from helpers import loading
-from helpers.options import option, options, run, split
+from specdec.options.command_line import option, options, run, split
 
 import contextlib
 import itertools
@@ -26,8 +25,10 @@ from pathlib import Path
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from specdec import loading
+from specdec.core.ranges import named
+from specdec.options import config_files
 from specdec.target.model import Target
-from train.ranges import named
 
 MODULES = Path(__file__).resolve().parents[1] / "train" / "features" / "in_vllm"  # what vLLM imports by name
 PYTHON = "engines/bin/python"  # where `make engines` installs vLLM
@@ -62,11 +63,12 @@ def choose_layers(target: Target, *, heads: str, layers: str | None = None) -> l
             raise ValueError(f"layers={layers} must be a list of numbers, such as [2,15,28]. {error}") from None
     found = {target.num_layers}
     for name in split(heads):
-        path = loading.CONF / "head" / f"{name}.yaml"
-        if not path.exists():
-            known = ", ".join(sorted(path.stem for path in path.parent.glob("*.yaml")))
-            raise ValueError(f"heads={name}: there is no head of that name. There are {known}.")
-        found |= set(instantiate(OmegaConf.load(path).drafter, target, vocab=None, _convert_="all").target_layers)
+        files = config_files.list_files("head")
+        if name not in files:
+            raise ValueError(f"heads={name}: there is no head of that name. There are {', '.join(files)}.")
+        found |= set(
+            instantiate(OmegaConf.load(files[name]).drafter, target, vocab=None, _convert_="all").target_layers
+        )
     return sorted(found)
 
 

@@ -7,14 +7,15 @@ The page is report.html beside the report.json of the run's best step. Results o
 said first.
 """
 
-from helpers.comparing import to_terminal
-from helpers.options import option, options, run, split
+from specdec.options.command_line import option, options, run, split
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from train import progress
-from train.pages import results_page, run_page
+from specdec.core import progress
+from specdec.measuring import results_page
+from specdec.measuring.evaluate import to_terminal
+from train.show import run_page
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ SIGTERM: what runs is finished, a second one ends it.
 docs/serving.md says when to serve with vLLM, SGLang or llama.cpp instead.
 """
 
-from helpers import decoding, loading, proposers
-from helpers.options import option, options, run
+from specdec.options.command_line import option, options, run
 
 import copy
 import functools
@@ -20,16 +19,17 @@ import logging
 import socket
 from dataclasses import dataclass, field
 
-from specdec import checkpoint
-from specdec.core.grammar import Grammars
+from specdec import checkpoint, loading
+from specdec.core import progress
 from specdec.core.sampling import Sampling
 from specdec.decoding.batch import Request
 from specdec.decoding.decoder import Decoder
-from specdec.server.engine import Engine
-from specdec.server.record import Recorder
-from train import progress
-from train.data import rows as data
-from train.pages.page import live_page
+from specdec.measuring.page import live_page
+from specdec.options import decoding, proposers
+from specdec.text import conversations as data
+from specdec.tools.grammar.grammar import Grammars
+from specdec.tools.server.engine import Engine
+from specdec.tools.server.record import Recorder
 
 KINDS = [Sampling(1.0, top_p=0.9), Sampling(1.0), Sampling()]  # one of each Sampling.kind
 SAMPLING = (
@@ -96,14 +96,14 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         import uvicorn
 
-        from specdec.server.app import Served, make_app
+        from specdec.tools.server.app import Served, make_app
     except ImportError as error:
         raise ValueError(f"Serving needs more packages ({error}): pip install '.[serve]'") from error
     refuse_unused(chosen)
     listening = listen(chosen.host, chosen.port)
     recorder = Recorder(chosen.record) if chosen.record is not None else None
     drafting = chosen.decode.drafting()
-    loaded = proposers.load(chosen, chosen.target, drafting)
+    loaded = loading.load_proposer(chosen, chosen.target, drafting)
     template = loading.read_template(chosen.template, loaded.tokenizer)
     decoding.show_measuring(loaded.proposer)
     runner, stop, target = drafting.runner(), loaded.stop, loaded.target

@@ -3,16 +3,16 @@
 specdec show_data data=data/train.jsonl row=0 num=1 target.name=targets/smollm2-135m
 """
 
-from helpers import loading
-from helpers.options import options, run
+from specdec.options.command_line import options, run
 
 import itertools
 from dataclasses import dataclass, field
 
+from specdec import loading
+from specdec.core import progress
 from specdec.target.model import load_tokenizer
-from train import progress
-from train.data.reading import at, check_messages, name_row, read_rows
-from train.data.rows import encode, show
+from specdec.text.conversations import encode, show
+from specdec.text.reading import at, check_messages, name_row, read_rows
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,14 @@ import importlib
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
 import specdec
+from specdec import checkpoint
 from specdec.core import files, hub, untrusted
 from specdec.core.untrusted import read_tensors as read_tensors
 from specdec.decoding.drafting import Drafting
@@ -28,7 +30,13 @@ from specdec.target.adapter import check_unadapted, merge
 from specdec.target.fingerprint import describe_difference
 from specdec.target.model import Target
 
-HEADS = "specdec.heads."
+HEADS = ("specdec.heads.", "specdec.experiments.")
+MOVED = {  # classes in files of earlier versions, and where they are now
+    "specdec.heads.consistency.Consistency": "specdec.experiments.jacobi.head.Consistency",
+    "train.objective.Objective": "train.objective.objective.Objective",
+    "train.consistency.ConsistencyObjective": "specdec.experiments.jacobi.objective.ConsistencyObjective",
+}
+ABOUT = "about.json"  # of a run: what it was made of
 BEST = "best"  # a file in the folder of a run, with the name of a step's folder
 LONGEST_NAME = 1000  # of that name
 SMALL_PARTS = 2**24  # numbers that a head may make beside its tensors, such as angles and maps of the vocabulary
@@ -79,7 +87,19 @@ def read_document(folder: Path) -> dict:
     """
     if published.is_published(folder):
         return published.describe(folder)
-    return read_json(untrusted.inside(folder, "drafter.json"))
+    document = read_json(untrusted.inside(folder, "drafter.json"))
+    return document | {"_target_": find_class(document.get("_target_"))}
+
+
+def find_class(path: Any) -> Any:
+    """Where the class of a `_target_` is now, if an earlier version had it elsewhere; anything else as it is."""
+    return MOVED.get(path, path) if isinstance(path, str) else path
+
+
+def read_facts(folder: Path) -> dict:
+    """about.json of a run, or of the run that a step's folder belongs to; {} for older runs. Raises ValueError if it is damaged."""
+    places = (folder / ABOUT, *([folder.parent / ABOUT] if folder.name.startswith("step_") else []))
+    return next((read_json(path) for path in places if path.exists()), {})
 
 
 def resolve(given: str | Path) -> Path:
@@ -118,7 +138,8 @@ def name_of(folder: Path) -> str:
 
 
 def drafter_class(path: str) -> type[Head]:
-    """The class that `_target_` names. Only heads defined inside specdec.heads are accepted."""
+    """The class that `_target_` names. Only heads of specdec.heads and of experiments are accepted."""
+    path = find_class(path)
     module, _, name = path.rpartition(".")
     if module.startswith(HEADS) and all(part.isidentifier() for part in path.split(".")):
         with contextlib.suppress(ImportError):
@@ -126,7 +147,7 @@ def drafter_class(path: str) -> type[Head]:
             if isinstance(found, type) and issubclass(found, Head) and found.__module__ == module:
                 return found
     raise ValueError(
-        f"_target_ {path!r} is not a drafter of {HEADS}*; this folder was not made by specdec, or is unsafe."
+        f"_target_ {path!r} is not a drafter of {HEADS[0]}*; this folder was not made by specdec, or is unsafe."
     )
 
 
@@ -299,3 +320,9 @@ def _check_target(folder: Path, document: dict, target: Target) -> None:
     else:
         differs = describe_difference(f"was trained against {{}} weights of {name}", trained, here)
     warnings.warn(f"{folder}: {differs}. Answers stay the target's own; acceptance may be lower.", stacklevel=2)
+
+
+def head_class(folder: str | Path) -> type[Head]:
+    """The class of a checkpoint's head."""
+    document = checkpoint.read_document(checkpoint.resolve(folder))
+    return checkpoint.drafter_class(str(document.get("_target_")))

@@ -12,9 +12,8 @@ import runpy
 import sys
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parent
-IN_CLONE = (PACKAGE.parent / "train.py").is_file() and (PACKAGE.parent / "scripts" / "helpers").is_dir()
-HOME = PACKAGE.parent if IN_CLONE else PACKAGE / "_clone"  # of scripts, train, conf and train.py
+from specdec.options.config_files import HOME, IN_CLONE
+
 TRAIN = "train"
 CLONE_FILES = ("data/", "targets/", "checkpoints/shipped")  # defaults of options that name files of a clone
 
@@ -46,13 +45,13 @@ def refuse(verb: str, verbs: dict[str, Path]) -> SystemExit:
 
 def run_verb(verb: str, path: Path, arguments: list[str]) -> None:
     """Runs the file of a verb. Raises SystemExit where it fails."""
-    sys.path[:0] = [str(HOME), str(HOME / "scripts")]
+    sys.path.insert(0, str(HOME))
     if verb == TRAIN:
         sys.argv = [str(path), *arguments]
         runpy.run_path(str(path), run_name="__main__")
         return
     module = importlib.import_module(f"scripts.{verb}")
-    importlib.import_module("helpers.options").run(module.main, arguments)
+    importlib.import_module("specdec.options.command_line").run(module.main, arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -68,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
         run_verb(verb, verbs[verb], rest)
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
-        if package in ("specdec", "scripts", "helpers", TRAIN):
+        if package in ("specdec", "scripts", TRAIN):
             raise
         raise SystemExit(
             f"error: specdec {verb} needs the package {package}, which is not installed: pip install 'specdec[train]'."

@@ -5,8 +5,9 @@ of its own loop.
 """
 
 import contextlib
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ from transformers.generation import (
 from specdec import checkpoint
 from specdec.core import precision
 from specdec.core.compile import Runner
+from specdec.core.constraint import Constraint, ConstraintSource
 from specdec.core.generation import Generation, Round
-from specdec.core.grammar import Constraint, Grammar, Grammars
 from specdec.core.sampling import Sampling
 from specdec.decoding.drafting import Drafting
 from specdec.proposers.auto import Auto
@@ -70,7 +71,7 @@ class Speculative:
 
     checkpoint: a step's folder, a run's folder for its best step, or user/name[@revision] on the Hugging Face Hub
     decode: how to draft and verify; None: how much to draft is chosen every round (proposers/auto.py), not compiled
-    grammar: that all answers follow (specdec.core.grammar.Grammar); tokenizer: of the model, which a grammar needs
+    grammar: that all answers follow (specdec.tools.grammar.grammar.Grammar); tokenizer: of the model, which a grammar needs
 
     `generate` hands `streamer=` and `tokenizer=` to no custom_generate. So give it `token_streamer=` for a streamer, and
     stopping_criteria=[StopStringCriteria(tokenizer, strings)] for stop strings. What `assistant_model=` drafts is not used.
@@ -87,12 +88,12 @@ class Speculative:
         decode: Drafting | None = None,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        grammar: Grammar | None = None,
+        grammar: ConstraintSource | None = None,
     ):
         if grammar is not None and tokenizer is None:
             raise ValueError("A grammar needs the tokenizer: give Speculative(..., tokenizer=tokenizer).")
         self._folder, self._decode, self._tokenizer, self._grammar = checkpoint, decode, tokenizer, grammar
-        self._grammars: tuple[tuple, Grammars] | None = None  # of the last vocabulary size and ends
+        self._begin_constraint = functools.lru_cache(maxsize=1)(self._compile)
         self.last: Generation | None = None
         self._loaded: _Loaded | None = None
 
@@ -136,10 +137,14 @@ class Speculative:
         if self._grammar is None or self._tokenizer is None:
             return None
         ends = config._eos_token_tensor
-        key = vocab_size, set() if ends is None else set(ends.flatten().tolist())
-        if self._grammars is None or self._grammars[0] != key:
-            self._grammars = key, Grammars(self._tokenizer, *key)
-        return [self._grammars[1].constraint(self._grammar) for _ in range(num)]
+        stop = frozenset() if ends is None else frozenset(ends.flatten().tolist())
+        begin_constraint = self._begin_constraint(vocab_size, stop)
+        return [begin_constraint() for _ in range(num)]
+
+    def _compile(self, vocab_size: int, stop: frozenset[int]) -> Callable[[], Constraint]:
+        """The function that begins a constraint for a vocabulary size and token ids that end an answer."""
+        assert self._grammar is not None and self._tokenizer is not None
+        return self._grammar.compile(self._tokenizer, vocab_size, set(stop))
 
     def _load(self, model: PreTrainedModel) -> _Loaded:
         """The drafter for this model; it is loaded again only for another model, or if the weights have changed."""

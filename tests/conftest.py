@@ -9,14 +9,28 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 
+from specdec.core import progress
 from specdec.core.hub import fetch
 from specdec.proposers import costs
 from specdec.target.model import Target
 from tests.compiler import missing
 from tests.hub import Hub
-from tests.support import HEADS, QUICK, VARIANTS, make_drafter, make_target, name_of
-from train import progress
+from tests.support import (
+    HEADS,
+    QUICK,
+    ROOT,
+    VARIANTS,
+    make_drafter,
+    make_target,
+    name_of,
+    save_target,
+    train_command,
+    train_overrides,
+    write_rows,
+)
+from train.settings.hydra_text import as_written, search_path
 
 NUM_THREADS = os.environ.get("TEST_THREADS", "1")
 torch.set_num_threads(int(NUM_THREADS))
@@ -140,3 +154,70 @@ def little_memory():
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**33, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+# Commands
+
+
+@pytest.fixture
+def run_script(monkeypatch, capsys):
+    """run_script(module, "key=value", ...) -> what the script printed"""
+
+    def run(script, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["script", *arguments])
+        script.main()
+        return capsys.readouterr().out
+
+    before = os.environ.get(progress.VARIABLE)
+    yield run
+    progress.choose(before or "auto", main=True)  # not what a script of this test was told by progress=
+    if before is None:
+        del os.environ[progress.VARIABLE]
+
+
+@pytest.fixture
+def run(run_script):
+    """`run_script`; test files replace it by a function that adds arguments of their own."""
+    return run_script
+
+
+@pytest.fixture
+def refuse(run):
+    """refuse(message, arguments ...): asserts that `run` with these arguments raises a ValueError with that message."""
+
+    def refuse(message: str, *arguments) -> None:
+        with pytest.raises(ValueError, match=message):
+            run(*arguments)
+
+    return refuse
+
+
+# Training
+
+ANSWERS = [f"{number} is followed by {number + 1}, then by {number + 2}." for number in range(12)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a tiny target, conversations and prompts."""
+    folder = tmp_path_factory.mktemp("train")
+    save_target(folder / "target", num_layers=8)
+    rows = [{"id": f"row-{n}", "messages": [{"role": "user", "content": f"Count from {n}."},
+                                            {"role": "assistant", "content": answer}]} for n, answer in enumerate(ANSWERS)]  # fmt: skip
+    write_rows(folder / "train.jsonl", rows)
+    write_rows(folder / "prompts.jsonl", [{"prompt": "Count from 3."}, {"prompt": "Count on."}])
+    return folder
+
+
+@pytest.fixture
+def fit(folder, tmp_path, monkeypatch):
+    """fit(run, "key=value", ...): trains a short run in a new working directory -> exit status"""
+    monkeypatch.chdir(tmp_path)
+
+    def run(name, *more):
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            config = compose("train", overrides=[*as_written(train_overrides(folder, name, *more)), search_path()])
+        (tmp_path / "checkpoints" / name).mkdir(parents=True, exist_ok=True)
+        return train_command().fit(config)
+
+    return run

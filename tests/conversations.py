@@ -5,8 +5,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from specdec.text.conversations import Row
 from tests.support import small_tokenizer, write_rows
-from train.data.rows import Row
 
 HEAD = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
 ASKS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

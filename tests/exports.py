@@ -12,9 +12,8 @@ from hydra.utils import instantiate
 
 from specdec import checkpoint
 from specdec.export import published
-from specdec.export.cards import Provenance
 from specdec.export.engines import ExportForm, make_form
-from specdec.export.folder import write_export
+from specdec.measuring.model_card import Provenance, write_export
 from tests import reference
 from tests.loops import follow
 from tests.support import load_head, make_drafter, random_tokens

@@ -5,7 +5,7 @@ import itertools
 import random
 from collections.abc import Callable
 
-from specdec.core.grammar import Constraint
+from specdec.core.constraint import Constraint
 
 
 class Language:

@@ -1,4 +1,4 @@
-"""What torch.compile and the kernel of KL save, for counts on tensors without values (train/counting.py).
+"""What torch.compile and the kernel of KL save, for counts on tensors without values (train/prepare/count_tensors.py).
 
 `model_block` stands for torch.compile: in a compiled block, everything between two products is one kernel, that reads its inputs and
 writes its results once. What stays the same from run to run is the use: numbers are compared with budgets.
@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from specdec.core.compile import Runner
 from specdec.target.model import Target
-from train.counting import GATHERS, GEMMS, LAUNCH, TEXTS, VIEWS, WRITES, Count, bytes_of, tensors_in
+from train.prepare.count_tensors import GATHERS, GEMMS, LAUNCH, TEXTS, VIEWS, WRITES, Count, bytes_of, tensors_in
 
 
 def meta_target(config: PreTrainedConfig) -> Target:

@@ -12,9 +12,10 @@ from hydra import compose, initialize_config_dir
 
 from tests.support import ROOT, PowerCutError, before_steps, train_command
 from tests.together import free_ports, printed_by
-from train import build
-from train.objective import Objective
-from train.trainer import Trainer
+from train.loop.trainer import Trainer
+from train.objective.objective import Objective
+from train.prepare import build
+from train.settings.hydra_text import search_path
 
 
 def fit_float64(
@@ -26,7 +27,7 @@ def fit_float64(
     process gets SIGTERM
     """
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("train", overrides=[*overrides, f"run={run}", "target.dtype=float64"])
+        config = compose("train", overrides=[*overrides, f"run={run}", "target.dtype=float64", search_path()])
     Path("checkpoints", run).mkdir(parents=True, exist_ok=True)
     before, forward, number = torch.get_default_dtype(), Objective.forward, [0]
 

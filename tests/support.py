@@ -27,19 +27,21 @@ from specdec.core.sampling import Sampling
 from specdec.core.tree import Tree, TreeShape, chain
 from specdec.decoding.decoder import Decoder
 from specdec.heads.eagle import Eagle
+from specdec.options import config_files
 from specdec.proposers.base import Proposer
 from specdec.target import attention
 from specdec.target.model import Target
 from train.data.encoding import load_rows
 from train.data.packing import Packs
-from train.trainer import Trainer
+from train.loop.trainer import Trainer
+from train.settings.hydra_text import search_path
 
 ROOT = Path(__file__).resolve().parents[1]
 REAL_TARGET = ROOT / "targets" / "smollm2-135m"
 OLD_TRANSFORMERS = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 18)
 HEADS_FOLDER = ROOT / "conf" / "head"
 ADAPTING = ("medusa2", "consistency")  # they change the target, which tests share, so other tests cover them
-HEADS = sorted(path.stem for path in HEADS_FOLDER.glob("*.yaml") if path.stem not in ADAPTING)
+HEADS = sorted(config_files.list_files("head").keys() - set(ADAPTING))
 # (head, whether the draft vocabulary is reduced, arguments)
 TABLE = {"kind": "markov", "rank": 64, "table": True}  # the paper's Markov head
 VARIANTS = [(head, reduced, {}) for head in HEADS for reduced in (False, True)]
@@ -112,7 +114,7 @@ def paired(names: str, variants: list, others: list):
 
 
 def load_packs(train, encoding, *, length: int, packed: bool, **more):
-    """The packs of one or several sources, as train/build.py makes them"""
+    """The packs of one or several sources, as train/prepare/build.py makes them"""
     rows, numbers = load_rows(train, encoding, **more)
     return Packs(rows, length=length, packed=packed, numbers=numbers)
 
@@ -154,7 +156,9 @@ def scale_forward(target: Target, monkeypatch) -> None:
 def load_head(head: str) -> dict:
     """The composed configuration of conf/head/<head>.yaml, without the class of the objective."""
     with hydra.initialize_config_dir(str(HEADS_FOLDER.parent), version_base="1.3"):
-        config = OmegaConf.to_container(hydra.compose("train", overrides=[f"head={head}"]).head, resolve=True)
+        config = OmegaConf.to_container(
+            hydra.compose("train", overrides=[f"head={head}", search_path()]).head, resolve=True
+        )
     del config["objective"]["_target_"]
     config["drafter"] |= NO_SOURCE.get(head, {})
     return config

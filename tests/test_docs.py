@@ -1,6 +1,6 @@
 """Tests of the documentation: links resolve, commands name existing options, the example of a new head works."""
 
-from helpers.options import flatten, options
+from specdec.options.command_line import flatten, options
 
 import ast
 import dataclasses
@@ -23,17 +23,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import common
 from specdec import command
+from specdec.core import extensions
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
+from specdec.options import config_files
 from specdec.proposers.heads import HeadProposer
 from specdec.target import attention
 from specdec.target.model import Target
+from specdec.text.conversations import Row
 from tests.support import ROOT
-from train.data.rows import Row, collate
+from train.data.batches import collate
 
 # Guides: their commands must work at this commit
-GUIDES = [ROOT / "README.md", ROOT / "RESULTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDES = [ROOT / "README.md", ROOT / "RESULTS.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Commands of logs need not work now: they belong to the commits that the logs name.
 LOGS = [ROOT / "CHANGELOG.md", *sorted((ROOT / "results").glob("*.md"))]
 PAGES = [*GUIDES, *LOGS, ROOT / "data" / "README.md", ROOT / "checkpoints" / "README.md"]
@@ -147,9 +150,9 @@ def check_proposers(arguments: list[str]) -> None:
     settings = {}
     while names:
         name = names.pop()
-        path = ROOT / "conf" / "proposer" / f"{name}.yaml"
-        assert path.exists(), f"there is no proposer {name}"
-        settings[name] = yaml.safe_load(path.read_text())
+        files = config_files.list_files("proposer")
+        assert name in files, f"there is no proposer {name}"
+        settings[name] = yaml.safe_load(files[name].read_text())
         groups = [settings[name].get("members", []), [settings[name].get("inner")]]
         names += [each for group in groups for each in group if each and each not in settings]
     for key in values:
@@ -202,8 +205,11 @@ def example_head(folder: Path) -> str:
 
 def compose(overrides: list[str], folder: Path):
     """The configuration conf/train.yaml with these overrides; `folder` adds heads."""
+    folders = ",".join(f"file://{path}" for path in extensions.conf_folders())
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return hydra.compose("train", [*overrides, f"hydra.searchpath=[file://{folder}]"], return_hydra_config=True)
+        return hydra.compose(
+            "train", [*overrides, f"hydra.searchpath=[file://{folder},{folders}]"], return_hydra_config=True
+        )
 
 
 @pytest.mark.parametrize("command", listed(lambda command: "train.py" in command))

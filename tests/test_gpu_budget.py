@@ -1,6 +1,6 @@
 """What a GPU is given to do in a training step and in decoding, at the sizes of real targets, may only become less.
 
-Counted on tensors without values (train/counting.py), so no GPU, no weights and no measured time take part. The budgets are
+Counted on tensors without values (train/prepare/count_tensors.py), so no GPU, no weights and no measured time take part. The budgets are
 what was counted when they were set, and one percent. One may be raised only in a commit that says why.
 """
 
@@ -19,12 +19,13 @@ from specdec.decoding.decoder import Decoder
 from specdec.heads.eagle import Eagle3
 from specdec.proposers.heads import HeadProposer
 from specdec.target.verifier import Verifier
+from specdec.text.conversations import Row
 from tests.metacount import ModelledRunner, meta_target, model_block, model_kl
 from tests.support import chain_of, load_head
-from train.counting import BANDWIDTH, PEAK, REACHED, Autocast, Count
-from train.data.rows import Row, collate
+from train.data.batches import collate
 from train.features.outputs import Online
-from train.objective import Objective
+from train.objective.objective import Objective
+from train.prepare.count_tensors import BANDWIDTH, PEAK, REACHED, Autocast, Count
 
 QWEN3_8B = Qwen3Config(
     hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
@@ -124,7 +125,7 @@ def qwen():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile, "_compile_block", model_block)
         patch.setattr(compile, "autocast_dtype", lambda device: torch.bfloat16)
-        patch.setattr("train.objective.has_kernel", lambda device: True)
+        patch.setattr("train.objective.objective.has_kernel", lambda device: True)
         patch.setattr("train.objective.fused_kl", model_kl)
         yield meta_target(QWEN3_8B)
 

@@ -28,7 +28,7 @@ from specdec.core.untrusted import read_json
 PATHS = {
     "varlen": "specdec.core.varlen:check",  # packed texts in one call
     "cache": "specdec.core.cached_keys:check",  # committed keys read to their length
-    "loss": "train.fused:check",  # LM head and loss without logits of all goals
+    "loss": "train.objective.fused:check",  # LM head and loss without logits of all goals
     "blocks": "specdec.core.compile:check_blocks",  # torch.compile of decoder blocks in training
     "graphs": "specdec.core.compile:check_graphs",  # passes and steps of decoding as CUDA graphs
 }

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specdec.core import grammar, masks, rules
+from specdec.core import constraint, masks, rules
 from specdec.core.cache import RowCache
 from specdec.core.clock import Moment, RoundClock
+from specdec.core.constraint import Constraint
 from specdec.core.devices import given
 from specdec.core.generation import STAGES, Ends, Generation, RoundCost
-from specdec.core.grammar import Constraint
 from specdec.core.sampling import NO_TOKEN, AnySampling, Randomness, Sampling, of_rows
 from specdec.core.tree import Tree, root
 from specdec.proposers.base import Opening, Proposer
@@ -378,7 +378,7 @@ class Batch:
             return tree, None
         watched = self.proposer is not None and self.proposer.watches  # then it must see its own nodes
         fixed = self.runner.by_shape  # another size would be compiled first
-        return grammar.constrain(
+        return constraint.constrain(
             tree, constraints, self.target.vocab_size, prune=not (watched or fixed) and tree.done is None
         )
 
@@ -396,7 +396,7 @@ class Batch:
             logits = sampling.penalise(logits, marks)
         if any(request.constraint for request in requests):
             states = [[request.constraint.following() if request.constraint else None] for request in requests]
-            logits = logits.masked_fill(~grammar.unpack(states, logits.shape[1], logits.device)[:, 0], -torch.inf)
+            logits = logits.masked_fill(~constraint.unpack(states, logits.shape[1], logits.device)[:, 0], -torch.inf)
         if sampling.greedy:
             largest, best = logits.max(-1)
             first = torch.where(largest.isfinite(), best, NO_TOKEN)

@@ -10,8 +10,8 @@ from torch import Tensor
 from specdec.core import rules
 from specdec.core.answer_text import StopStrings
 from specdec.core.compile import Runner
+from specdec.core.constraint import Constraint
 from specdec.core.generation import Ends, Generation, Round
-from specdec.core.grammar import Constraint
 from specdec.core.sampling import Sampling
 from specdec.decoding import fastest
 from specdec.decoding.batch import Batch, Request

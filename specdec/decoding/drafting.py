@@ -11,7 +11,6 @@ from specdec.heads.base import Drafter, Head
 from specdec.proposers.base import Proposer
 from specdec.proposers.growth import Children, check_children
 from specdec.proposers.heads import HeadProposer
-from specdec.proposers.lookahead import Lookahead
 from specdec.target.model import Target
 
 
@@ -50,14 +49,9 @@ class Drafting:
         return Runner(self.compile, cuda_graphs=self.cuda_graphs)
 
     def proposer(self, drafter: Head) -> Proposer:
-        """The proposer that drafts with a trained head. A target that was trained to guess ahead of itself
-        (consistency training) drafts by Jacobi iteration."""
+        """The proposer that drafts with a trained head; a head that does not draft by steps makes its own."""
         if not isinstance(drafter, Drafter):
-            if self.width > 1:
-                raise ValueError(
-                    f"{type(drafter).__name__} drafts by Jacobi iteration, which gives a chain: set width=1."
-                )
-            return Lookahead(drafter.target, window=self.depth, ngram=2, guesses=0)
+            return drafter.make_proposer(self)
         return HeadProposer(
             drafter, self.shape, children=self.children, compile=self.compile, cuda_graphs=self.cuda_graphs
         )

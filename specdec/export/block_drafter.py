@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from specdec.export import layout
 from specdec.export.layout import Layout
 from specdec.heads.convolution import GROUP, BlockConvolution
-from specdec.heads.dependence.domino import Domino
-from specdec.heads.dependence.lilicorr import LiLiCorr
 from specdec.heads.dependence.markov import Markov
 from specdec.heads.dependence.selector import Selector
 from specdec.heads.dflash import BlockDrafter
@@ -213,35 +211,11 @@ def dflash(drafter: BlockDrafter) -> Layout:
 def _part_fields(drafter: BlockDrafter) -> dict:
     """The fields of DFlash 2, of LiLiCorr and of Domino."""
     part, convolution = drafter.dependence, _convolution(drafter)
-    if isinstance(part, Domino):
-        fields = {"projector_type": "domino", "shift_label": drafter.anchor_predicts, "pure_draft_prefix_len": 1}
-        return fields | {"gru_hidden_dim": part.reader.hidden_size, "emb_dim": part.after.in_features}
     kernels = (
         {} if convolution is None else {"conv_kernel_size": convolution.taps, "conv_group_size": convolution.group}
     )
-    if isinstance(part, LiLiCorr):
-        if drafter.anchor_predicts:
-            raise ValueError(
-                "Engines have LiLiCorr with an anchor that predicts nothing: train with anchor_predicts=false."
-            )
-        width, inner = part.pass_hidden_proj.out_features, int(part.layers[0].mlp.up_proj.out_features)  # type: ignore[union-attr, arg-type]
-        ratio = inner / width
-        sizes: dict[str, float] = {
-            "candidate_topk": part.top,
-            "hidden_size": width,
-            "factor_dim": part.out_head.out_features,
-            "num_layers": len(part.layers),
-            "num_heads": len(part.same_slot_bias),
-            "mlp_ratio": ratio if int(width * ratio) == inner else (inner + 0.5) / width,
-            "logit_scale": part.logit_scale,
-            "vector_eps": part.vector_eps,
-        }
-        return {
-            "projector_type": "lilicorr",
-            "lilicorr_enabled": True,
-            **{f"lilicorr_{name}": value for name, value in sizes.items()},
-            **kernels,
-        }
+    if part is not None and (fields := part.engine_fields(drafter.anchor_predicts)) is not None:
+        return fields | kernels
     if part is None and convolution is None:
         return {}
     if not isinstance(part, Selector) or convolution is None or drafter.anchor_predicts:

@@ -8,22 +8,23 @@ import torch
 from torch import Tensor
 
 from specdec.core import files
-from specdec.export.cards import Provenance, make_card
 from specdec.export.engines import ExportForm
 
 STITCHED_CARD = "MTP.md"  # a stitched model keeps its own README.md
 
 
-def write_export(form: ExportForm, out: Path, *, dtype: torch.dtype, provenance: Provenance) -> int:
-    """Makes the folder `out`. -> bytes of the tensors. Raises ValueError, and writes nothing, if `out` exists."""
+def write_folder(form: ExportForm, out: Path, *, dtype: torch.dtype, num_drafts: int, card: str) -> int:
+    """Makes the folder `out`. num_drafts: of a round, as the engine starts; card: text of the model card
+
+    -> bytes of the tensors. Raises ValueError, and writes nothing, if `out` exists."""
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=DIR or delete it.")
     if form.layout.folder is not None:
         with files.whole_folder(out) as partial:
             size = form.layout.folder(partial)
-            (partial / STITCHED_CARD).write_text(make_card(provenance, {form.name: form}, out=str(out)))
+            (partial / STITCHED_CARD).write_text(card)
         return size
-    num = form.num_drafts(provenance.num_drafts)
+    num = form.num_drafts(num_drafts)
     config = json.loads(json.dumps(form.layout.config).replace('"<num>"', str(num)))
     if "torch_dtype" in config and not form.layout.exact:
         config["torch_dtype"] = str(dtype).removeprefix("torch.")
@@ -41,7 +42,7 @@ def write_export(form: ExportForm, out: Path, *, dtype: torch.dtype, provenance:
                 torch.save(_cast(value, keep), partial / name)
             if form.layout.more is not None:
                 form.layout.more(partial)
-            (partial / "README.md").write_text(make_card(provenance, {form.name: form}, out=str(out)))
+            (partial / "README.md").write_text(card)
     except RuntimeError as error:  # torch.save on a full disk
         raise files.unwritable(out, error) from error
     return sum(value.nbytes for value in tensors.values())

@@ -29,7 +29,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -118,6 +118,10 @@ class Head(nn.Module, ABC):
     def to_target(self, tokens: Tensor) -> Tensor:
         """Draft ids -> target ids, any shape."""
         return tokens if self.draft_to_target is None else self.draft_to_target[tokens]
+
+    def make_proposer(self, drafting: Any) -> Any:
+        """The proposer that drafts with this head, for heads that do not draft by steps. drafting: decoding.drafting.Drafting"""
+        raise NotImplementedError(f"{type(self).__name__} drafts by steps")
 
     def decodable(self) -> Self:
         """A frozen copy to decode with and to save, so that training can go on undisturbed."""

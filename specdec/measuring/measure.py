@@ -8,14 +8,15 @@ from typing import Any, TypeVar
 import torch
 
 from specdec.core.answer_text import StopStrings
+from specdec.core.constraint import Constraint, unpack
 from specdec.core.generation import Generation
-from specdec.core.grammar import Constraint, unpack
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.heads.base import Drafter, Head
 from specdec.proposers.base import Proposer
 from specdec.target.model import Target
+from specdec.text.conversations import Prompt
 from specdec.unroll import replay
 
 # Batches that are decoded side by side before the next ones begin: with more of them fewer rows are empty at their ends
@@ -23,22 +24,6 @@ BATCHES, BATCHES_OF_MANY, MANY = 4, 2, 8
 WARM_UP = 8  # tokens
 FROZEN = "the frozen target"
 Item = TypeVar("Item")
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """question: that it belongs to; None: it is one itself. A question of several turns has a prompt for each"""
-
-    id: str
-    category: str
-    tokens: list[int]
-    tags: tuple[str, ...] = ()
-    question: str | None = None
-
-    @property
-    def of(self) -> str:
-        """Its question, over which intervals are: turns of one question are strongly correlated."""
-        return self.question or self.id
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 
 from specdec.core.generation import STAGES, reached
-from specdec.measuring.measure import Prompt, PromptReplay, PromptResult
+from specdec.measuring.measure import PromptReplay, PromptResult
+from specdec.text.conversations import Prompt
 
 TAU = "tokens emitted per target pass of a round, bonus or correction token counted; the prompt's own pass is no round"
 RESAMPLES = 1000
@@ -67,7 +68,7 @@ class Report:
     ema: dict | None = None  # of a validation with train.ema: the weights kept, and replayed tau of both
     served_speedup: float | None = None  # on a GPU: by captured passes and steps (served.py)
     served_ms: dict | None = None  # what it is made of
-    auto: dict | None = None  # of proposers/auto.py beside: see _auto, scripts/evaluate.py and train/validate.py
+    auto: dict | None = None  # of proposers/auto.py beside: see _auto, scripts/evaluate.py and train/loop/validate.py
     differences: list[dict] = field(default_factory=list)  # greedy answers unlike plain decoding's: prompt, token, gap
     by_tag: dict[str, "Report"] = field(default_factory=dict)  # of the tags that rows of prompts have
     by_prompt: list[dict] = field(default_factory=list)  # of a validation: `prompt_counts`

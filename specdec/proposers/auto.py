@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from specdec.core import masks
+from specdec.core.constraint import Constraint
 from specdec.core.devices import given
 from specdec.core.generation import Ends
-from specdec.core.grammar import Constraint
 from specdec.core.sampling import AnySampling, Randomness, RowSampling, pick, uniforms
 from specdec.core.tree import Tree, certain, plant, root
 from specdec.proposers.base import Proposer

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from specdec.core.cache import RowCache
+from specdec.core.constraint import Constraint
 from specdec.core.generation import RoundCost
-from specdec.core.grammar import Constraint
 from specdec.core.sampling import AnySampling, Randomness
 from specdec.core.tree import Tree
 from specdec.target.verifier import Verifier

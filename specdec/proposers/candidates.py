@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from specdec.core.grammar import Constraint
+from specdec.core.constraint import Constraint
 from specdec.core.tree import Nodes
 from specdec.proposers.text import Guess
 

@@ -15,6 +15,7 @@ from specdec.proposers import datastore as store
 from specdec.proposers.text import Guess, TextProposer
 from specdec.target.loading import load_tokenizer
 from specdec.target.model import Target
+from specdec.text import token_text
 
 
 class SuffixMatch(NamedTuple):
@@ -148,7 +149,7 @@ def last_texts(target: Target, folder: str, num: int) -> list[list[int]]:
     Raises ValueError as `datastore.read`.
     """
     tokenizer = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code)
-    tokens = store.read(Path(folder), store.fingerprint(tokenizer)).tokens[-1 - num :].tolist()
+    tokens = store.read(Path(folder), token_text.fingerprint(tokenizer)).tokens[-1 - num :].tolist()
     groups = itertools.groupby(tokens, key=lambda token: token == store.SEPARATOR)
     return [list(group) for separator, group in groups if not separator]
 

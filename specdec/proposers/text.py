@@ -6,12 +6,13 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specdec.core.grammar import Constraint
+from specdec.core.constraint import Constraint
 from specdec.core.tree import Nodes, plant
 from specdec.proposers import datastore as store
 from specdec.proposers.base import Proposer
 from specdec.target.loading import load_tokenizer
 from specdec.target.model import Target
+from specdec.text import token_text
 
 
 class Guess(NamedTuple):
@@ -193,7 +194,7 @@ class Retrieval(RetractableTextProposer):
     def __init__(self, target: Target, *, datastore: str, max: int, min: int, samples: int, num: int, depth: int):
         check_bounds(min, max)
         tokenizer = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code)
-        self.store = store.read(Path(datastore), store.fingerprint(tokenizer))
+        self.store = store.read(Path(datastore), token_text.fingerprint(tokenizer))
         if max > self.store.length:
             raise ValueError(
                 f"max={max} exceeds the {self.store.length} tokens that datastore={datastore} is sorted by: lower max=, or "

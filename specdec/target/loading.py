@@ -27,13 +27,14 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import is_accelerate_available
 
-from specdec.core import files, hub, precision, token_text
+from specdec.core import files, hub, precision
 from specdec.core.devices import name_cause, numbered, out_of_memory
 from specdec.core.shards import NoSafetensors, Shards, fetch_file
 from specdec.core.untrusted import read_json
 from specdec.target import attention
 from specdec.target.fingerprint import in_mtp_module
 from specdec.target.structure import check_supported, find_blocks
+from specdec.text import token_text
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
 PLAIN = ("F64", "F32", "F16", "BF16")  # dtypes of safetensors in which weights need no scales

@@ -22,12 +22,14 @@ from benchmarks.engines import facts, get_engines, llamacpp
 from benchmarks.engines.llamacpp import LlamaCpp, convert
 from benchmarks.engines.sglang_names import read_folder
 from benchmarks.engines.vllm import Vllm, VllmReply
-from specdec.export import block_drafter, cards
+from specdec.export import block_drafter
 from specdec.export.engines import ENGINES, READS, families_of
 from specdec.heads.dependence import DraftedBlock
+from specdec.measuring import model_card
 from tests.benchmarks import tiny_heads
 from tests.exports import export, make_exact
 from tests.support import REAL_TARGET, ROOT, make_target, save_eagle, save_target, write_prompts
+from train.settings.hydra_text import search_path
 
 PYTHON = str(ROOT / "engines" / "bin" / "python")
 missing = pytest.mark.skipif(
@@ -371,7 +373,9 @@ def test_a_tiny_head_is_served_as_it_was_trained(tiny, case, monkeypatch, tmp_pa
     monkeypatch.chdir(ROOT)
     target, prompts, rows = tiny
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = OmegaConf.to_container(hydra.compose("train", overrides=[f"head={case.head}"]).head, resolve=True)
+        config = OmegaConf.to_container(
+            hydra.compose("train", overrides=[f"head={case.head}", search_path()]).head, resolve=True
+        )
     torch.manual_seed(1)
     vocab = tiny_heads.small_vocab(rows) if case.reduced else None
     drafter = instantiate({**config["drafter"], **case.arguments, "_convert_": "all"}, target, vocab=vocab)
@@ -381,7 +385,7 @@ def test_a_tiny_head_is_served_as_it_was_trained(tiny, case, monkeypatch, tmp_pa
         "reads_layers": list(drafter.target_layers),
     }
     about = (document, target.name, target.fingerprint(), None, {}, "its own answers", "other", tiny_heads.NUM_DRAFTS)
-    provenance, chosen = cards.Provenance("tiny", *about), CheckOptions("", max_new_tokens=24)
+    provenance, chosen = model_card.Provenance("tiny", *about), CheckOptions("", max_new_tokens=24)
 
     def share_right(drafter) -> float:
         decoding = check_engines.decode_here(drafter, ServedHead("", drafter, prompts, set(), provenance), chosen)

@@ -7,8 +7,8 @@ import transformers
 
 from benchmarks import check_engines
 from benchmarks.check_engines import CheckOptions, ServedHead
-from specdec.export import cards
 from specdec.heads.native import NativeMTP
+from specdec.measuring import model_card
 from specdec.target.model import Target
 from tests.benchmarks import tiny_heads
 from tests.benchmarks.test_engines import engines, is_faithful
@@ -37,7 +37,7 @@ def make_head(folder, family: str):
     drafter = NativeMTP(target)
     document = {"_target_": "specdec.tiny.Tiny", "versions": {"specdec": "0"}, "reads_layers": [target.num_layers]}
     about = (document, target.name, target.fingerprint(), None, {}, "its own answers", "other", tiny_heads.NUM_DRAFTS)
-    head = ServedHead(family, drafter, prompts, set(), cards.Provenance("tiny", *about))
+    head = ServedHead(family, drafter, prompts, set(), model_card.Provenance("tiny", *about))
     chosen = CheckOptions("", max_new_tokens=24)
 
     def share_right(drafter) -> float:

@@ -17,9 +17,10 @@ from specdec.decoding.decoder import Decoder
 from specdec.heads.base import Drafter
 from specdec.heads.dependence.selector import Selector
 from specdec.target.model import Target
-from train.data import rows as data
+from specdec.text import conversations as data
+from train.data import batches
 from train.features.outputs import Online
-from train.objective import Objective
+from train.objective.objective import Objective
 
 NUM_DRAFTS = 3  # in a round
 STEPS, EVERY = 1200, 50  # largest number of training steps, and steps between two tests of the drafts
@@ -123,7 +124,7 @@ def overfit(drafter: Drafter, rows: list[data.Row], objective: dict, *, depth: i
     depth = 1 if drafter.attends == "text" else depth
     arguments = {key: value for key, value in objective.items() if key != "_target_"}
     loss_of = Objective(drafter, **{**arguments, "losses": weights, "depth": depth, "anchors": None, "keep": 1.0})
-    batch = data.collate([[row] for row in rows], length=max(len(row.tokens) for row in rows), pad_token=0)
+    batch = batches.collate([[row] for row in rows], length=max(len(row.tokens) for row in rows), pad_token=0)
     output = Online(target, drafter.target_layers)(batch)
     optimizer = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=2e-3)
     for step in range(1, STEPS + 1):

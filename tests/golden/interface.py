@@ -1,7 +1,5 @@
 """All that the golden record uses of the project: its commands, and a few classes. Only this file follows renames."""
 
-from helpers import proposers
-
 import contextlib
 import io
 import runpy
@@ -17,22 +15,25 @@ from torch import Tensor
 
 from specdec import checkpoint
 from specdec.core.generation import Generation
-from specdec.core.grammar import Grammars
 from specdec.core.sampling import Sampling
 from specdec.decoding.batch import Request
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
-from specdec.measuring.measure import Prompt, PromptResult
+from specdec.measuring.measure import PromptResult
 from specdec.measuring.report import TAU as TAU
 from specdec.measuring.report import summarise
+from specdec.options import proposers
 from specdec.proposers.base import Proposer
 from specdec.target.model import Target, load_tokenizer
-from train import build
-from train.config import RunConfig
-from train.data import reading
-from train.data import rows as data
+from specdec.text import conversations as data
+from specdec.text import reading
+from specdec.text.conversations import Prompt
+from specdec.tools.grammar.grammar import Grammars
 from train.data.packing import Packs
-from train.trainer import Trainer
+from train.loop.trainer import Trainer
+from train.prepare import build
+from train.settings.hydra_text import search_path
+from train.settings.options import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = ("depth", "width", "nodes", "children")  # settings of conf/decode; the others are those of Decoder
@@ -70,7 +71,7 @@ def failing_at(step: int) -> Iterator[None]:
 def read_packs(*overrides: str) -> list[list[tuple]]:
     """The packs that train.py trains on with these overrides: of each row its name, tokens and mask."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        composed = compose("train", overrides=list(overrides))
+        composed = compose("train", overrides=[*overrides, search_path()])
     config = RunConfig.of(OmegaConf.to_container(composed, resolve=True))
     target = load_target(config.target.name, config.target.dtype)
     rows, numbers = build.encode_rows(config, load_tokenizer(target.name))

@@ -12,6 +12,7 @@ from scripts import datastore as script
 from specdec.proposers import datastore as store
 from specdec.proposers import text as retrieval
 from specdec.target.model import Target, load_tokenizer
+from specdec.text import token_text
 from tests.support import ROOT, save_target, write_rows
 
 load_once = functools.cache(load_tokenizer)
@@ -50,7 +51,7 @@ def run(folder, monkeypatch, run_script):
 
 
 def texts_in(folder: Path, tokenizer) -> list[str]:
-    datastore = store.read(folder, store.fingerprint(tokenizer))
+    datastore = store.read(folder, token_text.fingerprint(tokenizer))
     texts: list[list[int]] = []
     for token in list(datastore.tokens)[:-1]:
         if token == store.SEPARATOR:

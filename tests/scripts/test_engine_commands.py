@@ -20,14 +20,14 @@ from scripts import answer, evaluate, export, launch_engine
 from specdec import checkpoint
 from specdec.core.sampling import Sampling
 from specdec.decoding.drafting import Drafting
+from specdec.engines.client import EngineClient
+from specdec.engines.engine_target import EngineTarget, apply_final_norm
 from specdec.heads.draft import Draft
 from specdec.target.model import Target, load_tokenizer
+from specdec.text import conversations as data
 from tests.benchmarks import tiny_heads
 from tests.quantised import CONFIGS, quantise
 from tests.support import REAL_TARGET, ROOT, child_environment, write_prompts
-from train.data import rows as data
-from train.features.engine_client import EngineClient
-from train.features.engine_features import EngineTarget, apply_final_norm
 
 engines = pytest.mark.skipif(
     not (ROOT / "engines" / "ready").is_file(), reason="the engines are not installed: make engines"

@@ -1,7 +1,5 @@
 """Tests of scripts/evaluate.py on tiny checkpoints: reports, comparisons, batch sizes, replay, refusals."""
 
-from helpers import loading
-
 import json
 import re
 import shutil
@@ -13,16 +11,17 @@ import safetensors.torch
 import torch
 
 from scripts import evaluate
-from specdec import checkpoint
+from specdec import checkpoint, loading
 from specdec.core import files
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.medusa import Medusa2
+from specdec.measuring import trained_prompts
 from specdec.target.model import Target, load_tokenizer
+from specdec.text import conversations as data
+from specdec.tools.suites import suites
 from specdec.unroll.replay import rounds
 from tests.loops import acceptance
 from tests.support import save_eagle, save_target, write_prompts, write_rows
-from train.data import rows as data
-from train.data import suites, trained_prompts
 
 pytestmark = pytest.mark.full
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from scripts import export as export_script
 from specdec import checkpoint
-from specdec.export import cards
+from specdec.measuring import model_card
 from specdec.target.model import Target
 from tests.exports import REPORT, SERVED, bring_in, make_medusa2
 from tests.loops import follow
@@ -22,7 +22,7 @@ def home(tmp_path_factory):
     """A folder with a target and an EAGLE-1 head; by the report of the head, drafting takes almost no time."""
     home = tmp_path_factory.mktemp("export")
     report = {**REPORT, "ms_per_round": {"draft": 0.1, "verify": 20.0, "keep": 0.0, "other": 0.0}}
-    extra = {"report.json": report, cards.SERVED: SERVED}
+    extra = {"report.json": report, model_card.SERVED: SERVED}
     save_eagle(home / "run" / "step_000001", save_target(home / "target"), extra=extra)
     (home / "run" / "about.json").write_text('{"data": {"train": "some/answers.jsonl"}}')
     return home

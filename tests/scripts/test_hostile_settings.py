@@ -1,11 +1,10 @@
 """Settings that a stranger made, a run's config.yaml: plain values, or a sentence."""
 
-from helpers import loading
-
 import os
 
 import pytest
 
+from specdec import loading
 from tests.support import save_target
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -13,7 +12,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 FILES = {
     "call": "depth: !!python/object/apply:os.system ['touch code-has-run']\n",
-    "object": "!!python/object:train.data.rows.Row {}\n",
+    "object": "!!python/object:specdec.text.conversations.Row {}\n",
     "name": "depth: !!python/name:os.system\n",
     "module": "depth: !!python/module:os\n",
     "tuple": "depth: !!python/tuple [1]\n",

@@ -1,6 +1,6 @@
 """What commands say about the files they read and write, before anything is decoded."""
 
-from helpers.options import options
+from specdec.options.command_line import options
 
 import json
 
@@ -9,8 +9,8 @@ import pytest
 
 from scripts import answer, evaluate, show_data
 from specdec.target.model import Target
+from specdec.text import reading
 from tests.support import save_target, write_prompts, write_rows
-from train.data import reading
 
 LONG = [{"id": "fine", "prompt": "Say hello."}, {"id": "toolong", "prompt": "word " * 3000}]
 TWICE = [{"id": 5, "prompt": "a"}, {"prompt": "b"}, {"id": "5", "prompt": "c"}]

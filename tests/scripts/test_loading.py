@@ -1,12 +1,11 @@
-"""Tests of scripts/helpers/loading.py: threads, and what is said of a dtype."""
-
-from helpers import loading
+"""Tests of specdec/loading.py: threads, and what is said of a dtype."""
 
 import json
 
 import pytest
 import torch
 
+from specdec import loading
 from specdec.core import precision, threads
 
 

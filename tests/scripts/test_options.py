@@ -1,7 +1,6 @@
 """Tests of the options of all scripts: ranges, text that stays as it is written, and how a command ends."""
 
-from helpers import proposers
-from helpers.options import CommandLineOptions, flatten, option, options, run
+from specdec.options.command_line import CommandLineOptions, flatten, option, options, run
 
 import errno
 import os
@@ -15,6 +14,7 @@ import pytest
 from scripts import evaluate, generate, serve
 from specdec.core import files
 from specdec.decoding.drafting import Drafting
+from specdec.options import proposers
 from tests.support import ROOT
 from tests.test_docs import option_class
 
@@ -25,7 +25,7 @@ SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "optio
 def test_every_number_has_a_range_that_its_default_fits(script):
     for each in flatten(option_class(f"scripts/{script}.py")):
         if re.search(r"\bint\b|\bfloat\b", str(each.type)):
-            assert each.range is not None, f"{script}.py: {each.name} has no range in train/ranges.py"
+            assert each.range is not None, f"{script}.py: {each.name} has no range in specdec/core/ranges.py"
         if each.range is not None and each.default is not MISSING:
             assert each.range.fits(each.default), (script, each.name, each.default)
 

@@ -1,7 +1,5 @@
 """Tests of every file of conf/proposer as scripts build it: greedy identity, the sampled distribution, batches, refusals."""
 
-from helpers import proposers
-
 import itertools
 import json
 from pathlib import Path
@@ -16,10 +14,12 @@ from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.heads import draft as heads_draft
+from specdec.options import proposers
 from specdec.proposers import datastore
 from specdec.proposers import text as retrieval
 from specdec.proposers.auto import Auto
 from specdec.target.model import Target
+from specdec.text import token_text
 from tests.support import make_drafter, make_target, random_tokens
 
 pytestmark = pytest.mark.full
@@ -65,7 +65,7 @@ def made(tmp_path_factory):
 
 def make_datastore(folder: Path, texts: list[list[int]], *, tokenizer) -> None:
     tokens = datastore.join(texts)
-    metadata = {"tokenizer_fingerprint": datastore.fingerprint(tokenizer), "num_texts": len(texts), "length": 16}
+    metadata = {"tokenizer_fingerprint": token_text.fingerprint(tokenizer), "num_texts": len(texts), "length": 16}
     datastore.write(folder, tokens, datastore.sort(tokens, 16), metadata)
 
 

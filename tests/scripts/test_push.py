@@ -10,7 +10,7 @@ from scripts import evaluate, export, generate
 from specdec import checkpoint
 from specdec.core import files
 from specdec.core import hub as names
-from specdec.export import cards
+from specdec.measuring import model_card
 from specdec.target.model import Target
 from tests.exports import REPORT, SERVED
 from tests.support import save_eagle, save_target, write_prompts
@@ -33,7 +33,7 @@ def home(tmp_path_factory):
     """A target, and the run of an EAGLE-1 head with everything that a run leaves."""
     home = tmp_path_factory.mktemp("push")
     report = {**REPORT, "training": TRAINING}
-    extra = {"report.json": report, cards.SERVED: SERVED}
+    extra = {"report.json": report, model_card.SERVED: SERVED}
     save_eagle(home / "run" / "step_000002", save_target(home / "target"), extra=extra)
     (home / "run" / "best").write_text("step_000002\n")
     (home / "run" / "about.json").write_text(json.dumps(ABOUT))
@@ -82,7 +82,7 @@ def test_the_card_states_what_is_known(run, hub, arguments, home, tmp_path):
 def test_the_card_says_what_is_missing(run, hub, home, tmp_path):
     """Of a checkpoint that has no report and no run, for a target that is a folder."""
     shutil.copytree(home / "run" / "step_000002", tmp_path / "bare")
-    for name in ("report.json", "report.html", cards.SERVED, files.CHECKSUMS):
+    for name in ("report.json", "report.html", model_card.SERVED, files.CHECKSUMS):
         (tmp_path / "bare" / name).unlink()
     given = [f"checkpoint={tmp_path}/bare", f"push={NAME}", "target.dtype=float32"]
     printed, card = dry_run(run, given, tmp_path / "card")

@@ -1,8 +1,5 @@
 """Tests of generate, get_target and --help on a tiny checkpoint: printed text, written files, refusals."""
 
-from helpers import loading
-from helpers.decoding import DecodeOptions
-
 import subprocess
 import zipfile
 from dataclasses import asdict
@@ -12,11 +9,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from scripts import export, generate, get_target
+from specdec import loading
+from specdec.core import progress
 from specdec.core.generation import Generation
 from specdec.core.sampling import Sampling
 from specdec.decoding.drafting import Drafting
+from specdec.options.decoding import DecodeOptions
 from tests.support import ROOT, save_eagle, save_target, write_prompts
-from train import progress
 
 pytestmark = pytest.mark.full
 

@@ -9,15 +9,15 @@ import pytest
 from transformers import GenerationConfig, LlamaConfig
 
 from scripts import answer, generate, show_data
-from specdec.core import token_text
 from specdec.core.answer_text import TextDecoder
+from specdec.engines import answers
+from specdec.proposers import datastore
 from specdec.target.model import load_tokenizer
+from specdec.text import conversations as data
+from specdec.text import reading, token_text
 from tests.conversations import pair
 from tests.small_server import Model, SmallServer
 from tests.support import byte_fallback_tokenizer, losses_of, save_target, small_tokenizer, write_rows
-from train.answers import answering, datastore
-from train.data import reading
-from train.data import rows as data
 
 BEGIN, END = 1, 2  # ids of small_tokenizer's tokens
 TEXT, PROMPT, COMPLETION = "Count to world", "Count to", " hello world"
@@ -169,7 +169,7 @@ def test_the_text_of_an_answer_goes_on_from_its_prompt(opening):
     ids = tokenizer("Count to \u5929 then \u00e9\u00e9", add_special_tokens=False)["input_ids"]
     for place in range(1, len(ids) - 2):
         before = TextDecoder.of(tokenizer).text(ids[:place]).rstrip("\ufffd")
-        whole, part = (answering.make_answer(tokenizer, ids[place:end], set(), ids[:place]) for end in (None, -1))
+        whole, part = (answers.make_answer(tokenizer, ids[place:end], set(), ids[:place]) for end in (None, -1))
         assert before + whole.text == tokenizer.decode(ids) and before + part.text == tokenizer.decode(ids)[:-1]
 
 

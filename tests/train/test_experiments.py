@@ -8,15 +8,15 @@ import pytest
 from omegaconf import OmegaConf
 
 from specdec.core import row_files
+from specdec.options import config_files
+from specdec.text import reading
 from tests.support import ROOT
-from train.config import RunConfig
-from train.data import reading
+from train.settings.hydra_text import search_path
+from train.settings.options import RunConfig
 
 pytestmark = pytest.mark.full
 
-FOLDER = ROOT / "conf" / "experiment"
-FILES = sorted(FOLDER.rglob("*.yaml"))
-EXPERIMENTS = [str(path.relative_to(FOLDER).with_suffix("")) for path in FILES if path.stem != "common"]
+EXPERIMENTS = list(config_files.list_files("experiment"))
 SOURCES = re.compile(r"(openai/grade-school-math|teknium1/GPTeacher|yizhongw/self-instruct) [a-z]+")
 
 
@@ -37,7 +37,7 @@ def load():
 def test_experiment_composes_and_finds_its_data(experiment, load, monkeypatch):
     monkeypatch.chdir(ROOT)
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        settings = hydra.compose("train", [f"experiment={experiment}", "run=some"])
+        settings = hydra.compose("train", [f"experiment={experiment}", "run=some", search_path()])
     config = RunConfig.of(OmegaConf.to_container(settings, resolve=True))
     assert config.train.steps % config.train.validate_every == 0  # the last step is validated
     drafter, depth = config.head["drafter"], config.head["objective"]["depth"]

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from specdec.core import files
+from specdec.core.lock import lock
+from specdec.core.resumable import resumable
 from tests import faults
 from tests.support import before_steps, child_environment, losses_of
-from train.answers.resumable import resumable
 from train.features import feature_files
-from train.lock import lock
-from train.trainer import Signals
+from train.loop.trainer import Signals
 
-HOLD = "import os, sys, time; from pathlib import Path; from train.lock import lock\nwith lock(Path(sys.argv[1]), of=Path('run')): {}os.write(1, b'held\\n'); time.sleep(60)"  # in one piece
+HOLD = "import os, sys, time; from pathlib import Path; from specdec.core.lock import lock\nwith lock(Path(sys.argv[1]), of=Path('run')): {}os.write(1, b'held\\n'); time.sleep(60)"  # in one piece
 FORK = "import os; os.fork(); "  # the child lives on when its parent is killed
 
 

@@ -1,7 +1,5 @@
 """What a machine with one GPU needs of training and loading, on a CPU: the device's number, attention, memory, settings of accelerate."""
 
-from helpers import options
-
 import os
 import subprocess
 import sys
@@ -14,11 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.core import devices
 from specdec.heads.blocks import Rotary, llama_config, ridge
+from specdec.options import command_line
 from specdec.target import attention
 from specdec.target.model import Target
 from tests.support import ROOT, make_target
-from train import build, distributed, objective
-from train.data.loader import Loader, Order
+from train import processes
+from train.features.loader import Loader, Order
+from train.objective import objective
+from train.prepare import build
 
 GPU = torch.device("cuda", 0)
 CUDA_FULL = (
@@ -191,7 +192,7 @@ def test_full_memory_ends_training_with_the_options_that_lower_it(fit, monkeypat
 
 def test_full_memory_ends_a_command_with_its_options(monkeypatch):
     monkeypatch.setattr(
-        options, "_names", {"batch", "max_new_tokens", "decode.nodes", "target.dtype", "target.device", "seed"}
+        command_line, "_names", {"batch", "max_new_tokens", "decode.nodes", "target.dtype", "target.device", "seed"}
     )
     for error, wanted in FULL.values():
 
@@ -199,14 +200,14 @@ def test_full_memory_ends_a_command_with_its_options(monkeypatch):
             raise error
 
         with pytest.raises(SystemExit) as caught:
-            options.run(main)
+            command_line.run(main)
         assert str(caught.value).startswith(f"error: {wanted}")
         assert str(caught.value).endswith(
             ": lower batch=, max_new_tokens=, decode.nodes=, or use target.dtype=bfloat16, or target.device=auto with more "
             "GPUs, or a smaller or quantised target."
         )
     with pytest.raises(RuntimeError, match="shapes"):
-        options.run(lambda: (_ for _ in ()).throw(RuntimeError("shapes")))
+        command_line.run(lambda: (_ for _ in ()).throw(RuntimeError("shapes")))
 
 
 def test_a_target_that_does_not_fit_into_a_cpu_is_named(folder, monkeypatch):
@@ -237,14 +238,14 @@ def test_settings_of_accelerate_that_training_does_not_take_are_refused(monkeypa
     flag = "--" + name.lower()
     said = rf"^accelerate launch asks for {flag} {REFUSED[name]}, which train\.py does not follow, as .*: leave the flag out"
     with pytest.raises(ValueError, match=said):
-        distributed.check_launcher()
+        processes.check_launcher()
 
 
 def test_what_accelerates_launcher_always_sets_is_taken(monkeypatch):
     for variable, value in {"ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_FSDP": "false",
                             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}.items():  # fmt: skip
         monkeypatch.setenv(variable, value)
-    distributed.check_launcher()
+    processes.check_launcher()
 
 
 def test_they_are_refused_before_anything_is_loaded(fit, monkeypatch):
@@ -276,17 +277,17 @@ def test_flags_of_the_launcher_that_are_not_followed_are_named(variables, precis
         monkeypatch.delenv(name, raising=False)
     for name, value in (LAUNCHED | variables).items():
         monkeypatch.setenv(name, value)
-    said = list(distributed.find_ignored_flags(precision, num))
+    said = list(processes.find_ignored_flags(precision, num))
     assert len(said) == len(sentences) and all(part in sentence for part, sentence in zip(sentences, said))
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")  # not accelerate's launcher: a scheduler may set an address
-    assert not list(distributed.find_ignored_flags(precision, num))
+    assert not list(processes.find_ignored_flags(precision, num))
 
 
 @pytest.mark.parametrize(("number", "threads"), [("1", 4), ("6", 6), ("", 4), ("4,2", 4)])
 def test_the_launchers_threads_are_taken(number, threads, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", number)
-    assert distributed.count_threads(2) == threads
+    assert processes.count_threads(2) == threads
 
 
 class Begun(Exception):

@@ -8,10 +8,11 @@ from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target, TargetOutput
+from specdec.text.conversations import Row
 from tests.support import HEADS, chain_of, load_head, make_target
-from train.data.rows import Row, collate
+from train.data.batches import collate
 from train.features.outputs import Online
-from train.objective import Objective
+from train.objective.objective import Objective
 
 pytestmark = pytest.mark.full
 

@@ -14,9 +14,9 @@ import torch
 
 from specdec import checkpoint
 from tests.support import ROOT, PowerCutError, before_steps, child_environment, cut_power, losses_of, train_overrides
-from train.data.loader import Order
-from train.distributed import ProcessLost, Waiting
-from train.trainer import Asking
+from train.features.loader import Order
+from train.loop.trainer import Asking
+from train.processes import ProcessLost, Waiting
 
 
 def order_of(settings: list[tuple[int, int, int]], steps: int, num_packs: int) -> list[int]:
@@ -89,7 +89,7 @@ def test_waiting_names_what_it_waits_for(capsys):
 
 
 def test_waiting_ends_the_process_in_time():
-    code = "import time; from train.distributed import Waiting\nwith Waiting(0.001, 0, 2)('the validation of step 5'): time.sleep(60)"
+    code = "import time; from train.processes import Waiting\nwith Waiting(0.001, 0, 2)('the validation of step 5'): time.sleep(60)"
     done = subprocess.run(
         [sys.executable, "-c", code], env=child_environment(), capture_output=True, text=True, timeout=50
     )

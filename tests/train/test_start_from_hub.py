@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from specdec import checkpoint
 from specdec.core.hub import fetch, push
 from specdec.export.engines import make_form
-from specdec.export.folder import write_export
+from specdec.measuring.model_card import write_export
 from specdec.target.model import Target
 from tests.exports import make_provenance
 from tests.support import fit_interrupted

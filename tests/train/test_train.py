@@ -15,6 +15,8 @@ import torch
 
 from specdec import checkpoint
 from specdec.heads.native import NativeMTP
+from specdec.measuring import trained_prompts
+from specdec.options import config_files
 from specdec.target.model import Target, load_tokenizer
 from tests.native import save_native
 from tests.support import (
@@ -32,14 +34,13 @@ from tests.support import (
     weights_of,
     write_rows,
 )
-from train.data import trained_prompts
-from train.objective import Objective
-from train.state import RunFolder
-from train.trainer import Trainer
+from train.loop.state import RunFolder
+from train.loop.trainer import Trainer
+from train.objective.objective import Objective
 
 pytestmark = pytest.mark.full
 
-HEADS = sorted(path.stem for path in (ROOT / "conf" / "head").glob("*.yaml"))
+HEADS = list(config_files.list_files("head"))
 DRAFTS_WITH_TARGET = ("consistency",)  # no draft vocabulary, and no unroll that could be replayed
 SHORT = ("train.steps=2", "train.validate_every=2")
 

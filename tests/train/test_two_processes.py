@@ -11,7 +11,7 @@ from specdec import checkpoint
 from tests.processes import fit_by_two, fit_float64, free_ports
 from tests.support import ROOT, child_environment, log_of, losses_of, report_of, train_overrides, weights_of, write_rows
 from tests.together import MARK
-from train.trainer import ASK
+from train.loop.trainer import ASK
 
 pytestmark = pytest.mark.full
 

@@ -12,17 +12,18 @@ from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.decoding.batch import Request
 from specdec.decoding.decoder import Decoder
+from specdec.engines.engine_target import EngineTarget
 from specdec.proposers import costs
 from specdec.proposers.auto import Auto
 from specdec.proposers.heads import HeadProposer
+from specdec.text.conversations import Row
 from specdec.unroll import replay
 from tests.pretend_device import ELSEWHERE, Elsewhere, PretendDevice
 from tests.support import HEADS, load_head, make_target, random_tokens
-from train.data.rows import Row, collate
-from train.features.engine_features import EngineTarget
+from train.data.batches import collate
 from train.features.feature_files import FeatureFolder
 from train.features.outputs import Kept, Online
-from train.objective import Objective, slots
+from train.objective.objective import Objective, slots
 
 VOCAB = 61
 

@@ -30,11 +30,11 @@ import tokenizers
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from specdec.core import files, row_files, token_text
-from specdec.proposers import datastore
-from train import progress
-from train.data import answer_mask, chat_template, messages, packing, reading, trained_prompts
-from train.data import rows as data
+from specdec.core import files, progress, row_files
+from specdec.measuring import trained_prompts
+from specdec.text import answer_mask, chat_template, messages, reading, token_text
+from specdec.text import conversations as data
+from train.data import packing
 
 Numbered = tuple[int, str, str | dict]  # index in its source, place, and what reading.read_raw yields: of a row
 
@@ -63,7 +63,7 @@ class Encoding:
         """16 hex digits that change with anything the encoded rows depend on."""
         tokenizer = self.tokenizer
         parts = [
-            tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else datastore.fingerprint(tokenizer),
+            tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else token_text.fingerprint(tokenizer),
             tokenizer.chat_template,
             token_text.num_ids(tokenizer),
             {name: str(token) for name, token in tokenizer.special_tokens_map.items()},

@@ -1,7 +1,6 @@
 """Encoded rows in Arrow tables, which may be mapped from files, and first-fit packing of them."""
 
 import bisect
-import collections
 import hashlib
 import itertools
 import json
@@ -17,9 +16,7 @@ import pyarrow
 import torch
 from numpy import ndarray
 
-from specdec.target.fingerprint import describe_difference
-from specdec.target.model import Target
-from train.data.rows import Row
+from specdec.text.conversations import Row
 
 ENCODED = "encoded.arrow"  # the file of a source's encoded rows
 CHUNK = 2_000  # rows whose tokens are counted together
@@ -124,20 +121,6 @@ class Rows:
 def _lists(column: pyarrow.ListArray) -> tuple[ndarray, ndarray]:
     """-> the values of all rows of a batch [N]; where in them each row begins, and the last one ends [R + 1]"""
     return column.values.to_numpy(), column.offsets.to_numpy()
-
-
-def warn_of_writers(writers: Iterable[str | None], target: Target) -> None:
-    """Warns of rows that were written by other weights than the target's.
-
-    writers: fingerprints of what wrote each row; empty or None: not known
-    """
-    counts, identity = collections.Counter(writers), target.identity
-    known = {writer: num for writer, num in counts.items() if writer and identity.compares(writer)}
-    others = {writer: num for writer, num in known.items() if not identity.matches(writer)}
-    if others:
-        what = f"{sum(others.values())} of {counts.total()} rows were written by {{}} weights"
-        clause = describe_difference(what, max(others, key=lambda each: others[each]), identity.text)
-        warnings.warn(f"{clause}: let it answer the prompts itself (specdec answer), or expect less.", stacklevel=2)
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> ndarray:

@@ -16,9 +16,9 @@ from torch import Tensor
 from specdec.core import devices
 from specdec.core.masks import Documents, Packed
 from specdec.core.varlen import Segments
+from specdec.engines.engine_target import EngineTarget, apply_final_norm
 from specdec.target.model import Target, TargetOutput
-from train.data.rows import TrainingBatch
-from train.features.engine_features import EngineTarget, apply_final_norm
+from train.data.batches import TrainingBatch
 from train.features.feature_files import FeatureFolder
 
 Begun = Callable[[torch.device], TargetOutput | None]  # the end of reading ahead; None: not all was there

@@ -1,6 +1,7 @@
 """How a draft depends on the drafts before it in its block: the parts of a block drafter that can be exchanged.
 
-Each file has one `Dependence`. `dependence: {kind: FILE, ...}` chooses it, and the other entries are its arguments.
+Each file has one `Dependence`, and so has the file part.py of an experiment. `dependence: {kind: FILE, ...}` or the name of the
+experiment chooses it, and the other entries are its arguments.
 """
 
 import importlib
@@ -10,6 +11,7 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
+from specdec.core import extensions
 from specdec.heads.dependence.base import Dependence, Sizes
 from specdec.heads.dependence.base import DraftedBlock as DraftedBlock
 from specdec.heads.dependence.base import Lattice as Lattice
@@ -19,10 +21,14 @@ def make_part(sizes: Sizes, settings: Mapping[str, Any]) -> Dependence:
     """The part that they name. Raises ValueError for a file or an argument that does not exist, and for one that is missing."""
     arguments = dict(settings) if isinstance(settings, Mapping) else {"kind": settings}
     kind = arguments.pop("kind", None)
-    kinds = sorted(name for _, name, _ in pkgutil.iter_modules(__path__) if name != "base")
-    if kind not in kinds:
-        raise ValueError(f"dependence.kind={kind}: choose one of {', '.join(kinds)}.")
-    module = importlib.import_module(f"{__name__}.{kind}")
+    kinds = [name for _, name, _ in pkgutil.iter_modules(__path__) if name != "base"]
+    experiments = list(extensions.find_modules("part"))
+    if kind in kinds:
+        module = importlib.import_module(f"{__name__}.{kind}")
+    elif kind in experiments:
+        module = extensions.import_module(kind, "part")
+    else:
+        raise ValueError(f"dependence.kind={kind}: choose one of {', '.join(sorted([*kinds, *experiments]))}.")
     classes = inspect.getmembers(module, lambda found: inspect.isclass(found) and found.__module__ == module.__name__)
     (part,) = (found for _, found in classes if issubclass(found, Dependence))
     for name, value in arguments.items():  # each part says which of them there are

@@ -65,6 +65,10 @@ class Dependence(nn.Module, ABC):
         -> the readout [..., R] of draft d, and what the step behind it finds carried [..., C]
         """
 
+    def engine_fields(self, anchor_predicts: bool) -> dict | None:
+        """Fields of config.json by which engines know this part; None: the exporter knows it, or no engine does."""
+        return None
+
     @abstractmethod
     def logits(self, readout: Tensor, unary: Callable[[], Tensor], embed: Callable[[Tensor], Tensor]) -> Tensor:
         """readout [..., R], unary() [..., W]; embed: see DraftedBlock -> logits of the draft, [..., W]"""

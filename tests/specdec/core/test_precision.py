@@ -8,8 +8,9 @@ from omegaconf import OmegaConf
 from specdec.core import precision
 from specdec.target.model import Target
 from tests.support import ROOT, save_target
-from train import build
-from train.config import RunConfig
+from train.prepare import build
+from train.settings.hydra_text import search_path
+from train.settings.options import RunConfig
 
 
 def tell(monkeypatch, *, onednn: bool, avx512: bool = False, amx: bool = False, machine: str = "x86_64"):
@@ -73,7 +74,9 @@ def test_a_dtype_that_does_not_exist_is_refused(tmp_path):
 
 def settings(*options: str) -> RunConfig:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return RunConfig.of(OmegaConf.to_container(compose("train", overrides=["run=some", *options]), resolve=True))
+        return RunConfig.of(
+            OmegaConf.to_container(compose("train", overrides=["run=some", *options, search_path()]), resolve=True)
+        )
 
 
 def test_a_run_takes_what_the_device_computes_in_unless_told(monkeypatch):

@@ -12,7 +12,7 @@ from tests.support import ROOT
 
 COMMANDS = [ROOT / "train.py", *sorted((ROOT / "scripts").glob("*.py"))]
 LIGHT = {*sys.stdlib_module_names, "__future__"}
-OWN = {"specdec.core.threads", "helpers"}  # importing one of these imports specdec
+OWN = {"specdec.core.threads", "specdec.options.command_line"}  # importing one of these imports specdec
 
 
 def first_imports(path) -> list[str]:
@@ -40,7 +40,7 @@ def environment_of(code: str, **given: str) -> str:
     return run.stdout.strip()
 
 
-@pytest.mark.parametrize("module", ["specdec", "helpers", "specdec.core.threads"])
+@pytest.mark.parametrize("module", ["specdec", "specdec.core.threads"])
 def test_the_setting_comes_before_torch_and_leaves_a_users_own(module):
     show = f"import {module}; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
     assert environment_of(show) == f"{threads.SPIN['GOMP_SPINCOUNT']} False"

@@ -6,9 +6,10 @@ import torch
 from specdec.core import fast, masks, span_attention, varlen
 from specdec.core.span_attention import spans
 from specdec.core.varlen import Segments, attend_segments, attend_segments_backward
+from specdec.text.conversations import Row
 from tests.families import FAMILIES
 from tests.target_table import target_of
-from train.data.rows import Row, collate
+from train.data.batches import collate
 from train.features.outputs import read_outputs
 
 # Families whose attention takes a mask apart, or caps its scores

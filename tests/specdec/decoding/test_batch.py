@@ -12,10 +12,10 @@ from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape, root
 from specdec.decoding.batch import Request
 from specdec.decoding.decoder import Decoder
+from specdec.experiments.jacobi.proposer import Lookahead
 from specdec.proposers.auto import Auto
 from specdec.proposers.costs import told
 from specdec.proposers.heads import HeadProposer
-from specdec.proposers.lookahead import Lookahead
 from specdec.proposers.suffix import Suffix
 from specdec.proposers.text import Ngram
 from tests.support import HEADS, chain_of, greedy, make_drafter, random_tokens

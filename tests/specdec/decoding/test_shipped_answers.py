@@ -9,9 +9,9 @@ from specdec.decoding.drafting import Drafting
 from specdec.measuring.measure import top2_gap
 from specdec.proposers.auto import Auto
 from specdec.target.model import Target, load_tokenizer
+from specdec.text import conversations as data
 from tests.loops import transformers_answer
 from tests.support import REAL_TARGET, ROOT
-from train.data import rows as data
 
 pytestmark = [
     pytest.mark.full,

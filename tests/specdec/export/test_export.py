@@ -9,14 +9,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from specdec.export import block_drafter
-from specdec.export.cards import make_card
 from specdec.export.engines import ENGINES, READS, check_target
-from specdec.export.folder import write_export
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle, Eagle3
 from specdec.heads.medusa import Medusa
 from specdec.heads.mtp import MTP
+from specdec.measuring.model_card import make_card, write_export
 from specdec.measuring.report import Report
 from specdec.target import attention
 from specdec.target.model import Target

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from specdec.export.folder import write_export
 from specdec.export.layout import draft_from_all
+from specdec.measuring.model_card import write_export
 from tests import reference
 from tests.exports import (
     ALL_NORMS,

@@ -13,8 +13,8 @@ import torch
 from specdec import checkpoint
 from specdec.export import block_drafter
 from specdec.export.engines import make_form
-from specdec.export.folder import write_export
 from specdec.heads.eagle import Eagle3
+from specdec.measuring.model_card import write_export
 from tests import reference
 from tests.exports import (
     REFERENCE_MEDUSA,

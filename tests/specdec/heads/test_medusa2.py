@@ -12,10 +12,11 @@ from specdec.heads.eagle import Eagle
 from specdec.heads.medusa import Medusa2
 from specdec.proposers.heads import HeadProposer
 from specdec.target.adapter import original
+from specdec.text.conversations import Row
 from tests.loops import follow
 from tests.support import chain_of, load_head, make_target, random_tokens
-from train.data.rows import Row, collate
-from train.objective import Objective
+from train.data.batches import collate
+from train.objective.objective import Objective
 
 pytestmark = pytest.mark.full
 

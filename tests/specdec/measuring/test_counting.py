@@ -6,8 +6,9 @@ import pytest
 
 from specdec.core.generation import Generation
 from specdec.measuring.counting import OURS, AnswerCounts, Counting
-from specdec.measuring.measure import Prompt, PromptResult
-from train.data import suites
+from specdec.measuring.measure import PromptResult
+from specdec.text.conversations import Prompt
+from specdec.tools.suites import suites
 
 STOP = {9}
 # (question, category, accepted drafts of each round, whether the answer ends with a stop token); tokens: 1 + sum(a + 1)

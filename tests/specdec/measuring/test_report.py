@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from specdec.core.generation import Generation
-from specdec.measuring.measure import Prompt, PromptResult
+from specdec.measuring.measure import PromptResult
 from specdec.measuring.report import Report, Training, summarise, summarise_by_category
+from specdec.text.conversations import Prompt
 from tests.support import ROOT
 
 SHIPPED = sorted((ROOT / "checkpoints" / "shipped").glob("*/report.json"))

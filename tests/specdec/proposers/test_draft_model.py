@@ -1,7 +1,5 @@
 """An existing small causal LM as the drafter: its parameters, its cache after every round, and refusals."""
 
-from helpers import proposers
-
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from specdec.core.tree import Tree
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.heads.draft import Draft
+from specdec.options import proposers
 from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target
 from tests.enumeration import SAMPLINGS, decoder_error, sampled_target

@@ -16,6 +16,7 @@ from specdec.proposers import datastore as store
 from specdec.proposers import text as retrieval
 from specdec.proposers.text import Retrieval, grow
 from specdec.target.model import load_tokenizer
+from specdec.text import token_text
 from tests.support import random_tokens
 
 load_once = functools.cache(load_tokenizer)
@@ -31,7 +32,7 @@ def tokenizer(monkeypatch):
 def make(folder: Path, texts: list[list[int]], *, length: int = 8, fingerprint: str | None = None) -> str:
     tokens = store.join(texts)
     document = {
-        "tokenizer_fingerprint": fingerprint or store.fingerprint(TOKENIZER),
+        "tokenizer_fingerprint": fingerprint or token_text.fingerprint(TOKENIZER),
         "num_texts": len(texts),
         "length": length,
     }
@@ -68,7 +69,7 @@ def test_matches_equal_those_of_a_naive_search(tmp_path):
     lengths = set()
     for seed in range(6):
         texts = random_texts(seed)
-        datastore = store.read(Path(make(tmp_path / str(seed), texts)), store.fingerprint(TOKENIZER))
+        datastore = store.read(Path(make(tmp_path / str(seed), texts)), token_text.fingerprint(TOKENIZER))
         tokens = list(datastore.tokens)
         queries = [random_tokens(number, 10, 5) for number in range(30)] + [text[:9] for text in texts]
         for text in queries:

@@ -1,7 +1,5 @@
 """The ends of answers in every row of a batch, trees of fixed shape, and the settings of decoding."""
 
-from helpers.decoding import DecodeOptions
-
 import itertools
 import math
 
@@ -14,6 +12,7 @@ from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
+from specdec.options.decoding import DecodeOptions
 from specdec.proposers.growth import FIRST_CHILD, NEXT_CHILD, static_parents
 from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target

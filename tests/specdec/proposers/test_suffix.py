@@ -9,10 +9,12 @@ import pytest
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
-from specdec.measuring.measure import MeasureSettings, Method, Prompt, measure
+from specdec.measuring.measure import MeasureSettings, Method, measure
 from specdec.proposers import datastore as store
 from specdec.proposers import suffix
 from specdec.proposers.suffix import NOWHERE, Automaton, Suffix, SuffixMatch
+from specdec.text import token_text
+from specdec.text.conversations import Prompt
 from tests.support import random_tokens
 from tests.texts import begin, check_rounds, commit, repeating_texts
 
@@ -144,7 +146,7 @@ def test_the_last_texts_of_a_datastore_are_remembered_from_the_start(tmp_path, m
     monkeypatch.setattr(suffix, "load_tokenizer", lambda name, **_: tokenizer)
     texts = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
     joined = store.join(texts)
-    document = {"tokenizer_fingerprint": store.fingerprint(tokenizer), "num_texts": 3, "length": 2}
+    document = {"tokenizer_fingerprint": token_text.fingerprint(tokenizer), "num_texts": 3, "length": 2}
     store.write(tmp_path / "texts", joined, store.sort(joined, 2), document)
     target = SimpleNamespace(name="tiny", trust_remote_code=False)
     for memory, known in ((1000, texts), (6, [[5, 6, 7], [8, 9]]), (0, [])):

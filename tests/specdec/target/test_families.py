@@ -11,20 +11,21 @@ from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
 from specdec.core.tree import Nodes, TreeShape, plant
 from specdec.decoding.decoder import Decoder
-from specdec.export.folder import write_export
 from specdec.heads.eagle import Eagle3
+from specdec.measuring.model_card import write_export
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.text import Ngram
+from specdec.text.conversations import Row
 from specdec.unroll import replay
 from tests import loops
 from tests.exports import bring_in, make_form, make_provenance
 from tests.families import FAMILIES, Family, reference
 from tests.support import OLD_TRANSFORMERS, chain_of, greedy, load_head, random_tokens
 from tests.target_table import PAGE, exports, table_row, target_of
-from train.data.rows import Row, collate
+from train.data.batches import collate
 from train.features.outputs import Online
-from train.objective import Objective
+from train.objective.objective import Objective
 
 WORKING = [family for family in FAMILIES if not family.refused]
 NUM_NEW = 20

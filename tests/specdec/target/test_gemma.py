@@ -7,12 +7,12 @@ import torch
 from hydra.utils import instantiate
 from transformers import AutoModelForCausalLM
 
-from specdec.core import token_text
 from specdec.core.sampling import Sampling
 from specdec.core.tree import Tree, TreeShape
 from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target, load_tokenizer
+from specdec.text import token_text
 from tests.support import ROOT, Scripted, load_head, oracle
 
 FOLDER = ROOT / "targets" / "gemma3-270m"

@@ -16,7 +16,7 @@ from tests import families
 from tests.saved_targets import edit
 from tests.support import save_word_model
 from tests.together import together
-from train.data.rows import TrainingBatch
+from train.data.batches import TrainingBatch
 from train.features.outputs import Online
 
 pytestmark = pytest.mark.full  # starts processes

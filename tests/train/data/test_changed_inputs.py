@@ -8,13 +8,12 @@ import pytest
 import safetensors.torch
 
 from scripts import answer, evaluate
-from specdec.core import files
+from specdec.core import files, progress
+from specdec.core.resumable import Resumable
 from specdec.target.fingerprint import Fingerprint
 from specdec.target.model import Target
 from tests.saved_targets import edit
 from tests.support import PowerCutError, before_steps, cut_power, save_target, train_overrides, write_rows
-from train import progress
-from train.answers.resumable import Resumable
 
 SHORT = ["target.device=cpu", "target.dtype=float32", "max_new_tokens=4", "decode.temperature=0"]
 

@@ -1,7 +1,6 @@
 """Tests of masks, rows and batches with the default target's tokenizer, and of files that scripts resume."""
 
-from helpers.loading import TokenizerOptions
-from helpers.options import options
+from specdec.options.command_line import options
 
 import copy
 import dataclasses
@@ -19,14 +18,18 @@ from transformers import AutoTokenizer
 from scripts.answer import parse_temperatures
 from scripts.show_data import ShowData
 from specdec.core import masks
+from specdec.core.resumable import Resumable, read_rows
+from specdec.engines.answers import AnswerSettings, WrittenAnswer, list_jobs, make_answer
+from specdec.loading import TokenizerOptions
+from specdec.measuring.answers import OwnDecoder
+from specdec.measuring.replay import warn_of_writers
 from specdec.target.fingerprint import Fingerprint
+from specdec.text import conversations as data
+from specdec.text import reading
 from tests.conversations import ASKS, as_row, pair, supervised
 from tests.support import REAL_TARGET, write_rows
-from train.answers.answering import AnswerSettings, OwnDecoder, WrittenAnswer, list_jobs, make_answer
-from train.answers.resumable import Resumable, read_rows
-from train.data import reading
-from train.data import rows as data
-from train.data.packing import SCHEMA, Packs, Rows, to_columns, warn_of_writers
+from train.data import batches
+from train.data.packing import SCHEMA, Packs, Rows, to_columns
 
 SINGLE = pair("Say hello.", "Hello \u00e9\U0001f600!\n\nBye.")
 MULTI = [*SINGLE, *pair("Hello \u00e9\U0001f600!", " Again? ")]
@@ -208,7 +211,7 @@ def test_packs_count_and_cut_rows_and_have_a_fingerprint():
     rows = [make_row(2, 3), make_row(0, 4), make_row(3, 1)]
     packs = Packs(Rows.of(rows), length=10)
     assert len(packs) == 2 and packs[1] == [rows[2]]
-    assert packs.num_supervised == data.collate([*packs], length=10, pad_token=0).loss_mask.sum() == 3 + 3 + 1
+    assert packs.num_supervised == batches.collate([*packs], length=10, pad_token=0).loss_mask.sum() == 3 + 3 + 1
     assert packs.fingerprint == Packs(Rows.of(rows), length=10).fingerprint and len(packs.fingerprint) == 16
     assert packs.fingerprint != Packs(Rows.of([*rows[:2], make_row(2, 2)]), length=10).fingerprint
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="Raise the length"):
@@ -217,7 +220,7 @@ def test_packs_count_and_cut_rows_and_have_a_fingerprint():
 
 def test_collate_and_attention_against_a_loop():
     packs = [*Packs(Rows.of([make_row(2, 3), make_row(0, 4), make_row(3, 1), make_row(1, 2)]), length=10)]
-    batch = data.collate(packs, length=12, pad_token=99)
+    batch = batches.collate(packs, length=12, pad_token=99)
     attention = masks.document_mask(batch.documents)
     assert attention.shape == (2, 1, 12, 12) and attention.dtype == torch.bool
     for index, rows in enumerate(packs):

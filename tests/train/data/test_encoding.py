@@ -18,14 +18,15 @@ import pytest
 from transformers import AutoTokenizer
 
 from specdec.core import files
+from specdec.text import conversations as data
+from specdec.text import reading
+from specdec.text.reading import read_sources
 from tests.conversations import conversations, pair
 from tests.small_server import STOP
 from tests.support import REAL_TARGET, ROOT, load_packs, small_tokenizer, write_rows
-from train.data import packing, reading
-from train.data import rows as data
+from train.data import packing
 from train.data.encoding import Encoding
 from train.data.packing import SCHEMA, Packs, Rows, first_fit
-from train.data.reading import read_sources
 
 pytestmark = pytest.mark.full
 

@@ -8,11 +8,11 @@ import os
 import pytest
 
 from specdec.core import row_files
+from specdec.core.lock import lock
+from specdec.text import conversations as data
+from specdec.text import reading
 from tests.support import small_tokenizer
-from train.data import reading
-from train.data import rows as data
-from train.lock import lock
-from train.state import RunFolder
+from train.loop.state import RunFolder
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 

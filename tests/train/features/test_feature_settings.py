@@ -9,13 +9,14 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from specdec.target.model import Target
+from specdec.text.conversations import Row
 from tests.support import ROOT, make_drafter, make_target, random_tokens
-from train import build
-from train.build import count_missing, open_features
-from train.config import RunConfig
 from train.data.packing import Packs, Rows
-from train.data.rows import Row
 from train.features.feature_files import FeatureFolder
+from train.prepare import build
+from train.prepare.build import count_missing, open_features
+from train.settings.hydra_text import search_path
+from train.settings.options import RunConfig
 
 NUM, LONG = 40, 30  # rows, of 5 to 44 tokens, cut at 30
 
@@ -77,7 +78,9 @@ def test_a_short_run_on_much_data_fits_on_the_disk(target, packs, tmp_path, monk
             "solve_packs=0",
             f"train.steps={2 if few else 1000}",
         ]
-        config = RunConfig.of(OmegaConf.to_container(compose("train", overrides=options), resolve=True))
+        config = RunConfig.of(
+            OmegaConf.to_container(compose("train", overrides=[*options, search_path()]), resolve=True)
+        )
     drafter, said = make_drafter(target, "eagle"), []
     monkeypatch.setattr(build, "MEASURED", 0)
     monkeypatch.setattr(build.progress, "note", said.append)

@@ -1,0 +1,279 @@
+"""Answers of servers, many at once, in the order of the jobs. vLLM (v1/completions) and llama.cpp (completion) take and give token ids."""
+
+import hashlib
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from specdec.core.answer_text import BROKEN, TextDecoder
+from specdec.engines.client import LLAMA_CPP, BadAnswer, EngineClient, Refused, find_fingerprint
+from specdec.engines.hidden_states import discard_states
+from specdec.text import chat_template
+from specdec.text import conversations as data
+from specdec.text.messages import read_arguments, write_arguments
+
+AHEAD = 4  # requests that wait for an earlier answer, for each one in flight
+
+
+@dataclass(frozen=True)
+class AnswerJob:
+    """One answer to write."""
+
+    id: str
+    category: str
+    temperature: float
+    messages: list[dict]
+    tokens: list[int]  # the rendered prompt
+    tags: tuple[str, ...] = ()
+    arguments: dict = field(default_factory=dict)  # of the chat template, and `tools`
+    place: str = ""  # file and line of the prompt
+    prompt: str | None = None  # the text that a model without a chat template continues; None: it answers messages
+
+    @property
+    def before(self) -> list[int]:
+        """The tokens that the text of the answer goes on from; none for the answer to messages."""
+        return [] if self.prompt is None else self.tokens
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How answers are sampled, and where they end. The random seed of an answer follows from `seed` and the id of its job."""
+
+    stop: frozenset[int]  # tokens that end an answer
+    max_new_tokens: int
+    top_p: float = 1.0
+    seed: int = 0
+
+    def seed_of(self, name: str, bits: int) -> int:
+        digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
+        return int.from_bytes(digest[:7], "big") % 2**bits
+
+
+@dataclass(frozen=True)
+class WrittenAnswer:
+    """What the target wrote for one job."""
+
+    text: str
+    finish: str  # "stop", or "length" if it was cut
+    tokens: list[int]  # with the token that ended it
+
+
+class AnswerServer:
+    """The target in one server, or in several that are used in turn, which answer jobs in their order.
+
+    name: the target's, which the server's model is compared with
+    example: a job, with whose prompt the servers' tokenizer is compared
+
+    `fingerprint`: of the weights that answer; None: not known
+    Raises ValueError, with what to do, if a server does not answer or has another tokenizer.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: AnswerSettings,
+        *,
+        name: str,
+        example: AnswerJob,
+    ):
+        self.client, self.tokenizer, self.settings = client, tokenizer, settings
+        about = self._choose_model(name)
+        self.model, self.of_llama_cpp = str(about["id"]), about.get("owned_by") == LLAMA_CPP
+        self.fingerprint = find_fingerprint(about)
+        check_tokenizer(client, self.model, tokenizer, example.tokens)
+
+    def write(self, jobs: Iterable[AnswerJob]) -> Iterator[list[tuple[AnswerJob, WrittenAnswer]]]:
+        """What was written for the jobs, some of them at a time."""
+        return in_order(self._submit, iter(jobs), ahead=AHEAD * self.client.in_flight)
+
+    def _submit(self, job: AnswerJob) -> "Future[WrittenAnswer]":
+        def read(answer: dict) -> WrittenAnswer:
+            found = self.read_answer(answer, job)
+            discard_states(answer, job.tokens + found.tokens)
+            return found
+
+        settings = self.settings
+        if self.of_llama_cpp:
+            body = {
+                "prompt": job.tokens,
+                "n_predict": settings.max_new_tokens,
+                "samplers": ["temperature", "top_p"],  # no others, in the order of vLLM
+                "temperature": job.temperature,
+                "top_p": settings.top_p,
+                "seed": settings.seed_of(job.id, bits=31),
+                "return_tokens": True,
+                "cache_prompt": False,  # answers do not depend on those before
+            }
+            return self.client.submit("completion", body, lambda answer: self.read_answer(self._as_vllm(answer), job))
+        body = {  # what this interface leaves open is set here, so that the model's defaults do not count
+            "model": self.model,
+            "prompt": job.tokens,
+            "max_tokens": settings.max_new_tokens,
+            "temperature": job.temperature,
+            "top_p": settings.top_p,
+            "seed": settings.seed_of(job.id, bits=31),
+            "stop_token_ids": sorted(settings.stop),
+            "ignore_eos": True,  # only `stop` ends an answer
+            "return_token_ids": True,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+        }
+        return self.client.submit("v1/completions", body, read)
+
+    def _as_vllm(self, answer: dict) -> dict:
+        """An answer of llama.cpp, which knows no stop tokens but those of its file."""
+        tokens = answer.get("tokens") or []
+        end = next((n + 1 for n, token in enumerate(tokens) if token in self.settings.stop), None)
+        finish = "length" if end is None and answer.get("stop_type") == "limit" else "stop"
+        return {"choices": [{"token_ids": tokens[:end], "finish_reason": finish}]}
+
+    def read_answer(self, answer: dict, job: AnswerJob) -> WrittenAnswer:
+        """What came back for a job. Raises BadAnswer for what may be right the next time."""
+        settings = self.settings
+        try:
+            choice = answer["choices"][0]
+            tokens, finish = choice.get("token_ids"), choice["finish_reason"]
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise BadAnswer(f"it has no answer of the interface's form ({type(error).__name__}: {error})") from error
+        if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
+            raise BadAnswer(f"the answer to {job.id} has no token ids, which vLLM and llama.cpp give")
+        ended = tokens[-1] in settings.stop
+        if finish not in ("stop", "length") or (finish == "stop" and not ended):
+            raise BadAnswer(
+                f"the answer to {job.id} ended because of {finish!r} with token {tokens[-1]}, which is none of the "
+                f"target's stop tokens {sorted(settings.stop)}"
+            )
+        if not ended and len(tokens) != settings.max_new_tokens:
+            raise BadAnswer(f"the answer to {job.id} was cut after {len(tokens)} tokens, not {settings.max_new_tokens}")
+        return make_answer(self.tokenizer, tokens, settings.stop, job.before)
+
+    # What the servers are
+
+    def _choose_model(self, name: str) -> dict:
+        """What the first server says about its model of the target, whose name all servers have."""
+        found = [{str(model["id"]): model for model in models} for models in self.client.describe_models()]
+        common = [each for each in found[0] if all(each in models for models in found)]
+        if not common:
+            names = "; ".join(", ".join(models) for models in found)
+            raise ValueError(f"The servers have no model in common ({names}). Give those of one target.")
+        last = PurePosixPath(name).name.lower()
+        model = next((each for each in common if PurePosixPath(each).name.lower() == last), None)
+        if model is None:
+            model = common[0]
+            warnings.warn(
+                f"The server's model is called {model}, and target.name={name}: make sure that they are the same.",
+                stacklevel=2,
+            )
+        return found[0][model]
+
+
+def check_tokenizer(client: EngineClient, model: str, tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> None:
+    """Compares ids where servers have /tokenize, as vLLM and llama.cpp have. tokens: of a prompt, as an example
+
+    Raises ValueError for a server with another tokenizer.
+    """
+    text = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+    wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
+    body = {"model": model, "prompt": text, "content": text, "add_special_tokens": False}
+    try:
+        for _ in client.urls:  # they are asked in turn
+            found = client.post("tokenize", body, lambda answer: answer.get("tokens"))
+            if isinstance(found, list) and found and found != wanted:
+                raise ValueError(
+                    f"The server's tokenizer is not the target's: it gives {len(found)} ids for a prompt that has "
+                    f"{len(wanted)}, or other ids. Serve the model that target.name= names."
+                )
+    except Refused:
+        return
+
+
+def in_order(
+    submit: Callable[[AnswerJob], "Future[WrittenAnswer]"], jobs: Iterator[AnswerJob], *, ahead: int
+) -> Iterator[list[tuple[AnswerJob, WrittenAnswer]]]:
+    """Yields the results of the first jobs as soon as they are there. ahead: jobs that may be under way behind the first one"""
+    waiting: deque[tuple[AnswerJob, Future[WrittenAnswer]]] = deque()
+    try:
+        while True:
+            while len(waiting) < ahead and (job := next(jobs, None)) is not None:
+                waiting.append((job, submit(job)))
+            if not waiting:
+                return
+            done = [(waiting[0][0], waiting[0][1].result())]
+            waiting.popleft()
+            while waiting and waiting[0][1].done() and waiting[0][1].exception() is None:  # else it raises next time
+                job, future = waiting.popleft()
+                done.append((job, future.result()))
+            yield done
+    finally:
+        for _, future in waiting:
+            future.cancel()
+
+
+def list_jobs(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[dict],
+    temperatures: list[float],
+    arguments: dict[str, Any] | None = None,
+) -> list[AnswerJob]:
+    """One job for each prompt and temperature.
+
+    prompts: rows of reading.load_prompts; arguments: of the chat template, for prompts that do not say them
+    Raises ValueError if two prompts have the same id, or for an argument that the chat template does not read.
+    """
+    chat_template.check_arguments(tokenizer, arguments or {})
+    jobs: dict[str, AnswerJob] = {}
+    for prompt in prompts:
+        shared: dict = {
+            "category": prompt["category"],
+            "messages": prompt["messages"],
+            "tokens": data.encode_row(tokenizer, prompt, arguments),
+            "tags": tuple(prompt["tags"]),
+            "prompt": None if tokenizer.chat_template else prompt.get("prompt"),
+            "arguments": {**(arguments or {}), **read_arguments(prompt)},
+            "place": prompt.get("place", ""),
+        }
+        for temperature in temperatures:
+            job = AnswerJob(id=f"{prompt['id']}@{temperature:g}", temperature=temperature, **shared)
+            if (first := jobs.setdefault(job.id, job)) is not job:
+                raise ValueError(
+                    f"Two prompts have the same id, {prompt['id']} ({first.place}; {job.place}). Make the ids unique."
+                )
+    return list(jobs.values())
+
+
+def make_answer(
+    tokenizer: PreTrainedTokenizerBase, tokens: list[int], stop: Collection[int], before: list[int] | None = None
+) -> WrittenAnswer:
+    """tokens: what the target wrote, with the token that ended it; before: AnswerJob.before, as spaces may depend on it"""
+    finish = "stop" if tokens[-1] in stop else "length"
+    said = tokens[:-1] if finish == "stop" else tokens
+    text = TextDecoder.of(tokenizer).text(said, before or ())
+    text = text.rstrip(BROKEN) if finish == "length" else text  # the cut may fall inside a character
+    return WrittenAnswer(text, finish, tokens)
+
+
+def make_row(job: AnswerJob, answer: WrittenAnswer, *, tokenizer: str, writer: str | None = None) -> dict:
+    """A row to train on. tokenizer: digest of the vocabulary that the ids belong to (data.vocabulary)
+
+    writer: fingerprint of the target that wrote it, if it is known
+    """
+    row = {"id": job.id, "category": job.category, "temperature": job.temperature, "finish": answer.finish}
+    row |= write_arguments(job.arguments)
+    if job.tags:
+        row["tags"] = list(job.tags)
+    if job.prompt is None:
+        row["messages"] = [*job.messages, {"role": "assistant", "content": answer.text}]
+    else:
+        row |= {"prompt": job.prompt, "completion": answer.text}
+    if writer is not None:
+        row["target_fingerprint"] = writer
+    ids = {"tokens": job.tokens + answer.tokens, "prompt_tokens": len(job.tokens), "tokenizer": tokenizer}
+    return row | ids

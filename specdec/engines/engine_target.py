@@ -1,0 +1,169 @@
+"""vLLM as the source of the target's outputs: one request reads a text, and its hidden states come as a file.
+
+in_vllm/hidden_states_connector.py writes the file into a folder that this machine sees under the same path, and it is deleted
+here once it was read. vLLM numbers hidden states as `Target` does, but the last one is the state before the final norm. The
+norm is applied where a step takes the states.
+"""
+
+import json
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from specdec.core.sampling import Sampling
+from specdec.engines.client import LLAMA_CPP, BadAnswer, EngineClient, find_fingerprint
+from specdec.engines.hidden_states import delete_file, discard_states, find_file, load_file
+from specdec.heads.base import Drafter
+from specdec.target.fingerprint import UNREAD, describe_difference
+from specdec.target.model import Target, TargetOutput
+
+CLOSE = 0.25  # standard deviations of the logits by which the engine's token may fall short of the best one here
+RESTART = "Start it again with python scripts/launch_engine.py"
+
+
+class EngineTarget:
+    """The target in a server, or in several that are used in turn.
+
+    target: without its layers, or whole
+    layers: numbers of the hidden states that are needed beside the final one
+    Raises ValueError, with what to do, if a server has another model or gives no hidden states, or not these.
+    """
+
+    def __init__(self, client: EngineClient, target: Target, layers: tuple[int, ...]):
+        self.client, self.target = client, target
+        self.layers = tuple(sorted({*layers, target.num_layers}))
+        for url, (model, *_) in zip(client.urls, client.describe_models()):
+            self._check_weights(url, model)
+        self.model = str(model["id"])
+        for _ in client.urls:  # they are asked in turn
+            self._check_server()
+
+    # Outputs of texts
+
+    def submit(self, tokens: Tensor, layers: tuple[int, ...]) -> "Future[list[Tensor]]":
+        """tokens [t] -> [t, D] for each of these layers, on the CPU, before the final norm, in the target's dtype"""
+        ids = tokens.tolist()
+        body = self.make_body(ids, max_tokens=1)
+        return self.client.submit("v1/completions", body, lambda answer: self.receive(answer, ids, layers)[1])
+
+    def read(self, drafter: Drafter, texts: list[tuple[list[int], list[int]]]) -> TargetOutput:
+        """As specdec.unroll.replay.read: prompts and their answers -> features [B, T, F*D], final [B, T, D]"""
+        layers = (*drafter.target_layers, self.target.num_layers)
+        futures = [self.submit(torch.tensor(prompt + answer), layers) for prompt, answer in texts]
+        rows = [torch.cat(future.result(), dim=-1) for future in futures]
+        both = apply_final_norm(self.target, pad_sequence(rows, batch_first=True).to(self.target.device), layers)
+        return TargetOutput(*both.split([both.shape[-1] - self.target.width, self.target.width], dim=-1))
+
+    def answer(
+        self, prompts: Sequence[list[int]], *, sampling: Sampling, max_new_tokens: int, stop: set[int], seed: int
+    ) -> list[list[int]]:
+        """Plain answers, each with the token that ended it. Numbers of prompts are added to the seed."""
+        sampled = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or 0}
+
+        def submit(number: int, prompt: list[int]) -> "Future[list[int]]":
+            def read(answer: dict) -> list[int]:
+                new = _new_tokens(answer)
+                discard_states(answer, [*prompt, *new])  # the server writes them all the same
+                return new
+
+            body = self.make_body(prompt, max_tokens=max_new_tokens, stop=stop) | sampled | {"seed": seed + number}
+            return self.client.submit("v1/completions", body, read)
+
+        return [future.result() for future in [submit(*pair) for pair in enumerate(prompts)]]
+
+    # One request
+
+    def make_body(self, prompt: list[int], *, max_tokens: int, stop: Collection[int] = ()) -> dict:
+        """stop: tokens that end the answer"""
+        return {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,  # only `stop` ends an answer
+            "stop_token_ids": sorted(stop),
+            "return_token_ids": True,
+            "kv_transfer_params": {"include_output_tokens": True},
+        }
+
+    def receive(self, answer: dict, prompt: list[int], layers: tuple[int, ...]) -> tuple[list[int], list[Tensor]]:
+        """-> the new tokens, and [t, D] for each layer: states of all tokens but the last, which the engine never read
+
+        A thread calls this, which must not wait for what the device has been given to do.
+        Raises BadAnswer for what may be right the next time, and ValueError for a server that was started otherwise.
+        """
+        new, path = _new_tokens(answer), find_file(answer)
+        if path is None:
+            raise ValueError(f"The server at {', '.join(self.client.urls)} gives no hidden states. {RESTART}.")
+        tensors, about = load_file(path)
+        ids, states = tensors.get("token_ids"), tensors.get("hidden_states")
+        wanted = [*prompt, *new][:-1]
+        if ids is None or states is None or states.ndim != 3:
+            raise BadAnswer(f"{path} has no hidden states of a text")
+        if ids.tolist() != wanted or len(states) != len(wanted):
+            raise BadAnswer(
+                f"hidden states of {len(states)} tokens came back for a text of {len(wanted)}. {RESTART}: prefix caching must "
+                "be off (--no-enable-prefix-caching)"
+            )
+        delete_file(path)  # now that it is known to be the engine's
+        if not bool(states.isfinite().all() and states.flatten(1).any(dim=1).all()):
+            raise BadAnswer("the hidden states of some tokens are not finite, or all zero")
+        if states.shape[2] != self.target.width:
+            raise ValueError(
+                f"The engine's hidden states have width {states.shape[2]}, and {self.target.name} has {self.target.width}: it "
+                "serves another model."
+            )
+        stored = json.loads(about.get("layers", "[]"))
+        if len(stored) != states.shape[1] or not set(self.layers) <= set(stored):
+            raise ValueError(
+                f"The engine gives layers {stored or 'without their numbers'}, and the head needs {list(self.layers)}. "
+                f"{RESTART} 'layers={json.dumps(list(self.layers))}'."
+            )
+        return new, [states[:, stored.index(layer)].to(self.target.dtype) for layer in layers]
+
+    def _check_weights(self, url: str, model: dict) -> None:
+        if model.get("owned_by") == LLAMA_CPP:
+            raise ValueError(
+                f"{url} is llama.cpp's server, which gives answers only (specdec answer engine=) and no hidden states: use vLLM "
+                "(specdec launch_engine) with the same weights, or features.mode=online."
+            )
+        here, served = self.target.fingerprint(), find_fingerprint(model)
+        if served is not None and served.text != here and UNREAD not in f"{served.text} {here}":
+            clause = describe_difference(f"{url} serves {{}} weights ({model.get('root')})", served.text, here)
+            raise ValueError(f"{clause} ({self.target.name}): give target.name= the folder that is served.")
+
+    @torch.no_grad()
+    def _check_server(self) -> None:
+        """Compares the token that a server chooses behind a short text with the best one by its own hidden state."""
+        target = self.target
+        ids = (torch.arange(1, 9) % target.vocab_size).tolist()
+        read = lambda answer: self.receive(answer, ids, (target.num_layers,))
+        (chosen,), (states,) = self.client.post("v1/completions", self.make_body(ids, max_tokens=1), read)
+        logits = target.logits(target.norm(states[-1:].to(target.device)))[0]  # [V]
+        short = float((logits.max() - logits[chosen]) / logits.std())
+        if not short <= CLOSE:
+            raise ValueError(
+                f"The engine chose token {chosen}, whose logit by its own hidden state falls {short:.1f} standard deviations "
+                f"short of the best. It serves another model than {target.name}, or other layers."
+            )
+
+
+def apply_final_norm(target: Target, states: Tensor, layers: tuple[int, ...]) -> Tensor:
+    """states [..., layers * D] of an EngineTarget, on the target's device -> the same with the final norm, applied in place"""
+    for layer, part in zip(layers, states.split(target.width, dim=-1), strict=True):
+        if layer == target.num_layers:
+            part.copy_(target.norm(part))
+    return states
+
+
+def _new_tokens(answer: dict) -> list[int]:
+    try:
+        new = answer["choices"][0]["token_ids"]
+    except (KeyError, IndexError, TypeError):
+        new = None
+    if not isinstance(new, list) or not new:
+        raise ValueError("The server does not return token ids (return_token_ids): use vLLM 0.10.2 or newer.")
+    return [int(token) for token in new]

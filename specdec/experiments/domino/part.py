@@ -1,0 +1,44 @@
+"""Domino's correction (2605.29707): a GRU reads the tokens of the path, and its state corrects the logits of all tokens.
+
+The first draft is not corrected. The paper's correction starts at random, so its loss moves from the uncorrected logits to the corrected
+ones as training goes on. Here `after` starts at zero, so training starts from the uncorrected logits without such a schedule.
+"""
+
+import torch
+from torch import nn
+
+from specdec.heads.dependence.base import Dependence, Sizes
+
+
+class Domino(Dependence):
+    """hidden: width of the GRU; rank: of the correction W2 silu(W1 [s; r]) of a state s and the GRU's state r"""
+
+    head = "domino"
+    by_token = ("after.",)
+
+    def __init__(self, sizes: Sizes, *, hidden: int = 256, rank: int = 64):
+        super().__init__()
+        self.reader = nn.GRUCell(sizes.width, hidden, bias=False)
+        self.join = nn.Linear(sizes.width + hidden, rank, bias=False)
+        self.after = nn.Linear(rank, sizes.vocab_size, bias=False)
+        nn.init.zeros_(self.after.weight)
+
+    def begin(self, block):
+        return block.states.new_zeros(*block.tokens.shape, self.reader.hidden_size)
+
+    def advance(self, d, state, tokens, embedding, carried):
+        carried = self.reader(embedding.flatten(0, -2), carried.flatten(0, -2)).view(carried.shape)
+        out = nn.functional.silu(self.join(torch.cat([state, carried], dim=-1)))
+        return (torch.zeros_like(out) if d == 1 else out), carried
+
+    def engine_fields(self, anchor_predicts):
+        return {
+            "projector_type": "domino",
+            "shift_label": anchor_predicts,
+            "pure_draft_prefix_len": 1,
+            "gru_hidden_dim": self.reader.hidden_size,
+            "emb_dim": self.after.in_features,
+        }
+
+    def logits(self, readout, unary, embed):
+        return unary() + self.after(readout.contiguous())

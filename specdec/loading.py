@@ -1,0 +1,259 @@
+"""What the commands that decode load: the target, its tokenizer, and checkpoints."""
+
+from specdec.options.command_line import SPLIT as SPLIT
+from specdec.options.command_line import option
+
+import functools
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import PreTrainedTokenizerBase
+
+from specdec import checkpoint
+from specdec.core import precision, threads
+from specdec.core.ranges import named
+from specdec.decoding.drafting import Drafting
+from specdec.heads.base import Drafter, Head
+from specdec.options import proposers
+from specdec.options.proposers import ProposerOptions
+from specdec.proposers.base import Proposer
+from specdec.proposers.heads import HeadProposer
+from specdec.target.loading import find_devices
+from specdec.target.model import Target, load_tokenizer
+from specdec.text import chat_template, messages
+from specdec.text import conversations as data
+
+_threads: list[int] = []  # of this process, once they are chosen
+DEFAULT_TARGET = "targets/smollm2-135m"
+PROMPTS = "data/prompts_heldout.jsonl"
+LARGEST = 2**20  # bytes of a file of settings
+TRUST = "run Python code that the target's folder brings, with all your rights; read it first"
+VARIABLES = "variables of the chat template for what does not say its own, such as template.enable_thinking=false"
+TEMPLATE = {"prefix": "template.", "help": f"{VARIABLES}; others: the template's defaults"}
+TRAINED_TEMPLATE = {
+    "prefix": "template.",
+    "help": f"{VARIABLES}; others: as the checkpoint was trained, or the defaults",
+}
+DTYPE = "bfloat16, float32, float16 or float64; auto: bfloat16 where the device computes in it, else float32"
+
+
+@dataclass(frozen=True)
+class TargetOptions:
+    name: str | None = option(None, "folder or Hub name of the target; null: the checkpoint's, else the default target")
+    dtype: str = option(precision.AUTO, DTYPE)
+    device: str | None = option(None, "cpu, cuda, cuda:1, .. or auto (layers on all GPUs); null: cuda if there is one")
+    trust_remote_code: bool = option(False, TRUST)
+
+    @property
+    def place(self) -> str:
+        """The device, where none is given, too."""
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def dtype_here(self) -> str:
+        """dtype, or what auto is on the device. Raises ValueError for a device that is not there."""
+        with named("target"):
+            return precision.resolve(self.dtype, find_devices(self.place)[0])
+
+
+@dataclass(frozen=True)
+class TokenizerOptions:
+    """For commands that read the target's tokenizer and not its weights."""
+
+    name: str = option(DEFAULT_TARGET, "folder or Hub name of the target, for its tokenizer")
+    trust_remote_code: bool = option(False, TRUST)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A target, ready to answer."""
+
+    target: Target
+    tokenizer: PreTrainedTokenizerBase
+    stop: set[int]
+
+
+@dataclass(frozen=True)
+class Loaded(Opened):
+    """A checkpoint beside its target."""
+
+    folder: Path
+    drafter: Head
+
+
+def use_threads(record: Path | None = None) -> None:
+    """One for each core that this process may use, unless OMP_NUM_THREADS says otherwise; decided once in a process.
+
+    record: settings of results that are continued, if it exists: as many as there
+    """
+    if _threads:
+        return
+    given = os.environ.get("OMP_NUM_THREADS")
+    if not given and record is not None and record.exists():
+        given = checkpoint.read_json(record).get("threads")
+    _threads.append(int(given) if given else threads.usable_cores())
+    torch.set_num_threads(_threads[0])
+
+
+def machine(target: Target) -> dict:
+    """The conditions under which times were measured."""
+    on_cuda = target.device.type == "cuda"
+    return {
+        "machine": torch.cuda.get_device_name(target.device) if on_cuda else platform.machine(),
+        "device": str(target.device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "dtype": str(target.dtype).removeprefix("torch."),
+    }
+
+
+class _NoAliases(yaml.SafeLoader):
+    """Plain values only. Aliases are refused: a few of them can stand for more values than fit into memory."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has aliases (*name)")
+        return super().compose_node(parent, index)
+
+
+def read_yaml(path: Path) -> dict:
+    """A YAML or JSON file that a stranger may have made, as plain values by name. Raises ValueError for what is no such file."""
+    if path.stat().st_size > LARGEST:
+        raise ValueError(f"{path} is larger than {LARGEST >> 20} MiB, so it holds no settings.")
+    try:
+        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_NoAliases)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not YAML with plain values ({' '.join(str(error).split())}).") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"{path} holds no settings by name.")
+    return document
+
+
+def load_target(options: TargetOptions, *, default: str | None = None) -> Opened:
+    """default: its name, where the options give none; without one DEFAULT_TARGET. Raises ValueError as Target.load."""
+    if options.trust_remote_code and options.name is None:
+        raise ValueError(
+            "target.trust_remote_code=true runs code of a model that you name yourself: give target.name= too."
+        )
+    use_threads()
+    name = options.name or default or DEFAULT_TARGET
+    try:
+        with named("target"):
+            target = Target.load(
+                name, dtype=options.dtype, device=options.place, trust_remote_code=options.trust_remote_code
+            )
+            say_dtype(options.dtype, str(target.dtype).removeprefix("torch."), precision.choose(target.device))
+            return open_target(target)
+    except ValueError as error:
+        if name == DEFAULT_TARGET and not Path(name).exists():
+            raise ValueError(f"{error} `make setup` (or python scripts/get_target.py) makes {name}.") from error
+        raise
+
+
+@functools.cache
+def say_dtype(given: str, dtype: str, choice: precision.Choice) -> None:
+    """Once, which dtype `auto` is here and why, or that the given one is slow here."""
+    if given == precision.AUTO:
+        print(f"target.dtype={dtype} ({choice.reason})", file=sys.stderr)
+    elif dtype == "bfloat16" != choice.dtype:
+        print(f"target.dtype={dtype} is slow here ({choice.reason}); auto is {choice.dtype}", file=sys.stderr)
+
+
+def open_target(target: Target) -> Opened:
+    tokenizer = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code)
+    return Opened(target, tokenizer, data.stop_tokens(tokenizer, target.model.generation_config))
+
+
+def read_template(
+    written: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None = None, heads: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Template arguments of a command, over those with which its checkpoints were trained.
+
+    tokenizer: whose chat template must read them; None: not known here
+    Raises ValueError for one that no template may have, or that this one does not read.
+    """
+    arguments = {**template_of(heads), **messages.parse_arguments(written)}
+    if tokenizer is not None:
+        chat_template.check_arguments(tokenizer, arguments)
+    return arguments
+
+
+def template_of(heads: Sequence[str]) -> dict[str, Any]:
+    """The template arguments of the rows that checkpoints were trained on; {} if they are not known, or not the same"""
+    told = [checkpoint.read_facts(checkpoint.resolve(head)).get("data") for head in heads]
+    all_arguments = [_read_facts(about) if isinstance(about, dict) else {} for about in told]
+    first = all_arguments[0] if all_arguments else {}
+    return first if all(arguments == first for arguments in all_arguments) else {}
+
+
+def _read_facts(data: dict[str, Any]) -> dict[str, Any]:
+    """The template arguments in what about.json says of a run's data."""
+    arguments = data.get("template")
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def target_of(folder: Path, given: str | None = None) -> str:
+    """The name of the target that a checkpoint was trained for, unless one is given.
+
+    Raises ValueError for a published head whose files do not name its target.
+    """
+    name = given or checkpoint.read_document(folder).get("target")
+    if name is None:
+        raise ValueError(
+            f"{checkpoint.name_of(folder)} does not say which target it was trained for: give target.name=, a folder or a Hub name."
+        )
+    return str(name)
+
+
+def warn_adapted(folder: Path | None, target: Target) -> None:
+    if target.adapted:
+        print(f"{folder} adapts its target: all outputs are those of the adapted one.", file=sys.stderr)
+
+
+def load(folder: str, options: TargetOptions, *, exact: bool = False) -> Loaded:
+    """exact: as of `checkpoint.load`. Raises ValueError, with what to do, for a wrong folder or target."""
+    path = checkpoint.resolve(folder)
+    opened = load_target(options, default=target_of(path, options.name))
+    drafter = checkpoint.load(path, opened.target, exact=exact)
+    warn_adapted(path, opened.target)
+    return Loaded(**vars(opened), folder=path, drafter=drafter)
+
+
+@dataclass(frozen=True)
+class Chosen(Opened):
+    """A proposer beside its target."""
+
+    name: str  # of the file in conf/proposer
+    proposer: Proposer
+    checkpoint: Path | None
+
+    @property
+    def title(self) -> str:
+        """A trained head's chain or tree, or the proposer's name."""
+        return str(self.proposer.shape) if isinstance(self.proposer, HeadProposer) else self.name
+
+
+def load_proposer(given: ProposerOptions, options: TargetOptions, drafting: Drafting) -> Chosen:
+    """A proposer beside its target, which is the checkpoint's if there is one.
+
+    By default that is auto, where it can draft: not with a target that guesses ahead of itself, nor where a fixed shape is
+    asked for. Raises ValueError for what does not exist or does not fit.
+    """
+    head = given.settings.get("checkpoint", given.checkpoint)
+    folder = checkpoint.resolve(head) if head else None
+    fixed = not given.given_names.isdisjoint(proposers.SHAPE)
+    if given.proposer is None and folder is not None:
+        fixed = fixed or not issubclass(checkpoint.head_class(folder), Drafter)
+    name = given.proposer or (proposers.HEAD if fixed else proposers.AUTO)
+    config = proposers.configure(name, settings=given.settings, drafting=drafting, checkpoint=head)
+    opened = load_target(options, default=target_of(folder, options.name) if folder else None)
+    proposer = proposers.make(config, opened.target)
+    warn_adapted(folder, opened.target)
+    return Chosen(opened.target, opened.tokenizer, opened.stop, name, proposer, folder)

@@ -1,0 +1,118 @@
+"""The prompts that a head was trained on, as digests in the folder of its run, by which held-out ones that are copies are found.
+
+    checkpoints/<run>/trained_prompts.safetensors   digests [N] int64, increasing
+
+A digest is of a user's message, but for case and blanks, so that a copy in another file, or a question that is asked later in a
+conversation, is noticed. Of a row of token ids alone it is of the prompt's ids. Text without a prompt asks nothing.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy
+import safetensors.torch
+import torch
+from numpy import ndarray
+
+from specdec import checkpoint
+from specdec.core import files, untrusted
+from specdec.text import reading
+
+FILE = "trained_prompts.safetensors"
+NAME = "digests"  # of the tensor in it
+
+
+def list_prompts(row: dict) -> list[str]:
+    """The texts that a row asks: every user's message, its prompt, or the ids of its prompt. Keys of any type are read."""
+    messages = row.get("messages")
+    if isinstance(messages, list):
+        users = [message for message in messages if isinstance(message, dict) and message.get("role") == "user"]
+        return [message["content"] for message in users if isinstance(message.get("content"), str)]
+    if isinstance(row.get("prompt"), str):
+        return [row["prompt"]]
+    if reading.has_ids(row) and isinstance(row["tokens"], list) and type(row["prompt_tokens"]) is int:
+        return [" ".join(map(str, row["tokens"][: row["prompt_tokens"]]))]
+    return []
+
+
+def digest_text(text: str) -> int:
+    """Eight bytes of a text but for case and blanks, as a signed number."""
+    normal = " ".join(text.casefold().split()).encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.blake2b(normal, digest_size=8).digest(), "little", signed=True)
+
+
+def digest_row(row: dict) -> list[int]:
+    """Of each text that a row asks; none for an empty one."""
+    return [digest_text(text) for text in list_prompts(row) if text.strip()]
+
+
+def digest_question(row: dict) -> list[int]:
+    """Of what is asked before the first answer of a held-out row, and of its published text where a protocol changes it."""
+    messages = row.get("messages")
+    if isinstance(messages, list):
+        roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+        first = roles.index("assistant") if "assistant" in roles else len(roles)
+        row = {**row, "messages": messages[:first]}
+    published = {"prompt": row.get("original")}
+    return [*digest_row(row)[-1:], *digest_row(published)]
+
+
+def find(rows: Sequence[dict], digests: ndarray) -> list[str]:
+    """The ids of the held-out rows whose question is among the digests, increasing [N]."""
+    questions = [digest_question(row) for row in rows]
+    numbers = numpy.array([number for question in questions for number in question], dtype=numpy.int64)
+    places = numpy.searchsorted(digests, numbers)
+    copies = {number for number, place in zip(numbers.tolist(), places) if number in digests[place : place + 1]}
+    return [str(row["id"]) for row, question in zip(rows, questions, strict=True) if copies.intersection(question)]
+
+
+def count_copies(ids: Sequence[str], num: int, what: str) -> str:
+    """The subject of a sentence: how many of `num` prompts were trained on, and which is the first."""
+    return f"{len(ids)} of {num} {what} (first: {ids[0]})"
+
+
+# In the folder of a run
+
+
+def find_file(folder: Path) -> Path | None:
+    """Of the run of a step's or a run's folder; None where there is none."""
+    places = [folder, folder.parent] if folder.name.startswith("step_") else [folder]
+    return next((place / FILE for place in places if (place / FILE).exists()), None)
+
+
+def join(digests: ndarray, start: str | None) -> ndarray:
+    """Digests of a run, increasing [N]: of its own rows, increasing too, and of the head that it starts from, where those are known."""
+    before = None if start is None else read(checkpoint.resolve(start))
+    return digests if before is None else numpy.union1d(digests, before)
+
+
+def write(run: Path, digests: ndarray) -> None:
+    """Raises ValueError if the disk is full."""
+    files.write_bytes(run / FILE, safetensors.torch.save({NAME: torch.from_numpy(digests)}))
+
+
+def read(folder: Path) -> ndarray | None:
+    """What the head of a step's or a run's folder was trained on, increasing [N]; None where that is not known.
+
+    Runs of earlier versions have no such file: then the rows that they name are read, as far as they are here.
+    Raises ValueError for a damaged file.
+    """
+    if (path := find_file(folder)) is not None:
+        digests = untrusted.read_tensors(path).get(NAME)
+        return None if digests is None else numpy.unique(digests.long().numpy())
+    about = checkpoint.read_facts(folder).get("data")
+    train = about.get("train") if isinstance(about, dict) else None
+    sources = [source for source in (train if isinstance(train, list) else [train]) if isinstance(source, str)]
+    parts = [digest_source(source) for source in sources if Path(source).exists()]
+    return numpy.unique(numpy.concatenate(parts)) if parts else None
+
+
+def digest_source(source: str) -> ndarray:
+    """Of all rows of a source, up to a damaged one [N]"""
+    digests: list[int] = []
+    with contextlib.suppress(ValueError, OSError):
+        for _, row in reading.read_rows(source, None):
+            digests += digest_row(row)
+    return numpy.array(digests, dtype=numpy.int64)

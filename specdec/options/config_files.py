@@ -1,0 +1,30 @@
+"""Where the YAML of options is: conf/ of the clone or of the wheel, and the folder conf of each tool and experiment."""
+
+from pathlib import Path
+
+from specdec.core import extensions
+
+PACKAGE = extensions.PACKAGE
+IN_CLONE = (PACKAGE.parent / "train.py").is_file() and (PACKAGE.parent / "scripts").is_dir()
+HOME = PACKAGE.parent if IN_CLONE else PACKAGE / "_clone"  # of scripts, train, conf and train.py
+
+
+def conf_folders() -> list[Path]:
+    """Every folder with groups of YAML, that of the core first."""
+    return [HOME / "conf", *extensions.conf_folders()]
+
+
+def list_files(group: str) -> dict[str, Path]:
+    """The files of a group, such as head, by name in the order of the alphabet."""
+    files = {path.stem: path for folder in conf_folders() for path in folder.glob(f"{group}/*.yaml")}
+    return dict(sorted(files.items()))
+
+
+def flatten(settings: dict, prefix: str = "", *, without: tuple[str, ...] = ()) -> dict:
+    """Settings by dotted name. without: names of settings and of groups that are left out"""
+    found: dict = {}
+    for key, value in settings.items():
+        if prefix + key not in without:
+            inner = isinstance(value, dict)
+            found |= flatten(value, f"{prefix}{key}.", without=without) if inner else {prefix + key: value}
+    return found

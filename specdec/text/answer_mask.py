@@ -1,0 +1,335 @@
+r"""Which tokens of a rendered conversation the assistant wrote.
+
+Places come from rendering alone, never from the first place where a text occurs. A turn begins where the prompt before it
+ends. What it says ends where the rendering changes if one more word is said.
+
+    rendered   <user>Hi<end>\n<assistant>\nHello!<end>\n<user>Bye<end>\n<assistant>\nSee you!<end>\n
+    prompt 1   <user>Hi<end>\n<assistant>\n
+    more       <user>Hi<end>\n<assistant>\nHello!WORD<end>\n<user>Bye<end>\n<assistant>\nSee you!<end>\n
+    mask                                   ^^^^^^^^^^^                               ^^^^^^^^^^^^^
+
+A turn ends with the first special token behind what it says, which may be the token of the next role. Generation markers
+of a template narrow this down: they say which turns count, and where a turn begins whose prompt the template rewrites.
+"""
+
+import bisect
+import itertools
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from specdec.text import chat_template
+from specdec.text.chat_template import OTHER, WORD, find_form, render
+from specdec.text.messages import MODE, THOUGHTS
+
+ADVICE = "add {% generation %} markers around what the assistant writes to its chat_template.jinja"
+TAGS = re.compile(r"</?think(?:ing)?>|\[/?THINK\]|\s")  # what templates write anew around thoughts
+HEADER_ENDS = ">\n"  # last characters of the parts of a generation prompt: of a special token, and of a line
+EXCERPT = 40  # characters of a text that a message quotes
+
+
+@dataclass(frozen=True)
+class AssistantTurn:
+    """Places in a rendered conversation, in characters.
+
+    index: the number of its message
+    start: the first character that the target wrote
+    said_end: the end of content, thoughts and calls
+    stop: the first character that the turn cannot have
+    """
+
+    index: int
+    start: int
+    said_end: int
+    stop: int
+
+
+class RenderedConversation:
+    """A conversation with its text, and the text of the same conversation with one change.
+
+    arguments: variables of the template; messages, arguments: as of chat_template.render
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, messages: list[dict], arguments: dict[str, Any]):
+        self.tokenizer, self.messages, self.arguments = tokenizer, messages, arguments
+        self.text = render(tokenizer, messages, arguments, add_generation_prompt=False)
+
+    def prompt(self, index: int, arguments: dict[str, Any]) -> str:
+        """The text that the answer `index` follows when it is written with some template arguments."""
+        return render(self.tokenizer, self.messages[:index], arguments, add_generation_prompt=True)
+
+    def history(self, index: int) -> str:
+        """The text of the messages before `index`; empty for none."""
+        if index == 0:
+            return ""
+        return render(self.tokenizer, self.messages[:index], self.arguments, add_generation_prompt=False)
+
+    def change(self, index: int, message: dict) -> str:
+        """The text with another message in the place of one."""
+        messages = [*self.messages[:index], message, *self.messages[index + 1 :]]
+        return render(self.tokenizer, messages, self.arguments, add_generation_prompt=False)
+
+    def find_end(self, index: int, key: str) -> int | None:
+        """Where a field of a message ends in the text, in characters; None if the template leaves it out.
+
+        key: content, THOUGHTS or tool_calls
+        """
+        message = self.messages[index]
+        changed = self.change(index, _extend_call(message) if key == "tool_calls" else _extend_text(message, key))
+        return None if changed == self.text else len(self.text) - _count_common(self.text[::-1], changed[::-1])
+
+    def find_said_end(self, index: int) -> int:
+        """The end of content, thoughts and calls of a message, in characters; 0 if the template writes none of them."""
+        message = self.messages[index]
+        keys = [key for key in (THOUGHTS, "content", "tool_calls") if message.get(key)] or ["content"]
+        return max(self.find_end(index, key) or 0 for key in keys)
+
+    def find_end_of(self, turn: AssistantTurn) -> int:
+        """The end of what a turn writes behind what it says: as far as the same stands there without later messages."""
+        if turn.index + 1 == len(self.messages):
+            return len(self.text)
+        try:
+            alone = RenderedConversation(self.tokenizer, self.messages[: turn.index + 1], self.arguments)
+        except ValueError:  # some templates refuse a conversation that ends with calls
+            return turn.said_end
+        behind = alone.text[alone.find_said_end(turn.index) :]
+        return turn.said_end + _count_common(self.text[turn.said_end :], behind)
+
+    def find_left_out(self, index: int, start: int, said_end: int) -> str:
+        """The beginning of what a message says and the template does not write; empty for nothing.
+
+        All characters of a text must follow one another in the turn, but for blanks and the tags around thoughts. Where one
+        does not, the text with a word put there decides.
+        """
+        message = self.messages[index]
+        for key in (THOUGHTS, "content"):
+            text = message.get(key) or ""
+            missing = _find_missing(text, self.text[start:said_end])
+            if missing is None:
+                continue
+            if OTHER not in self.change(index, {**message, key: f"{text[:missing]}{OTHER}{text[missing:]}"}):
+                return text[missing : missing + EXCERPT].strip()
+        return ""
+
+
+def _extend_text(message: dict, key: str) -> dict:
+    """The message with one more word in a field. The word ends otherwise than the field does, so that ends can be compared."""
+    text = message.get(key) or ""
+    return {**message, key: f"{text} {WORD}{'y' if text.rstrip().endswith('x') else 'x'}"}
+
+
+def _extend_call(message: dict) -> dict:
+    """The message with one more argument in its last call."""
+    *calls, last = message["tool_calls"]
+    return {**message, "tool_calls": [*calls, chat_template.extend_arguments(last)]}
+
+
+def _count_common(text: str, other: str) -> int:
+    """The number of equal first characters, by bisection: comparing parts of texts is faster than a loop over characters."""
+    least, most = 0, min(len(text), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if text[least:middle] == other[least:middle]:
+            least = middle
+        else:
+            most = middle - 1
+    return least
+
+
+def _find_missing(text: str, written: str) -> int | None:
+    """The number of the first character of a text that does not follow the ones before it in `written`; None if all do."""
+    if text.strip() in written:
+        return None
+    skipped = {number for match in TAGS.finditer(text) for number in range(*match.span())}
+    position = 0
+    for number, character in enumerate(text):
+        if number in skipped:
+            continue
+        position = written.find(character, position) + 1
+        if position == 0:
+            return number
+    return None
+
+
+# The turns of a conversation
+
+
+def find_turns(
+    conversation: RenderedConversation, spans: list[tuple[int, int]] | None
+) -> tuple[dict[int, AssistantTurn], dict[str, Any]]:
+    """-> the assistant's turns by the number of their message; the arguments, with the mode of the last answer where it shows
+
+    spans: of the template's generation markers, in characters; None: it has none
+    A turn of the history is missing if the template writes it otherwise than the target did: behind another prompt, or
+    without its thoughts. Raises ValueError if that is so of the last turn.
+    """
+    messages = conversation.messages
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    starts, arguments = find_starts(conversation, answers)
+    said_ends = [conversation.find_said_end(index) for index in answers]
+    if spans is not None:
+        starts = _add_marked_starts(conversation, answers, starts, said_ends, spans)
+    turns: dict[int, AssistantTurn] = {}
+    for number, index in enumerate(answers):
+        start, said_end = starts[number], said_ends[number]
+        left_out = "" if start is None else conversation.find_left_out(index, start, said_end)
+        if index == answers[-1]:
+            _check_last(conversation, start, left_out)
+        if start is None or left_out:
+            continue
+        stop = next((start for start in starts[number + 1 :] if start is not None), len(conversation.text))
+        turns[index] = AssistantTurn(index, start, said_end, stop)
+    return turns, arguments
+
+
+def _check_last(conversation: RenderedConversation, start: int | None, left_out: str) -> None:
+    name = conversation.tokenizer.name_or_path
+    if start is None:
+        raise ValueError(
+            f"The chat template of {name} rewrites history (a rendered prompt is not the beginning of the rendered "
+            "conversation), so what the assistant wrote cannot be told from it. To train on such conversations, "
+            f"{ADVICE}."
+        )
+    if left_out:
+        raise ValueError(
+            f'The chat template of {name} leaves out what the assistant says ("{left_out}"), so the target would not read '
+            "it. Remove it, or choose a target whose chat template writes it."
+        )
+
+
+def _add_marked_starts(
+    conversation: RenderedConversation,
+    answers: list[int],
+    starts: list[int | None],
+    said_ends: list[int],
+    spans: list[tuple[int, int]],
+) -> list[int | None]:
+    """The starts of the answers, with those that are unknown by the template's generation markers, as far as it has some there."""
+    marked = list(starts)
+    for number, (index, behind, said_end) in enumerate(zip(answers, [0, *said_ends], said_ends)):
+        if marked[number] is None:
+            marked[number] = _find_marked_start(conversation, index, behind, said_end, spans)
+    return marked
+
+
+def _find_marked_start(
+    conversation: RenderedConversation, index: int, behind: int, said_end: int, spans: list[tuple[int, int]]
+) -> int | None:
+    """The start of an answer by the first marked character of its turn, behind what the generation prompt supplies there.
+
+    behind, said_end: where the turn's mark may begin, in characters
+    """
+    first = next((first for first, _ in spans if behind <= first <= said_end), None)
+    if first is None:
+        return None
+    history = conversation.history(index)
+    header = conversation.prompt(index, conversation.arguments).removeprefix(history)
+    supplied = header[: _count_common(header, conversation.text[first:])]
+    return first + max(supplied.rfind(end) for end in HEADER_ENDS) + 1
+
+
+def find_starts(conversation: RenderedConversation, answers: list[int]) -> tuple[list[int | None], dict[str, Any]]:
+    """-> where the answers begin in the text, None if unknown; the arguments, with the mode of the last one where it shows
+
+    Without a stated mode, the longest prompt of all modes counts: that of an answer without thoughts may end with empty ones.
+    An answer in the history may follow another prompt than a new one, that of no stated mode.
+    """
+    stated = conversation.arguments
+    unstated = {key: value for key, value in stated.items() if key != MODE}
+    if MODE in stated:
+        modes, history_modes = [stated], [stated, unstated]
+    elif find_form(conversation.tokenizer).mode is not None:
+        modes = history_modes = [stated, {**stated, MODE: False}, {**stated, MODE: True}]
+    else:
+        modes = history_modes = [stated]
+    *history, last = answers
+    starts = [_find_start(conversation, index, history_modes)[0] for index in history]
+    start, arguments = _find_start(conversation, last, modes)
+    return [*starts, start], arguments
+
+
+def _find_start(
+    conversation: RenderedConversation, index: int, candidates: list[dict[str, Any]]
+) -> tuple[int | None, dict[str, Any]]:
+    """-> the length in characters of an answer's longest prompt that begins the conversation's text, None for no such prompt;
+    the template arguments of that prompt
+
+    candidates: template arguments; of equally long prompts the first one's count
+    """
+    start, arguments = None, candidates[0]
+    for candidate in candidates:
+        prompt = conversation.prompt(index, candidate)
+        if conversation.text.startswith(prompt) and len(prompt) > (start or -1):
+            start, arguments = len(prompt), candidate
+    return start, arguments
+
+
+# Tokens
+
+
+def find_special(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Ids of special tokens, including those that a tokenizer marks as special without naming them."""
+    added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | set(tokenizer.all_special_ids)
+
+
+def mask_spans(starts: list[int], spans: list[tuple[int, int]]) -> list[bool]:
+    """Mask of the tokens that begin in a span [start, stop) of characters.
+
+    starts: increasing places of the tokens' first characters
+    This is not transformers' own mask: where a tokenizer drops white space, that one goes on to the end of the text.
+    """
+    mask = [False] * len(starts)
+    for span in spans:
+        first, last = (bisect.bisect_left(starts, place) for place in span)
+        mask[first:last] = [True] * (last - first)
+    return mask
+
+
+def mask_turns(
+    conversation: RenderedConversation, tokens: list[int], starts: list[int], turns: list[AssistantTurn]
+) -> list[bool]:
+    """Mask of the tokens of some turns.
+
+    tokens: ids of the conversation's text; starts: increasing places of their first characters
+    """
+    mask = [False] * len(tokens)
+    special = find_special(conversation.tokenizer)
+    for turn in turns:
+        first = bisect.bisect_left(starts, turn.start)
+        end = _find_token_end(conversation, tokens, starts, turn, special)
+        mask[first:end] = [True] * (end - first)
+    return mask
+
+
+def _find_token_end(
+    conversation: RenderedConversation, tokens: list[int], starts: list[int], turn: AssistantTurn, special: set[int]
+) -> int:
+    """The number of the token behind a turn; special: ids
+
+    A turn ends with the first special token behind what it says, which may be that of the next role. If the turn itself writes
+    several in a row, it ends with the end-of-text token among them, or the last one. Without any, it ends with what it says, or
+    with what it writes behind its calls.
+    """
+    said, stop = (bisect.bisect_left(starts, place) for place in (turn.said_end, turn.stop))
+    first = next((index for index in range(said, stop) if tokens[index] in special), None)
+    if first is None and not conversation.messages[turn.index].get("tool_calls"):
+        return said
+    if first is None:
+        return bisect.bisect_left(starts, len(conversation.text[: conversation.find_end_of(turn)].rstrip()))
+    run = [*itertools.takewhile(lambda index: tokens[index] in special, range(first, stop))]
+    return 1 + (first if len(run) == 1 else _choose_last(conversation, tokens, starts, turn, run))
+
+
+def _choose_last(
+    conversation: RenderedConversation, tokens: list[int], starts: list[int], turn: AssistantTurn, run: list[int]
+) -> int:
+    """Which of several special tokens in a row is the last of a turn. run: their numbers"""
+    end_of_text = conversation.tokenizer.eos_token_id
+    if tokens[run[0]] == end_of_text:
+        return run[0]
+    limit = bisect.bisect_left(starts, conversation.find_end_of(turn))
+    written = [index for index in run if index < limit] or run[:1]
+    return next((index for index in written if tokens[index] == end_of_text), written[-1])

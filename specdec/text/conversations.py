@@ -1,0 +1,334 @@
+"""Conversations to `TrainingBatch`: prompts and rows of token ids with their mask, truncation, collation."""
+
+import bisect
+import functools
+import itertools
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import rich.text
+from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+from specdec.core.answer_text import TextDecoder, TextStream
+from specdec.core.untrusted import is_text
+from specdec.text import answer_mask, chat_template, reading, token_text
+from specdec.text.answer_mask import ADVICE
+from specdec.text.chat_template import check_arguments, check_written, find_form, render
+from specdec.text.messages import THOUGHTS, normalise_messages, read_arguments, write_arguments
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """question: that it belongs to; None: it is one itself. A question of several turns has a prompt for each"""
+
+    id: str
+    category: str
+    tokens: list[int]
+    tags: tuple[str, ...] = ()
+    question: str | None = None
+
+    @property
+    def of(self) -> str:
+        """Its question, over which intervals are: turns of one question are strongly correlated."""
+        return self.question or self.id
+
+
+@dataclass(frozen=True)
+class Row:
+    """One conversation. `mask` is True where the assistant wrote the token, its end-of-turn token included."""
+
+    id: str
+    category: str
+    tokens: list[int]
+    mask: list[bool]
+    arguments: dict = field(
+        default_factory=dict
+    )  # template arguments with which it was written, as far as they are known
+    num_left_out: int = 0  # answers of the history that are not supervised, as the template writes them otherwise
+
+
+# The chat template
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], arguments: dict[str, Any] | None = None
+) -> list[int]:
+    """The tokens after which the target writes its answer.
+
+    arguments: variables of the chat template, and `tools`, as messages.read_arguments names them
+    Raises ValueError for what cannot be rendered or encoded, and for an argument that the template does not read.
+    """
+    if not is_text(messages):
+        raise ValueError("The prompt has half of a surrogate pair, which is no character: was it typed in UTF-8?")
+    arguments = arguments or {}
+    messages = normalise_messages(messages)
+    text = render(tokenizer, messages, arguments, add_generation_prompt=True)
+    check_arguments(tokenizer, arguments)
+    check_written(tokenizer, messages, arguments, text, add_generation_prompt=True)
+    return tokenise(tokenizer, text)["input_ids"]
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase, defaults: dict[str, Any], messages: list[dict], fields: dict[str, Any]
+) -> tuple[list[int], dict[str, Any]]:
+    """-> the tokens after which the target answers a request; the fields of a row that say how its messages were rendered
+
+    defaults: template arguments for requests that do not say them; fields: of the request, as of a row
+    Raises ValueError as `encode_prompt`.
+    """
+    arguments = {**defaults, **read_arguments(fields)}
+    return encode_prompt(tokenizer, messages, arguments), write_arguments(arguments)
+
+
+def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, **more) -> BatchEncoding:
+    """The encoding of a text. Raises ValueError for a token that the target has no embedding for."""
+    encoding = tokenizer(text, add_special_tokens=False, **more)
+    token_text.check_ids(tokenizer, encoding["input_ids"])
+    return encoding
+
+
+def load_prompts(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    split: str | None = None,
+    limit: int | None = None,
+    arguments: dict[str, Any] | None = None,
+) -> list[Prompt]:
+    """Prompts to decode, from any form that reading.load_prompts reads; `limit` of them, spread evenly over the rows.
+
+    arguments: variables of the chat template for prompts that do not say them
+
+    Raises ValueError as reading.load_prompts and reading.spread, and for a prompt that the template refuses.
+    """
+    with reading.at(source):
+        rows = reading.spread(reading.load_prompts(source, split=split), limit)
+        return encode_prompts(rows, tokenizer, arguments)
+
+
+def encode_prompts(
+    rows: list[dict], tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any] | None = None
+) -> list[Prompt]:
+    """Rows of reading.load_prompts as prompts to decode.
+
+    arguments: variables of the chat template for prompts that do not say them
+    """
+    check_arguments(tokenizer, arguments or {})
+    return [
+        Prompt(row["id"], row["category"], encode_row(tokenizer, row, arguments), tuple(row["tags"])) for row in rows
+    ]
+
+
+def encode_row(tokenizer: PreTrainedTokenizerBase, row: dict, arguments: dict[str, Any] | None = None) -> list[int]:
+    """`encode_prompt` of a row of reading.load_prompts, whose place a refusal names.
+
+    A model without a chat template continues the row's `prompt`.
+    arguments: variables of the chat template, if the row does not say them
+    """
+    with reading.at(row.get("place") or f"prompt {row['id']}"):
+        if row.get("prompt") is None or tokenizer.chat_template or "tools" in row:
+            return encode_prompt(tokenizer, row["messages"], merge_arguments(tokenizer, row, arguments))
+        tokens = token_text.encode_text(tokenizer, row["prompt"])
+        if not tokens:
+            raise ValueError("The prompt is empty, and the target puts no token in front of texts: write one.")
+        return tokens
+
+
+def merge_arguments(
+    tokenizer: PreTrainedTokenizerBase, row: dict, arguments: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Template arguments of a row, with `tools`, over those of a command. A row's mode that the template has not is left out."""
+    row_arguments = read_arguments(row)
+    tools = {"tools": row_arguments["tools"]} if "tools" in row_arguments else {}
+    return {**(arguments or {}), **chat_template.known_arguments(tokenizer, row_arguments), **tools}
+
+
+def check_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError for a tokenizer that cannot say where in a text its tokens are."""
+    if tokenizer.chat_template and not tokenizer.is_fast:
+        raise ValueError(
+            f"The tokenizer of {tokenizer.name_or_path} ({type(tokenizer).__name__}) has no fast form "
+            "(tokenizer.json), which says where tokens begin, so answers cannot be told from prompts. Choose another "
+            "target."
+        )
+
+
+@functools.lru_cache(maxsize=4)
+def vocabulary(tokenizer: PreTrainedTokenizerBase, num_entries: int) -> tuple[str, int]:
+    """-> digest of the text of every id, and the number of ids that the target reads.
+
+    num_entries: len(tokenizer), which changes if tokens are added
+    """
+    return token_text.fingerprint(tokenizer), token_text.num_ids(tokenizer)
+
+
+def take_kept_ids(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
+    """The row with the ids that the target read and wrote: `tokens`, of which the first `prompt_tokens` are the prompt.
+
+    None if it has no ids, and with a warning if they belong to another tokenizer. Raises ValueError for impossible ids.
+    """
+    if not reading.has_ids(conversation):
+        return None
+    tokens, num_prompt = conversation["tokens"], conversation["prompt_tokens"]
+    digest, size = vocabulary(tokenizer, len(tokenizer))
+    if conversation.get("tokenizer") != digest:
+        if conversation.get("messages") is None and reading.find_plain_text(conversation) is None:
+            raise ValueError(
+                f"Row {conversation['id']} has no messages, and its token ids are of another tokenizer than that of "
+                f"{tokenizer.name_or_path}. Remove the row, or train with its own target."
+            )
+        warnings.warn(
+            f"Row {conversation['id']} and perhaps others have token ids of another tokenizer than that of "
+            f"{tokenizer.name_or_path}. Their text is encoded again, so it may be cut into other tokens.",
+            stacklevel=2,
+        )
+        return None
+    ids = isinstance(tokens, list) and all(type(token) is int and 0 <= token < size for token in tokens)
+    if not ids or type(num_prompt) is not int or not 0 < num_prompt < len(tokens):
+        raise ValueError(
+            f"Row {conversation['id']}: tokens must be a list of ids from 0 to {size - 1}, and prompt_tokens={num_prompt} "
+            "at least 1 and below their number. Repair or remove the row."
+        )
+    mask = [False] * num_prompt + [True] * (len(tokens) - num_prompt)
+    if last_weight(conversation) == 0:
+        raise ValueError(
+            f"Row {conversation['id']}: its last answer has weight 0, and it alone would count. Remove the row."
+        )
+    arguments = chat_template.known_arguments(tokenizer, read_arguments(conversation))
+    return Row(conversation["id"], conversation["category"], tokens, mask, arguments)
+
+
+def last_weight(conversation: dict) -> int:
+    """The weight of a row's last message, 0 or 1."""
+    messages = conversation.get("messages")
+    return messages[-1].get("weight", 1) if messages else 1
+
+
+def encode_plain(tokenizer: PreTrainedTokenizerBase, conversation: dict, prompt: str | None, completion: str) -> Row:
+    """Tokens and mask of plain text; the completion is supervised, or all of a text without a prompt.
+
+    A completion ends with the end-of-text token, unless the row has `finish: "length"`: the target did not write one
+    there. Raises ValueError if nothing is left to guess.
+    """
+    before, said = token_text.encode_pair(tokenizer, prompt or "", completion)
+    end = tokenizer.eos_token_id
+    if prompt is not None and end is not None and conversation.get("finish") != "length" and said[-1:] != [end]:
+        said = [*said, end]
+    if not (said if before else said[1:]):  # nothing precedes the first token
+        raise ValueError(f"Row {conversation['id']}: its text or completion is too short. Remove the row.")
+    mask = [False] * len(before) + [True] * len(said)
+    mask[0] = False
+    return Row(id=conversation["id"], category=conversation["category"], tokens=before + said, mask=mask)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
+    """Tokens and assistant mask of a row of `load_conversations`; every assistant turn is supervised.
+
+    A row that holds the token ids of the target is used as it is, and its last answer is supervised. Plain text is
+    encoded without the chat template; but with one, a prompt and its completion are a user's message and its answer. A
+    row with `finish: "length"` is cut behind the content of its last answer, because the target did not write an end of
+    turn there. Raises ValueError if nothing or everything would be supervised.
+    """
+    if (row := take_kept_ids(tokenizer, conversation)) is not None:
+        return row
+    if (plain := reading.find_plain_text(conversation)) is not None:
+        prompt, completion = plain
+        if prompt is None or not (tokenizer.chat_template or "tools" in read_arguments(conversation)):
+            return encode_plain(tokenizer, conversation, prompt, completion)
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        conversation = {**conversation, "messages": messages}
+    return encode_messages(tokenizer, conversation)
+
+
+def encode_messages(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
+    """`encode` of a row with messages. Turns with weight 0 are context alone."""
+    name, messages = f"Row {conversation['id']}", normalise_messages(conversation["messages"])
+    if not tokenizer.chat_template:
+        raise ValueError(f"{name} has messages. {chat_template.without_template(tokenizer)}")
+    check_offsets(tokenizer)
+    check_answers(name, messages)
+    cut = conversation.get("finish") == "length"
+    if cut and find_form(tokenizer).thoughts:
+        messages[-1] = split_cut_thoughts(messages[-1])
+    try:
+        arguments = merge_arguments(tokenizer, conversation)
+        check_arguments(tokenizer, arguments)
+        rendered = answer_mask.RenderedConversation(tokenizer, messages, arguments)
+        check_written(tokenizer, messages, arguments, rendered.text, add_generation_prompt=False)
+        encoding = tokenise(tokenizer, rendered.text, return_offsets_mapping=True)
+        spans = chat_template.find_spans(tokenizer, messages, arguments)
+        turns, arguments = answer_mask.find_turns(rendered, spans)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    tokens, starts = encoding["input_ids"], [first for first, _ in encoding["offset_mapping"]]
+    if starts != sorted(starts):
+        raise ValueError(
+            f"{name}: the tokenizer of {tokenizer.name_or_path} says wrongly where its tokens begin in the text, so "
+            "answers cannot be told from prompts. Choose another target, or another copy of its tokenizer."
+        )
+    counted = [turn for index, turn in turns.items() if messages[index].get("weight", 1)]
+    if not counted:
+        raise ValueError(f"{name}: all answers that could count have weight 0. Remove the row.")
+    mask = answer_mask.mask_turns(rendered, tokens, starts, counted)
+    if spans is not None:
+        mask = [*map(all, zip(mask, answer_mask.mask_spans(starts, spans)))]
+    last = max(turns)
+    if cut and not messages[last].get("tool_calls"):
+        num_tokens = bisect.bisect_left(starts, turns[last].said_end)
+        tokens, mask = tokens[:num_tokens], mask[:num_tokens]
+    num_left_out = sum(message["role"] == "assistant" for message in messages) - len(turns)
+    row = Row(
+        id=conversation["id"], category=conversation["category"], tokens=tokens, mask=mask,
+        arguments=chat_template.known_arguments(tokenizer, arguments), num_left_out=num_left_out,
+    )  # fmt: skip
+    if all(mask) or not any(mask):
+        raise ValueError(
+            f"{name}: {'everything' if any(mask) else 'nothing'} would be supervised. Look at its messages and their weights; if "
+            f"they are right, {ADVICE}. The row: {show(tokenizer, row).markup[:1000]}"
+        )
+    return row
+
+
+def check_answers(name: str, messages: list[dict]) -> None:
+    """Raises ValueError for a conversation without an answer, or one that begins with it. name: of the row"""
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        raise ValueError(
+            f"{name} has no assistant turn, only {', '.join(dict.fromkeys(roles))}. Let the target answer it first."
+        )
+    if roles[0] == "assistant":
+        raise ValueError(f"{name} begins with the assistant's turn. Put a user message before it.")
+
+
+def split_cut_thoughts(message: dict) -> dict:
+    """A message that was cut inside its thoughts, <think>.. without an end, with these as its thoughts."""
+    begin, tag, thoughts = message["content"].partition("<think>")
+    if not tag or begin.strip() or "</think>" in thoughts or THOUGHTS in message:
+        return message
+    return {**message, "content": "", THOUGHTS: thoughts.removeprefix("\n")}
+
+
+def show(tokenizer: PreTrainedTokenizerBase, row: Row) -> rich.text.Text:
+    """The row's text, the supervised part in green."""
+    text, stream = rich.text.Text(), TextStream(TextDecoder.of(tokenizer, special=True))
+    for supervised, group in itertools.groupby(zip(row.mask, row.tokens, strict=True), key=lambda pair: pair[0]):
+        pieces = [stream.add(token) for _, token in group]
+        text.append("".join(pieces), style="bold green" if supervised else "dim")
+    return text.append(stream.end())
+
+
+# Rows to batches
+
+
+def last_answer(row: Row) -> tuple[int, int]:
+    """Where the last supervised stretch begins and ends; before it are a prompt and perhaps earlier answers."""
+    stop = len(row.mask) - row.mask[::-1].index(True)
+    return stop - row.mask[stop - 1 :: -1].index(False), stop
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, generation_config) -> set[int]:
+    """Ids that end an answer: the tokenizer's and the model's."""
+    ends = generation_config.eos_token_id
+    ids = ends if isinstance(ends, list) else [ends]
+    return {int(token) for token in (tokenizer.eos_token_id, *ids) if token is not None}

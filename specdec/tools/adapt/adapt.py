@@ -1,0 +1,494 @@
+"""An adaptation: rows are read and split, the head in use is judged, trained further, judged again, and taken into use or not."""
+
+from specdec.options.command_line import option, split
+
+import functools
+import gc
+import itertools
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import PreTrainedTokenizerBase
+
+from specdec import checkpoint, loading
+from specdec.core import files, progress, ranges
+from specdec.core.lock import lock
+from specdec.core.resumable import check_settings
+from specdec.export.folder import STITCHED_CARD
+from specdec.heads.base import Drafter, Head
+from specdec.measuring.report import PromptCounts
+from specdec.options import command_line, config_files
+from specdec.target.model import Target
+from specdec.text import reading, token_text
+from specdec.tools.adapt import answers as adaptation
+from specdec.tools.adapt import judging
+from specdec.tools.adapt.folder import KINDS, AdaptationPlan, Home
+
+FREE = (
+    "checkpoint traffic prompts answering out watch dry_run".split()
+)  # options that may change when an adaptation goes on
+OWN = {
+    *"run start resume head data.train data.length train.steps".split()
+}  # options of train.py that are not the user's
+TRAIN = config_files.HOME / "train.py"
+SHIPPED = "data/answers.jsonl.gz"  # answers of the default target, on which the shipped heads were trained
+SHORTEST = 512  # tokens of a pack, as train.py reads texts on a CPU
+ROUND = 128  # tokens: packs have a multiple of it, so that the target's passes have few shapes
+LOWER = 1 / 3  # of the learning rate that the head was trained with
+ADAMW_LR = {"eagle3": 2.5e-4, "mtp": 7e-4}  # of heads that are trained with Muon: rates of AdamW
+VALIDATIONS, PATIENCE = 10, 3  # of a training, and how many without a rise of tau end it
+VALIDATED = 32  # answers that choose the step, at most
+SHOWN = re.compile(r"step +\d+[/:]|Resumed|Ctrl-C|SIGTERM")  # lines of train.py
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapt:
+    checkpoint: str = field(metadata={"help": command_line.CHECKPOINT})
+    out: str = field(metadata={"help": "folder of the adapted heads; it stands for the head in use", "folder": True})
+    traffic: str | None = option(None, "folder of recorded answers: .jsonl files")
+    prompts: str | None = option(None, "in place of traffic=: prompts that the target answers first, as specdec answer")
+    old: str | None = option(
+        None,
+        "files that the head was trained on (a,b), some of whose rows are held out to judge forgetting; null: those of its "
+        "config.yaml, or the shipped ones; empty: none",
+        empty=True,
+    )
+    old_share: float = option(0.3, "share of the tokens trained on that are old ones")
+    heldout_share: float = option(0.2, "share of the conversations that are held out, the newest")
+    epochs: float = option(3.0, "how often rows are read")
+    lr: float | None = option(None, "learning rate; null: a third of the head's own")
+    tolerance: float = option(0.03, "share by which tau of old answers may fall")
+    min_tokens: int = option(5000, "new tokens of answers that training needs")
+    watch: float | None = option(None, "go on, and look for new rows every so many seconds; null: once")
+    dry_run: bool = option(False, "only judge the head, and say whether training is likely to pay")
+    length: int = option(1024, "tokens of an answer with its prompt that are judged and trained on, at most")
+    answering: dict[str, str] = field(
+        default_factory=dict,
+        metadata={"prefix": "answer.", "help": "options of specdec answer for prompts=, such as answer.engine=URL"},
+    )
+    training: dict[str, str] = field(
+        default_factory=dict,
+        metadata={"prefix": "training.", "help": "options of train.py, such as training.train.batch=4"},
+    )
+    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
+
+
+@dataclass(frozen=True)
+class Commands:
+    """Other verbs, which take the arguments of their command lines."""
+
+    answer: Callable[[list[str]], None]
+    export: Callable[[list[str]], None]
+
+
+def run_adaptation(given: Adapt, commands: Commands) -> None:
+    """One adaptation, or with watch= one whenever enough rows have come. Raises ValueError, with what to do, for what does not fit."""
+    if own := sorted(OWN & set(given.training)):
+        raise ValueError(f"training.{own[0]}= is chosen by this command: leave it out.")
+    wrong = {
+        "Give traffic=FOLDER of recorded answers, or prompts=FILE that the target answers first: one of them.": (
+            (given.traffic is None) == (given.prompts is None)
+        ),
+        "answer. options say how prompts= are answered: give prompts=, or leave them out.": given.answering
+        and not given.prompts,
+        "watch= waits for traffic: give traffic=, without dry_run=.": given.watch and (given.prompts or given.dry_run),
+    }
+    ranges.refuse(wrong)
+    console = progress.Results()
+    home = Home(Path(given.out))
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    try:
+        with lock(home.path / "lock", of=home.path):
+            name = lambda: loading.target_of(checkpoint.resolve(given.checkpoint), given.target.name)
+            home.begin(given.checkpoint, lambda: loading.load_target(given.target, default=name()).target)
+            give_back(given, home, commands)  # what an earlier launch was interrupted in
+            if given.watch is None:
+                adapt(given, home, commands, console)
+            else:
+                watch(given, home, commands, console)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def watch(given: Adapt, home: Home, commands: Commands, console: progress.Results) -> None:
+    """Adapts whenever enough new rows have come, until a signal. Says so only when something has changed."""
+    said = ""
+    console.say(f"watching {given.traffic} every {given.watch:g} s; Ctrl-C ends it")
+    try:
+        while True:
+            try:
+                adapt(given, home, commands, console)
+            except adaptation.TooFew as error:
+                if str(error) != said:
+                    console.say(said := str(error))
+            time.sleep(given.watch or 0)
+    except KeyboardInterrupt:
+        console.say(f"stopped; {home.path} stands for {home.current.name}")
+
+
+def adapt(given: Adapt, home: Home, commands: Commands, console: progress.Results) -> None:
+    """One adaptation, or the rest of the one that was interrupted. Raises TooFew if there is too little to train on."""
+    settings = {key: value for key, value in asdict(given).items() if key not in FREE}
+    plan = home.read_plan()
+    if plan is None:
+        plan = prepare(given, home, settings, commands, console)
+    else:
+        then = {key: value for key, value in plan.about["settings"].items() if key in settings}  # some options went
+        advice = f"Give those again, or delete {home.training} to begin anew."
+        check_settings(home.training, then, settings, advice=advice)
+        console.say(f"the adaptation {plan.number} goes on")
+    before = home.read_before() or judge_before(given, home, plan)
+    show(console, plan, before["counts"])
+    console.say(before["foreseen"]["said"])
+    if given.dry_run:
+        console.say(f"dry_run: without it the same command trains. To begin anew, delete {home.training}.")
+        return
+    judge_new(given, home, plan, before, train(given, home, plan, before["depth"]), console)
+    give_back(given, home, commands)
+
+
+def check_head(folder: Path) -> None:
+    """Raises ValueError for a head that replay does not apply to."""
+    kind = checkpoint.drafter_class(str(checkpoint.read_json(folder / "drafter.json").get("_target_")))
+    if kind.adapts_target or not issubclass(kind, Drafter):
+        raise ValueError(
+            f"{folder}: a {kind.__name__} cannot be judged by replay along answers of the unchanged target: train it by "
+            "train.py start=."
+        )
+
+
+def check_tokens(tokens: int, needed: int) -> None:
+    if tokens < needed:
+        raise adaptation.TooFew(f"{tokens:,} of {needed:,} new tokens to train on (min_tokens): give more rows.")
+
+
+def write_answers(given: Adapt, home: Home, commands: Commands) -> Path:
+    """Lets the target answer prompts=, or go on with it. -> the file of answers"""
+    folder = home.make_private("answers")
+    values = {"prompts": given.prompts, "out": folder / "answers.jsonl", **target_of(given, home), **given.answering}
+    commands.answer([f"{key}={value}" for key, value in values.items()])
+    return folder / "answers.jsonl"
+
+
+def prepare(given: Adapt, home: Home, settings: dict, commands: Commands, console: progress.Results) -> AdaptationPlan:
+    """Reads and splits the rows. -> what to train. With watch=, enough of the rows must be new to all adaptations."""
+    check_head(home.current)
+    find_head(home.first)  # which refuses a wrong one now
+    document = checkpoint.read_json(home.current / "drafter.json")
+    name = given.target.name or str(document.get("target"))
+    tokenizer = loading.load_tokenizer(name, trust_remote_code=given.target.trust_remote_code)
+    fingerprint = home.source.get("target_fingerprint", document.get("target_fingerprint"))
+    trusted = given.target.trust_remote_code
+    read = functools.cache(lambda: Target.load_ends(name, trust_remote_code=trusted).identity)
+    source = adaptation.TrafficSource(token_text.fingerprint(tokenizer), name, fingerprint, read)
+    sources = find_old(given.old, home.first, source.target)
+    where = "traffic" if given.prompts is None else "prompts"
+    past = [(each["until"], each["decision"]) for each in home.history() if each.get("where", "traffic") == where]
+    if given.prompts is None:
+        answers, left_out = adaptation.read_traffic(Path(str(given.traffic)), source)
+    else:
+        written = write_answers(given, home, commands)
+        answers, left_out = adaptation.read_written(written, source, [until for until, _ in past])
+    tried = max((until for until, _ in past), default=-math.inf)
+    known = max((until for until, decision in past if decision == "accepted"), default=-math.inf)
+    if given.watch is not None:
+        tokens = adaptation.count_tokens(answer for answer in answers if answer.time > tried)
+        left = (1 - given.heldout_share) * (1 - given.heldout_share / 2)  # to train on
+        check_tokens(int(tokens * left), given.min_tokens)
+    new = [answer for answer in answers if answer.time > known]
+    if not new:
+        raise adaptation.TooFew(
+            f"{where}={getattr(given, where)} has no rows that are newer than those of the head in use: give more."
+            + (f" Left out: {left_out}." if left_out else "")
+        )
+    training, heldout = adaptation.split_newest(new, given.heldout_share)
+    training, validation = adaptation.split_newest(training, given.heldout_share / 2)
+    earlier = home.known("heldout")
+    training = adaptation.drop_known(training, earlier)
+    check_tokens(tokens := adaptation.count_tokens(training), given.min_tokens)
+    num = len({answer.conversation for answer in heldout if len(answer.prompt) + 2 <= given.length})
+    if num < judging.ENOUGH:
+        raise adaptation.TooFew(
+            f"{num} held-out conversations fit into length={given.length}: a head is judged by {judging.ENOUGH} or more. Give more."
+        )
+    if left_out:
+        console.say(f"rows of the traffic that are left out: {left_out}")
+    adapted = [answer.to_row(source.tokenizer) for answer in home.known("trained")]
+    most = int(given.old_share / (1 - given.old_share) * tokens)
+    old, rest = choose_old(sources, adapted, tokenizer, taken=[*heldout, *validation, *training, *earlier], most=most)
+    old += adaptation.drop_known(earlier, [*heldout, *validation, *training])
+    slices = {kind: judging.choose_judged(each, given.length) for kind, each in zip(KINDS, (heldout, old))}
+    chosen = judging.choose_judged(validation, given.length, VALIDATED)
+    slices["validation"] = [replace(each, answer=each.answer[: given.length - len(each.prompt)]) for each in chosen]
+    if not chosen:
+        raise adaptation.TooFew(
+            f"No answer that chooses the step fits into length={given.length}: raise it, or give more rows."
+        )
+    about = {"until": max(answer.time for answer in new), "where": where, "settings": settings}
+    start = str(home.current.relative_to(home.path))
+    plan = AdaptationPlan(home.next_number(), start, [*training, *rest], len(training), slices, about)
+    home.save_plan(plan, source.tokenizer)
+    return plan
+
+
+def choose_old(
+    sources: list[str], adapted: list[dict], tokenizer: PreTrainedTokenizerBase, *, taken: adaptation.Answers, most: int
+) -> tuple[adaptation.Answers, adaptation.Answers]:
+    """-> old answers that forgetting is judged on, the same ones at every adaptation, and others to train on.
+
+    adapted: rows of earlier adaptations; taken: answers that are used already; most: tokens of the second ones
+    """
+    try:
+        rows = [row for name in sources for row in reading.load_conversations(name)]
+        drawn = list(itertools.islice(adaptation.draw_old(rows, tokenizer), judging.JUDGED))
+        unused = adaptation.drop_known(adaptation.draw_old([*rows, *adapted], tokenizer), [*taken, *drawn])
+    except ValueError as error:
+        raise ValueError(f"old={','.join(sources)}: {error} Give old=FILE, or old= for no old rows.") from None
+    return adaptation.drop_known(drawn, taken), adaptation.take_tokens(unused, most)
+
+
+def judge_kinds(given: Adapt, plan: AdaptationPlan, head: Head, name: str) -> dict[str, list[PromptCounts]]:
+    """What tau of each held-out answer is made of. name: of the head"""
+    return {
+        kind: judging.judge(head, plan.heldout[kind], length=given.length, what=f"judging {name}, {kind} answers")
+        for kind in KINDS
+    }
+
+
+def judge_before(given: Adapt, home: Home, plan: AdaptationPlan) -> dict:
+    """Judges the head in use, and foresees what training wins; kept for the comparison and for a launch that goes on."""
+    loaded = loading.load(str(home.path / plan.start), given.target)
+    home.pin_target(loaded.target)
+    assert isinstance(loaded.drafter, Drafter)
+    counts = judge_kinds(given, plan, loaded.drafter, "the head in use")
+    new, old = (judging.judge_groups(plan.heldout[kind], counts[kind]) for kind in KINDS)
+    numbers = {kind: [[each.num_rounds, each.num_emitted] for each in counts[kind]] for kind in KINDS}
+    document = {
+        "counts": numbers,
+        "foreseen": judging.foresee(new, old, plan.heldout["new"], plan.training[: plan.num_new]),
+        "depth": min(judging.DEPTH, loaded.drafter.depth or judging.DEPTH),  # of the chain that chooses a step
+    }
+    home.write_before(document)
+    return document
+
+
+def show(
+    console: progress.Results, plan: AdaptationPlan, before: dict, after: dict[str, list[PromptCounts]] | None = None
+) -> dict[str, judging.Groups]:
+    """Prints tau by group. before: counts as `judge_before` keeps them. -> the groups"""
+    judged = {
+        kind: judging.judge_groups(
+            plan.heldout[kind], [PromptCounts(*pair) for pair in before[kind]], None if after is None else after[kind]
+        )
+        for kind in KINDS
+    }
+    console.say(judging.to_table(judged))
+    return judged
+
+
+def judge_new(
+    given: Adapt, home: Home, plan: AdaptationPlan, before: dict, trained: Path, console: progress.Results
+) -> None:
+    """Judges the trained head, and takes it into use or not. before: of `judge_before`"""
+    opened = loading.load_target(given.target, default=loading.target_of(home.path / plan.start))
+    home.pin_target(opened.target)
+    step = int(trained.name.removeprefix("step_"))
+    counts = {kind: [PromptCounts(*pair) for pair in before["counts"][kind]] for kind in KINDS}
+    if step > 0:  # else it is the head in use
+        counts = judge_kinds(given, plan, checkpoint.load(trained, opened.target), "the new head")
+    judged = show(console, plan, before["counts"], counts)
+    new, old = judged["new"][judging.ALL], judged["old"].get(judging.ALL)
+    good, reasons = judging.decide(new, old, tolerance=given.tolerance)
+    parts = {"new_tokens": plan.training[: plan.num_new], "old_tokens": plan.training[plan.num_new :]}
+    tokens = {name: adaptation.count_tokens(part) for name, part in parts.items()}
+    if step == 0:
+        reasons.append("No step of the training drafted better than its start on the answers that choose the step.")
+    document = {
+        "number": plan.number,
+        "decision": "accepted" if good else "refused",
+        "reasons": reasons,
+        "start": plan.start,
+        "in_use": f"heads/{plan.number}" if good else plan.start,
+        "slices": {"new": asdict(new), "old": old and asdict(old)},
+        "groups": {kind: {name: asdict(each) for name, each in groups.items()} for kind, groups in judged.items()},
+        "foreseen": before["foreseen"],
+        "training": tokens | {"step": step, "steps": size_training(given, plan)[1]},
+        "source": home.source,
+        **plan.about,
+    }
+    home.decide(plan, trained, document, token_text.fingerprint(opened.tokenizer))
+    console.say(f"{document['decision']}: {' '.join(reasons)}")
+    console.say(f"{home.path} stands for {document['in_use']}")
+
+
+def give_back(given: Adapt, home: Home, commands: Commands) -> None:
+    """Writes the card of an accepted head, and the head in the layout that the given one came in, unless that was done."""
+    head, path = home.current, home.current / "adaptation.json"
+    record = checkpoint.read_json(path) if path.exists() else {}
+    if "groups" not in record:  # the given head, or one of an earlier version
+        return
+    document, card = checkpoint.read_json(head / "drafter.json"), judging.make_card(record)
+    files.write_text(head / "README.md", card)
+    if document.get("published") is None:  # it came as a checkpoint of ours
+        return
+    out, own = home.path / "export" / head.name, str(document["_target_"]).endswith(".NativeMTP")
+    if not out.exists():
+        gc.collect()  # the target that judged
+        values = {"checkpoint": head, "out": out, "format": "stitched" if own else "published"} | target_of(given, home)
+        commands.export([f"{key}={value}" for key, value in values.items()])
+    beside = out / (STITCHED_CARD if own else "README.md")
+    text = beside.read_text()
+    if judging.HEADING not in text:
+        for name, content in files.changed_file(beside, f"{text}\n{card}").items():
+            files.write_text(beside.with_name(name), content.decode())
+
+
+def target_of(given: Adapt, home: Home) -> dict[str, Any]:
+    """The options of the target that another command takes."""
+    name = loading.target_of(home.first, given.target.name)
+    options = asdict(given.target) | {"name": Path(name) if Path(name).exists() else name}
+    return {f"target.{key}": value for key, value in options.items() if value is not None}
+
+
+# Training: train.py in a process of its own, with the settings of the head
+
+
+def find_head(head: Path) -> str:
+    """The first file of conf/head for a checkpoint's class."""
+    kind = checkpoint.read_json(head / "drafter.json")["_target_"]
+    for name, path in config_files.list_files("head").items():
+        if yaml.safe_load(path.read_text())["drafter"]["_target_"] == kind:
+            return name
+    raise ValueError(f"{head}: no file of conf/head trains a {kind}.")
+
+
+def read_settings(head: Path) -> dict:
+    """config.yaml of a head's run, in groups; {} where there is none."""
+    path = head / "config.yaml"
+    return loading.read_yaml(path) if path.exists() else {}
+
+
+def find_old(given: str | None, head: Path, target: str) -> list[str]:
+    """Files of the rows that the head was trained on. given: None: those of its config.yaml, or the shipped ones"""
+    if given is not None:
+        return split(given)
+    recorded = read_settings(head).get("data", {}).get("train")
+    if recorded is not None:
+        return list(reading.read_sources(recorded))
+    if Path(target).name == Path(loading.DEFAULT_TARGET).name:
+        return [SHIPPED]
+    raise ValueError(
+        f"It is not recorded what {head} was trained on: give old=FILE with such rows, or old= for none (then nothing "
+        "keeps the head from forgetting, and nothing shows it)."
+    )
+
+
+def size_training(given: Adapt, plan: AdaptationPlan) -> tuple[int, int]:
+    """-> tokens of a pack, and steps that read all rows `epochs` times.
+
+    A pack holds the longest row, in a multiple of ROUND: at least the usual tokens, and at most `length` if that is more.
+    """
+    lengths = [len(answer.prompt) + len(answer.answer) for answer in plan.training]
+    length = max(SHORTEST, min(given.length, ROUND * math.ceil(max(lengths) / ROUND)))
+    packs = sum(min(each, length) for each in lengths) / length
+    together = int(given.training.get("train.batch", 1)) * int(given.training.get("train.accumulation", 1))
+    return length, max(1, math.ceil(given.epochs * packs / together))
+
+
+def train(given: Adapt, home: Home, plan: AdaptationPlan, depth: int) -> Path:
+    """Trains as the plan says. -> the folder of the best step, the start's or a later one. depth: of the chain that chooses it
+
+    Raises KeyboardInterrupt if it was interrupted.
+    """
+    gc.collect()  # the target that judged
+    status = run_train(make_arguments(given, home, plan, depth))
+    folder = home.training / "run"
+    if not (folder / "finished").exists():
+        if status in (0, 130):
+            raise KeyboardInterrupt
+        raise ValueError(
+            f"Training ended with status {status}; what it said stands above. The same command continues it."
+        )
+    return checkpoint.resolve(folder)
+
+
+def make_arguments(given: Adapt, home: Home, plan: AdaptationPlan, depth: int) -> list[str]:
+    """Arguments of train.py. The user's `training.` options have the last word."""
+    length, steps = size_training(given, plan)
+    folder = home.training.resolve()  # out= may be relative in one launch and absolute in the next
+    settings, head = read_settings(home.first), find_head(home.first)
+    objective = settings.get("head", {}).get("objective", {})
+    recorded = settings.get("optimizer", {})
+    own_lr = recorded.get("lr") or yaml.safe_load(config_files.list_files("head")[head].read_text())["lr"]
+    if head in ADAMW_LR and (not recorded or recorded.get("name") == "muon"):
+        own_lr = ADAMW_LR[head]
+    values: dict[str, Any] = {
+        "head.objective.supervise": "answers",
+        **{
+            f"head.objective.{key}": value
+            for key, value in config_files.flatten(objective).items()
+            if key != "_target_"
+        },
+        "run": folder / "run",
+        "start": (home.path / plan.start).resolve(),
+        "resume": "auto",
+        "features.folder": folder / "features",
+        "data.cache": folder / "data-cache",
+        "data.length": length,
+        "optimizer.name": "adamw",  # with which LOWER was measured (results/36-accepted-adaptations.md)
+        "optimizer.weight_decay": 0.0,
+        "optimizer.schedule": "cosine",
+        "optimizer.final": 0.05,
+        "optimizer.lr": LOWER * float(own_lr) if given.lr is None else given.lr,
+        "optimizer.warmup": min(20, steps // 10),
+        "train.steps": steps,
+        "train.batch": 1,
+        "train.accumulation": 1,
+        "train.validate_every": max(1, steps // VALIDATIONS),
+        "train.patience": PATIENCE,
+        "train.save_every": max(1, min(100, steps // 5)),
+        "train.log_every": max(1, min(20, steps // 10)),
+        "validation.answers": folder / "validation.jsonl",
+        "validation.num_prompts": VALIDATED,
+        "validation.max_new_tokens": 8,  # of the two prompts that are decoded at the end
+        "validation.decode": "end",
+        "validation.auto": "never",
+        "decode.depth": depth,
+        **target_of(given, home),
+        **given.training,
+    }
+    rows = f"data.train=[{json.dumps(str(folder / 'train.jsonl'))}]"
+    return [f"head={head}", rows, *(f"{key}={to_text(value)}" for key, value in values.items())]
+
+
+def to_text(value: Any) -> str:
+    """A value as it is written on the command line."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+def run_train(arguments: list[str]) -> int:
+    """Runs train.py, and shows its steps: what else it says is of a run that ends with this command. -> its exit status
+
+    Ctrl-C and SIGTERM are passed on to it, so that it saves its state after its step.
+    """
+    command = [sys.executable, str(TRAIN), *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as child:
+        assert child.stdout is not None
+        while True:
+            try:
+                for line in child.stdout:
+                    if SHOWN.match(line):
+                        progress.note(line.rstrip())
+                return child.wait()
+            except KeyboardInterrupt:
+                child.send_signal(signal.SIGINT)

@@ -1,0 +1,170 @@
+"""Which drafter, and how many drafts, pay at which load (docs/choosing.md). Functions of figures; no model runs here.
+
+Acceptance does not depend on the load, and seconds of a round hardly depend on the prompts. So they are measured apart, and the
+speedup at B rows and a context of C tokens is
+
+    plain(B, C) / (seconds(B, K, C) / tau(K) + opening / (N - 1))
+
+with the seconds of a plain round and of a round with K drafts, and tokens N of an answer. `opening` is the time in which a drafter
+reads the prompts. Intervals are of tau over prompts (bootstrap) and of the measured ratio of seconds, as independent errors.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
+
+from torch import Tensor
+
+from specdec.measuring.report import PromptCounts, interval, tau
+from specdec.tools.choose.round_costs import RoundCosts
+from specdec.unroll.replay import rounds
+
+NORMAL = 1.96  # standard errors of a 95 % interval
+
+
+@dataclass(frozen=True)
+class ShapeAcceptance:
+    """How many tokens a round of a drafter in one shape emits.
+
+    shape: as text; costs: the name of its points in RoundCosts; drafts: of a round, the mean
+    tau_ci: over prompts; survival: share of rounds that accept at least 1, 2, .. drafts
+    """
+
+    drafter: str
+    shape: str
+    costs: str
+    drafts: float
+    tau: float
+    tau_ci: list[float]
+    survival: list[float]
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """Over plain decoding, with its 95 % interval. extrapolated: as of round_costs.Estimate"""
+
+    value: float
+    low: float
+    high: float
+    extrapolated: bool
+
+
+def accept_chains(drafter: str, accepts: Sequence[Tensor], *, seed: int = 0) -> list[ShapeAcceptance]:
+    """Of chains of 1, 2, .. K drafts, from one replay. accepts: [K, n] of each answer, as unroll/replay.py gives it
+
+    A draft does not depend on how many follow it, so that the first k rows are what a replay of k drafts gives.
+    """
+    found = []
+    for num in range(1, accepts[0].shape[0] + 1):
+        counted = [rounds(accept[:num]) for accept in accepts]
+        counts = [PromptCounts(number, number + float(accepted.sum())) for number, accepted in counted]
+        total = sum(each.num_rounds for each in counts)
+        survival = [sum(column) / total for column in zip(*(accepted.tolist() for _, accepted in counted))]
+        each = ShapeAcceptance(drafter, f"chain of {num}", drafter, num, 0.0, [], survival)
+        found.append(with_tau(each, counts, seed=seed))
+    return found
+
+
+def with_tau(each: ShapeAcceptance, counts: Sequence[PromptCounts], *, seed: int = 0) -> ShapeAcceptance:
+    """The same with its tau. counts: of each prompt"""
+    return replace(each, tau=tau(counts), tau_ci=interval(counts, tau, seed))
+
+
+def find_speedup(each: ShapeAcceptance, costs: RoundCosts, rows: float, context: float, tokens: float) -> Speedup:
+    """tokens: of an answer, the mean"""
+    cost = costs.at(each.costs, each.drafts, rows, context)
+    of = lambda acceptance: cost.plain / (cost.seconds / acceptance + cost.opening / max(1.0, tokens - 1))
+    value, (low, high) = of(each.tau), (of(end) for end in each.tau_ci)
+    error = NORMAL * cost.error
+    below, above = (math.hypot(math.log(value / end), error) if end > 0 else error for end in (low, high))
+    return Speedup(value, value * math.exp(-below), value * math.exp(above), cost.extrapolated)
+
+
+def choose_drafts(
+    acceptances: Sequence[ShapeAcceptance],
+    costs: RoundCosts,
+    *,
+    loads: Sequence[int],
+    contexts: Sequence[float],
+    tokens: float,
+) -> list[dict]:
+    """For each context and load the best shape of every drafter, and the best of all.
+
+    -> {load, context, best: a drafter, or "plain" where nothing is faster, drafters: {name: {shape, drafts, tau, speedup, low, high,
+    extrapolated}}}
+    """
+    table = []
+    for context in contexts:
+        for load in loads:
+            found: dict[str, dict] = {}
+            for each in acceptances:
+                speedup = find_speedup(each, costs, load, context, tokens)
+                if each.drafter not in found or speedup.value > found[each.drafter]["speedup"]:
+                    about = {"shape": each.shape, "drafts": each.drafts, "tau": each.tau, "speedup": speedup.value}
+                    found[each.drafter] = about | {
+                        name: getattr(speedup, name) for name in ("low", "high", "extrapolated")
+                    }
+            best = max(found, key=lambda name: found[name]["speedup"])
+            if found[best]["speedup"] <= 1:
+                best = "plain"
+            table.append({"load": load, "context": context, "best": best, "drafters": found})
+    return table
+
+
+def find_crossings(
+    acceptances: Sequence[ShapeAcceptance], costs: RoundCosts, *, most: int, context: float, tokens: float
+) -> dict[str, tuple[int, bool] | None]:
+    """For each drafter, and for "all", the smallest load from which plain decoding is faster, at every load up to `most`.
+
+    -> the load, and whether costs there are extrapolated; None: drafts still pay at `most`.
+    """
+    found: dict[str, tuple[int, bool] | None] = {}
+    for name in dict.fromkeys(each.drafter for each in acceptances):
+        own, found[name] = [each for each in acceptances if each.drafter == name], None
+        for load in range(most, 0, -1):
+            best = max((find_speedup(each, costs, load, context, tokens) for each in own), key=lambda each: each.value)
+            if best.value > 1:
+                break
+            found[name] = load, best.extrapolated
+    loads = [each for each in found.values() if each]
+    return found | {"all": max(loads) if len(loads) == len(found) else None}
+
+
+def find_schedule(table: Iterable[dict], drafter: str) -> list[tuple[int, int, int]]:
+    """Drafts by load, of one drafter's chains: (first load, last load, drafts), where 0 is plain. The form of vLLM's schedules.
+
+    table: of `choose_drafts`, of one context
+    """
+    steps: list[tuple[int, int, int]] = []
+    for row in sorted(table, key=lambda row: row["load"]):
+        own, first = row["drafters"][drafter], row["load"] if steps else 1
+        drafts = round(own["drafts"]) if own["speedup"] > 1 else 0
+        if steps:  # a number of drafts counts up to the next load that was looked at
+            steps[-1] = steps[-1][0], first - 1, steps[-1][2]
+        if steps and steps[-1][2] == drafts:
+            first = steps.pop()[0]
+        steps.append((first, row["load"], drafts))
+    return steps
+
+
+def predict(
+    document: dict, drafter: str, shape: str, rows: float, context: float | None = None
+) -> tuple[float, float, float, bool] | None:
+    """What a choice.json says of a drafter at a load -> speedup, low, high, extrapolated; None: it has no such drafter or shape.
+
+    shape: as in the file, such as "chain of 3", "tree of 4x3x8", or "" of a proposer without one; context: None: the file's first
+    Raises ValueError for a document that is no choice.
+    """
+    try:
+        known = [ShapeAcceptance(**each) for each in document["acceptance"]]
+        costs, tokens = RoundCosts.from_json(document["costs"]), float(document["tokens"])
+        where = float(document["contexts"][0]) if context is None else context
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(
+            f"This is no choice.json of choose=true ({type(error).__name__}: {error}): make it again."
+        ) from None
+    for each in known:
+        if (each.drafter, each.shape) == (drafter, shape):
+            found = find_speedup(each, costs, rows, where, tokens)
+            return astuple(found)
+    return None

@@ -1,0 +1,217 @@
+"""Answers that follow a grammar: a JSON schema, a regular expression, or a grammar in Lark's form (`llguidance`).
+
+The grammar is part of the target's distribution, as top-p is: after each text, tokens that no sentence of the grammar has there get
+probability 0 and the others are normalised, before temperature and filters, and before any acceptance rule. The distributions of
+drafts are left alone.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from specdec.core import files
+from specdec.core.constraint import FORMS
+
+KINDS = ("json_schema", "regex", "lark")
+# Written as json.dumps writes it, unless the schema's own "x-guidance" says otherwise. With free whitespace, small models
+# write blanks without end.
+JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What answers may be. kind: one of KINDS; text: the schema (as JSON), the expression or the grammar"""
+
+    kind: str
+    text: str
+
+    @classmethod
+    def parse(cls, value: str) -> "Grammar":
+        """From FORMS. Raises ValueError for another form, and for a file that cannot be read."""
+        name, colon, text = value.partition(":")
+        kind = {"json": "json_schema"}.get(name, name)
+        if not colon or kind not in KINDS:
+            raise ValueError(f"grammar={value[:60]} cannot be read: give {FORMS}.")
+        try:
+            if len(text) < 1024 and (path := Path(files.expand_home(text))).is_file():
+                text = path.read_text(encoding="utf-8")
+            return cls.of_row({kind: json.loads(text) if kind == "json_schema" else text})
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"grammar={value[:60]} cannot be read ({error}): give {FORMS}; a schema is JSON, such as "
+                '{"type": "object"}.'
+            ) from None
+
+    @classmethod
+    def of_row(cls, document: Any) -> "Grammar":
+        """From a field of a row of data: {"json_schema": {..}}, {"regex": ".."} or {"lark": ".."}. Raises ValueError else."""
+        if not isinstance(document, Mapping) or len(document) != 1 or (kind := next(iter(document))) not in KINDS:
+            raise ValueError(f"A grammar must be an object with one of the keys {', '.join(KINDS)}.")
+        value = document[kind]
+        if kind == "json_schema":
+            return cls(kind, json.dumps(value, sort_keys=False))
+        if not isinstance(value, str):
+            raise ValueError(f"{kind} must be a text.")
+        return cls(kind, value)
+
+    def compile(
+        self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop: set[int]
+    ) -> "Callable[[], GrammarConstraint]":
+        """A function that returns the state of an answer that begins. Raises ValueError as `Grammars`."""
+        matcher = Grammars(tokenizer, vocab_size, stop).compiled(self)
+        return lambda: GrammarConstraint(matcher.deep_copy(), frozenset(stop))
+
+    def to_row(self) -> dict:
+        """For `of_row`."""
+        return {self.kind: json.loads(self.text) if self.kind == "json_schema" else self.text}
+
+
+class GrammarConstraint:
+    """The state of one answer under a grammar; `take` moves it on.
+
+    matcher: an llguidance.LLMatcher, which after an error allows only an end
+    stop: token ids that end an answer; where the grammar allows an end, it allows each of them. So it does in a dead end, which
+    some grammars have: a text that no sentence begins with, though each of its tokens was allowed.
+    """
+
+    def __init__(self, matcher: Any, stop: frozenset[int]):
+        self._matcher, self._stop = matcher, stop
+        self.ended = False  # after a token of `stop`, everything is allowed
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer so far is a whole sentence of the grammar."""
+        return not self._matcher.is_error() and self._matcher.is_accepting()
+
+    def take(self, tokens: list[int]) -> None:
+        """The answer goes on with these tokens, which the grammar allows."""
+        for token in tokens:
+            self.ended = self.ended or token in self._stop
+            if not self.ended:
+                self._matcher.consume_token(token)
+
+    def forced(self) -> list[int]:
+        """The tokens that must follow now; empty where there is a choice."""
+        return [] if self.ended else self._matcher.deep_copy().compute_ff_tokens()
+
+    def fits(self, tokens: list[int]) -> bool:
+        """Whether the answer may go on with these tokens, spelled in whichever tokens: the masks may allow fewer spellings."""
+        if self.ended:
+            return True
+        num = next((place for place, token in enumerate(tokens) if token in self._stop), len(tokens))
+        matcher = self._matcher.deep_copy()
+        if matcher.validate_tokens(tokens[:num]) < num:
+            return False
+        return num == len(tokens) or (all(map(matcher.consume_token, tokens[:num])) and matcher.is_accepting())
+
+    def following(self) -> bytes | None:
+        """What may follow the answer so far, as of `allowed`."""
+        return self.allowed([0], [-1])[0]
+
+    def allowed(self, tokens: list[int], parents: list[int]) -> list[bytes | None]:
+        """What may follow each node of a tree, of which node 0 is the newest token of the answer.
+
+        tokens, parents [N] as in Tree -> of each node a bit for each token id, the lowest bit of the first byte first; b"" where
+        everything may follow, behind the end of an answer; None for a node that the grammar does not allow
+        """
+        found: list[bytes | None] = [None] * len(tokens)
+        if self.ended:
+            return [b""] * len(tokens)
+        children: list[dict[int, list[int]]] = [{} for _ in tokens]  # by token: equal ones are looked at once
+        for node, parent in enumerate(parents[1:], start=1):
+            children[parent].setdefault(tokens[node], []).append(node)
+
+        def visit(nodes: list[int], matcher: Any) -> None:
+            mask = matcher.compute_bitmask()
+            for node in nodes:
+                found[node] = mask
+            for token, following in _joined([children[node] for node in nodes]).items():
+                if not mask[token >> 3] >> (token & 7) & 1:
+                    continue
+                if token in self._stop:
+                    mark(following)
+                else:
+                    after = matcher.deep_copy()  # a dead end below must not reach this one
+                    after.consume_token(token)
+                    visit(following, after)
+
+        def mark(nodes: list[int]) -> None:
+            for node in nodes:
+                found[node] = b""
+                for following in children[node].values():
+                    mark(following)
+
+        visit([0], self._matcher.deep_copy())
+        return found
+
+
+def _joined(children: list[dict[int, list[int]]]) -> dict[int, list[int]]:
+    """The children of nodes with the same text, by their tokens."""
+    joined: dict[int, list[int]] = {}
+    for own in children:
+        for token, nodes in own.items():
+            joined.setdefault(token, []).extend(nodes)
+    return joined
+
+
+class Grammars:
+    """Compiles grammars for a tokenizer; each once.
+
+    vocab_size: of the target, whose logits may be more than the tokenizer's tokens
+    stop: token ids that end an answer
+
+    Raises ValueError without llguidance, without such ids, and for a tokenizer that llguidance cannot read.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop: set[int]):
+        try:
+            import llguidance
+            import llguidance.hf
+        except ImportError:
+            raise ValueError(
+                'A grammar needs the package llguidance: pip install "specdec[grammar]", or leave the grammar out.'
+            ) from None
+        if not stop:
+            raise ValueError("A grammar needs token ids that end an answer, and this target has none.")
+        self._library, self._stop = llguidance, frozenset(stop)
+        try:
+            fast: Any = tokenizer
+            self._tokenizer = llguidance.hf.from_tokenizer(fast, n_vocab=vocab_size, eos_token=sorted(stop))
+        except Exception as error:
+            raise ValueError(
+                f"llguidance cannot read the tokenizer of {tokenizer.name_or_path} ({error}): grammars need a fast tokenizer "
+                "(tokenizer.json)."
+            ) from None
+        self.compiled = functools.lru_cache(maxsize=256)(self._compile_once)
+
+    def constraint(self, grammar: Grammar | None) -> GrammarConstraint | None:
+        """The state of an answer that begins. Raises ValueError for a grammar that is wrong or that nothing satisfies."""
+        return None if grammar is None else GrammarConstraint(self.compiled(grammar).deep_copy(), self._stop)
+
+    def _compile_once(self, grammar: Grammar) -> Any:
+        library = self._library.LLMatcher
+        makers: dict[str, Callable] = {
+            "json_schema": lambda text: library.grammar_from_json_schema(text, defaults=JSON_FORM),
+            "regex": library.grammar_from_regex,
+            "lark": library.grammar_from_lark,
+        }
+        try:
+            matcher = library(self._tokenizer, makers[grammar.kind](grammar.text))
+            why = matcher.get_error() if matcher.is_error() else ""
+        except Exception as error:
+            why = str(error)
+        if not why:
+            first = matcher.deep_copy()
+            if not any(first.compute_bitmask()) or first.is_error():
+                why = "no text satisfies it"
+        if why:
+            reason = " ".join(why.split("<state>")[0].split())[:300]
+            raise ValueError(
+                f"The {grammar.kind.replace('_', ' ')} cannot be used: {reason}. Change it, or leave it out."
+            )
+        return matcher

@@ -1,0 +1,396 @@
+"""HTTP: OpenAI's interface, the state of the server and the page, in front of the engine."""
+
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from transformers import PreTrainedTokenizerBase
+
+from specdec.core.answer_text import StopStrings, TextDecoder, TextStream
+from specdec.core.constraint import Constraint
+from specdec.core.generation import Ends, reached
+from specdec.text import token_text
+from specdec.tools.grammar.grammar import Grammar
+from specdec.tools.server.engine import End, Engine, Event, Job, ServedRound
+from specdec.tools.server.protocol import ChatRequest, CompletionRequest, RequestError, Settings, parse
+from specdec.tools.server.record import Exchange, Recorder
+from specdec.tools.server.text import StoppedText
+
+LONGEST_BODY = 1 << 22  # bytes of a request
+NO_RETRY = {"x-should-retry": "false"}  # of OpenAI's clients, which otherwise ask again after such an error
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the server has, and what it allows.
+
+    model: the name of the target, which requests may give; head: that of the checkpoint that drafts
+    tokenizer: used in the thread of the event loop only; engine_tokenizer: a copy of it, for that of the engine
+    encode_chat: messages, and the fields of a row that say how they are rendered -> token ids, and these fields with the server's
+        defaults; ValueError if the template refuses them
+    stop: token ids that end an answer; max_length: tokens of a prompt and its answer; timeout: seconds of a request
+    page: the live page
+    compile_grammar: raises ValueError for one that cannot be used
+    recorder: writes down what is answered; None: nothing is recorded
+    """
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    engine_tokenizer: PreTrainedTokenizerBase
+    encode_chat: Callable[[list[dict], dict[str, Any]], tuple[list[int], dict[str, Any]]]
+    compile_grammar: Callable[[Grammar], Constraint | None]
+    stop: frozenset[int]
+    model: str
+    head: str | None = None
+    max_length: int = 4096
+    timeout: float = 600.0
+    page: str = ""
+    recorder: Recorder | None = None
+
+    @cached_property
+    def decoder(self) -> TextDecoder:
+        return decoder(self.tokenizer)
+
+    @cached_property
+    def engine_decoder(self) -> TextDecoder:
+        return decoder(self.engine_tokenizer)
+
+
+def decoder(tokenizer: PreTrainedTokenizerBase) -> TextDecoder:
+    """Token ids -> the text of an answer"""
+    return TextDecoder.of(tokenizer)
+
+
+@dataclass(eq=False)
+class Answer:
+    """An answer on its way from the engine to a client."""
+
+    served: Served
+    settings: Settings
+    job: Job
+    text: StoppedText
+    events: asyncio.Queue[Event]
+    rendering: dict[str, Any]  # template arguments and tools of the prompt, as fields of a row
+    recorded_as: str | None = None  # the id of its row; None: it is not recorded
+    said: str = ""  # the text so far
+
+    async def pieces(self) -> AsyncIterator[tuple[list[str], ServedRound | None, str | None]]:
+        """Text of each token, the round that they came from, and at the end the reason. Raises RequestError if the request failed."""
+        while True:
+            event = await self.events.get()
+            if isinstance(event, End):
+                if event.reason in ("timeout", "error"):
+                    status = 504 if event.reason == "timeout" else 500
+                    raise RequestError(event.message, status=status, headers=NO_RETRY)
+                rest = self.text.end()
+                self.said += rest
+                self._record(event.reason)
+                yield [rest], None, event.reason
+                return
+            ends = self.job.ends.tokens
+            pieces = ["" if token in ends else self.text.add(token) for token in event.tokens]
+            self.said += "".join(pieces)
+            yield pieces, event, None
+
+    def _record(self, reason: str) -> None:
+        recorder, settings, job = self.served.recorder, self.settings, self.job
+        if self.recorded_as is None or recorder is None:
+            return
+        chat = settings if isinstance(settings, ChatRequest) else None
+        generation = job.request.generation
+        (tokens,), (accepted,) = generation.tokens, generation.accepted
+        fields: dict[str, Any] = {
+            "id": self.recorded_as,
+            "finish": reason,
+            "seed": settings.seed,
+            "grammar": grammar.to_row() if (grammar := settings.grammar()) else None,
+            "head": self.served.head if self.served.engine.lane_of(job).decoder.proposer else None,
+            **self.rendering,
+        }
+        exchange = Exchange(
+            job.prompt + tokens,
+            len(job.prompt),
+            job.sampling,
+            accepted,
+            sum(generation.drafted),
+            fields,
+            self.said,
+            messages=[message.to_row() for message in chat.messages] if chat else None,
+            conversation=(settings.metadata or {}).get("conversation"),
+        )
+        recorder.record(exchange)
+
+    def usage(self) -> dict[str, Any]:
+        """As OpenAI's, with what became of the drafts. Once the answer has ended, as the engine counts until then."""
+        generation = self.job.request.generation
+        (tokens,), (accepted,), drafted = generation.tokens, generation.accepted, sum(generation.drafted)
+        shape = self.served.engine.describe_shape(self.job)
+        return {
+            "prompt_tokens": len(self.job.prompt),
+            "completion_tokens": len(tokens),
+            "total_tokens": len(self.job.prompt) + len(tokens),
+            "speculation": {
+                "rounds": len(accepted),
+                "drafted": drafted,
+                "accepted": sum(accepted),
+                "accepted_by_position": reached(accepted, max(accepted, default=0)),
+                "tau": (len(tokens) - 1) / len(accepted) if accepted else None,
+                **({} if shape is None else {"shape": shape}),
+            },
+        }
+
+
+class AnswerForm:
+    """How answers to chats, or to prompts, are written."""
+
+    def __init__(self, chat: bool, model: str):
+        self.chat, self.model = chat, model
+        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+
+    def write_whole(self, text: str, reason: str, usage: dict, ids: dict) -> dict:
+        said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+        return self.write("chat.completion", said | ids, reason, usage=usage)
+
+    def write_chunk(self, text: str | None, reason: str | None = None, ids: dict | None = None, **more: Any) -> dict:
+        """A part of a stream. text: None in one without a choice, as the last one with the usage; ids: more of the choice"""
+        said: dict | None = None
+        if text is not None:
+            said = ({"delta": {"content": text} if text else {}} if self.chat else {"text": text}) | (ids or {})
+        return self.write("chat.completion.chunk", said, reason, **more)
+
+    def write(self, kind: str, said: dict | None, reason: str | None, **more: Any) -> dict:
+        choices = [] if said is None else [{"index": 0, **said, "logprobs": None, "finish_reason": reason}]
+        kind = kind if self.chat else "text_completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
+
+
+def make_app(served: Served) -> Starlette:
+    """The application. The engine starts and stops with it."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        served.engine.start()
+        yield
+        await asyncio.to_thread(served.engine.stop)
+
+    async def page(_: Request) -> Response:
+        return HTMLResponse(served.page)
+
+    async def health(_: Request) -> Response:
+        engine = served.engine
+        found: dict[str, Any] = {
+            "status": "ok" if engine.alive else "dead",
+            "running": engine.num_running,
+            "waiting": engine.num_waiting,
+        }
+        if served.recorder:
+            found["recording"] = not served.recorder.stopped
+        return JSONResponse(found, 200 if engine.alive else 503)
+
+    async def models(_: Request) -> Response:
+        model = {"id": served.model, "object": "model", "owned_by": "specdec", "max_model_len": served.max_length}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    return Starlette(
+        routes=[
+            Route("/", page),
+            Route("/health", health),
+            Route("/v1/models", models),
+            Route("/v1/chat/completions", partial(_complete, served, ChatRequest), methods=["POST"]),
+            Route("/v1/completions", partial(_complete, served, CompletionRequest), methods=["POST"]),
+        ],
+        lifespan=lifespan,
+        exception_handlers={RequestError: _refuse, 404: _refuse_path, 405: _refuse_path},
+    )
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return JSONResponse(error.to_json(), error.status, headers=error.headers)
+
+
+async def _refuse_path(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    message = (
+        f"There is no {request.method} {request.url.path} here; see /v1/models, /v1/chat/completions, /v1/completions."
+    )
+    return JSONResponse(RequestError(message, status=status).to_json(), status)
+
+
+async def _complete(served: Served, kind: type[Settings], request: Request) -> Response:
+    """Answers a request of either kind, whole or as a stream."""
+    settings = parse(kind, await _read_body(request))
+    grammar = settings.grammar()
+    # In a thread of its own, as compiling may take a second
+    constraint = await asyncio.to_thread(_constrain, served, grammar) if grammar else None
+    answer = _begin(served, settings, constraint)
+    form = AnswerForm(isinstance(settings, ChatRequest), served.model)
+    answer.recorded_as = form.id if settings.store is not False else None
+    if settings.stream:
+        return StreamingResponse(_stream(answer, form), media_type="text/event-stream")
+    gone = asyncio.ensure_future(_wait_until_gone(request))
+    whole = asyncio.ensure_future(_whole(answer, form))
+    try:
+        await asyncio.wait({gone, whole}, return_when=asyncio.FIRST_COMPLETED)
+        return JSONResponse(await whole) if whole.done() else Response(status_code=499)
+    finally:
+        gone.cancel()
+        whole.cancel()
+        served.engine.give_up(answer.job)
+
+
+async def _read_body(request: Request) -> bytes:
+    """Raises RequestError for a body that is not said to be JSON, and for one that is too long, before all of it is read."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise RequestError("Send the body with the header Content-Type: application/json.", status=415)
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > LONGEST_BODY:
+            raise RequestError(f"The body is longer than the {LONGEST_BODY} bytes that this server takes.", status=413)
+    return bytes(body)
+
+
+async def _wait_until_gone(request: Request) -> None:
+    """Returns when the client has left. The body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _begin(served: Served, settings: Settings, constraint: Constraint | None) -> Answer:
+    """Queues a request, whose answer follows the constraint. Raises RequestError for one that cannot be answered, or not now."""
+    if settings.model not in (None, served.model):
+        raise RequestError(
+            f"There is no model {settings.model!r} here, but {served.model!r}.", status=404, parameter="model"
+        )
+    prompt, rendering = _encode(served, settings)
+    room = served.max_length - len(prompt)
+    if room < 1 or (settings.most_tokens or 0) > room:
+        wanted = f" and {settings.most_tokens} new ones" if settings.most_tokens else ""
+        raise RequestError(
+            f"A prompt of {len(prompt)} tokens{wanted} exceeds the {served.max_length} tokens that this server allows "
+            "(max_length=).",
+            parameter="max_tokens" if room >= 1 else "messages",
+        )
+    loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+
+    def deliver(event: Event) -> None:
+        loop.call_soon_threadsafe(events.put_nowait, event)
+
+    job = Job(
+        prompt,
+        settings.most_tokens or room,
+        settings.sampling(),
+        _ends(served, settings),
+        deliver,
+        seed=settings.seed,
+        speculate=settings.speculate,
+        deadline=time.monotonic() + served.timeout,
+        constraint=constraint,
+    )
+    try:
+        queued = served.engine.submit(job)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+    if not queued:
+        raise RequestError(
+            f"{served.engine.queue} requests are waiting already: ask again later.",
+            status=429,
+            headers={"Retry-After": "1"},
+        )
+    before = prompt if isinstance(settings, CompletionRequest) else ()
+    text = StoppedText(TextStream(served.decoder, before), settings.stop_strings)
+    return Answer(served, settings, job, text, events, rendering)
+
+
+def _ends(served: Served, settings: Settings) -> Ends:
+    """What ends an answer. Raises RequestError for a stop string that no answer's text can hold."""
+    tokens = frozenset[int]() if settings.ignore_eos else served.stop
+    if not settings.stop_strings:
+        return Ends(tokens)
+    continues = isinstance(settings, CompletionRequest)
+    try:
+        return Ends(tokens, StopStrings(settings.stop_strings, served.engine_decoder, continues=continues))
+    except ValueError as error:
+        raise RequestError(str(error), parameter="stop") from None
+
+
+def _constrain(served: Served, grammar: Grammar) -> Constraint | None:
+    """The constraint of an answer that begins. Raises RequestError for a grammar that cannot be used."""
+    try:
+        return served.compile_grammar(grammar)
+    except ValueError as error:
+        raise RequestError(str(error), parameter="response_format") from None
+
+
+def _encode(served: Served, settings: Settings) -> tuple[list[int], dict[str, Any]]:
+    """-> the prompt's token ids, at least one; the template arguments and tools that made it, as fields of a row"""
+    if isinstance(settings, ChatRequest):
+        if not served.tokenizer.chat_template:
+            raise RequestError(
+                f"{served.model} has no chat template, so it takes no messages: send a prompt to /v1/completions.",
+                parameter="messages",
+            )
+        try:
+            return served.encode_chat([message.to_row() for message in settings.messages], settings.template_row())
+        except ValueError as error:
+            raise RequestError(str(error), parameter="messages") from None
+    assert isinstance(settings, CompletionRequest)
+    tokens = settings.prompt
+    if isinstance(tokens, str):
+        try:
+            tokens = token_text.encode_text(served.tokenizer, tokens)
+        except ValueError as error:
+            raise RequestError(str(error), parameter="prompt") from None
+    size = token_text.num_ids(served.tokenizer)
+    if not tokens or not all(0 <= token < size for token in tokens):
+        raise RequestError(
+            f"prompt must be one text that is not empty, or token ids from 0 to {size - 1}.", parameter="prompt"
+        )
+    return tokens, {}
+
+
+async def _whole(answer: Answer, form: AnswerForm) -> dict:
+    async for _, _, reason in answer.pieces():
+        if reason is not None:
+            ids = {"token_ids": answer.job.request.generation.tokens[0]} if answer.settings.return_token_ids else {}
+            return form.write_whole(answer.said, reason, answer.usage(), ids)
+    raise AssertionError("an answer ends with a reason")
+
+
+async def _stream(answer: Answer, form: AnswerForm) -> AsyncIterator[str]:
+    """Server-sent events. The request is given up if the client leaves."""
+    settings, served = answer.settings, answer.served
+
+    def sent(document: dict) -> str:
+        return f"data: {json.dumps(document)}\n\n"
+
+    try:
+        if form.chat:
+            yield sent(form.write("chat.completion.chunk", {"delta": {"role": "assistant", "content": ""}}, None))
+        async for pieces, done, reason in answer.pieces():
+            text, more = "".join(pieces), dict[str, Any]()
+            if settings.details and done:  # for the live page
+                counts = {"accepted": done.accepted, "drafted": done.drafted, "milliseconds": done.milliseconds}
+                more["round"] = {"tokens": pieces, **counts}
+            ids = {"token_ids": done.tokens if done else []} if settings.return_token_ids else {}
+            if text or reason or more or (ids and done):
+                yield sent(form.write_chunk(text, reason, ids, **more))
+        if settings.details or (settings.stream_options and settings.stream_options.include_usage):
+            yield sent(form.write_chunk(None, usage=answer.usage()))
+        yield "data: [DONE]\n\n"
+    except RequestError as error:
+        yield sent(error.to_json())
+    finally:
+        served.engine.give_up(answer.job)

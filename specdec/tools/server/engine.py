@@ -1,0 +1,285 @@
+"""Decodes requests that come at any time: one thread, with a batch of drafted and a batch of plain answers, and one of sampled answers
+with a seed, whose drafts must not depend on clocks or on other requests."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from specdec.core.constraint import Constraint
+from specdec.core.generation import Ends
+from specdec.core.sampling import Sampling
+from specdec.decoding.batch import Batch, Prefill, Request, Step
+from specdec.decoding.decoder import Decoder
+
+LOG = logging.getLogger(__name__)
+TOGETHER = 8192  # tokens of prompts that are read together, filled up to the longest; one prompt may have more
+COULD_NOT = "The server could not decode this ({}: {})."
+Reason = Literal["stop", "length", "timeout", "error"]
+
+
+@dataclass(frozen=True)
+class ServedRound:
+    """What one round did for one request.
+
+    tokens: what it emitted: accepted drafts, then the target's own token; empty where the answer had ended before
+    accepted: how many of them are drafts
+    drafted: nodes of the tree, without the root; None: the tokens were read off the prompt
+    milliseconds: of the whole round, with all its rows
+    """
+
+    tokens: list[int]
+    accepted: int = 0
+    drafted: int | None = None
+    milliseconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class End:
+    """The last event of a request. message: what went wrong, for `timeout` and `error`"""
+
+    reason: Reason
+    message: str = ""
+
+
+Event = ServedRound | End
+
+
+@dataclass(eq=False)
+class Job:
+    """A request with what the engine must know of it.
+
+    deliver: called for every event, in the engine's thread; it must not wait
+    speculate: with drafts, or plain
+    deadline: when it is given up, by time.monotonic(); None: never
+    constraint: of a grammar that the answer follows; None: it is free
+    """
+
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: Sampling
+    ends: Ends
+    deliver: Callable[[Event], None]
+    seed: int | None = None
+    speculate: bool = True
+    deadline: float | None = None
+    constraint: Constraint | None = None
+    request: Request = field(init=False)
+
+    def __post_init__(self):
+        generator = torch.Generator()
+        if self.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(self.seed % 2**63)
+        self.request = Request(
+            self.prompt, self.max_new_tokens, generator, self.sampling, self.ends, constraint=self.constraint
+        )
+
+    def tell(self, event: Event) -> None:
+        try:
+            self.deliver(event)
+        except Exception:  # a client's fault must not end the others' answers
+            LOG.exception("an event could not be delivered")
+            self.request.left = 0
+
+
+class Lane:
+    """A batch, and the requests that wait for a place in it. prefill_tokens: of prompts, read between two rounds"""
+
+    def __init__(self, decoder: Decoder, rows: int, prefill_tokens: int):
+        self.decoder, self.rows, self.prefill_tokens = decoder, rows, prefill_tokens
+        self.batch: Batch = decoder.batch()
+        self.waiting: deque[Job] = deque()
+        self.jobs: dict[int, Job] = {}  # by the id of their requests, while they are read and run
+        self.reading: tuple[list[Job], Prefill] | None = None  # those that join next
+
+    def advance(self) -> Step | None:
+        """Reads on in the prompts of requests that join, then makes one round -> it, or None if none runs."""
+        if self.reading is None:
+            free = self.rows - len(self.batch.running) if self.batch.joins or not self.batch.running else 0
+            if new := self._next(free):
+                self.jobs |= {id(job.request): job for job in new}
+                self.reading = new, self.batch.prefill([job.request for job in new])
+        if self.reading is not None:
+            self._read(*self.reading)
+        return self.batch.step() if self.batch.running else None
+
+    def _read(self, new: list[Job], prefill: Prefill) -> None:
+        try:
+            self.batch.read(prefill, self.prefill_tokens)
+        except Exception as error:  # the rows that run have not been touched
+            LOG.exception("prompts could not be read")
+            self.reading = None
+            for job in new:
+                if self.jobs.pop(id(job.request), None):
+                    job.tell(End("error", COULD_NOT.format(type(error).__name__, error)))
+            return
+        if not prefill.done:
+            return
+        self.reading = None
+        for job, tokens in zip(new, self.batch.admit([job.request for job in new], prefill)):
+            if id(job.request) in self.jobs:  # it was not given up
+                job.tell(ServedRound(tokens))
+                self._settle(job)
+
+    def hand_out(self, step: Step) -> None:
+        """Tells each job what a round did for it."""
+        for request, tokens, accepted in zip(step.requests, step.tokens, step.accepted):
+            job = self.jobs.get(id(request))
+            if job is None:
+                continue  # it was given up during the round
+            job.tell(ServedRound(tokens, accepted, step.num_drafted, 1e3 * step.cost.seconds))
+            self._settle(job)
+
+    def give_up(self, job: Job) -> None:
+        """The request leaves before the next round, if it is here."""
+        if job in self.waiting:
+            self.waiting.remove(job)
+        if self.jobs.pop(id(job.request), None):
+            job.request.left = 0
+        if self.reading is not None and not any(each.request.left for each in self.reading[0]):
+            self.reading = None
+
+    def fail(self, message: str) -> None:
+        """Every request that runs ends with this message; those that wait stay."""
+        failed, self.jobs = list(self.jobs.values()), {}
+        self.batch, self.reading = self.decoder.batch(), None
+        for job in failed:
+            job.tell(End("error", message))
+
+    def _next(self, most: int) -> list[Job]:
+        """The requests that join now, in the order of their coming."""
+        new: list[Job] = []
+        longest = 0
+        while self.waiting and len(new) < most:
+            longest = max(longest, len(self.waiting[0].prompt))
+            if new and longest * (1 + len(new)) > TOGETHER:
+                break
+            new.append(self.waiting.popleft())
+        return new
+
+    def _settle(self, job: Job) -> None:
+        if not job.request.left:
+            del self.jobs[id(job.request)]
+            if job.request.fault:
+                job.tell(End("error", job.request.fault))
+            else:
+                job.tell(End("stop" if job.request.ended else "length"))
+
+
+class Engine:
+    """Decodes jobs in a thread of its own, from `start` until `stop`.
+
+    drafted, plain: decoders of one target; rows: requests of each that are decoded at once
+    queue: requests that may wait
+    prefill_tokens: of prompts, read between two rounds: the others wait no longer for a long prompt
+    """
+
+    def __init__(self, drafted: Decoder, plain: Decoder, *, rows: int, queue: int, prefill_tokens: int = 512):
+        self.drafted, self.plain = (Lane(decoder, rows, prefill_tokens) for decoder in (drafted, plain))
+        steady = drafted.steady()
+        if steady is drafted:
+            self.seeded = self.drafted
+        else:
+            self.seeded = Lane(steady, rows, prefill_tokens) if steady.proposer else self.plain
+        self.lanes = [*dict.fromkeys((self.drafted, self.plain, self.seeded))]
+        self.queue = queue
+        self.changed = threading.Condition()
+        self.given_up: list[Job] = []
+        self.arrived: list[Job] = []
+        self.stopping = False
+        self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread once everything that was submitted has ended."""
+        with self.changed:
+            self.stopping = True
+            self.changed.notify()
+        if self.thread.ident is not None:
+            self.thread.join()
+
+    @property
+    def alive(self) -> bool:
+        return self.thread.is_alive()
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(lane.jobs) for lane in self.lanes)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.arrived) + sum(len(lane.waiting) for lane in self.lanes)
+
+    def lane_of(self, job: Job) -> Lane:
+        if not job.speculate:
+            return self.plain
+        return self.seeded if job.seed is not None and not job.sampling.greedy else self.drafted
+
+    def describe_shape(self, job: Job) -> str | None:
+        """What the seed changes about the drafts; None: nothing"""
+        lane = self.lane_of(job)
+        if not job.speculate or lane is self.drafted:
+            return None
+        return "none, because of seed" if lane is self.plain else "fixed, because of seed"
+
+    def submit(self, job: Job) -> bool:
+        """Queues a job -> whether there was room for it. Raises ValueError for one that cannot be decoded."""
+        self.lane_of(job).decoder.check([job.prompt], job.max_new_tokens)
+        with self.changed:
+            if self.num_waiting >= self.queue or self.stopping:
+                return False
+            self.arrived.append(job)
+            self.changed.notify()
+        return True
+
+    def give_up(self, job: Job) -> None:
+        """The job ends before the next round; no event follows once that is done."""
+        with self.changed:
+            self.given_up.append(job)
+            self.changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self.changed:
+                while not (self.arrived or self.given_up or self._busy or self.stopping):
+                    self.changed.wait()
+                arrived, self.arrived = self.arrived, []
+                for job in arrived:
+                    self.lane_of(job).waiting.append(job)
+                given_up, self.given_up = self.given_up, []
+                if self.stopping and not self._busy:
+                    return
+            for job in given_up:
+                self.lane_of(job).give_up(job)
+            self._give_up_late()
+            for lane in self.lanes:
+                try:
+                    if step := lane.advance():
+                        lane.hand_out(step)
+                except Exception as error:  # memory that is missing, or a mistake of ours: the server goes on
+                    LOG.exception("a round failed")
+                    lane.fail(COULD_NOT.format(type(error).__name__, error))
+
+    @property
+    def _busy(self) -> bool:
+        return any(lane.waiting or lane.jobs for lane in self.lanes)
+
+    def _give_up_late(self) -> None:
+        now = time.monotonic()
+        for lane in self.lanes:
+            for job in [*lane.waiting, *lane.jobs.values()]:
+                if job.deadline is not None and now > job.deadline:
+                    lane.give_up(job)
+                    done = len(job.request.tokens)
+                    job.tell(
+                        End("timeout", f"The request took longer than the server allows; {done} tokens were written.")
+                    )

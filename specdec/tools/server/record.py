@@ -1,0 +1,136 @@
+"""Records conversations that are served, as rows to train on. Nothing is recorded unless somebody asks for it. docs/adapting.md
+
+A recorder appends whole rows to a file of its own, traffic-000001.jsonl, ..., in a folder.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from specdec.core import files, row_files
+from specdec.core.answer_text import TextDecoder
+from specdec.core.sampling import Sampling
+from specdec.target.model import Target
+from specdec.text import token_text
+
+LOG = logging.getLogger(__name__)
+LONGEST_NAME = 200  # characters of a conversation's id
+NAME = re.compile(r"traffic-(\d{6,})\.jsonl")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A request and its answer, which has ended.
+
+    tokens: ids of the prompt and of the answer; num_prompt: how many are the prompt
+    accepted: drafts that each round kept; drafted: in all rounds
+    fields: further ones of the row: `finish`, `grammar`, `head` and, of a server's request, id, seed, chat_template_kwargs and tools
+    messages: the conversation up to the answer; None: a bare prompt
+    text: of the answer
+    conversation: its id, as the client gives it; None: a digest of how it begins
+    """
+
+    tokens: list[int]
+    num_prompt: int
+    sampling: Sampling
+    accepted: list[int]
+    drafted: int
+    fields: dict[str, Any]
+    text: str
+    messages: list[dict] | None = None
+    conversation: Any = None
+
+
+class Recorder:
+    """Appends rows to a new file of a folder. No failure of it reaches those who answer.
+
+    folder: is made if it is missing, readable for its owner only
+
+    Raises ValueError if the folder cannot be used. If a row cannot be written, recording stops, which is logged once.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder, self.stopped = Path(folder), False
+        self.decoder: TextDecoder | None = None
+        self.origin: dict[str, str | None] = {}  # fields of every row
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            numbers = [int(found[1]) for path in self.folder.iterdir() if (found := NAME.fullmatch(path.name))]
+            self.path = self.folder / f"traffic-{max(numbers, default=0) + 1:06}.jsonl"
+            self.path.touch(mode=0o600, exist_ok=False)
+        except OSError as error:
+            raise ValueError(f"Nothing can be recorded in {folder} ({error}): choose another folder.") from error
+
+    def set_origin(self, target: Target, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Of the rows that follow."""
+        self.decoder = TextDecoder.of(tokenizer, special=True)
+        self.origin = {
+            "tokenizer": token_text.fingerprint(tokenizer),
+            "target": target.name,
+            "target_fingerprint": target.fingerprint(),
+            "source": "server",
+        }
+
+    def record(self, exchange: Exchange) -> None:
+        """Writes a row, unless recording has stopped."""
+        if self.stopped:
+            return
+        try:
+            self.path.touch(mode=0o600)  # if it was moved away
+            line = json.dumps(self._make_row(exchange), ensure_ascii=False, default=str) + "\n"
+            files.append(self.path, line, synced=False)
+        except Exception as error:  # answers go on, whatever it is
+            self.stopped = True
+            sentence = "%s: recording has stopped (%s: %s). Answers go on; start again to record."
+            LOG.warning(sentence, self.folder, type(error).__name__, error)
+
+    def _make_row(self, exchange: Exchange) -> dict:
+        text, num, decoder = exchange.text, exchange.num_prompt, self.decoder
+        assert decoder is not None, "set_origin comes first"
+        content: dict[str, list | None] = {"messages": None, "texts": None}
+        if exchange.messages is not None:
+            content["messages"] = [*exchange.messages, {"role": "assistant", "content": text}]
+        else:
+            content["texts"] = [decoder.text(exchange.tokens[:num]), text]
+        return {
+            "id": uuid.uuid4().hex,
+            "time": time.time(),
+            **self.origin,
+            "conversation": _name(exchange.conversation, exchange.messages or exchange.tokens[:num]),
+            "category": "traffic",
+            **content,
+            "tokens": exchange.tokens,
+            "prompt_tokens": num,
+            "ids": "given",
+            **dataclasses.asdict(exchange.sampling),
+            "seed": None,
+            "rounds": len(exchange.accepted),
+            "drafted": exchange.drafted,
+            "accepted": exchange.accepted,
+            **exchange.fields,
+        }
+
+
+def _name(given: Any, start: list) -> str:
+    """The id that all turns of a conversation share: the given one, or a digest of its first messages, or of the bare prompt."""
+    if given:
+        return str(given)[:LONGEST_NAME]
+    users = [place for place, each in enumerate(start) if isinstance(each, dict) and each["role"] == "user"]
+    start = start[: users[0] + 1] if users else start
+    return hashlib.sha256(json.dumps(start).encode()).hexdigest()[:16]
+
+
+def read_lines(paths: list[Path]) -> Iterator[tuple[str, dict | None]]:
+    """Yields where a line is and its row, None for a damaged one. A last line without its end is being written: it is left out."""
+    for path in paths:
+        yield from ((f"{path.name}:{number}", row) for number, row in row_files.read_own_lines(path))

@@ -1,0 +1,402 @@
+"""Public benchmarks as questions to decode, and the protocols under which publications decode them.
+
+conf/suite/NAME.yaml     where a suite is published, which field is its prompt, how many questions it has, its licence
+conf/protocol/NAME.yaml  what a publication sends to the target, with which settings, and how it counts acceptance
+
+A question has one or more turns. The target's own answer to a turn comes before the next one.
+"""
+
+import difflib
+import itertools
+import random
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import PreTrainedTokenizerBase
+
+from specdec.measuring.counting import Counting
+from specdec.text import chat_template, conversations, reading, token_text
+from specdec.text.conversations import Prompt
+from specdec.text.messages import MODE
+
+CONF = Path(__file__).with_name("conf")
+FIELD = re.compile(r"\{(\w+)\}")  # of a template; other braces stand for themselves
+key_of = lambda part: part.replace("-", "_").lower()  # a subset as protocols name it
+listed = lambda value: [value] if isinstance(value, str) else value or []  # of one name, several or none
+# FastChat's conversation form vicuna_v1.1, which Spec-Bench sends to every target
+VICUNA = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions. "
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """turns: rows as of reading.load_prompts, with the messages that each turn adds, and `original`: the published text"""
+
+    id: str
+    category: str
+    turns: tuple[dict, ...]
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Suite:
+    """digest: of the questions as they are asked; note: what is not as published, empty for nothing"""
+
+    name: str
+    title: str
+    questions: list[Question]
+    source: str
+    digest: str
+    licence: str
+    max_new_tokens: int
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """A file of conf/protocol. `templates`, `num`, `few_shot` and `max_new_tokens` are by suite, `system` for all or by suite."""
+
+    name: str
+    title: str
+    source: str
+    options: dict[str, Any]  # of evaluate
+    counting: Counting
+    unsaid: str = ""  # what the publication leaves open, or evaluate cannot do as it does
+    chat: str = "target"  # its chat template, vicuna, or none
+    turns: str = "all"  # or first
+    strip: bool = False  # blanks around the target's answers in the history
+    system: str | dict[str, str] = ""
+    templates: dict[str, str] = field(default_factory=dict)
+    num: dict[str, int] = field(default_factory=dict)  # questions used
+    order: str | dict[str, int] = "first"  # or {shuffle: seed of Python's random}, if there are more than are used
+    few_shot: dict[str, dict[str, Any]] = field(default_factory=dict)  # rows put in front, and their template
+    max_new_tokens: dict[str, int] = field(default_factory=dict)  # where it is not that of `options`
+    stop: dict[str, list[str]] = field(default_factory=dict)  # texts that end an answer
+
+    digest = property(lambda self: reading.digest_of([asdict(self)]))  # 16 hex digits of all fields
+
+
+def read_protocol(name: str) -> Protocol:
+    """Raises ValueError for a name that conf/protocol does not have."""
+    found = read_conf("protocol", name)
+    return Protocol(name=name, **found | {"counting": Counting(**found["counting"])})
+
+
+def read_conf(kind: str, name: str) -> dict[str, Any]:
+    """conf/KIND/NAME.yaml"""
+    names = sorted(path.stem for path in (CONF / kind).glob("*.yaml"))
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        guess = f" Did you mean {close[0]}?" if close else ""
+        raise ValueError(f"There is no {kind}={name}.{guess} There are: {', '.join(names)}.")
+    return yaml.safe_load((CONF / kind / f"{name}.yaml").read_text())
+
+
+def protocol_names() -> list[str]:
+    return sorted(path.stem for path in (CONF / "protocol").glob("*.yaml"))
+
+
+def presets_of(given: dict[str, Any]) -> dict[str, str]:
+    """The values of evaluate's options that suite= and protocol= set, as a command line has them. given: the options as written
+
+    Raises ValueError for names that do not exist.
+    """
+    found: dict[str, Any] = {}
+    if suite := given.get("suite"):
+        found["max_new_tokens"] = read_conf("suite", suite)["max_new_tokens"]
+    if given.get("protocol"):
+        protocol = read_protocol(given["protocol"])
+        found |= protocol.options
+        if suite in protocol.max_new_tokens:
+            found["max_new_tokens"] = protocol.max_new_tokens[suite]
+        if {"chains", "trees", "decode.depth", "decode.width", "decode.nodes"} & set(given):
+            found = {key: value for key, value in found.items() if key not in ("chains", "trees")}
+    return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in found.items()}
+
+
+# The questions of a suite
+
+
+def load_suite(
+    name: str,
+    prompts: str | None = None,
+    *,
+    split: str | None = None,
+    subset: str | None = None,
+    protocol: Protocol | None = None,
+    accepted: bool = False,
+) -> Suite:
+    """The questions of conf/suite/NAME.yaml, in the published order or the protocol's.
+
+    prompts: the published file, or a folder with it; None: a dataset that `datasets` finds by its name
+    subset: one of the suite's, or a category; None: the suite's default. accepted: also under a licence that limits the use
+    Raises ValueError for what does not exist, is damaged, or is not the suite.
+    """
+    entry = read_conf("suite", name)
+    source = entry["source"] if isinstance(entry["source"], dict) else {"split": "test"}
+    if split not in (None, source["split"]):
+        raise ValueError(f"suite={name} is the split {source['split']}, not {split}: leave split= out.")
+    if prompts is None and "hub" not in source:
+        raise ValueError(f"suite={name} is not read from the Hub: give prompts=FILE or FOLDER. {entry['download']}")
+    subsets: dict[str, int | None] = entry.get("subsets") or {"": entry["num"]}
+    parts = find_parts(name, entry, list(subsets), prompts, subset)
+    read = prompts or f"{source['hub']}, split {source['split']}"
+    questions: list[Question] = []
+    notes = describe_protocol(protocol, name, parts) if protocol else []
+    for part in parts:
+        found = read_part(name, entry | {"source": source}, prompts, part, protocol)
+        if not found and len(parts) > 1:  # a folder with some of the subsets
+            continue
+        where, num = f"suite={name}" + f" subset={part}" * bool(part), subsets[part] or len(found)
+        if len(found) > num or not found:
+            raise ValueError(f"{read} is not {where}: it has {len(found)} questions of {num}. {entry['download']}")
+        if len(found) < num:
+            notes.append(f"{len(found)} of {num} published questions of {where}")
+        asked = make_questions(name, entry, found, part, protocol)
+        digest = reading.digest_of([{"": read_turns(entry, row)} for _, row in found])
+        if len(found) == num and digest not in entry.get("sha", {}).get(part, digest):
+            notes.append(f"not the published questions of {where}")
+        questions += choose_questions(asked, protocol, name, part)
+    if subset is not None and subset not in subsets:
+        kinds = dict.fromkeys(kind for each in questions for kind in (each.category, *each.tags))
+        questions = [each for each in questions if subset in (each.category, *each.tags)]
+        if not questions:
+            known = ", ".join(filter(None, [*subsets, *kinds]))
+            raise ValueError(f"suite={name} has no subset {subset}; it has: {known}.")
+    if not questions:
+        raise ValueError(f"{read} has no questions of suite={name}. {entry['download']}")
+    licence = check_licence(entry, prompts, parts, accepted)
+    digest = reading.digest_of([row for question in questions for row in question.turns])
+    return Suite(name, entry["title"], questions, read, digest, licence, entry["max_new_tokens"], "; ".join(notes))
+
+
+def plain_questions(source: str, split: str | None = None) -> list[Question]:
+    """Rows of prompts= as questions of one turn. Raises ValueError as reading.load_prompts."""
+    with reading.at(source):
+        found = reading.spread(reading.load_prompts(source, split=split), None)
+    ids = reading.tell_apart([row["id"] for row in found])
+    return [Question(id, row["category"], (row,), tuple(row["tags"])) for id, row in zip(ids, found)]
+
+
+def find_parts(name: str, entry: dict, subsets: list[str], prompts: str | None, subset: str | None) -> list[str]:
+    """The subsets to read: what is asked for, else that whose published file or folder `prompts` is, else the default."""
+    if subset in subsets:
+        return [str(subset)]
+    path, default = Path(prompts or ""), [entry["subset"]] if "subset" in entry else subsets
+    if prompts is None or not path.exists():
+        return default
+    for part, pattern in itertools.product(subsets, map(Path, listed(entry["file"]))):
+        inside = path.is_dir() and "{subset}" not in pattern.name  # the pattern names the folder
+        whole = path.absolute() / (pattern.name if inside else "")
+        if "{subset}" in str(pattern) and whole.match(str(pattern).replace("{subset}", part)):
+            return [part]
+    if len(default) > 1 and path.is_file():
+        raise ValueError(f"Which part of suite={name} is {prompts}? Give subset=, one of {', '.join(subsets)}.")
+    return default
+
+
+def describe_protocol(protocol: Protocol, name: str, parts: list[str]) -> list[str]:
+    """What of a suite is not as the protocol has it."""
+    own = {*protocol.templates, *protocol.few_shot, *protocol.max_new_tokens, *protocol.stop}
+    known = {*own, *protocol.num} & {name, *map(key_of, parts)}
+    other = "" if known else f"{protocol.title} publishes nothing on suite={name}"
+    lost = ", ".join(part for part in parts if key_of(part) in own)
+    lost = lost and f"the templates, limits and stop texts of {protocol.title} for {lost} are not applied"
+    return [note for note in (other, lost, protocol.unsaid) if note]
+
+
+def check_licence(entry: dict, prompts: str | None, parts: list[str], accepted: bool) -> str:
+    """The suite's licence, and what was accepted. Raises ValueError for a file that limits the use, if that is not accepted."""
+    stated = "{name} (forbids {forbids})".format(**entry["licence"])
+    files = [each for part in parts for each in find_published(entry["file"], prompts, part)] if prompts else []
+    found = reading.find_limit([*files, Path(prompts) / "data"]) if prompts else None
+    if found and not accepted:
+        raise ValueError(f'{found[0]} says "{found[1]}": read it, and if it allows your use, give accept_licence=true.')
+    return stated + (f' (accept_licence=true: {found[0].name} says "{found[1]}")' if found else "")
+
+
+def read_part(
+    name: str, entry: dict, prompts: str | None, part: str, protocol: Protocol | None
+) -> list[tuple[str, dict]]:
+    """(place, row) of each question of a subset; none where a folder lacks its file.
+
+    Values of fields that neither the suite nor the protocol names are let go: tests beside a question may be megabytes.
+    """
+    source = entry["source"]
+    names = {*entry.get("within", {})}.union(*(listed(entry.get(key)) for key in ("prompt", "id", "category")))
+    names |= {*FIELD.findall(f"{entry.get('template')} {protocol}")}
+    read: Iterable[tuple[str, dict]]
+    try:
+        if prompts is None:
+            data = reading.open_dataset(source["hub"], source["split"], config=source.get("config"))
+            read = ((f"{source['hub']} row {index}", reading.to_row("", row)) for index, row in enumerate(data))
+        elif files := find_published(entry["file"], prompts, part):
+            read = itertools.chain.from_iterable(reading.read_rows(str(file), None) for file in files)
+        elif part and Path(prompts).is_dir():
+            return []
+        else:
+            read = reading.read_rows(prompts, source["split"])
+        found = [(place, {key: row[key] if key in names else None for key in row}) for place, row in read]
+    except ValueError as error:
+        raise ValueError(f"suite={name}: {error} {entry['download']}") from error
+    for key, (least, most) in entry.get("within", {}).items():
+        found = [(place, row) for place, row in found if not isinstance(row.get(key), int) or least <= row[key] <= most]
+    return found
+
+
+def find_published(names: str | list[str], prompts: str, part: str) -> list[Path]:
+    """The published files of a subset in a folder, by the first of several names that is there; else the file itself."""
+    folder = Path(prompts)
+    if not folder.is_dir():
+        return reading.find_files(prompts)
+    patterns = [each.replace("{subset}", part) for each in listed(names)]
+    patterns = [each for each in patterns if each[:3] != "../" or each.startswith(f"../{folder.resolve().name}/")]
+    found = next((files for pattern in patterns if (files := sorted(folder.glob(pattern)))), [])
+    if not (found or part or any((folder / each).exists() for each in ("dataset_info.json", "dataset_dict.json"))):
+        raise ValueError(f"the folder {prompts} has no {' or '.join(patterns)}.")
+    return found
+
+
+def make_questions(
+    name: str, entry: dict, found: list[tuple[str, dict]], part: str, protocol: Protocol | None
+) -> list[Question]:
+    """part: the subset, empty for a suite without: it is the category of rows that have none, and stands before ids"""
+    template, few, system = entry.get("template"), None, ""
+    if protocol is not None:
+        template, few = protocol.templates.get(name, template), protocol.few_shot.get(name)
+        system = protocol.system if isinstance(protocol.system, str) else protocol.system.get(key_of(part) or name, "")
+    shots = [fill_template(few["template"], row) for _, row in found[: few["rows"]]] if few else []
+    keys = [first_of(row, entry.get("id")) for _, row in found]
+    ids = [f"{part}/" * bool(part) + str(index if key is None else key) for index, key in enumerate(keys)]
+    questions = []
+    for id, (place, row) in zip(reading.tell_apart(ids), found):
+        with reading.at(place):
+            originals = read_turns(entry, row)
+            texts = [fill_template(template, row)] if template else [*originals]
+            texts[0] = "".join(shots) + texts[0]
+            own = str(first_of(row, entry.get("category")) or part or name)
+            category = entry.get("tasks", {}).get(own, own)
+            tags = (own,) if own != category else ()
+            asked = {"id": id, "category": category, "tags": [*tags], "grammar": None, "place": place, "plain": bool(few)}  # fmt: skip
+            turns = [
+                {**asked, "prompt": text, "messages": [{"role": "user", "content": text}], "original": original}
+                for text, original in zip(texts[:1] if protocol and protocol.turns == "first" else texts, originals)
+            ]
+            if system:
+                turns[0] |= {"prompt": None, "messages": [{"role": "system", "content": system}, *turns[0]["messages"]]}
+        questions.append(Question(id, category, tuple(turns), tags))
+    return questions
+
+
+def first_of(row: dict, names: str | list[str] | None) -> Any:
+    """The first of several fields that a row has."""
+    return next((row[each] for each in listed(names) if row.get(each) not in (None, "")), None)
+
+
+def read_turns(entry: dict, row: dict) -> list[str]:
+    """The published texts of a row's turns: of a text, a list of texts, or a list of a user's messages."""
+    names = listed(entry["prompt"])
+    value = first_of(row, names)
+    if value is None:
+        raise ValueError(f"no field {' or '.join(names)}, which holds the prompt (the row has: {', '.join(row)}).")
+    content = lambda each: each.get("content") if isinstance(each, dict) and each.get("role") == "user" else each
+    turns: list[Any] = [content(each) for each in (value if isinstance(value, list) else [value])]
+    if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise ValueError(f"its prompt must be a text, or a list of texts or of a user's messages: {value!r:.80}.")
+    if "placeholder" in entry and any(turn.startswith(entry["placeholder"]) for turn in turns):
+        raise ValueError(f"the prompt is a placeholder, which the maker's script fills. {entry['download']}")
+    return turns
+
+
+def fill_template(templates: str | list[str], row: dict) -> str:
+    """The first of several templates whose fields the row has, filled in. Lists of texts are lines."""
+    fits = [each for each in listed(templates) if all(row.get(key) for key in FIELD.findall(each))]
+    if not fits:
+        missing = ", ".join(key for key in FIELD.findall(listed(templates)[-1]) if not row.get(key))
+        raise ValueError(f"no field {missing}, which the prompt is made of (the row has: {', '.join(row)}).")
+    write = lambda value: "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+    return FIELD.sub(lambda match: write(row[match[1]]), fits[0])
+
+
+def choose_questions(asked: list[Question], protocol: Protocol | None, name: str, part: str) -> list[Question]:
+    """As many as the protocol uses, in its order."""
+    num = None if protocol is None else protocol.num.get(name, protocol.num.get(key_of(part)))
+    if protocol is None or num is None or num >= len(asked):
+        return asked
+    if isinstance(protocol.order, dict):
+        asked = [*asked]
+        random.Random(protocol.order["shuffle"]).shuffle(asked)
+    return asked[:num]
+
+
+# Prompts
+
+
+def encode_turn(
+    question: Question,
+    turn: int,
+    answers: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    arguments: dict[str, Any] | None = None,
+    protocol: Protocol | None = None,
+) -> Prompt:
+    """The prompt of a turn, counted from 0, behind the turns before it and the target's answers to them.
+
+    arguments: as of rows.encode_prompts; a thinking mode that the protocol sets is left out where the target has none
+    Raises ValueError for several turns of a target without a chat template, and as rows.encode_row.
+    """
+    history = [answer.strip() if protocol and protocol.strip else answer for answer in answers[:turn]]
+    assert len(history) == turn, "each earlier turn needs its answer"
+    row = question.turns[turn]
+    form = "none" if row.get("plain") else protocol.chat if protocol else "target"
+    if turn and (form == "none" or (form == "target" and not tokenizer.chat_template)):
+        raise ValueError(
+            f"Question {question.id} has several turns, and there is no form to write them in: choose an instruct model as "
+            "target, or protocol=specbench, which writes them as plain text."
+        )
+    if form == "target":
+        arguments = fit_arguments(tokenizer, arguments or {}, protocol)
+        messages: list[dict] = []
+        for earlier, answer in zip(question.turns, history):
+            messages += [*earlier["messages"], {"role": "assistant", "content": answer}]
+        if messages:
+            row = {**row, "prompt": None, "messages": [*messages, *row["messages"]]}
+        try:
+            tokens = conversations.encode_row(tokenizer, row, arguments)
+        except ValueError as error:
+            if protocol is None or row["messages"][0]["role"] != "system":
+                raise
+            said = f"protocol={protocol.name} sends a system message, which this target cannot take: choose an instruct model"
+            raise ValueError(f"{said} or another protocol.") from error
+    else:
+        texts = [each["messages"][-1]["content"] for each in question.turns[: turn + 1]]
+        tokens = token_text.encode_text(tokenizer, write_vicuna(texts, history) if form == "vicuna" else texts[0])
+    return Prompt(name_request(question, turn), question.category, tokens, question.tags)
+
+
+def fit_arguments(
+    tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any], protocol: Protocol | None
+) -> dict[str, Any]:
+    """Template arguments without a thinking mode that the protocol sets and the target does not have."""
+    mode = protocol.options.get(f"template.{MODE}") if protocol else None
+    return chat_template.known_arguments(tokenizer, arguments) if arguments.get(MODE) == mode else arguments
+
+
+def name_request(question: Question, turn: int) -> str:
+    """The id of a turn's prompt."""
+    return question.id if len(question.turns) == 1 else f"{question.id} turn {turn + 1}"
+
+
+def write_vicuna(turns: Sequence[str], answers: Sequence[str]) -> str:
+    """The text of a conversation whose last turn is to be answered, in the form of Vicuna."""
+    text = VICUNA
+    for turn, answer in zip(turns, [*answers, ""]):
+        text += f"USER: {turn} ASSISTANT:" + (f" {answer}</s>" if answer else "")
+    return text

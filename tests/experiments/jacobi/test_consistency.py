@@ -1,0 +1,179 @@
+"""Consistency training against a naive version: one block, one state or one token at a time."""
+
+import pytest
+import torch
+from hydra.utils import instantiate
+
+from specdec import checkpoint
+from specdec.core import masks
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
+from specdec.experiments.jacobi.head import Consistency
+from specdec.experiments.jacobi.objective import ConsistencyObjective, Reader, cut, draw, place
+from specdec.heads.base import Drafter
+from specdec.target.adapter import original
+from specdec.text.conversations import Row
+from tests.support import load_head, make_target, random_tokens
+from train.data.batches import collate
+
+pytestmark = pytest.mark.full
+
+V, N = 11, 4
+CONFIG = load_head("consistency")
+SETTINGS = {"losses": {"consistency": 0.7, "original": 0.4}, "depth": N, "passes": N - 1}
+
+
+def make_row(seed: int, num_prompt: int, num_answer: int) -> Row:
+    tokens = random_tokens(seed, num_prompt + num_answer, V)
+    return Row(str(seed), "all", tokens, [False] * num_prompt + [True] * num_answer)
+
+
+PACKS = [[make_row(0, 3, 9), make_row(1, 1, 5)], [make_row(2, 6, 7)]]
+BATCH = collate(PACKS, length=20, pad_token=0)
+
+
+def make(**arguments) -> Consistency:
+    """A drafter with a random adapter."""
+    drafter = instantiate(
+        {**CONFIG["drafter"], "num_drafts": N, **arguments}, make_target(V, num_layers=2), vocab=None
+    ).double()
+    torch.manual_seed(1)
+    for parameter in drafter.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.1
+    return drafter
+
+
+def each_block(starts):
+    """Yields (row, block number, the list of tokens before the block) for every block that exists."""
+    for row, number in starts.nonzero().tolist():
+        start = int(starts[row, number])
+        first = start - int(BATCH.positions[row, start])
+        assert 0 < start - first <= 12
+        yield row, number, BATCH.tokens[row, first:start].tolist()
+
+
+def law_after(target, tokens: list[int]):
+    """Log-probabilities [len(tokens), V], from a pass over these tokens alone."""
+    return target.logits(target.read(torch.tensor([tokens]), ()).final[0]).log_softmax(-1)
+
+
+def greedy(target, text: list[int], num: int) -> list[int]:
+    tokens = list(text)
+    for _ in range(num):
+        tokens.append(int(law_after(target, tokens)[-1].argmax()))
+    return tokens[len(text) :]
+
+
+def jacobi(target, text: list[int], first: list[int], passes: int) -> list[int]:
+    state = list(first)
+    for _ in range(passes):
+        choices = law_after(target, text + state).argmax(-1).tolist()
+        state = choices[len(text) - 1 : -1]
+    return state
+
+
+def test_all_blocks_in_one_pass_equal_each_block_alone():
+    """With this mask and these positions, a state's tokens get the distribution of a plain pass over [text before, state]."""
+    torch.manual_seed(0)
+    target, starts = make().target, cut(BATCH, N)
+    states = torch.randint(V, (2, N, starts.shape[1]))
+    top = torch.nn.functional.pad(masks.document_mask(BATCH.documents), (0, states[0].numel()))
+    final = target.read(
+        torch.cat([BATCH.tokens, states.flatten(1)], dim=1),
+        (),
+        positions=torch.cat([BATCH.positions, place(BATCH, starts, N).flatten(1)], dim=1),
+        mask=torch.cat([top, masks.jacobi_mask(BATCH.documents, starts, N)], dim=2),
+    ).final
+    distributions = target.logits(final[:, BATCH.tokens.shape[1] :]).log_softmax(-1).unflatten(1, states.shape[1:])
+    for row, number, text in each_block(starts):
+        expected = law_after(target, text + states[row, :, number].tolist())[len(text) :]
+        torch.testing.assert_close(distributions[row, :, number], expected, rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+def test_trajectories_equal_those_of_single_passes():
+    torch.manual_seed(0)
+    target, starts = make().target, cut(BATCH, N)
+    first = draw(BATCH, starts, N)
+    continuation = Reader(target, BATCH, starts, N).greedy()
+    blocks = [(row, number, text, greedy(target, text, N)) for row, number, text in each_block(starts)]
+    for row, number, text, fixed in blocks:
+        assert continuation.tokens[row, :, number].tolist() == fixed
+        distribution = target.logits(continuation.final[row, :, number]).log_softmax(-1)
+        torch.testing.assert_close(distribution, law_after(target, text + fixed)[len(text) :], rtol=0, atol=1e-10)
+    reader, num_changed = Reader(target, BATCH, starts, N), 0
+    for shift in range(N + 1):
+        passes = (torch.arange(starts.shape[1]) + shift) % (N + 1)
+        states = reader.jacobi(first, passes)
+        for row, number, text, fixed in blocks:
+            initial = first[row, :, number].tolist()
+            expected = jacobi(target, text, initial, int(passes[number]))
+            assert states[row, :, number].tolist() == expected
+            assert passes[number] < N or expected == fixed
+            num_changed += expected != initial
+    assert num_changed > 10
+
+
+def test_the_loss_equals_a_naive_sum_and_trains_only_the_adapter():
+    drafter = make()
+    target, objective = drafter.target, ConsistencyObjective(drafter, **SETTINGS)
+    torch.manual_seed(5)
+    loss = objective(BATCH, None)
+    loss.total.backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in drafter.parameters())
+    trained = {id(parameter) for parameter in drafter.parameters()}
+    assert all(parameter.grad is None for parameter in target.model.parameters() if id(parameter) not in trained)
+
+    torch.manual_seed(5)  # the same blocks and states again
+    starts = cut(BATCH, N)
+    passes = torch.randint(N, (starts.shape[1],))
+    first = draw(BATCH, starts, N)
+    kl = lambda p, q: float((p.exp() * (p - q)).sum())
+    expected, num_left = 0.0, 0
+    for row, number, text in each_block(starts):
+        state = jacobi(target, text, first[row, :, number].tolist(), int(passes[number]))
+        q = law_after(target, text + state)[len(text) :]
+        with original(target):
+            fixed = greedy(target, text, N)
+            p = law_after(target, text + fixed)[len(text) :]
+        wrong = next((k for k in range(N) if state[k] != fixed[k]), N)
+        expected += 0.7 * kl(p[wrong:], q[wrong:])
+        num_left += N - wrong
+    for row in (row for pack in PACKS for row in pack):
+        after = law_after(target, row.tokens)
+        with original(target):
+            before = law_after(target, row.tokens)
+        num_prompt = max(1, row.mask.index(True))
+        expected += 0.4 * kl(before[num_prompt - 1 : -1], after[num_prompt - 1 : -1])
+    assert num_left > 10 and loss.total.item() == pytest.approx(expected, rel=1e-9)
+    assert loss.num_goals == int(BATCH.loss_mask.sum()) and loss.matches is None
+
+
+def test_a_checkpoint_restores_the_adapted_target(tmp_path):
+    drafter = make()
+    prompt = [random_tokens(5, 6, V)]
+    answer = lambda target: Decoder(target, None, sampling=Sampling(0.0), stop=set()).generate(prompt, 20).tokens
+    expected = answer(drafter.target)
+    checkpoint.save(tmp_path / "step", drafter.decodable(), {**CONFIG["drafter"], "num_drafts": N})
+    fresh = make_target(V, num_layers=2)
+    assert answer(fresh) != expected
+    loaded = checkpoint.load(tmp_path / "step", fresh)
+    assert isinstance(loaded, Consistency) and loaded.depth == N and loaded.adapts_target and fresh.adapted
+    assert answer(fresh) == expected
+    before = dict(drafter.named_parameters())
+    assert all(torch.equal(value, before[name]) for name, value in loaded.named_parameters())
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(ValueError, match=r"set vocab_size to null"):
+        Consistency(make_target(V), vocab=torch.arange(4))
+    drafter = make()
+    for wrong, message in (
+        ({"losses": {"kl": 1.0}}, "give weights to some of consistency, original"),
+        ({"losses": {"consistency": 0.0, "original": 1.0}}, "the first needs one"),
+        ({"depth": 3}, r"^depth=3 must be the drafter's num_drafts, 4"),
+        ({"passes": 4}, "passes=4 must be 0 to depth - 1 = 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ConsistencyObjective(drafter, **{**SETTINGS, **wrong})
+    assert not isinstance(drafter, Drafter) and not hasattr(drafter, "step")

@@ -1,0 +1,106 @@
+"""Tests of specdec/tools/choose/choice.py: speedups by hand, acceptance at every K from one replay, loads, schedules."""
+
+import pytest
+import torch
+
+from specdec.core.sampling import Sampling
+from specdec.core.tree import TreeShape
+from specdec.decoding.decoder import Decoder
+from specdec.measuring.report import PromptCounts
+from specdec.proposers.heads import HeadProposer
+from specdec.tools.choose import choice
+from specdec.tools.choose.choice import ShapeAcceptance
+from specdec.tools.choose.round_costs import CostPoint, RoundCosts
+from specdec.unroll.replay import replays
+from tests.support import make_drafter
+
+PROMPTS = [[1, 2, 3], [4, 5, 3, 1], [0, 3], [2, 5, 1, 4]]
+
+
+def chain(num, tau, name="head"):
+    return ShapeAcceptance(name, f"chain of {num}", name, num, tau, [tau - 0.1, tau + 0.1], [])
+
+
+def table(*points, name="head"):
+    """points: rows, drafts, seconds, plain"""
+    return RoundCosts(
+        [CostPoint(name, rows, drafts, 100.0, seconds, plain) for rows, drafts, seconds, plain in points], "a test"
+    )
+
+
+def test_a_speedup_is_what_is_computed_by_hand():
+    found = choice.find_speedup(chain(1, 2.0), table((1, 1, 0.016, 0.010)), 1, 100, 11)
+    assert found.value == pytest.approx(1.25) and not found.extrapolated  # 10 ms against 16 ms for two tokens
+    assert (found.low, found.high) == pytest.approx((0.010 * 1.9 / 0.016, 0.010 * 2.1 / 0.016))
+    point = CostPoint("head", 1, 1, 100, 0.016, 0.010, error=0.05, opening=0.001)
+    found = choice.find_speedup(chain(1, 2.0), RoundCosts([point], ""), 1, 100, 11)
+    assert found.value == pytest.approx(0.010 / (0.008 + 0.0001))  # the prompt's ms over ten tokens
+    assert found.low < 0.010 * 1.9 / 0.016 - 0.05  # the error of the costs is in the interval
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_one_replay_has_tau_of_every_number_of_drafts(small_target, temperature):
+    target, drafter = small_target, make_drafter(small_target, "eagle")
+    sampling = Sampling(temperature=temperature)
+    plain = Decoder(target, None, sampling=sampling, stop=set())
+    answers = [plain.generate([prompt], 20, generator=torch.Generator().manual_seed(0)).tokens[0] for prompt in PROMPTS]
+    texts = list(zip(PROMPTS, answers))
+    found = choice.accept_chains(
+        "head", [each.accept for each in replays(drafter, texts, depth=5, temperature=temperature)]
+    )
+    assert [each.shape for each in found] == [f"chain of {num}" for num in range(1, 6)]
+    for num, each in enumerate(found, start=1):
+        counted = [one.counted for one in replays(drafter, texts, depth=num, temperature=temperature)]
+        total = sum(number for number, _ in counted)
+        assert each.tau == pytest.approx(sum(len(answer) - 1 for answer in answers) / total)
+        assert each.tau == pytest.approx(1 + sum(each.survival)) and each.tau_ci[0] <= each.tau <= each.tau_ci[1]
+        if not temperature:
+            decoder = Decoder(target, HeadProposer(drafter, TreeShape(num, 1, num)), sampling=sampling, stop=set())
+            drafted = [decoder.generate([prompt], 20) for prompt in PROMPTS]
+            rounds = sum(len(one.accepted[0]) for one in drafted)
+            assert each.tau == pytest.approx((sum(len(one.tokens[0]) - 1 for one in drafted)) / rounds)
+
+
+def test_the_best_shape_and_the_load_from_which_plain_is_faster():
+    costs = RoundCosts(
+        [*table((1, 1, 1.1, 1), (1, 4, 1.2, 1), (9, 1, 1.5, 1), (9, 4, 3.0, 1), name="a").points,
+         *table((1, 1, 1.8, 1), (9, 1, 2.6, 1), name="b").points], "")  # fmt: skip
+    given = [chain(1, 1.6, "a"), chain(4, 2.4, "a"), chain(1, 1.9, "b")]
+    found = choice.choose_drafts(given, costs, loads=[1, 5, 9], contexts=[100], tokens=50)
+    assert [(row["best"], row["drafters"]["a"]["drafts"]) for row in found] == [("a", 4), ("a", 1), ("a", 1)]
+    assert found[0]["drafters"]["a"]["speedup"] == pytest.approx(2.0) and found[2]["drafters"]["b"]["speedup"] < 1
+    # b: 1.9 tokens in 1.8 + 0.1 (B - 1): even at B = 2; a beyond the table: 1.1 + 0.05 (B - 1) is 1.6 at B = 11
+    assert choice.find_crossings(given, costs, most=20, context=100, tokens=50) == {
+        "a": (11, True), "b": (2, False), "all": (11, True)}  # fmt: skip
+    assert choice.find_crossings(given, costs, most=10, context=100, tokens=50) == {
+        "a": None,
+        "b": (2, False),
+        "all": None,
+    }
+
+
+def test_a_schedule_covers_every_load_once():
+    row = lambda load, drafts, speedup: {"load": load, "drafters": {"a": {"drafts": drafts, "speedup": speedup}}}
+    table = [row(1, 4, 2.0), row(2, 4, 1.9), row(4, 2, 1.5), row(8, 2, 0.9), row(16, 1, 0.8)]
+    assert choice.find_schedule(table, "a") == [(1, 3, 4), (4, 7, 2), (8, 16, 0)]
+    assert choice.find_schedule(table[2:3], "a") == [(1, 4, 2)]
+
+
+def test_predictions_are_read_from_a_document():
+    each = choice.with_tau(chain(2, 0.0), [PromptCounts(10, 20.0), PromptCounts(10, 24.0)])
+    document = {
+        "acceptance": [vars(each)],
+        "costs": table((1, 2, 1.1, 1.0)).to_json(),
+        "tokens": 50,
+        "contexts": [100.0],
+    }
+    value, low, high, extrapolated = choice.predict(document, "head", "chain of 2", 1)
+    assert not extrapolated and choice.predict(document, "head", "chain of 2", 1, 200.0)[3]
+    assert value == pytest.approx(2.2 / 1.1) and low <= value <= high
+    assert (
+        choice.predict(document, "head", "chain of 3", 1) is None
+        and choice.predict(document, "x", "chain of 2", 1) is None
+    )
+    for wrong in ({}, {**document, "acceptance": [{"tau": 1}]}, {**document, "costs": []}):
+        with pytest.raises(ValueError, match=r"This is no choice\.json"):
+            choice.predict(wrong, "head", "chain of 2", 1)

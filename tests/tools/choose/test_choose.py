@@ -1,0 +1,217 @@
+"""Tests of evaluate choose=true on tiny checkpoints: what is chosen, from which costs, and refusals."""
+
+import json
+import shlex
+from types import SimpleNamespace
+
+import pytest
+
+from scripts import evaluate
+from specdec.target.model import Target
+from specdec.tools.choose import choose
+from specdec.tools.choose.choice import ShapeAcceptance, predict
+from specdec.tools.choose.round_costs import CostPoint, RoundCosts
+from tests.support import make_drafter, save_eagle, save_target, write_prompts, write_rows
+
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("choosing")
+    target = save_target(folder / "target")
+    for seed, name in enumerate(("one", "two")):
+        save_eagle(folder / name / "step_000001", target, seed=seed)
+        (folder / name / "best").write_text("step_000001\n")
+    write_prompts(folder / "prompts.jsonl", 4)
+    return folder
+
+
+@pytest.fixture
+def costs(folder, tmp_path):
+    """costs=: the choice.json of an earlier choice, so that nothing is timed."""
+    points = [CostPoint("one", rows, num, 20.0, 1 + 0.02 * rows * num, 1.0) for rows in (1, 256) for num in (1, 16)]
+    fingerprint = Target.load(str(folder / "target"), dtype="float32").fingerprint()
+    document = {"costs": RoundCosts(points, "made up").to_json(), "fingerprint": fingerprint}
+    (tmp_path / "earlier.json").write_text(json.dumps(document))
+    return f"costs={tmp_path}/earlier.json"
+
+
+@pytest.fixture
+def run(folder, run_script, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "cache"))
+
+    def run(*arguments):
+        values = {"checkpoint": f"{folder}/one", "prompts": f"{folder}/prompts.jsonl", "max_new_tokens": "8", "loads": "1,4",
+                  "target.dtype": "float32", "out": f"{tmp_path}/choice", "choose": "true"}  # fmt: skip
+        values |= dict(argument.split("=", 1) for argument in arguments)
+        return run_script(evaluate, *(f"{key}={value}" for key, value in values.items()))
+
+    return run
+
+
+def read(tmp_path, name="choice"):
+    return json.loads((tmp_path / name / "choice.json").read_text())
+
+
+def test_it_chooses_from_heads_trees_and_proposers_and_keeps_what_it_timed(run, folder, tmp_path):
+    printed = run(
+        f"checkpoint={folder}/one,{folder}/two",
+        "proposers=ngram",
+        "trees=2x2x4",
+        "contexts=10,20",
+        "decode.temperature=1",
+    )
+    found = read(tmp_path)
+    assert "plain is faster than everything" in printed and (tmp_path / "choice" / "table.md").exists()
+    assert "<svg" in (tmp_path / "choice" / "page.html").read_text()
+    assert [(row["load"], row["context"]) for row in found["loads"]] == [(1, 10), (4, 10), (1, 20), (4, 20)]
+    assert all(set(row["drafters"]) == {"one", "two", "ngram"} for row in found["loads"])
+    shapes = {each["shape"] for each in found["acceptance"] if each["drafter"] == "one"}
+    assert shapes == {f"chain of {num}" for num in range(1, 17)} | {"tree of 2x2x4"}
+    for row in found["loads"]:
+        for name, own in row["drafters"].items():
+            again = predict(found, name, own["shape"], row["load"], row["context"])
+            assert (
+                again == tuple(own[each] for each in ("speedup", "low", "high", "extrapolated"))
+                and own["low"] <= own["speedup"] <= own["high"]
+            )
+    assert predict(found, "one", "chain of 99", 1) is None
+    timed = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir() if "rounds" in path.name}
+    assert len(timed) == 5  # two heads, a tree of each, a proposer
+    before = [each["seconds"] for each in found["costs"]["points"]]
+    run(
+        f"checkpoint={folder}/one,{folder}/two",
+        "proposers=ngram",
+        "trees=2x2x4",
+        "contexts=10,20",
+        "decode.temperature=1",
+    )
+    assert [each["seconds"] for each in read(tmp_path)["costs"]["points"]] == before
+    alone = (f"out={tmp_path}/alone", "contexts=10,20", "decode.temperature=1")
+    run(*alone)  # what was timed beside others counts
+    own = [each for each in found["costs"]["points"] if each["drafter"] == "one"]
+    assert read(tmp_path, "alone")["costs"]["points"] == own
+
+
+def test_costs_come_from_an_earlier_choice(run, costs, tmp_path):
+    run(costs, "loads=1,256")
+    sheet = read(tmp_path)
+    with pytest.raises(ValueError, match="begun with other settings: loads"):
+        run(costs, "loads=1,64")
+    assert sheet["costs"]["source"] == "made up"
+    run(f"costs={tmp_path}/choice/choice.json", f"out={tmp_path}/again", "loads=1,256")
+    assert read(tmp_path, "again")["loads"] == sheet["loads"]
+    old = Target.load(sheet["target"], dtype="float32").identity.old
+    (tmp_path / "other.json").write_text(json.dumps({**sheet, "fingerprint": old}))  # of an earlier version
+    run(f"costs={tmp_path}/other.json", f"out={tmp_path}/old", "loads=1,256")
+    assert sheet["fingerprint"] != old and read(tmp_path, "old")["fingerprint"] == sheet["fingerprint"]
+    other = {**sheet, "fingerprint": "of another"}
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    with pytest.raises(ValueError, match="are of another target than"):
+        run(f"costs={tmp_path}/other.json", f"out={tmp_path}/second")
+    with pytest.raises(ValueError, match="known of one context only"):
+        run(costs, "contexts=30", f"out={tmp_path}/second")
+    run(costs, "loads=1,256,512", "contexts=20", f"out={tmp_path}/third")
+    assert [row["drafters"]["one"]["extrapolated"] for row in read(tmp_path, "third")["loads"]] == [False, False, True]
+
+
+def test_a_prediction_stands_beside_what_is_measured_as_it_was_predicted(run, costs, tmp_path):
+    run(costs, "loads=1")
+    given = [
+        "choose=false",
+        "chains=2",
+        "loads=1",
+        f"predicted={tmp_path}/choice/choice.json",
+        f"out={tmp_path}/compared",
+    ]
+    run(*given, "decode.temperature=0,1")
+    document = json.loads((tmp_path / "compared" / "results.json").read_text())
+    found = {each["temperature"]: each.get("predicted_speedup") for each in document["results"]}
+    assert len(found[0]) == 4 and found[1] is None
+    assert "T=1: nothing is predicted, as predicted= is of temperature 0.0" in document["notes"]
+    path = tmp_path / "choice" / "choice.json"
+    sheet = json.loads(path.read_text())
+    for fingerprint in (Target.load(sheet["target"], dtype="float32").identity.old, "of another"):
+        path.write_text(json.dumps({**sheet, "fingerprint": fingerprint}))
+        run(*given[:-1], "decode.temperature=0", f"out={tmp_path}/{len(fingerprint)}")
+    notes = [json.loads((tmp_path / each / "results.json").read_text())["notes"] for each in ("16", "10")]
+    assert ["as predicted= is of fingerprint of another" in str(each) for each in notes] == [False, True]
+
+
+def test_sampling_that_replay_does_not_cover_is_decoded(run, folder, tmp_path):
+    run("decode.temperature=1", "decode.top_p=0.9")
+    shapes = [each["shape"] for each in read(tmp_path)["acceptance"]]
+    assert shapes == [f"chain of {num}" for num in (1, 2, 4, 8, 16)]
+
+
+def test_given_answers_are_replayed(run, costs, tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": f"Count to {n}."}, {"role": "assistant", "content": "1 2 3 4 5"}]}
+        for n in range(3)
+    ]
+    write_rows(tmp_path / "answers.jsonl", rows)
+    run(f"answers={tmp_path}/answers.jsonl", costs, "hold_out=null")
+    assert read(tmp_path)["num_answers"] == 3 and not (tmp_path / "choice" / "answers").exists()
+
+
+def flags_of(target, kind, nums, cost=0.04):
+    """The flags of a head with chains of these numbers of drafts, each of which costs a row so much of a plain round."""
+    chains = [ShapeAcceptance("a", f"chain of {num}", "a", num, 1 + num**0.5, [1 + num**0.5] * 2, []) for num in nums]
+    points = [CostPoint("a", rows, num, 9.0, 1 + cost * rows * num, 1.0) for rows in (1, 4, 64) for num in nums]
+    run = SimpleNamespace(name="a", drafter=make_drafter(target, kind))
+    case = SimpleNamespace(runs=[run], loads=[1, 4, 64], opened=SimpleNamespace(target=target))
+    found = list(choose.list_flags(case, chains, RoundCosts(points, ""), 9.0, 50.0))
+    return {name: [each for each in found if each["engine"] == name] for name in ("vLLM", "SGLang", "llama.cpp")}
+
+
+def test_flags_serve_the_best_chain_at_each_load(small_target):
+    found = flags_of(small_target, "eagle3", [1, 2, 7])
+    (line,) = found["vLLM"]
+    words = shlex.split(line["line"])
+    settings = json.loads(words[words.index("--speculative-config") + 1])
+    assert settings["num_speculative_tokens"] == 7 and line["loads"] == [1, 64]
+    assert settings[choose.SCHEDULE] == [[1, 3, 7], [4, 63, 2], [64, 64, 0]]
+    assert [each["loads"] for each in found["SGLang"]] == [[1, 3], [4, 63]]
+    assert ["--spec-draft-n-max 7" in each["line"] for each in found["llama.cpp"]] == [True, False]
+    (line,) = flags_of(small_target, "eagle3", [1, 2, 7], cost=0.001)["vLLM"]
+    assert choose.SCHEDULE not in line["line"] and line["loads"] == [
+        1,
+        64,
+    ]  # one number of drafts is best at all loads
+    (reason,) = flags_of(small_target, "eagle3", [1, 2], cost=9.0)["SGLang"]
+    assert reason["reason"] == "plain decoding is faster at every load"
+
+
+def test_flags_have_whole_blocks_and_say_why_there_is_no_line(small_target):
+    found = flags_of(small_target, "dflash", [1, 2, 4])
+    (line,) = found["vLLM"]
+    assert line["loads"] == [1, 63] and '"num_speculative_tokens": 4' in line["line"]
+    assert choose.SCHEDULE not in line["line"] and "The mask of this head" in found["SGLang"][0]["reason"]
+    assert "not Medusa" in flags_of(small_target, "medusa", [1, 2])["llama.cpp"][0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["checkpoint="], "nothing to choose from"),
+        (["loads=1,x"], "loads=1,x: give numbers"),
+        (["loads=0"], "loads=0: give numbers"),
+        (["loads="], "loads= is empty: give a value"),
+        (["loads=5000"], "loads=5000: give numbers"),
+        (["contexts=0"], "contexts=0: give numbers"),
+        (["contexts=20,1000000"], "positions, so [0-9]+ is the most"),
+        (["batch=2", "decode.depth=3"], "no use for batch=, decode.depth=: it looks at chains"),
+        (["predicted=choice.json"], "no use for predicted="),
+        (["engine=http://localhost:1", "contexts=10"], "no costs=, contexts=, proposers= or trees="),
+        (["engine=http://localhost:1", "checkpoint={folder}/one"], "localhost:1"),
+        (["costs=abacus"], "costs=abacus must be the choice.json of an earlier choice"),
+        (["costs={folder}/prompts.jsonl"], "must be the choice.json of an earlier choice"),
+        (["proposers=auto"], "auto chooses in every round"),
+        (["decode.temperature=0,1"], "give one, and run this again"),
+        (["engine=http://localhost:1", "costs=abacus"], "give that checkpoint=DIR"),
+        (["limit=1"], "an interval over prompts needs two"),
+    ],
+)
+def test_wrong_arguments_are_refused(refuse, folder, arguments, message):
+    refuse(message, *(argument.format(folder=folder) for argument in arguments))

@@ -1,0 +1,94 @@
+"""Requests whose answers follow a grammar: valid answers, together with free ones, and refusals in a sentence."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
+from specdec.text import conversations as data
+from specdec.tools.grammar.grammar import Grammar, Grammars
+from tests.support import small_tokenizer
+from tests.tools.server.test_app import STOP, serving
+
+pytest.importorskip("llguidance")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"sky": {"enum": ["blue", "grey"]}, "number": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["sky", "number"],
+    "additionalProperties": False,
+}  # fmt: skip
+FORMAT = {"type": "json_schema", "json_schema": {"name": "sky", "strict": True, "schema": SCHEMA}}
+CHAT = {"messages": [{"role": "user", "content": "What is the sky?"}], "temperature": 0, "max_tokens": 60}
+
+
+@pytest.fixture(scope="module")
+def url(tiny):
+    with serving(tiny) as (url, _):
+        yield url
+
+
+def post(url: str, **more) -> httpx.Response:
+    return httpx.post(f"{url}/v1/chat/completions", json=CHAT | more, timeout=60)
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+def test_answers_follow_the_schema_as_those_of_the_decoder_alone(tiny, url):
+    answer = post(url, response_format=FORMAT)
+    assert (
+        set(json.loads(text_of(answer))) == {"sky", "number"} and answer.json()["choices"][0]["finish_reason"] == "stop"
+    )
+    tokenizer = small_tokenizer()
+    constraint = Grammars(tokenizer, tiny.vocab_size, STOP).constraint(Grammar.of_row({"json_schema": SCHEMA}))
+    decoder = Decoder(tiny, None, sampling=Sampling(), stop=STOP)
+    prompt = data.encode_prompt(tokenizer, CHAT["messages"])
+    (alone,) = decoder.generate([prompt], 60, constraints=[constraint]).tokens
+    assert text_of(answer) == tokenizer.decode(alone, skip_special_tokens=True)
+
+
+def test_ruled_and_free_requests_are_answered_together(url):
+    """Each as it is alone, whatever the others are."""
+    kinds = [
+        {"response_format": FORMAT},
+        {},
+        {"structured_outputs": {"regex": "(sky|blue){2,4}"}},
+        {"structured_outputs": {"grammar": 'start: "a" | "b" start'}},
+        {"response_format": FORMAT, "temperature": 1, "seed": 3},
+        {"response_format": FORMAT, "speculate": False},
+        {"response_format": {"type": "text"}},
+    ]  # fmt: skip
+    alone = [text_of(post(url, **kind)) for kind in kinds]
+    with ThreadPoolExecutor(14) as pool:
+        together = list(pool.map(lambda kind: text_of(post(url, **kind)), kinds * 2))
+    assert together == alone * 2 and alone[1] == alone[6] and alone[0] == alone[5]
+    assert alone[2].replace("sky", "").replace("blue", "") == "" and set(json.loads(alone[4])) == {"sky", "number"}
+
+
+def test_a_json_object_may_be_anything(url):
+    answer = post(url, response_format={"type": "json_object"}, max_tokens=200)
+    assert text_of(answer).startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "needs json_schema"),
+        ({"response_format": {"type": "xml"}}, "give a type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "integer", "minimum": 3, "maximum": 1}}}}, "minimum"),
+        ({"structured_outputs": {"regex": "(a"}}, "regex cannot be used"),
+        ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "give regex or grammar"),
+        ({"structured_outputs": {}}, "give regex or grammar"),
+        ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}}, "one grammar"),
+        ({"response_format": FORMAT, "ignore_eos": True}, "where answers end"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_followed_is_refused_in_a_sentence(url, more, said):
+    answer = post(url, **more)
+    assert answer.status_code == 400 and said in answer.json()["error"]["message"]

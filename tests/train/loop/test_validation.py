@@ -1,0 +1,450 @@
+"""Tests of validation: replay along kept answers, decoding in a share of the training time, what reports say."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from rich.table import Table
+
+from specdec import checkpoint
+from specdec.core import files
+from specdec.decoding.drafting import Drafting
+from specdec.measuring import answers, served, speed
+from specdec.measuring import replay as written_replay
+from specdec.measuring.measure import PromptReplay
+from specdec.measuring.model_card import Provenance, expected
+from specdec.measuring.report import Report, candidate_figures, describe_candidates, tau
+from specdec.target.model import Target, load_tokenizer
+from specdec.text import reading
+from specdec.text.conversations import Prompt
+from specdec.unroll import replay
+from tests.loops import follow
+from tests.support import (
+    fit_interrupted,
+    log_of,
+    make_drafter,
+    prompts_of,
+    random_tokens,
+    report_of,
+    same_weights,
+    weights_of,
+    write_rows,
+)
+from train.loop import validate
+from train.loop.state import RunFolder
+from train.loop.trainer import Trainer
+from train.loop.validate import Validation
+from train.settings.options import ValidationSettings
+from train.show import run_page
+
+CHAIN = Drafting(depth=3)
+SETTINGS = {"num_prompts": 5, "max_new_tokens": 24, "temperature": 0.0, "decode": "best", "auto": "never", "share": None, "answers": "answers"}  # fmt: skip
+
+
+@pytest.fixture
+def make(small_target, tmp_path, monkeypatch):
+    """make(drafter, drafting, **settings) -> a Validation in a new working directory; it records what it shows"""
+    monkeypatch.chdir(tmp_path)
+    prompts = [Prompt(str(number), "", tokens) for number, tokens in enumerate(prompts_of(small_target))]
+
+    def validation(drafter, drafting=CHAIN, **changed):
+        settings = ValidationSettings(**SETTINGS | changed)
+        config = SimpleNamespace(validation=settings, decode=drafting, train=SimpleNamespace(seed=0))
+        shown = []
+        console = SimpleNamespace(say=shown.append, print=shown.append)
+        made = Validation(Accelerator(cpu=True), drafter, prompts, config=config, stop={5}, console=console)
+        made.shown = shown
+        return made
+
+    return validation
+
+
+def judge(made: Validation, drafter, *, step=1, trained=100.0, best=None, required=False) -> Report | None:
+    judged = made({"plain": drafter}, step=step, trained=trained, best=best, required=required)
+    return judged and judged[1]
+
+
+# Replay
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_batch_is_replayed_as_its_rows_are(small_drafter, temperature):
+    """The padding of a batch changes nothing."""
+    target = small_drafter.target
+    texts = [(prompt, [(number * 5 + place) % 6 for place in range(9 - number)])
+             for number, prompt in enumerate(prompts_of(target))]  # fmt: skip
+    depth = min(3, small_drafter.depth or 3)
+    batch = replay.replays(small_drafter, texts, depth=depth, temperature=temperature)
+    for (prompt, answer), found in zip(texts, batch):
+        (alone,) = replay.replays(small_drafter, [(prompt, answer)], depth=depth, temperature=temperature)
+        assert found.accept.shape == alone.accept.shape == (depth, len(answer))
+        assert (found.candidates is not None) == small_drafter.has_candidates
+        torch.testing.assert_close(vars(found), vars(alone), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduced, temperature", [(False, 0.0), (True, 0.0), (True, 0.7)])
+def test_candidates_are_counted_along_an_answer(target, make, reduced, temperature):
+    """Against a walk from slot to slot, with candidates that the decoder's steps make."""
+    selector = {"kind": "selector", "rank": 8, "top": 20, "table": False}
+    drafter = make_drafter(target, "dflash2", reduced, {"dependence": selector})
+    depth, texts = drafter.depth, [(random_tokens(seed, 3, 61), random_tokens(9 + seed, 12, 61)) for seed in range(2)]
+    sums, rounds = torch.zeros(3, depth, dtype=torch.float64), 0
+    for prompt, answer in texts:
+        tokens = torch.tensor(prompt + answer)
+        output = target.read(tokens[None], drafter.target_layers)
+        probs = (target.logits(output.final)[0] / (temperature or 1)).softmax(-1)
+        listed = {}
+        for start in range(1, len(answer)):
+            slot = len(prompt) + start - 1
+            _, logits = follow(drafter, tokens, output.features[0], slot, min(depth, len(answer) - start))
+            for d, each in enumerate(logits, start=1):
+                candidates = drafter.to_target(each.isfinite().nonzero()[:, 0])
+                listed[start, d] = int(tokens[slot + d]) in candidates
+                sums[:, d - 1] += torch.tensor([1, listed[start, d], float(probs[slot + d - 1, candidates].sum())])
+                assert len(candidates) == 20
+        start = 1
+        while start < len(answer):
+            rounds += 1
+            start += 1 + next((d - 1 for d in range(1, depth + 1) if not listed.get((start, d))), depth)
+    found = replay.replays(drafter, texts, depth=depth, temperature=temperature)
+    figures = candidate_figures([each.candidates.tolist() for each in found])
+    assert figures["recall"] == pytest.approx((sums[1] / sums[0]).tolist()) and 0 < min(figures["recall"]) < 1
+    assert figures["mass"] == pytest.approx((sums[2] / sums[0]).tolist())
+    assert figures["oracle_tau"] == pytest.approx(sum(len(answer) - 1 for _, answer in texts) / rounds)
+    assert figures["oracle_tau"] > sum(len(answer) - 1 for _, answer in texts) / sum(each.counted[0] for each in found)
+
+
+def test_a_report_has_the_candidates(make, target, tmp_path):
+    """The table, the line of replay alone, report.json and the page; other heads have none."""
+    drafter = make_drafter(target, "dflash2").decodable()
+    decoded, replayed = make(drafter), make(drafter, decode="end")
+    report, again = judge(decoded, drafter), judge(replayed, drafter)
+    known = report.candidates
+    assert len(known["recall"]) == len(known["mass"]) == 3 and known["oracle_tau"] > report.replayed_tau
+    assert again.candidates == known == Report.from_json(json.loads(json.dumps(report.to_json()))).candidates
+    assert f"oracle tau {known['oracle_tau']:.3f}" in replayed.shown[-1]
+    (table,) = (each for each in decoded.shown if isinstance(each, Table))
+    assert describe_candidates(known) in [*table.columns[1].cells]
+    page = run_page.render_run({"name": "a", "report": report.to_json(), "log": [], "about": {}})
+    assert "tau, best candidates" in page and "Candidates: share" in page
+    other = make_drafter(target, "dflash").decodable()
+    assert "candidates" not in judge(make(other), other).to_json()
+
+
+@pytest.mark.parametrize("head", ["eagle", "mtp", "dspark"])
+def test_tau_along_kept_answers_is_the_decoded_tau(make, small_target, monkeypatch, head):
+    """In float64 at temperature 0: what one validation wrote, another reads, and its tau is that of the decoder."""
+    drafter = make_drafter(small_target, head).decodable()
+    first = make(drafter)
+    written = judge(first, drafter)
+    monkeypatch.setattr(answers, "Decoder", None)  # nothing can be written any more
+    again = make(drafter)
+    read = again.replay(drafter)
+    assert again.replay(drafter) == read and judge(again, drafter, required=True).replayed_tau == written.replayed_tau
+    assert [each.prompt.id for each in read] == ["0", "1", "2", "3", "4"]
+    assert written.decoded and written.num_prompts == written.replayed_prompts == 5
+    assert 1 + sum(sum(each.replayed_accepted) for each in read) / sum(each.replayed_rounds for each in read) == (
+        pytest.approx(written.replayed_tau, abs=1e-12)
+    )
+    assert written.replayed_tau == pytest.approx(written.tau, abs=1e-9) and written.tau > 1
+    assert written.replayed_survival == pytest.approx(written.survival, abs=1e-9)
+
+
+def test_answers_are_written_again_if_they_are_damaged_or_of_other_settings(make, small_target):
+    drafter = make_drafter(small_target, "eagle").decodable()
+    make(drafter).replay(drafter)
+    (path,) = Path("answers").iterdir()
+    content = path.read_text()
+    for damaged in (content[: len(content) // 2], content.replace('"answers": [[', '"answers": [[4, ', 1), "[]", ""):
+        path.write_text(damaged)
+        make(drafter).replay(drafter)
+        assert json.loads(path.read_text())["answers"] == json.loads(content)["answers"]
+    for changed in ({"max_new_tokens": 7}, {"temperature": 0.7}):
+        make(drafter, **changed).replay(drafter)
+    assert len(list(Path("answers").iterdir())) == 3
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing(make, small_target):
+    Path("answers").write_text("a file where the folder should be")
+    drafter = make_drafter(small_target, "eagle").decodable()
+    with pytest.warns(UserWarning, match="cannot be kept"):
+        assert len(make(drafter).replay(drafter)) == 5
+
+
+# When drafts are decoded
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that only decoding takes: 10 seconds a prompt. Answers and replays take none."""
+    now = [0.0]
+    monkeypatch.setattr(validate, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(answers, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    measure = validate.measure
+
+    def slow(*arguments, progress, **more):
+        def taken(groups):
+            for group in progress(groups):
+                yield group
+                now[0] += 10
+
+        return measure(*arguments, progress=taken, **more)
+
+    monkeypatch.setattr(validate, "measure", slow)
+    return now
+
+
+def test_decoding_keeps_to_its_share_of_the_training_time(make, small_target, clock):
+    drafter = make_drafter(small_target, "eagle").decodable()
+    made = make(drafter, share=0.1)
+    made.each = 10.0
+    assert not judge(made, drafter, trained=199.0).decoded  # 19.9 s are not enough for two prompts
+    report = judge(made, drafter, trained=300.0)
+    assert report.num_prompts == 3 and report.replayed_prompts == 5 and made.seconds["decode"] == 30
+    assert not judge(made, drafter, trained=300.0).decoded  # spent
+    assert not judge(made, drafter, trained=9000.0, best=report.replayed_tau).decoded  # not better than the best
+    assert judge(made, drafter, trained=9000.0, best=1.0).num_prompts == 5
+    assert "validation took 0.9 % of the 9000 s of training (decode 80.0 s)" in made.cost(9000.0)
+
+
+def test_the_end_decodes_at_least_two_prompts(make, small_target, clock):
+    drafter = make_drafter(small_target, "eagle").decodable()
+    made = make(drafter, share=0.0)
+    report = judge(made, drafter, required=True)
+    assert not report.decoded and report.tau is None and report.speedup is None
+    final = made.decode_best(drafter, report, trained=100.0)
+    assert final.num_prompts == 2 and final.replayed_tau == report.replayed_tau and final.step == report.step == 1
+    assert make(drafter).decode_best(drafter, report, trained=0.0).num_prompts == 5  # share=null
+    made.prompts = made.prompts[:1]
+    assert made.decode_best(drafter, report, trained=100.0).num_prompts == 1
+
+
+def test_where_replay_does_not_apply_all_prompts_are_decoded_or_none(make, small_target, clock):
+    drafter = make_drafter(small_target, "eagle").decodable()
+    tree = Drafting(depth=3, width=2, nodes=6)
+    made = make(drafter, tree, share=0.1)
+    assert (
+        judge(made, drafter, trained=100.0).num_prompts == 5 and made.seconds["decode"] == 50
+    )  # what it takes is known then
+    assert judge(made, drafter, trained=900.0) is None and "put off" in made.shown[-1]
+    assert judge(made, drafter, trained=1000.0).num_prompts == 5
+    assert judge(made, drafter, trained=1000.0, required=True).num_prompts == 5
+    report = judge(make(drafter, share=0.0, decode="always"), drafter)
+    assert report.num_prompts == 5 and report.replayed_tau == pytest.approx(report.tau, abs=1e-9)
+    assert judge(make(drafter, tree, decode="end"), drafter, trained=1e9).num_prompts == 5  # share=null
+
+
+def test_the_better_candidate_is_kept(make, small_target):
+    good = make_drafter(small_target, "eagle").decodable()
+    made = make(good, share=0.0)
+    bad = make_drafter(small_target, "eagle").decodable()
+    bad.fc.weight.zero_()
+    taus = [judge(make(each, share=0.0), each).replayed_tau for each in (good, bad)]
+    assert taus[0] != taus[1]
+    for candidates in ({"plain": good, "average": bad}, {"plain": bad, "average": good}):
+        kept, report = made(candidates, step=1, trained=1.0, best=None, required=False)
+        assert report.replayed_tau == max(taus) and candidates[report.ema["kept"]] is kept
+
+
+# What an engine would give
+
+
+def test_on_a_gpu_the_served_speedup_stands_beside_the_measured_one(make, small_target, monkeypatch):
+    """A pretended device with told times: plain 10 ms, five nodes 11 ms, a step 1 ms."""
+    told, asked = served.ServedCosts(0.010, 0.011, 0.001, nodes=4, steps=3), []
+    drafter = make_drafter(small_target, "eagle").decodable()
+    measured = served.measure
+    monkeypatch.setattr(served, "measure", lambda target, proposer: asked.append(proposer.shape) or told)
+    for drafting in (CHAIN, Drafting(3, 2, 6)):
+        made = make(drafter, drafting)
+        for required in (False, True):
+            report = made.decode_best(drafter, judge(made, drafter, required=required), trained=1e9)
+            assert report.served_speedup == pytest.approx(report.tau * 10 / 14)
+            assert report.served_ms == {"plain": 10.0, "verify": 11.0, "step": 1.0, "nodes": 4, "steps": 3}
+        assert asked == [drafting.shape]  # once
+        asked.clear()
+        assert Report.from_json(report.to_json()) == report
+    monkeypatch.setattr(served, "measure", measured)
+    plain = judge(make(drafter, CHAIN), drafter)  # a CPU captures nothing
+    assert plain.decoded and plain.served_speedup is None and "served_speedup" not in plain.to_json()
+
+
+# Decoding with auto
+
+
+COUNTED = ("num_prompts", "num_rounds", "tau", "survival", "identical_outputs", "replayed_tau", "replayed_prompts")
+
+
+@pytest.mark.parametrize(
+    ("drafting", "decode", "temperature"),
+    [(CHAIN, "best", 0.0), (CHAIN, "always", 0.7), (Drafting(3, 2, 6), "best", 0.0)],
+)
+def test_auto_is_reported_beside_the_fixed_shape(make, small_target, drafting, decode, temperature):
+    drafter = make_drafter(small_target, "eagle").decodable()
+    fixed = judge(make(drafter, drafting, decode=decode, temperature=temperature), drafter)
+    made = make(drafter, drafting, decode=decode, temperature=temperature, auto="end")
+    made.seconds["decode"] = 1e6  # a third of it is enough for all prompts
+    beside = made.decode_best(drafter, judge(made, drafter), trained=1.0)
+    assert fixed.auto is None and beside.auto["num_prompts"] == 5
+    for name in COUNTED:
+        assert getattr(beside, name) == getattr(fixed, name), name
+    assert beside.auto["speedup"] > 0 and sum(beside.auto["sizes"].values()) >= 5  # a round for each prompt at least
+    if temperature == 0:
+        assert beside.auto["identical_outputs"] == 1.0
+
+
+def test_the_end_adds_auto_and_changes_nothing_else(make, small_target):
+    drafter = make_drafter(small_target, "eagle").decodable()
+    made = make(drafter, auto="end")
+    report = judge(made, drafter)
+    assert report.decoded and report.auto is None and made.unfinished(report)
+    again = Report.from_json(report.to_json())  # as a resumed run reads it
+    final = made.decode_best(drafter, again, trained=100.0)
+    assert replace(final, auto=None) == report and final.auto["num_prompts"] >= 2
+    assert not made.unfinished(final) and made.seconds["auto"] > 0
+    assert not make(drafter).unfinished(report)  # auto=never
+
+
+def test_auto_takes_a_third_of_what_validation_took_at_most(make, small_target, clock):
+    drafter = make_drafter(small_target, "eagle").decodable()
+    made = make(drafter, auto="end")
+    report = made.decode_best(drafter, judge(made, drafter), trained=100.0)
+    assert report.num_prompts == 5 and made.seconds["decode"] == 50
+    assert report.auto["num_prompts"] == 2 and made.seconds["auto"] == 20  # two at least: one has no interval
+    made.seconds["decode"] = 100.0
+    report = made.decode_best(drafter, replace(report, auto=None), trained=100.0)
+    assert report.auto["num_prompts"] == 4  # a third of 120 s
+
+
+def test_where_auto_cannot_draft_validation_goes_on(make, small_target, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("These layers see 8 positions.")
+
+    drafter = make_drafter(small_target, "eagle").decodable()
+    made = make(drafter, auto="end")
+    monkeypatch.setattr(validate.Auto, "usual", refuse)
+    report = made.decode_best(drafter, judge(made, drafter), trained=1.0)
+    assert report.num_prompts == 5 and report.auto is None
+    assert "speedup auto is left out: These layers see 8 positions." in made.shown
+
+
+# What a run leaves behind
+
+
+@pytest.mark.full
+def test_the_best_step_is_decoded_at_the_end(fit, monkeypatch, capsys):
+    """Of three steps the second is the best: the last one stays replayed, and the reports, the log and the lines say so."""
+    judged = iter([0.1, 0.9, 0.5])
+    validated, decoded = Validation.replay, []
+
+    def replayed(self, frozen):
+        share = next(judged)
+        return [PromptReplay(each.prompt, 1.0, [share, 0.0]) for each in validated(self, frozen)]
+
+    def decode(self, frozen, num):
+        decoded.append({name: value.clone() for name, value in frozen.state_dict().items()})
+        return original(self, frozen, num)
+
+    original = Validation._decode
+    monkeypatch.setattr(Validation, "replay", replayed)
+    monkeypatch.setattr(Validation, "_decode", decode)
+    fit("run", "train.steps=3", "train.validate_every=1", "validation.share=0.0")
+    reports = [report_of("run", step) for step in (1, 2, 3)]
+    assert Path("checkpoints/run/best").read_text().strip() == "step_000002"
+    assert [report["tau"] is None for report in reports] == [True, False, True]
+    assert [report["replayed_tau"] for report in reports] == [1.1, 1.9, 1.5] and reports[1]["num_prompts"] == 2
+    assert len(decoded) == 1 and same_weights(weights_of("run", 2), decoded[0])
+    assert reports[1]["training"]["tokens"] < reports[2]["training"]["tokens"]
+    printed = capsys.readouterr().out
+    assert "step 3, chain of 2, temperature 0, 2 held-out prompts replayed, not decoded: tau replayed 1.50" in printed
+    assert "step 2, chain of 2, temperature 0, 2 held-out prompts" in printed and "best replayed tau 1.900" in printed
+    assert [row["validation"]["step"] for row in log_of("run") if "validation" in row] == [1, 2, 3, 2]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("place", "method"), [(Trainer, "_decode_best"), (RunFolder, "write_report"), (RunFolder, "finish")]
+)
+def test_a_run_that_died_at_its_last_decoding_does_it_when_resumed(fit, monkeypatch, place, method):
+    """Before it, between the log and the report, and after both: nothing is lost, and no line is there twice."""
+
+    def die(*_):
+        raise KeyError("power cut")
+
+    more = ("train.steps=2", "train.validate_every=2", "train.save_every=1")
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(place, method, die)
+        fit("run", *more)
+    (report,) = Path("checkpoints/run").glob("step_*/report.json")
+    assert (json.loads(report.read_text())["tau"] is None) == (method != "finish")
+    assert fit("run", *more, "resume=true") == 0
+    document = json.loads(report.read_text())
+    assert document["tau"] >= 1 and document["auto"]["sizes"] and Path("checkpoints/run/finished").exists()
+    files.check(*report.parent.iterdir())
+    lines = log_of("run")
+    assert [(line["step"], "validation" in line) for line in lines] == [(1, False), (2, False), (2, True), (2, True)]
+    assert lines[-2]["validation"]["tau"] is None and lines[-1]["validation"]["tau"] >= 1
+
+
+def test_an_export_uses_a_report_without_decoding(make, small_target, tmp_path):
+    drafter = make_drafter(small_target, "eagle").decodable()
+    report = judge(make(drafter, share=0.0), drafter)
+    extra = {"report.json": report.to_json()}
+    checkpoint.save(tmp_path / "step", drafter, {"_target_": "specdec.heads.eagle.Eagle"}, extra=extra)
+    document = json.loads((tmp_path / "step" / "report.json").read_text())
+    assert document["tau"] is None and document["speedup"] is None and document["replayed_tau"] > 1
+    read = Provenance.read(
+        tmp_path / "step", checkpoint.read_document(tmp_path / "step"), name="step", target=small_target, license="mit"
+    )
+    assert read.report == report and read.num_drafts == 3
+    assert f"5 prompts, temperature 0, chain of 3, by replay | {report.replayed_tau:.2f}" in expected(read)
+    decoded = judge(make(drafter), drafter)
+    assert "by replay" not in expected(replace(read, report=decoded)) and 1 <= speed.best_chain(decoded) <= 3
+    assert speed.best_chain(replace(decoded, replayed_survival=[0.0] * 3)) == 1
+
+
+# Along recorded answers, and the end of a training that no longer rises
+
+
+def test_recorded_answers_are_replayed_each_at_its_temperature(fit, folder):
+    """In place of data.heldout; the figure is that of the same answers alone."""
+    tokenizer = load_tokenizer(str(folder / "target"))
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    rows = [{**row, "temperature": float(n % 3 == 0), "category": "ab"[n % 3 == 0]} for n, row in enumerate(rows)]
+    write_rows(folder / "recorded.jsonl", rows)
+    kept = f"validation.answers={folder / 'recorded.jsonl'}", "validation.num_prompts=6", "data.heldout=nowhere"
+    assert fit("run", "head=mtp", *kept, "decode.depth=3", "validation.decode=end", "validation.auto=never") == 0
+    report = report_of("run")
+    drafter = checkpoint.load("checkpoints/run", Target.load(str(folder / "target"), dtype="float32"))
+    chosen = reading.spread(reading.load_conversations(str(folder / "recorded.jsonl")), 6)
+    texts = [written_replay.encode_written(tokenizer, row) for row in chosen]
+    assert {text.temperature for text in texts} == {0.0, 1.0} and report["replayed_prompts"] == 6
+    counts = written_replay.count_replays(written_replay.replay_texts(drafter, texts, depth=3, what=""))
+    assert report["replayed_tau"] == pytest.approx(tau(counts), abs=1e-6)
+    assert set(report["by_category"]) == {"a", "b"}
+
+
+def test_training_ends_after_validations_without_a_rise(fit, capsys):
+    often = "train.validate_every=2", "train.steps=40", "train.patience=2", "optimizer.lr=0", "validation.auto=never"
+    assert fit("run", "head=mtp", *often) == 0
+    assert [row["step"] for row in log_of("run") if "validation" in row and not row.get("last")] == [2, 4, 6]
+    assert Path("checkpoints/run/finished").read_text() == "6\n"
+    assert Path("checkpoints/run/best").read_text() == "step_000002\n"
+    assert "tau has not risen in 2 validations" in capsys.readouterr().out
+    fit_interrupted(fit, "died", "head=mtp", *often)  # what it waited for is in the state
+    assert Path("checkpoints/died/finished").read_text() == "6\n"
+
+
+def test_a_block_of_seven_drafts_is_trained_and_judged(fit, capsys):
+    """The objective's depth follows num_drafts; what is printed and the report have the candidates of all depths."""
+    block = "head=dflash2", "head.drafter.num_drafts=7", "validation.auto=never", "validation.decode=end"
+    assert fit("run", *block, "decode.depth=7", "head.drafter.dependence.top=8") == 0
+    report = report_of("run")
+    assert len(report["candidates"]["recall"]) == len(report["candidates"]["mass"]) == 7
+    assert "candidates: recall " in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"head\.objective\.depth=4 must be .*, 7.*Set head\.objective\.depth=7, or"):
+        fit("other", *block, "head.objective.depth=4")

@@ -1,0 +1,177 @@
+"""What a run leaves to `auto`: each rule by itself, on data and devices of several kinds, and what is given stays."""
+
+import numpy
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from specdec.options import config_files
+from tests.support import ROOT, losses_of
+from train.prepare import build, facts
+from train.settings import decide
+from train.settings.decide import Pace, Place, TextLengths
+from train.settings.hydra_text import search_path
+from train.settings.options import PROVISIONAL, RunConfig, read_settings
+
+CPU, GPU = Place("cpu", 1, 24e9, 60e9), Place("cuda", 1, 80e9, 1e12)
+FAST, SLOW = Pace(1 / 5000, 1 / 1500, 0.1), Pace(1 / 300, 1 / 120, 2.0)
+
+
+def settings(*options: str) -> RunConfig:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        composed = compose("train", overrides=["run=some", "head=eagle3", *options, search_path()])
+    return RunConfig.of(OmegaConf.to_container(composed, resolve=True))
+
+
+def decide_all(lengths, place, pace, *options, most=8192, counts=(), depth=4):
+    """The settled configuration, and the reasons by option"""
+    config, reasons = settings(*options), {}
+    lengths = numpy.array(lengths)
+
+    def settle(decisions):
+        reasons.update({each.name: each.reason for each in decisions})
+        return decide.settle(config, decisions)
+
+    config = settle(decide.reading(config, place, lengths, most=most, depth=depth))
+    texts = TextLengths.guessed(lengths, config.data.length)
+    texts = TextLengths(texts.lengths, texts.num_packs, numpy.array(counts, dtype=int))
+    config = settle(decide.vocabulary(config, texts, all_tokens=49152))
+    config = settle(decide.start(config, decide.tokens_wanted(config, texts)))
+    config = settle(decide.batches(config, place, texts))
+    config = settle(decide.features(config, place, texts, bytes_per_token=4608))
+    config = settle(decide.training(config, place, texts, pace))
+    assert not config.open
+    return config, reasons, texts
+
+
+def test_forty_rows():
+    config, reasons, _ = decide_all([200] * 40, CPU, FAST, counts=range(900))
+    assert config.data.length == 512 and config.train.epochs == 4 and config.features.mode == "cached"
+    assert config.head["vocab_size"] == 8192  # what so few answers hold says little of others
+    assert config.train.steps * 512 == pytest.approx(4 * 8000, rel=0.3) and config.train.batch == 1
+    assert config.train.validate_every * 4 >= config.train.steps and "4 times 8,000 tokens" in reasons["train.steps"]
+
+
+def test_many_short_rows_on_two_cores_take_no_longer_than_an_hour():
+    for pace in (FAST, SLOW):
+        config, reasons, texts = decide_all([100] * 40_000, CPU, pace)
+        tokens = (
+            config.train.steps * config.train.batch * config.train.accumulation * texts.num_tokens / texts.num_packs
+        )
+        spent = decide.seconds(pace, tokens, texts=texts, step_tokens=tokens / config.train.steps, cached=False, num=1)
+        assert 3000 < spent <= 3700 and "train.hours=1 allows" in reasons["train.steps"]
+    assert config.train.batch * config.train.accumulation > 1  # Muon's own work is a small part of a slow step
+    config, _, texts = decide_all([100] * 40_000, GPU, Pace(1e-5, 5e-5, 0.01))
+    assert config.train.hours is None and config.train.epochs == 4 and config.features.mode == "online"
+
+
+def test_long_rows_are_read_whole_as_far_as_target_and_device_allow():
+    lengths = [16_000] * 200
+    config, reasons, _ = decide_all(lengths, CPU, FAST)
+    assert config.data.length == 4096 and "cut: 200" in reasons["data.length"]
+    config, reasons, _ = decide_all(lengths, GPU, FAST, most=131_072)
+    assert config.data.length == 16_000 and "cut: 0" in reasons["data.length"]
+    config, reasons, _ = decide_all(lengths, GPU, FAST, most=2048)
+    assert config.data.length == 2048 and "the target reads at most 2,048" in reasons["data.length"]
+
+
+def test_much_data_on_gpus_is_read_once_in_large_steps():
+    lengths = numpy.random.default_rng(0).integers(100, 3000, 700_000)
+    config, _, _ = decide_all(lengths, Place("cuda", 8, 80e9, 1e12), Pace(1e-5, 5e-5, 0.01), most=40_960)
+    assert config.train.epochs == 1 and config.data.length == 4096
+    assert config.train.batch * config.train.accumulation * config.data.length * 8 >= 32_768
+    assert 10_000 < config.train.steps < 40_000 and config.validation.num_prompts == 64 and config.decode.depth == 4
+
+
+def test_all_drafts_of_a_block_are_judged_on_a_gpu():
+    depth = lambda place, *options: decide_all([300] * 400, place, FAST, *options, depth=15)[0].decode.depth
+    block = "head=dflash2", "head.drafter.num_drafts=15"
+    assert [depth(place, *block) for place in (CPU, GPU)] == [2, 15]
+    assert [depth(place, "head=medusa") for place in (CPU, GPU)] == [2, 4]
+
+
+def test_long_runs_have_norms_in_place_of_a_start():
+    kinds = lambda *options: decide_all([300] * 400, CPU, FAST, *options)[0]
+    norms = lambda config: (config.head["drafter"].get("norm_features"), config.head["drafter"].get("norm_output"))
+    short, long = kinds("train.tokens=300000"), kinds("train.tokens=3000000")
+    assert norms(short) == (False, False) and short.solve_packs == 200
+    assert norms(long) == (True, True) and long.solve_packs == 0
+    for option, wanted in (("solve_packs=50", (False, False)), ("head.drafter.norm_features=false", (False, False))):
+        assert norms(kinds("train.tokens=3000000", option)) == wanted
+    assert kinds("train.tokens=3000", "head.drafter.norm_output=true").solve_packs == 0
+    assert kinds("train.tokens=3000000", "head=mtp").solve_packs == 200
+
+
+def test_a_vocabulary_covers_the_answers_within_bounds():
+    config, texts = settings(), TextLengths.guessed(numpy.array([10]), 512)
+    for counts, size in (([5] * 100, 8192), ([1] * 12_000, 12_288), ([1] * 49_000, 32_768)):
+        known = TextLengths(texts.lengths, 1, numpy.array(counts))
+        (decision,) = decide.vocabulary(config, known, all_tokens=49_152)
+        assert decision.value == size
+    assert decide.vocabulary(config, known, all_tokens=8000)[0].value is None
+    assert decide.vocabulary(settings("head.vocab_size=99"), known, all_tokens=49_152) == []
+
+
+GIVEN = {
+    "data.length": 640, "head.vocab_size": 5000, "features.mode": "online", "decode.depth": 3, "train.steps": 77, "train.epochs": 2.5,
+    "train.hours": 0.5, "train.batch": 3, "train.accumulation": 5, "train.validate_every": 9, "validation.num_prompts": 6,
+    "validation.max_new_tokens": 20,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("place", [CPU, GPU], ids=["cpu", "gpu"])
+def test_what_is_given_is_never_changed(name, place):
+    config, reasons, _ = decide_all([300] * 5000, place, FAST, f"{name}={GIVEN[name]}")
+    assert config_files.flatten(config.document())[name] == GIVEN[name] and name not in reasons
+
+
+def test_tokens_epochs_and_hours():
+    tokens = lambda config, texts: (
+        config.train.steps * config.train.batch * config.train.accumulation * texts.num_tokens / texts.num_packs
+    )
+    for options, wanted in (
+        (("train.tokens=300000",), 3e5),
+        (("train.epochs=2",), 3e6),
+        (("train.epochs=0.5",), 7.5e5),
+    ):
+        config, _, texts = decide_all([300] * 5000, CPU, SLOW, *options)
+        assert tokens(config, texts) == pytest.approx(wanted, rel=0.02) and config.train.hours is None
+    config, reasons, texts = decide_all([300] * 5000, CPU, SLOW, "train.epochs=2", "train.hours=0.25")
+    assert tokens(config, texts) < 1.5e5 and "train.hours=0.25 allows" in reasons["train.steps"]
+
+
+def test_a_share_of_the_steps_is_the_warm_up():
+    config = settings()
+    assert (
+        config.optimizer.warmup_steps(1000) == 50 and settings("optimizer.warmup=20").optimizer.warmup_steps(1000) == 20
+    )
+    assert settings("optimizer.warmup=0").optimizer.warmup_steps(1000) == 0
+
+
+def test_a_resumed_run_is_the_same_on_another_machine(fit, monkeypatch):
+    open_ones = (
+        "train.steps=auto",
+        "train.validate_every=auto",
+        "train.epochs=1",
+        "train.accumulation=auto",
+        "data.length=auto",
+    )
+    monkeypatch.setattr(facts, "try_steps", lambda *_: FAST)
+    fit("whole", *open_ones)
+    fit("some", *open_ones)
+    settled = lambda: config_files.flatten(read_settings(build.Path("checkpoints/some/config.yaml"))) | {"resume": None}
+    decided = settled()
+    build.Path("checkpoints/some/finished").unlink()
+    monkeypatch.setattr(facts, "try_steps", lambda *_: pytest.fail("it was decided before"))
+    fit("some", *open_ones, "resume=true")
+    assert decided == settled()
+    assert losses_of("some") == losses_of("whole") and all(decided[name] != "auto" for name in PROVISIONAL)
+
+
+def test_the_speed_is_measured_with_a_drafter_that_is_thrown_away(fit, monkeypatch):
+    monkeypatch.setattr(facts, "BRIEF", 0)
+    fit("measured", "train.validate_every=auto")
+    monkeypatch.setattr(facts, "BRIEF", 50)
+    fit("brief", "train.validate_every=auto")
+    assert losses_of("measured") == losses_of("brief")

@@ -1,1 +1,0 @@
-"""Answers of the target to prompts: for training, and for replay."""

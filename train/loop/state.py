@@ -1,0 +1,313 @@
+"""What a run leaves on the disk: its log, its checkpoints, and the states that it resumes from."""
+
+import copy
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from specdec import checkpoint
+from specdec.core import files, untrusted
+from specdec.core.resumable import read_rows
+from specdec.heads.base import Head
+from specdec.measuring.report import Report
+from specdec.target.fingerprint import Fingerprint
+from train.settings.options import fixed_settings, read_settings
+
+NUM_STATES = 2  # kept: if the newest is damaged, the one before it is used
+LOSSES = "head.objective.losses."  # of weight 0 is what an earlier version had not
+STEP = ("train.batch", "train.accumulation", "processes")  # settings whose product is the packs of a step
+INPUTS = {  # digests among the settings of a run; earlier versions recorded only the data
+    "data": "the training data",
+    "target": "the target",
+    "embeddings": "the target's embeddings",
+    "heldout": "the held-out prompts",
+}
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Only the main process writes.
+
+    spec: what `checkpoint.save` writes of the drafter
+    settings: what must not change between a run and its resumption, by dotted name; but see `read_state`
+    identity: of the target, by which what an earlier version recorded is compared; None: as it is
+
+        log.jsonl                         one line for each logged step and each validation
+        step_000500/                      a checkpoint, with report.json
+        best                              the name of the best checkpoint
+        state/step_000500/                weights, optimizer and counters; the newest two are kept
+        finished                          written after the last step
+        lock                              while a process writes here
+    """
+
+    path: Path
+    spec: dict
+    settings: dict
+    identity: Fingerprint | None = None
+
+    def check(self, *, resume: bool | str) -> bool:
+        """-> whether the run has finished, for resume="auto". Raises ValueError rather than overwrite a run, or take one with
+        other settings for this one."""
+        finished = self.path / "finished"
+        if finished.exists() and resume != "auto":
+            raise ValueError(
+                f"{self.path} holds a finished run ({finished.read_text().strip()} steps). Choose another run=NAME, or "
+                "delete the folder to repeat it."
+            )
+        for path in (*self.path.glob("*"), *(self.path / "state").glob("*")):  # a log could be a link to another file
+            untrusted.check_link(path, self.path)
+        begun = (self.path / "log.jsonl").exists() or (self.path / "state").exists()
+        if begun and not resume:
+            raise ValueError(
+                f"{self.path} holds a run that has begun. Continue it with resume=true, choose another run=NAME, or delete "
+                "the folder."
+            )
+        if finished.exists() and (self.path / "config.yaml").exists():
+            before = fixed_settings(read_settings(self.path / "config.yaml"))
+            of_step = {key: self.settings.get(key) for key in STEP if key in self.settings}
+            self._check_settings(before | of_step)  # of any number of processes
+        return finished.exists()
+
+    # The log
+
+    def log(self, step: int, figures: dict) -> None:
+        files.append(self.path / "log.jsonl", json.dumps({"step": step, **figures}) + "\n", synced=False)
+
+    def read_log(self) -> list[dict]:
+        return read_rows(self.path / "log.jsonl")
+
+    def log_last(self, step: int, figures: dict) -> None:
+        """What follows the last state of a run. If the run died behind it, it is done again, and this line replaced."""
+        kept = [row for row in self.read_log() if not row.get("last")]
+        rows = [*kept, {"step": step, "last": True, **figures}]
+        files.write_text(self.path / "log.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+    def go_back(self, step: int, best: dict) -> None:
+        """To how everything was when the state of `step` was saved; -1 for a run without one. The work behind it will be
+        done again, and logged again."""
+        files.restore(self.path)
+        if best:
+            self.mark_best(_name(best["step"]))
+        else:
+            (self.path / "best").unlink(missing_ok=True)
+        log = self.path / "log.jsonl"
+        if log.exists():
+            kept = [row for row in self.read_log() if row["step"] <= step]
+            files.write_text(log, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def finish(self, step: int) -> None:
+        files.write_text(self.path / "finished", f"{step}\n")
+
+    # Checkpoints
+
+    def save_checkpoint(self, drafter: Head, report: Report) -> str:
+        """-> the checkpoint's name, as `mark_best` takes it"""
+        assert report.step is not None
+        name = _name(report.step)
+        checkpoint.save(self.path / name, drafter, self.spec, extra={"report.json": report.to_json()})
+        return name
+
+    def write_report(self, name: str, report: Report) -> None:
+        """In place of the checkpoint's own, once its drafts have been decoded."""
+        files.replace_document(self.path / name / "report.json", report.to_json())
+
+    def mark_best(self, name: str) -> None:
+        files.write_text(self.path / "best", name + "\n")
+
+    def read_best(self) -> tuple[str, Report, dict[str, Tensor]] | None:
+        """Name, report and weights of the checkpoint that `mark_best` named; None if there is none."""
+        if not (self.path / "best").exists():
+            return None
+        best = checkpoint.resolve(self.path / "best")
+        report = best / "report.json"
+        weights = checkpoint.read_tensors(best / "drafter.safetensors")
+        files.check(report, best / "drafter.safetensors")
+        return best.name, Report.from_json(checkpoint.read_json(report), source=str(report)), weights
+
+    # States
+
+    def states(self) -> list[Path]:
+        """The folders of the states, the newest first."""
+        found = [path for path in (self.path / "state").glob("step_*") if path.name.removeprefix("step_").isdigit()]
+        return sorted(found, key=_step, reverse=True)
+
+    def saved_step(self) -> int:
+        """The step of the newest state; 0 if there is none."""
+        return max(map(_step, self.states()), default=0)
+
+    def save_state(self, step: int, *, weights: dict[str, Tensor], optimizer: dict, document: dict) -> None:
+        """Safetensors and JSON. Older states are removed only when the new one is complete.
+
+        optimizer: its state_dict; document: counters, as JSON
+        """
+        moments, counts = pack_state(optimizer["state"])
+        if (self.path / "log.jsonl").exists():
+            files.sync(self.path / "log.jsonl")  # what is logged up to here is not logged again
+        about = {"step": step, "groups": optimizer["param_groups"], "counts": counts, "about": self.settings}
+        files.write_folder(
+            self.path / "state" / _name(step),
+            tensors={"drafter.safetensors": weights, "optimizer.safetensors": moments},
+            documents={"state.json": about | document},
+        )
+        kept = [path for path in self.states() if _step(path) <= step][:NUM_STATES]
+        for old in (self.path / "state").iterdir():
+            if old not in kept:
+                files.remove(old)
+
+    def read_state(self) -> tuple[dict[str, Tensor], dict, dict] | None:
+        """-> the newest state's weights, optimizer state_dict and document; None without a state.
+
+        A damaged state is named in a warning, and the one before it is used. Another number of processes may continue a
+        run, with as many packs in a step or with others; while it is the same, so must be the packs of a step.
+        Raises ValueError if the run was begun with other settings, or if every state is damaged.
+        """
+        for folder in self.states():
+            try:
+                state = _read_state(folder)
+            except ValueError as error:
+                if folder == self.states()[-1]:
+                    raise ValueError(
+                        f"{self.path} has no state that is whole, so the run cannot be continued. The last one: {error}"
+                    ) from error
+                warnings.warn(f"{error} The state before it is used.", stacklevel=2)
+            else:
+                self._check_settings(state[2]["about"])
+                return state
+        return None
+
+    def _check_settings(self, before: dict) -> None:
+        if self.identity is not None and self.identity.matches(before.get("target")):
+            before = before | {"target": self.settings.get("target")}
+        before = {key: checkpoint.find_class(value) for key, value in before.items()}
+        same_step = packs_of_step(before) == packs_of_step(self.settings)
+        free_step = same_step or before.get("processes") != self.settings.get("processes")
+        differing = {
+            key: (before.get(key), value)
+            for key, value in self.settings.items()
+            if before.get(key) != value
+            and not (free_step and key in STEP)
+            and not (key.startswith(LOSSES) and not value and key not in before)
+        }
+        changed = [f"{key} was {then}, is {now}" for key, (then, now) in differing.items() if key not in INPUTS]
+        if changed:
+            raise ValueError(
+                f"{self.path} was begun with other settings: {'; '.join(changed)}. Resume with the settings it was begun "
+                "with, or start another run=NAME."
+            )
+        inputs = [(INPUTS[key], *values) for key, values in differing.items() if key in INPUTS and all(values)]
+        if inputs:
+            other = "; ".join(f"{what} (digest {then} then, {now} now)" for what, then, now in inputs)
+            raise ValueError(
+                f"{self.path} was begun with other inputs: {other}. Put them back as they were, or start another run=NAME."
+            )
+
+
+def packs_of_step(settings: dict) -> int:
+    """Packs of a step, in all processes and micro-batches."""
+    return math.prod(settings.get(key, 1) for key in STEP)
+
+
+def _name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
+def _read_state(folder: Path) -> tuple[dict[str, Tensor], dict, dict]:
+    """Raises ValueError if a file is missing or damaged."""
+    names = ("state.json", "drafter.safetensors", "optimizer.safetensors")
+    document = checkpoint.read_json(folder / names[0], what="The state of a run has it")
+    weights, moments = (checkpoint.read_tensors(folder / name) for name in names[1:])
+    files.check(*(folder / name for name in names))
+    optimizer = {"state": unpack_state(moments, document.get("counts", {})), "param_groups": document["groups"]}
+    return weights, optimizer, document
+
+
+def pack_state(state: dict) -> tuple[dict[str, Tensor], dict]:
+    """The `state` of an optimizer's state_dict -> its tensors, named by their place in it, and what else JSON can hold.
+
+    Two parameters may share a tensor, which safetensors refuses: `gathered_state` has made two of it.
+    """
+    leaves = dict(_leaves(state))
+    tensors = {place: value for place, value in leaves.items() if isinstance(value, Tensor)}
+    return tensors, {place: value for place, value in leaves.items() if place not in tensors}
+
+
+def unpack_state(tensors: dict[str, Tensor], values: dict) -> dict:
+    """The inverse of `pack_state`."""
+    state: dict = {}
+    for place, value in {**tensors, **values}.items():
+        number, *inner, key = place.split(".")
+        entry = state.setdefault(int(number), {})
+        for name in inner:
+            entry = entry.setdefault(name, {})
+        entry[key] = value
+    return state
+
+
+def _leaves(state: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in state.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+class Saving:
+    """When states are saved, and the thread that writes them while training goes on. Leaving it waits for what is written.
+
+    write: `RunFolder.save_state`; every: steps between two states; minutes: between two states; None or 0: not by these
+    """
+
+    def __init__(self, write: Callable[..., None], *, every: int | None, minutes: float | None):
+        self.save, self.every, self.minutes = write, every, minutes
+        self.thread = ThreadPoolExecutor(1, "saving")
+        self.coming: Future[None] | None = None
+        self.saved = time.monotonic()
+
+    def __enter__(self) -> "Saving":
+        self.saved = time.monotonic()
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        try:
+            self.wait()
+        except Exception:
+            if kind is None:  # else training ends by an error already
+                raise
+        finally:
+            self.thread.shutdown()
+
+    def after(self, step: int) -> bool:
+        """Whether the state of a step is to be saved; the same in all processes."""
+        return step % self.every == 0 if self.every else False
+
+    def overdue(self) -> bool:
+        """Whether the minutes are over. Raises ValueError if the last state could not be written."""
+        if self.coming is not None and self.coming.done():
+            self.wait()
+        return time.monotonic() - self.saved >= 60 * self.minutes if self.minutes else False
+
+    def write(self, step: int, *, weights: dict[str, Tensor], optimizer: dict, document: dict) -> None:
+        """Begins to write a state, when the one before it is written. Training must not change the tensors. Raises ValueError
+        if the one before could not be written."""
+        self.wait()
+        self.saved = time.monotonic()
+        more = {"weights": weights, "optimizer": optimizer, "document": copy.deepcopy(document)}
+        self.coming = self.thread.submit(self.save, step, **more)
+
+    def wait(self) -> None:
+        """Until the last state is written. Raises ValueError if it could not be."""
+        coming, self.coming = self.coming, None
+        if coming is not None:
+            coming.result()

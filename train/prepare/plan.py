@@ -1,0 +1,338 @@
+"""What a run will read, need and take, before it is begun: `train.py plan=true`, and the refusal of what cannot fit.
+
+Memory is counted on tensors without values (train/prepare/count_tensors.py). The time on this machine follows from a few steps that are taken and
+thrown away (train/prepare/facts.py), on another machine from its figures in conf/machine: a roofline, never measured.
+"""
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig
+
+from specdec.core import fast, files, progress
+from specdec.heads.base import Drafter, Head
+from specdec.target.loading import load_config
+from specdec.target.model import Target, TargetOutput
+from specdec.target.structure import count_weights, experts_of
+from specdec.text.conversations import Row
+from train.data.batches import collate
+from train.loop.optimizer import hidden_matrices
+from train.loop.trainer import LEAST_SLOTS, read_peak_memory
+from train.prepare.count_tensors import BANDWIDTH, PEAK, Autocast, Count
+from train.settings.decide import Pace, Place, TextLengths, seconds, tokens_of_step
+from train.settings.options import HERE, MachineSettings, RunConfig
+
+GB = 1e9
+CONTEXT = 0.8 * GB  # of a GPU, that CUDA and the libraries take
+ROOM = 0.92  # of a device's memory that may be planned for: the rest is lost between tensors of other sizes
+PRODUCTS, BESIDE = 0.65, 1.3  # share of the peak of a target's products; its time with all else, over theirs
+PROCESS = 0.55 * GB  # of Python and its libraries, on a CPU
+# Of a CPU: a step and what is read ahead meanwhile, over a step alone (results/47-right-by-default.md)
+BESIDE_STEPS = 1.8
+MUON_STEPS = 5  # steps of Muon
+QUANTISED = 0.3  # bytes of quantised weights over those in 16 bits, where the files are not here
+WITHOUT_VALUES = (ValueError, RuntimeError, TypeError)  # what tensors without values may raise
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one process."""
+
+    target: float
+    drafter: float  # its weights, and the optimizer's state
+    step: float  # gradients and what the backward pass needs
+    start: float  # the closed-form start, before the first step
+    other: float = 0.0
+
+    @property
+    def fixed(self) -> float:
+        """What no shorter pack makes smaller."""
+        return self.other + self.target + self.drafter
+
+    @property
+    def most(self) -> float:
+        return self.other + self.target + max(self.drafter + self.step, self.start)
+
+    def __str__(self) -> str:
+        parts = {"target": self.target, "drafter and optimizer": self.drafter, "a step": self.step}
+        if self.start > self.drafter + self.step:
+            parts = {"target": self.target, "the closed-form start": self.start}
+        return f"{self.most / GB:.2f} GB ({', '.join(f'{name} {value / GB:.2f}' for name, value in parts.items())})"
+
+
+# Machines
+
+
+def find_place(config: RunConfig, device: torch.device, num: int) -> Place:
+    """This machine, or the one that is planned for."""
+    machine, cuda = config.machine, device.type == "cuda"
+    if machine.name != HERE and not config.elsewhere:  # a run is where it is
+        machine = MachineSettings(machine.name)
+    elif machine.name == HERE:
+        machine = replace(machine, device=None, num=None)
+    kind = machine.device or ("cuda" if cuda else "cpu")
+    here = (
+        torch.cuda.get_device_properties(device).total_memory
+        if cuda
+        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    )
+    memory = machine.memory * GB if machine.memory else here / (1 if cuda else num)
+    disk = machine.disk * GB if machine.disk else files.free_bytes(Path(config.features.folder))
+    return Place(kind, machine.num or num, memory, disk)
+
+
+# Memory
+
+
+def target_bytes(config: RunConfig, target: Target, num: int) -> float:
+    """Of a process. target: an outline"""
+    weights = {id(value): value.nbytes for value in target.model.parameters()}
+    if config.features.urls:
+        ends = {id(part.weight): part.weight.nbytes for part in (target.embed, target.lm_head)}
+        return float(sum(ends.values()))
+    if config.target.device == "auto":
+        num = (config.machine.num if config.elsewhere else torch.cuda.device_count()) or 1
+    elif not config.target.shard:
+        num = 1
+    if target.quantisation is not None:  # an outline has the shapes of weights that are not quantised
+        stored = sum(file.stat().st_size for file in Path(config.target.name).glob("*.safetensors"))
+        return float(stored or QUANTISED * sum(weights.values())) / num
+    return sum(weights.values()) / num
+
+
+@dataclass(frozen=True)
+class Counted:
+    """drafter: without values; memory: of a process; pace: of a machine with these figures, by a roofline"""
+
+    drafter: Head
+    memory: Memory
+    pace: Pace
+
+
+def count_run(config: RunConfig, target: Target, texts: TextLengths, place: Place, make: Callable[..., Any]) -> Counted:
+    """What a process needs. target: an outline; make: as of train/prepare/build.py, for heads that leave the target as it is"""
+    train, tokens = config.train, config.train.batch * config.data.length
+    peak, bandwidth = 1e12 * (config.machine.flops or 0) or PEAK, 1e9 * (config.machine.bandwidth or 0) or BANDWIDTH
+    size = config.head["vocab_size"]
+    vocab = None if size is None or size >= target.vocab_size else torch.arange(size)
+    with torch.device("meta"), Count():
+        drafter: Drafter = make(config.head["drafter"], target, vocab=vocab).to("meta")
+    size = sum(value.numel() for value in drafter.parameters() if value.requires_grad)
+    muon = hidden_matrices(drafter) if config.optimizer.name == "muon" else []
+    matrices = sum(value.numel() for value in muon)  # Muon keeps one number for each, AdamW two
+    own = 4.0 * size * (4 if train.ema else 3) - 4.0 * matrices
+    experts = experts_of(target.config.to_dict())
+    dense, mixed = count_weights(target.decoder, target.embed.weight, experts)
+    used = dense + (mixed * experts.per_token / experts.num if experts else 0.0)
+    inner = getattr(target.config, "intermediate_size", None) or 4 * target.width
+    reading = tokens * 2.0 * (8 * target.width + 3 * (max(inner) if isinstance(inner, list) else inner))
+    with fast.forced("loss", *(["varlen"] if place.device == "cuda" else [])):
+        count = count_step(config, drafter, texts, make, peak=peak, bandwidth=bandwidth)
+    update = 28.0 * size / bandwidth
+    for low, high in (sorted(matrix.shape) for matrix in muon):
+        update += MUON_STEPS * (4.0 * low * low * high + 2.0 * low**3) / (0.5 * peak)
+    read = 2 * used / (PRODUCTS * peak) * BESIDE
+    if config.features.urls:
+        read = bytes_per_token(target, len(drafter.target_layers)) / (1e9 * (config.machine.network or 1.0))
+    other = CONTEXT if place.device == "cuda" else PROCESS
+    start = start_bytes(config, drafter, texts)
+    memory = Memory(target_bytes(config, target, place.num), own, max(float(count.live), reading), start, other)
+    return Counted(drafter, memory, Pace(read, count.seconds / tokens, update))
+
+
+def bytes_per_token(target: Target, layers: int) -> int:
+    """Of so many hidden states and the final one."""
+    return (layers + 1) * target.width * target.embed.weight.element_size()
+
+
+def start_bytes(config: RunConfig, drafter: Head, texts: TextLengths) -> float:
+    """Of the closed-form start: the slots that it holds, once as they are read and once in float32, and two square matrices."""
+    if config.start is not None or not isinstance(drafter, Drafter) or not config.solve_packs or not drafter.solves:
+        return 0.0
+    width, layers = drafter.target.width, len(drafter.target_layers)
+    num = start_tokens(config, texts, width)
+    depth = 1 if drafter.depth is None else config.head["objective"]["depth"]
+    wide = (layers + 2) * width
+    return num * width * (layers + 1 + depth) * (2 + 4) + 2 * 4.0 * wide * wide
+
+
+def start_tokens(config: RunConfig, texts: TextLengths, width: int) -> float:
+    """That the closed-form start reads. width: of the target"""
+    return min(
+        max(LEAST_SLOTS, 6 * width), min(config.solve_packs, texts.num_packs) * texts.num_tokens / texts.num_packs
+    )
+
+
+def count_step(
+    config: RunConfig, drafter: Drafter, texts: TextLengths, make: Callable[..., Any], **machine: float
+) -> Count:
+    """A step of the drafter, from given features, of packs with texts of these lengths, of which 30 % are prompt."""
+    length, num = config.data.length, config.train.batch
+    mean = max(2, int(texts.lengths.mean())) if len(texts.lengths) else length
+    mean = min(mean, length)
+    sizes = [mean] * (length // mean)
+    rows = [
+        [Row(str(i), "all", [1] * size, [place >= 0.3 * size for place in range(size)]) for i, size in enumerate(sizes)]
+    ] * num
+    objective: nn.Module = make(config.head["objective"], drafter)
+    batch = collate(rows, length=length, pad_token=0).to(torch.device("meta"))
+    width = drafter.target.width
+    empty: Callable[[int], Tensor] = lambda w: torch.empty(num, length, w, dtype=torch.bfloat16, device="meta")
+    with Count(sizes * num, **machine) as count:
+        output = TargetOutput(empty(len(drafter.target_layers) * width), empty(width))
+        with Autocast() if config.precision != "fp32" else contextlib.nullcontext():
+            loss = objective(batch, output, compare=False)
+        (loss.total / 100).backward()
+    return count
+
+
+# Speed, measured
+
+
+def measure_pace(
+    read: Callable[[int], Any],
+    step: Callable[[int], Any],
+    update: Callable[[], Any],
+    tokens: list[int],
+    wait: Callable[[], None],
+    *,
+    patient: bool,
+) -> Pace:
+    """The pace of three functions on this device. read, step: take the number of a batch; tokens: of each batch
+
+    The first batch warms up. patient: whether all batches are measured; else few where they take longer than ten seconds
+    """
+    found = []
+    for number, num in enumerate(tokens):
+        moments = [time.perf_counter()]
+        for work in (lambda n=number: read(n), lambda n=number: step(n), update):
+            work()
+            wait()
+            moments.append(time.perf_counter())
+        found.append([(b - a) / each for a, b, each in zip(moments, moments[1:], (num, num, 1))])
+        if not patient and moments[-1] - moments[0] > 10:
+            break
+    found = found[1:] or found
+    return Pace(*(sum(column) / len(column) for column in zip(*found)))
+
+
+def measured_memory(counted: Memory, device: torch.device) -> Memory:
+    """The most that this process has held after a few steps, in the place of what was counted; the start is left as counted."""
+    beside, other = (1.0, CONTEXT) if device.type == "cuda" else (BESIDE_STEPS, 0.0)
+    return replace(counted, step=beside * max(0.0, other + read_peak_memory(device) - counted.fixed))
+
+
+# The plan
+
+
+@dataclass
+class Plan:
+    """What is printed. problems: why it cannot run, with what to change"""
+
+    lines: list[tuple[str, str]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{name:<9}{text}" for name, text in self.lines]
+        return "\n".join([*lines, *(f"does not fit: {text}" for text in self.problems)])
+
+
+def make_plan(
+    config: RunConfig, drafter: Head, texts: TextLengths, place: Place, memory: Memory, pace: Pace | None
+) -> Plan:
+    """drafter: of the run, or of an outline; pace: None: not known, as the run does not fit here"""
+    train, plan = config.train, Plan()
+    step_tokens = tokens_of_step(config, texts, place.num)
+    tokens = train.steps * step_tokens
+    cached = config.features.mode == "cached"
+    spent = start = 0.0
+    if pace is not None:
+        spent = seconds(pace, tokens, texts=texts, step_tokens=step_tokens, cached=cached, num=place.num)
+        if start_bytes(config, drafter, texts) and not cached:
+            start = start_tokens(config, texts, drafter.target.width) * pace.read
+    length, served = progress.duration, " if the engine keeps up" if config.features.urls else ""
+    time_taken = f"{length(spent + start)} of training at {tokens / (spent or 1.0):,.0f} tokens/s{served}"
+    time_taken += f", {length(start)} of them before the first step" if start else ""
+    size = drafter.num_parameters()
+    per_token = bytes_per_token(drafter.target, len(drafter.target_layers))
+    features = min(tokens, texts.num_tokens) * per_token if cached else 0.0
+    validations = math.ceil(train.steps / train.validate_every) if train.validate_every else 1
+    disk = features + 2 * 16.0 * size + 2.0 * size * validations
+    sent = tokens * per_token if config.features.urls else 0.0
+    rows = f"{len(texts.lengths):,} rows, in {texts.num_packs:,} packs of {config.data.length:,}"
+    parts = f"{train.batch} packs x {train.accumulation} micro-batches x {place.num} processes"
+    vocab = drafter.vocab_size
+    plan.lines += [
+        ("reads", f"{tokens:,.0f} tokens, {tokens / texts.num_tokens:.2g} times the {texts.num_tokens:,} of {rows}"),
+        ("steps", f"{train.steps:,} of {step_tokens:,.0f} tokens: {parts}"),
+        ("drafter", f"{type(drafter).__name__}, {size / 1e6:.1f} M trained parameters, drafts from {vocab:,} tokens"),
+        ("memory", f"{memory} of {place.memory / GB:.1f} GB in each process"),
+        ("time", time_taken if pace else "not measured"),
+        ("disk", f"{disk / GB:.2f} GB ({features / GB:.2f} of features) of {place.disk / GB:,.0f} GB that are free"),
+        ("network", f"{sent / GB:,.1f} GB from the engine" if sent else "none"),
+    ]
+    plan.problems += problems(config, memory, place)
+    if disk > place.disk:
+        plan.problems.append(
+            f"{disk / GB:.1f} GB are written and {place.disk / GB:.1f} GB are free: use features.mode=online."
+        )
+    return plan
+
+
+def starts_too_large(memory: Memory, place: Place) -> bool:
+    """Whether all but the closed-form start fits."""
+    return replace(memory, start=0.0).most <= ROOM * place.memory < memory.most
+
+
+def problems(config: RunConfig, memory: Memory, place: Place) -> list[str]:
+    """Why a run does not fit into the memory, and what to change; empty if it does."""
+    if memory.most <= ROOM * place.memory:
+        return []
+    if starts_too_large(memory, place):
+        return [
+            f"the closed-form start needs {(memory.other + memory.target + memory.start) / GB:.1f} GB in a process that has "
+            f"{place.memory / GB:.1f} GB: lower solve_packs={config.solve_packs}, or set it to 0 for random weights."
+        ]
+    what = f"a process needs {memory} and has {place.memory / GB:.1f} GB: "
+    if memory.target > 0.8 * ROOM * place.memory:
+        where = (
+            "target.shard=true over more GPUs, target.device=auto, or an engine on other GPUs (features.mode=engine)"
+        )
+        return [f"{what}the target alone is too large. Give {where}, or a smaller or quantised target."]
+    return [f"{what}{config.less_memory()}."]
+
+
+def read_config(config: RunConfig) -> PreTrainedConfig:
+    """The target's config.json, or what conf/target has of it where a plan for another machine cannot reach it."""
+    given = config.target
+    known = dict(given.outline or {})
+    if config.elsewhere and known.pop("of", None) == given.name and not Path(given.name).is_dir():
+        return AutoConfig.for_model(**known)
+    return load_config(given.name, revision=given.revision, trust_remote_code=given.trust_remote_code)
+
+
+def make_outline(config: RunConfig, found: PreTrainedConfig) -> Target | None:
+    """The shapes of the target. None for families whose shapes cannot be told without values: these are not counted."""
+    dtype = "float32" if config.target.dtype == "float32" else "bfloat16"
+    if config.target.trust_remote_code:  # whose code runs once, when the target is loaded
+        return None
+    try:
+        return Target.outline(found, name=config.target.name, dtype=dtype)
+    except WITHOUT_VALUES:
+        return None
+
+
+def heading(config: RunConfig, path: Path, place: Place) -> str:
+    machine, target, where = config.machine, config.target, "this machine"
+    if machine.name != HERE:
+        where = f"{machine.name}: {place.num} x {machine.memory:g} GB, from data sheets and a roofline, not measured"
+    tried = "" if target.tried or not target.outline else f"; {target.name} was never run by this project"
+    return f"plan for {path} on {where}{tried}"

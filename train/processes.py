@@ -1,0 +1,242 @@
+"""The processes of a run: who speaks, how long they wait for one another, who reads what, and the weights of all.
+
+Every process has all weights, gradients and moments of the optimizer (DDP). A target may be in parts over all processes.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import broadcast, broadcast_object_list, gather_object
+from torch import Tensor
+
+from specdec.core.group import Group
+from specdec.heads.base import Head
+from specdec.target.model import Target
+
+Item = TypeVar("Item")
+WHOLE = "each process has the whole drafter, and target.shard=true divides a target"
+# What accelerate's launcher passes by ACCELERATE_NAME: the flag, what decides in its place, and values that change nothing
+OFF = ("false", "", "0", "no", "off", "n", "f")
+REFUSED = {
+    "USE_FSDP": ("--use_fsdp", WHOLE, OFF),
+    "USE_DEEPSPEED": ("--use_deepspeed", WHOLE, OFF),
+    "USE_MEGATRON_LM": ("--use_megatron_lm", WHOLE, OFF),
+    "USE_PARALLELISM_CONFIG": ("--use_parallelism_config", WHOLE, OFF),
+    "DYNAMO_BACKEND": ("--dynamo_backend", "fast= says what is compiled", OFF),
+    "GRADIENT_ACCUMULATION_STEPS": ("--gradient_accumulation_steps", "train.accumulation= does that", ("1", "")),
+}
+
+
+class TrainingObjective(Protocol):
+    """What the loop trains: a torch module whose forward pass gives a loss (train/objective/objective.py, `Loss`)."""
+
+    drafter: Head
+    depth: int
+    every_slot: bool
+    supervise: str
+
+    def __call__(self, batch: Any, output: Any, *, compare: bool) -> Any:
+        """The loss of a batch. compare: whether the drafter is compared with the target, too"""
+
+    def train(self, mode: bool = True) -> Any: ...
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]: ...
+
+
+# What accelerate's launcher asks for
+
+
+def check_launcher() -> None:
+    """Raises ValueError for a flag of the launcher, or a line of its configuration, that accelerate would follow by itself."""
+    for name, (flag, instead, harmless) in REFUSED.items():
+        value = os.environ.get(f"ACCELERATE_{name}", harmless[0])
+        if value.lower() not in harmless:
+            raise ValueError(
+                f"accelerate launch asks for {flag} {value}, which train.py does not follow, as {instead}: leave the flag out, or "
+                "the line of its configuration."
+            )
+
+
+def find_ignored_flags(precision: str, num_processes: int) -> Iterator[str]:
+    """A sentence for each flag of the launcher that the run does not follow. precision, num_processes: of the run
+
+    The launcher passes `no` where nobody asks for mixed precision, and an address where it is asked for several processes.
+    """
+    flag = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if flag not in ("no", precision):
+        yield f"accelerate launch asks for --mixed_precision {flag}, and precision={precision} decides: give precision=bf16 or fp32."
+    has_address = "MASTER_PORT" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
+    if has_address and num_processes == 1 and "WORLD_SIZE" not in os.environ:
+        yield (
+            "accelerate launch was asked for several processes and has started one, as it does without --multi_gpu: give that in "
+            "place of --cpu, or use torchrun --nproc_per_node N."
+        )
+
+
+def count_threads(num_processes: int) -> int:
+    """Threads of the CPU for each process: OMP_NUM_THREADS, unless that is the 1 of a launcher, else its part of the cores."""
+    number = os.environ.get("OMP_NUM_THREADS", "")
+    if number.isdecimal() and int(number) > 1:
+        return int(number)
+    return max(1, (os.cpu_count() or 1) // num_processes)
+
+
+# Who speaks
+
+
+def is_main() -> bool:
+    """Whether this is the process that speaks; before the accelerator is made, too."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str) -> None:
+    """Prints a line, once for all processes: `Accelerator.print` would print it on every machine."""
+    if is_main():
+        print(text)
+
+
+@contextlib.contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Within, a warning is one line without the place in the code. UserWarnings come from the main process only, because all
+    processes would repeat them. A RuntimeWarning concerns one process."""
+    formatwarning, number = warnings.formatwarning, os.environ.get("RANK", "0")
+    who = "" if is_main() else f"process {number}: "
+    with warnings.catch_warnings():
+        if not is_main():
+            warnings.simplefilter("ignore", UserWarning)
+        warnings.formatwarning = lambda message, *_, **__: f"warning: {who}{message}\n"
+        try:
+            yield
+        finally:
+            warnings.formatwarning = formatwarning
+
+
+# Waiting
+
+
+class ProcessLost(ValueError):
+    """Another process of the run has ended, or does not answer."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """minutes: how long a process waits for the others"""
+
+    minutes: float
+    process: int
+    num_processes: int
+
+    @contextlib.contextmanager
+    def __call__(self, what: str, *, timed: bool = True) -> Iterator[None]:
+        """Around work that needs the other processes. Raises ProcessLost, with `what`, if one of them ends.
+
+        timed: whether `minutes` limit all of the work; if not, they limit each exchange in it
+        If the others do not answer in time, the sentence is printed and this process ends. An exception would not help,
+        because the call that waits, such as a GPU's, does not return.
+        """
+        if self.num_processes == 1:
+            yield
+            return
+        timer = threading.Timer(60 * self.minutes, self._end, [what])
+        timer.daemon = True
+        if timed:
+            timer.start()
+        try:
+            yield
+        except RuntimeError as error:
+            # Gloo raises plain RuntimeErrors
+            if not isinstance(error, torch.distributed.DistError) and "gloo" not in str(error).lower():
+                raise
+            raise ProcessLost(
+                f"Process {self.process} waited for {what}, and another process of the run has ended "
+                f"({str(error).splitlines()[0].partition('. ')[0]})."
+            ) from error
+        finally:
+            timer.cancel()
+
+    def _end(self, what: str) -> None:
+        sys.stderr.write(
+            f"error: Process {self.process} has waited {self.minutes:g} minutes for {what}, and another process of the run "
+            "does not answer. Raise train.timeout if that may take longer. Then continue with resume=true.\n"
+        )
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def compute_by_main(make: Callable[[], Item], what: str, *, minutes: float) -> Item:
+    """The result of `make`, which the main process calls and the others get. They wait so many minutes for it."""
+    state = PartialState()
+    made = [make() if state.is_main_process else None]
+    with Waiting(minutes, state.process_index, state.num_processes)(what):
+        return broadcast_object_list(made)[0]
+
+
+# Who reads what
+
+
+@dataclass(frozen=True)
+class ProcessGroup(Group):
+    """Who answers and decodes: each process its part of the texts, or all the same ones where they hold a target together.
+
+    Of `num` parts this process does the `number`-th. first: whether its results are those that count. In training each process
+    reads its own packs all the same.
+    """
+
+    number: int
+    num: int
+    first: bool = True
+
+    @classmethod
+    def of(cls, accelerator: Accelerator, target: Target) -> "ProcessGroup":
+        if target.share.size > 1:
+            return cls(0, 1, accelerator.is_main_process)
+        return cls(accelerator.process_index, accelerator.num_processes)
+
+    def mine(self, items: Sequence[Item]) -> Sequence[Item]:
+        """This process's part."""
+        return items[self.number :: self.num]
+
+    def gather(self, results: list[Item]) -> list[Item]:
+        """The results of all processes, each once."""
+        return gather_object(results if self.first else [])
+
+    def share(self, value: Item) -> Item:
+        """The value of the main process."""
+        return broadcast_object_list([value])[0]
+
+    @property
+    def main(self) -> bool:  # type: ignore[override]
+        """Whether this is the process that reads and writes files."""
+        return PartialState().is_main_process
+
+
+# The weights of all processes
+
+
+def copied_state(state: Any) -> Any:
+    """A state_dict with copies of its tensors in the CPU's memory, no two of which share memory."""
+    if isinstance(state, dict):
+        return {key: copied_state(value) for key, value in state.items()}
+    return state.detach().to("cpu", copy=True) if isinstance(state, Tensor) else state
+
+
+def change_together(drafter: Head, change: Callable[[Head], int], *, here: bool) -> int:
+    """Sets weights as `change` does in the processes with `here`; the main one is among them, and the others get its weights.
+
+    All call it. -> the result; 0: nothing was changed
+    """
+    (result,) = broadcast_object_list([change(drafter) if here else 0])
+    if result:
+        for parameter in drafter.parameters():
+            parameter.data = broadcast(parameter.data)
+        for buffer in drafter.buffers():
+            buffer.copy_(broadcast(buffer))
+    return result

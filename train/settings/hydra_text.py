@@ -1,0 +1,126 @@
+"""Users' text on its way to Hydra and OmegaConf, whose grammars are not to see it: a value stays as it is written."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from specdec.core import extensions, ranges
+
+LONGEST = 120  # characters of a target in the name of a run
+
+
+def target_name(name: object) -> str:
+    """A target, in the name of a run: the last part of its own name. Qwen/Qwen3-8B and models/Qwen3-8B/ give Qwen3-8B."""
+    path = Path(str(name))
+    last = path.name if path.name not in ("", "..") else path.resolve().name
+    return re.sub(r"[^\w.+-]+", "-", last).strip("-")[:LONGEST] or "target"
+
+
+OmegaConf.register_new_resolver("target_name", target_name, replace=True)  # in conf/
+
+
+def search_path() -> str:
+    """The argument by which Hydra finds the YAML of tools and experiments."""
+    folders = [quoted(f"file://{folder}") for folder in extensions.conf_folders()]
+    return f"hydra.searchpath=[{','.join(folders)}]"
+
+
+def with_plan(arguments: list[str]) -> list[str]:
+    """plan=MACHINE is short for machine=MACHINE plan=true."""
+    found = []
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        short = key == "plan" and value.lower() not in ("true", "false", "yes", "no", "on", "off", "1", "0")
+        found += [f"machine={value}", "plan=true"] if short else [argument]
+    return found
+
+
+def quoted(text: str) -> str:
+    """As Hydra reads it back as this text, and OmegaConf too: ${..} in it stays as it is written."""
+    return QuotedString(re.sub(r"(\\*)\$\{", r"\1\1\\${", text), Quote.single).with_quotes()
+
+
+def as_written(arguments: list[str]) -> list[str]:
+    """Arguments of train.py for Hydra: a value of an option that is a text is quoted where Hydra would read something else, or
+    nothing. Numbers, lists, dicts, null and what is quoted already are Hydra's.
+    """
+    return [_argument(each) for each in arguments]
+
+
+def check(written: dict[str, str], prefix: str) -> None:
+    """Raises ValueError for an option of train.py, as it is written, that is outside of its range. prefix: of its name in the message"""
+    for key, value in written.items():
+        declared, parsed = ranges.find(key), _parse(_argument(f"{key}={value}"))
+        if declared is None or parsed is None or parsed.is_sweep_override() or "${" in value:
+            continue
+        if not declared.fits(parsed.value()):
+            raise ValueError(f"{prefix}{key}={value} must be {declared.words(parsed.value())}.")
+
+
+def read_weights(text: Any) -> Any:
+    """The weights by source of a text whose keys Hydra's grammar does not have; anything else as it is."""
+    if not isinstance(text, str) or not text.startswith("{") or os.path.exists(text):
+        return text
+    try:
+        weights = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    numbers = isinstance(weights, dict) and all(isinstance(each, int | float) for each in weights.values())
+    return weights if numbers else text
+
+
+def _argument(argument: str) -> str:
+    key, equals, value = argument.partition("=")
+    if not equals or key.startswith(("-", "~", "hydra")):
+        return argument
+    if key.startswith("template."):  # whose keys are those of a chat template, which conf/ does not know
+        return _argument(f"++{argument}")
+    declared = ranges.find(key.lstrip("+"))
+    parsed = _parse(argument)
+    if declared is None or not declared.text:
+        return argument if parsed else f"{key}={_rewritten(value)}"
+    exists = os.path.exists(value)
+    interpolated = "${" in value and value.startswith(("[", "{"))
+    if parsed and not exists and not interpolated and _is_meant(parsed, declared):
+        return argument
+    if parsed and "${" not in value and not parsed.is_sweep_override() and parsed.value() == value:
+        return argument
+    return f"{key}={_rewritten(value) if declared.lists != 'no' and not exists else quoted(value)}"
+
+
+def _is_meant(parsed: Override, declared: ranges.Range) -> bool:
+    """Whether a value that is no plain text is one that the option may have."""
+    if parsed.is_sweep_override():
+        return False
+    value = parsed._value
+    if value is None:
+        return declared.null
+    return isinstance(value, QuotedString) or (isinstance(value, list | dict) and declared.lists != "no")
+
+
+def _parse(argument: str) -> Override | None:
+    """None for what Hydra's grammar does not have."""
+    try:
+        return OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return None
+
+
+def _rewritten(value: str) -> str:
+    """A value that Hydra's grammar does not have: a list in YAML's form with quoted texts, else one text. A dict with such keys stays a
+    text, which `read_weights` takes apart."""
+    if value.startswith("["):
+        try:
+            read = yaml.safe_load(value)
+        except yaml.YAMLError:  # such as {, which has a meaning there
+            read = [each.strip() for each in value[1:-1].split(",")] if value.endswith("]") else None
+        if isinstance(read, list) and not any(isinstance(each, list | dict) for each in read):
+            return "[" + ",".join(quoted(each) if isinstance(each, str) else ranges.show(each) for each in read) + "]"
+    return quoted(value)

@@ -1,0 +1,84 @@
+"""What a run was made of, for its page and the model card: about.json in its folder."""
+
+import json
+import platform
+import shlex
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from specdec import checkpoint
+from specdec.core import files, ranges
+from specdec.heads.base import Drafter, Head
+from specdec.options import config_files
+from train.data.packing import Packs, covered
+from train.settings.options import LENGTHS, OPEN_NULL, PROVISIONAL
+
+
+def write(
+    run: Path,
+    config: dict,
+    drafter: Head,
+    packs: Packs,
+    *,
+    start: str | None,
+    arguments: list[str],
+    num_processes: int,
+    num_trained: int = 0,
+) -> None:
+    """about.json in the folder of a run: target, data, drafter and environment, and the command that repeats it.
+
+    config: as conf/train.yaml; arguments: of train.py
+    num_trained: held-out prompts that are trained on, too
+    start: the checkpoint that the run was started from, as it was given; in `config` it has the commit of a head on the Hub
+    """
+    target, data = drafter.target, config["data"]
+    vocab = drafter.draft_to_target if isinstance(drafter, Drafter) else None
+    launcher = "accelerate launch" if num_processes == 1 else f"torchrun --nproc_per_node {num_processes}"
+    about: dict[str, Any] = {
+        "command": shlex.join([*launcher.split(), "train.py", *spell_out(config, arguments)]),
+        "target": {
+            "name": target.name,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "parameters": sum(parameter.numel() for parameter in target.model.parameters()),
+            "fingerprint": target.fingerprint(),
+        },
+        "drafter": {
+            "class": type(drafter).__name__,
+            "parameters": drafter.num_parameters(),
+            "draft vocabulary": target.vocab_size if vocab is None else len(vocab),
+        },
+        "data": {
+            "train": ", ".join(map(str, data["train"])) if isinstance(data["train"], list) else str(data["train"]),
+            "heldout": data["heldout"],
+            "length": data["length"],
+            "conversations": len(packs.members),
+            "supervised tokens": packs.num_supervised,
+            **({"held-out prompts trained on": num_trained} if num_trained else {}),
+            "covered": 1.0 if vocab is None else covered(packs, vocab.cpu()),
+            "fingerprint": packs.fingerprint,
+            **({"template": packs.arguments} if packs.arguments else {}),
+        },
+        "environment": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+            "threads": torch.get_num_threads(),
+            "processes": num_processes,
+            "seed": config["train"]["seed"],
+        },
+    }
+    if start is not None:
+        about["start"] = {"given": start, "used": config["start"]}
+    files.write_text(run / checkpoint.ABOUT, json.dumps(about, indent=1) + "\n")
+
+
+def spell_out(config: dict, arguments: list[str]) -> list[str]:
+    """The arguments with what the run decided itself: on another machine it might decide otherwise. `train.steps` stands for LENGTHS."""
+    settled, given = config_files.flatten(config), {each.partition("=")[0]: each for each in arguments}
+    kept = [each for name, each in given.items() if name not in (*LENGTHS, "resume")]
+    names = [name for name in (*PROVISIONAL, *OPEN_NULL) if name in settled and name not in (*LENGTHS, *given)]
+    return [*kept, *(f"{name}={ranges.show(settled[name])}" for name in names)]

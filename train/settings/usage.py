@@ -1,0 +1,51 @@
+"""--help of train.py, and what is like an option or choice that does not exist."""
+
+import difflib
+from collections.abc import Iterator
+
+import yaml
+
+from specdec.options import config_files
+
+OTHERS = ("proposer", "suite", "protocol", "command")  # groups that other commands read
+
+
+def list_groups() -> list[str]:
+    """Names of the groups of train.py."""
+    groups = {path.name for folder in config_files.conf_folders() for path in folder.iterdir() if path.is_dir()}
+    return sorted(groups - set(OTHERS))
+
+
+def usage() -> str:
+    """What --help prints: the choices, and files of conf/ as they are, whose comments explain the options."""
+    groups = [group for group in list_groups() if group != "objective"]
+    choices = [f"  {group}={'|'.join(config_files.list_files(group))}" for group in groups]
+    conf = config_files.HOME / "conf"
+    shown = ("train", "head/eagle", "objective/base", "data/shipped", "target/smollm2-135m", "decode/chain")
+    files = [f"# conf/{name}.yaml\n{(conf / f'{name}.yaml').read_text()}" for name in shown]
+    return "\n".join(
+        ["Choices, each a file in conf/:", *choices, "", "Options, KEY=VALUE, and their defaults:", "", *files]
+    )
+
+
+def unknown(given: list[str]) -> str | None:
+    """What is wrong with the first option of a command line, KEY=VALUE, that no file of conf/ has; None if all are known."""
+    load = lambda file: yaml.safe_load(file.read_text()) or {}
+    known = set(_keys(load(config_files.HOME / "conf" / "train.yaml")))
+    for group in list_groups():
+        place = "head.objective" if group == "objective" else group
+        files = config_files.list_files(group).values()
+        known |= {place, *(key for file in files for key in _keys(load(file), f"{place}."))}
+    for key in (each.partition("=")[0] for each in given if "=" in each):
+        if key not in known and not key.startswith(("+", "~", "-", "hydra")):
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            guess = f" Did you mean {close[0]!r}?" if close else ""
+            return f"There is no option {key!r}.{guess} python train.py --help lists them all."
+    return None
+
+
+def _keys(settings: dict, prefix: str = "") -> Iterator[str]:
+    for key, value in settings.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _keys(value, f"{prefix}{key}.")
