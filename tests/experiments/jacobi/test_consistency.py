@@ -164,6 +164,14 @@ def test_a_checkpoint_restores_the_adapted_target(tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in loaded.named_parameters())
 
 
+def test_a_checkpoint_from_before_the_move_loads(tmp_path):
+    spec = {**CONFIG["drafter"], "num_drafts": N, "_target_": "specdec.heads.consistency.Consistency"}
+    checkpoint.save(tmp_path / "step", make().decodable(), spec)
+    assert isinstance(checkpoint.load(tmp_path / "step", make_target(V, num_layers=2)), Consistency)
+    module, _, name = checkpoint.find_class("train.consistency.ConsistencyObjective").rpartition(".")
+    assert (module, name) == (ConsistencyObjective.__module__, ConsistencyObjective.__name__)
+
+
 def test_wrong_options_are_refused():
     with pytest.raises(ValueError, match=r"set vocab_size to null"):
         Consistency(make_target(V), vocab=torch.arange(4))
