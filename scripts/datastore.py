@@ -19,7 +19,7 @@ import specdec
 from specdec import loading
 from specdec.core import progress
 from specdec.proposers import datastore
-from specdec.proposers.datastore import read_texts
+from specdec.proposers.datastore_texts import read_texts
 from specdec.target.model import load_tokenizer
 from specdec.text import token_text
 

@@ -126,7 +126,7 @@ def qwen():
         patch.setattr(compile, "_compile_block", model_block)
         patch.setattr(compile, "autocast_dtype", lambda device: torch.bfloat16)
         patch.setattr("train.objective.objective.has_kernel", lambda device: True)
-        patch.setattr("train.objective.fused_kl", model_kl)
+        patch.setattr("train.objective.objective.fused_kl", model_kl)
         yield meta_target(QWEN3_8B)
 
 

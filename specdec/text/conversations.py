@@ -5,9 +5,8 @@ import functools
 import itertools
 import warnings
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import rich.text
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from specdec.core.answer_text import TextDecoder, TextStream
@@ -16,6 +15,9 @@ from specdec.text import answer_mask, chat_template, reading, token_text
 from specdec.text.answer_mask import ADVICE
 from specdec.text.chat_template import check_arguments, check_written, find_form, render
 from specdec.text.messages import THOUGHTS, normalise_messages, read_arguments, write_arguments
+
+if TYPE_CHECKING:  # the package alone decodes without it
+    import rich.text
 
 
 @dataclass(frozen=True)
@@ -309,8 +311,10 @@ def split_cut_thoughts(message: dict) -> dict:
     return {**message, "content": "", THOUGHTS: thoughts.removeprefix("\n")}
 
 
-def show(tokenizer: PreTrainedTokenizerBase, row: Row) -> rich.text.Text:
+def show(tokenizer: PreTrainedTokenizerBase, row: Row) -> "rich.text.Text":
     """The row's text, the supervised part in green."""
+    import rich.text
+
     text, stream = rich.text.Text(), TextStream(TextDecoder.of(tokenizer, special=True))
     for supervised, group in itertools.groupby(zip(row.mask, row.tokens, strict=True), key=lambda pair: pair[0]):
         pieces = [stream.add(token) for _, token in group]

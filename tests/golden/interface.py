@@ -28,7 +28,7 @@ from specdec.target.model import Target, load_tokenizer
 from specdec.text import conversations as data
 from specdec.text import reading
 from specdec.text.conversations import Prompt
-from specdec.tools.grammar.grammar import Grammars
+from specdec.tools.grammar.grammar import Grammar, Grammars
 from train.data.packing import Packs
 from train.loop.trainer import Trainer
 from train.prepare import build
@@ -140,6 +140,7 @@ def decode_ruled(folder: str, source: str, temperature: float, length: int, *, r
     target, tokenizer, prompts = load_target(folder), load_tokenizer(folder), reading.load_prompts(source)
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
     grammars = Grammars(tokenizer, target.vocab_size, stop)
+    rules = [row["grammar"] and Grammar.of_row(row["grammar"]) for row in prompts]
     tokens = [data.encode_row(tokenizer, row) for row in prompts]
     forced = make_proposer(target, "forced", None, {}, {})
 
@@ -150,7 +151,7 @@ def decode_ruled(folder: str, source: str, temperature: float, length: int, *, r
             length,
             rows=rows,
             generator=lambda number: torch.Generator().manual_seed(number),
-            constraint=lambda number: grammars.constraint(prompts[number]["grammar"]),
+            constraint=lambda number: grammars.constraint(rules[number]),
         ):
             found |= dict(ended)
         return [found[number] for number in range(len(prompts))]

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LlamaConfig
 from scripts import answer, generate, show_data
 from specdec.core.answer_text import TextDecoder
 from specdec.engines import answers
-from specdec.proposers import datastore
+from specdec.proposers import datastore_texts
 from specdec.target.model import load_tokenizer
 from specdec.text import conversations as data
 from specdec.text import reading, token_text
@@ -130,7 +130,7 @@ def test_chat_models_take_both_kinds_of_rows(tmp_path, tokenizer):
     first, second = (data.encode(chat, {"id": "1", "category": "all", **form}) for form in forms)
     assert first == second and encoded(chat, text=TEXT) == ("Count", " to world")
     write_rows(tmp_path / "rows.jsonl", forms[:1])
-    (text,) = datastore.read_texts(str(tmp_path / "rows.jsonl"), begun(tokenizer))
+    (text,) = datastore_texts.read_texts(str(tmp_path / "rows.jsonl"), begun(tokenizer))
     assert tokenizer.decode(text) == "<|im_start|>" + PROMPT + COMPLETION + "<|im_end|>"
 
 

@@ -10,7 +10,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from specdec import loading
 from specdec.engines import answers
-from specdec.proposers import datastore
+from specdec.proposers import datastore_texts
 from specdec.target.model import load_tokenizer
 from specdec.text import chat_template, reading
 from specdec.text import conversations as data
@@ -80,7 +80,7 @@ def test_what_the_template_leaves_out_is_refused_with_file_and_row(tmp_path, tem
     with pytest.raises(ValueError, match=message):
         load_packs(source, Encoding(tokenizer, tmp_path / "c"), length=99, packed=False)
     with pytest.raises(ValueError, match=message):
-        list(datastore.read_texts(source, tokenizer))
+        list(datastore_texts.read_texts(source, tokenizer))
     asked = {"id": "x", **given, "messages": [*given["messages"], PLAIN[0]]}
     write_rows(tmp_path / "a.jsonl", [{"messages": PLAIN}, asked])
     with pytest.raises(ValueError, match=message):
@@ -227,7 +227,7 @@ def test_ids_without_an_embedding_are_refused_where_a_text_has_them(tmp_path, by
     with pytest.raises(ValueError, match=message):
         load_packs(str(tmp_path / "a.jsonl"), Encoding(loaded, tmp_path / "c"), length=99, packed=True)
     with pytest.raises(ValueError, match=message):
-        list(datastore.read_texts(str(tmp_path / "a.jsonl"), loaded))
+        list(datastore_texts.read_texts(str(tmp_path / "a.jsonl"), loaded))
     assert data.vocabulary(loaded, len(loaded))[1] == len(small_tokenizer())
     if not by_template:
         assert data.encode(loaded, as_row(PLAIN)) == data.encode(small_tokenizer(), as_row(PLAIN))

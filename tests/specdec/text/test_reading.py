@@ -10,7 +10,7 @@ import datasets
 import pytest
 from pyarrow import Table, parquet
 
-from specdec.proposers import datastore
+from specdec.proposers import datastore_texts
 from specdec.text import conversations as data
 from specdec.text import reading
 from specdec.tools.server import record
@@ -116,7 +116,7 @@ HALVES = [
 def test_half_of_a_surrogate_pair_is_named(tmp_path):
     source = str(tmp_path / "a.jsonl")
     reads = [reading.load_conversations, reading.load_prompts]
-    reads += [lambda source: list(datastore.read_texts(source, small_tokenizer()))]
+    reads += [lambda source: list(datastore_texts.read_texts(source, small_tokenizer()))]
     reads += [lambda source: load_packs(source, Encoding(small_tokenizer(), tmp_path / "c"), length=99, packed=False)]
     for row in HALVES:
         write_rows(tmp_path / "a.jsonl", [ROWS[0], row])
@@ -226,7 +226,7 @@ def test_a_row_that_the_template_cannot_write_is_named_with_its_file(tmp_path, m
     tokenizer = with_template(names + masses + STRICT)
     for read in (
         lambda: load_packs(source, Encoding(tokenizer, tmp_path / "c"), length=99, packed=False),
-        lambda: list(datastore.read_texts(source, tokenizer)),
+        lambda: list(datastore_texts.read_texts(source, tokenizer)),
     ):
         with pytest.raises(ValueError, match=r"a\.jsonl:2: .*" + message):
             read()

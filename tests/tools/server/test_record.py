@@ -13,7 +13,7 @@ import pytest
 
 from specdec.core import files
 from specdec.core.sampling import Sampling
-from specdec.proposers import datastore
+from specdec.proposers import datastore_texts
 from specdec.text import conversations as data
 from specdec.text import reading
 from specdec.tools.server.app import Served
@@ -100,7 +100,7 @@ def test_rows_train_as_they_are(tmp_path):
         assert found[tuple(row["tokens"])] == mask
         encoded = data.encode(small_tokenizer(), conversation)
         assert (encoded.tokens, encoded.mask, encoded.category) == (row["tokens"], mask, "traffic")
-    texts = list(datastore.read_texts(str(tmp_path / "t"), small_tokenizer()))
+    texts = list(datastore_texts.read_texts(str(tmp_path / "t"), small_tokenizer()))
     answers = [row["tokens"][row["prompt_tokens"] :] for row in rows]
     assert [text[-len(answer) :] for text, answer in zip(texts, answers, strict=True)] == answers
     with pytest.raises(ValueError, match="no prompt"):
