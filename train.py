@@ -10,30 +10,25 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hydra
 import torch
-import yaml
-from accelerate import Accelerator
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specdec import checkpoint
-from specdec.core import devices, files, progress
+from specdec.core import files, progress
 from specdec.core.lock import lock
-from specdec.measuring import trained_prompts
-from specdec.target.model import Target
 from train.loop.state import RunFolder
-from train.loop.trainer import NotFiniteLoss
+from train.loop.trainer import continuing
 from train.prepare import build
-from train.prepare import facts as prepare
-from train.prepare.facts import Prepared
-from train.processes import ProcessLost, is_main, plain_warnings
-from train.settings import hydra_text, record, usage
-from train.settings.options import RunConfig, fixed_settings, refuse_two_lengths
+from train.prepare.facts import MeasuredFacts
+from train.processes import ProcessLost, is_main, plain_warnings, say
+from train.settings import hydra_text, usage
+from train.settings.decide import decide
+from train.settings.options import RunConfig, RunOptions, fixed_settings, read_run
 from train.show import display, run_page, tracking
 
 # An error that all processes find is told by the main one, and the launcher then ends the others. They wait so long with theirs.
@@ -44,85 +39,51 @@ MANY = (
 )
 
 
-def fit(chosen: DictConfig) -> int:
-    """Trains as the configuration says. -> the exit status. Raises ValueError, which says what to change."""
+def fit(composed: DictConfig) -> int:
+    """Trains as the options say. -> the exit status. Raises ValueError, which says what to change."""
+    options = read(composed)
+    path = Path("checkpoints") / options.run
+    progress.choose(options.progress, main=is_main())
+    if options.plan:
+        say(build.show_plan(options, path))
+        return 0
+    options = build.recall(options, path)
+    if RunFolder(path, {}, fixed_settings(options.document())).check(resume=options.resume):
+        say(f"{path} holds a finished run: there is nothing left to do.")
+        return 0
+    tracking.check(options.tracker)
+    processes = build.start_processes(options)
+    alone = lock(path / "lock", of=path) if processes.is_main_process else contextlib.nullcontext()
+    with alone, build.naming_remedies(options):
+        facts = MeasuredFacts(build.pin_start(options, path), processes)
+        decided = decide(facts.options, facts)
+        build.say_decisions(decided)
+        with build.naming_remedies(decided.config):
+            return train(decided.config, facts, path, start=options.start)
+
+
+def read(composed: DictConfig) -> RunOptions:
+    """The options of a run. Raises ValueError, naming the option, for what cannot be used."""
     try:
-        values: Any = OmegaConf.to_container(chosen, resolve=True, throw_on_missing=True)
-        refuse_two_lengths(values)
-        config = RunConfig.of(values)
+        values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
-    path = Path("checkpoints") / config.run
-    progress.choose(config.progress, main=is_main())
-    if config.plan:
-        text = prepare.show_plan(config, path)
-        if is_main():
-            print(text)
-        return 0
-    config = build.recall(config, path)
-    if RunFolder(path, {}, fixed_settings(config.document())).check(resume=config.resume):
-        if is_main():
-            print(f"{path} holds a finished run: there is nothing left to do.")
-        return 0
-    tracking.check(config.tracker)
-    accelerator, config = build.start_processes(config)
-    alone = lock(path / "lock", of=path) if accelerator.is_main_process else contextlib.nullcontext()
-    with alone, saying_less(config):
-        return fit_alone(config, path, accelerator)
+    return read_run(values)
 
 
-@contextlib.contextmanager
-def saying_less(config: RunConfig) -> Iterator[None]:
-    """Within, memory that does not suffice ends in a sentence with the options that lower what is needed."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if (full := devices.out_of_memory(error)) is None:
-            raise
-        raise ValueError(f"{full}: {config.less_memory()}.") from error
-
-
-def fit_alone(config: RunConfig, path: Path, accelerator: Accelerator) -> int:
-    """`fit` in a folder that no other launch writes to."""
-    given, config = config.start, build.pin_start(config, path)
-    load = lambda chosen: build.load_target(chosen, accelerator)
-    prepared = prepare.prepare(config, accelerator.device, accelerator.num_processes, load)
-    target = prepared.target or load(prepared.config)
-    prepared, _ = prepare.choose_steps(prepared, target, accelerator)
-    with saying_less(prepared.config):
-        return train(prepared, target, path, accelerator, given)
-
-
-def train(prepared: Prepared, target: Target, path: Path, accelerator: Accelerator, given: str | None) -> int:
-    """From what has been decided to the last step. given: `start` as the user wrote it"""
-    config, console, main = prepared.config, progress.Results(), accelerator.is_main_process
-    assert prepared.tokenizer is not None and prepared.packs is not None
-    parts = config, prepared.tokenizer, prepared.heldout, prepared.packs, target
-    trainer = build.make_trainer(*parts, path=path, accelerator=accelerator, console=console)
-    tracker = tracking.Tracking(config.tracker if main else "none", path)
+def train(config: RunConfig, facts: MeasuredFacts, path: Path, *, start: str | None) -> int:
+    """From what has been decided to the last step. start: as the user wrote it"""
+    accelerator, console = build.start_accelerator(config), progress.Results()
+    trainer = build.make_trainer(config, facts, path=path, accelerator=accelerator, console=console)
+    tracker = tracking.Tracking(config.tracker if accelerator.is_main_process else "none", path)
     if not (config.resume and trainer.resume()):
         trainer.prepare(config.solve_packs if config.start is None else 0, fresh=config.start is None)
-    if main:
-        document = config.document()
-        files.write_text(path / "config.yaml", yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
-        about = {"arguments": sys.argv[1:], "num_processes": accelerator.num_processes, "start": given}
-        record.write(
-            path, document, trainer.drafter, trainer.material.packs, **about, num_trained=trainer.validation.num_trained
-        )
-        trained_prompts.write(path, trained_prompts.join(prepared.packs.prompt_digests, config.start))
+    if accelerator.is_main_process:
+        build.record_run(config, trainer, arguments=sys.argv[1:], start=start)
     with tracker.running(config.run, trainer.folder.settings):
-        try:
+        with continuing():
             trainer.fit(tracker.record)
-        except NotFiniteLoss as error:
-            raise ValueError(
-                f"{error} Look at these rows, lower optimizer.lr or train.max_grad_norm, or leave such steps out with "
-                "train.skip_not_finite=true; then use resume=true."
-            ) from error
-        except ProcessLost as error:
-            raise ProcessLost(f"{error} Continue with resume=true.") from error
-        except ValueError as error:
-            raise ValueError(f"{error} Then continue with resume=true.") from error
-        if main and trainer.best:
+        if accelerator.is_main_process and trainer.best:
             page = run_page.write(path)
             console.say(f"report: {page}")
             tracker.log(trainer.step, "best", checkpoint.read_json(page.with_name("report.json")))

@@ -34,9 +34,10 @@ from specdec.target.model import Target
 from specdec.text.conversations import Row
 from train.data.batches import TrainingBatch, collate
 from train.features.outputs import Online
-from train.loop.optimizer import OptimizerSettings, make_optimizer
+from train.loop.optimizer import make_optimizer
+from train.settings.decide import VOCABULARY
 from train.settings.hydra_text import search_path
-from train.settings.options import PROVISIONAL
+from train.settings.options import NORMS, OptimizerOptions
 
 RAGGED = (2600, 1900, 1300, 900, 620, 410, 260, 190)  # tokens of the conversations in a pack of 8,192
 PROMPT = 16  # tokens at the beginning of each document that nothing has to guess
@@ -160,7 +161,11 @@ def _place(value: Tensor) -> int:
 def compose_settings(chosen: StepOptions, head: str) -> DictConfig:
     """The settings of train.py for a head."""
     with hydra.initialize_config_dir(str(common.ROOT / "conf"), version_base="1.3"):
-        return hydra.compose("train", overrides=[f"head={head}", "run=benchmark", *chosen.train, search_path()])
+        settings = hydra.compose("train", overrides=[f"head={head}", "run=benchmark", *chosen.train, search_path()])
+    for name in NORMS:
+        if settings.head.drafter.get(name) == precision.AUTO:
+            settings.head.drafter[name] = False
+    return settings
 
 
 def make_batch(chosen: StepOptions, length: int, vocab_size: int) -> TrainingBatch:
@@ -200,14 +205,14 @@ def measure_step(chosen: StepOptions, head: str, length: int, target: Target) ->
         raise ValueError(f"without={','.join(unknown)} must be a comma list of {', '.join(fast.PATHS)}.")
     config, device = compose_settings(chosen, head), target.device
     torch.manual_seed(0)
-    size = PROVISIONAL["head.vocab_size"] if config.head.vocab_size == precision.AUTO else config.head.vocab_size
+    size = VOCABULARY[0] if config.head.vocab_size == precision.AUTO else config.head.vocab_size
     vocab = None if size is None or size >= target.vocab_size else torch.arange(size)
     drafter = instantiate(config.head.drafter, target, vocab=vocab, _convert_="all").to(device)
     if drafter.adapts_target:
         raise ValueError(f"heads={head}: a head that changes its target is not measured.")
     objective = instantiate(config.head.objective, drafter, _convert_="all").train()
     given: Any = OmegaConf.to_container(config.optimizer, resolve=True)
-    optimizer = make_optimizer(drafter, OptimizerSettings(**given))
+    optimizer = make_optimizer(drafter, OptimizerOptions(**given))
     online = Online(target, drafter.target_layers)
     batch = make_batch(chosen, length, target.vocab_size).to(device)
     num_goals = batch.goals(objective.supervise).sum()

@@ -10,18 +10,19 @@ and judged again. OUT stands for the head in use; OUT/export has it in the layou
 measured and decided. After Ctrl-C the same command continues. docs/adapting.md has more.
 """
 
-from specdec.options.command_line import options, run
+from specdec.options.command_line import read_command
 
-from scripts import answer, export
-from specdec.tools.adapt.adapt import Adapt, Commands, run_adaptation
+from specdec.core import progress
+from specdec.options.run_command import run
+from specdec.tools.adapt.adapt import AdaptOptions, run_adaptations
 from train.settings import hydra_text
 
 
 def main(arguments: list[str] | None = None) -> None:
-    chosen = options(Adapt, __doc__, arguments)
-    hydra_text.check(chosen.training, "training.")
-    run_adaptation(chosen, Commands(answer=answer.main, export=export.main))
+    options = read_command("adapt", AdaptOptions, __doc__, arguments)
+    hydra_text.check(options.training, "training.")
+    run_adaptations(options, progress.Results())
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, AdaptOptions)

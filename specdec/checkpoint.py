@@ -20,6 +20,7 @@ from torch import Tensor
 import specdec
 from specdec import checkpoint
 from specdec.core import files, hub, untrusted
+from specdec.core.option_types import Text
 from specdec.core.untrusted import read_tensors as read_tensors
 from specdec.decoding.drafting import Drafting
 from specdec.export import published
@@ -260,7 +261,7 @@ def load(folder: str | Path, target: Target, *, exact: bool = False) -> Head:
     return drafter.eval()
 
 
-def load_proposer(target: Target, *, checkpoint: str, decode: dict) -> Proposer:
+def load_proposer(target: Target, *, checkpoint: Text, decode: dict) -> Proposer:
     """The drafter of a checkpoint as a proposer. decode: arguments of Drafting. Raises ValueError as `load`."""
     return Drafting(**decode).proposer(load(checkpoint, target))
 

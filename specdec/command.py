@@ -6,8 +6,6 @@ They are taken from the clone beside this package, else from the copy in the whe
 
 import ast
 import difflib
-import importlib
-import importlib.util
 import runpy
 import sys
 from pathlib import Path
@@ -43,15 +41,11 @@ def refuse(verb: str, verbs: dict[str, Path]) -> SystemExit:
     return SystemExit(f"There is no verb {verb!r}.{guess} Verbs: {', '.join(verbs)}. See specdec --help.")
 
 
-def run_verb(verb: str, path: Path, arguments: list[str]) -> None:
-    """Runs the file of a verb. Raises SystemExit where it fails."""
+def run_verb(path: Path, arguments: list[str]) -> None:
+    """Runs the file of a verb as Python runs it. Raises SystemExit where it fails."""
     sys.path.insert(0, str(HOME))
-    if verb == TRAIN:
-        sys.argv = [str(path), *arguments]
-        runpy.run_path(str(path), run_name="__main__")
-        return
-    module = importlib.import_module(f"scripts.{verb}")
-    importlib.import_module("specdec.options.command_line").run(module.main, arguments)
+    sys.argv = [str(path), *arguments]
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -64,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
     if verb not in verbs:
         raise refuse(verb, verbs)
     try:
-        run_verb(verb, verbs[verb], rest)
+        run_verb(verbs[verb], rest)
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
         if package in ("specdec", "scripts", TRAIN):

@@ -1,8 +1,5 @@
 """What the commands that decode load: the target, its tokenizer, and checkpoints."""
 
-from specdec.options.command_line import SPLIT as SPLIT
-from specdec.options.command_line import option
-
 import functools
 import os
 import platform
@@ -18,14 +15,14 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
 from specdec.core import precision, threads
-from specdec.core.ranges import named
+from specdec.core.option_types import prefix_option_names
 from specdec.decoding.drafting import Drafting
 from specdec.heads.base import Drafter, Head
 from specdec.options import proposers
 from specdec.options.proposers import ProposerOptions
+from specdec.options.target import TargetOptions
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
-from specdec.target.loading import find_devices
 from specdec.target.model import Target, load_tokenizer
 from specdec.text import chat_template, messages
 from specdec.text import conversations as data
@@ -34,41 +31,6 @@ _threads: list[int] = []  # of this process, once they are chosen
 DEFAULT_TARGET = "targets/smollm2-135m"
 PROMPTS = "data/prompts_heldout.jsonl"
 LARGEST = 2**20  # bytes of a file of settings
-TRUST = "run Python code that the target's folder brings, with all your rights; read it first"
-VARIABLES = "variables of the chat template for what does not say its own, such as template.enable_thinking=false"
-TEMPLATE = {"prefix": "template.", "help": f"{VARIABLES}; others: the template's defaults"}
-TRAINED_TEMPLATE = {
-    "prefix": "template.",
-    "help": f"{VARIABLES}; others: as the checkpoint was trained, or the defaults",
-}
-DTYPE = "bfloat16, float32, float16 or float64; auto: bfloat16 where the device computes in it, else float32"
-
-
-@dataclass(frozen=True)
-class TargetOptions:
-    name: str | None = option(None, "folder or Hub name of the target; null: the checkpoint's, else the default target")
-    dtype: str = option(precision.AUTO, DTYPE)
-    device: str | None = option(None, "cpu, cuda, cuda:1, .. or auto (layers on all GPUs); null: cuda if there is one")
-    trust_remote_code: bool = option(False, TRUST)
-
-    @property
-    def place(self) -> str:
-        """The device, where none is given, too."""
-        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-
-    @property
-    def dtype_here(self) -> str:
-        """dtype, or what auto is on the device. Raises ValueError for a device that is not there."""
-        with named("target"):
-            return precision.resolve(self.dtype, find_devices(self.place)[0])
-
-
-@dataclass(frozen=True)
-class TokenizerOptions:
-    """For commands that read the target's tokenizer and not its weights."""
-
-    name: str = option(DEFAULT_TARGET, "folder or Hub name of the target, for its tokenizer")
-    trust_remote_code: bool = option(False, TRUST)
 
 
 @dataclass(frozen=True)
@@ -86,6 +48,20 @@ class Loaded(Opened):
 
     folder: Path
     drafter: Head
+
+
+@dataclass(frozen=True)
+class LoadedProposer(Opened):
+    """A proposer beside its target."""
+
+    name: str  # of the file in conf/proposer
+    proposer: Proposer
+    checkpoint: Path | None
+
+    @property
+    def title(self) -> str:
+        """A trained head's chain or tree, or the proposer's name."""
+        return str(self.proposer.shape) if isinstance(self.proposer, HeadProposer) else self.name
 
 
 def use_threads(record: Path | None = None) -> None:
@@ -114,6 +90,11 @@ def machine(target: Target) -> dict:
     }
 
 
+def describe_target(target: Target) -> dict[str, Any]:
+    """Name and fingerprint of a target, and the machine."""
+    return {"target": target.name, "fingerprint": target.fingerprint(), **machine(target)}
+
+
 class _NoAliases(yaml.SafeLoader):
     """Plain values only. Aliases are refused: a few of them can stand for more values than fit into memory."""
 
@@ -138,14 +119,10 @@ def read_yaml(path: Path) -> dict:
 
 def load_target(options: TargetOptions, *, default: str | None = None) -> Opened:
     """default: its name, where the options give none; without one DEFAULT_TARGET. Raises ValueError as Target.load."""
-    if options.trust_remote_code and options.name is None:
-        raise ValueError(
-            "target.trust_remote_code=true runs code of a model that you name yourself: give target.name= too."
-        )
     use_threads()
     name = options.name or default or DEFAULT_TARGET
     try:
-        with named("target"):
+        with prefix_option_names("target"):
             target = Target.load(
                 name, dtype=options.dtype, device=options.place, trust_remote_code=options.trust_remote_code
             )
@@ -226,34 +203,19 @@ def load(folder: str, options: TargetOptions, *, exact: bool = False) -> Loaded:
     return Loaded(**vars(opened), folder=path, drafter=drafter)
 
 
-@dataclass(frozen=True)
-class Chosen(Opened):
-    """A proposer beside its target."""
-
-    name: str  # of the file in conf/proposer
-    proposer: Proposer
-    checkpoint: Path | None
-
-    @property
-    def title(self) -> str:
-        """A trained head's chain or tree, or the proposer's name."""
-        return str(self.proposer.shape) if isinstance(self.proposer, HeadProposer) else self.name
-
-
-def load_proposer(given: ProposerOptions, options: TargetOptions, drafting: Drafting) -> Chosen:
+def load_proposer(options: ProposerOptions, target: TargetOptions, drafting: Drafting) -> LoadedProposer:
     """A proposer beside its target, which is the checkpoint's if there is one.
 
-    By default that is auto, where it can draft: not with a target that guesses ahead of itself, nor where a fixed shape is
-    asked for. Raises ValueError for what does not exist or does not fit.
+    By default that is auto, where it can draft: not with a target that guesses ahead of itself. Raises ValueError for what does
+    not exist or does not fit.
     """
-    head = given.settings.get("checkpoint", given.checkpoint)
+    head = options.proposer_settings.get("checkpoint", options.checkpoint)
     folder = checkpoint.resolve(head) if head else None
-    fixed = not given.given_names.isdisjoint(proposers.SHAPE)
-    if given.proposer is None and folder is not None:
-        fixed = fixed or not issubclass(checkpoint.head_class(folder), Drafter)
-    name = given.proposer or (proposers.HEAD if fixed else proposers.AUTO)
-    config = proposers.configure(name, settings=given.settings, drafting=drafting, checkpoint=head)
-    opened = load_target(options, default=target_of(folder, options.name) if folder else None)
+    name = options.proposer or proposers.AUTO
+    if options.proposer is None and folder is not None and not issubclass(checkpoint.head_class(folder), Drafter):
+        name = proposers.HEAD
+    config = proposers.configure(name, settings=options.proposer_settings, drafting=drafting, checkpoint=head)
+    opened = load_target(target, default=target_of(folder, target.name) if folder else None)
     proposer = proposers.make(config, opened.target)
     warn_adapted(folder, opened.target)
-    return Chosen(opened.target, opened.tokenizer, opened.stop, name, proposer, folder)
+    return LoadedProposer(**vars(opened), name=name, proposer=proposer, checkpoint=folder)

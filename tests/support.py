@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from specdec import checkpoint
 from specdec.core import masks
 from specdec.core.cache import UnrollCache
+from specdec.core.option_types import Options
 from specdec.core.sampling import Sampling
 from specdec.core.tree import Tree, TreeShape, chain
 from specdec.decoding.decoder import Decoder
@@ -35,6 +37,7 @@ from train.data.encoding import load_rows
 from train.data.packing import Packs
 from train.loop.trainer import Trainer
 from train.settings.hydra_text import search_path
+from train.settings.options import NORMS
 
 ROOT = Path(__file__).resolve().parents[1]
 REAL_TARGET = ROOT / "targets" / "smollm2-135m"
@@ -160,7 +163,7 @@ def load_head(head: str) -> dict:
             hydra.compose("train", overrides=[f"head={head}", search_path()]).head, resolve=True
         )
     del config["objective"]["_target_"]
-    config["drafter"] |= NO_SOURCE.get(head, {})
+    config["drafter"] |= NO_SOURCE.get(head, {}) | {name: False for name in NORMS if name in config["drafter"]}
     return config
 
 
@@ -487,3 +490,11 @@ def fit_interrupted(fit, name: str, *more: str) -> None:
     with before_steps(cut_power(3)), pytest.raises(PowerCutError):
         fit(name, *more)
     assert fit(name, *more, "resume=true") == 0
+
+
+def find_model(verb: str) -> type[Options]:
+    """The options of a verb, which its file passes to `read_command`."""
+    text = (ROOT / "scripts" / f"{verb}.py").read_text()
+    name, model = re.search(r'read_command\(\s*"(\w+)", (\w+),', text).groups()
+    assert name == verb
+    return getattr(importlib.import_module(f"scripts.{verb}"), model)

@@ -1,9 +1,8 @@
 """Tests of the documentation: links resolve, commands name existing options, the example of a new head works."""
 
-from specdec.options.command_line import flatten, options
+from specdec.options.command_line import read_command
 
 import ast
-import dataclasses
 import importlib
 import re
 import shlex
@@ -32,7 +31,7 @@ from specdec.proposers.heads import HeadProposer
 from specdec.target import attention
 from specdec.target.model import Target
 from specdec.text.conversations import Row
-from tests.support import ROOT
+from tests.support import ROOT, find_model
 from train.data.batches import collate
 
 # Guides: their commands must work at this commit
@@ -126,12 +125,11 @@ def test_verbs_of_the_console_command_exist():
 
 
 def option_class(file: str) -> type:
-    """The dataclass that a command passes to `options`. file: such as scripts/answer.py or benchmarks/rivals.py"""
+    """The dataclass that a benchmark passes to `read_options`. file: such as benchmarks/rivals.py"""
     tree = ast.parse((ROOT / file).read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    readers = ("options", "options.options", "common.read_options")
-    names = [call.args[0].id for call in calls if ast.unparse(call.func) in readers]
-    assert len(names) == 1, f"{file} should call options(DATACLASS, __doc__) once, not {len(names)} times"
+    names = [call.args[0].id for call in calls if ast.unparse(call.func) == "common.read_options"]
+    assert len(names) == 1, f"{file} should call read_options(DATACLASS, __doc__, ..) once, not {len(names)} times"
     return getattr(importlib.import_module(file.removesuffix(".py").replace("/", ".")), names[0])
 
 
@@ -173,22 +171,13 @@ def test_commands_of_benchmarks_name_existing_options(path):
 
 
 @pytest.mark.parametrize("command", listed(lambda command: " scripts/" in command))
-def test_commands_of_scripts_name_existing_options(command, monkeypatch):
+def test_commands_of_scripts_name_existing_options(command, monkeypatch, tmp_path):
     words = shlex.split(command, comments=True)
     script, *arguments = words[next(place for place, word in enumerate(words) if word.startswith("scripts/")) :]
     assert (ROOT / script).exists(), f"{script} does not exist"
-    declared = option_class(script)
-    names = {option.name: option for option in flatten(declared)}
-    prefixes = tuple(option.prefix for option in names.values() if option.prefix)
-    for argument in arguments:
-        key, equals, _ = argument.partition("=")
-        known = key in names and not names[key].prefix
-        assert equals and (known or key.startswith(prefixes or "\0")), f"{script} has no option {key}"
-    required = [name for name, option in names.items() if option.default is dataclasses.MISSING and not option.prefix]
-    missing = [name for name in required if not any(argument.startswith(f"{name}=") for argument in arguments)]
-    assert not missing, f"{script} also needs {', '.join(missing)}"
-    monkeypatch.setattr(sys, "argv", [script, *arguments])
-    options(declared, "")  # values have the right types
+    monkeypatch.chdir(tmp_path)
+    verb = Path(script).stem
+    read_command(verb, find_model(verb), "", arguments)
     check_files(arguments)
     check_proposers([argument for argument in arguments if argument.startswith("proposer")])
 
@@ -252,7 +241,7 @@ def test_the_example_of_a_new_head_trains_and_decodes(tmp_path, monkeypatch):
     )
     target = Target(LlamaForCausalLM(llama).double(), name="tiny")
     head = instantiate(config.drafter, target, vocab=None, _convert_="all").double()
-    objective = instantiate(config.objective, head)
+    objective = instantiate(config.objective, head, _convert_="all")
     prompt = list(range(1, 6))
     plain = Decoder(target, None, sampling=Sampling(temperature=0.0), stop=set())
     answer = plain.generate([prompt], 24).tokens[0]

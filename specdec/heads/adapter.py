@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from specdec.core.option_types import Names, Positive, Width
 from specdec.heads.base import Head
 from specdec.target.adapter import adapt
 from specdec.target.model import Target
@@ -19,7 +20,7 @@ class AdaptsTarget(Head):
 
     adapts_target = True
 
-    def __init__(self, target: Target, *, lora_rank: int, lora_alpha: int, lora_modules: tuple[str, ...], **others):
+    def __init__(self, target: Target, *, lora_rank: Width, lora_alpha: Positive, lora_modules: Names, **others):
         super().__init__(target, **others)
         parameters = adapt(target, rank=lora_rank, alpha=lora_alpha, modules=list(lora_modules))
         self.adapter = nn.ParameterDict({name.replace(".", "/"): value for name, value in parameters.items()})

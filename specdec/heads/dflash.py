@@ -8,8 +8,7 @@ What makes a draft depend on those before it is a part of its own, of the packag
 DFlash 2, LiLiCorr and Domino have theirs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_
 
 from specdec.core import span_attention
 from specdec.core.cache import RowCache
+from specdec.core.option_types import Integers, Layers, SmallCount, Whole, Width, Window
 from specdec.core.span_attention import Seen, within
 from specdec.heads.base import Drafter, SizedLinear
 from specdec.heads.blocks import (
@@ -136,20 +136,20 @@ class BlockDrafter(Drafter):
         self,
         target: Target,
         *,
-        num_drafts: int = 4,
-        num_layers: int = 2,
-        target_layers: list[int] | None = None,
-        intermediate_size: int | None = None,
+        num_drafts: SmallCount = 4,
+        num_layers: SmallCount = 2,
+        target_layers: Integers | None = None,
+        intermediate_size: Width | None = None,
         anchor_predicts: bool = False,
         fuse: bool = False,
-        dependence: Mapping[str, Any] | None = None,
-        convolution: int | None = None,
+        dependence: dict | None = None,
+        convolution: SmallCount | None = None,
         confidence: bool = False,
         confidence_markov: bool = True,
-        window: int | None = None,
-        full_layers: Sequence[int] | None = None,
+        window: Window | None = None,
+        full_layers: Layers | None = None,
         window_causal: bool = True,
-        mask_token: int | None = None,
+        mask_token: Whole | None = None,
         full_causal: bool = False,
         sinks: bool = False,
         block: dict | None = None,

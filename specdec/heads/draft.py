@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specdec.core.cache import RowCache
+from specdec.core.option_types import Integer, SmallCount, Text, Width
 from specdec.heads.base import Drafter
 from specdec.heads.blocks import (
     attention_heads,
@@ -54,12 +55,12 @@ class Draft(Drafter):
         self,
         target: Target,
         *,
-        num_layers: int | None = None,
-        width: int | None = None,
-        intermediate_size: int | None = None,
-        copy_layers: list[int] | None = None,
+        num_layers: SmallCount | None = None,
+        width: Width | None = None,
+        intermediate_size: Width | None = None,
+        copy_layers: list[Integer] | None = None,
         borrow_embeddings: bool | None = None,
-        model: str | Target | None = None,
+        model: Text | Target | None = None,
         lora: dict | None = None,
         config: dict | None = None,
         vocab: Tensor | None = None,

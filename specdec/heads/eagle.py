@@ -3,13 +3,14 @@
 A decoder block over features and tokens; EAGLE-3 and P-EAGLE may have further layers behind it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from specdec.core.cache import RowCache
 from specdec.core.compile import training_block
+from specdec.core.option_types import Integers, Layers, SmallCount, Whole, Width, Window
 from specdec.core.span_attention import within
 from specdec.heads.base import Drafter, SizedLinear, Slots
 from specdec.heads.blocks import (
@@ -41,7 +42,7 @@ class _Eagle(Drafter):
         target: Target,
         *,
         inputs: int,
-        intermediate_size: int | None = None,
+        intermediate_size: Width | None = None,
         block: dict | None = None,
         own_embedding: bool = False,
         vocab: Tensor | None = None,
@@ -134,15 +135,15 @@ class Eagle3(_Eagle):
         self,
         target: Target,
         *,
-        target_layers: list[int] | None = None,
-        num_layers: int = 1,
+        target_layers: Integers | None = None,
+        num_layers: SmallCount = 1,
         own_output: bool | None = True,
         norm_features: bool = False,
         norm_output: bool = False,
         norm_before_fc: bool = False,
         norm_before_residual: bool = False,
-        window: int | None = None,
-        full_layers: Sequence[int] | None = None,
+        window: Window | None = None,
+        full_layers: Layers | None = None,
         own_embedding: bool = False,
         **settings,
     ):
@@ -271,7 +272,7 @@ class PEagle(Eagle3):
     estimates = False
     parallel = True
 
-    def __init__(self, target: Target, *, mask_token: int | None = None, **settings):
+    def __init__(self, target: Target, *, mask_token: Whole | None = None, **settings):
         super().__init__(target, **settings)
         self.mask_token = target.vocab_size - 1 if mask_token is None else mask_token
         if not 0 <= self.mask_token < target.vocab_size:

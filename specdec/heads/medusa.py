@@ -1,10 +1,14 @@
 """Medusa (2401.10774) and Hydra (2402.05109): one small network a depth on the target's last state, without attention."""
 
+from typing import Annotated
+
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specdec.core.cache import RowCache
+from specdec.core.option_types import Names, Positive, SmallCount, Width
 from specdec.heads.adapter import AdaptsTarget
 from specdec.heads.base import Drafter
 from specdec.heads.blocks import block_config, ridge, row_cache
@@ -38,8 +42,8 @@ class _Heads(Drafter):
         self,
         target: Target,
         *,
-        num_heads: int = 4,
-        num_blocks: int = 1,
+        num_heads: SmallCount = 4,
+        num_blocks: Annotated[int, Field(ge=0, le=1024)] = 1,
         own_output: bool = False,
         vocab: Tensor | None = None,
     ):
@@ -80,9 +84,9 @@ class Medusa2(AdaptsTarget, Medusa):
         self,
         target: Target,
         *,
-        lora_rank: int = 16,
-        lora_alpha: int = 32,
-        lora_modules: tuple[str, ...] = ("q_proj", "v_proj"),
+        lora_rank: Width = 16,
+        lora_alpha: Positive = 32,
+        lora_modules: Names = ("q_proj", "v_proj"),
         **heads,
     ):
         super().__init__(target, lora_rank=lora_rank, lora_alpha=lora_alpha, lora_modules=lora_modules, **heads)
@@ -101,7 +105,7 @@ class Hydra(_Heads):
     The first layer joins them, W x + SiLU(W' x); residual blocks follow. h grows by one embedding with each step.
     """
 
-    def __init__(self, target: Target, *, num_heads: int = 4, **heads):
+    def __init__(self, target: Target, *, num_heads: SmallCount = 4, **heads):
         super().__init__(target, num_heads=num_heads, **heads)
         width = target.width
         self.join = nn.ModuleList(nn.Linear((d + 2) * width, width, bias=False) for d in range(num_heads))

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.core.cache import RowCache
+from specdec.core.option_types import SmallCount, Width
 from specdec.core.span_attention import Seen
 from specdec.heads.base import Drafter
 from specdec.heads.blocks import Block, RMSNorm, Rotary, block_config, ridge, row_cache
@@ -45,8 +46,8 @@ class MTP(Drafter):
         self,
         target: Target,
         *,
-        num_modules: int | None = None,
-        intermediate_size: int | None = None,
+        num_modules: SmallCount | None = None,
+        intermediate_size: Width | None = None,
         attention_bias: bool = False,
         zero_first: bool = False,
         vocab: Tensor | None = None,

@@ -20,6 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 from specdec.core import hub, untrusted
 from specdec.core.cache import RowCache
 from specdec.core.files import hash_file
+from specdec.core.option_types import SmallCount, Text, Width
 from specdec.core.shards import Shards
 from specdec.heads.base import Drafter
 from specdec.heads.blocks import row_cache
@@ -198,12 +199,12 @@ class NativeMTP(Drafter):
         self,
         target: Target,
         *,
-        source: str | None = "target",
-        num_modules: int | None = None,
-        lora_rank: int | None = None,
+        source: Text | None = "target",
+        num_modules: SmallCount | None = None,
+        lora_rank: Width | None = None,
         zero_first: bool | None = None,
         recycle_norm: bool | None = None,
-        layout: str | None = None,
+        layout: Text | None = None,
         vocab: Tensor | None = None,
     ):
         super().__init__(target, vocab=vocab)
@@ -342,7 +343,7 @@ def find_layout(shards: Shards, num_layers: int) -> tuple[str, str] | None:
     return None
 
 
-def read_native(name: str, target: Target, *, num_modules: int | None = None) -> tuple[dict, dict[str, Tensor]]:
+def read_native(name: str, target: Target, *, num_modules: SmallCount | None = None) -> tuple[dict, dict[str, Tensor]]:
     """The MTP modules in a model's own files -> the class and its arguments, as `checkpoint.save` takes them, and its tensors
 
     name: a folder, or a name on the Hub with @revision; the target, or a model of its family, whose modules are put beside the target

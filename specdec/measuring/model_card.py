@@ -2,17 +2,18 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from specdec import checkpoint, loading
 from specdec.core import hub
+from specdec.core.option_types import Options, SmallCount, Text
 from specdec.core.untrusted import read_json
 from specdec.export.engines import ExportForm
 from specdec.export.folder import write_folder
 from specdec.measuring.report import Report, Training, verdict
 from specdec.measuring.speed import best_chain
+from specdec.options.target import TargetOptions
 from specdec.target.model import Target
 
 MISSING = "not recorded"
@@ -37,6 +38,16 @@ model.generate(**inputs, custom_generate=Speculative("{repo}"))
 # Beside a checkpoint's report.json, its tau in real engines: by the name of the engine, an entry with these fields.
 SERVED = "served.json"
 SERVED_FIELDS = ("prompts", "num_prompts", "max_new_tokens", "num_drafts", "dtype", "tau", "served_tau")
+
+
+class CardOptions(Options):
+    """What a model card says."""
+
+    checkpoint: Text
+    num_drafts: SmallCount | None
+    license: Text
+    data: Text | None
+    target: TargetOptions
 
 
 @dataclass(frozen=True)
@@ -220,8 +231,8 @@ def _figures(provenance: Provenance) -> list[str]:
     ]
 
 
-def read_provenance(chosen: Any, loaded: loading.Loaded, target: Target) -> Provenance:
-    """What a model card tells of a checkpoint. chosen: Export or Push; its `data` replaces what the record of the run names"""
+def read_provenance(options: CardOptions, loaded: loading.Loaded, target: Target) -> Provenance:
+    """What a model card tells of a checkpoint. `data` of the options replaces what the record of the run names."""
     about = checkpoint.read_facts(loaded.folder)
     document = checkpoint.read_document(loaded.folder) | {"reads_layers": list(loaded.drafter.target_layers)}
     recorded = about.get("data")
@@ -231,8 +242,8 @@ def read_provenance(chosen: Any, loaded: loading.Loaded, target: Target) -> Prov
         document,
         name=checkpoint.name_of(loaded.folder),
         target=target,
-        license=chosen.license,
-        data=chosen.data or trained,
-        num_drafts=chosen.num_drafts,
+        license=options.license,
+        data=options.data or trained,
+        num_drafts=options.num_drafts,
         about=about,
     )

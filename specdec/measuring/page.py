@@ -37,6 +37,13 @@ class Section:
     points: Sequence[str] = ()  # a list
     body: str = ""  # Markup, as it is
 
+    def to_markdown(self) -> str:
+        """Texts, table and points, with the heading; empty without any of them."""
+        points = "\n".join(f"- {point}" for point in self.points)
+        parts = [*self.texts, self.table.to_markdown() if self.table else "", points]
+        text = "\n\n".join(filter(None, parts))
+        return f"## {self.heading}\n\n{text}" if text and self.heading else text
+
     @property
     def filled(self) -> bool:
         rows = self.table.rows if self.table else ()

@@ -1,19 +1,43 @@
 """tau of a drafter along answers that the target wrote, without decoding: texts in batches, and their counts."""
 
+from specdec.options.command_line import split_list
+
 import collections
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
 
 from transformers import PreTrainedTokenizerBase
 
+from specdec import checkpoint, loading
 from specdec.core import progress
+from specdec.core.option_types import Count, NonNegative, Options, Seed, SmallCount, Text, Whole
+from specdec.core.sampling import Sampling
 from specdec.engines.engine_target import EngineTarget
 from specdec.heads.base import Drafter
-from specdec.measuring.report import PromptCounts
+from specdec.measuring import results
+from specdec.measuring.measure import prompt_replay
+from specdec.measuring.questions import QuestionSet, read_answers
+from specdec.measuring.report import (
+    PromptCounts,
+    Report,
+    describe_candidates,
+    in_parts,
+    tau_difference,
+    undecoded,
+    with_replays,
+)
+from specdec.measuring.results import Entry, Measurement
+from specdec.measuring.results_page import write
+from specdec.measuring.runs import Run, describe_weights, find_heads, load_runs, shared_target
+from specdec.options.command_types import MEMORY, OutputFolder, TemplateSettings
+from specdec.options.target import TargetOptions
 from specdec.target.fingerprint import describe_difference
 from specdec.target.model import Target
-from specdec.text import conversations
+from specdec.text import conversations, reading
+from specdec.text.conversations import Prompt
 from specdec.unroll import replay
 
 BATCH_TOKENS = 4096  # of prompts and answers that are replayed at once, padding included
@@ -37,6 +61,26 @@ def encode_written(tokenizer: PreTrainedTokenizerBase, row: dict) -> Written:
     tokens = conversations.encode(tokenizer, row)
     start, stop = conversations.last_answer(tokens)
     return Written(tokens.tokens[:start], tokens.tokens[start:stop], float(row.get("temperature") or 0.0))
+
+
+def encode_answers(
+    question_set: QuestionSet, tokenizer: PreTrainedTokenizerBase, *, temperature: float, length: int
+) -> tuple[list[Prompt], list[Written]]:
+    """The prompts of `read_answers`, and their answers of two tokens or more. length: of a prompt with its answer, in tokens
+
+    Raises ValueError if no answer has a second token.
+    """
+    prompts, texts = [], []
+    for question in question_set.questions:
+        with reading.at(question_set.source):
+            text = encode_written(tokenizer, question.turns[0])
+        answer = text.answer[: max(0, length - len(text.prompt))]
+        if len(answer) >= 2:
+            prompts.append(Prompt(question.id, question.category, text.prompt))
+            texts.append(Written(text.prompt, answer, temperature))
+    if not texts:
+        raise ValueError(f"No answer has a second token within length={length}: raise it.")
+    return prompts, texts
 
 
 def replay_texts(
@@ -97,3 +141,87 @@ def warn_of_writers(writers: Iterable[str | None], target: Target) -> None:
         what = f"{sum(others.values())} of {counts.total()} rows were written by {{}} weights"
         clause = describe_difference(what, max(others, key=lambda each: others[each]), identity.text)
         warnings.warn(f"{clause}: let it answer the prompts itself (specdec answer), or expect less.", stacklevel=2)
+
+
+# The verb
+
+FREE = ("out",)  # options that change no figure
+
+
+class ReplayDecodeOptions(Options):
+    temperature: NonNegative
+    depth: SmallCount
+
+
+class ReplayOptions(Options):
+    checkpoint: Text
+    answers: Text
+    split: Text | None
+    template: TemplateSettings
+    limit: Count | None
+    hold_out: Whole | None
+    length: Annotated[Count, MEMORY]
+    seed: Seed
+    out: OutputFolder
+    target: TargetOptions
+    decode: ReplayDecodeOptions
+
+
+def replay_heads(options: ReplayOptions, console: progress.Results) -> None:
+    """Replays the chain of each head, and writes the results. Raises ValueError for a head that cannot be replayed."""
+    folders, sampling = split_list(options.checkpoint), Sampling(options.decode.temperature)
+    for folder in folders:
+        if checkpoint.head_class(folder).adapts_target:
+            raise ValueError(
+                f"{folder} adapts its target, which did not write these answers: evaluate decodes with it."
+            )
+    runs = load_runs(options.checkpoint, options.target)
+    opened = shared_target(runs, options.target)
+    question_set = read_answers(
+        options.answers,
+        arguments=loading.read_template(options.template, opened.tokenizer, folders),
+        temperature=sampling.temperature,
+        split=options.split,
+        limit=options.limit,
+        hold_out=options.hold_out,
+    )
+    warn_of_writers([question.turns[0].get("target_fingerprint") for question in question_set.questions], opened.target)
+    prompts, texts = encode_answers(
+        question_set, opened.tokenizer, temperature=sampling.temperature, length=options.length
+    )
+    settings = {
+        **results.describe_options(options, free=FREE),
+        **question_set.describe(opened.tokenizer),
+        "checkpoint": describe_weights(runs),
+        **loading.describe_target(opened.target),
+    }
+    notes = question_set.list_notes(find_heads(runs))
+    entries, reference = list[Entry](), list[PromptCounts]()
+    for run in runs:
+        replays = replay_run(run, texts, options.decode.depth)
+        counts = count_replays(replays)
+        reference = reference or counts
+        difference = tau_difference(counts, reference, seed=options.seed)
+        entry = make_entry(run, prompts, replays, sampling, options.seed)
+        entries.append(replace(entry, difference=difference))
+    write(Measurement(settings, question_set, entries, notes, entries[0].method), Path(options.out), console)
+
+
+def replay_run(run: Run, texts: list[Written], depth: int) -> list[replay.Replay]:
+    """Raises ValueError for a head that does not draft by steps."""
+    if not isinstance(run.drafter, Drafter):
+        raise ValueError(f"{run.folder} does not draft by steps, so it cannot be replayed: evaluate decodes with it.")
+    return replay_texts(run.drafter, texts, depth=depth, what=f"replay of {run.name}")
+
+
+def make_entry(run: Run, prompts: list[Prompt], replays: list[replay.Replay], sampling: Sampling, seed: int) -> Entry:
+    """The figures of one head."""
+
+    def summarise(some: list) -> Report:
+        return with_replays(undecoded(sampling.temperature), some, seed=seed)
+
+    replayed = [prompt_replay(prompt, each) for prompt, each in zip(prompts, replays, strict=True)]
+    report = replace(in_parts(summarise(replayed), replayed, summarise), training=run.training)
+    remarks = [f"candidates: {describe_candidates(report.candidates)}"] if report.candidates else []
+    depth = len(report.replayed_survival or ())
+    return Entry(f"{run.name}, chain of {depth}", sampling.temperature, 1, report, remarks=remarks)

@@ -1,263 +1,236 @@
-"""What an evaluation found: its tables on a terminal, in Markdown and on a page, with the protocol beside the figures."""
+"""Results of a measurement as tables, charts and sentences: on a terminal, in Markdown and on a page."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from specdec import checkpoint
+import rich.table
+from markupsafe import Markup
+
+from specdec.core import files, progress
 from specdec.measuring.charts import ChartCurve, lines, number
-from specdec.measuring.counting import AnswerCounts, Counting, join_equal
+from specdec.measuring.counting import join_equal
 from specdec.measuring.page import Section, Table, render_page, write_figure
-from specdec.measuring.report import Report, Training, by_depth, verdict
+from specdec.measuring.report import Training, by_depth, verdict
+from specdec.measuring.results import FILE, Entry, Measurement
 
-DETAILS = (
+NARROW = (
     "tau, best",
     "speedup, captured",
     "draft, ms",
     "verify, ms",
     "tokens trained on",
-)  # which a terminal leaves out
+)  # columns left out there  # columns that a terminal leaves out
+Cells = dict[str, str]  # of an entry, by the heads of their columns; empty where nothing is known
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One method at one temperature and batch size.
+def write(measurement: Measurement, out: Path, console: progress.Results) -> None:
+    """Writes results.json, results.md and results.html into the folder, and prints the tables."""
+    page, document = ResultsPage(measurement), measurement.to_json()
+    sections = page.list_sections()
+    out.mkdir(parents=True, exist_ok=True)
+    files.write_text(out / FILE, json.dumps(document, indent=1) + "\n")
+    files.write_text(out / "results.md", page.to_markdown(sections))
+    files.write_text(out / "results.html", render_page(page.title, data=document, sections=sections))
+    for section in sections:
+        if section.table is not None:
+            console.print(to_terminal(section.heading, section.table))
+    for sentence in page.sentences():
+        console.say(sentence)
+    console.print(f"written: {out}/{FILE}, results.md and results.html")
 
-    difference: of its tau to that of the first method; predicted: its speedup
-    user_speedup: of a user, with its interval, and first_token: seconds, of a server; remarks: instead of a verdict on its answers
-    """
 
-    method: str
-    temperature: float
-    batch: int
-    report: Report
-    counts: list[AnswerCounts] = field(repr=False)
-    difference: tuple[float, list[float]] | None = None
-    predicted: tuple[float, float, float, bool] | None = None
-    user_speedup: tuple[float | None, list[float] | None] | None = None
-    first_token: float | None = None
-    remarks: Sequence[str] | None = None
-
-    def to_json(self, countings: Mapping[str, Counting]) -> dict[str, Any]:
-        about = {"method": self.method, "temperature": self.temperature, "batch": self.batch}
-        lengths = {name: counting.length(self.counts) for name, counting in countings.items()}
-        more = {
-            "difference": self.difference,
-            "predicted_speedup": self.predicted,
-            "speedup_of_a_user": self.user_speedup,
-        }
-        known = {name: value for name, value in more.items() if value is not None}
-        return {**about, "acceptance_length": lengths, **known, **self.report.to_json()}
+def to_terminal(heading: str, table: Table) -> rich.table.Table:
+    shown = rich.table.Table(title=heading, title_justify="left")
+    columns = [column for column, head in enumerate(table.heads) if not head.startswith(NARROW)]
+    for column in columns:
+        shown.add_column(table.heads[column], no_wrap=column == 0)
+    for row in table.rows:
+        shown.add_row(*(row[column] for column in columns))
+    return shown
 
 
 @dataclass(frozen=True)
 class ResultsPage:
-    """entries: as they are shown; countings: of publications, by name; first: the method of the differences
-
-    own: name of the counting of the protocol that was asked for
-    """
-
-    entries: Sequence[Entry]
-    countings: Mapping[str, Counting]
-    protocol: str
-    settings: Mapping[str, Any]
-    notes: Sequence[str] = ()
-    first: str | None = None
-    own: str | None = None
+    measurement: Measurement
 
     @property
     def title(self) -> str:
-        suite = self.settings["suite"]
-        return suite["title"] if suite else f"{len({entry.method for entry in self.entries})} ways to draft"
+        suite = self.measurement.question_set.suite
+        default = (
+            suite["title"] if suite else f"{len({entry.method for entry in self.measurement.entries})} ways to draft"
+        )
+        return self.measurement.title or default
 
-    def tables(self) -> Iterator[tuple[str, Table]]:
-        """With their headings."""
-        yield self.title, self._tabulate(self.entries, self._cells)
-        if any(entry.report.by_category for entry in self.entries) and len(self._categories()) > 1:
-            yield "Acceptance length by category", self._tabulate(self.entries, self._cells_of_categories)
-        if any(entry.report.tau for entry in self.entries):
-            yield "The same rounds as others count them", self._tabulate(self.entries, self._cells_of_countings)
-
-    def verdicts(self) -> Iterator[str]:
-        """Whether answers are the target's: methods of which the same can be said are named together."""
-        found: dict[str, list[str]] = {}
-        for entry in self.entries:
-            for sentence in [verdict(entry.report)] if entry.remarks is None else entry.remarks:
-                found.setdefault(sentence, []).append(self._name(entry))
-        for sentence, names in found.items():
-            yield f"{'all' if len(found) == 1 < len(names) else '; '.join(names)}: {sentence}"
-
-    def to_markdown(self) -> str:
-        parts = [f"# {self.title}", f"Protocol: {self.protocol}"]
-        parts += [f"## {heading}\n\n{table.to_markdown()}" for heading, table in self.tables()]
-        counted = [f"- {name}: {counting}" for name, counting in self.countings.items()]
-        parts += ["\n".join(counted), "\n".join(f"- {sentence}" for sentence in [*self.verdicts(), *self.notes])]
-        return "\n\n".join(parts) + "\n"
-
-    def to_html(self) -> str:
-        (heading, table), *others = self.tables()
-        sections = [
-            Section(texts=[f"Protocol: {self.protocol}", *self.notes]),
-            Section(heading, table=table, charts=[*self._charts()]),
-            *(Section(name, table=each) for name, each in others),
-            Section("How they count", points=[f"{name}: {each}" for name, each in self.countings.items()]),
+    def list_sections(self) -> list[Section]:
+        tables = [Section(heading, table=table) for heading, table in self.tables()]
+        countings = [f"{name}: {counting}" for name, counting in self.measurement.countings.items()]
+        return [
+            Section(texts=[f"Protocol: {self.measurement.protocol}"], points=self.measurement.notes),
+            *self.measurement.sections,
+            *tables,
+            Section("Charts", charts=[*self._charts()]),
+            Section("How they count", points=countings if self._decoded else ()),
             Section("Are the answers those of the target?", points=[*self.verdicts()]),
         ]
-        data = {
-            "settings": self.settings,
-            "protocol": self.protocol,
-            "results": [entry.to_json(self.countings) for entry in self.entries],
-        }
-        return render_page(self.title, data=data, sections=sections)
+
+    def tables(self) -> Iterator[tuple[str, Table]]:
+        """The tables of the entries, with their headings."""
+        yield "Acceptance" if self.measurement.sections else self.title, self._tabulate(self._cells)
+        if len(self._categories()) > 1:
+            yield "Acceptance length by category", self._tabulate(self._cells_of_categories)
+        if self._decoded:
+            yield "The same rounds as others count them", self._tabulate(self._cells_of_countings)
+
+    def verdicts(self) -> Iterator[str]:
+        """Whether answers are the target's. Methods with the same verdict are named together."""
+        names_by_sentence: dict[str, list[str]] = {}
+        for entry in self.measurement.entries:
+            sentences = [verdict(entry.report)] if entry.remarks is None else entry.remarks
+            for sentence in sentences:
+                names_by_sentence.setdefault(sentence, []).append(self._name(entry))
+        for sentence, names in names_by_sentence.items():
+            all_the_same = len(names_by_sentence) == 1 < len(names)
+            yield f"{'all' if all_the_same else '; '.join(names)}: {sentence}"
+
+    def sentences(self) -> list[str]:
+        """What a terminal shows below the tables."""
+        points = [point for section in self.measurement.sections for point in section.points]
+        return [*points, *self.verdicts(), *self.measurement.notes, f"protocol: {self.measurement.protocol}"]
+
+    def to_markdown(self, sections: Sequence[Section]) -> str:
+        parts = [section.to_markdown() for section in sections if section.filled]
+        return "\n\n".join([f"# {self.title}", *filter(None, parts)]) + "\n"
 
     # Tables
 
-    def _tabulate(self, entries: Sequence[Entry], cells: Callable[[Entry], dict[str, str]]) -> Table:
-        """A row for each entry. A column in which nothing is known is left out."""
-        rows = [
-            [*self._about(entry).items(), *cells(entry).items()] for entry in entries
-        ]  # a category may be called method
-        shown = [place for place in range(len(rows[0])) if any(row[place][1] for row in rows)]
-        return Table(
-            [rows[0][place][0] for place in shown], [[row[place][1] or "-" for place in shown] for row in rows]
-        )
+    @property
+    def _decoded(self) -> bool:
+        return any(entry.counts for entry in self.measurement.entries)
 
-    def _about(self, entry: Entry) -> dict[str, str]:
-        several = lambda values: len(set(values)) > 1
+    def _tabulate(self, make_cells: Callable[[Entry], Cells]) -> Table:
+        """A row for each entry. A column in which nothing is known is left out."""
+        rows = [[*self._identify(entry).items(), *make_cells(entry).items()] for entry in self.measurement.entries]
+        columns = [column for column in range(len(rows[0])) if any(row[column][1] for row in rows)]
+        heads = [rows[0][column][0] for column in columns]
+        return Table(heads, [[row[column][1] or "-" for column in columns] for row in rows])
+
+    def _identify(self, entry: Entry) -> Cells:
+        temperatures = {each.temperature for each in self.measurement.entries}
+        batches = {each.batch for each in self.measurement.entries}
         return {
             "method": entry.method,
-            "T": number(entry.temperature) if several(each.temperature for each in self.entries) else "",
-            "batch": str(entry.batch) if several(each.batch for each in self.entries) else "",
+            "T": number(entry.temperature) if len(temperatures) > 1 else "",
+            "batch": str(entry.batch) if len(batches) > 1 else "",
         }
 
     def _name(self, entry: Entry) -> str:
-        _, *more = self._about(entry).items()
-        return ", ".join([entry.method, *(f"{key} {value}" for key, value in more if value)])
+        method, *settings = self._identify(entry).items()
+        return ", ".join([method[1], *(f"{key} {value}" for key, value in settings if value)])
 
-    def _cells(self, entry: Entry) -> dict[str, str]:
+    def _cells(self, entry: Entry) -> Cells:
+        training = entry.report.training or Training()
+        return {
+            **self._cells_of_acceptance(entry),
+            **self._cells_of_speed(entry),
+            **self._cells_of_users(entry),
+            "tokens trained on": number(training.tokens) if training.tokens else "",
+            "requests": str(entry.report.num_prompts or entry.report.replayed_prompts or ""),
+        }
+
+    def _cells_of_acceptance(self, entry: Entry) -> Cells:
         report = entry.report
-        ran, stages, auto = report.training or Training(), report.ms_per_round or {}, report.auto or {}
-        own = self.countings[self.own].length(entry.counts) if self.own else None
-        predicted, measured = entry.predicted, report.speedup
-        user, span = entry.user_speedup or (None, None)
-        ratio = (user or measured or 0.0) / predicted[0] if predicted and measured else None
+        published = self.measurement.published
+        length = self.measurement.countings[published].length(entry.counts) if published else None
+        survival = report.survival or report.replayed_survival
+        positions = by_depth(survival) if entry.remarks is not None and survival else ""
         return {
             "tau": write_figure(report.tau, report.tau_ci),
-            f"{self.own}": write_figure(own),
+            published: write_figure(length),
             "tau, replayed": write_figure(report.replayed_tau, report.replayed_tau_ci),
             "tau, best candidates": write_figure((report.candidates or {}).get("oracle_tau")),
-            "accepted by position": by_depth(report.survival) if entry.remarks is not None and report.survival else "",
-            f"tau minus that of {self.first}": write_figure(*(entry.difference or (None,)), sign="+"),
+            "accepted by position": positions,
+            f"tau minus that of {self.measurement.reference}": write_figure(*(entry.difference or (None,)), sign="+"),
+        }
+
+    def _cells_of_speed(self, entry: Entry) -> Cells:
+        report = entry.report
+        auto, stages = report.auto or {}, report.ms_per_round or {}
+        return {
             "speedup": write_figure(report.speedup, report.speedup_ci),
-            "speedup of a user": write_figure(user, span),
-            "predicted": write_figure(predicted and predicted[0], predicted and predicted[1:3])
-            + (" *" if predicted and predicted[3] else ""),
-            "measured / predicted": write_figure(ratio),
+            **_cells_of_prediction(entry),
             "speedup, captured": write_figure(report.served_speedup),
             "speedup, auto": write_figure(auto.get("speedup"), auto.get("speedup_ci")),
             "tokens/s": write_figure(report.tokens_per_second, digits=1),
             "plain": write_figure(report.baseline_tokens_per_second, digits=1),
-            "tokens/s of a user": write_figure(report.user_tokens_per_second, digits=1) if entry.batch > 1 else "",
-            "plain, of a user": write_figure(report.baseline_user_tokens_per_second, digits=1)
-            if entry.batch > 1
-            else "",
-            "first token, s": write_figure(entry.first_token),
             "draft, ms": write_figure(stages.get("draft")),
             "verify, ms": write_figure(stages.get("verify")),
-            "tokens trained on": number(ran.tokens) if ran.tokens else "",
-            "requests": str(report.num_prompts or ""),
+        }
+
+    def _cells_of_users(self, entry: Entry) -> Cells:
+        """Speeds of one of several users, which a batch of one has already."""
+        report = entry.report
+        drafted = report.user_tokens_per_second if entry.batch > 1 else None
+        plain = report.baseline_user_tokens_per_second if entry.batch > 1 else None
+        return {
+            "speedup of a user": write_figure(*(entry.user_speedup or (None,))),
+            "tokens/s of a user": write_figure(drafted, digits=1),
+            "plain, of a user": write_figure(plain, digits=1),
+            "first token, s": write_figure(entry.first_token),
         }
 
     def _categories(self) -> list[str]:
-        return sorted({name for entry in self.entries for name in entry.report.by_category})
+        return sorted({name for entry in self.measurement.entries for name in entry.report.by_category})
 
-    def _cells_of_categories(self, entry: Entry) -> dict[str, str]:
-        parts = entry.report.by_category
-        return {name: write_figure(parts[name].tau) if name in parts else "" for name in self._categories()}
+    def _cells_of_categories(self, entry: Entry) -> Cells:
+        reports = entry.report.by_category
+        cells = dict.fromkeys(self._categories(), "")
+        for name, report in reports.items():
+            cells[name] = write_figure(report.tau if report.decoded else report.replayed_tau)
+        return cells
 
-    def _cells_of_countings(self, entry: Entry) -> dict[str, str]:
-        joined = join_equal(self.countings)
+    def _cells_of_countings(self, entry: Entry) -> Cells:
+        joined = join_equal(self.measurement.countings)
         return {name: write_figure(counting.length(entry.counts), digits=3) for name, counting in joined.items()}
 
     # Charts
 
-    def _charts(self) -> Iterator[Any]:
-        """Speedup against tau; with several batch sizes speedup by batch size instead."""
-        batches = sorted({entry.batch for entry in self.entries})
-        for temperature in sorted({entry.temperature for entry in self.entries}):
-            found = [
-                (each, each.report.tau, each.report.speedup, each.report.speedup_ci)
-                for each in self.entries
-                if each.temperature == temperature
-            ]
-            known = [(each, tau, speed, span) for each, tau, speed, span in found if tau and speed and span]
-            if len(batches) == 1:
-                marks = [
-                    ChartCurve(each.method, [(tau, speed)], spans=[(span[0], span[1])])
-                    for each, tau, speed, span in known
-                ]
-                yield lines(marks, x="tau", y="speedup", title=f"Speedup against tau, T={temperature:g}")
-                continue
-            curves = []
-            for method in dict.fromkeys(each.method for each, *_ in known):
-                points = sorted((float(each.batch), speed) for each, _, speed, _ in known if each.method == method)
-                curves.append(ChartCurve(method, points, marks=True))
-            yield lines(curves, x="requests at once", y="speedup", title=f"Speedup by load, T={temperature:g}")
+    def _charts(self) -> Iterator[Markup]:
+        """Speedup against tau of each temperature; with several batch sizes speedup by batch size instead."""
+        measured = [entry for entry in self.measurement.entries if entry.report.tau and entry.report.speedup_ci]
+        batches = {entry.batch for entry in self.measurement.entries}
+        for temperature in sorted({entry.temperature for entry in measured}):
+            entries = [entry for entry in measured if entry.temperature == temperature]
+            yield _chart_methods(entries, temperature) if len(batches) == 1 else _chart_batches(entries, temperature)
 
 
-# Results of several evaluations
-
-ASKED = (
-    "suite",
-    "protocol",
-    "questions_digest",
-    "num_questions",
-    "template",
-    "chat",
-    "max_new_tokens",
-    "ignore_stop",
-    "stop_texts",
-    "seed",
-)
-TARGET = ("fingerprint", "dtype")
-DECODED = ("temperature", "top_p", "top_k", "repetition_penalty", "rule", "children")
-MACHINE = ("machine", "device", "threads", "torch")
+def _cells_of_prediction(entry: Entry) -> Cells:
+    if entry.predicted is None:
+        return {"predicted": "", "measured / predicted": ""}
+    speedup, low, high, extrapolated = entry.predicted
+    measured = entry.report.speedup
+    if entry.user_speedup is not None:
+        measured = entry.user_speedup[0] or measured
+    return {
+        "predicted": write_figure(speedup, (low, high)) + " *" * extrapolated,
+        "measured / predicted": write_figure(measured / speedup if measured else None),
+    }
 
 
-def read(folders: Sequence[str]) -> dict[str, dict]:
-    """results.json of each folder. Raises ValueError for a folder without one."""
-    found = {}
-    for folder in folders:
-        document = checkpoint.read_json(Path(folder) / "results.json")
-        found[folder] = document
-        try:
-            list(say_differences(found))
-            tabulate_side_by_side(found)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{folder}/results.json is not of specdec evaluate ({error!r}): measure again.") from None
-    return found
+def _chart_methods(entries: Sequence[Entry], temperature: float) -> Markup:
+    curves = []
+    for entry in entries:
+        tau, speedup, span = entry.report.tau, entry.report.speedup, entry.report.speedup_ci
+        assert tau is not None and speedup is not None and span is not None
+        curves.append(ChartCurve(entry.method, [(tau, speedup)], spans=[(span[0], span[1])]))
+    return lines(curves, x="tau", y="speedup", title=f"Speedup against tau, T={temperature:g}")
 
 
-def say_differences(found: Mapping[str, dict]) -> Iterator[str]:
-    """What of the protocol, and what of the machine, is not the same."""
-    settings = [document["settings"] for document in found.values()]
-    of = lambda each, name: each["decode"].get(name) if name in DECODED else each.get(name)
-    write = lambda value: f"{value['title']} {value['digest']}" if isinstance(value, dict) else str(value)
-    for names, what in (((*ASKED, *TARGET, *DECODED), "different protocols, so acceptance lengths are not comparable"),
-                        (MACHINE, "different machines, so speeds are not comparable")):  # fmt: skip
-        differing = [name for name in names if len({repr(of(each, name)) for each in settings}) > 1]
-        if differing:
-            listed = (f"{name} ({', '.join(write(of(each, name)) for each in settings)})" for name in differing)
-            yield f"These are results of {what}: {'; '.join(listed)}."
-
-
-def tabulate_side_by_side(found: Mapping[str, dict]) -> Table:
-    heads = ["results", "method", "T", "batch", "tau", "speedup", "tokens/s"]
-    rows = []
-    for folder, document in found.items():
-        for each in document["results"]:
-            figures = (write_figure(each.get(name), each.get(f"{name}_ci")) for name in ("tau", "speedup"))
-            about = [folder, each["method"], f"{each['temperature']:g}", str(each["batch"])]
-            rows.append([*about, *figures, write_figure(each.get("tokens_per_second"), digits=1)])
-    return Table(heads, rows)
+def _chart_batches(entries: Sequence[Entry], temperature: float) -> Markup:
+    points: dict[str, list[tuple[float, float]]] = {}
+    for entry in entries:
+        assert entry.report.speedup is not None
+        points.setdefault(entry.method, []).append((float(entry.batch), entry.report.speedup))
+    curves = [ChartCurve(method, sorted(speeds), marks=True) for method, speeds in points.items()]
+    return lines(curves, x="requests at once", y="speedup", title=f"Speedup by load, T={temperature:g}")

@@ -1,20 +1,30 @@
-"""Options of decoding: sampling, verification, and the shapes of drafts. The defaults are those of `Drafting`."""
+"""Options of decoding: sampling, verification, and the shapes of drafts. conf/command/decode.yaml has the defaults of `Drafting`."""
 
-from specdec.options.command_line import option, split
+from specdec.options.command_line import split_list
 
+import dataclasses
 import functools
-from dataclasses import asdict, dataclass
+from typing import Annotated, Literal
 
 from specdec.core import progress
-from specdec.core.ranges import named
+from specdec.core.option_types import (
+    BatchSize,
+    Count,
+    Options,
+    Positive,
+    PositiveShare,
+    SmallCount,
+    Text,
+    prefix_option_names,
+)
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.decoding.drafting import Drafting
+from specdec.options.command_types import MEMORY
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
 
 MOST = 4096  # requests at once
-COMPILE = "compile for the shapes that occur: slow at first, then faster rounds"
 
 
 def show_measuring(proposer: Proposer) -> None:
@@ -23,43 +33,26 @@ def show_measuring(proposer: Proposer) -> None:
         proposer.progress = functools.partial(progress.track, unit="sizes")
 
 
-@dataclass(frozen=True)
-class DecodeOptions:
-    """Settings of decoding."""
+def read_temperatures(text: str) -> list[float]:
+    """The numbers of a comma list. Raises ValueError for what is none."""
+    try:
+        return [float(value) for value in text.split(",")]
+    except ValueError:
+        raise ValueError(f"decode.temperature={text}: give numbers, such as 0 or 0,1.") from None
 
-    compile: bool | None = option(Drafting.compile, f"{COMPILE}; null: on a GPU what is faster, on a CPU not")
-    cuda_graphs: bool | None = option(
-        Drafting.cuda_graphs, "on a GPU, start passes and rounds of drafts as CUDA graphs; null: if that is faster"
-    )
-    temperature: str = option("0", "0 is greedy; a comma list measures each temperature")
-    top_k: int | None = option(Sampling.top_k, "sample from the K most probable tokens only")
-    top_p: float | None = option(Sampling.top_p, "sample from the most probable tokens of this total probability only")
-    repetition_penalty: float = option(Sampling.repetition_penalty, "above 1: tokens that occurred become less likely")
-    children: str = option(Drafting.children, "children in a tree at temperature > 0: distinct or chosen")
-    rule: str = option(Drafting.rule, "acceptance rule: token, or block (whole paths)")
-    depth: int = option(Drafting.depth, "drafts along a path")
-    width: int = option(
-        Drafting.width,
-        "children of a node, and nodes of each depth that get some (a block drafter's: all); 1 is a chain",
-    )
-    nodes: int | None = option(Drafting.nodes, "drafts in a tree; null: depth for a chain, else depth x width")
 
-    def drafting(self, shape: TreeShape | None = None) -> Drafting:
-        """How to draft and verify. shape: instead of the one of these options. Raises ValueError, naming an option."""
-        names = ("children", "rule", "compile", "cuda_graphs")
-        chosen = asdict(shape) if shape else {"depth": self.depth, "width": self.width, "nodes": self.nodes}
-        with named("decode"):
-            drafting = Drafting(**{name: getattr(self, name) for name in names}, **chosen)
-            _ = drafting.shape  # raises ValueError here, where the message names the options
-        return drafting
+class SamplingOptions(Options):
+    """Of the distribution of each token."""
+
+    temperature: Text
+    top_k: Count | None
+    top_p: PositiveShare | None
+    repetition_penalty: Positive
 
     def samplings(self) -> list[Sampling]:
         """One for each temperature."""
-        try:
-            temperatures = [float(value) for value in self.temperature.split(",")]
-        except ValueError:
-            raise ValueError(f"decode.temperature={self.temperature}: give numbers, such as 0 or 0,1.") from None
-        with named("decode"):
+        temperatures = read_temperatures(self.temperature)
+        with prefix_option_names("decode"):
             return [Sampling(value, self.top_k, self.top_p, self.repetition_penalty) for value in temperatures]
 
     def sampling(self) -> Sampling:
@@ -70,6 +63,39 @@ class DecodeOptions:
         return samplings[0]
 
 
+class DraftingOptions(Options):
+    """How drafts are made and verified, whatever their shape."""
+
+    compile: bool | None
+    cuda_graphs: bool | None
+    children: Literal["distinct", "chosen"]
+    rule: Literal["token", "block"]
+
+    def drafting(self, shape: TreeShape | None = None) -> Drafting:
+        """How to draft and verify. shape: None: of these options, or the usual one. Raises ValueError, naming an option."""
+        settings = self.model_dump(include={field.name for field in dataclasses.fields(Drafting)})
+        with prefix_option_names("decode"):
+            drafting = Drafting(**settings | (dataclasses.asdict(shape) if shape else {}))
+            _ = drafting.shape  # raises ValueError here, where the message names the options
+        return drafting
+
+
+class ShapedDraftingOptions(DraftingOptions):
+    """How drafts are made and verified, in one shape."""
+
+    depth: SmallCount
+    width: SmallCount
+    nodes: Annotated[BatchSize | None, MEMORY]
+
+
+class RoundOptions(SamplingOptions, DraftingOptions):
+    """All options of decoding but the shape."""
+
+
+class DecodeOptions(SamplingOptions, ShapedDraftingOptions):
+    """All options of decoding."""
+
+
 def read_shapes(chains: str, trees: str) -> list[TreeShape]:
     """Comma lists of chain lengths and of trees, DEPTHxWIDTHxNODES; chains first. Raises ValueError for what is no shape."""
     found = []
@@ -77,7 +103,7 @@ def read_shapes(chains: str, trees: str) -> list[TreeShape]:
         ("chains", chains, "DEPTH", "1,2,3"),
         ("trees", trees, "DEPTHxWIDTHxNODES", "2x2x4,4x3x8"),
     ):
-        for each in split(text):
+        for each in split_list(text):
             parts = each.split("x")
             if len(parts) != len(form.split("x")) or not all(part.isdecimal() for part in parts):
                 raise ValueError(f"{name}={text} cannot be read: give a comma list of {form}, such as {example}.")
@@ -88,7 +114,7 @@ def read_shapes(chains: str, trees: str) -> list[TreeShape]:
 
 def read_batches(text: str) -> list[int]:
     """batch=, in order. Raises ValueError for what is no list of numbers."""
-    sizes = split(text)
+    sizes = split_list(text)
     if not all(size.isdecimal() and 0 < int(size) <= MOST for size in sizes):
         raise ValueError(f"batch={text}: give numbers from 1 to {MOST}, such as 1,4,16.")
     return sorted({int(size) for size in sizes})

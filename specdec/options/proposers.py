@@ -1,43 +1,44 @@
 """The proposers of conf/proposer, configured by options and built for a target."""
 
-from specdec.options.command_line import CommandLineOptions, option, split
+from specdec.options.command_line import split_list
 
 import os
 import pkgutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import yaml
 
-from specdec import checkpoint
-from specdec.checkpoint import resolve
-from specdec.core import ranges
-from specdec.core.ranges import named
+from specdec.checkpoint import head_class, resolve
+from specdec.core.option_types import Options, Text, convert_text, options_of, prefix_option_names, read_options
 from specdec.decoding.drafting import Drafting
-from specdec.options import command_line, config_files
+from specdec.options import config_files
+from specdec.options.command_types import ProposerSettings
 from specdec.proposers.base import Proposer
 from specdec.target.model import Target
 
 AUTO, HEAD = "auto", "head"
-SHAPE = ("decode.depth", "decode.width", "decode.nodes")  # options that ask for a fixed shape
+SHAPE = {"decode.depth", "decode.width", "decode.nodes"}  # options that ask for a fixed shape
 NESTED = ("members", "inner")  # arguments that are proposers themselves, written as names
+PROPOSER_SETTINGS = {  # options of verbs with proposers=
+    "prefix": "proposer.",
+    "help": "NAME.KEY=VALUE: settings of a proposer, see conf/proposer; checkpoint=DIR: its head",
+}
 Settings = dict[str, str]  # as written: KEY: VALUE, and NAME.KEY: VALUE for a proposer inside another
 Config = dict[str, Any]  # a file of conf/proposer with its final values; at NESTED: configurations by name
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProposerOptions(CommandLineOptions):
+class ProposerOptions(Options):
     """For commands that decode with one proposer."""
 
-    checkpoint: str | None = option(None, command_line.CHECKPOINT)
-    proposer: str | None = option(
-        None,
-        "what drafts: the name of a file in conf/proposer, where its settings are explained; null: auto, but a head's fixed "
-        "shape with decode.depth, width or nodes",
-    )
-    settings: dict[str, str] = field(
-        default_factory=dict, metadata={"prefix": "proposer.", "help": "settings of the proposer, see conf/proposer"}
-    )
+    checkpoint: Text | None
+    proposer: Text | None
+    proposer_settings: ProposerSettings
+
+
+def keep_shape(texts: dict[str, str]) -> dict[str, str]:
+    """Presets of a command that decodes with one proposer: a shape that is written is drafted as it is."""
+    return {"proposer": HEAD} if not SHAPE.isdisjoint(texts) else {}
 
 
 def names() -> list[str]:
@@ -62,10 +63,10 @@ def configure_all(
     several, found = "checkpoint" not in settings and len(checkpoints) > 1, dict[str, Config]()
     where = f"proposers={listed}"
     for head, folder in checkpoints.items() or [("", None)]:
-        configs = _configure_each(split(listed), where, settings, "proposer", drafting=drafting, checkpoint=folder)
+        configs = _configure_each(split_list(listed), where, settings, "proposer", drafting=drafting, checkpoint=folder)
         found |= {f"{name} with {head}" if several and heads(each) else name: each for name, each in configs.items()}
     for head in {head for config in found.values() for head in heads(config)}:
-        if checkpoint.head_class(head).adapts_target:
+        if head_class(head).adapts_target:
             raise ValueError(
                 f"The head {head} adapts its target, which the other proposers share: evaluate it alone, or compare it "
                 "with checkpoint=; name another head with proposer.checkpoint=DIR."
@@ -133,7 +134,7 @@ def make(config: Config, target: Target, prefix: str = "proposer") -> Proposer:
             arguments[key] = inside if key == "members" else inside[0]
     own = {key: value for key, value in config.items() if key not in NESTED}
     try:
-        with named("decode"), named(prefix, only=own):
+        with prefix_option_names("decode"), prefix_option_names(prefix, only=own):
             return pkgutil.resolve_name(own.pop("_target_"))(target, **own, **arguments)
     except ValueError as error:
         advice = " `specdec datastore data=FILE out=FOLDER` makes a datastore." if own.get("datastore") else ""
@@ -157,27 +158,15 @@ def read_config(name: str, settings: Settings, interpolated: dict[str, Any], pre
     config = yaml.safe_load(config_files.list_files("proposer")[name].read_text(encoding="utf-8"))
     for key, value in config.items():
         config[key] = interpolated.get(value, value) if isinstance(value, str) else value
+    model = options_of(pkgutil.resolve_name(config["_target_"]))
     known = [key for key in config if key != "_target_"]
-    for key, value in settings.items():
+    for key, text in settings.items():
         if key not in known:
-            raise ValueError(f"{prefix}.{key}={value}: {name} has the settings {', '.join(known)}.")
-        config[key] = read_setting(key, value, prefix)
+            raise ValueError(f"{prefix}.{key}={text}: {name} has the settings {', '.join(known)}.")
+        config[key] = split_list(text.strip("[]")) if key in NESTED else convert_text(model.model_fields[key], text)
     if missing := next((key for key, value in config.items() if value == "???"), None):
         raise ValueError(f"Give {prefix}.{missing}=...: {name} needs it (see conf/proposer/{name}.yaml).")
     if config.get("checkpoint", "") is None:
         raise ValueError(f"proposer={name} needs a trained head: give checkpoint=DIR, or another proposer=.")
+    read_options(model, {key: value for key, value in config.items() if key in model.model_fields}, f"{prefix}.")
     return config
-
-
-def read_setting(key: str, value: str, prefix: str) -> Any:
-    """A setting as YAML reads it; a text stays as it is written. Raises ValueError for one outside of its range."""
-    declared = ranges.find(f"proposer.{key}")
-    if declared is not None and declared.text and declared.lists == "no" and value != "null":
-        return value
-    try:
-        parsed = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{prefix}.{key}={value} cannot be read ({error}).") from None
-    if declared is not None and not declared.fits(parsed):
-        raise ValueError(f"{prefix}.{key}={value} must be {declared.words(parsed)}.")
-    return parsed

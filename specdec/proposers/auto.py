@@ -30,6 +30,7 @@ from specdec.core import masks
 from specdec.core.constraint import Constraint
 from specdec.core.devices import given
 from specdec.core.generation import Ends
+from specdec.core.option_types import Text
 from specdec.core.sampling import AnySampling, Randomness, RowSampling, pick, uniforms
 from specdec.core.tree import Tree, certain, plant, root
 from specdec.proposers.base import Proposer
@@ -110,7 +111,7 @@ class Auto(Proposer):
     Raises ValueError for other members, and for a file that holds no costs.
     """
 
-    def __init__(self, target: Target, *, members: list[Proposer], costs: Costs | str | None = None):
+    def __init__(self, target: Target, *, members: list[Proposer], costs: Costs | Text | None = None):
         self.texts = [member for member in members if isinstance(member, TextProposer)]
         heads = [member for member in members if isinstance(member, HeadProposer)]
         if len(self.texts) + len(heads) < len(members) or len(heads) > 1 or not members:
@@ -133,7 +134,7 @@ class Auto(Proposer):
         self.forget()
 
     @classmethod
-    def usual(cls, target: Target, head: Proposer, *, costs: Costs | str | None = None) -> "Auto":
+    def usual(cls, target: Target, head: Proposer, *, costs: Costs | Text | None = None) -> "Auto":
         """A trained head beside a suffix tree and what a grammar forces, as commands draft by default."""
         return cls(target, members=[Forced(target, num=16), usual_suffix(target), head], costs=costs)
 

@@ -12,6 +12,7 @@ from specdec.core import masks
 from specdec.core.cache import CacheMark, RowCache, SpareMemory
 from specdec.core.compile import Runner
 from specdec.core.devices import given
+from specdec.core.option_types import BatchSize, SmallCount, Text
 from specdec.core.sampling import AnySampling, Sampling, uniforms
 from specdec.core.tree import Tree, TreeShape
 from specdec.heads.base import Drafter
@@ -395,7 +396,14 @@ class HeadProposer(Proposer):
 
 
 def make_draft_proposer(
-    target: Target, *, model: str, depth: int, width: int, nodes: int | None, children: Children, compile: bool
+    target: Target,
+    *,
+    model: Text,
+    depth: SmallCount,
+    width: SmallCount,
+    nodes: BatchSize | None,
+    children: Children,
+    compile: bool | None,
 ) -> HeadProposer:
     """Two-model drafting (2211.17192, 2302.01318): a frozen causal LM drafts without training, in the target's dtype.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from specdec.core.option_types import Count, NonNegative, ShareBelowOne, Text, Whole
 from specdec.proposers import datastore as store
 from specdec.proposers.text import Guess, TextProposer
 from specdec.target.loading import load_tokenizer
@@ -56,12 +57,12 @@ class Suffix(TextProposer):
         self,
         target: Target,
         *,
-        num: int,
-        factor: float,
-        offset: int,
-        least: float,
-        memory: int,
-        datastore: str | None = None,
+        num: Count,
+        factor: NonNegative,
+        offset: Whole,
+        least: ShareBelowOne,
+        memory: Whole,
+        datastore: Text | None = None,
     ):
         if factor == offset == 0:
             raise ValueError(f"factor={factor} with offset={offset} drafts nothing: raise one of them.")

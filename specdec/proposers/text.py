@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specdec.core.constraint import Constraint
+from specdec.core.option_types import Count, SmallCount, Text
 from specdec.core.tree import Nodes, plant
 from specdec.proposers import datastore as store
 from specdec.proposers.base import Proposer
@@ -116,7 +117,7 @@ class Ngram(RetractableTextProposer):
 
     linear = True
 
-    def __init__(self, target: Target, *, min: int, max: int, num: int):
+    def __init__(self, target: Target, *, min: SmallCount, max: SmallCount, num: Count):
         check_bounds(min, max)
         self.min, self.max, self.num = min, max, num
         self.depth = num
@@ -191,7 +192,17 @@ class Retrieval(RetractableTextProposer):
     depth: the largest depth of a drafted node
     """
 
-    def __init__(self, target: Target, *, datastore: str, max: int, min: int, samples: int, num: int, depth: int):
+    def __init__(
+        self,
+        target: Target,
+        *,
+        datastore: Text,
+        max: SmallCount,
+        min: SmallCount,
+        samples: Count,
+        num: Count,
+        depth: SmallCount,
+    ):
         check_bounds(min, max)
         tokenizer = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code)
         self.store = store.read(Path(datastore), token_text.fingerprint(tokenizer))
@@ -255,7 +266,7 @@ class Forced(TextProposer):
     linear = True
     constraints: list[Constraint | None] = []  # of the rows, once a batch has told them
 
-    def __init__(self, target: Target, *, num: int):
+    def __init__(self, target: Target, *, num: Count):
         self.depth = num
 
     def constrain(self, constraints):

@@ -278,7 +278,7 @@ def load_conversations(
 
 
 def hold_out(greedy: Sequence[bool], num: int) -> list[int]:
-    """The first `num` rows written at temperature 0: what evaluate answers= replays is not trained on.
+    """The first `num` rows written at temperature 0: what `specdec replay` reads is not trained on.
 
     greedy: whether each row was written at temperature 0
     """

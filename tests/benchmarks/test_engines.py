@@ -376,9 +376,10 @@ def test_a_tiny_head_is_served_as_it_was_trained(tiny, case, monkeypatch, tmp_pa
         config = OmegaConf.to_container(
             hydra.compose("train", overrides=[f"head={case.head}", search_path()]).head, resolve=True
         )
+    settings = {name: value for name, value in config["drafter"].items() if value != "auto"}
     torch.manual_seed(1)
     vocab = tiny_heads.small_vocab(rows) if case.reduced else None
-    drafter = instantiate({**config["drafter"], **case.arguments, "_convert_": "all"}, target, vocab=vocab)
+    drafter = instantiate({**settings, **case.arguments, "_convert_": "all"}, target, vocab=vocab)
     document = {
         "_target_": "specdec.tiny.Tiny",
         "versions": {"specdec": "0"},

@@ -31,9 +31,9 @@ from specdec.text.conversations import Prompt
 from specdec.tools.grammar.grammar import Grammar, Grammars
 from train.data.packing import Packs
 from train.loop.trainer import Trainer
-from train.prepare import build
+from train.prepare import facts
 from train.settings.hydra_text import search_path
-from train.settings.options import RunConfig
+from train.settings.options import read_run
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = ("depth", "width", "nodes", "children")  # settings of conf/decode; the others are those of Decoder
@@ -72,11 +72,11 @@ def read_packs(*overrides: str) -> list[list[tuple]]:
     """The packs that train.py trains on with these overrides: of each row its name, tokens and mask."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         composed = compose("train", overrides=[*overrides, search_path()])
-    config = RunConfig.of(OmegaConf.to_container(composed, resolve=True))
-    target = load_target(config.target.name, config.target.dtype)
-    rows, numbers = build.encode_rows(config, load_tokenizer(target.name))
-    packed = build.packs_rows(target, length=config.data.length, pack=config.data.pack)
-    packs = Packs(rows, length=config.data.length, packed=packed, numbers=numbers)
+    options = read_run(OmegaConf.to_container(composed, resolve=True))
+    target = load_target(options.target.name, options.target.dtype)
+    rows, numbers = facts.encode_rows(options, load_tokenizer(target.name))
+    packed = facts.packs_rows(target, length=options.data.length, pack=options.data.pack)
+    packs = Packs(rows, length=options.data.length, packed=packed, numbers=numbers)
     return [[(row.id, row.tokens, row.mask) for row in packs[number]] for number in range(len(packs))]
 
 

@@ -12,8 +12,8 @@ import specdec
 from specdec import command
 from tests.support import ROOT, child_environment, save_eagle, save_target
 
-VERBS = ("adapt", "answer", "datastore", "demo", "evaluate", "export", "generate", "get_target", "launch_engine",
-         "report", "serve", "show_data", "train")  # fmt: skip
+VERBS = ("adapt", "answer", "choose", "datastore", "demo", "evaluate", "export", "generate", "get_target", "judge",
+         "launch_engine", "replay", "report", "serve", "show_data", "train")  # fmt: skip
 
 
 def test_help_lists_every_verb_at_once_without_torch():

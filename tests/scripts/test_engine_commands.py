@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from benchmarks.engines import llamacpp
-from scripts import answer, evaluate, export, launch_engine
+from scripts import answer, export, judge, launch_engine
 from specdec import checkpoint
 from specdec.core.sampling import Sampling
 from specdec.decoding.drafting import Drafting
+from specdec.engines import launch
 from specdec.engines.client import EngineClient
 from specdec.engines.engine_target import EngineTarget, apply_final_norm
 from specdec.heads.draft import Draft
@@ -78,7 +79,7 @@ def test_wrong_options_are_named(monkeypatch, arguments, what):
 
 def test_a_vllm_that_ends_is_told_and_leaves_no_folder(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(launch_engine.os, "access", lambda *_: False)
+    monkeypatch.setattr(launch.os, "access", lambda *_: False)
     with pytest.raises(ValueError, match="vLLM ended with status 1"):  # this Python has no vLLM
         call(monkeypatch, launch_engine, f"python={sys.executable}", "port=9")
     assert not list(tmp_path.iterdir())
@@ -195,7 +196,7 @@ def test_a_running_engine_is_judged_as_check_engines_does(engine, tmp_path, monk
     try:
         wait_for(port, log)
         write_prompts(tmp_path / "prompts.jsonl", 4)
-        evaluate.main([f"engine=http://127.0.0.1:{port}", f"checkpoint={tmp_path / 'head'}", f"prompts={tmp_path / 'prompts.jsonl'}",
+        judge.main([f"engine=http://127.0.0.1:{port}", f"checkpoint={tmp_path / 'head'}", f"prompts={tmp_path / 'prompts.jsonl'}",
                        "target.dtype=float32", "max_new_tokens=24", "ignore_stop=true", "batch=1,2", f"out={tmp_path / 'out'}"])  # fmt: skip
     finally:
         os.killpg(server.pid, signal.SIGTERM)
@@ -215,7 +216,7 @@ def test_a_running_engine_is_judged_as_check_engines_does(engine, tmp_path, monk
     ]
     assert len(same) >= (8 if engine == "vllm" else 4)
     assert all(said["accepted"] == sum(accepted) for said, accepted in same)
-    for level in report["levels"]:
+    for level in report["server"]["levels"]:
         found = level["replay"]
         assert 1.1 < found["served_tau"] < 3.9 and found["served_tau"] == pytest.approx(found["replayed_tau"])
         assert found["depth"] == 3 and found["same_number_of_rounds"] == 4 and not found["differences"]
@@ -275,7 +276,7 @@ def test_llama_cpp_answers_from_a_quantised_file(tmp_path, monkeypatch):
         "import sys, time, xllamacpp as x; p = x.CommonParams(); p.model.path, p.n_gpu_layers, p.port = sys.argv[1], 0, "
         "int(sys.argv[2]); p.n_ctx, p.n_parallel, p.fit_params = 2048, 2, False; s = x.Server(p); time.sleep(1000)"
     )
-    command = [launch_engine.PYTHON, "-c", program, str(tmp_path / "q8.gguf"), str(port)]
+    command = ["engines/bin/python", "-c", program, str(tmp_path / "q8.gguf"), str(port)]
     with running(command, port, tmp_path / "log") as url:
         rows = answer_some(tmp_path, REAL_TARGET, url, num=3)
         with contextlib.closing(EngineClient(url)) as client, pytest.raises(ValueError, match="gives answers only"):

@@ -1,4 +1,4 @@
-"""Tests of scripts/evaluate.py on tiny checkpoints: reports, comparisons, batch sizes, replay, refusals."""
+"""Tests of scripts/evaluate.py on tiny checkpoints: reports, comparisons, batch sizes, refusals."""
 
 import json
 import re
@@ -10,17 +10,17 @@ import pytest
 import safetensors.torch
 import torch
 
-from scripts import evaluate
+from scripts import choose, evaluate, replay
 from specdec import checkpoint, loading
 from specdec.core import files
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.medusa import Medusa2
 from specdec.measuring import trained_prompts
+from specdec.options.command_defaults import read_group
+from specdec.options.target import TargetOptions
 from specdec.target.model import Target, load_tokenizer
 from specdec.text import conversations as data
 from specdec.tools.suites import suites
-from specdec.unroll.replay import rounds
-from tests.loops import acceptance
 from tests.support import save_eagle, save_target, write_prompts, write_rows
 
 pytestmark = pytest.mark.full
@@ -127,8 +127,6 @@ def test_batches_give_the_same_figures(run, folder, fresh):
         (["proposers=ngram,ngram"], "list each once"),
         (["proposers=ngram", "proposer.max=3"], "proposer.NAME.KEY"),
         (["checkpoint={folder}/adapting", "proposers=head"], "adapts its target, which the other proposers share"),
-        (["checkpoint={folder}/adapting", "answers=x.jsonl"], "adapts its target, which did not write these answers"),
-        (["checkpoint=", "answers=x.jsonl"], "answers= replays trained heads"),
     ],
 )
 def test_wrong_arguments_are_refused(refuse, folder, tmp_path, arguments, message):
@@ -137,7 +135,7 @@ def test_wrong_arguments_are_refused(refuse, folder, tmp_path, arguments, messag
 
 @pytest.mark.parametrize("argument", ["chekpoint=x", "temperature=1"])
 def test_misspelt_options_are_refused(run, argument):
-    with pytest.raises(SystemExit, match=r"Did you mean '(checkpoint|decode\.temperature)'"):
+    with pytest.raises(ValueError, match=r"Did you mean '(checkpoint|decode\.temperature)'"):
         run(argument)
 
 
@@ -302,7 +300,7 @@ def test_the_targets_own_answer_is_in_the_history(run, talks, folder):
         for row in map(json.loads, (talks / "out" / "rows.jsonl").read_text().splitlines())
     }
     assert {name for _, name in rows} == {"81 turn 1", "81 turn 2", "82"}
-    loaded = loading.load_target(loading.TargetOptions(name=f"{folder}/target", dtype="float32"))
+    loaded = loading.load_target(read_group(TargetOptions, "target", name=f"{folder}/target", dtype="float32"))
     for temperature in (0.0, 1.0):
         first, second = rows[temperature, "81 turn 1"], rows[temperature, "81 turn 2"]
         answer = loaded.tokenizer.decode(first["plain"]["the frozen target"]["tokens"][0], skip_special_tokens=True)
@@ -375,11 +373,11 @@ def test_a_protocols_stop_texts_end_answers(run, folder, tmp_path, monkeypatch):
         answer("refused")
 
 
-# Replay
+# Candidates
 
 
 def test_the_candidates_of_a_lattice_are_reported(run, folder, tmp_path):
-    """By decoding, in a comparison that is read again, and along given answers."""
+    """In a comparison that is read again, too."""
     lattice = {"_target_": "specdec.heads.dflash.BlockDrafter", "dependence": {"kind": "selector", "rank": 4, "top": 8}}
     target = Target.load(str(folder / "target"), dtype="float32")
     head = BlockDrafter(target, dependence=lattice["dependence"]).decodable()
@@ -394,44 +392,12 @@ def test_the_candidates_of_a_lattice_are_reported(run, folder, tmp_path):
         column = read(tmp_path / "compared")
         assert [each.get("candidates") for each in column.values()].count(None) == 1
         assert next(each["candidates"] for each in column.values() if "candidates" in each) == known
-    rows = [{"messages": [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4 w5 w6 w7"}]}]
-    write_rows(tmp_path / "answers.jsonl", rows)
-    given = f"checkpoint={tmp_path}/lattice,{folder}/one", f"answers={tmp_path}/answers.jsonl", "hold_out=null"
-    assert run(*given).count("candidates: recall ") == 1
-
-
-def test_replay_compares_heads_on_the_same_answers(run, folder, tmp_path):
-    """At temperature 1, with figures that are computed here, answer by answer."""
-    contents = [(f"w{n} w3", f"w{n} w{4 * n} w{36 - 4 * n} w8 w4") for n in range(2, 6)]
-    rows = [{"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}], "temperature": 1, "category": "a"}
-            for asked, said in contents]  # fmt: skip
-    write_rows(tmp_path / "answers.jsonl", rows)
-    given = [f"answers={tmp_path}/answers.jsonl", "hold_out=null", "decode.temperature=1", "decode.depth=4"]
-    printed = run(f"checkpoint={folder}/one,{folder}/two", *given)
-    taus = []
-    for name in ("one", "two"):
-        loaded = loading.load(f"{folder}/{name}", loading.TargetOptions(dtype="float32"))
-        emitted, num_rounds = 0, 0.0
-        for row in rows:
-            encoded = data.encode(loaded.tokenizer, row | {"id": "x"})
-            start, stop = data.last_answer(encoded)
-            prompt, answer = encoded.tokens[:start], encoded.tokens[start:stop]
-            num_rounds += rounds(acceptance(loaded.drafter, prompt, answer, depth=4, temperature=1))[0]
-            emitted += len(answer) - 1
-        taus.append(emitted / num_rounds)
-        assert f"replayed tau {taus[-1]:.3f} (" in printed and "chain of 4, temperature 1, 4 answers" in printed
-    assert f"{taus[1] - taus[0]:+.3f} (" in printed and printed.count("the same answers") == 1
-    with pytest.raises(ValueError, match=r"no row at decode\.temperature=0"):
-        run(f"answers={tmp_path}/answers.jsonl", "hold_out=null")
-    write_rows(tmp_path / "wrong.jsonl", [{"id": "r7", "messages": [{"role": "user", "content": "a"}]}])
-    with pytest.raises(ValueError, match=r"wrong\.jsonl: Row r7 has no assistant turn"):
-        run(f"answers={tmp_path}/wrong.jsonl", "hold_out=null")
 
 
 # Prompts that were trained on
 
 
-def test_prompts_that_a_head_was_trained_on_are_counted(run, folder, tmp_path):
+def test_prompts_that_a_head_was_trained_on_are_counted(run, run_script, folder, tmp_path):
     rows = [{"id": f"q{n}", "messages": [{"role": "user", "content": f"w{n} w7"}, {"role": "assistant", "content": "w2 w3 w4"}]} for n in range(4)]  # fmt: skip
     write_rows(tmp_path / "copied.jsonl", rows)
     shutil.copytree(folder / "one", tmp_path / "one")
@@ -449,9 +415,9 @@ def test_prompts_that_a_head_was_trained_on_are_counted(run, folder, tmp_path):
     assert json.loads((tmp_path / "inside" / "results.json").read_text())["notes"] == [said.format("one/step_000001")]
     run(*given[:2], "max_new_tokens=2", f"checkpoint={tmp_path}/one", f"out={tmp_path}/auto")  # inside auto, too
     assert json.loads((tmp_path / "auto" / "results.json").read_text())["notes"] == [said.format("one")]
-    replayed = run(heads, f"answers={tmp_path}/copied.jsonl", "hold_out=null")
-    assert said.format("one") in " ".join(replayed.split()) and "two was trained on" not in replayed
     assert "trained on" not in run(heads, f"out={tmp_path}/held")
-    run(heads, *given[:2], "choose=true", "loads=1", "max_new_tokens=2", f"out={tmp_path}/choice")
-    choice = json.loads((tmp_path / "choice" / "choice.json").read_text())
-    assert choice["notes"] == [said.format("one")]
+    for script, more in ((replay, ["answers={0}"]), (choose, ["prompts={0}", "loads=1", "max_new_tokens=2"])):
+        common = [heads, "target.dtype=float32", f"out={tmp_path}/{script.__name__}", *more]
+        run_script(script, *(each.format(f"{tmp_path}/copied.jsonl") for each in common), *["hold_out=null"])
+        notes = json.loads((tmp_path / script.__name__ / "results.json").read_text())["notes"]
+        assert notes == [said.format("one")]

@@ -5,7 +5,8 @@ import os
 import pytest
 
 from specdec import loading
-from tests.support import save_target
+from specdec.options.command_defaults import read_group
+from specdec.options.target import TargetOptions
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi")
@@ -42,7 +43,6 @@ def test_yaml_of_any_size(tmp_path):
         loading.read_yaml(tmp_path / "config.yaml")
 
 
-def test_code_of_a_target_that_only_a_checkpoint_names(tmp_path):
-    save_target(tmp_path / "target")
+def test_code_of_a_target_that_only_a_checkpoint_names():
     with pytest.raises(ValueError, match=r"give target\.name="):
-        loading.load_target(loading.TargetOptions(trust_remote_code=True), default=str(tmp_path / "target"))
+        read_group(TargetOptions, "target", trust_remote_code=True)

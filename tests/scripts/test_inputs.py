@@ -1,6 +1,6 @@
 """What commands say about the files they read and write, before anything is decoded."""
 
-from specdec.options.command_line import options
+from specdec.options.command_line import read_command
 
 import json
 
@@ -10,7 +10,7 @@ import pytest
 from scripts import answer, evaluate, show_data
 from specdec.target.model import Target
 from specdec.text import reading
-from tests.support import save_target, write_prompts, write_rows
+from tests.support import find_model, save_target, write_prompts, write_rows
 
 LONG = [{"id": "fine", "prompt": "Say hello."}, {"id": "toolong", "prompt": "word " * 3000}]
 TWICE = [{"id": 5, "prompt": "a"}, {"prompt": "b"}, {"id": "5", "prompt": "c"}]
@@ -63,18 +63,18 @@ def test_the_split_of_a_dataset_of_the_hub(monkeypatch):
 @pytest.mark.parametrize("script", [answer, evaluate], ids=lambda script: script.__name__)
 def test_the_folder_of_a_result_is_made_before_anything_is_loaded(run, monkeypatch, tmp_path, script):
     monkeypatch.setattr(Target, "load", None)
-    kind = script.AnswerOptions if script is answer else script.Evaluate
-    given = options(kind, "", ["prompts=p.jsonl", f"out={tmp_path}/a/b/name"])
-    assert given.out == f"{tmp_path}/a/b/name" and list((tmp_path / "a" / "b").iterdir()) == []
+    verb = script.__name__.removeprefix("scripts.")
+    options = read_command(verb, find_model(verb), "", ["prompts=p.jsonl", f"out={tmp_path}/a/b/name"])
+    assert options.out == f"{tmp_path}/a/b/name" and list((tmp_path / "a" / "b").iterdir()) == []
     (tmp_path / "file").write_text("")
     for out in ("/proc/none/name", f"{tmp_path}/file/name", f"{tmp_path}/{'x' * 300}/name"):
-        with pytest.raises(SystemExit, match=r"error: out=.* cannot be written .*Choose another"):
+        with pytest.raises(ValueError, match=r"out=.* cannot be written .*Choose another"):
             run(script, "prompts=p.jsonl", f"out={out}")
     if script is answer:
-        with pytest.raises(SystemExit, match=r"out=.* is a folder: give"):
+        with pytest.raises(ValueError, match=r"out=.* is a folder: give"):
             run(script, "prompts=p.jsonl", f"out={tmp_path}")
     else:
-        with pytest.raises(SystemExit, match=r"out=.* is a file: give the name of a folder"):
+        with pytest.raises(ValueError, match=r"out=.* is a file: give the name of a folder"):
             run(script, "proposers=ngram", f"out={tmp_path}/file")
 
 

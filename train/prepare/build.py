@@ -1,41 +1,36 @@
 """What a run is made of, from its settings: processes, target, data, drafter, objective, optimizer, validation, trainer."""
 
+import contextlib
 import math
-import pkgutil
 import warnings
-from dataclasses import replace
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
 import transformers
+import yaml
 from accelerate import Accelerator, PartialState
-from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env, set_seed
-from torch import Tensor
+from accelerate.utils import parse_flag_from_env, set_seed
 from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
-from specdec.core import devices, fast, hub, precision, progress
-from specdec.core.ranges import named, refuse
+from specdec.core import devices, fast, files, hub, precision, progress
+from specdec.core.option_types import prefix_option_names, raise_first
 from specdec.core.sampling import Sampling
 from specdec.engines.client import EngineClient
 from specdec.engines.engine_target import EngineTarget
-from specdec.heads.base import Head
+from specdec.heads.base import Drafter, Head
 from specdec.measuring import trained_prompts
 from specdec.measuring.measure import check_prompts
-from specdec.measuring.replay import encode_written, warn_of_writers
-from specdec.options import config_files
+from specdec.measuring.replay import Written, encode_written, warn_of_writers
 from specdec.target.fingerprint import UNREAD
 from specdec.target.model import Target
 from specdec.text import conversations as data
 from specdec.text import reading
-from specdec.text.chat_template import check_arguments
 from specdec.text.conversations import Prompt
-from train import processes
-from train.data.encoding import Encoding, load_rows
-from train.data.packing import Packs, Rows, draft_vocab
+from train.data.packing import Packs, covered
 from train.features.feature_files import FeatureFolder
 from train.features.loader import Material, permutation
 from train.features.outputs import Features, Kept, Online
@@ -43,8 +38,12 @@ from train.loop import optimizer as optimization
 from train.loop.state import RunFolder
 from train.loop.trainer import MEASURED, Trainer
 from train.loop.validate import Validation
-from train.processes import Waiting, compute_by_main
-from train.settings.options import RunConfig, fixed_settings, read_settings
+from train.prepare import plan
+from train.prepare.facts import MeasuredFacts, PlannedFacts, make, make_drafter
+from train.processes import Waiting, check_launcher, compute_by_main, count_threads, find_ignored_flags, is_main
+from train.settings import record
+from train.settings.decide import Decided, decide
+from train.settings.options import RunConfig, RunOptions, fill_from_record, fixed_settings, read_settings
 from train.show import display
 
 PRECISIONS = {"bf16": "bf16", "fp32": "no"}  # of train.py, and what accelerate calls them
@@ -53,141 +52,123 @@ SAMPLE = 2000  # documents that are looked for in a folder before training
 
 
 def make_trainer(
-    config: RunConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    heldout: list[dict],
-    packs: Packs,
-    target: Target,
-    *,
-    path: Path,
-    accelerator: Accelerator,
-    console: progress.Results,
+    config: RunConfig, facts: MeasuredFacts, *, path: Path, accelerator: Accelerator, console: progress.Results
 ) -> Trainer:
-    """The trainer of a run before its first step. path: the run's folder; heldout: rows of prompts or of recorded answers
+    """The trainer of a run before its first step. path: the run's folder
 
     Refuses now what would fail after hours of training.
     """
+    tokenizer, packs, target, options = facts.tokenizer, facts.packs, facts.target, config.head
+    assert packs is not None
     warn_of_writers(packs.writers, target)
-    stop = data.stop_tokens(tokenizer, target.model.generation_config)
-    rows = reading.spread(heldout, config.validation.num_prompts)
-    texts = None
-    if config.validation.recorded:
-        texts = [encode_written(tokenizer, row) for row in rows]
-        prompts = [Prompt(row["id"], row["category"], text.prompt) for row, text in zip(rows, texts)]
-    else:
-        with reading.at(str(config.data.heldout)):
-            prompts = encode_prompts(config, tokenizer, packs, rows)
-    num_trained = warn_of_copies(config, rows, packs)
-    drafter, spec = make_drafter(config, target, packs)
+    rows = reading.spread(facts.heldout, config.validation.num_prompts)
+    texts, prompts = encode_prompts(config, tokenizer, packs, rows)
+    num_trained = warn_of_copies(rows, packs, config.start, recorded=texts is not None)
+    drafter, spec = make_drafter(config, options.drafter, options.vocab_size, target, packs)
     drafter.to(accelerator.device)
-    with named("features"):
-        engine = connect_engine(config, drafter, console)
-    with named("head.objective"):
-        objective = make(config.head["objective"], drafter)
-    with named("optimizer"):
-        optimizer = optimization.make_optimizer(drafter, config.optimizer, adapter=config.head.get("adapter"))
-    display.start(progress.note, config, drafter, packs, len(prompts))
-    validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
+    with prefix_option_names("features"):
+        engine = connect_engine(config.features.urls, drafter, console)
+    with prefix_option_names("head.objective"):
+        objective = make(options.objective, drafter)
+    with prefix_option_names("optimizer"):
+        adapter = None if options.adapter is None else options.adapter.model_dump()
+        optimizer = optimization.make_optimizer(drafter, config.optimizer, adapter=adapter)
+    display.start(progress.note, drafter, packs, len(prompts))
+    validation = Validation(
+        accelerator,
+        drafter,
+        prompts,
+        options=config.validation,
+        drafting=config.drafting,
+        seed=config.train.seed,
+        stop=data.stop_tokens(tokenizer, target.model.generation_config),
+        console=console,
+        engine=engine,
+    )
+    check_validation(validation, drafter, source=config.data.heldout, ema=config.train.ema)
     validation.texts, validation.num_trained = texts, num_trained
-    material = make_material(config, drafter, packs, accelerator, engine)
-    inputs = {"heldout": reading.digest_of(heldout), **target_inputs(target)}
-    folder = RunFolder(path, spec, fixed_settings(config.document()) | inputs, target.identity)
+    features = make_features(config, drafter, packs, accelerator, engine)
+    inputs = {"heldout": reading.digest_of(facts.heldout), **target_inputs(target)}
     scheduler = optimization.schedule(optimizer, config.optimizer, steps=config.train.steps)
-    parts: dict[str, Any] = {"material": material, "validation": validation, "settings": config.train, "folder": folder}
-    return Trainer(accelerator, objective, optimizer, scheduler, **parts)
+    return Trainer(
+        accelerator,
+        objective,
+        optimizer,
+        scheduler,
+        material=Material(packs, config.data.length, features),
+        validation=validation,
+        settings=config.train,
+        folder=RunFolder(path, spec, fixed_settings(config.document()) | inputs, target.identity),
+    )
 
 
-def warn_of_copies(config: RunConfig, rows: list[dict], packs: Packs) -> int:
+def warn_of_copies(rows: list[dict], packs: Packs, start: str | None, *, recorded: bool) -> int:
     """How many held-out rows ask what is trained on, too, here or by the head that training starts from. Warns of them."""
-    ids = trained_prompts.find(rows, trained_prompts.join(packs.prompt_digests, config.start))
-    if ids and processes.is_main():
-        name = "validation.answers" if config.validation.recorded else "data.heldout"
+    ids = trained_prompts.find(rows, trained_prompts.join(packs.prompt_digests, start))
+    if ids and is_main():
+        name = "validation.answers" if recorded else "data.heldout"
         copies = trained_prompts.count_copies(ids, len(rows), f"prompts of {name}")
         warnings.warn(f"{copies} are trained on, so tau flatters: give others.", stacklevel=2)
     return len(ids)
 
 
-def make(settings: dict, *arguments: Any, **more: Any) -> Any:
-    """What `_target_` names, made with the other settings. Raises ValueError for one that it does not have."""
-    others = {key: value for key, value in settings.items() if key != "_target_"}
-    try:
-        return pkgutil.resolve_name(settings["_target_"])(*arguments, **others, **more)
-    except TypeError as error:
-        raise ValueError(str(error)) from error
-
-
 # Processes and precision
 
 
-def start_processes(config: RunConfig) -> tuple[Accelerator, RunConfig]:
-    """Seeds everything, sets the threads of a CPU, and puts what the device computes in, in the place of `auto`."""
-    if config.fast is not None:
-        fast.turn_off(config.fast)
-    set_seed(config.train.seed)
+def start_processes(options: RunOptions) -> PartialState:
+    """Seeds everything, sets the threads of a CPU, and joins the processes of the run."""
+    if options.fast is not None:
+        fast.turn_off(options.fast)
+    set_seed(options.train.seed)
     transformers.utils.logging.disable_progress_bar()
-    processes.check_launcher()
-    # Said outright, or several processes would not find each other
-    cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
-    timeout = timedelta(minutes=config.train.timeout + 1)  # a little more than the trainer waits, which says what for
-    config = choose_precision(config, PartialState(cpu=cpu, timeout=timeout).device)
-    mixed, handlers = PRECISIONS[config.precision], [InitProcessGroupKwargs(timeout=timeout)]
-    accelerator = Accelerator(cpu=cpu, mixed_precision=mixed, kwargs_handlers=handlers)
+    check_launcher()
+    # A little more than the trainer waits, which says what for
+    timeout = timedelta(minutes=options.train.timeout + 1)
+    processes = PartialState(cpu=uses_cpu(), timeout=timeout)
     # One process has `cuda`, which no tensor's device equals
-    accelerator.state.device = devices.numbered(accelerator.device)
-    if accelerator.device.type == "cpu":  # the launcher sets one thread a process
-        torch.set_num_threads(config.threads or processes.count_threads(accelerator.num_processes))
-    for sentence in processes.find_ignored_flags(config.precision, accelerator.num_processes):
+    processes.device = devices.numbered(processes.device)
+    if processes.device.type == "cpu":  # the launcher sets one thread a process
+        torch.set_num_threads(options.threads or count_threads(processes.num_processes))
+    return processes
+
+
+def uses_cpu() -> bool:
+    """Whether a run is on the CPU. This is said outright, or several processes would not find each other."""
+    return parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+
+
+def start_accelerator(config: RunConfig) -> Accelerator:
+    """The accelerator of a run whose precision is decided. Warns of what the run does not follow, and of a slow precision."""
+    accelerator = Accelerator(cpu=uses_cpu(), mixed_precision=PRECISIONS[config.precision])
+    for sentence in find_ignored_flags(config.precision, accelerator.num_processes):
         warnings.warn(sentence, stacklevel=2)
-    return accelerator, config
+    choice = precision.choose(accelerator.device)
+    precisions = f"precision={config.precision} target.dtype={config.target.dtype}"
+    if choice.dtype == "float32" and "bf" in precisions and accelerator.device.type == "cpu":
+        progress.note(f"{precisions} is slow here ({choice.reason}); auto is fp32 and float32")
+    return accelerator
 
 
-def recall(config: RunConfig, path: Path) -> RunConfig:
+def recall(options: RunOptions, path: Path) -> RunOptions:
     """What was decided in the first launch of a run that is resumed, on whatever machine, in the place of each `auto`.
 
     path: of the run
     """
-    then = read_settings(path / "config.yaml") if config.resume else {}
-    dtype = then.get("target", {}).get("dtype", precision.AUTO)
-    config = config.with_precision(then.get("precision", precision.AUTO), dtype)
-    known = config_files.flatten(then)
-    return config.settle({name: known[name] for name in config.open if name in known})
+    return fill_from_record(options, read_settings(path / "config.yaml")) if options.resume else options
 
 
-def choose_precision(config: RunConfig, device: torch.device) -> RunConfig:
-    """Puts what the main process' device computes in, in the place of each `auto`, and says so."""
-    asked = precision.AUTO in (config.precision, config.target.dtype)
-    if not asked and device.type != "cpu":
-        return config
-    choose = lambda: precision.choose(device)
-    choice = compute_by_main(choose, "what the device computes in", minutes=config.train.timeout)
-    config = config.with_precision({"bfloat16": "bf16", "float32": "fp32"}[choice.dtype], choice.dtype)
-    chosen = f"precision={config.precision} target.dtype={config.target.dtype}"
-    if asked:
-        progress.note(f"{chosen} ({choice.reason})")
-    elif choice.dtype == "float32" and "bf" in f"{config.precision} {config.target.dtype}":
-        progress.note(f"{chosen} is slow here ({choice.reason}); auto is fp32 and float32")
-    return config
+@contextlib.contextmanager
+def naming_remedies(options: RunOptions) -> Iterator[None]:
+    """Within, memory that does not suffice ends in a sentence with the options that lower what is needed."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if (full := devices.out_of_memory(error)) is None:
+            raise
+        raise ValueError(f"{full}: {options.describe_remedies()}.") from error
 
 
 # Target and data
-
-
-def load_target(config: RunConfig, accelerator: Accelerator) -> Target:
-    """The whole target, or only what is before and behind its layers where a server has these."""
-    chosen, num = config.target, accelerator.num_processes
-    if chosen.device == "auto" and num > 1:
-        raise ValueError(
-            f"target.device=auto spreads one target over all GPUs, and {num} processes would each load one: use accelerate "
-            "launch --num_processes 1, or target.device=null."
-        )
-    given: dict[str, Any] = {"revision": chosen.revision, "trust_remote_code": chosen.trust_remote_code}
-    with named("target"):
-        given |= {"dtype": chosen.dtype, "device": chosen.device or accelerator.device}
-        if config.features.urls:
-            return Target.load_ends(chosen.name, **given | {"device": accelerator.device})
-        if chosen.shard:
-            return Target.load_sharded(chosen.name, **given)
-        return Target.load(chosen.name, **given)
 
 
 def target_inputs(target: Target) -> dict[str, str | None]:
@@ -196,101 +177,63 @@ def target_inputs(target: Target) -> dict[str, str | None]:
     return {"target": None if UNREAD in whole else whole, "embeddings": target.embeddings_fingerprint()}
 
 
-def packs_rows(target: Target, *, length: int, pack: bool | None) -> bool:
-    """Whether rows of `length` tokens hold several conversations. pack: as the user wishes; None: if the target can read them so
-
-    Raises ValueError for a length, or for packing, that the target cannot read.
-    """
-    limit, boundary = target.max_positions, target.rotary_boundary
-    if limit is not None and length > limit:
-        raise ValueError(f"data.length={length}: {target.name} reads {limit} positions, so lower it to at most that.")
-    if boundary is not None and length > boundary:
-        raise ValueError(
-            f"data.length={length}: {target.name} turns keys by other angles in texts longer than {boundary} tokens "
-            "(LongRoPE), and would in all rows of a batch at once: lower it to at most that."
-        )
-    if pack and target.recurrent:
-        raise ValueError(
-            f"data.pack=true: {target.name} has recurrent or convolution layers, whose state would run from one conversation into "
-            "the next. Leave data.pack=null, which then gives each conversation a row of its own."
-        )
-    return not target.recurrent if pack is None else pack
-
-
-def encode_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Rows, numpy.ndarray]:
-    """The conversations, and the numbers of those that are trained on."""
-    chosen = config.data
-    check_arguments(tokenizer, config.template)
-    with named("data"):
-        encoding = Encoding(
-            tokenizer, Path(chosen.cache), chosen.split, chosen.limit, workers=chosen.workers, arguments=config.template
-        )
-        # whichever process encodes shows it
-        return load_rows(chosen.train, encoding, hold_out=chosen.hold_out, tokens=chosen.tokens)
-
-
 def encode_prompts(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, packs: Packs, rows: list[dict]
-) -> list[Prompt]:
-    """Held-out prompts, with the template arguments of the rows that are trained on, unless the settings or a prompt say others."""
-    return data.encode_prompts(rows, tokenizer, {**packs.arguments, **config.template})
+) -> tuple[list[Written] | None, list[Prompt]]:
+    """Recorded answers, if rows are these, and held-out prompts, with the template arguments of the rows that are trained on, unless
+    the settings or a prompt say others."""
+    if config.validation.recorded:
+        texts = [encode_written(tokenizer, row) for row in rows]
+        return texts, [Prompt(row["id"], row["category"], text.prompt) for row, text in zip(rows, texts)]
+    with reading.at(str(config.data.heldout)):
+        return None, data.encode_prompts(rows, tokenizer, {**packs.arguments, **config.template})
 
 
 # The drafter
 
 
-def pin_start(config: RunConfig, path: Path) -> RunConfig:
+def pin_start(options: RunOptions, path: Path) -> RunOptions:
     """Adds the commit to `start` if that is a head on the Hub: today's, or in a resumed run the one of its first launch.
 
     path: of the run
     """
-    start = config.start
+    start = options.start
     if start is None:
-        return config
+        return options
     if not hub.is_head(start):
         checkpoint.read_document(checkpoint.resolve(start))  # refused now, before anything is loaded
-        return config
+        return options
     recorded = checkpoint.read_facts(path).get("start", {})
-    if config.resume and recorded.get("given") == start:
-        return replace(config, start=recorded["used"])
+    if options.resume and recorded.get("given") == start:
+        return options.model_copy(update={"start": recorded["used"]})
     pin = lambda: hub.pinned(checkpoint.resolve(start))
-    pinned = compute_by_main(pin, "the head that training starts from", minutes=config.train.timeout)
-    return replace(config, start=pinned)
-
-
-def make_drafter(config: RunConfig, target: Target, packs: Packs) -> tuple[Head, dict]:
-    """A new drafter as the settings say, or the one of the checkpoint `start`, and its spec for checkpoints."""
-    spec = config.head["drafter"]
-    if config.start is None:
-        vocab = choose_vocab(config, target, packs)
-        with named("head.drafter"):
-            return make(spec, target, vocab=vocab), spec
-    new_vocab = None if config.start_vocab == "keep" else lambda before: choose_vocab(config, target, packs)
-    drafter, start_spec = checkpoint.start(config.start, target, spec, new_vocab)
-    if start_spec["_target_"] != spec["_target_"]:
-        raise ValueError(
-            f"start={config.start} holds {start_spec['_target_']} and head={spec['_target_']}: give head= "
-            "the family of the checkpoint. Its sizes and vocabulary are then the checkpoint's, the objective is the head's."
-        )
-    return drafter, start_spec
-
-
-def choose_vocab(config: RunConfig, target: Target, packs: Packs) -> Tensor | None:
-    """The draft vocabulary: increasing ids [W]; None: all tokens."""
-    count = lambda: draft_vocab(packs, size=config.head["vocab_size"], num_tokens=target.vocab_size)
-    return compute_by_main(count, "the draft vocabulary", minutes=config.train.timeout)
+    pinned = compute_by_main(pin, "the head that training starts from", minutes=options.train.timeout)
+    return options.model_copy(update={"start": pinned})
 
 
 # The target's outputs
 
 
-def connect_engine(config: RunConfig, drafter: Head, console: progress.Results) -> EngineTarget | None:
-    """The servers that read texts, tried; None: the target in this process does."""
-    chosen, target = config.features, drafter.target
-    if not chosen.urls:
+def connect_engine(urls: str, drafter: Head, console: progress.Results) -> EngineTarget | None:
+    """The servers that read texts, tried; None: the target in this process does. urls: a comma list"""
+    if not urls:
         return None
-    client = EngineClient(chosen.urls, in_flight=IN_FLIGHT, longest=5, say=console.say)
-    return EngineTarget(client, target, drafter.target_layers)
+    client = EngineClient(urls, in_flight=IN_FLIGHT, longest=5, say=console.say)
+    return EngineTarget(client, drafter.target, drafter.target_layers)
+
+
+def make_features(
+    config: RunConfig, drafter: Head, packs: Packs, accelerator: Accelerator, engine: EngineTarget | None
+) -> Features | None:
+    """The source of the target's outputs, once all processes have it; None: the objective reads an adapted target itself, with gradient."""
+    if drafter.adapts_target:
+        return None
+    with prefix_option_names("features"):
+        features = open_features(config, drafter, packs, accelerator, engine)
+    waiting = Waiting(config.train.timeout, accelerator.process_index, accelerator.num_processes)
+    with waiting("the folder of features"):
+        accelerator.wait_for_everyone()
+    return features
 
 
 def open_features(
@@ -300,21 +243,21 @@ def open_features(
 
     Says how large a folder will be. Raises ValueError for a folder of another target or a disk too small.
     """
-    chosen, target, layers = config.features, drafter.target, drafter.target_layers
-    if chosen.mode == "online":
-        return Online(target, layers)
-    if chosen.mode == "engine":
-        return Kept(target, layers, folder=None, reader=engine)
-    num = config.train.steps * config.train.batch * config.train.accumulation * accelerator.num_processes
+    options, train, target = config.features, config.train, drafter.target
+    if options.mode == "online":
+        return Online(target, drafter.target_layers)
+    if options.mode == "engine":
+        return Kept(target, drafter.target_layers, folder=None, reader=engine)
+    num = train.steps * train.batch * train.accumulation * accelerator.num_processes
     num = max(num, config.solve_packs if config.start is None else 0, MEASURED)
-    folder = FeatureFolder(target, layers, Path(chosen.folder))
-    size = folder.num_bytes(count_missing(folder, packs, permutation(len(packs), config.train.seed)[:num]))
+    folder = FeatureFolder(target, drafter.target_layers, Path(options.folder))
+    size = folder.num_bytes(count_missing(folder, packs, permutation(len(packs), train.seed)[:num]))
     if size:
         folder.check_space(size)
-        progress.note(f"features up to {size / 1e9:.2f} GB will be written to {chosen.folder} as they are needed")
+        progress.note(f"features up to {size / 1e9:.2f} GB will be written to {options.folder} as they are needed")
     if accelerator.is_main_process:
         folder.open()
-    return Kept(target, layers, folder=folder, reader=engine)
+    return Kept(target, drafter.target_layers, folder=folder, reader=engine)
 
 
 def count_missing(folder: FeatureFolder, packs: Packs, reads: list[int]) -> int:
@@ -326,51 +269,66 @@ def count_missing(folder: FeatureFolder, packs: Packs, reads: list[int]) -> int:
     return round(missing * len(numbers) / len(sample))
 
 
-def make_material(
-    config: RunConfig,
-    drafter: Head,
-    packs: Packs,
-    accelerator: Accelerator,
-    engine: EngineTarget | None,
-) -> Material:
-    """What steps are made of."""
-    features = None  # the objective reads an adapted target itself, with gradient
-    if not drafter.adapts_target:
-        with named("features"):
-            features = open_features(config, drafter, packs, accelerator, engine)
-        waiting = Waiting(config.train.timeout, accelerator.process_index, accelerator.num_processes)
-        with waiting("the folder of features"):
-            accelerator.wait_for_everyone()
-    return Material(packs, config.data.length, features)
-
-
 # Validation
 
 
-def make_validation(
-    config: RunConfig,
-    drafter: Head,
-    prompts: list[Prompt],
-    stop: set[int],
-    accelerator: Accelerator,
-    console: progress.Results,
-    engine: EngineTarget | None,
-) -> Validation:
-    """What the trainer calls at every validation."""
-    drafting, sampling = config.decode, Sampling(temperature=config.validation.temperature)
-    if engine is None:
-        with named("decode"):
+def check_validation(validation: Validation, drafter: Head, *, source: str, ema: float | None) -> None:
+    """Raises ValueError for what would fail at the first validation. source: of the prompts; ema: `train.ema`"""
+    if validation.engine is None:
+        drafting, options = validation.drafting, validation.settings
+        with prefix_option_names("decode"):
             proposer, runner = drafting.proposer(drafter), drafting.runner()
-            decoder = drafting.decoder(drafter.target, proposer, sampling=sampling, stop=stop, runner=runner)
-        with named("validation"):
-            check_prompts(decoder, prompts, config.validation.max_new_tokens, source=config.data.heldout)
-    validation = Validation(accelerator, drafter, prompts, config=config, stop=stop, console=console, engine=engine)
-    ema, needs = config.train.ema, "a chain (decode=chain) and validation.decode=best or end"
+            sampling = Sampling(temperature=options.temperature)
+            decoder = drafting.decoder(drafter.target, proposer, sampling=sampling, stop=validation.stop, runner=runner)
+        with prefix_option_names("validation"):
+            check_prompts(decoder, validation.prompts, options.max_new_tokens, source=source)
+    needs = "a chain (decode=chain) and validation.decode=best or end"
     wrong = {
         "features.engine=: without the target in this process a drafter is judged by replay, which needs "
-        f"{needs}. Or use features.mode=online.": engine is not None,
+        f"{needs}. Or use features.mode=online.": validation.engine is not None,
         f"train.ema={ema} lets replay choose between the weights and their average, and replay does not apply here: it needs "
         f"{needs}, and a head that leaves the target as it is. Or set train.ema=null.": ema is not None,
     }
-    refuse(wrong if not validation.replays else {})
-    return validation
+    raise_first(wrong if not validation.replays else {})
+
+
+def record_run(config: RunConfig, trainer: Trainer, *, arguments: list[str], start: str | None) -> None:
+    """Writes what a run was made of to its folder. arguments: of train.py; start: as the user wrote it"""
+    path, document, packs = trainer.folder.path, config.document(), trainer.material.packs
+    files.write_text(path / "config.yaml", yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
+    drafter, num_trained = trainer.drafter, trainer.validation.num_trained
+    vocab = drafter.draft_to_target if isinstance(drafter, Drafter) else None
+    figures = {
+        "conversations": len(packs.members),
+        "supervised tokens": packs.num_supervised,
+        **({"held-out prompts trained on": num_trained} if num_trained else {}),
+        "covered": 1.0 if vocab is None else covered(packs, vocab.cpu()),
+        "fingerprint": packs.fingerprint,
+        **({"template": packs.arguments} if packs.arguments else {}),
+    }
+    num = trainer.num_processes
+    record.write(path, document, drafter, figures, start=start, arguments=arguments, num_processes=num)
+    trained_prompts.write(path, trained_prompts.join(packs.prompt_digests, config.start))
+
+
+# Plans
+
+
+def say_decisions(decided: Decided) -> None:
+    for decision in decided.decisions:
+        if decision.reason:
+            progress.note(f"auto     {decision}")
+
+
+def show_plan(options: RunOptions, path: Path) -> str:
+    """What `plan=true` prints: of this machine, after a few steps that are thrown away, or of another one from its figures."""
+    facts = PlannedFacts(options) if options.elsewhere else MeasuredFacts(options, start_processes(options))
+    decided = decide(options, facts)
+    say_decisions(decided)
+    config, counted = decided.config, facts.counted
+    assert counted is not None
+    memory, pace = counted.memory, facts.pace
+    if isinstance(facts, MeasuredFacts) and pace is not None:
+        memory = plan.measured_memory(memory, facts.processes.device)
+    made = plan.make_plan(config, counted.drafter, facts.texts, facts.place, memory, pace)
+    return f"{plan.heading(config, path, facts.place)}\n{made}"

@@ -1,216 +1,318 @@
-"""What is known and decided before a run is built: data in packs, options that were `auto`, memory, and the speed of this device."""
+"""Facts that decisions are made by: data in packs, the shapes of the target, memory, and the speed of this device."""
 
 import functools
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import pkgutil
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate import PartialState
+from numpy import ndarray
 from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
-from specdec.core import devices, progress
-from specdec.core.ranges import named
+from specdec.core import devices, precision, progress
+from specdec.core.option_types import prefix_option_names
+from specdec.heads.base import Head
 from specdec.target.model import Target, TargetOutput, load_tokenizer
 from specdec.text import conversations as data
 from specdec.text import reading
+from specdec.text.chat_template import check_arguments
 from train.data.batches import collate
-from train.data.packing import Packs
+from train.data.encoding import Encoding, load_rows
+from train.data.packing import Packs, Rows, draft_vocab, first_fit
 from train.features.loader import permutation
 from train.features.outputs import Online
 from train.loop import optimizer as optimization
-from train.prepare import build, plan
-from train.processes import Waiting, compute_by_main
-from train.settings import decide
-from train.settings.decide import Decision, Place, TextLengths
-from train.settings.options import OPEN_NULL, RunConfig
+from train.prepare import plan
+from train.processes import compute_by_main
+from train.settings.decide import Memory, Pace, Place, Sizes, TargetFacts, TextLengths
+from train.settings.options import RunOptions
 
 CHARACTERS = 4  # of a token, where the tokenizer is not there
 LAYERS = 3  # that a head reads whose layers are not known yet
 TRIED = 4  # batches with which the speed is measured, of which the first warms up
-BRIEF = 50  # steps that are given, below which it is not measured
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What is known before the target is loaded.
+class PlannedFacts:
+    """Facts of a plan for another machine, from its figures. Where the tokenizer cannot be reached, lengths of rows are guessed.
 
-    heldout: rows of prompts, or of recorded answers; counted: None for heads that change the target, and for what cannot be counted
-    target: None if it was not needed yet
-    tokenizer, packs: None in a plan for another machine, if the tokenizer cannot be reached: then `texts` are guessed
+    heldout: rows of prompts, or of recorded answers; packs, texts: of the newest length, packs None where rows are not encoded
+    counted: of the newest sizes; None for heads that change the target, and for what cannot be counted
+    pace: None: not known, or not of this machine
+    Raises ValueError for paths that do not exist, before the target is loaded.
     """
 
-    config: RunConfig
-    tokenizer: PreTrainedTokenizerBase | None
-    heldout: list[dict]
-    packs: Packs | None
-    texts: TextLengths
-    place: Place
-    counted: plan.Counted | None
-    target: Target | None
-    open: tuple[str, ...] = ()  # options that were left open
+    def __init__(self, options: RunOptions, device: torch.device | None = None, num: int = 1):
+        """device, num: of the processes"""
+        self.options = options
+        find_place = lambda: plan.find_place(options, device or torch.device("cpu"), num)
+        self.place = compute_by_main(find_place, "this machine", minutes=options.train.timeout)
+        if options.validation.recorded:
+            self.heldout = reading.load_conversations(options.validation.answers, arguments=options.template)
+        else:
+            self.heldout = reading.load_prompts(options.data.heldout, split=options.data.heldout_split)
+        self.outline: Target | None = None
+        self.packs: Packs | None = None
+        self.texts = TextLengths(numpy.zeros(0), 0, numpy.zeros(0))
+        self.counted: plan.Counted | None = None
+        self.pace: Pace | None = None
 
+    @property
+    def target_shapes(self) -> Target:
+        """The target, or its outline. Raises ValueError for a target whose shapes cannot be told without values."""
+        if self.outline is None:
+            name = self.options.target.name
+            raise ValueError(f"{name} cannot be counted without its values: plan=true loads it, on a machine that can.")
+        return self.outline
 
-def prepare(
-    config: RunConfig, device: torch.device, num: int, load: Callable[[RunConfig], Target] | None = None
-) -> Prepared:
-    """Reads and packs the data, decides how, and counts what a process needs. device, num: of the processes
-
-    load: loads the target, if its shapes cannot be told without values; None: in a plan for another machine
-
-    Raises ValueError for paths that do not exist and for a run that cannot fit, before the target is loaded.
-    """
-    place = compute_by_main(lambda: plan.find_place(config, device, num), "this machine", minutes=config.train.timeout)
-    with named("target"):
-        outline = plan.make_outline(config, plan.read_config(config))
-    if config.validation.recorded:
-        heldout = reading.load_conversations(config.validation.answers, arguments=config.template)
-    else:
-        heldout = reading.load_prompts(config.data.heldout, split=config.data.heldout_split)
-    tokenizer, rows, numbers, left = None, None, None, config.open
-    try:
-        with named("target"):
-            origin: Any = {"revision": config.target.revision, "trust_remote_code": config.target.trust_remote_code}
-            tokenizer = load_tokenizer(config.target.name, **origin)
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        with prefix_option_names("target"):
+            target = self.options.target
+            tokenizer = load_tokenizer(
+                target.name, revision=target.revision, trust_remote_code=target.trust_remote_code
+            )
             data.check_offsets(tokenizer)
-    except ValueError:
-        if not config.elsewhere:
-            raise
-        lengths = guess_lengths(config)
-    else:
-        rows, numbers = build.encode_rows(config, tokenizer)
-        lengths = rows.lengths[numbers]
-    if outline is None and load is None:
+            return tokenizer
+
+    @cached_property
+    def rows(self) -> tuple[Rows, ndarray] | None:
+        """Encoded rows, and the numbers of those that are trained on; None where there is no tokenizer."""
+        try:
+            tokenizer = self.tokenizer
+        except ValueError:
+            return None
+        return encode_rows(self.options, tokenizer)
+
+    @cached_property
+    def row_lengths(self) -> ndarray:
+        if self.rows is None:
+            return guess_lengths(self.options)
+        rows, numbers = self.rows
+        return rows.lengths[numbers]
+
+    def choose_dtype(self) -> precision.Choice:
+        return precision.Choice("bfloat16", "")
+
+    def read_target(self, dtype: str) -> TargetFacts:
+        self.dtype = dtype
+        with prefix_option_names("target"):
+            self.outline = plan.make_outline(self.options, plan.read_config(self.options), dtype)
+        shapes = self.target_shapes
+        limits = [limit for limit in (shapes.max_positions, shapes.rotary_boundary) if limit is not None]
+        packed = packs_rows(shapes, length=1, pack=self.options.data.pack)
+        return TargetFacts(shapes.vocab_size, min(limits, default=None), packed, count_drafts(self.options))
+
+    def pack_rows(self, length: int) -> TextLengths:
+        with prefix_option_names("data"):
+            packed = packs_rows(self.target_shapes, length=length, pack=self.options.data.pack)
+            if self.rows is None:
+                self.texts = guess_packs(self.row_lengths, length)
+            else:
+                rows, numbers = self.rows
+                self.packs = Packs(rows, length=length, packed=packed, numbers=numbers)
+                self.texts = read_lengths(self.packs)
+        return self.texts
+
+    def count_memory(self, sizes: Sizes) -> Memory | None:
+        self.counted = None
+        if self.outline is not None and not self.options.adapts_target:
+            self.counted = count(self.options, sizes, self.outline, self.texts, self.place)
+        if self.counted is None and self.options.plan:
+            raise ValueError("plan=true: this head or this target is not counted. Take a few steps: train.steps=10.")
+        return None if self.counted is None else self.counted.memory
+
+    def count_features(self) -> int:
+        layers = LAYERS if self.counted is None else len(self.counted.drafter.target_layers)
+        return plan.bytes_per_token(self.target_shapes, layers)
+
+    def measure_pace(self, sizes: Sizes) -> Pace:
+        assert self.counted is not None
+        self.pace = self.counted.pace
+        return self.pace
+
+
+class MeasuredFacts(PlannedFacts):
+    """Facts of this machine, for all processes what the main one found. The target is loaded when a fact needs it."""
+
+    def __init__(self, options: RunOptions, processes: PartialState):
+        super().__init__(options, processes.device, processes.num_processes)
+        self.processes = processes
+
+    @cached_property
+    def target(self) -> Target:
+        return load_target(self.options, self.dtype, self.processes)
+
+    @property
+    def target_shapes(self) -> Target:
+        return self.outline or self.target
+
+    @cached_property
+    def rows(self) -> tuple[Rows, ndarray]:
+        return encode_rows(self.options, self.tokenizer)
+
+    def choose_dtype(self) -> precision.Choice:
+        choose = lambda: precision.choose(self.processes.device)
+        return compute_by_main(choose, "what the device computes in", minutes=self.options.train.timeout)
+
+    def measure_pace(self, sizes: Sizes) -> Pace:
+        """A plan's pace is that of the machine's figures where the run does not fit into its memory."""
+        if self.counted is not None and not self.counted.memory.fits(self.place):
+            return self.counted.pace
+        assert self.packs is not None
+        pace = try_steps(self.options, sizes, self.packs, self.target, self.processes.device)
+        self.pace = compute_by_main(lambda: pace, "the speed of this device", minutes=self.options.train.timeout)
+        return self.pace
+
+
+# Target and data
+
+
+def load_target(options: RunOptions, dtype: str, processes: PartialState) -> Target:
+    """The whole target, or only what is before and behind its layers where a server has these."""
+    target = options.target
+    if target.device == "auto" and processes.num_processes > 1:
         raise ValueError(
-            f"{config.target.name} cannot be counted without its values: plan=true loads it, on a machine that can."
+            f"target.device=auto spreads one target over all GPUs, and {processes.num_processes} processes would each load "
+            "one: use accelerate launch --num_processes 1, or target.device=null."
         )
-    target = None if outline or load is None else load(config)
-    shapes = outline or target
-    assert shapes is not None
-    limits = [each for each in (shapes.max_positions, shapes.rotary_boundary) if each is not None]
-    free, shrinks = "data.length" in config.open, "train.batch" in config.open
-    packed = build.packs_rows(shapes, length=1, pack=config.data.pack)
-    read: Any = {"most": min(limits, default=None), "packed": packed, "depth": most_drafts(config)}
-    config = decided(config, decide.reading(config, place, lengths, **read))
-    while True:
-        with named("data"):
-            build.packs_rows(shapes, length=config.data.length, pack=config.data.pack)
-            packs = None
-            if rows is not None:
-                packs = Packs(rows, length=config.data.length, packed=packed, numbers=numbers)
-        texts = TextLengths.of(packs) if packs else TextLengths.guessed(lengths, config.data.length)
-        config = decided(config, decide.vocabulary(config, texts, all_tokens=shapes.vocab_size))
-        config = decide.settle(config, decide.start(config, decide.tokens_wanted(config, texts)))  # said with the steps
-        config = decided(config, decide.batches(config, place, texts))
-        counted = None if outline is None or config.adapts_target else count(config, outline, texts, place)
-        if counted is None:
-            break
-        wrong = plan.problems(config, counted.memory, place)
-        if not wrong:
-            break
-        smaller = make_smaller(config, counted.memory, place, length=free, batch=shrinks)
-        if smaller is None:
-            if config.plan:
-                break
-            raise ValueError(f"This run does not fit: {wrong[0]} plan=true shows what it needs.")
-        config = decided(replace(config, open=(*config.open, smaller.name)), [smaller])
-    layers = len(counted.drafter.target_layers) if counted else LAYERS
-    size = plan.bytes_per_token(shapes, layers)
-    config = decided(config, decide.features(config, place, texts, bytes_per_token=size))
-    return Prepared(config, tokenizer, heldout, packs, texts, place, counted, target, left)
+    arguments: dict[str, Any] = {"revision": target.revision, "trust_remote_code": target.trust_remote_code}
+    with prefix_option_names("target"):
+        arguments |= {"dtype": dtype, "device": target.device or processes.device}
+        if options.features.urls:
+            return Target.load_ends(target.name, **arguments | {"device": processes.device})
+        if target.shard:
+            return Target.load_sharded(target.name, **arguments)
+        return Target.load(target.name, **arguments)
 
 
-def most_drafts(config: RunConfig) -> int:
-    """How many drafts the head can make in a row, as far as its settings say; for a checkpoint that is trained further, its own."""
-    spec = config.head["drafter"]
-    if config.start is not None:
-        spec = checkpoint.read_document(checkpoint.resolve(config.start))
-    known = [spec.get(name) for name in ("num_heads", "num_modules", "num_drafts")]
-    return min([each for each in (*known, config.decode.nodes) if isinstance(each, int)], default=4)
+def packs_rows(target: Target, *, length: int, pack: bool | None) -> bool:
+    """Whether rows of `length` tokens hold several conversations. pack: as the user wishes; None: if the target can read them so
+
+    Raises ValueError for a length, or for packing, that the target cannot read.
+    """
+    limit, boundary = target.max_positions, target.rotary_boundary
+    if limit is not None and length > limit:
+        raise ValueError(f"data.length={length}: {target.name} reads {limit} positions, so lower it to at most that.")
+    if boundary is not None and length > boundary:
+        raise ValueError(
+            f"data.length={length}: {target.name} turns keys by other angles in texts longer than {boundary} tokens "
+            "(LongRoPE), and would in all rows of a batch at once: lower it to at most that."
+        )
+    if pack and target.recurrent:
+        raise ValueError(
+            f"data.pack=true: {target.name} has recurrent or convolution layers, whose state would run from one conversation into "
+            "the next. Leave data.pack=null, which then gives each conversation a row of its own."
+        )
+    return not target.recurrent if pack is None else pack
 
 
-def make_smaller(
-    config: RunConfig, memory: plan.Memory, place: Place, *, length: bool, batch: bool
-) -> decide.Decision | None:
-    """Half of what is in memory at once; None if nothing that was left open would help. length, batch: which of them was"""
-    reason = f"{memory} were too much for {place.memory / 1e9:.1f} GB"
-    if plan.starts_too_large(memory, place) or memory.fixed > plan.ROOM * place.memory:
-        return None
-    if batch and config.train.batch > 1:
-        return decide.Decision("train.batch", config.train.batch // 2, reason)
-    if length and config.data.length > decide.SHORTEST[place.device]:
-        return decide.Decision("data.length", config.data.length // 2, reason)
-    return None
+def encode_rows(options: RunOptions, tokenizer: PreTrainedTokenizerBase) -> tuple[Rows, numpy.ndarray]:
+    """The conversations, and the numbers of those that are trained on."""
+    sources, template = options.data, options.template
+    check_arguments(tokenizer, template)
+    with prefix_option_names("data"):
+        folder = Path(sources.cache)
+        encoding = Encoding(
+            tokenizer, folder, sources.split, sources.limit, workers=sources.workers, arguments=template
+        )
+        # whichever process encodes shows it
+        return load_rows(sources.train, encoding, hold_out=sources.hold_out, tokens=sources.tokens)
 
 
-def count(config: RunConfig, outline: Target, texts: TextLengths, place: Place) -> plan.Counted | None:
+def read_lengths(packs: Packs) -> TextLengths:
+    lengths = numpy.minimum(packs.rows.lengths[packs.members], packs.length)
+    return TextLengths(lengths, len(packs), packs.supervised_counts.numpy())
+
+
+def guess_packs(lengths: ndarray, length: int) -> TextLengths:
+    """Of rows that were not encoded."""
+    cut = numpy.minimum(lengths, length)
+    num = int(first_fit(cut.tolist(), length).max(initial=0)) + 1
+    return TextLengths(cut, num, numpy.zeros(0, dtype=numpy.int64))
+
+
+def guess_lengths(options: RunOptions) -> ndarray:
+    """Tokens of each row, where the tokenizer cannot be reached: its characters over CHARACTERS, [R]"""
+    lengths = []
+    for source in reading.read_sources(options.data.train):
+        for _, row in itertools.islice(reading.read_rows(source, options.data.split), options.data.limit):
+            lengths.append(len(str(row.get("messages") or row.get("text") or row)) // CHARACTERS + 1)
+    progress.note(
+        f"The tokenizer of {options.target.name} cannot be reached: {CHARACTERS} characters are counted as a token."
+    )
+    return numpy.array(lengths, dtype=numpy.int64)
+
+
+def count_drafts(options: RunOptions) -> int:
+    """Drafts that the head can make in a row, as far as its settings say; for a checkpoint that is trained further, its own."""
+    spec = options.head.drafter
+    if options.start is not None:
+        spec = checkpoint.read_document(checkpoint.resolve(options.start))
+    numbers = [spec.get(name) for name in ("num_heads", "num_modules", "num_drafts")]
+    return min([number for number in (*numbers, options.decode.nodes) if isinstance(number, int)], default=4)
+
+
+def count(options: RunOptions, sizes: Sizes, outline: Target, texts: TextLengths, place: Place) -> plan.Counted | None:
     """None for a head that cannot be counted without values; its own refusals come when it is made."""
     try:
         with torch.random.fork_rng(devices=[]):  # what is counted draws, too
-            return plan.count_run(config, outline, texts, place, build.make)
+            return plan.count_run(options, sizes, outline, texts, place, make)
     except plan.WITHOUT_VALUES as error:
-        if config.plan:
+        if options.plan:
             raise ValueError(f"This target with this head cannot be counted ({error}).") from error
         return None
 
 
-def decided(config: RunConfig, decisions: list[Decision]) -> RunConfig:
-    """With these decisions, each of which is said with its reason."""
-    for decision in decisions:
-        if decision.reason:
-            progress.note(f"auto     {decision}")
-    return decide.settle(config, decisions)
+# The drafter
 
 
-def guess_lengths(config: RunConfig) -> numpy.ndarray:
-    """Tokens of each row, where the tokenizer cannot be reached: its characters over CHARACTERS, [R]"""
-    name, found = config.target.name, []
-    for source in reading.read_sources(config.data.train):
-        for _, row in itertools.islice(reading.read_rows(source, config.data.split), config.data.limit):
-            found.append(len(str(row.get("messages") or row.get("text") or row)) // CHARACTERS + 1)
-    progress.note(f"The tokenizer of {name} cannot be reached: {CHARACTERS} characters are counted as a token.")
-    return numpy.array(found, dtype=numpy.int64)
+def make_drafter(
+    options: RunOptions, spec: dict, vocab_size: int | None, target: Target, packs: Packs
+) -> tuple[Head, dict]:
+    """A new drafter as the settings say, or the one of the checkpoint `start`, and its spec for checkpoints.
+
+    spec: `head.drafter`, decided
+    """
+    count = lambda: draft_vocab(packs, size=vocab_size, num_tokens=target.vocab_size)
+    choose_vocab = lambda: compute_by_main(count, "the draft vocabulary", minutes=options.train.timeout)
+    if options.start is None:
+        vocab = choose_vocab()
+        with prefix_option_names("head.drafter"):
+            return make(spec, target, vocab=vocab), spec
+    new_vocab = None if options.start_vocab == "keep" else lambda before: choose_vocab()
+    drafter, start_spec = checkpoint.start(options.start, target, spec, new_vocab)
+    if start_spec["_target_"] != spec["_target_"]:
+        raise ValueError(
+            f"start={options.start} holds {start_spec['_target_']} and head={spec['_target_']}: give head= "
+            "the family of the checkpoint. Its sizes and vocabulary are then the checkpoint's, the objective is the head's."
+        )
+    return drafter, start_spec
+
+
+def make(settings: dict, *arguments: Any, **more: Any) -> Any:
+    """What `_target_` names, made with the other settings. Raises ValueError for one that it does not have."""
+    others = {key: value for key, value in settings.items() if key != "_target_"}
+    try:
+        return pkgutil.resolve_name(settings["_target_"])(*arguments, **others, **more)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
 
 
 # The speed of this device
 
 
-def choose_steps(prepared: Prepared, target: Target, accelerator: Accelerator) -> tuple[Prepared, decide.Pace | None]:
-    """Decides steps and validations by the speed of this device, if they are open. -> also the speed, if it was measured"""
-    config = prepared.config
-    brief = "train.steps" not in config.open and config.train.steps < BRIEF and not config.plan
-    names = {"train.steps", "train.accumulation", "train.validate_every"}
-    brief = brief or not (config.plan or names & set(config.open))  # nothing depends on the speed
-    pace = decide.Pace(0.0, 0.0, 0.0) if brief else try_steps(prepared, target, accelerator)
-    with Waiting(config.train.timeout, accelerator.process_index, accelerator.num_processes)(
-        "the speed of this device"
-    ):
-        pace = broadcast_object_list([pace])[0]
-    return settle_steps(prepared, pace), None if brief else pace
-
-
-def settle_steps(prepared: Prepared, pace: decide.Pace) -> Prepared:
-    """With steps, validations, and the start that suits so many tokens."""
-    texts, place = prepared.texts, prepared.place
-    config = decided(prepared.config, decide.training(prepared.config, place, texts, pace))
-    tokens = config.train.steps * decide.tokens_of_step(config, texts, place.num)
-    again = replace(config, open=tuple(name for name in OPEN_NULL if name in prepared.open))
-    return replace(prepared, config=decided(again, decide.start(again, tokens)))
-
-
-def try_steps(prepared: Prepared, target: Target, accelerator: Accelerator) -> decide.Pace:
+def try_steps(options: RunOptions, sizes: Sizes, packs: Packs, target: Target, device: torch.device) -> Pace:
     """Takes a few steps with a drafter that is thrown away, and measures them. All processes call this together."""
-    config, packs, device = prepared.config, prepared.packs, accelerator.device
-    assert packs is not None
-    order = permutation(len(packs), config.train.seed)
-    size = min(config.train.batch, len(order))
+    order = permutation(len(packs), options.train.seed)
+    size = min(sizes.batch, len(order))
     chosen = [[packs[order[(turn * size + place) % len(order)]] for place in range(size)] for turn in range(TRIED)]
-    texts = [collate(each, length=config.data.length, pad_token=0).to(device) for each in chosen]
+    texts = [collate(rows, length=sizes.length, pad_token=0).to(device) for rows in chosen]
     tokens = [int((batch.documents >= 0).sum()) for batch in texts]
     outputs: dict[int, Any] = {}
     # The first batch on a GPU proves and compiles; processes that hold a target together must take the same number
@@ -220,26 +322,25 @@ def try_steps(prepared: Prepared, target: Target, accelerator: Accelerator) -> d
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         progress.start("measuring this device"),
     ):
-        if config.adapts_target:  # a second drafter would change it again
+        if options.adapts_target:  # a second drafter would change it again
             online = Online(target, ())
             read = measure(lambda n: online(texts[n]), lambda n: None, lambda: None).read
-            return decide.Pace(0.0, 4 * read, 0.0)
-        drafter = build.make_drafter(config, target, packs)[0].to(device)
-        with named("head.objective"):
-            objective = build.make(config.head["objective"], drafter).train()
-        with named("optimizer"):
-            optimizer = optimization.make_optimizer(drafter, config.optimizer)
-        online, served = Online(target, drafter.target_layers), bool(config.features.urls)
+            return Pace(0.0, 4 * read, 0.0)
+        drafter = make_drafter(options, sizes.drafter, sizes.vocab_size, target, packs)[0].to(device)
+        with prefix_option_names("head.objective"):
+            objective = make(options.head.objective, drafter).train()
+        with prefix_option_names("optimizer"):
+            optimizer = optimization.make_optimizer(drafter, options.optimizer)
+        online, served = Online(target, drafter.target_layers), bool(options.features.urls)
 
         def read_texts(number: int) -> None:
             shape = (*texts[number].tokens.shape, len(drafter.target_layers) * target.width)
-            given = [
-                torch.randn(each, dtype=target.dtype, device=device) for each in (shape, (*shape[:2], target.width))
-            ]
-            outputs[0] = TargetOutput(*given) if served else online(texts[number])
+            shapes = (shape, (*shape[:2], target.width))
+            random = [torch.randn(size, dtype=target.dtype, device=device) for size in shapes]
+            outputs[0] = TargetOutput(*random) if served else online(texts[number])
 
         def take_step(number: int) -> None:
-            with accelerator.autocast():
+            with torch.autocast(device.type, torch.bfloat16, enabled=sizes.precision == "bf16"):
                 loss = objective(texts[number], outputs[0], compare=False)
             (loss.total / tokens[number]).backward()
 
@@ -249,29 +350,3 @@ def try_steps(prepared: Prepared, target: Target, accelerator: Accelerator) -> d
 
         pace = measure(read_texts, take_step, update)
     return replace(pace, read=0.0) if served else pace
-
-
-def show_plan(config: RunConfig, path: Path) -> str:
-    """What `plan=true` prints: of this machine, after a few steps that are thrown away, or of another one from its figures."""
-    here = not config.elsewhere
-    if here:
-        accelerator, config = build.start_processes(config)
-        device, num = accelerator.device, accelerator.num_processes
-    else:
-        device, num = torch.device("cpu"), 1
-        config = config.with_precision("bf16", "bfloat16")
-    prepared = prepare(config, device, num, (lambda given: build.load_target(given, accelerator)) if here else None)
-    if prepared.counted is None:
-        raise ValueError("plan=true: this head or this target is not counted. Take a few steps: train.steps=10.")
-    fits = True
-    memory, pace, drafter = prepared.counted.memory, prepared.counted.pace, prepared.counted.drafter
-    if here and not plan.problems(prepared.config, memory, prepared.place):
-        target = prepared.target or build.load_target(prepared.config, accelerator)
-        prepared, measured = choose_steps(prepared, target, accelerator)
-        assert measured is not None
-        pace, memory = measured, plan.measured_memory(memory, device)
-    else:
-        fits = not here
-        prepared = settle_steps(prepared, pace)
-    made = plan.make_plan(prepared.config, drafter, prepared.texts, prepared.place, memory, pace if fits else None)
-    return f"{plan.heading(prepared.config, path, prepared.place)}\n{made}"

@@ -27,12 +27,10 @@ from train.data.batches import collate
 from train.loop.optimizer import hidden_matrices
 from train.loop.trainer import LEAST_SLOTS, read_peak_memory
 from train.prepare.count_tensors import BANDWIDTH, PEAK, Autocast, Count
-from train.settings.decide import Pace, Place, TextLengths, seconds, tokens_of_step
-from train.settings.options import HERE, MachineSettings, RunConfig
+from train.settings.decide import GB, Cost, Memory, Pace, Place, Sizes, TextLengths, find_problems
+from train.settings.options import HERE, MachineOptions, RunConfig, RunOptions
 
-GB = 1e9
 CONTEXT = 0.8 * GB  # of a GPU, that CUDA and the libraries take
-ROOM = 0.92  # of a device's memory that may be planned for: the rest is lost between tensors of other sizes
 PRODUCTS, BESIDE = 0.65, 1.3  # share of the peak of a target's products; its time with all else, over theirs
 PROCESS = 0.55 * GB  # of Python and its libraries, on a CPU
 # Of a CPU: a step and what is read ahead meanwhile, over a step alone (results/47-right-by-default.md)
@@ -42,42 +40,16 @@ QUANTISED = 0.3  # bytes of quantised weights over those in 16 bits, where the f
 WITHOUT_VALUES = (ValueError, RuntimeError, TypeError)  # what tensors without values may raise
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one process."""
-
-    target: float
-    drafter: float  # its weights, and the optimizer's state
-    step: float  # gradients and what the backward pass needs
-    start: float  # the closed-form start, before the first step
-    other: float = 0.0
-
-    @property
-    def fixed(self) -> float:
-        """What no shorter pack makes smaller."""
-        return self.other + self.target + self.drafter
-
-    @property
-    def most(self) -> float:
-        return self.other + self.target + max(self.drafter + self.step, self.start)
-
-    def __str__(self) -> str:
-        parts = {"target": self.target, "drafter and optimizer": self.drafter, "a step": self.step}
-        if self.start > self.drafter + self.step:
-            parts = {"target": self.target, "the closed-form start": self.start}
-        return f"{self.most / GB:.2f} GB ({', '.join(f'{name} {value / GB:.2f}' for name, value in parts.items())})"
-
-
 # Machines
 
 
-def find_place(config: RunConfig, device: torch.device, num: int) -> Place:
+def find_place(options: RunOptions, device: torch.device, num: int) -> Place:
     """This machine, or the one that is planned for."""
-    machine, cuda = config.machine, device.type == "cuda"
-    if machine.name != HERE and not config.elsewhere:  # a run is where it is
-        machine = MachineSettings(machine.name)
+    machine, cuda = options.machine, device.type == "cuda"
+    if machine.name != HERE and not options.elsewhere:  # a run is where it is
+        machine = MachineOptions(name=machine.name)
     elif machine.name == HERE:
-        machine = replace(machine, device=None, num=None)
+        machine = machine.model_copy(update={"device": None, "num": None})
     kind = machine.device or ("cuda" if cuda else "cpu")
     here = (
         torch.cuda.get_device_properties(device).total_memory
@@ -85,25 +57,25 @@ def find_place(config: RunConfig, device: torch.device, num: int) -> Place:
         else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     )
     memory = machine.memory * GB if machine.memory else here / (1 if cuda else num)
-    disk = machine.disk * GB if machine.disk else files.free_bytes(Path(config.features.folder))
+    disk = machine.disk * GB if machine.disk else files.free_bytes(Path(options.features.folder))
     return Place(kind, machine.num or num, memory, disk)
 
 
 # Memory
 
 
-def target_bytes(config: RunConfig, target: Target, num: int) -> float:
+def target_bytes(options: RunOptions, target: Target, num: int) -> float:
     """Of a process. target: an outline"""
     weights = {id(value): value.nbytes for value in target.model.parameters()}
-    if config.features.urls:
+    if options.features.urls:
         ends = {id(part.weight): part.weight.nbytes for part in (target.embed, target.lm_head)}
         return float(sum(ends.values()))
-    if config.target.device == "auto":
-        num = (config.machine.num if config.elsewhere else torch.cuda.device_count()) or 1
-    elif not config.target.shard:
+    if options.target.device == "auto":
+        num = (options.machine.num if options.elsewhere else torch.cuda.device_count()) or 1
+    elif not options.target.shard:
         num = 1
     if target.quantisation is not None:  # an outline has the shapes of weights that are not quantised
-        stored = sum(file.stat().st_size for file in Path(config.target.name).glob("*.safetensors"))
+        stored = sum(file.stat().st_size for file in Path(options.target.name).glob("*.safetensors"))
         return float(stored or QUANTISED * sum(weights.values())) / num
     return sum(weights.values()) / num
 
@@ -117,34 +89,36 @@ class Counted:
     pace: Pace
 
 
-def count_run(config: RunConfig, target: Target, texts: TextLengths, place: Place, make: Callable[..., Any]) -> Counted:
-    """What a process needs. target: an outline; make: as of train/prepare/build.py, for heads that leave the target as it is"""
-    train, tokens = config.train, config.train.batch * config.data.length
-    peak, bandwidth = 1e12 * (config.machine.flops or 0) or PEAK, 1e9 * (config.machine.bandwidth or 0) or BANDWIDTH
-    size = config.head["vocab_size"]
+def count_run(
+    options: RunOptions, sizes: Sizes, target: Target, texts: TextLengths, place: Place, make: Callable[..., Any]
+) -> Counted:
+    """What a process needs. target: an outline; make: as of train/prepare/facts.py, for heads that leave the target as it is"""
+    tokens = sizes.batch * sizes.length
+    peak, bandwidth = 1e12 * (options.machine.flops or 0) or PEAK, 1e9 * (options.machine.bandwidth or 0) or BANDWIDTH
+    size = sizes.vocab_size
     vocab = None if size is None or size >= target.vocab_size else torch.arange(size)
     with torch.device("meta"), Count():
-        drafter: Drafter = make(config.head["drafter"], target, vocab=vocab).to("meta")
+        drafter: Drafter = make(sizes.drafter, target, vocab=vocab).to("meta")
     size = sum(value.numel() for value in drafter.parameters() if value.requires_grad)
-    muon = hidden_matrices(drafter) if config.optimizer.name == "muon" else []
+    muon = hidden_matrices(drafter) if options.optimizer.name == "muon" else []
     matrices = sum(value.numel() for value in muon)  # Muon keeps one number for each, AdamW two
-    own = 4.0 * size * (4 if train.ema else 3) - 4.0 * matrices
+    own = 4.0 * size * (4 if options.train.ema else 3) - 4.0 * matrices
     experts = experts_of(target.config.to_dict())
     dense, mixed = count_weights(target.decoder, target.embed.weight, experts)
     used = dense + (mixed * experts.per_token / experts.num if experts else 0.0)
     inner = getattr(target.config, "intermediate_size", None) or 4 * target.width
     reading = tokens * 2.0 * (8 * target.width + 3 * (max(inner) if isinstance(inner, list) else inner))
     with fast.forced("loss", *(["varlen"] if place.device == "cuda" else [])):
-        count = count_step(config, drafter, texts, make, peak=peak, bandwidth=bandwidth)
+        count = count_step(options, sizes, drafter, texts, make, peak=peak, bandwidth=bandwidth)
     update = 28.0 * size / bandwidth
     for low, high in (sorted(matrix.shape) for matrix in muon):
         update += MUON_STEPS * (4.0 * low * low * high + 2.0 * low**3) / (0.5 * peak)
     read = 2 * used / (PRODUCTS * peak) * BESIDE
-    if config.features.urls:
-        read = bytes_per_token(target, len(drafter.target_layers)) / (1e9 * (config.machine.network or 1.0))
+    if options.features.urls:
+        read = bytes_per_token(target, len(drafter.target_layers)) / (1e9 * (options.machine.network or 1.0))
     other = CONTEXT if place.device == "cuda" else PROCESS
-    start = start_bytes(config, drafter, texts)
-    memory = Memory(target_bytes(config, target, place.num), own, max(float(count.live), reading), start, other)
+    start = start_bytes(options, sizes.solve_packs, drafter, texts)
+    memory = Memory(target_bytes(options, target, place.num), own, max(float(count.live), reading), start, other)
     return Counted(drafter, memory, Pace(read, count.seconds / tokens, update))
 
 
@@ -153,42 +127,43 @@ def bytes_per_token(target: Target, layers: int) -> int:
     return (layers + 1) * target.width * target.embed.weight.element_size()
 
 
-def start_bytes(config: RunConfig, drafter: Head, texts: TextLengths) -> float:
+def start_bytes(options: RunOptions, solve_packs: int, drafter: Head, texts: TextLengths) -> float:
     """Of the closed-form start: the slots that it holds, once as they are read and once in float32, and two square matrices."""
-    if config.start is not None or not isinstance(drafter, Drafter) or not config.solve_packs or not drafter.solves:
+    if options.start is not None or not isinstance(drafter, Drafter) or not solve_packs or not drafter.solves:
         return 0.0
     width, layers = drafter.target.width, len(drafter.target_layers)
-    num = start_tokens(config, texts, width)
-    depth = 1 if drafter.depth is None else config.head["objective"]["depth"]
+    num = start_tokens(solve_packs, texts, width)
+    depth = 1 if drafter.depth is None else options.head.objective["depth"]
     wide = (layers + 2) * width
     return num * width * (layers + 1 + depth) * (2 + 4) + 2 * 4.0 * wide * wide
 
 
-def start_tokens(config: RunConfig, texts: TextLengths, width: int) -> float:
+def start_tokens(solve_packs: int, texts: TextLengths, width: int) -> float:
     """That the closed-form start reads. width: of the target"""
-    return min(
-        max(LEAST_SLOTS, 6 * width), min(config.solve_packs, texts.num_packs) * texts.num_tokens / texts.num_packs
-    )
+    return min(max(LEAST_SLOTS, 6 * width), min(solve_packs, texts.num_packs) * texts.num_tokens / texts.num_packs)
 
 
 def count_step(
-    config: RunConfig, drafter: Drafter, texts: TextLengths, make: Callable[..., Any], **machine: float
+    options: RunOptions, sizes: Sizes, drafter: Drafter, texts: TextLengths, make: Callable[..., Any], **machine: float
 ) -> Count:
     """A step of the drafter, from given features, of packs with texts of these lengths, of which 30 % are prompt."""
-    length, num = config.data.length, config.train.batch
+    length, num = sizes.length, sizes.batch
     mean = max(2, int(texts.lengths.mean())) if len(texts.lengths) else length
     mean = min(mean, length)
-    sizes = [mean] * (length // mean)
+    texts_of_pack = [mean] * (length // mean)
     rows = [
-        [Row(str(i), "all", [1] * size, [place >= 0.3 * size for place in range(size)]) for i, size in enumerate(sizes)]
+        [
+            Row(str(i), "all", [1] * size, [place >= 0.3 * size for place in range(size)])
+            for i, size in enumerate(texts_of_pack)
+        ]
     ] * num
-    objective: nn.Module = make(config.head["objective"], drafter)
+    objective: nn.Module = make(options.head.objective, drafter)
     batch = collate(rows, length=length, pad_token=0).to(torch.device("meta"))
     width = drafter.target.width
     empty: Callable[[int], Tensor] = lambda w: torch.empty(num, length, w, dtype=torch.bfloat16, device="meta")
-    with Count(sizes * num, **machine) as count:
+    with Count(texts_of_pack * num, **machine) as count:
         output = TargetOutput(empty(len(drafter.target_layers) * width), empty(width))
-        with Autocast() if config.precision != "fp32" else contextlib.nullcontext():
+        with Autocast() if sizes.precision != "fp32" else contextlib.nullcontext():
             loss = objective(batch, output, compare=False)
         (loss.total / 100).backward()
     return count
@@ -250,14 +225,14 @@ def make_plan(
 ) -> Plan:
     """drafter: of the run, or of an outline; pace: None: not known, as the run does not fit here"""
     train, plan = config.train, Plan()
-    step_tokens = tokens_of_step(config, texts, place.num)
+    step_tokens = train.batch * train.accumulation * place.num * texts.pack_tokens
     tokens = train.steps * step_tokens
     cached = config.features.mode == "cached"
     spent = start = 0.0
     if pace is not None:
-        spent = seconds(pace, tokens, texts=texts, step_tokens=step_tokens, cached=cached, num=place.num)
-        if start_bytes(config, drafter, texts) and not cached:
-            start = start_tokens(config, texts, drafter.target.width) * pace.read
+        spent = Cost(pace, texts.num_tokens, place.num, cached).seconds(tokens, step_tokens)
+        if start_bytes(config, config.solve_packs, drafter, texts) and not cached:
+            start = start_tokens(config.solve_packs, texts, drafter.target.width) * pace.read
     length, served = progress.duration, " if the engine keeps up" if config.features.urls else ""
     time_taken = f"{length(spent + start)} of training at {tokens / (spent or 1.0):,.0f} tokens/s{served}"
     time_taken += f", {length(start)} of them before the first step" if start else ""
@@ -279,7 +254,7 @@ def make_plan(
         ("disk", f"{disk / GB:.2f} GB ({features / GB:.2f} of features) of {place.disk / GB:,.0f} GB that are free"),
         ("network", f"{sent / GB:,.1f} GB from the engine" if sent else "none"),
     ]
-    plan.problems += problems(config, memory, place)
+    plan.problems += find_problems(config, memory, place)
     if disk > place.disk:
         plan.problems.append(
             f"{disk / GB:.1f} GB are written and {place.disk / GB:.1f} GB are free: use features.mode=online."
@@ -287,45 +262,22 @@ def make_plan(
     return plan
 
 
-def starts_too_large(memory: Memory, place: Place) -> bool:
-    """Whether all but the closed-form start fits."""
-    return replace(memory, start=0.0).most <= ROOM * place.memory < memory.most
-
-
-def problems(config: RunConfig, memory: Memory, place: Place) -> list[str]:
-    """Why a run does not fit into the memory, and what to change; empty if it does."""
-    if memory.most <= ROOM * place.memory:
-        return []
-    if starts_too_large(memory, place):
-        return [
-            f"the closed-form start needs {(memory.other + memory.target + memory.start) / GB:.1f} GB in a process that has "
-            f"{place.memory / GB:.1f} GB: lower solve_packs={config.solve_packs}, or set it to 0 for random weights."
-        ]
-    what = f"a process needs {memory} and has {place.memory / GB:.1f} GB: "
-    if memory.target > 0.8 * ROOM * place.memory:
-        where = (
-            "target.shard=true over more GPUs, target.device=auto, or an engine on other GPUs (features.mode=engine)"
-        )
-        return [f"{what}the target alone is too large. Give {where}, or a smaller or quantised target."]
-    return [f"{what}{config.less_memory()}."]
-
-
-def read_config(config: RunConfig) -> PreTrainedConfig:
+def read_config(options: RunOptions) -> PreTrainedConfig:
     """The target's config.json, or what conf/target has of it where a plan for another machine cannot reach it."""
-    given = config.target
+    given = options.target
     known = dict(given.outline or {})
-    if config.elsewhere and known.pop("of", None) == given.name and not Path(given.name).is_dir():
+    if options.elsewhere and known.pop("of", None) == given.name and not Path(given.name).is_dir():
         return AutoConfig.for_model(**known)
     return load_config(given.name, revision=given.revision, trust_remote_code=given.trust_remote_code)
 
 
-def make_outline(config: RunConfig, found: PreTrainedConfig) -> Target | None:
+def make_outline(options: RunOptions, found: PreTrainedConfig, dtype: str) -> Target | None:
     """The shapes of the target. None for families whose shapes cannot be told without values: these are not counted."""
-    dtype = "float32" if config.target.dtype == "float32" else "bfloat16"
-    if config.target.trust_remote_code:  # whose code runs once, when the target is loaded
+    dtype = "float32" if dtype == "float32" else "bfloat16"
+    if options.target.trust_remote_code:  # whose code runs once, when the target is loaded
         return None
     try:
-        return Target.outline(found, name=config.target.name, dtype=dtype)
+        return Target.outline(found, name=options.target.name, dtype=dtype)
     except WITHOUT_VALUES:
         return None
 

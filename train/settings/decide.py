@@ -1,21 +1,20 @@
 """Decides what a run leaves to `auto`, by device, target and data. docs/defaults.md has the rules, and where each one comes from.
 
-Three times, as what is known grows: how texts are read, before the target is loaded (`reading`); the draft vocabulary, from packs
-(`vocabulary`); and steps, from the speed of this device (`training`). A value that the user gives is never changed. What was decided is
-in config.yaml, from which a resumed run takes it, so it is the same run on a faster machine too.
+A value that the user gives is never changed. What was decided is in config.yaml, from which a resumed run takes it, so it is the same
+run on a faster machine too.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy
 from numpy import ndarray
 
-from specdec.core import ranges
-from train.data.packing import Packs, first_fit
-from train.settings.options import RunConfig
+from specdec.core.option_types import format_value, read_options
+from specdec.core.precision import AUTO, Choice
+from specdec.options.config_files import flatten
+from train.settings.options import NORMS, RunConfig, RunOptions, fill
 
 FEW_CUT = 0.995  # of the rows, that are not cut
 SHORTEST, LONGEST = {"cpu": 512, "cuda": 2048}, {"cpu": 4096, "cuda": 16384}  # tokens of a pack
@@ -35,6 +34,13 @@ VOCABULARY = (8192, 32768)  # bounds of a draft vocabulary
 DISK = 0.25  # share of the free disk that features may take
 VALIDATE = 600.0  # seconds between two validations
 VALIDATIONS = (4, 20)  # in a run, at least and at most
+BRIEF = 50  # steps that are given, below which the speed of this device is not measured
+GB = 1e9
+ROOM = 0.92  # of a device's memory that may be planned for: the rest is lost between tensors of other sizes
+PRECISIONS = {"bfloat16": "bf16", "float32": "fp32"}  # of training, by the dtype that a device computes in
+
+
+# Facts
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,16 @@ class Place:
     num: int
     memory: float
     disk: float
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What a target can read, and what its head can draft."""
+
+    vocab_size: int
+    max_positions: int | None  # tokens of a text; None: any number
+    packed: bool  # whether rows share a pack
+    max_drafts: int  # in a row
 
 
 @dataclass(frozen=True)
@@ -60,25 +76,95 @@ class TextLengths:
         """Without padding."""
         return int(self.lengths.sum())
 
-    @classmethod
-    def of(cls, packs: Packs) -> "TextLengths":
-        lengths = numpy.minimum(packs.rows.lengths[packs.members], packs.length)
-        return cls(lengths, len(packs), packs.supervised_counts.numpy())
+    @property
+    def pack_tokens(self) -> float:
+        """Of a pack, on average."""
+        return self.num_tokens / self.num_packs
 
-    @classmethod
-    def guessed(cls, lengths: ndarray, length: int) -> "TextLengths":
-        """Of rows that were not encoded."""
-        cut = numpy.minimum(lengths, length)
-        return cls(cut, int(first_fit(cut.tolist(), length).max(initial=0)) + 1, numpy.zeros(0, dtype=numpy.int64))
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the memory and the speed of a run depend on, of what is decided. drafter: `head.drafter`"""
+
+    precision: str
+    length: int
+    batch: int
+    vocab_size: int | None
+    solve_packs: int
+    drafter: dict
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one process."""
+
+    target: float
+    drafter: float  # its weights, and the optimizer's state
+    step: float  # gradients and what the backward pass needs
+    start: float  # the closed-form start, before the first step
+    other: float = 0.0
+
+    @property
+    def fixed(self) -> float:
+        """What no shorter pack makes smaller."""
+        return self.other + self.target + self.drafter
+
+    @property
+    def most(self) -> float:
+        return self.other + self.target + max(self.drafter + self.step, self.start)
+
+    def fits(self, place: Place) -> bool:
+        return self.most <= ROOM * place.memory
+
+    def starts_too_large(self, place: Place) -> bool:
+        """Whether all but the closed-form start fits."""
+        return replace(self, start=0.0).fits(place) and not self.fits(place)
+
+    def __str__(self) -> str:
+        parts = {"target": self.target, "drafter and optimizer": self.drafter, "a step": self.step}
+        if self.start > self.drafter + self.step:
+            parts = {"target": self.target, "the closed-form start": self.start}
+        return f"{self.most / GB:.2f} GB ({', '.join(f'{name} {value / GB:.2f}' for name, value in parts.items())})"
 
 
 @dataclass(frozen=True)
 class Pace:
     """Seconds on a device. read: of the target, for a token; step: of training, for a token; update: of the optimizer, for a step"""
 
-    read: float
-    step: float
-    update: float
+    read: float = 0.0
+    step: float = 0.0
+    update: float = 0.0
+
+
+class Facts(Protocol):
+    """What decisions are made by."""
+
+    place: Place
+
+    @property
+    def row_lengths(self) -> ndarray:
+        """Tokens of each row, [R]"""
+
+    def choose_dtype(self) -> Choice:
+        """What the device computes in."""
+
+    def read_target(self, dtype: str) -> TargetFacts:
+        """dtype: of its weights"""
+
+    def pack_rows(self, length: int) -> TextLengths:
+        """Raises ValueError for a length that the target cannot read."""
+
+    def count_memory(self, sizes: Sizes) -> Memory | None:
+        """None for heads and targets that cannot be counted."""
+
+    def count_features(self) -> int:
+        """Bytes of the target's outputs for a token, as far as the head reads them."""
+
+    def measure_pace(self, sizes: Sizes) -> Pace:
+        """Of this device, or of the machine that is planned for."""
+
+
+# Decisions
 
 
 @dataclass(frozen=True)
@@ -90,203 +176,344 @@ class Decision:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.name}={ranges.show(self.value)} ({self.reason})"
+        return f"{self.name}={format_value(self.value)} ({self.reason})"
 
 
-def settle(config: RunConfig, decisions: Sequence[Decision]) -> RunConfig:
-    return config.settle({decision.name: decision.value for decision in decisions})
+@dataclass(frozen=True)
+class Decided:
+    config: RunConfig
+    decisions: list[Decision]
 
 
-def _open(config: RunConfig, decisions: Sequence[Decision]) -> list[Decision]:
-    """Those that the user left open."""
-    return [decision for decision in decisions if decision.name in config.open]
+def decide(options: RunOptions, facts: Facts) -> Decided:
+    """All options that are auto, in the order in which they depend on one another. Raises ValueError for a run that cannot fit."""
+    precision = decide_precision(options, facts)
+    target = facts.read_target(precision[1].value)
+    length = decide_length(options, facts.place, facts.row_lengths, target)
+    judging = decide_validation(options, facts.place, target.max_drafts)
+    texts, sizes, fitting = fit_memory(options, facts, target, precision[0].value, length)
+    features = decide_features(options, facts.place, texts, sizes.batch, bytes_per_token=facts.count_features())
+    pace = facts.measure_pace(sizes) if needs_pace(options) else Pace()
+    cost = Cost(pace, texts.num_tokens, facts.place.num, cached=features.value == "cached")
+    steps, tokens = decide_steps(options, facts.place, texts, cost, sizes.batch)
+    decisions = [*precision, *fitting, *judging, features, *steps, *decide_start(options, tokens)]
+    return Decided(read_options(RunConfig, apply(options, decisions)), decisions)
 
 
-# Before the target is loaded
+def apply(options: RunOptions, decisions: list[Decision]) -> dict:
+    """The options as a document, with these decisions."""
+    return fill(options.document(), {decision.name: decision.value for decision in decisions})
 
 
-def reading(
-    config: RunConfig, place: Place, lengths: ndarray, *, most: int | None, packed: bool = True, depth: int = 4
-) -> list[Decision]:
-    """How texts are read, and how the drafter is judged.
+def choose(options: RunOptions, name: str, value: Any, reason: str = "") -> Decision:
+    """The value that the user gives to an option, or this one in the place of auto."""
+    current = flatten(options.document())[name]
+    return Decision(name, value, reason) if current == AUTO else Decision(name, current, "")
 
-    lengths: tokens of each row; most: that the target can read; None: any; packed: whether rows share a pack
-    depth: drafts that the head can make
-    """
-    on_gpu = place.device == "cuda"
-    where = "a GPU" if on_gpu else "a CPU"
-    shortest = SHORTEST[place.device]
-    quantile = int(numpy.quantile(lengths, FEW_CUT, method="higher")) if len(lengths) else shortest
-    share = step_aim(config, max(1, int(lengths.sum())) * EPOCHS) / place.num  # tokens of a step in one process
-    least = min(max(shortest, 2 ** round(math.log2(share))), TOGETHER) if on_gpu else shortest
-    least = least if packed else ROUND  # the rest of a pack would be padding
-    length = min(max(least, -(-quantile // ROUND) * ROUND), LONGEST[place.device])
-    limit = f"from {least:,} to {LONGEST[place.device]:,} on {where}"
-    if most is not None and most < length:
-        length, limit = most, f"the target reads at most {most:,}"
-    cut = int((lengths > length).sum())
-    block = getattr(config.drafter_class, "attends", None) == "block"  # whose pass makes all drafts
-    drafts = (depth if block else 4) if on_gpu else 2
-    reason = f"{FEW_CUT:.1%} of {len(lengths):,} rows have at most {quantile:,} tokens; {limit}; cut: {cut:,}"
-    found = [
-        Decision("data.length", length, reason),
-        Decision("decode.depth", min(depth, drafts), f"drafts of a round in validations on {where}"),
-        Decision("validation.num_prompts", 64 if on_gpu else 8, f"on {where}"),
-        Decision("validation.max_new_tokens", 256 if on_gpu else 48, f"on {where}"),
+
+def decide_precision(options: RunOptions, facts: Facts) -> list[Decision]:
+    """What is computed in: of training, and of the target."""
+    is_open = AUTO in (options.precision, options.target.dtype)
+    choice = facts.choose_dtype() if is_open else Choice("float32", "")
+    return [
+        choose(options, "precision", PRECISIONS[choice.dtype], choice.reason),
+        choose(options, "target.dtype", choice.dtype, choice.reason),
     ]
-    return _open(config, found)
 
 
-def vocabulary(config: RunConfig, texts: TextLengths, *, all_tokens: int) -> list[Decision]:
-    """The size of the draft vocabulary."""
+def decide_length(options: RunOptions, place: Place, lengths: ndarray, target: TargetFacts) -> Decision:
+    """Tokens of a pack. lengths: tokens of each row"""
+    on_gpu = place.device == "cuda"
+    shortest, longest = SHORTEST[place.device], LONGEST[place.device]
+    quantile = int(numpy.quantile(lengths, FEW_CUT, method="higher")) if len(lengths) else shortest
+    least = shortest
+    if on_gpu:
+        share = step_aim(options, max(1, int(lengths.sum())) * EPOCHS) / place.num  # tokens of a step in one process
+        least = min(max(shortest, 2 ** round(math.log2(share))), TOGETHER)
+    if not target.packed:  # the rest of a pack would be padding
+        least = ROUND
+    length = min(max(least, -(-quantile // ROUND) * ROUND), longest)
+    limit = f"from {least:,} to {longest:,} on {describe_place(place)}"
+    if target.max_positions is not None and target.max_positions < length:
+        length = target.max_positions
+        limit = f"the target reads at most {length:,}"
+    cut = int((lengths > length).sum())
+    reason = f"{FEW_CUT:.1%} of {len(lengths):,} rows have at most {quantile:,} tokens; {limit}; cut: {cut:,}"
+    return choose(options, "data.length", length, reason)
+
+
+def describe_place(place: Place) -> str:
+    return "a GPU" if place.device == "cuda" else "a CPU"
+
+
+def decide_validation(options: RunOptions, place: Place, max_drafts: int) -> list[Decision]:
+    """How the drafter is judged."""
+    where = f"on {describe_place(place)}"
+    drafts, num_prompts, tokens = (4, 64, 256) if place.device == "cuda" else (2, 8, 48)
+    if place.device == "cuda" and getattr(options.head.drafter_class, "attends", None) == "block":
+        drafts = max_drafts  # of one pass
+    return [
+        choose(options, "decode.depth", min(max_drafts, drafts), f"drafts of a round in validations {where}"),
+        choose(options, "validation.num_prompts", num_prompts, where),
+        choose(options, "validation.max_new_tokens", tokens, where),
+    ]
+
+
+def fit_memory(
+    options: RunOptions, facts: Facts, target: TargetFacts, precision: str, length: Decision
+) -> tuple[TextLengths, Sizes, list[Decision]]:
+    """Packs and what is in memory at once: first the batch, then the length is halved while the run is too large.
+
+    -> the packs, what the memory depends on, and what was decided. Raises ValueError if the run cannot fit.
+    """
+    texts = facts.pack_rows(length.value)
+    vocabulary = decide_vocabulary(options, texts, target.vocab_size)
+    start = decide_start(options, count_wanted_tokens(options, texts, batch=1))  # said with the steps
+    batch = decide_batch(options, facts.place, texts, length.value)
+    spec = {decision.name.rpartition(".")[2]: decision.value for decision in start}
+    packs = spec.pop("solve_packs")
+    while True:
+        sizes = Sizes(precision, length.value, batch.value, vocabulary.value, packs, options.head.drafter | spec)
+        decisions = [length, vocabulary, batch]
+        memory = facts.count_memory(sizes)
+        if memory is None or memory.fits(facts.place):
+            return texts, sizes, decisions
+        smaller = make_smaller(options, memory, facts.place, sizes)
+        if smaller is None:
+            if options.plan:
+                return texts, sizes, decisions
+            settled = read_options(RunOptions, apply(options, [*decisions, *start]))
+            (problem,) = find_problems(settled, memory, facts.place)
+            raise ValueError(f"This run does not fit: {problem} plan=true shows what it needs.")
+        if smaller.name == batch.name:
+            batch = smaller
+        else:
+            length, texts = smaller, facts.pack_rows(smaller.value)
+
+
+def make_smaller(options: RunOptions, memory: Memory, place: Place, sizes: Sizes) -> Decision | None:
+    """Half of what is in memory at once; None if nothing that is auto would help."""
+    reason = f"{memory} were too much for {place.memory / GB:.1f} GB"
+    if memory.starts_too_large(place) or memory.fixed > ROOM * place.memory:
+        return None
+    if options.train.batch == AUTO and sizes.batch > 1:
+        return Decision("train.batch", sizes.batch // 2, reason)
+    if options.data.length == AUTO and sizes.length > SHORTEST[place.device]:
+        return Decision("data.length", sizes.length // 2, reason)
+    return None
+
+
+def find_problems(options: RunOptions, memory: Memory, place: Place) -> list[str]:
+    """Why a run does not fit into the memory, and what to change; empty if it does."""
+    if memory.fits(place):
+        return []
+    if memory.starts_too_large(place):
+        return [
+            f"the closed-form start needs {(memory.other + memory.target + memory.start) / GB:.1f} GB in a process that has "
+            f"{place.memory / GB:.1f} GB: lower solve_packs={options.solve_packs}, or set it to 0 for random weights."
+        ]
+    need = f"a process needs {memory} and has {place.memory / GB:.1f} GB: "
+    if memory.target > 0.8 * ROOM * place.memory:
+        places = (
+            "target.shard=true over more GPUs, target.device=auto, or an engine on other GPUs (features.mode=engine)"
+        )
+        return [f"{need}the target alone is too large. Give {places}, or a smaller or quantised target."]
+    return [f"{need}{options.describe_remedies()}."]
+
+
+def decide_vocabulary(options: RunOptions, texts: TextLengths, num_tokens: int) -> Decision:
+    """The size of the draft vocabulary. num_tokens: of the target"""
     ranked = numpy.sort(texts.counts)[::-1]
     shares = ranked.cumsum() / max(1, ranked.sum())
     wanted = int(numpy.searchsorted(shares, COVERED)) + 1
     least, most = VOCABULARY
     size = min(max(least, -(-wanted // 1024) * 1024), most)
-    kept = config.start is not None and config.start_vocab == "keep"
-    if size >= all_tokens:
-        return _open(
-            config, [Decision("head.vocab_size", None, "" if kept else f"all {all_tokens:,} tokens of the target")]
-        )
-    if not len(shares):
-        return _open(config, [Decision("head.vocab_size", most, "the most, as the answers were not encoded")])
-    share = shares[min(size, len(shares)) - 1]
-    reason = f"{wanted:,} tokens cover {COVERED:.1%} of the answers, these {share:.1%}; from {least:,} to {most:,}"
-    return _open(config, [Decision("head.vocab_size", size, "" if kept else reason)])
+    if size >= num_tokens:
+        value, reason = None, f"all {num_tokens:,} tokens of the target"
+    elif not len(shares):
+        value, reason = most, "the most, as the answers were not encoded"
+    else:
+        share = shares[min(size, len(shares)) - 1]
+        value = size
+        reason = f"{wanted:,} tokens cover {COVERED:.1%} of the answers, these {share:.1%}; from {least:,} to {most:,}"
+    if options.start is not None and options.start_vocab == "keep":
+        reason = ""
+    return choose(options, "head.vocab_size", value, reason)
 
 
-def features(config: RunConfig, place: Place, texts: TextLengths, *, bytes_per_token: int) -> list[Decision]:
+def decide_features(
+    options: RunOptions, place: Place, texts: TextLengths, batch: int, *, bytes_per_token: int
+) -> Decision:
     """Where the target's outputs come from: a GPU computes them anew, as reading them from a disk would be slower."""
     size = texts.num_tokens * bytes_per_token
-    again = tokens_wanted(config, texts) > 1.2 * texts.num_tokens
-    if config.features.urls:
-        fits = size <= DISK * place.disk
-        mode, reason = ("cached" if fits else "engine"), f"what the engine reads has {size / 1e9:.1f} GB"
+    fits = size <= DISK * place.disk
+    again = count_wanted_tokens(options, texts, batch) > 1.2 * texts.num_tokens
+    if options.features.urls:
+        mode, reason = ("cached" if fits else "engine"), f"what the engine reads has {size / GB:.1f} GB"
     elif place.device == "cuda":
         mode, reason = "online", "the target's pass is a small part of a step on a GPU"
     elif not again:
         mode, reason = "online", "each text is read once"
-    elif size > DISK * place.disk:
-        mode, reason = "online", f"{size / 1e9:.1f} GB are more than a quarter of the free disk"
+    elif not fits:
+        mode, reason = "online", f"{size / GB:.1f} GB are more than a quarter of the free disk"
     else:
-        mode, reason = "cached", f"texts are read again, and {size / 1e9:.2f} GB fit on the disk"
-    return _open(config, [Decision("features.mode", mode, reason)])
+        mode, reason = "cached", f"texts are read again, and {size / GB:.2f} GB fit on the disk"
+    return choose(options, "features.mode", mode, reason)
 
 
-def start(config: RunConfig, tokens: float) -> list[Decision]:
+def decide_start(options: RunOptions, tokens: float) -> list[Decision]:
     """Whether a head begins with a closed-form start, or with norms that such a start does not go with. tokens: to be read"""
-    spec = config.head["drafter"]
-    names = {f"head.drafter.{name}": spec[name] for name in ("norm_features", "norm_output") if name in spec}
-    given = [value for name, value in names.items() if name not in config.open]
-    free = "solve_packs" in config.open or config.solve_packs == 0
-    norms = bool(names) and config.start is None and (any(given) if given else free and tokens > LONG_RUN)
-    why = f"{tokens / 1e6:.2g} M tokens to read, more than {LONG_RUN / 1e6:g} M" if norms and not given else ""
-    found = [Decision(name, norms, why) for name in names]
-    solved = Decision("solve_packs", 0 if norms else 200, "random weights, with norms" if norms else "")
-    return _open(config, [*found, solved])
+    drafter = options.head.drafter
+    names = [name for name in NORMS if name in drafter]
+    users_values = [drafter[name] for name in names if drafter[name] != AUTO]
+    norms, reason = False, ""
+    if users_values:
+        norms = any(users_values)
+    elif names and options.solve_packs in (AUTO, 0) and tokens > LONG_RUN:
+        norms, reason = True, f"{tokens / 1e6:.2g} M tokens to read, more than {LONG_RUN / 1e6:g} M"
+    if options.start is not None:
+        norms, reason = False, ""
+    decisions = [choose(options, f"head.drafter.{name}", norms, reason) for name in names]
+    solved = choose(options, "solve_packs", 0 if norms else 200, "random weights, with norms" if norms else "")
+    return [*decisions, solved]
 
 
-def batches(config: RunConfig, place: Place, texts: TextLengths) -> list[Decision]:
+def decide_batch(options: RunOptions, place: Place, texts: TextLengths, length: int) -> Decision:
     """Packs that are in memory at once."""
-    together = max(1, (TOGETHER if place.device == "cuda" else ON_CPU) // config.data.length)
-    times = 1 if "train.accumulation" in config.open else config.train.accumulation
-    aim = step_aim(config, tokens_wanted(config, texts)) / times / place.num
-    batch = min(together, max(1, round(aim * texts.num_packs / texts.num_tokens)))
-    reason = f"packs of {config.data.length:,} tokens at once on a {'GPU' if place.device == 'cuda' else 'CPU'}"
-    return _open(config, [Decision("train.batch", batch, reason)])
+    together = max(1, (TOGETHER if place.device == "cuda" else ON_CPU) // length)
+    accumulation = options.train.accumulation
+    times = 1 if isinstance(accumulation, str) else accumulation
+    aim = step_aim(options, count_wanted_tokens(options, texts, batch=1)) / times / place.num
+    batch = min(together, max(1, round(aim / texts.pack_tokens)))
+    reason = f"packs of {length:,} tokens at once on {describe_place(place)}"
+    return choose(options, "train.batch", batch, reason)
 
 
-def step_aim(config: RunConfig, tokens: float, least: float = STEP_TOKENS[0]) -> float:
+# Steps
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of training. text_tokens: of the data; num: processes; cached: whether the target reads each text once"""
+
+    pace: Pace
+    text_tokens: int
+    num: int
+    cached: bool
+
+    def seconds(self, tokens: float, step_tokens: float) -> float:
+        """Of a run that reads so many tokens."""
+        read = min(tokens, self.text_tokens) if self.cached else tokens
+        return (read * self.pace.read + tokens * self.pace.step) / self.num + tokens / step_tokens * self.pace.update
+
+    def share_that_fits(self, tokens: float, step_tokens: float, limit: float) -> float:
+        """The largest share of the tokens that takes no longer than `limit` seconds."""
+        low, high = 0.0, 1.0
+        for _ in range(40):
+            middle = (low + high) / 2
+            if self.seconds(middle * tokens, step_tokens) <= limit:
+                low = middle
+            else:
+                high = middle
+        return low
+
+
+def step_aim(options: RunOptions, tokens: float, least: float = STEP_TOKENS[0]) -> float:
     """Tokens of a step, of a run that reads so many. least: at least"""
-    most = STEP_TOKENS[1]
-    return min(max(least, tokens / (STEPS if "train.steps" in config.open else config.train.steps)), most)
+    steps = options.train.steps
+    return min(max(least, tokens / (STEPS if isinstance(steps, str) else steps)), STEP_TOKENS[1])
 
 
-# Once the speed is known
+def count_wanted_tokens(options: RunOptions, texts: TextLengths, batch: int) -> float:
+    """Tokens to read without regard to time. batch: where it is auto"""
+    train = options.train
+    if isinstance(train.steps, str):
+        return train.tokens or count_epochs(options, texts) * texts.num_tokens
+    batch = batch if isinstance(train.batch, str) else train.batch
+    accumulation = 1 if isinstance(train.accumulation, str) else train.accumulation
+    return train.steps * max(batch * accumulation * texts.pack_tokens, STEP_TOKENS[0])
 
 
-def tokens_wanted(config: RunConfig, texts: TextLengths) -> float:
-    """Tokens to read without regard to time."""
-    train = config.train
-    if "train.steps" not in config.open:
-        return train.steps * max(tokens_of_step(config, texts, 1), STEP_TOKENS[0])
-    return train.tokens or epochs(config, texts) * texts.num_tokens
-
-
-def tokens_of_step(config: RunConfig, texts: TextLengths, num: int) -> float:
-    """That all processes read in a step of the settled options."""
-    return config.train.batch * config.train.accumulation * num * texts.num_tokens / texts.num_packs
-
-
-def epochs(config: RunConfig, texts: TextLengths) -> float:
+def count_epochs(options: RunOptions, texts: TextLengths) -> float:
     """How often the data is read."""
-    if "train.epochs" not in config.open:
-        return config.train.epochs
-    return min(EPOCHS, max(1.0, ENOUGH / texts.num_tokens))
+    epochs = options.train.epochs
+    return min(EPOCHS, max(1.0, ENOUGH / texts.num_tokens)) if isinstance(epochs, str) else epochs
 
 
-def seconds(pace: Pace, tokens: float, *, texts: TextLengths, step_tokens: float, cached: bool, num: int) -> float:
-    """Of a run that reads so many tokens, in `num` processes."""
-    read = min(tokens, texts.num_tokens) if cached else tokens
-    return (read * pace.read + tokens * pace.step) / num + tokens / step_tokens * pace.update
+def needs_pace(options: RunOptions) -> bool:
+    """Whether a decision depends on the speed of this device."""
+    train = options.train
+    brief = isinstance(train.steps, int) and train.steps < BRIEF
+    return options.plan or (AUTO in (train.steps, train.accumulation, train.validate_every) and not brief)
 
 
-def training(config: RunConfig, place: Place, texts: TextLengths, pace: Pace) -> list[Decision]:
-    """Steps, what is in them, and validations."""
-    train, given = config.train, config.open
-    steps_open, epochs_open = "train.steps" in given, "train.epochs" in given
-    times, wanted, reason = epochs(config, texts), tokens_wanted(config, texts), ""
-    pack_tokens = train.batch * place.num * texts.num_tokens / texts.num_packs
-    cost: dict[str, Any] = {"texts": texts, "cached": config.features.mode == "cached", "num": place.num}
-    # The optimizer's own work is to be a small part of a step
-    least = max(STEP_TOKENS[0], min(UPDATE * pace.update * place.num / max(1e-9, pace.read + pace.step), LEAST_MOST))
-    # As many tokens as the time allows
-    limited = steps_open and train.tokens is None and epochs_open and place.device == "cpu"
-    hours = train.hours if "train.hours" not in given else CPU_HOURS if limited else None
-    tokens = wanted
-    if steps_open:
-        reason = f"train.tokens={train.tokens:,}" if train.tokens else f"{times:.3g} times {texts.num_tokens:,} tokens"
-        fixed = None if "train.accumulation" in given else train.accumulation * pack_tokens
-        cost["step_tokens"] = fixed or max(pack_tokens, step_aim(config, wanted, least))
-        if hours is not None and seconds(pace, wanted, **cost) > hours * 3600:
-            tokens *= _share_that_fits(pace, wanted, hours * 3600, cost)
-            cost["step_tokens"] = fixed or max(pack_tokens, step_aim(config, tokens, least))
-            tokens = wanted * _share_that_fits(pace, wanted, hours * 3600, cost)
-            reason = f"train.hours={hours:g} allows {tokens:,.0f} tokens at this speed; {reason} would take {wanted / tokens:.1f} times as long"
-    accumulation = max(1, round(step_aim(config, tokens, least) / pack_tokens))
-    if "train.accumulation" not in given:
-        accumulation = train.accumulation
-    step_tokens = cost["step_tokens"] = accumulation * pack_tokens
-    steps = max(1, math.ceil(tokens / step_tokens - 0.01)) if steps_open else train.steps
-    spent = seconds(pace, steps * step_tokens, **cost)
+def decide_steps(
+    options: RunOptions, place: Place, texts: TextLengths, cost: Cost, batch: int
+) -> tuple[list[Decision], float]:
+    """Steps, what is in them, and validations. -> also the tokens that all steps read"""
+    train, is_open = options.train, isinstance(options.train.steps, str)
+    wanted, pack_tokens = count_wanted_tokens(options, texts, batch), batch * place.num * texts.pack_tokens
+    least = count_least_tokens(cost.pace, place.num)
+    read_again = f"1 to {EPOCHS}, fewer for more than {ENOUGH / EPOCHS / 1e6:,.0f} M tokens"
+    epochs = choose(options, "train.epochs", float(count_epochs(options, texts)), read_again)
+    hours = decide_hours(options, place)
+    tokens, reason = wanted, ""
+    if is_open:
+        reason = (
+            f"train.tokens={train.tokens:,}"
+            if train.tokens
+            else f"{epochs.value:.3g} times {texts.num_tokens:,} tokens"
+        )
+        if hours.value is not None:
+            tokens = limit_tokens(options, cost, wanted, pack_tokens, least, seconds=hours.value * 3600)
+        if tokens < wanted:
+            allowed = f"train.hours={hours.value:g} allows {tokens:,.0f} tokens at this speed"
+            reason = f"{allowed}; {reason} would take {wanted / tokens:.1f} times as long"
+    if not is_open or train.tokens:  # nothing depends on it
+        epochs = replace(epochs, reason="")
+    micro_batches = max(1, round(step_aim(options, tokens, least) / pack_tokens))
+    in_step = f"{micro_batches * pack_tokens:,.0f} tokens a step"
+    if is_open:
+        in_step += f": {STEPS:,} steps, but {STEP_TOKENS[0]:,.0f} to {STEP_TOKENS[1]:,} tokens"
+    accumulation = choose(options, "train.accumulation", micro_batches, in_step)
+    step_tokens = accumulation.value * pack_tokens
+    steps = choose(options, "train.steps", max(1, math.ceil(tokens / step_tokens - 0.01)), reason)
+    tokens = steps.value * step_tokens
+    validations = decide_validations(options, steps.value, cost.seconds(tokens, step_tokens))
+    return [epochs, hours, accumulation, steps, validations], tokens
+
+
+def count_least_tokens(pace: Pace, num: int) -> float:
+    """Tokens of a step, at least: the optimizer's own work is to be a small part of it. num: processes"""
+    return max(STEP_TOKENS[0], min(UPDATE * pace.update * num / max(1e-9, pace.read + pace.step), LEAST_MOST))
+
+
+def decide_hours(options: RunOptions, place: Place) -> Decision:
+    train = options.train
+    limited = train.steps == AUTO and train.tokens is None and train.epochs == AUTO and place.device == "cpu"
+    return choose(options, "train.hours", CPU_HOURS if limited else None, "of training at most" if limited else "")
+
+
+def decide_validations(options: RunOptions, steps: int, seconds: float) -> Decision:
+    """Steps between two validations. seconds: of training"""
     fewest, largest = VALIDATIONS
-    every = math.ceil(steps / min(max(fewest, round(spent / VALIDATE)), largest))
-    least, most = STEP_TOKENS
-    more = f"1 to {EPOCHS}, fewer for more than {ENOUGH / EPOCHS / 1e6:,.0f} M tokens"
-    found = [
-        Decision("train.epochs", float(times), more if steps_open and not train.tokens else ""),
-        Decision("train.hours", hours, "of training at most" if hours else ""),
-        Decision(
-            "train.accumulation",
-            accumulation,
-            f"{step_tokens:,.0f} tokens a step"
-            + (f": {STEPS:,} steps, but {least:,.0f} to {most:,} tokens" if steps_open else ""),
-        ),
-        Decision("train.steps", steps, reason),
-        Decision(
-            "train.validate_every",
-            every,
-            f"{math.ceil(steps / every)} validations" + (f" of a run of {spent / 60:,.1f} minutes" if spent else ""),
-        ),
-    ]
-    return _open(config, found)
+    every = math.ceil(steps / min(max(fewest, round(seconds / VALIDATE)), largest))
+    reason = f"{math.ceil(steps / every)} validations"
+    if seconds:
+        reason += f" of a run of {seconds / 60:,.1f} minutes"
+    return choose(options, "train.validate_every", every, reason)
 
 
-def _share_that_fits(pace: Pace, tokens: float, limit: float, cost: dict) -> float:
-    """The largest share of the tokens that takes no longer than `limit` seconds."""
-    low, high = 0.0, 1.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if seconds(pace, middle * tokens, **cost) <= limit else (low, middle)
-    return low
+def limit_tokens(
+    options: RunOptions, cost: Cost, wanted: float, pack_tokens: float, least: float, *, seconds: float
+) -> float:
+    """As many of the tokens as the time allows. pack_tokens: of a micro-batch of all processes; least: of a step"""
+    accumulation = options.train.accumulation
+    fixed = None if isinstance(accumulation, str) else accumulation * pack_tokens
+    tokens = wanted
+    step_tokens = fixed or max(pack_tokens, step_aim(options, tokens, least))
+    if cost.seconds(wanted, step_tokens) <= seconds:
+        return wanted
+    tokens = wanted * cost.share_that_fits(wanted, step_tokens, seconds)
+    step_tokens = fixed or max(pack_tokens, step_aim(options, tokens, least))
+    return wanted * cost.share_that_fits(wanted, step_tokens, seconds)

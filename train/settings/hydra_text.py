@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import yaml
@@ -11,8 +12,12 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from specdec.core import extensions, ranges
+from specdec.core import extensions
+from specdec.core.option_types import LISTS, check_value, format_value, list_fields, list_kinds
+from train.settings.options import RunOptions
 
+FIELDS = list_fields(RunOptions)  # those of a head's class are not among them: Hydra reads a text there
+MANY = {*LISTS, dict}  # types of several values
 LONGEST = 120  # characters of a target in the name of a run
 
 
@@ -55,25 +60,11 @@ def as_written(arguments: list[str]) -> list[str]:
 
 
 def check(written: dict[str, str], prefix: str) -> None:
-    """Raises ValueError for an option of train.py, as it is written, that is outside of its range. prefix: of its name in the message"""
+    """Raises ValueError for an option of train.py, as it is written, that is not what it may be. prefix: of its name in the message"""
     for key, value in written.items():
-        declared, parsed = ranges.find(key), _parse(_argument(f"{key}={value}"))
-        if declared is None or parsed is None or parsed.is_sweep_override() or "${" in value:
-            continue
-        if not declared.fits(parsed.value()):
-            raise ValueError(f"{prefix}{key}={value} must be {declared.words(parsed.value())}.")
-
-
-def read_weights(text: Any) -> Any:
-    """The weights by source of a text whose keys Hydra's grammar does not have; anything else as it is."""
-    if not isinstance(text, str) or not text.startswith("{") or os.path.exists(text):
-        return text
-    try:
-        weights = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-    numbers = isinstance(weights, dict) and all(isinstance(each, int | float) for each in weights.values())
-    return weights if numbers else text
+        field, parsed = FIELDS.get(key), _parse(_argument(f"{key}={value}"))
+        if field is not None and parsed is not None and not parsed.is_sweep_override() and "${" not in value:
+            check_value(f"{prefix}{key}", field, parsed.value())
 
 
 def _argument(argument: str) -> str:
@@ -82,27 +73,28 @@ def _argument(argument: str) -> str:
         return argument
     if key.startswith("template."):  # whose keys are those of a chat template, which conf/ does not know
         return _argument(f"++{argument}")
-    declared = ranges.find(key.lstrip("+"))
+    field = FIELDS.get(key.lstrip("+"))
+    kinds = set() if field is None else list_kinds(field)
     parsed = _parse(argument)
-    if declared is None or not declared.text:
+    if str not in kinds:
         return argument if parsed else f"{key}={_rewritten(value)}"
     exists = os.path.exists(value)
     interpolated = "${" in value and value.startswith(("[", "{"))
-    if parsed and not exists and not interpolated and _is_meant(parsed, declared):
+    if parsed and not exists and not interpolated and _is_meant(parsed, kinds):
         return argument
     if parsed and "${" not in value and not parsed.is_sweep_override() and parsed.value() == value:
         return argument
-    return f"{key}={_rewritten(value) if declared.lists != 'no' and not exists else quoted(value)}"
+    return f"{key}={_rewritten(value) if kinds & MANY and not exists else quoted(value)}"
 
 
-def _is_meant(parsed: Override, declared: ranges.Range) -> bool:
+def _is_meant(parsed: Override, kinds: set[Any]) -> bool:
     """Whether a value that is no plain text is one that the option may have."""
     if parsed.is_sweep_override():
         return False
     value = parsed._value
     if value is None:
-        return declared.null
-    return isinstance(value, QuotedString) or (isinstance(value, list | dict) and declared.lists != "no")
+        return NoneType in kinds
+    return isinstance(value, QuotedString) or (isinstance(value, list | dict) and bool(kinds & MANY))
 
 
 def _parse(argument: str) -> Override | None:
@@ -122,5 +114,5 @@ def _rewritten(value: str) -> str:
         except yaml.YAMLError:  # such as {, which has a meaning there
             read = [each.strip() for each in value[1:-1].split(",")] if value.endswith("]") else None
         if isinstance(read, list) and not any(isinstance(each, list | dict) for each in read):
-            return "[" + ",".join(quoted(each) if isinstance(each, str) else ranges.show(each) for each in read) + "]"
+            return "[" + ",".join(quoted(each) if isinstance(each, str) else format_value(each) for each in read) + "]"
     return quoted(value)

@@ -1,139 +1,237 @@
-"""All settings of a run: one frozen record of conf/train.yaml, built and checked once, before anything is loaded."""
+"""All options of a run: one frozen model of conf/train.yaml, checked once, before anything is loaded."""
 
 import copy
 import functools
 import math
-from dataclasses import asdict, dataclass, replace
+import os
+import pkgutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
 import yaml
+from pydantic import Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 from specdec import checkpoint
-from specdec.core import files, ranges
+from specdec.core import files
+from specdec.core.option_types import (
+    FREE,
+    Auto,
+    BatchSize,
+    Count,
+    Duration,
+    NonNegative,
+    Options,
+    Positive,
+    PositiveShare,
+    Seed,
+    Share,
+    ShareBelowOne,
+    SmallCount,
+    Text,
+    Texts,
+    Whole,
+    find_group,
+    list_choices,
+    list_fields,
+    options_of,
+    raise_first,
+    read_options,
+)
 from specdec.core.precision import AUTO
-from specdec.core.ranges import named, refuse
 from specdec.decoding.drafting import Drafting
 from specdec.heads.base import Head
-from specdec.options import config_files
+from specdec.options.config_files import flatten
+from specdec.proposers.growth import Children
 from specdec.text.messages import check_template
-from train.settings.hydra_text import read_weights
 
 HERE = "here"  # conf/machine, of the machine that train.py runs on
+NORMS = ("norm_features", "norm_output")  # options of a head's class that a run decides, too
+Weights = Annotated[dict, Field(min_length=1)]  # of sources
 
 
-@dataclass(frozen=True)
-class TargetSettings:
+class TargetOptions(Options):
     """conf/target"""
 
-    name: str
-    revision: str | None
-    dtype: str
-    device: str | None
-    shard: bool
-    trust_remote_code: bool
-    tried: str | None = None  # where this project ran it; None: never
-    outline: dict | None = None  # of its config.json, for plans where the target cannot be reached
+    name: Text
+    revision: Text | None
+    dtype: Literal["auto", "bfloat16", "float32", "float16", "float64"]
+    device: Annotated[Text | None, FREE]
+    shard: Annotated[bool, FREE]
+    trust_remote_code: Annotated[bool, FREE]
+    tried: Annotated[Text | None, FREE] = None  # where this project ran it; None: never
+    outline: Annotated[dict | None, FREE] = None  # of its config.json, for plans where the target cannot be reached
 
-    def __post_init__(self):
-        where = self.device not in (None, "auto")
-        refuse({f"device={self.device} must be null (where the head trains) or auto (over all GPUs).": where})
+    @model_validator(mode="after")
+    def check_device(self) -> Self:
+        sentence = f"target.device={self.device} must be null (where the head trains) or auto (over all GPUs)."
+        raise_first({sentence: self.device not in (None, "auto")})
+        return self
 
 
-@dataclass(frozen=True)
-class MachineSettings:
+class TargetConfig(TargetOptions):
+    dtype: Literal["bfloat16", "float32", "float16", "float64"]
+
+
+class MachineOptions(Options):
     """conf/machine: figures of the machine that a plan is made for; None, all of them: of this one"""
 
-    name: str
-    device: str | None = None  # cuda or cpu
-    num: int | None = None  # processes, each with one device
-    memory: float | None = None  # GB of a device
-    disk: float | None = None  # GB that are free
-    flops: float | None = None  # TFLOP/s of a device in bfloat16, at best
-    bandwidth: float | None = None  # GB/s of a device's memory
-    network: float | None = None  # GB/s from an engine to a process
+    name: Text
+    device: Literal["cpu", "cuda"] | None = None
+    num: SmallCount | None = None  # processes, each with one device
+    memory: Positive | None = None  # GB of a device
+    disk: Positive | None = None  # GB that are free
+    flops: Positive | None = None  # TFLOP/s of a device in bfloat16, at best
+    bandwidth: Positive | None = None  # GB/s of a device's memory
+    network: Positive | None = None  # GB/s from an engine to a process
+    launch: Positive | None = (
+        None  # us from one kernel to the next in a CUDA graph; evaluate choose=true alone reads it
+    )
 
 
-@dataclass(frozen=True)
-class DataSettings:
+class DataOptions(Options):
     """conf/data"""
 
-    train: str | list[str] | dict[str, float]
-    split: str | None
-    heldout: str
-    heldout_split: str | None
-    length: int  # tokens of a pack
+    train: Text | Texts | Weights
+    split: Annotated[Text | None, FREE]  # what is read is in the fingerprint
+    heldout: Text
+    heldout_split: Annotated[Text | None, FREE]
+    length: Count | Auto  # tokens of a pack
     pack: bool | None
-    limit: int | None  # rows of each source
-    hold_out: int  # rows
-    tokens: int | None  # supervised ones
-    cache: str  # folder
-    workers: int | None
+    limit: Count | None  # rows of each source
+    hold_out: Whole  # rows
+    tokens: Count | None  # supervised ones
+    cache: Annotated[Text, FREE]  # folder
+    workers: Annotated[SmallCount | None, FREE]
 
 
-@dataclass(frozen=True)
-class FeatureSettings:
+class DataConfig(DataOptions):
+    length: Count
+
+
+class DecodeOptions(Options):
+    """conf/decode: arguments of `Drafting`"""
+
+    depth: SmallCount | Auto
+    width: SmallCount
+    nodes: BatchSize | None
+    children: Children
+    rule: Literal["token", "block"]
+    compile: bool | None
+    cuda_graphs: bool | None
+
+
+class DecodeConfig(DecodeOptions):
+    depth: SmallCount
+
+
+class AdapterOptions(Options):
+    """conf/head, `adapter`, of heads that change the target"""
+
+    lr: NonNegative
+    delay: Whole  # steps in which the head learns alone
+
+
+class HeadOptions(Options):
+    """conf/head. drafter, objective: `_target_`, a class, and the options that it has"""
+
+    drafter: dict
+    objective: dict
+    vocab_size: Count | Auto | None
+    lr: NonNegative
+    adapter: AdapterOptions | None = None
+    optimizer: dict | None = None  # what conf/train.yaml takes from here
+
+    @property
+    def drafter_class(self) -> type[Head]:
+        return checkpoint.drafter_class(str(self.drafter.get("_target_")))
+
+    @model_validator(mode="after")
+    def check_classes(self) -> Self:
+        drafter = {name: value for name, value in self.drafter.items() if name not in NORMS or value != AUTO}
+        _check_arguments(self.drafter_class, drafter, "head.drafter.")
+        _check_arguments(pkgutil.resolve_name(self.objective["_target_"]), self.objective, "head.objective.")
+        adapts = self.drafter_class.adapts_target and self.adapter is None
+        raise_first(
+            {"A head that adapts the target needs head.adapter: {lr, delay}, see conf/head/medusa2.yaml.": adapts}
+        )
+        return self
+
+
+class HeadConfig(HeadOptions):
+    vocab_size: Count | None
+
+
+class FeatureOptions(Options):
     """conf/train.yaml, `features`: where the target's outputs come from"""
 
-    mode: str  # cached, online or engine
-    engine: str | list[str] | None
-    folder: str
+    mode: Literal["auto", "cached", "online", "engine"]
+    engine: Text | Texts | None
+    folder: Text
 
-    def __post_init__(self):
-        online = self.mode == "online" and self.urls
+    @model_validator(mode="after")
+    def check_engine(self) -> Self:
         wrong = {
-            "mode=engine needs the URL of a server: engine=http://localhost:8000 (python scripts/launch_engine.py starts "
-            "one).": self.mode == "engine" and not self.urls,
-            "mode=online runs the target in this process: use mode=engine, or engine=null.": online,
+            "features.mode=engine needs the URL of a server: features.engine=http://localhost:8000 (python "
+            "scripts/launch_engine.py starts one).": self.mode == "engine" and not self.urls,
+            "features.mode=online runs the target in this process: use features.mode=engine, or features.engine=null.": (
+                self.mode == "online" and self.urls
+            ),
         }
-        refuse(wrong)
+        raise_first(wrong)
+        return self
 
     @property
     def urls(self) -> str:
         """A comma list of the servers; empty if the target is in this process."""
-        return ",".join(self.engine) if isinstance(self.engine, list) else self.engine or ""
+        return self.engine if isinstance(self.engine, str) else ",".join(self.engine or ())
 
 
-@dataclass(frozen=True)
-class OptimizerSettings:
+class FeatureConfig(FeatureOptions):
+    mode: Literal["cached", "online", "engine"]
+
+
+class OptimizerOptions(Options):
     """conf/train.yaml, `optimizer`"""
 
-    name: str
-    lr: float
-    muon_lr: float | None  # of the matrices that muon trains; None: lr
-    betas: list[float]  # of AdamW
-    weight_decay: float
-    schedule: str
-    warmup: float  # steps; below 1: a share of all steps
-    decay: float  # share of the steps, of wsd
-    final: float  # of lr, where a schedule ends
+    name: Literal["adamw", "adamw8bit", "muon"]
+    lr: NonNegative
+    muon_lr: NonNegative | None  # of the matrices that muon trains; None: lr
+    betas: Annotated[list[ShareBelowOne], Field(min_length=2, max_length=2)]  # of AdamW
+    weight_decay: NonNegative
+    schedule: Literal["cosine", "linear", "wsd", "constant"]
+    warmup: NonNegative  # steps; below 1: a share of all steps
+    decay: PositiveShare  # share of the steps, of wsd
+    final: Share  # of lr, where a schedule ends
 
     def warmup_steps(self, steps: int) -> int:
         """Of a run of so many steps."""
         return round(self.warmup if self.warmup >= 1 else self.warmup * steps)
 
 
-@dataclass(frozen=True)
-class TrainSettings:
+class TrainOptions(Options):
     """conf/train.yaml, `train`. Every unit is a step of the optimizer unless it says otherwise."""
 
-    steps: int
-    tokens: int | None  # to read, without padding; None: by epochs
-    epochs: float  # times that the data is read
-    hours: float | None  # of training, at most; None: any
-    batch: int  # packs for each process and micro-batch
-    accumulation: int  # micro-batches in a step
-    max_grad_norm: float  # 0: gradients are not clipped
-    log_every: int  # 0, here and below: never but at the end
-    validate_every: int
-    validate_first: bool  # before training too
-    save_every: int | None  # None or 0: by minutes only
-    save_minutes: float | None  # None or 0: by steps only; neither: at the end and after a signal
-    skip_not_finite: bool  # leave out a step whose loss is not finite, rather than stop
-    timeout: float  # minutes that a process waits for the others
-    seed: int
-    ema: float | None = None  # decay of the average of the weights; None: none is kept
-    patience: int | None = None  # validations without a rise after which training ends; None: any
+    steps: Count | Auto
+    tokens: Annotated[Count | None, FREE]  # to read, without padding; None: by epochs
+    epochs: Annotated[Positive | Auto, FREE]  # times that the data is read
+    hours: Annotated[Positive | Auto | None, FREE]  # of training, at most; None: any
+    batch: BatchSize | Auto  # packs for each process and micro-batch
+    accumulation: BatchSize | Auto  # micro-batches in a step
+    max_grad_norm: NonNegative  # 0: gradients are not clipped
+    log_every: Annotated[Whole, FREE]  # 0, here and below: never but at the end
+    validate_every: Annotated[Whole | Auto, FREE]
+    validate_first: Annotated[bool, FREE]  # before training too
+    save_every: Annotated[Whole | None, FREE]  # None or 0: by minutes only
+    save_minutes: Annotated[
+        NonNegative | None, FREE
+    ]  # None or 0: by steps only; neither: at the end and after a signal
+    skip_not_finite: Annotated[bool, FREE]  # leave out a step whose loss is not finite, rather than stop
+    timeout: Annotated[Duration, FREE]  # minutes that a process waits for the others
+    seed: Seed
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None  # decay of the average of the weights; None: none is kept
+    patience: Annotated[Count | None, FREE] = None  # validations without a rise after which training ends; None: any
 
     @property
     def limit(self) -> float:
@@ -141,17 +239,25 @@ class TrainSettings:
         return self.max_grad_norm or math.inf
 
 
-@dataclass(frozen=True)
-class ValidationSettings:
+class TrainConfig(TrainOptions):
+    steps: Count
+    epochs: Annotated[Positive, FREE]
+    hours: Annotated[Positive | None, FREE]
+    batch: BatchSize
+    accumulation: BatchSize
+    validate_every: Annotated[Whole, FREE]
+
+
+class ValidationOptions(Options):
     """conf/train.yaml, `validation`: how a drafter is judged while it is trained"""
 
-    num_prompts: int
-    max_new_tokens: int
-    temperature: float
-    decode: str  # best, end or always
-    auto: str  # never or end
-    share: float | None  # of the training time; None: any
-    answers: str  # folder, or a file of recorded answers
+    num_prompts: Count | Auto | None  # None: all
+    max_new_tokens: Count | Auto
+    temperature: NonNegative
+    decode: Literal["best", "end", "always"]
+    auto: Literal["never", "end"]
+    share: NonNegative | None  # of the training time; None: any
+    answers: Text  # folder, or a file of recorded answers
 
     @property
     def recorded(self) -> bool:
@@ -159,76 +265,58 @@ class ValidationSettings:
         return self.answers.endswith(".jsonl")
 
 
-PARTS: dict[str, Any] = {
-    "target": TargetSettings,
-    "machine": MachineSettings,
-    "data": DataSettings,
-    "decode": Drafting,
-    "features": FeatureSettings,
-    "optimizer": OptimizerSettings,
-    "train": TrainSettings,
-    "validation": ValidationSettings,
-}
+class ValidationConfig(ValidationOptions):
+    num_prompts: Count | None
+    max_new_tokens: Count
 
 
-@dataclass(frozen=True)
-class RunConfig:
-    """conf/train.yaml. Raises ValueError, naming the option, for what does not fit together."""
+class RunOptions(Options):
+    """conf/train.yaml as the user gives it: an option may be auto. Raises ValueError for what does not fit together."""
 
-    head: dict  # drafter, objective, vocab_size, lr and, for heads that change the target, adapter
-    target: TargetSettings
-    data: DataSettings
-    decode: Drafting
+    head: HeadOptions
+    target: TargetOptions
+    data: DataOptions
+    decode: Annotated[DecodeOptions, FREE]
     template: dict  # variables of the chat template, by name, for rows and prompts that do not say them
-    run: str
-    machine: MachineSettings
-    plan: bool
-    start: str | None
-    start_vocab: str
-    resume: bool | str
-    tracker: str
-    progress: str
-    threads: int | None
-    precision: str
-    fast: str | list[str] | None
-    solve_packs: int
-    features: FeatureSettings
-    optimizer: OptimizerSettings
-    train: TrainSettings
-    validation: ValidationSettings
-    open: tuple[str, ...] = ()  # options that are auto, which hold a provisional value until `settle`
+    run: Annotated[Text, FREE]
+    machine: Annotated[MachineOptions, FREE]
+    plan: Annotated[bool, FREE]
+    start: Text | None
+    start_vocab: Literal["keep", "data"]
+    resume: Annotated[Literal[True, False, "auto"], FREE]
+    tracker: Annotated[Literal["none", "wandb", "tensorboard", "trackio"], FREE]
+    progress: Annotated[Literal["auto", "rich", "plain", "quiet"], FREE]
+    threads: Annotated[SmallCount | None, FREE]
+    precision: Literal["auto", "bf16", "fp32"]
+    fast: Annotated[Text | Texts | None, FREE]
+    solve_packs: Whole | Auto
+    features: Annotated[FeatureOptions, FREE]
+    optimizer: OptimizerOptions
+    train: TrainOptions
+    validation: Annotated[ValidationOptions, FREE]
 
+    @field_validator("template")
     @classmethod
-    def of(cls, document: dict) -> "RunConfig":
-        """document: conf/train.yaml with the user's options, in groups; a path may begin with ~"""
-        data = {**document["data"], "train": read_weights(document["data"]["train"])}
-        document = files.expand_home({**document, "data": data})
-        ranges.check(document, free=("head.",))  # a new head has options of its own
-        document, left = take_provisional(document)
-        document["template"] = check_template(document["template"] or {})
-        parts: dict[str, Any] = {"open": left}
-        for name, part in PARTS.items():
-            with named(name):
-                parts[name] = _make(part, document[name], f"{name}.")
-        return _make(cls, document | parts)
+    def read_template(cls, template: dict) -> dict:
+        return check_template(template)
 
-    def __post_init__(self):
-        start, target, features = self.start_vocab, self.target, self.features
-        adapts, urls = self.adapts_target, features.urls
+    @model_validator(mode="after")
+    def check_together(self) -> Self:
+        start, urls, adapts = self.start_vocab, self.features.urls, self.adapts_target
         here = "for which the target must be in this process: use features.mode=online."
         served, shared, new = f"features.engine={urls}:", "target.shard=true:", self.start is None and start != "keep"
         wrong = {
             f"start_vocab={start} is for a checkpoint that is trained further: give start=, too.": new,
-            "A head that adapts the target needs head.adapter: {lr, delay}, see conf/head/medusa2.yaml.": adapts
-            and "adapter" not in self.head,
             # A server reads the texts
             f"{served} the head changes the target, {here}": urls and adapts,
-            f"{served} target.shard=true keeps the target's layers in these processes, {here}": urls and target.shard,
+            f"{served} target.shard=true keeps the target's layers in these processes, {here}": urls
+            and self.target.shard,
             # The target's layers are in parts
-            f"{shared} head={self.head['drafter']['_target_']} changes the target, which must then be whole in each process: set "
-            "target.shard=false.": target.shard and adapts,
+            f"{shared} head={self.head.drafter['_target_']} changes the target, which must then be whole in each process: "
+            "set target.shard=false.": self.target.shard and adapts,
         }
-        refuse(wrong)
+        raise_first(wrong)
+        return self
 
     @property
     def elsewhere(self) -> bool:
@@ -236,82 +324,114 @@ class RunConfig:
         return self.plan and self.machine.name != HERE
 
     @property
-    def drafter_class(self) -> type[Head]:
-        return checkpoint.drafter_class(self.head["drafter"]["_target_"])
-
-    @property
     def adapts_target(self) -> bool:
-        return self.drafter_class.adapts_target
-
-    def with_precision(self, precision: str, dtype: str) -> "RunConfig":
-        """These in the place of each `auto`. dtype: of the target"""
-        target = replace(self.target, dtype=dtype) if self.target.dtype == AUTO else self.target
-        return replace(self, precision=precision if self.precision == AUTO else self.precision, target=target)
-
-    def settle(self, decided: dict[str, Any]) -> "RunConfig":
-        """These values, by dotted name, in the place of each `auto`."""
-        document = self.document()
-        for name, value in decided.items():
-            *groups, key = name.split(".")
-            functools.reduce(dict.__getitem__, groups, document)[key] = value
-        left = tuple(name for name in self.open if name not in decided)
-        return replace(RunConfig.of(document), open=left)
+        return self.head.drafter_class.adapts_target
 
     def document(self) -> dict:
         """In groups, as conf/train.yaml has it."""
-        return {key: value for key, value in asdict(self).items() if key != "open"}
+        return self.model_dump(exclude_unset=True, warnings=False)  # of whole numbers for others
 
-    def less_memory(self) -> str:
+    def describe_remedies(self) -> str:
         """Which options of this run lower the memory that it needs."""
-        objective, train = self.head["objective"], self.train
+        objective, train = self.head.objective, self.train
         lower, give = [f"data.length={self.data.length}"], []
-        if train.batch > 1:
+        if train.batch != 1:
             lower.append(f"train.batch={train.batch} (raise train.accumulation={train.accumulation} as much)")
-        if getattr(self.drafter_class, "depth", 0) is None:
+        if getattr(self.head.drafter_class, "depth", 0) is None:
             lower.append(f"head.objective.depth={objective['depth']}")
         if objective.get("gradient_checkpointing") is False:
             give.append("head.objective.gradient_checkpointing=true")
-        if self.start is None and self.head.get("vocab_size", 0) is None:
+        if self.start is None and self.head.vocab_size is None:
             give.append("head.vocab_size=32000")
         if self.target.device is None and not self.features.urls:
             give.append("target.device=auto with more GPUs")
         return f"lower {' or '.join(lower)}" + (f", or give {' or '.join(give)}" if give else "")
 
 
-# What an option that is auto holds until train/settings/decide.py has looked at the device and the data
-PROVISIONAL: dict[str, Any] = {
-    "data.length": 512,
-    "head.vocab_size": 8192,
-    "features.mode": "online",
-    "decode.depth": 2,
-    "train.steps": 1000,
-    "train.epochs": 1.0,
-    "train.hours": None,
-    "train.batch": 1,
-    "train.accumulation": 1,
-    "train.validate_every": 250,
-    "validation.num_prompts": 8,
-    "validation.max_new_tokens": 48,
-}
-OPEN_NULL: dict[str, Any] = {  # the same of options that are null
-    "solve_packs": 200,
-    "head.drafter.norm_features": False,
-    "head.drafter.norm_output": False,
-}
+class RunConfig(RunOptions):
+    """The options of a run without auto."""
+
+    head: HeadConfig
+    target: TargetConfig
+    data: DataConfig
+    decode: Annotated[DecodeConfig, FREE]
+    precision: Literal["bf16", "fp32"]
+    solve_packs: Whole
+    features: Annotated[FeatureConfig, FREE]
+    train: TrainConfig
+    validation: Annotated[ValidationConfig, FREE]
+
+    @property
+    def drafting(self) -> Drafting:
+        return Drafting(**self.decode.model_dump())
+
+
+def _check_arguments(maker: Callable[..., Any], settings: dict, prefix: str) -> None:
+    """Raises ValueError for what a class does not take. prefix: groups in front of the names"""
+    read_options(options_of(maker), {name: value for name, value in settings.items() if name != "_target_"}, prefix)
+
+
+def list_decided() -> list[str]:
+    """Options that a run decides where they are auto."""
+    final = list_fields(RunConfig)
+    fields = list_fields(RunOptions).items()
+    names = [name for name, field in fields if AUTO in {*list_choices(field)} - {*list_choices(final[name])}]
+    return [*names, *(f"head.drafter.{name}" for name in NORMS)]
+
+
 LENGTHS = ("train.tokens", "train.epochs", "train.hours")  # that say how long to train, as train.steps does
 
 
-def take_provisional(document: dict) -> tuple[dict, tuple[str, ...]]:
-    """-> the settings with a provisional value in the place of each `auto`, and the names of these options"""
-    document, found = copy.deepcopy(document), []
-    served = {"features.mode": "engine"} if document["features"].get("engine") else {}
-    for name, value in {**PROVISIONAL, **OPEN_NULL, **served}.items():
+def read_run(document: dict) -> RunOptions:
+    """The options of a run. document: conf/train.yaml with the user's values, in groups; a path may begin with ~
+
+    Raises ValueError, naming the option, for what does not exist or does not fit together.
+    """
+    data = {**document["data"], "train": read_weights(document["data"]["train"])}
+    options = read_options(RunOptions, files.expand_home({**document, "data": data}))
+    refuse_two_lengths(options.train)
+    return options
+
+
+def read_weights(text: Any) -> Any:
+    """The weights by source of a text whose keys Hydra's grammar does not have; anything else as it is."""
+    if not isinstance(text, str) or not text.startswith("{") or os.path.exists(text):
+        return text
+    try:
+        weights = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    numbers = isinstance(weights, dict) and all(isinstance(each, int | float) for each in weights.values())
+    return weights if numbers else text
+
+
+def refuse_two_lengths(train: TrainOptions) -> None:
+    """Raises ValueError where a user says in two ways how long to train."""
+    values = {"train.tokens": train.tokens, "train.epochs": train.epochs, "train.hours": train.hours}
+    lengths = [name for name, value in values.items() if value not in (None, AUTO)]
+    wrong = {
+        f"train.steps={train.steps} says how long to train, so {''.join(lengths[:1])} would change nothing: give one of "
+        "them.": train.steps != AUTO and lengths,
+        "train.tokens and train.epochs both say how much to read: give one of them.": {*LENGTHS[:2]} <= {*lengths},
+    }
+    raise_first(wrong)
+
+
+def fill(document: dict, values: dict[str, Any]) -> dict:
+    """The document with these values, by dotted name."""
+    document = copy.deepcopy(document)
+    for name, value in values.items():
         *groups, key = name.split(".")
-        place = functools.reduce(dict.__getitem__, groups, document)
-        if key in place and place[key] == (None if name in OPEN_NULL else AUTO):
-            place[key] = value
-            found.append(name)
-    return document, tuple(found)
+        functools.reduce(dict.__getitem__, groups, document)[key] = value
+    return document
+
+
+def fill_from_record(options: RunOptions, record: dict) -> RunOptions:
+    """The options of a run that goes on, with what it decided at its start in the place of auto. record: its config.yaml"""
+    document, recorded = options.document(), flatten(record)
+    is_open = {name for name, value in flatten(document).items() if value == AUTO}
+    values = {name: recorded[name] for name in list_decided() if name in is_open and name in recorded}
+    return read_options(RunOptions, fill(document, values))
 
 
 def read_settings(path: Path) -> dict:
@@ -323,46 +443,19 @@ def read_settings(path: Path) -> dict:
     return document
 
 
-def _make(part: type, given: dict, group: str = "") -> Any:
-    """part: a dataclass; group: the beginning of its options' names"""
-    for key in given.keys() - part.__dataclass_fields__.keys():  # type: ignore[attr-defined]
-        raise ValueError(f"There is no option {group + key!r}. See --help.")
-    return part(**given)
-
-
-def refuse_two_lengths(document: dict) -> None:
-    """Raises ValueError where a user says in two ways how long to train. document: as the user gives it"""
-    known = config_files.flatten(document)
-    given = [name for name in LENGTHS if known[name] not in (None, AUTO)]
-    wrong = {
-        f"train.steps={known['train.steps']} says how long to train, so {''.join(given[:1])} would change nothing: give one of "
-        "them.": known["train.steps"] != AUTO and given,
-        "train.tokens and train.epochs both say how much to read: give one of them.": {*LENGTHS[:2]} <= {*given},
-    }
-    refuse(wrong)
-
-
 # Settings by dotted name
 
 
-def fixed_settings(document: dict) -> dict:
-    """The settings that a run's figures depend on, by dotted name."""
-    free: tuple[str, ...] = (
-        "resume",
-        "plan",
-        "machine",
-        "tracker",
-        "threads",
-        "fast",
-        "features",
-        "decode",
-        "validation",
-        "run",
-        "progress",
-    )
-    free += tuple(f"target.{key}" for key in ("device", "shard", "trust_remote_code", "tried", "outline"))
-    # What is read is in the fingerprint
-    free += tuple(f"data.{key}" for key in ("split", "heldout_split", "cache", "workers"))
-    freely = "tokens epochs hours log_every validate_every validate_first patience save_every save_minutes timeout skip_not_finite"
-    free += tuple(f"train.{key}" for key in freely.split())
-    return config_files.flatten(document, without=free)
+def fixed_settings(document: dict, model: type[Options] = RunOptions, prefix: str = "") -> dict:
+    """The settings that a run's figures depend on, by dotted name. document: of a run of this or an earlier version"""
+    fixed: dict = {}
+    for key, value in document.items():
+        field = model.model_fields.get(key, FieldInfo())
+        group = find_group(field)
+        if FREE in field.metadata:
+            continue
+        if group is not None:
+            fixed |= fixed_settings(value or {}, group, f"{prefix}{key}.")
+        else:
+            fixed |= flatten({key: value}, prefix)
+    return fixed

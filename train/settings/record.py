@@ -10,28 +10,26 @@ import torch
 import transformers
 
 from specdec import checkpoint
-from specdec.core import files, ranges
+from specdec.core import files
+from specdec.core.option_types import format_value
 from specdec.heads.base import Drafter, Head
 from specdec.options import config_files
-from train.data.packing import Packs, covered
-from train.settings.options import LENGTHS, OPEN_NULL, PROVISIONAL
+from train.settings.options import LENGTHS, list_decided
 
 
 def write(
     run: Path,
     config: dict,
     drafter: Head,
-    packs: Packs,
+    packs: dict[str, Any],
     *,
     start: str | None,
     arguments: list[str],
     num_processes: int,
-    num_trained: int = 0,
 ) -> None:
     """about.json in the folder of a run: target, data, drafter and environment, and the command that repeats it.
 
-    config: as conf/train.yaml; arguments: of train.py
-    num_trained: held-out prompts that are trained on, too
+    config: as conf/train.yaml; packs: figures of the data; arguments: of train.py
     start: the checkpoint that the run was started from, as it was given; in `config` it has the commit of a head on the Hub
     """
     target, data = drafter.target, config["data"]
@@ -54,12 +52,7 @@ def write(
             "train": ", ".join(map(str, data["train"])) if isinstance(data["train"], list) else str(data["train"]),
             "heldout": data["heldout"],
             "length": data["length"],
-            "conversations": len(packs.members),
-            "supervised tokens": packs.num_supervised,
-            **({"held-out prompts trained on": num_trained} if num_trained else {}),
-            "covered": 1.0 if vocab is None else covered(packs, vocab.cpu()),
-            "fingerprint": packs.fingerprint,
-            **({"template": packs.arguments} if packs.arguments else {}),
+            **packs,
         },
         "environment": {
             "python": platform.python_version(),
@@ -80,5 +73,5 @@ def spell_out(config: dict, arguments: list[str]) -> list[str]:
     """The arguments with what the run decided itself: on another machine it might decide otherwise. `train.steps` stands for LENGTHS."""
     settled, given = config_files.flatten(config), {each.partition("=")[0]: each for each in arguments}
     kept = [each for name, each in given.items() if name not in (*LENGTHS, "resume")]
-    names = [name for name in (*PROVISIONAL, *OPEN_NULL) if name in settled and name not in (*LENGTHS, *given)]
-    return [*kept, *(f"{name}={ranges.show(settled[name])}" for name in names)]
+    names = [name for name in list_decided() if name in settled and name not in (*LENGTHS, *given)]
+    return [*kept, *(f"{name}={format_value(settled[name])}" for name in names)]

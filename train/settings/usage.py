@@ -1,10 +1,10 @@
 """--help of train.py, and what is like an option or choice that does not exist."""
 
-import difflib
 from collections.abc import Iterator
 
 import yaml
 
+from specdec.core.option_types import describe_unknown
 from specdec.options import config_files
 
 OTHERS = ("proposer", "suite", "protocol", "command")  # groups that other commands read
@@ -38,9 +38,7 @@ def unknown(given: list[str]) -> str | None:
         known |= {place, *(key for file in files for key in _keys(load(file), f"{place}."))}
     for key in (each.partition("=")[0] for each in given if "=" in each):
         if key not in known and not key.startswith(("+", "~", "-", "hydra")):
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            guess = f" Did you mean {close[0]!r}?" if close else ""
-            return f"There is no option {key!r}.{guess} python train.py --help lists them all."
+            return describe_unknown(key, known)
     return None
 
 

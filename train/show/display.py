@@ -10,11 +10,10 @@ from specdec.heads.base import Head
 from specdec.measuring.page import write_figure
 from specdec.measuring.report import TAU, Report, by_depth, describe_candidates, verdict
 from train.data.packing import Packs
-from train.settings.options import RunConfig
 from train.show import data_law
 
 
-def start(say: Callable[[str], None], config: RunConfig, drafter: Head, packs: Packs, num_prompts: int) -> None:
+def start(say: Callable[[str], None], drafter: Head, packs: Packs, num_prompts: int) -> None:
     """What is trained, for which target, on which data."""
     target, layers = drafter.target, ", ".join(map(str, drafter.target_layers))
     cut = f", its layers in parts over {target.share.size} processes" if target.share.size > 1 else ""
@@ -26,7 +25,7 @@ def start(say: Callable[[str], None], config: RunConfig, drafter: Head, packs: P
         f"drafts from {drafter.vocab_size:,} of {target.vocab_size:,} tokens"
     )
     say(
-        f"data     {len(packs):,} packs of {config.data.length} tokens, {packs.num_supervised:,} supervised tokens; "
+        f"data     {len(packs):,} packs of {packs.length} tokens, {packs.num_supervised:,} supervised tokens; "
         f"{num_prompts} held-out prompts"
     )
     say(f"tau: {TAU}")

@@ -6,6 +6,7 @@ from torch import Tensor
 from specdec.core import rules
 from specdec.core.cache import RowCache
 from specdec.core.compile import Runner
+from specdec.core.option_types import Count, Whole
 from specdec.core.tree import chain
 from specdec.proposers.base import Proposer, last_of
 from specdec.target.model import Target
@@ -28,10 +29,10 @@ class Cascade(Proposer):
         target: Target,
         *,
         inner: Proposer,
-        num: int,
-        sinks: int,
-        window: int,
-        compile: bool = False,
+        num: Count,
+        sinks: Whole,
+        window: Count,
+        compile: bool | None = False,
     ):
         if not inner.rewinds:
             raise ValueError(

@@ -1,5 +1,6 @@
 """Consistency LLM (CLLM, 2403.00835): the target itself, tuned so that Jacobi iteration needs fewer passes for a text."""
 
+from specdec.core.option_types import Names, Positive, SmallCount, Width
 from specdec.experiments.jacobi.proposer import Lookahead
 from specdec.heads.adapter import AdaptsTarget
 from specdec.target.model import Target
@@ -19,10 +20,10 @@ class Consistency(AdaptsTarget):
         self,
         target: Target,
         *,
-        num_drafts: int = 6,
-        lora_rank: int = 16,
-        lora_alpha: int = 32,
-        lora_modules: tuple[str, ...] = ("q_proj", "v_proj"),
+        num_drafts: SmallCount = 6,
+        lora_rank: Width = 16,
+        lora_alpha: Positive = 32,
+        lora_modules: Names = ("q_proj", "v_proj"),
         vocab: None = None,
     ):
         if vocab is not None:

@@ -20,17 +20,21 @@ goes on, although decoding stops there: a few tokens in a hundred.)
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from specdec.core import devices, masks
-from specdec.core.ranges import refuse
+from specdec.core.option_types import NonNegative, SmallCount, raise_first
 from specdec.experiments.jacobi.head import Consistency
 from specdec.target.adapter import original as original_target
 from specdec.target.model import Target, TargetOutput
 from train.data.batches import TrainingBatch, answers
 from train.objective.objective import Loss, divergence
+
+Passes = Annotated[int, Field(ge=0, le=1024)]
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,7 @@ class ConsistencyObjective(nn.Module):
     supervise = "answers"
     every_slot = False  # it judges the target's own texts, so the batch's text cannot be replayed
 
-    def __init__(self, drafter: Consistency, *, losses: dict[str, float], depth: int, passes: int):
+    def __init__(self, drafter: Consistency, *, losses: dict[str, NonNegative], depth: SmallCount, passes: Passes):
         super().__init__()
         known = ("consistency", "original")
         wrong = {
@@ -143,7 +147,7 @@ class ConsistencyObjective(nn.Module):
                 not 0 <= passes < depth
             ),
         }
-        refuse(wrong)
+        raise_first(wrong)
         self.drafter, self.depth, self.passes = drafter, depth, passes
         self.losses = {name: weight for name, weight in losses.items() if weight}
 

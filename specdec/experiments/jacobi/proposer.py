@@ -16,7 +16,11 @@ that begin with the root's token hang under the root. Nodes with the same path a
 """
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from pydantic import Field
+
+from specdec.core.option_types import Count, Whole
 from specdec.core.tree import Nodes
 from specdec.proposers.text import TextProposer
 from specdec.target.model import Target
@@ -43,7 +47,7 @@ class Lookahead(TextProposer):
 
     watches = True
 
-    def __init__(self, target: Target, *, window: int, ngram: int, guesses: int):
+    def __init__(self, target: Target, *, window: Count, ngram: Annotated[int, Field(ge=2, le=1024)], guesses: Whole):
         self.window, self.ngram, self.guesses = window, ngram, guesses
         self.linear = ngram == 2 and guesses == 0
         self.depth = window + ngram - 2  # the depth of the last column's last level

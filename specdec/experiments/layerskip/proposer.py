@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specdec.core import masks
 from specdec.core.compile import Runner
+from specdec.core.option_types import Integer, Integers, SmallCount
 from specdec.core.sampling import pick, uniforms
 from specdec.core.tree import PartialPass, chain
 from specdec.proposers.base import Proposer, last_of
@@ -54,9 +55,9 @@ class LayerSkip(Proposer):
         self,
         target: Target,
         *,
-        layers: int | Sequence[int] | None,
-        depth: int,
-        compile: bool = False,
+        layers: Integer | Integers | None,
+        depth: SmallCount,
+        compile: bool | None = False,
     ):
         self.layers = find_layers(target, layers)
         check_layers(target, "it cannot draft with some of them; choose another proposer.")

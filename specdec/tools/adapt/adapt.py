@@ -1,6 +1,6 @@
-"""An adaptation: rows are read and split, the head in use is judged, trained further, judged again, and taken into use or not."""
+"""An adaptation from its first row to the head in use: what is trained on, judged, and given back."""
 
-from specdec.options.command_line import option, split
+from specdec.options.command_line import read_command, split_list
 
 import functools
 import gc
@@ -12,38 +12,51 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
+from pydantic import model_validator
 from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint, loading
-from specdec.core import files, progress, ranges
+from specdec.core import files, progress
 from specdec.core.lock import lock
+from specdec.core.option_types import (
+    FREE,
+    Count,
+    Duration,
+    NonNegative,
+    Options,
+    Positive,
+    ShareBelowOne,
+    Text,
+    Whole,
+    raise_first,
+)
 from specdec.core.resumable import check_settings
 from specdec.export.folder import STITCHED_CARD
 from specdec.heads.base import Drafter, Head
+from specdec.measuring.answer_prompts import AnswerOptions, answer_prompts
+from specdec.measuring.exporting import ExportOptions, export_checkpoint
 from specdec.measuring.report import PromptCounts
-from specdec.options import command_line, config_files
+from specdec.options import config_files
+from specdec.options.command_types import MEMORY, OutputFolder, Prefix
+from specdec.options.target import TargetOptions
 from specdec.target.model import Target
 from specdec.text import reading, token_text
 from specdec.tools.adapt import answers as adaptation
 from specdec.tools.adapt import judging
 from specdec.tools.adapt.folder import KINDS, AdaptationPlan, Home
 
-FREE = (
-    "checkpoint traffic prompts answering out watch dry_run".split()
-)  # options that may change when an adaptation goes on
 OWN = {
     *"run start resume head data.train data.length train.steps".split()
 }  # options of train.py that are not the user's
 TRAIN = config_files.HOME / "train.py"
 SHIPPED = "data/answers.jsonl.gz"  # answers of the default target, on which the shipped heads were trained
-SHORTEST = 512  # tokens of a pack, as train.py reads texts on a CPU
 ROUND = 128  # tokens: packs have a multiple of it, so that the target's passes have few shapes
+SHORTEST = 512  # tokens of a pack, at least, unless `length` is less
 LOWER = 1 / 3  # of the learning rate that the head was trained with
 ADAMW_LR = {"eagle3": 2.5e-4, "mtp": 7e-4}  # of heads that are trained with Muon: rates of AdamW
 VALIDATIONS, PATIENCE = 10, 3  # of a training, and how many without a rise of tau end it
@@ -51,110 +64,101 @@ VALIDATED = 32  # answers that choose the step, at most
 SHOWN = re.compile(r"step +\d+[/:]|Resumed|Ctrl-C|SIGTERM")  # lines of train.py
 
 
-@dataclass(frozen=True, kw_only=True)
-class Adapt:
-    checkpoint: str = field(metadata={"help": command_line.CHECKPOINT})
-    out: str = field(metadata={"help": "folder of the adapted heads; it stands for the head in use", "folder": True})
-    traffic: str | None = option(None, "folder of recorded answers: .jsonl files")
-    prompts: str | None = option(None, "in place of traffic=: prompts that the target answers first, as specdec answer")
-    old: str | None = option(
-        None,
-        "files that the head was trained on (a,b), some of whose rows are held out to judge forgetting; null: those of its "
-        "config.yaml, or the shipped ones; empty: none",
-        empty=True,
-    )
-    old_share: float = option(0.3, "share of the tokens trained on that are old ones")
-    heldout_share: float = option(0.2, "share of the conversations that are held out, the newest")
-    epochs: float = option(3.0, "how often rows are read")
-    lr: float | None = option(None, "learning rate; null: a third of the head's own")
-    tolerance: float = option(0.03, "share by which tau of old answers may fall")
-    min_tokens: int = option(5000, "new tokens of answers that training needs")
-    watch: float | None = option(None, "go on, and look for new rows every so many seconds; null: once")
-    dry_run: bool = option(False, "only judge the head, and say whether training is likely to pay")
-    length: int = option(1024, "tokens of an answer with its prompt that are judged and trained on, at most")
-    answering: dict[str, str] = field(
-        default_factory=dict,
-        metadata={"prefix": "answer.", "help": "options of specdec answer for prompts=, such as answer.engine=URL"},
-    )
-    training: dict[str, str] = field(
-        default_factory=dict,
-        metadata={"prefix": "training.", "help": "options of train.py, such as training.train.batch=4"},
-    )
-    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
+class AdaptOptions(Options):
+    checkpoint: Annotated[Text, FREE]
+    out: Annotated[OutputFolder, FREE]
+    traffic: Annotated[Text | None, FREE]
+    prompts: Annotated[Text | None, FREE]
+    old: str | None
+    old_share: ShareBelowOne
+    heldout_share: ShareBelowOne
+    epochs: Positive
+    lr: NonNegative | None
+    tolerance: NonNegative
+    min_tokens: Whole
+    watch: Annotated[Duration | None, FREE]
+    dry_run: Annotated[bool, FREE]
+    length: Annotated[Count, MEMORY]
+    answer: Annotated[dict[str, str], Prefix("answer"), FREE]
+    training: Annotated[dict[str, str], Prefix("training")]
+    target: TargetOptions
+
+    @model_validator(mode="after")
+    def check_sources(self) -> "AdaptOptions":
+        raise_first(
+            {
+                "Give traffic=FOLDER of recorded answers, or prompts=FILE that the target answers first: one of them.": (
+                    (self.traffic is None) == (self.prompts is None)
+                ),
+                "answer. options say how prompts= are answered: give prompts=, or leave them out.": (
+                    self.answer and not self.prompts
+                ),
+                "watch= waits for traffic: give traffic=, without dry_run=.": (
+                    self.watch and (self.prompts or self.dry_run)
+                ),
+            }
+        )
+        return self
 
 
-@dataclass(frozen=True)
-class Commands:
-    """Other verbs, which take the arguments of their command lines."""
-
-    answer: Callable[[list[str]], None]
-    export: Callable[[list[str]], None]
-
-
-def run_adaptation(given: Adapt, commands: Commands) -> None:
-    """One adaptation, or with watch= one whenever enough rows have come. Raises ValueError, with what to do, for what does not fit."""
-    if own := sorted(OWN & set(given.training)):
+def run_adaptations(options: AdaptOptions, console: progress.Results) -> None:
+    """Adapts once, or with watch= whenever there are enough new rows. Raises ValueError for what cannot be adapted."""
+    if own := sorted(OWN & set(options.training)):
         raise ValueError(f"training.{own[0]}= is chosen by this command: leave it out.")
-    wrong = {
-        "Give traffic=FOLDER of recorded answers, or prompts=FILE that the target answers first: one of them.": (
-            (given.traffic is None) == (given.prompts is None)
-        ),
-        "answer. options say how prompts= are answered: give prompts=, or leave them out.": given.answering
-        and not given.prompts,
-        "watch= waits for traffic: give traffic=, without dry_run=.": given.watch and (given.prompts or given.dry_run),
-    }
-    ranges.refuse(wrong)
-    console = progress.Results()
-    home = Home(Path(given.out))
+    home = Home(Path(options.out))
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         with lock(home.path / "lock", of=home.path):
-            name = lambda: loading.target_of(checkpoint.resolve(given.checkpoint), given.target.name)
-            home.begin(given.checkpoint, lambda: loading.load_target(given.target, default=name()).target)
-            give_back(given, home, commands)  # what an earlier launch was interrupted in
-            if given.watch is None:
-                adapt(given, home, commands, console)
+            name = lambda: loading.target_of(checkpoint.resolve(options.checkpoint), options.target.name)
+            home.begin(options.checkpoint, lambda: loading.load_target(options.target, default=name()).target)
+            give_back(options, home)  # what an earlier launch was interrupted in
+            if options.watch is None:
+                adapt(options, home, console)
             else:
-                watch(given, home, commands, console)
+                watch(options, home, console)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def watch(given: Adapt, home: Home, commands: Commands, console: progress.Results) -> None:
+def watch(options: AdaptOptions, home: Home, console: progress.Results) -> None:
     """Adapts whenever enough new rows have come, until a signal. Says so only when something has changed."""
     said = ""
-    console.say(f"watching {given.traffic} every {given.watch:g} s; Ctrl-C ends it")
+    console.say(f"watching {options.traffic} every {options.watch:g} s; Ctrl-C ends it")
     try:
         while True:
             try:
-                adapt(given, home, commands, console)
+                adapt(options, home, console)
             except adaptation.TooFew as error:
                 if str(error) != said:
                     console.say(said := str(error))
-            time.sleep(given.watch or 0)
+            time.sleep(options.watch or 0)
     except KeyboardInterrupt:
         console.say(f"stopped; {home.path} stands for {home.current.name}")
 
 
-def adapt(given: Adapt, home: Home, commands: Commands, console: progress.Results) -> None:
+def adapt(options: AdaptOptions, home: Home, console: progress.Results) -> None:
     """One adaptation, or the rest of the one that was interrupted. Raises TooFew if there is too little to train on."""
-    settings = {key: value for key, value in asdict(given).items() if key not in FREE}
+    settings = {
+        name: value
+        for name, value in options.model_dump().items()
+        if FREE not in AdaptOptions.model_fields[name].metadata
+    }
     plan = home.read_plan()
     if plan is None:
-        plan = prepare(given, home, settings, commands, console)
+        plan = prepare(options, home, settings, console)
     else:
         then = {key: value for key, value in plan.about["settings"].items() if key in settings}  # some options went
         advice = f"Give those again, or delete {home.training} to begin anew."
         check_settings(home.training, then, settings, advice=advice)
         console.say(f"the adaptation {plan.number} goes on")
-    before = home.read_before() or judge_before(given, home, plan)
+    before = home.read_before() or judge_before(options, home, plan)
     show(console, plan, before["counts"])
     console.say(before["foreseen"]["said"])
-    if given.dry_run:
+    if options.dry_run:
         console.say(f"dry_run: without it the same command trains. To begin anew, delete {home.training}.")
         return
-    judge_new(given, home, plan, before, train(given, home, plan, before["depth"]), console)
-    give_back(given, home, commands)
+    judge_new(options, home, plan, before, train(options, home, plan, before["depth"]), console)
+    give_back(options, home)
 
 
 def check_head(folder: Path) -> None:
@@ -172,67 +176,68 @@ def check_tokens(tokens: int, needed: int) -> None:
         raise adaptation.TooFew(f"{tokens:,} of {needed:,} new tokens to train on (min_tokens): give more rows.")
 
 
-def write_answers(given: Adapt, home: Home, commands: Commands) -> Path:
+def write_answers(options: AdaptOptions, home: Home, console: progress.Results) -> Path:
     """Lets the target answer prompts=, or go on with it. -> the file of answers"""
     folder = home.make_private("answers")
-    values = {"prompts": given.prompts, "out": folder / "answers.jsonl", **target_of(given, home), **given.answering}
-    commands.answer([f"{key}={value}" for key, value in values.items()])
+    values = {"prompts": options.prompts, "out": folder / "answers.jsonl", **target_of(options, home), **options.answer}
+    arguments = [f"{key}={value}" for key, value in values.items()]
+    answer_prompts(read_command("answer", AnswerOptions, None, arguments), console)
     return folder / "answers.jsonl"
 
 
-def prepare(given: Adapt, home: Home, settings: dict, commands: Commands, console: progress.Results) -> AdaptationPlan:
+def prepare(options: AdaptOptions, home: Home, settings: dict, console: progress.Results) -> AdaptationPlan:
     """Reads and splits the rows. -> what to train. With watch=, enough of the rows must be new to all adaptations."""
     check_head(home.current)
     find_head(home.first)  # which refuses a wrong one now
     document = checkpoint.read_json(home.current / "drafter.json")
-    name = given.target.name or str(document.get("target"))
-    tokenizer = loading.load_tokenizer(name, trust_remote_code=given.target.trust_remote_code)
+    name = options.target.name or str(document.get("target"))
+    tokenizer = loading.load_tokenizer(name, trust_remote_code=options.target.trust_remote_code)
     fingerprint = home.source.get("target_fingerprint", document.get("target_fingerprint"))
-    trusted = given.target.trust_remote_code
+    trusted = options.target.trust_remote_code
     read = functools.cache(lambda: Target.load_ends(name, trust_remote_code=trusted).identity)
     source = adaptation.TrafficSource(token_text.fingerprint(tokenizer), name, fingerprint, read)
-    sources = find_old(given.old, home.first, source.target)
-    where = "traffic" if given.prompts is None else "prompts"
+    sources = find_old(options.old, home.first, source.target)
+    where = "traffic" if options.prompts is None else "prompts"
     past = [(each["until"], each["decision"]) for each in home.history() if each.get("where", "traffic") == where]
-    if given.prompts is None:
-        answers, left_out = adaptation.read_traffic(Path(str(given.traffic)), source)
+    if options.prompts is None:
+        answers, left_out = adaptation.read_traffic(Path(str(options.traffic)), source)
     else:
-        written = write_answers(given, home, commands)
+        written = write_answers(options, home, console)
         answers, left_out = adaptation.read_written(written, source, [until for until, _ in past])
     tried = max((until for until, _ in past), default=-math.inf)
     known = max((until for until, decision in past if decision == "accepted"), default=-math.inf)
-    if given.watch is not None:
+    if options.watch is not None:
         tokens = adaptation.count_tokens(answer for answer in answers if answer.time > tried)
-        left = (1 - given.heldout_share) * (1 - given.heldout_share / 2)  # to train on
-        check_tokens(int(tokens * left), given.min_tokens)
+        left = (1 - options.heldout_share) * (1 - options.heldout_share / 2)  # to train on
+        check_tokens(int(tokens * left), options.min_tokens)
     new = [answer for answer in answers if answer.time > known]
     if not new:
         raise adaptation.TooFew(
-            f"{where}={getattr(given, where)} has no rows that are newer than those of the head in use: give more."
+            f"{where}={getattr(options, where)} has no rows that are newer than those of the head in use: give more."
             + (f" Left out: {left_out}." if left_out else "")
         )
-    training, heldout = adaptation.split_newest(new, given.heldout_share)
-    training, validation = adaptation.split_newest(training, given.heldout_share / 2)
+    training, heldout = adaptation.split_newest(new, options.heldout_share)
+    training, validation = adaptation.split_newest(training, options.heldout_share / 2)
     earlier = home.known("heldout")
     training = adaptation.drop_known(training, earlier)
-    check_tokens(tokens := adaptation.count_tokens(training), given.min_tokens)
-    num = len({answer.conversation for answer in heldout if len(answer.prompt) + 2 <= given.length})
+    check_tokens(tokens := adaptation.count_tokens(training), options.min_tokens)
+    num = len({answer.conversation for answer in heldout if len(answer.prompt) + 2 <= options.length})
     if num < judging.ENOUGH:
         raise adaptation.TooFew(
-            f"{num} held-out conversations fit into length={given.length}: a head is judged by {judging.ENOUGH} or more. Give more."
+            f"{num} held-out conversations fit into length={options.length}: a head is judged by {judging.ENOUGH} or more. Give more."
         )
     if left_out:
         console.say(f"rows of the traffic that are left out: {left_out}")
     adapted = [answer.to_row(source.tokenizer) for answer in home.known("trained")]
-    most = int(given.old_share / (1 - given.old_share) * tokens)
+    most = int(options.old_share / (1 - options.old_share) * tokens)
     old, rest = choose_old(sources, adapted, tokenizer, taken=[*heldout, *validation, *training, *earlier], most=most)
     old += adaptation.drop_known(earlier, [*heldout, *validation, *training])
-    slices = {kind: judging.choose_judged(each, given.length) for kind, each in zip(KINDS, (heldout, old))}
-    chosen = judging.choose_judged(validation, given.length, VALIDATED)
-    slices["validation"] = [replace(each, answer=each.answer[: given.length - len(each.prompt)]) for each in chosen]
+    slices = {kind: judging.choose_judged(each, options.length) for kind, each in zip(KINDS, (heldout, old))}
+    chosen = judging.choose_judged(validation, options.length, VALIDATED)
+    slices["validation"] = [replace(each, answer=each.answer[: options.length - len(each.prompt)]) for each in chosen]
     if not chosen:
         raise adaptation.TooFew(
-            f"No answer that chooses the step fits into length={given.length}: raise it, or give more rows."
+            f"No answer that chooses the step fits into length={options.length}: raise it, or give more rows."
         )
     about = {"until": max(answer.time for answer in new), "where": where, "settings": settings}
     start = str(home.current.relative_to(home.path))
@@ -257,20 +262,20 @@ def choose_old(
     return adaptation.drop_known(drawn, taken), adaptation.take_tokens(unused, most)
 
 
-def judge_kinds(given: Adapt, plan: AdaptationPlan, head: Head, name: str) -> dict[str, list[PromptCounts]]:
+def judge_kinds(options: AdaptOptions, plan: AdaptationPlan, head: Head, name: str) -> dict[str, list[PromptCounts]]:
     """What tau of each held-out answer is made of. name: of the head"""
     return {
-        kind: judging.judge(head, plan.heldout[kind], length=given.length, what=f"judging {name}, {kind} answers")
+        kind: judging.judge(head, plan.heldout[kind], length=options.length, what=f"judging {name}, {kind} answers")
         for kind in KINDS
     }
 
 
-def judge_before(given: Adapt, home: Home, plan: AdaptationPlan) -> dict:
+def judge_before(options: AdaptOptions, home: Home, plan: AdaptationPlan) -> dict:
     """Judges the head in use, and foresees what training wins; kept for the comparison and for a launch that goes on."""
-    loaded = loading.load(str(home.path / plan.start), given.target)
+    loaded = loading.load(str(home.path / plan.start), options.target)
     home.pin_target(loaded.target)
     assert isinstance(loaded.drafter, Drafter)
-    counts = judge_kinds(given, plan, loaded.drafter, "the head in use")
+    counts = judge_kinds(options, plan, loaded.drafter, "the head in use")
     new, old = (judging.judge_groups(plan.heldout[kind], counts[kind]) for kind in KINDS)
     numbers = {kind: [[each.num_rounds, each.num_emitted] for each in counts[kind]] for kind in KINDS}
     document = {
@@ -297,18 +302,18 @@ def show(
 
 
 def judge_new(
-    given: Adapt, home: Home, plan: AdaptationPlan, before: dict, trained: Path, console: progress.Results
+    options: AdaptOptions, home: Home, plan: AdaptationPlan, before: dict, trained: Path, console: progress.Results
 ) -> None:
     """Judges the trained head, and takes it into use or not. before: of `judge_before`"""
-    opened = loading.load_target(given.target, default=loading.target_of(home.path / plan.start))
+    opened = loading.load_target(options.target, default=loading.target_of(home.path / plan.start))
     home.pin_target(opened.target)
     step = int(trained.name.removeprefix("step_"))
     counts = {kind: [PromptCounts(*pair) for pair in before["counts"][kind]] for kind in KINDS}
     if step > 0:  # else it is the head in use
-        counts = judge_kinds(given, plan, checkpoint.load(trained, opened.target), "the new head")
+        counts = judge_kinds(options, plan, checkpoint.load(trained, opened.target), "the new head")
     judged = show(console, plan, before["counts"], counts)
     new, old = judged["new"][judging.ALL], judged["old"].get(judging.ALL)
-    good, reasons = judging.decide(new, old, tolerance=given.tolerance)
+    good, reasons = judging.decide(new, old, tolerance=options.tolerance)
     parts = {"new_tokens": plan.training[: plan.num_new], "old_tokens": plan.training[plan.num_new :]}
     tokens = {name: adaptation.count_tokens(part) for name, part in parts.items()}
     if step == 0:
@@ -322,7 +327,7 @@ def judge_new(
         "slices": {"new": asdict(new), "old": old and asdict(old)},
         "groups": {kind: {name: asdict(each) for name, each in groups.items()} for kind, groups in judged.items()},
         "foreseen": before["foreseen"],
-        "training": tokens | {"step": step, "steps": size_training(given, plan)[1]},
+        "training": tokens | {"step": step, "steps": size_training(options, plan)[1]},
         "source": home.source,
         **plan.about,
     }
@@ -331,7 +336,7 @@ def judge_new(
     console.say(f"{home.path} stands for {document['in_use']}")
 
 
-def give_back(given: Adapt, home: Home, commands: Commands) -> None:
+def give_back(options: AdaptOptions, home: Home) -> None:
     """Writes the card of an accepted head, and the head in the layout that the given one came in, unless that was done."""
     head, path = home.current, home.current / "adaptation.json"
     record = checkpoint.read_json(path) if path.exists() else {}
@@ -344,8 +349,11 @@ def give_back(given: Adapt, home: Home, commands: Commands) -> None:
     out, own = home.path / "export" / head.name, str(document["_target_"]).endswith(".NativeMTP")
     if not out.exists():
         gc.collect()  # the target that judged
-        values = {"checkpoint": head, "out": out, "format": "stitched" if own else "published"} | target_of(given, home)
-        commands.export([f"{key}={value}" for key, value in values.items()])
+        values = {"checkpoint": head, "out": out, "format": "stitched" if own else "published"} | target_of(
+            options, home
+        )
+        arguments = [f"{key}={value}" for key, value in values.items()]
+        export_checkpoint(read_command("export", ExportOptions, None, arguments))
     beside = out / (STITCHED_CARD if own else "README.md")
     text = beside.read_text()
     if judging.HEADING not in text:
@@ -353,14 +361,19 @@ def give_back(given: Adapt, home: Home, commands: Commands) -> None:
             files.write_text(beside.with_name(name), content.decode())
 
 
-def target_of(given: Adapt, home: Home) -> dict[str, Any]:
+def target_of(options: AdaptOptions, home: Home) -> dict[str, Any]:
     """The options of the target that another command takes."""
-    name = loading.target_of(home.first, given.target.name)
-    options = asdict(given.target) | {"name": Path(name) if Path(name).exists() else name}
-    return {f"target.{key}": value for key, value in options.items() if value is not None}
+    name = loading.target_of(home.first, options.target.name)
+    target = options.target.model_dump() | {"name": Path(name) if Path(name).exists() else name}
+    return {f"target.{key}": value for key, value in target.items() if value is not None}
 
 
 # Training: train.py in a process of its own, with the settings of the head
+
+
+def read_run_settings(path: Path) -> dict:
+    """The config.yaml of a run; {} where there is none."""
+    return loading.read_yaml(path) if path.exists() else {}
 
 
 def find_head(head: Path) -> str:
@@ -372,17 +385,11 @@ def find_head(head: Path) -> str:
     raise ValueError(f"{head}: no file of conf/head trains a {kind}.")
 
 
-def read_settings(head: Path) -> dict:
-    """config.yaml of a head's run, in groups; {} where there is none."""
-    path = head / "config.yaml"
-    return loading.read_yaml(path) if path.exists() else {}
-
-
-def find_old(given: str | None, head: Path, target: str) -> list[str]:
-    """Files of the rows that the head was trained on. given: None: those of its config.yaml, or the shipped ones"""
-    if given is not None:
-        return split(given)
-    recorded = read_settings(head).get("data", {}).get("train")
+def find_old(listed: str | None, head: Path, target: str) -> list[str]:
+    """Files of the rows that the head was trained on. listed: comma list; None: those of its config.yaml, or the shipped ones"""
+    if listed is not None:
+        return split_list(listed)
+    recorded = read_run_settings(head / "config.yaml").get("data", {}).get("train")
     if recorded is not None:
         return list(reading.read_sources(recorded))
     if Path(target).name == Path(loading.DEFAULT_TARGET).name:
@@ -393,25 +400,25 @@ def find_old(given: str | None, head: Path, target: str) -> list[str]:
     )
 
 
-def size_training(given: Adapt, plan: AdaptationPlan) -> tuple[int, int]:
+def size_training(options: AdaptOptions, plan: AdaptationPlan) -> tuple[int, int]:
     """-> tokens of a pack, and steps that read all rows `epochs` times.
 
     A pack holds the longest row, in a multiple of ROUND: at least the usual tokens, and at most `length` if that is more.
     """
     lengths = [len(answer.prompt) + len(answer.answer) for answer in plan.training]
-    length = max(SHORTEST, min(given.length, ROUND * math.ceil(max(lengths) / ROUND)))
+    length = max(SHORTEST, min(options.length, ROUND * math.ceil(max(lengths) / ROUND)))
     packs = sum(min(each, length) for each in lengths) / length
-    together = int(given.training.get("train.batch", 1)) * int(given.training.get("train.accumulation", 1))
-    return length, max(1, math.ceil(given.epochs * packs / together))
+    together = int(options.training.get("train.batch", 1)) * int(options.training.get("train.accumulation", 1))
+    return length, max(1, math.ceil(options.epochs * packs / together))
 
 
-def train(given: Adapt, home: Home, plan: AdaptationPlan, depth: int) -> Path:
+def train(options: AdaptOptions, home: Home, plan: AdaptationPlan, depth: int) -> Path:
     """Trains as the plan says. -> the folder of the best step, the start's or a later one. depth: of the chain that chooses it
 
     Raises KeyboardInterrupt if it was interrupted.
     """
     gc.collect()  # the target that judged
-    status = run_train(make_arguments(given, home, plan, depth))
+    status = run_train(make_arguments(options, home, plan, depth))
     folder = home.training / "run"
     if not (folder / "finished").exists():
         if status in (0, 130):
@@ -422,11 +429,11 @@ def train(given: Adapt, home: Home, plan: AdaptationPlan, depth: int) -> Path:
     return checkpoint.resolve(folder)
 
 
-def make_arguments(given: Adapt, home: Home, plan: AdaptationPlan, depth: int) -> list[str]:
+def make_arguments(options: AdaptOptions, home: Home, plan: AdaptationPlan, depth: int) -> list[str]:
     """Arguments of train.py. The user's `training.` options have the last word."""
-    length, steps = size_training(given, plan)
+    length, steps = size_training(options, plan)
     folder = home.training.resolve()  # out= may be relative in one launch and absolute in the next
-    settings, head = read_settings(home.first), find_head(home.first)
+    settings, head = read_run_settings(home.first / "config.yaml"), find_head(home.first)
     objective = settings.get("head", {}).get("objective", {})
     recorded = settings.get("optimizer", {})
     own_lr = recorded.get("lr") or yaml.safe_load(config_files.list_files("head")[head].read_text())["lr"]
@@ -449,7 +456,7 @@ def make_arguments(given: Adapt, home: Home, plan: AdaptationPlan, depth: int) -
         "optimizer.weight_decay": 0.0,
         "optimizer.schedule": "cosine",
         "optimizer.final": 0.05,
-        "optimizer.lr": LOWER * float(own_lr) if given.lr is None else given.lr,
+        "optimizer.lr": LOWER * float(own_lr) if options.lr is None else options.lr,
         "optimizer.warmup": min(20, steps // 10),
         "train.steps": steps,
         "train.batch": 1,
@@ -464,8 +471,8 @@ def make_arguments(given: Adapt, home: Home, plan: AdaptationPlan, depth: int) -
         "validation.decode": "end",
         "validation.auto": "never",
         "decode.depth": depth,
-        **target_of(given, home),
-        **given.training,
+        **target_of(options, home),
+        **options.training,
     }
     rows = f"data.train=[{json.dumps(str(folder / 'train.jsonl'))}]"
     return [f"head={head}", rows, *(f"{key}={to_text(value)}" for key, value in values.items())]

@@ -11,11 +11,17 @@ reads the prompts. Intervals are of tau over prompts (bootstrap) and of the meas
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
+from specdec.core.sampling import Sampling
+from specdec.measuring import results
+from specdec.measuring.evaluate import Predict, PredictSpeedup
 from specdec.measuring.report import PromptCounts, interval, tau
+from specdec.target.model import Target
 from specdec.tools.choose.round_costs import RoundCosts
 from specdec.unroll.replay import rounds
 
@@ -147,24 +153,65 @@ def find_schedule(table: Iterable[dict], drafter: str) -> list[tuple[int, int, i
     return steps
 
 
-def predict(
-    document: dict, drafter: str, shape: str, rows: float, context: float | None = None
-) -> tuple[float, float, float, bool] | None:
-    """What a choice.json says of a drafter at a load -> speedup, low, high, extrapolated; None: it has no such drafter or shape.
+# An earlier choice
 
-    shape: as in the file, such as "chain of 3", "tree of 4x3x8", or "" of a proposer without one; context: None: the file's first
-    Raises ValueError for a document that is no choice.
+
+def read_choice(option: str, path: str) -> dict[str, Any]:
+    """`choice` of the results.json of specdec choose, given by its folder. option: that names it, for messages
+
+    Raises ValueError for a folder where specdec choose has written nothing.
     """
     try:
-        known = [ShapeAcceptance(**each) for each in document["acceptance"]]
-        costs, tokens = RoundCosts.from_json(document["costs"]), float(document["tokens"])
-        where = float(document["contexts"][0]) if context is None else context
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        document = results.read(path)["choice"]
+        predict_speedup(document, "", "", 1)
+        return document
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"This is no choice.json of choose=true ({type(error).__name__}: {error}): make it again."
+            f"{option}={path} must be a folder of specdec choose ({type(error).__name__}: {error}): make it again."
         ) from None
-    for each in known:
+
+
+def read_predictions(path: str | None) -> Predict:
+    """What a choice says of a target and a sampling; nothing for None. path: a folder of specdec choose
+
+    Raises ValueError as `read_choice`.
+    """
+    document = read_choice("predicted", path) if path else None
+
+    def predict(target: Target, sampling: Sampling, notes: list[str]) -> PredictSpeedup:
+        differing = find_mismatch(document, target, sampling) if document else []
+        note = f"T={sampling.temperature:g}: nothing is predicted, as predicted= is of {', '.join(differing)}"
+        if differing and note not in notes:
+            notes.append(note)
+        return partial(predict_speedup, None if differing else document)
+
+    return predict
+
+
+def find_mismatch(document: dict[str, Any], target: Target, sampling: Sampling) -> list[str]:
+    """What of a choice is not of this target and sampling."""
+    recorded = {"fingerprint": document["fingerprint"], **document["sampling"]}
+    differing = [name for name, value in asdict(sampling).items() if recorded.get(name) != value]
+    if not target.matches(recorded["fingerprint"]):
+        differing.insert(0, "fingerprint")
+    return [f"{name} {recorded.get(name)}" for name in differing]
+
+
+def predict_speedup(
+    document: dict[str, Any] | None, drafter: str, shape: str, rows: float, context: float | None = None
+) -> tuple[float, float, float, bool] | None:
+    """What a choice says of a drafter at a load -> speedup, low, high, extrapolated; None: it has no such drafter or shape.
+
+    shape: as in the file, such as "chain of 3", "tree of 4x3x8", or "" of a proposer without one
+    document: None: nothing is predicted; context: in tokens; None: the choice's first
+    """
+    if document is None:
+        return None
+    acceptances = [ShapeAcceptance(**each) for each in document["acceptance"]]
+    costs, tokens = RoundCosts.from_json(document["costs"]), float(document["tokens"])
+    context = float(document["contexts"][0]) if context is None else context
+    for each in acceptances:
         if (each.drafter, each.shape) == (drafter, shape):
-            found = find_speedup(each, costs, rows, where, tokens)
-            return astuple(found)
+            speedup = find_speedup(each, costs, rows, context, tokens)
+            return speedup.value, speedup.low, speedup.high, speedup.extrapolated
     return None

@@ -85,17 +85,6 @@ class RoundCosts:
         return cls([CostPoint(**point) for point in document["points"]], document["source"], fingerprint)
 
 
-def read_choice(path: str) -> RoundCosts:
-    """The costs in the choice.json of an earlier choice. Raises ValueError for a file that is missing or has another form."""
-    try:
-        document = read_json(Path(path))
-        return RoundCosts.from_json(document["costs"], document.get("fingerprint"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"costs={path} must be the choice.json of an earlier choice ({type(error).__name__}: {error})."
-        ) from None
-
-
 def interpolate(curve: Mapping[float, numpy.ndarray], place: float) -> numpy.ndarray:
     """A piecewise linear curve at a place; outside of it the last line goes on, to half of the last point at least."""
     known = sorted(curve)
@@ -177,43 +166,63 @@ def time_loads(
     texts: Sequence[list[int]],
     loads: Iterable[int],
     *,
-    most: float,
+    max_cost_ratio: float,
     seed: int,
-    known: Sequence[CostPoint],
-    keep: Callable[[list[CostPoint]], object],
+    cached_points: Sequence[CostPoint],
+    store_points: Callable[[list[CostPoint]], object],
 ) -> list[CostPoint]:
     """Points of one drafter at these numbers of rows, as far as rounds are short and memory suffices, all behind the mean context.
 
-    decoders: by their drafts, the plain one at 0; known: points of earlier measurements, which are not measured again
-    most: seconds over plain, above which drafts cannot pay: larger loads are then measured without them
-    keep: is given the new points of each load, as measured
+    decoders: by their drafts, the plain one at 0; cached_points: of earlier measurements, which are not measured again
+    max_cost_ratio: seconds over plain, above which drafts cannot pay: larger loads are then measured without them
+    store_points: is given the new points of each load, as measured
     """
-    found, length = list[CostPoint](), statistics.mean(map(len, texts))
-    ordered = sorted(texts, key=len)
+    points, context = list[CostPoint](), statistics.mean(map(len, texts))
     for rows in loads:
-        near = [each for each in known if each.rows == rows and abs(each.context / length - 1) < NEAR]
-        same = {each.drafts: each for each in sorted(near, key=lambda each: -abs(each.context - length))}  # the nearest
-        slow = [each for each in found if each.seconds > min(LONGEST, most * each.plain) and each.rows > 1]
-        tried = [num for num in decoders if num and num not in same and num not in {each.drafts for each in slow}]
-        if not same and not tried:
+        points_by_drafts = find_cached_points(cached_points, rows, context)
+        slow = {each.drafts for each in points if each.rows > 1 and is_slow(each, max_cost_ratio)}
+        missing = [num for num in decoders if num and num not in {*points_by_drafts, *slow}]
+        if not points_by_drafts and not missing:
             break
-        if tried:
-            some = [ordered[int((row + 0.5) * len(texts) / rows) % len(texts)] for row in range(rows)]  # of all lengths
+        if missing:
+            some = pick_texts(texts, rows)
             try:
-                timed = time_rounds({num: decoders[num] for num in (0, *tried)}, some, rows, seed)
+                timed = time_rounds({num: decoders[num] for num in (0, *missing)}, some, rows, seed)
             except (RuntimeError, MemoryError) as error:
-                if devices.out_of_memory(error) is None or not found:
+                if devices.out_of_memory(error) is None or not points:
                     raise
                 break
-            new = []
-            for num in [num for num in tried if 0 in timed and num in timed]:
-                point, proposer = CostPoint(drafter, rows, num, length, 0.0, 0.0), decoders[num].proposer
-                new.append(summarise_point(point, timed[num], timed[0], varies=bool(proposer and proposer.varies)))
-            keep(new)
-            same |= {each.drafts: each for each in new}
-        opening = min((each.opening for each in same.values()), default=0.0)  # any number of drafts reads the same
-        found += [replace(same[num], context=length, opening=opening) for num in sorted(same)]
-    return found
+            blank = CostPoint(drafter, rows, 0, context, 0.0, 0.0)
+            new = [make_point(blank, num, timed, decoders) for num in missing if {0, num} <= timed.keys()]
+            store_points(new)
+            points_by_drafts |= {each.drafts: each for each in new}
+        opening = min((each.opening for each in points_by_drafts.values()), default=0.0)  # any drafts read the same
+        points += [replace(points_by_drafts[num], context=context, opening=opening) for num in sorted(points_by_drafts)]
+    return points
+
+
+def find_cached_points(cached_points: Sequence[CostPoint], rows: int, context: float) -> dict[float, CostPoint]:
+    """The points of a load by their drafts, of the nearest context that is not more than NEAR away."""
+    near = [point for point in cached_points if point.rows == rows and abs(point.context - context) < NEAR * context]
+    near.sort(key=lambda point: abs(point.context - context), reverse=True)
+    return {point.drafts: point for point in near}
+
+
+def is_slow(point: CostPoint, max_cost_ratio: float) -> bool:
+    return point.seconds > min(LONGEST, max_cost_ratio * point.plain)
+
+
+def pick_texts(texts: Sequence[list[int]], rows: int) -> list[list[int]]:
+    """As many texts as rows, of all lengths."""
+    ordered = sorted(texts, key=len)
+    return [ordered[int((row + 0.5) * len(texts) / rows) % len(texts)] for row in range(rows)]
+
+
+def make_point(blank: CostPoint, num: float, timed: dict[float, dict], decoders: Mapping[float, Decoder]) -> CostPoint:
+    """The point of a number of drafts. timed: of `time_rounds`"""
+    proposer = decoders[num].proposer
+    varies = proposer is not None and proposer.varies
+    return summarise_point(replace(blank, drafts=num), timed[num], timed[0], varies=varies)
 
 
 # Of an engine

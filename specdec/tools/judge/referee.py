@@ -205,27 +205,30 @@ def _count_turns(turns: Sequence[Turn]) -> tuple[int, int]:
 
 def summarise_drafts(turns: Sequence[Turn], seed: int) -> dict[str, Any]:
     """tau, its interval, rounds, and survival and acceptance by position; tau is None where the server does not say enough."""
-    each, prompts = count_answers(turns), [answer.prompt for turn in turns for answer in turn.answers]
+    counts, prompts = count_answers(turns), [answer.prompt for turn in turns for answer in turn.answers]
     rounds, emitted = _count_turns(turns)
-    if each:
-        rounds, emitted = int(sum(one.num_rounds for one in each)), int(sum(one.num_emitted for one in each))
-    parts = [answer.said and answer.said.by_position for turn in turns for answer in turn.answers]
-    if any(part is None for part in parts):  # then those of the same turns as the rounds
-        clean = [turn for turn in turns if not turn.others]
-        parts = (
-            [turn.counted and turn.counted.by_position for turn in clean]
-            if not each or len(clean) == len(turns)
-            else []
-        )
-    columns = itertools.zip_longest(*[part for part in parts if part], fillvalue=0)
-    survival = [sum(column) / rounds for column in columns] if rounds else []
+    if counts:
+        rounds = int(sum(count.num_rounds for count in counts))
+        emitted = int(sum(count.num_emitted for count in counts))
+    survival = [num / rounds for num in _count_positions(turns, bool(counts))] if rounds else []
     return {
         "rounds": rounds,
         "tau": emitted / rounds if rounds else None,
-        "tau_ci": figures.interval(merge(prompts, each), figures.tau, seed) if each and rounds else None,
+        "tau_ci": figures.interval(merge(prompts, counts), figures.tau, seed) if counts and rounds else None,
         "survival": survival,
         "acceptance": [now / before if before else None for now, before in zip(survival, [1.0, *survival])],
     }
+
+
+def _count_positions(turns: Sequence[Turn], counted_answers: bool) -> list[int]:
+    """Rounds that accept at least 1, 2, .. drafts, over the same turns as the rounds. counted_answers: of `count_answers`"""
+    positions = [answer.said and answer.said.by_position for turn in turns for answer in turn.answers]
+    if any(each is None for each in positions):
+        clean = [turn for turn in turns if not turn.others]
+        known = not counted_answers or len(clean) == len(turns)
+        positions = [turn.counted and turn.counted.by_position for turn in clean] if known else []
+    told = [each for each in positions if each]
+    return [sum(column) for column in itertools.zip_longest(*told, fillvalue=0)]
 
 
 def summarise_speed(turns: Sequence[Turn], seed: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ A question has one or more turns. The target's own answer to a turn comes before
 """
 
 import difflib
+import functools
 import itertools
 import random
 import re
@@ -18,7 +19,9 @@ from typing import Any
 import yaml
 from transformers import PreTrainedTokenizerBase
 
+from specdec import loading
 from specdec.measuring.counting import Counting
+from specdec.measuring.questions import Question, QuestionOptions, QuestionSet, name_request
 from specdec.text import chat_template, conversations, reading, token_text
 from specdec.text.conversations import Prompt
 from specdec.text.messages import MODE
@@ -32,16 +35,6 @@ VICUNA = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions. "
 )
-
-
-@dataclass(frozen=True)
-class Question:
-    """turns: rows as of reading.load_prompts, with the messages that each turn adds, and `original`: the published text"""
-
-    id: str
-    category: str
-    turns: tuple[dict, ...]
-    tags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,9 +58,9 @@ class Protocol:
     name: str
     title: str
     source: str
-    options: dict[str, Any]  # of evaluate
+    options: dict[str, Any]  # of the verbs that measure
     counting: Counting
-    unsaid: str = ""  # what the publication leaves open, or evaluate cannot do as it does
+    unsaid: str = ""  # what the publication leaves open, or the verbs cannot do as it does
     chat: str = "target"  # its chat template, vicuna, or none
     turns: str = "all"  # or first
     strip: bool = False  # blanks around the target's answers in the history
@@ -102,22 +95,60 @@ def protocol_names() -> list[str]:
     return sorted(path.stem for path in (CONF / "protocol").glob("*.yaml"))
 
 
-def presets_of(given: dict[str, Any]) -> dict[str, str]:
-    """The values of evaluate's options that suite= and protocol= set, as a command line has them. given: the options as written
+def presets_of(texts: dict[str, str]) -> dict[str, str]:
+    """The texts of options that suite= and protocol= set. texts: those of the options that the user sets
 
     Raises ValueError for names that do not exist.
     """
     found: dict[str, Any] = {}
-    if suite := given.get("suite"):
+    if suite := texts.get("suite"):
         found["max_new_tokens"] = read_conf("suite", suite)["max_new_tokens"]
-    if given.get("protocol"):
-        protocol = read_protocol(given["protocol"])
+    if texts.get("protocol"):
+        protocol = read_protocol(texts["protocol"])
         found |= protocol.options
         if suite in protocol.max_new_tokens:
             found["max_new_tokens"] = protocol.max_new_tokens[suite]
-        if {"chains", "trees", "decode.depth", "decode.width", "decode.nodes"} & set(given):
+        if {"chains", "trees", "decode.depth", "decode.width", "decode.nodes"} & set(texts):
             found = {key: value for key, value in found.items() if key not in ("chains", "trees")}
     return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in found.items()}
+
+
+def read_questions(options: QuestionOptions, heads: Sequence[str]) -> QuestionSet:
+    """The questions, `limit` of them, spread over the source. heads: folders, whose template arguments are the defaults
+
+    Raises ValueError as `read_protocol` and `load_suite`.
+    """
+    arguments = loading.read_template(options.template, heads=heads)
+    protocol = read_protocol(options.protocol) if options.protocol else None
+    published = {name: read_protocol(name).counting for name in protocol_names()}
+    common: dict[str, Any] = {
+        "arguments": arguments,
+        "encode": functools.partial(encode_turn, arguments=arguments, protocol=protocol),
+        "published": published,
+    }
+    if protocol is not None:
+        common["protocol"] = {"name": protocol.name, "title": protocol.title, "digest": protocol.digest}
+        common["chat"] = protocol.chat
+    if options.suite is None:
+        source = options.prompts or loading.PROMPTS
+        questions = reading.spread(plain_questions(source, options.split), options.limit)
+        return QuestionSet(questions, source, **common)
+    suite = load_suite(
+        options.suite,
+        options.prompts,
+        split=options.split,
+        subset=options.subset,
+        protocol=protocol,
+        accepted=options.accept_licence,
+    )
+    return QuestionSet(
+        reading.spread(suite.questions, options.limit),
+        options.prompts or suite.source,
+        suite={"name": suite.name, "title": suite.title, "digest": suite.digest},
+        stop=protocol.stop.get(suite.name, []) if protocol else [],
+        notes=[*filter(None, [suite.note]), f"licence: {suite.licence}"],
+        **common,
+    )
 
 
 # The questions of a suite
@@ -387,11 +418,6 @@ def fit_arguments(
     """Template arguments without a thinking mode that the protocol sets and the target does not have."""
     mode = protocol.options.get(f"template.{MODE}") if protocol else None
     return chat_template.known_arguments(tokenizer, arguments) if arguments.get(MODE) == mode else arguments
-
-
-def name_request(question: Question, turn: int) -> str:
-    """The id of a turn's prompt."""
-    return question.id if len(question.turns) == 1 else f"{question.id} turn {turn + 1}"
 
 
 def write_vicuna(turns: Sequence[str], answers: Sequence[str]) -> str:

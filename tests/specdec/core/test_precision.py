@@ -1,5 +1,7 @@
 """Tests of specdec/core/precision.py: what `auto` is on devices that are told what they can do."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -9,8 +11,9 @@ from specdec.core import precision
 from specdec.target.model import Target
 from tests.support import ROOT, save_target
 from train.prepare import build
+from train.settings.decide import decide_precision
 from train.settings.hydra_text import search_path
-from train.settings.options import RunConfig
+from train.settings.options import RunOptions, read_run
 
 
 def tell(monkeypatch, *, onednn: bool, avx512: bool = False, amx: bool = False, machine: str = "x86_64"):
@@ -72,25 +75,28 @@ def test_a_dtype_that_does_not_exist_is_refused(tmp_path):
             load(name, dtype="half")
 
 
-def settings(*options: str) -> RunConfig:
+def settings(*options: str) -> RunOptions:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return RunConfig.of(
+        return read_run(
             OmegaConf.to_container(compose("train", overrides=["run=some", *options, search_path()]), resolve=True)
         )
 
 
+def decide_here(options: RunOptions) -> list[str]:
+    facts = SimpleNamespace(choose_dtype=lambda: precision.choose("cpu"))
+    return [decision.value for decision in decide_precision(options, facts)]
+
+
 def test_a_run_takes_what_the_device_computes_in_unless_told(monkeypatch):
     tell(monkeypatch, onednn=False)
-    config = build.choose_precision(settings(), torch.device("cpu"))
-    assert (config.precision, config.target.dtype) == ("fp32", "float32")
-    config = build.choose_precision(settings("precision=bf16"), torch.device("cpu"))
-    assert (config.precision, config.target.dtype) == ("bf16", "float32")
+    assert decide_here(settings()) == ["fp32", "float32"]
+    assert decide_here(settings("precision=bf16")) == ["bf16", "float32"]
+    assert decide_here(settings("precision=bf16", "target.dtype=float64")) == ["bf16", "float64"]
 
 
 def test_a_resumed_run_keeps_its_precision_on_another_machine(monkeypatch, tmp_path):
     (tmp_path / "config.yaml").write_text("precision: bf16\ntarget: {dtype: bfloat16}\n")
     tell(monkeypatch, onednn=False)
     for resume, kept in (("true", True), ("auto", True), ("false", False)):
-        config = build.recall(settings(f"resume={resume}"), tmp_path)
-        config = build.choose_precision(config, torch.device("cpu"))
-        assert (config.precision == "bf16") == kept and (config.target.dtype == "bfloat16") == kept
+        options = build.recall(settings(f"resume={resume}"), tmp_path)
+        assert decide_here(options) == (["bf16", "bfloat16"] if kept else ["fp32", "float32"])

@@ -90,7 +90,7 @@ def test_quiet_and_other_processes_show_nothing_but_work_of_one_alone(mode, main
 def test_an_unknown_mode_is_refused_in_one_sentence(monkeypatch, fit):
     sentence = "progress=loud must be one of auto, rich, plain, quiet"
     monkeypatch.setattr(sys, "argv", ["answer.py", "prompts=a", "out=b", "progress=loud"])
-    with pytest.raises(SystemExit, match=sentence):
+    with pytest.raises(ValueError, match=sentence):
         answer.main()
     with pytest.raises(ValueError, match=sentence):
         fit("loud", "progress=loud")

@@ -12,6 +12,7 @@ from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
+from specdec.options.command_defaults import read_group
 from specdec.options.decoding import DecodeOptions
 from specdec.proposers.growth import FIRST_CHILD, NEXT_CHILD, static_parents
 from specdec.proposers.heads import HeadProposer
@@ -239,29 +240,31 @@ def test_shipped_settings_can_decode(name, small_target):
 
 
 def test_options_of_scripts_become_settings():
-    assert DecodeOptions().drafting() == Drafting(**{**drafting_of("base"), **drafting_of("chain"), "nodes": None})
-    chosen = DecodeOptions(depth=3, width=2, children="distinct", rule="block", compile=True)
+    assert read_group(DecodeOptions, "decode").drafting() == Drafting(
+        **{**drafting_of("base"), **drafting_of("chain"), "nodes": None}
+    )
+    chosen = read_group(DecodeOptions, "decode", depth=3, width=2, children="distinct", rule="block", compile=True)
     assert chosen.drafting() == Drafting(3, 2, None, "distinct", "block", True)
     assert chosen.drafting().shape == TreeShape(3, 2, 6)
-    options = DecodeOptions(temperature="0,0.5", top_k=3, top_p=0.5, repetition_penalty=2.0)
+    options = read_group(DecodeOptions, "decode", temperature="0,0.5", top_k=3, top_p=0.5, repetition_penalty=2.0)
     assert options.samplings() == [Sampling(0.0, 3, 0.5, 2.0), Sampling(0.5, 3, 0.5, 2.0)]
 
 
 @pytest.mark.parametrize(
     "wrong, sentence",
     [
-        ({"children": "many"}, r"^decode\.children=many must be chosen or distinct\.$"),
-        ({"depth": 0}, r"^decode\.depth=0, decode\.width=1 and decode\.nodes=0 must be at least 1\.$"),
+        ({"children": "many"}, r"^decode\.children=many must be distinct or chosen\.$"),
+        ({"depth": 0}, r"^decode\.depth=0 must be a whole number from 1 to 1024\.$"),
         ({"depth": 4, "width": 2, "nodes": 3}, r"^decode\.nodes=3 cannot hold a path of decode\.depth=4"),
         ({"rule": "best"}, r"^decode\.rule=best must be token or block\.$"),
         ({"temperature": "hot"}, r"^decode\.temperature=hot: give numbers"),
-        ({"top_p": 2.0}, r"^decode\.top_p=2\.0 must be above 0 and at most 1"),
+        ({"top_p": 2.0}, r"^decode\.top_p=2\.0 must be a number above 0 and at most 1"),
     ],
     ids=str,
 )
 def test_wrong_settings_are_refused(small_target, wrong, sentence):
     with pytest.raises(ValueError, match=sentence):
-        options = DecodeOptions(**wrong)
+        options = read_group(DecodeOptions, "decode", **wrong)
         drafting, samplings = options.drafting(), options.samplings()
         proposer = drafting.proposer(make_drafter(small_target, "eagle"))
         drafting.decoder(small_target, proposer, sampling=samplings[0], stop=set())

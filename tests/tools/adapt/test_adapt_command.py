@@ -1,6 +1,7 @@
 """Tests of scripts/adapt.py: a tiny head is adapted to traffic, refused, interrupted and watched."""
 
-import functools
+from specdec.options.command_line import read_command
+
 import hashlib
 import json
 import os
@@ -17,7 +18,7 @@ import safetensors.torch
 import torch
 from hydra import compose, initialize_config_dir
 
-from scripts import adapt as verb
+from scripts import adapt as command
 from scripts import export
 from specdec import checkpoint
 from specdec.core.lock import lock
@@ -107,7 +108,7 @@ def run_adapt(made, tmp_path, monkeypatch, run_script):
         given = {"checkpoint": made / "head", "traffic": made / "traffic", "out": "adapted", "old": made / "old.jsonl"}
         given |= {"training.data.heldout": made / "prompts.jsonl"}
         given |= dict(each.split("=", 1) for each in (*TINY, *more))
-        return run_script(verb, *(f"{key}={value}" for key, value in given.items()))
+        return run_script(command, *(f"{key}={value}" for key, value in given.items()))
 
     return run
 
@@ -244,7 +245,7 @@ def test_a_published_head_is_given_back_in_its_layout(made, run_adapt, run_scrip
     run_script(export, "checkpoint=own", f"format={layout}", "out=published", target, "target.dtype=float32")
     given = ["checkpoint=published", target, "tolerance=0.9"]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(export, "main", interrupt)
+        patch.setattr(adapt, "export_checkpoint", interrupt)
         run_adapt(*given)
     assert document()["decision"] == "accepted" and checkpoint.resolve("adapted").name == "0002"
     with pytest.raises(ValueError, match="no rows that are newer"):  # after what was left to do
@@ -343,18 +344,18 @@ def test_a_folder_is_watched(made, run_adapt, monkeypatch, tmp_path):
     )
 
 
-def test_packs_hold_the_longest_row_and_steps_read_all_rows():
-    given = functools.partial(adapt.Adapt, checkpoint="", traffic="", out="")
-
-    def size(lengths, **more):
+def test_packs_hold_the_longest_row_and_steps_read_all_rows(tmp_path):
+    def size(lengths, *arguments):
         row = lambda num: {"tokens": [1] * num, "prompt_tokens": 3}
         answers = [RecordedAnswer.from_row(row(num), place="a") for num in lengths]
-        return adapt.size_training(given(**more), adapt.AdaptationPlan("", "", answers, 0, {}, {}))
+        required = ["checkpoint=a", "traffic=b", f"out={tmp_path}/c"]
+        options = read_command("adapt", adapt.AdaptOptions, None, [*required, *arguments])
+        return adapt.size_training(options, adapt.AdaptationPlan("", "", answers, 0, {}, {}))
 
     assert [size([10, longest])[0] for longest in (20, 512, 513, 700, 2000)] == [512, 512, 640, 768, 1024]
-    assert size([700], length=300)[0] == 512  # as train.py has it
-    assert size([512, 256, 2000], epochs=2, length=512)[1] == 2 * 2.5
-    assert size([512] * 8, epochs=2, training={"train.batch": "2", "train.accumulation": "2"})[1] == 4
+    assert size([700], "length=300")[0] == 512  # as train.py has it
+    assert size([512, 256, 2000], "epochs=2", "length=512")[1] == 2 * 2.5
+    assert size([512] * 8, "epochs=2", "training.train.batch=2", "training.train.accumulation=2")[1] == 4
 
 
 def test_watching_counts_what_is_left_to_train_on(made, run_adapt, monkeypatch):

@@ -1,5 +1,7 @@
 """Tests of specdec/tools/choose/choice.py: speedups by hand, acceptance at every K from one replay, loads, schedules."""
 
+import json
+
 import pytest
 import torch
 
@@ -86,7 +88,7 @@ def test_a_schedule_covers_every_load_once():
     assert choice.find_schedule(table[2:3], "a") == [(1, 4, 2)]
 
 
-def test_predictions_are_read_from_a_document():
+def test_predictions_are_read_from_a_document(tmp_path):
     each = choice.with_tau(chain(2, 0.0), [PromptCounts(10, 20.0), PromptCounts(10, 24.0)])
     document = {
         "acceptance": [vars(each)],
@@ -94,13 +96,20 @@ def test_predictions_are_read_from_a_document():
         "tokens": 50,
         "contexts": [100.0],
     }
-    value, low, high, extrapolated = choice.predict(document, "head", "chain of 2", 1)
-    assert not extrapolated and choice.predict(document, "head", "chain of 2", 1, 200.0)[3]
+    value, low, high, extrapolated = choice.predict_speedup(document, "head", "chain of 2", 1)
+    assert not extrapolated and choice.predict_speedup(document, "head", "chain of 2", 1, 200.0)[3]
     assert value == pytest.approx(2.2 / 1.1) and low <= value <= high
     assert (
-        choice.predict(document, "head", "chain of 3", 1) is None
-        and choice.predict(document, "x", "chain of 2", 1) is None
+        choice.predict_speedup(document, "head", "chain of 3", 1) is None
+        and choice.predict_speedup(document, "x", "chain of 2", 1) is None
     )
-    for wrong in ({}, {**document, "acceptance": [{"tau": 1}]}, {**document, "costs": []}):
-        with pytest.raises(ValueError, match=r"This is no choice\.json"):
-            choice.predict(wrong, "head", "chain of 2", 1)
+    for wrong in (
+        {},
+        [],
+        {"acceptance": [{"tau": 1}]},
+        {**document, "costs": []},
+        {**document, "costs": {"points": [1]}},
+    ):
+        (tmp_path / "results.json").write_text(json.dumps({"choice": wrong}))
+        with pytest.raises(ValueError, match=r"predicted=.* must be a folder of specdec choose"):
+            choice.read_predictions(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Tests of evaluate choose=true on tiny checkpoints: what is chosen, from which costs, and refusals."""
+"""Tests of scripts/choose.py on tiny checkpoints: what is chosen, from which costs, and refusals."""
 
 import json
 import shlex
@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts import evaluate
+from scripts import choose, evaluate
 from specdec.target.model import Target
-from specdec.tools.choose import choose
-from specdec.tools.choose.choice import ShapeAcceptance, predict
+from specdec.tools.choose import engine_flags
+from specdec.tools.choose.choice import ShapeAcceptance, predict_speedup
 from specdec.tools.choose.round_costs import CostPoint, RoundCosts
 from tests.support import make_drafter, save_eagle, save_target, write_prompts, write_rows
 
@@ -28,30 +28,20 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def costs(folder, tmp_path):
-    """costs=: the choice.json of an earlier choice, so that nothing is timed."""
-    points = [CostPoint("one", rows, num, 20.0, 1 + 0.02 * rows * num, 1.0) for rows in (1, 256) for num in (1, 16)]
-    fingerprint = Target.load(str(folder / "target"), dtype="float32").fingerprint()
-    document = {"costs": RoundCosts(points, "made up").to_json(), "fingerprint": fingerprint}
-    (tmp_path / "earlier.json").write_text(json.dumps(document))
-    return f"costs={tmp_path}/earlier.json"
-
-
-@pytest.fixture
 def run(folder, run_script, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "cache"))
 
     def run(*arguments):
         values = {"checkpoint": f"{folder}/one", "prompts": f"{folder}/prompts.jsonl", "max_new_tokens": "8", "loads": "1,4",
-                  "target.dtype": "float32", "out": f"{tmp_path}/choice", "choose": "true"}  # fmt: skip
+                  "target.dtype": "float32", "out": f"{tmp_path}/choice"}  # fmt: skip
         values |= dict(argument.split("=", 1) for argument in arguments)
-        return run_script(evaluate, *(f"{key}={value}" for key, value in values.items()))
+        return run_script(choose, *(f"{key}={value}" for key, value in values.items()))
 
     return run
 
 
 def read(tmp_path, name="choice"):
-    return json.loads((tmp_path / name / "choice.json").read_text())
+    return json.loads((tmp_path / name / "results.json").read_text())["choice"]
 
 
 def test_it_chooses_from_heads_trees_and_proposers_and_keeps_what_it_timed(run, folder, tmp_path):
@@ -63,20 +53,22 @@ def test_it_chooses_from_heads_trees_and_proposers_and_keeps_what_it_timed(run, 
         "decode.temperature=1",
     )
     found = read(tmp_path)
-    assert "plain is faster than everything" in printed and (tmp_path / "choice" / "table.md").exists()
-    assert "<svg" in (tmp_path / "choice" / "page.html").read_text()
+    assert (
+        "plain is faster than everything" in printed and "| load |" in (tmp_path / "choice" / "results.md").read_text()
+    )
+    assert "<svg" in (tmp_path / "choice" / "results.html").read_text()
     assert [(row["load"], row["context"]) for row in found["loads"]] == [(1, 10), (4, 10), (1, 20), (4, 20)]
     assert all(set(row["drafters"]) == {"one", "two", "ngram"} for row in found["loads"])
     shapes = {each["shape"] for each in found["acceptance"] if each["drafter"] == "one"}
     assert shapes == {f"chain of {num}" for num in range(1, 17)} | {"tree of 2x2x4"}
     for row in found["loads"]:
         for name, own in row["drafters"].items():
-            again = predict(found, name, own["shape"], row["load"], row["context"])
+            again = predict_speedup(found, name, own["shape"], row["load"], row["context"])
             assert (
                 again == tuple(own[each] for each in ("speedup", "low", "high", "extrapolated"))
                 and own["low"] <= own["speedup"] <= own["high"]
             )
-    assert predict(found, "one", "chain of 99", 1) is None
+    assert predict_speedup(found, "one", "chain of 99", 1) is None
     timed = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir() if "rounds" in path.name}
     assert len(timed) == 5  # two heads, a tree of each, a proposer
     before = [each["seconds"] for each in found["costs"]["points"]]
@@ -94,49 +86,64 @@ def test_it_chooses_from_heads_trees_and_proposers_and_keeps_what_it_timed(run, 
     assert read(tmp_path, "alone")["costs"]["points"] == own
 
 
-def test_costs_come_from_an_earlier_choice(run, costs, tmp_path):
+@pytest.fixture
+def costs(folder, tmp_path):
+    """costs=: the folder of an earlier choice, so that nothing is timed."""
+    points = [CostPoint("one", rows, num, 20.0, 1 + 0.02 * rows * num, 1.0) for rows in (1, 256) for num in (1, 16)]
+    fingerprint = Target.load(str(folder / "target"), dtype="float32").fingerprint()
+    document = {"costs": RoundCosts(points, "made up").to_json(), "fingerprint": fingerprint}
+    change_choice(tmp_path / "earlier", {"acceptance": [], "tokens": 8.0, "contexts": [20.0], **document})
+    return f"costs={tmp_path}/earlier"
+
+
+def change_choice(folder, changes):
+    """The choice of a folder with other values."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "results.json"
+    document = json.loads(path.read_text()) if path.exists() else {"choice": {}}
+    document["choice"] |= changes
+    path.write_text(json.dumps(document))
+
+
+def test_costs_come_from_an_earlier_choice(run, costs, folder, tmp_path):
     run(costs, "loads=1,256")
-    sheet = read(tmp_path)
-    with pytest.raises(ValueError, match="begun with other settings: loads"):
+    choice = read(tmp_path)
+    with pytest.raises(ValueError, match=r"results\.json was begun with other settings: loads"):
         run(costs, "loads=1,64")
-    assert sheet["costs"]["source"] == "made up"
-    run(f"costs={tmp_path}/choice/choice.json", f"out={tmp_path}/again", "loads=1,256")
-    assert read(tmp_path, "again")["loads"] == sheet["loads"]
-    old = Target.load(sheet["target"], dtype="float32").identity.old
-    (tmp_path / "other.json").write_text(json.dumps({**sheet, "fingerprint": old}))  # of an earlier version
-    run(f"costs={tmp_path}/other.json", f"out={tmp_path}/old", "loads=1,256")
-    assert sheet["fingerprint"] != old and read(tmp_path, "old")["fingerprint"] == sheet["fingerprint"]
-    other = {**sheet, "fingerprint": "of another"}
-    (tmp_path / "other.json").write_text(json.dumps(other))
+    assert choice["costs"]["source"] == "made up"
+    run(f"costs={tmp_path}/choice", f"out={tmp_path}/again", "loads=1,256")
+    assert read(tmp_path, "again")["loads"] == choice["loads"]
+    old = Target.load(str(folder / "target"), dtype="float32").identity.old
+    change_choice(tmp_path / "choice", {"fingerprint": old})  # of an earlier version
+    run(f"costs={tmp_path}/choice/results.json", f"out={tmp_path}/old", "loads=1,256")
+    assert choice["fingerprint"] != old and read(tmp_path, "old")["fingerprint"] == choice["fingerprint"]
+    change_choice(tmp_path / "choice", {"fingerprint": "of another"})
     with pytest.raises(ValueError, match="are of another target than"):
-        run(f"costs={tmp_path}/other.json", f"out={tmp_path}/second")
+        run(f"costs={tmp_path}/choice", f"out={tmp_path}/second")
     with pytest.raises(ValueError, match="known of one context only"):
         run(costs, "contexts=30", f"out={tmp_path}/second")
     run(costs, "loads=1,256,512", "contexts=20", f"out={tmp_path}/third")
     assert [row["drafters"]["one"]["extrapolated"] for row in read(tmp_path, "third")["loads"]] == [False, False, True]
 
 
-def test_a_prediction_stands_beside_what_is_measured_as_it_was_predicted(run, costs, tmp_path):
+def test_a_prediction_stands_beside_what_is_measured_as_it_was_predicted(run, costs, folder, run_script, tmp_path):
     run(costs, "loads=1")
-    given = [
-        "choose=false",
-        "chains=2",
-        "loads=1",
-        f"predicted={tmp_path}/choice/choice.json",
-        f"out={tmp_path}/compared",
-    ]
-    run(*given, "decode.temperature=0,1")
-    document = json.loads((tmp_path / "compared" / "results.json").read_text())
+
+    def measure(out, temperature):
+        given = [f"checkpoint={folder}/one", f"prompts={folder}/prompts.jsonl", "max_new_tokens=8", "chains=2"]
+        given += [f"predicted={tmp_path}/choice", "target.dtype=float32", f"decode.temperature={temperature}"]
+        run_script(evaluate, *given, f"out={tmp_path}/{out}")
+        return json.loads((tmp_path / out / "results.json").read_text())
+
+    document = measure("compared", "0,1")
     found = {each["temperature"]: each.get("predicted_speedup") for each in document["results"]}
     assert len(found[0]) == 4 and found[1] is None
     assert "T=1: nothing is predicted, as predicted= is of temperature 0.0" in document["notes"]
-    path = tmp_path / "choice" / "choice.json"
-    sheet = json.loads(path.read_text())
-    for fingerprint in (Target.load(sheet["target"], dtype="float32").identity.old, "of another"):
-        path.write_text(json.dumps({**sheet, "fingerprint": fingerprint}))
-        run(*given[:-1], "decode.temperature=0", f"out={tmp_path}/{len(fingerprint)}")
-    notes = [json.loads((tmp_path / each / "results.json").read_text())["notes"] for each in ("16", "10")]
-    assert ["as predicted= is of fingerprint of another" in str(each) for each in notes] == [False, True]
+    old = Target.load(str(folder / "target"), dtype="float32").identity.old
+    for fingerprint, is_other in ((old, False), ("of another", True)):
+        change_choice(tmp_path / "choice", {"fingerprint": fingerprint})
+        notes = measure(f"with {fingerprint}", "0")["notes"]
+        assert ("as predicted= is of fingerprint of another" in str(notes)) == is_other
 
 
 def test_sampling_that_replay_does_not_cover_is_decoded(run, folder, tmp_path):
@@ -160,8 +167,8 @@ def flags_of(target, kind, nums, cost=0.04):
     chains = [ShapeAcceptance("a", f"chain of {num}", "a", num, 1 + num**0.5, [1 + num**0.5] * 2, []) for num in nums]
     points = [CostPoint("a", rows, num, 9.0, 1 + cost * rows * num, 1.0) for rows in (1, 4, 64) for num in nums]
     run = SimpleNamespace(name="a", drafter=make_drafter(target, kind))
-    case = SimpleNamespace(runs=[run], loads=[1, 4, 64], opened=SimpleNamespace(target=target))
-    found = list(choose.list_flags(case, chains, RoundCosts(points, ""), 9.0, 50.0))
+    costs = RoundCosts(points, "")
+    found = list(engine_flags.list_flags([run], target.name, chains, costs, loads=[1, 4, 64], context=9.0, tokens=50.0))
     return {name: [each for each in found if each["engine"] == name] for name in ("vLLM", "SGLang", "llama.cpp")}
 
 
@@ -171,11 +178,11 @@ def test_flags_serve_the_best_chain_at_each_load(small_target):
     words = shlex.split(line["line"])
     settings = json.loads(words[words.index("--speculative-config") + 1])
     assert settings["num_speculative_tokens"] == 7 and line["loads"] == [1, 64]
-    assert settings[choose.SCHEDULE] == [[1, 3, 7], [4, 63, 2], [64, 64, 0]]
+    assert settings[engine_flags.SCHEDULE] == [[1, 3, 7], [4, 63, 2], [64, 64, 0]]
     assert [each["loads"] for each in found["SGLang"]] == [[1, 3], [4, 63]]
     assert ["--spec-draft-n-max 7" in each["line"] for each in found["llama.cpp"]] == [True, False]
     (line,) = flags_of(small_target, "eagle3", [1, 2, 7], cost=0.001)["vLLM"]
-    assert choose.SCHEDULE not in line["line"] and line["loads"] == [
+    assert engine_flags.SCHEDULE not in line["line"] and line["loads"] == [
         1,
         64,
     ]  # one number of drafts is best at all loads
@@ -187,7 +194,7 @@ def test_flags_have_whole_blocks_and_say_why_there_is_no_line(small_target):
     found = flags_of(small_target, "dflash", [1, 2, 4])
     (line,) = found["vLLM"]
     assert line["loads"] == [1, 63] and '"num_speculative_tokens": 4' in line["line"]
-    assert choose.SCHEDULE not in line["line"] and "The mask of this head" in found["SGLang"][0]["reason"]
+    assert engine_flags.SCHEDULE not in line["line"] and "The mask of this head" in found["SGLang"][0]["reason"]
     assert "not Medusa" in flags_of(small_target, "medusa", [1, 2])["llama.cpp"][0]["reason"]
 
 
@@ -201,17 +208,25 @@ def test_flags_have_whole_blocks_and_say_why_there_is_no_line(small_target):
         (["loads=5000"], "loads=5000: give numbers"),
         (["contexts=0"], "contexts=0: give numbers"),
         (["contexts=20,1000000"], "positions, so [0-9]+ is the most"),
-        (["batch=2", "decode.depth=3"], "no use for batch=, decode.depth=: it looks at chains"),
-        (["predicted=choice.json"], "no use for predicted="),
         (["engine=http://localhost:1", "contexts=10"], "no costs=, contexts=, proposers= or trees="),
         (["engine=http://localhost:1", "checkpoint={folder}/one"], "localhost:1"),
-        (["costs=abacus"], "costs=abacus must be the choice.json of an earlier choice"),
-        (["costs={folder}/prompts.jsonl"], "must be the choice.json of an earlier choice"),
+        (["costs=abacus"], "costs=abacus must be a folder of specdec choose"),
+        (["costs={folder}/prompts.jsonl"], "must be a folder of specdec choose"),
         (["proposers=auto"], "auto chooses in every round"),
         (["decode.temperature=0,1"], "give one, and run this again"),
         (["engine=http://localhost:1", "costs=abacus"], "give that checkpoint=DIR"),
         (["limit=1"], "an interval over prompts needs two"),
+        (
+            ["limit=1", "protocol=dflash2", "target.name={folder}/target"],
+            "an interval over prompts needs two",
+        ),  # its chains= is left out
     ],
 )
 def test_wrong_arguments_are_refused(refuse, folder, arguments, message):
     refuse(message, *(argument.format(folder=folder) for argument in arguments))
+
+
+@pytest.mark.parametrize("argument", ["batch=2", "decode.depth=3", "predicted=choice", "chains=2"])
+def test_options_that_it_does_not_use_do_not_exist(run, argument):
+    with pytest.raises(ValueError, match="There is no option"):
+        run(argument)

@@ -9,7 +9,7 @@ import torch
 from specdec.proposers.heads import HeadProposer
 from specdec.target.structure import Experts, count_weights
 from specdec.tools.choose import round_costs
-from specdec.tools.choose.round_costs import CostPoint, RoundCosts, read_choice
+from specdec.tools.choose.round_costs import CostPoint, RoundCosts
 from tests.support import Scripted, chain_of, greedy, make_drafter, oracle
 
 
@@ -90,8 +90,8 @@ def test_loads_are_timed_until_rounds_are_long_and_without_what_cannot_pay(monke
     texts, loads = [[0] * num for num in (9, 1, 5, 3, 7)], [1, 2, 4, 8, 16, 32]
     known = [CostPoint("a", 2, num, where, 1.0, 1.0) for num, where in ((1, 6.0), (1, 4.9), (1, 50), (8, 5.5))]
     kept = []
-    more = {"seed": 0, "keep": kept.append}
-    found = round_costs.time_loads("a", decoders, texts, loads, most=4.0, known=known, **more)
+    more = {"seed": 0, "store_points": kept.append}
+    found = round_costs.time_loads("a", decoders, texts, loads, max_cost_ratio=4.0, cached_points=known, **more)
     # 2 rows are known; 9 times plain cannot pay; 32 is not reached, as rounds of 16 rows take longer than LONGEST
     assert asked == [
         (1, [0, 1, 8], [5]),
@@ -103,7 +103,7 @@ def test_loads_are_timed_until_rounds_are_long_and_without_what_cannot_pay(monke
     assert [[each.rows for each in new] for new in kept] == [[1, 1], [4, 4], [8], [16]]  # at once, and new ones only
     asked.clear()
     monkeypatch.setattr(round_costs, "LONGEST", 100.0)
-    round_costs.time_loads("a", decoders, texts, loads, most=10.0, known=sum(kept, known), **more)
+    round_costs.time_loads("a", decoders, texts, loads, max_cost_ratio=10.0, cached_points=sum(kept, known), **more)
     assert [each[:2] for each in asked] == [(8, [0, 8]), (16, [0, 8]), (32, [0, 1])]  # what was hopeless may pay now
 
 
@@ -122,8 +122,6 @@ def test_loads_of_a_server_differ_though_each_has_its_own_context():
 @pytest.mark.parametrize("text", ["[]", "{", "{}", '{"costs": {}}', '{"costs": {"points": [1], "source": ""}}'])
 def test_files_of_another_form_are_refused(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
-    with pytest.raises(ValueError, match=r"x\.json must be the choice.json of an earlier choice"):
-        read_choice(str(tmp_path / "x.json"))
     assert round_costs.read_kept(tmp_path / "x.json") == [] == round_costs.read_kept(tmp_path / "no.json")
 
 

@@ -1,4 +1,4 @@
-"""Tests of evaluate engine=URL: what each server's counters become, faults, continuing, and this project's own server."""
+"""Tests of scripts/judge.py: what each server's counters become, faults, continuing, and this project's own server."""
 
 import contextlib
 import itertools
@@ -13,11 +13,13 @@ import pytest
 import torch
 import uvicorn
 
-from scripts import evaluate, serve
+from scripts import choose, serve
+from scripts import judge as judge_script
 from specdec import checkpoint
 from specdec.engines import client
 from specdec.heads.draft import Draft
 from specdec.tools.judge import referee
+from specdec.tools.server import serve as serving
 from specdec.unroll import replay
 from tests.small_server import SmallServer
 from tests.support import save_target, write_prompts
@@ -52,7 +54,7 @@ def judge(folder, tmp_path, run_script) -> Callable[..., tuple[dict, str]]:
     def run(server: SmallServer, *arguments: str, out: str = "served", name: bool = True) -> tuple[dict, str]:
         given = [f"engine={server.url}", f"prompts={folder / 'prompts.jsonl'}", f"max_new_tokens={NEW}"]
         given += [f"target.name={folder / 'target'}"] * name
-        said = run_script(evaluate, *given, f"out={tmp_path / out}", *arguments)
+        said = run_script(judge_script, *given, f"out={tmp_path / out}", *arguments)
         return json.loads((tmp_path / out / "results.json").read_text()), said
 
     return run
@@ -193,10 +195,10 @@ def truth(server: Drafting) -> tuple[float, list[float]]:
 )  # fmt: skip
 def test_tau_is_emitted_tokens_of_a_round_whatever_a_server_counts(judge, kind, given):
     with Drafting(kind, **given) as server, Drafting(kind, drafts=False) as other:
-        more = [] if kind == "specdec" else [f"plain={other.url}"]
+        more = [] if kind == "specdec" else [f"baseline={other.url}"]
         report, said = judge(server, "batch=1,4", *more)
         tau, survival = truth(server)
-    for level in report["levels"]:
+    for level in report["server"]["levels"]:
         assert level["tau"] == pytest.approx(tau) and f"{tau:.2f}" in said
         assert level["answers"] == NUM and not level["failed"] and level["tokens_of_others"] == 0
         assert level["tau_ci"][0] <= tau <= level["tau_ci"][1]
@@ -205,7 +207,9 @@ def test_tau_is_emitted_tokens_of_a_round_whatever_a_server_counts(judge, kind, 
         assert level["drafted"]["tokens_per_second_of_a_user"] > 0 and level["plain"]["tokens_per_second"] > 0
         assert level["speedup"] > 0 and level["drafted"]["first_token_seconds"] > 0
         assert level["same_answers"] == level["compared_answers"] == NUM and level["plain"]["busy"] > 0
-    assert report["levels"][0]["speedup_ci"] and report["levels"][1]["speedup_ci"] is None  # of one turn
+    assert (
+        report["server"]["levels"][0]["speedup_ci"] and report["server"]["levels"][1]["speedup_ci"] is None
+    )  # of one turn
     fields = [body for path, body in server.requests if path == "v1/completions"]
     assert sum("speculate" in body for body in fields) == (kind == "specdec") * (1 + 2 * NUM + 1 + 4)
     assert 1 < server.most <= 5 and all(body["stream"] and "ignore_eos" not in body for body in fields)
@@ -215,16 +219,19 @@ def test_what_a_server_does_not_say_is_said(judge, folder):
     with Drafting("vllm", per_answer=False, metrics=False) as server:
         report, said = judge(server)
         assert "tau cannot be had: start it without --disable-log-stats" in said
-        assert report["levels"][0]["tau"] is None and report["levels"][0]["drafted"]["tokens_per_second"] > 0
+        assert (
+            report["server"]["levels"][0]["tau"] is None
+            and report["server"]["levels"][0]["drafted"]["tokens_per_second"] > 0
+        )
     for kind in ("vllm", "llamacpp", "specdec"):
         with Drafting(kind, drafts=False) as server:
             report, said = judge(server, out=f"no drafts {kind}")
-            assert "does not draft" in said and report["levels"][0]["tau"] in (1, None)
+            assert "does not draft" in said and report["server"]["levels"][0]["tau"] in (1, None)
     with Drafting("llamacpp") as server, Drafting("vllm") as other:
         report, said = judge(server, out="no plain")
-        assert "give plain=URL" in said and report["levels"][0]["plain"] is None
-        with pytest.raises(ValueError, match=rf"plain={other.url} drafts, too"):
-            judge(server, f"plain={other.url}", out="wrong plain")
+        assert "give baseline=URL" in said and report["server"]["levels"][0]["plain"] is None
+        with pytest.raises(ValueError, match=rf"baseline={other.url} drafts, too"):
+            judge(server, f"baseline={other.url}", out="wrong plain")
 
 
 @pytest.mark.parametrize("kind", ["specdec", "vllm"])
@@ -249,7 +256,7 @@ def test_other_traffic_is_noticed_and_left_out(judge):
     server.spoil = disturb
     with server:
         report, said = judge(server)
-    (level,) = report["levels"]
+    (level,) = report["server"]["levels"]
     assert level["tokens_of_others"] == 9 and "9 tokens for others" in said
     assert level["tau"] and level["tau_ci"] is None and level["rounds"] < len(truth(server)[1]) * NUM * NEW
 
@@ -263,7 +270,7 @@ def test_prompts_are_sent_as_messages_to_an_unknown_server(judge):
         bodies[0]["chat_template_kwargs"] == {"enable_thinking": False}
         and not {"top_k", "return_token_ids"} & bodies[0].keys()
     )
-    assert report["levels"][0]["drafted"]["tokens_per_second_of_a_user"] > 0
+    assert report["server"]["levels"][0]["drafted"]["tokens_per_second_of_a_user"] > 0
 
 
 def test_busy_failing_and_cut_answers_are_asked_for_again_and_counted(judge, monkeypatch):
@@ -285,7 +292,7 @@ def test_busy_failing_and_cut_answers_are_asked_for_again_and_counted(judge, mon
     begun = time.monotonic()
     with server:
         report, said = judge(server, "batch=2")
-    (level,) = report["levels"]
+    (level,) = report["server"]["levels"]
     assert time.monotonic() - begun > 0.2 and server.keys == {"Bearer secret"}
     assert level["answers"] == NUM - 1 and level["tau"] and len(level["failed"]) == 1
     assert "that prompt again" in level["failed"][0]["error"] and "1 requests failed" in said
@@ -302,9 +309,9 @@ def test_what_was_measured_is_kept_and_continued(judge, monkeypatch):
         before = len(server.requests)
         report, _ = judge(server)
         whole = [body for _, body in server.requests[before:] if body and body.get("max_tokens") == NEW]
-        assert len(whole) == NUM - 3 and report["levels"][0]["answers"] == NUM
+        assert len(whole) == NUM - 3 and report["server"]["levels"][0]["answers"] == NUM
         report, _ = judge(server, "batch=1,2")
-        assert [level["requests"] for level in report["levels"]] == [1, 2]
+        assert [level["requests"] for level in report["server"]["levels"]] == [1, 2]
         before = len(server.requests)
         again, _ = judge(server, "batch=1,2")
         assert again == report and not [b for _, b in server.requests[before:] if b and b.get("max_tokens") == NEW]
@@ -341,8 +348,8 @@ def own_server(monkeypatch, *arguments: str) -> Iterator[SmallServer]:
         def capture_signals(self):  # they are for main threads
             yield
 
-    listening = serve.listen("127.0.0.1", 0)
-    monkeypatch.setattr(serve, "listen", lambda *_: listening)
+    listening = serving.listen("127.0.0.1", 0)
+    monkeypatch.setattr(serving, "listen", lambda *_: listening)
     monkeypatch.setattr(uvicorn, "Server", Server)
     thread = threading.Thread(target=serve.main, args=([*arguments, "port=0"],), daemon=True)
     thread.start()
@@ -363,7 +370,7 @@ def test_our_server_serves_what_was_trained_and_another_head_is_noticed(judge, f
     chain = ["proposer=head", f"decode.depth={K}", "rows=4", "target.dtype=float64"]
     with own_server(monkeypatch, f"checkpoint={head}", *chain) as server:
         report, said = judge(server, f"checkpoint={head}", *given)
-        one, four = report["levels"]
+        one, four = report["server"]["levels"]
         for found in (one["replay"], four["replay"]):
             assert found["served_tau"] == found["replayed_tau"] and found["verdict"] in said
             assert 1.1 < found["served_tau"] < K + 0.9 and found["depth"] == K and "served = trained" in said
@@ -371,7 +378,7 @@ def test_our_server_serves_what_was_trained_and_another_head_is_noticed(judge, f
             assert one["tau"] == four["tau"] == found["served_tau"] and one["rounds"] == four["rounds"]
         assert one["same_answers"] == NUM and one["plain"]["tokens_per_second"] > 0
         report, said = judge(server, f"checkpoint={folder / 'other'}", *given)  # nothing is measured again
-    first = min(report["levels"][0]["replay"]["differences"], key=lambda each: each["round"])
+    first = min(report["server"]["levels"][0]["replay"]["differences"], key=lambda each: each["round"])
     assert first["served"] != first["replayed"] and f"prompt {first['prompt']} first" in said
 
 
@@ -394,7 +401,6 @@ def test_the_first_difference_is_that_of_the_first_draft_and_not_behind_the_end(
 def test_a_choice_takes_its_costs_from_a_server(folder, tmp_path, run_script, monkeypatch):
     chain = ["proposer=head", f"decode.depth={K}", "rows=4", "target.dtype=float64"]
     given = [
-        "choose=true",
         "loads=1,4",
         f"checkpoint={folder / 'head'}",
         f"prompts={folder / 'prompts.jsonl'}",
@@ -402,11 +408,11 @@ def test_a_choice_takes_its_costs_from_a_server(folder, tmp_path, run_script, mo
     ]
     given += [f"max_new_tokens={NEW}", f"out={tmp_path / 'choice'}", "target.dtype=float64"]
     with own_server(monkeypatch, f"checkpoint={folder / 'head'}", *chain) as server:
-        run_script(evaluate, *given, f"engine={server.url}")
-        found = json.loads((tmp_path / "choice" / "choice.json").read_text())
-        (tmp_path / "choice" / "choice.json").unlink()
+        run_script(choose, *given, f"engine={server.url}")
+        found = json.loads((tmp_path / "choice" / "results.json").read_text())["choice"]
+        (tmp_path / "choice" / "results.json").unlink()
         with pytest.raises(ValueError, match=r"rows\.jsonl was begun with other settings: ignore_stop"):
-            run_script(evaluate, *given, f"engine={server.url}", "ignore_stop=false")
+            run_script(choose, *given, f"engine={server.url}", "ignore_stop=false")
     assert [(point["rows"], point["drafts"]) for point in found["costs"]["points"]] == [(1, K), (4, K)]
     assert "specdec, requests at each load" in found["costs"]["source"]
     rows = [json.loads(line) for line in (tmp_path / "choice" / "rows.jsonl").read_text().splitlines()]
@@ -418,16 +424,15 @@ def test_a_choice_takes_its_costs_from_a_server(folder, tmp_path, run_script, mo
 def test_a_choice_refuses_a_server_that_does_not_count_before_it_decodes(folder, tmp_path, run_script, monkeypatch):
     monkeypatch.setattr("specdec.tools.choose.choose.load_runs", lambda *given: pytest.fail("loaded"))
     given = [
-        "choose=true",
         f"checkpoint={folder / 'head'}",
         f"prompts={folder / 'prompts.jsonl'}",
         f"out={tmp_path}/choice",
     ]
     mute = Drafting("vllm", per_answer=False, metrics=False)
     with mute as server, pytest.raises(ValueError, match="says nothing about drafts"):
-        run_script(evaluate, *given, f"engine={server.url}", f"plain={server.url}")
-    with Drafting("vllm") as server, pytest.raises(ValueError, match="give plain=URL"):
-        run_script(evaluate, *given, f"engine={server.url}")
+        run_script(choose, *given, f"engine={server.url}", f"baseline={server.url}")
+    with Drafting("vllm") as server, pytest.raises(ValueError, match="give baseline=URL"):
+        run_script(choose, *given, f"engine={server.url}")
 
 
 def test_a_server_is_asked_turn_by_turn(judge, folder, tmp_path, monkeypatch):
@@ -447,10 +452,10 @@ def test_a_server_is_asked_turn_by_turn(judge, folder, tmp_path, monkeypatch):
     with own_server(monkeypatch, f"checkpoint={folder / 'head'}", *chain) as server:
         report, said = judge(server, f"checkpoint={folder / 'head'}", *given)
         again, _ = judge(server, f"checkpoint={folder / 'head'}", *given)  # from what is there
-    (found,) = report["levels"]
+    (found,) = report["server"]["levels"]
     assert (
         found["answers"] == 3
-        and again["levels"] == report["levels"]
+        and again["server"]["levels"] == report["server"]["levels"]
         and "2 questions of MT-Bench" in report["protocol"]
     )
     assert (

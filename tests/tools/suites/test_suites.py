@@ -8,10 +8,8 @@ import datasets
 import pytest
 import yaml
 from pyarrow import Table, parquet
-from rich.console import Console
 
 from scripts import answer
-from specdec import loading
 from specdec.text import chat_template, reading
 from specdec.tools.suites import suites
 from specdec.tools.suites.suites import encode_turn, load_suite, read_protocol
@@ -424,9 +422,9 @@ def test_data_for_evaluation_alone_is_not_trained_on(tmp_path):
     for source in (f"{folder}/data", f"{folder}/data/train.jsonl"):
         with pytest.raises(ValueError, match=r"data.* may not be trained on: .*README\.md says"):
             load_rows([source], encoding)
-    asked = answer.AnswerOptions(f"{folder}/data", f"{folder}/out.jsonl", target=loading.TargetOptions(name="any"))
+    arguments = [f"prompts={folder}/data", f"out={folder}/out.jsonl", "target.name=any"]
     with pytest.raises(ValueError, match=r"data may not be trained on"):
-        answer.write_answers(asked, Console())
+        answer.main(arguments)
     with pytest.raises(ValueError, match="nvidia/speed-bench may not be trained on: NVIDIA Evaluation"):
         load_rows(["nvidia/speed-bench"], encoding)
     reading.check_trainable("openai/gsm8k")

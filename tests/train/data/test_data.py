@@ -1,6 +1,6 @@
 """Tests of masks, rows and batches with the default target's tokenizer, and of files that scripts resume."""
 
-from specdec.options.command_line import options
+from specdec.options.command_line import read_command
 
 import copy
 import dataclasses
@@ -15,12 +15,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from scripts.answer import parse_temperatures
-from scripts.show_data import ShowData
+from scripts.show_data import ShowDataOptions
 from specdec.core import masks
 from specdec.core.resumable import Resumable, read_rows
 from specdec.engines.answers import AnswerSettings, WrittenAnswer, list_jobs, make_answer
-from specdec.loading import TokenizerOptions
+from specdec.measuring.answer_prompts import read_distinct_temperatures
 from specdec.measuring.answers import OwnDecoder
 from specdec.measuring.replay import warn_of_writers
 from specdec.target.fingerprint import Fingerprint
@@ -284,7 +283,7 @@ def test_results_are_continued_with_the_same_settings_only(tmp_path):
 def test_jobs_and_their_answers(tokenizer, small_target):
     """The longest prompts of a temperature come first, and an answer depends on its job alone."""
     prompts = [{"id": f"{n}", "category": "qa", "messages": SINGLE[:1] * (n + 1), "tags": []} for n in range(3)]
-    jobs = list_jobs(tokenizer, prompts, parse_temperatures("1.0,0"))
+    jobs = list_jobs(tokenizer, prompts, read_distinct_temperatures("1.0,0"))
     short = [
         dataclasses.replace(job, tokens=[number % 6 for number in range(len(job.tokens) % 11 + 2)]) for job in jobs
     ]
@@ -306,7 +305,7 @@ def test_jobs_and_their_answers(tokenizer, small_target):
     assert answers(2, {"1@0", "0@1"}) == [pair for pair in alone if pair[0] not in ("1@0", "0@1")]
     for text in ("a", "", "0,0.0", "-1"):
         with pytest.raises(ValueError, match="temperature="):
-            parse_temperatures(text)
+            read_distinct_temperatures(text)
 
 
 def test_an_answer_is_trimmed_at_its_end(tokenizer):
@@ -316,18 +315,21 @@ def test_an_answer_is_trimmed_at_its_end(tokenizer):
 
 
 def test_options(monkeypatch, capsys):
-    known = "data, row, num, split, target.name"
     for arguments, message in (
-        (["data=b", "rows=3"], f"no option 'rows'. Did you mean 'row'. Known options: {known}"),
+        (["data=b", "rows=3"], "no option 'rows'. Did you mean 'row'. See --help"),
         (["target.name=a"], "Give a value for: data"),
         (["target.name=a", "data=b", "row=x"], "row=x must be a whole number"),
         (["target"], "not of the form key=value"),
     ):
-        with pytest.raises(SystemExit, match=message):
-            options(ShowData, "doc", arguments)
+        with pytest.raises(ValueError, match=message):
+            read_command("show_data", ShowDataOptions, "doc", arguments)
     given = ["target.name=0,1", "data=2", "row=3"]
-    assert options(ShowData, "doc", given) == ShowData(data="2", row=3, target=TokenizerOptions("0,1"))
+    options = read_command("show_data", ShowDataOptions, "doc", given)
+    assert (options.data, options.row, options.num, options.target.name) == ("2", 3, 1, "0,1")
     with pytest.raises(SystemExit):
-        options(ShowData, "python scripts/show_data.py", ["--help"])
+        read_command("show_data", ShowDataOptions, "python scripts/show_data.py", ["--help"])
     printed = capsys.readouterr().out
-    assert "python scripts/show_data.py" in printed and "index of the first row to print (default: 0)" in printed
+    assert (
+        "python scripts/show_data.py" in printed
+        and "index of the first row to print (a whole number of 0 or more; default: 0)" in printed
+    )

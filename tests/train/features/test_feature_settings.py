@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from specdec.core.option_types import read_options
 from specdec.target.model import Target
 from specdec.text.conversations import Row
 from tests.support import ROOT, make_drafter, make_target, random_tokens
@@ -15,8 +16,9 @@ from train.data.packing import Packs, Rows
 from train.features.feature_files import FeatureFolder
 from train.prepare import build
 from train.prepare.build import count_missing, open_features
+from train.settings import options as settings
 from train.settings.hydra_text import search_path
-from train.settings.options import RunConfig
+from train.settings.options import RunConfig, read_run
 
 NUM, LONG = 40, 30  # rows, of 5 to 44 tokens, cut at 30
 
@@ -66,6 +68,12 @@ def test_rows_count_once(target, packs, tmp_path):
     assert count_missing(folder, twice, range(len(twice))) == packs.num_tokens == twice.num_tokens / 2
 
 
+GIVEN = {
+    "precision": "fp32", "target.dtype": "float32", "data.length": 64, "head.vocab_size": "null", "decode.depth": 2,
+    "train.validate_every": 0, "validation.num_prompts": 2, "validation.max_new_tokens": 4,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("few", [True, False])
 def test_a_short_run_on_much_data_fits_on_the_disk(target, packs, tmp_path, monkeypatch, few):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
@@ -78,9 +86,9 @@ def test_a_short_run_on_much_data_fits_on_the_disk(target, packs, tmp_path, monk
             "solve_packs=0",
             f"train.steps={2 if few else 1000}",
         ]
-        config = RunConfig.of(
-            OmegaConf.to_container(compose("train", overrides=[*options, search_path()]), resolve=True)
-        )
+        options += [f"{name}={value}" for name, value in GIVEN.items()]
+        options = read_run(OmegaConf.to_container(compose("train", overrides=[*options, search_path()]), resolve=True))
+    config = read_options(RunConfig, settings.fill(options.document(), {"train.epochs": 1.0, "train.hours": None}))
     drafter, said = make_drafter(target, "eagle"), []
     monkeypatch.setattr(build, "MEASURED", 0)
     monkeypatch.setattr(build.progress, "note", said.append)

@@ -18,7 +18,7 @@ from tests.support import (
     same_weights,
     weights_of,
 )
-from train.loop.optimizer import Average, OptimizerSettings, hidden_matrices, make_optimizer, schedule
+from train.loop.optimizer import Average, OptimizerOptions, hidden_matrices, make_optimizer, schedule
 from train.loop.state import RunFolder
 from train.loop.validate import Validation
 
@@ -28,8 +28,8 @@ BITS = pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="
 NAMES = ["adamw", "muon", pytest.param("adamw8bit", marks=BITS)]
 
 
-def settings(**changed) -> OptimizerSettings:
-    return OptimizerSettings(**USUAL | changed)
+def settings(**changed) -> OptimizerOptions:
+    return OptimizerOptions(**USUAL | changed)
 
 
 class Small(nn.Module):

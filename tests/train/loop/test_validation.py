@@ -38,7 +38,7 @@ from train.loop import validate
 from train.loop.state import RunFolder
 from train.loop.trainer import Trainer
 from train.loop.validate import Validation
-from train.settings.options import ValidationSettings
+from train.settings.options import ValidationOptions
 from train.show import run_page
 
 CHAIN = Drafting(depth=3)
@@ -52,11 +52,11 @@ def make(small_target, tmp_path, monkeypatch):
     prompts = [Prompt(str(number), "", tokens) for number, tokens in enumerate(prompts_of(small_target))]
 
     def validation(drafter, drafting=CHAIN, **changed):
-        settings = ValidationSettings(**SETTINGS | changed)
-        config = SimpleNamespace(validation=settings, decode=drafting, train=SimpleNamespace(seed=0))
+        settings = ValidationOptions(**SETTINGS | changed)
         shown = []
         console = SimpleNamespace(say=shown.append, print=shown.append)
-        made = Validation(Accelerator(cpu=True), drafter, prompts, config=config, stop={5}, console=console)
+        options = {"options": settings, "drafting": drafting, "seed": 0, "stop": {5}, "console": console}
+        made = Validation(Accelerator(cpu=True), drafter, prompts, **options)
         made.shown = shown
         return made
 

@@ -1,53 +1,75 @@
 """What a run leaves to `auto`: each rule by itself, on data and devices of several kinds, and what is given stays."""
 
+from dataclasses import replace
+
 import numpy
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from specdec.options import config_files
+from specdec.core.precision import Choice
+from specdec.options.config_files import flatten
 from tests.support import ROOT, losses_of
-from train.prepare import build, facts
+from train.prepare import build
+from train.prepare import facts as prepare
 from train.settings import decide
-from train.settings.decide import Pace, Place, TextLengths
+from train.settings.decide import Cost, Decided, Memory, Pace, Place, TargetFacts, TextLengths
 from train.settings.hydra_text import search_path
-from train.settings.options import PROVISIONAL, RunConfig, read_settings
+from train.settings.options import RunConfig, RunOptions, list_decided, read_run, read_settings
 
 CPU, GPU = Place("cpu", 1, 24e9, 60e9), Place("cuda", 1, 80e9, 1e12)
 FAST, SLOW = Pace(1 / 5000, 1 / 1500, 0.1), Pace(1 / 300, 1 / 120, 2.0)
 
 
-def settings(*options: str) -> RunConfig:
+class GivenFacts:
+    """Facts as a test gives them. sizes: those that were counted"""
+
+    def __init__(self, lengths, place, pace, *, most=8192, counts=(), depth=4, packed=True, memory=lambda sizes: None):
+        self.row_lengths, self.place, self.pace, self.memory = numpy.array(lengths), place, pace, memory
+        self.counts, self.sizes = numpy.array(counts, dtype=int), []
+        self.target = TargetFacts(49152, most, packed, depth)
+
+    def choose_dtype(self):
+        return Choice("float32", "as it is told")
+
+    def read_target(self, dtype):
+        return self.target
+
+    def pack_rows(self, length):
+        self.texts = replace(prepare.guess_packs(self.row_lengths, length), counts=self.counts)
+        return self.texts
+
+    def count_memory(self, sizes):
+        self.sizes.append(sizes)
+        return self.memory(sizes)
+
+    def count_features(self):
+        return 4608
+
+    def measure_pace(self, sizes):
+        return self.pace
+
+
+def settings(*options: str) -> RunOptions:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         composed = compose("train", overrides=["run=some", "head=eagle3", *options, search_path()])
-    return RunConfig.of(OmegaConf.to_container(composed, resolve=True))
+    return read_run(OmegaConf.to_container(composed, resolve=True))
 
 
-def decide_all(lengths, place, pace, *options, most=8192, counts=(), depth=4):
-    """The settled configuration, and the reasons by option"""
-    config, reasons = settings(*options), {}
-    lengths = numpy.array(lengths)
-
-    def settle(decisions):
-        reasons.update({each.name: each.reason for each in decisions})
-        return decide.settle(config, decisions)
-
-    config = settle(decide.reading(config, place, lengths, most=most, depth=depth))
-    texts = TextLengths.guessed(lengths, config.data.length)
-    texts = TextLengths(texts.lengths, texts.num_packs, numpy.array(counts, dtype=int))
-    config = settle(decide.vocabulary(config, texts, all_tokens=49152))
-    config = settle(decide.start(config, decide.tokens_wanted(config, texts)))
-    config = settle(decide.batches(config, place, texts))
-    config = settle(decide.features(config, place, texts, bytes_per_token=4608))
-    config = settle(decide.training(config, place, texts, pace))
-    assert not config.open
-    return config, reasons, texts
+def decide_all(lengths, place, pace, *options, **facts) -> tuple[RunConfig, dict[str, str], TextLengths]:
+    """The decided configuration, and the reasons by option"""
+    given = GivenFacts(lengths, place, pace, **facts)
+    decided: Decided = decide.decide(settings(*options), given)
+    assert {each.name for each in decided.decisions} == set(list_decided()) - (
+        set() if "norm_output" in decided.config.head.drafter else {f"head.drafter.{name}" for name in decide.NORMS}
+    )
+    return decided.config, {each.name: each.reason for each in decided.decisions if each.reason}, given.texts
 
 
 def test_forty_rows():
     config, reasons, _ = decide_all([200] * 40, CPU, FAST, counts=range(900))
     assert config.data.length == 512 and config.train.epochs == 4 and config.features.mode == "cached"
-    assert config.head["vocab_size"] == 8192  # what so few answers hold says little of others
+    assert config.head.vocab_size == 8192  # what so few answers hold says little of others
     assert config.train.steps * 512 == pytest.approx(4 * 8000, rel=0.3) and config.train.batch == 1
     assert config.train.validate_every * 4 >= config.train.steps and "4 times 8,000 tokens" in reasons["train.steps"]
 
@@ -58,7 +80,7 @@ def test_many_short_rows_on_two_cores_take_no_longer_than_an_hour():
         tokens = (
             config.train.steps * config.train.batch * config.train.accumulation * texts.num_tokens / texts.num_packs
         )
-        spent = decide.seconds(pace, tokens, texts=texts, step_tokens=tokens / config.train.steps, cached=False, num=1)
+        spent = Cost(pace, texts.num_tokens, 1, cached=False).seconds(tokens, tokens / config.train.steps)
         assert 3000 < spent <= 3700 and "train.hours=1 allows" in reasons["train.steps"]
     assert config.train.batch * config.train.accumulation > 1  # Muon's own work is a small part of a slow step
     config, _, texts = decide_all([100] * 40_000, GPU, Pace(1e-5, 5e-5, 0.01))
@@ -92,7 +114,7 @@ def test_all_drafts_of_a_block_are_judged_on_a_gpu():
 
 def test_long_runs_have_norms_in_place_of_a_start():
     kinds = lambda *options: decide_all([300] * 400, CPU, FAST, *options)[0]
-    norms = lambda config: (config.head["drafter"].get("norm_features"), config.head["drafter"].get("norm_output"))
+    norms = lambda config: (config.head.drafter.get("norm_features"), config.head.drafter.get("norm_output"))
     short, long = kinds("train.tokens=300000"), kinds("train.tokens=3000000")
     assert norms(short) == (False, False) and short.solve_packs == 200
     assert norms(long) == (True, True) and long.solve_packs == 0
@@ -103,13 +125,26 @@ def test_long_runs_have_norms_in_place_of_a_start():
 
 
 def test_a_vocabulary_covers_the_answers_within_bounds():
-    config, texts = settings(), TextLengths.guessed(numpy.array([10]), 512)
     for counts, size in (([5] * 100, 8192), ([1] * 12_000, 12_288), ([1] * 49_000, 32_768)):
-        known = TextLengths(texts.lengths, 1, numpy.array(counts))
-        (decision,) = decide.vocabulary(config, known, all_tokens=49_152)
-        assert decision.value == size
-    assert decide.vocabulary(config, known, all_tokens=8000)[0].value is None
-    assert decide.vocabulary(settings("head.vocab_size=99"), known, all_tokens=49_152) == []
+        known = TextLengths(numpy.array([10]), 1, numpy.array(counts))
+        assert decide.decide_vocabulary(settings(), known, 49_152).value == size
+    assert decide.decide_vocabulary(settings(), known, 8000).value is None
+    given = decide.decide_vocabulary(settings("head.vocab_size=99"), known, 49_152)
+    assert (given.value, given.reason) == (99, "")
+
+
+def test_what_is_in_memory_at_once_is_halved_until_it_fits():
+    memory = lambda sizes: Memory(1e9, 1e9, step=sizes.batch * sizes.length * 1e7, start=0.0)
+    rows, small = [4000] * 400, replace(GPU, memory=35e9)
+    config, reasons, _ = decide_all(rows, small, FAST, "data.length=2048", memory=memory)
+    assert config.train.batch == 1 and "were too much for 35.0 GB" in reasons["train.batch"]
+    config, reasons, _ = decide_all(rows, small, FAST, memory=memory)
+    assert config.data.length == 2048 and "were too much for 35.0 GB" in reasons["data.length"]
+    with pytest.raises(
+        ValueError, match=r"^This run does not fit: a process needs .* lower data\.length=4096.* plan=true"
+    ):
+        decide_all(rows, small, FAST, "data.length=4096", memory=memory)
+    assert decide_all(rows, small, FAST, "data.length=4096", "plan=true", memory=memory)[0].data.length == 4096
 
 
 GIVEN = {
@@ -123,7 +158,7 @@ GIVEN = {
 @pytest.mark.parametrize("place", [CPU, GPU], ids=["cpu", "gpu"])
 def test_what_is_given_is_never_changed(name, place):
     config, reasons, _ = decide_all([300] * 5000, place, FAST, f"{name}={GIVEN[name]}")
-    assert config_files.flatten(config.document())[name] == GIVEN[name] and name not in reasons
+    assert flatten(config.document())[name] == GIVEN[name] and name not in reasons
 
 
 def test_tokens_epochs_and_hours():
@@ -142,10 +177,8 @@ def test_tokens_epochs_and_hours():
 
 
 def test_a_share_of_the_steps_is_the_warm_up():
-    config = settings()
-    assert (
-        config.optimizer.warmup_steps(1000) == 50 and settings("optimizer.warmup=20").optimizer.warmup_steps(1000) == 20
-    )
+    steps = lambda *options: settings(*options).optimizer.warmup_steps(1000)
+    assert steps() == 50 and steps("optimizer.warmup=20") == 20
     assert settings("optimizer.warmup=0").optimizer.warmup_steps(1000) == 0
 
 
@@ -157,21 +190,21 @@ def test_a_resumed_run_is_the_same_on_another_machine(fit, monkeypatch):
         "train.accumulation=auto",
         "data.length=auto",
     )
-    monkeypatch.setattr(facts, "try_steps", lambda *_: FAST)
+    monkeypatch.setattr(prepare, "try_steps", lambda *_: FAST)
     fit("whole", *open_ones)
     fit("some", *open_ones)
-    settled = lambda: config_files.flatten(read_settings(build.Path("checkpoints/some/config.yaml"))) | {"resume": None}
+    settled = lambda: flatten(read_settings(build.Path("checkpoints/some/config.yaml"))) | {"resume": None}
     decided = settled()
     build.Path("checkpoints/some/finished").unlink()
-    monkeypatch.setattr(facts, "try_steps", lambda *_: pytest.fail("it was decided before"))
+    monkeypatch.setattr(prepare, "try_steps", lambda *_: pytest.fail("it was decided before"))
     fit("some", *open_ones, "resume=true")
     assert decided == settled()
-    assert losses_of("some") == losses_of("whole") and all(decided[name] != "auto" for name in PROVISIONAL)
+    assert losses_of("some") == losses_of("whole") and all(decided.get(name) != "auto" for name in list_decided())
 
 
 def test_the_speed_is_measured_with_a_drafter_that_is_thrown_away(fit, monkeypatch):
-    monkeypatch.setattr(facts, "BRIEF", 0)
+    monkeypatch.setattr(decide, "BRIEF", 0)
     fit("measured", "train.validate_every=auto")
-    monkeypatch.setattr(facts, "BRIEF", 50)
+    monkeypatch.setattr(decide, "BRIEF", 50)
     fit("brief", "train.validate_every=auto")
     assert losses_of("measured") == losses_of("brief")

@@ -1,22 +1,39 @@
-"""Tests of options: ranges, which are checked before anything is loaded; the help; options in messages; the names of runs."""
+"""Options of a run: refusals derived from the models, before anything is loaded; the help; the names of runs."""
 
 import copy
+import pkgutil
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import hydra
 import pytest
 import torch
-import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
+from pydantic.fields import FieldInfo
 
-from specdec.core import progress, ranges
-from specdec.core.ranges import named
+from specdec.core import progress
+from specdec.core.option_types import (
+    HUGE,
+    describe_bounds,
+    format_value,
+    list_choices,
+    list_fields,
+    list_kinds,
+    list_types,
+    options_of,
+    read_bounds,
+    read_options,
+)
+from specdec.core.precision import AUTO
 from specdec.core.rules import RULES
+from specdec.decoding.drafting import Drafting
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.eagle import Eagle3
 from specdec.options import config_files
+from specdec.options.config_files import flatten
 from specdec.proposers.growth import Children
 from tests.support import ROOT, log_of
 from train.loop import optimizer
@@ -24,9 +41,8 @@ from train.loop.optimizer import read_norms
 from train.settings import hydra_text as overrides
 from train.settings import usage
 from train.settings.hydra_text import search_path
-from train.settings.options import OPEN_NULL, RunConfig
+from train.settings.options import DecodeOptions, RunConfig, RunOptions, list_decided, read_run
 
-FREE = ("head.",)
 WRONG = [
     *map(float, ("nan", "inf", "-inf")),
     -1,
@@ -42,6 +58,15 @@ WRONG = [
     [None],
     None,
 ]
+HEADS = list(config_files.list_files("head"))
+CHECKED_BY_THEIR_READERS = (
+    "template",
+    "head.drafter",
+    "head.objective",
+    "head.optimizer",
+    "target.outline",
+    "data.train",
+)
 
 
 def compose(*overrides: str) -> dict:
@@ -54,80 +79,162 @@ def usual() -> dict:
     return compose("head=eagle3")
 
 
-@pytest.mark.parametrize("head", config_files.list_files("head"))
-def test_every_option_of_every_head_has_a_range_that_its_default_fits(head):
+@pytest.fixture(scope="module")
+def options(usual) -> RunOptions:
+    return read_run(usual)
+
+
+# Models and YAML
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_every_key_of_yaml_is_an_option_and_the_reverse(head):
     document = compose(f"head={head}", "decode=tree")
-    ranges.check(document)
-    config = RunConfig.of(document)
-    open_ones = {name for name, value in config_files.flatten(document).items() if value == "auto"} - {
-        "progress",
-        "precision",
-        "target.dtype",
+    options = read_run(document)
+    assert flatten(options.document()) == flatten(document)
+    fields = list_fields(RunOptions)
+    names = {
+        name
+        for name in flatten(document)
+        if not name.startswith(("head.drafter.", "head.objective.", "target.outline.", "data.train."))
     }
-    assert open_ones <= set(config.open) and set(config.open) - open_ones <= set(OPEN_NULL)
-    left = {name: config_files.flatten(document)[name] for name in config.open}
-    assert {**config_files.flatten(config.document()), **left} == config_files.flatten(document)
+    groups = {"head.drafter", "head.objective", "target.outline", "template"}
+    absent = {"head.optimizer", "head.adapter.lr", "head.adapter.delay", "machine.launch"}  # of some heads only
+    assert {re.sub(r"^(head\.optimizer)\..*", r"\1", name) for name in names} <= set(fields)
+    assert set(fields) - names - groups <= absent | {"data.train"}
+    for part in ("drafter", "objective"):
+        settings = document["head"][part]
+        model = options_of(pkgutil.resolve_name(settings["_target_"]))
+        assert settings.keys() - {"_target_"} <= model.model_fields.keys()
 
 
-def test_every_setting_of_every_proposer_has_one():
-    for path in config_files.list_files("proposer").values():
-        settings = yaml.safe_load(path.read_text())
-        given = {key: value for key, value in settings.items() if "${" not in str(value) and value != "???"}
-        ranges.check({"proposer": given})
-        assert all(ranges.find(f"proposer.{key}") for key in settings), path
+def test_every_option_that_may_be_auto_is_decided(options):
+    final = list_fields(RunConfig)
+    undecided = {name for name, field in final.items() if AUTO in list_choices(field)}
+    assert undecided == {"resume", "progress"}
+    open_ones = {name for name, value in flatten(options.document()).items() if value == AUTO}
+    assert open_ones - {"progress"} <= set(list_decided())
+    assert list_fields(RunConfig).keys() == list_fields(RunOptions).keys()
 
 
-def leaves(settings: dict, prefix: str = ""):
-    for key, value in settings.items():
-        if isinstance(value, dict) and ranges.find(f"{prefix}{key}") is None:
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
+# Refusals
 
 
-def test_no_option_takes_what_it_cannot_use(usual):
-    """Each option with values of other types and of other sizes: it is refused by its name, or it says that it takes them."""
-    refused = 0
-    for name in leaves(usual):
-        declared = ranges.find(name)
-        for value in WRONG:
-            changed = copy.deepcopy(usual)
-            *groups, key = name.split(".")
-            place = changed
-            for group in groups:
-                place = place[group]
-            place[key] = value
-            try:
-                ranges.check(changed)
-            except ValueError as error:
-                assert str(error).startswith(f"{name}=") and "must be" in str(error) and str(error).endswith("."), name
-                refused += 1
-                continue
-            number = declared.kind in (int, float) and not declared.choices
-            if number and not isinstance(value, list):
-                assert value is None or (type(value) in (int, float) and declared.least <= value <= declared.most), (
-                    name,
-                    value,
-                )
-            assert value != value or value is None or declared.kind is None or value not in (float("inf"), 10**400), (
-                name
+def changed(document: dict, name: str, value) -> dict:
+    document = copy.deepcopy(document)
+    *groups, key = name.split(".")
+    place = document
+    for group in groups:
+        place = place[group] if isinstance(place.get(group), dict) else place.setdefault(f"{group}", {})
+    place[key] = value
+    return document
+
+
+def values_of(field) -> list:
+    """Values below and above the bounds of an option, and of other types."""
+    found = list(WRONG)
+    for annotation in list_types(field):
+        _, bounds = read_bounds(annotation)
+        found += [bounds[name] - 1 for name in ("ge", "gt") if name in bounds] + [
+            bounds["gt"] for _ in "g" if "gt" in bounds
+        ]
+        found += [bounds[name] + 1 for name in ("le", "lt") if name in bounds] + [
+            bounds["lt"] for _ in "l" if "lt" in bounds
+        ]
+    return found
+
+
+def fits(field, value) -> bool:
+    """Whether an option takes a value, by its types and bounds: a second implementation."""
+    for annotation in list_types(field):
+        kind, bounds = read_bounds(annotation)
+        origin = get_origin(kind) or kind
+        if origin is Literal:
+            found = any(value == choice and type(value) is type(choice) for choice in get_args(kind))
+        elif origin is float:
+            found = type(value) in (int, float) and bounds.get("ge", -HUGE) <= value <= bounds.get("le", HUGE)
+            found = found and bounds.get("gt", -2 * HUGE) < value < bounds.get("lt", 2 * HUGE)
+        elif origin is int:
+            found = type(value) is int and bounds.get("ge", -HUGE) <= value <= bounds.get("le", HUGE)
+        elif origin in (list, Sequence):
+            item = FieldInfo.from_annotation(get_args(kind)[0])
+            sizes = bounds.get("min_length", 0), bounds.get("max_length", 99)
+            found = (
+                isinstance(value, list)
+                and sizes[0] <= len(value) <= sizes[1]
+                and all(fits(item, each) for each in value)
             )
-    assert refused > 800
+        elif origin is str:
+            found = isinstance(value, str) and value != ""
+        else:
+            found = type(value) is (type(None) if kind is None else origin) and (origin is not dict or value != {})
+        if found:
+            return True
+    return False
 
 
-def test_an_option_that_does_not_exist_is_refused(usual):
-    with pytest.raises(ValueError, match=r"^There is no option 'train\.stepz'\. Did you mean 'steps'\?"):
-        ranges.check(usual | {"train": usual["train"] | {"stepz": 3}}, free=FREE)
-    for changed in ({"train": usual["train"] | {"lr": 3}}, {"lr": 3}):  # which other groups have
-        with pytest.raises(ValueError, match=r"^There is no option '(train\.)?lr'\. See --help\."):
-            RunConfig.of(usual | changed)
+@pytest.mark.parametrize("name", [name for name in list_fields(RunOptions) if name not in CHECKED_BY_THEIR_READERS])
+def test_no_option_takes_what_it_cannot_use(usual, name):
+    """Each option below and above its bounds, of wrong types, null, misspelt: the sentence names it and what it may be."""
+    field = list_fields(RunOptions)[name]
+    document = changed(usual, "head.adapter", {"lr": 1.0, "delay": 1}) if name.startswith("head.adapter.") else usual
+    for value in values_of(field):
+        if fits(field, value):
+            continue
+        with pytest.raises(ValueError) as refused:
+            read_options(RunOptions, changed(document, name, value))
+        assert str(refused.value) == f"{name}={format_value(value)} must be {describe_bounds(field, value)}."
+    with pytest.raises(ValueError, match=rf"^There is no option '{name}z'\. Did you mean '{name}'\? See --help\.$"):
+        read_options(RunOptions, changed(document, f"{name}z", 1))
+
+
+@pytest.mark.parametrize("part", ["drafter", "objective"])
+@pytest.mark.parametrize("head", HEADS)
+def test_no_option_of_a_head_takes_what_it_cannot_use(head, part):
+    document = compose(f"head={head}")
+    model = options_of(pkgutil.resolve_name(document["head"][part]["_target_"]))
+    for key, field in model.model_fields.items():
+        name = f"head.{part}.{key}"
+        for value in values_of(field):
+            if fits(field, value) or dict in list_kinds(field):
+                continue
+            with pytest.raises(ValueError) as refused:
+                read_options(RunOptions, changed(document, name, value))
+            assert str(refused.value) == f"{name}={format_value(value)} must be {describe_bounds(field, value)}."
+        with pytest.raises(ValueError, match=rf"^There is no option '{name}z'\. Did you mean '{name}'\? See --help\.$"):
+            read_options(RunOptions, changed(document, f"{name}z", 1))
+
+
+TOGETHER = {  # what two options may not be together
+    "target.device=gpu": "target.device=gpu must be null",
+    "features.mode=engine": "features.mode=engine needs the URL of a server",
+    "features.mode=online features.engine=http://a": "features.mode=online runs the target in this process",
+    "start_vocab=data": "start_vocab=data is for a checkpoint that is trained further: give start=, too.",
+    "head=medusa2 head.adapter=null": "A head that adapts the target needs head.adapter: {lr, delay}",
+    "head=medusa2 features.engine=http://a": "features.engine=http://a: the head changes the target",
+    "target.shard=true features.engine=http://a": "features.engine=http://a: target.shard=true keeps",
+    "head=medusa2 target.shard=true": "target.shard=true: head=specdec.heads.medusa.Medusa2 changes the target",
+    "train.steps=3 train.epochs=2": "train.steps=3 says how long to train, so train.epochs would change nothing",
+    "train.tokens=3 train.epochs=2": "train.tokens and train.epochs both say how much to read",
+    "+template.messages=3": "template.messages: messages is not a variable of the chat template",
+    "+template.thinking=3": "template.thinking=3 must be true or false.",
+}
+
+
+@pytest.mark.parametrize("given", TOGETHER)
+def test_what_does_not_go_together(given):
+    with pytest.raises(ValueError) as refused:
+        read_run(compose(*given.split()))
+    assert str(refused.value).startswith(TOGETHER[given])
 
 
 def test_the_choices_are_those_that_exist():
-    assert set(ranges.find("schedule").choices) == set(optimizer.SHAPES)
-    assert set(ranges.find("tracker").choices) == {"none", "wandb", "tensorboard", "trackio"}
-    assert ranges.find("progress").choices == progress.MODES
-    assert set(ranges.find("rule").choices) == set(RULES) and ranges.find("children").choices == Children.__args__
+    fields = list_fields(RunOptions)
+    choices = lambda name: list_choices(fields[name])
+    assert set(choices("optimizer.schedule")) == set(optimizer.SHAPES)
+    assert tuple(choices("progress")) == progress.MODES
+    assert set(choices("decode.rule")) == set(RULES) and tuple(choices("decode.children")) == Children.__args__
+    assert {*Drafting.__dataclass_fields__} == {*DecodeOptions.model_fields}
 
 
 @pytest.mark.parametrize(
@@ -136,19 +243,13 @@ def test_the_choices_are_those_that_exist():
         ("train.batch=0", "train.batch=0 must be a whole number from 1 to 65536, or auto."),
         ("train.steps=0", "train.steps=0 must be a whole number of 1 or more, or auto."),
         ("train.max_grad_norm=1e400", "train.max_grad_norm=inf must be a number from 0 to 1e+30."),
-        ("train.ema=1", "train.ema=1 must be a number above 0 and below 1, or null."),
         ("precision=fp16", "precision=fp16 must be one of auto, bf16, fp32."),
-        ("head.vocab_size=0", "head.vocab_size=0 must be a whole number of 1 or more, or auto, or null."),
         ("head.objective.losses.kl=nan", "head.objective.losses.kl=nan must be a number of 0 or more."),
-        ("optimizer.lr=true", "optimizer.lr=true must be a number of 0 or more."),
-        ("optimizer.betas=[0.9]", "optimizer.betas=[0.9] must be a list of 2, each a number of at least 0 and below 1."),
-        ("resume=yes", "resume=yes must be one of true, false, auto."),
-        ("run=", "run= must be a text that is not empty."),
         ("start=???", "start: Missing mandatory value: start."),
     ],
 )  # fmt: skip
 def test_a_run_refuses_before_it_loads_anything(fit, monkeypatch, given, sentence):
-    monkeypatch.setattr("train.prepare.build.Target.load", lambda *_, **__: pytest.fail("the target was loaded"))
+    monkeypatch.setattr("train.prepare.facts.Target.load", lambda *_, **__: pytest.fail("the target was loaded"))
     with pytest.raises(ValueError) as refused:
         fit("wrong", "head=eagle3", given)
     assert str(refused.value) == sentence
@@ -198,27 +299,7 @@ def test_an_unknown_option_is_named_with_the_one_that_is_like_it(given, close):
     assert usage.unknown(known) is None
     said = usage.unknown([*known, given])
     assert said.startswith(f"There is no option {given.partition('=')[0]!r}. Did you mean {close!r}?")
-    assert usage.unknown(["xyzzy=1"]) == "There is no option 'xyzzy'. python train.py --help lists them all."
-
-
-@pytest.mark.parametrize(
-    ("message", "wanted"),
-    [
-        ("depth=5 is more than 4: lower depth=", "decode.depth=5 is more than 4: lower decode.depth="),
-        ("other.depth=5 stays, and so does {lr=1}", "other.depth=5 stays, and so does {decode.lr=1}"),
-        ("nodes=null and width=1", "decode.nodes=null and decode.width=1"),
-        ("no option here", "no option here"),
-    ],
-)
-def test_messages_name_the_option(message, wanted):
-    with pytest.raises(ValueError) as caught, named("decode"):
-        raise ValueError(message)
-    assert str(caught.value) == wanted
-
-
-def test_only_messages_of_value_errors_are_renamed():
-    with pytest.raises(TypeError, match=r"^depth=5$"), named("decode"):
-        raise TypeError("depth=5")
+    assert usage.unknown(["xyzzy=1"]) == "There is no option 'xyzzy'. See --help."
 
 
 # Names of runs
@@ -253,28 +334,9 @@ def test_a_run_and_its_features_are_named_by_the_target(given, wanted):
 # Empty lists, and paths of the home folder
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        "head.drafter.target_layers=[]",
-        "data.train=[]",
-        "data.train={}",
-        "features.engine=[]",
-        "fast=[]",
-        "optimizer.betas=[]",
-    ],
-)
-def test_an_empty_list_is_not_null(option):
-    name = option.partition("=")[0]
-    with pytest.raises(ValueError, match=rf"^{re.escape(name)}=[\[{{]\]?}}? must be .*\.$"):
-        RunConfig.of(compose("head=eagle3", option))
-
-
 def test_an_empty_list_stays_where_it_means_something():
-    config = RunConfig.of(compose("head=draft", "head.drafter.copy_layers=[]"))
-    assert config.head["drafter"]["copy_layers"] == []
-    with pytest.raises(ValueError, match=r"^head\.drafter\.lora_modules=\[\] must be a list of one or more texts"):
-        RunConfig.of(compose("head=medusa2", "head.drafter.lora_modules=[]"))
+    options = read_run(compose("head=draft", "head.drafter.copy_layers=[]"))
+    assert options.head.drafter["copy_layers"] == []
 
 
 @pytest.mark.parametrize("kind", [Eagle3, BlockDrafter])
@@ -295,8 +357,8 @@ def test_paths_of_the_home_folder_in_every_form(train, paths, monkeypatch):
     monkeypatch.setenv("HOME", "/at/home")
     names = ("data.heldout", "data.cache", "features.folder", "target.name", "start", "run", "validation.answers")
     given = [f"data.train={train}", "head.drafter.model=~/model", *(f"{name}=~/x" for name in names)]
-    config = RunConfig.of(compose("head=draft", *overrides.as_written(given)))
-    known = config_files.flatten(config.document())
+    config = read_run(compose("head=draft", *overrides.as_written(given)))
+    known = flatten(config.document())
     assert config.data.train == paths and known["head.drafter.model"] == "/at/home/model"
     assert {known[name] for name in names} == {"/at/home/x"}
-    assert RunConfig.of(config.document()).data.train == paths
+    assert read_run(config.document()).data.train == paths

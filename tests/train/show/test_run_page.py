@@ -114,4 +114,4 @@ def test_the_command_of_a_page_says_what_the_run_decided():
         "head": {"vocab_size": None},
     }
     command = record.spell_out(config, ["head=mtp", "resume=auto", "train.epochs=4", "data.length=640"])
-    assert command == ["head=mtp", "data.length=640", "head.vocab_size=null", "train.steps=70", "solve_packs=0"]
+    assert command == ["head=mtp", "data.length=640", "head.vocab_size=null", "solve_packs=0", "train.steps=70"]

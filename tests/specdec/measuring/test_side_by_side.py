@@ -5,7 +5,7 @@ import json
 import pytest
 
 from scripts import report
-from specdec.measuring import results_page
+from specdec.measuring import results
 
 
 def write(folder, **changed):
@@ -20,18 +20,18 @@ def write(folder, **changed):
 
 def test_differences_of_protocols_and_machines_are_named(tmp_path):
     one, same = write(tmp_path / "one"), write(tmp_path / "same")
-    assert list(results_page.say_differences(results_page.read([one, same]))) == []
+    assert list(results.find_differences(results.read_all([one, same]))) == []
     other = write(
         tmp_path / "other",
         max_new_tokens=128,
         suite={"title": "MT-Bench", "digest": "b"},
         decode={"temperature": "1", "rule": "token"},
     )
-    (said,) = results_page.say_differences(results_page.read([one, other]))
+    (said,) = results.find_differences(results.read_all([one, other]))
     assert said.startswith("These are results of different protocols, so acceptance lengths are not comparable: ")
     assert "suite (GSM8K a, MT-Bench b)" in said and "max_new_tokens (64, 128)" in said and "temperature (0, 1)" in said
     moved = write(tmp_path / "moved", machine="arm64")
-    (said,) = results_page.say_differences(results_page.read([one, moved]))
+    (said,) = results.find_differences(results.read_all([one, moved]))
     assert "different machines, so speeds are not comparable: machine (x86_64, arm64)" in said
 
 

@@ -1,0 +1,182 @@
+"""Answers of a target to prompts, as rows to train on: written by this project's decoder or by servers, resumable."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import rich.console
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+
+from specdec import loading
+from specdec.core import progress
+from specdec.core.compile import Runner
+from specdec.core.option_types import BatchSize, Count, Options, PositiveShare, Seed, Text, prefix_option_names
+from specdec.core.resumable import Resumable, digest, resumable
+from specdec.core.sampling import Sampling
+from specdec.engines.answers import AnswerJob, AnswerServer, AnswerSettings, list_jobs, make_row
+from specdec.engines.client import EngineClient
+from specdec.measuring.answers import OwnDecoder
+from specdec.options.command_types import MEMORY, OutputFile, TemplateSettings
+from specdec.options.decoding import read_temperatures
+from specdec.options.target import TargetOptions
+from specdec.target.fingerprint import Fingerprint
+from specdec.target.model import load_tokenizer
+from specdec.text import conversations as data
+from specdec.text import reading
+from specdec.text.messages import normalise_messages, read_arguments
+
+ADVICE = "Use the same settings to continue, or choose another out=FILE."
+
+
+class AnswerDecodeOptions(Options):
+    temperature: Text
+    top_p: PositiveShare
+    compile: bool
+
+
+class AnswerOptions(Options):
+    prompts: Text
+    out: OutputFile
+    split: Text | None
+    limit: Count | None
+    max_new_tokens: Annotated[Count, MEMORY]
+    template: TemplateSettings
+    engine: Text | None
+    in_flight: BatchSize
+    batch: Annotated[BatchSize, MEMORY]
+    seed: Seed
+    target: TargetOptions
+    decode: AnswerDecodeOptions
+
+
+def read_distinct_temperatures(text: str) -> list[float]:
+    """Raises ValueError for one that is listed twice, or that is none."""
+    temperatures = read_temperatures(text)
+    if len(set(temperatures)) < len(temperatures):
+        raise ValueError(f"decode.temperature={text}: give each temperature once.")
+    with prefix_option_names("decode"):
+        return [Sampling(temperature).temperature for temperature in temperatures]
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, target: TargetOptions) -> set[int]:
+    """Ids that end an answer, without loading the target."""
+    name = str(target.name)
+    try:
+        config = GenerationConfig.from_pretrained(name)
+    except OSError:
+        config = GenerationConfig.from_model_config(
+            AutoConfig.from_pretrained(name, trust_remote_code=target.trust_remote_code)
+        )
+    return data.stop_tokens(tokenizer, config)
+
+
+# What writes the answers
+
+
+@contextlib.contextmanager
+def open_writer(
+    options: AnswerOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: AnswerSettings,
+    jobs: list[AnswerJob],
+    console: rich.console.Console,
+) -> Iterator[tuple[OwnDecoder | AnswerServer, Fingerprint | None]]:
+    """The servers, or this project's decoder; with the target's fingerprint, if it is known."""
+    if options.engine is None:
+        target = loading.load_target(options.target).target
+        runner = Runner(options.decode.compile)
+        yield OwnDecoder(target, tokenizer, settings, options.batch, runner), target.identity
+        return
+    with contextlib.closing(EngineClient(options.engine, in_flight=options.in_flight, say=console.print)) as client:
+        server = AnswerServer(client, tokenizer, settings, name=str(options.target.name), example=jobs[0])
+        console.print(f"{server.model} at {', '.join(client.urls)} answers.")
+        yield server, server.fingerprint
+
+
+# Answers
+
+
+def check_prompts(answers: Resumable, jobs: list[AnswerJob], source: str) -> None:
+    """Raises ValueError if an answer is to another prompt than the one that has its id now. source: of the prompts"""
+    asked = {job.id: job for job in jobs}
+    for row in answers.rows:
+        job, said = asked.get(row["id"]), row.get("messages")
+        if job is None or not (said or "prompt" in row):  # rows that others wrote
+            continue
+        before = normalise_messages(said[:-1]) if said else row["prompt"]
+        if (before, read_arguments(row)) != (job.messages if said else job.prompt, job.arguments):
+            raise ValueError(
+                f"{answers.path} has an answer {job.id} to another prompt than {job.place} now: {source} has changed. Put the "
+                "prompts back (rows without id= are known by their number), or choose another out=FILE."
+            )
+
+
+def answer_prompts(options: AnswerOptions, console: rich.console.Console) -> None:
+    """Writes the answers that are missing. Raises ValueError for settings that do not fit to those that are there."""
+    try:
+        write_answers(options, console)
+    except KeyboardInterrupt:
+        text = f"Stopped. The answers in {options.out} are kept; run the same command again to continue."
+        raise KeyboardInterrupt(text) from None
+
+
+def write_answers(options: AnswerOptions, console: rich.console.Console) -> None:
+    if options.target.name is None:
+        raise ValueError("target.name= must name the model that answers: a folder or a Hub name.")
+    reading.check_trainable(options.prompts)  # answers are to be trained on
+    temperatures = read_distinct_temperatures(options.decode.temperature)
+    tokenizer = load_tokenizer(str(options.target.name), trust_remote_code=options.target.trust_remote_code)
+    stop = stop_tokens(tokenizer, options.target)
+    prompts = reading.load_prompts(options.prompts, split=options.split, limit=options.limit)
+    if not prompts:
+        raise ValueError(
+            f"There are no prompts in {options.prompts}: give a file with some, and a limit= of 1 or more."
+        )
+    template = loading.read_template(options.template, tokenizer)
+    jobs = list_jobs(tokenizer, prompts, temperatures, template)
+    recorded = {
+        "target": options.target.name,
+        "seed": options.seed,
+        "dtype": options.target.dtype_here if options.engine is None else None,
+        "engine": None if options.engine is None else "server",
+        "prompts": options.prompts,
+        "temperature": ",".join(f"{value:g}" for value in temperatures),
+        "top_p": options.decode.top_p,
+        "max_new_tokens": options.max_new_tokens,
+        "template": template,
+    }
+    with resumable(Path(f"{options.out}.meta.json"), Path(options.out), recorded, advice=ADVICE) as answers:
+        finished = {row.get("id") for row in answers.rows}
+        if None in finished:
+            raise ValueError(f"{options.out} has rows without an id, so it was not written by this command. {ADVICE}")
+        check_prompts(answers, jobs, options.prompts)
+        vocabulary, _ = data.vocabulary(tokenizer, len(tokenizer))
+        answers.same(tokenizer_or_chat_template=digest(repr([vocabulary, tokenizer.chat_template]).encode()))
+        missing = [job for job in jobs if job.id not in finished]
+        progress.note(f"{len(jobs)} answers to write, {len(jobs) - len(missing)} of them are in {options.out} already.")
+        if missing:
+            settings = AnswerSettings(frozenset(stop), options.max_new_tokens, options.decode.top_p, options.seed)
+            with open_writer(options, tokenizer, settings, jobs, console) as (writer, weights):
+                answers.same(weights)
+                origin = {"tokenizer": vocabulary, "writer": None if weights is None else weights.text}
+                written = write_missing(writer, missing, answers, origin)
+                console.print(f"{options.out}: {written}.")
+
+
+def write_missing(
+    writer: OwnDecoder | AnswerServer, missing: list[AnswerJob], answers: Resumable, origin: dict[str, Any]
+) -> str:
+    """Appends rows. -> how many were written, cut and empty. origin: arguments of make_row that all have"""
+    ends: Counter[str] = Counter()
+    with progress.start("answering", len(missing), unit="answers") as shown:
+        for group in writer.write(missing):
+            answers.append(*(make_row(*pair, **origin) for pair in group))
+            ends.update(answer.finish for _, answer in group)
+            ends.update("empty" for _, answer in group if not answer.text.strip())
+            shown.advance(len(group), num_tokens=sum(len(answer.tokens) for _, answer in group))
+    return (
+        f"{shown.done} answers written, {shown.num_tokens} tokens in {shown.seconds:.0f} s; {ends['length']} were cut at "
+        f"{writer.settings.max_new_tokens} tokens, {ends['empty']} are empty"
+    )

@@ -1,0 +1,91 @@
+"""The export of a checkpoint, with its model card, as a folder for an engine."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import model_validator
+
+from specdec import loading
+from specdec.core import progress
+from specdec.core.option_types import Text, raise_first
+from specdec.export.engines import FORMATS, make_form
+from specdec.heads.base import Drafter, Head
+from specdec.heads.medusa import Medusa2
+from specdec.measuring.model_card import read_provenance, write_export
+from specdec.measuring.sharing import ShareOptions
+from specdec.options.command_types import OUTPUT_FOLDER
+from specdec.target.adapter import save_merged
+from specdec.target.model import DTYPES, Target
+
+
+class ExportOptions(ShareOptions):
+    out: Annotated[Text | None, OUTPUT_FOLDER]
+    format: Text
+    merged_target: Text | None
+
+    @model_validator(mode="after")
+    def check_output(self) -> "ExportOptions":
+        raise_first(
+            {
+                "push= shares the checkpoint as it is: leave format= and merged_target= out.": (
+                    self.push is not None and (self.merged_target is not None or self.format != "safetensors")
+                ),
+                "base_model=, private= and dry_run= are of push=user/name: give that, too, or leave them out.": (
+                    self.push is None and (self.base_model is not None or self.private or self.dry_run)
+                ),
+                "Give a value for: out. See --help.": self.push is None and self.out is None,
+            }
+        )
+        return self
+
+
+def merge_target(options: ExportOptions, loaded: loading.Loaded) -> Drafter | None:
+    """Writes the adapted target to merged_target. -> the heads for it; None if the adapter is all of the drafter"""
+    folder = str(options.merged_target)
+    if not loaded.drafter.adapts_target:
+        raise ValueError(f"merged_target={folder}: this drafter does not adapt its target.")
+    with progress.start("writing the adapted target"):
+        save_merged(loaded.target, folder)
+    loaded.tokenizer.save_pretrained(folder)
+    print(f"written: {folder}, the adapted target")
+    if not isinstance(loaded.drafter, Medusa2):
+        return None
+    merged = Target.load(folder, dtype=options.target.dtype, device=loaded.target.device)
+    return loaded.drafter.heads_for(merged)
+
+
+def export_checkpoint(options: ExportOptions) -> None:
+    """Writes the folder of an export, and prints how engines serve it."""
+    if options.format not in FORMATS:
+        raise ValueError(f"There is no format {options.format!r}; there are: {', '.join(FORMATS)}.")
+    out = Path(str(options.out))
+    if out.exists():
+        raise ValueError(f"{out} exists; choose another out=DIR or delete it.")
+    loaded = loading.load(options.checkpoint, options.target, exact=options.format == "published")
+    drafter: Head | None = loaded.drafter
+    if options.merged_target is not None:
+        drafter = merge_target(options, loaded)
+        if drafter is None:
+            print("The adapted target is the whole drafter: there is nothing else to export.")
+            return
+    if not isinstance(drafter, Drafter):
+        raise ValueError(f"{options.checkpoint} is only an adapter of its target: give merged_target=DIR.")
+    form = make_form(drafter, options.format)
+    provenance = read_provenance(options, loaded, drafter.target)
+    num = form.num_drafts(provenance.num_drafts)
+    if options.num_drafts not in (None, num):
+        reason = "a block is drafted whole" if form.whole_block else "it has no more steps"
+        raise ValueError(
+            f"num_drafts={options.num_drafts}: this drafter drafts {num} tokens per round, because {reason}."
+        )
+    with progress.start("writing the tensors"):
+        size = write_export(form, out, dtype=DTYPES[options.target.dtype_here], provenance=provenance)
+    num_tensors = len(drafter.state_dict() if form.layout.folder else form.layout.tensors)
+    print(f"written: {out}, {num_tensors} tensors, {size / 1e6:.1f} MB")
+    for engine, line in form.launch_lines(target=drafter.target.name, out=str(out), num=num).items():
+        print(f"\n{engine}, {num} drafts a round:\n{line}")
+    if form.settings:
+        print(f"\nas a configuration: {json.dumps(form.settings_for(str(out), num))}")
+    if form.notes:
+        print("\n" + "\n".join(f"- {note}" for note in form.notes))

@@ -1,0 +1,175 @@
+"""Questions that a target answers, and the form in which they are asked."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from transformers import PreTrainedTokenizerBase
+
+from specdec.core.answer_text import StopStrings, TextDecoder
+from specdec.core.option_types import Count, Options, Seed, Text
+from specdec.core.resumable import digest
+from specdec.measuring import trained_prompts
+from specdec.measuring.counting import OTHERS, OURS, Counting
+from specdec.options.command_types import MEMORY, TemplateSettings
+from specdec.options.target import TargetOptions
+from specdec.text import chat_template, reading
+from specdec.text.conversations import Prompt
+
+
+class QuestionOptions(Options):
+    """Which questions are asked, for verbs that measure."""
+
+    suite: Text | None
+    subset: Text | None
+    protocol: Text | None
+    accept_licence: bool
+    prompts: Text | None
+    split: Text | None
+    template: TemplateSettings
+    limit: Count | None
+
+
+class MeasureOptions(QuestionOptions):
+    """The questions, and how they are answered: what `evaluate`, `judge` and `choose` share."""
+
+    max_new_tokens: Annotated[Count, MEMORY]
+    ignore_stop: bool
+    seed: Seed
+    target: TargetOptions
+
+
+@dataclass(frozen=True)
+class Question:
+    """turns: rows as of reading.load_prompts, with the messages that each turn adds, and `original`: the published text"""
+
+    id: str
+    category: str
+    turns: tuple[dict, ...]
+    tags: tuple[str, ...] = ()
+
+
+# (question, turn from 0, the target's answers to earlier turns, tokenizer) -> the prompt of the turn
+EncodeTurn = Callable[[Question, int, Sequence[str], PreTrainedTokenizerBase], Prompt]
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    """Questions of one source, how they are asked, and how publications count what comes of them.
+
+    source: file, folder or name of the rows
+    arguments: variables of the chat template, for questions that do not have their own
+    encode: maker of prompts; None where the target's answers are already recorded
+    suite, protocol: {name, title, digest}; None: rows of prompts=, and this project's own protocol
+    chat: target (its chat template), vicuna, or none
+    stop: texts that end an answer
+    published: ways of counting, by the names of their protocols
+    notes: sentences on what is not as published
+    """
+
+    questions: list[Question]
+    source: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    encode: EncodeTurn | None = None
+    suite: dict[str, str] | None = None
+    protocol: dict[str, str] | None = None
+    chat: str = "target"
+    stop: Sequence[str] = ()
+    published: Mapping[str, Counting] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def num_turns(self) -> int:
+        return max(len(question.turns) for question in self.questions)
+
+    @property
+    def countings(self) -> dict[str, Counting]:
+        """This project's own counting, those of publications, and those of engines."""
+        return {"specdec": OURS, **self.published, **OTHERS}
+
+    def make_prompt(
+        self, question: Question, turn: int, answers: Sequence[str], tokenizer: PreTrainedTokenizerBase
+    ) -> Prompt:
+        """answers: the target's, to the earlier turns. Raises ValueError for a prompt that cannot be encoded."""
+        assert self.encode is not None
+        return self.encode(question, turn, answers, tokenizer)
+
+    def make_stop_strings(self, tokenizer: PreTrainedTokenizerBase) -> StopStrings | None:
+        """None without `stop`. Raises ValueError, naming the protocol, for a text that no answer can hold."""
+        if self.protocol is None or not self.stop:
+            return None
+        with reading.at(f"protocol={self.protocol['name']}"):
+            return StopStrings(list(self.stop), TextDecoder.of(tokenizer))
+
+    def describe(self, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+        """The questions as settings of a measurement. tokenizer: None where a server encodes the prompts"""
+        arguments = self.arguments
+        if tokenizer is not None:
+            arguments = chat_template.known_arguments(tokenizer, arguments)
+        return {
+            "prompts": self.source,
+            "suite": self.suite,
+            "protocol": self.protocol,
+            "num_questions": len(self.questions),
+            "questions_digest": reading.digest_of([row for question in self.questions for row in question.turns]),
+            "stop_texts": list(self.stop),
+            "chat": self._describe_chat(tokenizer),
+            "template": arguments,
+        }
+
+    def _describe_chat(self, tokenizer: PreTrainedTokenizerBase | None) -> str:
+        """The form in which questions are sent. Rows that are plain text stay plain text."""
+        if self.chat == "vicuna":
+            return "the conversation of Vicuna"
+        if self.chat == "target" and tokenizer is None:
+            return "the server's chat template"
+        if self.chat == "target" and tokenizer is not None and tokenizer.chat_template:
+            return f"chat template {digest(repr(tokenizer.chat_template).encode())}"
+        return "bare text"
+
+    def list_notes(self, heads: Mapping[str, Path]) -> list[str]:
+        """What is not as published, and which heads were trained on some of the questions. heads: folders by name"""
+        rows = [{**question.turns[0], "id": question.id} for question in self.questions]
+        return [*self.notes, *find_copies(rows, heads)]
+
+
+def find_copies(rows: Sequence[dict], heads: Mapping[str, Path]) -> Iterator[str]:
+    """A sentence for each head that was trained on some of the prompts. heads: folders by name"""
+    for name, folder in heads.items():
+        digests = trained_prompts.read(folder)
+        if digests is None:
+            continue
+        ids = trained_prompts.find(rows, digests)
+        if ids:
+            copies = trained_prompts.count_copies(ids, len(rows), "prompts")
+            yield f"{copies} are among those that {name} was trained on: its figures flatter"
+
+
+def read_answers(
+    source: str,
+    *,
+    arguments: dict[str, Any],
+    temperature: float,
+    split: str | None = None,
+    limit: int | None = None,
+    hold_out: int | None = None,
+) -> QuestionSet:
+    """Conversations whose last message the target wrote at a temperature, as questions of one turn.
+
+    hold_out: number of rows that are used, the first at temperature 0; None: all
+    Raises ValueError if there is none.
+    """
+    rows = reading.load_conversations(source, split=split, arguments=arguments)
+    if hold_out is not None:
+        rows = [rows[i] for i in reading.hold_out([row.get("temperature") == 0 for row in rows], hold_out)]
+    rows = [row for row in rows if row.get("temperature", temperature) == temperature]
+    if not rows:
+        raise ValueError(f"{source} has no row at decode.temperature={temperature:g}.")
+    questions = [Question(row["id"], row["category"], (row,)) for row in reading.spread(rows, limit)]
+    return QuestionSet(questions, source, arguments)
+
+
+def name_request(question: Question, turn: int) -> str:
+    """The id of a turn's prompt."""
+    return question.id if len(question.turns) == 1 else f"{question.id} turn {turn + 1}"

@@ -1,0 +1,215 @@
+"""The record of a measurement, which `evaluate`, `replay`, `judge` and `choose` write alike: results.json, .md and .html."""
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from specdec import checkpoint
+from specdec.core.option_types import Options
+from specdec.measuring.counting import OURS, AnswerCounts, Counting
+from specdec.measuring.page import Section, Table, finite, write_figure
+from specdec.measuring.questions import QuestionSet
+from specdec.measuring.report import TAU, Report
+from specdec.text.messages import describe_arguments
+
+FORM = 1
+FILE = "results.json"
+ADVICE = "Choose another out=FOLDER."  # where a folder holds results of other settings
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One method at one temperature and batch size.
+
+    counts: of each answer; empty where nothing was decoded
+    difference: tau minus that of the reference, with its interval
+    predicted: speedup, low, high, and whether it is extrapolated
+    user_speedup: speedup of a user of a server, with its interval; first_token: seconds
+    remarks: sentences that take the place of a verdict on the answers
+    """
+
+    method: str
+    temperature: float
+    batch: int
+    report: Report
+    counts: Sequence[AnswerCounts] = field(default=(), repr=False)
+    difference: tuple[float, list[float]] | None = None
+    predicted: tuple[float, float, float, bool] | None = None
+    user_speedup: tuple[float | None, list[float] | None] | None = None
+    first_token: float | None = None
+    remarks: Sequence[str] | None = None
+
+    def to_json(self, countings: Mapping[str, Counting]) -> dict[str, Any]:
+        document: dict[str, Any] = {"method": self.method, "temperature": self.temperature, "batch": self.batch}
+        if self.counts:
+            lengths = {name: counting.length(self.counts) for name, counting in countings.items()}
+            document["acceptance_length"] = lengths
+        optional = {
+            "difference": self.difference,
+            "predicted_speedup": self.predicted,
+            "speedup_of_a_user": self.user_speedup,
+        }
+        document |= {name: value for name, value in optional.items() if value is not None}
+        return document | self.report.to_json()
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a verb measured.
+
+    settings: the verb's options, with digests of weights, files and questions
+    entries: in the order in which they are shown; reference: the method of the differences of tau
+    sections: further parts of the page, shown before the tables
+    parts: further parts of results.json, such as `choice` and `server`
+    """
+
+    settings: dict[str, Any]
+    question_set: QuestionSet
+    entries: Sequence[Entry]
+    notes: Sequence[str]
+    reference: str | None = None
+    title: str = ""
+    sections: Sequence[Section] = ()
+    parts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def countings(self) -> dict[str, Counting]:
+        return self.question_set.countings
+
+    @property
+    def protocol(self) -> str:
+        """What the figures depend on, in one sentence."""
+        sentence, name = describe_protocol(self.settings), self.published
+        return f"{sentence}; column {name}: {self.countings[name]}" if name else sentence
+
+    @property
+    def published(self) -> str:
+        """The protocol that was asked for, if it counts otherwise than this project."""
+        name = (self.question_set.protocol or {}).get("name", "")
+        return name if name and replace(self.countings[name], behind_end=False) != OURS else ""
+
+    def to_json(self) -> dict[str, Any]:
+        document = {
+            "form": FORM,
+            "definition_of_tau": TAU,
+            "settings": self.settings,
+            "protocol": self.protocol,
+            "counting": {name: str(each) for name, each in self.countings.items()},
+            "notes": list(self.notes),
+            "results": [entry.to_json(self.countings) for entry in self.entries],
+        }
+        return finite(document | self.parts)
+
+
+def describe_options(options: Options, *, free: Container[str]) -> dict[str, Any]:
+    """A verb's options as a dictionary for JSON. free: names of options that change no row of the results"""
+    return {name: value for name, value in options.model_dump().items() if name not in free}
+
+
+def describe_protocol(settings: Mapping[str, Any]) -> str:
+    """What a figure depends on, in one sentence."""
+    suite, protocol, decode = settings["suite"], settings["protocol"], settings["decode"]
+    parts = [f"{settings['num_questions']} questions of {suite['title'] if suite else settings['prompts']}"]
+    if protocol:
+        parts.append(f"protocol {protocol['name']} ({protocol['title']})")
+    fingerprint, dtype = settings.get("fingerprint"), settings.get("dtype")
+    parts.append(f"target {settings['target']}" + (f" ({fingerprint})" if fingerprint else ""))
+    if dtype:
+        parts.append(f"in {dtype}")
+    parts += [settings["chat"], describe_arguments(settings["template"]), *_describe_decoding(decode)]
+    parts.append(f"seed {settings['seed']}")
+    if "max_new_tokens" in settings:
+        parts.append(f"at most {settings['max_new_tokens']} new tokens")
+    if settings.get("ignore_stop"):
+        parts.append("answers go on behind stop tokens")
+    if settings["stop_texts"]:
+        parts.append(f"answers end with {', '.join(settings['stop_texts'])}")
+    if "rule" in decode:
+        parts.append(f"rule {decode['rule']}")
+    parts.append(f"tau: {OURS}")
+    if "machine" in settings:
+        parts.append("{machine}, {threads} threads, torch {torch}".format(**settings))
+    if decode.get("compile"):
+        parts.append("compiled")
+    return "; ".join(parts)
+
+
+def _describe_decoding(decode: Mapping[str, Any]) -> Iterator[str]:
+    yield f"T={str(decode['temperature']).removesuffix('.0')}"
+    for name, default in (("top_p", None), ("top_k", None), ("repetition_penalty", 1)):
+        value = decode.get(name, default)
+        if value != default:
+            yield f"{name}={value}"
+
+
+# Results that were written
+
+QUESTIONS = (
+    "suite",
+    "protocol",
+    "questions_digest",
+    "num_questions",
+    "template",
+    "chat",
+    "max_new_tokens",
+    "ignore_stop",
+    "stop_texts",
+    "seed",
+    "fingerprint",
+    "dtype",
+)
+DECODING = ("temperature", "top_p", "top_k", "repetition_penalty", "rule", "children")
+MACHINE = ("machine", "device", "threads", "torch")
+
+
+def read(path: str) -> dict[str, Any]:
+    """results.json, given itself or by its folder. Raises ValueError where there is none."""
+    return checkpoint.read_json(Path(path) / FILE if Path(path).is_dir() else Path(path))
+
+
+def read_all(folders: Sequence[str]) -> dict[str, dict]:
+    """results.json of each folder. Raises ValueError for a folder without one."""
+    documents: dict[str, dict] = {}
+    for folder in folders:
+        documents[folder] = checkpoint.read_json(Path(folder) / FILE)
+        try:
+            list(find_differences(documents))
+            tabulate_side_by_side(documents)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{folder}/{FILE} is not of specdec evaluate ({error!r}): measure again.") from None
+    return documents
+
+
+def find_differences(documents: Mapping[str, dict]) -> Iterator[str]:
+    """Sentences on what of the protocol, and what of the machine, is not the same. documents: by their folders"""
+    settings = [document["settings"] for document in documents.values()]
+    flat = [{**each, **{f"decode.{name}": each["decode"].get(name) for name in DECODING}} for each in settings]
+    protocol = (*QUESTIONS, *(f"decode.{name}" for name in DECODING))
+    for names, consequence in (
+        (protocol, "different protocols, so acceptance lengths are not comparable"),
+        (MACHINE, "different machines, so speeds are not comparable"),
+    ):
+        differing = []
+        for name in names:
+            values = [each.get(name) for each in flat]
+            if any(value != values[0] for value in values):
+                differing.append(f"{name.removeprefix('decode.')} ({', '.join(map(_write_setting, values))})")
+        if differing:
+            yield f"These are results of {consequence}: {'; '.join(differing)}."
+
+
+def _write_setting(value: Any) -> str:
+    """A suite or protocol by its title and digest, any other value as it is."""
+    return f"{value['title']} {value['digest']}" if isinstance(value, dict) and "digest" in value else str(value)
+
+
+def tabulate_side_by_side(documents: Mapping[str, dict]) -> Table:
+    """documents: by their folders"""
+    rows = []
+    for folder, document in documents.items():
+        for entry in document["results"]:
+            figures = [write_figure(entry.get(name), entry.get(f"{name}_ci")) for name in ("tau", "speedup")]
+            rate = write_figure(entry.get("tokens_per_second"), digits=1)
+            rows.append([folder, entry["method"], f"{entry['temperature']:g}", str(entry["batch"]), *figures, rate])
+    return Table(["results", "method", "T", "batch", "tau", "speedup", "tokens/s"], rows)

@@ -1,0 +1,67 @@
+"""One answer as it is written, with drafted tokens in green, and its speed beside plain decoding."""
+
+from collections.abc import Sequence
+
+import rich.console
+
+from specdec.core.answer_text import TextDecoder, TextStream
+from specdec.core.constraint import Constraint
+from specdec.core.generation import Generation
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
+from specdec.loading import Opened
+from specdec.measuring.measure import first_difference, seeded_generator
+
+
+def print_answer(
+    opened: Opened,
+    decoder: Decoder,
+    prompt: list[int],
+    max_new_tokens: int,
+    console: rich.console.Console,
+    *,
+    seed: int,
+    constraints: Sequence[Constraint | None] | None,
+) -> Generation:
+    """Decodes the prompt and prints tokens as they come, drafted ones in green. Says if the grammar was left incomplete."""
+    before = () if opened.tokenizer.chat_template else prompt
+    result, text = Generation([[]], [[]]), TextStream(TextDecoder.of(opened.tokenizer, special=True), before)
+    generator = seeded_generator(opened.target, seed)
+    rounds = decoder.stream([prompt], max_new_tokens, generator=generator, result=result, constraints=constraints)
+    for emitted in rounds:
+        for place, token in enumerate(emitted.tokens[0]):
+            result.tokens[0].append(token)
+            style = "green" if place < emitted.accepted[0] else ""
+            if token not in opened.stop:
+                console.print(text.add(token), end="", style=style, markup=False)
+    console.print(text.end(), end="\n\n", markup=False)
+    if constraints and constraints[0] and constraints[0].complete:
+        console.print(f"The answer is complete under the grammar, with {len(result.tokens[0])} tokens.")
+    elif constraints and constraints[0]:
+        console.print(
+            "The answer ends before the grammar is complete: raise max_new_tokens=, or bound what the grammar allows (maxLength, "
+            "maxItems)."
+        )
+    return result
+
+
+def compute_rate(generation: Generation) -> float:
+    """Tokens/s of the rounds; 0 without a round."""
+    return (len(generation.tokens[0]) - 1) / generation.seconds if generation.seconds else 0.0
+
+
+def print_comparison(
+    drafted: Generation, plain: Generation, sampling: Sampling, gap: float | None, console: rich.console.Console
+) -> None:
+    """gap: between the target's two largest logits where greedy answers differ"""
+    fast, slow = compute_rate(drafted), compute_rate(plain)
+    if not (fast and slow):
+        return
+    same = "; the same answer" if sampling.greedy else ""
+    first = first_difference(drafted.tokens[0], plain.tokens[0])
+    if first is not None and gap is not None:
+        same = (
+            f"; another answer from token {first + 1} on, where the target's two best logits are {gap:.3g} apart (a pass over several "
+            "tokens rounds differently; target.dtype=float32 rounds less)"
+        )
+    console.print(f"without drafts {slow:.1f} tokens/s: speedup {fast / slow:.2f}{same}")

@@ -1,0 +1,138 @@
+"""What drafters in their shapes accept: chains by one replay of each head, everything else by decoding."""
+
+from specdec.options.command_line import split_list
+
+import itertools
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from specdec.core import progress
+from specdec.core.generation import reached
+from specdec.core.group import Group
+from specdec.core.resumable import digest_folder
+from specdec.heads.base import Drafter
+from specdec.measuring import evaluate
+from specdec.measuring.answers import HeldoutAnswers
+from specdec.measuring.measure import MeasureSettings, Method, PromptResult, measure
+from specdec.measuring.replay import Written, encode_answers, replay_texts
+from specdec.measuring.report import PromptCounts
+from specdec.measuring.runs import Run, describe_weights
+from specdec.options import decoding, proposers
+from specdec.text.conversations import Prompt
+from specdec.tools.choose import choice
+from specdec.tools.choose.choice import ShapeAcceptance
+from specdec.tools.choose.task import MAX_DRAFTS, MIN_REQUESTS, TIMED_DRAFTS, ChoiceTask, DrafterShape
+from specdec.tools.judge.verdict import draft_as_engine
+
+
+def list_shapes(task: ChoiceTask) -> list[DrafterShape]:
+    """Every head's chains and trees, no deeper than its steps, and every proposer. Raises ValueError where there is nothing."""
+    shapes = [shape for run in task.runs for shape in list_head_shapes(task, run)]
+    shapes += list_proposer_shapes(task)
+    if not shapes:
+        raise ValueError("There is nothing to choose from: give checkpoint=DIR,DIR, proposers=suffix,ngram, or both.")
+    return shapes
+
+
+def list_head_shapes(task: ChoiceTask, run: Run) -> Iterator[DrafterShape]:
+    options, depth = task.options, run.drafter.depth
+    longest = min(depth or MAX_DRAFTS, MAX_DRAFTS)
+    chains = ",".join(map(str, range(1, longest + 1)))
+    weights = describe_weights([run])[run.name].split()[-1]
+    for shape in decoding.read_shapes(chains, options.trees):
+        if depth and shape.depth > depth:
+            raise ValueError(f"trees={options.trees}: {run.name} takes {depth} steps, so no tree may be deeper.")
+        drafting = options.decode.drafting(shape)
+        make_proposer = partial(drafting.proposer, run.drafter)
+        num = shape.depth if shape.chain else 0
+        timed = num in (0, *TIMED_DRAFTS, longest)
+        yield DrafterShape(run.name, evaluate.name_shape(shape), make_proposer, drafting, weights, num, timed)
+
+
+def list_proposer_shapes(task: ChoiceTask) -> Iterator[DrafterShape]:
+    options, drafting = task.options, task.options.decode.drafting()
+    if {proposers.AUTO, proposers.HEAD} & set(split_list(options.proposers)):
+        raise ValueError(
+            "auto chooses in every round by itself, and head is checkpoint=: leave them out of proposers=."
+        )
+    folders = {run.name: str(run.folder) for run in task.runs}
+    configs = proposers.configure_all(
+        options.proposers, settings=options.proposer_settings, drafting=drafting, checkpoints=folders
+    )
+    for name, config in configs.items():
+        make_proposer = partial(proposers.make, config, task.opened.target)
+        make_proposer()  # raises ValueError now
+        digests = {folder: digest_folder(Path(folder)) for folder in proposers.drawn_from(config)}
+        yield DrafterShape(name, "", make_proposer, drafting, json.dumps([config, digests]))
+
+
+def read_texts(task: ChoiceTask) -> tuple[list[Prompt], list[Written]]:
+    """The prompts with the target's own answers, which are recorded, or are written now and kept in `out`."""
+    options, opened, temperature = task.options, task.opened, task.sampling.temperature
+    if options.answers is not None:
+        prompts, texts = encode_answers(
+            task.question_set, opened.tokenizer, temperature=temperature, length=options.length
+        )
+        texts = [replace(text, answer=text.answer[: options.max_new_tokens]) for text in texts]
+    else:
+        stop = set() if options.ignore_stop else opened.stop
+        prompts = evaluate.encode_first_turns(task.question_set, opened, options.max_new_tokens)
+        folder = Path(options.out) / "answers"
+        stored = HeldoutAnswers(opened.target, task.sampling, options.max_new_tokens, stop, options.seed, folder)
+        answers, _ = stored.get(prompts, Group())
+        texts = [Written(prompt.tokens, answer, temperature) for prompt, answer in zip(prompts, answers, strict=True)]
+    pairs = [(prompt, text) for prompt, text in zip(prompts, texts, strict=True) if len(text.answer) > 1]
+    if len(pairs) < 2:
+        raise ValueError(
+            f"{task.question_set.source} gives {len(pairs)} answers of two tokens or more at decode.temperature="
+            f"{temperature:g}, and an interval over prompts needs two."
+        )
+    return [prompt for prompt, _ in pairs], [text for _, text in pairs]
+
+
+def find_acceptance(
+    task: ChoiceTask, shapes: list[DrafterShape], prompts: list[Prompt], texts: list[Written]
+) -> list[ShapeAcceptance]:
+    """Of all chains by one replay of each head; of what replay does not cover by decoding."""
+    acceptance, decoded = list[ShapeAcceptance](), [shape for shape in shapes if not shape.chain]
+    for run in task.runs:
+        chains = [shape for shape in shapes if shape.chain and shape.drafter == run.name]
+        drafter = draft_as_engine(run.drafter, task.tried.server.kind) if task.tried else run.drafter
+        if chains[0].drafting.replayable(drafter, task.sampling):
+            assert isinstance(drafter, Drafter)
+            replays = replay_texts(drafter, texts, depth=chains[-1].chain, what=f"replay of {run.name}")
+            acceptance += choice.accept_chains(run.name, [each.accept for each in replays], seed=task.options.seed)
+        else:
+            decoded += [shape for shape in chains if shape.timed]
+    return acceptance + (decode_shapes(task, decoded, prompts) if decoded else [])
+
+
+def decode_shapes(task: ChoiceTask, shapes: list[DrafterShape], prompts: list[Prompt]) -> list[ShapeAcceptance]:
+    options, target = task.options, task.opened.target
+    names = [f"{shape.drafter} {shape.shape}" for shape in shapes]
+    methods = [Method(name, target, each.make_proposer(), each.drafting) for name, each in zip(names, shapes)]
+    stop, batch = set() if options.ignore_stop else task.opened.stop, min(MIN_REQUESTS, len(prompts))
+    settings = MeasureSettings(task.sampling, stop, options.max_new_tokens, options.seed, batch)
+    track = partial(progress.track, what="decoding", unit="prompts", size=len)
+    source = task.question_set.source
+    groups = measure(methods, prompts, settings, source=source, progress=track)
+    results = list(itertools.chain.from_iterable(groups))
+    acceptance = []
+    for shape, method in zip(shapes, methods):
+        results_of_shape = [result[method.name] for result in results if result[method.name].num_rounds]
+        acceptance.append(summarise_shape(shape, results_of_shape, method.proposer.depth, options.seed))
+    return acceptance
+
+
+def summarise_shape(shape: DrafterShape, results: list[PromptResult], depth: int, seed: int) -> ShapeAcceptance:
+    """results: of prompts with a round or more; depth: of the deepest draft"""
+    counts = [PromptCounts(result.num_rounds, result.num_emitted) for result in results]
+    accepted = [num for result in results for num in result.drafted.accepted[0]]
+    drafts = shape.chain or statistics.mean(num for result in results for num in result.drafted.drafted)
+    survival = [num / len(accepted) for num in reached(accepted, depth)]
+    acceptance = ShapeAcceptance(shape.drafter, shape.shape, shape.costs, drafts, 0.0, [], survival)
+    return choice.with_tau(acceptance, counts, seed=seed)

@@ -1,0 +1,90 @@
+"""What was chosen, as tables, charts and sentences."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from markupsafe import Markup
+
+from specdec.measuring.charts import ChartCurve, lines
+from specdec.measuring.page import Section, Table, write_figure
+from specdec.measuring.report import Report
+from specdec.measuring.results import Entry
+from specdec.tools.choose.choice import ShapeAcceptance
+from specdec.tools.choose.engine_flags import SCHEDULE, SCHEDULE_NOTE
+
+
+def make_entries(acceptance: list[ShapeAcceptance], temperature: float, num_answers: int) -> list[Entry]:
+    """What each shape accepts, as rows of results."""
+    entries = []
+    for each in acceptance:
+        name = ", ".join(filter(None, (each.drafter, each.shape)))
+        report = Report(
+            temperature, num_prompts=num_answers, num_rounds=0, tau=each.tau, tau_ci=each.tau_ci, survival=each.survival
+        )
+        entries.append(Entry(name, temperature, 1, report, remarks=[]))
+    return entries
+
+
+def list_sections(choice: dict[str, Any]) -> list[Section]:
+    """choice: as in results.json"""
+    about = (
+        f"{choice['num_answers']} answers. Costs: {choice['costs']['source']}. Intervals: 95 %, of tau over prompts and of timed "
+        "seconds. *: extrapolated beyond the rows, drafts or contexts that costs are known of."
+    )
+    flags = [*describe_flags(choice["flags"])]
+    return [
+        Section("The choice", texts=[about], table=tabulate(choice), points=[*describe_crossings(choice)]),
+        Section("By load", charts=chart_choice(choice)),
+        Section("Engines", points=flags),
+    ]
+
+
+def tabulate(choice: dict[str, Any]) -> Table:
+    """A row for each context and load: the best drafter and its shape, then the best shape of each drafter."""
+    rows, names = [], list(choice["loads"][0]["drafters"])
+    for row in choice["loads"]:
+        drafters = row["drafters"]
+        shape = drafters[row["best"]]["shape"] if row["best"] in drafters else ""
+        best = ", ".join(filter(None, (row["best"], shape)))
+        cells = [write_speedup(drafters[name]) for name in names]
+        rows.append([str(row["load"]), f"{row['context']:.0f}", best, *cells])
+    return Table(["load", "context", "best", *names], rows)
+
+
+def write_speedup(best_shape: dict[str, Any]) -> str:
+    figure = write_figure(best_shape["speedup"], (best_shape["low"], best_shape["high"]))
+    figure += " *" * best_shape["extrapolated"]
+    return f"{best_shape['shape']}: {figure}" if best_shape["shape"] else figure
+
+
+def describe_crossings(choice: dict[str, Any]) -> Iterator[str]:
+    """From which load plain decoding is faster."""
+    last = choice["loads"][-1]["load"]
+    for context, crossings in choice["plain_from"].items():
+        for name, crossing in crossings.items():
+            load = f"from load {crossing[0]}{' *' * crossing[1]}" if crossing else f"at no load up to {last}"
+            yield f"behind {context} tokens plain is faster than {'everything' if name == 'all' else name} {load}"
+
+
+def describe_flags(flags: list[dict[str, Any]]) -> Iterator[str]:
+    with_line = [flag for flag in flags if "line" in flag]
+    for flag in with_line:
+        yield "{drafter}, {engine}, loads {loads[0]} to {loads[1]}: {line}".format(**flag)
+    for flag in flags:
+        if "reason" in flag:
+            yield "{drafter}, no line for {engine}: {reason}".format(**flag)
+    if any(SCHEDULE in flag["line"] for flag in with_line):
+        yield SCHEDULE_NOTE
+
+
+def chart_choice(choice: dict[str, Any]) -> list[Markup]:
+    """Speedup and drafts of each drafter's best shape against the load, of the first context."""
+    rows = [row for row in choice["loads"] if row["context"] == choice["contexts"][0]]
+    titles = {"speedup": "Speedup of each drafter at its best shape", "drafts": "Drafts in a round of that shape"}
+    charts = []
+    for figure, title in titles.items():
+        curves = []
+        for name in rows[0]["drafters"]:
+            curves.append(ChartCurve(name, [(row["load"], row["drafters"][name][figure]) for row in rows]))
+        charts.append(lines(curves, x="answers at once", y=figure, title=title))
+    return charts

@@ -1,0 +1,339 @@
+"""A running server: its model, its answers to several requests at once, and whether it can also answer without drafts."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+from transformers import PreTrainedTokenizerBase
+
+from specdec.core import progress
+from specdec.core.answer_text import TextDecoder
+from specdec.core.option_types import Duration, Text
+from specdec.core.resumable import digest
+from specdec.engines.answers import check_tokenizer
+from specdec.engines.client import BadAnswer, EngineClient, Event, GivenUp, Refused
+from specdec.measuring import results
+from specdec.measuring.measure import WARM_UP
+from specdec.measuring.questions import MeasureOptions, Question, QuestionSet, name_request
+from specdec.options.decoding import SamplingOptions
+from specdec.target.model import load_tokenizer
+from specdec.text.messages import write_arguments
+from specdec.tools.judge import referee
+from specdec.tools.judge.referee import Counters, ServedAnswer, Turn
+
+SPECDEC, VLLM, LLAMA_CPP, SGLANG = "specdec", "vllm", "llamacpp", "sglang"  # `owned_by` of their models
+FIELDS: dict[str, dict] = {  # of requests, so that a server says more
+    SPECDEC: {"details": True, "return_token_ids": True},
+    VLLM: {"return_token_ids": True},
+    LLAMA_CPP: {"return_tokens": True, "verbose": True},
+    SGLANG: {"return_token_ids": True, "return_spec_tokens_details": True},
+}
+SWITCHES: dict[str, dict] = {  # of requests that are answered without drafts; newer llama.cpp ignores its own
+    SPECDEC: {"speculate": False},
+    LLAMA_CPP: {"speculative.n_max": 0},
+}
+FLAGS = {
+    VLLM: "start it without --disable-log-stats, or with --per-request-spec-decode-metrics detailed",
+    LLAMA_CPP: "start it with --metrics",
+}
+PATIENCE = 3  # times `timeout=`, after which an unreachable server ends the command
+SETTLING = 2.0  # seconds that counters may be behind an answer
+REFUSED_STATUSES = (400, 413, 422)  # of requests that do not fit, such as a turn that is too long
+FREE = (
+    "out",
+    "batch",
+    "loads",
+    "predicted",
+    "accept_licence",
+    "timeout",
+    "checkpoint",
+)  # options that change no answer
+Request = tuple[str, dict]  # the prompt's id, and the part of a request's body that holds it
+
+
+class ServerOptions(MeasureOptions):
+    """A server, and what it is asked."""
+
+    engine: Text | None
+    baseline: Text | None
+    model: Text | None
+    timeout: Duration
+    decode: SamplingOptions
+
+
+@dataclass(frozen=True)
+class Server:
+    """A model of a server. kind: `owned_by` of the model; root: its folder, as far as is known; body: what its requests share"""
+
+    url: str
+    model: str
+    kind: str
+    root: str
+    body: dict
+    timeout: float
+    say: Callable[[str], None]
+
+    @contextlib.contextmanager
+    def open(self, in_flight: int = 1) -> Iterator["Connection"]:
+        """For up to so many requests at once."""
+        minutes = self.timeout / 60
+        limits: dict[str, Any] = {"in_flight": in_flight, "patience": PATIENCE * minutes, "longest": minutes}
+        with contextlib.closing(EngineClient(self.url, say=self.say, **limits)) as client:
+            yield Connection(self, client)
+
+
+@dataclass(frozen=True)
+class Connection:
+    server: Server
+    client: EngineClient
+
+    def counters(self) -> Counters | None:
+        for _ in range(2):  # the server may have closed a connection
+            with contextlib.suppress(httpx.HTTPError):
+                answer = self.client.client.get(f"{self.client.urls[0]}/metrics")
+                return referee.read_counters(answer.text) if answer.status_code == 200 else None
+        return None
+
+    def serve(self, requests: Sequence[Request], **fields: Any) -> Turn:
+        """The answers to all. fields: of the requests. Raises ValueError where none is answered, unless the server refused all."""
+        before, start, computed = self.counters(), time.perf_counter(), time.process_time()
+        futures = [self._submit(name, prompt | fields) for name, prompt in requests]
+        answers, failed, unreachable = [], [], False
+        for (name, _), future in zip(requests, futures):
+            try:
+                answers.append(future.result())
+            except (GivenUp, Refused) as error:
+                failed.append({"prompt": name, "error": str(error)})
+                unreachable |= not isinstance(error, Refused) or error.status not in REFUSED_STATUSES
+        seconds = time.perf_counter() - start
+        client_share = (time.process_time() - computed) / seconds
+        if not answers and (unreachable or fields):  # such as a turn that is too long: others may be answered
+            raise ValueError(f"None of {len(requests)} requests was answered. {failed[0]['error']}")
+        return self._with_counters(Turn(answers, failed, seconds, client_share, None, None), before)
+
+    def _submit(self, name: str, fields: dict) -> Future[ServedAnswer]:
+        path = "v1/chat/completions" if "messages" in fields else "v1/completions"
+        body = {"model": self.server.model, **self.server.body, **fields}
+        return self.client.pool.submit(self.client.stream, path, body, lambda events: read_answer(name, events))
+
+    def _with_counters(self, turn: Turn, before: Counters | None) -> Turn:
+        """The turn with what the server counted, once its counters have all tokens of the answers."""
+        deadline = time.monotonic() + SETTLING
+        while before and (after := self.counters()):
+            generated, counted = after.since(before)
+            turn = replace(turn, generated=generated, counted=counted)
+            if turn.others >= 0 or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        return turn
+
+
+def read_answer(prompt: str, events: list[Event]) -> ServedAnswer:
+    """An answer from its stream. Raises BadAnswer for one that is not whole."""
+    stream = AnswerStream()
+    try:
+        for seconds, document in events:
+            stream.read(seconds, document)
+        said = referee.read_answer([document for _, document in events])
+    except (AttributeError, KeyError, TypeError) as error:
+        raise BadAnswer(f"a stream of another form ({type(error).__name__}: {error})") from error
+    if stream.finish is None or not stream.times or not (stream.num_tokens or stream.has_ids):
+        raise BadAnswer("a stream without an answer, its finish_reason, or the number of its tokens")
+    num_tokens, ids = stream.num_tokens or len(stream.ids), stream.ids if stream.has_ids else None
+    first, last = stream.times[0], stream.times[-1]
+    return ServedAnswer(prompt, num_tokens, first, last, ids, stream.sizes, said, stream.finish == "stop")
+
+
+@dataclass
+class AnswerStream:
+    """What the events of an answer say so far. sizes: token ids of each event that brings text; has_ids: whether all have them"""
+
+    ids: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    has_ids: bool = True
+    finish: str | None = None
+    num_tokens: int = 0
+
+    def read(self, seconds: float, document: dict) -> None:
+        usage, verbose = document.get("usage") or {}, document.get("__verbose") or {}
+        self.num_tokens = usage.get("completion_tokens") or self.num_tokens
+        for choice in document.get("choices") or []:
+            delta = choice.get("delta") or {}
+            text = choice.get("text") or delta.get("content") or delta.get("reasoning_content")
+            ids = choice.get("token_ids", verbose.get("tokens"))
+            self.finish = choice.get("finish_reason") or self.finish
+            if ids or text:
+                self.times.append(seconds)
+                self.sizes.append(len(ids or ()))
+                self.ids += ids or ()
+                self.has_ids &= ids is not None
+
+
+# Questions as requests
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The questions as a server gets them: token ids where the target's tokenizer is here, else messages, which the server encodes."""
+
+    question_set: QuestionSet
+    tokenizer: PreTrainedTokenizerBase | None
+
+    def of_turn(self, turn: int, ids_by_prompt: dict[str, list[int] | None]) -> list[Request]:
+        """The requests of one turn, of the questions whose earlier turns have answers. ids_by_prompt: token ids of answers"""
+        requests = []
+        for question in self.question_set.questions:
+            earlier = [ids_by_prompt.get(name_request(question, number)) for number in range(turn)]
+            answers = [ids for ids in earlier if ids is not None]
+            if len(question.turns) > turn and len(answers) == turn:
+                fields = self._encode(question, turn, answers)
+                requests += [(name_request(question, turn), fields)] if fields else []
+        return requests
+
+    def _encode(self, question: Question, turn: int, answers: list[list[int]]) -> dict | None:
+        """None for a later turn that cannot be encoded here."""
+        if self.tokenizer is not None:
+            decoder = TextDecoder.of(self.tokenizer)
+            texts = [decoder.text(ids) for ids in answers]
+            return {"prompt": self.question_set.make_prompt(question, turn, texts, self.tokenizer).tokens}
+        if turn:
+            return None
+        if question.turns[0].get("plain") or self.question_set.chat != "target":
+            raise ValueError("This protocol sends no messages but text: give target.name=, whose tokenizer encodes it.")
+        return {"messages": question.turns[0]["messages"], **write_arguments(self.question_set.arguments)}
+
+
+# Trying a server
+
+
+@dataclass(frozen=True)
+class TriedServer:
+    """A server that was tried with a request. plain: what serves without drafts; first: the requests of first turns
+
+    longest: drafts of a round; notes: what is to be known of it; settings: what its answers and speeds depend on
+    """
+
+    server: Server
+    plain: Server | None
+    requests: Requests
+    first: list[Request]
+    longest: int | None
+    notes: list[str]
+    settings: dict[str, Any]
+
+
+def try_server(
+    options: ServerOptions, question_set: QuestionSet, target: str | None, console: progress.Results
+) -> TriedServer:
+    """Tries engine= and baseline=. target: the name of that of the head, if there is one
+
+    Raises ValueError for what cannot be measured.
+    """
+    assert options.engine is not None
+    server = find_server(options.engine, options, question_set, console)
+    tokenizer = find_tokenizer(options, server, target)
+    requests = Requests(question_set, tokenizer)
+    first = requests.of_turn(0, {})
+    if tokenizer is not None:  # raises ValueError for another tokenizer of the server
+        with server.open() as connection:
+            check_tokenizer(connection.client, server.model, tokenizer, first[0][1]["prompt"])
+    plain, longest, notes = probe(options, server, question_set, first[0], console)
+    if "seed" not in server.body:
+        notes.append("Requests above temperature 0 are sent without a seed, as this server drafts otherwise with one.")
+    settings = {
+        **results.describe_options(options, free=FREE),
+        **question_set.describe(tokenizer),
+        "prompts": f"{question_set.source} {digest(repr(first).encode())}",
+        "decode": asdict(options.decode.sampling()),
+        "target": f"{server.model} of {server.kind}",
+        "baseline": plain and (options.baseline or SWITCHES[server.kind]),
+    }
+    return TriedServer(server, plain, requests, first, longest, notes, settings)
+
+
+def find_server(url: str, options: ServerOptions, question_set: QuestionSet, console: progress.Results) -> Server:
+    """Raises ValueError for what is no server, or has no model of that name."""
+    if "," in url:
+        raise ValueError(f"{url}: one server is judged at a time, so give one URL.")
+    server = Server(url, "", "", "", {}, options.timeout, console.say)
+    with server.open() as connection:
+        (models,) = connection.client.describe_models()
+    model = next((model for model in models if options.model in (None, model["id"])), None)
+    if model is None:
+        names = ", ".join(str(model["id"]) for model in models)
+        raise ValueError(f"{url} has no model {options.model}, but {names}: give model= as it is called there.")
+    kind = str(model.get("owned_by"))
+    body = make_body(options, question_set, kind)
+    return replace(server, model=str(model["id"]), kind=kind, root=str(model.get("root")), body=body)
+
+
+def make_body(options: ServerOptions, question_set: QuestionSet, kind: str) -> dict[str, Any]:
+    """The fields that all requests to a server share."""
+    sampling = options.decode.sampling()
+    body: dict[str, Any] = {"max_tokens": options.max_new_tokens, "temperature": sampling.temperature}
+    if kind != SPECDEC or sampling.greedy:  # with a seed it would draft in a fixed shape, or not at all
+        body["seed"] = options.seed
+    optional = {
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "ignore_eos": options.ignore_stop or None,
+        "repetition_penalty": sampling.repetition_penalty if sampling.repetition_penalty != 1 else None,
+        "stop": list(question_set.stop) or None,
+    }
+    body |= {name: value for name, value in optional.items() if value is not None}  # OpenAI's servers refuse some
+    return body | {"stream": True, "stream_options": {"include_usage": True}, **FIELDS.get(kind, {})}
+
+
+def find_tokenizer(options: ServerOptions, server: Server, target: str | None) -> PreTrainedTokenizerBase | None:
+    """The target's; None where it is not here."""
+    name = options.target.name or target or server.root
+    if not (options.target.name or target or Path(name, "tokenizer.json").is_file()):
+        progress.note(
+            "Prompts are sent as messages; with target.name= token ids are sent, which all servers read alike."
+        )
+        return None
+    return load_tokenizer(name, trust_remote_code=options.target.trust_remote_code)
+
+
+def probe(
+    options: ServerOptions, server: Server, question_set: QuestionSet, request: Request, console: progress.Results
+) -> tuple[Server | None, int | None, list[str]]:
+    """A short request with drafts, and one without -> what serves plainly, drafts of a round, what is to be known of the server."""
+    notes = []
+    with server.open() as connection:
+        turn = connection.serve([request], max_tokens=WARM_UP)
+        drafts, longest = turn.drafts, find_longest([turn])
+    if drafts is None:
+        flag = FLAGS.get(server.kind, "it has no counters that are known here")
+        notes.append(f"{server.url} says nothing about drafts, so tau cannot be had: {flag}.")
+    elif not drafts:
+        notes.append(f"{server.url} does not draft: tau is 1 by its own counters.")
+    if options.baseline:
+        plain = find_server(options.baseline, options, question_set, console)
+    elif server.kind in SWITCHES and drafts:
+        plain = replace(server, body=server.body | SWITCHES[server.kind])
+    else:
+        return None, longest, notes
+    with plain.open() as connection:
+        if not connection.serve([request], max_tokens=WARM_UP).drafts:
+            return plain, longest, notes
+    if options.baseline:
+        raise ValueError(
+            f"baseline={options.baseline} drafts, too: give the URL of a server of the same model without drafts."
+        )
+    notes.append(
+        "This server cannot leave out drafts for a request: give baseline=URL of one without, to compare speeds."
+    )
+    return None, longest, notes
+
+
+def find_longest(turns: Sequence[Turn]) -> int | None:
+    """The most drafts of a round; None where the server does not say."""
+    said = [each for turn in turns for each in (turn.counted, *(answer.said for answer in turn.answers)) if each]
+    return max((each.longest for each in said if each.longest), default=None)

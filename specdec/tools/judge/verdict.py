@@ -1,0 +1,119 @@
+"""Whether a server drafts as its head was trained to: tau as served, beside replay along the same answers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from specdec.core.sampling import Sampling
+from specdec.decoding.drafting import Drafting
+from specdec.export.engines import make_form
+from specdec.export.layout import draft_from_all
+from specdec.export.mtp import with_first_zero
+from specdec.heads.base import Drafter, Head
+from specdec.heads.mtp import MTP
+from specdec.measuring.replay import Written, count_replays, replay_texts
+from specdec.measuring.report import PromptCounts, tau, tau_difference
+from specdec.tools.judge import referee
+from specdec.tools.judge.referee import ServedAnswer, Turn
+from specdec.tools.judge.server import LLAMA_CPP, VLLM, find_longest
+from specdec.unroll.replay import Replay
+
+TOLERANCE = 0.02  # of tau, served against replayed
+
+
+def draft_as_engine(drafter: Head, kind: str) -> Head:
+    """The drafter as an engine runs it: llama.cpp without a draft vocabulary, vLLM with the first embedding at zero."""
+    if kind == LLAMA_CPP and isinstance(drafter, Drafter) and make_form(drafter, "gguf").whole_vocabulary:
+        return draft_from_all(drafter)
+    return with_first_zero(drafter) if kind == VLLM and isinstance(drafter, MTP) else drafter
+
+
+def compare_with_replay(
+    drafter: Head, turns: list[Turn], prompts: dict[str, dict], *, sampling: Sampling, depth: int, seed: int
+) -> dict[str, Any]:
+    """tau of the head along the answers of a level, beside tau as served; at temperature 0 also where they part.
+
+    prompts: what was asked, by id; depth: drafts of a round, where the server does not say
+    """
+    depth = find_longest(turns) or depth
+    drafting = Drafting(depth=depth, width=1, nodes=depth)
+    if not isinstance(drafter, Drafter) or not drafting.replayable(drafter, sampling):
+        return {
+            "verdict": f"a chain of {depth} of this head cannot be replayed with these settings: nothing is compared."
+        }
+    answers, served = find_replayable(turns)
+    if not answers:
+        return {
+            "verdict": "the server gives no token ids, or no counts of each answer: nothing is compared with replay."
+        }
+    texts = [Written(prompts[each.prompt]["prompt"], each.ids or [], sampling.temperature) for each in answers]
+    replays = replay_texts(drafter, texts, depth=depth, what="replay")
+    figures = {"depth": depth, **compare_tau(answers, served, count_replays(replays), sampling, seed)}
+    figures |= find_differences(answers, replays) if sampling.greedy else {"compared_by_round": 0, "differences": []}
+    return {"verdict": describe_verdict(figures), **figures}
+
+
+def find_replayable(turns: list[Turn]) -> tuple[list[ServedAnswer], list[PromptCounts]]:
+    """The answers with token ids of two tokens or more, and what the server counted of each."""
+    answers = [answer for turn in turns for answer in turn.answers]
+    counted = zip(answers, referee.count_answers(turns) or ())
+    pairs = [(answer, count) for answer, count in counted if len(answer.ids or ()) > 1]
+    return [answer for answer, _ in pairs], [count for _, count in pairs]
+
+
+def compare_tau(
+    answers: list[ServedAnswer],
+    served: list[PromptCounts],
+    replayed: list[PromptCounts],
+    sampling: Sampling,
+    seed: int,
+) -> dict[str, Any]:
+    """tau as served and as replayed, with the interval of their difference over prompts."""
+    names = [answer.prompt for answer in answers]
+    difference, span = tau_difference(referee.merge(names, served), referee.merge(names, replayed), seed=seed)
+    same_rounds = [round(one.num_rounds) == round(other.num_rounds) for one, other in zip(served, replayed)]
+    return {
+        "answers": len(answers),
+        "served_tau": tau(served),
+        "replayed_tau": tau(replayed),
+        "difference": difference,
+        "difference_ci": span,
+        "same_number_of_rounds": sum(same_rounds) if sampling.greedy else None,
+    }
+
+
+def find_differences(answers: list[ServedAnswer], replays: Sequence[Replay]) -> dict[str, Any]:
+    """The first round of each greedy answer that accepts another number of drafts than replay does."""
+    compared, differences = 0, []
+    for answer, replay in zip(answers, replays):
+        if answer.said is None or answer.said.steps is None:
+            continue
+        compared += 1
+        served, replayed = answer.said.steps, referee.walk(replay.accept)
+        difference = referee.first_difference(served, replayed, replay.accept.shape[1])
+        if difference:
+            number, token = difference
+            about = {"prompt": answer.prompt, "round": number, "token": token}
+            differences.append({**about, "served": served[number], "replayed": replayed[number]})
+    return {"compared_by_round": compared, "differences": differences}
+
+
+def describe_verdict(figures: dict[str, Any]) -> str:
+    """Whether the server drafts as the head was trained to, in some sentences. figures: of `compare_with_replay`"""
+    served, replayed, compared = (figures[name] for name in ("served_tau", "replayed_tau", "compared_by_round"))
+    low, high = figures["difference_ci"]
+    verdict = "served = trained"
+    if abs(served / replayed - 1) >= TOLERANCE and (low > 0 or high < 0):
+        verdict = "served is NOT what was trained"
+    elif abs(served / replayed - 1) >= TOLERANCE:  # above temperature 0 tau as served is one draw of an expectation
+        verdict = "whether served = trained cannot be told from these answers"
+    verdict += f": tau {served:.3f} served, {replayed:.3f} replayed along the same {figures['answers']} answers with chains of "
+    verdict += f"{figures['depth']} ({figures['difference']:+.3f}, {low:+.3f} .. {high:+.3f})"
+    if figures["same_number_of_rounds"] is not None:
+        verdict += f"; {figures['same_number_of_rounds']} took as many rounds"
+    if not figures["differences"]:
+        return verdict + (f"; all rounds of {compared} answers accept as many drafts." if compared else ".")
+    first = min(figures["differences"], key=lambda difference: difference["round"])
+    verdict += f". {len(figures['differences'])} of {compared} answers part, prompt {first['prompt']} first, with the draft for token "
+    return (
+        f"{verdict}{first['token']}: that round accepts {first['served']} drafts served, {first['replayed']} replayed."
+    )

@@ -1,0 +1,93 @@
+"""Tests of scripts/replay.py on tiny checkpoints: figures, heads side by side, candidates, refusals."""
+
+import json
+
+import pytest
+import torch
+
+from scripts import replay
+from specdec import checkpoint, loading
+from specdec.heads.dflash import BlockDrafter
+from specdec.heads.medusa import Medusa2
+from specdec.options.command_defaults import read_group
+from specdec.options.target import TargetOptions
+from specdec.text import conversations
+from specdec.unroll.replay import rounds
+from tests.loops import acceptance
+from tests.support import save_eagle, save_target, write_rows
+
+pytestmark = pytest.mark.full
+ANSWERS = [(f"w{n} w3", f"w{n} w{4 * n} w{36 - 4 * n} w8 w4") for n in range(2, 6)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A target, two heads, one that adapts the target, and answers that were written at temperature 1."""
+    folder = tmp_path_factory.mktemp("replay")
+    target = save_target(folder / "target")
+    for seed, name in enumerate(("one", "two")):
+        save_eagle(folder / name, target, seed=seed)
+    lattice = {"_target_": "specdec.heads.dflash.BlockDrafter", "dependence": {"kind": "selector", "rank": 4, "top": 8}}
+    torch.manual_seed(0)
+    checkpoint.save(folder / "lattice", BlockDrafter(target, dependence=lattice["dependence"]).decodable(), lattice)
+    shape = {"num_heads": 2, "lora_rank": 2}
+    adapting = Medusa2(target, **shape)
+    checkpoint.save(folder / "adapting", adapting.decodable(), {"_target_": "specdec.heads.medusa.Medusa2", **shape})
+    rows = [{"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+            | {"id": str(number), "temperature": 1, "category": "a"} for number, (question, answer) in enumerate(ANSWERS)]  # fmt: skip
+    write_rows(folder / "answers.jsonl", rows)
+    return folder
+
+
+@pytest.fixture
+def run(folder, run_script, tmp_path):
+    """run(key=value ..) -> results.json"""
+
+    def run(*arguments):
+        given = [f"answers={folder}/answers.jsonl", "hold_out=null", "decode.temperature=1", f"out={tmp_path}/replay"]
+        run_script(replay, f"checkpoint={folder}/one", *given, "target.dtype=float32", *arguments)
+        return json.loads((tmp_path / "replay" / "results.json").read_text())
+
+    return run
+
+
+def test_heads_are_compared_on_the_same_answers(run, folder, tmp_path):
+    """With figures that are computed here, answer by answer."""
+    document = run(f"checkpoint={folder}/one,{folder}/two", "decode.depth=4")
+    taus = []
+    for name in ("one", "two"):
+        loaded = loading.load(f"{folder}/{name}", read_group(TargetOptions, "target", dtype="float32"))
+        emitted, num_rounds = 0, 0.0
+        for line in (folder / "answers.jsonl").read_text().splitlines():
+            encoded = conversations.encode(loaded.tokenizer, json.loads(line))
+            start, stop = conversations.last_answer(encoded)
+            prompt, answer = encoded.tokens[:start], encoded.tokens[start:stop]
+            num_rounds += rounds(acceptance(loaded.drafter, prompt, answer, depth=4, temperature=1))[0]
+            emitted += len(answer) - 1
+        taus.append(emitted / num_rounds)
+    one, two = document["results"]
+    assert [one["method"], two["method"]] == [f"{folder.name}/{name}, chain of 4" for name in ("one", "two")] and one[
+        "replayed_prompts"
+    ] == 4
+    assert [one["replayed_tau"], two["replayed_tau"]] == pytest.approx(taus)
+    assert one["difference"] == [0, [0, 0]] and two["difference"][0] == pytest.approx(taus[1] - taus[0])
+    assert one["replayed_tau"] == pytest.approx(1 + sum(one["replayed_survival"]))
+    settings = document["settings"]
+    assert settings["num_questions"] == 4 and len(settings["checkpoint"]) == 2
+    assert "4 questions of" in document["protocol"] and "T=1" in document["protocol"]
+    written = (tmp_path / "replay" / "results.md").read_text()
+    assert f"| {two['method']} |" in written and f"tau minus that of {one['method']}" in written
+
+
+def test_candidates_of_a_lattice_are_reported(run, folder):
+    one, lattice = run(f"checkpoint={folder}/one,{folder}/lattice", "decode.depth=3")["results"]
+    assert "candidates" not in one and len(lattice["candidates"]["recall"]) == 3
+
+
+def test_what_cannot_be_replayed_is_refused(refuse, folder, tmp_path):
+    refuse(r"adapts its target, which did not write these answers", f"checkpoint={folder}/adapting")
+    refuse(r"no row at decode\.temperature=0", "decode.temperature=0")
+    refuse(r"No answer has a second token within length=2", "length=2")
+    refuse(r"Only 0 rows were written at temperature 0: lower hold_out=60", "hold_out=60")
+    write_rows(tmp_path / "wrong.jsonl", [{"id": "r7", "messages": [{"role": "user", "content": "a"}]}])
+    refuse(r"wrong\.jsonl: Row r7 has no assistant turn", f"answers={tmp_path}/wrong.jsonl")
