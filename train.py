@@ -1,7 +1,7 @@
 """Trains a drafter; validation decodes.
 
 accelerate launch train.py head=eagle
-for head in eagle mtp; do accelerate launch train.py head=$head; done    several; specdec evaluate compares them (docs/tracking.md)
+python train.py -m head=eagle3,mtp optimizer.lr=1e-3,2e-3    several, one after the other; the same command continues (docs/tracking.md)
 """
 
 import specdec.core.threads  # noqa: F401  says how threads wait, before torch is imported
@@ -11,12 +11,12 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import hydra
 import torch
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
 
 from specdec import checkpoint
 from specdec.core import files, progress
@@ -26,22 +26,18 @@ from train.loop.trainer import continuing
 from train.prepare import build
 from train.prepare.facts import MeasuredFacts
 from train.processes import ProcessLost, is_main, plain_warnings, say
-from train.settings import hydra_text, usage
+from train.settings import hydra_text, multirun, usage
 from train.settings.decide import decide
-from train.settings.options import RunConfig, RunOptions, fixed_settings, read_run
+from train.settings.options import RunConfig, fixed_settings
 from train.show import display, run_page, tracking
 
 # An error that all processes find is told by the main one, and the launcher then ends the others. They wait so long with theirs.
 SECONDS_FOR_MAIN = 10
-MANY = (
-    "error: one launch trains one run. For several use a loop: for head in eagle mtp; do accelerate launch train.py head=$head; "
-    "done. Then specdec evaluate checkpoint=A,B compares them."
-)
 
 
 def fit(composed: DictConfig) -> int:
     """Trains as the options say. -> the exit status. Raises ValueError, which says what to change."""
-    options = read(composed)
+    options = hydra_text.read_composed(composed)
     path = Path("checkpoints") / options.run
     progress.choose(options.progress, main=is_main())
     if options.plan:
@@ -60,15 +56,6 @@ def fit(composed: DictConfig) -> int:
         build.say_decisions(decided)
         with build.naming_remedies(decided.config):
             return train(decided.config, facts, path, start=options.start)
-
-
-def read(composed: DictConfig) -> RunOptions:
-    """The options of a run. Raises ValueError, naming the option, for what cannot be used."""
-    try:
-        values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
-    return read_run(values)
 
 
 def train(config: RunConfig, facts: MeasuredFacts, path: Path, *, start: str | None) -> int:
@@ -91,12 +78,12 @@ def train(config: RunConfig, facts: MeasuredFacts, path: Path, *, start: str | N
     return 130 if trainer.interrupted == signal.SIGINT else 0  # a scheduler is to see that all is well
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="train")
-def main(chosen: DictConfig) -> None:
+def run(composed: DictConfig) -> int | str:
+    """`fit`, after which the processes part. -> the exit status, or the sentence of an error"""
     status: int | str
     try:
         with plain_warnings():
-            status = fit(chosen)
+            status = fit(composed)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     except (ValueError, OSError) as error:
@@ -108,18 +95,33 @@ def main(chosen: DictConfig) -> None:
         status = 130
     finally:
         progress.close()
-    sys.exit(status)
+    return status
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+def main(composed: DictConfig) -> float:
+    job = HydraConfig.get()
+    if job.mode == RunMode.MULTIRUN:
+        return JOBS.run_job(composed.run, job.overrides.task)
+    sys.exit(run(composed))
 
 
 if __name__ == "__main__":
     if {"-h", "--help"} & set(sys.argv):
         print(__doc__, usage.usage(), sep="\n")
         sys.exit()
-    if {"-m", "--multirun"} & set(sys.argv):
-        sys.exit(MANY)
-    sys.argv[1:] = [*hydra_text.as_written(hydra_text.with_plan(sys.argv[1:])), hydra_text.search_path()]
+    several = multirun.is_asked_for(sys.argv[1:])
+    if several and (refusal := multirun.refuse_launcher(sys.argv[1:])):
+        sys.exit(refusal)
+    written = hydra_text.as_written(hydra_text.with_plan(sys.argv[1:]), multirun=several)
+    JOBS = multirun.Multirun(written)
+    sys.argv[1:] = [*written, hydra_text.search_path()]
     try:
         main()
+        print(JOBS.describe_end())
+        sys.exit(1 if JOBS.failed else 0)
+    except KeyboardInterrupt:
+        sys.exit(multirun.STOPPED)
     except SystemExit as ended:  # Hydra has said that it does not know an option, without saying which one is like it
         if ended.code == 1 and (wrong := usage.unknown(sys.argv[1:])):
             ended.code = wrong

@@ -15,17 +15,19 @@ the heads. Without decoding, `specdec replay` has tau of a chain, and `specdec c
 
 from specdec.options.command_line import read_command, split_list
 
-from specdec.core import progress
-from specdec.measuring.evaluate import EvaluateOptions, evaluate
+from specdec.core import extensions, progress
+from specdec.measuring import questions
+from specdec.measuring.evaluate import EvaluateOptions, evaluate, predict_nothing
 from specdec.options.run_command import run
-from specdec.tools.choose.choice import read_predictions
-from specdec.tools.suites.suites import presets_of, read_questions
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = read_command("evaluate", EvaluateOptions, __doc__, arguments, presets=presets_of)
-    question_set = read_questions(options, split_list(options.checkpoint))
-    evaluate(options, question_set, read_predictions(options.predicted), progress.Results())
+    suites, choice = extensions.find_tool("suites.suites"), extensions.find_tool("choose.choice")
+    presets = suites.presets_of if suites else lambda texts: {}
+    options = read_command("evaluate", EvaluateOptions, __doc__, arguments, presets=presets)
+    read = suites.read_questions if suites else questions.read_questions
+    predict = choice.read_predictions(options.predicted) if choice else predict_nothing
+    evaluate(options, read(options, split_list(options.checkpoint)), predict, progress.Results())
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import specdec
 from specdec import checkpoint
-from specdec.core import files, hub, untrusted
+from specdec.core import extensions, files, hub, untrusted
 from specdec.core.option_types import Text
 from specdec.core.untrusted import read_tensors as read_tensors
 from specdec.decoding.drafting import Drafting
@@ -89,7 +89,10 @@ def read_document(folder: Path) -> dict:
     if published.is_published(folder):
         return published.describe(folder)
     document = read_json(untrusted.inside(folder, "drafter.json"))
-    return document | {"_target_": find_class(document.get("_target_"))}
+    path = find_class(document.get("_target_"))
+    if hub.is_name(hub.pinned(folder)) and not str(path).startswith(HEADS):
+        raise ValueError(f"{folder}: a head from the Hub has a class of {HEADS[0]}*, and this one has {path!r}.")
+    return document | {"_target_": path}
 
 
 def find_class(path: Any) -> Any:
@@ -139,16 +142,17 @@ def name_of(folder: Path) -> str:
 
 
 def drafter_class(path: str) -> type[Head]:
-    """The class that `_target_` names. Only heads of specdec.heads and of experiments are accepted."""
+    """The class that `_target_` names. Heads of specdec.heads and of experiments are accepted, others with trust_code=true."""
     path = find_class(path)
     module, _, name = path.rpartition(".")
-    if module.startswith(HEADS) and all(part.isidentifier() for part in path.split(".")):
+    if (module.startswith(HEADS) or extensions.trusts_code()) and all(part.isidentifier() for part in path.split(".")):
         with contextlib.suppress(ImportError):
             found = vars(importlib.import_module(module)).get(name)
             if isinstance(found, type) and issubclass(found, Head) and found.__module__ == module:
                 return found
     raise ValueError(
-        f"_target_ {path!r} is not a drafter of {HEADS[0]}*; this folder was not made by specdec, or is unsafe."
+        f"_target_ {path!r} is not a drafter of {HEADS[0]}*; this folder was not made by specdec, or is unsafe. A class of your "
+        f"own needs {extensions.TRUST_CODE}=true."
     )
 
 

@@ -14,7 +14,7 @@ from tests.support import ROOT, PowerCutError, before_steps, train_command
 from tests.together import free_ports, printed_by
 from train.loop.trainer import Trainer
 from train.objective.objective import Objective
-from train.prepare import build
+from train.prepare import facts
 from train.settings.hydra_text import search_path
 
 
@@ -75,7 +75,7 @@ def fit_all(runs: list[dict]) -> None:
 
 def tell() -> None:
     """Lets the process print what it computes itself."""
-    start, count = Trainer._measure_and_solve, build.draft_vocab
+    start, count = Trainer._measure_and_solve, facts.draft_vocab
 
     def telling(what, function):
         def told(*arguments, **settings):
@@ -85,4 +85,4 @@ def tell() -> None:
         return told
 
     Trainer._measure_and_solve = telling("start", start)
-    build.draft_vocab = telling("vocabulary", count)
+    facts.draft_vocab = telling("vocabulary", count)

@@ -1,9 +1,11 @@
-"""Where tools and experiments are: the only module of the core that knows their folders.
+"""Where tools and experiments are, and whether a user's own classes are trusted. No other module of the core knows their folders.
 
 A folder that is removed is unknown everywhere: its YAML, its classes and its parts.
 """
 
 import importlib
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +13,19 @@ from types import ModuleType
 PACKAGE = Path(__file__).resolve().parents[1]
 EXPERIMENTS = "specdec.experiments"
 FOLDERS = ("tools", "experiments")
+TRUST_CODE = "trust_code"  # an option of every command and of train.py
+_trusted: list[bool] = []  # one entry once the user has said trust_code=true
+
+
+def trust_code() -> None:
+    """From now on, `_target_` may name a class outside of specdec, in the working directory, too."""
+    _trusted.append(True)
+    sys.path.append(os.getcwd())
+
+
+def trusts_code() -> bool:
+    """Whether `trust_code` was called in this process."""
+    return bool(_trusted)
 
 
 def conf_folders() -> list[Path]:
@@ -22,6 +37,12 @@ def find_modules(name: str) -> Iterator[str]:
     """Names of the experiments that have a module of this name, such as part."""
     for folder in sorted((PACKAGE / "experiments").glob(f"*/{name}.py")):
         yield folder.parent.name
+
+
+def find_tool(module: str) -> ModuleType | None:
+    """A module of a tool, such as suites.suites, for a script; None if the tool's folder is not there."""
+    path = PACKAGE / "tools" / f"{module.replace('.', '/')}.py"
+    return importlib.import_module(f"specdec.tools.{module}") if path.exists() else None
 
 
 def import_module(experiment: str, name: str) -> ModuleType:

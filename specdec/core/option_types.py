@@ -67,7 +67,7 @@ def options_of(maker: Callable[..., Any]) -> type[Options]:
     for constructor in reversed(constructors):
         hints = get_type_hints(constructor, include_extras=True)
         for parameter in inspect.signature(constructor).parameters.values():
-            plain = _plain_type(hints.get(parameter.name))
+            plain = _plain_type(hints.get(parameter.name, Any))
             default = ... if parameter.default is parameter.empty else parameter.default
             is_passed = default is ... and constructor is not constructors[0]
             if parameter.kind is parameter.KEYWORD_ONLY and plain is not None and not is_passed:
@@ -166,8 +166,8 @@ def describe_unknown(name: str, names: Collection[str]) -> str:
     group, _, last = name.rpartition(".")
     siblings = {other.rpartition(".")[2]: other for other in names if other.rpartition(".")[0] == group}
     close = [siblings[key] for key in difflib.get_close_matches(last, siblings, n=1, cutoff=0.5)]
-    close = close or [other for other in names if other.endswith(f".{last}")]
     close = close or difflib.get_close_matches(name, names, n=1, cutoff=0.8)
+    close = close or [other for other in names if other.endswith(f".{last}")]
     guess = f" Did you mean {close[0]!r}?" if close else ""
     return f"There is no option {name!r}.{guess} See --help."
 

@@ -87,6 +87,11 @@ class Comparison:
         return [number_request(turn, slot) for turn, requests in turns for slot, _ in requests]
 
 
+def predict_nothing(target: Target, sampling: Sampling, notes: list[str]) -> PredictSpeedup:
+    """The `Predict` of an evaluation without predictions."""
+    return lambda *shape: None
+
+
 def evaluate(options: EvaluateOptions, question_set: QuestionSet, predict: Predict, console: progress.Results) -> None:
     """Decodes what has no row yet, and writes the results."""
     out = Path(options.out)

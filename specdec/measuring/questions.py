@@ -1,5 +1,6 @@
 """Questions that a target answers, and the form in which they are asked."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,14 +8,16 @@ from typing import Annotated, Any
 
 from transformers import PreTrainedTokenizerBase
 
+from specdec import loading
+from specdec.core import extensions
 from specdec.core.answer_text import StopStrings, TextDecoder
-from specdec.core.option_types import Count, Options, Seed, Text
+from specdec.core.option_types import Count, Options, Seed, Text, raise_first
 from specdec.core.resumable import digest
 from specdec.measuring import trained_prompts
 from specdec.measuring.counting import OTHERS, OURS, Counting
 from specdec.options.command_types import MEMORY, TemplateSettings
 from specdec.options.target import TargetOptions
-from specdec.text import chat_template, reading
+from specdec.text import chat_template, conversations, reading
 from specdec.text.conversations import Prompt
 
 
@@ -132,6 +135,48 @@ class QuestionSet:
         """What is not as published, and which heads were trained on some of the questions. heads: folders by name"""
         rows = [{**question.turns[0], "id": question.id} for question in self.questions]
         return [*self.notes, *find_copies(rows, heads)]
+
+
+def read_plain_questions(source: str, split: str | None = None) -> list[Question]:
+    """Rows of prompts= as questions of one turn. Raises ValueError as reading.load_prompts."""
+    with reading.at(source):
+        found = reading.spread(reading.load_prompts(source, split=split), None)
+    ids = reading.tell_apart([row["id"] for row in found])
+    return [Question(id, row["category"], (row,), tuple(row["tags"])) for id, row in zip(ids, found)]
+
+
+def read_questions(options: QuestionOptions, heads: Sequence[str]) -> QuestionSet:
+    """The rows of prompts=, `limit` of them, spread over the file. heads: folders, whose template arguments are the defaults
+
+    Raises ValueError as reading.load_prompts, and for suite= and protocol=, which specdec/tools/suites reads.
+    """
+    raise_first({f"suite= and protocol= need {extensions.PACKAGE}/tools/suites.": options.suite or options.protocol})
+    source = options.prompts or loading.PROMPTS
+    arguments = loading.read_template(options.template, heads=heads)
+    rows = reading.spread(read_plain_questions(source, options.split), options.limit)
+    return QuestionSet(rows, source, arguments, functools.partial(encode_turn, arguments=arguments))
+
+
+def encode_turn(
+    question: Question,
+    turn: int,
+    answers: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    arguments: dict[str, Any],
+) -> Prompt:
+    """The prompt of a turn, counted from 0, behind the turns before it and the target's answers to them, by its chat template.
+
+    Raises ValueError as conversations.encode_row.
+    """
+    row = question.turns[turn]
+    messages: list[dict] = []
+    for earlier, answer in zip(question.turns, answers[:turn]):
+        messages += [*earlier["messages"], {"role": "assistant", "content": answer}]
+    if messages:
+        row = {**row, "prompt": None, "messages": [*messages, *row["messages"]]}
+    tokens = conversations.encode_row(tokenizer, row, arguments)
+    return Prompt(name_request(question, turn), question.category, tokens, question.tags)
 
 
 def find_copies(rows: Sequence[dict], heads: Mapping[str, Path]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from pydantic.fields import FieldInfo
 
-from specdec.core import progress
+from specdec.core import extensions, progress
 from specdec.core.option_types import Model, describe_bounds, format_value, read_options
 from specdec.options import config_files
 from specdec.options.command_types import Prefix
@@ -17,6 +17,7 @@ from specdec.options.command_types import Prefix
 GROUP = "command"  # the folder of these files in conf/
 REQUIRED = "???"  # default of an option that must be given
 PROGRESS = "progress"  # an option of every command
+TRUST = "load heads whose class is your own Python code; never set for a head from the Hub"
 NO_BOUNDS = ("a text", "true or false", "settings")  # how the words begin that --help leaves out
 LINE = re.compile(r"^( *)(\w+):(.*?)(?: # (.*))?$", re.MULTILINE)  # indentation, key, value and comment
 
@@ -103,6 +104,7 @@ def describe_command(docstring: str, defaults: dict[str, Default], fields: dict[
         if not group:
             mode = os.environ.get(progress.VARIABLE, "auto")
             lines.append(f"  {PROGRESS:<26} {progress.HELP} (default: {mode})")
+            lines.append(f"  {extensions.TRUST_CODE:<26} {TRUST} (default: false)")
     return "\n".join(lines)
 
 

@@ -24,8 +24,9 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from specdec.core import files, progress
+from specdec.core import extensions, files, progress
 from specdec.core.option_types import (
+    TRUTH,
     Model,
     convert_text,
     describe_unknown,
@@ -54,7 +55,7 @@ def read_command(
 ) -> Model:
     """The options of conf/command/VERB.yaml, with `arguments` (None: the command line) in place of their defaults.
 
-    -h or --help prints `docstring` and every option, and exits. `progress` is an option of all commands, and is used here.
+    -h or --help prints `docstring` and every option, and exits. All commands have `progress` and `trust_code`, used here.
     presets: function of the texts of options, which returns texts of others; what the command lacks is left out
     Raises ValueError, with the option's name, for an argument that cannot be used.
     """
@@ -66,6 +67,11 @@ def read_command(
     texts = split_arguments(arguments)
     mode = texts.pop(PROGRESS, os.environ.get(progress.VARIABLE, "auto"))
     progress.choose(mode, main=True)
+    trusted = texts.pop(extensions.TRUST_CODE, "false")
+    if trusted.lower() not in TRUTH:
+        raise ValueError(f"{extensions.TRUST_CODE}={trusted} must be true or false.")
+    if TRUTH[trusted.lower()]:
+        extensions.trust_code()
     values = {name: defaults[name].value for name in fields if defaults[name].value != REQUIRED}
     names = {show_name(name, field): name for name, field in fields.items()}
     for key, text in (presets(texts) | texts).items():
@@ -73,7 +79,7 @@ def read_command(
         if name is not None:
             values[name] = convert(key, text, fields[name], values.get(name))
         elif key in texts:
-            raise ValueError(describe_unknown(key, [*names, PROGRESS]))
+            raise ValueError(describe_unknown(key, [*names, PROGRESS, extensions.TRUST_CODE]))
     options = read_options(model, nest(values))
     for name, field in fields.items():
         is_folder = OUTPUT_FOLDER in field.metadata

@@ -298,7 +298,7 @@ def test_the_launchers_cpu_is_followed_beside_a_gpu(asked, monkeypatch, tmp_path
 @pytest.mark.full
 def test_the_launcher_itself_passes_what_is_named(monkeypatch, tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("from train import distributed\nprint(*distributed.find_ignored_flags('bf16', 1), sep='\\n')\n")
+    script.write_text("from train import processes\nprint(*processes.find_ignored_flags('bf16', 1), sep='\\n')\n")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--mixed_precision", "fp16"]
     found = subprocess.run(
         [*command, "--num_processes", "2", str(script)],

@@ -39,7 +39,8 @@ from train.loop.state import RunFolder
 from train.loop.trainer import MEASURED, Trainer
 from train.loop.validate import Validation
 from train.prepare import plan
-from train.prepare.facts import MeasuredFacts, PlannedFacts, make, make_drafter
+from train.prepare.facts import MeasuredFacts, PlannedFacts, make_drafter
+from train.prepare.plan import make
 from train.processes import Waiting, check_launcher, compute_by_main, count_threads, find_ignored_flags, is_main
 from train.settings import record
 from train.settings.decide import Decided, decide

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import pkgutil
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +28,7 @@ from train.features.loader import permutation
 from train.features.outputs import Online
 from train.loop import optimizer as optimization
 from train.prepare import plan
+from train.prepare.plan import make
 from train.processes import compute_by_main
 from train.settings.decide import Memory, Pace, Place, Sizes, TargetFacts, TextLengths
 from train.settings.options import RunOptions
@@ -262,7 +262,7 @@ def count(options: RunOptions, sizes: Sizes, outline: Target, texts: TextLengths
     """None for a head that cannot be counted without values; its own refusals come when it is made."""
     try:
         with torch.random.fork_rng(devices=[]):  # what is counted draws, too
-            return plan.count_run(options, sizes, outline, texts, place, make)
+            return plan.count_run(options, sizes, outline, texts, place)
     except plan.WITHOUT_VALUES as error:
         if options.plan:
             raise ValueError(f"This target with this head cannot be counted ({error}).") from error
@@ -293,15 +293,6 @@ def make_drafter(
             "the family of the checkpoint. Its sizes and vocabulary are then the checkpoint's, the objective is the head's."
         )
     return drafter, start_spec
-
-
-def make(settings: dict, *arguments: Any, **more: Any) -> Any:
-    """What `_target_` names, made with the other settings. Raises ValueError for one that it does not have."""
-    others = {key: value for key, value in settings.items() if key != "_target_"}
-    try:
-        return pkgutil.resolve_name(settings["_target_"])(*arguments, **others, **more)
-    except TypeError as error:
-        raise ValueError(str(error)) from error
 
 
 # The speed of this device

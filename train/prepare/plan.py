@@ -7,6 +7,7 @@ thrown away (train/prepare/facts.py), on another machine from its figures in con
 import contextlib
 import math
 import os
+import pkgutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -89,37 +90,72 @@ class Counted:
     pace: Pace
 
 
-def count_run(
-    options: RunOptions, sizes: Sizes, target: Target, texts: TextLengths, place: Place, make: Callable[..., Any]
-) -> Counted:
-    """What a process needs. target: an outline; make: as of train/prepare/facts.py, for heads that leave the target as it is"""
-    tokens = sizes.batch * sizes.length
-    peak, bandwidth = 1e12 * (options.machine.flops or 0) or PEAK, 1e9 * (options.machine.bandwidth or 0) or BANDWIDTH
+def count_run(options: RunOptions, sizes: Sizes, target: Target, texts: TextLengths, place: Place) -> Counted:
+    """What a process needs, for heads that leave the target as it is. target: an outline"""
+    machine, tokens = options.machine, sizes.batch * sizes.length
+    peak, bandwidth = 1e12 * (machine.flops or 0) or PEAK, GB * (machine.bandwidth or 0) or BANDWIDTH
+    drafter = build_outline_drafter(sizes, target)
+    muon = hidden_matrices(drafter) if options.optimizer.name == "muon" else []
+    with fast.forced("loss", *(["varlen"] if place.device == "cuda" else [])):
+        count = count_step(options, sizes, drafter, texts, peak=peak, bandwidth=bandwidth)
+    memory = Memory(
+        target=target_bytes(options, target, place.num),
+        drafter=optimizer_bytes(drafter, muon, ema=options.train.ema is not None),
+        step=max(float(count.live), reading_bytes(target, tokens)),
+        start=start_bytes(options, sizes.solve_packs, drafter, texts),
+        other=CONTEXT if place.device == "cuda" else PROCESS,
+    )
+    pace = Pace(
+        read=reading_seconds(options, target, drafter, peak),
+        step=count.seconds / tokens,
+        update=update_seconds(drafter, muon, peak=peak, bandwidth=bandwidth),
+    )
+    return Counted(drafter, memory, pace)
+
+
+def make(settings: dict, *arguments: Any, **more: Any) -> Any:
+    """What `_target_` names, made with the other settings. Raises ValueError for one that it does not have."""
+    others = {key: value for key, value in settings.items() if key != "_target_"}
+    try:
+        return pkgutil.resolve_name(settings["_target_"])(*arguments, **others, **more)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
+def build_outline_drafter(sizes: Sizes, target: Target) -> Drafter:
     size = sizes.vocab_size
     vocab = None if size is None or size >= target.vocab_size else torch.arange(size)
     with torch.device("meta"), Count():
-        drafter: Drafter = make(sizes.drafter, target, vocab=vocab).to("meta")
-    size = sum(value.numel() for value in drafter.parameters() if value.requires_grad)
-    muon = hidden_matrices(drafter) if options.optimizer.name == "muon" else []
-    matrices = sum(value.numel() for value in muon)  # Muon keeps one number for each, AdamW two
-    own = 4.0 * size * (4 if options.train.ema else 3) - 4.0 * matrices
+        return make(sizes.drafter, target, vocab=vocab).to("meta")
+
+
+def optimizer_bytes(drafter: Head, muon: list[nn.Parameter], *, ema: bool) -> float:
+    """Of a drafter's weights, their average, and the optimizer's state. muon: matrices with one number for each, where AdamW has two"""
+    return 4.0 * drafter.num_parameters() * (4 if ema else 3) - 4.0 * sum(value.numel() for value in muon)
+
+
+def reading_bytes(target: Target, tokens: int) -> float:
+    """Of the target's own pass over a micro-batch, at most."""
+    inner = getattr(target.config, "intermediate_size", None) or 4 * target.width
+    return tokens * 2.0 * (8 * target.width + 3 * (max(inner) if isinstance(inner, list) else inner))
+
+
+def reading_seconds(options: RunOptions, target: Target, drafter: Head, peak: float) -> float:
+    """Of the target's own pass for a token, or of its outputs over the network. peak: FLOP/s"""
+    if options.features.urls:
+        return bytes_per_token(target, len(drafter.target_layers)) / (GB * (options.machine.network or 1.0))
     experts = experts_of(target.config.to_dict())
     dense, mixed = count_weights(target.decoder, target.embed.weight, experts)
     used = dense + (mixed * experts.per_token / experts.num if experts else 0.0)
-    inner = getattr(target.config, "intermediate_size", None) or 4 * target.width
-    reading = tokens * 2.0 * (8 * target.width + 3 * (max(inner) if isinstance(inner, list) else inner))
-    with fast.forced("loss", *(["varlen"] if place.device == "cuda" else [])):
-        count = count_step(options, sizes, drafter, texts, make, peak=peak, bandwidth=bandwidth)
-    update = 28.0 * size / bandwidth
+    return 2 * used / (PRODUCTS * peak) * BESIDE
+
+
+def update_seconds(drafter: Head, muon: list[nn.Parameter], *, peak: float, bandwidth: float) -> float:
+    """Of the optimizer. peak, bandwidth: FLOP/s and bytes/s"""
+    seconds = 28.0 * drafter.num_parameters() / bandwidth
     for low, high in (sorted(matrix.shape) for matrix in muon):
-        update += MUON_STEPS * (4.0 * low * low * high + 2.0 * low**3) / (0.5 * peak)
-    read = 2 * used / (PRODUCTS * peak) * BESIDE
-    if options.features.urls:
-        read = bytes_per_token(target, len(drafter.target_layers)) / (1e9 * (options.machine.network or 1.0))
-    other = CONTEXT if place.device == "cuda" else PROCESS
-    start = start_bytes(options, sizes.solve_packs, drafter, texts)
-    memory = Memory(target_bytes(options, target, place.num), own, max(float(count.live), reading), start, other)
-    return Counted(drafter, memory, Pace(read, count.seconds / tokens, update))
+        seconds += MUON_STEPS * (4.0 * low * low * high + 2.0 * low**3) / (0.5 * peak)
+    return seconds
 
 
 def bytes_per_token(target: Target, layers: int) -> int:
@@ -143,9 +179,7 @@ def start_tokens(solve_packs: int, texts: TextLengths, width: int) -> float:
     return min(max(LEAST_SLOTS, 6 * width), min(solve_packs, texts.num_packs) * texts.num_tokens / texts.num_packs)
 
 
-def count_step(
-    options: RunOptions, sizes: Sizes, drafter: Drafter, texts: TextLengths, make: Callable[..., Any], **machine: float
-) -> Count:
+def count_step(options: RunOptions, sizes: Sizes, drafter: Drafter, texts: TextLengths, **machine: float) -> Count:
     """A step of the drafter, from given features, of packs with texts of these lengths, of which 30 % are prompt."""
     length, num = sizes.length, sizes.batch
     mean = max(2, int(texts.lengths.mean())) if len(texts.lengths) else length

@@ -363,17 +363,14 @@ def decide_features(
 
 def decide_start(options: RunOptions, tokens: float) -> list[Decision]:
     """Whether a head begins with a closed-form start, or with norms that such a start does not go with. tokens: to be read"""
-    drafter = options.head.drafter
-    names = [name for name in NORMS if name in drafter]
-    users_values = [drafter[name] for name in names if drafter[name] != AUTO]
-    norms, reason = False, ""
-    if users_values:
-        norms = any(users_values)
-    elif names and options.solve_packs in (AUTO, 0) and tokens > LONG_RUN:
+    values = {name: options.head.drafter[name] for name in NORMS if name in options.head.drafter}
+    users_values = [value for value in values.values() if value != AUTO]
+    norms, reason = any(users_values), ""
+    if values and not users_values and options.solve_packs in (AUTO, 0) and tokens > LONG_RUN:
         norms, reason = True, f"{tokens / 1e6:.2g} M tokens to read, more than {LONG_RUN / 1e6:g} M"
     if options.start is not None:
         norms, reason = False, ""
-    decisions = [choose(options, f"head.drafter.{name}", norms, reason) for name in names]
+    decisions = [choose(options, f"head.drafter.{name}", norms, reason) for name in values]
     solved = choose(options, "solve_packs", 0 if norms else 200, "random weights, with norms" if norms else "")
     return [*decisions, solved]
 

@@ -10,11 +10,12 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from specdec.core import extensions
 from specdec.core.option_types import LISTS, check_value, format_value, list_fields, list_kinds
-from train.settings.options import RunOptions
+from train.settings.options import RunOptions, read_run
 
 FIELDS = list_fields(RunOptions)  # those of a head's class are not among them: Hydra reads a text there
 MANY = {*LISTS, dict}  # types of several values
@@ -52,11 +53,20 @@ def quoted(text: str) -> str:
     return QuotedString(re.sub(r"(\\*)\$\{", r"\1\1\\${", text), Quote.single).with_quotes()
 
 
-def as_written(arguments: list[str]) -> list[str]:
+def as_written(arguments: list[str], *, multirun: bool = False) -> list[str]:
     """Arguments of train.py for Hydra: a value of an option that is a text is quoted where Hydra would read something else, or
-    nothing. Numbers, lists, dicts, null and what is quoted already are Hydra's.
+    nothing. Numbers, lists, dicts, null and what is quoted already are Hydra's. multirun: whether a comma list is swept
     """
-    return [_argument(each) for each in arguments]
+    return [each if multirun and _is_swept(each) else _argument(each) for each in arguments]
+
+
+def read_composed(composed: DictConfig) -> RunOptions:
+    """The options of a run, as Hydra has composed them. Raises ValueError, naming the option, for what cannot be used."""
+    try:
+        values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
+    return read_run(values)
 
 
 def check(written: dict[str, str], prefix: str) -> None:
@@ -73,25 +83,35 @@ def _argument(argument: str) -> str:
         return argument
     if key.startswith("template."):  # whose keys are those of a chat template, which conf/ does not know
         return _argument(f"++{argument}")
-    field = FIELDS.get(key.lstrip("+"))
+    field, parsed = FIELDS.get(key.lstrip("+")), _parse(argument)
     kinds = set() if field is None else list_kinds(field)
-    parsed = _parse(argument)
-    if str not in kinds:
-        return argument if parsed else f"{key}={_rewritten(value)}"
-    exists = os.path.exists(value)
+    if str in kinds:
+        return f"{key}={_write_text(value, parsed, kinds)}"
+    return argument if parsed else f"{key}={_rewritten(value)}"
+
+
+def _write_text(value: str, parsed: Override | None, kinds: set[Any]) -> str:
+    """A value of an option that may be a text. parsed: as Hydra reads it; kinds: what else the option may be"""
+    if os.path.exists(value):
+        return quoted(value)
+    if parsed is not None and parsed.is_sweep_override():
+        parsed = None
+    if parsed and "${" not in value and parsed.value() == value:
+        return value
     interpolated = "${" in value and value.startswith(("[", "{"))
-    if parsed and not exists and not interpolated and _is_meant(parsed, kinds):
-        return argument
-    if parsed and "${" not in value and not parsed.is_sweep_override() and parsed.value() == value:
-        return argument
-    return f"{key}={_rewritten(value) if kinds & MANY and not exists else quoted(value)}"
+    if parsed and not interpolated and _is_meant(parsed._value, kinds):
+        return value
+    return _rewritten(value) if kinds & MANY else quoted(value)
 
 
-def _is_meant(parsed: Override, kinds: set[Any]) -> bool:
+def _is_swept(argument: str) -> bool:
+    """Whether an argument has several values, each for a job of its own."""
+    parsed = _parse(argument)
+    return parsed is not None and parsed.is_sweep_override()
+
+
+def _is_meant(value: Any, kinds: set[Any]) -> bool:
     """Whether a value that is no plain text is one that the option may have."""
-    if parsed.is_sweep_override():
-        return False
-    value = parsed._value
     if value is None:
         return NoneType in kinds
     return isinstance(value, QuotedString) or (isinstance(value, list | dict) and bool(kinds & MANY))

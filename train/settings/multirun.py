@@ -22,6 +22,11 @@ LAUNCHED = "ACCELERATE_MIXED_PRECISION"  # a variable that accelerate's launcher
 STOPPED = 130  # exit status after Ctrl-C
 
 
+def is_asked_for(arguments: Sequence[str]) -> bool:
+    """Whether a command line asks for several runs."""
+    return any(flag in arguments for flag in FLAGS)
+
+
 def refuse_launcher(arguments: Sequence[str]) -> str | None:
     """The sentence for a multirun under a launcher, which would start every job in every process; None without one."""
     if LAUNCHED not in os.environ and int(os.environ.get("WORLD_SIZE", 1)) == 1:
@@ -37,10 +42,11 @@ def name_run(run: str, swept: Sequence[str]) -> str:
 
 @dataclass
 class Multirun:
-    """arguments: of the command line; runs: names of the jobs' folders so far"""
+    """arguments: of the command line; runs, failed: names of the folders of jobs that have ended"""
 
     arguments: Sequence[str]
     runs: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
 
     def run_job(self, run: str, overrides: Sequence[str]) -> float:
         """Trains one job. -> its best tau; nan if it failed. Raises KeyboardInterrupt after Ctrl-C.
@@ -57,6 +63,7 @@ class Multirun:
             raise KeyboardInterrupt
         if status:
             print(f"{name} ended with status {status}; the other jobs go on.")
+            self.failed.append(name)
             return math.nan
         self.runs.append(name)
         return read_tau(Path("checkpoints") / name)
@@ -64,7 +71,9 @@ class Multirun:
     def describe_end(self) -> str:
         """The command that compares the jobs' heads."""
         folders = ",".join(f"checkpoints/{name}" for name in dict.fromkeys(self.runs))
-        return f"specdec evaluate checkpoint={folders}" if folders else "No job of the multirun has a checkpoint."
+        lines = [f"specdec evaluate checkpoint={folders}"] if folders else []
+        lines += [f"Failed, and tried again by the same command: {', '.join(self.failed)}"] if self.failed else []
+        return "\n".join(lines)
 
 
 def read_tau(folder: Path) -> float:

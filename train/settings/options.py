@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from specdec import checkpoint
-from specdec.core import files
+from specdec.core import extensions, files
 from specdec.core.option_types import (
     FREE,
     Auto,
@@ -286,6 +286,7 @@ class RunOptions(Options):
     resume: Annotated[Literal[True, False, "auto"], FREE]
     tracker: Annotated[Literal["none", "wandb", "tensorboard", "trackio"], FREE]
     progress: Annotated[Literal["auto", "rich", "plain", "quiet"], FREE]
+    trust_code: Annotated[bool, FREE] = False  # runs of earlier versions lack it
     threads: Annotated[SmallCount | None, FREE]
     precision: Literal["auto", "bf16", "fp32"]
     fast: Annotated[Text | Texts | None, FREE]
@@ -387,6 +388,8 @@ def read_run(document: dict) -> RunOptions:
 
     Raises ValueError, naming the option, for what does not exist or does not fit together.
     """
+    if document.get(extensions.TRUST_CODE) is True:
+        extensions.trust_code()
     data = {**document["data"], "train": read_weights(document["data"]["train"])}
     options = read_options(RunOptions, files.expand_home({**document, "data": data}))
     refuse_two_lengths(options.train)

@@ -6,6 +6,7 @@ conf/protocol/NAME.yaml  what a publication sends to the target, with which sett
 A question has one or more turns. The target's own answer to a turn comes before the next one.
 """
 
+import dataclasses
 import difflib
 import functools
 import itertools
@@ -20,9 +21,10 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from specdec import loading
+from specdec.measuring import questions
 from specdec.measuring.counting import Counting
 from specdec.measuring.questions import Question, QuestionOptions, QuestionSet, name_request
-from specdec.text import chat_template, conversations, reading, token_text
+from specdec.text import chat_template, reading, token_text
 from specdec.text.conversations import Prompt
 from specdec.text.messages import MODE
 
@@ -130,9 +132,7 @@ def read_questions(options: QuestionOptions, heads: Sequence[str]) -> QuestionSe
         common["protocol"] = {"name": protocol.name, "title": protocol.title, "digest": protocol.digest}
         common["chat"] = protocol.chat
     if options.suite is None:
-        source = options.prompts or loading.PROMPTS
-        questions = reading.spread(plain_questions(source, options.split), options.limit)
-        return QuestionSet(questions, source, **common)
+        return dataclasses.replace(questions.read_questions(options, heads), **common)
     suite = load_suite(
         options.suite,
         options.prompts,
@@ -205,14 +205,6 @@ def load_suite(
     licence = check_licence(entry, prompts, parts, accepted)
     digest = reading.digest_of([row for question in questions for row in question.turns])
     return Suite(name, entry["title"], questions, read, digest, licence, entry["max_new_tokens"], "; ".join(notes))
-
-
-def plain_questions(source: str, split: str | None = None) -> list[Question]:
-    """Rows of prompts= as questions of one turn. Raises ValueError as reading.load_prompts."""
-    with reading.at(source):
-        found = reading.spread(reading.load_prompts(source, split=split), None)
-    ids = reading.tell_apart([row["id"] for row in found])
-    return [Question(id, row["category"], (row,), tuple(row["tags"])) for id, row in zip(ids, found)]
 
 
 def find_parts(name: str, entry: dict, subsets: list[str], prompts: str | None, subset: str | None) -> list[str]:
@@ -393,22 +385,17 @@ def encode_turn(
             "target, or protocol=specbench, which writes them as plain text."
         )
     if form == "target":
-        arguments = fit_arguments(tokenizer, arguments or {}, protocol)
-        messages: list[dict] = []
-        for earlier, answer in zip(question.turns, history):
-            messages += [*earlier["messages"], {"role": "assistant", "content": answer}]
-        if messages:
-            row = {**row, "prompt": None, "messages": [*messages, *row["messages"]]}
         try:
-            tokens = conversations.encode_row(tokenizer, row, arguments)
+            return questions.encode_turn(
+                question, turn, history, tokenizer, arguments=fit_arguments(tokenizer, arguments or {}, protocol)
+            )
         except ValueError as error:
-            if protocol is None or row["messages"][0]["role"] != "system":
+            if protocol is None or question.turns[0]["messages"][0]["role"] != "system":
                 raise
             said = f"protocol={protocol.name} sends a system message, which this target cannot take: choose an instruct model"
             raise ValueError(f"{said} or another protocol.") from error
-    else:
-        texts = [each["messages"][-1]["content"] for each in question.turns[: turn + 1]]
-        tokens = token_text.encode_text(tokenizer, write_vicuna(texts, history) if form == "vicuna" else texts[0])
+    texts = [each["messages"][-1]["content"] for each in question.turns[: turn + 1]]
+    tokens = token_text.encode_text(tokenizer, write_vicuna(texts, history) if form == "vicuna" else texts[0])
     return Prompt(name_request(question, turn), question.category, tokens, question.tags)
 
 

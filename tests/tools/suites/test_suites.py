@@ -10,6 +10,7 @@ import yaml
 from pyarrow import Table, parquet
 
 from scripts import answer
+from specdec.measuring import questions
 from specdec.text import chat_template, reading
 from specdec.tools.suites import suites
 from specdec.tools.suites.suites import encode_turn, load_suite, read_protocol
@@ -321,9 +322,13 @@ def test_a_mode_of_a_protocol_is_left_out_where_the_target_has_none(tmp_path):
 
 def test_ordinary_prompts_are_questions_of_one_turn(tmp_path):
     write_prompts(tmp_path / "prompts.jsonl", 2)
-    (one, _) = suites.plain_questions(str(tmp_path / "prompts.jsonl"))
+    (one, _) = questions.read_plain_questions(str(tmp_path / "prompts.jsonl"))
     write_rows(tmp_path / "twice.jsonl", [{"id": each, "prompt": "Count."} for each in ("a", "a", "a (2)")])
-    assert [each.id for each in suites.plain_questions(str(tmp_path / "twice.jsonl"))] == ["a", "a (2)", "a (2) (2)"]
+    assert [each.id for each in questions.read_plain_questions(str(tmp_path / "twice.jsonl"))] == [
+        "a",
+        "a (2)",
+        "a (2) (2)",
+    ]
     prompt = encode_turn(one, 0, [], small_tokenizer())
     assert (prompt.id, prompt.category) == ("0", "a") and "Count to 0." in text_of(prompt)
 

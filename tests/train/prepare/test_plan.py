@@ -124,9 +124,7 @@ def test_the_start_needs_memory_only_where_there_is_one(outlines):
     for name, options in {"solved": (), "random": ("solve_packs=0",), **heads}.items():
         given = settings("head=eagle3", "machine=h100", *options)
         sizes = sizes_of(given, solve_packs=0 if name == "random" else 200)
-        memory[name] = plan.count_run(
-            given, sizes, target, texts, decide.Place("cuda", 1, 8e10, 1e12), prepare.make
-        ).memory
+        memory[name] = plan.count_run(given, sizes, target, texts, decide.Place("cuda", 1, 8e10, 1e12)).memory
     assert memory["solved"].start > 1e9 and memory["random"].start == 0 < memory["medusa"].step
     assert memory["solved"].target == memory["medusa"].target > 2 * 134e6
     assert memory["block"].start == 0 and memory["fused"].start > memory["solved"].start

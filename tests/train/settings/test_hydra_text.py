@@ -1,14 +1,10 @@
 """Tests that text on the command line of train.py stays as it is written."""
 
-import runpy
-import sys
-
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from specdec.text.reading import read_sources
-from tests.support import ROOT
 from train.settings.hydra_text import as_written, check
 
 TEXTS = [
@@ -60,12 +56,6 @@ def test_lists_dicts_and_numbers_are_what_the_documents_say(tmp_path, monkeypatc
 @pytest.mark.parametrize("text", ["{a: 2", "{a}.jsonl", "{"])
 def test_what_only_looks_like_a_dict_is_one_name(text):
     assert list(read_sources(text)) == [text]
-
-
-def test_several_values_are_refused_with_the_loop_that_replaces_them(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "head=eagle,mtp"])
-    with pytest.raises(SystemExit, match=r"^error: one launch trains one run\. .* for head in eagle mtp; do "):
-        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
 def test_options_of_another_command_are_checked():
