@@ -115,7 +115,7 @@ class Trainer:
     # Before the first step
 
     def prepare(self, num_packs: int, *, fresh: bool) -> None:
-        """Sizes of what the head reads, and closed-form weights if it has any, from the packs that training reads first.
+        """RunSizes of what the head reads, and closed-form weights if it has any, from the packs that training reads first.
 
         num_packs: for the weights; 0: they stay; fresh: they are random
         """

@@ -30,7 +30,7 @@ from train.loop import optimizer as optimization
 from train.prepare import plan
 from train.prepare.plan import make
 from train.processes import compute_by_main
-from train.settings.decide import Memory, Pace, Place, Sizes, TargetFacts, TextLengths
+from train.settings.decide import Memory, Pace, Place, RunSizes, TargetFacts, TextLengths
 from train.settings.options import RunOptions
 
 CHARACTERS = 4  # of a token, where the tokenizer is not there
@@ -119,7 +119,7 @@ class PlannedFacts:
                 self.texts = read_lengths(self.packs)
         return self.texts
 
-    def count_memory(self, sizes: Sizes) -> Memory | None:
+    def count_memory(self, sizes: RunSizes) -> Memory | None:
         self.counted = None
         if self.outline is not None and not self.options.adapts_target:
             self.counted = count(self.options, sizes, self.outline, self.texts, self.place)
@@ -131,7 +131,7 @@ class PlannedFacts:
         layers = LAYERS if self.counted is None else len(self.counted.drafter.target_layers)
         return plan.bytes_per_token(self.target_shapes, layers)
 
-    def measure_pace(self, sizes: Sizes) -> Pace:
+    def measure_pace(self, sizes: RunSizes) -> Pace:
         assert self.counted is not None
         self.pace = self.counted.pace
         return self.pace
@@ -160,7 +160,7 @@ class MeasuredFacts(PlannedFacts):
         choose = lambda: precision.choose(self.processes.device)
         return compute_by_main(choose, "what the device computes in", minutes=self.options.train.timeout)
 
-    def measure_pace(self, sizes: Sizes) -> Pace:
+    def measure_pace(self, sizes: RunSizes) -> Pace:
         """A plan's pace is that of the machine's figures where the run does not fit into its memory."""
         if self.counted is not None and not self.counted.memory.fits(self.place):
             return self.counted.pace
@@ -258,7 +258,9 @@ def count_drafts(options: RunOptions) -> int:
     return min([number for number in (*numbers, options.decode.nodes) if isinstance(number, int)], default=4)
 
 
-def count(options: RunOptions, sizes: Sizes, outline: Target, texts: TextLengths, place: Place) -> plan.Counted | None:
+def count(
+    options: RunOptions, sizes: RunSizes, outline: Target, texts: TextLengths, place: Place
+) -> plan.Counted | None:
     """None for a head that cannot be counted without values; its own refusals come when it is made."""
     try:
         with torch.random.fork_rng(devices=[]):  # what is counted draws, too
@@ -298,7 +300,7 @@ def make_drafter(
 # The speed of this device
 
 
-def try_steps(options: RunOptions, sizes: Sizes, packs: Packs, target: Target, device: torch.device) -> Pace:
+def try_steps(options: RunOptions, sizes: RunSizes, packs: Packs, target: Target, device: torch.device) -> Pace:
     """Takes a few steps with a drafter that is thrown away, and measures them. All processes call this together."""
     order = permutation(len(packs), options.train.seed)
     size = min(sizes.batch, len(order))

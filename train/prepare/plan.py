@@ -28,7 +28,7 @@ from train.data.batches import collate
 from train.loop.optimizer import hidden_matrices
 from train.loop.trainer import LEAST_SLOTS, read_peak_memory
 from train.prepare.count_tensors import BANDWIDTH, PEAK, Autocast, Count
-from train.settings.decide import GB, Cost, Memory, Pace, Place, Sizes, TextLengths, find_problems
+from train.settings.decide import GB, Cost, Memory, Pace, Place, RunSizes, TextLengths, find_problems
 from train.settings.options import HERE, MachineOptions, RunConfig, RunOptions
 
 CONTEXT = 0.8 * GB  # of a GPU, that CUDA and the libraries take
@@ -90,7 +90,7 @@ class Counted:
     pace: Pace
 
 
-def count_run(options: RunOptions, sizes: Sizes, target: Target, texts: TextLengths, place: Place) -> Counted:
+def count_run(options: RunOptions, sizes: RunSizes, target: Target, texts: TextLengths, place: Place) -> Counted:
     """What a process needs, for heads that leave the target as it is. target: an outline"""
     machine, tokens = options.machine, sizes.batch * sizes.length
     peak, bandwidth = 1e12 * (machine.flops or 0) or PEAK, GB * (machine.bandwidth or 0) or BANDWIDTH
@@ -122,7 +122,7 @@ def make(settings: dict, *arguments: Any, **more: Any) -> Any:
         raise ValueError(str(error)) from error
 
 
-def build_outline_drafter(sizes: Sizes, target: Target) -> Drafter:
+def build_outline_drafter(sizes: RunSizes, target: Target) -> Drafter:
     size = sizes.vocab_size
     vocab = None if size is None or size >= target.vocab_size else torch.arange(size)
     with torch.device("meta"), Count():
@@ -179,7 +179,7 @@ def start_tokens(solve_packs: int, texts: TextLengths, width: int) -> float:
     return min(max(LEAST_SLOTS, 6 * width), min(solve_packs, texts.num_packs) * texts.num_tokens / texts.num_packs)
 
 
-def count_step(options: RunOptions, sizes: Sizes, drafter: Drafter, texts: TextLengths, **machine: float) -> Count:
+def count_step(options: RunOptions, sizes: RunSizes, drafter: Drafter, texts: TextLengths, **machine: float) -> Count:
     """A step of the drafter, from given features, of packs with texts of these lengths, of which 30 % are prompt."""
     length, num = sizes.length, sizes.batch
     mean = max(2, int(texts.lengths.mean())) if len(texts.lengths) else length

@@ -83,7 +83,7 @@ class TextLengths:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RunSizes:
     """What the memory and the speed of a run depend on, of what is decided. drafter: `head.drafter`"""
 
     precision: str
@@ -154,13 +154,13 @@ class Facts(Protocol):
     def pack_rows(self, length: int) -> TextLengths:
         """Raises ValueError for a length that the target cannot read."""
 
-    def count_memory(self, sizes: Sizes) -> Memory | None:
+    def count_memory(self, sizes: RunSizes) -> Memory | None:
         """None for heads and targets that cannot be counted."""
 
     def count_features(self) -> int:
         """Bytes of the target's outputs for a token, as far as the head reads them."""
 
-    def measure_pace(self, sizes: Sizes) -> Pace:
+    def measure_pace(self, sizes: RunSizes) -> Pace:
         """Of this device, or of the machine that is planned for."""
 
 
@@ -261,7 +261,7 @@ def decide_validation(options: RunOptions, place: Place, max_drafts: int) -> lis
 
 def fit_memory(
     options: RunOptions, facts: Facts, target: TargetFacts, precision: str, length: Decision
-) -> tuple[TextLengths, Sizes, list[Decision]]:
+) -> tuple[TextLengths, RunSizes, list[Decision]]:
     """Packs and what is in memory at once: first the batch, then the length is halved while the run is too large.
 
     -> the packs, what the memory depends on, and what was decided. Raises ValueError if the run cannot fit.
@@ -273,7 +273,7 @@ def fit_memory(
     spec = {decision.name.rpartition(".")[2]: decision.value for decision in start}
     packs = spec.pop("solve_packs")
     while True:
-        sizes = Sizes(precision, length.value, batch.value, vocabulary.value, packs, options.head.drafter | spec)
+        sizes = RunSizes(precision, length.value, batch.value, vocabulary.value, packs, options.head.drafter | spec)
         decisions = [length, vocabulary, batch]
         memory = facts.count_memory(sizes)
         if memory is None or memory.fits(facts.place):
@@ -291,7 +291,7 @@ def fit_memory(
             length, texts = smaller, facts.pack_rows(smaller.value)
 
 
-def make_smaller(options: RunOptions, memory: Memory, place: Place, sizes: Sizes) -> Decision | None:
+def make_smaller(options: RunOptions, memory: Memory, place: Place, sizes: RunSizes) -> Decision | None:
     """Half of what is in memory at once; None if nothing that is auto would help."""
     reason = f"{memory} were too much for {place.memory / GB:.1f} GB"
     if memory.starts_too_large(place) or memory.fixed > ROOM * place.memory:

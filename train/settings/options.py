@@ -51,7 +51,7 @@ NORMS = ("norm_features", "norm_output")  # options of a head's class that a run
 Weights = Annotated[dict, Field(min_length=1)]  # of sources
 
 
-class TargetOptions(Options):
+class RunTargetOptions(Options):
     """conf/target"""
 
     name: Text
@@ -70,7 +70,7 @@ class TargetOptions(Options):
         return self
 
 
-class TargetConfig(TargetOptions):
+class RunTargetConfig(RunTargetOptions):
     dtype: Literal["bfloat16", "float32", "float16", "float64"]
 
 
@@ -85,9 +85,6 @@ class MachineOptions(Options):
     flops: Positive | None = None  # TFLOP/s of a device in bfloat16, at best
     bandwidth: Positive | None = None  # GB/s of a device's memory
     network: Positive | None = None  # GB/s from an engine to a process
-    launch: Positive | None = (
-        None  # us from one kernel to the next in a CUDA graph; evaluate choose=true alone reads it
-    )
 
 
 class DataOptions(Options):
@@ -110,7 +107,7 @@ class DataConfig(DataOptions):
     length: Count
 
 
-class DecodeOptions(Options):
+class DraftingOptions(Options):
     """conf/decode: arguments of `Drafting`"""
 
     depth: SmallCount | Auto
@@ -122,7 +119,7 @@ class DecodeOptions(Options):
     cuda_graphs: bool | None
 
 
-class DecodeConfig(DecodeOptions):
+class DraftingConfig(DraftingOptions):
     depth: SmallCount
 
 
@@ -274,9 +271,9 @@ class RunOptions(Options):
     """conf/train.yaml as the user gives it: an option may be auto. Raises ValueError for what does not fit together."""
 
     head: HeadOptions
-    target: TargetOptions
+    target: RunTargetOptions
     data: DataOptions
-    decode: Annotated[DecodeOptions, FREE]
+    decode: Annotated[DraftingOptions, FREE]
     template: dict  # variables of the chat template, by name, for rows and prompts that do not say them
     run: Annotated[Text, FREE]
     machine: Annotated[MachineOptions, FREE]
@@ -353,9 +350,9 @@ class RunConfig(RunOptions):
     """The options of a run without auto."""
 
     head: HeadConfig
-    target: TargetConfig
+    target: RunTargetConfig
     data: DataConfig
-    decode: Annotated[DecodeConfig, FREE]
+    decode: Annotated[DraftingConfig, FREE]
     precision: Literal["bf16", "fp32"]
     solve_packs: Whole
     features: Annotated[FeatureConfig, FREE]

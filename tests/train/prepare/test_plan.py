@@ -13,7 +13,7 @@ from train.prepare import facts as prepare
 from train.prepare import plan
 from train.prepare.facts import PlannedFacts
 from train.settings import decide, hydra_text
-from train.settings.decide import Sizes
+from train.settings.decide import RunSizes
 from train.settings.hydra_text import search_path
 from train.settings.options import NORMS, RunOptions, read_run
 
@@ -38,10 +38,10 @@ def outline_of(options: RunOptions):
     return plan.make_outline(options, plan.read_config(options), "bfloat16")
 
 
-def sizes_of(options: RunOptions, **changed) -> Sizes:
+def sizes_of(options: RunOptions, **changed) -> RunSizes:
     sizes = {"precision": "bf16", "length": 512, "batch": 1, "vocab_size": 8192, "solve_packs": 200}
     drafter = options.head.drafter | {name: False for name in NORMS if name in options.head.drafter}
-    return Sizes(**sizes | changed, drafter=drafter)
+    return RunSizes(**sizes | changed, drafter=drafter)
 
 
 @pytest.fixture(scope="module")
