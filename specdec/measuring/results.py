@@ -15,6 +15,7 @@ from specdec.text.messages import describe_arguments
 
 FORM = 1
 FILE = "results.json"
+MADE_BY = "The folder that evaluate, replay, judge or choose writes has it, so run that command again"
 ADVICE = "Choose another out=FOLDER."  # where a folder holds results of other settings
 
 
@@ -165,14 +166,14 @@ MACHINE = ("machine", "device", "threads", "torch")
 
 def read(path: str) -> dict[str, Any]:
     """results.json, given itself or by its folder. Raises ValueError where there is none."""
-    return checkpoint.read_json(Path(path) / FILE if Path(path).is_dir() else Path(path))
+    return checkpoint.read_json(Path(path) / FILE if Path(path).is_dir() else Path(path), what=MADE_BY)
 
 
 def read_all(folders: Sequence[str]) -> dict[str, dict]:
     """results.json of each folder. Raises ValueError for a folder without one."""
     documents: dict[str, dict] = {}
     for folder in folders:
-        documents[folder] = checkpoint.read_json(Path(folder) / FILE)
+        documents[folder] = checkpoint.read_json(Path(folder) / FILE, what=MADE_BY)
         try:
             list(find_differences(documents))
             tabulate_side_by_side(documents)

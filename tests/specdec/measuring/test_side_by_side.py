@@ -47,3 +47,9 @@ def test_report_prints_results_side_by_side(tmp_path, capsys):
     (tmp_path / "other" / "results.json").write_text("{}")
     with pytest.raises(ValueError, match=r"is not of specdec evaluate"):
         report.main([f"results={other}"])
+
+
+def test_a_folder_without_results_is_refused_with_the_remedy(tmp_path):
+    for read in (results.read, lambda folder: results.read_all([folder])):
+        with pytest.raises(ValueError, match=r"results\.json does not exist\. The folder .* run that command again"):
+            read(str(tmp_path))
