@@ -113,7 +113,10 @@ if __name__ == "__main__":
     several = multirun.is_asked_for(sys.argv[1:])
     if several and (refusal := multirun.refuse_launcher(sys.argv[1:])):
         sys.exit(refusal)
-    written = hydra_text.as_written(hydra_text.with_plan(sys.argv[1:]), multirun=several)
+    arguments = hydra_text.with_plan(sys.argv[1:])
+    if refusal := usage.refuse_choices(arguments):
+        sys.exit(refusal)
+    written = hydra_text.as_written(arguments, multirun=several)
     JOBS = multirun.Multirun(written)
     sys.argv[1:] = [*written, hydra_text.search_path()]
     try:

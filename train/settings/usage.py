@@ -1,6 +1,8 @@
 """--help of train.py, and what is like an option or choice that does not exist."""
 
-from collections.abc import Iterator
+import difflib
+import re
+from collections.abc import Iterator, Sequence
 
 import yaml
 
@@ -26,6 +28,23 @@ def usage() -> str:
     return "\n".join(
         ["Choices, each a file in conf/:", *choices, "", "Options, KEY=VALUE, and their defaults:", "", *files]
     )
+
+
+def refuse_choices(arguments: Sequence[str]) -> str | None:
+    """The sentence for the first GROUP=NAME that has no file; None if all have one, or a folder of the user's own may have it."""
+    if any(argument.startswith(("--config-", "-cd", "-cp", "hydra.searchpath")) for argument in arguments):
+        return None
+    groups = set(list_groups())
+    for group, _, value in (argument.partition("=") for argument in arguments):
+        if group not in groups or re.search(r"[^\w.,/+-]", value):  # such as glob(*)
+            continue
+        files = config_files.list_files(group)
+        for name in value.split(","):
+            if name.removesuffix(".yaml") not in files:
+                close = difflib.get_close_matches(name, files, n=1, cutoff=0.5)
+                guess = f" Did you mean {close[0]!r}?" if close else ""
+                return f"error: There is no {group} {name!r}.{guess} Leave {group}= out, or give one of: {', '.join(files)}."
+    return None
 
 
 def unknown(given: list[str]) -> str | None:

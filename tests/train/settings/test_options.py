@@ -302,6 +302,30 @@ def test_an_unknown_option_is_named_with_the_one_that_is_like_it(given, close):
     assert usage.unknown(["xyzzy=1"]) == "There is no option 'xyzzy'. See --help."
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (
+            "experiment=blokwise",
+            "There is no experiment 'blokwise'. Did you mean 'blockwise'? Leave experiment= out, or",
+        ),
+        ("head=mtp,egle", "There is no head 'egle'. Did you mean 'eagle'?"),
+        ("head=null", "There is no head 'null'."),
+        ("target=Qwen/Qwen3-8B", "There is no target 'Qwen/Qwen3-8B'. Did you mean 'qwen3-8b'?"),
+    ],
+)
+def test_a_choice_without_a_file_is_refused(wrong, said):
+    known = ["head=eagle,mtp", "head=glob(*)", "decode=chain.yaml", "train.steps=2", "heads=x", "plan=true"]
+    assert usage.refuse_choices(known) is None
+    assert usage.refuse_choices([*known, wrong]).startswith(f"error: {said}")
+    assert usage.refuse_choices([wrong, "--config-dir=mine"]) is None
+
+
+def test_an_experiment_that_does_not_exist_is_not_optional():
+    defaults = OmegaConf.load(ROOT / "conf" / "train.yaml").defaults
+    assert not [key for entry in defaults if not isinstance(entry, str) for key in entry if "optional" in key]
+
+
 # Names of runs
 
 
