@@ -165,10 +165,10 @@ def describe_unknown(name: str, names: Collection[str]) -> str:
     """The sentence for an option that does not exist. names: of those that do, with their groups"""
     group, _, last = name.rpartition(".")
     siblings = {other.rpartition(".")[2]: other for other in names if other.rpartition(".")[0] == group}
-    close = [siblings[key] for key in difflib.get_close_matches(last, siblings, n=1, cutoff=0.5)]
+    close = [other for other in names if other.startswith(f"{name}.")]  # a group alone
+    close = close or [siblings[key] for key in difflib.get_close_matches(last, siblings, n=1, cutoff=0.5)]
     close = close or [other for other in names if other.endswith(f".{last}")]
     close = close or difflib.get_close_matches(name, names, n=1, cutoff=0.8)
-    close = close or [other for other in names if other.startswith(f"{name}.")]  # a group alone
     guess = f" Did you mean {close[0]!r}?" if close else ""
     return f"There is no option {name!r}.{guess} See --help."
 

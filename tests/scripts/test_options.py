@@ -105,6 +105,7 @@ def test_a_misspelt_option_is_answered_with_the_right_one(verb):
         ("decode.children=many", "decode.children=many must be distinct or chosen."),
         ("compare=maybe", "compare=maybe must be true or false."),
         ("settings=1", "There is no option 'settings'. See --help."),
+        ("target=x", "There is no option 'target'. Did you mean 'target.name'? See --help."),
     ],
 )  # fmt: skip
 def test_sentences(argument, sentence):

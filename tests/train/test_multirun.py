@@ -99,10 +99,12 @@ def test_a_head_from_the_hub_never_names_a_class_of_its_own(tmp_path, monkeypatc
 
 
 def test_a_job_is_named_by_its_own_overrides():
-    assert multirun.name_run("eagle3-target", ["head=eagle3", "optimizer.lr=0.001", "data.train=a/b c.jsonl"]) == (
+    swept = ["head=eagle3", "optimizer.lr=0.001", "data.train=a/b c.jsonl"]
+    assert multirun.name_run("eagle3-target", swept, is_default=True) == (
         "eagle3-target-optimizer.lr=0.001-data.train=a-b-c.jsonl"
     )
-    assert multirun.name_run("b", ["run=b"]) == "b"
+    assert multirun.name_run("b", ["run=b"], is_default=False) == "b"
+    assert multirun.name_run("mine", ["head=eagle3"], is_default=False) == "mine-head=eagle3"
 
 
 def test_a_multirun_under_a_launcher_is_refused_with_the_line(monkeypatch):

@@ -17,7 +17,7 @@ from specdec import checkpoint
 from specdec.options import config_files
 
 FLAGS = ("-m", "--multirun")
-NAMED = ("head", "target")  # options that the name of a run holds anyway
+NAMED = ("head", "target")  # options that the default name of a run holds
 LAUNCHED = "ACCELERATE_MIXED_PRECISION"  # a variable that accelerate's launcher always sets
 STOPPED = 130  # exit status after Ctrl-C
 
@@ -34,9 +34,13 @@ def refuse_launcher(arguments: Sequence[str]) -> str | None:
     return f"error: a multirun starts its jobs itself: python train.py {' '.join(arguments)}"
 
 
-def name_run(run: str, swept: Sequence[str]) -> str:
-    """The folder of a job: the run's name and the job's own overrides, without characters that folders lack."""
-    others = [each for each in swept if each.partition("=")[0] not in (*NAMED, "run")]
+def name_run(run: str, swept: Sequence[str], *, is_default: bool) -> str:
+    """The folder of a job: the run's name and the job's own overrides, without characters that folders lack.
+
+    is_default: whether the run has its default name, rather than that of run=
+    """
+    left_out = (*NAMED, "run") if is_default else ("run",)
+    others = [each for each in swept if each.partition("=")[0] not in left_out]
     return "-".join([run, *(re.sub(r"[^\w.=+]+", "-", each).strip("-") for each in others)])
 
 
@@ -53,8 +57,9 @@ class Multirun:
 
         run: name of the run as composed; overrides: all of the job's, as Hydra writes them
         """
-        name = name_run(run, [each for each in overrides if each not in self.arguments])
         kept = [each for each in overrides if not each.startswith("run=")]
+        swept = [each for each in overrides if each not in self.arguments]
+        name = name_run(run, swept, is_default=kept == list(overrides))
         if not any(each.startswith("resume=") for each in kept):
             kept.append("resume=auto")
         command = [sys.executable, str(config_files.HOME / "train.py"), *kept, f"run={name}"]
