@@ -167,7 +167,8 @@ def describe_unknown(name: str, names: Collection[str]) -> str:
     siblings = {other.rpartition(".")[2]: other for other in names if other.rpartition(".")[0] == group}
     close = [other for other in names if other.startswith(f"{name}.")]  # a group alone
     close = close or [siblings[key] for key in difflib.get_close_matches(last, siblings, n=1, cutoff=0.5)]
-    close = close or [other for other in names if other.endswith(f".{last}")]
+    elsewhere = [other for other in names if other.endswith(f".{last}")]
+    close = close or difflib.get_close_matches(name, elsewhere, n=1, cutoff=0)
     close = close or difflib.get_close_matches(name, names, n=1, cutoff=0.8)
     guess = f" Did you mean {close[0]!r}?" if close else ""
     return f"There is no option {name!r}.{guess} See --help."
