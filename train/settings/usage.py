@@ -1,14 +1,18 @@
 """--help of train.py, and what is like an option or choice that does not exist."""
 
 import difflib
+import pkgutil
 import re
 from collections.abc import Iterator, Sequence
 
 import yaml
 
-from specdec.core.option_types import describe_unknown
+from specdec.core.option_types import describe_bounds, describe_unknown, list_fields, options_of
 from specdec.options import config_files
+from specdec.options.command_defaults import NO_BOUNDS
+from train.settings.options import RunOptions
 
+KEY = re.compile(r"^( *)(\w+):")
 OTHERS = ("proposer", "suite", "protocol", "command")  # groups that other commands read
 
 
@@ -19,15 +23,36 @@ def list_groups() -> list[str]:
 
 
 def usage() -> str:
-    """What --help prints: the choices, and files of conf/ as they are, whose comments explain the options."""
+    """What --help prints: the choices, and files of conf/, whose comments explain the options, with their bounds."""
     groups = [group for group in list_groups() if group != "objective"]
     choices = [f"  {group}={'|'.join(config_files.list_files(group))}" for group in groups]
-    conf = config_files.HOME / "conf"
     shown = ("train", "head/eagle", "objective/base", "data/shipped", "target/smollm2-135m", "decode/chain")
-    files = [f"# conf/{name}.yaml\n{(conf / f'{name}.yaml').read_text()}" for name in shown]
+    files = [f"# conf/{name}.yaml\n{show_file(name)}" for name in shown]
     return "\n".join(
         ["Choices, each a file in conf/:", *choices, "", "Options, KEY=VALUE, and their defaults:", "", *files]
     )
+
+
+def show_file(name: str) -> str:
+    """A file of conf/, with what each option may be behind its comment."""
+    group, lines, above = name.partition("/")[0], [], ""
+    prefix = {"train": "", "objective": "head.objective."}.get(group, f"{group}.")
+    text = (config_files.HOME / "conf" / f"{name}.yaml").read_text()
+    fields = list_fields(RunOptions)
+    if group == "objective":
+        fields = list_fields(options_of(pkgutil.resolve_name(yaml.safe_load(text)["_target_"])), prefix)
+    for line in text.splitlines():
+        match = KEY.match(line)
+        indentation, key = match.groups() if match else ("", "")
+        above = above if indentation else f"{key}."
+        field = fields.get(prefix + (above if indentation else "") + key)
+        bounds = "" if field is None else describe_bounds(field)
+        lines.append(
+            line
+            if not bounds or bounds.startswith((*NO_BOUNDS, "one of"))
+            else f"{line}{' ' if '#' in line else ' # '}({bounds})"
+        )
+    return "\n".join([*lines, ""])
 
 
 def refuse_choices(arguments: Sequence[str]) -> str | None:

@@ -279,7 +279,12 @@ def test_help_shows_every_option_and_its_comment():
     for key in config:
         if key not in ("defaults", "hydra"):
             assert re.search(rf"^{key}:", text, re.M), key
-    for comment in ("# steps", "# continue the run in that folder", "# half-width, on features"):
+    for comment in (
+        "# steps",
+        "# continue the run in that folder",
+        "# half-width, on features",
+        "(a whole number of 1 or more, or auto)",
+    ):
         assert comment in text
     assert "head=consistency|dflash" in text
 
