@@ -1,0 +1,39 @@
+"""Domino's correction against the formula of its paper, and the fields by which engines know it."""
+
+import torch
+
+from specdec.experiments.domino.part import Domino
+from specdec.heads.dependence import DraftedBlock, Sizes
+
+WIDTH, VOCAB = 6, 11
+SIZES = Sizes(width=WIDTH, num_tokens=VOCAB, vocab_size=VOCAB, num_drafts=3, eps=1e-6)
+
+
+def make_block() -> DraftedBlock:
+    unary = lambda states: states.new_zeros(*states.shape[:-1], VOCAB)
+    embed = lambda tokens: torch.nn.functional.one_hot(tokens % WIDTH, WIDTH).double()
+    states = torch.randn(2, 3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return DraftedBlock(states[:, 0], states, torch.tensor([1, 2]), unary, embed, lambda tokens: tokens)
+
+
+def test_the_first_draft_is_unchanged_and_later_ones_read_all_tokens_before():
+    torch.manual_seed(1)
+    part, block = Domino(SIZES, hidden=4, rank=5).double(), make_block()
+    torch.nn.init.normal_(part.after.weight)
+    tokens, carried, reading = block.tokens, part.begin(block), torch.zeros(2, 4, dtype=torch.float64)
+    for d in (1, 2, 3):
+        state, embedding = block.states[:, d - 1], block.embed(tokens)
+        readout, carried = part.advance(d, state, tokens, embedding, carried)
+        logits = part.logits(readout, lambda: torch.zeros(2, VOCAB, dtype=torch.float64), block.embed)
+        reading = part.reader(embedding, reading)
+        inner = torch.cat([state, reading], dim=-1) @ part.join.weight.T
+        expected = (inner * torch.sigmoid(inner)) @ part.after.weight.T
+        torch.testing.assert_close(logits, torch.zeros_like(expected) if d == 1 else expected)
+        tokens = logits.argmax(-1)
+
+
+def test_engines_know_it_by_its_fields():
+    fields = Domino(SIZES, hidden=4, rank=5).engine_fields(True)
+    assert fields == {
+        "projector_type": "domino", "shift_label": True, "pure_draft_prefix_len": 1, "gru_hidden_dim": 4, "emb_dim": 5
+    }  # fmt: skip
