@@ -107,7 +107,7 @@ class DataConfig(DataOptions):
     length: Count
 
 
-class DraftingOptions(Options):
+class RunDraftingOptions(Options):
     """conf/decode: arguments of `Drafting`"""
 
     depth: SmallCount | Auto
@@ -119,7 +119,7 @@ class DraftingOptions(Options):
     cuda_graphs: bool | None
 
 
-class DraftingConfig(DraftingOptions):
+class RunDraftingConfig(RunDraftingOptions):
     depth: SmallCount
 
 
@@ -273,7 +273,7 @@ class RunOptions(Options):
     head: HeadOptions
     target: RunTargetOptions
     data: DataOptions
-    decode: Annotated[DraftingOptions, FREE]
+    decode: Annotated[RunDraftingOptions, FREE]
     template: dict  # variables of the chat template, by name, for rows and prompts that do not say them
     run: Annotated[Text, FREE]
     machine: Annotated[MachineOptions, FREE]
@@ -352,7 +352,7 @@ class RunConfig(RunOptions):
     head: HeadConfig
     target: RunTargetConfig
     data: DataConfig
-    decode: Annotated[DraftingConfig, FREE]
+    decode: Annotated[RunDraftingConfig, FREE]
     precision: Literal["bf16", "fp32"]
     solve_packs: Whole
     features: Annotated[FeatureConfig, FREE]

@@ -41,7 +41,7 @@ from train.loop.optimizer import read_norms
 from train.settings import hydra_text as overrides
 from train.settings import usage
 from train.settings.hydra_text import search_path
-from train.settings.options import DraftingOptions, RunConfig, RunOptions, list_decided, read_run
+from train.settings.options import RunDraftingOptions, RunConfig, RunOptions, list_decided, read_run
 
 WRONG = [
     *map(float, ("nan", "inf", "-inf")),
@@ -234,7 +234,7 @@ def test_the_choices_are_those_that_exist():
     assert set(choices("optimizer.schedule")) == set(optimizer.SHAPES)
     assert tuple(choices("progress")) == progress.MODES
     assert set(choices("decode.rule")) == set(RULES) and tuple(choices("decode.children")) == Children.__args__
-    assert {*Drafting.__dataclass_fields__} == {*DraftingOptions.model_fields}
+    assert {*Drafting.__dataclass_fields__} == {*RunDraftingOptions.model_fields}
 
 
 @pytest.mark.parametrize(
