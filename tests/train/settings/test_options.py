@@ -41,7 +41,7 @@ from train.loop.optimizer import read_norms
 from train.settings import hydra_text as overrides
 from train.settings import usage
 from train.settings.hydra_text import search_path
-from train.settings.options import RunDraftingOptions, RunConfig, RunOptions, list_decided, read_run
+from train.settings.options import RunConfig, RunDraftingOptions, RunOptions, list_decided, read_run
 
 WRONG = [
     *map(float, ("nan", "inf", "-inf")),
