@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 from specdec.core.constraint import Constraint
+from specdec.tools.grammar.grammar import GrammarConstraint
 
 
 class Language:
@@ -58,4 +59,4 @@ def some_of(text: tuple[int, ...], vocab_size: int, seed: int) -> frozenset[int]
 
 
 def random_constraint(vocab_size: int, seed: int = 0, stop: frozenset[int] = frozenset()) -> Constraint:
-    return Constraint(Language(lambda text: set(some_of(text, vocab_size, seed)), vocab_size), stop)
+    return GrammarConstraint(Language(lambda text: set(some_of(text, vocab_size, seed)), vocab_size), stop)

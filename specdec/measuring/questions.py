@@ -146,11 +146,16 @@ def read_plain_questions(source: str, split: str | None = None) -> list[Question
 
 
 def read_questions(options: QuestionOptions, heads: Sequence[str]) -> QuestionSet:
+    """The rows of prompts=. Raises ValueError as `read_rows`, and for suite= and protocol=, which specdec/tools/suites reads."""
+    raise_first({f"suite= and protocol= need {extensions.PACKAGE}/tools/suites.": options.suite or options.protocol})
+    return read_rows(options, heads)
+
+
+def read_rows(options: QuestionOptions, heads: Sequence[str]) -> QuestionSet:
     """The rows of prompts=, `limit` of them, spread over the file. heads: folders, whose template arguments are the defaults
 
-    Raises ValueError as reading.load_prompts, and for suite= and protocol=, which specdec/tools/suites reads.
+    Raises ValueError as reading.load_prompts.
     """
-    raise_first({f"suite= and protocol= need {extensions.PACKAGE}/tools/suites.": options.suite or options.protocol})
     source = options.prompts or loading.PROMPTS
     arguments = loading.read_template(options.template, heads=heads)
     rows = reading.spread(read_plain_questions(source, options.split), options.limit)

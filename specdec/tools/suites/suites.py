@@ -132,7 +132,7 @@ def read_questions(options: QuestionOptions, heads: Sequence[str]) -> QuestionSe
         common["protocol"] = {"name": protocol.name, "title": protocol.title, "digest": protocol.digest}
         common["chat"] = protocol.chat
     if options.suite is None:
-        return dataclasses.replace(questions.read_questions(options, heads), **common)
+        return dataclasses.replace(questions.read_rows(options, heads), **common)
     suite = load_suite(
         options.suite,
         options.prompts,
