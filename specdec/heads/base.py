@@ -120,8 +120,13 @@ class Head(nn.Module, ABC):
         return tokens if self.draft_to_target is None else self.draft_to_target[tokens]
 
     def make_proposer(self, drafting: Any) -> Any:
-        """The proposer that drafts with this head, for heads that do not draft by steps. drafting: decoding.drafting.Drafting"""
-        raise NotImplementedError(f"{type(self).__name__} drafts by steps")
+        """The proposer that drafts with this head, for heads that do not draft by steps. drafting: decoding.drafting.Drafting
+
+        Raises ValueError for a class that does not say how it drafts.
+        """
+        raise ValueError(
+            f"{type(self).__name__} neither drafts by steps (Drafter) nor has a make_proposer: add one of them."
+        )
 
     def decodable(self) -> Self:
         """A frozen copy to decode with and to save, so that training can go on undisturbed."""

@@ -41,7 +41,7 @@ def read_defaults(name: str) -> dict[str, Default]:
     defaults: dict[str, Default] = {}
     for included in document.pop("defaults", []):
         defaults |= read_defaults(included)
-    for option, value in flatten(document).items():
+    for option, value in config_files.flatten(document, keep_empty=True).items():
         inherited = defaults[option].help if option in defaults else ""
         defaults[option] = Default(value, comments[option] or inherited)
     return defaults
@@ -58,19 +58,8 @@ def read_comments(text: str) -> dict[str, str]:
     return comments
 
 
-def flatten(document: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by their names with their groups. An empty group is a value."""
-    values: dict[str, Any] = {}
-    for key, value in document.items():
-        if isinstance(value, dict) and value:
-            values |= flatten(value, f"{prefix}{key}.")
-        else:
-            values[prefix + key] = value
-    return values
-
-
 def nest(values: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `flatten`."""
+    """The inverse of `config_files.flatten`."""
     document: dict[str, Any] = {}
     for name, value in values.items():
         *groups, key = name.split(".")

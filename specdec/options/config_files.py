@@ -20,11 +20,15 @@ def list_files(group: str) -> dict[str, Path]:
     return dict(sorted(files.items()))
 
 
-def flatten(settings: dict, prefix: str = "", *, without: tuple[str, ...] = ()) -> dict:
-    """Settings by dotted name. without: names of settings and of groups that are left out"""
-    found: dict = {}
+def flatten(settings: dict, prefix: str = "", *, without: tuple[str, ...] = (), keep_empty: bool = False) -> dict:
+    """Settings by dotted name. without: names of settings and of groups that are left out; keep_empty: whether an empty group is a value"""
+    values: dict = {}
     for key, value in settings.items():
-        if prefix + key not in without:
-            inner = isinstance(value, dict)
-            found |= flatten(value, f"{prefix}{key}.", without=without) if inner else {prefix + key: value}
-    return found
+        name = prefix + key
+        if name in without:
+            continue
+        if isinstance(value, dict) and (value or not keep_empty):
+            values |= flatten(value, f"{name}.", without=without, keep_empty=keep_empty)
+        else:
+            values[name] = value
+    return values

@@ -173,19 +173,22 @@ def fits(field, value) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", [name for name in list_fields(RunOptions) if name not in CHECKED_BY_THEIR_READERS])
-def test_no_option_takes_what_it_cannot_use(usual, name):
-    """Each option below and above its bounds, of wrong types, null, misspelt: the sentence names it and what it may be."""
-    field = list_fields(RunOptions)[name]
-    document = changed(usual, "head.adapter", {"lr": 1.0, "delay": 1}) if name.startswith("head.adapter.") else usual
-    for value in values_of(field):
-        if fits(field, value):
-            continue
+def assert_refused(document: dict, name: str, field: FieldInfo, values: list) -> None:
+    """Asserts that each of the values, and a misspelt name, are refused in the sentence that names the option."""
+    for value in values:
         with pytest.raises(ValueError) as refused:
             read_options(RunOptions, changed(document, name, value))
         assert str(refused.value) == f"{name}={format_value(value)} must be {describe_bounds(field, value)}."
     with pytest.raises(ValueError, match=rf"^There is no option '{name}z'\. Did you mean '{name}'\? See --help\.$"):
         read_options(RunOptions, changed(document, f"{name}z", 1))
+
+
+@pytest.mark.parametrize("name", [name for name in list_fields(RunOptions) if name not in CHECKED_BY_THEIR_READERS])
+def test_no_option_takes_what_it_cannot_use(usual, name):
+    """Each option below and above its bounds, of wrong types, null, misspelt: the sentence names it and what it may be."""
+    field = list_fields(RunOptions)[name]
+    document = changed(usual, "head.adapter", {"lr": 1.0, "delay": 1}) if name.startswith("head.adapter.") else usual
+    assert_refused(document, name, field, [value for value in values_of(field) if not fits(field, value)])
 
 
 @pytest.mark.parametrize("part", ["drafter", "objective"])
@@ -195,14 +198,8 @@ def test_no_option_of_a_head_takes_what_it_cannot_use(head, part):
     model = options_of(pkgutil.resolve_name(document["head"][part]["_target_"]))
     for key, field in model.model_fields.items():
         name = f"head.{part}.{key}"
-        for value in values_of(field):
-            if fits(field, value) or dict in list_kinds(field):
-                continue
-            with pytest.raises(ValueError) as refused:
-                read_options(RunOptions, changed(document, name, value))
-            assert str(refused.value) == f"{name}={format_value(value)} must be {describe_bounds(field, value)}."
-        with pytest.raises(ValueError, match=rf"^There is no option '{name}z'\. Did you mean '{name}'\? See --help\.$"):
-            read_options(RunOptions, changed(document, f"{name}z", 1))
+        wrong = [value for value in values_of(field) if not (fits(field, value) or dict in list_kinds(field))]
+        assert_refused(document, name, field, wrong)
 
 
 TOGETHER = {  # what two options may not be together
