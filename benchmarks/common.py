@@ -32,23 +32,23 @@ def read_options(kind: type[Options], docstring: str | None, arguments: list[str
     if {"-h", "--help"} & set(arguments):
         print(docstring, inspect.getsource(kind), sep="\n")
         raise SystemExit
-    known, given = typing.get_type_hints(kind), dict[str, Any]()
+    kinds, values = typing.get_type_hints(kind), dict[str, Any]()
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        name, (group, _, rest) = key.replace(".", "_"), key.partition(".")
-        if equals and name in known:
-            given[name] = parse(key, known[name], value)
-        elif equals and known.get(group) == tuple[str, ...]:
-            given[group] = (*given.get(group, ()), f"{rest}={value}")
+        name, (group, _, option) = key.replace(".", "_"), key.partition(".")
+        if equals and name in kinds:
+            values[name] = parse_value(key, kinds[name], value)
+        elif equals and kinds.get(group) == tuple[str, ...]:
+            values[group] = (*values.get(group, ()), f"{option}={value}")
         else:
-            raise ValueError(f"There is no option {argument}: give KEY=VALUE of {', '.join(known)}.")
+            raise ValueError(f"There is no option {argument}: give KEY=VALUE of {', '.join(kinds)}.")
     try:
-        return kind(**given)
+        return kind(**values)
     except TypeError as error:
         raise ValueError(f"{error}; --help lists the options.") from None
 
 
-def parse(key: str, kind: Any, text: str) -> Any:
+def parse_value(key: str, kind: Any, text: str) -> Any:
     kinds = typing.get_args(kind) or (kind,)
     if types.NoneType in kinds and text == "null":
         return None
@@ -58,16 +58,16 @@ def parse(key: str, kind: Any, text: str) -> Any:
         raise ValueError(f"{key}={text} must be of type {kinds[0].__name__}.") from None
 
 
-def split(text: str) -> list[str]:
+def split_list(text: str) -> list[str]:
     """The parts of a comma list."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def read_numbers(key: str, text: str, least: int = 1) -> list[int]:
     """The whole numbers of a comma list. Raises ValueError for none, and for one below `least`."""
-    if not text or not all(part.isdecimal() and int(part) >= least for part in split(text)):
+    if not text or not all(part.isdecimal() and int(part) >= least for part in split_list(text)):
         raise ValueError(f"{key}={text} must be a comma list of whole numbers from {least} on.")
-    return [int(part) for part in split(text)]
+    return [int(part) for part in split_list(text)]
 
 
 def format_rows(rows: list[dict]) -> str:
@@ -75,15 +75,15 @@ def format_rows(rows: list[dict]) -> str:
     keys = {key for row in rows for key, value in row.items() if not isinstance(value, list)}
     columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key in keys]
     lines = [columns, ["---"] * len(columns)]
-    lines += [["" if row.get(key) is None else show(row[key]) for key in columns] for row in rows]
+    lines += [["" if row.get(key) is None else format_value(row[key]) for key in columns] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
 
 
-def run(main: Callable[[list[str]], None]) -> None:
+def run_main(main: Callable[[list[str]], None]) -> None:
     """Runs a benchmark; a mistake of the user (ValueError) ends it with one sentence."""
     try:
         main(sys.argv[1:])
@@ -104,7 +104,7 @@ class Subject:
 
 def load_subject(checkpoints: str, *, name: str | None, dtype: str, device: str | None) -> Subject:
     """checkpoints: comma list of trained heads; name: of the target; None: the first head's, or the default target"""
-    folders = {checkpoint.name_of(Path(given)): checkpoint.resolve(given) for given in split(checkpoints)}
+    folders = {checkpoint.name_checkpoint(Path(path)): checkpoint.resolve(path) for path in split_list(checkpoints)}
     for folder in folders.values():
         name = name or str(checkpoint.read_document(folder)["target"])
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -115,5 +115,5 @@ def load_subject(checkpoints: str, *, name: str | None, dtype: str, device: str 
             f"checkpoint={checkpoints}: a head that changes its target cannot be compared with other systems."
         )
     tokenizer = load_tokenizer(target.name)
-    stop = data.stop_tokens(tokenizer, target.model.generation_config)
+    stop = data.list_stop_tokens(tokenizer, target.model.generation_config)
     return Subject(target, tokenizer, stop, typing.cast(dict[str, Drafter], heads), folders)

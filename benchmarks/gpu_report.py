@@ -40,7 +40,7 @@ from specdec.heads.eagle import Eagle3
 from specdec.proposers.costs import PassTimer
 from specdec.target.model import Target
 from specdec.target.verifier import Verifier
-from specdec.text.conversations import stop_tokens
+from specdec.text.conversations import list_stop_tokens
 
 AIMS = {"mfu of eagle3": 0.45, "share of the bandwidth, plain": 0.70, "64 nodes over 1": 1.1}
 # Of decoding, compile and cuda_graphs; what is used first
@@ -70,81 +70,91 @@ class GpuReportOptions:
     out: str = "gpu_report"  # NAME.json and NAME.md
 
 
-Part = Callable[[], dict]
+Measurement = Callable[[], dict]
 
 
-def list_parts(chosen: GpuReportOptions) -> dict[str, Part]:
+def list_measurements(options: GpuReportOptions) -> dict[str, Measurement]:
     """The parts by name, the cheapest proof that anything works first."""
-    parts: dict[str, Part] = {"device": partial(describe_device, chosen), "main command": partial(run_command, chosen)}
-    contexts = common.read_numbers("contexts", chosen.contexts)
+    measurements: dict[str, Measurement] = {
+        "device": partial(describe_device, options),
+        "main command": partial(run_command, options),
+    }
+    contexts = common.read_numbers("contexts", options.contexts)
     for length, head in itertools.product(
-        common.read_numbers("lengths", chosen.lengths, 32), common.split(chosen.heads)
+        common.read_numbers("lengths", options.lengths, 32), common.split_list(options.heads)
     ):
         for without in ("", ",".join(fast.PATHS)) if head == "eagle3" else ("",):
             ending = ", fast=off" if without else ""
-            parts[f"training {head}, {length} tokens{ending}"] = partial(train, chosen, head, length, without)
+            measurements[f"training {head}, {length} tokens{ending}"] = partial(
+                time_training, options, head, length, without
+            )
     for mode, context in itertools.product(MODES, contexts):
-        parts[f"decoding {mode}, {context} tokens"] = partial(decode, chosen, mode, context)
-    if chosen.tests:
-        parts["tests"] = partial(run_tests, chosen)
-    return parts
+        measurements[f"decoding {mode}, {context} tokens"] = partial(time_decoding, options, mode, context)
+    if options.tests:
+        measurements["tests"] = partial(run_tests, options)
+    return measurements
 
 
 # Parts
 
 
-def describe_device(chosen: GpuReportOptions) -> dict:
-    device = torch.device(chosen.device)
-    peak, about = hardware.find_peak(device), hardware.describe_device(device)
-    measured = hardware.memory_bandwidth(hardware.MOST_READ >> (8 if chosen.tiny else 0), device)
-    return {"device": about, "peak_flops": peak.flops, "bandwidth": peak.bandwidth, "measured_bandwidth": measured}
+def describe_device(options: GpuReportOptions) -> dict:
+    device = torch.device(options.device)
+    peak, name = hardware.find_peak(device), hardware.describe_device(device)
+    measured = hardware.measure_bandwidth(hardware.MAX_READ_BYTES >> (8 if options.tiny else 0), device)
+    return {"device": name, "peak_flops": peak.flops, "bandwidth": peak.bandwidth, "measured_bandwidth": measured}
 
 
-def run_command(chosen: GpuReportOptions) -> dict:
+def run_command(options: GpuReportOptions) -> dict:
     """accelerate launch train.py, as a user starts it: with the default target if its weights are here, else with a random one."""
     real = common.ROOT / common.TARGET
-    here = (real / "config.json").is_file() and not chosen.tiny
-    with tempfile.TemporaryDirectory() as place:
-        target, data = (real, common.ROOT / "data") if here else (Path(place) / "target", TINY)
+    here = (real / "config.json").is_file() and not options.tiny
+    with tempfile.TemporaryDirectory() as folder:
+        target, data_folder = (real, common.ROOT / "data") if here else (Path(folder) / "target", TINY)
         names = ("train.jsonl", "prompts_heldout.jsonl") if here else ("train.jsonl", "prompts.jsonl")
         if not here:
-            save_random_target(target, "tiny" if chosen.tiny else "135m")
-        given = [f"target.name={target}", f"data.train={data / names[0]}", f"data.heldout={data / names[1]}", "run=gpu"]
-        if chosen.tiny:
-            given += "data.length=64 validation.num_prompts=2 validation.max_new_tokens=8 solve_packs=4".split()
-        command = [sys.executable, "-m", "accelerate.commands.launch", *(["--cpu"] if chosen.device == "cpu" else [])]
-        command += [str(common.ROOT / "train.py"), "head=eagle3", f"train.steps={chosen.steps}", *given]
-        run_child(command, place, min(SECONDS, 60 * chosen.minutes))
-        run = Path(place) / "checkpoints" / "gpu"
+            save_random_target(target, "tiny" if options.tiny else "135m")
+        overrides = [
+            f"target.name={target}",
+            f"data.train={data_folder / names[0]}",
+            f"data.heldout={data_folder / names[1]}",
+            "run=gpu",
+        ]
+        if options.tiny:
+            overrides += "data.length=64 validation.num_prompts=2 validation.max_new_tokens=8 solve_packs=4".split()
+        command = [sys.executable, "-m", "accelerate.commands.launch", *(["--cpu"] if options.device == "cpu" else [])]
+        command += [str(common.ROOT / "train.py"), "head=eagle3", f"train.steps={options.steps}", *overrides]
+        run_child(command, folder, min(SECONDS, 60 * options.minutes))
+        run = Path(folder) / "checkpoints" / "gpu"
         lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
         losses = [line["loss"] for line in lines if "loss" in line]
         report = json.loads((checkpoint.resolve(run) / "report.json").read_text())
         keys = "tau replayed_tau speedup served_speedup baseline_tokens_per_second identical_outputs fast".split()
-        about = {
+        figures = {
             "target": common.TARGET if here else "random",
-            "steps": chosen.steps,
+            "steps": options.steps,
             "losses": [losses[0], losses[-1]],
         }
-        return about | {key: report[key] for key in keys if report.get(key) is not None}
+        return figures | {key: report[key] for key in keys if report.get(key) is not None}
 
 
-def run_child(command: list[str], place: str | Path, seconds: float) -> str:
+def run_child(command: list[str], folder: str | Path, seconds: float) -> str:
     """-> what it printed. Raises RuntimeError with its last words where it fails."""
     paths = {"PYTHONPATH": os.pathsep.join([str(common.ROOT), *filter(None, sys.path)]), "SPECDEC_PROGRESS": "plain"}
     try:
-        done = subprocess.run(
-            command, cwd=place, env=os.environ | paths, capture_output=True, text=True, timeout=seconds
+        process = subprocess.run(
+            command, cwd=folder, env=os.environ | paths, capture_output=True, text=True, timeout=seconds
         )
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"took more than {seconds:.0f} s") from error
-    if done.returncode:
-        lines = (done.stdout + done.stderr).strip().splitlines()
+    if process.returncode:
+        lines = (process.stdout + process.stderr).strip().splitlines()
         if lines and lines[-1].startswith(
             "subprocess.CalledProcessError: "
         ):  # the launcher's traceback behind what it ran
             lines = lines[: -1 - lines[::-1].index("Traceback (most recent call last):")]
-        raise RuntimeError(f"ended with {done.returncode}: {' / '.join(lines[-12:])}")
-    return done.stdout
+        raise RuntimeError(f"ended with {process.returncode}: {' / '.join(lines[-12:])}")
+    return process.stdout
 
 
 def save_random_target(folder: Path, shape: str) -> None:
@@ -155,73 +165,73 @@ def save_random_target(folder: Path, shape: str) -> None:
         target = hardware.make_random_target(
             shape, device=torch.device("cpu"), positions=8192, vocab_size=len(tokenizer)
         )
-        target.model.config.eos_token_id = min(stop_tokens(tokenizer, target.model.generation_config))
+        target.model.config.eos_token_id = min(list_stop_tokens(tokenizer, target.model.generation_config))
         target.model.save_pretrained(folder)
 
 
-def run_tests(chosen: GpuReportOptions) -> dict:
+def run_tests(options: GpuReportOptions) -> dict:
     """The first tier of tests, whose scripts and training find the GPU by themselves."""
-    several = ["-n", str(chosen.processes), "--dist", "worksteal"] if chosen.processes > 1 else []
-    command = [sys.executable, "-m", "pytest", "-q", *several, *shlex.split(chosen.tests)]
-    return {"result": run_child(command, common.ROOT, min(TEST_SECONDS, 60 * chosen.minutes)).strip().splitlines()[-1]}
+    several = ["-n", str(options.processes), "--dist", "worksteal"] if options.processes > 1 else []
+    command = [sys.executable, "-m", "pytest", "-q", *several, *shlex.split(options.tests)]
+    return {"result": run_child(command, common.ROOT, min(TEST_SECONDS, 60 * options.minutes)).strip().splitlines()[-1]}
 
 
-def train(chosen: GpuReportOptions, head: str, length: int, without: str) -> dict:
+def time_training(options: GpuReportOptions, head: str, length: int, without: str) -> dict:
     """A training step on ragged conversations, the target's pass included."""
-    target = hardware.make_random_target(chosen.shape, device=torch.device(chosen.device), positions=length)
+    target = hardware.make_random_target(options.shape, device=torch.device(options.device), positions=length)
     vocab = (f"head.vocab_size={DRAFTED}",)
-    options = StepOptions(
-        document="ragged", without=without, precision="bf16", warmup=2, steps=1 if chosen.tiny else 5, train=vocab
+    step_options = StepOptions(
+        document="ragged", without=without, precision="bf16", warmup=2, steps=1 if options.tiny else 5, train=vocab
     )
-    cost, peak = measure_step(options, head, length, target), hardware.find_peak(target.device)
-    about = {
+    cost, peak = measure_step(step_options, head, length, target), hardware.find_peak(target.device)
+    row = {
         "head": head,
         "length": length,
         "fast": "off" if without else "on",
         "tokens_per_second": cost.tokens_per_second,
     }
-    return about | {"mfu": cost.mfu(peak.flops), **asdict(cost)}
+    return row | {"mfu": cost.mfu(peak.flops), **asdict(cost)}
 
 
-def decode(chosen: GpuReportOptions, mode: str, context: int) -> dict:
+def time_decoding(options: GpuReportOptions, mode: str, context: int) -> dict:
     """Milliseconds of a plain token, of the target's pass over nodes, and of a round of a chain of an untrained EAGLE-3."""
-    room, sizes = chosen.depth * (chosen.rounds + WARM_UP) + 128, common.read_numbers("nodes", chosen.nodes)
+    room, sizes = options.depth * (options.rounds + WARM_UP) + 128, common.read_numbers("nodes", options.nodes)
     target = hardware.make_random_target(
-        chosen.shape, device=torch.device(chosen.device), positions=2 * (context + room)
+        options.shape, device=torch.device(options.device), positions=2 * (context + room)
     )
     vocab = torch.arange(min(DRAFTED, target.vocab_size))
     settings = compose_settings(StepOptions(), "eagle3").head.drafter
     layers = {key: settings[key] for key in ("num_layers", "own_output")}
     head = Eagle3(target, vocab=vocab, **layers).to(target.device, target.dtype).eval().requires_grad_(False)
     compile, graphs = MODES[mode]
-    drafting = Drafting(depth=chosen.depth, compile=compile, cuda_graphs=graphs)
-    plain = time_rounds(chosen, drafting, target, None, context)
+    drafting = Drafting(depth=options.depth, compile=compile, cuda_graphs=graphs)
+    plain = time_rounds(options, drafting, target, None, context)
     medians = time_passes(drafting, target, context, sizes)
-    found = {"mode": mode, "context": context, "plain_ms": plain, "tokens_per_second": 1e3 / plain}
-    found |= {f"verify_{num}_ms": seconds for num, seconds in medians.items()}
-    found |= {f"round_of_{chosen.depth}_ms": time_rounds(chosen, drafting, target, head, context)}
-    needed = hardware.bytes_per_token(target) + context * cache_bytes(target)
+    figures = {"mode": mode, "context": context, "plain_ms": plain, "tokens_per_second": 1e3 / plain}
+    figures |= {f"verify_{num}_ms": seconds for num, seconds in medians.items()}
+    figures |= {f"round_of_{options.depth}_ms": time_rounds(options, drafting, target, head, context)}
+    needed = hardware.count_bytes_per_token(target) + context * count_cache_bytes(target)
     bandwidth = hardware.find_peak(target.device).bandwidth
-    return found | {"share_of_bandwidth": bandwidth and needed / (plain / 1e3) / bandwidth, "bytes": needed}
+    return figures | {"share_of_bandwidth": bandwidth and needed / (plain / 1e3) / bandwidth, "bytes": needed}
 
 
-def cache_bytes(target: Target) -> int:
+def count_cache_bytes(target: Target) -> int:
     """Of K and V of one token."""
     config = target.config
     return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * target.dtype.itemsize
 
 
 def time_rounds(
-    chosen: GpuReportOptions, drafting: Drafting, target: Target, head: Eagle3 | None, context: int
+    options: GpuReportOptions, drafting: Drafting, target: Target, head: Eagle3 | None, context: int
 ) -> float:
     """The median in ms, once what is captured is captured."""
     proposer = drafting.proposer(head) if head is not None else None
     decoder = drafting.decoder(target, proposer, sampling=Sampling(), stop=set(), runner=drafting.runner())
     batch, times = decoder.batch(), []
-    batch.admit([Request(random_tokens(target, context), 1 + (chosen.depth + 1) * (chosen.rounds + WARM_UP))])
-    for _ in range(chosen.rounds + WARM_UP):
+    batch.admit([Request(random_tokens(target, context), 1 + (options.depth + 1) * (options.rounds + WARM_UP))])
+    for _ in range(options.rounds + WARM_UP):
         start = time.perf_counter()
-        batch.step()  # waits for the device
+        batch.run_round()  # waits for the device
         times.append(time.perf_counter() - start)
     batch.close()
     return 1e3 * statistics.median(times[WARM_UP:])
@@ -231,8 +241,8 @@ def time_rounds(
 def time_passes(drafting: Drafting, target: Target, context: int, sizes: list[int]) -> dict[int, float]:
     """ms of a pass by its nodes, behind a text, in turn."""
     verifier = Verifier(target, sampling=Sampling(), rule="token", runner=drafting.runner())
-    found = PassTimer(verifier, Sampling(), 1, linear=False, context=context).measure(sizes)
-    return {num: 1e3 * seconds for num, seconds in found.items()}
+    medians = PassTimer(verifier, Sampling(), 1, linear=False, context=context).measure(sizes)
+    return {num: 1e3 * seconds for num, seconds in medians.items()}
 
 
 def random_tokens(target: Target, num: int) -> list[int]:
@@ -242,99 +252,104 @@ def random_tokens(target: Target, num: int) -> list[int]:
 # Parts one after the other
 
 
-def read_found(chosen: GpuReportOptions) -> dict[str, dict]:
-    path = Path(f"{chosen.out}.json")
+def read_figures(options: GpuReportOptions) -> dict[str, dict]:
+    path = Path(f"{options.out}.json")
     return json.loads(path.read_text())["parts"] if path.is_file() else {}
 
 
-def keep(chosen: GpuReportOptions, name: str, found: dict) -> None:
+def write_figures(options: GpuReportOptions, name: str, figures: dict) -> None:
     """Writes the figures of a part beside those of the others."""
-    document = {"aims": AIMS, "parts": read_found(chosen) | {name: found}}
-    files.write_text(Path(f"{chosen.out}.json"), json.dumps(document, indent=1) + "\n")
+    document = {"aims": AIMS, "parts": read_figures(options) | {name: figures}}
+    files.write_text(Path(f"{options.out}.json"), json.dumps(document, indent=1) + "\n")
 
 
-def do_part(chosen: GpuReportOptions, name: str, part: Part) -> None:
+def run_measurement(options: GpuReportOptions, name: str, measure: Measurement) -> None:
     """Does a part in this process, and keeps what it gave or why it failed."""
     start = time.monotonic()
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            found = part()
-        said = dict.fromkeys(
-            str(each.message) for each in caught if "fast path" in str(each.message) or "CUDA" in str(each.message)
+            figures = measure()
+        messages = dict.fromkeys(
+            str(warning.message)
+            for warning in caught
+            if "fast path" in str(warning.message) or "CUDA" in str(warning.message)
         )
-        found |= {"said": list(said)} if said else {}
+        figures |= {"said": list(messages)} if messages else {}
     except (
         Exception
     ) as error:  # kernels, compilers and libraries on a device that nobody has tried: any error can occur
         traceback.print_exc()
-        found = {"error": f"{type(error).__name__}: {error}"}
-    keep(chosen, name, found | {"seconds_of_part": time.monotonic() - start})
+        figures = {"error": f"{type(error).__name__}: {error}"}
+    write_figures(options, name, figures | {"seconds_of_part": time.monotonic() - start})
 
 
-def do_apart(chosen: GpuReportOptions, name: str, arguments: list[str], seconds: float) -> None:
+def run_in_process(options: GpuReportOptions, name: str, arguments: list[str], seconds: float) -> None:
     """Does a part in a process of its own, whose start counts too."""
     start = time.monotonic()
-    keep(chosen, name, {"error": "its process ended before it wrote anything"})
+    write_figures(options, name, {"error": "its process ended before it wrote anything"})
     try:
         run_child([sys.executable, "-m", "benchmarks.gpu_report", *arguments, f"only={name}"], Path.cwd(), seconds)
     except RuntimeError as error:
-        keep(chosen, name, {"error": str(error)})
-    keep(chosen, name, read_found(chosen)[name] | {"seconds_of_part": time.monotonic() - start})
+        write_figures(options, name, {"error": str(error)})
+    write_figures(options, name, read_figures(options)[name] | {"seconds_of_part": time.monotonic() - start})
 
 
-def format_report(parts: dict[str, dict]) -> str:
+def format_report(figures: dict[str, dict]) -> str:
     """Tables, and what failed."""
-    about, failed = parts.get("device", {}), {name: each["error"] for name, each in parts.items() if "error" in each}
-    limit = f"{about['bandwidth'] / 1e12:.2f} TB/s on paper, " if about.get("bandwidth") else ""
+    device, failed = figures.get("device", {}), {name: row["error"] for name, row in figures.items() if "error" in row}
+    limit = f"{device['bandwidth'] / 1e12:.2f} TB/s on paper, " if device.get("bandwidth") else ""
     lines = [
-        f"# {about.get('device', 'unknown device')}",
-        f"Memory: {limit}{about.get('measured_bandwidth', 0) / 1e12:.2f} TB/s measured.",
+        f"# {device.get('device', 'unknown device')}",
+        f"Memory: {limit}{device.get('measured_bandwidth', 0) / 1e12:.2f} TB/s measured.",
     ]
     lines += ["Aims: " + ", ".join(f"{name} {value:g}" for name, value in AIMS.items()) + ". Measured on this device:"]
-    plain = lambda each: {key: value for key, value in each.items() if not isinstance(value, dict | list)}
+    drop_lists = lambda row: {key: value for key, value in row.items() if not isinstance(value, dict | list)}
     for title in ("main command", "training", "decoding", "tests"):
-        rows = [plain(each) for name, each in parts.items() if name.startswith(title) and "error" not in each]
+        rows = [drop_lists(row) for name, row in figures.items() if name.startswith(title) and "error" not in row]
         lines += [f"## {title}", common.format_rows(rows)] if rows else []
     if failed:
         lines += ["## Failed, or left out", "\n".join(f"- {name}: {why}" for name, why in failed.items())]
-    said = dict.fromkeys(text for each in parts.values() for text in each.get("said", []))
+    messages = dict.fromkeys(text for row in figures.values() for text in row.get("said", []))
     return (
-        "\n\n".join([*lines, *(["## Said on the way", "\n".join(f"- {text}" for text in said)] if said else [])]) + "\n"
+        "\n\n".join(
+            [*lines, *(["## Said on the way", "\n".join(f"- {text}" for text in messages)] if messages else [])]
+        )
+        + "\n"
     )
 
 
 def main(arguments: list[str]) -> None:
-    start, chosen = time.monotonic(), common.read_options(GpuReportOptions, __doc__, arguments)
-    if chosen.tiny:
+    start, options = time.monotonic(), common.read_options(GpuReportOptions, __doc__, arguments)
+    if options.tiny:
         sizes: Any = {"shape": "tiny", "heads": "eagle3,mtp", "lengths": "128", "contexts": "24", "nodes": "1,4"}
-        chosen = replace(chosen, **sizes, rounds=2, steps=3, processes=1, tests="tests/specdec/core/test_tree.py")
-    elif chosen.device == "cpu" or not torch.cuda.is_available():
+        options = replace(options, **sizes, rounds=2, steps=3, processes=1, tests="tests/specdec/core/test_tree.py")
+    elif options.device == "cpu" or not torch.cuda.is_available():
         raise ValueError(
             "There is no CUDA device here, or torch has no CUDA. device=cpu tiny=true tries the parts on the CPU."
         )
-    parts = list_parts(chosen)
-    if chosen.only is not None:
-        do_part(chosen, chosen.only, parts[chosen.only])
+    measurements = list_measurements(options)
+    if options.only is not None:
+        run_measurement(options, options.only, measurements[options.only])
         return
-    for name in parts:
-        known = read_found(chosen).get(name)
-        if known is not None and "error" not in known and not chosen.redo:
+    for name in measurements:
+        figures = read_figures(options).get(name)
+        if figures is not None and "error" not in figures and not options.redo:
             continue
         print(f".. {name}", flush=True)
-        left = 60 * chosen.minutes - (time.monotonic() - start)
-        if left <= 0:
-            keep(chosen, name, {"error": f"left out, because {chosen.minutes:g} minutes were over"})
-        elif chosen.device == "cpu" or name in ("main command", "tests"):  # these have processes of their own
-            do_part(chosen, name, list_parts(replace(chosen, minutes=left / 60))[name])
+        seconds_left = 60 * options.minutes - (time.monotonic() - start)
+        if seconds_left <= 0:
+            write_figures(options, name, {"error": f"left out, because {options.minutes:g} minutes were over"})
+        elif options.device == "cpu" or name in ("main command", "tests"):  # these have processes of their own
+            run_measurement(options, name, list_measurements(replace(options, minutes=seconds_left / 60))[name])
         else:
-            do_apart(chosen, name, arguments, min(SECONDS, left))
-    text = format_report(read_found(chosen))
+            run_in_process(options, name, arguments, min(SECONDS, seconds_left))
+    text = format_report(read_figures(options))
     print(text)
-    files.write_text(Path(f"{chosen.out}.md"), text)
-    if failed := sum("error" in each for each in read_found(chosen).values()):
+    files.write_text(Path(f"{options.out}.md"), text)
+    if failed := sum("error" in each for each in read_figures(options).values()):
         raise SystemExit(f"{failed} parts failed or were left out. The same command tries them again.")
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run_main(main)

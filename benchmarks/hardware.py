@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from specdec.core import devices
 from specdec.target import attention
 from specdec.target.model import Target
-from specdec.target.structure import experts_of
-from train.prepare.count_tensors import BANDWIDTH, PEAK
+from specdec.target.structure import find_experts
+from train.prepare.count_tensors import H100_BANDWIDTH, H100_PEAK
 
-MOST_READ = 2**30  # bytes
-SAMPLING = 0.003  # seconds between two looks at the memory of this process
+MAX_READ_BYTES = 2**30  # bytes
+SAMPLE_SECONDS = 0.003  # seconds between two looks at the memory of this process
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ PEAKS = {
     "B200": Peak(2250e12, 8.0e12),
     "H200": Peak(989e12, 4.8e12),
     "H100 PCIe": Peak(756e12, 2.0e12),
-    "H100": Peak(PEAK, BANDWIDTH),
+    "H100": Peak(H100_PEAK, H100_BANDWIDTH),
     "A100": Peak(312e12, 2.039e12),
     "L40S": Peak(362e12, 864e9),
     "L4": Peak(121e12, 300e9),
@@ -62,11 +62,11 @@ def describe_device(device: torch.device) -> str:
     return f"{name}, torch {torch.__version__}"
 
 
-def own_memory() -> int:
+def count_own_memory() -> int:
     """Bytes of this process that no file backs: what it allocated, and not the mapped pages of a target's file."""
-    found = re.search(r"^RssAnon:\s+(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return 1024 * int(found[1])
+    match = re.search(r"^RssAnon:\s+(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert match is not None
+    return 1024 * int(match[1])
 
 
 class PeakMemory:
@@ -81,19 +81,19 @@ class PeakMemory:
         for exact figures, measure in a new process."""
         gc.collect()
         if self.device.type == "cuda":
-            devices.wait(self.device)
+            devices.wait_for_device(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
             yield
-            devices.wait(self.device)
+            devices.wait_for_device(self.device)
             self.total = torch.cuda.max_memory_allocated(self.device)
             self.bytes = self.total - before
             return
-        before, highest, ended = own_memory(), [0], threading.Event()
+        before, highest, ended = count_own_memory(), [0], threading.Event()
 
         def watch() -> None:
-            while not ended.wait(SAMPLING):
-                highest[0] = max(highest[0], own_memory())
+            while not ended.wait(SAMPLE_SECONDS):
+                highest[0] = max(highest[0], count_own_memory())
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
@@ -102,7 +102,7 @@ class PeakMemory:
         finally:
             ended.set()
             watcher.join()
-            self.bytes = max(highest[0], own_memory()) - before
+            self.bytes = max(highest[0], count_own_memory()) - before
 
 
 SIZES = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size".split()
@@ -125,12 +125,14 @@ def make_random_target(
     if shape not in SHAPES:
         raise ValueError(f"shape={shape} must be one of {', '.join(SHAPES)}.")
     sizes: Any = dict(zip(SIZES, SHAPES[shape], strict=True)) | ({"vocab_size": vocab_size} if vocab_size else {})
-    more: Any = {"max_position_embeddings": max(positions, 8192), "bos_token_id": None, "eos_token_id": None}
-    config = Qwen3Config(**sizes, **more, head_dim=128) if shape.startswith("qwen3") else LlamaConfig(**sizes, **more)
+    limits: Any = {"max_position_embeddings": max(positions, 8192), "bos_token_id": None, "eos_token_id": None}
+    config = (
+        Qwen3Config(**sizes, **limits, head_dim=128) if shape.startswith("qwen3") else LlamaConfig(**sizes, **limits)
+    )
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, dtype), attn_implementation=attention.NAME
+            config, dtype=getattr(torch, dtype), attn_implementation=attention.IMPLEMENTATION
         )
     return Target(model, name=f"random {shape}")
 
@@ -138,10 +140,10 @@ def make_random_target(
 # The limit of plain decoding
 
 
-def bytes_per_token(target: Target) -> int:
+def count_bytes_per_token(target: Target) -> int:
     """Bytes of weights that the pass of one token reads: of an embedding apart from the LM head one row, which is left out,
     and of a mixture the experts that a token uses. A multimodal model's other parts are not read."""
-    experts = experts_of(target.config.to_dict())
+    experts = find_experts(target.config.to_dict())
     used = 1.0 if experts is None else experts.per_token / experts.num
     weights = {id(target.lm_head.weight): float(target.lm_head.weight.nbytes)}
     for name, value in [*target.decoder.named_parameters(), *target.decoder.named_buffers()]:
@@ -150,9 +152,9 @@ def bytes_per_token(target: Target) -> int:
     return round(sum(weights.values()))
 
 
-def memory_bandwidth(num_bytes: int, device: torch.device, *, repeats: int = 15) -> float:
+def measure_bandwidth(num_bytes: int, device: torch.device, *, repeats: int = 15) -> float:
     """Bytes/s at which the device reads `num_bytes`, at most MOST_READ, from memory (a sum of float32); the best of `repeats`."""
-    values = torch.ones(min(num_bytes, MOST_READ) // 4, device=device)
+    values = torch.ones(min(num_bytes, MAX_READ_BYTES) // 4, device=device)
     best = 0.0
     for _ in range(repeats):
         start = time.perf_counter()

@@ -37,7 +37,7 @@ from specdec.heads.draft import Draft
 from specdec.hf import Speculative
 from specdec.measuring.model_card import Provenance, write_export
 from specdec.options import config_files
-from specdec.proposers.auto import Auto
+from specdec.proposers.auto import AutoProposer
 from specdec.proposers.base import Proposer
 from specdec.target.model import Target
 from specdec.text import conversations as data
@@ -49,7 +49,7 @@ VLLM_LOOKUPS = {  # suffix without its cache of earlier answers: every prompt is
     "ngram, n-grams of 2 to 4, 5 drafts": {"method": "ngram", "num_speculative_tokens": 5, **NGRAMS},
     "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
 }
-MOST_DRAFTS = 64  # of the methods above, for the length of the context
+MAX_LOOKUP_DRAFTS = 64  # of the methods above, for the length of the context
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class RivalEngine:
     """generate: prompt -> the new tokens; passes of the target after the prompt's own, None if not known; seconds of compiling"""
 
     generate: Callable[[list[int]], tuple[list[int], int | None, float]]
-    forget: Callable[[], None] = lambda: None  # what it learned from the prompts so far
+    reset_history: Callable[[], None] = lambda: None  # what it learned from the prompts so far
     close: Callable[[], None] = lambda: None
 
 
@@ -105,7 +105,7 @@ class RivalMethod:
             self.engine = self.start()
             for prompt in [[0]] if self.restarts else [min(prompts, key=len), max(prompts, key=len)]:
                 self.engine.generate(prompt)
-        self.engine.forget()
+        self.engine.reset_history()
 
     def time(self, prompt: list[int], *, keep: bool) -> None:
         """keep: whether the answer is compared with others'"""
@@ -134,7 +134,7 @@ class RivalMethod:
         self.engine = None
 
 
-def measure(methods: dict[str, RivalMethod], prompts: list[list[int]], repeats: int) -> None:
+def measure_methods(methods: dict[str, RivalMethod], prompts: list[list[int]], repeats: int) -> None:
     """Times every method for every prompt, `repeats` times; the order of the methods rotates."""
     for number in range(repeats * len(prompts)):
         prompt, keep = prompts[number % len(prompts)], number < len(prompts)
@@ -145,7 +145,7 @@ def measure(methods: dict[str, RivalMethod], prompts: list[list[int]], repeats: 
             method.guard(functools.partial(method.time, prompt, keep=keep))
 
 
-def summarise(methods: dict[str, RivalMethod]) -> dict[str, dict]:
+def summarise_methods(methods: dict[str, RivalMethod]) -> dict[str, dict]:
     """Medians over prompts, by method, and how many answers are those of plain decoding; a failed one has its failure."""
     figures: dict[str, dict] = {}
     for name, method in methods.items():
@@ -153,11 +153,13 @@ def summarise(methods: dict[str, RivalMethod]) -> dict[str, dict]:
             figures[name] = {"failure": method.failure}
             continue
         figures[name] = {"tokens_per_second": statistics.median(method.rates)}
-        for key, other_name in {"generate": GENERATE, "plain": PLAIN, "own_plain": method.plain}.items():
-            if (other := methods[other_name]).failure is None:
-                ratios = [rate / others for rate, others in zip(method.rates, other.rates, strict=True)]
+        for key, reference_name in {"generate": GENERATE, "plain": PLAIN, "own_plain": method.plain}.items():
+            if (reference := methods[reference_name]).failure is None:
+                ratios = [
+                    rate / reference_rate for rate, reference_rate in zip(method.rates, reference.rates, strict=True)
+                ]
                 figures[name][f"to_{key}"] = statistics.median(ratios)
-                figures[name][f"same_as_{key}"] = sum(map(list.__eq__, method.answers, other.answers))
+                figures[name][f"same_as_{key}"] = sum(map(list.__eq__, method.answers, reference.answers))
         if method.rounds:
             figures[name]["tau"] = method.emitted / method.rounds
     return figures
@@ -168,14 +170,14 @@ class Setting:
     """What all methods decode. longest: tokens of the longest prompt and its answer; folder: for exports"""
 
     subject: common.Subject
-    chosen: RivalOptions
+    options: RivalOptions
     longest: int
     folder: Path
 
     def model(self, custom: Speculative | None = None, **arguments: Any) -> RivalEngine:
         """transformers' generate, with further arguments of it; custom: this project's decoder inside it."""
         model: Any = self.subject.target.model
-        arguments |= {"eos_token_id": sorted(self.subject.stop), "max_new_tokens": self.chosen.max_new_tokens}
+        arguments |= {"eos_token_id": sorted(self.subject.stop), "max_new_tokens": self.options.max_new_tokens}
         arguments |= {"do_sample": False} | ({} if custom is None else {"custom_generate": custom})
 
         def generate(prompt: list[int]) -> tuple[list[int], int, float]:
@@ -194,47 +196,50 @@ class Setting:
 
     def drafted(self) -> dict[str, int]:
         """The drafts of a round, by head, as engines can be told: a block is drafted whole."""
-        depth, heads = self.chosen.depth, self.subject.heads
-        most = {name: head.depth or depth for name, head in heads.items()}
-        return {name: most[name] if isinstance(heads[name], BlockDrafter) else min(depth, most[name]) for name in heads}
+        depth, heads = self.options.depth, self.subject.heads
+        max_depths = {name: head.depth or depth for name, head in heads.items()}
+        return {
+            name: max_depths[name] if isinstance(heads[name], BlockDrafter) else min(depth, max_depths[name])
+            for name in heads
+        }
 
     def export(self, name: str, form: ExportForm, num: int, engine: str) -> Path:
         """The folder of a head's export."""
         folder, target = self.folder / f"{name.replace('/', '-')}-{engine}", self.subject.target
-        given: Any = {"target": target, "license": "other", "data": None, "num_drafts": num}
+        card_facts: Any = {"target": target, "license": "other", "training_data": None, "num_drafts": num}
         document = checkpoint.read_document(self.subject.folders[name])
-        provenance = Provenance.read(self.subject.folders[name], document, name=name, **given)
+        provenance = Provenance.read(self.subject.folders[name], document, name=name, **card_facts)
         write_export(form, folder, dtype=target.dtype, provenance=provenance)
         return folder
 
 
-def make_own(setting: Setting) -> dict[str, RivalMethod]:
+def make_own_methods(setting: Setting) -> dict[str, RivalMethod]:
     """This project's decoder: inside generate, plain, every head in each shape and with auto, every proposer."""
-    subject, chosen = setting.subject, setting.chosen
-    runner = Drafting(compile=chosen.compile).runner()
+    subject, options = setting.subject, setting.options
+    runner = Drafting(compile=options.compile).runner()
 
     def method(proposer: Proposer | None) -> RivalMethod:
         decoder = Decoder(subject.target, proposer, sampling=Sampling(), stop=subject.stop, runner=runner)
 
         def generate(prompt: list[int]) -> tuple[list[int], int, float]:
-            generation = decoder.generate([prompt], chosen.max_new_tokens)
+            generation = decoder.generate([prompt], options.max_new_tokens)
             return generation.tokens[0], len(generation.accepted[0]), generation.compile_seconds
 
-        return RivalMethod(lambda: RivalEngine(generate, proposer.forget if proposer else lambda: None))
+        return RivalMethod(lambda: RivalEngine(generate, proposer.reset_history if proposer else lambda: None))
 
     methods = {PLAIN: method(None)}
-    tree_depth, width, nodes = common.read_numbers("tree", chosen.tree)
+    tree_depth, width, nodes = common.read_numbers("tree", options.tree)
     for name, head in subject.heads.items():
-        most = head.depth or max(chosen.depth, tree_depth)
-        chain = Drafting(min(chosen.depth, most), compile=chosen.compile)
-        for drafting in (chain, Drafting(min(tree_depth, most), width, nodes, compile=chosen.compile)):
+        max_depth = head.depth or max(options.depth, tree_depth)
+        chain = Drafting(min(options.depth, max_depth), compile=options.compile)
+        for drafting in (chain, Drafting(min(tree_depth, max_depth), width, nodes, compile=options.compile)):
             methods[f"{name}, {drafting.shape}"] = method(drafting.proposer(head))
-        one = Drafting(1, compile=chosen.compile).proposer(head)
-        methods[f"{name}, auto"] = method(Auto.usual(subject.target, one))
+        single_draft = Drafting(1, compile=options.compile).proposer(head)
+        methods[f"{name}, auto"] = method(AutoProposer.make_default(subject.target, single_draft))
         custom = functools.partial(setting.model, Speculative(subject.folders[name], chain))
         methods[f"generate, custom_generate {name}, {chain.shape}"] = RivalMethod(custom)
-    for name in common.split(chosen.proposers):
-        methods[name] = method(make_proposer(name, subject.target, Drafting(chosen.depth, compile=chosen.compile)))
+    for name in common.split_list(options.proposers):
+        methods[name] = method(make_proposer(name, subject.target, Drafting(options.depth, compile=options.compile)))
     return methods
 
 
@@ -250,20 +255,20 @@ def make_proposer(name: str, target: Target, drafting: Drafting) -> Proposer:
 def make_transformers(setting: Setting) -> dict[str, RivalMethod]:
     """Assisted generation where a checkpoint is a draft model, with its defaults and a fixed length, and prompt lookup."""
 
-    def assisted(draft: Draft, given: dict[str, Any]) -> RivalEngine:
+    def assisted(draft: Draft, settings: dict[str, Any]) -> RivalEngine:
         assistant = draft.language_model(setting.subject.target.dtype)
-        assistant.generation_config.update(**given)
+        assistant.generation_config.update(**settings)
         return setting.model(assistant_model=assistant)
 
     lookup: Any = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 2}  # the defaults of generate
     methods = {"generate, prompt lookup": RivalMethod(functools.partial(setting.model, **lookup))}
-    num = setting.chosen.depth
+    num = setting.options.depth
     fixed: Any = {"assistant_confidence_threshold": 0.0, "num_assistant_tokens_schedule": "constant"}
     for name, head in setting.subject.heads.items():
         if isinstance(head, Draft):
-            for title, given in {"": {}, f", {num} drafts": fixed | {"num_assistant_tokens": num}}.items():
+            for title, settings in {"": {}, f", {num} drafts": fixed | {"num_assistant_tokens": num}}.items():
                 methods[f"generate, assistant_model {name}{title}"] = RivalMethod(
-                    functools.partial(assisted, head, given)
+                    functools.partial(assisted, head, settings)
                 )
     return methods
 
@@ -271,21 +276,21 @@ def make_transformers(setting: Setting) -> dict[str, RivalMethod]:
 def make_llamacpp(setting: Setting) -> dict[str, RivalMethod]:
     """llama.cpp alone, with the GGUF files of the checkpoints, and with its own look-ups."""
     llamacpp.find_python()
-    subject, chosen = setting.subject, setting.chosen
+    subject, options = setting.subject, setting.options
     outtype = GGUF_TYPES.get(subject.target.dtype, "f32")
 
     @functools.cache
     def target_file() -> str:
         path = str(setting.folder / "target.gguf")
-        llamacpp.convert(subject.target.name, path, outtype=outtype)
+        llamacpp.convert_to_gguf(subject.target.name, path, outtype=outtype)
         return path
 
-    def start(**given: Any) -> RivalEngine:
-        engine = llamacpp.LlamaCpp(target_file(), context=setting.longest, **given)
+    def start(**arguments: Any) -> RivalEngine:
+        engine = llamacpp.LlamaCpp(target_file(), context=setting.longest, **arguments)
 
         def generate(prompt: list[int]) -> tuple[list[int], int | None, float]:
-            tokens = engine.generate(prompt, chosen.max_new_tokens, subject.stop)
-            return tokens, engine.counts.rounds if engine.counted else len(tokens) - 1, 0.0
+            tokens = engine.generate(prompt, options.max_new_tokens, subject.stop)
+            return tokens, engine.counts.rounds if engine.has_counts else len(tokens) - 1, 0.0
 
         return RivalEngine(generate, close=engine.close)
 
@@ -293,7 +298,7 @@ def make_llamacpp(setting: Setting) -> dict[str, RivalMethod]:
         form = make_form(subject.heads[name], "gguf")
         folder, kind = setting.export(name, form, num, "gguf"), form.settings["kind"]
         target = None if kind == "simple" else subject.target.name
-        llamacpp.convert(str(folder), f"{folder}.gguf", target=target, outtype=outtype)
+        llamacpp.convert_to_gguf(str(folder), f"{folder}.gguf", target=target, outtype=outtype)
         return start(draft=f"{folder}.gguf", kind=kind, num=num)
 
     plain = "llama.cpp, plain"
@@ -308,22 +313,22 @@ def make_llamacpp(setting: Setting) -> dict[str, RivalMethod]:
 def make_vllm(setting: Setting) -> dict[str, RivalMethod]:
     """vLLM alone, with the exports of the checkpoints, and with its own look-ups; each is a process of its own."""
     vllm.check_vllm(vllm.PYTHON)
-    subject, chosen = setting.subject, setting.chosen
+    subject, options = setting.subject, setting.options
 
     def start(settings: dict | None) -> RivalEngine:
-        dtype, longest = str(subject.target.dtype).removeprefix("torch."), setting.longest + MOST_DRAFTS
-        given: Any = {"dtype": dtype, "max_model_len": longest, "eager": not chosen.compile}
-        engine = vllm.Vllm(subject.target.name, speculative=settings, **given)
+        dtype, longest = str(subject.target.dtype).removeprefix("torch."), setting.longest + MAX_LOOKUP_DRAFTS
+        limits: Any = {"dtype": dtype, "max_model_len": longest, "eager": not options.compile}
+        engine = vllm.Vllm(subject.target.name, speculative=settings, **limits)
 
         def generate(prompt: list[int]) -> tuple[list[int], int, float]:
-            reply = engine.generate([prompt], chosen.max_new_tokens, subject.stop)
+            reply = engine.generate([prompt], options.max_new_tokens, subject.stop)
             return reply.answers[0], len(reply.rounds[0]), 0.0
 
         return RivalEngine(generate, close=engine.close)
 
     def with_head(name: str, num: int) -> RivalEngine:
         form = make_form(subject.heads[name], "vllm")
-        return start(form.settings_for(str(setting.export(name, form, num, "vllm")), num))
+        return start(form.engine_settings(str(setting.export(name, form, num, "vllm")), num))
 
     plain = "vLLM, plain"
     methods = {plain: RivalMethod(functools.partial(start, None), plain)}
@@ -338,46 +343,46 @@ MAKERS = {"transformers": make_transformers, "llamacpp": make_llamacpp, "vllm": 
 
 
 def main(arguments: list[str]) -> None:
-    chosen = common.read_options(RivalOptions, __doc__, arguments)
-    listed = common.split(chosen.rivals)
+    options = common.read_options(RivalOptions, __doc__, arguments)
+    listed = common.split_list(options.rivals)
     if not set(listed) <= MAKERS.keys():
-        raise ValueError(f"rivals={chosen.rivals}: there are {', '.join(MAKERS)}.")
-    if not any(map(common.split, (chosen.checkpoint, chosen.proposers, chosen.rivals))):
+        raise ValueError(f"rivals={options.rivals}: there are {', '.join(MAKERS)}.")
+    if not any(map(common.split_list, (options.checkpoint, options.proposers, options.rivals))):
         raise ValueError("There is nothing to time: give checkpoint=DIR, or proposers=ngram, or rivals=transformers.")
     subject = common.load_subject(
-        chosen.checkpoint, name=chosen.target_name, dtype=chosen.target_dtype, device=chosen.target_device
+        options.checkpoint, name=options.target_name, dtype=options.target_dtype, device=options.target_device
     )
     target = subject.target
     if set(listed) - {"transformers"} and target.device.type != "cpu":
-        raise ValueError(f"rivals={chosen.rivals}: llama.cpp and vLLM run on the CPU: give target.device=cpu too.")
-    found = data.load_prompts(
-        chosen.prompts, subject.tokenizer, limit=chosen.limit, arguments=json.loads(chosen.template)
+        raise ValueError(f"rivals={options.rivals}: llama.cpp and vLLM run on the CPU: give target.device=cpu too.")
+    questions = data.load_prompts(
+        options.prompts, subject.tokenizer, limit=options.limit, arguments=json.loads(options.template)
     )
-    prompts = [prompt.tokens for prompt in found]
+    prompts = [prompt.tokens for prompt in questions]
     with tempfile.TemporaryDirectory() as folder:
-        setting = Setting(subject, chosen, max(map(len, prompts)) + chosen.max_new_tokens, Path(folder))
-        methods = {GENERATE: RivalMethod(setting.model)} | make_own(setting)
+        setting = Setting(subject, options, max(map(len, prompts)) + options.max_new_tokens, Path(folder))
+        methods = {GENERATE: RivalMethod(setting.model)} | make_own_methods(setting)
         for name in listed:
             try:
                 methods |= MAKERS[name](setting)
             except ValueError as error:  # the engine is not installed
                 methods[name] = RivalMethod(setting.model, failure=str(error))
         try:
-            measure(methods, prompts, chosen.repeats)
+            measure_methods(methods, prompts, options.repeats)
         finally:
             for method in methods.values():
                 method.close()
-    figures, num_bytes = summarise(methods), hardware.bytes_per_token(target)
-    limit = hardware.memory_bandwidth(num_bytes, target.device) / num_bytes
+    figures, num_bytes = summarise_methods(methods), hardware.count_bytes_per_token(target)
+    limit = hardware.measure_bandwidth(num_bytes, target.device) / num_bytes
     title = (
         f"{target.name}, {str(target.dtype).removeprefix('torch.')}, {target.device}, {torch.get_num_threads()} threads; "
-        f"{len(prompts)} prompts x {chosen.repeats}. Reading the weights once allows {limit:.0f} tokens/s of plain decoding."
+        f"{len(prompts)} prompts x {options.repeats}. Reading the weights once allows {limit:.0f} tokens/s of plain decoding."
     )
     print(title, common.format_rows([{"method": name} | row for name, row in figures.items()]), sep="\n\n")
-    if chosen.out:
-        document = {"title": title, "limit_tokens_per_second": limit, "options": asdict(chosen), "methods": figures}
-        files.write_text(Path(chosen.out), json.dumps(document, indent=2) + "\n")
+    if options.out:
+        document = {"title": title, "limit_tokens_per_second": limit, "options": asdict(options), "methods": figures}
+        files.write_text(Path(options.out), json.dumps(document, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run_main(main)

@@ -33,11 +33,11 @@ from specdec.core import devices, fast, files, precision
 from specdec.target.model import Target
 from specdec.text.conversations import Row
 from train.data.batches import TrainingBatch, collate
-from train.features.outputs import Online
+from train.features.outputs import ComputedFeatures
 from train.loop.optimizer import make_optimizer
-from train.settings.decide import VOCABULARY
-from train.settings.hydra_text import search_path
-from train.settings.options import NORMS, OptimizerOptions
+from train.settings.decide import VOCABULARY_BOUNDS
+from train.settings.hydra_text import make_search_path
+from train.settings.options import NORM_OPTIONS, OptimizerOptions
 
 RAGGED = (2600, 1900, 1300, 900, 620, 410, 260, 190)  # tokens of the conversations in a pack of 8,192
 PROMPT = 16  # tokens at the beginning of each document that nothing has to guess
@@ -110,7 +110,7 @@ class NeededFlops(TorchDispatchMode):
 
         def noted(function, *args, **kwargs):
             tensors = [value for value in args if isinstance(value, Tensor)]
-            self._frozen = {_place(value) for value in tensors if not value.requires_grad}
+            self._frozen = {_memory_location(value) for value in tensors if not value.requires_grad}
             try:
                 return apply(function, *args, **kwargs)
             finally:
@@ -135,7 +135,9 @@ class NeededFlops(TorchDispatchMode):
         name = packet.__name__
         if name in PRODUCTS:
             first, second = args[PRODUCTS[name] : PRODUCTS[name] + 2]
-            self.flops += 2 * first.numel() * second.shape[-1] * (1 + self._need(first) + self._need(second))
+            self.flops += (
+                2 * first.numel() * second.shape[-1] * (1 + self._needs_gradient(first) + self._needs_gradient(second))
+            )
         elif name.startswith("_scaled_dot_product") or name == "attend_segments":
             query, key, value = args[:3]
             passes = 3 if query.requires_grad or self._frozen is not None else 1
@@ -150,78 +152,82 @@ class NeededFlops(TorchDispatchMode):
             self.flops += 2 * heads * pairs * (query.shape[-1] + value.shape[-1]) * passes
         return out
 
-    def _need(self, factor: Tensor) -> bool:
-        return factor.requires_grad if self._frozen is None else _place(factor) not in self._frozen
+    def _needs_gradient(self, factor: Tensor) -> bool:
+        return factor.requires_grad if self._frozen is None else _memory_location(factor) not in self._frozen
 
 
-def _place(value: Tensor) -> int:
+def _memory_location(value: Tensor) -> int:
     return value.untyped_storage().data_ptr()
 
 
-def compose_settings(chosen: StepOptions, head: str) -> DictConfig:
+def compose_settings(options: StepOptions, head: str) -> DictConfig:
     """The settings of train.py for a head."""
     with hydra.initialize_config_dir(str(common.ROOT / "conf"), version_base="1.3"):
-        settings = hydra.compose("train", overrides=[f"head={head}", "run=benchmark", *chosen.train, search_path()])
-    for name in NORMS:
+        settings = hydra.compose(
+            "train", overrides=[f"head={head}", "run=benchmark", *options.train, make_search_path()]
+        )
+    for name in NORM_OPTIONS:
         if settings.head.drafter.get(name) == precision.AUTO:
             settings.head.drafter[name] = False
     return settings
 
 
-def make_batch(chosen: StepOptions, length: int, vocab_size: int) -> TrainingBatch:
+def make_batch(options: StepOptions, length: int, vocab_size: int) -> TrainingBatch:
     """Packs of random text."""
     generator = torch.Generator().manual_seed(0)
-    if chosen.document == "ragged":
+    if options.document == "ragged":
         sizes = [max(1, num * length // 8192) for num in RAGGED]
     else:
-        size = min(int(chosen.document or length), length)
+        size = min(int(options.document or length), length)
         sizes = [size] * (length // size)
 
     def make_row(size: int) -> Row:
         tokens = torch.randint(vocab_size, (size,), generator=generator).tolist()
         return Row("", "all", tokens, [place >= min(PROMPT, size // 2) for place in range(size)])
 
-    return collate([[make_row(size) for size in sizes] for _ in range(chosen.batch)], length=length, pad_token=0)
+    return collate([[make_row(size) for size in sizes] for _ in range(options.batch)], length=length, pad_token=0)
 
 
 @contextlib.contextmanager
-def left_out(paths: list[str], target: Target) -> Iterator[None]:
+def leave_out(paths: list[str], target: Target) -> Iterator[None]:
     """Within, these fast paths are not used."""
-    on = fast.on
+    on = fast.allows
     target.__dict__.pop("reads_segments", None)  # what it has asked once
-    with mock.patch.object(fast, "on", lambda path, *given: path not in paths and on(path, *given)):
+    with mock.patch.object(fast, "allows", lambda path, *arguments: path not in paths and on(path, *arguments)):
         _ = target.reads_segments  # tries it, which is no part of a step
         yield
     target.__dict__.pop("reads_segments", None)
 
 
-def measure_step(chosen: StepOptions, head: str, length: int, target: Target) -> StepCost:
+def measure_step(options: StepOptions, head: str, length: int, target: Target) -> StepCost:
     """Takes steps and measures them. Raises an error of torch where memory does not suffice.
 
     The FLOPs that it needs are those of the reference without parts and compiled blocks, which hide products.
     """
-    without = common.split(chosen.without)
+    without = common.split_list(options.without)
     if unknown := set(without) - set(fast.PATHS):
         raise ValueError(f"without={','.join(unknown)} must be a comma list of {', '.join(fast.PATHS)}.")
-    config, device = compose_settings(chosen, head), target.device
+    config, device = compose_settings(options, head), target.device
     torch.manual_seed(0)
-    size = VOCABULARY[0] if config.head.vocab_size == precision.AUTO else config.head.vocab_size
+    size = VOCABULARY_BOUNDS[0] if config.head.vocab_size == precision.AUTO else config.head.vocab_size
     vocab = None if size is None or size >= target.vocab_size else torch.arange(size)
     drafter = instantiate(config.head.drafter, target, vocab=vocab, _convert_="all").to(device)
     if drafter.adapts_target:
         raise ValueError(f"heads={head}: a head that changes its target is not measured.")
     objective = instantiate(config.head.objective, drafter, _convert_="all").train()
-    given: Any = OmegaConf.to_container(config.optimizer, resolve=True)
-    optimizer = make_optimizer(drafter, OptimizerOptions(**given))
-    online = Online(target, drafter.target_layers)
-    batch = make_batch(chosen, length, target.vocab_size).to(device)
-    num_goals = batch.goals(objective.supervise).sum()
-    with left_out(without, target):
-        known = online(batch) if chosen.features == "given" else None
-    mixed = chosen.precision == "bf16" or (chosen.precision == "auto" and precision.choose(device).dtype == "bfloat16")
+    optimizer_settings: Any = OmegaConf.to_container(config.optimizer, resolve=True)
+    optimizer = make_optimizer(drafter, OptimizerOptions(**optimizer_settings))
+    online = ComputedFeatures(target, drafter.target_layers)
+    batch = make_batch(options, length, target.vocab_size).move_to(device)
+    num_goals = batch.goal_mask(objective.supervise).sum()
+    with leave_out(without, target):
+        outputs = online(batch) if options.features == "given" else None
+    mixed = options.precision == "bf16" or (
+        options.precision == "auto" and precision.choose_dtype(device).dtype == "bfloat16"
+    )
 
     def step() -> None:
-        output = online(batch) if known is None else known
+        output = online(batch) if outputs is None else outputs
         with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
             loss = objective(batch, output, compare=False)
         (loss.total / num_goals).backward()
@@ -230,20 +236,20 @@ def measure_step(chosen: StepOptions, head: str, length: int, target: Target) ->
         optimizer.zero_grad()
 
     seconds, memory, needed = [], hardware.PeakMemory(device), NeededFlops()
-    with left_out(without, target), memory.measured():
-        for _ in range(chosen.warmup + chosen.steps):
-            devices.wait(device)
+    with leave_out(without, target), memory.measured():
+        for _ in range(options.warmup + options.steps):
+            devices.wait_for_device(device)
             start = time.perf_counter()
-            for _ in range(chosen.together):
+            for _ in range(options.together):
                 step()
-            devices.wait(device)
-            seconds.append((time.perf_counter() - start) / chosen.together)
+            devices.wait_for_device(device)
+            seconds.append((time.perf_counter() - start) / options.together)
     packed = (
-        fast.forced("varlen") if device.type == "cpu" else contextlib.nullcontext()
+        fast.force_paths("varlen") if device.type == "cpu" else contextlib.nullcontext()
     )  # texts show only what they see
     with (
         packed,
-        left_out(["loss", "blocks", "graphs"], target),
+        leave_out(["loss", "blocks", "graphs"], target),
         needed.watching(optimizer),
     ):  # after the others, because its memory and its time are not those of a step
         step()
@@ -252,7 +258,7 @@ def measure_step(chosen: StepOptions, head: str, length: int, target: Target) ->
     return StepCost(
         tokens=int((batch.documents >= 0).sum()),
         parameters=sum(parameter.numel() for parameter in trained),
-        seconds=seconds[chosen.warmup :],
+        seconds=seconds[options.warmup :],
         peak_bytes=memory.bytes,
         total_bytes=memory.total,
         state_bytes=sum(value.nbytes for value in [*trained, *moments]),
@@ -263,33 +269,33 @@ def measure_step(chosen: StepOptions, head: str, length: int, target: Target) ->
 
 
 def main(arguments: list[str]) -> None:
-    chosen = common.read_options(StepOptions, __doc__, arguments)
-    lengths, heads = common.read_numbers("lengths", chosen.lengths, least=32), common.split(chosen.heads)
-    for name, known in {"features": ("target", "given"), "precision": ("auto", "bf16", "fp32")}.items():
-        if getattr(chosen, name) not in known:
-            raise ValueError(f"{name}={getattr(chosen, name)} must be one of {', '.join(known)}.")
+    options = common.read_options(StepOptions, __doc__, arguments)
+    lengths, heads = common.read_numbers("lengths", options.lengths, least=32), common.split_list(options.heads)
+    for name, allowed in {"features": ("target", "given"), "precision": ("auto", "bf16", "fp32")}.items():
+        if getattr(options, name) not in allowed:
+            raise ValueError(f"{name}={getattr(options, name)} must be one of {', '.join(allowed)}.")
     device, rows = hardware.find_device(), []
-    if chosen.shape:
-        dtype = precision.resolve(chosen.target_dtype, device)
-        target = hardware.make_random_target(chosen.shape, device=device, positions=max(lengths), dtype=dtype)
+    if options.shape:
+        dtype = precision.resolve_dtype(options.target_dtype, device)
+        target = hardware.make_random_target(options.shape, device=device, positions=max(lengths), dtype=dtype)
     else:
-        target = Target.load(chosen.target_name, dtype=chosen.target_dtype, device=device)
+        target = Target.load(options.target_name, dtype=options.target_dtype, device=device)
     print(f"{hardware.describe_device(device)}; {target.name}, {target.dtype}".replace("torch.", ""), flush=True)
-    peak = chosen.peak_flops or hardware.find_peak(device).flops
+    peak = options.peak_flops or hardware.find_peak(device).flops
     for head, length in itertools.product(heads, lengths):
         row = {"head": head, "length": length}
         try:
-            cost = measure_step(chosen, head, length, target)
+            cost = measure_step(options, head, length, target)
             row |= asdict(cost) | {"tokens_per_second": cost.tokens_per_second, "mfu": cost.mfu(peak)}
         except (RuntimeError, MemoryError) as error:
-            if devices.out_of_memory(error) is None:
+            if devices.describe_out_of_memory(error) is None:
                 raise
             row["error"] = "out of memory"
         rows.append(row)
     print(common.format_rows(rows))
-    if chosen.out:
-        files.write_text(Path(chosen.out), json.dumps(rows, indent=2) + "\n")
+    if options.out:
+        files.write_text(Path(options.out), json.dumps(rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run_main(main)

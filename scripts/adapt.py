@@ -13,16 +13,16 @@ measured and decided. After Ctrl-C the same command continues. docs/adapting.md 
 from specdec.options.command_line import read_command
 
 from specdec.core import progress
-from specdec.options.run_command import run
+from specdec.options.run_command import run_command
 from specdec.tools.adapt.adapt import AdaptOptions, run_adaptations
 from train.settings import hydra_text
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = read_command("adapt", AdaptOptions, __doc__, arguments)
-    hydra_text.check(options.training, "training.")
+    hydra_text.check_options(options.training, "training.")
     run_adaptations(options, progress.Results())
 
 
 if __name__ == "__main__":
-    run(main, AdaptOptions)
+    run_command(main, AdaptOptions)

@@ -12,7 +12,7 @@ from specdec.options.command_line import read_command
 
 from specdec.core import progress
 from specdec.measuring.answer_prompts import AnswerOptions, answer_prompts
-from specdec.options.run_command import run
+from specdec.options.run_command import run_command
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -20,4 +20,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main, AnswerOptions)
+    run_command(main, AnswerOptions)

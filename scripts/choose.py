@@ -12,15 +12,15 @@ and lines that start engines. predicted=OUT of evaluate and judge puts these spe
 from specdec.options.command_line import read_command
 
 from specdec.core import progress
-from specdec.options.run_command import run
-from specdec.tools.choose.choose import choose
+from specdec.options.run_command import run_command
+from specdec.tools.choose.choose import choose_drafter
 from specdec.tools.choose.task import ChooseOptions
-from specdec.tools.suites.suites import presets_of
+from specdec.tools.suites.suites import list_presets
 
 
 def main(arguments: list[str] | None = None) -> None:
-    choose(read_command("choose", ChooseOptions, __doc__, arguments, presets=presets_of), progress.Results())
+    choose_drafter(read_command("choose", ChooseOptions, __doc__, arguments, presets=list_presets), progress.Results())
 
 
 if __name__ == "__main__":
-    run(main, ChooseOptions)
+    run_command(main, ChooseOptions)

@@ -19,7 +19,7 @@ from specdec import loading
 from specdec.core import progress
 from specdec.core.option_types import Count, Options, Text
 from specdec.options.command_types import OutputFolder, TemplateSettings
-from specdec.options.run_command import run
+from specdec.options.run_command import run_command
 from specdec.options.target import TokenizerOptions
 from specdec.proposers import datastore
 from specdec.proposers.datastore_texts import read_texts
@@ -44,31 +44,31 @@ def main(arguments: list[str] | None = None) -> None:
         raise ValueError(f"{out} exists; choose another out=FOLDER or delete it.")
     console = progress.Results()
 
-    start = time.perf_counter()
+    start_time = time.perf_counter()
     tokenizer = load_tokenizer(options.target.name, trust_remote_code=options.target.trust_remote_code)
     template = loading.read_template(options.template, tokenizer)
-    read = read_texts(options.data, tokenizer, split=options.split, limit=options.limit, arguments=template)
-    texts = list(progress.track(read, "tokenising", unit="texts"))
+    texts_of_rows = read_texts(options.data, tokenizer, split=options.split, limit=options.limit, arguments=template)
+    texts = list(progress.track_items(texts_of_rows, "tokenising", unit="texts"))
     if not texts:
         raise ValueError(f"data={options.data} holds no text, so there is nothing to retrieve: give some with text.")
-    tokenised = time.perf_counter()
-    tokens = datastore.join(texts)
-    rounds = lambda each: progress.track(each, "sorting", unit="rounds")
+    tokenised_time = time.perf_counter()
+    tokens = datastore.join_texts(texts)
+    rounds = lambda items: progress.track_items(items, "sorting", unit="rounds")
     document = {
-        "tokenizer_fingerprint": token_text.fingerprint(tokenizer),
+        "tokenizer_fingerprint": token_text.digest_vocabulary(tokenizer),
         "num_texts": len(texts),
         "length": options.length,
         "source": Path(options.data).name,
         "limit": options.limit,
         "versions": {module.__name__: module.__version__ for module in (specdec, transformers, numpy)},
     }
-    datastore.write(out, tokens, datastore.sort(tokens, options.length, progress=rounds), document)
-    size, end = sum(path.stat().st_size for path in out.iterdir()), time.perf_counter()
+    datastore.write_datastore(out, tokens, datastore.sort_places(tokens, options.length, progress=rounds), document)
+    size, end_time = sum(path.stat().st_size for path in out.iterdir()), time.perf_counter()
     console.print(
-        f"{out}: {sum(map(len, texts)):,} tokens in {len(texts):,} texts, {size / 1e6:.1f} MB; {end - start:.0f} s, "
-        f"{tokenised - start:.0f} s of them for tokenising"
+        f"{out}: {sum(map(len, texts)):,} tokens in {len(texts):,} texts, {size / 1e6:.1f} MB; {end_time - start_time:.0f} s, "
+        f"{tokenised_time - start_time:.0f} s of them for tokenising"
     )
 
 
 if __name__ == "__main__":
-    run(main, DatastoreOptions)
+    run_command(main, DatastoreOptions)

@@ -18,12 +18,12 @@ from specdec.options.command_line import read_command, split_list
 from specdec.core import extensions, progress
 from specdec.measuring import questions
 from specdec.measuring.evaluate import EvaluateOptions, evaluate, predict_nothing
-from specdec.options.run_command import run
+from specdec.options.run_command import run_command
 
 
 def main(arguments: list[str] | None = None) -> None:
     suites, choice = extensions.find_tool("suites.suites"), extensions.find_tool("choose.choice")
-    presets = suites.presets_of if suites else lambda texts: {}
+    presets = suites.list_presets if suites else lambda texts: {}
     options = read_command("evaluate", EvaluateOptions, __doc__, arguments, presets=presets)
     read = suites.read_questions if suites else questions.read_questions
     predict = choice.read_predictions(options.predicted) if choice else predict_nothing
@@ -31,4 +31,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main, EvaluateOptions)
+    run_command(main, EvaluateOptions)

@@ -15,7 +15,7 @@ from specdec.options.command_line import read_command
 
 from specdec.measuring.exporting import ExportOptions, export_checkpoint
 from specdec.measuring.sharing import share_checkpoint
-from specdec.options.run_command import run
+from specdec.options.run_command import run_command
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -27,4 +27,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main, ExportOptions)
+    run_command(main, ExportOptions)

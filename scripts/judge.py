@@ -11,17 +11,17 @@ rows.jsonl with each finished group of requests, so that after Ctrl-C or a kill 
 from specdec.options.command_line import read_command, split_list
 
 from specdec.core import progress
-from specdec.options.run_command import run
+from specdec.options.run_command import run_command
 from specdec.tools.choose.choice import read_predictions
-from specdec.tools.judge.judge import JudgeOptions, judge
-from specdec.tools.suites.suites import presets_of, read_questions
+from specdec.tools.judge.judge import JudgeOptions, judge_server
+from specdec.tools.suites.suites import list_presets, read_questions
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = read_command("judge", JudgeOptions, __doc__, arguments, presets=presets_of)
+    options = read_command("judge", JudgeOptions, __doc__, arguments, presets=list_presets)
     question_set = read_questions(options, split_list(options.checkpoint))
-    judge(options, question_set, read_predictions(options.predicted), progress.Results())
+    judge_server(options, question_set, read_predictions(options.predicted), progress.Results())
 
 
 if __name__ == "__main__":
-    run(main, JudgeOptions)
+    run_command(main, JudgeOptions)

@@ -21,7 +21,7 @@ from specdec import loading
 from specdec.core.option_types import Text, prefix_option_names
 from specdec.engines.launch import EngineOptions, check_interpreter, make_command, open_folder, run_server
 from specdec.options import config_files
-from specdec.options.run_command import run
+from specdec.options.run_command import run_command
 from specdec.options.target import TargetOptions
 from specdec.target.model import Target
 
@@ -47,15 +47,15 @@ def choose_layers(target: Target, *, heads: str, layers: str | None = None) -> l
             return sorted({*target.layer_ids(sorted(json.loads(layers))), target.num_layers})
         except (TypeError, ValueError) as error:
             raise ValueError(f"layers={layers} must be a list of numbers, such as [2,15,28]. {error}") from None
-    found = {target.num_layers}
+    layer_ids = {target.num_layers}
     for name in split_list(heads):
         files = config_files.list_files("head")
         if name not in files:
             raise ValueError(f"heads={name}: there is no head of that name. There are {', '.join(files)}.")
-        found |= set(
+        layer_ids |= set(
             instantiate(OmegaConf.load(files[name]).drafter, target, vocab=None, _convert_="all").target_layers
         )
-    return sorted(found)
+    return sorted(layer_ids)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -79,4 +79,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main, LaunchOptions)
+    run_command(main, LaunchOptions)

@@ -11,7 +11,7 @@ from specdec.options.command_line import read_command
 
 from specdec.core import progress
 from specdec.measuring.replay import ReplayOptions, replay_heads
-from specdec.options.run_command import run
+from specdec.options.run_command import run_command
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -19,4 +19,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main, ReplayOptions)
+    run_command(main, ReplayOptions)

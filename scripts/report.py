@@ -14,8 +14,8 @@ from pathlib import Path
 from specdec.core import progress
 from specdec.core.option_types import Options, Text
 from specdec.measuring import results
-from specdec.measuring.results_page import to_terminal
-from specdec.options.run_command import run
+from specdec.measuring.results_page import make_terminal_table
+from specdec.options.run_command import run_command
 from train.show import run_page
 
 
@@ -30,12 +30,12 @@ def main(arguments: list[str] | None = None) -> None:
     if (options.run is None) == (not options.results):
         raise ValueError("Give run=FOLDER of a training run, or results=FOLDER,FOLDER of specdec evaluate.")
     if options.run is not None:
-        return console.say(f"written: {run_page.write(Path(options.run))}")
-    found = results.read_all(split_list(options.results))
-    for sentence in results.find_differences(found):
+        return console.say(f"written: {run_page.write_page(Path(options.run))}")
+    documents = results.read_all_results(split_list(options.results))
+    for sentence in results.find_differences(documents):
         console.say(sentence)
-    console.print(to_terminal("Side by side", results.tabulate_side_by_side(found)))
+    console.print(make_terminal_table("Side by side", results.tabulate_side_by_side(documents)))
 
 
 if __name__ == "__main__":
-    run(main, ReportOptions)
+    run_command(main, ReportOptions)

@@ -13,13 +13,13 @@ docs/serving.md says when to serve with vLLM, SGLang or llama.cpp instead.
 
 from specdec.options.command_line import read_command
 
-from specdec.options.run_command import run
-from specdec.tools.server.serve import ServeOptions, find_presets, serve
+from specdec.options.run_command import run_command
+from specdec.tools.server.serve import ServeOptions, find_presets, run_server
 
 
 def main(arguments: list[str] | None = None) -> None:
-    serve(read_command("serve", ServeOptions, __doc__, arguments, presets=find_presets))
+    run_server(read_command("serve", ServeOptions, __doc__, arguments, presets=find_presets))
 
 
 if __name__ == "__main__":
-    run(main, ServeOptions)
+    run_command(main, ServeOptions)

@@ -11,11 +11,11 @@ from specdec import loading
 from specdec.core import progress
 from specdec.core.option_types import Count, Options, Text, Whole
 from specdec.options.command_types import TemplateSettings
-from specdec.options.run_command import run
+from specdec.options.run_command import run_command
 from specdec.options.target import TokenizerOptions
 from specdec.target.model import load_tokenizer
-from specdec.text.conversations import encode, show
-from specdec.text.reading import at, check_messages, name_row, read_rows
+from specdec.text.conversations import encode, show_row
+from specdec.text.reading import check_messages, name_location, name_row, read_rows
 
 
 class ShowDataOptions(Options):
@@ -36,15 +36,15 @@ def main(arguments: list[str] | None = None) -> None:
     numbered = enumerate(read_rows(options.data, options.split))
     for number, (place, fields) in itertools.islice(numbered, options.row, options.row + options.num):
         check_messages(fields, place)
-        with at(place):
+        with name_location(place):
             rows.append(encode(tokenizer, name_row(fields, number, template)))
     if not rows:
         raise ValueError(f"{options.data} has no row {options.row}. Choose a smaller row=.")
     for row in rows:
         left_out = f", {row.num_left_out} earlier answers left out" if row.num_left_out else ""
         console.rule(f"{row.id}  {row.category}  {len(row.tokens)} tokens, {sum(row.mask)} supervised{left_out}")
-        console.print(show(tokenizer, row))
+        console.print(show_row(tokenizer, row))
 
 
 if __name__ == "__main__":
-    run(main, ShowDataOptions)
+    run_command(main, ShowDataOptions)

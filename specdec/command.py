@@ -22,7 +22,7 @@ def find_verbs() -> dict[str, Path]:
     return dict(sorted((files | {TRAIN: HOME / "train.py"}).items()))
 
 
-def describe(verbs: dict[str, Path]) -> str:
+def describe_verbs(verbs: dict[str, Path]) -> str:
     """What `specdec --help` prints: the first line of each verb's docstring."""
     lines = [
         "specdec VERB key=value ..  trains drafters for speculative decoding, decodes with them and measures them.",
@@ -34,7 +34,7 @@ def describe(verbs: dict[str, Path]) -> str:
     return "\n".join([*lines, "", "specdec VERB --help lists the options of a verb."])
 
 
-def refuse(verb: str, verbs: dict[str, Path]) -> SystemExit:
+def make_verb_error(verb: str, verbs: dict[str, Path]) -> SystemExit:
     """The error for a verb that does not exist."""
     close = difflib.get_close_matches(verb, verbs, n=1, cutoff=0.5)
     guess = f" Did you mean {close[0]!r}?" if close else ""
@@ -50,15 +50,15 @@ def run_verb(path: Path, arguments: list[str]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """The entry point. arguments: None: the command line"""
-    verb, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    verb, *verb_arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     verbs, verb = find_verbs(), verb.replace("-", "_") if not verb.startswith("-") else verb
     if verb in ("-h", "--help", "help"):
-        print(describe(verbs))
+        print(describe_verbs(verbs))
         return
     if verb not in verbs:
-        raise refuse(verb, verbs)
+        raise make_verb_error(verb, verbs)
     try:
-        run_verb(verbs[verb], rest)
+        run_verb(verbs[verb], verb_arguments)
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
         if package in ("specdec", "scripts", TRAIN):
@@ -66,12 +66,12 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(
             f"error: specdec {verb} needs the package {package}, which is not installed: pip install 'specdec[train]'."
         ) from error
-    except SystemExit as ended:
-        said = str(ended.code)
-        if not IN_CLONE and any(f"{before}{name}" in said for name in CLONE_FILES for before in (" ", "=")):
+    except SystemExit as exit_error:
+        message = str(exit_error.code)
+        if not IN_CLONE and any(f"{separator}{name}" in message for name in CLONE_FILES for separator in (" ", "=")):
             raise SystemExit(
-                f"{said} (data/, targets/ and checkpoints/shipped are folders of the clone: work there, or name other files.)"
-            ) from ended
+                f"{message} (data/, targets/ and checkpoints/shipped are folders of the clone: work there, or name other files.)"
+            ) from exit_error
         raise
 
 

@@ -35,7 +35,7 @@ from specdec.core.constraint import Constraint, ConstraintSource
 from specdec.core.generation import Generation, Round
 from specdec.core.sampling import Sampling
 from specdec.decoding.drafting import Drafting
-from specdec.proposers.auto import Auto
+from specdec.proposers.auto import AutoProposer
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.target import attention
@@ -55,7 +55,7 @@ MODEL_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values", "use_cac
 
 
 @dataclass(frozen=True)
-class _Loaded:
+class _LoadedDrafter:
     """A drafter beside the model that it was loaded for."""
 
     weights: list[tuple[int, int]]  # of each parameter, its address and how often it was changed in place
@@ -95,7 +95,7 @@ class Speculative:
         self._folder, self._decode, self._tokenizer, self._grammar = checkpoint, decode, tokenizer, grammar
         self._begin_constraint = functools.lru_cache(maxsize=1)(self._compile)
         self.last: Generation | None = None
-        self._loaded: _Loaded | None = None
+        self._loaded: _LoadedDrafter | None = None
 
     def __call__(
         self,
@@ -112,7 +112,7 @@ class Speculative:
         _check_settings(model, generation_config, model_kwargs)
         sampling = _read_sampling(logits_processor, bool(generation_config.do_sample))
         mask = _read_mask(input_ids, model_kwargs)
-        pad = _find_pad(generation_config, stopping_criteria)
+        pad = _find_pad_token(generation_config, stopping_criteria)
         num_new = (stopping_criteria.max_length or generation_config.max_length) - input_ids.shape[1]
         prompts = [tokens[real].tolist() for tokens, real in zip(input_ids, mask)]
         result = Generation([[] for _ in prompts], [[] for _ in prompts])
@@ -126,7 +126,7 @@ class Speculative:
             rounds = decoder.stream(
                 prompts, max(1, num_new), penalised=penalised, result=result, constraints=constraints
             )
-            sequences = _hand_out(rounds, result, input_ids, stopping_criteria, pad, token_streamer)
+            sequences = _emit_answers(rounds, result, input_ids, stopping_criteria, pad, token_streamer)
         self.last = result
         if generation_config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]  # they are whole numbers
@@ -146,7 +146,7 @@ class Speculative:
         assert self._grammar is not None and self._tokenizer is not None
         return self._grammar.compile(self._tokenizer, vocab_size, set(stop))
 
-    def _load(self, model: PreTrainedModel) -> _Loaded:
+    def _load(self, model: PreTrainedModel) -> _LoadedDrafter:
         """The drafter for this model; it is loaded again only for another model, or if the weights have changed."""
         weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()]
         if self._loaded and self._loaded.model is model and self._loaded.weights == weights:
@@ -154,13 +154,13 @@ class Speculative:
         self._loaded = None
         folder = checkpoint.resolve(self._folder)
         document = checkpoint.read_document(folder)
-        if checkpoint.drafter_class(str(document.get("_target_"))).adapts_target:
+        if checkpoint.load_head_class(str(document.get("_target_"))).adapts_target:
             raise ValueError(
                 f"{folder} adapts its target, which would change your model: decode with specdec.decoding.decoder.Decoder and a Target "
                 "of its own, or take a checkpoint that does not change its target."
             )
         target = Target(model, name=model.name_or_path or type(model).__name__)
-        choice = precision.choose(target.device)
+        choice = precision.choose_dtype(target.device)
         if target.dtype == torch.bfloat16 and choice.dtype == "float32":
             warnings.warn(
                 f"The model is in bfloat16, but {choice.reason}: load it with dtype=torch.float32.", stacklevel=2
@@ -170,12 +170,12 @@ class Speculative:
         drafting = self._decode or Drafting(min(2, drafter.depth or 2))
         proposer = drafting.proposer(drafter)
         if self._decode is None and isinstance(proposer, HeadProposer):
-            proposer = Auto.usual(target, proposer)
-        self._loaded = _Loaded(weights, model, target, drafting, proposer, drafting.runner())
+            proposer = AutoProposer.make_default(target, proposer)
+        self._loaded = _LoadedDrafter(weights, model, target, drafting, proposer, drafting.runner())
         return self._loaded
 
 
-def _hand_out(
+def _emit_answers(
     rounds: Iterator[Round],
     result: Generation,
     input_ids: Tensor,
@@ -192,15 +192,15 @@ def _hand_out(
     if streamer is not None:
         streamer.put(input_ids.cpu())  # as `generate` does
     awaited = list(range(len(input_ids)))  # rows whose next token is not padding
-    lengths, num = [0] * len(input_ids), 0
+    lengths, num_columns = [0] * len(input_ids), 0
     for emitted in rounds:
         for answer, tokens in zip(result.tokens, emitted.tokens):
             answer += tokens
-        while awaited and all(len(result.tokens[row]) > num for row in awaited):
+        while awaited and all(len(result.tokens[row]) > num_columns for row in awaited):
             column = [pad] * len(input_ids)
             for row in awaited:
-                column[row], lengths[row] = result.tokens[row][num], num + 1
-            num += 1
+                column[row], lengths[row] = result.tokens[row][num_columns], num_columns + 1
+            num_columns += 1
             new = torch.tensor(column, device=input_ids.device)
             input_ids = torch.cat([input_ids, new[:, None]], dim=1)
             running &= ~criteria(input_ids, None)  # type: ignore[arg-type]  # as in `generate` without output_scores
@@ -220,11 +220,11 @@ def _hand_out(
 
 def _cut_counts(accepted: list[int], length: int) -> list[int]:
     """The drafts emitted by each round, of those rounds that an answer of `length` tokens consists of."""
-    counts, left = [], length - 1
+    counts, tokens_left = [], length - 1
     for count in accepted:
-        if left > 0:
-            counts.append(min(count, left - 1))
-        left -= count + 1
+        if tokens_left > 0:
+            counts.append(min(count, tokens_left - 1))
+        tokens_left -= count + 1
     return counts
 
 
@@ -234,8 +234,8 @@ def _borrow_model(model: PreTrainedModel) -> Iterator[None]:
     config = model.config.get_text_config()
     implementation = config._attn_implementation
     training = [module for module in model.modules() if module.training]
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    config._attn_implementation = attention.implementation(type(model))
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    config._attn_implementation = attention.choose_implementation(type(model))
     try:
         model.eval()
         yield
@@ -243,18 +243,18 @@ def _borrow_model(model: PreTrainedModel) -> Iterator[None]:
         config._attn_implementation = implementation
         for module in training:
             module.training = True
-        for parameter in learning:
+        for parameter in trainable:
             parameter.requires_grad_(True)
 
 
-def _refusal(setting: str, advice: str) -> ValueError:
+def _make_refusal(setting: str, advice: str) -> ValueError:
     return ValueError(f"Speculative cannot honour {setting}: {advice}, or call generate without custom_generate.")
 
 
 def _check_settings(model: PreTrainedModel, config: GenerationConfig, arguments: dict[str, Any]) -> None:
     """Raises ValueError for what the decoder does not support."""
     mode, cache = config.get_generation_mode(), arguments.get("past_key_values")
-    others = [name for name, value in arguments.items() if value is not None and value is not False]
+    unsupported = [name for name, value in arguments.items() if value is not None and value is not False]
     own_cache = cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length())
     refused = [
         (model.config.is_encoder_decoder, "an encoder and decoder", "take a decoder-only model"),
@@ -266,11 +266,11 @@ def _check_settings(model: PreTrainedModel, config: GenerationConfig, arguments:
         (config.prefill_chunk_size is not None, "prefill_chunk_size", "prompts are read at once, so set it to None"),
         (own_cache, "past_key_values", "it keeps a cache of its own, so pass the whole prompt and no cache"),
         *((name not in MODEL_ARGUMENTS, name, "it takes token ids and their attention_mask, so leave it out")
-          for name in others),
+          for name in unsupported),
     ]  # fmt: skip
     for wrong, setting, advice in refused:
         if wrong:
-            raise _refusal(setting, advice)
+            raise _make_refusal(setting, advice)
 
 
 def _read_sampling(processors: LogitsProcessorList, do_sample: bool) -> Sampling:
@@ -278,22 +278,24 @@ def _read_sampling(processors: LogitsProcessorList, do_sample: bool) -> Sampling
     kinds: list[type] = [type(processor) for processor in processors]
     by_kind: dict[type, Any] = dict(zip(kinds, processors))
     penalty, temperature, top_k, top_p = (by_kind.get(kind) for kind in PROCESSORS[:4])
-    usual = not (penalty and penalty.prompt_ignore_length) and not (top_p and top_p.min_tokens_to_keep != 1)
-    usual &= all(warper.filter_value == -torch.inf for warper in (top_k, top_p) if warper)
-    if [kind for kind in PROCESSORS if kind in kinds] != kinds or not usual:
-        known = ", ".join(kind.__name__ for kind in PROCESSORS)
-        raise _refusal(
+    has_usual_settings = not (penalty and penalty.prompt_ignore_length) and not (
+        top_p and top_p.min_tokens_to_keep != 1
+    )
+    has_usual_settings &= all(warper.filter_value == -torch.inf for warper in (top_k, top_p) if warper)
+    if [kind for kind in PROCESSORS if kind in kinds] != kinds or not has_usual_settings:
+        processor_names = ", ".join(kind.__name__ for kind in PROCESSORS)
+        raise _make_refusal(
             f"the logits processors {', '.join(kind.__name__ for kind in kinds)}",
-            f"it has {known}, each once, in this order and with their usual settings; leave out others",
+            f"it has {processor_names}, each once, in this order and with their usual settings; leave out others",
         )
-    strength = penalty.penalty if penalty else 1.0
+    penalty_factor = penalty.penalty if penalty else 1.0
     if not do_sample:  # the best token stays the best at any temperature
-        return Sampling(repetition_penalty=strength)
+        return Sampling(repetition_penalty=penalty_factor)
     return Sampling(
         temperature.temperature if temperature else 1.0,
         top_k.top_k if top_k else None,
         top_p.top_p if top_p else None,
-        strength,
+        penalty_factor,
     )
 
 
@@ -302,15 +304,15 @@ def _read_mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask
     if mask.shape != input_ids.shape or not mask[:, -1].all():
-        raise _refusal("this attention_mask", 'pad prompts on the left (tokenizer.padding_side="left")')
+        raise _make_refusal("this attention_mask", 'pad prompts on the left (tokenizer.padding_side="left")')
     mask = mask.bool()
     positions = model_kwargs.get("position_ids")
     if positions is not None and bool((positions != mask.cumsum(-1) - 1)[mask].any()):
-        raise _refusal("these position_ids", "leave them out, and positions count the tokens of each prompt")
+        raise _make_refusal("these position_ids", "leave them out, and positions count the tokens of each prompt")
     return mask
 
 
-def _find_pad(config: GenerationConfig, criteria: StoppingCriteriaList) -> int | None:
+def _find_pad_token(config: GenerationConfig, criteria: StoppingCriteriaList) -> int | None:
     """What `generate` puts behind an answer that ended; None where it lets such an answer go on, without an eos token."""
     if not any(hasattr(criterion, "eos_token_id") for criterion in criteria):
         return None

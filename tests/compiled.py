@@ -39,7 +39,7 @@ def check_same(compiled: Decoder, plain: Decoder, prompts, num: int) -> None:
     """Rows leave the batch of the decoder that compiles nothing; each has random numbers of its own."""
     seeds = list(range(len(prompts)))
     decoders = {"compiled": compiled, "plain": plain}
-    found = decode_side_by_side(decoders, prompts, num, rows=len(prompts), seeds=seeds)
+    found = decode_side_by_side(decoders, prompts, num, batch=len(prompts), seeds=seeds)
     for generation, reference in zip(found["compiled"], found["plain"], strict=True):
         assert generation.tokens == reference.tokens
         assert generation.accepted == reference.accepted

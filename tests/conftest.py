@@ -12,7 +12,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from specdec.core import progress
-from specdec.core.hub import fetch
+from specdec.core.hub import fetch_checkpoint
 from specdec.proposers import costs
 from specdec.target.model import Target
 from tests.compiler import missing
@@ -30,7 +30,7 @@ from tests.support import (
     train_overrides,
     write_rows,
 )
-from train.settings.hydra_text import as_written, search_path
+from train.settings.hydra_text import make_search_path, quote_arguments
 
 NUM_THREADS = os.environ.get("TEST_THREADS", "1")
 torch.set_num_threads(int(NUM_THREADS))
@@ -132,9 +132,9 @@ def hub(tmp_path, monkeypatch):
                             "HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}.items():  # fmt: skip
             monkeypatch.setattr(huggingface_hub.constants, name, value)
         monkeypatch.setenv("HF_TOKEN", "hf_user")
-        fetch.cache_clear()
+        fetch_checkpoint.cache_clear()
         yield served
-        fetch.cache_clear()
+        fetch_checkpoint.cache_clear()
         huggingface_hub.close_session()
 
 
@@ -170,7 +170,7 @@ def run_script(monkeypatch, capsys):
 
     before = os.environ.get(progress.VARIABLE)
     yield run
-    progress.choose(before or "auto", main=True)  # not what a script of this test was told by progress=
+    progress.choose_mode(before or "auto", main=True)  # not what a script of this test was told by progress=
     if before is None:
         del os.environ[progress.VARIABLE]
 
@@ -214,9 +214,11 @@ def fit(folder, tmp_path, monkeypatch):
     """fit(run, "key=value", ...): trains a short run in a new working directory -> exit status"""
     monkeypatch.chdir(tmp_path)
 
-    def run(name, *more):
+    def run(name, *overrides):
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            config = compose("train", overrides=[*as_written(train_overrides(folder, name, *more)), search_path()])
+            config = compose(
+                "train", overrides=[*quote_arguments(train_overrides(folder, name, *overrides)), make_search_path()]
+            )
         (tmp_path / "checkpoints" / name).mkdir(parents=True, exist_ok=True)
         return train_command().fit(config)
 

@@ -13,23 +13,23 @@ ASKS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 TAIL = "{{ '<|im_end|>\n' }}{% endfor %}" + ASKS
 
 
-def conversations(path: Path, num: int, *, first: int = 0, **more) -> str:
+def conversations(path: Path, num: int, *, first: int = 0, **fields) -> str:
     """Writes rows with answers of different lengths. -> the path"""
     rows = []
     for n in range(first, first + num):
         counted = " ".join(map(str, range(n, n + 3 + n * n % 17)))
-        rows.append({"id": f"{path.stem}-{n}", **more, "messages": pair(f"Count from {n}.", counted)})
+        rows.append({"id": f"{path.stem}-{n}", **fields, "messages": pair(f"Count from {n}.", counted)})
     write_rows(path, rows)
     return str(path)
 
 
-def pair(question: str, answer: str, **more) -> list[dict]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **more}]
+def pair(question: str, answer: str, **fields) -> list[dict]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **fields}]
 
 
-def as_row(messages: list[dict], **more) -> dict:
+def as_row(messages: list[dict], **fields) -> dict:
     """A row as reading.load_conversations gives it."""
-    return {"id": "row 7", "category": "all", "messages": messages, **more}
+    return {"id": "row 7", "category": "all", "messages": messages, **fields}
 
 
 def with_template(template: str | None) -> PreTrainedTokenizerBase:

@@ -23,7 +23,7 @@ class TinyEngine(SmallServer):
     def __init__(self, target: Target, layers: list[int], folder: Path):
         super().__init__(self._reply)
         self.target, self.layers, self.folder = target, layers, folder
-        self.spoil: Callable[[int, dict], object] = lambda number, made: None
+        self.spoil: Callable[[int, dict], object] = lambda number, reply: None
         self.one_by_one = threading.Lock()
         self.completions: list[dict] = []  # the bodies of requests
 
@@ -48,19 +48,21 @@ class TinyEngine(SmallServer):
             path = self.folder / f"{number}.safetensors"
             finish = "stop" if new[-1] in stop else "length"
             answer = {"choices": [{"token_ids": new, "text": "", "finish_reason": finish}], "kv_transfer_params": {"hidden_states_path": str(path)}}  # fmt: skip
-            made = {"answer": answer, "tensors": tensors, "about": {"layers": json.dumps(self.layers)}}
-            self.spoil(number, made)
-            if made["tensors"] is not None:
+            reply = {"answer": answer, "tensors": tensors, "about": {"layers": json.dumps(self.layers)}}
+            self.spoil(number, reply)
+            if reply["tensors"] is not None:
                 safetensors.torch.save_file(
-                    {name: value.contiguous() for name, value in made["tensors"].items()}, path, metadata=made["about"]
+                    {name: value.contiguous() for name, value in reply["tensors"].items()},
+                    path,
+                    metadata=reply["about"],
                 )
-            return made["answer"]
+            return reply["answer"]
 
     @torch.no_grad()
     def _read(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """-> [t, layers, D], [t, D]"""
         before: list[torch.Tensor] = []
-        hook = self.target.norm.register_forward_pre_hook(lambda module, given: before.append(given[0]))
+        hook = self.target.norm.register_forward_pre_hook(lambda module, inputs: before.append(inputs[0]))
         inner = tuple(layer for layer in self.layers if layer < self.target.num_layers)
         output = self.target.read(torch.tensor([tokens]), inner)
         hook.remove()

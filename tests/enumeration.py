@@ -31,7 +31,7 @@ TEXTS = list(itertools.product(range(V), repeat=DEPTH + 1))
 PREFIXES = [prefix for length in range(DEPTH + 1) for prefix in itertools.product(range(V), repeat=length)]
 CHAIN_PARENTS = [-1, 0, 1, 2]
 BUSH_PARENTS = [-1, 0, 0, 1, 1, 3]  # neither its order of nodes nor the reverse is a post-order
-LOSSLESS = [rules.sample, rules.block]
+LOSSLESS = [rules.accept_tokens, rules.accept_blocks]
 
 
 class Enumerate:
@@ -42,25 +42,25 @@ class Enumerate:
     """
 
     def __init__(self, scripts: list[list[int]]):
-        self.scripts, self.others = scripts, []
-        self.taken, self.weights = [[] for _ in scripts], [1.0] * len(scripts)
+        self.scripts, self.branches = scripts, []
+        self.choices, self.weights = [[] for _ in scripts], [1.0] * len(scripts)
 
-    def token(self, distribution, where):
+    def token(self, distribution, row_mask):
         picked = torch.zeros(len(self.scripts), dtype=torch.long)
-        for row in where.nonzero()[:, 0].tolist():
-            weights, taken = distribution[row].tolist(), self.taken[row]
+        for row in row_mask.nonzero()[:, 0].tolist():
+            weights, row_choices = distribution[row].tolist(), self.choices[row]
             possible = [index for index, weight in enumerate(weights) if weight > 0]
-            if len(taken) < len(self.scripts[row]):
-                possible = [self.scripts[row][len(taken)]]
-            self.others += [(row, [*taken, index]) for index in possible[1:]]
+            if len(row_choices) < len(self.scripts[row]):
+                possible = [self.scripts[row][len(row_choices)]]
+            self.branches += [(row, [*row_choices, index]) for index in possible[1:]]
             self.weights[row] *= weights[possible[0]]
             picked[row] = possible[0]
-            taken.append(possible[0])
+            row_choices.append(possible[0])
         return picked
 
-    def accept(self, probability, where):
+    def accept(self, probability, row_mask):
         probability = probability.clamp(max=1)
-        return self.token(torch.stack([1 - probability, probability], dim=1), where) == 1
+        return self.token(torch.stack([1 - probability, probability], dim=1), row_mask) == 1
 
 
 def rows_of(tree: Tree, rows: list[int]) -> Tree:
@@ -84,14 +84,14 @@ def rule_outcomes(rule, tree: Tree, probs: torch.Tensor):
     while pending:
         rows = [row for row, _ in pending]
         draws = Enumerate([script for _, script in pending])
-        part = rows_of(tree, rows)
-        path, num_kept, next_token = rule(part, probs[rows], draws)
+        rows_tree = rows_of(tree, rows)
+        path, num_kept, next_token = rule(rows_tree, probs[rows], draws)
         for place, row in enumerate(rows):
             nodes = path[place, : num_kept[place]]
-            assert nodes[0] == 0 and torch.equal(part.parents[place, nodes[1:]], nodes[:-1])
+            assert nodes[0] == 0 and torch.equal(rows_tree.parents[place, nodes[1:]], nodes[:-1])
             assert not path[place, num_kept[place] :].any()
-            yield row, draws.weights[place], (*part.tokens[place, nodes[1:]].tolist(), int(next_token[place]))
-        pending = [(rows[place], script) for place, script in draws.others]
+            yield row, draws.weights[place], (*rows_tree.tokens[place, nodes[1:]].tolist(), int(next_token[place]))
+        pending = [(rows[place], script) for place, script in draws.branches]
 
 
 def random_laws(seed: int, *, allowed: int = V) -> dict:
@@ -144,7 +144,7 @@ def drafted(name: str, seed: int, allowed: int = V):
     return tree, [1.0]
 
 
-def rule_error(p: dict, rule, parts, probs=None) -> float:
+def rule_error(p: dict, rule, drafts, probs=None) -> float:
     """The largest difference, over TEXTS, between the distribution of decoded texts and the target's distribution.
 
     A decoded text begins with the tokens that the rule emits and continues by the target's distribution.
@@ -156,7 +156,7 @@ def rule_error(p: dict, rule, parts, probs=None) -> float:
         return math.prod(float(p[text[:place]][text[place]]) for place in range(start, len(text)))
 
     emitted_probability = collections.Counter()
-    for tree, weights in parts:
+    for tree, weights in drafts:
         for row, weight, emitted in rule_outcomes(rule, tree, at_nodes(tree, p) if probs is None else probs):
             emitted_probability[emitted] += weights[row] * weight
     distribution = {
@@ -214,13 +214,15 @@ class Switch:
     def uniform(self) -> torch.Tensor:
         return torch.rand(1, 1, generator=self.generator, dtype=torch.float64)
 
-    def token(self, distribution, where):
+    def token(self, distribution, row_mask):
         if self.on:
-            return self.enumeration.token(distribution, where)
-        return specdec_sampling.pick(distribution, self.uniform().expand(len(distribution), 1))
+            return self.enumeration.token(distribution, row_mask)
+        return specdec_sampling.pick_tokens(distribution, self.uniform().expand(len(distribution), 1))
 
-    def accept(self, probability, where):
-        return self.enumeration.accept(probability, where) if self.on else where & (self.uniform()[0] < probability)
+    def accept(self, probability, row_mask):
+        return (
+            self.enumeration.accept(probability, row_mask) if self.on else row_mask & (self.uniform()[0] < probability)
+        )
 
 
 def decoder_outcomes(decoder: Decoder, number: int, *, seed: int, alone: bool, monkeypatch):
@@ -239,8 +241,8 @@ def decoder_outcomes(decoder: Decoder, number: int, *, seed: int, alone: bool, m
             for module in (growth, auto):
                 patch.setattr(
                     module,
-                    "pick",
-                    lambda distribution, uniform, draws=draws, where=everywhere: draws.token(distribution, where),
+                    "pick_tokens",
+                    lambda distribution, uniform, draws=draws, row_mask=everywhere: draws.token(distribution, row_mask),
                 )
             stream, before = decoder.stream([list(PROMPT)] * len(scripts), 50), PROMPT
             for place in range(number + 1):
@@ -251,7 +253,7 @@ def decoder_outcomes(decoder: Decoder, number: int, *, seed: int, alone: bool, m
             stream.close()
         for tokens, weight in zip(emitted, draws.enumeration.weights):
             yield before, weight, tuple(tokens)
-        pending += [script for _, script in draws.enumeration.others]
+        pending += [script for _, script in draws.enumeration.branches]
 
 
 def decoder_error(decoder: Decoder, number: int, *, seed: int = 0, alone: bool = False, monkeypatch) -> float:

@@ -45,7 +45,7 @@ def make_provenance(drafter, **changes) -> Provenance:
         "reads_layers": list(drafter.target_layers),
     }
     fields = {"source": "run/step", "document": document, "target": "tiny", "fingerprint": "f00", "report": None,
-             "served": {}, "data": "rows", "license": "mit", "num_drafts": 3, **changes}  # fmt: skip
+             "served_figures": {}, "training_data": "rows", "license": "mit", "num_drafts": 3, **changes}  # fmt: skip
     return Provenance(**fields)
 
 
@@ -103,7 +103,9 @@ def bring_in(path: Path, target):
 def assert_given_back(path: Path, target, out: Path) -> None:
     """Asserts that format=published writes the folder's own tensors, to the last bit, and its configuration."""
     drafter = bring_in(path, target)
-    checkpoint.save(out / "kept", drafter, {**checkpoint.read_document(path), **published.read(path, target)[0]})
+    checkpoint.save(
+        out / "kept", drafter, {**checkpoint.read_document(path), **published.read_published(path, target)[0]}
+    )
     for head in (drafter, checkpoint.load(out / "kept", target, exact=True)):
         form = make_form(head, "published")
         write_export(form, out / "back", dtype=torch.bfloat16, provenance=make_provenance(head))
@@ -111,9 +113,9 @@ def assert_given_back(path: Path, target, out: Path) -> None:
         before, after = (weights(folder) for folder in (path, out / "back"))
         assert list(before) == list(after)
         assert [(value.dtype, value.shape) for value in before.values()] == [(v.dtype, v.shape) for v in after.values()]
-        differs = [name for name in before if published.digest(before[name]) != published.digest(after[name])]
+        differs = [name for name in before if published.hash_tensor(before[name]) != published.hash_tensor(after[name])]
         assert not differs, differs
-        for name in published.BESIDE:
+        for name in published.SIDE_FILES:
             assert (path / name).exists() == (out / "back" / name).exists()
             if (path / name).exists():
                 contents = [torch.load(folder / name) for folder in (path, out / "back")]
@@ -123,7 +125,7 @@ def assert_given_back(path: Path, target, out: Path) -> None:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """All named tensors of a published folder, in the order of their names."""
-    found = published._open(folder).tensors
+    found = published.open_folder(folder).tensors
     return {name: found[name] for name in sorted(found)}
 
 

@@ -52,15 +52,17 @@ def differing(name: str, whole: list, killed: list) -> list[str]:
 
 def lost_run(whole: Path, killed: Path) -> list[str]:
     """The weights of every checkpoint, the optimizer's last state, the best step, the lines of the log, and features."""
-    one, two = (folder / "checkpoints" / "run" for folder in (whole, killed))
-    last = max(path.name for path in (one / "state").glob("step_??????"))
-    paths = [f"{path.name}/drafter.safetensors" for path in sorted(one.glob("step_??????"))]
+    whole_run, killed_run = (folder / "checkpoints" / "run" for folder in (whole, killed))
+    last = max(path.name for path in (whole_run / "state").glob("step_??????"))
+    paths = [f"{path.name}/drafter.safetensors" for path in sorted(whole_run.glob("step_??????"))]
     paths += [f"state/{last}/optimizer.safetensors", f"state/{last}/drafter.safetensors", "best", "finished"]
-    sentences = [f"{path} differs" for path in paths if (one / path).read_bytes() != (two / path).read_bytes()]
+    sentences = [
+        f"{path} differs" for path in paths if (whole_run / path).read_bytes() != (killed_run / path).read_bytes()
+    ]
     kinds = ("validation", "last", "skipped")
     logs = [
         [(row["step"], row.get("loss"), *(kind in row for kind in kinds)) for row in lines_of(run / "log.jsonl")]
-        for run in (one, two)
+        for run in (whole_run, killed_run)
     ]
     caches = [
         {path.name: path.read_bytes() for path in (folder / "cache").rglob("*.safetensors")}

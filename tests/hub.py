@@ -80,29 +80,29 @@ class Hub:
         raise Refusal(404, f"no such interface: {method} {path}")
 
     def find(self, name: str, user: str | None, *, write: bool = False) -> Repository:
-        found = self.repositories.get(name)
-        if found is None or (found.private and user != name.partition("/")[0]):
+        repository = self.repositories.get(name)
+        if repository is None or (repository.private and user != name.partition("/")[0]):
             raise Refusal(404 if user else 401, "Repository not found", "RepoNotFound")
         if name in self.gated and user != name.partition("/")[0]:
             raise Refusal(403, "you have not accepted its conditions", "GatedRepo")
         if write and user != name.partition("/")[0]:
             raise Refusal(403 if user else 401, "you may not write to it")
-        return found
+        return repository
 
-    def at(self, repository: Repository, revision: str) -> tuple[str, dict[str, bytes]]:
+    def find_revision(self, repository: Repository, revision: str) -> tuple[str, dict[str, bytes]]:
         commit = repository.refs.get(revision, revision)
         if commit not in repository.commits:
             raise Refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return commit, repository.commits[commit]
 
     def create(self, *, user, body):
-        asked = json.loads(body)
-        name = f"{asked['organization'] or user}/{asked['name']}"
+        request = json.loads(body)
+        name = f"{request['organization'] or user}/{request['name']}"
         if user is None or user != name.partition("/")[0]:
             raise Refusal(403 if user else 401, "you may not create it")
         if name in self.repositories:
             return 409, {}, {"url": f"{self.url}/{name}", "error": "exists"}
-        self.repositories[name] = Repository(asked.get("visibility") == "private")
+        self.repositories[name] = Repository(request.get("visibility") == "private")
         self.repositories[name].commit("main", {".gitattributes": b""})
         return 200, {}, {"url": f"{self.url}/{name}"}
 
@@ -124,7 +124,7 @@ class Hub:
 
     def commit(self, name, revision, *, user, body):
         repository = self.find(name, user, write=True)
-        contents = dict(self.at(repository, revision)[1])
+        contents = dict(self.find_revision(repository, revision)[1])
         for line in map(json.loads, body.splitlines()):
             value = line["value"]
             if line["key"] == "file":
@@ -136,16 +136,16 @@ class Hub:
 
     def info(self, name, revision="main", *, user, body):
         repository = self.find(name, user)
-        commit, contents = self.at(repository, revision)
+        commit, contents = self.find_revision(repository, revision)
         return 200, {}, {"id": name, "sha": commit, "private": repository.private, "tags": [],
                          "siblings": [{"rfilename": path} for path in contents]}  # fmt: skip
 
     def tree(self, name, revision, *, user, body):
-        _, contents = self.at(self.find(name, user), revision)
+        _, contents = self.find_revision(self.find(name, user), revision)
         return 200, {}, [entry(path, content) for path, content in contents.items()]
 
     def resolve(self, name, revision, path, *, user, body):
-        commit, contents = self.at(self.find(name, user), revision)
+        commit, contents = self.find_revision(self.find(name, user), revision)
         if path not in contents:
             raise Refusal(404, "no such file", "EntryNotFound")
         content = contents[path]

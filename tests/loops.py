@@ -36,14 +36,14 @@ def logits_of_layers(target: Target, numbers, text: list[int], later: list[int])
 
 
 def tau(accept: torch.Tensor) -> float:
-    """Tokens emitted per round over one answer, accept [K, n] as in `replay.rounds`; nan for an answer without a round."""
+    """Tokens emitted per round over one answer, accept [K, n] as in `replay.count_rounds`; nan for an answer without a round."""
     num_tokens = accept.shape[1]
-    return (num_tokens - 1) / replay.rounds(accept)[0] if num_tokens > 1 else float("nan")
+    return (num_tokens - 1) / replay.count_rounds(accept)[0] if num_tokens > 1 else float("nan")
 
 
 def acceptance(drafter, prompt: list[int], answer: list[int], *, depth: int, temperature: float) -> torch.Tensor:
-    """accept [K, n] for `replay.rounds`, where the target wrote `answer` (n tokens) to `prompt` at this temperature."""
-    return replay.replays(drafter, [(prompt, answer)], depth=depth, temperature=temperature)[0].accept
+    """accept [K, n] for `replay.count_rounds`, where the target wrote `answer` (n tokens) to `prompt` at this temperature."""
+    return replay.replay_answers(drafter, [(prompt, answer)], depth=depth, temperature=temperature)[0].acceptance
 
 
 # The slot rule as a loop
@@ -55,7 +55,7 @@ class DenseKeys:
     def __init__(self):
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # K, V [B, heads, entries, head_dim]
 
-    def look(self, layer: int):
+    def visible_keys(self, layer: int):
         return self.layers[layer]
 
     def update(self, key, value, layer: int) -> None:
@@ -66,20 +66,22 @@ class DenseKeys:
 
     def attend(self, layer: int, query, key, value, mask):
         self.update(key, value, layer)
-        keys, values = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in self.look(layer))
+        keys, values = (
+            part.repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in self.visible_keys(layer)
+        )
         scores = (query @ keys.transpose(2, 3) / query.shape[-1] ** 0.5).masked_fill(~mask, float("-inf"))
         return scores.softmax(-1) @ values
 
 
 @torch.no_grad()
-def follow(drafter, tokens, features, slot: int, depth: int, *, judged: bool = False):
+def follow(drafter, tokens, features, slot: int, depth: int, *, loss_logits: bool = False):
     """The slot rule for one slot: steps 1 .. depth along the given tokens, one step after the other.
 
     It uses neither of the two loops that it checks, the proposer with its cache and the unroll.
     tokens [T]; features [T, F*D], read only before the slot -> states [H] and logits [W] of each step
     judged: the logits that losses judge
     """
-    first, kind = drafter.first_slot, drafter.attends
+    first, kind = drafter.first_slot, drafter.context_kind
     cache, states, logits = DenseKeys(), [], []
     slots = torch.arange(first, slot + 1)  # [S]
     causal = torch.ones(len(slots), len(slots), dtype=torch.bool).tril()
@@ -103,5 +105,5 @@ def follow(drafter, tokens, features, slot: int, depth: int, *, judged: bool = F
             positions = slots + d - 1
             h, readout = drafter.step(d, h, tokens[None, positions], positions[None], mask[None, None], cache)
         states.append(h[0, -1])
-        logits.append((drafter.judged_logits if judged else drafter.logits)(d, readout[:, -1:])[0, 0])
+        logits.append((drafter.loss_logits if loss_logits else drafter.logits)(d, readout[:, -1:])[0, 0])
     return states, logits

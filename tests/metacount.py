@@ -17,7 +17,17 @@ from transformers import PreTrainedConfig
 
 from specdec.core.compile import Runner
 from specdec.target.model import Target
-from train.prepare.count_tensors import GATHERS, GEMMS, LAUNCH, TEXTS, VIEWS, WRITES, Count, bytes_of, tensors_in
+from train.prepare.count_tensors import (
+    GATHERS,
+    LAUNCH_SECONDS,
+    PRODUCT_INDICES,
+    TEXT_ATTENTION,
+    VIEWS,
+    WRITES,
+    OperationCount,
+    count_read_bytes,
+    list_tensors,
+)
 
 
 def meta_target(config: PreTrainedConfig) -> Target:
@@ -27,7 +37,7 @@ def meta_target(config: PreTrainedConfig) -> Target:
 
 def model_block(function: Callable) -> Callable:
     """A stand-in for `torch.compile(function)` while it is counted: the same operations, and one kernel between two products."""
-    known: dict[tuple, Callable] = {}
+    meta_functions: dict[tuple, Callable] = {}
 
     def run(module: torch.nn.Module, *inputs, **options):
         weights = dict(module.named_parameters())
@@ -37,29 +47,32 @@ def model_block(function: Callable) -> Callable:
                 if isinstance(part.__dict__.get("weight"), torch.Tensor)
                 else {}
             )
-        tensors = [*weights.values()] + [each for each in tensors_in(inputs) if each.requires_grad]
+        tensors = [*weights.values()] + [each for each in list_tensors(inputs) if each.requires_grad]
         training = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
-        key = (training, type(module), *(each.shape for each in tensors_in(inputs)))
+        key = (training, type(module), *(each.shape for each in list_tensors(inputs)))
         if not training:
             with _disable_current_modes():
-                graph = make_fx(lambda *given: function(module, *given, **options))(*inputs)
+                graph = make_fx(lambda *inputs_: function(module, *inputs_, **options))(*inputs)
             return _FusedRun(graph)(*inputs)
-        if key not in known:
+        if key not in meta_functions:
             names = list(weights)
 
-            def plain(*given):
-                with _replaced(module, dict(zip(names, given))):
-                    return function(module, *given[len(names) :])
+            def plain(*arguments):
+                with _replaced(module, dict(zip(names, arguments))):
+                    return function(module, *arguments[len(names) :])
 
-            known[key] = aot_function(
+            meta_functions[key] = aot_function(
                 plain, fw_compiler=lambda graph, _: _FusedRun(graph), bw_compiler=lambda graph, _: _FusedRun(graph),
                 partition_fn=min_cut_rematerialization_partition,
             )  # fmt: skip
-            count, Count.current = Count.current, Count()  # the first call traces, which is not counted
+            count, OperationCount.current = (
+                OperationCount.current,
+                OperationCount(),
+            )  # the first call traces, which is not counted
             with _disable_current_modes():
-                known[key](*weights.values(), *inputs)
-            Count.current = count
-        return known[key](*weights.values(), *inputs)
+                meta_functions[key](*weights.values(), *inputs)
+            OperationCount.current = count
+        return meta_functions[key](*weights.values(), *inputs)
 
     return run
 
@@ -71,14 +84,14 @@ def _replaced(module: torch.nn.Module, weights: dict[str, torch.Tensor]):
     for name, value in weights.items():
         place, _, leaf = name.rpartition(".")
         owner = module.get_submodule(place)
-        known = owner._parameters if leaf in owner._parameters else owner.__dict__
-        before.append((known, leaf, known[leaf]))
-        known[leaf] = value
+        tensors = owner._parameters if leaf in owner._parameters else owner.__dict__
+        before.append((tensors, leaf, tensors[leaf]))
+        tensors[leaf] = value
     try:
         yield
     finally:
-        for known, leaf, value in before:
-            known[leaf] = value
+        for tensors, leaf, value in before:
+            tensors[leaf] = value
 
 
 class ModelledRunner(Runner):
@@ -102,21 +115,21 @@ class _FusedRun:
         self.graph = graph
 
     def __call__(self, *inputs):
-        count = Count.current
+        count = OperationCount.current
         with _disable_current_modes():
             run = _Values(self.graph)
             result = run.run(*inputs)
         level: dict[torch.fx.Node, int] = {}
         groups: dict[int, list[torch.fx.Node]] = defaultdict(list)
         for node in self.graph.graph.nodes:
-            before = [(level[each], each) for each in node.all_input_nodes]
+            before = [(level[source], source) for source in node.all_input_nodes]
             level[node] = max((number + (_kind(each) == "product") for number, each in before), default=0)
             if _kind(node) == "product":
                 given = [
                     run.values[each] for each in node.all_input_nodes if isinstance(run.values[each], torch.Tensor)
                 ]
-                args = torch.fx.map_arg(node.args, lambda each: run.values[each])
-                count.add(_name(node), given, tensors_in([run.values[node]]), args)
+                args = torch.fx.map_arg(node.args, lambda source: run.values[source])
+                count.add(_name(node), given, list_tensors([run.values[node]]), args)
             elif _kind(node) == "point":
                 groups[level[node]].append(node)
         for members in groups.values():
@@ -124,15 +137,17 @@ class _FusedRun:
             read = {_source(each) for node in members for each in _read_whole(node)} - inside
             written = {node for node in members if any(_outside(user, inside) for user in node.users)}
             written |= {node.args[2] for node in members if _name(node) in WRITES}  # into a part of a larger tensor
-            moved = sum(bytes_of(each) for node in read | written for each in tensors_in([run.values.get(node)]))
+            moved = sum(
+                count_read_bytes(each) for node in read | written for each in list_tensors([run.values.get(node)])
+            )
             # What was taken out of a larger tensor and is a factor of a product is made by a kernel of its own
             count.launches += 1 + sum(_name(node) == "index" and node in written for node in members)
             count.moved += moved
-            count.seconds += max(LAUNCH, moved / count.bandwidth)
-        old = {each.untyped_storage()._cdata for each in tensors_in(inputs)}
-        for each in tensors_in(result if isinstance(result, list | tuple) else [result]):
+            count.seconds += max(LAUNCH_SECONDS, moved / count.bandwidth)
+        old = {each.untyped_storage()._cdata for each in list_tensors(inputs)}
+        for each in list_tensors(result if isinstance(result, list | tuple) else [result]):
             if each.untyped_storage()._cdata not in old:
-                count._watch(each.untyped_storage())
+                count._watch_storage(each.untyped_storage())
         return result
 
 
@@ -156,7 +171,7 @@ def _kind(node: torch.fx.Node) -> str:
     if node.op != "call_function":
         return "place"
     name = _name(node)
-    if name in GEMMS or name in TEXTS:
+    if name in PRODUCT_INDICES or name in TEXT_ATTENTION:
         return "product"
     return "place" if name in VIEWS or name == "getitem" else "point"
 

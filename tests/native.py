@@ -38,25 +38,25 @@ NAMES = {"qwen3_5_text": QWEN, "qwen3_5_moe_text": QWEN, "qwen3_next": QWEN, "de
 COUNTS = {"qwen3_5_text": "mtp_num_hidden_layers", "qwen3_5_moe_text": "mtp_num_hidden_layers"}
 
 
-def family_of(name: str) -> Family:
+def find_family(name: str) -> Family:
     return next(family for family in FAMILIES if family.model_type == name)
 
 
-def one_layer(family: Family, fields: dict) -> torch.nn.Module:
+def make_one_layer(family: Family, fields: dict) -> torch.nn.Module:
     """A model of the family with one layer of the kind that MTP modules have."""
-    more = {"num_hidden_layers": 1, **fields}
+    layer_fields = {"num_hidden_layers": 1, **fields}
     if "layer_types" in family.fields:
-        more["layer_types"] = [FULL]
+        layer_fields["layer_types"] = [FULL]
     if "first_k_dense_replace" in families.CONFIG_MAPPING[family.model_type]().to_dict():
-        more["first_k_dense_replace"] = 0
-    return families.make(dataclasses.replace(family, fields={**family.fields, **more}))
+        layer_fields["first_k_dense_replace"] = 0
+    return families.make(dataclasses.replace(family, fields={**family.fields, **layer_fields}))
 
 
 def save_native(folder: Path, name: str, *, fields: dict | None = None, shard_size: str = "5GB"):
     """A target of a family with an MTP module -> its folder, the one-layer model that the module's layer is, and its other weights."""
-    family = dataclasses.replace(family_of(name), fields={**family_of(name).fields, **(fields or {})})
+    family = dataclasses.replace(find_family(name), fields={**find_family(name).fields, **(fields or {})})
     families.make(family).save_pretrained(folder, max_shard_size=shard_size)
-    model = one_layer(family, fields or {})
+    model = make_one_layer(family, fields or {})
     torch.manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -64,10 +64,10 @@ def save_native(folder: Path, name: str, *, fields: dict | None = None, shard_si
     model.save_pretrained(folder / "layer")
     layer = read_tensors(folder / "layer" / "model.safetensors")
     width = model.config.hidden_size
-    near = 0.0 if NAMES[name] is QWEN else 1.0  # around which the weights of norms are
-    parts = {part: near + 0.3 * torch.randn(width) for part in ("enorm", "hnorm", "norm")}
-    parts["join"] = 0.2 * torch.randn(width, 2 * width)
-    added = {f"{NAMES[name][part]}.weight": value for part, value in parts.items()}
+    mean_weight = 0.0 if NAMES[name] is QWEN else 1.0  # around which the weights of norms are
+    weights = {label: mean_weight + 0.3 * torch.randn(width) for label in ("enorm", "hnorm", "norm")}
+    weights["join"] = 0.2 * torch.randn(width, 2 * width)
+    added = {f"{NAMES[name][label]}.weight": value for label, value in weights.items()}
     stem = "model.layers.0."
     added |= {
         NAMES[name]["layers.0"] + "." + key.removeprefix(stem): value
@@ -77,14 +77,14 @@ def save_native(folder: Path, name: str, *, fields: dict | None = None, shard_si
     for path in (folder / "layer").iterdir():
         path.unlink()
     (folder / "layer").rmdir()
-    add(folder, added)
+    add_tensors(folder, added)
     config = json.loads((folder / "config.json").read_text())
     config[COUNTS.get(name, "num_nextn_predict_layers")] = 1
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    return model, parts
+    return model, weights
 
 
-def add(folder: Path, tensors: dict[str, Tensor]) -> None:
+def add_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Puts further tensors into the last file of a model."""
     index = folder / "model.safetensors.index.json"
     path = folder / "model.safetensors"
@@ -99,24 +99,24 @@ def add(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def run_reference(
-    name: str, model, parts: dict[str, Tensor], embedding: Tensor, state: Tensor
+    name: str, model, weights: dict[str, Tensor], embedding: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """What transformers' own classes give for embedding, state [1, S, D] of a whole text: before the last norm and after it"""
     norm = type(model.model.norm)
 
-    def normed(part: str, x: Tensor) -> Tensor:
+    def normed(key: str, x: Tensor) -> Tensor:
         layer = norm(x.shape[-1], eps=model.config.rms_norm_eps)
-        layer.weight.data.copy_(parts[part])
+        layer.weight.data.copy_(weights[key])
         return layer(x)
 
-    both = [normed("enorm", embedding), normed("hnorm", state)]
-    x = torch.cat(both[::-1] if NAMES[name] is MIMO else both, -1) @ parts["join"].T
+    inputs = [normed("enorm", embedding), normed("hnorm", state)]
+    x = torch.cat(inputs[::-1] if NAMES[name] is MIMO else inputs, -1) @ weights["join"].T
     model.model.norm = torch.nn.Identity()
     raw = model.model(inputs_embeds=x).last_hidden_state
     return raw, normed("norm", raw)
 
 
-def shards_of(folder: Path) -> dict[str, str]:
+def list_shards(folder: Path) -> dict[str, str]:
     """The file of every tensor."""
     index = folder / "model.safetensors.index.json"
     if index.exists():

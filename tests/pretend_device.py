@@ -57,11 +57,11 @@ class Elsewhere(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        assert PretendDevice.now is not None, f"{func} on a pretended tensor outside of the mode"
-        return PretendDevice.now.__torch_dispatch__(func, types, args, kwargs)
+        assert PretendDevice.current is not None, f"{func} on a pretended tensor outside of the mode"
+        return PretendDevice.current.__torch_dispatch__(func, types, args, kwargs)
 
     def tolist(self):
-        PretendDevice.now.wait("tolist")
+        PretendDevice.current.wait("tolist")
         return self.values_here.tolist()
 
     def numpy(self, *_, **__):
@@ -72,31 +72,31 @@ class Elsewhere(torch.Tensor):
 
 
 class PretendDevice(TorchDispatchMode):
-    now: "PretendDevice | None" = None
+    current: "PretendDevice | None" = None
 
     def __init__(self):
         super().__init__()
         self.waits: collections.Counter[tuple[str, str]] = collections.Counter()
 
     def __enter__(self):
-        PretendDevice.now = self
+        PretendDevice.current = self
         self.undo = contextlib.ExitStack()
         self.undo.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
         torch._C._set_only_lift_cpu_tensors(True)
         make = torch.tensor
         self._replace(
-            torch, "tensor", lambda data, dtype=None, device=None, **_: self._make(make(data, dtype=dtype), device)
+            torch, "tensor", lambda values, dtype=None, device=None, **_: self._make(make(values, dtype=dtype), device)
         )
         self._replace(
             torch.Tensor,
             "new_tensor",
-            lambda like, data, dtype=None, device=None, **_: self._make(make(data, dtype=dtype or like.dtype), device or like.device),
+            lambda like, values, dtype=None, device=None, **_: self._make(make(values, dtype=dtype or like.dtype), device or like.device),
         )  # fmt: skip
         return super().__enter__()
 
     def __exit__(self, *error):
         self.undo.close()
-        PretendDevice.now = None
+        PretendDevice.current = None
         return super().__exit__(*error)
 
     def _replace(self, owner, name: str, function) -> None:
@@ -114,7 +114,7 @@ class PretendDevice(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         flat, _ = tree_flatten((args, kwargs))
-        tensors = [each for each in flat if isinstance(each, torch.Tensor)]
+        tensors = [value for value in flat if isinstance(value, torch.Tensor)]
         there = [each for each in tensors if isinstance(each, Elsewhere)]
         device = next((each for each in flat if isinstance(each, torch.device)), None)
         wraps = bool(there) if device is None else device == ELSEWHERE

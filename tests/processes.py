@@ -15,7 +15,7 @@ from tests.together import free_ports, printed_by
 from train.loop.trainer import Trainer
 from train.objective.objective import Objective
 from train.prepare import facts
-from train.settings.hydra_text import search_path
+from train.settings.hydra_text import make_search_path
 
 
 def fit_float64(
@@ -27,7 +27,7 @@ def fit_float64(
     process gets SIGTERM
     """
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("train", overrides=[*overrides, f"run={run}", "target.dtype=float64", search_path()])
+        config = compose("train", overrides=[*overrides, f"run={run}", "target.dtype=float64", make_search_path()])
     Path("checkpoints", run).mkdir(parents=True, exist_ok=True)
     before, forward, number = torch.get_default_dtype(), Objective.forward, [0]
 
@@ -75,14 +75,14 @@ def fit_all(runs: list[dict]) -> None:
 
 def tell() -> None:
     """Lets the process print what it computes itself."""
-    start, count = Trainer._measure_and_solve, facts.draft_vocab
+    start, count = Trainer._measure_and_solve, facts.choose_draft_vocab
 
-    def telling(what, function):
-        def told(*arguments, **settings):
-            print(f"computed {what}")
+    def telling(event, function):
+        def print_and_call(*arguments, **settings):
+            print(f"computed {event}")
             return function(*arguments, **settings)
 
-        return told
+        return print_and_call
 
     Trainer._measure_and_solve = telling("start", start)
-    facts.draft_vocab = telling("vocabulary", count)
+    facts.choose_draft_vocab = telling("vocabulary", count)

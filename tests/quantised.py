@@ -33,7 +33,7 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def quantise(source: Path, folder: Path, method: str, *, more: float = 1.0) -> Path:
+def quantise(source: Path, folder: Path, method: str, *, scale_factor: float = 1.0) -> Path:
     """Writes the target of the folder `source` with quantised layers -> folder. method: one of CONFIGS
 
     more: a factor for the scales, for another form by the same method
@@ -42,8 +42,8 @@ def quantise(source: Path, folder: Path, method: str, *, more: float = 1.0) -> P
     tensors = {}
     for name, value in safetensors.torch.load_file(source / "model.safetensors").items():
         if name.endswith("_proj.weight"):
-            made = _quantise(value.float(), method, more, value.dtype)
-            tensors |= {name.removesuffix("weight") + key: part.contiguous() for key, part in made.items()}
+            quantised = _quantise(value.float(), method, scale_factor, value.dtype)
+            tensors |= {name.removesuffix("weight") + key: entry.contiguous() for key, entry in quantised.items()}
         else:
             tensors[name] = value
     safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -52,16 +52,16 @@ def quantise(source: Path, folder: Path, method: str, *, more: float = 1.0) -> P
     return folder
 
 
-def _quantise(weight: Tensor, method: str, more: float, dtype: torch.dtype) -> dict[str, Tensor]:
+def _quantise(weight: Tensor, method: str, scale_factor: float, dtype: torch.dtype) -> dict[str, Tensor]:
     """weight [out, in] -> the tensors that take its place"""
     if method in ("w8a8", "fp8"):
         largest = 127 if method == "w8a8" else 448
-        scale = more * weight.abs().amax(1, keepdim=True) / largest  # [out, 1]
+        scale = scale_factor * weight.abs().amax(1, keepdim=True) / largest  # [out, 1]
         values = weight / scale
-        kept = values.round().to(torch.int8) if method == "w8a8" else values.to(torch.float8_e4m3fn)
-        return {"weight": kept, "weight_scale": scale.to(dtype)}
+        stored = values.round().to(torch.int8) if method == "w8a8" else values.to(torch.float8_e4m3fn)
+        return {"weight": stored, "weight_scale": scale.to(dtype)}
     groups = weight.unflatten(1, (-1, GROUP))
-    scale = more * groups.abs().amax(2) / 7  # [out, in / GROUP]
+    scale = scale_factor * groups.abs().amax(2) / 7  # [out, in / GROUP]
     values = (groups / scale[..., None]).round().clamp(-8, 7).flatten(1).to(torch.int64) + 8  # [out, in], 0..15
     if method == "w4a16":
         shape = torch.tensor(weight.shape)
@@ -75,6 +75,6 @@ def _quantise(weight: Tensor, method: str, more: float, dtype: torch.dtype) -> d
 
 def _pack(values: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     """[rows, n] of 0..15 -> int32 [rows, n / 8], the first one of `order` in the lowest bits"""
-    parts = values.unflatten(1, (-1, 8))[..., list(order)]
-    packed = sum(parts[..., place] << 4 * place for place in range(8))
+    digits = values.unflatten(1, (-1, 8))[..., list(order)]
+    packed = sum(digits[..., digit] << 4 * digit for digit in range(8))
     return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)

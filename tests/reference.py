@@ -176,8 +176,8 @@ def eagle3(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, 
         config = {**DEFAULTS, **config["transformer_layer_config"], **config}
     else:
         assert config["architectures"][0] in ("LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM", "PEagleDraftModel")
-    num_layers, inner = len(target.states) - 1, config.get("eagle_config", {})
-    layers = inner.get("eagle_aux_hidden_state_layer_ids")
+    num_layers, eagle_config = len(target.states) - 1, config.get("eagle_config", {})
+    layers = eagle_config.get("eagle_aux_hidden_state_layer_ids")
     if engine == "vllm":
         layers = config.get("eagle_aux_hidden_state_layer_ids") or layers
     else:
@@ -192,7 +192,7 @@ def eagle3(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, 
     assert (masks is None) == ("mask_hidden" not in tensors)
     if masks is not None:
         g = torch.cat([g, tensors["mask_hidden"].view(1, -1).expand(depth, -1)])
-    if config.get("norm_before_fc", inner.get("norm_before_fc")):
+    if config.get("norm_before_fc", eagle_config.get("norm_before_fc")):
         g = norm(g, tensors["input_norm.weight"], config)
     old = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
     tensors |= {
@@ -410,15 +410,15 @@ def selected(tensors: dict, config: dict, logits: Tensor, x: Tensor, before: Ten
 def domino(tensors: dict, config: dict, x: Tensor, embeddings: Tensor) -> Tensor:
     """Domino's corrections [K, V] of the states x [K, H]; embeddings [K, H] of the tokens before. The first draft has none."""
     assert config["pure_draft_prefix_len"] == 1 and isinstance(config["shift_label"], bool)
-    wide, state, found = config["gru_hidden_dim"], torch.zeros(config["gru_hidden_dim"], dtype=x.dtype), []
+    wide, state, corrections = config["gru_hidden_dim"], torch.zeros(config["gru_hidden_dim"], dtype=x.dtype), []
     for number, (e, h) in enumerate(zip(embeddings, x)):
         of_input, of_state = tensors["prefix_gru.weight_ih_l0"] @ e, tensors["prefix_gru.weight_hh_l0"] @ state
         reset, update = (of_input + of_state)[: 2 * wide].sigmoid().chunk(2)
         new = torch.tanh(of_input[2 * wide :] + reset * of_state[2 * wide :])
         state = (1 - update) * new + update * state
-        inner = F.silu(tensors["embed_proj.0.weight"] @ torch.cat([h, state]))
-        found.append(tensors["embed_proj.2.weight"] @ inner * (number > 0))
-    return torch.stack(found)
+        hidden = F.silu(tensors["embed_proj.0.weight"] @ torch.cat([h, state]))
+        corrections.append(tensors["embed_proj.2.weight"] @ hidden * (number > 0))
+    return torch.stack(corrections)
 
 
 def lilicorr(
@@ -441,7 +441,7 @@ def lilicorr(
     for s in range(num):
         for k in range(top):
             lp = log_probs[s, k]
-            given = torch.stack(
+            features = torch.stack(
                 [
                     lp,
                     lp.exp(),
@@ -450,9 +450,9 @@ def lilicorr(
                     torch.tensor(float(k == 0)).to(lp),
                 ]
             )
-            given = F.layer_norm(given, (5,), w["feature_norm.weight"], w["feature_norm.bias"])
+            features = F.layer_norm(features, (5,), w["feature_norm.weight"], w["feature_norm.bias"])
             token = linear("token_proj", embed[ids[s, k]]) if "token_proj.weight" in w else embed[ids[s, k]]
-            rows.append(token + linear("pass_hidden_proj", x[s]) + linear("feature_mlp.down_proj", F.silu(linear("feature_mlp.up_proj", given)))
+            rows.append(token + linear("pass_hidden_proj", x[s]) + linear("feature_mlp.down_proj", F.silu(linear("feature_mlp.up_proj", features)))
                         + w["slot_embedding"][0, 0, s, 0] + w["rank_embedding"][0, 0, 0, k])  # fmt: skip
     y = torch.stack(rows)
     slot = torch.arange(num).repeat_interleave(top)
@@ -460,13 +460,13 @@ def lilicorr(
         name = f"layers.{number}"
         normed = norm(y, w[f"{name}.attn_norm.weight"], config)
         q, k, v = (normed @ w[f"{name}.attn.in_proj_weight"].T + w[f"{name}.attn.in_proj_bias"]).chunk(3, dim=-1)
-        parts = []
+        heads_out = []
         for head, (a, b, c) in enumerate(zip(q.chunk(heads, -1), k.chunk(heads, -1), v.chunk(heads, -1))):
             bias = w["relative_slot_bias"][head][slot[:, None] - slot + num] + w["same_slot_bias"][head] * (
                 slot[:, None] == slot
             )
-            parts.append((a @ b.T / a.shape[-1] ** 0.5 + bias).softmax(-1) @ c)
-        y = y + linear(f"{name}.attn.out_proj", torch.cat(parts, dim=-1))
+            heads_out.append((a @ b.T / a.shape[-1] ** 0.5 + bias).softmax(-1) @ c)
+        y = y + linear(f"{name}.attn.out_proj", torch.cat(heads_out, dim=-1))
         y = y + linear(
             f"{name}.mlp.down_proj",
             F.silu(linear(f"{name}.mlp.up_proj", norm(y, w[f"{name}.mlp_norm.weight"], config))),
@@ -480,7 +480,7 @@ def lilicorr(
         if s == 0:
             row = into[0] @ unit(linear("anchor_out_head", a[0]))
         else:
-            found = (ids[s - 1] == before[s]).nonzero().flatten()
-            row = into[s] @ out[s - 1, found[0]] if len(found) else torch.zeros_like(log_probs[s])
+            positions = (ids[s - 1] == before[s]).nonzero().flatten()
+            row = into[s] @ out[s - 1, positions[0]] if len(positions) else torch.zeros_like(log_probs[s])
         scores[s, ids[s]] = config["lilicorr_logit_scale"] * row
     return scores

@@ -35,7 +35,7 @@ class SmallServer:
         self.guard = threading.Lock()
         self.requests: list[tuple[str, dict | None]] = []
         self.keys: set[str | None] = set()  # headers Authorization
-        self.running, self.most = 0, 0  # requests that are under way now, and at most
+        self.running, self.most_running = 0, 0  # requests that are under way now, and at most
 
     @property
     def url(self) -> str:
@@ -58,7 +58,7 @@ class SmallServer:
         with self.guard:
             self.requests.append((path, body))
             self.running += 1
-            self.most = max(self.most, self.running)
+            self.most_running = max(self.most_running, self.running)
         try:
             return self.reply(path, body)
         finally:
@@ -83,19 +83,19 @@ class SmallServer:
                 if reply is None:
                     return
                 status, document, *more = reply
-                parts = document if isinstance(document, list) and document[:1] == [b""] else [document]
-                parts = [part if isinstance(part, bytes) else (part if isinstance(part, str) else json.dumps(part)).encode()
-                         for part in parts]  # fmt: skip
+                chunks = document if isinstance(document, list) and document[:1] == [b""] else [document]
+                chunks = [chunk if isinstance(chunk, bytes) else (chunk if isinstance(chunk, str) else json.dumps(chunk)).encode()
+                         for chunk in chunks]  # fmt: skip
                 self.send_response(status)
                 for name, value in [*(more[0] if more else {}).items()]:
                     self.send_header(name, value)
-                if len(parts) == 1:
-                    self.send_header("Content-Length", str(len(parts[0])))
+                if len(chunks) == 1:
+                    self.send_header("Content-Length", str(len(chunks[0])))
                 self.end_headers()
-                for part in parts:
+                for part in chunks:
                     self.wfile.write(part)
                     self.wfile.flush()
-                    time.sleep(0.002 * (len(parts) > 1))
+                    time.sleep(0.002 * (len(chunks) > 1))
 
             def log_message(self, *_):
                 pass
@@ -109,15 +109,15 @@ class Model:
     way: "ids" as vLLM; "deaf": unknown fields are passed over; "chat": only messages are taken; "llama.cpp": as its server
     """
 
-    def __init__(self, way: str = "ids", *, length: int = 512, name: str = "target", **changes):
-        self.way, self.length, self.name = way, length, name
+    def __init__(self, prompt_kind: str = "ids", *, length: int = 512, name: str = "target", **changes):
+        self.prompt_kind, self.length, self.name = prompt_kind, length, name
         self.tokenizer = small_tokenizer()
         self.changes = changes  # of the fields of a choice
         self.fail_after: int | None = None  # requests
         self.num, self.guard = 0, threading.Lock()
 
     def __call__(self, path: str, body: dict | None):
-        if path == "v1/models" and self.way == "llama.cpp":
+        if path == "v1/models" and self.prompt_kind == "llama.cpp":
             meta = {
                 "n_vocab": 90,
                 "n_ctx": self.length,
@@ -130,7 +130,7 @@ class Model:
             return 200, {"data": [{"id": f"models/{self.name}", "max_model_len": self.length}]}
         if path == "tokenize":
             ids = self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
-            return (200, {"tokens": ids}) if self.way in ("ids", "llama.cpp") else (404, {})
+            return (200, {"tokens": ids}) if self.prompt_kind in ("ids", "llama.cpp") else (404, {})
         with self.guard:
             self.num += 1
             if self.fail_after is not None and self.num > self.fail_after:
@@ -146,12 +146,12 @@ class Model:
         if path == "v1/chat/completions":
             choice, num = self.write(json.dumps(body["messages"]), body)
             choice |= {"message": {"content": choice.pop("text"), **self.changes}}
-        elif self.way == "chat":
+        elif self.prompt_kind == "chat":
             return 400, {"message": "unknown field"}
         else:
             choice, num = self.write(json.dumps(body["prompt"]), body)
         ids = choice.pop("ids")
-        if self.way == "ids":
+        if self.prompt_kind == "ids":
             choice |= {"token_ids": ids}
         choice |= self.changes
         return 200, {

@@ -26,7 +26,7 @@ from specdec.core import masks
 from specdec.core.cache import UnrollCache
 from specdec.core.option_types import Options
 from specdec.core.sampling import Sampling
-from specdec.core.tree import Tree, TreeShape, chain
+from specdec.core.tree import Tree, TreeShape, make_chain
 from specdec.decoding.decoder import Decoder
 from specdec.heads.eagle import Eagle
 from specdec.options import config_files
@@ -36,8 +36,8 @@ from specdec.target.model import Target
 from train.data.encoding import load_rows
 from train.data.packing import Packs
 from train.loop.trainer import Trainer
-from train.settings.hydra_text import search_path
-from train.settings.options import NORMS
+from train.settings.hydra_text import make_search_path
+from train.settings.options import NORM_OPTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 REAL_TARGET = ROOT / "targets" / "smollm2-135m"
@@ -83,7 +83,7 @@ VARIANTS += [
     ("eagle", True, {"own_embedding": True}),
     ("dspark", False, {"window": 3, "window_causal": False}),
 ]
-QUICK = [  # `make quick`: one variant for each kind of Drafter.attends
+QUICK = [  # `make quick`: one variant for each kind of Drafter.context_kind
     ("eagle", False, {}),
     ("mtp", True, {"num_modules": 5}),
     ("dspark", False, {"fuse": True}),
@@ -102,24 +102,24 @@ def name_of(variant: tuple[str, bool, dict]) -> str:
     return "-".join([head, "reduced" if reduced else "whole", *arguments])
 
 
-def paired(names: str, variants: list, others: list):
+def paired(names: str, variants: list, choices: list):
     """Pairs instead of a cross product: each variant with one of the others in turn, shifted by one after each round.
 
     The first name may be a fixture that takes variants, such as any_drafter.
     """
-    assert len(variants) >= len(others)
-    num = len(others)
-    cases = [(variant, others[(i + i // num) % num]) for i, variant in enumerate(variants)]
+    assert len(variants) >= len(choices)
+    num = len(choices)
+    cases = [(variant, choices[(i + i // num) % num]) for i, variant in enumerate(variants)]
     first = names.split(",")[0]
     indirect = [first] if first.endswith("_drafter") else []
     ids = lambda value: name_of(value) if any(value is variant for variant in VARIANTS) else str(value)
     return pytest.mark.parametrize(names, cases, ids=ids, indirect=indirect)
 
 
-def load_packs(train, encoding, *, length: int, packed: bool, **more):
+def load_packs(train, encoding, *, length: int, packed: bool, **settings):
     """The packs of one or several sources, as train/prepare/build.py makes them"""
-    rows, numbers = load_rows(train, encoding, **more)
-    return Packs(rows, length=length, packed=packed, numbers=numbers)
+    rows, numbers = load_rows(train, encoding, **settings)
+    return Packs(rows, length=length, packed=packed, row_numbers=numbers)
 
 
 # Targets, drafters and their folders
@@ -136,7 +136,7 @@ def make_target(vocab_size: int, *, num_layers: int = 8, width: int = 32, device
         vocab_size=vocab_size,
         max_position_embeddings=512,
         initializer_range=0.4,  # logits that are not flat
-        attn_implementation=attention.NAME,
+        attn_implementation=attention.IMPLEMENTATION,
         bos_token_id=None,
         eos_token_id=None,
     )
@@ -160,10 +160,10 @@ def load_head(head: str) -> dict:
     """The composed configuration of conf/head/<head>.yaml, without the class of the objective."""
     with hydra.initialize_config_dir(str(HEADS_FOLDER.parent), version_base="1.3"):
         config = OmegaConf.to_container(
-            hydra.compose("train", overrides=[f"head={head}", search_path()]).head, resolve=True
+            hydra.compose("train", overrides=[f"head={head}", make_search_path()]).head, resolve=True
         )
     del config["objective"]["_target_"]
-    config["drafter"] |= NO_SOURCE.get(head, {}) | {name: False for name in NORMS if name in config["drafter"]}
+    config["drafter"] |= NO_SOURCE.get(head, {}) | {name: False for name in NORM_OPTIONS if name in config["drafter"]}
     return config
 
 
@@ -328,12 +328,12 @@ def train_command():
     return module
 
 
-def train_overrides(folder: Path, run: str, *more: str) -> list[str]:
+def train_overrides(folder: Path, run: str, *overrides: str) -> list[str]:
     """Arguments of train.py for a short run with the target and data in `folder`."""
     return [f"run={run}", f"target.name={folder}/target", "target.dtype=float32", f"data.train={folder}/train.jsonl",
             f"data.heldout={folder}/prompts.jsonl", f"data.cache={folder}/data-cache", "data.length=64", "precision=fp32", "features.mode=online", "threads=1",
             "validation.max_new_tokens=4", "train.steps=4", "train.batch=1", "train.accumulation=1", "train.validate_every=4", "train.save_every=2", "train.log_every=1",
-            "optimizer.lr=1e-3", "optimizer.warmup=1", "head.vocab_size=200", *more]  # fmt: skip
+            "optimizer.lr=1e-3", "optimizer.warmup=1", "head.vocab_size=200", *overrides]  # fmt: skip
 
 
 def log_of(run: str) -> list[dict]:
@@ -356,18 +356,20 @@ def weights_of(run: str, step: int = 4, *, state: bool = False) -> dict[str, tor
     return checkpoint.read_tensors(place / "drafter.safetensors")
 
 
-def same_weights(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+def same_weights(weights: dict[str, torch.Tensor], other_weights: dict[str, torch.Tensor]) -> bool:
     """Bit for bit"""
-    return one.keys() == two.keys() and all(torch.equal(value, two[name]) for name, value in one.items())
+    return weights.keys() == other_weights.keys() and all(
+        torch.equal(value, other_weights[name]) for name, value in weights.items()
+    )
 
 
-def child_environment(**more: str) -> dict[str, str]:
+def child_environment(**variables: str) -> dict[str, str]:
     """The environment of processes that tests start: the packages of this clone, one thread."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **more}
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **variables}
 
 
 def start(
-    arguments: list, *, cwd: Path = ROOT, errors: bool = False, file: Path | None = None, **more: str
+    arguments: list, *, cwd: Path = ROOT, errors: bool = False, file: Path | None = None, **variables: str
 ) -> subprocess.Popen:
     """Starts `python ARGUMENTS`, the first of which is a file.
 
@@ -376,7 +378,7 @@ def start(
     opened = lambda path, flags: os.open(path, flags | os.O_NOCTTY)  # a terminal does not become that of the tests
     with contextlib.nullcontext(subprocess.PIPE) if file is None else open(file, "w", opener=opened) as out:
         merged = subprocess.STDOUT if errors else None
-        command, env = [sys.executable, *map(str, arguments)], child_environment(**more)
+        command, env = [sys.executable, *map(str, arguments)], child_environment(**variables)
         return subprocess.Popen(command, cwd=cwd, env=env, stdout=out, stderr=merged, text=True)
 
 
@@ -450,9 +452,9 @@ class Scripted(Proposer):
 def oracle(depth: int, *, wrong: int | None = None):
     """Drafts chains of the next tokens of the text; with `wrong`, chains of that token."""
 
-    def drafts(text, place):
-        known = [*text[place : place + 1 + depth], *[0] * (1 + depth)][: 1 + depth]
-        return chain(torch.tensor([known if wrong is None else [known[0]] + [wrong] * depth]), None)
+    def drafts(text, position):
+        known = [*text[position : position + 1 + depth], *[0] * (1 + depth)][: 1 + depth]
+        return make_chain(torch.tensor([known if wrong is None else [known[0]] + [wrong] * depth]), None)
 
     return drafts
 
@@ -485,11 +487,11 @@ def cut_power(step: int):
     return act
 
 
-def fit_interrupted(fit, name: str, *more: str) -> None:
+def fit_interrupted(fit, name: str, *overrides: str) -> None:
     """Trains a run that fails before its fourth step, and resumes it."""
     with before_steps(cut_power(3)), pytest.raises(PowerCutError):
-        fit(name, *more)
-    assert fit(name, *more, "resume=true") == 0
+        fit(name, *overrides)
+    assert fit(name, *overrides, "resume=true") == 0
 
 
 def find_model(verb: str) -> type[Options]:

@@ -10,10 +10,10 @@ import pytest
 from hydra.utils import instantiate
 
 from specdec.export.engines import make_form
-from specdec.heads.blocks import embedding_scale
+from specdec.heads.blocks import measure_embedding_scale
 from specdec.target import attention
 from specdec.target.model import Target
-from specdec.target.structure import experts_of
+from specdec.target.structure import find_experts
 from tests.families import FAMILIES, Family, make
 from tests.support import ROOT, load_head
 
@@ -26,33 +26,33 @@ NOT_TRIED = "Not known to load"
 
 
 @functools.cache
-def target_of(family: Family) -> Target:
+def make_family_target(family: Family) -> Target:
     """Raises ValueError where the family is refused."""
     model = make(family)
-    return Target(make(family, attention.implementation(type(model))), name=str(family))
+    return Target(make(family, attention.choose_implementation(type(model))), name=str(family))
 
 
-def features(target: Target) -> str:
+def list_features(target: Target) -> str:
     """What the tiny target has that a Llama has not."""
     fields = target.config.to_dict()
-    found = {
+    properties = {
         "windows": target.windowed,
         "recurrent layers": target.recurrent,
-        "experts": experts_of(fields),
+        "experts": find_experts(fields),
         "latents": fields.get("kv_lora_rank"),
         "sinks": any(name.endswith(("sinks", "attention_sink_bias")) for name, _ in target.model.named_parameters()),
         "capped attention": fields.get("attn_logit_softcapping"),
         "scaled or capped logits": not target.shape_logits.plain,
-        "scaled embedding": embedding_scale(target) != 1,
+        "scaled embedding": measure_embedding_scale(target) != 1,
         "biased LM head": target.lm_head.bias is not None,
     }
-    return ", ".join(name for name, value in found.items() if value)
+    return ", ".join(name for name, value in properties.items() if value)
 
 
 @functools.cache
-def exports(family: Family) -> dict[str, str]:
+def list_exports(family: Family) -> dict[str, str]:
     """For each engine of FORMATS, the heads that are exported for it; with a star those that the engine may not load."""
-    target = target_of(family)
+    target = make_family_target(family)
     cells = {name: [] for name in FORMATS.values()}
     for head, label in HEADS.items():
         mask = (
@@ -68,7 +68,7 @@ def exports(family: Family) -> dict[str, str]:
     return {engine: ", ".join(labels) or "none" for engine, labels in cells.items()}
 
 
-def name_of(family: Family) -> str:
+def show_name(family: Family) -> str:
     return f"`{family.model_type}`" + (f" ({family.variant})" if family.variant else "")
 
 
@@ -76,12 +76,12 @@ def table_row(family: Family) -> str:
     """What works, or the sentence that refuses the family."""
     if family.refused:
         with pytest.raises(ValueError, match=family.refused) as error:
-            target_of(family)
-        return line([name_of(family), str(error.value).replace("\n", " ")])
+            make_family_target(family)
+        return line([show_name(family), str(error.value).replace("\n", " ")])
     yes = lambda value: "yes" if value else "no"
     linear = yes(not family.recurrent)
-    works = [features(target_of(family)), "yes", "yes", linear, linear, yes(family.compiles)]
-    return line([name_of(family), *works, *exports(family).values()])
+    works = [list_features(make_family_target(family)), "yes", "yes", linear, linear, yes(family.compiles)]
+    return line([show_name(family), *works, *list_exports(family).values()])
 
 
 def line(cells: list[str]) -> str:
@@ -95,7 +95,7 @@ def table(header: list[str], families: list[Family]) -> str:
 def section(name: str, content: str, page: str) -> str:
     """The page with this content between the comments that name the section."""
     return re.sub(
-        rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda found: f"{found[1]}{content}\n{found[2]}", page, flags=re.S
+        rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda match: f"{match[1]}{content}\n{match[2]}", page, flags=re.S
     )
 
 

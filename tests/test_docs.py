@@ -152,7 +152,7 @@ def check_proposers(arguments: list[str]) -> None:
         assert name in files, f"there is no proposer {name}"
         settings[name] = yaml.safe_load(files[name].read_text())
         groups = [settings[name].get("members", []), [settings[name].get("inner")]]
-        names += [each for group in groups for each in group if each and each not in settings]
+        names += [key for group in groups for key in group if key and key not in settings]
     for key in values:
         if key.startswith("proposer."):
             *owner, last = key.split(".")[1:]
@@ -194,7 +194,7 @@ def example_head(folder: Path) -> str:
 
 def compose(overrides: list[str], folder: Path):
     """The configuration conf/train.yaml with these overrides; `folder` adds heads."""
-    folders = ",".join(f"file://{path}" for path in extensions.conf_folders())
+    folders = ",".join(f"file://{path}" for path in extensions.list_conf_folders())
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return hydra.compose(
             "train", [*overrides, f"hydra.searchpath=[file://{folder},{folders}]"], return_hydra_config=True
@@ -242,7 +242,7 @@ def test_the_example_of_a_new_head_trains_and_decodes(tmp_path, monkeypatch):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     llama = LlamaConfig(
-        **sizes, vocab_size=61, initializer_range=0.4, attn_implementation=attention.NAME, eos_token_id=None
+        **sizes, vocab_size=61, initializer_range=0.4, attn_implementation=attention.IMPLEMENTATION, eos_token_id=None
     )
     target = Target(LlamaForCausalLM(llama).double(), name="tiny")
     head = instantiate(config.drafter, target, vocab=None, _convert_="all").double()

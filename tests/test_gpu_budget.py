@@ -13,7 +13,7 @@ from transformers import LlamaConfig, Qwen3Config
 from specdec.core import compile, fast, rules, span_attention
 from specdec.core.compile import Runner, join_products
 from specdec.core.sampling import Sampling
-from specdec.core.tree import Tree, plant
+from specdec.core.tree import Tree, make_tree
 from specdec.decoding.batch import Request
 from specdec.decoding.decoder import Decoder
 from specdec.heads.eagle import Eagle3
@@ -23,9 +23,9 @@ from specdec.text.conversations import Row
 from tests.metacount import ModelledRunner, meta_target, model_block, model_kl
 from tests.support import chain_of, load_head
 from train.data.batches import collate
-from train.features.outputs import Online
+from train.features.outputs import ComputedFeatures
 from train.objective.objective import Objective
-from train.prepare.count_tensors import BANDWIDTH, PEAK, REACHED, Autocast, Count
+from train.prepare.count_tensors import H100_BANDWIDTH, H100_PEAK, REACHED_SHARE, Autocast, OperationCount
 
 QWEN3_8B = Qwen3Config(
     hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
@@ -47,7 +47,7 @@ class Budget:
     live: float  # GB that are held at one time, beside weights
     waits: int  # of the host for the device
 
-    def check(self, count: Count) -> None:
+    def check(self, count: OperationCount) -> None:
         found = Budget(count.launches, count.moved / GB, count.live / GB, count.waits)
         print(found)
         assert all(value <= getattr(self, name) for name, value in vars(found).items()), f"more than {self}: {found}"
@@ -56,13 +56,13 @@ class Budget:
 
 @pytest.fixture(autouse=True)
 def _as_on_cuda(monkeypatch):
-    monkeypatch.setattr(span_attention, "WIDE", ("meta",))
+    monkeypatch.setattr(span_attention, "WIDE_PRODUCT_DEVICES", ("meta",))
 
 
 def test_what_is_counted():
     x, w = torch.empty(2, 8, 16, device="meta"), torch.nn.Linear(16, 4, bias=False, device="meta")
     for mode in (torch.no_grad(), torch.inference_mode()):
-        with mode, Count() as count, Autocast():
+        with mode, OperationCount() as count, Autocast():
             y = w(x.to(torch.bfloat16)).relu()[0]
             assert y.sum().item() == 1 and y.argmax(-1).tolist() == [1] * 8 and x.cpu().shape == x.shape
             z = torch.nn.functional.scaled_dot_product_attention(*[x[:, None]] * 3)
@@ -79,9 +79,11 @@ def test_the_rule_of_63_drafts_is_few_kernels(kind, launches):
     shape = (1, 64, LLAMA_8B.vocab_size)
     with torch.device("meta"), torch.inference_mode():
         numbers, probs = torch.zeros(shape[:2], dtype=torch.long), torch.zeros(shape)
-        tree = Tree(numbers, numbers, None if kind == "chosen" else torch.zeros(shape), linear=kind == "chain", most=4)
-        with Count() as count:
-            rules.sample(tree, probs, rules.Draws(None))
+        tree = Tree(
+            numbers, numbers, None if kind == "chosen" else torch.zeros(shape), linear=kind == "chain", max_children=4
+        )
+        with OperationCount() as count:
+            rules.accept_tokens(tree, probs, rules.Draws(None))
     assert launches / 2 < count.launches <= launches and not count.waits
 
 
@@ -93,7 +95,7 @@ def head_of(target) -> Eagle3:
 
 def count_step(
     target, documents: list[int], *, paths: tuple[str, ...] = (), vocab: int = W, length: int = 8192
-) -> Count:
+) -> OperationCount:
     """A training step of EAGLE-3 at depth 7, where 30 % of each conversation are prompt."""
     with torch.device("meta"):
         drafter = Eagle3(target, vocab=None if vocab == target.vocab_size else torch.arange(vocab, device="cpu")).to(
@@ -102,18 +104,18 @@ def count_step(
     objective = Objective(
         drafter, **load_head("eagle3")["objective"] | {"depth": 7, "supervise": "answers", "losses": {"kl": 1.0}}
     )
-    judge = objective._judge
+    judge = objective._compute_losses
 
-    def judged(*arguments, **options):  # again in the backward pass, where torch.autocast would be on as it was
+    def compute_again(*arguments, **options):  # again in the backward pass, where torch.autocast would be on as it was
         with Autocast():
             return judge(*arguments, **options)
 
-    objective._judge = judged
+    objective._compute_losses = compute_again
     rows = [Row(str(num), "all", [1] * num, [place >= 0.3 * num for place in range(num)]) for num in documents]
-    batch = collate([rows], length=length, pad_token=0).to(torch.device("meta"))
+    batch = collate([rows], length=length, pad_token=0).move_to(torch.device("meta"))
     target.__dict__["reads_segments"] = "varlen" in paths
-    with fast.forced(*paths), Count(documents) as count:
-        output = Online(target, objective.drafter.target_layers)(batch)
+    with fast.force_paths(*paths), OperationCount(documents) as count:
+        output = ComputedFeatures(target, objective.drafter.target_layers)(batch)
         with Autocast():
             loss = objective(batch, output, compare=False)
         (loss.total / loss.num_goals).backward()
@@ -138,8 +140,8 @@ class StepBudget:
     live: float
     mfu: float
 
-    def check(self, count: Count) -> None:
-        found = StepBudget(count.launches, count.live / GB, count.flops / count.seconds / PEAK)
+    def check(self, count: OperationCount) -> None:
+        found = StepBudget(count.launches, count.live / GB, count.flops / count.seconds / H100_PEAK)
         print(found, f"{count.seconds:.3f} s", f"{count.flops / 1e12:.0f} TFLOP", count.moved / GB)
         assert found.launches <= self.launches and found.live <= self.live and found.mfu >= self.mfu, found
         assert count.waits == 0
@@ -192,13 +194,13 @@ def test_a_pass_of_llama_8b(llama, context, nodes, budget):
     budget.check(count_pass(llama, Runner(), context, nodes))
 
 
-def count_pass(target, runner: Runner, context: int, nodes: int) -> Count:
+def count_pass(target, runner: Runner, context: int, nodes: int) -> OperationCount:
     cache = target.cache(1)
     cache.make_room(context + 80)
     cache.commit(torch.full_like(cache.lengths, context), [context])
     verify = Verifier(target, sampling=Sampling(), rule="token", runner=runner, hidden_states=(2, 16, 29))
-    tree = plant([1], [[(1, (num + 1) // 2 - 1) for num in range(1, nodes)]], target.device)
-    with Count(filled=context / cache.capacity) as count, torch.inference_mode():
+    tree = make_tree([1], [[(1, (num + 1) // 2 - 1) for num in range(1, nodes)]], target.device)
+    with OperationCount(filled=context / cache.capacity) as count, torch.inference_mode():
         verify(tree, cache, rules.Draws(None))
     return count
 
@@ -212,7 +214,7 @@ def needed(target, context: int) -> int:
 @pytest.fixture
 def lean(llama, monkeypatch):
     """The target with a cache that is read to its length"""
-    with fast.forced("cache"):
+    with fast.force_paths("cache"):
         monkeypatch.setitem(llama.__dict__, "reads_length", True)
         yield llama
 
@@ -229,7 +231,7 @@ def test_compiled_passes_of_llama_8b(joined, monkeypatch):
     """Modelled: a compiled layer is its products, and a kernel between two of them; K and V that a product reads are gathered by
     kernels of their own. Plain decoding, a chain of five, and a tree of 63 drafts."""
     seconds = {}
-    with fast.forced("cache"):
+    with fast.force_paths("cache"):
         monkeypatch.setitem(joined.__dict__, "reads_length", True)
         for context, nodes, a_layer, share in [
             (500, 1, 12, 1.05),
@@ -244,7 +246,7 @@ def test_compiled_passes_of_llama_8b(joined, monkeypatch):
             assert count.moved <= share * needed(joined, context)
             seconds[context, nodes] = count.seconds
     assert seconds[3_000, 64] <= 1.1 * seconds[3_000, 1] and seconds[3_000, 1] < 1.15 * needed(joined, 3_000) / (
-        REACHED * BANDWIDTH
+        REACHED_SHARE * H100_BANDWIDTH
     )
 
 
@@ -265,14 +267,14 @@ def test_a_round_of_eagle3_for_llama_8b(llama, temperature, budget):
     budget.check(count_round(llama, temperature))
 
 
-def count_round(target, temperature: float) -> Count:
+def count_round(target, temperature: float) -> OperationCount:
     proposer = HeadProposer(head_of(target).to(torch.bfloat16), chain_of(5))
     batch = Decoder(target, proposer, sampling=Sampling(temperature), stop=set()).batch()
-    with Count():
+    with OperationCount():
         batch.admit([Request([1] * 500, 100)])
-        batch.step()
-    with Count(filled=502 / batch.cache.capacity) as count:
-        batch.step()
+        batch.run_round()
+    with OperationCount(filled=502 / batch.cache.capacity) as count:
+        batch.run_round()
     return count
 
 

@@ -37,7 +37,7 @@ def name_module(path: Path) -> str:
 def rank(module: str) -> int:
     """The place of a module in the order of imports; -1 for what any may import."""
     part, _, rest = module.partition(".")
-    entry, _, inner = rest.partition(".")
+    entry, _, subpackage = rest.partition(".")
     if part == "train":
         return 200 + TRAIN.index(entry) if entry else -1
     if part != "specdec" or entry in ("", "__version__"):
@@ -45,7 +45,7 @@ def rank(module: str) -> int:
     if entry == "experiments":
         return 300
     if entry == "tools":
-        return 100 + TOOLS.index(inner.partition(".")[0]) if inner else 100
+        return 100 + TOOLS.index(subpackage.partition(".")[0]) if subpackage else 100
     return CORE.index(entry)
 
 

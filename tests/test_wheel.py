@@ -102,18 +102,18 @@ def test_the_command_works_outside_of_the_clone(wheel, tmp_path):
     target = save_target(tmp_path / "target")
     save_eagle(tmp_path / "head", target)
     write_prompts(tmp_path / "prompts.jsonl", 2)
-    given = [f"checkpoint={tmp_path}/head", f"target.name={tmp_path}/target", "target.dtype=float32"]
+    settings = [f"checkpoint={tmp_path}/head", f"target.name={tmp_path}/target", "target.dtype=float32"]
 
     def run(*arguments: str) -> subprocess.CompletedProcess:
         environment = {**child_environment(), "PYTHONPATH": str(wheel), "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", "specdec.command", *arguments]
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
 
-    assert "tau" in run("generate", *given, "prompt=Say hello", "max_new_tokens=8", "proposer=ngram").stdout
-    assert " tensors, " in run("export", *given, "out=exported", "format=vllm").stdout
-    assert run("evaluate", *given, "prompts=prompts.jsonl", "max_new_tokens=4", "auto=false").returncode == 0
+    assert "tau" in run("generate", *settings, "prompt=Say hello", "max_new_tokens=8", "proposer=ngram").stdout
+    assert " tensors, " in run("export", *settings, "out=exported", "format=vllm").stdout
+    assert run("evaluate", *settings, "prompts=prompts.jsonl", "max_new_tokens=4", "auto=false").returncode == 0
     assert json.loads((tmp_path / "evaluation" / "results.json").read_text())["results"][0]["identical_outputs"] == 1
-    refused = run("evaluate", *given)
+    refused = run("evaluate", *settings)
     assert (
         "There is no file data/prompts_heldout.jsonl" in refused.stderr and "are folders of the clone" in refused.stderr
     )

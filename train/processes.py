@@ -22,15 +22,15 @@ from specdec.heads.base import Head
 from specdec.target.model import Target
 
 Item = TypeVar("Item")
-WHOLE = "each process has the whole drafter, and target.shard=true divides a target"
+WHOLE_DRAFTER = "each process has the whole drafter, and target.shard=true divides a target"
 # What accelerate's launcher passes by ACCELERATE_NAME: the flag, what decides in its place, and values that change nothing
-OFF = ("false", "", "0", "no", "off", "n", "f")
-REFUSED = {
-    "USE_FSDP": ("--use_fsdp", WHOLE, OFF),
-    "USE_DEEPSPEED": ("--use_deepspeed", WHOLE, OFF),
-    "USE_MEGATRON_LM": ("--use_megatron_lm", WHOLE, OFF),
-    "USE_PARALLELISM_CONFIG": ("--use_parallelism_config", WHOLE, OFF),
-    "DYNAMO_BACKEND": ("--dynamo_backend", "fast= says what is compiled", OFF),
+OFF_VALUES = ("false", "", "0", "no", "off", "n", "f")
+REFUSED_FLAGS = {
+    "USE_FSDP": ("--use_fsdp", WHOLE_DRAFTER, OFF_VALUES),
+    "USE_DEEPSPEED": ("--use_deepspeed", WHOLE_DRAFTER, OFF_VALUES),
+    "USE_MEGATRON_LM": ("--use_megatron_lm", WHOLE_DRAFTER, OFF_VALUES),
+    "USE_PARALLELISM_CONFIG": ("--use_parallelism_config", WHOLE_DRAFTER, OFF_VALUES),
+    "DYNAMO_BACKEND": ("--dynamo_backend", "fast= says what is compiled", OFF_VALUES),
     "GRADIENT_ACCUMULATION_STEPS": ("--gradient_accumulation_steps", "train.accumulation= does that", ("1", "")),
 }
 
@@ -56,7 +56,7 @@ class TrainingObjective(Protocol):
 
 def check_launcher() -> None:
     """Raises ValueError for a flag of the launcher, or a line of its configuration, that accelerate would follow by itself."""
-    for name, (flag, instead, harmless) in REFUSED.items():
+    for name, (flag, instead, harmless) in REFUSED_FLAGS.items():
         value = os.environ.get(f"ACCELERATE_{name}", harmless[0])
         if value.lower() not in harmless:
             raise ValueError(
@@ -97,14 +97,14 @@ def is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def say(text: str) -> None:
+def print_main(text: str) -> None:
     """Prints a line, once for all processes: `Accelerator.print` would print it on every machine."""
     if is_main():
         print(text)
 
 
 @contextlib.contextmanager
-def plain_warnings() -> Iterator[None]:
+def shorten_warnings() -> Iterator[None]:
     """Within, a warning is one line without the place in the code. UserWarnings come from the main process only, because all
     processes would repeat them. A RuntimeWarning concerns one process."""
     formatwarning, number = warnings.formatwarning, os.environ.get("RANK", "0")
@@ -135,7 +135,7 @@ class Waiting:
     num_processes: int
 
     @contextlib.contextmanager
-    def __call__(self, what: str, *, timed: bool = True) -> Iterator[None]:
+    def __call__(self, awaited: str, *, timed: bool = True) -> Iterator[None]:
         """Around work that needs the other processes. Raises ProcessLost, with `what`, if one of them ends.
 
         timed: whether `minutes` limit all of the work; if not, they limit each exchange in it
@@ -145,7 +145,7 @@ class Waiting:
         if self.num_processes == 1:
             yield
             return
-        timer = threading.Timer(60 * self.minutes, self._end, [what])
+        timer = threading.Timer(60 * self.minutes, self._end, [awaited])
         timer.daemon = True
         if timed:
             timer.start()
@@ -156,26 +156,26 @@ class Waiting:
             if not isinstance(error, torch.distributed.DistError) and "gloo" not in str(error).lower():
                 raise
             raise ProcessLost(
-                f"Process {self.process} waited for {what}, and another process of the run has ended "
+                f"Process {self.process} waited for {awaited}, and another process of the run has ended "
                 f"({str(error).splitlines()[0].partition('. ')[0]})."
             ) from error
         finally:
             timer.cancel()
 
-    def _end(self, what: str) -> None:
+    def _end(self, awaited: str) -> None:
         sys.stderr.write(
-            f"error: Process {self.process} has waited {self.minutes:g} minutes for {what}, and another process of the run "
+            f"error: Process {self.process} has waited {self.minutes:g} minutes for {awaited}, and another process of the run "
             "does not answer. Raise train.timeout if that may take longer. Then continue with resume=true.\n"
         )
         sys.stderr.flush()
         os._exit(1)
 
 
-def compute_by_main(make: Callable[[], Item], what: str, *, minutes: float) -> Item:
+def compute_by_main(make: Callable[[], Item], awaited: str, *, minutes: float) -> Item:
     """The result of `make`, which the main process calls and the others get. They wait so many minutes for it."""
     state = PartialState()
     made = [make() if state.is_main_process else None]
-    with Waiting(minutes, state.process_index, state.num_processes)(what):
+    with Waiting(minutes, state.process_index, state.num_processes)(awaited):
         return broadcast_object_list(made)[0]
 
 
@@ -195,7 +195,7 @@ class ProcessGroup(Group):
     first: bool = True
 
     @classmethod
-    def of(cls, accelerator: Accelerator, target: Target) -> "ProcessGroup":
+    def from_target(cls, accelerator: Accelerator, target: Target) -> "ProcessGroup":
         if target.share.size > 1:
             return cls(0, 1, accelerator.is_main_process)
         return cls(accelerator.process_index, accelerator.num_processes)
@@ -221,19 +221,19 @@ class ProcessGroup(Group):
 # The weights of all processes
 
 
-def copied_state(state: Any) -> Any:
+def copy_state(state: Any) -> Any:
     """A state_dict with copies of its tensors in the CPU's memory, no two of which share memory."""
     if isinstance(state, dict):
-        return {key: copied_state(value) for key, value in state.items()}
+        return {key: copy_state(value) for key, value in state.items()}
     return state.detach().to("cpu", copy=True) if isinstance(state, Tensor) else state
 
 
-def change_together(drafter: Head, change: Callable[[Head], int], *, here: bool) -> int:
+def change_together(drafter: Head, change: Callable[[Head], int], *, applies: bool) -> int:
     """Sets weights as `change` does in the processes with `here`; the main one is among them, and the others get its weights.
 
     All call it. -> the result; 0: nothing was changed
     """
-    (result,) = broadcast_object_list([change(drafter) if here else 0])
+    (result,) = broadcast_object_list([change(drafter) if applies else 0])
     if result:
         for parameter in drafter.parameters():
             parameter.data = broadcast(parameter.data)

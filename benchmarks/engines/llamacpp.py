@@ -31,7 +31,7 @@ LOOKUPS = {  # without a drafter, from the text itself
     "ngram-mod": "NGRAM_MOD",
     "ngram-cache": "NGRAM_CACHE",
 }
-MOST_LOOKED_UP = 64  # drafts in a round, of llama.cpp's defaults
+MAX_LOOKUP_DRAFTS = 64  # drafts in a round, of llama.cpp's defaults
 
 
 def find_python() -> str:
@@ -57,7 +57,7 @@ class Counts:
     accepted: int = 0
 
 
-def count(counters: list[list[int]], *, fixed: bool, num_tokens: int, max_new_tokens: int) -> Counts:
+def read_counters(counters: list[list[int]], *, fixed: bool, num_tokens: int, max_new_tokens: int) -> Counts:
     """counters: of rounds with drafts, drafted tokens, accepted tokens; fixed: every round has drafts where there is room"""
     (drafts,), (drafted,), (accepted,) = counters
     if num_tokens == max_new_tokens:  # only then has an answer no draft behind its end
@@ -88,10 +88,10 @@ class LlamaCpp:
     ):
         looks_up = kind in LOOKUPS
         self.context, self.counts = context, Counts()
-        self.counted, self.fixed = bool(draft) or looks_up or kind == "mtp", not looks_up
+        self.has_counts, self.fixed = bool(draft) or looks_up or kind == "mtp", not looks_up
         options = {"gguf": gguf, "threads": torch.get_num_threads(), "context": context, "draft": draft, "cache": cache}
-        options |= {"num": MOST_LOOKED_UP if looks_up else num, "settings": settings or {}}
-        options |= {"kind": (KINDS | LOOKUPS)[kind] if self.counted else None}
+        options |= {"num": MAX_LOOKUP_DRAFTS if looks_up else num, "settings": settings or {}}
+        options |= {"kind": (KINDS | LOOKUPS)[kind] if self.has_counts else None}
         program = Path(__file__).resolve().with_name("llamacpp_server.py")
         loads = " with ".join(filter(None, [gguf, draft]))
         self.child = Child(program, options, python=find_python(), name="llama.cpp", loads=loads, environment={})
@@ -104,16 +104,16 @@ class LlamaCpp:
         # Without `verbose` the reply holds the answer's text and not its tokens.
         reply = self.child.ask(request | {"return_tokens": True, "verbose": True})
         tokens = reply["__verbose"]["tokens"]
-        if self.counted:
+        if self.has_counts:
             sizes = {"num_tokens": len(tokens), "max_new_tokens": max_new_tokens}
-            self.counts = count(reply["counts"], fixed=self.fixed, **sizes)
+            self.counts = read_counters(reply["counts"], fixed=self.fixed, **sizes)
         return tokens[: next((i + 1 for i, token in enumerate(tokens) if token in stop), len(tokens))]
 
     def close(self) -> None:
         self.child.close()
 
 
-def convert(model: str, out: str, *, target: str | None = None, outtype: str = "f32") -> None:
+def convert_to_gguf(model: str, out: str, *, target: str | None = None, outtype: str = "f32") -> None:
     """Writes a folder of transformers' layout as a GGUF file, with the engines' converter; needs its tokenizer.
 
     target: folder of the target, for a drafter of kind eagle3 or dflash; outtype: f32, f16, bf16, ...

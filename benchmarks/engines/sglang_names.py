@@ -37,12 +37,12 @@ def read_folder(folder: Path, *, engines: Path = ENGINES) -> dict[str, Any]:
     if not (engines / "sglang").is_dir():
         raise ValueError("SGLang's wheel is not unpacked: `make engines` does it (40 MB).")
     command = [str(engines / "bin" / "python"), "-P", __file__, str(folder), "--wheel", str(engines / "sglang")]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
-    if done.returncode:
+    process = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
+    if process.returncode:
         raise ValueError(
-            f"SGLang does not read {folder}: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}"
+            f"SGLang does not read {folder}: {(process.stderr.strip().splitlines() or ['no reason given'])[-1]}"
         )
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 class _Empty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -170,18 +170,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--wheel", help="where SGLang's wheel is unpacked; without it the engines' environment is used")
-    given = parser.parse_args()
-    if given.wheel is None:
+    arguments = parser.parse_args()
+    if arguments.wheel is None:
         try:
-            found = read_folder(given.folder)
+            read = read_folder(arguments.folder)
         except ValueError as error:
             sys.exit(str(error))
-        found["merged"] = found.get("merged") is not None
-        print(json.dumps({name: value for name, value in found.items() if name != "tokens"}, indent=1))
+        read["merged"] = read.get("merged") is not None
+        print(json.dumps({name: value for name, value in read.items() if name != "tokens"}, indent=1))
         return
     with tempfile.TemporaryDirectory() as scratch:
-        _prepare(given.wheel, scratch)
-        print(json.dumps(_load(given.folder, given.wheel)))
+        _prepare(arguments.wheel, scratch)
+        print(json.dumps(_load(arguments.folder, arguments.wheel)))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.engines.child import Child
-from specdec.export.mtp import OVERRIDE
+from specdec.export.mtp import TARGET_OVERRIDES
 
 PYTHON = "engines/bin/python"
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB; 1 unless the environment says otherwise
@@ -64,14 +64,16 @@ class Vllm:
         python: str = PYTHON,
     ):
         check_vllm(python)
-        given = speculative or {}
-        self.num_drafts, self.max_model_len = given.get("num_speculative_tokens", 0), max_model_len
+        settings = speculative or {}
+        self.num_drafts, self.max_model_len = settings.get("num_speculative_tokens", 0), max_model_len
         options: dict = {"model": target, "speculative_config": speculative, "dtype": dtype, "enforce_eager": eager}
         options |= {"max_model_len": max_model_len, "gpu_memory_utilization": MEMORY_SHARE}
-        options |= {"hf_overrides": OVERRIDE if given.get("method") == "mtp" and "model" in given else None}
+        options |= {
+            "hf_overrides": TARGET_OVERRIDES if settings.get("method") == "mtp" and "model" in settings else None
+        }
         threads = {KV_SPACE: os.environ.get(KV_SPACE, "1"), "OMP_NUM_THREADS": str(torch.get_num_threads())}
         program = Path(__file__).resolve().with_name("vllm_server.py")
-        loads = " with ".join(filter(None, [target, given.get("model")]))
+        loads = " with ".join(filter(None, [target, settings.get("model")]))
         self.child = Child(program, options, python=python, name="vLLM", loads=loads, environment=threads | ENVIRONMENT)
 
     def generate(self, prompts: list[list[int]], max_new_tokens: int, stop: set[int]) -> VllmReply:

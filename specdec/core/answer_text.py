@@ -13,9 +13,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-BROKEN = "\ufffd"  # stands for bytes that are no character, or not yet
-INCOMPLETE = 3  # U+FFFD at most that stand for a character which the next tokens may complete
-CONTEXT = 8  # tokens that are decoded with the next one, as spaces and characters depend on what is before
+REPLACEMENT = "\ufffd"  # stands for bytes that are no character, or not yet
+MAX_INCOMPLETE = 3  # U+FFFD at most that stand for a character which the next tokens may complete
+CONTEXT_TOKENS = 8  # tokens that are decoded with the next one, as spaces and characters depend on what is before
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TextDecoder:
     special: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, *, special: bool = False) -> "TextDecoder":
+    def from_tokenizer(cls, tokenizer: PreTrainedTokenizerBase, *, special: bool = False) -> "TextDecoder":
         """That of a tokenizer. special: whether special tokens show in the text"""
         options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
         decode = lambda tokens: str(tokenizer.decode(tokens, **options))
@@ -48,7 +48,7 @@ class TextDecoder:
         """The text of all tokens: what the pieces of a TextStream are together. before: as there"""
         if not before:
             text = self.decode(list(tokens))
-            if not self.byte_tokens or BROKEN not in text:
+            if not self.byte_tokens or REPLACEMENT not in text:
                 return text
         stream = TextStream(self, before)
         return "".join([*map(stream.add, tokens), stream.end()])
@@ -71,13 +71,13 @@ def find_special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 def find_byte_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
     """byte -> id of the token that is called like it; empty for a vocabulary that has no byte fallback"""
     names = {byte: f"<0x{byte:02X}>" for byte in range(256)}
-    if find_id(tokenizer, names[ord("A")]) is None:
+    if find_token_id(tokenizer, names[ord("A")]) is None:
         return {}
-    ids = {byte: find_id(tokenizer, name) for byte, name in names.items()}
+    ids = {byte: find_token_id(tokenizer, name) for byte, name in names.items()}
     return {byte: id for byte, id in ids.items() if id is not None}
 
 
-def find_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int | None:
+def find_token_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int | None:
     """The id of a token; None if there is none, where a tokenizer may give that of its unknown token"""
     id: Any = tokenizer.convert_tokens_to_ids(name)
     return id if id is not None and tokenizer.convert_ids_to_tokens(id) == name else None
@@ -93,8 +93,10 @@ class TextStream:
         self.decoder = decoder
         self.window, self.text = list[int](), ""  # the last tokens but those of bytes, and what they decode to
         self.num_shown = 0  # characters of this text that were given out
-        self.run = codecs.getincrementaldecoder("utf-8")("replace")  # of adjacent tokens of bytes
-        context = itertools.islice((token for token in reversed(before) if not decoder.is_silent(token)), CONTEXT)
+        self.byte_run = codecs.getincrementaldecoder("utf-8")("replace")  # of adjacent tokens of bytes
+        context = itertools.islice(
+            (token for token in reversed(before) if not decoder.is_silent(token)), CONTEXT_TOKENS
+        )
         for token in reversed([*context]):
             self.add(token)
 
@@ -104,29 +106,29 @@ class TextStream:
         byte = decoder.byte_tokens.get(token)
         if byte is not None:
             if not self.window:  # what follows does not begin the text
-                self._begin([decoder.anchor], 0)
-            return self.run.decode(byte)
+                self._restart_window([decoder.anchor], 0)
+            return self.byte_run.decode(byte)
         text = decoder.decode([*self.window, token])
         if text == self.text and decoder.is_silent(token):
             return ""
         self.window.append(token)
         self.text = text
-        num_broken = len(text) - len(text.rstrip(BROKEN))
-        waiting = 0 if decoder.byte_tokens else min(num_broken, INCOMPLETE)
+        num_broken = len(text) - len(text.rstrip(REPLACEMENT))
+        waiting = 0 if decoder.byte_tokens else min(num_broken, MAX_INCOMPLETE)
         end = max(self.num_shown, len(text) - waiting)
-        piece = self.run.decode(b"", final=True) + text[self.num_shown : end]
+        piece = self.byte_run.decode(b"", final=True) + text[self.num_shown : end]
         self.num_shown = end
-        if len(self.window) > 2 * CONTEXT:
-            self._begin(self.window[-CONTEXT:], len(text) - end)
+        if len(self.window) > 2 * CONTEXT_TOKENS:
+            self._restart_window(self.window[-CONTEXT_TOKENS:], len(text) - end)
         return piece
 
     def end(self) -> str:
         """What no token completed, as U+FFFD."""
-        rest = self.run.decode(b"", final=True) + self.text[self.num_shown :]
+        remainder = self.byte_run.decode(b"", final=True) + self.text[self.num_shown :]
         self.num_shown = len(self.text)
-        return rest
+        return remainder
 
-    def _begin(self, window: list[int], waiting: int) -> None:
+    def _restart_window(self, window: list[int], waiting: int) -> None:
         """The window begins later. If that is inside of a character, all of it was given out, as the tokens behind it show.
 
         waiting: characters at its end that were not given out

@@ -16,9 +16,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from specdec.core import fast
 
-MOST_PENDING = 256  # entries that the masked product may have; a prompt is read with a mask over all entries
+MAX_PENDING = 256  # entries that the masked product may have; a prompt is read with a mask over all entries
 # Fewest keys of a part, how many parts keep a GPU busy, queries of one thread block
-SPLIT, TEXTS, BLOCK = 256, 128, 128
+MIN_PART_KEYS, MIN_TEXTS, QUERY_BLOCK = 256, 128, 128
 
 
 class CachedKeys(NamedTuple):
@@ -31,7 +31,7 @@ class CachedKeys(NamedTuple):
     """
 
     seen: Tensor
-    places: Tensor
+    entries: Tensor
     table: Tensor
 
 
@@ -43,7 +43,7 @@ def find_cached_keys(
     heads: of queries and of keys; window: how many positions a query sees, itself included, where positions count entries
     """
     (num_rows, num, pending), (queries, groups), device = ancestors.shape, heads, lengths.device
-    own = lengths[:, None] + torch.arange(pending, device=device)  # [B, P]
+    entries = lengths[:, None] + torch.arange(pending, device=device)  # [B, P]
     seen, first, reach = ancestors, torch.zeros_like(lengths), capacity
     if window is not None:
         # The deepest query sees the fewest committed keys. Those that only some queries see go with the pending ones.
@@ -52,21 +52,21 @@ def find_cached_keys(
         depth = ancestors.sum(-1, keepdim=True) - 1  # [B, S, 1]
         inside = (edge < lengths[:, None])[:, None] & (edge[:, None] > lengths[:, None, None] + depth - window)
         seen = ancestors & (ancestors.sum(-1)[:, None] > depth + 1 - window) if num == pending else ancestors
-        own, seen, first = torch.cat([edge, own], dim=1), torch.cat([inside, seen], dim=2), first + pending - 1
+        entries, seen, first = torch.cat([edge, entries], dim=1), torch.cat([inside, seen], dim=2), first + pending - 1
     last = lengths + 1 if pending == 1 else lengths  # a single pending entry is a key like the committed ones
     rows = num_rows * groups
     per_text = queries // groups * num
-    parts = max(1, min(-(-reach // SPLIT), TEXTS // (rows * -(-per_text // BLOCK))))
-    size = -(-reach // parts)
+    num_parts = max(1, min(-(-reach // MIN_PART_KEYS), MIN_TEXTS // (rows * -(-per_text // QUERY_BLOCK))))
+    size = -(-reach // num_parts)
     # By number of the text, without concatenation or padding: inductor of torch 2.11 refuses the negative places that these make
-    number = torch.arange(rows * parts + 1, device=device)  # the last is the end of the one before
-    row = (number // (groups * parts)).clamp(max=num_rows - 1)
-    begin = first[row] + number % parts * size
+    text_number = torch.arange(rows * num_parts + 1, device=device)  # the last is the end of the one before
+    row = (text_number // (groups * num_parts)).clamp(max=num_rows - 1)
+    begin = first[row] + text_number % num_parts * size
     used = (last[row] - begin).clamp(0, size)
-    cut = number // parts * capacity + begin.clamp(max=capacity)
+    cut = text_number // num_parts * capacity + begin.clamp(max=capacity)
     kind = torch.arange(3, device=device)[:, None]
-    table = torch.where(kind == 0, number * per_text, torch.where(kind == 1, cut, used)).to(torch.int32)
-    return CachedKeys(seen[:, None].expand(-1, 1 if window is None else 2, -1, -1), own, table)
+    table = torch.where(kind == 0, text_number * per_text, torch.where(kind == 1, cut, used)).to(torch.int32)
+    return CachedKeys(seen[:, None].expand(-1, 1 if window is None else 2, -1, -1), entries, table)
 
 
 def attend_cached(
@@ -76,45 +76,45 @@ def attend_cached(
 
     sinks [H]: one more score of each head, whose value is zero
     """
-    (num_rows, heads, num, width), groups, (seen, places, table) = query.shape, key.shape[1], cached
+    (num_rows, heads, num, width), groups, (seen, entries, table) = query.shape, key.shape[1], cached
     grouped = query.reshape(num_rows, groups, -1, width)  # [B, G, Q, E]
-    parts = (table.shape[1] - 1) // (num_rows * groups)
-    texts = grouped[:, :, None].expand(-1, -1, parts, -1, -1).reshape(num_rows * groups * parts, -1, width)
+    num_parts = (table.shape[1] - 1) // (num_rows * groups)
+    texts = grouped[:, :, None].expand(-1, -1, num_parts, -1, -1).reshape(num_rows * groups * num_parts, -1, width)
     out, log_sum = _attend_texts(texts, key.flatten(0, 2), value.flatten(0, 2), table, scale)
-    outs, sums = out.view(num_rows, groups, parts, -1, width), log_sum.view(num_rows, groups, parts, -1)
-    if parts == 1 and places.shape[1] == 1 and sinks is None:
+    outs, sums = out.view(num_rows, groups, num_parts, -1, width), log_sum.view(num_rows, groups, num_parts, -1)
+    if num_parts == 1 and entries.shape[1] == 1 and sinks is None:
         return outs.view(num_rows, heads, num, width)
     # One softmax over the sums of the parts, the scores of the entries and the sinks gives the share of each
-    empty = table[2, :-1].view(num_rows, groups, 1, parts) == 0
+    empty = table[2, :-1].view(num_rows, groups, 1, num_parts) == 0
     shares = [sums.transpose(2, 3).masked_fill(empty, -torch.inf)]  # [B, G, Q, parts]
-    if places.shape[1] > 1:
-        rows = torch.arange(num_rows, device=places.device)[:, None]
-        own_key, own_value = (each[rows, :, places].transpose(1, 2) for each in (key, value))  # [B, G, M, E]
-        scores = (grouped @ own_key.mT).to(sums.dtype).view(num_rows, groups, -1, num, places.shape[1])
+    if entries.shape[1] > 1:
+        rows = torch.arange(num_rows, device=entries.device)[:, None]
+        own_key, own_value = (each[rows, :, entries].transpose(1, 2) for each in (key, value))  # [B, G, M, E]
+        scores = (grouped @ own_key.mT).to(sums.dtype).view(num_rows, groups, -1, num, entries.shape[1])
         scores = scores.mul_(scale).masked_fill_(~seen[:, :1, None], -torch.inf)
         shares.append(scores.flatten(2, 3))  # [B, G, Q, M]
     if sinks is not None:
         column = sinks.to(sums.dtype).view(1, groups, -1, 1, 1).expand(num_rows, -1, -1, num, -1)
         shares.append(column.flatten(2, 3))
-    share, *own = softmax_of_parts(shares)
+    share, *entry_shares = softmax_jointly(shares)
     joined = (share.transpose(2, 3)[..., None] * outs).sum(2)  # [B, G, Q, E]
-    if places.shape[1] > 1:
-        joined = joined + own[0].to(value.dtype) @ own_value
+    if entries.shape[1] > 1:
+        joined = joined + entry_shares[0].to(value.dtype) @ own_value
     return joined.to(query.dtype).view(num_rows, heads, num, width)
 
 
-def softmax_of_parts(parts: list[Tensor]) -> Sequence[Tensor]:
+def softmax_jointly(scores: list[Tensor]) -> Sequence[Tensor]:
     """The softmax over the last dimension of all parts together, [..., n_i] each
 
     Without a concatenation where it is traced for inductor, which refuses the negative places that this makes on CUDA; and what is
     compiled is one kernel anyway.
     """
-    if len(parts) == 1:
-        return [parts[0].softmax(-1)]
+    if len(scores) == 1:
+        return [scores[0].softmax(-1)]
     if get_proxy_mode() is None:
-        return torch.cat(parts, dim=-1).softmax(-1).split([each.shape[-1] for each in parts], dim=-1)
-    total = functools.reduce(torch.logaddexp, [each.logsumexp(-1, keepdim=True) for each in parts])
-    return [(each - total).exp() for each in parts]
+        return torch.cat(scores, dim=-1).softmax(-1).split([each.shape[-1] for each in scores], dim=-1)
+    total = functools.reduce(torch.logaddexp, [each.logsumexp(-1, keepdim=True) for each in scores])
+    return [(each - total).exp() for each in scores]
 
 
 @torch.library.custom_op("specdec::attend_texts", mutates_args=())
@@ -149,12 +149,12 @@ def _(query, key, value, table, scale):
     )
 
 
-def usable(key_width: int, value_width: int) -> bool:
+def fits_kernel(key_width: int, value_width: int) -> bool:
     """Whether the kernel takes such keys and values."""
     return key_width == value_width and key_width % 8 == 0 and key_width <= 256
 
 
-def check(device: torch.device) -> None:
+def check_cached_keys(device: torch.device) -> None:
     """Compares the kernel with the loop in float64 on this device. Raises ValueError where they differ beyond rounding."""
     torch.manual_seed(0)
     lengths, heads = torch.tensor([700, 3]), (8, 2)
@@ -165,10 +165,10 @@ def check(device: torch.device) -> None:
             torch.randn(2, each, count, width, dtype=torch.float64) for each, count in ((8, num), (2, 768), (2, 768))
         ]
         options: dict = {"capacity": 768, "heads": heads, "window": window}
-        wanted = attend_cached(
+        reference = attend_cached(
             wide[0], wide[1], wide[2], find_cached_keys(ancestors, lengths, **options), scale=width**-0.5
         )
-        some = [each.to(device, torch.bfloat16) for each in wide]
+        narrow = [each.to(device, torch.bfloat16) for each in wide]
         cached = find_cached_keys(ancestors.to(device), lengths.to(device), **options)
-        found = attend_cached(some[0], some[1], some[2], cached, scale=width**-0.5)
-        fast.compare(f"{num} nodes", [found.cpu()], [wanted], 0.02)
+        result = attend_cached(narrow[0], narrow[1], narrow[2], cached, scale=width**-0.5)
+        fast.compare_with_reference(f"{num} nodes", [result.cpu()], [reference], 0.02)

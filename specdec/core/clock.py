@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-QUEUES = ("cuda",)  # kinds of devices that work behind the host, and can note when they reach a place in their work
+QUEUED_DEVICES = (
+    "cuda",
+)  # kinds of devices that work behind the host, and can note when they reach a place in their work
 
 
 @dataclass(frozen=True)
 class Moment:
     """A place in the work. when: the host's seconds, or a CUDA event; apart: seconds before it that do not count"""
 
-    when: Any
-    apart: float
+    timestamp: Any
+    excluded_seconds: float
 
 
 class RoundClock:
@@ -25,16 +27,20 @@ class RoundClock:
     queued: whether the device reaches a mark later than the host. Then its time is known after the next `read` only.
     """
 
-    def __init__(self, device: torch.device, apart: Callable[[], float]):
-        self.device, self.apart, self.queued = device, apart, device.type in QUEUES
+    def __init__(self, device: torch.device, count_excluded_seconds: Callable[[], float]):
+        self.device, self.count_excluded_seconds, self.queued = (
+            device,
+            count_excluded_seconds,
+            device.type in QUEUED_DEVICES,
+        )
 
     def mark(self) -> Moment:
         """This place in the work."""
         if not self.queued:
-            return Moment(time.perf_counter(), self.apart())
+            return Moment(time.perf_counter(), self.count_excluded_seconds())
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
-        return Moment(event, self.apart())
+        return Moment(event, self.count_excluded_seconds())
 
     def read(self, values: Tensor) -> tuple[list, Moment]:
         """Waits for the device: values.tolist(), and the place where the device had them."""
@@ -45,5 +51,5 @@ class RoundClock:
 
     def seconds(self, start: Moment, end: Moment) -> float:
         """Between two places, after the first `read` behind them."""
-        spent = start.when.elapsed_time(end.when) / 1e3 if self.queued else end.when - start.when
-        return max(0.0, spent - (end.apart - start.apart))
+        spent = start.timestamp.elapsed_time(end.timestamp) / 1e3 if self.queued else end.timestamp - start.timestamp
+        return max(0.0, spent - (end.excluded_seconds - start.excluded_seconds))

@@ -29,7 +29,7 @@ LINEAR = {torch.ops.aten.mm.default: (None, 0, 1), torch.ops.aten.addmm.default:
 # Asserts of sizes are not needed: Runner compares shapes and strides itself, and packed weights have none.
 CPU_OPTIONS = {"cpp.threads": 1, "cpp_wrapper": True, "size_asserts": False}
 
-MOST_GRAPHS = 32  # CUDA graphs that a runner keeps; each holds its inputs and outputs
+MAX_GRAPHS = 32  # CUDA graphs that a runner keeps; each holds its inputs and outputs
 
 torch.library.define("specdec::packed_linear", "(Tensor input, Tensor weight) -> Tensor")
 
@@ -60,45 +60,46 @@ def _lower_packed_linear() -> None:
     register_lowering(torch.ops.specdec.packed_linear.default, type_promotion_kind=None)(lower)
 
 
-def packable(weight: Tensor) -> bool:
+def is_packable(weight: Tensor) -> bool:
     """Whether oneDNN packs a weight of this device and dtype, and this CPU computes in it (precision.py)."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
         return False
     return torch.backends.mkldnn.is_available() and (
-        weight.dtype == torch.float32 or precision.choose(weight.device).dtype == "bfloat16"
+        weight.dtype == torch.float32 or precision.choose_dtype(weight.device).dtype == "bfloat16"
     )
 
 
-def pack(weights: Sequence[Tensor]) -> Tensor:
+def pack_weights(weights: Sequence[Tensor]) -> Tensor:
     """[E_i, D] each -> [sum of E_i, D] in oneDNN's blocked layout, an opaque tensor"""
     return torch.ops.mkldnn._reorder_linear_weight(torch.cat(list(weights)).contiguous(), 1)
 
 
-JOINED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # layers of a module that read one tensor
+JOINED_LAYERS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # layers of a module that read one tensor
 
 
 def join_products(model: nn.Module) -> None:
     """Puts weights of layers that read one tensor behind one another in memory, so that a compiled function has one product of
     them without a copy. Call it before anything else keeps their addresses, and where nothing shares or converts them."""
     for module in model.modules():
-        for names in JOINED:
+        for names in JOINED_LAYERS:
             layers = [getattr(module, name, None) for name in names]
             linear = [layer for layer in layers if type(layer) is nn.Linear]
             if len(linear) == len(layers) and len({(each.in_features, each.weight.dtype) for each in linear}) == 1:
                 joined = torch.cat([layer.weight.data for layer in linear])
-                for layer, part in zip(linear, joined.split([layer.out_features for layer in linear])):
-                    layer.weight.data = part
+                for layer, row_slice in zip(linear, joined.split([layer.out_features for layer in linear])):
+                    layer.weight.data = row_slice
 
 
 def is_joined(weights: Sequence[Tensor]) -> bool:
     """Whether they are several, as `join_products` leaves them."""
     ends = itertools.accumulate((weight.numel() for weight in weights), initial=weights[0].storage_offset())
     return len(weights) > 1 and all(
-        weight.is_contiguous() and _place(weight) == (_place(weights[0])[0], end) for weight, end in zip(weights, ends)
+        weight.is_contiguous() and _memory_location(weight) == (_memory_location(weights[0])[0], end)
+        for weight, end in zip(weights, ends)
     )
 
 
-def _place(tensor: Tensor) -> tuple[int, int]:
+def _memory_location(tensor: Tensor) -> tuple[int, int]:
     """Where it is in memory, also of a tensor without values: its storage, and the place there"""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
@@ -115,9 +116,9 @@ class Graph:
         self.graph = traced.graph
         self.last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
         self.captured: list[Tensor] = []
-        self.products: list[list[int]] = []  # the weights of each joined product, by place in `captured`
-        places = self._lift(traced)
-        self._pack_products(places)
+        self.weight_indices: list[list[int]] = []  # the weights of each joined product, by place in `captured`
+        captured_nodes = self._lift(traced)
+        self._pack_products(captured_nodes)
         output = next(node for node in self.graph.nodes if node.op == "output")
         self.single = isinstance(output.args[0], fx.Node)
         output.args = ((output.args[0],),) if self.single else (tuple(output.args[0]),)
@@ -129,26 +130,26 @@ class Graph:
         options = CPU_OPTIONS if all(tensor.device.type == "cpu" for tensor in inputs) else {}
         # Inductor stores its results on disk if the examples are fake, static and not in oneDNN's layout.
         fake = FakeTensorMode(shape_env=ShapeEnv())
-        given, captured = (
+        fake_inputs, captured = (
             [fake.from_tensor(tensor, static_shapes=True) for tensor in tensors] for tensors in (inputs, self.captured)
         )
         with fake:
-            joined = [torch.cat([captured[place] for place in places]) for places in self.products]
-        examples: list = [*given, *captured, *joined]
+            joined = [torch.cat([captured[place] for place in places]) for places in self.weight_indices]
+        examples: list = [*fake_inputs, *captured, *joined]
         self.compiled = torch._inductor.compile(module, examples, options=dict(options))
 
     def bind(self, captured: Sequence[Tensor], packed: dict[tuple, Tensor]) -> Callable:
         """The function with these tensors in place of those that it closes over; packed: weights packed so far"""
         compiled, constants = self.compiled, list(captured)
-        for places in self.products:
-            weights = [captured[place] for place in places]
-            key = tuple(map(_place, weights))
+        for indices in self.weight_indices:
+            weights = [captured[place] for place in indices]
+            key = tuple(map(_memory_location, weights))
             if is_joined(weights):
                 size = sum(map(len, weights)), weights[0].shape[1]
                 constants.append(weights[0].as_strided(size, (size[1], 1)))
                 continue
             if key not in packed:
-                packed[key] = pack(weights) if packable(weights[0]) else torch.cat(weights)
+                packed[key] = pack_weights(weights) if is_packable(weights[0]) else torch.cat(weights)
             constants.append(packed[key])
         if self.single:
             return lambda *inputs: compiled(*inputs, *constants)[0]
@@ -171,7 +172,7 @@ class Graph:
             self.graph.erase_node(node)
         return list(nodes.values())
 
-    def _pack_products(self, places: list[fx.Node]) -> None:
+    def _pack_products(self, captured_nodes: list[fx.Node]) -> None:
         """Replaces x @ weight.T by the packed product, and several products of one x by one."""
         groups: dict[
             object, list[tuple[fx.Node, int, fx.Node | None]]
@@ -179,39 +180,43 @@ class Graph:
         for node in self.graph.nodes:
             if node.target not in LINEAR:
                 continue
-            bias, x, weight = _operands(node)
-            if weight.target is torch.ops.aten.t.default and weight.args[0] in places:
-                place = places.index(weight.args[0])
+            bias, x, weight = _list_operands(node)
+            if weight.target is torch.ops.aten.t.default and weight.args[0] in captured_nodes:
+                weight_index = captured_nodes.index(weight.args[0])
                 key = (x.args[0], *x.args[1]) if x.target is torch.ops.aten.view.default else x
-                groups.setdefault((packable(self.captured[place]), key), []).append((node, place, bias))
+                groups.setdefault((is_packable(self.captured[weight_index]), key), []).append(
+                    (node, weight_index, bias)
+                )
         for members in groups.values():
             first, weights = members[0][0], [self.captured[place] for _, place, _ in members]
-            if not (packable(weights[0]) or is_joined(weights)):
+            if not (is_packable(weights[0]) or is_joined(weights)):
                 continue
-            packed = self._placeholder(f"packed_{len(self.products)}")
-            self.products.append([place for _, place, _ in members])
+            packed = self._placeholder(f"packed_{len(self.weight_indices)}")
+            self.weight_indices.append([place for _, place, _ in members])
             with self.graph.inserting_before(first):
-                x = _operands(first)[1]
-                if packable(weights[0]):
+                x = _list_operands(first)[1]
+                if is_packable(weights[0]):
                     product, factor = torch.ops.specdec.packed_linear.default, packed
                 else:
                     product, factor = (
                         torch.ops.aten.mm.default,
                         self.graph.call_function(torch.ops.aten.t.default, (packed,)),
                     )
-                whole = self.graph.call_function(product, (x, factor))  # [M, E]
+                joined_product = self.graph.call_function(product, (x, factor))  # [M, E]
                 stop = 0
-                for node, place, bias in members:
-                    start, stop = stop, stop + self.captured[place].shape[0]
-                    part = self.graph.call_function(torch.ops.aten.slice.Tensor, (whole, 1, start, stop))
+                for node, weight_index, bias in members:
+                    start, stop = stop, stop + self.captured[weight_index].shape[0]
+                    product_slice = self.graph.call_function(
+                        torch.ops.aten.slice.Tensor, (joined_product, 1, start, stop)
+                    )
                     if bias is not None:
-                        part = self.graph.call_function(torch.ops.aten.add.Tensor, (part, bias))
-                    node.replace_all_uses_with(part)
+                        product_slice = self.graph.call_function(torch.ops.aten.add.Tensor, (product_slice, bias))
+                    node.replace_all_uses_with(product_slice)
             for node, _, _ in members:
                 self.graph.erase_node(node)
 
 
-def _operands(product: fx.Node) -> tuple:
+def _list_operands(product: fx.Node) -> tuple:
     """bias (or None), input and transposed weight of a node whose target is in LINEAR"""
     return tuple(None if index is None else product.args[index] for index in LINEAR[product.target])  # type: ignore[index]
 
@@ -226,21 +231,21 @@ class Runner:
     """
 
     def __init__(self, compile: bool | None = False, *, cuda_graphs: bool | None = False):
-        self.asked = compile, cuda_graphs
-        self.undecided = None in self.asked
+        self.requested = compile, cuda_graphs
+        self.undecided = None in self.requested
         self.compile, self.cuda_graphs, self.seconds = bool(compile), bool(cuda_graphs), 0.0
         self.graphs, self.pool = dict[tuple, Replay](), GraphPool()
-        self.known: dict[tuple, Callable | list[Callable]] = {}
+        self.compiled: dict[tuple, Callable | list[Callable]] = {}
         self.packed: dict[tuple, Tensor] = {}  # by the places of the weights
 
-    def follow(self, other: "Runner") -> None:
+    def follow(self, leader: "Runner") -> None:
         """Does as another one in what this one was not told."""
-        if self.undecided and not other.undecided:
-            self.compile, self.cuda_graphs, self.undecided = other.compile, other.cuda_graphs, False
+        if self.undecided and not leader.undecided:
+            self.compile, self.cuda_graphs, self.undecided = leader.compile, leader.cuda_graphs, False
 
     def stop_compiling(self, error: Exception) -> None:
         """Raises the error if compiling was asked for."""
-        if self.asked[0]:
+        if self.requested[0]:
             raise error
         if self.compile:
             warnings.warn(f"Passes go on without compiling: {name_cause(error)}", stacklevel=4)
@@ -260,9 +265,9 @@ class Runner:
             graph = self._build(name, function, inputs)
             return graph.bind(graph.captured, self.packed)
 
-        return (self._find(name, inputs, build) or function)(*inputs)
+        return (self._find_compiled(name, inputs, build) or function)(*inputs)
 
-    def whole(
+    def run_whole(
         self,
         name: object,
         function: Callable[..., tuple[Tensor, ...]],
@@ -278,8 +283,8 @@ class Runner:
         """
         if not self.cuda_graphs:
             return function(*inputs)
-        places = tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in memory)
-        key = (name, places, *(tensor.shape for tensor in inputs))
+        locations = tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in memory)
+        key = (name, locations, *(tensor.shape for tensor in inputs))
         if key not in self.graphs:
             compiling, start = self.seconds, time.perf_counter()
             try:
@@ -290,28 +295,30 @@ class Runner:
                 return function(*inputs)
             finally:
                 self.seconds = compiling + time.perf_counter() - start
-            if len(self.graphs) > MOST_GRAPHS:
+            if len(self.graphs) > MAX_GRAPHS:
                 del self.graphs[next(iter(self.graphs))]
         return self.graphs[key](*inputs)
 
-    def _find(self, name: object, inputs: Sequence[Tensor], build: Callable[[], Any]) -> Any:
+    def _find_compiled(self, name: object, inputs: Sequence[Tensor], build: Callable[[], Any]) -> Any:
         """What `build` compiles for inputs of these shapes, kept; None where that cannot be compiled."""
         key = (name, *((tensor.shape, tensor.stride()) for tensor in inputs))
-        if key not in self.known:
+        if key not in self.compiled:
             start = time.perf_counter()
             try:
-                found = build()
-                for function in found if isinstance(found, list) else [found]:
+                compiled = build()
+                for function in compiled if isinstance(compiled, list) else [compiled]:
                     function(*inputs)  # the first call loads code and fills caches
-                self.known[key] = found
+                self.compiled[key] = compiled
             except Exception as error:
                 self.stop_compiling(error)
                 return None
             finally:
                 self.seconds += time.perf_counter() - start
-        return self.known[key]
+        return self.compiled[key]
 
-    def layers(self, name: object, function: Callable, modules: Iterable[nn.Module], *inputs: Tensor) -> list[Callable]:
+    def compile_layers(
+        self, name: object, function: Callable, modules: Iterable[nn.Module], *inputs: Tensor
+    ) -> list[Callable]:
         """For each of several modules, which differ in their weights only: inputs -> function(module, *inputs)
 
         Raises ValueError if the modules' parameters differ in name or shape.
@@ -319,22 +326,24 @@ class Runner:
         if not self.compile:
             return [functools.partial(function, module) for module in modules]
         modules = list(modules)
-        found = self._find(name, inputs, lambda: self._build_layers(name, function, modules, inputs))
-        return found or [functools.partial(function, module) for module in modules]
+        compiled = self._find_compiled(name, inputs, lambda: self._build_layers(name, function, modules, inputs))
+        return compiled or [functools.partial(function, module) for module in modules]
 
     def _build_layers(
         self, name: object, function: Callable, modules: Sequence[nn.Module], inputs: Sequence[Tensor]
     ) -> list[Callable]:
         first, *_ = modules
-        shapes, *more = [{name: tensor.shape for name, tensor in _tensors(module).items()} for module in modules]
-        if any(other != shapes for other in more):
+        shapes, *other_shapes = [
+            {name: tensor.shape for name, tensor in _list_tensors(module).items()} for module in modules
+        ]
+        if any(other != shapes for other in other_shapes):
             raise ValueError(f"{name} differs from place to place in more than its weights: set compile=false.")
         graph = self._build(name, lambda *inputs: function(first, *inputs), inputs)
-        places = {_place(tensor): place for place, tensor in _tensors(first).items()}
-        wanted = [(places.get(_place(tensor)), tensor) for tensor in graph.captured]
+        names = {_memory_location(tensor): place for place, tensor in _list_tensors(first).items()}
+        wanted = [(names.get(_memory_location(tensor)), tensor) for tensor in graph.captured]
         return [
             graph.bind([tensors[place] if place else shared for place, shared in wanted], self.packed)
-            for tensors in map(_tensors, modules)
+            for tensors in map(_list_tensors, modules)
         ]
 
     def _build(self, name: object, function: Callable, inputs: Sequence[Tensor]) -> Graph:
@@ -347,7 +356,7 @@ class Runner:
             ) from error
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
+def _list_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
@@ -384,10 +393,10 @@ def training_block(function: Callable) -> Callable:
     """Decorates a method of a module, of tensors only, which training runs compiled where the device allows it."""
 
     @functools.wraps(function)
-    def run(module: nn.Module, first: Tensor, *more):
-        if torch.is_grad_enabled() and fast.on("blocks", first.device):
-            return run_block(function, cast_once(module, first.device), first, *more)
-        return function(module, first, *more)
+    def run(module: nn.Module, first: Tensor, *inputs):
+        if torch.is_grad_enabled() and fast.allows("blocks", first.device):
+            return run_block(function, cast_once(module, first.device), first, *inputs)
+        return function(module, first, *inputs)
 
     return run
 
@@ -409,10 +418,10 @@ def cast_once(module: nn.Module, device: torch.device) -> nn.Module:
     if dtype is None:
         return module
     if module not in _mirrors:
-        _mirrors[module] = mirror = _mirror(module)
-        for place, own in zip(mirror.modules(), module.modules()):
-            if isinstance(own, nn.Linear) and "weight" not in place._parameters:
-                place.__dict__["weight"] = own.weight.to(dtype)
+        _mirrors[module] = mirror = _copy_module(module)
+        for copied, original in zip(mirror.modules(), module.modules()):
+            if isinstance(original, nn.Linear) and "weight" not in copied._parameters:
+                copied.__dict__["weight"] = original.weight.to(dtype)
     return _mirrors[module]
 
 
@@ -421,11 +430,11 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-def _mirror(module: nn.Module) -> nn.Module:
+def _copy_module(module: nn.Module) -> nn.Module:
     """The same module and parameters, in which matrices of linear layers can be replaced."""
     mirror = copy.copy(module)
     mirror.__dict__ = dict(module.__dict__)
-    mirror._modules = {name: child and _mirror(child) for name, child in module._modules.items()}
+    mirror._modules = {name: child and _copy_module(child) for name, child in module._modules.items()}
     mirror._parameters = dict(module._parameters)
     if isinstance(module, nn.Linear) and module.weight.requires_grad and module.weight.dtype == torch.float32:
         del mirror._parameters["weight"]
@@ -443,7 +452,7 @@ def check_blocks(device: torch.device) -> None:
         results.append(
             [each.detach().cpu() for each in (out, *torch.autograd.grad(out.square().sum(), [x, *mlp.parameters()]))]
         )
-    fast.compare("a compiled block", results[0], results[1], 0.02)
+    fast.compare_with_reference("a compiled block", results[0], results[1], 0.02)
 
 
 # CUDA graphs: what a function of tensors gives the device to do, recorded once and then started as a whole.
@@ -452,7 +461,7 @@ def check_blocks(device: torch.device) -> None:
 # torch's own way (inductor's cudagraphs) would copy all weights and K and V at each call, because here they are arguments
 # of compiled functions (specdec/core/compile.py), so whole passes are captured instead.
 
-WARM_UP = 2  # calls before the capture, for what happens only once: workspaces, compiling, choosing kernels
+WARM_UP_CALLS = 2  # calls before the capture, for what happens only once: workspaces, compiling, choosing kernels
 
 Replay = Callable[..., tuple[Tensor, ...]]
 
@@ -486,21 +495,21 @@ def capture_graph(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[
     """
     if any(value.device.type != "cuda" for value in inputs):
         raise RuntimeError("only what runs on a CUDA device can be a CUDA graph")
-    own, graph = [value.clone() for value in inputs], torch.cuda.CUDAGraph()
-    with torch.cuda.device(own[0].device):  # streams are those of the current device
-        current, aside = torch.cuda.current_stream(), pool.stream
-        aside.wait_stream(current)
-        with torch.cuda.stream(aside):  # the documentation of torch asks for a stream other than the default one
-            for _ in range(WARM_UP):
-                function(*own)
-        current.wait_stream(aside)
+    static_inputs, graph = [value.clone() for value in inputs], torch.cuda.CUDAGraph()
+    with torch.cuda.device(static_inputs[0].device):  # streams are those of the current device
+        current, side = torch.cuda.current_stream(), pool.stream
+        side.wait_stream(current)
+        with torch.cuda.stream(side):  # the documentation of torch asks for a stream other than the default one
+            for _ in range(WARM_UP_CALLS):
+                function(*static_inputs)
+        current.wait_stream(side)
         # Other threads may use the device meanwhile
-        with torch.cuda.graph(graph, pool=pool.handle, stream=aside, capture_error_mode="thread_local"):
-            outputs = function(*own)
+        with torch.cuda.graph(graph, pool=pool.handle, stream=side, capture_error_mode="thread_local"):
+            outputs = function(*static_inputs)
 
-    def replay(*given: Tensor) -> tuple[Tensor, ...]:
-        for place, value in zip(own, given, strict=True):
-            place.copy_(value)
+    def replay(*arguments: Tensor) -> tuple[Tensor, ...]:
+        for static_input, value in zip(static_inputs, arguments, strict=True):
+            static_input.copy_(value)
         graph.replay()
         return tuple(value.clone() for value in outputs)  # the next replay overwrites them
 
@@ -518,6 +527,6 @@ def check_graphs(device: torch.device) -> None:
     x = [torch.randn(4, 64, device=device) for _ in range(3)]
     replay = capture_graph(function, x[:1], GraphPool())
     for each in x:
-        fast.compare(
+        fast.compare_with_reference(
             "a CUDA graph", [part.cpu() for part in replay(each)], [part.cpu() for part in function(each)], 1e-5
         )

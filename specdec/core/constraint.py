@@ -56,7 +56,7 @@ class ConstraintSource(Protocol):
         ...
 
 
-def unpack(masks: Sequence[Sequence[bytes | None]], vocab_size: int, device: torch.device | str) -> Tensor:
+def unpack_masks(masks: Sequence[Sequence[bytes | None]], vocab_size: int, device: torch.device | str) -> Tensor:
     """masks [B][N] as of `Constraint.allowed` -> [B, N, V] bool; everything where a mask is empty or None"""
     width = (vocab_size + 7) // 8
     numbers: dict[bytes, int] = {b"": 0}  # equal masks are unpacked once
@@ -66,7 +66,7 @@ def unpack(masks: Sequence[Sequence[bytes | None]], vocab_size: int, device: tor
     return torch.from_numpy(bits).to(device).bool()[index.to(device)]
 
 
-def constrain(
+def constrain_tree(
     tree: Tree, constraints: Sequence[Constraint | None], vocab_size: int, *, prune: bool
 ) -> tuple[Tree, Tensor]:
     """constraints [B]: None for a row without a grammar -> the tree, and what may follow each of its nodes [B, N, V] bool
@@ -74,21 +74,21 @@ def constrain(
     prune: whether nodes are left out that cannot be accepted: chosen drafts that the grammar does not allow, and what is
     below. A sampled draft stays where the text before it is allowed, because its refusal changes the distribution of the next token.
     """
-    masks, kept = [], []
+    masks, kept_nodes = [], []
     for constraint, tokens, parents in zip(constraints, tree.tokens.tolist(), tree.parents.tolist()):
         allowed: list[bytes | None] = [b""] * len(tokens)
         if constraint is not None:
             allowed = constraint.allowed(tokens, parents)
         decisive = allowed if tree.probs is None else [b"", *[allowed[parent] for parent in parents[1:]]]
         masks.append(allowed)
-        kept.append([node for node, mask in enumerate(decisive) if mask is not None])
-    most = max(map(len, kept))
-    if prune and most < tree.tokens.shape[1]:
+        kept_nodes.append([node for node, mask in enumerate(decisive) if mask is not None])
+    num_nodes = max(map(len, kept_nodes))
+    if prune and num_nodes < tree.tokens.shape[1]:
         # A row with fewer nodes is filled up with its first others: parents have lower numbers than children
         numbers = []
-        for own in kept:
-            others = [node for node in range(tree.tokens.shape[1]) if node not in own]
-            numbers.append(sorted([*own, *others[: most - len(own)]]))
-        tree = tree.part(numbers)
+        for row_nodes in kept_nodes:
+            spare_nodes = [node for node in range(tree.tokens.shape[1]) if node not in row_nodes]
+            numbers.append(sorted([*row_nodes, *spare_nodes[: num_nodes - len(row_nodes)]]))
+        tree = tree.select_nodes(numbers)
         masks = [[row[node] for node in own] for row, own in zip(masks, numbers)]
-    return tree, unpack(masks, vocab_size, tree.tokens.device)
+    return tree, unpack_masks(masks, vocab_size, tree.tokens.device)

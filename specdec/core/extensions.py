@@ -28,7 +28,7 @@ def trusts_code() -> bool:
     return bool(_trusted)
 
 
-def conf_folders() -> list[Path]:
+def list_conf_folders() -> list[Path]:
     """Every folder `conf` of a tool or an experiment, with the groups of its YAML."""
     return [folder for name in FOLDERS for folder in sorted((PACKAGE / name).glob("*/conf"))]
 

@@ -21,18 +21,18 @@ import torch
 
 import specdec
 from specdec.core.devices import name_cause
-from specdec.core.files import cache_folder, write_text
+from specdec.core.files import find_cache_folder, write_text
 from specdec.core.untrusted import read_json
 
 # Each path, and the function that compares it with the reference on a device and raises an error where they differ
 PATHS = {
-    "varlen": "specdec.core.varlen:check",  # packed texts in one call
-    "cache": "specdec.core.cached_keys:check",  # committed keys read to their length
+    "varlen": "specdec.core.varlen:check_varlen",  # packed texts in one call
+    "cache": "specdec.core.cached_keys:check_cached_keys",  # committed keys read to their length
     "loss": "train.objective.fused:check",  # LM head and loss without logits of all goals
     "blocks": "specdec.core.compile:check_blocks",  # torch.compile of decoder blocks in training
     "graphs": "specdec.core.compile:check_graphs",  # passes and steps of decoding as CUDA graphs
 }
-SECONDS = 300  # that the proof of one path may take
+PROOF_SECONDS = 300  # that the proof of one path may take
 
 
 @dataclass(frozen=True)
@@ -41,44 +41,44 @@ class DeviceKind:
 
     name: str
     paths: tuple[str, ...]
-    lowest: tuple[int, int] = (0, 0)
+    min_capability: tuple[int, int] = (0, 0)
 
 
 HIP = DeviceKind("AMD GPU (MI300), where the kernel for packed texts has no windows", ("loss", "blocks", "graphs"))
 CUDA = (
-    DeviceKind("NVIDIA GPU since Ampere (A100, L40S, RTX 4090, H100, H200, B200)", tuple(PATHS), lowest=(8, 0)),
+    DeviceKind("NVIDIA GPU since Ampere (A100, L40S, RTX 4090, H100, H200, B200)", tuple(PATHS), min_capability=(8, 0)),
     DeviceKind("NVIDIA GPU before Ampere (T4, V100), without the kernel for packed texts", ("loss", "graphs")),
 )
 OTHER = DeviceKind("CPU, Apple GPU and others", ())
 
-_off: dict[str, str] = {}  # paths that are turned off, and why
+_turned_off: dict[str, str] = {}  # paths that are turned off, and why
 _forced: set[str] = set()
 _proved: dict[torch.device, dict[str, str]] = {}  # by device: why a path failed; an empty text: it is proved
 _used: set[str] = set()
 
 
-def kind_of(device: torch.device) -> DeviceKind:
+def find_device_kind(device: torch.device) -> DeviceKind:
     """The row of the table for a device."""
     if device.type != "cuda":
         return OTHER
     if torch.version.hip:
         return HIP
-    return next(kind for kind in CUDA if torch.cuda.get_device_capability(device) >= kind.lowest)
+    return next(kind for kind in CUDA if torch.cuda.get_device_capability(device) >= kind.min_capability)
 
 
-def on(path: str, device: torch.device, dtype: torch.dtype | None = None) -> bool:
+def allows(path: str, device: torch.device, dtype: torch.dtype | None = None) -> bool:
     """Whether to use a fast path. The first question on a kind of device proves its paths, which may take a minute.
 
     dtype: of what it computes with; the kernel for texts has 16 bits only
     """
-    if path in _off:
+    if path in _turned_off:
         return False
     if path not in _forced:
-        if path not in kind_of(device).paths or (
+        if path not in find_device_kind(device).paths or (
             path in ("varlen", "cache") and dtype not in (torch.bfloat16, torch.float16)
         ):
             return False
-        if _prove(device)[path]:
+        if _prove_paths(device)[path]:
             return False
     _used.add(path)
     return True
@@ -86,13 +86,13 @@ def on(path: str, device: torch.device, dtype: torch.dtype | None = None) -> boo
 
 def turn_off(names: str | Sequence[str]) -> None:
     """names: "off" for all, or a comma list of paths. Raises ValueError for others."""
-    chosen = names.split(",") if isinstance(names, str) else list(names)
-    chosen = list(PATHS) if chosen == ["off"] else chosen
-    if unknown := set(chosen) - set(PATHS):
+    paths = names.split(",") if isinstance(names, str) else list(names)
+    paths = list(PATHS) if paths == ["off"] else paths
+    if unknown := set(paths) - set(PATHS):
         raise ValueError(
             f"fast={names}: {', '.join(sorted(unknown))} is no fast path; there are {', '.join(PATHS)}, or off."
         )
-    _off.update(dict.fromkeys(chosen, "turned off by fast="))
+    _turned_off.update(dict.fromkeys(paths, "turned off by fast="))
 
 
 def leave_out(path: str, reason: str) -> bool:
@@ -101,61 +101,61 @@ def leave_out(path: str, reason: str) -> bool:
     return False
 
 
-def describe(device: torch.device) -> dict[str, str] | None:
+def describe_paths(device: torch.device) -> dict[str, str] | None:
     """For reports: of each path whether it was used, or why it was not; None on devices without any."""
-    if not kind_of(device).paths:
+    if not find_device_kind(device).paths:
         return None
     failed = {path: why for reasons in _proved.values() for path, why in reasons.items() if why}
-    return {path: "used" if path in _used else _off.get(path) or failed.get(path, "not used") for path in PATHS}
+    return {path: "used" if path in _used else _turned_off.get(path) or failed.get(path, "not used") for path in PATHS}
 
 
 @contextlib.contextmanager
-def forced(*paths: str) -> Iterator[None]:
+def force_paths(*paths: str) -> Iterator[None]:
     """Within, these paths are used on every device, with their references where there is no kernel: for tests."""
-    before, used = set(_forced), set(_used)
+    old_forced, old_used = set(_forced), set(_used)
     _forced.update(paths)
     try:
         yield
     finally:
         _forced.clear()
-        _forced.update(before)
-        _used.intersection_update(used)
+        _forced.update(old_forced)
+        _used.intersection_update(old_used)
 
 
-def _prove(device: torch.device) -> dict[str, str]:
+def _prove_paths(device: torch.device) -> dict[str, str]:
     """The result for each path: from a file of this machine, or else from a child process, which one process starts."""
     if device not in _proved:
-        about = {
+        machine = {
             "device": torch.cuda.get_device_name(device),
             "torch": torch.__version__,
             "driver": str(torch.version.cuda or torch.version.hip),
             "specdec": specdec.__version__,
         }
-        file = cache_folder() / "fast" / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}.json"
+        file = find_cache_folder() / "fast" / f"{hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:16]}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(file.with_suffix(".lock")):
-            known = read_json(file) if file.is_file() else {}
-            if not set(PATHS) <= set(known):
-                known = about | _run_checks(device)
-                write_text(file, json.dumps(known, indent=1))
-        _proved[device] = {path: known[path] for path in PATHS}
+            results = read_json(file) if file.is_file() else {}
+            if not set(PATHS) <= set(results):
+                results = machine | _run_checks(device)
+                write_text(file, json.dumps(results, indent=1))
+        _proved[device] = {path: results[path] for path in PATHS}
         for path, why in _proved[device].items():
             if why:
-                leave_out(path, f"on {about['device']} {why}")
+                leave_out(path, f"on {machine['device']} {why}")
     return _proved[device]
 
 
 def _run_checks(device: torch.device) -> dict[str, str]:
     """Each path's proof in a child process; where one dies, another goes on with the paths behind it."""
     results: dict[str, str] = {}
-    while left := [path for path in PATHS if path not in results]:
-        command = [sys.executable, "-m", "specdec.core.fast", str(device), *left]
+    while missing := [path for path in PATHS if path not in results]:
+        command = [sys.executable, "-m", "specdec.core.fast", str(device), *missing]
         try:
             paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=SECONDS, check=False, env=os.environ | paths
+            process = subprocess.run(
+                command, capture_output=True, text=True, timeout=PROOF_SECONDS, check=False, env=os.environ | paths
             )
-            lines, end = done.stdout.splitlines(), f"ended its process with {done.returncode}"
+            lines, end = process.stdout.splitlines(), f"ended its process with {process.returncode}"
         except subprocess.TimeoutExpired as late:
             lines, end = (
                 (late.stdout or b"").decode(errors="replace").splitlines(),
@@ -164,15 +164,17 @@ def _run_checks(device: torch.device) -> dict[str, str]:
         for line in lines:
             if line.startswith("{"):
                 results |= json.loads(line)
-        results.setdefault(next((path for path in left if path not in results), left[0]), end)
+        results.setdefault(next((path for path in missing if path not in results), missing[0]), end)
     return results
 
 
-def compare(name: str, found: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor], allowed: float) -> None:
+def compare_with_reference(
+    name: str, results: Iterable[torch.Tensor], references: Iterable[torch.Tensor], max_error: float
+) -> None:
     """Raises ValueError if tensors differ by more than this share of the wanted ones' size."""
-    for result, reference in zip(found, wanted, strict=True):
+    for result, reference in zip(results, references, strict=True):
         error = float((result.double() - reference.double()).norm() / reference.double().norm().clamp(min=1e-9))
-        if not error <= allowed:
+        if not error <= max_error:
             raise ValueError(f"differs from the reference by {error:.2%} ({name})")
 
 

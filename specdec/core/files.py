@@ -20,7 +20,7 @@ CHECKSUMS = "SHA256SUMS"  # of the files beside it, as `sha256sum --check` reads
 
 
 @contextlib.contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
+def replace_folder(folder: Path) -> Iterator[Path]:
     """A folder to write files into, which takes the place of `folder`, with checksums, when all of them are on the disk.
 
     Raises ValueError, and leaves nothing behind, if the disk is full.
@@ -33,23 +33,23 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         names = sorted(path.name for path in partial.iterdir() if path.is_file())
         (partial / CHECKSUMS).write_text("".join(f"{hash_file(partial / name)}  {name}\n" for name in names))
         for path in (*partial.iterdir(), partial):
-            sync(path)
+            sync_path(path)
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
             folder.rename(old)
         partial.rename(folder)
-        sync(folder.parent)
+        sync_path(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError | safetensors.SafetensorError):
-            raise unwritable(folder, error) from error
+            raise describe_write_error(folder, error) from error
         raise
 
 
 def write_folder(folder: Path, *, tensors: dict[str, dict[str, Tensor]], documents: dict[str, dict]) -> None:
     """Writes `NAME: tensors` as safetensors and `NAME: document` as JSON; as `whole_folder`."""
-    with whole_folder(folder) as partial:
+    with replace_folder(folder) as partial:
         for name, values in tensors.items():
             whole = {key: value.detach().cpu().contiguous() for key, value in values.items()}
             safetensors.torch.save_file(whole, partial / name)
@@ -57,7 +57,7 @@ def write_folder(folder: Path, *, tensors: dict[str, dict[str, Tensor]], documen
             (partial / name).write_text(json.dumps(document, indent=2) + "\n")
 
 
-def keep_folder(folder: Path, make: Callable[[Path], object]) -> None:
+def make_folder_once(folder: Path, make: Callable[[Path], object]) -> None:
     """Makes a folder of files that every process and later runs read, unless it is there and undamaged.
 
     make: writes files into the folder that it is given. One process calls it, while the others wait; a lock that the
@@ -73,10 +73,10 @@ def keep_folder(folder: Path, make: Callable[[Path], object]) -> None:
                     return
                 warnings.warn(f"{folder} is damaged ({damage}) and is made again.", stacklevel=2)
                 shutil.rmtree(folder)
-            with whole_folder(folder) as partial:
+            with replace_folder(folder) as partial:
                 make(partial)
     except OSError as error:
-        raise unwritable(folder, error) from error
+        raise describe_write_error(folder, error) from error
 
 
 def _find_damage(folder: Path) -> str | None:
@@ -104,10 +104,10 @@ def write_bytes(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-        sync(path.parent)
+        sync_path(path.parent)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise unwritable(path, error) from error
+        raise describe_write_error(path, error) from error
 
 
 def expand_home(value: Any) -> Any:
@@ -121,7 +121,7 @@ def expand_home(value: Any) -> Any:
     return value
 
 
-def cache_folder() -> Path:
+def find_cache_folder() -> Path:
     """For what can be made again: $SPECDEC_CACHE, or `specdec` in the user's cache folder."""
     given, usual = os.environ.get("SPECDEC_CACHE"), os.environ.get("XDG_CACHE_HOME", "~/.cache")
     try:
@@ -130,32 +130,32 @@ def cache_folder() -> Path:
         return Path(tempfile.gettempdir()) / "specdec"
 
 
-def keep_document(path: Path, document: dict, what: str) -> None:
+def cache_document(path: Path, document: dict, name: str) -> None:
     """Writes JSON that can be made again; where it cannot be written, one warning says so. Other processes may write the same.
 
     what: the document is, for the warning
     """
-    own = path.with_suffix(f".{os.getpid()}")
+    partial = path.with_suffix(f".{os.getpid()}")
     try:
-        own.parent.mkdir(parents=True, exist_ok=True)
-        write_text(own, json.dumps(document) + "\n")
-        own.replace(path)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        write_text(partial, json.dumps(document) + "\n")
+        partial.replace(path)
     except (OSError, ValueError) as error:
-        warnings.warn(f"{what} cannot be kept in {path.parent} ({error}), and will be made again.", stacklevel=2)
+        warnings.warn(f"{name} cannot be kept in {path.parent} ({error}), and will be made again.", stacklevel=2)
 
 
 def replace_document(path: Path, document: dict) -> None:
     """Replaces a JSON document in a folder that `write_folder` wrote, and its checksum. Raises ValueError as `write_text`."""
-    for name, content in changed_document(path, document).items():
+    for name, content in encode_document(path, document).items():
         write_text(path.with_name(name), content.decode())
 
 
-def changed_document(path: Path, document: dict) -> dict[str, bytes]:
+def encode_document(path: Path, document: dict) -> dict[str, bytes]:
     """The file that a JSON document would be in the place of `path`, and the file of checksums with it; by name."""
-    return changed_file(path, json.dumps(document, indent=2) + "\n")
+    return encode_file(path, json.dumps(document, indent=2) + "\n")
 
 
-def changed_file(path: Path, text: str) -> dict[str, bytes]:
+def encode_file(path: Path, text: str) -> dict[str, bytes]:
     """A file with this text in the place of `path`, and the file of checksums with it; by name."""
     content = text.encode()
     sums = path.with_name(CHECKSUMS)
@@ -164,7 +164,7 @@ def changed_file(path: Path, text: str) -> dict[str, bytes]:
     return {path.name: content, CHECKSUMS: "".join(f"{line}\n" for line in lines).encode()}
 
 
-def append(path: Path, text: str, *, synced: bool) -> None:
+def append_text(path: Path, text: str, *, synced: bool) -> None:
     """Adds whole lines to the end of a file. Raises ValueError, and adds nothing, if the disk is full.
 
     synced: whether the lines are on the disk when this returns; otherwise a power cut may lose them, a kill does not
@@ -182,10 +182,10 @@ def append(path: Path, text: str, *, synced: bool) -> None:
                 os.truncate(path, length)
                 raise
     except OSError as error:
-        raise unwritable(path, error) from error
+        raise describe_write_error(path, error) from error
 
 
-def unwritable(path: Path, error: Exception) -> ValueError:
+def describe_write_error(path: Path, error: Exception) -> ValueError:
     known = isinstance(error, OSError) and error.errno in ADVICE
     advice = ADVICE[error.errno if known else errno.ENOSPC]  # type: ignore[attr-defined]
     reason = error.strerror if known else error  # type: ignore[attr-defined]
@@ -211,7 +211,7 @@ ADVICE = {
 }  # what to do about an error of the system
 
 
-def explain(error: OSError) -> str:
+def describe_error(error: OSError) -> str:
     """An error of the system as a sentence: the file, the cause, and what to do."""
     if error.errno is None or error.strerror is None:  # a library's own
         return " ".join(str(error).split())
@@ -221,7 +221,7 @@ def explain(error: OSError) -> str:
     return f"{what}: {advice}." if advice else f"{what}."
 
 
-def restore(folder: Path) -> None:
+def restore_folders(folder: Path) -> None:
     """Puts back folders that `write_folder` had moved away when its process was killed before the new one was there."""
     for old in folder.glob("*.old"):
         if old.with_suffix("").exists():
@@ -230,7 +230,7 @@ def restore(folder: Path) -> None:
             old.rename(old.with_suffix(""))
 
 
-def remove(folder: Path) -> None:
+def remove_folder(folder: Path) -> None:
     """Renames first, so that a folder is never half there under its own name."""
     doomed = folder if folder.suffix == ".partial" else folder.with_name(folder.name + ".partial")
     if folder != doomed:
@@ -239,7 +239,7 @@ def remove(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
     """Waits until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -248,7 +248,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def check(*paths: Path) -> None:
+def check_files(*paths: Path) -> None:
     """Raises ValueError if a file is not what `write_folder` wrote. Files without a recorded checksum are not checked."""
     for path in paths:
         sums = path.with_name(CHECKSUMS)
@@ -268,6 +268,6 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def free_bytes(path: Path) -> int:
+def count_free_bytes(path: Path) -> int:
     """Of the disk that holds a file or folder, or will."""
     return shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists())).free

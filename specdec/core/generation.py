@@ -37,7 +37,7 @@ class Generation:
             self.stages[stage] += spent * share
 
 
-def reached(accepted: list[int], depth: int) -> list[int]:
+def count_rounds_reaching(accepted: list[int], depth: int) -> list[int]:
     """accepted: drafts that each round emitted -> [depth] rounds that emitted at least 1, 2, .. drafts"""
     return [sum(count >= least for count in accepted) for least in range(1, depth + 1)]
 
@@ -62,7 +62,7 @@ class Ends:
         """The same for one answer, whose text it reads as the tokens come."""
         return Ends(self.tokens, self.strings and self.strings.begin(prompt))
 
-    def cut(self, written: list[int], new: list[int]) -> tuple[list[int], bool]:
+    def cut_tokens(self, written: list[int], new: list[int]) -> tuple[list[int], bool]:
         """-> those of the new tokens, which follow `written`, that belong to the answer; whether it ends with them"""
         end = next((place + 1 for place, token in enumerate(new) if token in self.tokens), None)
         new = new[:end]

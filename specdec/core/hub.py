@@ -31,20 +31,22 @@ from specdec.core import untrusted
 # What a checkpoint consists of (docs/file-formats.md, section 2). Nothing else of a repository is downloaded.
 FILES = ("drafter.json", "drafter.safetensors", "SHA256SUMS", "report.json", "served.json", "about.json")
 # What a published head consists of (specdec/export/published.py), small files first, then its weights
-HEAD = ("config.json", "model.safetensors.index.json", "mask_embedding.pt", "token_map.pt")
+HEAD_FILES = ("config.json", "model.safetensors.index.json", "mask_embedding.pt", "token_map.pt")
 HEAD_WEIGHTS = ("*.safetensors", "pytorch_model.bin", "medusa_lm_head.pt")
-ENDS = re.compile(r".+\.(embed_tokens|wte|word_embeddings|embed_in)\.weight")  # a tensor that only a whole model has
+WHOLE_MODEL_TENSOR = re.compile(
+    r".+\.(embed_tokens|wte|word_embeddings|embed_in)\.weight"
+)  # a tensor that only a whole model has
 ONLY_SHOWN = ("README.md", "report.html")  # also uploaded
 NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
-SECONDS = 10  # that the Hub may take to say which commit a name stands for
+COMMIT_SECONDS = 10  # that the Hub may take to say which commit a name stands for
 REACH_SECONDS = 3  # that its host may take to answer
-TOKEN = "`hf auth login` keeps a token of yours, and the variable HF_TOKEN gives one"
-REFUSED = {
+TOKEN_ADVICE = "`hf auth login` keeps a token of yours, and the variable HF_TOKEN gives one"
+REFUSALS = {
     RevisionNotFoundError: "{repo} on the Hugging Face Hub has no revision {revision!r}: give one of its commits, tags or branches.",
     GatedRepoError: "{repo} on the Hugging Face Hub asks you to accept its conditions, on its page: then try again. "
-    f"{TOKEN}.",
+    f"{TOKEN_ADVICE}.",
     RepositoryNotFoundError: "There is neither a folder {name} nor a head of that name on the Hugging Face Hub that you may "
-    f"read. If it is private, {TOKEN}.",
+    f"read. If it is private, {TOKEN_ADVICE}.",
 }
 
 
@@ -53,7 +55,7 @@ def looks_local(name: str) -> bool:
     return name.startswith((".", "/", "~", "targets/", "checkpoints/")) or name.count("/") > 1
 
 
-def is_name(text: str) -> bool:
+def is_hub_name(text: str) -> bool:
     """Whether a text has the form of a name on the Hub. A folder that exists may have it, too."""
     repo = text.partition("@")[0]
     return bool(NAME.fullmatch(text)) and not looks_local(repo) and "--" not in repo and ".." not in repo
@@ -64,29 +66,29 @@ def is_folder(name: str) -> bool:
     return looks_local(name) or os.path.exists(name)
 
 
-def is_head(name: str) -> bool:
+def is_hub_head(name: str) -> bool:
     """Whether a name stands for a head on the Hub. A folder that exists wins."""
-    return is_name(name) and not os.path.exists(name)  # which takes names that are too long for a file
+    return is_hub_name(name) and not os.path.exists(name)  # which takes names that are too long for a file
 
 
 @functools.cache
-def in_reach() -> bool:
+def is_hub_reachable() -> bool:
     """Whether the Hub's host answers, asked once: the libraries would try for half a minute. Behind a proxy nobody asks."""
     if is_offline_mode():
         return False
-    place = urllib.parse.urlsplit(ENDPOINT)
-    if {place.scheme, "all"} & urllib.request.getproxies().keys():
+    address = urllib.parse.urlsplit(ENDPOINT)
+    if {address.scheme, "all"} & urllib.request.getproxies().keys():
         return True
     try:
         with socket.create_connection(
-            (place.hostname, place.port or (80 if place.scheme == "http" else 443)), timeout=REACH_SECONDS
+            (address.hostname, address.port or (80 if address.scheme == "http" else 443)), timeout=REACH_SECONDS
         ):
             return True
     except OSError:
         return False
 
 
-def pinned(folder: Path) -> str:
+def pin_commit(folder: Path) -> str:
     """user/name@commit for a folder in the cache of the Hub; any other folder as it is written."""
     repo = folder.parent.parent.name
     if folder.parent.name == "snapshots" and repo.startswith("models--"):
@@ -95,7 +97,7 @@ def pinned(folder: Path) -> str:
 
 
 @functools.cache
-def fetch(name: str) -> Path:
+def fetch_checkpoint(name: str) -> Path:
     """The folder in the cache with the checkpoint of a name, for which `is_name` holds. A process asks once for each name.
 
     A repository without drafter.json is a published head; of a whole model in shards, only config.json and the index come here.
@@ -106,24 +108,28 @@ def fetch(name: str) -> Path:
     unreachable: str | None = "HF_HUB_OFFLINE=1 forbids to ask for it" if is_offline_mode() else None
     try:
         if unreachable is None:  # snapshot_download would wait for minutes
-            HfApi().model_info(repo, revision=revision or None, timeout=SECONDS)
+            HfApi().model_info(repo, revision=revision or None, timeout=COMMIT_SECONDS)
     except (RevisionNotFoundError, GatedRepoError, RepositoryNotFoundError) as error:
-        raise ValueError(REFUSED[type(error)].format(name=name, repo=repo, revision=revision)) from error
+        raise ValueError(REFUSALS[type(error)].format(name=name, repo=repo, revision=revision)) from error
     except Exception as error:  # those of the HTTP library, whose name depends on the version of huggingface_hub
-        unreachable = reason(error)
+        unreachable = describe_error(error)
     get = functools.partial(snapshot_download, repo, local_files_only=unreachable is not None)
     try:
-        folder = Path(get(revision=revision or None, allow_patterns=[*FILES, *HEAD]))
-        if not (folder / "drafter.json").exists() and (folder / HEAD[0]).exists() and not indexes_whole_model(folder):
+        folder = Path(get(revision=revision or None, allow_patterns=[*FILES, *HEAD_FILES]))
+        if (
+            not (folder / "drafter.json").exists()
+            and (folder / HEAD_FILES[0]).exists()
+            and not indexes_whole_model(folder)
+        ):
             get(revision=folder.name, allow_patterns=list(HEAD_WEIGHTS), ignore_patterns="*/*")
     except LocalEntryNotFoundError as error:
         raise ValueError(
             f"There is neither a folder {name} nor a head of that name in the cache of the Hugging Face Hub, and "
-            f"{unreachable or reason(error)}. Check the name, or try again with the Hub in reach."
+            f"{unreachable or describe_error(error)}. Check the name, or try again with the Hub in reach."
         ) from error
     except Exception as error:
-        raise ValueError(f"{name} could not be downloaded: {reason(error)}. Try again.") from error
-    if not (folder / "drafter.json").exists() and not (folder / HEAD[0]).exists():
+        raise ValueError(f"{name} could not be downloaded: {describe_error(error)}. Try again.") from error
+    if not (folder / "drafter.json").exists() and not (folder / HEAD_FILES[0]).exists():
         raise ValueError(
             f"{name} on the Hugging Face Hub is neither a checkpoint of specdec nor a published head: it has no drafter.json and no "
             "config.json."
@@ -133,12 +139,12 @@ def fetch(name: str) -> Path:
 
 def indexes_whole_model(folder: Path) -> bool:
     """Whether an index names the tensors of a language model, which are not all downloaded."""
-    path = untrusted.inside(folder, HEAD[1])
-    places = untrusted.read_json(path).get("weight_map") if path.exists() else None
-    return isinstance(places, dict) and any(map(ENDS.fullmatch, places))
+    path = untrusted.find_inside(folder, HEAD_FILES[1])
+    files_by_tensor = untrusted.read_json(path).get("weight_map") if path.exists() else None
+    return isinstance(files_by_tensor, dict) and any(map(WHOLE_MODEL_TENSOR.fullmatch, files_by_tensor))
 
 
-def push(repo: str, contents: dict[str, Path | bytes], *, private: bool = False, message: str) -> CommitInfo:
+def push_files(repo: str, contents: dict[str, Path | bytes], *, private: bool = False, message: str) -> CommitInfo:
     """One commit with these files, by name; the repository is made if it does not exist. private: of a new repository
 
     Files of `FILES` and `ONLY_SHOWN` that the repository has from an earlier head are deleted. Raises ValueError, with what
@@ -147,7 +153,7 @@ def push(repo: str, contents: dict[str, Path | bytes], *, private: bool = False,
     if is_offline_mode():
         raise ValueError("HF_HUB_OFFLINE=1 forbids to reach the Hugging Face Hub: unset it, or use dry_run=true.")
     if get_token() is None:
-        raise ValueError(f"The Hugging Face Hub takes files only with a token that may write: {TOKEN}.")
+        raise ValueError(f"The Hugging Face Hub takes files only with a token that may write: {TOKEN_ADVICE}.")
     api = HfApi()
     try:
         api.create_repo(repo, private=private, exist_ok=True)
@@ -156,17 +162,17 @@ def push(repo: str, contents: dict[str, Path | bytes], *, private: bool = False,
         deleted = [CommitOperationDelete(name) for name in sorted(old)]
         return api.create_commit(repo, operations=[*added, *deleted], commit_message=message)
     except Exception as error:  # those of the HTTP library too
-        raise ValueError(f"{repo} was not pushed: {reason(error)}.") from error
+        raise ValueError(f"{repo} was not pushed: {describe_error(error)}.") from error
 
 
-def reason(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Why the Hub did not do what was asked, as a part of a sentence."""
     if not isinstance(error, HfHubHTTPError):
         text = " ".join(str(error).split()).rstrip(".")
         return f"the Hub cannot be reached, or the transfer failed ({type(error).__name__}: {text})"
     status = error.response.status_code
     if status == 401:
-        return f"the Hub does not know your token, or there is none (401). {TOKEN}"
+        return f"the Hub does not know your token, or there is none (401). {TOKEN_ADVICE}"
     if status == 403:
         return "your token does not allow it (403). Take one that may write to this repository"
     return f"the Hub answers with error {status}"

@@ -15,7 +15,7 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)  # what 
 
 
 @contextlib.contextmanager
-def lock(path: Path, *, of: Path) -> Iterator[None]:
+def hold_lock(path: Path, *, resource: Path) -> Iterator[None]:
     """Holds the lock file `path` within. The system frees it when the process ends, by kill -9 too.
 
     of: what is locked, for the refusal
@@ -30,13 +30,15 @@ def lock(path: Path, *, of: Path) -> Iterator[None]:
     except Timeout:
         holder = path.read_text(errors="replace")[:500] if path.exists() else ""
         raise ValueError(
-            f"{of} is in use by {holder or 'another process'}: wait until that has ended, or write to another place."
+            f"{resource} is in use by {holder or 'another process'}: wait until that has ended, or write to another place."
         ) from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        what = f"The file system of {of} has no locks ({error.strerror}): nothing keeps a second launch out of it."
-        warnings.warn(what, stacklevel=3)
+        warning = (
+            f"The file system of {resource} has no locks ({error.strerror}): nothing keeps a second launch out of it."
+        )
+        warnings.warn(warning, stacklevel=3)
     try:
         yield
     finally:

@@ -60,17 +60,19 @@ def jacobi_mask(index: Tensor, starts: Tensor, num: int) -> Tensor:
     -> [B, 1, num * M, T + num * M]
     """
     length = index.shape[1]
-    places = torch.arange(length, device=index.device)
+    positions = torch.arange(length, device=index.device)
     document = index.gather(1, (starts - 1).clamp(min=0))  # [B, M] of the token before the start
-    text = (index[:, None] == document[..., None]) & (places < starts[..., None])  # [B, M, T]
-    own = torch.eye(starts.shape[1], dtype=torch.bool, device=index.device)  # [M, M]
-    own = (causal_mask(num, index.device)[:, None, :, None] & own[None, :, None]).flatten(2).flatten(0, 1)  # [n*M, n*M]
-    return torch.cat([text.repeat(1, num, 1), own.expand(len(index), -1, -1)], dim=-1)[:, None]
+    text = (index[:, None] == document[..., None]) & (positions < starts[..., None])  # [B, M, T]
+    same_block = torch.eye(starts.shape[1], dtype=torch.bool, device=index.device)  # [M, M]
+    same_block = (
+        (causal_mask(num, index.device)[:, None, :, None] & same_block[None, :, None]).flatten(2).flatten(0, 1)
+    )  # [n*M, n*M]
+    return torch.cat([text.repeat(1, num, 1), same_block.expand(len(index), -1, -1)], dim=-1)[:, None]
 
 
 # Packed documents, each in a row of its own, so that plain causal attention reads them without a mask.
 
-ALIKE = 0.75  # documents in one batch have at least this share of the longest one's length
+MIN_LENGTH_SHARE = 0.75  # documents in one batch have at least this share of the longest one's length
 
 
 @dataclass(frozen=True)
@@ -81,37 +83,37 @@ class Documents:
     """
 
     groups: tuple[Tensor, ...]
-    back: Tensor
+    token_indices: Tensor
 
     @classmethod
-    def of(cls, index: Tensor) -> "Documents":
+    def from_index(cls, index: Tensor) -> "Documents":
         """index [B, T], on the CPU: the document of each token, -1: none. A document's tokens stand one after the other."""
         num_rows, length = index.shape
         flat = index + torch.arange(num_rows)[:, None] * (length + 1)  # no two rows share a number
         flat = torch.where(index < 0, -1, flat).flatten()
         numbers, counts = torch.unique_consecutive(flat, return_counts=True)
         starts = counts.cumsum(0) - counts
-        found = [(n, s) for number, s, n in zip(numbers.tolist(), starts.tolist(), counts.tolist()) if number >= 0]
-        alike: list[list[tuple[int, int]]] = []  # length and start of documents of similar length, the longest first
-        for document in sorted(found, key=lambda document: -document[0]):
-            if alike and document[0] >= ALIKE * alike[-1][0][0]:
-                alike[-1].append(document)
+        spans = [(n, s) for number, s, n in zip(numbers.tolist(), starts.tolist(), counts.tolist()) if number >= 0]
+        batches: list[list[tuple[int, int]]] = []  # length and start of documents of similar length, the longest first
+        for document in sorted(spans, key=lambda document: -document[0]):
+            if batches and document[0] >= MIN_LENGTH_SHARE * batches[-1][0][0]:
+                batches[-1].append(document)
             else:
-                alike.append([document])
-        groups, back, size = [], torch.zeros(num_rows * length, dtype=torch.long), 0
-        for documents in alike:
+                batches.append([document])
+        groups, token_indices, size = [], torch.zeros(num_rows * length, dtype=torch.long), 0
+        for documents in batches:
             longest = documents[0][0]
             group = torch.zeros(len(documents), longest, dtype=torch.long)
             for row, (n, start) in enumerate(documents):
                 group[row, :n] = torch.arange(start, start + n)
-                back[start : start + n] = size + row * longest + torch.arange(n)
+                token_indices[start : start + n] = size + row * longest + torch.arange(n)
             groups.append(group)
             size += group.numel()
-        return cls(tuple(groups), back.view(num_rows, length))
+        return cls(tuple(groups), token_indices.view(num_rows, length))
 
-    def to(self, device: torch.device) -> "Documents":
-        *groups, back = devices.move([*self.groups, self.back], device)
-        return Documents(tuple(groups), back)
+    def move_to(self, device: torch.device) -> "Documents":
+        *groups, token_indices = devices.upload_tensors([*self.groups, self.token_indices], device)
+        return Documents(tuple(groups), token_indices)
 
     def read(self, tokens: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Applies function(tokens [n, L], positions [n, L]) -> [n, L, E] to every group. tokens [B, T] -> [B, T, E]"""
@@ -120,7 +122,7 @@ class Documents:
         for group in self.groups:
             positions = torch.arange(group.shape[1], device=flat.device).expand_as(group)
             parts.append(function(flat[group], positions).flatten(0, 1))
-        return (parts[0] if len(parts) == 1 else torch.cat(parts))[self.back]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[self.token_indices]
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class Packed:
     shape: tuple[int, int]
 
     @classmethod
-    def of(cls, index: Tensor) -> "Packed":
+    def from_index(cls, index: Tensor) -> "Packed":
         """index [B, T], on the CPU: as of `Documents`"""
         num_rows, length = index.shape
         flat = (
@@ -144,11 +146,11 @@ class Packed:
         _, counts = torch.unique_consecutive(flat, return_counts=True)
         starts = counts.cumsum(0) - counts
         positions = torch.arange(num_rows * length) - starts.repeat_interleave(counts)
-        return cls(Segments.of(counts.tolist(), longest=length), positions[None], (num_rows, length))
+        return cls(Segments.from_counts(counts.tolist(), longest=length), positions[None], (num_rows, length))
 
-    def to(self, device: torch.device) -> "Packed":
-        moved = devices.move([self.segments.query_starts.long(), self.positions], device)
-        return Packed(self.segments.on(moved[0], moved[0]), moved[1], self.shape)
+    def move_to(self, device: torch.device) -> "Packed":
+        moved = devices.upload_tensors([self.segments.query_starts.long(), self.positions], device)
+        return Packed(self.segments.with_starts(moved[0], moved[0]), moved[1], self.shape)
 
     def read(self, tokens: Tensor, function: Callable[[Tensor, Tensor, Segments], Tensor]) -> Tensor:
         """function(tokens [1, B * T], positions [1, B * T], segments) -> [1, B * T, E]. tokens [B, T] -> [B, T, E]"""

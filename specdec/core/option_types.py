@@ -16,8 +16,8 @@ from pydantic.fields import FieldInfo
 
 LARGEST, HUGE = 2**53, 1e30  # bounds of whole numbers and of others for which nothing else is said
 FREE = "free"  # metadata of options that a resumed run may change
-TRUTH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
-ORDER = {"extra_forbidden": 0, "missing": 1}  # errors that are told before all others
+TRUTH_VALUES = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+ERROR_ORDER = {"extra_forbidden": 0, "missing": 1}  # errors that are told before all others
 
 Auto = Literal["auto"]
 Text = Annotated[str, Field(min_length=1)]
@@ -41,7 +41,7 @@ Integers = Annotated[Sequence[Integer], Field(min_length=1)]
 Layers = Sequence[Whole]  # numbers of layers, from 0; none at all mean something, too
 Window = Annotated[int, Field(ge=2, le=LARGEST)]  # positions that an attention layer sees
 LISTS = (list, Sequence)
-PLAIN = (int, float, bool, str, types.NoneType, list, Sequence, dict, Literal, Any)  # types that a document has
+PLAIN_TYPES = (int, float, bool, str, types.NoneType, list, Sequence, dict, Literal, Any)  # types that a document has
 
 Model = TypeVar("Model", bound="Options")
 
@@ -53,7 +53,7 @@ class Options(BaseModel):
 
 
 @functools.cache
-def options_of(maker: Callable[..., Any]) -> type[Options]:
+def find_options(maker: Callable[..., Any]) -> type[Options]:
     """The options of a class or function that a `_target_` names: its own `Options`, or else its keyword arguments.
 
     A constructor that passes on further arguments takes those of the next class in the method resolution order, too, but
@@ -100,7 +100,7 @@ def _plain_type(annotation: Any) -> Any:
 def _is_plain(annotation: Any) -> bool:
     kind, _ = read_bounds(annotation)
     items = get_args(kind) if get_origin(kind) in (*LISTS, dict) else ()
-    return (get_origin(kind) or kind) in PLAIN and all(map(_is_plain, items))
+    return (get_origin(kind) or kind) in PLAIN_TYPES and all(map(_is_plain, items))
 
 
 def read_options(model: type[Model], document: dict[str, Any], prefix: str = "") -> Model:
@@ -128,7 +128,7 @@ def check_value(name: str, field: FieldInfo, value: Any) -> None:
 
 def describe_error(errors: list[Any], model: type[Options], document: dict[str, Any], prefix: str = "") -> str:
     """The sentence for the first of pydantic's errors about a document."""
-    error = min(errors, key=lambda error: ORDER.get(error["type"], 2))
+    error = min(errors, key=lambda error: ERROR_ORDER.get(error["type"], 2))
     if error["type"] == "value_error":  # a validator's own sentence
         return str(error["ctx"]["error"])
     if error["type"] == "extra_forbidden":
@@ -324,8 +324,8 @@ def convert_text(field: FieldInfo, text: str) -> Any:
     kinds = list_kinds(field)
     if types.NoneType in kinds and text.lower() in ("null", "none"):
         return None
-    if bool in kinds and text.lower() in TRUTH:
-        return TRUTH[text.lower()]
+    if bool in kinds and text.lower() in TRUTH_VALUES:
+        return TRUTH_VALUES[text.lower()]
     for number in (int, float):
         if number in kinds:
             with contextlib.suppress(ValueError):

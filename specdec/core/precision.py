@@ -18,46 +18,46 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True)
-class Choice:
+class DtypeChoice:
     """A dtype by its name in torch, and why it was chosen."""
 
     dtype: str
     reason: str
 
 
-def choose(device: torch.device | str) -> Choice:
+def choose_dtype(device: torch.device | str) -> DtypeChoice:
     """What `auto` is on a device, by what the device says of itself."""
     device = torch.device(device)
     if device.type == "cpu":
-        return _of_cpu()
+        return _choose_for_cpu()
     if device.type == "cuda":
         number = torch.cuda.current_device() if device.index is None else device.index
         name = torch.cuda.get_device_name(number)
         if not torch.version.hip and torch.cuda.get_device_capability(number) < (8, 0):
-            return Choice("float32", f"{name} has no bfloat16 units")
-        return Choice("bfloat16", f"{name} computes in it")
-    return Choice("bfloat16", f"devices of type {device.type} usually compute in it")
+            return DtypeChoice("float32", f"{name} has no bfloat16 units")
+        return DtypeChoice("bfloat16", f"{name} computes in it")
+    return DtypeChoice("bfloat16", f"devices of type {device.type} usually compute in it")
 
 
-def resolve(dtype: str, device: torch.device | str) -> str:
+def resolve_dtype(dtype: str, device: torch.device | str) -> str:
     """dtype as it is given, or what `auto` is on this device"""
-    return choose(device).dtype if dtype == AUTO else dtype
+    return choose_dtype(device).dtype if dtype == AUTO else dtype
 
 
-def _of_cpu() -> Choice:
+def _choose_for_cpu() -> DtypeChoice:
     limit = os.environ.get(
         "ONEDNN_MAX_CPU_ISA", "DEFAULT"
     ).upper()  # a user's limit of what oneDNN may use of the processor
     if limit != "DEFAULT" and not any(name in limit for name in ("BF16", "FP16", "AMX", "AVX10")):
-        return Choice("float32", f"ONEDNN_MAX_CPU_ISA={limit} leaves oneDNN no bfloat16 units")
+        return DtypeChoice("float32", f"ONEDNN_MAX_CPU_ISA={limit} leaves oneDNN no bfloat16 units")
     if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         units = {"AMX": "_is_amx_tile_supported", "AVX-512": "_is_avx512_bf16_supported"}
-        for what, asked in units.items():
-            if getattr(torch.cpu, asked, lambda: False)():
-                return Choice("bfloat16", f"this CPU computes in it ({what})")
+        for what, query in units.items():
+            if getattr(torch.cpu, query, lambda: False)():
+                return DtypeChoice("bfloat16", f"this CPU computes in it ({what})")
         if platform.machine() in ("aarch64", "arm64"):  # there oneDNN takes bfloat16 only where it has units
-            return Choice("bfloat16", "this CPU computes in it")
-    return Choice("float32", "this CPU has no bfloat16 units that oneDNN uses")
+            return DtypeChoice("bfloat16", "this CPU computes in it")
+    return DtypeChoice("float32", "this CPU has no bfloat16 units that oneDNN uses")
 
 
 # Products of few rows with a large matrix in float32 on a CPU: what plain decoding and verification spend their time on.
@@ -67,10 +67,10 @@ def _of_cpu() -> Choice:
 # measured once for each.
 
 FEW_ROWS = range(2, 5)  # with one row or with more than these, the usual way is as fast or faster
-FEW_ROWS_LEAST = 1 << 18  # numbers of a matrix: reading a smaller one is not what takes the time
-FEW_ROWS_NUMBERS = 6 << 20  # of the matrices that are measured: 25 MB, which few caches hold
-FEW_ROWS_TIMES = 5  # of each way, in turn; the shortest counts
-CLEARLY = 0.85  # of the time that the usual way takes, from which the other one is used
+MIN_MATRIX_SIZE = 1 << 18  # numbers of a matrix: reading a smaller one is not what takes the time
+MEASURED_SIZE = 6 << 20  # of the matrices that are measured: 25 MB, which few caches hold
+NUM_REPEATS = 5  # of each way, in turn; the shortest counts
+MAX_TIME_RATIO = 0.85  # of the time that the usual way takes, from which the other one is used
 
 
 def prepare_few_rows(model: nn.Module) -> None:
@@ -91,7 +91,7 @@ def multiply_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     if rows not in FEW_ROWS or not _is_large(weight) or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
         return F.linear(x, weight, bias)
     # processes of one run must round alike, and a clock decides here
-    if torch.distributed.is_initialized() or not is_faster_turned(rows, *weight.shape, torch.get_num_threads()):
+    if torch.distributed.is_initialized() or not is_transposed_faster(rows, *weight.shape, torch.get_num_threads()):
         return F.linear(x, weight, bias)
     out = torch.mm(weight, x.reshape(rows, -1).t()).t()
     return (out if bias is None else out + bias).reshape(*x.shape[:-1], -1)
@@ -99,23 +99,23 @@ def multiply_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 def _is_large(weight: Tensor) -> bool:
     plain = type(weight) in (Tensor, nn.Parameter)  # not one that is quantised or divided
-    return plain and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= FEW_ROWS_LEAST
+    return plain and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= MIN_MATRIX_SIZE
 
 
 @functools.cache
-def is_faster_turned(rows: int, outputs: int, inputs: int, threads: int) -> bool:
+def is_transposed_faster(rows: int, outputs: int, inputs: int, threads: int) -> bool:
     """Whether weight @ x.T is clearly faster than x @ weight.T, for x [rows, inputs] and weight [outputs, inputs]."""
-    outputs = min(outputs, max(1, FEW_ROWS_NUMBERS // inputs))  # the time is in proportion
-    weights = [torch.ones(outputs, inputs) for _ in range(max(1, FEW_ROWS_NUMBERS // (outputs * inputs)))]
+    outputs = min(outputs, max(1, MEASURED_SIZE // inputs))  # the time is in proportion
+    weights = [torch.ones(outputs, inputs) for _ in range(max(1, MEASURED_SIZE // (outputs * inputs)))]
     x = torch.ones(rows, inputs)
-    usual, turned = [], []
-    for _ in range(FEW_ROWS_TIMES):
-        begun = time.perf_counter()
+    plain_times, transposed_times = [], []
+    for _ in range(NUM_REPEATS):
+        start = time.perf_counter()
         for weight in weights:
             F.linear(x, weight)
-        between = time.perf_counter()
+        middle = time.perf_counter()
         for weight in weights:
             torch.mm(weight, x.t())
-        usual.append(between - begun)
-        turned.append(time.perf_counter() - between)
-    return min(turned) < CLEARLY * min(usual)
+        plain_times.append(middle - start)
+        transposed_times.append(time.perf_counter() - middle)
+    return min(transposed_times) < MAX_TIME_RATIO * min(plain_times)

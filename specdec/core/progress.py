@@ -37,69 +37,69 @@ _live: Progress | None = None  # in mode rich: the lines that are redrawn
 class Task:
     """Long work that is under way; `start` makes it."""
 
-    def __init__(self, what: str, total: int | None, unit: str, done: int, prints: bool):
-        self.what, self.total, self.unit = what, total, unit
-        self.done = self.first = done
+    def __init__(self, name: str, total: int | None, unit: str, num_done: int, prints: bool):
+        self.name, self.total, self.unit = name, total, unit
+        self.num_done = self.num_before = num_done
         self.num_tokens, self.figures = 0, ""
-        self.begun = self.said = time.perf_counter()
+        self.start_time = self.last_line_time = time.perf_counter()
         self.prints = prints  # whether it prints lines, in mode plain
         self.row: tuple[Progress, TaskID] | None = None  # its line, in mode rich
 
     @property
     def seconds(self) -> float:
-        return time.perf_counter() - self.begun
+        return time.perf_counter() - self.start_time
 
     def advance(self, num: int = 1, *, num_tokens: int = 0) -> None:
         """So much more is done. num_tokens: in it, for work whose rate is in tokens/s"""
-        self.update(self.done + num, num_tokens=self.num_tokens + num_tokens)
+        self.update(self.num_done + num, num_tokens=self.num_tokens + num_tokens)
 
-    def update(self, done: int, *, num_tokens: int = 0, figures: str = "") -> None:
+    def update(self, num_done: int, *, num_tokens: int = 0, figures: str = "") -> None:
         """done, num_tokens: so far; figures: shown in place of rate and time left"""
-        self.done, self.num_tokens, self.figures = done, num_tokens, figures
+        self.num_done, self.num_tokens, self.figures = num_done, num_tokens, figures
         if self.row is not None and self.row[1] in self.row[0].task_ids:
-            self.row[0].update(self.row[1], completed=done)
-        elif time.perf_counter() - self.said >= SECONDS_BETWEEN_LINES:
-            self.say(str(self))
+            self.row[0].update(self.row[1], completed=num_done)
+        elif time.perf_counter() - self.last_line_time >= SECONDS_BETWEEN_LINES:
+            self.print_line(str(self))
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """A line of its own, in mode plain."""
         if self.prints:
-            self.said = time.perf_counter()
-            print(f"{self.what}: {text}", file=sys.stderr, flush=True)
+            self.last_line_time = time.perf_counter()
+            print(f"{self.name}: {text}", file=sys.stderr, flush=True)
 
     def __str__(self) -> str:
         """What is done of it, the rate, and the time left."""
         count, rate = self._measure()
         if self.figures:
             return f"{count}  {self.figures}"
-        left = ""
+        time_left = ""
         if rate and self.total is not None:
-            left = f"{duration(self.seconds / (self.done - self.first) * (self.total - self.done))} left"
+            time_left = f"{format_duration(self.seconds / (self.num_done - self.num_before) * (self.total - self.num_done))} left"
         elif not rate and self.total is None:
-            left = duration(self.seconds)
-        return ", ".join(filter(None, (count, rate, left)))
+            time_left = format_duration(self.seconds)
+        return ", ".join(filter(None, (count, rate, time_left)))
 
     def summary(self) -> str:
         """What was done, in which time, at which rate."""
         count, rate = self._measure()
         tokens = f"{self.num_tokens:,} tokens" if self.num_tokens else ""
-        return ", ".join(filter(None, (f"{count} in {duration(self.seconds)}".lstrip(), tokens, rate)))
+        return ", ".join(filter(None, (f"{count} in {format_duration(self.seconds)}".lstrip(), tokens, rate)))
 
     def _measure(self) -> tuple[str, str]:
         """-> what is done of how much (empty without a unit), and the rate (empty before anything is done)"""
-        done = self.done - self.first
-        count = f"{self.done:,}{'' if self.total is None else f'/{self.total:,}'} {self.unit}" if self.unit else ""
-        num, unit = (self.num_tokens, "tokens") if self.num_tokens else (done, self.unit)
+        num_new = self.num_done - self.num_before
+        count = f"{self.num_done:,}{'' if self.total is None else f'/{self.total:,}'} {self.unit}" if self.unit else ""
+        num, unit = (self.num_tokens, "tokens") if self.num_tokens else (num_new, self.unit)
         rate = num / max(self.seconds, 1e-9)
         text = f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.2g} {unit}/s"
-        return count, text if done > 0 else ""
+        return count, text if num_new > 0 else ""
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
 
 
-def choose(mode: str, *, main: bool) -> None:
+def choose_mode(mode: str, *, main: bool) -> None:
     """The mode of this process and of those that it starts. Raises ValueError for a word that is none of MODES.
 
     main: whether this process shows what all processes of a run do
@@ -113,7 +113,7 @@ def choose(mode: str, *, main: bool) -> None:
         mode = "rich" if terminals else "plain"
     if mode == "rich" and os.environ.get("TERM", "").lower() in ("dumb", "unknown"):
         mode = "plain"  # such a terminal cannot go back to an earlier line
-    close()
+    close_display()
     _mode, _main, _live = mode, main, None
     if mode == "rich":
         text = lambda name: TextColumn(name, markup=False, table_column=rich.table.Column(no_wrap=True))
@@ -132,7 +132,7 @@ def _terminate(number: int, _) -> None:
     os.kill(os.getpid(), number)
 
 
-def close() -> None:
+def close_display() -> None:
     """Takes everything off the terminal and shows the cursor again, however the work has ended."""
     if _live is not None:
         _live.stop()
@@ -141,12 +141,12 @@ def close() -> None:
 
 
 @contextlib.contextmanager
-def start(
-    what: str,
+def start_task(
+    name: str,
     total: int | None = None,
     *,
     unit: str = "",
-    done: int = 0,
+    num_done: int = 0,
     own_lines: bool = True,
     any_process: bool = False,
 ) -> Iterator[Task]:
@@ -157,24 +157,24 @@ def start(
     any_process: whether a process shows it that is not the main one too, for work that one of them does
     """
     shown, live = _main or any_process, _live
-    task = Task(what, total, unit, done, prints=shown and own_lines and _mode == "plain")
+    task = Task(name, total, unit, num_done, prints=shown and own_lines and _mode == "plain")
     if shown and live is not None:
-        task.row = live, live.add_task(what, total=total, completed=done, shown=task)
+        task.row = live, live.add_task(name, total=total, completed=num_done, shown=task)
         live.start()
-    task.say(str(task))
+    task.print_line(str(task))
     try:
         yield task
     finally:
-        task.say(task.summary())
+        task.print_line(task.summary())
         if live is not None and task.row is not None and task.row[1] in live.task_ids:
             live.remove_task(task.row[1])
             if not live.task_ids:
                 live.stop()
 
 
-def track(
+def track_items(
     items: Iterable[Item],
-    what: str,
+    name: str,
     *,
     unit: str,
     total: int | None = None,
@@ -183,7 +183,7 @@ def track(
     """The items, whose number that are done is shown. size: units of an item, if it stands for several"""
     if total is None and isinstance(items, Sized):
         total = sum(map(size, items))
-    with start(what, total, unit=unit) as task:
+    with start_task(name, total, unit=unit) as task:
         for item in items:
             yield item
             task.advance(size(item))
@@ -212,7 +212,7 @@ class Results(rich.console.Console):
         self.print(text)
 
 
-def note(text: str) -> None:
+def print_note(text: str) -> None:
     """Prints a line on stdout that is no result, once for all processes; nothing in mode quiet."""
     if _mode != "quiet":
         Results().say(text)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from specdec.core import files, row_files
-from specdec.core.lock import lock
+from specdec.core.lock import hold_lock
 from specdec.core.untrusted import read_json
 
 INPUTS = "inputs"  # of a record: digests of what has the same name but perhaps not the same content
@@ -48,53 +48,55 @@ class Resumable:
             check_settings(rows, recorded, settings, advice=advice)
         self.rows = read_rows(rows)
 
-    def same(self, target: Identity | None = None, **inputs: str) -> None:
+    def check_inputs(self, target: Identity | None = None, **inputs: str) -> None:
         """Raises ValueError if rows were made with other inputs than these digests say, by the names of the inputs.
 
         target: an input too; what an earlier version recorded of the same target is replaced
         They are recorded where nothing is: of a file without rows, and of one that an earlier version began.
         """
         recorded = read_json(self.record)
-        before = recorded.get(INPUTS, {}) if self.rows else {}
+        old_inputs = recorded.get(INPUTS, {}) if self.rows else {}
         if target is not None:
             inputs["target"] = target.text
-            before = before | ({"target": target.text} if target.matches(before.get("target")) else {})
-        if changed := [name.replace("_", " ") for name, value in inputs.items() if before.get(name, value) != value]:
+            old_inputs = old_inputs | ({"target": target.text} if target.matches(old_inputs.get("target")) else {})
+        if changed_inputs := [
+            name.replace("_", " ") for name, value in inputs.items() if old_inputs.get(name, value) != value
+        ]:
             raise ValueError(
-                f"{self.path} was begun with another {' and another '.join(changed)}, under the same name. Put it back, or "
+                f"{self.path} was begun with another {' and another '.join(changed_inputs)}, under the same name. Put it back, or "
                 f"begin anew. {self.advice}"
             )
-        if recorded.get(INPUTS) != before | inputs:
-            files.write_text(self.record, json.dumps({**recorded, INPUTS: before | inputs}, indent=1) + "\n")
+        if recorded.get(INPUTS) != old_inputs | inputs:
+            files.write_text(self.record, json.dumps({**recorded, INPUTS: old_inputs | inputs}, indent=1) + "\n")
 
     def append(self, *rows: dict) -> None:
         """Adds rows to the end of the file; when this returns, they are on the disk."""
-        files.append(self.path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), synced=True)
+        files.append_text(self.path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), synced=True)
         self.rows += rows
 
 
 @contextlib.contextmanager
-def resumable(record: Path, rows: Path, settings: dict, *, advice: str) -> Iterator[Resumable]:
+def open_resumable(record: Path, rows: Path, settings: dict, *, advice: str) -> Iterator[Resumable]:
     """`Resumable` with a lock on the rows while it is in use. Raises ValueError too if another process has that lock."""
-    with lock(rows.with_name(rows.name + ".lock"), of=rows):
+    with hold_lock(rows.with_name(rows.name + ".lock"), resource=rows):
         yield Resumable(record, rows, settings, advice=advice)
 
 
 def check_settings(results: Path, recorded: dict, settings: dict, *, advice: str) -> None:
     """Raises ValueError, with every setting that differs, if results were made with other settings than these."""
-    differing = list(differences(recorded, json.loads(json.dumps(settings))))
+    differing = list(list_differences(recorded, json.loads(json.dumps(settings))))
     if differing:
         raise ValueError(f"{results} was begun with other settings: {', '.join(differing)}. {advice}")
 
 
-def differences(recorded: dict, settings: dict, prefix: str = "") -> Iterator[str]:
+def list_differences(recorded: dict, settings: dict, prefix: str = "") -> Iterator[str]:
     """One phrase for each setting that differs; settings inside a nested dict are named `outer.inner`."""
     for key in [*settings, *(key for key in recorded if key not in settings)]:
-        then, now = recorded.get(key), settings.get(key)
-        if isinstance(then, dict) and isinstance(now, dict):
-            yield from differences(then, now, f"{prefix}{key}.")
-        elif then != now:
-            yield f"{prefix}{key} (then {then}, now {now})"
+        old, new = recorded.get(key), settings.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from list_differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            yield f"{prefix}{key} (then {old}, now {new})"
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -113,7 +115,7 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
-def digest(content: bytes) -> str:
+def digest_bytes(content: bytes) -> str:
     """16 hex digits, to record contents among settings."""
     return hashlib.sha256(content).hexdigest()[:16]
 
@@ -124,4 +126,4 @@ def digest_folder(folder: Path) -> str:
     for path in sorted(path for path in folder.iterdir() if path.is_file()):
         with path.open("rb") as file:
             lines.append(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}")
-    return digest("\n".join(lines).encode())
+    return digest_bytes("\n".join(lines).encode())

@@ -22,11 +22,11 @@ FORMS = (
     "a .jsonl file, a folder of .jsonl files (each of them may be compressed: .jsonl.gz), a .json or .parquet file, "
     "a folder made by datasets' save_to_disk, or the name of a dataset"
 )
-LINES = (".jsonl", ".jsonl.gz")
-PARQUET = (".parquet",)
+LINE_ENDINGS = (".jsonl", ".jsonl.gz")
+PARQUET_ENDINGS = (".parquet",)
 LONGEST_LINE = 2**26  # bytes
 LONGEST_DOCUMENT = 2**28  # characters
-GZIP = b"\x1f\x8b"
+GZIP_MAGIC = b"\x1f\x8b"
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -39,7 +39,7 @@ def read_text(path: Path, *, longest: int = LONGEST_LINE) -> Iterator[str]:
     number = 0
     try:
         with path.open("rb") as raw:
-            file: Any = gzip.GzipFile(fileobj=raw) if raw.peek(len(GZIP)).startswith(GZIP) else raw
+            file: Any = gzip.GzipFile(fileobj=raw) if raw.peek(len(GZIP_MAGIC)).startswith(GZIP_MAGIC) else raw
             while line := file.readline(longest + 1):
                 number += 1
                 if len(line) > longest:
@@ -68,14 +68,14 @@ def read_file(path: Path) -> Iterator[tuple[str, str | dict]]:
     """Yields (place, JSON text) of each row, or (place, row) of parquet. Raises ValueError for other files."""
     name = path.name.lower().removesuffix(".gz")
     with path.open("rb") as file:
-        if name.endswith(PARQUET) or file.read(4) == b"PAR1":
+        if name.endswith(PARQUET_ENDINGS) or file.read(4) == b"PAR1":
             yield from read_parquet(path, file)
             return
     lines = read_document(path) if name.endswith(".json") else read_lines(path)
-    for place, line in lines:
+    for location, line in lines:
         if not name.endswith((".jsonl", ".json")) and not line.lstrip().startswith("{"):
-            raise ValueError(f"{place} is no row: {path.name} holds no JSON. Give {FORMS}.")
-        yield place, line
+            raise ValueError(f"{location} is no row: {path.name} holds no JSON. Give {FORMS}.")
+        yield location, line
 
 
 def read_document(path: Path) -> Iterator[tuple[str, str]]:
@@ -86,7 +86,7 @@ def read_document(path: Path) -> Iterator[tuple[str, str]]:
         if len(text) > LONGEST_DOCUMENT:
             raise ValueError(f"{path} has more than {LONGEST_DOCUMENT:,} characters. Give a .jsonl file.")
     try:
-        found = json.loads(text.strip() or "[]")
+        document = json.loads(text.strip() or "[]")
     except (ValueError, RecursionError) as error:
         try:
             json.loads(text.strip().partition("\n")[0])
@@ -94,7 +94,7 @@ def read_document(path: Path) -> Iterator[tuple[str, str]]:
             raise ValueError(f"{path}: not valid JSON ({error}). Repair it, or give {FORMS}.") from None
         yield from read_lines(path)
         return
-    rows = found if isinstance(found, list) else [found]
+    rows = document if isinstance(document, list) else [document]
     yield from ((f"{path} row {index}", json.dumps(row)) for index, row in enumerate(rows))
 
 
@@ -112,19 +112,19 @@ def read_parquet(path: Path, file: BinaryIO) -> Iterator[tuple[str, dict]]:
         ) from None
 
 
-def parse_line(place: str, line: str) -> dict:
+def parse_line(location: str, line: str) -> dict:
     """The JSON object of a line. Raises ValueError, naming the place, for what is none or has half a surrogate pair."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
-        raise ValueError(f"{place}: not valid JSON ({error}). Repair or remove the line.") from None
+        raise ValueError(f"{location}: not valid JSON ({error}). Repair or remove the line.") from None
     if type(row) is not dict:
         more = " Give a file with all rows in one list the ending .json." if type(row) is list else ""
-        raise ValueError(f"{place}: expected a JSON object, found {type(row).__name__}.{more}")
+        raise ValueError(f"{location}: expected a JSON object, found {type(row).__name__}.{more}")
     if SURROGATE.search(line) and not is_text(row):
         key = next(key for key, value in row.items() if not is_text({key: value}))
         raise ValueError(
-            f"{place}: {json.dumps(key)} has half of a surrogate pair (\\ud800 .. \\udfff), which is no character. "
+            f"{location}: {json.dumps(key)} has half of a surrogate pair (\\ud800 .. \\udfff), which is no character. "
             "Repair or remove the line."
         )
     return row

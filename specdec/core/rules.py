@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from specdec.core.sampling import NO_TOKEN, Randomness, pick, uniform, uniforms
+from specdec.core.sampling import NO_TOKEN, Randomness, draw_column, draw_uniform, pick_tokens
 from specdec.core.tree import Tree
 
-Accepted = tuple[Tensor, Tensor, Tensor]  # path, num_kept, next_token
+AcceptedPath = tuple[Tensor, Tensor, Tensor]  # path, num_kept, next_token
 
 
 class Draws:
@@ -32,70 +32,70 @@ class Draws:
     def __init__(self, source: Randomness):
         self.source = source
 
-    def accept(self, probability: Tensor, where: Tensor) -> Tensor:
+    def accept(self, probability: Tensor, row_mask: Tensor) -> Tensor:
         """probability [B] (1 or more: always), where [B] bool -> [B] bool; False, and no draw, where `where` is False."""
         device, dtype = probability.device, probability.dtype
-        needing = where if device.type == "cpu" else None  # on a GPU the question would cost more than a draw
-        return where & (uniform(len(probability), self.source, device, dtype, needing) < probability)
+        rows_to_draw = row_mask if device.type == "cpu" else None  # on a GPU the question would cost more than a draw
+        return row_mask & (draw_uniform(len(probability), self.source, device, dtype, rows_to_draw) < probability)
 
-    def _uniforms(self, rows: int, device: torch.device) -> Tensor:
-        return uniforms(rows, self.source, device)
+    def _draw_last(self, rows: int, device: torch.device) -> Tensor:
+        return draw_column(rows, self.source, device)
 
     def accept_all(self, probability: Tensor) -> Tensor:
         """probability [B, N] -> [B, N] bool, each node decided by a draw of its own, in one go"""
         rows, num = probability.shape
-        return self._numbers(rows, num, probability.device, probability.dtype) < probability
+        return self._draw_numbers(rows, num, probability.device, probability.dtype) < probability
 
-    def ahead(self, rows: int, num: int, device: torch.device, dtype: torch.dtype) -> "Drawn":
+    def draw_ahead(self, rows: int, num: int, device: torch.device, dtype: torch.dtype) -> "FixedDraws":
         """All draws of a rule over trees of `num` nodes, drawn before: a captured function takes them as its inputs."""
-        return Drawn(self._numbers(rows, num - 1, device, dtype), uniforms(rows, self.source, device))
+        return FixedDraws(self._draw_numbers(rows, num - 1, device, dtype), draw_column(rows, self.source, device))
 
-    def _numbers(self, rows: int, num: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    def _draw_numbers(self, rows: int, num: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         """`num` draws of each row [B, num], in the order of its nodes"""
         if not num:
             return torch.zeros(rows, 0, device=device, dtype=dtype)
         source = self.source
         if isinstance(source, Sequence):
             source = [generator for generator in source for _ in range(num)]
-        return uniform(rows * num, source, device, dtype).view(rows, num)
+        return draw_uniform(rows * num, source, device, dtype).view(rows, num)
 
-    def token(self, distribution: Tensor, where: Tensor) -> Tensor:
+    def token(self, distribution: Tensor, row_mask: Tensor) -> Tensor:
         """distribution [B, V], where [B] bool -> one index drawn for each row [B]; any index where `where` is False.
 
         NO_TOKEN where a distribution has none: NaN, or no probability.
         """
-        index = pick(distribution, self._uniforms(len(distribution), distribution.device))
+        index = pick_tokens(distribution, self._draw_last(len(distribution), distribution.device))
         return torch.where(distribution.gather(1, index[:, None])[:, 0] > 0, index, NO_TOKEN)
 
 
-class Drawn(Draws):
+class FixedDraws(Draws):
     """Decisions by given numbers from [0, 1): of the nodes [B, N - 1] in their order, and of the last token [B, 1]"""
 
     def __init__(self, numbers: Tensor, last: Tensor):
         super().__init__(None)
-        self.numbers, self.last, self.place = numbers, last, 0
+        self.numbers, self.last, self.num_used = numbers, last, 0
 
-    def accept(self, probability: Tensor, where: Tensor) -> Tensor:
-        self.place += 1
-        return where & (self.numbers[:, self.place - 1] < probability)
+    def accept(self, probability: Tensor, row_mask: Tensor) -> Tensor:
+        self.num_used += 1
+        return row_mask & (self.numbers[:, self.num_used - 1] < probability)
 
     def accept_all(self, probability: Tensor) -> Tensor:
         return self.numbers < probability
 
-    def _uniforms(self, rows: int, device: torch.device) -> Tensor:
+    def _draw_last(self, rows: int, device: torch.device) -> Tensor:
         return self.last
 
 
-def greedy(tree: Tree, choices: Tensor) -> Accepted:
+def accept_greedy(tree: Tree, choices: Tensor) -> AcceptedPath:
     """Temperature 0, lossless: follow the children that equal the target's choice.
 
     choices [B, N]: the target's argmax after each node
     """
-    path, num_kept, end = longest(tree, tree.tokens == choices.gather(1, tree.parents.clamp(min=0)))
+    path, num_kept, end = find_longest_path(tree, tree.tokens == choices.gather(1, tree.parents.clamp(min=0)))
     return path, num_kept, choices.gather(1, end[:, None])[:, 0]
 
 
-def sample(tree: Tree, probs: Tensor, draws: Draws) -> Accepted:
+def accept_tokens(tree: Tree, probs: Tensor, draws: Draws) -> AcceptedPath:
     """Token by token. Lossless for every kind of drafting listed above. probs is overwritten.
 
     Walk down from the root. At a node, try its children in order: accept child x with probability min(1, r(x) / q(x)),
@@ -104,7 +104,7 @@ def sample(tree: Tree, probs: Tensor, draws: Draws) -> Accepted:
     token is drawn from r.
     """
     if probs.device.type != "cpu" and (tree.probs is None or tree.siblings is not None):
-        return sample_at_once(tree, probs, draws)
+        return accept_tokens_at_once(tree, probs, draws)
     rows = torch.arange(len(probs), device=probs.device)
     end = torch.zeros_like(tree.tokens[:, 0])  # [B] the last accepted node
     for node in range(1, tree.tokens.shape[1]):  # a node's descendants all come after it
@@ -112,79 +112,89 @@ def sample(tree: Tree, probs: Tensor, draws: Draws) -> Accepted:
         if probs.device.type == "cpu" and not bool((parent == end).any()):
             continue  # no row's path ends at this parent; on a GPU the question would cost more than it saves
         distribution = probs[rows, parent]  # [B, V] r after the parent's earlier children
-        accepted = draws.accept(probability(distribution, tree, node), parent == end)
-        probs[rows, parent], _ = refuse(distribution, tree, node)
+        accepted = draws.accept(compute_acceptance(distribution, tree, node), parent == end)
+        probs[rows, parent], _ = refuse_node(distribution, tree, node)
         end = torch.where(accepted, node, end)
-    return *trace(tree.ancestors(), end), draws.token(probs[rows, end], torch.ones_like(end, dtype=torch.bool))
+    return *trace_path(tree.ancestors(), end), draws.token(probs[rows, end], torch.ones_like(end, dtype=torch.bool))
 
 
-def sample_at_once(tree: Tree, probs: Tensor, draws: Draws) -> Accepted:
+def accept_tokens_at_once(tree: Tree, probs: Tensor, draws: Draws) -> AcceptedPath:
     """`sample` in few kernels, whatever the number of nodes: a node's r does not depend on any draw."""
-    chances, rest = (_chosen if tree.probs is None else _sampled)(tree, probs)
-    accepted = draws.accept_all(chances[:, 1:])  # [B, N - 1]
-    earlier = _earlier(tree)[:, 1:, 1:]
-    first = accepted & ~(earlier & accepted[:, None]).any(-1)  # none is tried once an earlier sibling was accepted
-    path, num_kept, end = longest(tree, torch.cat([torch.ones_like(first[:, :1]), first], dim=1))
-    return path, num_kept, draws.token(rest(end), torch.ones_like(end, dtype=torch.bool))
+    acceptance_probabilities, find_residual = (_verify_chosen if tree.probs is None else _verify_sampled)(tree, probs)
+    accepted = draws.accept_all(acceptance_probabilities[:, 1:])  # [B, N - 1]
+    earlier = _find_earlier_siblings(tree)[:, 1:, 1:]
+    first_accepted = accepted & ~(earlier & accepted[:, None]).any(
+        -1
+    )  # none is tried once an earlier sibling was accepted
+    path, num_kept, end = find_longest_path(
+        tree, torch.cat([torch.ones_like(first_accepted[:, :1]), first_accepted], dim=1)
+    )
+    return path, num_kept, draws.token(find_residual(end), torch.ones_like(end, dtype=torch.bool))
 
 
-def _earlier(tree: Tree) -> Tensor:
+def _find_earlier_siblings(tree: Tree) -> Tensor:
     """[B, N, N] bool: the earlier siblings of each node"""
     numbers = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
     return (tree.parents[:, :, None] == tree.parents[:, None]) & (numbers < numbers[:, None]) & (numbers > 0)
 
 
-def _without(mass: Tensor, tokens: Tensor, gone: Tensor) -> Tensor:
+def _remove_tokens(mass: Tensor, tokens: Tensor, removed: Tensor) -> Tensor:
     """mass [B, M, V] with zeros, in place, at the tokens [B, N] of the nodes that are gone for it, gone [B, M, N] bool"""
     same = (tokens[:, :, None] == tokens[:, None]).to(mass.dtype)  # [B, N, N]
-    stays = (gone.to(mass.dtype) @ same) == 0  # [B, M, N] equal tokens of different nodes alike
+    stays = (removed.to(mass.dtype) @ same) == 0  # [B, M, N] equal tokens of different nodes alike
     places = tokens[:, None].expand(-1, mass.shape[1], -1)
     return mass.scatter_(2, places, torch.where(stays, mass.gather(2, places), 0))
 
 
-def _chosen(tree: Tree, probs: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def _verify_chosen(tree: Tree, probs: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Of chosen children: the probability of each node [B, N], and a function end [B] -> the distribution [B, V] behind it
 
     Refusals only take tokens away from p, so all r are p without the earlier siblings' tokens, divided by what is left.
     """
     rows, tokens = torch.arange(len(probs), device=probs.device), tree.tokens
-    earlier, eps = _earlier(tree), torch.finfo(probs.dtype).eps
-    left = _without(probs[rows[:, None], tree.parents.clamp(min=0)], tokens, earlier)  # [B, N, V]
-    total, mass = left.sum(-1), left.gather(2, tokens[..., None])[..., 0]
-    before = (earlier * torch.arange(tokens.shape[1], device=tokens.device)).amax(-1)  # the last earlier sibling, or 0
-    known = total.gather(1, before)
-    total = torch.where(total <= eps * known, known, total)  # where nothing is left, as `refuse` does
-    chances = torch.where(before > 0, mass / total, mass)
+    earlier, eps = _find_earlier_siblings(tree), torch.finfo(probs.dtype).eps
+    residual = _remove_tokens(probs[rows[:, None], tree.parents.clamp(min=0)], tokens, earlier)  # [B, N, V]
+    total, mass = residual.sum(-1), residual.gather(2, tokens[..., None])[..., 0]
+    previous_sibling = (earlier * torch.arange(tokens.shape[1], device=tokens.device)).amax(
+        -1
+    )  # the last earlier sibling, or 0
+    previous_total = total.gather(1, previous_sibling)
+    total = torch.where(total <= eps * previous_total, previous_total, total)  # where nothing is left, as `refuse` does
+    acceptance_probabilities = torch.where(previous_sibling > 0, mass / total, mass)
 
-    def rest(end: Tensor) -> Tensor:
-        own = probs[rows, end]  # [B, V]
+    def find_residual(end: Tensor) -> Tensor:
+        distribution = probs[rows, end]  # [B, V]
         children = (tree.parents == end[:, None])[:, None]  # [B, 1, N]
-        some = _without(own[:, None].clone(), tokens, children)[:, 0]
-        total = some.sum(-1, keepdim=True)
-        return torch.where(children.any(-1) & (total > eps), some / total, own)
+        remaining = _remove_tokens(distribution[:, None].clone(), tokens, children)[:, 0]
+        total = remaining.sum(-1, keepdim=True)
+        return torch.where(children.any(-1) & (total > eps), remaining / total, distribution)
 
-    return chances, rest
+    return acceptance_probabilities, find_residual
 
 
-def _sampled(tree: Tree, probs: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def _verify_sampled(tree: Tree, probs: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """As `_chosen`, of children that were drawn from distributions: all first children, then all second ones and so on."""
     assert tree.probs is not None and tree.siblings is not None
     (num_rows, num), width = tree.tokens.shape, tree.siblings
     rows = torch.arange(num_rows, device=probs.device)[:, None]
-    rank = _earlier(tree).sum(-1)  # [B, N] of each node among its siblings
+    rank = _find_earlier_siblings(tree).sum(-1)  # [B, N] of each node among its siblings
     places = tree.parents[:, 1:] * width + rank[:, 1:]
     numbers = torch.arange(1, num, device=probs.device).expand(num_rows, -1)
     children = places.new_zeros(num_rows, num * width).scatter_(1, places, numbers).view(num_rows, num, width)
-    chances, left = torch.ones_like(probs[..., 0]), probs
+    acceptance_probabilities, residual = torch.ones_like(probs[..., 0]), probs
     for child in children.unbind(2):  # [B, N], 0 where a node has no such child
         drafted, token = tree.probs[rows, child], tree.tokens.gather(1, child)[..., None]
-        chance = (left.gather(2, token) / drafted.gather(2, token))[..., 0].clamp(max=1)
-        chances = chances.scatter(1, child, chance)  # that of the root is not read
-        left = torch.where((child > 0)[..., None], _normalised(left, (left - drafted).clamp_(min=0))[0], left)
-    return chances, lambda end: left[rows[:, 0], end]
+        acceptance_probability = (residual.gather(2, token) / drafted.gather(2, token))[..., 0].clamp(max=1)
+        acceptance_probabilities = acceptance_probabilities.scatter(
+            1, child, acceptance_probability
+        )  # that of the root is not read
+        residual = torch.where(
+            (child > 0)[..., None], _normalise_residual(residual, (residual - drafted).clamp_(min=0))[0], residual
+        )
+    return acceptance_probabilities, lambda end: residual[rows[:, 0], end]
 
 
-def block(tree: Tree, probs: Tensor, draws: Draws) -> Accepted:
+def accept_blocks(tree: Tree, probs: Tensor, draws: Draws) -> AcceptedPath:
     """Whole paths at once: traversal verification (2505.12398), which on a chain is block verification (2403.10444).
 
     Lossless for every kind of drafting listed above. probs is overwritten.
@@ -199,61 +209,71 @@ def block(tree: Tree, probs: Tensor, draws: Draws) -> Accepted:
     rows = torch.arange(num_rows, device=probs.device)
     ancestors = tree.ancestors()  # [B, N, N]
     size = ancestors.sum(1)  # [B, N] nodes from each downwards
-    turn = torch.zeros_like(size)  # [B, N] first the next free place below a node, in the end its place in post-order
-    budget = torch.ones_like(probs[..., 0])  # [B, N] P
+    traversal_order = torch.zeros_like(
+        size
+    )  # [B, N] first the next free place below a node, in the end its place in post-order
+    path_probability = torch.ones_like(probs[..., 0])  # [B, N] P
     for node in range(1, num_nodes):
         parent = tree.parents[:, node]
-        before = budget[rows, parent]  # [B]
-        mass = before[:, None] * probs[rows, parent]  # [B, V] P p
-        budget[:, node] = probability(mass, tree, node)
-        probs[rows, parent], total = refuse(mass, tree, node)
-        budget[rows, parent] = torch.where(before == 1, before, total / (total + 1 - before))
-        turn[:, node] = turn[rows, parent]
-        turn[rows, parent] += size[:, node]
+        parent_probability = path_probability[rows, parent]  # [B]
+        mass = parent_probability[:, None] * probs[rows, parent]  # [B, V] P p
+        path_probability[:, node] = compute_acceptance(mass, tree, node)
+        probs[rows, parent], total = refuse_node(mass, tree, node)
+        path_probability[rows, parent] = torch.where(
+            parent_probability == 1, parent_probability, total / (total + 1 - parent_probability)
+        )
+        traversal_order[:, node] = traversal_order[rows, parent]
+        traversal_order[rows, parent] += size[:, node]
     end = torch.zeros_like(size[:, 0])
     undecided = torch.ones_like(end, dtype=torch.bool)  # [B]
-    for candidate in turn.argsort(1)[:, :-1].unbind(1):  # [B] each; the root, whose probability is 1, needs no draw
-        accepted = draws.accept(budget[rows, candidate], undecided)
+    for candidate in traversal_order.argsort(1)[:, :-1].unbind(
+        1
+    ):  # [B] each; the root, whose probability is 1, needs no draw
+        accepted = draws.accept(path_probability[rows, candidate], undecided)
         end = torch.where(accepted, candidate, end)
         undecided = undecided & ~accepted
-    return *trace(ancestors, end), draws.token(probs[rows, end], torch.ones_like(undecided))
+    return *trace_path(ancestors, end), draws.token(probs[rows, end], torch.ones_like(undecided))
 
 
-def probability(mass: Tensor, tree: Tree, node: int) -> Tensor:
+def compute_acceptance(mass: Tensor, tree: Tree, node: int) -> Tensor:
     """min(1, r(x) / q(x)) [B] of a node's token x; mass [B, V] is r."""
     token = tree.tokens[:, node, None]  # [B, 1]
-    wanted = mass.gather(1, token)[:, 0]
-    return wanted if tree.probs is None else (wanted / tree.probs[:, node].gather(1, token)[:, 0]).clamp(max=1)
+    target_probability = mass.gather(1, token)[:, 0]
+    return (
+        target_probability
+        if tree.probs is None
+        else (target_probability / tree.probs[:, node].gather(1, token)[:, 0]).clamp(max=1)
+    )
 
 
-def refuse(mass: Tensor, tree: Tree, node: int) -> tuple[Tensor, Tensor]:
+def refuse_node(mass: Tensor, tree: Tree, node: int) -> tuple[Tensor, Tensor]:
     """norm(R) [B, V] and |R| [B] for R = max(r - q, 0), q being the distribution of `node`; mass [B, V] is r.
 
     Where |R| is no more than a rounding error, r is returned instead; if r is a distribution, a refusal is then as rare.
     """
     if tree.probs is None:
-        rest = mass.scatter(1, tree.tokens[:, node, None], 0)
+        residual = mass.scatter(1, tree.tokens[:, node, None], 0)
     else:
-        rest = (mass - tree.probs[:, node]).clamp_(min=0)
-    return _normalised(mass, rest)
+        residual = (mass - tree.probs[:, node]).clamp_(min=0)
+    return _normalise_residual(mass, residual)
 
 
-def _normalised(mass: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
+def _normalise_residual(mass: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """rest [..., V], overwritten, divided by its sum, and the sum [...]; `mass` where this is no more than a rounding error"""
-    total = rest.sum(-1, keepdim=True)  # [..., 1]
+    total = residual.sum(-1, keepdim=True)  # [..., 1]
     rounding = (total <= torch.finfo(mass.dtype).eps).to(mass.dtype)
-    return rest.addcmul_(mass, rounding).div_(total + rounding), total[..., 0]  # torch.where would be slower
+    return residual.addcmul_(mass, rounding).div_(total + rounding), total[..., 0]  # torch.where would be slower
 
 
-def longest(tree: Tree, kept: Tensor) -> Accepted:
+def find_longest_path(tree: Tree, accepted_nodes: Tensor) -> AcceptedPath:
     """kept [B, N] bool -> the longest path from the root over kept nodes (the root always counts), and its end [B]."""
     ancestors = tree.ancestors()  # [B, N, N]
-    reached = (kept[:, None] | ~ancestors)[..., 1:].all(-1)  # [B, N]
+    reached = (accepted_nodes[:, None] | ~ancestors)[..., 1:].all(-1)  # [B, N]
     end = (reached * ancestors.sum(-1)).argmax(-1)
-    return *trace(ancestors, end), end
+    return *trace_path(ancestors, end), end
 
 
-def trace(ancestors: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+def trace_path(ancestors: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     """ancestors [B, N, N] as of Tree, end [B] -> path [B, N] from the root to `end`, num_kept [B]"""
     numbers = torch.arange(ancestors.shape[1], device=end.device)  # [N]
     on_path = ancestors[torch.arange(len(end), device=end.device), end]  # [B, N]
@@ -262,10 +282,10 @@ def trace(ancestors: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     return path.masked_fill(numbers >= num_kept[:, None], 0), num_kept
 
 
-RULES: dict[str, Callable[[Tree, Tensor, Draws], Accepted]] = {"token": sample, "block": block}
+RULES: dict[str, Callable[[Tree, Tensor, Draws], AcceptedPath]] = {"token": accept_tokens, "block": accept_blocks}
 
 
-def check(rule: str) -> None:
+def check_rule(rule: str) -> None:
     """Raises ValueError for a rule that does not exist."""
     if rule not in RULES:
         raise ValueError(f"rule={rule} must be {' or '.join(RULES)}.")

@@ -9,15 +9,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from specdec.core.devices import given, send
+from specdec.core.devices import upload_tensor, upload_values
 from specdec.core.tree import Tree
 
 # What a distribution costs: the likeliest token; a softmax; with filters or a penalty
-Kind = Literal["greedy", "sampled", "cut"]
+SamplingKind = Literal["greedy", "sampled", "cut"]
 Randomness = torch.Generator | None | Sequence[torch.Generator | None]  # one of all rows, or one for each row
 
-LOW = 1e-3  # below this temperature, logits are divided as differences from the largest one, which cannot overflow
-LOWEST = 1e-30  # below this temperature, which float32 cannot divide by, a distribution is greedy
+MIN_PLAIN_TEMPERATURE = (
+    1e-3  # below this temperature, logits are divided as differences from the largest one, which cannot overflow
+)
+MIN_TEMPERATURE = 1e-30  # below this temperature, which float32 cannot divide by, a distribution is greedy
 NO_TOKEN = -1  # in the place of a token that does not exist: the logits are not finite, or all are -inf
 
 
@@ -33,7 +35,7 @@ class Sampling:
     def __post_init__(self):
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or above.")
-        if self.temperature < LOWEST:
+        if self.temperature < MIN_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k} must be at least 1, or null to keep all tokens.")
@@ -51,14 +53,14 @@ class Sampling:
         return self.repetition_penalty != 1
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> SamplingKind:
         if self != Sampling(temperature=self.temperature):
             return "cut"
         return "greedy" if self.greedy else "sampled"
 
     def penalise(self, logits: Tensor, seen: Tensor) -> Tensor:
         """logits [B, N, V], seen [B, N, V] bool -> [B, N, V]; a penalty above 1 makes seen tokens less likely"""
-        logits = precise(logits)
+        logits = widen_logits(logits)
         penalty = self.repetition_penalty
         return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
@@ -68,15 +70,15 @@ class Sampling:
         Top-k keeps all logits that equal the k-th. Of equal logits at the boundary, top-p keeps those of the highest
         token ids (transformers keeps those that an unstable sort happens to put last, which differ by processor).
         """
-        logits = precise(logits)
-        if self.temperature < LOW:
+        logits = widen_logits(logits)
+        if self.temperature < MIN_PLAIN_TEMPERATURE:
             logits = logits - logits.amax(-1, keepdim=True)
         logits = logits / self.temperature
         if self.top_k is not None:
-            least = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1).values[..., -1:]  # [..., 1]
-            logits = logits.masked_fill(logits < least, -torch.inf)
+            threshold = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1).values[..., -1:]  # [..., 1]
+            logits = logits.masked_fill(logits < threshold, -torch.inf)
         if self.top_p is not None and self.top_p < 1:  # with 1, only tokens of probability 0 would be dropped
-            logits = nucleus(logits.reshape(-1, logits.shape[-1]), self.top_p).view(logits.shape)
+            logits = keep_nucleus(logits.reshape(-1, logits.shape[-1]), self.top_p).view(logits.shape)
         return logits.softmax(-1)
 
 
@@ -84,29 +86,29 @@ class Sampling:
 class RowSampling:
     """Settings of each row of a batch, used like one `Sampling`; tensors have the rows [B] as their first dimension."""
 
-    rows: tuple[Sampling, ...]
+    samplings: tuple[Sampling, ...]
 
     @property
     def greedy(self) -> bool:
-        return all(row.greedy for row in self.rows)
+        return all(row.greedy for row in self.samplings)
 
     @property
     def penalises(self) -> bool:
-        return any(row.penalises for row in self.rows)
+        return any(row.penalises for row in self.samplings)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> SamplingKind:
         return self.costliest.kind
 
     @property
     def costliest(self) -> Sampling:
         """A setting of the rows whose distribution takes as long as that of all."""
-        order: tuple[Kind, ...] = ("greedy", "sampled", "cut")
-        return max(self.rows, key=lambda row: order.index(row.kind))
+        order: tuple[SamplingKind, ...] = ("greedy", "sampled", "cut")
+        return max(self.samplings, key=lambda row: order.index(row.kind))
 
     def penalise(self, logits: Tensor, seen: Tensor) -> Tensor:
         """As `Sampling.penalise`."""
-        logits = precise(logits).clone()
+        logits = widen_logits(logits).clone()
         for sampling, rows in self._groups(logits.device):
             if sampling.penalises:
                 logits[rows] = sampling.penalise(logits[rows], seen[rows])
@@ -114,7 +116,7 @@ class RowSampling:
 
     def distribution(self, logits: Tensor) -> Tensor:
         """As `Sampling.distribution`; a greedy row's distribution gives its most likely token in any case, if there is one."""
-        distributions = torch.zeros_like(precise(logits))
+        distributions = torch.zeros_like(widen_logits(logits))
         for sampling, rows in self._groups(logits.device):
             if sampling.greedy:
                 largest, best = logits[rows].max(-1, keepdim=True)
@@ -127,21 +129,21 @@ class RowSampling:
 
     def _groups(self, device: torch.device) -> list[tuple[Sampling, Tensor]]:
         """Each setting, and the numbers of its rows."""
-        found: dict[Sampling, list[int]] = {}
-        for row, sampling in enumerate(self.rows):
-            found.setdefault(sampling, []).append(row)
-        return [(sampling, given(rows, device)) for sampling, rows in found.items()]
+        rows_by_sampling: dict[Sampling, list[int]] = {}
+        for row, sampling in enumerate(self.samplings):
+            rows_by_sampling.setdefault(sampling, []).append(row)
+        return [(sampling, upload_values(rows, device)) for sampling, rows in rows_by_sampling.items()]
 
 
 AnySampling = Sampling | RowSampling
 
 
-def of_rows(rows: Sequence[Sampling]) -> AnySampling:
+def join_samplings(rows: Sequence[Sampling]) -> AnySampling:
     """The settings of all rows, which may be one."""
     return rows[0] if len(set(rows)) == 1 else RowSampling(tuple(rows))
 
 
-def nucleus(logits: Tensor, top_p: float) -> Tensor:
+def keep_nucleus(logits: Tensor, top_p: float) -> Tensor:
     """Top-p: logits [M, V] in float32 or float64 -> the same, -inf where a token is dropped
 
     A sort of all tokens costs 4 to 10 ms a row on a CPU. There only tokens above (1 - top_p) / V are sorted: all others
@@ -149,26 +151,26 @@ def nucleus(logits: Tensor, top_p: float) -> Tensor:
     the host wait.
     """
     if logits.device.type != "cpu":
-        return sorted_nucleus(logits, top_p)
+        return keep_nucleus_by_sort(logits, top_p)
     probs = logits.softmax(-1)
     above = probs > 0.999 * (1 - top_p) / logits.shape[1]  # of all rows at once: these operations start threads
     nums, totals = above.sum(-1).tolist(), probs.sum(-1, dtype=torch.float64).tolist()
-    places = above.flatten().nonzero()[:, 0]  # in the flat logits
-    kept_places, kept_logits = [], []
-    for row, distribution, where, total in zip(
-        logits.take(places).split(nums), probs.take(places).split(nums), places.split(nums), totals
+    indices = above.flatten().nonzero()[:, 0]  # in the flat logits
+    kept_indices, kept_logits = [], []
+    for row, distribution, row_indices, total in zip(
+        logits.take(indices).split(nums), probs.take(indices).split(nums), indices.split(nums), totals
     ):
         ascending, order = row.sort(stable=True)
         tail = max(0.0, total - float(distribution.sum(dtype=torch.float64)))
         # Added up in float64 and then rounded, as a CPU's cumsum of the sorted tokens is
         reached = (tail + distribution[order].cumsum(0, dtype=torch.float64)).to(distribution.dtype)
         num_dropped = int((reached[:-1] <= 1 - top_p).sum())
-        kept_places.append(where[order[num_dropped:]])
+        kept_indices.append(row_indices[order[num_dropped:]])
         kept_logits.append(ascending[num_dropped:])
-    return torch.full_like(logits, -torch.inf).put_(torch.cat(kept_places), torch.cat(kept_logits))
+    return torch.full_like(logits, -torch.inf).put_(torch.cat(kept_indices), torch.cat(kept_logits))
 
 
-def sorted_nucleus(logits: Tensor, top_p: float) -> Tensor:
+def keep_nucleus_by_sort(logits: Tensor, top_p: float) -> Tensor:
     """`nucleus`, by a sort of all tokens"""
     ascending, order = logits.sort(dim=-1, stable=True)
     dropped = ascending.softmax(-1).cumsum(-1) <= 1 - top_p  # [M, V]
@@ -176,49 +178,49 @@ def sorted_nucleus(logits: Tensor, top_p: float) -> Tensor:
     return logits.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
 
 
-def pick(distribution: Tensor, uniform: Tensor) -> Tensor:
+def pick_tokens(distribution: Tensor, uniform: Tensor) -> Tensor:
     """distribution [B, V], uniform [B, 1] in float64 from [0, 1) -> one index for each row [B], distributed as the distribution
 
     Of a distribution with NaN any index, in range, so that nothing is read outside of a table.
     """
     # [B, V]; in float32 the probabilities of rare tokens would be rounded away
     reached = distribution.cumsum(-1, dtype=torch.float64)
-    found = torch.searchsorted(reached, uniform * reached[:, -1:], right=True)[:, 0]
-    return found.clamp_(max=distribution.shape[-1] - 1)
+    index = torch.searchsorted(reached, uniform * reached[:, -1:], right=True)[:, 0]
+    return index.clamp_(max=distribution.shape[-1] - 1)
 
 
-def uniforms(num: int, source: Randomness, device) -> Tensor:
+def draw_column(num: int, source: Randomness, device) -> Tensor:
     """[num, 1] random numbers from [0, 1) in float64, for `pick`"""
-    return uniform(num, source, device, torch.float64)[:, None]
+    return draw_uniform(num, source, device, torch.float64)[:, None]
 
 
-def uniform(num: int, source: Randomness, device, dtype: torch.dtype, where: Tensor | None = None) -> Tensor:
+def draw_uniform(num: int, source: Randomness, device, dtype: torch.dtype, row_mask: Tensor | None = None) -> Tensor:
     """[num] random numbers from [0, 1), of each row by its own generator if the source names them
 
     where [num] bool, on the CPU: rows that need one; so what a row draws does not depend on what the others need
     """
     if not isinstance(source, Sequence):
         return torch.rand(num, generator=source, device=device, dtype=dtype)
-    needing = [True] * num if where is None else where.tolist()
+    needs_draw = [True] * num if row_mask is None else row_mask.tolist()
     places = [device if generator is None else generator.device for generator in source]
     drawn = [
         torch.rand(1, generator=generator, device=place, dtype=dtype) if needs else torch.zeros(1, dtype=dtype)
-        for generator, place, needs in zip(source, places, needing)
+        for generator, place, needs in zip(source, places, needs_draw)
     ]
 
-    def moved(values: Tensor) -> Tensor:
-        return send(values, torch.device(device)) if values.device.type == "cpu" else values.to(device)
+    def upload_draws(values: Tensor) -> Tensor:
+        return upload_tensor(values, torch.device(device)) if values.device.type == "cpu" else values.to(device)
 
     together = len({value.device for value in drawn}) == 1
-    return moved(torch.cat(drawn)) if together else torch.cat([moved(value) for value in drawn])
+    return upload_draws(torch.cat(drawn)) if together else torch.cat([upload_draws(value) for value in drawn])
 
 
-def precise(logits: Tensor) -> Tensor:
+def widen_logits(logits: Tensor) -> Tensor:
     """The logits in float32; float64 stays."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def seen(tree: Tree, committed: Tensor) -> Tensor:
+def mark_seen(tree: Tree, committed: Tensor) -> Tensor:
     """committed [B, V] bool: tokens of the prompt and of the answer so far
 
     -> [B, N, V] bool: those, and the tokens on the path from the root to each node

@@ -33,22 +33,22 @@ class Shards:
     names a tensor that its file lacks.
     """
 
-    def __init__(self, name: str, *, revision: str | None = None, whole: bool = False):
+    def __init__(self, name: str, *, revision: str | None = None, fetch_all: bool = False):
         self.name, self.revision = name, revision
         self.open: dict[str, Any] = {}  # files that tensors were read from
         self.files: dict[str, str] = {}  # by tensor
-        self.here = True
+        self.is_local = True
         config = fetch_file(name, "config.json", revision=revision)
-        named = None if config is None else untrusted.read_json(config).get("transformers_weights")
-        if config is not None and isinstance(named, str):
-            untrusted.inside(config.parent, named)  # raises for a name that leads out of it
-        for file in [named] if isinstance(named, str) else [SINGLE, INDEX]:
+        weight_file = None if config is None else untrusted.read_json(config).get("transformers_weights")
+        if config is not None and isinstance(weight_file, str):
+            untrusted.find_inside(config.parent, weight_file)  # raises for a name that leads out of it
+        for file in [weight_file] if isinstance(weight_file, str) else [SINGLE, INDEX]:
             path = fetch_file(name, file, revision=revision)
             if path is not None:
                 if file.endswith(".index.json"):
-                    self._read_index(path, whole=whole)
+                    self._read_index(path, fetch_all=fetch_all)
                 else:
-                    self.files = dict.fromkeys(self._opened(file).keys(), file)
+                    self.files = dict.fromkeys(self._open_file(file).keys(), file)
                 return
         raise NoSafetensors(f"{name} has no safetensors ({SINGLE}, or {INDEX} with the files that it names).")
 
@@ -89,7 +89,7 @@ class Shards:
         """
         if parameter in self.files:
             return parameter
-        common = {key: _common(key, parameter) for key in self._by_ending.get(_ending(parameter), ())}
+        common = {key: _count_common_parts(key, parameter) for key in self._by_ending.get(_find_ending(parameter), ())}
         longest = max(common.values(), default=0)
         found = [key for key, num in common.items() if num == longest and self.shape(key) == shape]
         return found[0] if len(found) == 1 else None
@@ -98,42 +98,42 @@ class Shards:
     def _by_ending(self) -> dict[str, list[str]]:
         endings: dict[str, list[str]] = {}
         for key in self.files:
-            endings.setdefault(_ending(key), []).append(key)
+            endings.setdefault(_find_ending(key), []).append(key)
         return endings
 
-    def _read_index(self, index: Path, *, whole: bool) -> None:
-        places = untrusted.read_json(index).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+    def _read_index(self, index: Path, *, fetch_all: bool) -> None:
+        files_by_tensor = untrusted.read_json(index).get("weight_map")
+        if not isinstance(files_by_tensor, dict) or not all(isinstance(file, str) for file in files_by_tensor.values()):
             raise ValueError(
                 f"{index} has no weight_map, which names the file of every tensor: take another copy of it."
             )
-        files = sorted(set(places.values()))
+        files = sorted(set(files_by_tensor.values()))
         for file in files:
-            untrusted.inside(index.parent, file)
-        self.files, self.here = places, hub.is_folder(self.name) or all(map(self._find_cached, files))
-        if whole and not self.here:
-            self.here = _fetch(cached_files, self.name, files, revision=self.revision) is not None
-        if not self.here:
+            untrusted.find_inside(index.parent, file)
+        self.files, self.is_local = files_by_tensor, hub.is_folder(self.name) or all(map(self._find_cached, files))
+        if fetch_all and not self.is_local:
+            self.is_local = _fetch(cached_files, self.name, files, revision=self.revision) is not None
+        if not self.is_local:
             return
         present: dict[str, str] = {}
         for file in files:  # as transformers reads them: all of every file
-            present |= dict.fromkeys(self._opened(file).keys(), file)
-        for key, file in places.items():
+            present |= dict.fromkeys(self._open_file(file).keys(), file)
+        for key, file in files_by_tensor.items():
             if key not in present:
-                raise ValueError(self._lacking(key, file))
+                raise ValueError(self._describe_lack(key, file))
         self.files = present
 
-    def _lacking(self, key: str, file: str) -> str:
+    def _describe_lack(self, key: str, file: str) -> str:
         return f"{self.path(file)} lacks the tensor {key}, which {INDEX} places there: take another copy of both files."
 
     def _read(self, key: str, read: Callable[[Any], Any]) -> Any:
         file = self.files[key]
         try:
-            return read(self._opened(file))
+            return read(self._open_file(file))
         except safetensors.SafetensorError as error:
-            raise ValueError(self._lacking(key, file)) from error
+            raise ValueError(self._describe_lack(key, file)) from error
 
-    def _opened(self, file: str) -> Any:
+    def _open_file(self, file: str) -> Any:
         if file not in self.open:
             path = self.path(file)
             try:
@@ -160,7 +160,7 @@ def fetch_file(name: str, file: str, *, revision: str | None = None) -> Path | N
 
 
 def _fetch(fetch: Callable, name: str, files: Any, *, revision: str | None) -> Any:
-    local = {} if hub.is_folder(name) or hub.in_reach() else {"local_files_only": True}
+    local = {} if hub.is_folder(name) or hub.is_hub_reachable() else {"local_files_only": True}
     try:
         return fetch(name, files, revision=revision, _raise_exceptions_for_missing_entries=False, **local)
     except OSError as error:
@@ -175,12 +175,12 @@ def is_cached(name: str) -> bool:
         return False
 
 
-def _ending(name: str) -> str:
+def _find_ending(name: str) -> str:
     """The last two parts."""
     return ".".join(name.split(".")[-2:])
 
 
-def _common(key: str, other: str) -> int:
+def _count_common_parts(key: str, parameter: str) -> int:
     """The number of last parts that two names share."""
-    parts = zip(reversed(key.split(".")), reversed(other.split(".")))
-    return next((num for num, (a, b) in enumerate(parts) if a != b), min(key.count("."), other.count(".")) + 1)
+    parts = zip(reversed(key.split(".")), reversed(parameter.split(".")))
+    return next((num for num, (a, b) in enumerate(parts) if a != b), min(key.count("."), parameter.count(".")) + 1)

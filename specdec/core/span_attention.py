@@ -15,11 +15,13 @@ from torch import Tensor
 from specdec.core import fast
 from specdec.core.varlen import Segments, attend_segments, attend_segments_backward
 
-CHUNK = 2**21  # entries of a chunk's mask on a CPU, whose kernel works through its scores in blocks
-SLOTS = 256  # of a chunk on a CPU: with more, slots of one document are computed against keys of others
-SCORES = 2**26  # scores of a chunk on other devices
-WIDE = ("cuda",) if torch.version.cuda else ()  # kinds of devices whose products of 16-bit matrices may be 32-bit ones
-MOST_QUERIES = (
+MAX_MASK_ENTRIES = 2**21  # entries of a chunk's mask on a CPU, whose kernel works through its scores in blocks
+MAX_CHUNK_SLOTS = 256  # of a chunk on a CPU: with more, slots of one document are computed against keys of others
+MAX_CHUNK_SCORES = 2**26  # scores of a chunk on other devices
+WIDE_PRODUCT_DEVICES = (
+    ("cuda",) if torch.version.cuda else ()
+)  # kinds of devices whose products of 16-bit matrices may be 32-bit ones
+MAX_QUERIES_PER_SLOT = (
     6  # queries that the kernel for texts computes for each slot at most: where slots are scattered, chunks are faster
 )
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -37,18 +39,25 @@ class Texts:
 
     segments: Segments
     slots: Tensor | None
-    places: Tensor | None
+    queries: Tensor | None
     keys: Tensor | None
     num_queries: int
-    left: int | None = None
+    window_size: int | None = None
 
     def tensors(self) -> list[Tensor]:
-        chosen = [each for each in (self.slots, self.places, self.keys) if each is not None]
-        return [self.segments.query_starts.long(), self.segments.key_starts.long(), *chosen]
+        index_tensors = [each for each in (self.slots, self.queries, self.keys) if each is not None]
+        return [self.segments.query_starts.long(), self.segments.key_starts.long(), *index_tensors]
 
-    def with_tensors(self, query_starts: Tensor, key_starts: Tensor, *chosen: Tensor) -> "Texts":
-        slots, places, keys = chosen or (None, None, None)
-        return Texts(self.segments.on(query_starts, key_starts), slots, places, keys, self.num_queries, self.left)
+    def with_tensors(self, query_starts: Tensor, key_starts: Tensor, *index_tensors: Tensor) -> "Texts":
+        slots, queries, keys = index_tensors or (None, None, None)
+        return Texts(
+            self.segments.with_starts(query_starts, key_starts),
+            slots,
+            queries,
+            keys,
+            self.num_queries,
+            self.window_size,
+        )
 
 
 @dataclass(frozen=True)
@@ -62,28 +71,28 @@ class Span:
 
     first: Tensor
     last: Tensor
-    apart: bool = False
+    self_key_separate: bool = False
     host: tuple[Tensor, Tensor] | None = None
     texts: Texts | None = None
 
-    def of(self, order: Tensor, documents: Tensor | None = None) -> "Span":
+    def select_slots(self, order: Tensor, documents: Tensor | None = None) -> "Span":
         """The spans of chosen slots. order [B, S'], increasing; documents [B, S]: as of `spans`, to know the texts"""
-        chosen = Span(self.first.gather(1, order), self.last.gather(1, order), self.apart)
-        return chosen if documents is None else replace(chosen, texts=_find_texts(documents, order, 0))
+        selected = Span(self.first.gather(1, order), self.last.gather(1, order), self.self_key_separate)
+        return selected if documents is None else replace(selected, texts=_find_texts(documents, order, 0))
 
     def tensors(self) -> list[Tensor]:
         return [self.first, self.last, *([] if self.texts is None else self.texts.tensors())]
 
-    def on(self, first: Tensor, last: Tensor, *texts: Tensor) -> "Span":
+    def with_tensors(self, first: Tensor, last: Tensor, *texts: Tensor) -> "Span":
         """The same spans, of which a device has copies. Arguments as `tensors` gives them"""
         moved = None if self.texts is None else self.texts.with_tensors(*texts)
-        return Span(first, last, self.apart, (self.first, self.last), moved)
+        return Span(first, last, self.self_key_separate, (self.first, self.last), moved)
 
     def mask(self, num_keys: int) -> Tensor:
         """[B, 1, S, keys] bool: True for the keys of the span, and the slot's own key if it is apart (of all slots in order)."""
         number = torch.arange(num_keys, device=self.first.device)
         seen = (number >= self.first[..., None]) & (number <= self.last[..., None])
-        if self.apart:
+        if self.self_key_separate:
             seen = seen | torch.eye(num_keys, dtype=torch.bool, device=seen.device)
         return seen[:, None]
 
@@ -91,7 +100,7 @@ class Span:
 Seen = Span | Tensor
 
 
-def spans(documents: Tensor, *, lag: int = 0) -> Span:
+def find_spans(documents: Tensor, *, lag: int = 0) -> Span:
     """Slots see the keys of their document up to `lag` before their own, and their own. documents [B, S], -1: none
 
     Slots of a document stand one after the other. One of no document sees its own key only.
@@ -115,29 +124,31 @@ def _find_texts(documents: Tensor, order: Tensor | None, lag: int) -> Texts | No
     flat = (documents + torch.arange(num_rows)[:, None] * (int(documents.max()) + 2)).flatten()
     _, counts = torch.unique_consecutive(flat, return_counts=True)
     if order is None:
-        return Texts(Segments.of(counts.tolist(), longest=length), None, None, None, len(flat))
+        return Texts(Segments.from_counts(counts.tolist(), longest=length), None, None, None, len(flat))
     stops = counts.cumsum(0)
     real = documents.flatten()[stops - 1] >= 0
     column = (order + torch.arange(num_rows)[:, None] * length).flatten()  # [B * S], increasing
     begins, ends = (stops - counts)[real], stops[real]
-    low = torch.searchsorted(column, begins + lag)  # the first and the last chosen slot that sees a key of its document
-    high = torch.searchsorted(column, ends)
-    some = high > low
-    begins, low, high = begins[some], low[some], high[some]
-    if not len(low):
+    first_slot = torch.searchsorted(
+        column, begins + lag
+    )  # the first and the last chosen slot that sees a key of its document
+    stop_slot = torch.searchsorted(column, ends)
+    is_kept = stop_slot > first_slot
+    begins, first_slot, stop_slot = begins[is_kept], first_slot[is_kept], stop_slot[is_kept]
+    if not len(first_slot):
         return None
-    start, stop = column[low], column[high - 1] + 1
+    start, stop = column[first_slot], column[stop_slot - 1] + 1
     queries, keys = stop - start, stop - lag - begins
-    if int(queries.sum()) > MOST_QUERIES * len(column):
+    if int(queries.sum()) > MAX_QUERIES_PER_SLOT * len(column):
         return None
-    slots = torch.cat([torch.arange(a, b) for a, b in zip(low.tolist(), high.tolist())])
-    offset = (queries.cumsum(0) - queries - start).repeat_interleave(high - low)
-    chosen = torch.cat([torch.arange(a, a + n) for a, n in zip(begins.tolist(), keys.tolist())])
-    segments = Segments.of(queries.tolist(), keys.tolist(), longest=length)
-    return Texts(segments, slots, column[slots] + offset, chosen, int(queries.sum()))
+    slots = torch.cat([torch.arange(a, b) for a, b in zip(first_slot.tolist(), stop_slot.tolist())])
+    offset = (queries.cumsum(0) - queries - start).repeat_interleave(stop_slot - first_slot)
+    key_indices = torch.cat([torch.arange(a, a + n) for a, n in zip(begins.tolist(), keys.tolist())])
+    segments = Segments.from_counts(queries.tolist(), keys.tolist(), longest=length)
+    return Texts(segments, slots, column[slots] + offset, key_indices, int(queries.sum()))
 
 
-def within(seen: Seen, window: int | None, *, depth: int, positions: Tensor, first: int) -> Seen:
+def narrow_to_window(seen: Seen, window: int | None, *, depth: int, positions: Tensor, first: int) -> Seen:
     """What `window` leaves of it: keys that stand fewer positions than this before the query, which counts; None: all of it.
 
     depth: of the step, at which the query of column c stands at c + depth - 1; positions [B, S] of the queries; first: the
@@ -146,18 +157,18 @@ def within(seen: Seen, window: int | None, *, depth: int, positions: Tensor, fir
     if window is None:
         return seen
     if isinstance(seen, Tensor):
-        at = torch.arange(seen.shape[-1], device=seen.device) + first
-        return seen & (at > positions[:, None, :, None] - window)
+        positions_of_keys = torch.arange(seen.shape[-1], device=seen.device) + first
+        return seen & (positions_of_keys > positions[:, None, :, None] - window)
 
     def narrow(first: Tensor, last: Tensor) -> Tensor:
         return torch.maximum(first, last + depth - window)
 
     host = seen.host and (narrow(*seen.host), seen.host[1])
-    texts = seen.texts and replace(seen.texts, left=window - depth)
+    texts = seen.texts and replace(seen.texts, window_size=window - depth)
     return replace(seen, first=narrow(seen.first, seen.last), host=host, texts=texts)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen, *own: Tensor, causal: bool = False) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen, *slot_keys: Tensor, causal: bool = False) -> Tensor:
     """Softmax over the common keys that a slot sees and its own ones.
 
     query [B, G, R, S, P, E], scaled: P queries of each of S slots, R heads for each of G heads of keys
@@ -167,62 +178,62 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen, *own: Tensor, 
     -> [B, G, R, S, P, E]
     """
     if isinstance(seen, Tensor):
-        own_key, own_value = _join(own, query)
-        shared = [_dense(q, k, v, mask[0]) for q, k, v, mask in zip(query, key, value, seen)]
+        slot_key, slot_value = _join_slot_keys(slot_keys, query)
+        shared = [_attend_dense(q, k, v, mask[0]) for q, k, v, mask in zip(query, key, value, seen)]
         out, log_sum = (torch.stack(part) for part in zip(*shared))
-        return _add_own(query, out, log_sum, own_key, own_value, causal)[0]
-    return _Attention.apply(query, key, value, seen, causal, *own)
+        return _add_slot_keys(query, out, log_sum, slot_key, slot_value, causal)[0]
+    return _Attention.apply(query, key, value, seen, causal, *slot_keys)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, seen, causal, *own):
-        own_key, own_value = _join(own, query)
+    def forward(ctx, query, key, value, seen, causal, *slot_keys):
+        slot_key, slot_value = _join_slot_keys(slot_keys, query)
         if use_texts(seen, query):
-            out, log_sum = _of_texts(query, key, value, seen.texts)
+            out, log_sum = _attend_texts(query, key, value, seen.texts)
         else:
             out = torch.zeros_like(query)
-            log_sum = out.new_full((*query.shape[:-1], 1), float("-inf"), dtype=_exact(query))
-            for row, slots, keys, mask in _chunks(query, key, seen):
+            log_sum = out.new_full((*query.shape[:-1], 1), float("-inf"), dtype=_exact_dtype(query))
+            for row, slots, keys, mask in _split_chunks(query, key, seen):
                 parts = query[row][:, :, slots], key[row][:, keys], value[row][:, keys]
-                out[row][:, :, slots], log_sum[row][:, :, slots] = _common(*parts, mask)
-        out, log_sum = _add_own(query, out, log_sum, own_key, own_value, causal)
-        ctx.save_for_backward(query, key, value, out, log_sum, *own)
+                out[row][:, :, slots], log_sum[row][:, :, slots] = _attend_common(*parts, mask)
+        out, log_sum = _add_slot_keys(query, out, log_sum, slot_key, slot_value, causal)
+        ctx.save_for_backward(query, key, value, out, log_sum, *slot_keys)
         ctx.seen, ctx.causal = seen, causal
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        query, key, value, out, log_sum, *own = ctx.saved_tensors
-        grad_query, *grad_own = _own_backward(grad, query, out, log_sum, own, ctx.causal)
+        query, key, value, out, log_sum, *slot_keys = ctx.saved_tensors
+        grad_query, *grad_slot_keys = _slot_keys_backward(grad, query, out, log_sum, slot_keys, ctx.causal)
         if use_texts(ctx.seen, query):
-            slopes = _of_texts_backward(grad, query, out, log_sum, key, value, ctx.seen.texts)
-            return grad_query + slopes[0], *slopes[1:], None, None, *grad_own
-        grad_key, grad_value = (torch.zeros_like(each, dtype=_exact(each)) for each in (key, value))
-        for row, slots, keys, mask in _chunks(query, key, ctx.seen):
-            given, q, o, total = (each[row][:, :, slots] for each in (grad, query, out, log_sum))
-            some = _common_backward(given, q, o, total, key[row][:, keys], value[row][:, keys], mask)
-            grad_query[row][:, :, slots] += some[0]
-            grad_key[row][:, keys] += some[1]
-            grad_value[row][:, keys] += some[2]
-        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, *grad_own
+            slopes = _attend_texts_backward(grad, query, out, log_sum, key, value, ctx.seen.texts)
+            return grad_query + slopes[0], *slopes[1:], None, None, *grad_slot_keys
+        grad_key, grad_value = (torch.zeros_like(each, dtype=_exact_dtype(each)) for each in (key, value))
+        for row, slots, keys, mask in _split_chunks(query, key, ctx.seen):
+            grad_chunk, q, o, total = (each[row][:, :, slots] for each in (grad, query, out, log_sum))
+            chunk_grads = _attend_common_backward(grad_chunk, q, o, total, key[row][:, keys], value[row][:, keys], mask)
+            grad_query[row][:, :, slots] += chunk_grads[0]
+            grad_key[row][:, keys] += chunk_grads[1]
+            grad_value[row][:, keys] += chunk_grads[2]
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, *grad_slot_keys
 
 
 def use_texts(seen: Span, query: Tensor) -> bool:
     """Whether common keys are attended to by the kernel for texts side by side."""
-    return seen.texts is not None and fast.on("varlen", query.device, query.dtype)
+    return seen.texts is not None and fast.allows("varlen", query.device, query.dtype)
 
 
-def _exact(values: Tensor) -> torch.dtype:
+def _exact_dtype(values: Tensor) -> torch.dtype:
     return torch.promote_types(values.dtype, torch.float32)
 
 
-def _chunks(query: Tensor, key: Tensor, seen: Span) -> Iterator[tuple[int, slice, slice, Tensor]]:
+def _split_chunks(query: Tensor, key: Tensor, seen: Span) -> Iterator[tuple[int, slice, slice, Tensor]]:
     """-> a row, some of its slots, the keys that some of them see, and which of these each one sees, bool [slots, keys]"""
     num_rows, groups, heads, num_slots, num_queries, _ = query.shape
     on_cpu = query.device.type == "cpu"
-    most = CHUNK // num_queries if on_cpu else SCORES // (groups * heads * num_queries)
-    size = max(1, min(most // max(1, key.shape[2]), SLOTS if on_cpu else num_slots))
+    max_scores = MAX_MASK_ENTRIES // num_queries if on_cpu else MAX_CHUNK_SCORES // (groups * heads * num_queries)
+    size = max(1, min(max_scores // max(1, key.shape[2]), MAX_CHUNK_SLOTS if on_cpu else num_slots))
     number = torch.arange(key.shape[2], device=key.device)
     first, last = (each.tolist() for each in seen.host or (seen.first, seen.last))
     for row in range(num_rows):
@@ -237,96 +248,98 @@ def _chunks(query: Tensor, key: Tensor, seen: Span) -> Iterator[tuple[int, slice
 # Common keys of one row: query, out [G, R, S, P, E]; log_sum [G, R, S, P, 1]; key, value [G, C, E]; mask [S, C]
 
 
-def _common(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def _attend_common(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """-> out, log_sum, of common keys alone. A slot that sees none of them gets a log_sum near the smallest number"""
     if query.device.type != "cpu":
-        return _dense(query, key, value, mask)
-    out, log_sum = _flash(*_grouped(query, key, value), 0.0, False, attn_mask=_added(query, mask), scale=1.0)
+        return _attend_dense(query, key, value, mask)
+    out, log_sum = _flash(*_repeat_heads(query, key, value), 0.0, False, attn_mask=_make_bias(query, mask), scale=1.0)
     return out.unflatten(2, query.shape[2:4]), log_sum.unflatten(2, query.shape[2:4])[..., None]
 
 
-def _common_backward(
+def _attend_common_backward(
     grad: Tensor, query: Tensor, out: Tensor, log_sum: Tensor, key: Tensor, value: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, log_sum: of common and own keys. -> gradients of query, key, value"""
     if query.device.type != "cpu":
-        return _dense_backward(grad, query, out, log_sum, key, value, mask)
-    parts = grad.flatten(2, 3), *_grouped(query, key, value), out.flatten(2, 3), log_sum.flatten(2)
-    grads = _flash_backward(*parts, 0.0, False, attn_mask=_added(query, mask), scale=1.0)
+        return _attend_dense_backward(grad, query, out, log_sum, key, value, mask)
+    parts = grad.flatten(2, 3), *_repeat_heads(query, key, value), out.flatten(2, 3), log_sum.flatten(2)
+    grads = _flash_backward(*parts, 0.0, False, attn_mask=_make_bias(query, mask), scale=1.0)
     return grads[0].unflatten(2, query.shape[2:4]), grads[1].sum(1), grads[2].sum(1)
 
 
-def _grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """-> [G, R, S * P, E], and key and value [G, R, C, E] without copies"""
     repeat = (-1, query.shape[1], -1, -1)
     return query.flatten(2, 3), key[:, None].expand(repeat), value[:, None].expand(repeat)
 
 
-def _added(query: Tensor, mask: Tensor) -> Tensor:
+def _make_bias(query: Tensor, mask: Tensor) -> Tensor:
     """The mask as numbers to add to scores, [1, 1, S * P, C]"""
-    added = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
-    return added.repeat_interleave(query.shape[3], dim=0)[None, None]
+    bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
+    return bias.repeat_interleave(query.shape[3], dim=0)[None, None]
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def _attend_dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """`_common` as matrix products"""
-    scores = _dense_scores(query, key, mask)
+    scores = _score_dense(query, key, mask)
     log_sum = scores.logsumexp(-1, keepdim=True)
     weights = (scores - log_sum.clamp(min=torch.finfo(scores.dtype).min)).exp().to(value.dtype)
     return (weights.flatten(1, 3) @ value).view(query.shape), log_sum
 
 
-def _dense_backward(grad, query, out, log_sum, key, value, mask) -> tuple[Tensor, Tensor, Tensor]:
+def _attend_dense_backward(grad, query, out, log_sum, key, value, mask) -> tuple[Tensor, Tensor, Tensor]:
     """`_common_backward` as matrix products"""
-    weights = (_dense_scores(query, key, mask) - log_sum).exp()  # [G, R, S, P, C]
+    weights = (_score_dense(query, key, mask) - log_sum).exp()  # [G, R, S, P, C]
     flat = grad.flatten(1, 3)
     grad_value = weights.flatten(1, 3).to(grad.dtype).transpose(-1, -2) @ flat
     mean = (grad * out).sum(-1, keepdim=True, dtype=log_sum.dtype)
-    scores = _product(flat, value.transpose(-1, -2)).view(weights.shape)
+    scores = _multiply(flat, value.transpose(-1, -2)).view(weights.shape)
     scores = (weights * (scores - mean)).to(query.dtype).flatten(1, 3)
     return (scores @ key).view(query.shape), scores.transpose(-1, -2) @ query.flatten(1, 3), grad_value
 
 
-def _dense_scores(query: Tensor, key: Tensor, mask: Tensor) -> Tensor:
+def _score_dense(query: Tensor, key: Tensor, mask: Tensor) -> Tensor:
     """-> [G, R, S, P, C], minus infinity where a key is not seen"""
-    scores = _product(query.flatten(1, 3), key.transpose(-1, -2)).view(*query.shape[:-1], -1)
+    scores = _multiply(query.flatten(1, 3), key.transpose(-1, -2)).view(*query.shape[:-1], -1)
     return scores.masked_fill(~mask[:, None], float("-inf"))
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
+def _multiply(first: Tensor, second: Tensor) -> Tensor:
     """left [..., M, K], right [..., K, N] -> [..., M, N] of at least 32 bits, where the device can not rounded to 16 before.
 
     A softmax over scores that were rounded errs by a percent where they are large.
     """
-    if left.device.type in WIDE and left.dtype in (torch.bfloat16, torch.float16):
-        wide = torch.bmm(left.flatten(0, -3), right.flatten(0, -3), out_dtype=torch.float32)
-        return wide.view(*left.shape[:-1], -1)
-    return (left @ right).to(_exact(left))
+    if first.device.type in WIDE_PRODUCT_DEVICES and first.dtype in (torch.bfloat16, torch.float16):
+        wide = torch.bmm(first.flatten(0, -3), second.flatten(0, -3), out_dtype=torch.float32)
+        return wide.view(*first.shape[:-1], -1)
+    return (first @ second).to(_exact_dtype(first))
 
 
 # Common keys of all rows as texts: query, out [B, G, R, S, P, E]; log_sum [B, G, R, S, P, 1]; key, value [B, G, C, E]
 
 
-def _of_texts(query: Tensor, key: Tensor, value: Tensor, texts: Texts) -> tuple[Tensor, Tensor]:
+def _attend_texts(query: Tensor, key: Tensor, value: Tensor, texts: Texts) -> tuple[Tensor, Tensor]:
     """`_common`, of all rows; zero, and minus infinity, for slots that see no key"""
     out, log_sum = attend_segments(
         _to_texts(query, texts),
-        _keys_of(key, texts),
-        _keys_of(value, texts),
+        _gather_keys(key, texts),
+        _gather_keys(value, texts),
         texts.segments,
         scale=1.0,
-        window=texts.left,
+        window=texts.window_size,
     )
     log_sum = log_sum.transpose(0, 1)[..., None]  # [Q, H, 1]
     return _from_texts(out, query, texts, 0.0), _from_texts(log_sum, query, texts, float("-inf"))
 
 
-def _of_texts_backward(grad, query, out, log_sum, key, value, texts: Texts) -> tuple[Tensor, Tensor, Tensor]:
+def _attend_texts_backward(grad, query, out, log_sum, key, value, texts: Texts) -> tuple[Tensor, Tensor, Tensor]:
     """`_common_backward`, of all rows"""
-    given, q, o = (_to_texts(each, texts) for each in (grad, query, out))
+    grad_texts, q, o = (_to_texts(each, texts) for each in (grad, query, out))
     total = _to_texts(log_sum, texts, 0.0)[..., 0].transpose(0, 1).contiguous()  # [H, Q]
-    k, v = _keys_of(key, texts), _keys_of(value, texts)
-    slopes = attend_segments_backward(given, q, k, v, o, total, segments=texts.segments, scale=1.0, window=texts.left)
+    k, v = _gather_keys(key, texts), _gather_keys(value, texts)
+    slopes = attend_segments_backward(
+        grad_texts, q, k, v, o, total, segments=texts.segments, scale=1.0, window=texts.window_size
+    )
     grads = []
     for slope, part in zip(slopes[1:], (key, value)):
         if texts.keys is not None:
@@ -338,22 +351,22 @@ def _of_texts_backward(grad, query, out, log_sum, key, value, texts: Texts) -> t
 def _to_texts(values: Tensor, texts: Texts, fill: float = 0.0) -> Tensor:
     """[B, G, R, S, P, .] -> [Q, G * R * P, .]"""
     flat = values.permute(0, 3, 1, 2, 4, 5).flatten(2, 4).flatten(0, 1)
-    if texts.slots is None or texts.places is None:
+    if texts.slots is None or texts.queries is None:
         return flat
     empty = flat.new_full((texts.num_queries, *flat.shape[1:]), fill)
-    return empty.index_copy(0, texts.places, flat.index_select(0, texts.slots))
+    return empty.index_copy(0, texts.queries, flat.index_select(0, texts.slots))
 
 
 def _from_texts(values: Tensor, query: Tensor, texts: Texts, fill: float) -> Tensor:
     """[Q, G * R * P, .] -> [B, G, R, S, P, .]"""
     num_rows, groups, heads, num_slots, num_queries, _ = query.shape
-    if texts.slots is not None and texts.places is not None:
+    if texts.slots is not None and texts.queries is not None:
         empty = values.new_full((num_rows * num_slots, *values.shape[1:]), fill)
-        values = empty.index_copy(0, texts.slots, values.index_select(0, texts.places))
+        values = empty.index_copy(0, texts.slots, values.index_select(0, texts.queries))
     return values.view(num_rows, num_slots, groups, heads, num_queries, -1).permute(0, 2, 3, 1, 4, 5)
 
 
-def _keys_of(values: Tensor, texts: Texts) -> Tensor:
+def _gather_keys(values: Tensor, texts: Texts) -> Tensor:
     """[B, G, C, E] -> [C', G, E]"""
     flat = values.transpose(1, 2).flatten(0, 1)
     return flat if texts.keys is None else flat.index_select(0, texts.keys)
@@ -362,62 +375,62 @@ def _keys_of(values: Tensor, texts: Texts) -> Tensor:
 # Own keys of all rows: query, out [B, G, R, S, P, E]; log_sum [B, G, R, S, P, 1]; own [B, G, S, N, E]
 
 
-def _join(own: tuple[Tensor, ...] | list[Tensor], query: Tensor) -> tuple[Tensor, Tensor]:
+def _join_slot_keys(slot_keys: tuple[Tensor, ...] | list[Tensor], query: Tensor) -> tuple[Tensor, Tensor]:
     """All own keys of a slot side by side, and values -> [B, G, S, N, E] each"""
-    if not own:
+    if not slot_keys:
         num_rows, groups, _, num_slots, _, width = query.shape
         return (query.new_zeros(num_rows, groups, num_slots, 0, width),) * 2
-    if len(own) == 2:  # inductor expects another order in memory of such a concatenation than torch gives it
-        return own[0], own[1]
-    return torch.cat(own[::2], dim=3), torch.cat(own[1::2], dim=3)
+    if len(slot_keys) == 2:  # inductor expects another order in memory of such a concatenation than torch gives it
+        return slot_keys[0], slot_keys[1]
+    return torch.cat(slot_keys[::2], dim=3), torch.cat(slot_keys[1::2], dim=3)
 
 
-def _own_scores(query: Tensor, own_key: Tensor, causal: bool) -> Tensor:
+def _score_slot_keys(query: Tensor, slot_key: Tensor, causal: bool) -> Tensor:
     """-> [B, G, S, R * P, N], minus infinity where a key is not seen"""
-    scores = _product(_by_slot(query), own_key.transpose(-1, -2))
+    scores = _multiply(_group_by_slot(query), slot_key.transpose(-1, -2))
     if not causal:
         return scores
-    later = torch.ones(query.shape[4], own_key.shape[3], dtype=torch.bool, device=query.device)
-    later = later.triu(1 + own_key.shape[3] - query.shape[4])
+    later = torch.ones(query.shape[4], slot_key.shape[3], dtype=torch.bool, device=query.device)
+    later = later.triu(1 + slot_key.shape[3] - query.shape[4])
     return scores.masked_fill(later.repeat(query.shape[2], 1), float("-inf"))
 
 
-def _add_own(
-    query: Tensor, out: Tensor, log_sum: Tensor, own_key: Tensor, own_value: Tensor, causal: bool
+def _add_slot_keys(
+    query: Tensor, out: Tensor, log_sum: Tensor, slot_key: Tensor, slot_value: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """out, log_sum: of common keys -> the same of common and own keys"""
-    if own_key.shape[3] == 0:
+    if slot_key.shape[3] == 0:
         return out, log_sum
-    scores = _by_head(_own_scores(query, own_key, causal), query)
+    scores = _group_by_head(_score_slot_keys(query, slot_key, causal), query)
     total = torch.logaddexp(log_sum, scores.logsumexp(-1, keepdim=True))
     weights = (scores - total).exp().to(query.dtype)
-    own = _by_head(_by_slot(weights) @ own_value, query)
-    return out * (log_sum - total).exp().to(out.dtype) + own, total
+    slot_out = _group_by_head(_group_by_slot(weights) @ slot_value, query)
+    return out * (log_sum - total).exp().to(out.dtype) + slot_out, total
 
 
-def _own_backward(
-    grad: Tensor, query: Tensor, out: Tensor, log_sum: Tensor, own: list[Tensor], causal: bool
+def _slot_keys_backward(
+    grad: Tensor, query: Tensor, out: Tensor, log_sum: Tensor, slot_keys: list[Tensor], causal: bool
 ) -> list[Tensor]:
     """-> gradients of query, by its scores over own keys, and of each of `own`"""
-    own_key, own_value = _join(own, query)
-    if own_key.shape[3] == 0:
+    slot_key, slot_value = _join_slot_keys(slot_keys, query)
+    if slot_key.shape[3] == 0:
         return [torch.zeros_like(query)]
-    by_slot = _by_slot(query)
-    weights = (_own_scores(query, own_key, causal) - _by_slot(log_sum)).exp()  # [B, G, S, R * P, N]
-    given = _by_slot(grad)
-    mean = (given * _by_slot(out)).sum(-1, keepdim=True, dtype=log_sum.dtype)
-    grad_value = weights.to(grad.dtype).transpose(-1, -2) @ given
-    scores = (weights * (_product(given, own_value.transpose(-1, -2)) - mean)).to(query.dtype)
-    sizes = [each.shape[3] for each in own[::2]]
+    by_slot = _group_by_slot(query)
+    weights = (_score_slot_keys(query, slot_key, causal) - _group_by_slot(log_sum)).exp()  # [B, G, S, R * P, N]
+    grad_by_slot = _group_by_slot(grad)
+    mean = (grad_by_slot * _group_by_slot(out)).sum(-1, keepdim=True, dtype=log_sum.dtype)
+    grad_value = weights.to(grad.dtype).transpose(-1, -2) @ grad_by_slot
+    scores = (weights * (_multiply(grad_by_slot, slot_value.transpose(-1, -2)) - mean)).to(query.dtype)
+    sizes = [each.shape[3] for each in slot_keys[::2]]
     pairs = zip((scores.transpose(-1, -2) @ by_slot).split(sizes, dim=3), grad_value.split(sizes, dim=3))
-    return [_by_head(scores @ own_key, query), *(each for pair in pairs for each in pair)]
+    return [_group_by_head(scores @ slot_key, query), *(each for pair in pairs for each in pair)]
 
 
-def _by_slot(values: Tensor) -> Tensor:
+def _group_by_slot(values: Tensor) -> Tensor:
     """[B, G, R, S, P, .] -> [B, G, S, R * P, .]"""
     return values.transpose(2, 3).flatten(3, 4)
 
 
-def _by_head(values: Tensor, query: Tensor) -> Tensor:
+def _group_by_head(values: Tensor, query: Tensor) -> Tensor:
     """[B, G, S, R * P, .] -> [B, G, R, S, P, .]"""
     return values.unflatten(3, (query.shape[2], query.shape[4])).transpose(2, 3)

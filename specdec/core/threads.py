@@ -9,15 +9,15 @@ are left alone.
 import os
 
 SPIN = {"GOMP_SPINCOUNT": "2000"}
-OWN = ("OMP_WAIT_POLICY",)  # with this, the user has said how threads wait
+USER_VARIABLES = ("OMP_WAIT_POLICY",)  # with this, the user has said how threads wait
 
 
 def limit_spinning() -> None:
     """Sets the variables for this process and those that it starts."""
-    if not any(name in os.environ for name in (*SPIN, *OWN)):
+    if not any(name in os.environ for name in (*SPIN, *USER_VARIABLES)):
         os.environ.update(SPIN)
 
 
-def usable_cores() -> int:
+def count_usable_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

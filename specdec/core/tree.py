@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from specdec.core import masks
-from specdec.core.devices import given
+from specdec.core.devices import upload_values
 
 Nodes = list[tuple[int, int]]  # the drafts of one row, nodes 1, 2, .. of a tree: (token, parent); the root is node 0
 
 
-def certain(tokens: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
+def make_one_hot(tokens: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
     """tokens [B, N] -> [B, N, V] the distributions that give them in any case"""
     distributions = torch.zeros(*tokens.shape, vocab_size, dtype=dtype, device=tokens.device)
     return distributions.scatter_(2, tokens[..., None], 1.0)
@@ -38,12 +38,12 @@ class Tree:
         Tensor | None
     )  # [B, N, V] the distribution that node i was sampled from; None: nodes were chosen, not sampled
     linear: bool = False  # whether every row is a chain
-    done: PartialPass | None = None
-    most: int | None = None  # children that a node has at most; None: nobody told
+    partial_pass: PartialPass | None = None
+    max_children: int | None = None  # children that a node has at most; None: nobody told
 
     @property
     def siblings(self) -> int | None:
-        return 1 if self.linear else self.most
+        return 1 if self.linear else self.max_children
 
     def depths(self) -> Tensor:
         """-> [B, N]; the root has depth 0."""
@@ -61,13 +61,13 @@ class Tree:
             above = above.gather(1, above)
         return seen
 
-    def rounded(self, depth: int) -> "Tree":
+    def pad_to_power(self, depth: int) -> "Tree":
         """This tree filled up to a power of two drafts, a chain to at most `depth`: so only few sizes are compiled."""
         num = self.tokens.shape[1] - 1
         size = 1 << (num - 1).bit_length() if num else 0
-        return self.filled(min(size, depth) if self.linear else size)
+        return self.pad_to(min(size, depth) if self.linear else size)
 
-    def filled(self, num: int) -> "Tree":
+    def pad_to(self, num: int) -> "Tree":
         """This tree filled up to `num` drafts, without `done`; the tree itself if it has as many.
 
         A chain is filled with its last token. A tree is filled with copies of its first draft, which no rule accepts twice.
@@ -83,21 +83,21 @@ class Tree:
         tokens, parents = tokens.expand(-1, missing), parents.expand(len(tokens), -1)
         probs = self.probs
         if probs is not None:
-            probs = torch.cat([probs, certain(tokens, probs.shape[-1], probs.dtype)], dim=1)
+            probs = torch.cat([probs, make_one_hot(tokens, probs.shape[-1], probs.dtype)], dim=1)
         return Tree(torch.cat([self.tokens, tokens], 1), torch.cat([self.parents, parents], 1), probs, self.linear)
 
-    def part(self, numbers: list[list[int]]) -> "Tree":
+    def select_nodes(self, nodes: list[list[int]]) -> "Tree":
         """Some nodes of each row, as many in each, in increasing order, a node only with its parent; without `done`."""
-        kept = given(numbers, self.tokens.device)  # [B, M]
-        places = torch.zeros_like(self.tokens).scatter_(
-            1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
+        indices = upload_values(nodes, self.tokens.device)  # [B, M]
+        new_numbers = torch.zeros_like(self.tokens).scatter_(
+            1, indices, torch.arange(indices.shape[1], device=indices.device).expand_as(indices)
         )
-        parents = places.gather(1, self.parents.gather(1, kept).clamp(min=0))
+        parents = new_numbers.gather(1, self.parents.gather(1, indices).clamp(min=0))
         parents[:, 0] = -1
         probs = self.probs
         if probs is not None:
-            probs = probs.gather(1, kept[..., None].expand(-1, -1, probs.shape[-1]))
-        return Tree(self.tokens.gather(1, kept), parents, probs, self.linear)
+            probs = probs.gather(1, indices[..., None].expand(-1, -1, probs.shape[-1]))
+        return Tree(self.tokens.gather(1, indices), parents, probs, self.linear)
 
 
 @dataclass(frozen=True)
@@ -128,18 +128,18 @@ class TreeShape:
         return f"tree of depth {self.depth}, width {self.width}, {self.nodes} nodes"
 
 
-def root(tokens: Tensor) -> Tree:
+def make_root(tokens: Tensor) -> Tree:
     """The tree without drafts. tokens [B]: the newest committed ones"""
-    return chain(tokens[:, None], None)
+    return make_chain(tokens[:, None], None)
 
 
-def chain(tokens: Tensor, probs: Tensor | None) -> Tree:
+def make_chain(tokens: Tensor, probs: Tensor | None) -> Tree:
     """tokens [B, N], root first; probs [B, N, V] if the drafts were sampled (the root's entry is not read)."""
     parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
     return Tree(tokens, parents, probs, linear=True)
 
 
-def plant(newest: list[int], drafts: list[Nodes], device) -> Tree:
+def make_tree(newest: list[int], drafts: list[Nodes], device) -> Tree:
     """One tree of chosen drafts. newest [B], drafts [B]: the root and the drafts of each row.
 
     Rows with fewer drafts than others are filled up as by `Tree.filled`.
@@ -157,4 +157,4 @@ def plant(newest: list[int], drafts: list[Nodes], device) -> Tree:
         owners += range(len(draft), num) if linear else [0] * missing
         rows.append(tokens)
         parents.append(owners)
-    return Tree(given(rows, device), given(parents, device), None, linear)
+    return Tree(upload_values(rows, device), upload_values(parents, device), None, linear)

@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.core.devices import name_cause
 
-LARGEST_JSON = 64 * 2**20  # bytes
-LARGEST_HEADER = 16 * 2**20  # bytes of a safetensors header, which is JSON too
-SMALLEST = 8192  # elements that a tensor counts for at least: a million tiny layers are large as well
+MAX_JSON_BYTES = 64 * 2**20  # bytes
+MAX_HEADER_BYTES = 16 * 2**20  # bytes of a safetensors header, which is JSON too
+MIN_ELEMENTS = 8192  # elements that a tensor counts for at least: a million tiny layers are large as well
 
 
-def inside(folder: Path, name: str) -> Path:
+def find_inside(folder: Path, name: str) -> Path:
     """The file of a folder that a file in it names. Raises ValueError if the name, or a link, leads out of the folder.
 
     In the cache of the Hugging Face Hub every file is a link to ../../blobs; these are followed.
@@ -45,8 +45,8 @@ def check_link(path: Path, folder: Path) -> Path:
 
 def read_json(path: Path) -> dict:
     """Raises ValueError, with what to do, for a file that is not a JSON object."""
-    if path.stat().st_size > LARGEST_JSON:
-        raise ValueError(f"{path} is larger than {LARGEST_JSON >> 20} MiB: it is damaged or unsafe.")
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise ValueError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB: it is damaged or unsafe.")
     try:
         document = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and bytes that are no text
@@ -78,7 +78,7 @@ def _read_safetensors(path: Path, read: Callable[[Path], Any]) -> Any:
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-        if size > LARGEST_HEADER:
+        if size > MAX_HEADER_BYTES:
             raise ValueError(f"a header of {size} bytes")
         return read(path)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
@@ -121,13 +121,13 @@ class Allowance(TorchDispatchMode):
 
     def __init__(self, elements: int):
         super().__init__()
-        self.elements = self.left = elements
+        self.elements = self.elements_left = elements
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         sizes = args[0] if args and isinstance(args[0], list | tuple) else ()
         if not any(isinstance(value, Tensor) for value in (*args, *sizes)):
-            self.left -= max(SMALLEST, _elements(func, args))
-            if self.left < 0:
+            self.elements_left -= max(MIN_ELEMENTS, _count_elements(func, args))
+            if self.elements_left < 0:
                 raise ValueError(
                     f"its sizes ask for more than the {self.elements} numbers that its tensors explain: the file is damaged "
                     "or unsafe."
@@ -135,7 +135,7 @@ class Allowance(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _elements(function: Any, args: tuple) -> int:
+def _count_elements(function: Any, args: tuple) -> int:
     """Of the tensor that a factory function makes: torch.empty([2, 3]), torch.arange(5); 0 for others."""
     if function.overloadpacket is torch.ops.aten.arange:
         return int(max(abs(bound) for bound in args[:2]))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec.core import fast
 
-ROUND_TEXTS = 64  # numbers of texts are multiples of it, filled up with empty ones, so that few shapes occur
+TEXT_COUNT_MULTIPLE = 64  # numbers of texts are multiples of it, filled up with empty ones, so that few shapes occur
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,16 @@ class Segments:
     longest: tuple[int, int]
 
     @classmethod
-    def of(cls, queries: Sequence[int], keys: Sequence[int] | None = None, *, longest: int | None = None) -> "Segments":
+    def from_counts(
+        cls, queries: Sequence[int], keys: Sequence[int] | None = None, *, longest: int | None = None
+    ) -> "Segments":
         """queries, keys: their numbers for each text; longest: a number for all batches, so that shapes stay the same"""
         keys = queries if keys is None else keys
-        more = [0] * (-len(queries) % ROUND_TEXTS)
-        starts, key_starts = (torch.tensor([0, *counts, *more]).cumsum(0).int() for counts in (queries, keys))
+        padding = [0] * (-len(queries) % TEXT_COUNT_MULTIPLE)
+        starts, key_starts = (torch.tensor([0, *counts, *padding]).cumsum(0).int() for counts in (queries, keys))
         return cls(starts, key_starts, (longest or max(queries, default=0), longest or max(keys, default=0)))
 
-    def on(self, query_starts: Tensor, key_starts: Tensor) -> "Segments":
+    def with_starts(self, query_starts: Tensor, key_starts: Tensor) -> "Segments":
         """The same texts, with copies of the starts on a device, of any integer type."""
         return Segments(query_starts.int(), key_starts.int(), self.longest)
 
@@ -51,7 +53,7 @@ def attend_segments(
     window: how many keys before its last one a query sees too; None: all
     -> out [Q, H, V], and the logarithm of each query's sum of exponents [H, Q], at least float32
     """
-    return _attend(query, key, value, *_arguments(segments), scale, window)
+    return _attend(query, key, value, *_list_arguments(segments), scale, window)
 
 
 def attend_segments_backward(
@@ -61,10 +63,10 @@ def attend_segments_backward(
 
     tensors: the gradient of `out`, query, key, value, and out and log_sum, which may be those of a softmax that had further keys
     """
-    return _attend_backward(*tensors, *_arguments(segments), scale, window)
+    return _attend_backward(*tensors, *_list_arguments(segments), scale, window)
 
 
-def _arguments(segments: Segments) -> tuple[Tensor, Tensor, int, int]:
+def _list_arguments(segments: Segments) -> tuple[Tensor, Tensor, int, int]:
     return segments.query_starts, segments.key_starts, *segments.longest
 
 
@@ -84,11 +86,11 @@ def _attend(
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     outs, sums = [], []
-    for queries, keys in _texts(query_starts, key_starts):
-        scores = _scores(query[queries], key[keys], scale, window)  # [H, q, c]
+    for queries, keys in _list_texts(query_starts, key_starts):
+        scores = _compute_scores(query[queries], key[keys], scale, window)  # [H, q, c]
         sums.append(scores.logsumexp(-1))
         weights = (scores - sums[-1][..., None]).exp().to(value.dtype)
-        outs.append((weights @ _repeated(value[keys], query)).transpose(0, 1))
+        outs.append((weights @ _repeat_heads(value[keys], query)).transpose(0, 1))
     if not outs:
         return query.new_zeros(0, query.shape[1], value.shape[-1]), query.new_zeros(query.shape[1], 0)
     return torch.cat(outs), torch.cat(sums, dim=-1)
@@ -125,13 +127,19 @@ def _attend_backward(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads = torch.zeros_like(query), *(torch.zeros_like(each, dtype=log_sum.dtype) for each in (key, value))
-    for queries, keys in _texts(query_starts, key_starts):
-        weights = (_scores(query[queries], key[keys], scale, window) - log_sum[:, queries, None]).exp()  # [H, q, c]
-        given, q = (each[queries].transpose(0, 1) for each in (grad, query))  # [H, q, .]
-        mean = (given * out[queries].transpose(0, 1)).sum(-1, keepdim=True, dtype=log_sum.dtype)
-        slope = scale * weights * ((given @ _repeated(value[keys], query).transpose(-1, -2)).to(log_sum.dtype) - mean)
-        grads[0][queries] = (slope.to(key.dtype) @ _repeated(key[keys], query)).transpose(0, 1)
-        for sums, product in zip(grads[1:], (slope.mT @ q.to(slope.dtype), weights.mT @ given.to(weights.dtype))):
+    for queries, keys in _list_texts(query_starts, key_starts):
+        weights = (
+            _compute_scores(query[queries], key[keys], scale, window) - log_sum[:, queries, None]
+        ).exp()  # [H, q, c]
+        grad_out, q = (each[queries].transpose(0, 1) for each in (grad, query))  # [H, q, .]
+        mean = (grad_out * out[queries].transpose(0, 1)).sum(-1, keepdim=True, dtype=log_sum.dtype)
+        slope = (
+            scale
+            * weights
+            * ((grad_out @ _repeat_heads(value[keys], query).transpose(-1, -2)).to(log_sum.dtype) - mean)
+        )
+        grads[0][queries] = (slope.to(key.dtype) @ _repeat_heads(key[keys], query)).transpose(0, 1)
+        for sums, product in zip(grads[1:], (slope.mT @ q.to(slope.dtype), weights.mT @ grad_out.to(weights.dtype))):
             sums[keys] += product.unflatten(0, (key.shape[1], -1)).sum(1).transpose(0, 1)
     return grads[0], grads[1].to(key.dtype), grads[2].to(value.dtype)
 
@@ -164,44 +172,44 @@ _attend.register_autograd(_backward, setup_context=_keep_inputs)
 
 
 def _kernel_options(scale: float, window: int | None) -> dict:
-    left, right = (-1, 0) if window is None else (window, 0)
-    return {"scale": scale, "window_size_left": left, "window_size_right": right}
+    window_left, window_right = (-1, 0) if window is None else (window, 0)
+    return {"scale": scale, "window_size_left": window_left, "window_size_right": window_right}
 
 
-def _texts(query_starts: Tensor, key_starts: Tensor) -> list[tuple[slice, slice]]:
+def _list_texts(query_starts: Tensor, key_starts: Tensor) -> list[tuple[slice, slice]]:
     """The places of each text's queries and keys, without empty texts."""
     starts = [pairwise(each.tolist()) for each in (query_starts, key_starts)]
     return [(slice(*queries), slice(*keys)) for queries, keys in zip(*starts) if queries[1] > queries[0]]
 
 
-def _repeated(values: Tensor, query: Tensor) -> Tensor:
+def _repeat_heads(values: Tensor, query: Tensor) -> Tensor:
     """[c, G, E] -> [H, c, E]"""
     return values.transpose(0, 1).repeat_interleave(query.shape[1] // values.shape[1], dim=0)
 
 
-def _scores(query: Tensor, key: Tensor, scale: float, window: int | None) -> Tensor:
+def _compute_scores(query: Tensor, key: Tensor, scale: float, window: int | None) -> Tensor:
     """query [q, H, E], key [c, G, E] of a text -> [H, q, c], minus infinity where a key is not seen"""
-    scores = query.transpose(0, 1) @ _repeated(key, query).transpose(-1, -2)
+    scores = query.transpose(0, 1) @ _repeat_heads(key, query).transpose(-1, -2)
     scores = scale * scores.to(torch.promote_types(scores.dtype, torch.float32))
-    num, behind = query.shape[0], key.shape[0] - query.shape[0]
-    seen = torch.ones(scores.shape[1:], dtype=torch.bool, device=query.device).tril(behind)
+    num, num_earlier_keys = query.shape[0], key.shape[0] - query.shape[0]
+    seen = torch.ones(scores.shape[1:], dtype=torch.bool, device=query.device).tril(num_earlier_keys)
     if window is not None:
-        seen &= seen.triu(behind - window) if num else seen
+        seen &= seen.triu(num_earlier_keys - window) if num else seen
     return scores.masked_fill(~seen, float("-inf"))
 
 
-def check(device: torch.device) -> None:
+def check_varlen(device: torch.device) -> None:
     """Compares the kernel with the loop in float64 on this device. Raises ValueError where they differ beyond rounding."""
-    segments = Segments.of([70, 1, 200], [90, 1, 200])
-    there = segments.on(segments.query_starts.to(device), segments.key_starts.to(device))
+    segments = Segments.from_counts([70, 1, 200], [90, 1, 200])
+    device_segments = segments.with_starts(segments.query_starts.to(device), segments.key_starts.to(device))
     for window, width in ((None, 128), (40, 64)):
         shapes = (271, 8, width), (291, 2, width), (291, 2, width), (271, 8, width)
         wide = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-        some = [each.to(device, torch.bfloat16) for each in wide]
+        narrow = [each.to(device, torch.bfloat16) for each in wide]
         options: dict = {"scale": width**-0.5, "window": window}
-        wanted, total = attend_segments(wide[0], wide[1], wide[2], segments, **options)
-        found, log_sum = attend_segments(some[0], some[1], some[2], there, **options)
-        fast.compare("outputs", [found.cpu(), log_sum.cpu()], [wanted, total], 0.02)
-        slopes = attend_segments_backward(wide[3], *wide[:3], wanted, total, segments=segments, **options)
-        grads = attend_segments_backward(some[3], *some[:3], found, log_sum, segments=there, **options)
-        fast.compare("gradients", [each.cpu() for each in grads], slopes, 0.03)
+        reference, total = attend_segments(wide[0], wide[1], wide[2], segments, **options)
+        out, log_sum = attend_segments(narrow[0], narrow[1], narrow[2], device_segments, **options)
+        fast.compare_with_reference("outputs", [out.cpu(), log_sum.cpu()], [reference, total], 0.02)
+        slopes = attend_segments_backward(wide[3], *wide[:3], reference, total, segments=segments, **options)
+        grads = attend_segments_backward(narrow[3], *narrow[:3], out, log_sum, segments=device_segments, **options)
+        fast.compare_with_reference("gradients", [each.cpu() for each in grads], slopes, 0.03)

@@ -11,10 +11,10 @@ from specdec.core import constraint, masks, rules
 from specdec.core.cache import RowCache
 from specdec.core.clock import Moment, RoundClock
 from specdec.core.constraint import Constraint
-from specdec.core.devices import given
+from specdec.core.devices import upload_values
 from specdec.core.generation import STAGES, Ends, Generation, RoundCost
-from specdec.core.sampling import NO_TOKEN, AnySampling, Randomness, Sampling, of_rows
-from specdec.core.tree import Tree, root
+from specdec.core.sampling import NO_TOKEN, AnySampling, Randomness, Sampling, join_samplings
+from specdec.core.tree import Tree, make_root
 from specdec.proposers.base import Opening, Proposer
 from specdec.target.model import Target, TargetOutput
 from specdec.target.verifier import Verifier
@@ -33,7 +33,7 @@ class Request:
     """
 
     prompt: list[int]
-    left: int
+    tokens_left: int
     generator: torch.Generator | None = None
     sampling: Sampling | None = None
     ends: Ends | None = None
@@ -47,7 +47,7 @@ class Request:
     def tokens(self) -> list[int]:
         return self.generation.tokens[0]
 
-    def take(self, new: list[int], ends: Ends) -> list[int]:
+    def extend_answer(self, new: list[int], ends: Ends) -> list[int]:
         """Adds new tokens to the answer, up to its end -> those that were added. With NO_TOKEN behind them, or where the grammar refuses them,
         none is added, and the answer ends with a fault."""
         if new[-1] == NO_TOKEN:
@@ -55,18 +55,18 @@ class Request:
         if not self.tokens:
             self.ends = (self.ends or ends).begin(self.prompt)
         assert self.ends is not None
-        new, self.ended = self.ends.cut(self.tokens, new[: self.left])
+        new, self.ended = self.ends.cut_tokens(self.tokens, new[: self.tokens_left])
         self.generation.tokens[0].extend(new)
         if self.constraint:
             try:
                 self.constraint.take(new)
             except ValueError as error:
                 return self._fail(str(error))
-        self.left = 0 if self.ended else self.left - len(new)
+        self.tokens_left = 0 if self.ended else self.tokens_left - len(new)
         return new
 
     def _fail(self, fault: str) -> list[int]:
-        self.fault, self.left = fault, 0
+        self.fault, self.tokens_left = fault, 0
         return []
 
 
@@ -77,12 +77,12 @@ NOTHING_FOLLOWS = (
 
 
 @dataclass(frozen=True)
-class Step:
+class BatchRound:
     """What one round emitted, for the requests that took part in it."""
 
     requests: list[Request]
     tokens: list[list[int]]
-    rows: list[int]  # of these requests, in the tree and the path
+    row_indices: list[int]  # of these requests, in the tree and the path
     tree: Tree
     path: Tensor  # [B, P] as in Verdict, up to the deepest draft
     num_kept: list[int]  # nodes of the path that were accepted, with the root; those past the end of an answer too
@@ -113,13 +113,13 @@ class Prefill:
         padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
         self.tokens = padded.to(target.device)
         self.cache = target.cache(len(prompts))
-        self.cache.expect(room, target.spare)
-        self.place, self.pieces = 0, list[tuple[Moment, Moment]]()
+        self.cache.preallocate(room, target.spare)
+        self.num_read, self.read_times = 0, list[tuple[Moment, Moment]]()
         self.outputs: list[TargetOutput] = []
 
     @property
-    def done(self) -> bool:
-        return self.place == self.tokens.shape[1]
+    def complete(self) -> bool:
+        return self.num_read == self.tokens.shape[1]
 
     @property
     def divisible(self) -> bool:
@@ -127,13 +127,13 @@ class Prefill:
         target = self.target
         return not (target.windowed or target.recurrent) and target.rotary_boundary is None
 
-    def advance(self, most: int | None = None) -> None:
+    def advance(self, max_tokens: int | None = None) -> None:
         """Reads on. most: tokens, of all prompts together, with their padding; None: all that are left"""
-        start, end = self.place, self.tokens.shape[1]
+        start, end = self.num_read, self.tokens.shape[1]
         if start == end:
             return
-        if most is not None and self.divisible:
-            end = min(end, start + max(1, most // len(self.counts)))
+        if max_tokens is not None and self.divisible:
+            end = min(end, start + max(1, max_tokens // len(self.counts)))
         length, device = end - start, self.target.device
         counts = [min(max(0, count - start), length) for count in self.counts]
         self.cache.reserve(length, counts)
@@ -142,7 +142,7 @@ class Prefill:
         piece = self.tokens[:, start:end]
         self.outputs.append(self.target.read(piece, self.layers, positions=positions, mask=mask, cache=self.cache))
         self.cache.commit((self.num - start).clamp(0, length), counts)
-        self.place = end
+        self.num_read = end
 
     def output(self) -> tuple[Tensor, Tensor]:
         """Once all is read -> the last state of each prompt [R, D], and the features of all tokens [R, T, F*D]"""
@@ -168,19 +168,19 @@ class Batch:
         generator: torch.Generator | None,
     ):
         self.target, self.proposer, self.verify, self.ends, self.generator = target, proposer, verify, ends, generator
-        self.usual = verify.sampling  # of requests that have none of their own
-        self.sampling: AnySampling = self.usual  # of the rows
+        self.default_sampling = verify.sampling  # of requests that have none of their own
+        self.sampling: AnySampling = self.default_sampling  # of the rows
         self.runner = verify.runner
-        self.clock = RoundClock(target.device, self._compiling)
-        self.behind: tuple[Moment, ...] = ()  # of the last round: the wait, what is kept, the end
-        self.rows: list[Request] = []  # of each row; one whose answer has ended stands still until it leaves
+        self.clock = RoundClock(target.device, self._compile_seconds)
+        self.previous_round_marks: tuple[Moment, ...] = ()  # of the last round: the wait, what is kept, the end
+        self.requests: list[Request] = []  # of each row; one whose answer has ended stands still until it leaves
         self.cache: RowCache
-        self.newest: Tensor  # [B] the last token of each row
-        self.marks: Tensor | None  # [B, V] the tokens to which a repetition penalty applies
+        self.last_tokens: Tensor  # [B] the last token of each row
+        self.penalised_tokens: Tensor | None  # [B, V] the tokens to which a repetition penalty applies
 
     @property
     def running(self) -> list[Request]:
-        return [request for request in self.rows if request.left]
+        return [request for request in self.requests if request.tokens_left]
 
     @property
     def joins(self) -> bool:
@@ -193,16 +193,16 @@ class Batch:
         if not self.running:
             self.close()  # its memory may be used again
         nodes = self.proposer.nodes if self.proposer else 0
-        room = max((len(request.prompt) + request.left for request in requests), default=0) + 1 + nodes
+        room = max((len(request.prompt) + request.tokens_left for request in requests), default=0) + 1 + nodes
         prompts = [request.prompt for request in requests]
         return Prefill(self.target, self.verify.hidden_states, prompts, room=room)
 
     @torch.inference_mode()
-    def read(self, prefill: Prefill, most: int | None = None) -> None:
+    def read(self, prefill: Prefill, max_tokens: int | None = None) -> None:
         """Reads on in prompts, which may be done between rounds. most: as for Prefill.advance"""
         start = self.clock.mark()
-        prefill.advance(most)
-        prefill.pieces.append((start, self.clock.mark()))
+        prefill.advance(max_tokens)
+        prefill.read_times.append((start, self.clock.mark()))
 
     @torch.inference_mode()
     def admit(self, requests: list[Request], prefill: Prefill | None = None) -> list[list[int]]:
@@ -215,16 +215,16 @@ class Batch:
             first = self._join(requests, prefill)
         else:
             self.close()
-            self.rows, self.behind = list(requests), ()
-            self.cache, self.newest, self.marks, opening, first = self._begin(requests, prefill)
-            self._settle_sampling(new=True)
+            self.requests, self.previous_round_marks = list(requests), ()
+            self.cache, self.last_tokens, self.penalised_tokens, opening, first = self._start_answers(requests, prefill)
+            self._update_sampling(new=True)
             if self.proposer:
-                self.proposer.share(self.cache)
+                self.proposer.attach_cache(self.cache)
                 self.proposer.begin(opening.tokens, opening.num)
                 self.proposer.commit(opening.following, opening.features, opening.num, opening.counts)
         tokens, end = self.clock.read(first)
-        emitted = [request.take([token], self.ends) for request, token in zip(requests, tokens)]
-        seconds = sum(self.clock.seconds(*piece) for piece in [*prefill.pieces, (start, end)])
+        emitted = [request.extend_answer([token], self.ends) for request, token in zip(requests, tokens)]
+        seconds = sum(self.clock.seconds(*piece) for piece in [*prefill.read_times, (start, end)])
         for request in requests:
             request.generation.prefill_seconds += seconds / len(requests)
         for request in waiting:
@@ -232,28 +232,28 @@ class Batch:
         return emitted
 
     @torch.inference_mode()
-    def step(self) -> Step:
+    def run_round(self) -> BatchRound:
         """One round of all rows. At least one request must be running."""
-        clock, compiled = self.clock, self._compiling()
+        clock, compiled = self.clock, self._compile_seconds()
         start = clock.mark()
         self._shrink()
-        running = [request.left > 0 for request in self.rows]
+        is_running = [request.tokens_left > 0 for request in self.requests]
         tree, allowed = self._constrain(self._propose())
         drafted = clock.mark()
-        marks = self.marks if self.sampling.penalises else None
-        draws = rules.Draws(self._randomness(self.rows))
-        verdict = self.verify(tree, self.cache, draws, marks, sampling=self.sampling, allowed=allowed)
-        num_kept, self.newest = verdict.num_kept, verdict.next_token.clamp(min=0)
-        path, following = verdict.along(tree, self.proposer.depth if self.proposer else 0)  # [B, P] each
+        penalised = self.penalised_tokens if self.sampling.penalises else None
+        draws = rules.Draws(self._randomness(self.requests))
+        verdict = self.verify(tree, self.cache, draws, penalised, sampling=self.sampling, allowed=allowed)
+        num_kept, self.last_tokens = verdict.num_kept, verdict.next_token.clamp(min=0)
+        path, following = verdict.follow_path(tree, self.proposer.depth if self.proposer else 0)  # [B, P] each
         # The only wait for the device in a round
         (*lists, counts), verified = clock.read(torch.cat([following, num_kept[:, None]], dim=1).T)
         following = following.clamp(min=0)  # no NO_TOKEN in what is read next; its row has ended
-        behind = self.behind
+        round_marks = self.previous_round_marks
         if not tree.linear:
-            self.cache.keep(path)
-        if not all(running):  # a row that has ended stands still: its text would outgrow the target's positions
-            num_kept = num_kept * given(running, num_kept.device)
-            counts = [count * on for count, on in zip(counts, running)]
+            self.cache.keep_path(path)
+        if not all(is_running):  # a row that has ended stands still: its text would outgrow the target's positions
+            num_kept = num_kept * upload_values(is_running, num_kept.device)
+            counts = [count * on for count, on in zip(counts, is_running)]
         self.cache.commit(num_kept, counts)
         if self.proposer:
             if self.proposer.watches and verdict.choices is not None:
@@ -262,95 +262,105 @@ class Batch:
             if not tree.linear:
                 features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
             self.proposer.commit(following, features, num_kept, counts)
-        kept = clock.mark()
-        requests, rows = self.running, [row for row, on in enumerate(running) if on]
+        committed = clock.mark()
+        requests, row_indices = self.running, [row for row, on in enumerate(is_running) if on]
         emitted = [list(row[:n]) for row, n in zip(zip(*lists), counts)]
-        tokens = [request.take(row, self.ends) for request, row, on in zip(self.rows, emitted, running) if on]
-        if self.marks is not None:
+        tokens = [
+            request.extend_answer(row, self.ends) for request, row, on in zip(self.requests, emitted, is_running) if on
+        ]
+        if self.penalised_tokens is not None:
             real = torch.arange(following.shape[1], device=following.device) < num_kept[:, None]
-            self.marks.scatter_(1, torch.where(real, following, self.newest[:, None]), True)
-        self.behind = verified, kept, clock.mark()
+            self.penalised_tokens.scatter_(1, torch.where(real, following, self.last_tokens[:, None]), True)
+        self.previous_round_marks = verified, committed, clock.mark()
         if not clock.queued:  # else the device is not there yet, and what followed the last wait counts in its place
-            behind = self.behind
-        places = [(start, drafted), (drafted, verified), *itertools.pairwise(behind)]
-        stages = dict.fromkeys(STAGES, 0.0) | dict(zip(STAGES, itertools.starmap(clock.seconds, places)))
-        cost = RoundCost(sum(stages.values()), self._compiling() - compiled, stages)
-        kept_nodes = [counts[row] for row in rows]
-        done = Step(requests, tokens, rows, tree, path, kept_nodes, cost)
+            round_marks = self.previous_round_marks
+        intervals = [(start, drafted), (drafted, verified), *itertools.pairwise(round_marks)]
+        stages = dict.fromkeys(STAGES, 0.0) | dict(zip(STAGES, itertools.starmap(clock.seconds, intervals)))
+        cost = RoundCost(sum(stages.values()), self._compile_seconds() - compiled, stages)
+        kept_nodes = [counts[row] for row in row_indices]
+        round_ = BatchRound(requests, tokens, row_indices, tree, path, kept_nodes, cost)
         if self.proposer and not cost.compile_seconds:
-            self.proposer.timed(done.cost)
-        for request, accepted in zip(requests, done.accepted):
+            self.proposer.record_cost(round_.cost)
+        for request, accepted in zip(requests, round_.accepted):
             request.generation.accepted[0].append(accepted)
-            request.generation.drafted.append(done.num_drafted)
-            request.generation.add_times(done.cost, 1 / len(requests))
-        return done
+            request.generation.drafted.append(round_.num_drafted)
+            request.generation.add_times(round_.cost, 1 / len(requests))
+        return round_
 
     def close(self) -> None:
         """Ends the batch: what proposers learn from its answers, they learn now. It may be used again."""
-        if self.rows:
+        if self.requests:
             if self.proposer:
-                self.proposer.finish(self._nums())
+                self.proposer.finish(self._answer_lengths())
             self.cache.release()
-        self.rows = []
+        self.requests = []
 
     # Rows
 
-    def _nums(self) -> list[int]:
-        return [len(request.tokens) for request in self.rows]
+    def _answer_lengths(self) -> list[int]:
+        return [len(request.tokens) for request in self.requests]
 
     def _shrink(self) -> None:
         """Rows whose answers have ended leave, unless shapes are compiled: each number of rows would be a new one."""
-        staying = [row for row, request in enumerate(self.rows) if request.left or self.runner.by_shape]
-        if self.joins and len(staying) < len(self.rows):
+        staying = [row for row, request in enumerate(self.requests) if request.tokens_left or self.runner.by_shape]
+        if self.joins and len(staying) < len(self.requests):
             num = len(staying)
             last = [row for row in staying if row >= num]  # they take the places of those that leave
-            places = [row if self.rows[row].left else last.pop() for row in range(num)]
-            self._select(places, self._nums())
+            places = [row if self.requests[row].tokens_left else last.pop() for row in range(num)]
+            self._select(places, self._answer_lengths())
 
-    def _select(self, rows: list[int], nums: list[int]) -> None:
-        index = given(rows, self.newest.device)
+    def _select(self, rows: list[int], answer_lengths: list[int]) -> None:
+        index = upload_values(rows, self.last_tokens.device)
         self.cache.select(rows)
-        self.newest, self.marks = self.newest[index], None if self.marks is None else self.marks[index]
+        self.last_tokens, self.penalised_tokens = (
+            self.last_tokens[index],
+            None if self.penalised_tokens is None else self.penalised_tokens[index],
+        )
         if self.proposer:
-            self.proposer.select(rows, nums)
-        self.rows = [self.rows[row] for row in rows]
-        self._settle_sampling()
+            self.proposer.select(rows, answer_lengths)
+        self.requests = [self.requests[row] for row in rows]
+        self._update_sampling()
 
-    def _settle_sampling(self, *, new: bool = False) -> None:
+    def _update_sampling(self, *, new: bool = False) -> None:
         """Recomputes the batch's sampling. The proposer is notified if its kind changed or the batch is new."""
-        before, self.sampling = self.sampling, of_rows([self._sampling_of(row) for row in self.rows])
-        if self.proposer and (new or self.sampling.kind != before.kind):
-            self.proposer.meet(self.verify, self.sampling)
+        previous, self.sampling = self.sampling, join_samplings([self._sampling_of(row) for row in self.requests])
+        if self.proposer and (new or self.sampling.kind != previous.kind):
+            self.proposer.attach_verifier(self.verify, self.sampling)
 
     def _sampling_of(self, request: Request) -> Sampling:
-        return request.sampling or self.usual
+        return request.sampling or self.default_sampling
 
     def _join(self, requests: list[Request], prefill: Prefill) -> Tensor:
         """Requests take the places of rows that have ended, or new rows -> the first token of each answer [R], or NO_TOKEN"""
-        nums, free = self._nums(), [row for row, request in enumerate(self.rows) if not request.left]
-        more = len(requests) - len(free)
-        if more > 0:
-            num_rows = len(self.rows)
-            self._select([*range(num_rows), *[0] * more], nums)  # places for the new rows
-            nums += [0] * more
-            free += range(num_rows, num_rows + more)
+        answer_lengths, free = (
+            self._answer_lengths(),
+            [row for row, request in enumerate(self.requests) if not request.tokens_left],
+        )
+        num_added = len(requests) - len(free)
+        if num_added > 0:
+            num_rows = len(self.requests)
+            self._select([*range(num_rows), *[0] * num_added], answer_lengths)  # places for the new rows
+            answer_lengths += [0] * num_added
+            free += range(num_rows, num_rows + num_added)
         rows = free[: len(requests)]
-        cache, newest, marks, opening, first = self._begin(requests, prefill)
-        index = given(rows, newest.device)
+        cache, newest, penalised, opening, first = self._start_answers(requests, prefill)
+        index = upload_values(rows, newest.device)
         self.cache.replace(rows, cache)
         cache.release()
-        self.newest = self.newest.index_copy(0, index, newest)
-        if marks is not None and self.marks is None:
-            self.marks = torch.zeros(len(self.rows), self.target.vocab_size, dtype=torch.bool, device=newest.device)
-        if self.marks is not None:  # rows without a penalty need no marks
-            self.marks = self.marks.index_copy(
-                0, index, torch.zeros_like(self.marks[index]) if marks is None else marks
+        self.last_tokens = self.last_tokens.index_copy(0, index, newest)
+        if penalised is not None and self.penalised_tokens is None:
+            self.penalised_tokens = torch.zeros(
+                len(self.requests), self.target.vocab_size, dtype=torch.bool, device=newest.device
+            )
+        if self.penalised_tokens is not None:  # rows without a penalty need no marks
+            self.penalised_tokens = self.penalised_tokens.index_copy(
+                0, index, torch.zeros_like(self.penalised_tokens[index]) if penalised is None else penalised
             )
         if self.proposer:
-            self.proposer.replace(rows, nums, opening)
+            self.proposer.replace(rows, answer_lengths, opening)
         for row, request in zip(rows, requests):
-            self.rows[row] = request
-        self._settle_sampling()
+            self.requests[row] = request
+        self._update_sampling()
         return first
 
     def _randomness(self, requests: list[Request]) -> Randomness:
@@ -362,14 +372,14 @@ class Batch:
 
     def _propose(self) -> Tree:
         if self.proposer is None:
-            return root(self.newest)
-        self.proposer.limit([request.left for request in self.rows], self.ends.tokens)
+            return make_root(self.last_tokens)
+        self.proposer.limit([request.tokens_left for request in self.requests], self.ends.tokens)
         self.proposer.constrain(self._constraints())
-        tree = self.proposer.propose(self.sampling, self._randomness(self.rows))
-        return tree.rounded(self.proposer.depth) if self.runner.by_shape and self.proposer.varies else tree
+        tree = self.proposer.propose(self.sampling, self._randomness(self.requests))
+        return tree.pad_to_power(self.proposer.depth) if self.runner.by_shape and self.proposer.varies else tree
 
     def _constraints(self) -> list[Constraint | None]:
-        return [request.constraint if request.left else None for request in self.rows]
+        return [request.constraint if request.tokens_left else None for request in self.requests]
 
     def _constrain(self, tree: Tree) -> tuple[Tree, Tensor | None]:
         """-> the tree without what grammars do not allow, and what may follow each node [B, N, V] bool; None: everything"""
@@ -378,25 +388,27 @@ class Batch:
             return tree, None
         watched = self.proposer is not None and self.proposer.watches  # then it must see its own nodes
         fixed = self.runner.by_shape  # another size would be compiled first
-        return constraint.constrain(
-            tree, constraints, self.target.vocab_size, prune=not (watched or fixed) and tree.done is None
+        return constraint.constrain_tree(
+            tree, constraints, self.target.vocab_size, prune=not (watched or fixed) and tree.partial_pass is None
         )
 
-    def _begin(
+    def _start_answers(
         self, requests: list[Request], prefill: Prefill
     ) -> tuple[RowCache, Tensor, Tensor | None, Opening, Tensor]:
         """Of prompts that were read: a cache with them, the first token of each answer [R], marks [R, V], what a proposer needs, and the first
         tokens again, with NO_TOKEN"""
         padded, num, (last, features) = prefill.tokens, prefill.num, prefill.output()
         logits = self.target.logits(last)  # [R, V]
-        sampling = of_rows([self._sampling_of(request) for request in requests])
-        marks = None
+        sampling = join_samplings([self._sampling_of(request) for request in requests])
+        penalised = None
         if sampling.penalises:
-            marks = self._mark(padded, num, [request.penalised for request in requests])
-            logits = sampling.penalise(logits, marks)
+            penalised = self._mark_penalised(padded, num, [request.penalised for request in requests])
+            logits = sampling.penalise(logits, penalised)
         if any(request.constraint for request in requests):
             states = [[request.constraint.following() if request.constraint else None] for request in requests]
-            logits = logits.masked_fill(~constraint.unpack(states, logits.shape[1], logits.device)[:, 0], -torch.inf)
+            logits = logits.masked_fill(
+                ~constraint.unpack_masks(states, logits.shape[1], logits.device)[:, 0], -torch.inf
+            )
         if sampling.greedy:
             largest, best = logits.max(-1)
             first = torch.where(largest.isfinite(), best, NO_TOKEN)
@@ -404,20 +416,20 @@ class Batch:
             draws = rules.Draws(self._randomness(requests))
             first = draws.token(sampling.distribution(logits), torch.ones_like(num, dtype=torch.bool))
         newest = first.clamp(min=0)
-        if marks is not None:
-            marks.scatter_(1, newest[:, None], True)
+        if penalised is not None:
+            penalised.scatter_(1, newest[:, None], True)
         following = torch.cat([padded[:, 1:], newest[:, None]], dim=1)  # [R, T]
         following[torch.arange(len(num), device=num.device), num - 1] = newest
         opening = Opening(padded, num, following, features, prefill.counts)
-        return prefill.cache, newest, marks, opening, first
+        return prefill.cache, newest, penalised, opening, first
 
-    def _mark(self, padded: Tensor, num: Tensor, penalised: Sequence[Tensor | None]) -> Tensor:
+    def _mark_penalised(self, padded: Tensor, num: Tensor, penalised: Sequence[Tensor | None]) -> Tensor:
         """[R, V] bool: the prompts' tokens, or those that a request names"""
         real = torch.arange(padded.shape[1], device=padded.device) < num[:, None]  # [R, T]
         marks = torch.zeros(len(num), self.target.vocab_size, dtype=torch.bool, device=padded.device)
         marks.scatter_(1, torch.where(real, padded, padded[:, :1]), True)
-        given = [marks[row] if own is None else own.to(marks.device) for row, own in enumerate(penalised)]
-        return torch.stack(given)
+        row_marks = [marks[row] if named is None else named.to(marks.device) for row, named in enumerate(penalised)]
+        return torch.stack(row_marks)
 
-    def _compiling(self) -> float:
+    def _compile_seconds(self) -> float:
         return self.runner.seconds + (self.proposer.compile_seconds if self.proposer else 0.0)

@@ -47,12 +47,12 @@ class Decoder:
         rule: str = "token",
         runner: Runner | None = None,
     ):
-        rules.check(rule)
+        rules.check_rule(rule)
         self.target, self.proposer = target, proposer
         self.sampling, self.stop, self.stop_strings, self.rule = sampling, stop, stop_strings, rule
         self.hidden_states = proposer.target_layers if proposer else ()
         self.runner = runner or Runner()
-        fastest.settle(self.runner, target)
+        fastest.choose_run_mode(self.runner, target)
         self._check_target()
         self.verify = Verifier(
             target,
@@ -63,7 +63,7 @@ class Decoder:
             choices=proposer is not None and proposer.watches,
         )
         if proposer is not None:
-            proposer.meet(self.verify, sampling)
+            proposer.attach_verifier(self.verify, sampling)
 
     def steady(self) -> "Decoder":
         """One whose sampled answers follow from their own random numbers, in the target's rounding: it drafts as Proposer.steady says."""
@@ -123,27 +123,27 @@ class Decoder:
         batch, numbers = self.batch(generator), {id(request): number for number, request in enumerate(requests)}
         first = batch.admit(requests)
         result.prefill_seconds += sum(request.generation.prefill_seconds for request in requests)
-        _check(requests)
+        _raise_fault(requests)
         yield Round(first, [0] * len(prompts))
         while batch.running:
-            step = batch.step()
-            _check(requests)
+            round_ = batch.run_round()
+            _raise_fault(requests)
             emitted: list[list[int]] = [[] for _ in prompts]
             accepted = [0] * len(prompts)
-            for request, tokens, count in zip(step.requests, step.tokens, step.accepted):
+            for request, tokens, count in zip(round_.requests, round_.tokens, round_.accepted):
                 number = numbers[id(request)]
                 emitted[number], accepted[number] = tokens, count
                 result.accepted[number].append(count)
-            result.drafted.append(step.num_drafted)
-            result.add_times(step.cost)
+            result.drafted.append(round_.num_drafted)
+            result.add_times(round_.cost)
             yield Round(emitted, accepted)
         batch.close()
 
     def answers(
-        self, prompts: Iterable[list[int]], max_new_tokens: int, **how: Any
+        self, prompts: Iterable[list[int]], max_new_tokens: int, **arguments: Any
     ) -> Iterator[tuple[int, Generation]]:
         """Yields the number of a prompt and its answer as they end. Arguments as of `rounds`."""
-        for _, ended in self.rounds(prompts, max_new_tokens, **how):
+        for _, ended in self.rounds(prompts, max_new_tokens, **arguments):
             yield from ended
 
     def rounds(
@@ -151,7 +151,7 @@ class Decoder:
         prompts: Iterable[list[int]],
         max_new_tokens: int,
         *,
-        rows: int,
+        batch_size: int,
         generator: Callable[[int], torch.Generator | None] = lambda number: None,
         constraint: Callable[[int], Constraint | None] = lambda number: None,
     ) -> Iterator[tuple[int, list[tuple[int, Generation]]]]:
@@ -163,12 +163,12 @@ class Decoder:
         constraint: gives that of the grammar that a prompt's answer follows, if it follows one
         Raises ValueError for fewer than one row, and for a prompt as `stream`.
         """
-        if rows < 1:
-            raise ValueError(f"rows={rows} must be at least 1.")
+        if batch_size < 1:
+            raise ValueError(f"rows={batch_size} must be at least 1.")
         waiting, batch = enumerate(prompts), self.batch()
         numbers: dict[int, int] = {}
         while True:
-            free = rows - len(batch.running) if batch.joins or not batch.running else 0
+            free = batch_size - len(batch.running) if batch.joins or not batch.running else 0
             new = list(itertools.islice(waiting, free))
             requests = [
                 Request(prompt, max_new_tokens, generator=generator(number), constraint=constraint(number))
@@ -182,12 +182,12 @@ class Decoder:
             elif not batch.running:
                 break
             taking_part = requests
-            if all(request.left for request in requests):
-                step = batch.step()
-                taking_part = step.requests
-                emitted += sum(map(len, step.tokens))
-            ended = [request for request in taking_part if not request.left]
-            _check(ended)
+            if all(request.tokens_left for request in requests):
+                round_ = batch.run_round()
+                taking_part = round_.requests
+                emitted += sum(map(len, round_.tokens))
+            ended = [request for request in taking_part if not request.tokens_left]
+            _raise_fault(ended)
             yield emitted, [(numbers.pop(id(request)), request.generation) for request in ended]
         batch.close()
 
@@ -228,7 +228,7 @@ class Decoder:
         target, proposer = self.target, self.proposer
         if proposer is not None and not proposer.linear and target.recurrent:
             raise ValueError(f"{target.name} {CHAINS_ONLY}")
-        reach = target.kinds.reach
+        reach = target.layer_kinds.reach
         if proposer is not None and reach is not None and proposer.depth >= reach:
             raise ValueError(
                 f"{target.name} has layers that see {reach} positions, and {proposer.depth} drafts with the token before them "
@@ -246,7 +246,7 @@ class Decoder:
                 self.runner.stop_compiling(error)
 
 
-def _check(requests: list[Request]) -> None:
+def _raise_fault(requests: list[Request]) -> None:
     """Raises ValueError if an answer could not go on."""
     fault = next((request.fault for request in requests if request.fault), None)
     if fault:

@@ -38,7 +38,7 @@ class Drafting:
 
     def __post_init__(self):
         check_children(self.children)
-        rules.check(self.rule)
+        rules.check_rule(self.rule)
 
     @property
     def shape(self) -> TreeShape:

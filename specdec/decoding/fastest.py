@@ -11,75 +11,77 @@ import torch
 from specdec.core import fast
 from specdec.core.compile import Runner
 from specdec.core.devices import name_cause
-from specdec.core.files import keep_document
+from specdec.core.files import cache_document
 from specdec.core.sampling import Sampling
 from specdec.core.untrusted import read_json
 from specdec.proposers import costs
 from specdec.target.model import Target
 from specdec.target.verifier import Verifier
 
-Way = tuple[bool, bool]  # compile, cuda_graphs
-WAYS: tuple[Way, ...] = ((False, False), (False, True), (True, False), (True, True))
-NODES, REPEATS = 6, 8  # of the pass that is timed, and how often
-GAIN = 0.97  # of the time of a way that needs less preparation, at most
-_known: dict[str, Way] = {}  # by file, for folders that cannot be written
+RunMode = tuple[bool, bool]  # compile, cuda_graphs
+RUN_MODES: tuple[RunMode, ...] = ((False, False), (False, True), (True, False), (True, True))
+TIMED_NODES, REPEATS = 6, 8  # of the pass that is timed, and how often
+SIMPLER_MODE_TIME_RATIO = 0.97  # of the time of a way that needs less preparation, at most
+_modes_by_file: dict[str, RunMode] = {}  # by file, for folders that cannot be written
 
 
-def settle(runner: Runner, target: Target) -> None:
+def choose_run_mode(runner: Runner, target: Target) -> None:
     """Decides what the runner was not told: the way in which a pass of this target is fastest."""
     if not runner.undecided:
         return
-    asked, runner.undecided = runner.asked, False
-    if not _measures(target.device) or target.share.size > 1:
+    requested, runner.undecided = runner.requested, False
+    if not _can_measure(target.device) or target.share.size > 1:
         return
-    ways = [way for way in WAYS if all(wish in (None, own) for wish, own in zip(asked, way))]
-    if not fast.on("graphs", target.device):
-        ways = [way for way in ways if not way[1]] or ways
+    modes = [mode for mode in RUN_MODES if all(wish in (None, setting) for wish, setting in zip(requested, mode))]
+    if not fast.allows("graphs", target.device):
+        modes = [mode for mode in modes if not mode[1]] or modes
     plain = Verifier(target, sampling=Sampling(), rule="token", runner=Runner())
-    file = costs.find_file(costs.describe_conditions(plain, Sampling()) | {"ways": ways}).with_suffix(".way.json")
-    if str(file) not in _known:
+    file = costs.find_costs_file(costs.describe_conditions(plain, Sampling()) | {"ways": modes}).with_suffix(
+        ".way.json"
+    )
+    if str(file) not in _modes_by_file:
         try:
-            found = read_json(file)
-            _known[str(file)] = bool(found["compile"]), bool(found["cuda_graphs"])
+            document = read_json(file)
+            _modes_by_file[str(file)] = bool(document["compile"]), bool(document["cuda_graphs"])
         except (OSError, ValueError, KeyError, TypeError):
-            seconds = {way: _time(target, way) for way in ways}
-            _known[str(file)] = way = choose(seconds)
-            told = {" and ".join(name for name, on in zip(("compile", "cuda_graphs"), each) if on) or "neither": time
-                    for each, time in seconds.items()}  # fmt: skip
-            found = {"compile": way[0], "cuda_graphs": way[1], "seconds": told}
-            keep_document(file, found, "Which way of passes is fastest")
-    runner.compile, runner.cuda_graphs = _known[str(file)]
+            seconds = {mode: _time_mode(target, mode) for mode in modes}
+            _modes_by_file[str(file)] = mode = pick_fastest_mode(seconds)
+            seconds_by_mode = {" and ".join(name for name, on in zip(("compile", "cuda_graphs"), run_mode) if on) or "neither": time
+                    for run_mode, time in seconds.items()}  # fmt: skip
+            document = {"compile": mode[0], "cuda_graphs": mode[1], "seconds": seconds_by_mode}
+            cache_document(file, document, "Which way of passes is fastest")
+    runner.compile, runner.cuda_graphs = _modes_by_file[str(file)]
 
 
-def choose(seconds: dict[Way, float | None]) -> Way:
+def pick_fastest_mode(seconds: dict[RunMode, float | None]) -> RunMode:
     """The fastest way; one that needs more preparation must be faster by more than what measurements vary. None: it failed"""
     best = next(iter(seconds))
-    for way, time in seconds.items():
-        known = seconds[best]
-        if time is not None and (known is None or time < GAIN * known):
-            best = way
+    for mode, time in seconds.items():
+        best_seconds = seconds[best]
+        if time is not None and (best_seconds is None or time < SIMPLER_MODE_TIME_RATIO * best_seconds):
+            best = mode
     return best
 
 
-def _measures(device: torch.device) -> bool:
+def _can_measure(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _time(target: Target, way: Way) -> float | None:
+def _time_mode(target: Target, mode: RunMode) -> float | None:
     """Seconds of a pass, or None where it cannot run this way"""
-    runner = Runner(way[0], cuda_graphs=way[1])
+    runner = Runner(mode[0], cuda_graphs=mode[1])
     verifier = Verifier(target, sampling=Sampling(), rule="token", runner=runner)
-    if way[1] and not verifier.capturable:
+    if mode[1] and not verifier.capturable:
         return None
     try:
         timer = costs.PassTimer(verifier, Sampling(), 1, linear=True)
         for _ in range(2):  # what happens only once
-            timer.seconds(NODES)
-        times = [timer.seconds(NODES) for _ in range(REPEATS)]
+            timer.seconds(TIMED_NODES)
+        times = [timer.seconds(TIMED_NODES) for _ in range(REPEATS)]
     except (RuntimeError, ValueError) as error:
         warnings.warn(
-            f"Passes are not tried with compile={way[0]}, cuda_graphs={way[1]}: {name_cause(error)}",
+            f"Passes are not tried with compile={mode[0]}, cuda_graphs={mode[1]}: {name_cause(error)}",
             stacklevel=2,
         )
         return None
-    return float(numpy.quantile(times, 0.25)) if runner.cuda_graphs == way[1] else None
+    return float(numpy.quantile(times, 0.25)) if runner.cuda_graphs == mode[1] else None

@@ -11,14 +11,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from specdec.core.answer_text import BROKEN, TextDecoder
+from specdec.core.answer_text import REPLACEMENT, TextDecoder
 from specdec.engines.client import LLAMA_CPP, BadAnswer, EngineClient, Refused, find_fingerprint
 from specdec.engines.hidden_states import discard_states
 from specdec.text import chat_template
 from specdec.text import conversations as data
 from specdec.text.messages import read_arguments, write_arguments
 
-AHEAD = 4  # requests that wait for an earlier answer, for each one in flight
+WAITING_PER_REQUEST = 4  # requests that wait for an earlier answer, for each one in flight
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class AnswerJob:
     tokens: list[int]  # the rendered prompt
     tags: tuple[str, ...] = ()
     arguments: dict = field(default_factory=dict)  # of the chat template, and `tools`
-    place: str = ""  # file and line of the prompt
+    location: str = ""  # file and line of the prompt
     prompt: str | None = None  # the text that a model without a chat template continues; None: it answers messages
 
     @property
-    def before(self) -> list[int]:
+    def context(self) -> list[int]:
         """The tokens that the text of the answer goes on from; none for the answer to messages."""
         return [] if self.prompt is None else self.tokens
 
@@ -84,20 +84,20 @@ class AnswerServer:
         example: AnswerJob,
     ):
         self.client, self.tokenizer, self.settings = client, tokenizer, settings
-        about = self._choose_model(name)
-        self.model, self.of_llama_cpp = str(about["id"]), about.get("owned_by") == LLAMA_CPP
-        self.fingerprint = find_fingerprint(about)
+        model_entry = self._choose_model(name)
+        self.model, self.of_llama_cpp = str(model_entry["id"]), model_entry.get("owned_by") == LLAMA_CPP
+        self.fingerprint = find_fingerprint(model_entry)
         check_tokenizer(client, self.model, tokenizer, example.tokens)
 
     def write(self, jobs: Iterable[AnswerJob]) -> Iterator[list[tuple[AnswerJob, WrittenAnswer]]]:
         """What was written for the jobs, some of them at a time."""
-        return in_order(self._submit, iter(jobs), ahead=AHEAD * self.client.in_flight)
+        return yield_in_order(self._submit, iter(jobs), max_waiting=WAITING_PER_REQUEST * self.client.in_flight)
 
     def _submit(self, job: AnswerJob) -> "Future[WrittenAnswer]":
         def read(answer: dict) -> WrittenAnswer:
-            found = self.read_answer(answer, job)
-            discard_states(answer, job.tokens + found.tokens)
-            return found
+            written = self.read_answer(answer, job)
+            discard_states(answer, job.tokens + written.tokens)
+            return written
 
         settings = self.settings
         if self.of_llama_cpp:
@@ -153,26 +153,26 @@ class AnswerServer:
             )
         if not ended and len(tokens) != settings.max_new_tokens:
             raise BadAnswer(f"the answer to {job.id} was cut after {len(tokens)} tokens, not {settings.max_new_tokens}")
-        return make_answer(self.tokenizer, tokens, settings.stop, job.before)
+        return make_answer(self.tokenizer, tokens, settings.stop, job.context)
 
     # What the servers are
 
     def _choose_model(self, name: str) -> dict:
         """What the first server says about its model of the target, whose name all servers have."""
-        found = [{str(model["id"]): model for model in models} for models in self.client.describe_models()]
-        common = [each for each in found[0] if all(each in models for models in found)]
+        listings = [{str(model["id"]): model for model in models} for models in self.client.describe_models()]
+        common = [model_id for model_id in listings[0] if all(model_id in models for models in listings)]
         if not common:
-            names = "; ".join(", ".join(models) for models in found)
+            names = "; ".join(", ".join(models) for models in listings)
             raise ValueError(f"The servers have no model in common ({names}). Give those of one target.")
         last = PurePosixPath(name).name.lower()
-        model = next((each for each in common if PurePosixPath(each).name.lower() == last), None)
+        model = next((model_id for model_id in common if PurePosixPath(model_id).name.lower() == last), None)
         if model is None:
             model = common[0]
             warnings.warn(
                 f"The server's model is called {model}, and target.name={name}: make sure that they are the same.",
                 stacklevel=2,
             )
-        return found[0][model]
+        return listings[0][model]
 
 
 def check_tokenizer(client: EngineClient, model: str, tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> None:
@@ -181,37 +181,37 @@ def check_tokenizer(client: EngineClient, model: str, tokenizer: PreTrainedToken
     Raises ValueError for a server with another tokenizer.
     """
     text = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
-    wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
+    expected_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     body = {"model": model, "prompt": text, "content": text, "add_special_tokens": False}
     try:
         for _ in client.urls:  # they are asked in turn
-            found = client.post("tokenize", body, lambda answer: answer.get("tokens"))
-            if isinstance(found, list) and found and found != wanted:
+            server_ids = client.post("tokenize", body, lambda answer: answer.get("tokens"))
+            if isinstance(server_ids, list) and server_ids and server_ids != expected_ids:
                 raise ValueError(
-                    f"The server's tokenizer is not the target's: it gives {len(found)} ids for a prompt that has "
-                    f"{len(wanted)}, or other ids. Serve the model that target.name= names."
+                    f"The server's tokenizer is not the target's: it gives {len(server_ids)} ids for a prompt that has "
+                    f"{len(expected_ids)}, or other ids. Serve the model that target.name= names."
                 )
     except Refused:
         return
 
 
-def in_order(
-    submit: Callable[[AnswerJob], "Future[WrittenAnswer]"], jobs: Iterator[AnswerJob], *, ahead: int
+def yield_in_order(
+    submit: Callable[[AnswerJob], "Future[WrittenAnswer]"], jobs: Iterator[AnswerJob], *, max_waiting: int
 ) -> Iterator[list[tuple[AnswerJob, WrittenAnswer]]]:
     """Yields the results of the first jobs as soon as they are there. ahead: jobs that may be under way behind the first one"""
     waiting: deque[tuple[AnswerJob, Future[WrittenAnswer]]] = deque()
     try:
         while True:
-            while len(waiting) < ahead and (job := next(jobs, None)) is not None:
+            while len(waiting) < max_waiting and (job := next(jobs, None)) is not None:
                 waiting.append((job, submit(job)))
             if not waiting:
                 return
-            done = [(waiting[0][0], waiting[0][1].result())]
+            ready = [(waiting[0][0], waiting[0][1].result())]
             waiting.popleft()
             while waiting and waiting[0][1].done() and waiting[0][1].exception() is None:  # else it raises next time
                 job, future = waiting.popleft()
-                done.append((job, future.result()))
-            yield done
+                ready.append((job, future.result()))
+            yield ready
     finally:
         for _, future in waiting:
             future.cancel()
@@ -238,30 +238,30 @@ def list_jobs(
             "tags": tuple(prompt["tags"]),
             "prompt": None if tokenizer.chat_template else prompt.get("prompt"),
             "arguments": {**(arguments or {}), **read_arguments(prompt)},
-            "place": prompt.get("place", ""),
+            "location": prompt.get("place", ""),
         }
         for temperature in temperatures:
             job = AnswerJob(id=f"{prompt['id']}@{temperature:g}", temperature=temperature, **shared)
             if (first := jobs.setdefault(job.id, job)) is not job:
                 raise ValueError(
-                    f"Two prompts have the same id, {prompt['id']} ({first.place}; {job.place}). Make the ids unique."
+                    f"Two prompts have the same id, {prompt['id']} ({first.location}; {job.location}). Make the ids unique."
                 )
     return list(jobs.values())
 
 
 def make_answer(
-    tokenizer: PreTrainedTokenizerBase, tokens: list[int], stop: Collection[int], before: list[int] | None = None
+    tokenizer: PreTrainedTokenizerBase, tokens: list[int], stop: Collection[int], context: list[int] | None = None
 ) -> WrittenAnswer:
     """tokens: what the target wrote, with the token that ended it; before: AnswerJob.before, as spaces may depend on it"""
     finish = "stop" if tokens[-1] in stop else "length"
-    said = tokens[:-1] if finish == "stop" else tokens
-    text = TextDecoder.of(tokenizer).text(said, before or ())
-    text = text.rstrip(BROKEN) if finish == "length" else text  # the cut may fall inside a character
+    answer_tokens = tokens[:-1] if finish == "stop" else tokens
+    text = TextDecoder.from_tokenizer(tokenizer).text(answer_tokens, context or ())
+    text = text.rstrip(REPLACEMENT) if finish == "length" else text  # the cut may fall inside a character
     return WrittenAnswer(text, finish, tokens)
 
 
 def make_row(job: AnswerJob, answer: WrittenAnswer, *, tokenizer: str, writer: str | None = None) -> dict:
-    """A row to train on. tokenizer: digest of the vocabulary that the ids belong to (data.vocabulary)
+    """A row to train on. tokenizer: digest of the vocabulary that the ids belong to (conversations.find_vocabulary)
 
     writer: fingerprint of the target that wrote it, if it is known
     """

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import httpx
 
-from specdec.core.resumable import digest
+from specdec.core.resumable import digest_bytes
 from specdec.core.shards import is_cached
 from specdec.engines import loopback
 from specdec.target.fingerprint import Fingerprint
@@ -30,8 +30,8 @@ Event = tuple[float, dict]  # seconds since the request was sent, and the docume
 TRIES = 5  # of one request whose answers are bad
 LONGEST_PAUSE = 10.0  # seconds between two tries
 LONGEST_WAIT = 60.0  # seconds that a server may ask to wait, with Retry-After
-CONNECTING = 10.0  # seconds
-IDLE = 2.0  # seconds for which a connection is kept; servers close theirs after five
+CONNECT_SECONDS = 10.0  # seconds
+IDLE_SECONDS = 2.0  # seconds for which a connection is kept; servers close theirs after five
 START = (
     "Start one with python scripts/launch_engine.py, or give the URL of one that runs, such as http://localhost:8000."
 )
@@ -78,14 +78,16 @@ class EngineClient:
         self.in_flight, self.patience, self.say = in_flight, patience, say
         key = os.environ.get("OPENAI_API_KEY")
         self.client = httpx.Client(
-            **loopback.client_options(*self.urls),
+            **loopback.make_client_options(*self.urls),
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(None if longest is None else 60 * longest, connect=CONNECTING),
-            limits=httpx.Limits(max_connections=in_flight, max_keepalive_connections=in_flight, keepalive_expiry=IDLE),
+            timeout=httpx.Timeout(None if longest is None else 60 * longest, connect=CONNECT_SECONDS),
+            limits=httpx.Limits(
+                max_connections=in_flight, max_keepalive_connections=in_flight, keepalive_expiry=IDLE_SECONDS
+            ),
             event_hooks={"request": [lambda request: request.extensions.update(trace=self._trace)]},
         )
         self.pool = ThreadPoolExecutor(in_flight, "engine")
-        self.turns = itertools.cycle(self.urls)
+        self.url_cycle = itertools.cycle(self.urls)
         self.closed = threading.Event()
         self.sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self.silent: set[str] = set()  # servers that did not answer last time
@@ -109,10 +111,10 @@ class EngineClient:
 
     def _repeat(self, ask: Callable[[str], Result]) -> Result:
         """What `ask` makes of a server's URL, asked again where an answer is lost or bad. Raises GivenUp."""
-        begun, bad = time.monotonic(), 0
+        silent_since, bad = time.monotonic(), 0
         for number in itertools.count():
             with self.guard:
-                url = next(self.turns)
+                url = next(self.url_cycle)
                 self.repeated += number > 0
             pause = 0.0
             try:
@@ -120,13 +122,13 @@ class EngineClient:
             except httpx.TransportError as error:
                 if number == 0 and isinstance(error, httpx.RemoteProtocolError) and not self.closed.is_set():
                     continue  # servers close connections that were idle
-                self._lost(url, error, begun)
+                self._note_loss(url, error, silent_since)
             except BadAnswer as error:
-                begun, bad, pause = time.monotonic(), bad + 1, error.pause
+                silent_since, bad, pause = time.monotonic(), bad + 1, error.pause
                 if bad == TRIES:
                     raise GivenUp(f"{url} gave {TRIES} bad answers in a row. The last one: {error}") from error
             else:
-                self._change(url, silent=False)
+                self._note_change(url, silent=False)
                 return result
             usual = min(LONGEST_PAUSE, 0.25 * 2 ** min(number // len(self.urls), 16))
             if self.closed.wait(max(pause, usual)):
@@ -138,7 +140,7 @@ class EngineClient:
 
         Raises ValueError at once if a server does not answer.
         """
-        found = []
+        listings = []
         for url in self.urls:
             try:
                 answer = self.client.get(f"{url}/v1/models")
@@ -148,32 +150,32 @@ class EngineClient:
                 models = answer.json()["data"]
                 if not models or not all(isinstance(model, dict) and "id" in model for model in models):
                     raise ValueError("it names no models")
-                found.append(models)
+                listings.append(models)
             except Refused:
                 raise
             except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"No server with OpenAI's interface answers at {url}{loopback.through(url)} ({_reason(error)}). {START}"
+                    f"No server with OpenAI's interface answers at {url}{loopback.describe_proxy(url)} ({_describe_error(error)}). {START}"
                 ) from None
-        return found
+        return listings
 
     def close(self) -> None:
         """Ends all requests, also those that wait for an answer."""
         self.closed.set()
         self.pool.shutdown(wait=False, cancel_futures=True)
-        for each in list(self.sockets):
+        for connection in list(self.sockets):
             with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)  # closing it would not wake a thread that reads from it
+                connection.shutdown(socket.SHUT_RDWR)  # closing it would not wake a thread that reads from it
         self.client.close()
 
-    def _trace(self, event: str, info: dict) -> None:
+    def _trace(self, event: str, details: dict) -> None:
         """Called by httpcore: remembers the sockets of new connections."""
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
-            self.sockets.add(info["return_value"].get_extra_info("socket"))
+            self.sockets.add(details["return_value"].get_extra_info("socket"))
 
     def _send(self, url: str, path: str, body: dict) -> dict:
         answer = self.client.post(f"{url}/{path}", json=body)
-        _check(answer, f"{url}/{path}{loopback.through(url)}")
+        _check_status(answer, f"{url}/{path}{loopback.describe_proxy(url)}")
         try:
             document = answer.json()
         except ValueError as error:
@@ -183,36 +185,36 @@ class EngineClient:
         return document
 
     def _receive(self, url: str, path: str, body: dict) -> list[Event]:
-        begun, parts = time.perf_counter(), []
+        start, chunks = time.perf_counter(), []
         with self.client.stream("POST", f"{url}/{path}", json=body) as answer:
             if answer.status_code != 200:
                 answer.read()
-            _check(answer, f"{url}/{path}{loopback.through(url)}")
+            _check_status(answer, f"{url}/{path}{loopback.describe_proxy(url)}")
             try:
-                for part in answer.iter_bytes():  # read later, as that takes time
-                    parts.append((time.perf_counter() - begun, part))
+                for chunk in answer.iter_bytes():  # read later, as that takes time
+                    chunks.append((time.perf_counter() - start, chunk))
             except httpx.TransportError as error:
-                if parts:
-                    raise BadAnswer(f"a stream that was lost ({_reason(error)})") from error
+                if chunks:
+                    raise BadAnswer(f"a stream that was lost ({_describe_error(error)})") from error
                 raise
-        return read_events(parts)
+        return read_events(chunks)
 
-    def _lost(self, url: str, error: Exception, begun: float) -> None:
-        proxy = loopback.through(url)
-        why = f"({_reason(error)}); it is asked again for up to {self.patience:g} minutes"
-        self._change(url, silent=True, what=f"does not answer{proxy} {why}")
-        if time.monotonic() - begun > 60 * self.patience and not self.closed.is_set():
+    def _note_loss(self, url: str, error: Exception, silent_since: float) -> None:
+        proxy = loopback.describe_proxy(url)
+        reason = f"({_describe_error(error)}); it is asked again for up to {self.patience:g} minutes"
+        self._note_change(url, silent=True, message=f"does not answer{proxy} {reason}")
+        if time.monotonic() - silent_since > 60 * self.patience and not self.closed.is_set():
             raise ValueError(
-                f"No server has answered for {self.patience:g} minutes ({url}{proxy}: {_reason(error)}). {START}"
+                f"No server has answered for {self.patience:g} minutes ({url}{proxy}: {_describe_error(error)}). {START}"
             )
 
-    def _change(self, url: str, *, silent: bool, what: str = "answers again") -> None:
+    def _note_change(self, url: str, *, silent: bool, message: str = "answers again") -> None:
         """Says when a server stops to answer, and when it answers again."""
         with self.guard:
             changed = silent != (url in self.silent)
             (self.silent.add if silent else self.silent.discard)(url)
         if changed and not self.closed.is_set():
-            self.say(f"{url} {what}.")
+            self.say(f"{url} {message}.")
 
 
 def _base_url(url: str) -> str:
@@ -222,25 +224,25 @@ def _base_url(url: str) -> str:
     return base
 
 
-def _check(answer: httpx.Response, where: str) -> None:
+def _check_status(answer: httpx.Response, address: str) -> None:
     """Raises BadAnswer or Refused for what is no answer."""
     if answer.status_code in (408, 429) or answer.status_code >= 500:
-        error = BadAnswer(f"status {answer.status_code}, {_message(answer)}")
+        error = BadAnswer(f"status {answer.status_code}, {_read_message(answer)}")
         with contextlib.suppress(ValueError):  # it may also be a date
             error.pause = min(LONGEST_WAIT, float(answer.headers.get("retry-after", 0)))
         raise error
     if answer.status_code >= 400:
-        refused = Refused(f"{where} refuses the request with status {answer.status_code}: {_message(answer)}")
+        refused = Refused(f"{address} refuses the request with status {answer.status_code}: {_read_message(answer)}")
         refused.status = answer.status_code
         raise refused
 
 
-def read_events(parts: list[tuple[float, bytes]]) -> list[Event]:
+def read_events(chunks: list[tuple[float, bytes]]) -> list[Event]:
     """Server-sent events from the pieces in which they came. Raises BadAnswer for an error, and for a stream without its end."""
     events: list[Event] = []
-    rest = b""
-    for seconds, part in parts:
-        *lines, rest = (rest + part).split(b"\n")
+    remainder = b""
+    for seconds, chunk in chunks:
+        *lines, remainder = (remainder + chunk).split(b"\n")
         for line in (line[5:].strip() for line in lines if line.startswith(b"data:")):
             if line == b"[DONE]":
                 return events
@@ -254,7 +256,7 @@ def read_events(parts: list[tuple[float, bytes]]) -> list[Event]:
     raise BadAnswer(f"a stream that was cut after {len(events)} events")
 
 
-def _message(answer: httpx.Response) -> str:
+def _read_message(answer: httpx.Response) -> str:
     """What a server says is wrong, in one line."""
     try:
         document = answer.json()
@@ -265,7 +267,7 @@ def _message(answer: httpx.Response) -> str:
     return " ".join(str(text).split())[:500]
 
 
-def _reason(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -279,11 +281,11 @@ def find_fingerprint(model: dict) -> Fingerprint | None:
     """
     if model.get("owned_by") == LLAMA_CPP:
         meta = {key: value for key, value in (model.get("meta") or {}).items() if key != "n_ctx"}
-        text = f"{digest(json.dumps(meta, sort_keys=True).encode())}-gguf-{str(meta.get('ftype')).lower()}"
-        return Fingerprint.known(text)
+        text = f"{digest_bytes(json.dumps(meta, sort_keys=True).encode())}-gguf-{str(meta.get('ftype')).lower()}"
+        return Fingerprint.from_text(text)
     root = model.get("root")
     if not isinstance(root, str) or not (Path(root).is_dir() or is_cached(root)):
         return None
     with contextlib.suppress(ValueError, OSError):
-        return Target.load_ends(root).identity.fix()
+        return Target.load_ends(root).identity.compute()
     return None

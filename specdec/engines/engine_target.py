@@ -20,7 +20,9 @@ from specdec.heads.base import Drafter
 from specdec.target.fingerprint import UNREAD, describe_difference
 from specdec.target.model import Target, TargetOutput
 
-CLOSE = 0.25  # standard deviations of the logits by which the engine's token may fall short of the best one here
+MAX_SHORTFALL = (
+    0.25  # standard deviations of the logits by which the engine's token may fall short of the best one here
+)
 RESTART = "Start it again with python scripts/launch_engine.py"
 
 
@@ -47,15 +49,15 @@ class EngineTarget:
         """tokens [t] -> [t, D] for each of these layers, on the CPU, before the final norm, in the target's dtype"""
         ids = tokens.tolist()
         body = self.make_body(ids, max_tokens=1)
-        return self.client.submit("v1/completions", body, lambda answer: self.receive(answer, ids, layers)[1])
+        return self.client.submit("v1/completions", body, lambda answer: self.read_states(answer, ids, layers)[1])
 
     def read(self, drafter: Drafter, texts: list[tuple[list[int], list[int]]]) -> TargetOutput:
-        """As specdec.unroll.replay.read: prompts and their answers -> features [B, T, F*D], final [B, T, D]"""
+        """As specdec.unroll.replay.read_target: prompts and their answers -> features [B, T, F*D], final [B, T, D]"""
         layers = (*drafter.target_layers, self.target.num_layers)
         futures = [self.submit(torch.tensor(prompt + answer), layers) for prompt, answer in texts]
         rows = [torch.cat(future.result(), dim=-1) for future in futures]
-        both = apply_final_norm(self.target, pad_sequence(rows, batch_first=True).to(self.target.device), layers)
-        return TargetOutput(*both.split([both.shape[-1] - self.target.width, self.target.width], dim=-1))
+        states = apply_final_norm(self.target, pad_sequence(rows, batch_first=True).to(self.target.device), layers)
+        return TargetOutput(*states.split([states.shape[-1] - self.target.width, self.target.width], dim=-1))
 
     def answer(
         self, prompts: Sequence[list[int]], *, sampling: Sampling, max_new_tokens: int, stop: set[int], seed: int
@@ -89,7 +91,7 @@ class EngineTarget:
             "kv_transfer_params": {"include_output_tokens": True},
         }
 
-    def receive(self, answer: dict, prompt: list[int], layers: tuple[int, ...]) -> tuple[list[int], list[Tensor]]:
+    def read_states(self, answer: dict, prompt: list[int], layers: tuple[int, ...]) -> tuple[list[int], list[Tensor]]:
         """-> the new tokens, and [t, D] for each layer: states of all tokens but the last, which the engine never read
 
         A thread calls this, which must not wait for what the device has been given to do.
@@ -98,14 +100,14 @@ class EngineTarget:
         new, path = _new_tokens(answer), find_file(answer)
         if path is None:
             raise ValueError(f"The server at {', '.join(self.client.urls)} gives no hidden states. {RESTART}.")
-        tensors, about = load_file(path)
+        tensors, metadata = load_file(path)
         ids, states = tensors.get("token_ids"), tensors.get("hidden_states")
-        wanted = [*prompt, *new][:-1]
+        expected_ids = [*prompt, *new][:-1]
         if ids is None or states is None or states.ndim != 3:
             raise BadAnswer(f"{path} has no hidden states of a text")
-        if ids.tolist() != wanted or len(states) != len(wanted):
+        if ids.tolist() != expected_ids or len(states) != len(expected_ids):
             raise BadAnswer(
-                f"hidden states of {len(states)} tokens came back for a text of {len(wanted)}. {RESTART}: prefix caching must "
+                f"hidden states of {len(states)} tokens came back for a text of {len(expected_ids)}. {RESTART}: prefix caching must "
                 "be off (--no-enable-prefix-caching)"
             )
         delete_file(path)  # now that it is known to be the engine's
@@ -116,7 +118,7 @@ class EngineTarget:
                 f"The engine's hidden states have width {states.shape[2]}, and {self.target.name} has {self.target.width}: it "
                 "serves another model."
             )
-        stored = json.loads(about.get("layers", "[]"))
+        stored = json.loads(metadata.get("layers", "[]"))
         if len(stored) != states.shape[1] or not set(self.layers) <= set(stored):
             raise ValueError(
                 f"The engine gives layers {stored or 'without their numbers'}, and the head needs {list(self.layers)}. "
@@ -140,22 +142,22 @@ class EngineTarget:
         """Compares the token that a server chooses behind a short text with the best one by its own hidden state."""
         target = self.target
         ids = (torch.arange(1, 9) % target.vocab_size).tolist()
-        read = lambda answer: self.receive(answer, ids, (target.num_layers,))
-        (chosen,), (states,) = self.client.post("v1/completions", self.make_body(ids, max_tokens=1), read)
+        read = lambda answer: self.read_states(answer, ids, (target.num_layers,))
+        (token,), (states,) = self.client.post("v1/completions", self.make_body(ids, max_tokens=1), read)
         logits = target.logits(target.norm(states[-1:].to(target.device)))[0]  # [V]
-        short = float((logits.max() - logits[chosen]) / logits.std())
-        if not short <= CLOSE:
+        shortfall = float((logits.max() - logits[token]) / logits.std())
+        if not shortfall <= MAX_SHORTFALL:
             raise ValueError(
-                f"The engine chose token {chosen}, whose logit by its own hidden state falls {short:.1f} standard deviations "
+                f"The engine chose token {token}, whose logit by its own hidden state falls {shortfall:.1f} standard deviations "
                 f"short of the best. It serves another model than {target.name}, or other layers."
             )
 
 
 def apply_final_norm(target: Target, states: Tensor, layers: tuple[int, ...]) -> Tensor:
     """states [..., layers * D] of an EngineTarget, on the target's device -> the same with the final norm, applied in place"""
-    for layer, part in zip(layers, states.split(target.width, dim=-1), strict=True):
+    for layer, layer_states in zip(layers, states.split(target.width, dim=-1), strict=True):
         if layer == target.num_layers:
-            part.copy_(target.norm(part))
+            layer_states.copy_(target.norm(layer_states))
     return states
 
 

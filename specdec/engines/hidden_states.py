@@ -41,9 +41,9 @@ def find_lock(path: Path) -> Path:
 
 
 def delete_file(path: Path) -> None:
-    for each in (path, find_lock(path)):
+    for file in (path, find_lock(path)):
         with contextlib.suppress(OSError):
-            each.unlink()
+            file.unlink()
 
 
 def discard_states(answer: dict, tokens: list[int]) -> None:

@@ -40,7 +40,7 @@ def make_command(options: EngineOptions, target: Target, layers: list[int], fold
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": folder},
     }
-    given = {
+    flags = {
         "--model": target.name,
         "--dtype": str(target.dtype).removeprefix("torch."),
         "--max-model-len": str(min(options.max_model_len, target.max_positions or options.max_model_len)),
@@ -49,7 +49,7 @@ def make_command(options: EngineOptions, target: Target, layers: list[int], fold
         "--speculative-config": json.dumps(speculative),
         "--kv-transfer-config": json.dumps(connector),
     }
-    words = [options.python, "-m", "vllm.entrypoints.openai.api_server", *itertools.chain(*given.items())]
+    words = [options.python, "-m", "vllm.entrypoints.openai.api_server", *itertools.chain(*flags.items())]
     words.append("--no-enable-prefix-caching")  # a cached prefix would have no hidden states
     return words + ["--trust-remote-code"] * target.trust_remote_code + shlex.split(options.more)
 
@@ -72,11 +72,11 @@ def run_server(options: EngineOptions, target: Target, layers: list[int], folder
     print(f"{target.name} will be served at {url}, with layers {layers}, once vLLM says that its start is complete.")
     print(f"use: features.engine={url} (train.py), engine={url} (scripts/answer.py)", flush=True)
     # The first three variables matter on a CPU only
-    given = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
     path = os.pathsep.join(filter(None, [str(modules), os.environ.get("PYTHONPATH")]))
     words = make_command(options, target, layers, folder)
     # A session of its own: Ctrl-C reaches this process, which then ends the server and all of its processes
-    server = subprocess.Popen(words, env=given | dict(os.environ) | {"PYTHONPATH": path}, start_new_session=True)
+    server = subprocess.Popen(words, env=environment | dict(os.environ) | {"PYTHONPATH": path}, start_new_session=True)
     try:
         return server.wait()
     finally:

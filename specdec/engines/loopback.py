@@ -19,7 +19,7 @@ def is_local(url: str) -> bool:
     return address.is_loopback or address.is_unspecified
 
 
-def client_options(*urls: str) -> dict[str, Any]:
+def make_client_options(*urls: str) -> dict[str, Any]:
     """Arguments of an httpx client for these servers. With local ones alone it reads nothing of the environment, so that a proxy that
     cannot be used does no harm."""
     local = [url for url in urls if is_local(url)]
@@ -29,11 +29,14 @@ def client_options(*urls: str) -> dict[str, Any]:
     return {"mounts": {f"all://[{host}]" if ":" in host else f"all://{host}": None for host in hosts}}
 
 
-def through(url: str) -> str:
+def describe_proxy(url: str) -> str:
     """(through NAME), where a variable of the environment names a proxy for this address; else nothing. Its value may hold a password."""
-    parts = urllib.parse.urlsplit(url)
-    if is_local(url) or urllib.request.proxy_bypass(parts.netloc):
+    address = urllib.parse.urlsplit(url)
+    if is_local(url) or urllib.request.proxy_bypass(address.netloc):
         return ""
-    wanted = [f"{kind}_proxy" for kind in (parts.scheme, "all")]
-    name = next((name for want in wanted for name, value in os.environ.items() if name.lower() == want and value), None)
-    return f" (through the proxy of {name}; NO_PROXY={parts.hostname} asks it directly)" if name else ""
+    variables = [f"{kind}_proxy" for kind in (address.scheme, "all")]
+    name = next(
+        (name for variable in variables for name, value in os.environ.items() if name.lower() == variable and value),
+        None,
+    )
+    return f" (through the proxy of {name}; NO_PROXY={address.hostname} asks it directly)" if name else ""

@@ -16,10 +16,10 @@ from specdec.heads.dflash import BlockDrafter
 from specdec.target.model import Target, load_tokenizer
 from specdec.target.structure import FULL, SLIDING
 
-MASK = "mask_embedding.pt"
+MASK_FILE = "mask_embedding.pt"
 NO_OWN_MASK = "take format=vllm, or train with head.drafter.mask_token=ID, a token that no text has"
-OWN = re.compile(r"^(layers\.\d+\.)([qkvo]_proj|[qk]_norm)\b")  # engines have these inside `self_attn`
-CONFIDENCE = "confidence_head.proj."
+ATTENTION_NAME = re.compile(r"^(layers\.\d+\.)([qkvo]_proj|[qk]_norm)\b")  # engines have these inside `self_attn`
+CONFIDENCE_PREFIX = "confidence_head.proj."
 # Of each kind: the class in config.json, and public names of what the dependence holds
 CLASSES = {
     "dflash": "DFlashDraftModel",
@@ -50,7 +50,7 @@ PARTS = {
         "embed_proj.2.weight": "after.weight",
     },
 }
-LILICORR = "lilicorr."  # before names that are the same here
+LILICORR_PREFIX = "lilicorr."  # before names that are the same here
 # Names of modelopt's training code, which engines do not all know
 LILICORR_OLD = {
     "feature_mlp.0.": "feature_norm.",
@@ -59,12 +59,16 @@ LILICORR_OLD = {
     ".mlp.0.": ".mlp.up_proj.",
     ".mlp.2.": ".mlp.down_proj.",
 }
-TABLES = ("before", "predecessor", "successor")  # tables of all tokens, which here may be maps of their embeddings
+TOKEN_TABLES = (
+    "before",
+    "predecessor",
+    "successor",
+)  # tables of all tokens, which here may be maps of their embeddings
 LOGIT_HEAD = "logit_head."  # a part of old names of SpecForge
-OTHERS = {
+OTHER_NAMES = {
     layout.EMBEDDING: "embedding",
     **{public: f"dependence.{own}" for names in PARTS.values() for public, own in names.items()},
-    **{f"{CONFIDENCE}{part}": f"confidence_head.{part}" for part in ("weight", "bias")},
+    **{f"{CONFIDENCE_PREFIX}{part}": f"confidence_head.{part}" for part in ("weight", "bias")},
     # modelopt's names, and those of transformers' assistants
     **{f"confidence_proj.{part}": f"confidence_head.{part}" for part in ("weight", "bias")},
     **{public.removeprefix("markov_head."): f"dependence.{own}" for public, own in PARTS["dspark"].items()},
@@ -77,21 +81,21 @@ def kind_of(drafter: BlockDrafter) -> str:
     """dflash, dspark, dflash2, lilicorr or domino"""
     if drafter.dependence is not None:
         return drafter.dependence.head
-    return "dspark" if drafter.anchor_predicts else "dflash2" if _convolution(drafter) is not None else "dflash"
+    return "dspark" if drafter.anchor_predicts else "dflash2" if _find_convolution(drafter) is not None else "dflash"
 
 
-def _convolution(drafter: BlockDrafter) -> BlockConvolution | None:
+def _find_convolution(drafter: BlockDrafter) -> BlockConvolution | None:
     return next((part for part in drafter.layers[0].modules() if isinstance(part, BlockConvolution)), None)
 
 
-def target_row(drafter: BlockDrafter) -> int | None:
+def find_target_row(drafter: BlockDrafter) -> int | None:
     """The token whose row of the target's embedding the mask is; None: the mask has an embedding of its own."""
     weight = drafter.target.embed.weight
     rows = (weight == drafter.mask_embedding.to(weight.dtype)).all(dim=1).nonzero()
     return int(rows[0]) if drafter.mask_token is None and len(rows) else drafter.mask_token
 
 
-def free_token(target: Target) -> int | None:
+def find_free_token(target: Target) -> int | None:
     """A token that no text has: one behind those of the tokenizer, or a reserved one; None: there is none, or no tokenizer."""
     try:
         tokenizer = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code)
@@ -105,7 +109,7 @@ def free_token(target: Target) -> int | None:
     return max(names)[0] if names else None
 
 
-def mask_token(drafter: BlockDrafter) -> int:
+def choose_mask_token(drafter: BlockDrafter) -> int:
     """The token whose row holds the mask's embedding: one that ends answers, so that nothing is drafted behind it."""
     if drafter.mask_token is not None:
         return drafter.mask_token
@@ -115,9 +119,9 @@ def mask_token(drafter: BlockDrafter) -> int:
     return int(token if token is not None else fields.get("pad_token_id") or 0)
 
 
-def mask_file(drafter: BlockDrafter, token: int | None) -> dict[str, dict]:
+def make_mask_file(drafter: BlockDrafter, token: int | None) -> dict[str, dict]:
     """The file with the mask's embedding, which stands in the place of a token."""
-    return {MASK: {"mask_token_id": token, "embedding": drafter.mask_embedding.detach().clone()}}
+    return {MASK_FILE: {"mask_token_id": token, "embedding": drafter.mask_embedding.detach().clone()}}
 
 
 def _write_layers(drafter: BlockDrafter) -> tuple[dict, dict]:
@@ -132,7 +136,7 @@ def _write_layers(drafter: BlockDrafter) -> tuple[dict, dict]:
         raise ValueError(
             "Causal full layers and attention sinks are given back in the layout they came in: format=published."
         )
-    if _convolution(drafter) is not None and kind not in ("dflash2", "lilicorr"):
+    if _find_convolution(drafter) is not None and kind not in ("dflash2", "lilicorr"):
         raise ValueError("Engines have the convolution with a selector or LiLiCorr only: train with convolution=null.")
     if kind != "dflash" and not target.shape_logits.plain:
         raise ValueError(
@@ -146,42 +150,45 @@ def _write_layers(drafter: BlockDrafter) -> tuple[dict, dict]:
         for name, value in drafter.state_dict().items()
         if name.split(".")[0] in ("fc", "hidden_norm", "norm", "layers")
     }
-    tensors = {OWN.sub(r"\1self_attn.\2", name): value for name, value in head.items()}
-    if (part := drafter.dependence) is not None:
-        own, embedding = part.state_dict(), target.embed.weight if drafter.embedding is None else drafter.embedding
-        for name in TABLES:
-            if isinstance(map := getattr(part, name, None), nn.Linear):
-                own[f"{name}.weight"] = nn.functional.linear(
-                    embedding.detach().to(map.weight.dtype), map.weight
+    tensors = {ATTENTION_NAME.sub(r"\1self_attn.\2", name): value for name, value in head.items()}
+    if (dependence := drafter.dependence) is not None:
+        own_tensors, embedding = (
+            dependence.state_dict(),
+            target.embed.weight if drafter.embedding is None else drafter.embedding,
+        )
+        for name in TOKEN_TABLES:
+            if isinstance(table := getattr(dependence, name, None), nn.Linear):
+                own_tensors[f"{name}.weight"] = nn.functional.linear(
+                    embedding.detach().to(table.weight.dtype), table.weight
                 )  # [V, rank]
-        names = PARTS.get(kind) or {f"{LILICORR}{name}": name for name in own}
-        tensors |= {public: own[name] for public, name in names.items() if name in own}
+        names = PARTS.get(kind) or {f"{LILICORR_PREFIX}{name}": name for name in own_tensors}
+        tensors |= {public: own_tensors[name] for public, name in names.items() if name in own_tensors}
     config = {
         "architectures": [CLASSES[kind]],
         "model_type": "qwen3",
         "num_hidden_layers": len(drafter.layers),
-        **layout.block_fields(drafter.config, target),
+        **layout.write_layer_fields(drafter.config, target),
         "num_target_layers": target.num_layers,
         "layer_types": [FULL] * len(drafter.layers),
-        **layout.window_fields(drafter),
+        **layout.write_window_fields(drafter),
         "draft_vocab_size": drafter.vocab_size,
         "torch_dtype": None,
     }
     if drafter.lm_head is not None or drafter.draft_to_target is not None:
         output = drafter.goal_head[0] if drafter.lm_head is None else drafter.lm_head.weight
-        tensors |= {"lm_head.weight": output, **layout.vocab_tensors(drafter)}
+        tensors |= {"lm_head.weight": output, **layout.make_vocab_tensors(drafter)}
         config |= {"has_own_lm_head": True} if kind == "lilicorr" else {}
     return tensors, config
 
 
-def causality(drafter: BlockDrafter) -> bool | None:
+def find_causality(drafter: BlockDrafter) -> bool | None:
     """Whether, in all layers, an input sees only earlier ones of its block; None: in sliding layers alone, as engines take it"""
     if drafter.window is None or not drafter.window_causal:
         return False
     return None if None in drafter.windows else True
 
 
-def dflash(drafter: BlockDrafter) -> Layout:
+def write_dflash(drafter: BlockDrafter) -> Layout:
     """DFlash, and DFlash 2, LiLiCorr or Domino over all tokens: engines have no draft vocabulary for these. The causality is where each looks.
 
     Raises ValueError for DSpark, and for heads that engines would run in another way.
@@ -193,51 +200,51 @@ def dflash(drafter: BlockDrafter) -> Layout:
         raise ValueError(
             "Engines give a DFlash drafter the target's embedding, and this one has its own: take format=published."
         )
-    if drafter.confident:
+    if drafter.has_confidence:
         raise ValueError("Engines have confidence heads for DSpark only: train with confidence=false.")
     if kind != "dflash":
-        drafter = layout.draft_from_all(drafter)  # type: ignore[assignment]  # a copy of the same class
-    fields = _part_fields(drafter)
+        drafter = layout.drop_draft_vocab(drafter)  # type: ignore[assignment]  # a copy of the same class
+    fields = _write_dependence_fields(drafter)
     tensors, config = _write_layers(drafter)
-    mask, causal = mask_token(drafter), causality(drafter)
+    mask, causal = choose_mask_token(drafter), find_causality(drafter)
     # engines number layer outputs: one less than hidden states
     nested = {"mask_token_id": mask, "target_layer_ids": [k - 1 for k in drafter.target_layers], **fields}
     if causal is not None:
         config["is_causal"] = nested["causal"] = causal
     config |= {"block_size": drafter.num_drafts + (not drafter.anchor_predicts), "dflash_config": nested}
-    return Layout(tensors, config, mask_file(drafter, mask))
+    return Layout(tensors, config, make_mask_file(drafter, mask))
 
 
-def _part_fields(drafter: BlockDrafter) -> dict:
+def _write_dependence_fields(drafter: BlockDrafter) -> dict:
     """The fields of DFlash 2, of LiLiCorr and of Domino."""
-    part, convolution = drafter.dependence, _convolution(drafter)
-    kernels = (
+    dependence, convolution = drafter.dependence, _find_convolution(drafter)
+    convolution_fields = (
         {} if convolution is None else {"conv_kernel_size": convolution.taps, "conv_group_size": convolution.group}
     )
-    if part is not None and (fields := part.engine_fields(drafter.anchor_predicts)) is not None:
-        return fields | kernels
-    if part is None and convolution is None:
+    if dependence is not None and (fields := dependence.engine_fields(drafter.anchor_predicts)) is not None:
+        return fields | convolution_fields
+    if dependence is None and convolution is None:
         return {}
-    if not isinstance(part, Selector) or convolution is None or drafter.anchor_predicts:
+    if not isinstance(dependence, Selector) or convolution is None or drafter.anchor_predicts:
         raise ValueError(
             "Engines have DFlash 2 with a selector, a convolution, and an anchor that predicts nothing: train with "
             "dependence.kind=selector convolution=2 anchor_predicts=false."
         )
     return {
-        **kernels,
-        "selector_rank": part.hidden.out_features,
-        "selector_top_k": part.top,
+        **convolution_fields,
+        "selector_rank": dependence.hidden.out_features,
+        "selector_top_k": dependence.top,
         "sample_from_anchor": False,
     }
 
 
-def dspark(drafter: BlockDrafter) -> Layout:
+def write_dspark(drafter: BlockDrafter) -> Layout:
     """With the target's embedding, in which the mask replaces one token's row: engines read DSpark's mask from nowhere else."""
     tensors, config = _write_layers(drafter)
     markov = drafter.dependence
     if not isinstance(markov, Markov):
         raise ValueError("Engines have no DSpark without a Markov head: train with dependence.kind=markov.")
-    mask, embedding = mask_token(drafter), drafter.target.embed.weight.detach()
+    mask, embedding = choose_mask_token(drafter), drafter.target.embed.weight.detach()
     if drafter.embedding is not None:
         embedding = drafter.embedding
     embedding = embedding.to(drafter.fc.weight.dtype).clone()
@@ -246,7 +253,7 @@ def dspark(drafter: BlockDrafter) -> Layout:
     confidence, with_markov = drafter.confidence_head, False
     if confidence is not None:
         with_markov = confidence.in_features > drafter.target.width
-        tensors |= {f"{CONFIDENCE}{part}": getattr(confidence, part) for part in ("weight", "bias")}
+        tensors |= {f"{CONFIDENCE_PREFIX}{part}": getattr(confidence, part) for part in ("weight", "bias")}
     config |= {
         "block_size": drafter.num_drafts + (not drafter.anchor_predicts),
         "target_layer_ids": [k - 1 for k in drafter.target_layers],
@@ -255,108 +262,108 @@ def dspark(drafter: BlockDrafter) -> Layout:
         "dspark_bonus_anchor": not drafter.anchor_predicts,
         "markov_rank": markov.after.in_features,
         "markov_head_type": "vanilla" if markov.form == "plain" else markov.form,
-        "enable_confidence_head": drafter.confident,
+        "enable_confidence_head": drafter.has_confidence,
         "confidence_head_with_markov": with_markov,
     }
-    causal = causality(drafter)
+    causal = find_causality(drafter)
     if drafter.window is not None and causal is not None:  # where DFlash's classes look, from which DSpark's derive
         places = {name: config[name] for name in ("mask_token_id", "target_layer_ids")}
         config |= {"is_causal": causal, "dflash_config": places | {"causal": causal}}
     return Layout(tensors, config)
 
 
-def sglang(drafter: BlockDrafter) -> Layout:
+def write_sglang(drafter: BlockDrafter) -> Layout:
     """A block drafter for SGLang, which drafts from all tokens, and takes the mask from a row of the target's embedding.
 
     It writes DFlash's mask_embedding.pt into that row, so nothing else may read it. Raises ValueError for masks without such a row.
     """
-    target, row, whole = drafter.target, target_row(drafter), layout.draft_from_all(drafter)
+    target, row, whole = drafter.target, find_target_row(drafter), layout.drop_draft_vocab(drafter)
     dspark_like = kind_of(drafter) == "dspark"
-    own: dict[str, dict] = {}
+    side_files: dict[str, dict] = {}
     if row is None:
         shared = target.lm_head.weight is target.embed.weight
-        row = None if shared or dspark_like else free_token(target)
+        row = None if shared or dspark_like else find_free_token(target)
         if row is None:
             raise ValueError(
                 "The mask of this head has an embedding of its own. SGLang reads none for DSpark, and writes DFlash's over a row of "
                 f"the target's embedding, where {target.name} {'has its LM head' if shared else 'has no unused one'}: {NO_OWN_MASK}."
             )
-        own = mask_file(drafter, row)
-    made = (dspark if dspark_like else dflash)(whole)  # type: ignore[arg-type]  # a copy of the same class
-    tensors, config = dict(made.tensors), dict(made.config)
+        side_files = make_mask_file(drafter, row)
+    full_layout = (write_dspark if dspark_like else write_dflash)(whole)  # type: ignore[arg-type]  # a copy of the same class
+    tensors, config = dict(full_layout.tensors), dict(full_layout.config)
     if dspark_like:
         del tensors["embed_tokens.weight"]
         config |= {"mask_token_id": row, "block_size": drafter.num_drafts}  # a block of SGLang's is its drafts
         del config["dspark_bonus_anchor"]
     else:
         config["dflash_config"] = config["dflash_config"] | {"mask_token_id": row}
-    return Layout(tensors, config, own)
+    return Layout(tensors, config, side_files)
 
 
-def own_names(config: dict, names: Iterable[str]) -> dict[str, str]:
+def map_block_names(config: dict, names: Iterable[str]) -> dict[str, str]:
     """This project's name for each public name."""
-    plain = {name: name.removeprefix("model.").removeprefix(LOGIT_HEAD) for name in names}
+    short_names = {name: name.removeprefix("model.").removeprefix(LOGIT_HEAD) for name in names}
     return {
-        name: _lilicorr_name(short) or OTHERS.get(short, short.replace(".self_attn.", "."))
-        for name, short in plain.items()
+        name: _map_lilicorr_name(short) or OTHER_NAMES.get(short, short.replace(".self_attn.", "."))
+        for name, short in short_names.items()
     }
 
 
-def _lilicorr_name(name: str) -> str | None:
-    if not name.startswith(LILICORR):
+def _map_lilicorr_name(name: str) -> str | None:
+    if not name.startswith(LILICORR_PREFIX):
         return None
     for old, new in LILICORR_OLD.items():
         name = name.replace(old, new)
-    return f"dependence.{name.removeprefix(LILICORR)}"
+    return f"dependence.{name.removeprefix(LILICORR_PREFIX)}"
 
 
-def read_mask_file(beside: dict) -> Tensor | None:
+def read_mask_file(side_files: dict) -> Tensor | None:
     """The embedding of the mask, [D], if it has a file."""
-    if MASK not in beside:
+    if MASK_FILE not in side_files:
         return None
-    state = beside[MASK]
-    if isinstance(state, dict) and (more := state.keys() - {"mask_token_id", "embedding"}):
+    state = side_files[MASK_FILE]
+    if isinstance(state, dict) and (unknown_keys := state.keys() - {"mask_token_id", "embedding"}):
         raise ValueError(
-            f"{MASK} holds {', '.join(sorted(map(str, more)))}, which cannot be imported: one embedding can."
+            f"{MASK_FILE} holds {', '.join(sorted(map(str, unknown_keys)))}, which cannot be imported: one embedding can."
         )
     return (state["embedding"] if isinstance(state, dict) else state).reshape(-1)
 
 
-def mask_of(config: dict) -> int | None:
+def find_mask_token(config: dict) -> int | None:
     """The mask's token of a published head; None if it names none."""
-    return read_fields(config).get("mask_token_id")
+    return flatten_fields(config).get("mask_token_id")
 
 
-def read_fields(config: dict) -> dict:
+def flatten_fields(config: dict) -> dict:
     """The configuration with what `dflash_config` holds on the same level; older and newer heads have a field here or there."""
     return {**config, **(config.get("dflash_config") or {})}
 
 
-def with_mask(embedding: Tensor, mask: Tensor, config: dict) -> Tensor:
+def replace_mask_row(embedding: Tensor, mask: Tensor, config: dict) -> Tensor:
     """A copy of an embedding [V, D], with this row [D] at the mask's token."""
     changed = embedding.clone()
-    changed[mask_of(config)] = mask.detach().to(changed)
+    changed[find_mask_token(config)] = mask.detach().to(changed)
     return changed
 
 
-def place_mask(drafter: BlockDrafter, config: dict, beside: dict, names: Container[str]) -> None:
+def add_mask_file(drafter: BlockDrafter, config: dict, side_files: dict, names: Container[str]) -> None:
     """Adds the file of the mask's embedding, where the layout has no place for one that training changed."""
-    token, mask = mask_of(config), drafter.mask_embedding.detach()
+    token, mask = find_mask_token(config), drafter.mask_embedding.detach()
     row = drafter.target.embed.weight[token]
-    if MASK not in beside and layout.EMBEDDING not in names and not torch.equal(mask, row.to(mask)):
-        beside |= mask_file(drafter, token)
+    if MASK_FILE not in side_files and layout.EMBEDDING not in names and not torch.equal(mask, row.to(mask)):
+        side_files |= make_mask_file(drafter, token)
 
 
-def read_block_drafter(config: dict, tensors: dict[str, Tensor], beside: dict, target: Target) -> tuple[dict, dict]:
+def read_block_drafter(config: dict, tensors: dict[str, Tensor], side_files: dict, target: Target) -> tuple[dict, dict]:
     """A block drafter -> the arguments of `heads.dflash.BlockDrafter`, its tensors. Raises ValueError if they are none of this target.
 
     config: flat; layers in `dflash_config`, beside it, or a container's `aux_hidden_state_layer_ids`
     beside: contents of further files, by name; the mask's embedding may have one
     """
-    mask = read_mask_file(beside)
-    nested, config = config.get("dflash_config") or {}, read_fields(config)
+    mask = read_mask_file(side_files)
+    nested, config = config.get("dflash_config") or {}, flatten_fields(config)
     layers = config.get("aux_hidden_state_layer_ids") or [k + 1 for k in config.get("target_layer_ids") or ()]
-    mask_id = mask_of(config)
+    mask_id = find_mask_token(config)
     if not layers or (mask is None and mask_id is None):
         raise ValueError("config.json names no hidden states or no mask token: is this a DFlash drafter?")
     has_markov = any("markov_w1" in name for name in tensors)
@@ -369,14 +376,14 @@ def read_block_drafter(config: dict, tensors: dict[str, Tensor], beside: dict, t
     layout.check_layers(tuple(layers), target)
     tensors = dict(tensors)
     if mask is None:
-        mask = _read_mask(tensors, int(mask_id or 0), target)
-    embedding = layout.take_own(tensors, layout.EMBEDDING, target.embed.weight)
+        mask = _take_mask_row(tensors, int(mask_id or 0), target)
+    embedding = layout.take_own_tensor(tensors, layout.EMBEDDING, target.embed.weight)
     vocab = None
     if "d2t" in tensors:
-        vocab = layout.check_vocab(tensors["d2t"], tensors.get("t2d"))
-    lm_head = layout.take_own(tensors, "lm_head.weight", layout.lm_head_rows(target, vocab))
-    own = own_names(config, tensors)
-    head = {own[name]: value for name, value in layout.without_maps(tensors).items()}
+        vocab = layout.read_vocab(tensors["d2t"], tensors.get("t2d"))
+    lm_head = layout.take_own_tensor(tensors, "lm_head.weight", layout.select_lm_head(target, vocab))
+    own_names = map_block_names(config, tensors)
+    head = {own_names[name]: value for name, value in layout.drop_vocab_maps(tensors).items()}
     head["mask_embedding"] = mask
     from_row = mask_id is not None and torch.equal(mask.to(target.embed.weight), target.embed.weight[int(mask_id)])
     if lm_head is not None:
@@ -388,7 +395,7 @@ def read_block_drafter(config: dict, tensors: dict[str, Tensor], beside: dict, t
     in_block = bool(config.get("dspark_bonus_anchor")) if flat else not anchor_predicts
     arguments = {
         "_target_": "specdec.heads.dflash.BlockDrafter",
-        **layout.read_block({"head_dim": len(head["layers.0.q_norm.weight"]), **config}, target),
+        **layout.read_layer({"head_dim": len(head["layers.0.q_norm.weight"]), **config}, target),
         "num_drafts": config["block_size"] - in_block,
         "num_layers": config["num_hidden_layers"],
         "target_layers": list(layers),
@@ -397,24 +404,24 @@ def read_block_drafter(config: dict, tensors: dict[str, Tensor], beside: dict, t
         "sinks": "layers.0.attention_sink_bias" in head,
         **sliding,
         **({"mask_token": int(mask_id or 0)} if from_row else {}),
-        **_read_part(head, config),
+        **_read_dependence(head, config),
     }
-    return layout.with_embedding(arguments, head, embedding)
+    return layout.add_own_embedding(arguments, head, embedding)
 
 
-def _read_mask(tensors: dict[str, Tensor], mask_id: int, target: Target) -> Tensor:
+def _take_mask_row(tensors: dict[str, Tensor], mask_id: int, target: Target) -> Tensor:
     """The mask's embedding, [D], a row of the embedding; if nothing else differs from the target's, this row becomes the target's."""
-    own = target.embed.weight.detach()
+    target_embedding = target.embed.weight.detach()
     embedding = tensors.get(layout.EMBEDDING)
-    if embedding is None or embedding.shape != own.shape:
-        return own[mask_id].cpu().clone()
-    same = embedding.clone()
-    same[mask_id] = own[mask_id].to(same)
-    tensors[layout.EMBEDDING] = same if layout.is_copy(same, own) else embedding
+    if embedding is None or embedding.shape != target_embedding.shape:
+        return target_embedding[mask_id].cpu().clone()
+    target_copy = embedding.clone()
+    target_copy[mask_id] = target_embedding[mask_id].to(target_copy)
+    tensors[layout.EMBEDDING] = target_copy if layout.is_copy(target_copy, target_embedding) else embedding
     return embedding[mask_id].clone()
 
 
-def _read_part(head: dict[str, Tensor], config: dict) -> dict:
+def _read_dependence(head: dict[str, Tensor], config: dict) -> dict:
     """The arguments of the dependence, the convolution and the confidence head, where there are any."""
     arguments: dict[str, Any] = {}
     if "dependence.before.weight" in head:
@@ -424,16 +431,19 @@ def _read_part(head: dict[str, Tensor], config: dict) -> dict:
                 "Speculators' recurrent Markov head reads the anchor twice where sample_from_anchor=false, and engines and this project "
                 "once: take one with sample_from_anchor=true."
             )
-        given = {"rank": head["dependence.before.weight"].shape[-1], "form": "plain" if form == "vanilla" else form}
-        arguments = {"dependence": {"kind": "markov", "table": True, **given}}
+        dependence_options = {
+            "rank": head["dependence.before.weight"].shape[-1],
+            "form": "plain" if form == "vanilla" else form,
+        }
+        arguments = {"dependence": {"kind": "markov", "table": True, **dependence_options}}
     if config.get("conv_kernel_size"):
         width, group = config["hidden_size"], config["conv_group_size"]
         if group != BlockConvolution(width, 1).group:
             raise ValueError(f"A convolution with conv_group_size={group} cannot be imported; {GROUP} can.")
         arguments = {"convolution": config["conv_kernel_size"]}
     if config.get("selector_rank"):
-        given = {"rank": config["selector_rank"], "top": config["selector_top_k"], "table": True}
-        arguments |= {"dependence": {"kind": "selector", **given}}
+        dependence_options = {"rank": config["selector_rank"], "top": config["selector_top_k"], "table": True}
+        arguments |= {"dependence": {"kind": "selector", **dependence_options}}
     if config.get("projector_type") == "lilicorr" or config.get("lilicorr_enabled"):
         names = {"top": "candidate_topk", "hidden": "hidden_size", "factor": "factor_dim"}
         names |= {name: name for name in ("num_layers", "num_heads", "mlp_ratio", "logit_scale", "vector_eps")}
@@ -452,18 +462,18 @@ def _read_part(head: dict[str, Tensor], config: dict) -> dict:
 
 def _read_windows(config: dict, nested: dict) -> dict:
     """The arguments `window`, `full_layers`, `window_causal` and `full_causal`, as vLLM reads a raw drafter, and Speculators its
-    container. config: `read_fields`; nested: `dflash_config`
+    container. config: `flatten_fields`; nested: `dflash_config`
     """
     num = config["num_hidden_layers"]
-    kinds = list(config.get("layer_types") or [FULL] * num)[:num]
+    layer_types = list(config.get("layer_types") or [FULL] * num)[:num]
     causal = config.get("is_causal")
     causal = nested.get("causal") if causal is None else causal
-    if nested.get("use_swa") and SLIDING not in kinds:  # all layers, and both ways unless it is said
-        kinds, causal = [SLIDING] * num, bool(causal)
+    if nested.get("use_swa") and SLIDING not in layer_types:  # all layers, and both ways unless it is said
+        layer_types, causal = [SLIDING] * num, bool(causal)
     in_container = "speculators_model_type" in config
     if in_container:  # of sliding layers alone; without the field, as vLLM takes it
-        causal = SLIDING in kinds and not config.get("sliding_window_non_causal", True)
-    full = {"full_causal": bool(causal and not in_container and FULL in kinds)}
-    sizes = {"layer_types": kinds, "sliding_window": nested.get("swa_window_size", config.get("sliding_window"))}
-    found = layout.read_window(sizes, num)
-    return full | ({**found, "window_causal": causal is None or bool(causal)} if found else {})
+        causal = SLIDING in layer_types and not config.get("sliding_window_non_causal", True)
+    full = {"full_causal": bool(causal and not in_container and FULL in layer_types)}
+    sizes = {"layer_types": layer_types, "sliding_window": nested.get("swa_window_size", config.get("sliding_window"))}
+    windows = layout.read_window(sizes, num)
+    return full | ({**windows, "window_causal": causal is None or bool(causal)} if windows else {})

@@ -8,10 +8,10 @@ from specdec.export.layout import Layout
 from specdec.heads.draft import Draft
 from specdec.target.model import load_tokenizer
 
-LEFT_OUT = ("dtype", "_name_or_path", "_model_name_or_path")
+DROPPED_FIELDS = ("dtype", "_name_or_path", "_model_name_or_path")
 
 
-def language_model(drafter: Draft) -> Layout:
+def write_language_model(drafter: Draft) -> Layout:
     """With the tokenizer and the generation settings beside it.
 
     Includes the target's embeddings where the draft borrows them, and all V rows of the output layer even if the draft was
@@ -20,14 +20,14 @@ def language_model(drafter: Draft) -> Layout:
     model = drafter.language_model(torch.promote_types(drafter.dtype, torch.float32))
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     config = {**model.config.to_dict(), "architectures": [type(model).__name__], "tie_word_embeddings": tied}
-    config = {key: value for key, value in config.items() if key not in LEFT_OUT} | {"torch_dtype": None}
+    config = {key: value for key, value in config.items() if key not in DROPPED_FIELDS} | {"torch_dtype": None}
 
     tensors = {name: value for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")}
     tokenizer = load_tokenizer(drafter.target.name, trust_remote_code=drafter.target.trust_remote_code)
 
-    def companions(folder: Path) -> None:
+    def write_companions(folder: Path) -> None:
         tokenizer.save_pretrained(folder)
         if model.generation_config is not None:
             model.generation_config.save_pretrained(folder)
 
-    return Layout(tensors, config, more=companions)
+    return Layout(tensors, config, write_companions=write_companions)

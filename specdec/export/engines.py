@@ -11,11 +11,11 @@ from typing import Any
 import yaml
 
 from specdec.export import block_drafter, eagle, medusa, mtp
-from specdec.export.draft import language_model
-from specdec.export.layout import Layout, check_whole, draft_from_all, plain_layout
-from specdec.export.published import restore
-from specdec.export.speculators import container
-from specdec.export.stitched import stitched
+from specdec.export.draft import write_language_model
+from specdec.export.layout import Layout, check_full_attention, drop_draft_vocab, make_plain_layout
+from specdec.export.published import restore_published
+from specdec.export.speculators import write_container
+from specdec.export.stitched import make_stitched_layout
 from specdec.heads.base import Drafter, Head
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
@@ -30,8 +30,8 @@ from specdec.target.model import Target
 Special = tuple[str, list[str]]
 
 
-WINDOW = "{engine} counts the window of a sliding layer from each input of a block, training from the first one."
-SAMPLING = (
+WINDOW_NOTE = "{engine} counts the window of a sliding layer from each input of a block, training from the first one."
+SAMPLING_NOTE = (
     "At temperature 0 nothing else is needed. Above it, drafts are sampled here, and vLLM takes the most likely ones unless "
     '"draft_sample_method": "probabilistic" is in its configuration: tau differs.'
 )
@@ -54,17 +54,17 @@ def _vllm(drafter: Any, kind: str) -> Special:
         notes.append("mask_embedding.pt has the mask's embedding: keep it beside the weights, where vLLM looks for it.")
     notes += _note_window(drafter, "vLLM")
     if kind != "medusa":
-        notes.append(SAMPLING)
+        notes.append(SAMPLING_NOTE)
     if kind != "mtp":
         return "", notes
     notes.append("vLLM builds the module from the target's configuration, which --hf-overrides changes for that.")
-    return f" --hf-overrides '{json.dumps(mtp.OVERRIDE)}'", notes
+    return f" --hf-overrides '{json.dumps(mtp.TARGET_OVERRIDES)}'", notes
 
 
 def _note_window(drafter: Drafter, engine: str) -> list[str]:
     """How the engine counts the window of a block drafter; nothing for a head without one."""
     windowed = isinstance(drafter, BlockDrafter) and drafter.window is not None
-    return [WINDOW.format(engine=engine)] if windowed else []
+    return [WINDOW_NOTE.format(engine=engine)] if windowed else []
 
 
 def _has_state(drafter: Drafter) -> bool:
@@ -84,7 +84,7 @@ def _sglang(drafter: Any, kind: str) -> Special:
     notes = ["SGLang was not run: its own classes read this folder, and nothing was served."]
     if isinstance(drafter, BlockDrafter):
         notes += _note_window(drafter, "SGLang")
-        if drafter.confident:
+        if drafter.has_confidence:
             notes.append(
                 "SGLang uses the confidence head where SGLANG_RAGGED_VERIFY_MODE=compact is in the environment."
             )
@@ -117,7 +117,7 @@ def _nvidia(drafter: Any) -> str | None:
     if isinstance(drafter, BlockDrafter):
         if drafter.dependence is not None and drafter.draft_to_target is not None:
             return "have no draft vocabulary: train with head.vocab_size=null"
-        own = block_drafter.target_row(drafter) is None
+        own = block_drafter.find_target_row(drafter) is None
         return (
             f"take the mask from the target's embedding, and this head has its own: {block_drafter.NO_OWN_MASK}"
             if own
@@ -130,7 +130,7 @@ def _llama_cpp(drafter: Any, kind: str) -> Special:
     if isinstance(drafter, Eagle3) and len(drafter.target_layers) != 3:
         raise ValueError("llama.cpp's converter takes EAGLE-3 heads of exactly three hidden states.")
     if isinstance(drafter, Eagle3 | BlockDrafter):
-        check_whole(drafter, "llama.cpp")
+        check_full_attention(drafter, "llama.cpp")
     if kind == "dspark":
         _check_plain_markov(drafter, "llama.cpp's converter")
     return ("" if kind == "draft" else " --target-model-dir <target>"), []
@@ -138,8 +138,8 @@ def _llama_cpp(drafter: Any, kind: str) -> Special:
 
 def _safeailab(drafter: Any, kind: str) -> Special:
     if isinstance(drafter, Eagle3):
-        check_whole(drafter, "SafeAILab's code")
-    rope, layers = drafter.config.rope_parameters["rope_type"], eagle.default_layers(drafter.target)
+        check_full_attention(drafter, "SafeAILab's code")
+    rope, layers = drafter.config.rope_parameters["rope_type"], eagle.find_default_layers(drafter.target)
     if rope not in ("default", "linear", "dynamic"):
         raise ValueError(f"SafeAILab's code has no rotary embedding of the type {rope}: take format=vllm.")
     if isinstance(drafter, Eagle3) and drafter.target_layers != layers:
@@ -157,7 +157,7 @@ def _has_bias(drafter: Eagle) -> bool:
 
 
 def _eagle1(architecture: str) -> dict[str, Callable[[Any], Layout]]:
-    return {"eagle": partial(eagle.eagle1, architecture=architecture)}
+    return {"eagle": partial(eagle.write_eagle1, architecture=architecture)}
 
 
 def _dflash_from_all(drafter: BlockDrafter) -> Layout:
@@ -167,7 +167,7 @@ def _dflash_from_all(drafter: BlockDrafter) -> Layout:
             f"llama.cpp carries a selector's candidates and scores in a state, and {size} numbers do not fit into "
             f"{drafter.target.width}: train with a smaller dependence.top."
         )
-    return block_drafter.dflash(draft_from_all(drafter))  # type: ignore[arg-type]  # a copy of the same class
+    return block_drafter.write_dflash(drop_draft_vocab(drafter))  # type: ignore[arg-type]  # a copy of the same class
 
 
 @dataclass(frozen=True)
@@ -196,33 +196,33 @@ class EngineFormat:
 
 
 LAYOUTS: dict[str, Callable[[Any], Layout]] = {
-    "eagle3": eagle.eagle3,
-    "peagle": eagle.eagle3,
-    "medusa": medusa.vllm,
-    "mtp": mtp.mimo,
-    "dflash": block_drafter.dflash,
-    "dspark": block_drafter.dspark,
-    "dflash2": block_drafter.dflash,
-    "domino": block_drafter.dflash,
-    "lilicorr": block_drafter.dflash,
-    "draft": language_model,
+    "eagle3": eagle.write_eagle3,
+    "peagle": eagle.write_eagle3,
+    "medusa": medusa.write_vllm,
+    "mtp": mtp.write_mimo,
+    "dflash": block_drafter.write_dflash,
+    "dspark": block_drafter.write_dspark,
+    "dflash2": block_drafter.write_dflash,
+    "domino": block_drafter.write_dflash,
+    "lilicorr": block_drafter.write_dflash,
+    "draft": write_language_model,
 }
 FACTS = yaml.safe_load(Path(__file__).with_name("engine_facts.yaml").read_text())
 ENGINES, FORMAT_FACTS = FACTS["engines"], FACTS["formats"]
 CODE: dict[str, dict[str, Any]] = {
     "eagle": {
         "special": _safeailab,
-        "layouts": {"eagle": lambda drafter: eagle.eagle1(drafter, architecture="LlamaForCausalLM", bias=_has_bias(drafter))},
+        "layouts": {"eagle": lambda drafter: eagle.write_eagle1(drafter, architecture="LlamaForCausalLM", bias=_has_bias(drafter))},
     },
     "gguf": {"special": _llama_cpp, "layouts": {"dflash": _dflash_from_all, "dflash2": _dflash_from_all}},
-    "medusa": {"layouts": {"medusa": medusa.reference}},
+    "medusa": {"layouts": {"medusa": medusa.write_reference}},
     "sglang": {
         "special": _sglang,
-        "layouts": {**_eagle1("LlamaForCausalLMEagle"), "eagle3": partial(eagle.eagle3, hidden_norms=True),
-                    **dict.fromkeys(block_drafter.CLASSES, block_drafter.sglang)},
+        "layouts": {**_eagle1("LlamaForCausalLMEagle"), "eagle3": partial(eagle.write_eagle3, hidden_norms=True),
+                    **dict.fromkeys(block_drafter.CLASSES, block_drafter.write_sglang)},
     },
-    "speculators": {"layouts": {kind: partial(container, kind=kind) for kind in FORMAT_FACTS["speculators"]["takes"]}},
-    "stitched": {"layouts": {"native": stitched}},
+    "speculators": {"layouts": {kind: partial(write_container, kind=kind) for kind in FORMAT_FACTS["speculators"]["takes"]}},
+    "stitched": {"layouts": {"native": make_stitched_layout}},
     "vllm": {"special": _vllm, "layouts": _eagle1("EagleLlamaForCausalLM")},
 }  # fmt: skip
 FORMATS = {name: EngineFormat(**about, **CODE.get(name, {})) for name, about in FORMAT_FACTS.items()}
@@ -251,23 +251,23 @@ class ExportForm:
     whole_vocabulary: bool = False
     notes: tuple[str, ...] = ()
 
-    def num_drafts(self, wanted: int) -> int:
-        """Drafts in a round, where so many are wanted."""
+    def limit_drafts(self, requested: int) -> int:
+        """Drafts in a round, where so many are requested."""
         if self.whole_block and self.most_drafts:
             return self.most_drafts
-        return min(wanted, self.most_drafts or wanted)
+        return min(requested, self.most_drafts or requested)
 
     def launch_lines(self, *, target: str, out: str, num: int) -> dict[str, str]:
         """For each engine the line that serves an export in the folder `out` with `num` drafts in a round."""
         marks = {"<target>": target, "<out>": out, "<num>": str(num), "<num+1>": str(num + 1)}
-        return {engine: _fill(line, marks) for engine, line in self.engines.items()}
+        return {engine: _fill_marks(line, marks) for engine, line in self.engines.items()}
 
-    def settings_for(self, out: str, num: int) -> dict:
+    def engine_settings(self, out: str, num: int) -> dict:
         """The engine's configuration of speculation, with the folder and the number of drafts filled in."""
         return {key: {"<out>": out, "<num>": num}.get(value, value) for key, value in self.settings.items()}
 
 
-AS_IT_CAME = "Serve it as the head that it comes from: names, fields and files are the same."
+UNCHANGED_NOTE = "Serve it as the head that it comes from: names, fields and files are the same."
 KINDS: dict[str, type] = {"eagle": Eagle, "peagle": PEagle, "eagle3": Eagle3, "medusa2": Medusa2, "medusa": Medusa, "mtp": MTP,
                           "native": NativeMTP, "draft": Draft}  # fmt: skip
 
@@ -282,45 +282,50 @@ def kind_of(drafter: Drafter) -> str:
 def make_form(drafter: Drafter, name: str) -> ExportForm:
     """The form of a head in a format of FORMATS. Raises ValueError, with the formats that take it, if it has none."""
     if name == "safetensors":
-        return ExportForm(name, plain_layout(drafter))
+        return ExportForm(name, make_plain_layout(drafter))
     if name == "published":
-        layout = restore(drafter)
+        layout = restore_published(drafter)
         if "speculators_model_type" in layout.config:
             with contextlib.suppress(ValueError):  # for heads that this project cannot write into a new container
                 return replace(make_form(drafter, "speculators"), name=name, layout=layout)
-        return ExportForm(name, layout, notes=(AS_IT_CAME,))
-    kind, about = kind_of(drafter), FORMATS[name]
-    if kind == "medusa2" and "medusa" in about.takes:
-        raise ValueError(medusa.ADAPTED)
-    if kind not in about.takes:
-        others = (
+        return ExportForm(name, layout, notes=(UNCHANGED_NOTE,))
+    kind, format_facts = kind_of(drafter), FORMATS[name]
+    if kind == "medusa2" and "medusa" in format_facts.takes:
+        raise ValueError(medusa.ADAPTED_REFUSAL)
+    if kind not in format_facts.takes:
+        other_formats = (
             ", ".join(other for other, each in FORMATS.items() if kind in each.takes) or "safetensors, which takes all"
         )
         raise ValueError(
-            f"format={name} takes {', '.join(about.takes)}, and not {type(drafter).__name__} ({kind}). Formats that take it: "
-            f"{others}. In transformers it runs by model.generate(..., custom_generate=Speculative(CHECKPOINT))."
+            f"format={name} takes {', '.join(format_facts.takes)}, and not {type(drafter).__name__} ({kind}). Formats that take it: "
+            f"{other_formats}. In transformers it runs by model.generate(..., custom_generate=Speculative(CHECKPOINT))."
         )
-    if isinstance(drafter, Eagle3) and about.lacks is not None:
-        eagle.check_plain(drafter, str(about.engine), lacks=about.lacks)
-    more, own_notes = about.special(drafter, kind)
-    notes = [*about.notes, *own_notes]
-    layout = {**LAYOUTS, **about.layouts}[kind](drafter)
+    if isinstance(drafter, Eagle3) and format_facts.lacks is not None:
+        eagle.check_engine_has(drafter, str(format_facts.engine), lacks=format_facts.lacks)
+    more, own_notes = format_facts.special(drafter, kind)
+    notes = [*format_facts.notes, *own_notes]
+    layout = {**LAYOUTS, **format_facts.layouts}[kind](drafter)
     if isinstance(drafter, MTP) and not drafter.zero_first:
-        notes.append(mtp.FIRST_ROW)
-    if about.engine is not None:
-        notes += check_target(about.engine, kind, drafter.target)
-    settings: dict = {key: value.replace("<method>", about.takes[kind]) for key, value in about.settings.items()}
-    if kind == "peagle" and about.settings:
+        notes.append(mtp.FIRST_ROW_NOTE)
+    if format_facts.engine is not None:
+        notes += check_target(format_facts.engine, kind, drafter.target)
+    settings: dict = {
+        key: value.replace("<method>", format_facts.takes[kind]) for key, value in format_facts.settings.items()
+    }
+    if kind == "peagle" and format_facts.settings:
         settings["parallel_drafting"] = True
     filled = {"{settings}": json.dumps(settings).replace('"<num>"', "<num>"), "{more}": more}
-    lines = {engine: _fill(line, {"{method}": about.takes[kind], **filled}) for engine, line in about.lines.items()}
+    lines = {
+        engine: _fill_marks(line, {"{method}": format_facts.takes[kind], **filled})
+        for engine, line in format_facts.lines.items()
+    }
     if _has_state(drafter):
         lines = {engine: line for engine, line in lines.items() if not engine.startswith("vLLM")}
-    for engine, other in about.others.items():
+    for engine, other in format_facts.others.items():
         if kind in other["takes"] and (reason := _nvidia(drafter)) is None:
             inner = layout.config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
             more = f', "eagle3_layers_to_capture": {inner}' if inner else ""
-            lines[f"{engine}, not run"] = _fill(other["line"], {"{method}": other["takes"][kind], "{more}": more})
+            lines[f"{engine}, not run"] = _fill_marks(other["line"], {"{method}": other["takes"][kind], "{more}": more})
         elif kind in other["takes"]:
             notes.append(f"No line for {engine}: engines of NVIDIA {reason}.")
     shorter = kind == "domino" and isinstance(drafter, BlockDrafter) and drafter.anchor_predicts
@@ -332,12 +337,12 @@ def make_form(drafter: Drafter, name: str) -> ExportForm:
         settings,
         most_drafts=most_drafts,
         whole_block=isinstance(drafter, BlockDrafter),
-        whole_vocabulary=drafter.draft_to_target is not None and kind in about.whole,
+        whole_vocabulary=drafter.draft_to_target is not None and kind in format_facts.whole,
         notes=tuple(notes),
     )
 
 
-def _fill(line: str, values: dict[str, str]) -> str:
+def _fill_marks(line: str, values: dict[str, str]) -> str:
     for mark, value in values.items():
         line = line.replace(mark, value)
     return line
@@ -345,12 +350,12 @@ def _fill(line: str, values: dict[str, str]) -> str:
 
 def make_forms(drafter: Head) -> dict[str, ExportForm]:
     """All forms that engines serve, by format. Heads that are nothing but an adapter of their target have none."""
-    found: dict[str, ExportForm] = {}
-    for name, about in FORMATS.items():
+    forms: dict[str, ExportForm] = {}
+    for name, format_facts in FORMATS.items():
         with contextlib.suppress(ValueError):
-            if isinstance(drafter, Drafter) and about.lines:
-                found[name] = make_form(drafter, name)
-    return found
+            if isinstance(drafter, Drafter) and format_facts.lines:
+                forms[name] = make_form(drafter, name)
+    return forms
 
 
 # The targets that engines have, by kind of head or by what it reads; where nothing is said, all families. Families are
@@ -362,11 +367,11 @@ READS = {"eagle3": "states", "peagle": "states", "dflash": "states", "dspark": "
          "medusa": "last", "draft": "draft"}  # fmt: skip
 
 
-def families_of(engine: str, kind: str) -> set[str] | None:
+def find_target_families(engine: str, kind: str) -> set[str] | None:
     """The families of targets that the engine has for a kind of head; None: all."""
     targets = ENGINES[engine].get("targets", {})
-    found = targets.get(kind, targets.get(READS[kind]))
-    return None if found is None else set((found if isinstance(found, str) else " ".join(found)).split())
+    families = targets.get(kind, targets.get(READS[kind]))
+    return None if families is None else set((families if isinstance(families, str) else " ".join(families)).split())
 
 
 def check_target(engine: str, kind: str, target: Target) -> tuple[str, ...]:
@@ -375,15 +380,15 @@ def check_target(engine: str, kind: str, target: Target) -> tuple[str, ...]:
     engine: of ENGINES; kind: of READS
     """
     family, source, reads = target.config.model_type, ENGINES[engine]["source"], READS[kind]
-    families = families_of(engine, kind)
-    found = []
+    families = find_target_families(engine, kind)
+    notes = []
     if reads != "draft" and not target.shape_logits.plain:  # engines take the weight of a borrowed LM head alone
-        found.append(
+        notes.append(
             "The target scales or caps its logits, and engines do not where this head borrows its LM head. The order of tokens "
             "is the same, the probabilities of drafts are not: draft greedily."
         )
     if reads != "draft" and target.lm_head.bias is not None:
-        found.append(
+        notes.append(
             "The target's LM head has a bias, which engines leave out for drafters: they draft worse than measured here."
         )
     if families is not None and family not in families:
@@ -393,7 +398,7 @@ def check_target(engine: str, kind: str, target: Target) -> tuple[str, ...]:
                 f"{', '.join(sorted(families))}. Take another format, or a draft model (head=draft), which needs nothing of the "
                 "target; format=safetensors takes every head."
             )
-        found.append(f"Not known to load: {source} gives no hidden states of {family} targets.")
+        notes.append(f"Not known to load: {source} gives no hidden states of {family} targets.")
     if target.recurrent:
-        found.append(f"Speculative decoding of targets with recurrent layers, as this one, was not tried in {engine}.")
-    return tuple(found)
+        notes.append(f"Speculative decoding of targets with recurrent layers, as this one, was not tried in {engine}.")
+    return tuple(notes)

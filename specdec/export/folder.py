@@ -19,19 +19,19 @@ def write_folder(form: ExportForm, out: Path, *, dtype: torch.dtype, num_drafts:
     -> bytes of the tensors. Raises ValueError, and writes nothing, if `out` exists."""
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=DIR or delete it.")
-    if form.layout.folder is not None:
-        with files.whole_folder(out) as partial:
-            size = form.layout.folder(partial)
+    if form.layout.fill_folder is not None:
+        with files.replace_folder(out) as partial:
+            size = form.layout.fill_folder(partial)
             (partial / STITCHED_CARD).write_text(card)
         return size
-    num = form.num_drafts(num_drafts)
+    num = form.limit_drafts(num_drafts)
     config = json.loads(json.dumps(form.layout.config).replace('"<num>"', str(num)))
-    if "torch_dtype" in config and not form.layout.exact:
+    if "torch_dtype" in config and not form.layout.keeps_dtypes:
         config["torch_dtype"] = str(dtype).removeprefix("torch.")
-    keep = None if form.layout.exact else dtype
-    tensors = _cast(form.layout.tensors, keep)
+    tensor_dtype = None if form.layout.keeps_dtypes else dtype
+    tensors = _cast_tensors(form.layout.tensors, tensor_dtype)
     try:
-        with files.whole_folder(out) as partial:
+        with files.replace_folder(out) as partial:
             path = partial / form.layout.weights
             if path.suffix == ".safetensors":  # older transformers load nothing without this format
                 safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
@@ -39,19 +39,19 @@ def write_folder(form: ExportForm, out: Path, *, dtype: torch.dtype, num_drafts:
                 torch.save(tensors, path)
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             for name, value in form.layout.pickles.items():
-                torch.save(_cast(value, keep), partial / name)
-            if form.layout.more is not None:
-                form.layout.more(partial)
+                torch.save(_cast_tensors(value, tensor_dtype), partial / name)
+            if form.layout.write_companions is not None:
+                form.layout.write_companions(partial)
             (partial / "README.md").write_text(card)
     except RuntimeError as error:  # torch.save on a full disk
-        raise files.unwritable(out, error) from error
+        raise files.describe_write_error(out, error) from error
     return sum(value.nbytes for value in tensors.values())
 
 
-def _cast(value, dtype: torch.dtype | None):
+def _cast_tensors(value, dtype: torch.dtype | None):
     """Tensors, alone and in dictionaries, as they are written; other values as they are. dtype: None: each keeps its own"""
     if isinstance(value, dict):
-        return {key: _cast(part, dtype) for key, part in value.items()}
+        return {key: _cast_tensors(entry, dtype) for key, entry in value.items()}
     if not isinstance(value, Tensor):
         return value
     return (value.to(dtype) if dtype and value.is_floating_point() else value).detach().cpu().contiguous()

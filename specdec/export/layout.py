@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, LlamaConfig
 
 from specdec.heads.base import Drafter
-from specdec.heads.blocks import block_config, embedding_scale
+from specdec.heads.blocks import make_block_config, measure_embedding_scale
 from specdec.heads.dependence import Dependence, Lattice
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.eagle import Eagle3
@@ -17,29 +17,31 @@ from specdec.target.model import Target
 from specdec.target.structure import FULL, SLIDING
 
 EMBEDDING = "embed_tokens.weight"
-FAMILY = ("num_hidden_layers", "vocab_size", "attention_bias")
-SIZES = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps".split()
+CONTAINER_FIELDS = ("num_hidden_layers", "vocab_size", "attention_bias")
+SIZE_FIELDS = (
+    "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps".split()
+)
 
 
 @dataclass(frozen=True)
 class Layout:
     """A drafter under the names of a public layout.
 
-    pickles: further files, written by torch.save, for tensors that engines read from nowhere else; more: writes others
-    folder: fills the whole folder instead, with the head inside its target -> bytes of the head
-    weights: the file of the tensors; exact: whether they keep their dtypes
+    pickles: further files, written by torch.save, for tensors that engines read from nowhere else; write_companions: writes others
+    fill_folder: fills the whole folder instead, with the head inside its target -> bytes of the head
+    weights: the file of the tensors; keeps_dtypes: whether they keep their dtypes
     """
 
     tensors: dict[str, Tensor]
     config: dict
     pickles: Mapping[str, object] = field(default_factory=dict)
-    more: Callable[[Path], None] | None = None
-    folder: Callable[[Path], int] | None = None
+    write_companions: Callable[[Path], None] | None = None
+    fill_folder: Callable[[Path], int] | None = None
     weights: str = "model.safetensors"
-    exact: bool = False
+    keeps_dtypes: bool = False
 
 
-def plain_layout(drafter: Drafter) -> Layout:
+def make_plain_layout(drafter: Drafter) -> Layout:
     """Any head under this project's own names. config.json holds what a reader needs to know."""
     config = {
         "drafter": type(drafter).__name__,
@@ -49,34 +51,34 @@ def plain_layout(drafter: Drafter) -> Layout:
         "draft_vocab_size": drafter.vocab_size,
         "torch_dtype": None,
     }
-    return Layout(own_tensors(drafter) | vocab_tensors(drafter), config)
+    return Layout(list_own_tensors(drafter) | make_vocab_tensors(drafter), config)
 
 
 # Tensors
 
 
-def own_tensors(drafter: Drafter) -> dict[str, Tensor]:
+def list_own_tensors(drafter: Drafter) -> dict[str, Tensor]:
     """All but the draft vocabulary, which layouts write in another form."""
     return {name: value for name, value in drafter.state_dict().items() if name != "draft_to_target"}
 
 
-def rename(tensors: dict[str, Tensor], names: list[tuple[str, str]]) -> dict[str, Tensor]:
+def rename_tensors(tensors: dict[str, Tensor], names: list[tuple[str, str]]) -> dict[str, Tensor]:
     """Replaces prefixes of names: the first pair (from, to) whose `from` begins a name applies. Other names stay."""
     renamed = {}
     for name, value in tensors.items():
-        before, after = next(((a, b) for a, b in names if name.startswith(a)), ("", ""))
-        renamed[after + name.removeprefix(before)] = value
+        own_prefix, public_prefix = next(((a, b) for a, b in names if name.startswith(a)), ("", ""))
+        renamed[public_prefix + name.removeprefix(own_prefix)] = value
     return renamed
 
 
-def swap(names: list[tuple[str, str]]) -> list[tuple[str, str]]:
+def swap_names(names: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """The names for the way back."""
     return [(public, own) for own, public in names]
 
 
-def rename_one(name: str, names: list[tuple[str, str]]) -> str:
-    """One name, as `rename` does it."""
-    return next(iter(rename({name: torch.empty(0)}, names)))
+def rename_prefix(name: str, names: list[tuple[str, str]]) -> str:
+    """One name, as `rename_tensors` does it."""
+    return next(iter(rename_tensors({name: torch.empty(0)}, names)))
 
 
 def is_copy(value: Tensor, original: Tensor) -> bool:
@@ -84,23 +86,25 @@ def is_copy(value: Tensor, original: Tensor) -> bool:
     return value.shape == original.shape and torch.equal(value.cpu(), original.detach().to(value.dtype).cpu())
 
 
-def take_own(tensors: dict[str, Tensor], name: str, original: Tensor, *, width: int | None = None) -> Tensor | None:
+def take_own_tensor(
+    tensors: dict[str, Tensor], name: str, original: Tensor, *, width: int | None = None
+) -> Tensor | None:
     """Removes a tensor -> it, if it is the head's own; None if there is none, or a copy of the target's.
 
     Raises ValueError if it has another shape than the target's, but for its width if that is given.
     """
-    given = tensors.pop(name, None)
-    if given is None or is_copy(given, original):
+    public_tensor = tensors.pop(name, None)
+    if public_tensor is None or is_copy(public_tensor, original):
         return None
-    if tuple(given.shape) != (len(original), width or original.shape[1]):
+    if tuple(public_tensor.shape) != (len(original), width or original.shape[1]):
         raise ValueError(
-            f"{name} is {list(given.shape)} and the target's is {list(original.shape)}: is the target the model that the head was "
+            f"{name} is {list(public_tensor.shape)} and the target's is {list(original.shape)}: is the target the model that the head was "
             "trained for?"
         )
-    return given
+    return public_tensor
 
 
-def with_embedding(arguments: dict, head: dict[str, Tensor], embedding: Tensor | None) -> tuple[dict, dict]:
+def add_own_embedding(arguments: dict, head: dict[str, Tensor], embedding: Tensor | None) -> tuple[dict, dict]:
     """What a reader returns, for a head with an embedding [V, E] of its own; None: it reads the target's."""
     if embedding is None:
         return arguments, head
@@ -110,7 +114,7 @@ def with_embedding(arguments: dict, head: dict[str, Tensor], embedding: Tensor |
 # The draft vocabulary
 
 
-def vocab_tensors(drafter: Drafter) -> dict[str, Tensor]:
+def make_vocab_tensors(drafter: Drafter) -> dict[str, Tensor]:
     """d2t int64 [W], an offset (target id = draft id + d2t[draft id]), and t2d bool [V]; empty for a whole vocabulary."""
     vocab, inverse = drafter.draft_to_target, drafter.target_to_draft
     if vocab is None or inverse is None:
@@ -118,7 +122,7 @@ def vocab_tensors(drafter: Drafter) -> dict[str, Tensor]:
     return {"d2t": vocab - torch.arange(len(vocab), device=vocab.device), "t2d": inverse >= 0}
 
 
-def check_vocab(d2t: Tensor, t2d: Tensor | None) -> Tensor:
+def read_vocab(d2t: Tensor, t2d: Tensor | None) -> Tensor:
     """The target ids [W] that d2t stands for. Raises ValueError for absolute ids, ids out of order, or another t2d."""
     if d2t.dtype != torch.int64 or (t2d is not None and t2d.dtype != torch.bool):
         raise ValueError(
@@ -132,69 +136,75 @@ def check_vocab(d2t: Tensor, t2d: Tensor | None) -> Tensor:
     return vocab
 
 
-def without_maps(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def drop_vocab_maps(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
 
 
-def lm_head_rows(target: Target, vocab: Tensor | None) -> Tensor:
+def select_lm_head(target: Target, vocab: Tensor | None) -> Tensor:
     """The target's LM head [W, D] of a draft vocabulary [W]; None: of all tokens."""
     return target.lm_head.weight if vocab is None else target.lm_head.weight[vocab]
 
 
-def draft_from_all(drafter: Drafter) -> Drafter:
+def drop_draft_vocab(drafter: Drafter) -> Drafter:
     """A copy of a drafter that borrows the target's LM head; the copy drafts from all V tokens.
 
     Raises ValueError for a table of the draft vocabulary, which has nothing for other tokens.
     """
-    whole = drafter.decodable()
-    part, vocab, num = getattr(whole, "dependence", None), whole.draft_to_target, drafter.target.vocab_size
-    if vocab is not None and isinstance(part, Dependence):
-        if set(part.by_token) - {"after."}:
+    full_drafter = drafter.frozen_copy()
+    dependence, vocab, vocab_size = (
+        getattr(full_drafter, "dependence", None),
+        full_drafter.draft_to_target,
+        drafter.target.vocab_size,
+    )
+    if vocab is not None and isinstance(dependence, Dependence):
+        if set(dependence.token_row_prefixes) - {"after."}:
             raise ValueError(
                 "The engine drafts from all tokens, and the selector's table has a draft vocabulary's only: train with "
                 "head.vocab_size=null, or with dependence.table=false."
             )
-        if isinstance(part, Lattice):
-            part.sizes = replace(part.sizes, vocab_size=num)
-        if isinstance(after := getattr(part, "after", None), nn.Linear):  # the other tokens follow any token as likely
-            rows = after.weight.new_zeros(num, after.in_features).index_copy(0, vocab, after.weight)
-            after.weight, after.out_features = nn.Parameter(rows, requires_grad=False), num
-    whole.draft_to_target = whole.target_to_draft = None
-    whole.goal_head = (drafter.target.lm_head.weight, drafter.target.lm_head.bias)
-    return whole
+        if isinstance(dependence, Lattice):
+            dependence.sizes = replace(dependence.sizes, vocab_size=vocab_size)
+        if isinstance(
+            after := getattr(dependence, "after", None), nn.Linear
+        ):  # the other tokens follow any token as likely
+            full_weight = after.weight.new_zeros(vocab_size, after.in_features).index_copy(0, vocab, after.weight)
+            after.weight, after.out_features = nn.Parameter(full_weight, requires_grad=False), vocab_size
+    full_drafter.draft_to_target = full_drafter.target_to_draft = None
+    full_drafter.goal_head = (drafter.target.lm_head.weight, drafter.target.lm_head.bias)
+    return full_drafter
 
 
 # Decoder blocks
 
 
-def block_fields(config: LlamaConfig, target: Target) -> dict:
+def write_layer_fields(config: LlamaConfig, target: Target) -> dict:
     """The config fields of a head's decoder block, with rotary embeddings in the spellings of transformers 4 and of 5."""
     rope = dict(config.rope_parameters)  # type: ignore[arg-type]
-    of_target = target.config.to_dict()
-    kind = rope["rope_type"]
-    others = {key: value for key, value in rope.items() if key not in ("rope_theta", "rope_type")}
+    target_fields = target.config.to_dict()
+    rope_type = rope["rope_type"]
+    rope_options = {key: value for key, value in rope.items() if key not in ("rope_theta", "rope_type")}
     return {
-        **{name: getattr(config, name) for name in SIZES},
+        **{name: getattr(config, name) for name in SIZE_FIELDS},
         "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if kind == "default" else {"type": kind, "rope_type": kind, **others},
+        "rope_scaling": None if rope_type == "default" else {"type": rope_type, "rope_type": rope_type, **rope_options},
         "rope_parameters": rope,
         "max_position_embeddings": config.max_position_embeddings,
         "vocab_size": target.vocab_size,
         "attention_bias": config.attention_bias,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "bos_token_id": of_target.get("bos_token_id"),
-        "eos_token_id": of_target.get("eos_token_id"),
-        "pad_token_id": of_target.get("pad_token_id") or 0,
+        "bos_token_id": target_fields.get("bos_token_id"),
+        "eos_token_id": target_fields.get("eos_token_id"),
+        "pad_token_id": target_fields.get("pad_token_id") or 0,
     }
 
 
-def read_block(config: dict, target: Target, *, own_width: bool = False, qk_norm: bool = False) -> dict:
+def read_layer(config: dict, target: Target, *, own_width: bool = False, qk_norm: bool = False) -> dict:
     """The arguments `intermediate_size` and `block` of a head with this config.json; `block` holds what differs from block_config.
 
     own_width: whether the head may have another width than its target. Raises ValueError for another width, where it may not.
     """
-    width, heads = config["hidden_size"], config["num_attention_heads"]
+    width, num_heads = config["hidden_size"], config["num_attention_heads"]
     if (config.get("target_hidden_size") or target.width) != target.width or (width != target.width and not own_width):
         raise ValueError(
             f"The head is {width} wide and {target.name} is {target.width}: only heads of their target's "
@@ -203,41 +213,41 @@ def read_block(config: dict, target: Target, *, own_width: bool = False, qk_norm
     rope = config.get("rope_parameters")
     if not rope:
         scaling = dict(config.get("rope_scaling") or {})
-        kind = scaling.pop("type", None)
-        rope = {"rope_type": scaling.pop("rope_type", kind) or "default", **scaling}
+        rope_type = scaling.pop("type", None)
+        rope = {"rope_type": scaling.pop("rope_type", rope_type) or "default", **scaling}
         rope["rope_theta"] = config.get("rope_theta", 10_000.0)  # the default of all engines
     rope = {"rope_type": "default", "rope_theta": config.get("rope_theta", 10_000.0), **rope}
-    written = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or width // heads,
+    layer_options = {
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or num_heads,
+        "head_dim": config.get("head_dim") or width // num_heads,
         "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope_parameters": rope,
         "hidden_act": config.get("hidden_act", "silu"),
         "hidden_size": width,
     }
-    own = block_config(target, intermediate_size=None).to_dict()
-    block = {key: value for key, value in written.items() if own.get(key) != value}
+    target_options = make_block_config(target, intermediate_size=None).to_dict()
+    block = {key: value for key, value in layer_options.items() if target_options.get(key) != value}
     if qk_norm:
         block["qk_norm"] = True
     return {"intermediate_size": config["intermediate_size"], "block": block or None}
 
 
-def layer_config(config: dict) -> dict:
+def read_container_layers(config: dict) -> dict:
     """The fields of a Speculators container's layers, with the defaults of their family, which containers leave out."""
-    given = config.get("transformer_layer_config")
-    if not isinstance(given, dict):
+    layer_fields = config.get("transformer_layer_config")
+    if not isinstance(layer_fields, dict):
         return {}
-    family = str(given.get("model_type", "qwen3"))
-    if family not in ("llama", "qwen3"):
-        raise ValueError(f"The layers of the container are of the type {family}: llama and qwen3 can be imported.")
-    defaults = CONFIG_MAPPING[family]().to_dict()
-    return {**{name: defaults[name] for name in (*SIZES, *FAMILY)}, **given}
+    model_type = str(layer_fields.get("model_type", "qwen3"))
+    if model_type not in ("llama", "qwen3"):
+        raise ValueError(f"The layers of the container are of the type {model_type}: llama and qwen3 can be imported.")
+    defaults = CONFIG_MAPPING[model_type]().to_dict()
+    return {**{name: defaults[name] for name in (*SIZE_FIELDS, *CONTAINER_FIELDS)}, **layer_fields}
 
 
 def check_embedding(target: Target) -> None:
     """Raises ValueError for a target that scales its embeddings: no field for that is written, and engines then give the unscaled rows."""
-    if embedding_scale(target) != 1:
+    if measure_embedding_scale(target) != 1:
         raise ValueError(
             f"{target.name} scales its embeddings, which exports of this head do not tell engines. Train an EAGLE-3 or MTP head, "
             "which normalise them."
@@ -256,30 +266,30 @@ def check_layers(layers: tuple[int, ...], target: Target) -> None:
 # Sliding layers
 
 
-def window_fields(drafter: Eagle3 | BlockDrafter) -> dict:
+def write_window_fields(drafter: Eagle3 | BlockDrafter) -> dict:
     """What config.json says of sliding layers; nothing where every layer sees all positions."""
     if drafter.window is None:
         return {}
-    kinds = [FULL if window is None else SLIDING for window in drafter.windows]
-    return {"layer_types": kinds, "sliding_window": drafter.window, "use_sliding_window": True}
+    layer_types = [FULL if window is None else SLIDING for window in drafter.windows]
+    return {"layer_types": layer_types, "sliding_window": drafter.window, "use_sliding_window": True}
 
 
 def read_window(config: dict, num_layers: int) -> dict:
     """The arguments `window` and `full_layers` of a head with this config.json. Raises ValueError if it contradicts itself."""
-    kinds = list(config.get("layer_types") or ())[:num_layers]
-    if SLIDING not in kinds:
+    layer_types = list(config.get("layer_types") or ())[:num_layers]
+    if SLIDING not in layer_types:
         return {}
-    if len(kinds) < num_layers or not set(kinds) <= {FULL, SLIDING}:
-        raise ValueError(f"layer_types={kinds} must be {FULL} or {SLIDING} for each of the {num_layers} layers.")
+    if len(layer_types) < num_layers or not set(layer_types) <= {FULL, SLIDING}:
+        raise ValueError(f"layer_types={layer_types} must be {FULL} or {SLIDING} for each of the {num_layers} layers.")
     window = config.get("sliding_window")
     if not isinstance(window, int):
         raise ValueError(
             f"config.json has sliding layers and sliding_window={window}: it must say how many positions they see."
         )
-    return {"window": window, "full_layers": [layer for layer, kind in enumerate(kinds) if kind == FULL]}
+    return {"window": window, "full_layers": [layer for layer, kind in enumerate(layer_types) if kind == FULL]}
 
 
-def check_whole(drafter: Eagle3 | BlockDrafter, whose: str) -> None:
+def check_full_attention(drafter: Eagle3 | BlockDrafter, engine: str) -> None:
     """Raises ValueError for a head whose layers see a window only, in an engine that knows no such heads."""
     if drafter.window is not None:
-        raise ValueError(f"{whose} has no sliding layers in drafters: take format=vllm or speculators.")
+        raise ValueError(f"{engine} has no sliding layers in drafters: take format=vllm or speculators.")

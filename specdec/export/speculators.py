@@ -1,13 +1,13 @@
 """The Speculators container (0.9; docs/file-formats.md, section 11), which vLLM serves too: EAGLE-3, P-EAGLE, DFlash, DSpark, DFlash 2."""
 
 from specdec.export import block_drafter, eagle, layout
-from specdec.export.layout import SIZES, Layout
+from specdec.export.layout import SIZE_FIELDS, Layout
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.eagle import Eagle3, PEagle
 
 VERSION = "0.9.0"
 LAYER_FIELDS = [
-    *SIZES,
+    *SIZE_FIELDS,
     "rope_parameters",
     "max_position_embeddings",
     "vocab_size",
@@ -21,16 +21,16 @@ DSPARK = ("block_size", "mask_token_id", "sample_from_anchor", "markov_rank", "m
           "confidence_head_with_markov")  # fmt: skip
 
 
-def container(drafter: Eagle3 | BlockDrafter, kind: str) -> Layout:
+def write_container(drafter: Eagle3 | BlockDrafter, kind: str) -> Layout:
     """kind: eagle3, peagle, dflash, dspark or dflash2. Raises ValueError for heads that readers of the container would run otherwise."""
     if isinstance(drafter, Eagle3):
-        own, plain = _eagle3(drafter), eagle.eagle3(drafter)
-        model_type = plain.config["model_type"]
-        tensors = layout.rename(plain.tensors, [(eagle.MIDLAYER, eagle.LAYER.format(0))])
+        kind_fields, plain_layout = _write_eagle3_fields(drafter), eagle.write_eagle3(drafter)
+        model_type = plain_layout.config["model_type"]
+        tensors = layout.rename_tensors(plain_layout.tensors, [(eagle.MIDLAYER, eagle.LAYER.format(0))])
     else:
-        plain = block_drafter.dspark(drafter) if kind == "dspark" else block_drafter.dflash(drafter)
-        own, model_type = _block(drafter, kind, plain.config), "qwen3"
-        tensors = plain.tensors
+        plain_layout = block_drafter.write_dspark(drafter) if kind == "dspark" else block_drafter.write_dflash(drafter)
+        kind_fields, model_type = _write_block_fields(drafter, kind, plain_layout.config), "qwen3"
+        tensors = plain_layout.tensors
     target = drafter.target
     method = {"proposal_type": "greedy", "speculative_tokens": "<num>", "verifier_accept_k": 1, "accept_tolerance": 0.0}
     config = {
@@ -45,23 +45,23 @@ def container(drafter: Eagle3 | BlockDrafter, kind: str) -> Layout:
         },
         "transformer_layer_config": {
             "model_type": model_type,
-            **{name: plain.config[name] for name in LAYER_FIELDS},
-            **layout.window_fields(drafter),
+            **{name: plain_layout.config[name] for name in LAYER_FIELDS},
+            **layout.write_window_fields(drafter),
         },
-        "draft_vocab_size": plain.config["draft_vocab_size"],
+        "draft_vocab_size": plain_layout.config["draft_vocab_size"],
         "target_hidden_size": target.width,
         "torch_dtype": None,
-        **own,
+        **kind_fields,
     }
-    return Layout(tensors, config, plain.pickles)
+    return Layout(tensors, config, plain_layout.pickles)
 
 
-def _eagle3(drafter: Eagle3) -> dict:
+def _write_eagle3_fields(drafter: Eagle3) -> dict:
     """The fields of EAGLE-3 and P-EAGLE."""
     if len(drafter.fc_norm) and drafter.input_norm is not None:
         raise ValueError("Speculators takes fc_norm or norm_before_fc, not both: take format=vllm.")
     fields = {
-        **eagle.norms(drafter),
+        **eagle.list_norms(drafter),
         "eagle_aux_hidden_state_layer_ids": list(drafter.target_layers),
         "embed_requires_grad": False,
     }
@@ -72,10 +72,10 @@ def _eagle3(drafter: Eagle3) -> dict:
     return {**fields, "mask_token_id": drafter.mask_token}
 
 
-def _block(drafter: BlockDrafter, kind: str, plain: dict) -> dict:
+def _write_block_fields(drafter: BlockDrafter, kind: str, plain_config: dict) -> dict:
     """The fields of DFlash, DSpark and DFlash 2. plain: those outside the container"""
     layers: dict = {"aux_hidden_state_layer_ids": list(drafter.target_layers)}
-    causal = block_drafter.causality(drafter)
+    causal = block_drafter.find_causality(drafter)
     if causal is None:
         raise ValueError(
             "vLLM takes all layers of a block drafter in this container as causal if the sliding ones are: take "
@@ -83,15 +83,15 @@ def _block(drafter: BlockDrafter, kind: str, plain: dict) -> dict:
         )
     layers["sliding_window_non_causal"] = not causal  # vLLM takes it for full layers, too
     if kind == "dspark":
-        if plain["markov_head_type"] == "rnn" and not drafter.anchor_predicts:
+        if plain_config["markov_head_type"] == "rnn" and not drafter.anchor_predicts:
             raise ValueError(
                 "Speculators' recurrent Markov head reads the anchor twice where anchor_predicts=false: take format=sglang."
             )
-        return {**{name: plain[name] for name in DSPARK}, **layers}
+        return {**{name: plain_config[name] for name in DSPARK}, **layers}
     return {
-        "block_size": plain["block_size"],
+        "block_size": plain_config["block_size"],
         **layers,
-        "mask_token_id": block_drafter.mask_token(drafter),
+        "mask_token_id": block_drafter.choose_mask_token(drafter),
         "sample_from_anchor": False,
-        **{name: plain["dflash_config"][name] for name in DFLASH2 if kind == "dflash2"},
+        **{name: plain_config["dflash_config"][name] for name in DFLASH2 if kind == "dflash2"},
     }

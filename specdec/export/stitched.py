@@ -13,28 +13,28 @@ from specdec.core.files import CHECKSUMS
 from specdec.core.shards import INDEX, SINGLE, Shards
 from specdec.core.untrusted import read_json
 from specdec.export.layout import Layout
-from specdec.heads.native import LAYOUTS, UNNORMED, NativeMTP, find_layout, places_of
+from specdec.heads.native import LAYOUTS, UNNORMED_FAMILIES, NativeMTP, find_layout, list_checkpoint_places
 from specdec.target.model import Target
 
 # Where a quantised model names the layers that are not quantised, by its method
-PLAIN_LAYERS = {"compressed-tensors": "ignore", "fp8": "modules_to_not_convert", "awq": "modules_to_not_convert",
+UNQUANTISED_FIELDS = {"compressed-tensors": "ignore", "fp8": "modules_to_not_convert", "awq": "modules_to_not_convert",
                 "bitsandbytes": "llm_int8_skip_modules"}  # fmt: skip
 
 
-def stitched(drafter: NativeMTP) -> Layout:
+def make_stitched_layout(drafter: NativeMTP) -> Layout:
     """Raises ValueError for a module that engines would run in another way than here."""
     if drafter.draft_to_target is not None:
         raise ValueError("Engines draft from all tokens with a native MTP module: train it with head.vocab_size=null.")
     differs = {
         "zero_first": drafter.zero_first != LAYOUTS[str(drafter.layout)].zero_first,
-        "recycle_norm": drafter.recycle_norm != (drafter.target.config.model_type not in UNNORMED),
+        "recycle_norm": drafter.recycle_norm != (drafter.target.config.model_type not in UNNORMED_FAMILIES),
         "num_modules": drafter.depth not in (None, 1),
     }
     if wrong := [name for name, other in differs.items() if other]:
         raise ValueError(
             f"Engines run such a module with other {', '.join(wrong)} than this one has: train it with {wrong[0]}=null."
         )
-    return Layout({}, {}, folder=lambda folder: write_stitched(drafter, drafter.target, folder))
+    return Layout({}, {}, fill_folder=lambda folder: write_stitched(drafter, drafter.target, folder))
 
 
 def write_stitched(drafter: NativeMTP, target: Target, folder: Path) -> int:
@@ -44,56 +44,65 @@ def write_stitched(drafter: NativeMTP, target: Target, folder: Path) -> int:
     and the number of modules in its configuration.
     """
     shards = Shards(target.name)
-    found = find_layout(shards, target.num_layers)
-    prefix = LAYOUTS[str(drafter.layout)].prefix if found is None else found[1]
+    module_layout = find_layout(shards, target.num_layers)
+    prefix = LAYOUTS[str(drafter.layout)].prefix if module_layout is None else module_layout[1]
     state = drafter.state_dict()
     tensors: dict[str, Tensor] = {}
-    for key, places in places_of(drafter, None if found is None else shards.files, prefix).items():
+    for key, places in list_checkpoint_places(drafter, None if module_layout is None else shards.files, prefix).items():
         tensors |= {name: state[key][at] for name, at in places}
     source = Path(target.name) if Path(target.name).is_dir() else shards.path("config.json").parent
-    if found is not None:
-        _check_alike(shards, tensors)
-    changed = {shards.files[name] for name in tensors} if found is not None else set()
-    config = None if found is not None else _add_count(read_json(source / "config.json"), drafter, tensors)
+    if module_layout is not None:
+        _check_replaceable(shards, tensors)
+    changed = {shards.files[name] for name in tensors} if module_layout is not None else set()
+    config = (
+        None if module_layout is not None else _add_module_count(read_json(source / "config.json"), drafter, tensors)
+    )
     for file in set(shards.files.values()):
         shards.path(file)  # fetched, if it is not here
     weights = set(shards.files.values()) - changed  # other files are copies: a user may edit them
     for path in sorted(source.rglob("*")):
         name = str(path.relative_to(source))
         if path.is_file() and not name.startswith(".") and name != CHECKSUMS:
-            _place(path, folder / name, link=name in weights)
-    if found is not None:
+            _place_file(path, folder / name, link=name in weights)
+    if module_layout is not None:
         for file in changed:
             values = {
                 name: value.to(shards[name].dtype) for name, value in tensors.items() if shards.files[name] == file
             }
-            _overwrite(folder / file, values)
+            _overwrite_tensors(folder / file, values)
     else:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        _add_shard(shards, folder, {name: _plain(value, target.dtype) for name, value in tensors.items()})
+        _add_shard(shards, folder, {name: _cast_tensor(value, target.dtype) for name, value in tensors.items()})
     return sum(value.nbytes for value in tensors.values())
 
 
-def _check_alike(shards: Shards, tensors: dict[str, Tensor]) -> None:
+def _check_replaceable(shards: Shards, tensors: dict[str, Tensor]) -> None:
     for name, value in tensors.items():
-        there = shards[name] if name in shards.files else None
-        if there is None or there.shape != value.shape or not there.is_floating_point() or there.element_size() < 2:
-            what = (
-                "is missing" if there is None else f"is {str(there.dtype).removeprefix('torch.')} {list(there.shape)}"
+        original = shards[name] if name in shards.files else None
+        if (
+            original is None
+            or original.shape != value.shape
+            or not original.is_floating_point()
+            or original.element_size() < 2
+        ):
+            difference = (
+                "is missing"
+                if original is None
+                else f"is {str(original.dtype).removeprefix('torch.')} {list(original.shape)}"
             )
             raise ValueError(
-                f"{shards.name}: {name} {what}, so the tuned module cannot take its place. Stitch it into a copy of the target "
+                f"{shards.name}: {name} {difference}, so the tuned module cannot take its place. Stitch it into a copy of the target "
                 "without MTP modules, or with unquantised ones."
             )
 
 
-def _plain(value: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
     """As it is written: biases that choose experts, which are exact, stay so"""
     exact = value.dtype == torch.float32 and value.dim() == 1
     return value.detach().cpu().to(torch.float32 if exact else dtype).contiguous()
 
 
-def _place(path: Path, out: Path, *, link: bool) -> None:
+def _place_file(path: Path, out: Path, *, link: bool) -> None:
     """Puts a file at another place: as another name of the same file where the disk has that, else as a copy."""
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -104,7 +113,7 @@ def _place(path: Path, out: Path, *, link: bool) -> None:
     shutil.copyfile(path, out)
 
 
-def _overwrite(path: Path, tensors: dict[str, Tensor]) -> None:
+def _overwrite_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Replaces the values of some tensors of a safetensors file, whose dtypes they have."""
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -131,22 +140,22 @@ def _add_shard(shards: Shards, folder: Path, tensors: dict[str, Tensor]) -> None
     (folder / INDEX).write_text(json.dumps(document, indent=2) + "\n")
 
 
-def _add_count(config: dict, drafter: NativeMTP, tensors: dict[str, Tensor]) -> dict:
+def _add_module_count(config: dict, drafter: NativeMTP, tensors: dict[str, Tensor]) -> dict:
     """The configuration of a target that has modules now. Raises ValueError if it is quantised in a way that is not known here."""
-    text = config.get("text_config", config)
+    text_config = config.get("text_config", config)
     qwen = "qwen3_5" in drafter.target.config.model_type
-    text["mtp_num_hidden_layers" if qwen else "num_nextn_predict_layers"] = len(drafter.modules_by_depth)
+    text_config["mtp_num_hidden_layers" if qwen else "num_nextn_predict_layers"] = len(drafter.modules_by_depth)
     quantised = config.get("quantization_config")
     if quantised is not None:
-        field, method = PLAIN_LAYERS.get(quantised.get("quant_method", "")), quantised.get("quant_method")
+        field, method = UNQUANTISED_FIELDS.get(quantised.get("quant_method", "")), quantised.get("quant_method")
         if field is None:
             raise ValueError(
                 f"{drafter.target.name} is quantised ({method}), and where such a model names layers that are not is unknown: take one "
-                f"of {', '.join(PLAIN_LAYERS)}."
+                f"of {', '.join(UNQUANTISED_FIELDS)}."
             )
         layers = [name.removesuffix(".weight") for name, value in tensors.items() if value.dim() > 1]
-        plain = quantised.get(field)
-        if plain is None:  # transformers leaves out the LM head only where there is no list
-            plain = [] if field == "ignore" else ["lm_head"]
-        quantised[field] = [*plain, *layers]
+        unquantised = quantised.get(field)
+        if unquantised is None:  # transformers leaves out the LM head only where there is no list
+            unquantised = [] if field == "ignore" else ["lm_head"]
+        quantised[field] = [*unquantised, *layers]
     return config

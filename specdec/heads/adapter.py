@@ -5,7 +5,7 @@ from torch import nn
 
 from specdec.core.option_types import Names, Positive, Width
 from specdec.heads.base import Head
-from specdec.target.adapter import adapt
+from specdec.target.adapter import add_adapter
 from specdec.target.model import Target
 
 
@@ -20,16 +20,18 @@ class AdaptsTarget(Head):
 
     adapts_target = True
 
-    def __init__(self, target: Target, *, lora_rank: Width, lora_alpha: Positive, lora_modules: Names, **others):
-        super().__init__(target, **others)
-        parameters = adapt(target, rank=lora_rank, alpha=lora_alpha, modules=list(lora_modules))
+    def __init__(
+        self, target: Target, *, lora_rank: Width, lora_alpha: Positive, lora_modules: Names, **head_arguments
+    ):
+        super().__init__(target, **head_arguments)
+        parameters = add_adapter(target, rank=lora_rank, alpha=lora_alpha, modules=list(lora_modules))
         self.adapter = nn.ParameterDict({name.replace(".", "/"): value for name, value in parameters.items()})
 
     def _apply(self, fn, recurse=True):
         """Casts the adapter to a higher precision only: it keeps the precision in which it was trained."""
-        exact = {name: value.data for name, value in self.adapter.items()}
+        adapter_values = {name: value.data for name, value in self.adapter.items()}
         super()._apply(fn, recurse)
-        for name, value in exact.items():
+        for name, value in adapter_values.items():
             parameter = self.adapter[name]
             parameter.data = value.to(parameter.device, torch.promote_types(value.dtype, parameter.dtype))
         return self

@@ -16,7 +16,7 @@ THE SLOT RULE (the only alignment in the project; every other file refers to it)
 
 In decoding the newest committed token is the newest slot. Its later tokens are drafted instead of given.
 
-WHAT A STEP SEES (`attends`; docs/architecture.md), in training and in decoding alike:
+WHAT A STEP SEES (`context_kind`; docs/architecture.md), in training and in decoding alike:
 
     path    keys of committed slots' first steps, and of its own steps 2..d        EAGLE, shared MTP
     depth   keys of module d at slots whose step d needs committed tokens only     MTP, a module for each depth
@@ -40,7 +40,7 @@ from specdec.core.cache import RowCache
 from specdec.core.span_attention import Seen
 from specdec.target.model import Target
 
-EXACT = ("inv_freq", "e_score_correction_bias")  # endings of the names of buffers that are not rounded
+EXACT_BUFFERS = ("inv_freq", "e_score_correction_bias")  # endings of the names of buffers that are not rounded
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,15 @@ class Head(nn.Module, ABC):
     target_layers: tuple[int, ...]  # numbers of the hidden states it reads, as in Target.read; () reads tokens only
     depth: int | None  # the largest number of drafts along a path; None: any
     pretrained = False  # whether it starts from trained weights: validation then also runs before training
-    changeable: tuple[str, ...] = ()  # arguments without weights, which training further from a checkpoint sets anew
-    parts: tuple[
+    changeable_arguments: tuple[
+        str, ...
+    ] = ()  # arguments without weights, which training further from a checkpoint sets anew
+    exchangeable_parts: tuple[
         str, ...
     ] = ()  # arguments of parts, whose tensors begin with their names, which training further may add or exchange
-    by_token: tuple[str, ...] = ()  # beginnings of the names of tensors with a row for each token that can be drafted
+    token_row_prefixes: tuple[
+        str, ...
+    ] = ()  # beginnings of the names of tensors with a row for each token that can be drafted
     adapts_target = False  # whether it changes the target in place: outputs are then those of the adapted target
     draft_to_target: Tensor | None  # [W] target ids of a reduced draft vocabulary, increasing; None: all V
     target_to_draft: Tensor | None  # [V] the inverse, -1 where a token is not drafted
@@ -84,18 +88,18 @@ class Head(nn.Module, ABC):
             inverse[vocab] = torch.arange(len(vocab))
         self.register_buffer("target_to_draft", inverse, persistent=False)
 
-        rows = slice(None) if vocab is None else vocab
+        drafted_rows = slice(None) if vocab is None else vocab
         bias = target.lm_head.bias
         # The target's LM head over the draft vocabulary, frozen: weight [W, D], bias [W] or None. `goal_logits` also scales and caps
         self.goal_head: tuple[Tensor, Tensor | None]
-        self.goal_head = (target.lm_head.weight[rows], None if bias is None else bias[rows])
+        self.goal_head = (target.lm_head.weight[drafted_rows], None if bias is None else bias[drafted_rows])
 
     def _apply(self, fn, recurse=True):
         """Moves and casts, but keeps rotary frequencies in float32: in bfloat16 they are far off at position 200. So are the
         biases that choose experts."""
-        exact = {name: buffer for name, buffer in self.named_buffers() if name.endswith(EXACT)}
+        exact_buffers = {name: buffer for name, buffer in self.named_buffers() if name.endswith(EXACT_BUFFERS)}
         super()._apply(fn, recurse)
-        for name, buffer in exact.items():
+        for name, buffer in exact_buffers.items():
             module, _, leaf = name.rpartition(".")
             owner = self.get_submodule(module)
             setattr(owner, leaf, buffer.to(owner.get_buffer(leaf).device))
@@ -128,10 +132,10 @@ class Head(nn.Module, ABC):
             f"{type(self).__name__} neither drafts by steps (Drafter) nor has a make_proposer: add one of them."
         )
 
-    def decodable(self) -> Self:
+    def frozen_copy(self) -> Self:
         """A frozen copy to decode with and to save, so that training can go on undisturbed."""
-        shared = (self._target, self.goal_head)
-        frozen = copy.deepcopy(self, {id(part): part for part in shared}).eval().requires_grad_(False)
+        shared_values = (self._target, self.goal_head)
+        frozen = copy.deepcopy(self, {id(value): value for value in shared_values}).eval().requires_grad_(False)
         for module in frozen.modules():
             if isinstance(module, SizedLinear):
                 module.fold()
@@ -152,14 +156,16 @@ class Drafter(Head):
     training unroll for judged slots, in chunks, and the decoder for the frontier of the tree.
     """
 
-    attends: Literal["path", "depth", "block", "text", "none"]  # what a step sees
-    estimates = False  # whether its state estimates the target's next final state, so that the two can be compared
-    confident = False  # whether `confidence` returns logits
+    context_kind: Literal["path", "depth", "block", "text", "none"]  # what a step sees
+    estimates_state = (
+        False  # whether its state estimates the target's next final state, so that the two can be compared
+    )
+    has_confidence = False  # whether `confidence` returns logits
     has_candidates = False  # whether it drafts from a lattice of candidates, see `candidate_loss`
     # Whether the drafts of a round follow from its first pass, because no step reads a draft or the state of another step, and
     # `logits` is the same at all depths
     parallel = False
-    one_output = True  # whether `logits` is the same at all depths
+    shares_output = True  # whether `logits` is the same at all depths
     embedding: Tensor | None  # [V, E] its own, frozen, with `own_embedding`; else it reads the target's
 
     @property
@@ -169,9 +175,13 @@ class Drafter(Head):
 
     def hold_embedding(self, width: int | None) -> None:
         """Keeps an embedding of this width in its file, which starts as a copy of the target's; None: it reads the target's"""
-        given = self.target.embed.weight.detach()
-        own = given.clone() if width == given.shape[1] else given.new_zeros(len(given), width or 0)
-        self.register_buffer("embedding", own if width else None)
+        target_rows = self.target.embed.weight.detach()
+        rows = (
+            target_rows.clone()
+            if width == target_rows.shape[1]
+            else target_rows.new_zeros(len(target_rows), width or 0)
+        )
+        self.register_buffer("embedding", rows if width else None)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens [...] -> [..., E], as the head reads them"""
@@ -186,7 +196,7 @@ class Drafter(Head):
         """features [B, S, F*D] -> h [B, S, H], the state that step 1 takes"""
 
     def context(self, h: Tensor, positions: Tensor, cache) -> None:  # most heads have nothing to do
-        """Writes keys and values of the features into the cache, if `attends` is "block".
+        """Writes keys and values of the features into the cache, if `context_kind` is "block".
 
         h [B, S, H] as from `encode`; positions [B, S] of the features
         """
@@ -206,37 +216,37 @@ class Drafter(Head):
     def logits(self, d: int, readout: Tensor) -> Tensor:
         """readout [..., R] of step d -> [..., W], over the draft vocabulary"""
 
-    def judged_logits(self, d: int, readout: Tensor) -> Tensor:
+    def loss_logits(self, d: int, readout: Tensor) -> Tensor:
         """readout [..., R] of step d -> [..., W]: what losses hold against the target's logits, if not `logits`"""
         return self.logits(d, readout)
 
-    def guess(self, d: int, readout: Tensor, judged: Tensor) -> Tensor:
-        """readout [..., R], and what `judged_logits` made of it [..., W] -> the likeliest draft ids [...]"""
-        return judged.argmax(-1)
+    def guess(self, d: int, readout: Tensor, loss_logits: Tensor) -> Tensor:
+        """readout [..., R], and what `loss_logits` made of it [..., W] -> the likeliest draft ids [...]"""
+        return loss_logits.argmax(-1)
 
-    def candidate_loss(self, readout: Tensor, judged: Tensor, token: Tensor) -> Tensor | None:
-        """readout [M, R], `judged_logits` [M, W], the draft ids [M] that ought to be guessed -> the cross-entropy over candidates [M];
+    def candidate_loss(self, readout: Tensor, loss_logits: Tensor, token: Tensor) -> Tensor | None:
+        """readout [M, R], `loss_logits` [M, W], the draft ids [M] that ought to be guessed -> the cross-entropy over candidates [M];
         None without candidates"""
         return None
 
     def blank(self, num_rows: int, num: int) -> tuple[Tensor, Tensor] | None:
         """What the later steps of a parallel drafter read in place of drafts -> h [B, num, H], tokens [B, num]
 
-        They can then be read in one pass with step 1. None: step 1 alone has made the readouts of all steps, see `ahead`
+        They can then be read in one pass with step 1. None: step 1 alone has made the readouts of all steps, see `all_readouts`
         """
         return None
 
-    def ahead(self, h: Tensor) -> Tensor:
+    def all_readouts(self, h: Tensor) -> Tensor:
         """h [B, S, H] after step 1 of a parallel drafter without `blank` -> the readouts of all steps, [B, S, K, R]"""
         raise TypeError(
-            f"{type(self).__name__} has neither `blank` nor `ahead`, of which a parallel drafter needs one."
+            f"{type(self).__name__} has neither `blank` nor `all_readouts`, of which a parallel drafter needs one."
         )
 
     def confidence(self, d: int, readout: Tensor) -> Tensor | None:
         """readout [..., R] of step d -> [...], the logit of "this draft is accepted"; None without a confidence head"""
         return None
 
-    def measure(self, slots: list[Slots], *, fresh: bool) -> bool:
+    def measure_inputs(self, slots: list[Slots], *, random_weights: bool) -> bool:
         """Takes in the sizes of what it reads, before it is solved or trained. -> whether it did
 
         fresh: its weights are random; else what it computes stays the same
@@ -276,7 +286,7 @@ class SizedLinear(nn.Linear):
         return super().forward(x / self.size)
 
     @torch.no_grad()
-    def measure(self, inputs: Iterable[Tensor], *, fresh: bool) -> None:
+    def measure_inputs(self, inputs: Iterable[Tensor], *, random_weights: bool) -> None:
         """Takes the sizes of these inputs [M, in_features].
 
         fresh: the weights are random ones, and stay so in the new units; else the map is not changed
@@ -285,20 +295,20 @@ class SizedLinear(nn.Linear):
         for x in inputs:
             squares, num = squares + x.float().pow(2).sum(0), num + len(x)
         size = (squares / num).sqrt().clamp(min=1e-6)
-        if fresh:
+        if random_weights:
             self.size.copy_(size)
         else:
-            self._count_in(size)
+            self._change_units(size)
 
     def fold(self) -> None:
         """Makes the weights ordinary ones."""
-        self._count_in(torch.ones_like(self.size))
+        self._change_units(torch.ones_like(self.size))
 
-    def set(self, weight: Tensor) -> None:
+    def set_weight(self, weight: Tensor) -> None:
         """weight [out_features, in_features]: an ordinary one"""
         self.weight.data.copy_(weight * self.size)
 
-    def _count_in(self, size: Tensor) -> None:
+    def _change_units(self, size: Tensor) -> None:
         self.weight.data.mul_(size / self.size)
         self.size.copy_(size)
 

@@ -15,34 +15,36 @@ from specdec.core.compile import training_block
 from specdec.core.devices import exact_products
 from specdec.core.span_attention import Seen
 from specdec.target.model import Target
-from specdec.target.structure import experts_of
+from specdec.target.structure import find_experts
 
 RMSNorm = LlamaRMSNorm
-RIDGE = 0.01  # relative to the mean of the Gram matrix's diagonal
+RIDGE_SCALE = 0.01  # relative to the mean of the Gram matrix's diagonal
 
 
 @exact_products()
-def ridge(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+def solve_ridge(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     """The matrix A [D, E] for which A x is nearest to y over all chunks of pairs x [M, E], y [M, D]; at least float32
 
     See docs/methods.md, section 5.
     """
     gram = cross = torch.zeros(())
     for x, y in pairs:
-        x, y = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (x, y))
+        x, y = (values.to(torch.promote_types(values.dtype, torch.float32)) for values in (x, y))
         gram = gram.to(x) + x.T @ x
         cross = cross.to(x) + x.T @ y.to(x)
-    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
+    gram.diagonal().add_(RIDGE_SCALE * gram.diagonal().mean())
     return torch.linalg.solve(gram, cross).T
 
 
-def row_cache(config: LlamaConfig, weight: Tensor, *, layers: int, batch: int, masked: bool = False) -> RowCache:
+def make_row_cache(config: LlamaConfig, weight: Tensor, *, layers: int, batch: int, masked: bool = False) -> RowCache:
     """An empty cache for attention of these shapes, in the dtype and on the device of `weight`. masked: attention needs a mask over
     all entries, because of windows for example"""
     width = cast(int, config.head_dim)
-    lean = not masked and cached_keys.usable(width, width) and fast.on("cache", weight.device, weight.dtype)
-    return RowCache.alike(
-        query_heads=config.num_attention_heads if lean else None,
+    reads_length = (
+        not masked and cached_keys.fits_kernel(width, width) and fast.allows("cache", weight.device, weight.dtype)
+    )
+    return RowCache.uniform(
+        query_heads=config.num_attention_heads if reads_length else None,
         num_layers=layers,
         batch=batch,
         num_heads=cast(int, config.num_key_value_heads),
@@ -52,37 +54,37 @@ def row_cache(config: LlamaConfig, weight: Tensor, *, layers: int, batch: int, m
     )
 
 
-IMPORTED = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "hidden_act",
+PUBLISHED_FIELDS = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "hidden_act",
             "hidden_size", "qk_norm")  # fmt: skip
 
 
-def block_config(target: Target, *, intermediate_size: int | None, block: dict | None = None) -> LlamaConfig:
-    """The configuration of a head's block: `llama_config`, with the fields of `block` in which published heads differ.
+def make_block_config(target: Target, *, intermediate_size: int | None, block: dict | None = None) -> LlamaConfig:
+    """The configuration of a head's block: `make_llama_config`, with the fields of `block` in which published heads differ.
 
     qk_norm: whether queries and keys have norms, as in Qwen3. Raises ValueError for fields outside IMPORTED, and for a target whose embeddings have another width than its states.
     """
-    if not set(block or ()) <= set(IMPORTED):
-        raise ValueError(f"block={block} may hold {', '.join(IMPORTED)} and nothing else.")
+    if not set(block or ()) <= set(PUBLISHED_FIELDS):
+        raise ValueError(f"block={block} may hold {', '.join(PUBLISHED_FIELDS)} and nothing else.")
     check_one_width(target)
-    config = llama_config(target, intermediate_size=intermediate_size)
+    config = make_llama_config(target, intermediate_size=intermediate_size)
     if block:
         config = LlamaConfig(**{**config.to_dict(), **block})
     return config
 
 
-def llama_config(target: Target, *, intermediate_size: int | None) -> LlamaConfig:
+def make_llama_config(target: Target, *, intermediate_size: int | None) -> LlamaConfig:
     """A Llama of the target's width, with its heads and rotary embedding as far as a Llama has such."""
-    fields = fields_of(target.config)
-    queries, keys, head_dim = attention_heads(fields, target.width)
+    fields = list_fields(target.config)
+    queries, keys, head_dim = find_attention_heads(fields, target.width)
     return LlamaConfig(
         hidden_size=target.width,
-        intermediate_size=intermediate_size or mlp_width(fields, target.width),
+        intermediate_size=intermediate_size or find_mlp_width(fields, target.width),
         num_attention_heads=queries,
         num_key_value_heads=keys,
         head_dim=head_dim,
-        rms_norm_eps=norm_epsilon(fields),
-        rope_parameters=rotary_parameters(fields, head_dim),
-        max_position_embeddings=target.max_positions or POSITIONS,
+        rms_norm_eps=find_norm_epsilon(fields),
+        rope_parameters=make_rotary_parameters(fields, head_dim),
+        max_position_embeddings=target.max_positions or DEFAULT_POSITIONS,
         hidden_act="silu",
     )
 
@@ -98,7 +100,7 @@ class Rotary(LlamaRotaryEmbedding):
     def forward(self, x, position_ids):
         angles = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float32)
         angles = torch.cat([angles, angles], dim=-1)
-        return tuple((part * self.attention_scaling).to(x.dtype) for part in (angles.cos(), angles.sin()))
+        return tuple((values * self.attention_scaling).to(x.dtype) for values in (angles.cos(), angles.sin()))
 
 
 class Attention(nn.Module):
@@ -120,9 +122,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Seen, cache) -> Tensor:
         """x [B, S, E], rotary cos and sin [B, S, head_dim], mask [B, 1, S, keys] or spans -> [B, S, D]"""
-        return self.o_proj(self.look(self.run_project(x, *rotary), mask, cache))
+        return self.o_proj(self.attend_cache(self.run_project(x, *rotary), mask, cache))
 
-    def look(self, projected: tuple[Tensor, Tensor, Tensor], mask: Seen, cache) -> Tensor:
+    def attend_cache(self, projected: tuple[Tensor, Tensor, Tensor], mask: Seen, cache) -> Tensor:
         """What attention gives before its last product -> [B, S, heads * head_dim]. projected: from `project`"""
         out = cache.attend(self.layer, *projected, mask)  # [B, heads, S, head_dim]
         return out.transpose(1, 2).flatten(2)
@@ -130,7 +132,9 @@ class Attention(nn.Module):
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """-> query, key, value [B, heads, S, head_dim]"""
         shape = (*x.shape[:2], -1, self.head_dim)
-        query, key, value = (p(x).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        query, key, value = (
+            projection(x).view(shape).transpose(1, 2) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rotary_pos_emb(query, key, cos, sin)
@@ -138,7 +142,7 @@ class Attention(nn.Module):
 
     run_project = training_block(project)
 
-    def alone(self, x: Tensor) -> Tensor:
+    def attend_self(self, x: Tensor) -> Tensor:
         """What it gives where every position attends to itself only: x [M, E] -> [M, D]"""
         value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [M, groups, head_dim]
         heads = self.o_proj.in_features // self.head_dim
@@ -156,19 +160,19 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor], mask: Seen, cache) -> Tensor:
         """x [B, S, E] into attention, residual [B, S, D] -> [B, S, D]"""
-        return self.attend(self.self_attn.run_project(x, *rotary), residual, mask, cache)
+        return self.attend_projected(self.self_attn.run_project(x, *rotary), residual, mask, cache)
 
-    def attend(self, projected: tuple[Tensor, Tensor, Tensor], residual: Tensor, mask: Seen, cache) -> Tensor:
+    def attend_projected(self, projected: tuple[Tensor, Tensor, Tensor], residual: Tensor, mask: Seen, cache) -> Tensor:
         """`forward` behind the first products. projected: from `Attention.project`"""
-        return self.finish(self.self_attn.look(projected, mask, cache), residual)
+        return self.finish_layer(self.self_attn.attend_cache(projected, mask, cache), residual)
 
     @training_block
-    def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
+    def finish_layer(self, attended: Tensor, residual: Tensor) -> Tensor:
         """What follows attention: attended [B, S, heads * head_dim], residual [B, S, D] -> [B, S, D]"""
         h = residual + self.self_attn.o_proj(attended)
         return h + self.mlp(self.post_attention_layernorm(h))
 
-    def alone(self, h: Tensor) -> Tensor:
+    def run_without_attention(self, h: Tensor) -> Tensor:
         """`forward` without attention: h [M, D] -> [M, D]"""
         return h + self.mlp(self.post_attention_layernorm(h))
 
@@ -184,9 +188,9 @@ class Block(nn.Module):
 
         pairs: h [M, D] before the MLP, and what h and the MLP's output together are to be nearest to, [M, D]
         """
-        self.mlp.down_proj.weight.copy_(ridge((self._units(h), goal - h) for h, goal in pairs))
+        self.mlp.down_proj.weight.copy_(solve_ridge((self._hidden_units(h), goal - h) for h, goal in pairs))
 
-    def _units(self, h: Tensor) -> Tensor:
+    def _hidden_units(self, h: Tensor) -> Tensor:
         x = self.post_attention_layernorm(h)
         return self.mlp.act_fn(self.mlp.gate_proj(x)) * self.mlp.up_proj(x)
 
@@ -205,32 +209,39 @@ class DecoderLayer(Block):
 
 # The sizes of a head's Llama block for a target of any family, from the fields of the target's configuration.
 
-LATENT = ("kv_lora_rank", "q_lora_rank")  # attention that makes keys, values or queries from a narrower vector
-ROTARY = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")  # kinds that Llama's block and engines have
-THETA = 10_000.0
-POSITIONS = 32_768  # of a head whose target has no limit
-ROUND_WIDTH = 64  # widths of an MLP that are computed are multiples of it
+LATENT_FIELDS = ("kv_lora_rank", "q_lora_rank")  # attention that makes keys, values or queries from a narrower vector
+ROTARY_TYPES = (
+    "default",
+    "linear",
+    "dynamic",
+    "yarn",
+    "llama3",
+    "longrope",
+)  # kinds that Llama's block and engines have
+DEFAULT_THETA = 10_000.0
+DEFAULT_POSITIONS = 32_768  # of a head whose target has no limit
+WIDTH_MULTIPLE = 64  # widths of an MLP that are computed are multiples of it
 
 
-def fields_of(config: PreTrainedConfig) -> dict:
+def list_fields(config: PreTrainedConfig) -> dict:
     """All fields, under the names of the family and under those that families have in common."""
     fields = config.to_dict()
-    return fields | {common: fields[own] for common, own in config.attribute_map.items() if own in fields}
+    return fields | {alias: fields[name] for alias, name in config.attribute_map.items() if name in fields}
 
 
-def first_field(fields: dict, *names: str):
+def find_field(fields: dict, *names: str):
     """The first of these fields that is set, or None."""
     return next((fields[name] for name in names if fields.get(name) is not None), None)
 
 
-def attention_heads(fields: dict, width: int) -> tuple[int, int, int]:
+def find_attention_heads(fields: dict, width: int) -> tuple[int, int, int]:
     """-> number of query heads, number of key heads, width of a head: those of the target, where it has such heads.
 
     Latent attention, recurrent targets and layers that differ have none that fit a Llama block. Then a head is as wide as
     the greatest power of two, at most 128, that divides the width into four or more heads; four queries share a key.
     """
     queries = fields.get("num_attention_heads")
-    if isinstance(queries, int) and first_field(fields, *LATENT) is None:
+    if isinstance(queries, int) and find_field(fields, *LATENT_FIELDS) is None:
         keys, size = _key_heads(fields, queries), fields.get("head_dim") or width // queries
         if isinstance(keys, int) and isinstance(size, int) and queries % keys == 0 and size % 2 == 0:
             return queries, keys, size
@@ -242,35 +253,39 @@ def attention_heads(fields: dict, width: int) -> tuple[int, int, int]:
 def _key_heads(fields: dict, queries: int) -> int:
     if fields.get("multi_query") and not fields.get("new_decoder_architecture"):  # Falcon, GPT-BigCode
         return 1
-    return first_field(fields, "num_key_value_heads", "num_kv_heads") or queries
+    return find_field(fields, "num_key_value_heads", "num_kv_heads") or queries
 
 
-def mlp_width(fields: dict, width: int) -> int:
+def find_mlp_width(fields: dict, width: int) -> int:
     """The width of the target's dense MLP: 4 x width if the configuration names none, the widest if layers differ.
 
     Of a mixture without a dense MLP it is the width of one expert, and of experts narrower than 2 x width that of all that
     a token uses: one of them alone would be a far smaller network than the MLP that the head stands for.
     """
-    dense = first_field(fields, "intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")
+    dense = find_field(fields, "intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")
     if isinstance(dense, list | tuple):
         dense = max(dense)
-    experts = experts_of(fields)
-    own = first_field(fields, "moe_intermediate_size", "expert_ffn_hidden_size")
+    experts = find_experts(fields)
+    expert_width = find_field(fields, "moe_intermediate_size", "expert_ffn_hidden_size")
     # A configuration with one size only means an expert, under either name
-    if experts is None or "intermediate_size_mlp" in fields or (own is not None and dense not in (None, own)):
+    if (
+        experts is None
+        or "intermediate_size_mlp" in fields
+        or (expert_width is not None and dense not in (None, expert_width))
+    ):
         return dense or 4 * width
-    expert = own or dense or 4 * width
+    expert = expert_width or dense or 4 * width
     if expert >= 2 * width:
         return expert
-    shared = first_field(
+    shared = find_field(
         fields, "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"
     )
     if shared is None:
-        shared = expert * (first_field(fields, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts") or 0)
-    return -(-(expert * experts.per_token + shared) // ROUND_WIDTH) * ROUND_WIDTH
+        shared = expert * (find_field(fields, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts") or 0)
+    return -(-(expert * experts.per_token + shared) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
 
-def rotary_parameters(fields: dict, head_dim: int) -> dict:
+def make_rotary_parameters(fields: dict, head_dim: int) -> dict:
     """The target's rotary embedding as `rope_parameters` of a block that turns whole heads of this width.
 
     Targets with several (by the type of a layer): that of full attention. Targets with none, and kinds that Llama's block
@@ -282,17 +297,17 @@ def rotary_parameters(fields: dict, head_dim: int) -> dict:
     if by_type:
         rope = rope.get("full_attention") or by_type[0]
     rope = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
-    rope.setdefault("rope_theta", THETA)
+    rope.setdefault("rope_theta", DEFAULT_THETA)
     rope.setdefault("rope_type", "default")
     lists = [value for key, value in rope.items() if key in ("short_factor", "long_factor")]
-    if rope["rope_type"] not in ROTARY or any(len(factors) != head_dim // 2 for factors in lists):
+    if rope["rope_type"] not in ROTARY_TYPES or any(len(factors) != head_dim // 2 for factors in lists):
         return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     return rope
 
 
-def norm_epsilon(fields: dict) -> float:
+def find_norm_epsilon(fields: dict) -> float:
     names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "layernorm_epsilon", "norm_eps")
-    epsilon = first_field(fields, *names)
+    epsilon = find_field(fields, *names)
     return 1e-6 if epsilon is None else epsilon
 
 
@@ -300,7 +315,7 @@ def norm_epsilon(fields: dict) -> float:
 
 
 @torch.no_grad()
-def norm_gain(target: Target) -> Tensor:
+def measure_norm_gain(target: Target) -> Tensor:
     """What the target's last norm multiplies a normalised state by, [D].
 
     This is the weight of an RMSNorm of Llama's kind. Other norms have none, or add 1 to it, or subtract the mean, so it is
@@ -315,7 +330,7 @@ def norm_gain(target: Target) -> Tensor:
 
 
 @torch.no_grad()
-def embedding_scale(target: Target) -> float:
+def measure_embedding_scale(target: Target) -> float:
     """What the target's embedding module multiplies its rows by: 1 for most families."""
     token = target.embed.weight[:16].float().norm(dim=1).argmax()  # the row of a padding token is zero
     row, out = target.embed.weight[token].float(), target.embed(token).float()
@@ -323,9 +338,11 @@ def embedding_scale(target: Target) -> float:
 
 
 @torch.no_grad()
-def embedding_rows(target: Target) -> Tensor:
+def read_embedding_rows(target: Target) -> Tensor:
     """[V, D] what the target's embedding module returns for every token"""
-    return torch.cat([target.embed(part) for part in torch.arange(target.vocab_size, device=target.device).split(4096)])
+    return torch.cat(
+        [target.embed(tokens) for tokens in torch.arange(target.vocab_size, device=target.device).split(4096)]
+    )
 
 
 def check_one_width(target: Target) -> None:
@@ -340,37 +357,37 @@ def check_one_width(target: Target) -> None:
 
 # Which of the target's hidden states a head reads if it is not told, and which of its own layers see a window only.
 
-SHALLOW = 7  # layers: below, (2, L // 2, L - 3) does not increase
+MIN_PUBLISHED_LAYERS = 7  # layers: below, (2, L // 2, L - 3) does not increase
 
 
-def three_layers(target: Target) -> tuple[int, ...]:
+def choose_three_layers(target: Target) -> tuple[int, ...]:
     """EAGLE-3's: near the input, in the middle, near the output, (2, L // 2, L - 3) as engines and published heads have it.
 
     Where that does not exist, the middle and its neighbours; for three layers these are 0, 1, 2, and 0 is the embedding.
     """
-    num = _check_num_layers(target)
+    num = _require_num_layers(target)
     middle = num // 2
-    return (middle - 1, middle, middle + 1) if num < SHALLOW else (2, middle, num - 3)
+    return (middle - 1, middle, middle + 1) if num < MIN_PUBLISHED_LAYERS else (2, middle, num - 3)
 
 
-def five_layers(target: Target) -> tuple[int, ...]:
+def choose_five_layers(target: Target) -> tuple[int, ...]:
     """DFlash's: five, evenly from 2 to L - 2 (the outputs of layers 1 to L - 3); fewer if there are not so many."""
-    last = _check_num_layers(target) - 2
+    last = _require_num_layers(target) - 2
     return tuple(sorted({2 + round(number * (last - 2) / 4) for number in range(5)}))
 
 
-def fused_layers(
-    target: Target, target_layers: Sequence[int] | None, usual: Callable[[Target], tuple[int, ...]]
+def choose_fused_layers(
+    target: Target, target_layers: Sequence[int] | None, choose_default: Callable[[Target], tuple[int, ...]]
 ) -> tuple[int, ...]:
     """The hidden states that a head fuses. target_layers: None: the usual ones. Raises ValueError for an empty list."""
     if target_layers is None:
-        return target.layer_ids(usual(target))
+        return target.layer_ids(choose_default(target))
     if not target_layers:
         raise ValueError("target_layers=[] is empty: name the hidden states to read, or give null for the usual ones.")
     return target.layer_ids(list(target_layers))
 
 
-def _check_num_layers(target: Target) -> int:
+def _require_num_layers(target: Target) -> int:
     """The number of layers. Raises ValueError if there are too few."""
     if target.num_layers < 3:
         raise ValueError(
@@ -380,7 +397,7 @@ def _check_num_layers(target: Target) -> int:
     return target.num_layers
 
 
-def layer_windows(window: int | None, full_layers: Sequence[int] | None, num_layers: int) -> list[int | None]:
+def list_layer_windows(window: int | None, full_layers: Sequence[int] | None, num_layers: int) -> list[int | None]:
     """Positions that each layer of a head sees; None: all. full_layers: those that see all of them all the same
 
     Raises ValueError for a window below 2 positions, and for layers that the head does not have.

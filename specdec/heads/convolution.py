@@ -38,6 +38,6 @@ class BlockConvolution(nn.Module):
         delta = delta.unflatten(1, (-1, size))[..., side, :, :, None]  # [B, S, size, taps, groups, 1]
         out = (base[0] + delta[..., 0, :, :]) * blocks
         for tap in range(1, min(self.taps, size)):
-            before = nn.functional.pad(blocks[:, :, :-tap], (0, 0, 0, 0, tap, 0))
-            out = out + (base[tap] + delta[..., tap, :, :]) * before
+            shifted = nn.functional.pad(blocks[:, :, :-tap], (0, 0, 0, 0, tap, 0))
+            out = out + (base[tap] + delta[..., tap, :, :]) * shifted
         return out.flatten(-2).flatten(1, 2)

@@ -17,26 +17,26 @@ from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_
 from specdec.core import span_attention
 from specdec.core.cache import RowCache
 from specdec.core.option_types import Integers, Layers, SmallCount, Whole, Width, Window
-from specdec.core.span_attention import Seen, within
+from specdec.core.span_attention import Seen, narrow_to_window
 from specdec.heads.base import Drafter, SizedLinear
 from specdec.heads.blocks import (
     RMSNorm,
     Rotary,
-    block_config,
-    embedding_scale,
-    five_layers,
-    fused_layers,
-    layer_windows,
-    norm_gain,
-    ridge,
-    row_cache,
+    choose_five_layers,
+    choose_fused_layers,
+    list_layer_windows,
+    make_block_config,
+    make_row_cache,
+    measure_embedding_scale,
+    measure_norm_gain,
+    solve_ridge,
 )
 from specdec.heads.convolution import BlockConvolution
-from specdec.heads.dependence import DraftedBlock, Lattice, Sizes, make_part
+from specdec.heads.dependence import DraftedBlock, DrafterSizes, Lattice, make_dependence
 from specdec.target.model import Target
 
 
-class Layer(nn.Module):
+class BlockLayer(nn.Module):
     """A decoder layer over blocks; its attention has the context's keys beside the block's own (Qwen3's q and k norms)."""
 
     def __init__(self, config, *, layer: int, sinks: bool = False, taps: int | None = None):
@@ -69,14 +69,14 @@ class Layer(nn.Module):
         causal: whether an input sees only the earlier ones of its block and itself
         """
         num_rows, num = x.shape[:2]
-        normed, after = _mix(self.attention_conv, self.input_layernorm(x), size)
+        normed, mix_output = _mix_input(self.attention_conv, self.input_layernorm(x), size)
         query = self.q_norm(self.q_proj(normed).view(num_rows, num, -1, self.head_dim)).transpose(1, 2)
         query = apply_rotary_pos_emb(query, query, *rotary)[0] * self.head_dim**-0.5
         own_key, own_value = self.keys(normed, rotary)  # [B, G, S*size, head_dim]
-        context_key, context_value = cache.look(self.layer)  # [B, G, C, head_dim]
+        context_key, context_value = cache.visible_keys(self.layer)  # [B, G, C, head_dim]
         # [B, G, H/G, S, size, head_dim] against the context's [B, G, C, .] and the block's [B, G, S, size, .]
         query = query.to(own_value.dtype).view(num_rows, self.groups, -1, num // size, size, self.head_dim)
-        own_key, own_value = (t.unflatten(2, (-1, size)) for t in (own_key, own_value))
+        own_key, own_value = (entries.unflatten(2, (-1, size)) for entries in (own_key, own_value))
         if self.attention_sink_bias is None:
             out = span_attention.attend(query, context_key, context_value, mask, own_key, own_value, causal=causal)
         else:  # a further key of each slot, which all queries of a head meet with the same score, and whose value is zero
@@ -85,19 +85,21 @@ class Layer(nn.Module):
             )
             query = torch.cat([query, sinks], dim=-1)
             context_key, context_value, own_key, own_value = (
-                nn.functional.pad(part, (0, 1)) for part in (context_key, context_value, own_key, own_value)
+                nn.functional.pad(unpadded, (0, 1)) for unpadded in (context_key, context_value, own_key, own_value)
             )
             sink_value = torch.zeros_like(own_key[:, :, :, :1])
             sink_key = nn.functional.pad(sink_value[..., :-1], (0, 1), value=1.0)
-            own = sink_key, sink_value, own_key, own_value
-            out = span_attention.attend(query, context_key, context_value, mask, *own, causal=causal)[..., :-1]
+            block_entries = sink_key, sink_value, own_key, own_value
+            out = span_attention.attend(query, context_key, context_value, mask, *block_entries, causal=causal)[
+                ..., :-1
+            ]
         out = out.flatten(1, 2).flatten(2, 3).transpose(1, 2).flatten(2)  # [B, S*size, H * head_dim]
-        x = x + after(self.o_proj(out))
-        normed, after = _mix(self.mlp_conv, self.post_attention_layernorm(x), size)
-        return x + after(self.mlp(normed))
+        x = x + mix_output(self.o_proj(out))
+        normed, mix_output = _mix_input(self.mlp_conv, self.post_attention_layernorm(x), size)
+        return x + mix_output(self.mlp(normed))
 
 
-def _mix(convolution: BlockConvolution | None, x: Tensor, size: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def _mix_input(convolution: BlockConvolution | None, x: Tensor, size: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """A sublayer's input [B, S*size, D] -> the input once it is mixed, and what mixes the output"""
     if convolution is None:
         return x, lambda out: out
@@ -124,13 +126,13 @@ class BlockDrafter(Drafter):
     mask_token: the token whose row of the target's embedding is the mask, which is then not trained, as DeepSpec and z-lab have
         it; null: an embedding of its own, for which SGLang and TensorRT-LLM have no place
     full_causal, sinks, block, own_embedding, own_output: for published heads: whether an input sees only earlier ones in layers
-        without a window, too; a learnt score of each attention head for attending to nothing; see block_config; an embedding and
+        without a window, too; a learnt score of each attention head for attending to nothing; see make_block_config; an embedding and
         an LM head that are not the target's
     """
 
-    attends = "block"
-    parts = "dependence", "convolution"
-    by_token: tuple[str, ...] = ("lm_head.",)
+    context_kind = "block"
+    exchangeable_parts = "dependence", "convolution"
+    token_row_prefixes: tuple[str, ...] = ("lm_head.",)
 
     def __init__(
         self,
@@ -161,41 +163,44 @@ class BlockDrafter(Drafter):
         self.hold_embedding(target.width if own_embedding else None)
         self.window, self.windows, self.window_causal = (
             window,
-            layer_windows(window, full_layers, num_layers),
+            list_layer_windows(window, full_layers, num_layers),
             window_causal,
         )
         width = target.width
         self.depth = self.num_drafts = num_drafts
         self.anchor_predicts, self.full_causal, self.sinks = anchor_predicts, full_causal, sinks
-        self.target_layers = fused_layers(target, target_layers, five_layers)
-        self.config = config = block_config(target, intermediate_size=intermediate_size, block=block)
+        self.target_layers = choose_fused_layers(target, target_layers, choose_five_layers)
+        self.config = config = make_block_config(target, intermediate_size=intermediate_size, block=block)
         self.fc = SizedLinear(len(self.target_layers) * width, width)
         self.hidden_norm, self.norm = (RMSNorm(width, eps=config.rms_norm_eps) for _ in range(2))
         self.layers = nn.ModuleList(
-            Layer(config, layer=layer, sinks=sinks, taps=convolution) for layer in range(num_layers)
+            BlockLayer(config, layer=layer, sinks=sinks, taps=convolution) for layer in range(num_layers)
         )
         if mask_token is not None and not 0 <= mask_token < target.vocab_size:
             raise ValueError(f"mask_token={mask_token} must be a token of the target, below {target.vocab_size}.")
         self.mask_token, rows = mask_token, target.embed.weight.detach().float()
-        mask = embedding_scale(target) * (rows.mean(0) if mask_token is None else rows[mask_token])
+        mask = measure_embedding_scale(target) * (rows.mean(0) if mask_token is None else rows[mask_token])
         self.mask_embedding = nn.Parameter(mask, requires_grad=mask_token is None)  # [D]
         self.rotary = Rotary(config)
         self.join = nn.Linear(2 * width, num_drafts * width, bias=False) if fuse else None
         self.dependence = None
         if dependence is not None:
-            sizes = Sizes(width, target.vocab_size, self.vocab_size, num_drafts, config.rms_norm_eps)
-            self.dependence = make_part(sizes, dependence)
-            self.by_token = ("lm_head.", *(f"dependence.{name}" for name in self.dependence.by_token))
-        self.confident, self.has_candidates = confidence, isinstance(self.dependence, Lattice)
+            sizes = DrafterSizes(width, target.vocab_size, self.vocab_size, num_drafts, config.rms_norm_eps)
+            self.dependence = make_dependence(sizes, dependence)
+            self.token_row_prefixes = (
+                "lm_head.",
+                *(f"dependence.{name}" for name in self.dependence.token_row_prefixes),
+            )
+        self.has_confidence, self.has_candidates = confidence, isinstance(self.dependence, Lattice)
         self.lm_head = nn.Linear(width, self.vocab_size, bias=False) if own_output else None
         self.parallel = self.dependence is None and not confidence
-        read = self.dependence.num_confident if self.dependence is not None and confidence_markov else 0
-        self.confidence_head = nn.Linear(width + read, 1) if confidence else None
+        num_markov = self.dependence.num_confident if self.dependence is not None and confidence_markov else 0
+        self.confidence_head = nn.Linear(width + num_markov, 1) if confidence else None
         with torch.no_grad():
-            self.norm.weight.copy_(norm_gain(target))
+            self.norm.weight.copy_(measure_norm_gain(target))
 
     def cache(self, batch: int) -> RowCache:
-        return row_cache(self.config, self.fc.weight, layers=len(self.layers), batch=batch, masked=True)
+        return make_row_cache(self.config, self.fc.weight, layers=len(self.layers), batch=batch, masked=True)
 
     def encode(self, features: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
@@ -208,26 +213,26 @@ class BlockDrafter(Drafter):
 
     def step(self, d, h, tokens, positions, mask, cache):
         embedding = self.embed(tokens).to(self.fc.weight.dtype)  # [B, S, D] of the token before draft d
-        width, part = self.target.width, self.dependence
+        width, dependence = self.target.width, self.dependence
         total = width * self.depth
         if d == 1:
-            feature, h = h, self._block(embedding, h, positions, mask, cache)
-            if part is not None:
+            feature, h = h, self._run_block(embedding, h, positions, mask, cache)
+            if dependence is not None:
                 states = h.unflatten(-1, (self.depth, width))
                 block = DraftedBlock(feature, states, tokens, self.unary, self._embed_drafts, self.to_target)
-                h = torch.cat([h, part.begin(block)], dim=-1)
+                h = torch.cat([h, dependence.first_carried(block)], dim=-1)
         states, carried = h[..., :total], h[..., total:]
         state = states[..., (d - 1) * width : d * width]
-        if part is None:
+        if dependence is None:
             return h, state
-        readout, following = part.advance(d, state.to(embedding.dtype), tokens, embedding, carried)
+        readout, following = dependence.advance(d, state.to(embedding.dtype), tokens, embedding, carried)
         h = h if following is carried else torch.cat([states, following], dim=-1)
         return h, torch.cat([state, readout], dim=-1)  # [B, S, D + R]
 
-    def ahead(self, h):
+    def all_readouts(self, h):
         return h.unflatten(-1, (self.num_drafts, -1))
 
-    def _block(self, embedding: Tensor, h: Tensor, positions: Tensor, mask: Seen, cache) -> Tensor:
+    def _run_block(self, embedding: Tensor, h: Tensor, positions: Tensor, mask: Seen, cache) -> Tensor:
         """embedding [B, S, D] of the anchors, h [B, S, D] of the newest features -> states of all drafts, [B, S, K*D]"""
         num_rows, num = positions.shape
         size = self.num_drafts + (not self.anchor_predicts)
@@ -237,12 +242,12 @@ class BlockDrafter(Drafter):
             fused = self.join(torch.cat([embedding, h], dim=-1)).unflatten(-1, (self.num_drafts, -1))
             x = x + nn.functional.pad(fused, (0, 0, size - self.num_drafts, 0))
         x = x.flatten(1, 2)  # [B, S*size, D]
-        at = (positions[..., None] + torch.arange(size, device=positions.device)).flatten(1)
-        rotary = self.rotary(x, at)
+        input_positions = (positions[..., None] + torch.arange(size, device=positions.device)).flatten(1)
+        rotary = self.rotary(x, input_positions)
         for layer, window in zip(self.layers, self.windows):
             seen, causal = mask, self.full_causal
             if window is not None:  # the anchor's own position counts as one more
-                seen = within(mask, window + 1, depth=2, positions=positions, first=0)
+                seen = narrow_to_window(mask, window + 1, depth=2, positions=positions, first=0)
                 causal = self.window_causal
             x = layer(x, rotary, seen, cache, size=size, causal=causal)
         return self.norm(x).unflatten(1, (num, size))[:, :, size - self.num_drafts :].flatten(2)
@@ -259,19 +264,19 @@ class BlockDrafter(Drafter):
     def lattice(self) -> Lattice | None:
         return self.dependence if isinstance(self.dependence, Lattice) else None
 
-    def judged_logits(self, d, readout):
+    def loss_logits(self, d, readout):
         return self.logits(d, readout) if self.lattice is None else self.unary(readout[..., : self.target.width])
 
-    def guess(self, d, readout, judged):
+    def guess(self, d, readout, loss_logits):
         if self.lattice is None:
-            return super().guess(d, readout, judged)
+            return super().guess(d, readout, loss_logits)
         ids, scores = self.lattice.score(readout[..., self.target.width :], self._embed_drafts)
         return ids.gather(-1, scores.argmax(-1, keepdim=True))[..., 0]
 
-    def candidate_loss(self, readout, judged, token):
+    def candidate_loss(self, readout, loss_logits, token):
         if self.lattice is None:
             return None
-        return self.lattice.judge(readout[..., self.target.width :], judged, token, self._embed_drafts)
+        return self.lattice.candidate_loss(readout[..., self.target.width :], loss_logits, token, self._embed_drafts)
 
     def unary(self, state: Tensor) -> Tensor:
         """The logits [..., W] of a state [..., D] alone, whatever the drafts before are"""
@@ -287,8 +292,8 @@ class BlockDrafter(Drafter):
         head = self.confidence_head
         return None if head is None else head(readout[..., : head.in_features].detach())[..., 0]
 
-    def measure(self, slots, *, fresh):
-        self.fc.measure((part.features for part in slots), fresh=fresh)
+    def measure_inputs(self, slots, *, random_weights):
+        self.fc.measure_inputs((text.features for text in slots), random_weights=random_weights)
         return True
 
     @property
@@ -304,21 +309,23 @@ class BlockDrafter(Drafter):
         """
         if self.join is None:
             return False
-        size = torch.cat([part.state for part in slots]).float().pow(2).mean().sqrt()
-        self.fc.set(ridge((part.features, part.state) for part in slots))
-        self.hidden_norm.weight.fill_(size)
+        state_scale = torch.cat([text.state for text in slots]).float().pow(2).mean().sqrt()
+        self.fc.set_weight(solve_ridge((text.features, text.state) for text in slots))
+        self.hidden_norm.weight.fill_(state_scale)
         joined = [
-            torch.cat([self.embed(part.tokens[:, 0]).float(), self.encode(part.features)], dim=-1) for part in slots
+            torch.cat([self.embed(text.tokens[:, 0]).float(), self.encode(text.features)], dim=-1) for text in slots
         ]
         num = min(self.num_drafts, slots[0].goals.shape[1])
-        maps = [ridge((x, part.goals[:, d]) for x, part in zip(joined, slots)) for d in range(num)]  # of [D, 2D]
+        maps = [solve_ridge((x, text.goals[:, d]) for x, text in zip(joined, slots)) for d in range(num)]  # of [D, 2D]
         if self.anchor_predicts:
-            maps[0] = maps[0] - torch.eye(*maps[0].shape, device=size.device)  # the embedding is added in any case
+            maps[0] = maps[0] - torch.eye(
+                *maps[0].shape, device=state_scale.device
+            )  # the embedding is added in any case
         nn.init.zeros_(self.join.weight)
         self.join.weight[: num * self.target.width].copy_(torch.cat(maps))
         if self.mask_token is None:
             self.mask_embedding.zero_()
-        self.norm.weight.fill_(size)
+        self.norm.weight.fill_(state_scale)
         for layer in self.layers:
             nn.init.zeros_(layer.o_proj.weight)
             nn.init.zeros_(layer.mlp.down_proj.weight)

@@ -11,21 +11,21 @@ from specdec.core.cache import RowCache
 from specdec.core.option_types import Integer, SmallCount, Text, Width
 from specdec.heads.base import Drafter
 from specdec.heads.blocks import (
-    attention_heads,
-    embedding_rows,
-    embedding_scale,
-    fields_of,
-    llama_config,
-    mlp_width,
-    norm_gain,
+    find_attention_heads,
+    find_mlp_width,
+    list_fields,
+    make_llama_config,
+    measure_embedding_scale,
+    measure_norm_gain,
+    read_embedding_rows,
 )
 from specdec.target import attention
 from specdec.target.adapter import NEEDS_PEFT
 from specdec.target.loading import load_tokenizer
 from specdec.target.model import Target
-from specdec.target.structure import experts_of
+from specdec.target.structure import find_experts
 
-NUM_LAYERS = 2
+DEFAULT_LAYERS = 2
 
 
 class Draft(Drafter):
@@ -33,7 +33,7 @@ class Draft(Drafter):
 
     num_layers: null: as many as copy_layers names, or 2
     width: null: the target's width and architecture, or a Llama of its width if the target is not built like one (windows,
-        recurrent layers, experts, scaled or capped logits: see `copyable`); a number: a new Llama with attention heads
+        recurrent layers, experts, scaled or capped logits: see `has_copyable_layers`); a number: a new Llama with attention heads
         as wide as those of any other head (blocks.py)
     intermediate_size: null: the target's, in proportion to the width
     copy_layers: for each layer the target's layer (0 .. L-1, or -L .. -1) that it starts from; []: random weights; null:
@@ -41,15 +41,15 @@ class Draft(Drafter):
     borrow_embeddings: whether embedding and LM head are the target's, with its scales, frozen and not saved; null: if the
         width is the target's. If not, they are trained, and start as copies of the target's if the width is the same
     model: folder or Hub name of an existing causal LM with the target's tokenizer, to distil further in float32; or the
-        result of `existing`
+        result of `load_existing`
     lora: arguments of peft.LoraConfig, such as {r: 16, lora_alpha: 32}: only adapters on `model` or on copied layers
-        are trained; `decodable` merges them
+        are trained; `frozen_copy` merges them
     config: for checkpoints: a model configuration to build; the weights are loaded afterwards
 
     Raises ValueError for arguments that exclude each other.
     """
 
-    attends = "text"
+    context_kind = "text"
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class Draft(Drafter):
         if config is not None and (model is not None or lora is not None):
             raise ValueError("A draft of a saved configuration takes neither model nor lora; its weights are merged.")
         sizes = {"num_layers": num_layers, "width": width, "intermediate_size": intermediate_size}
-        lm, borrows, copied = _first_weights(
+        lm, borrows, copied = _make_first_model(
             target, sizes, copy_layers=copy_layers, borrow_embeddings=borrow_embeddings, model=model, config=config
         )
         self.config = lm.config
-        _, num_heads, head_dim = attention_heads(fields_of(lm.config), lm.width)
+        _, num_heads, head_dim = find_attention_heads(list_fields(lm.config), lm.width)
         self.cache_shape = {"num_layers": lm.num_layers, "num_heads": num_heads, "head_dim": head_dim}
         self.body = lm.decoder.requires_grad_(True)  # with adapters, peft's wrapper around it
         self.borrows = borrows
@@ -109,7 +109,7 @@ class Draft(Drafter):
         return next(self.parameters()).dtype
 
     def cache(self, batch: int) -> RowCache:
-        return RowCache.alike(**self.cache_shape, batch=batch, dtype=self.dtype, device=self.target.device)
+        return RowCache.uniform(**self.cache_shape, batch=batch, dtype=self.dtype, device=self.target.device)
 
     def encode(self, features: Tensor) -> Tensor:
         return features  # [B, S, 0]: the context is in the cache
@@ -142,14 +142,14 @@ class Draft(Drafter):
         self._rows = None
         return super().train(mode)
 
-    def decodable(self) -> "Draft":
-        frozen = cast(Draft, super().decodable())
+    def frozen_copy(self) -> "Draft":
+        frozen = cast(Draft, super().frozen_copy())
         if frozen.adapted:
             frozen.body, frozen.adapted = frozen.body.merge_and_unload(), False
         return frozen
 
     def arguments(self) -> dict:
-        assert not self.adapted, "save what `decodable` returns"
+        assert not self.adapted, "save what `frozen_copy` returns"
         origin = dict.fromkeys(["num_layers", "width", "intermediate_size", "copy_layers", "model", "lora"])
         return {**origin, "borrow_embeddings": self.borrows, "config": self.config.to_dict()}
 
@@ -160,8 +160,8 @@ class Draft(Drafter):
         logits are left out, which keeps their order. Raises ValueError for a borrowed LM head with a bias that the draft's
         architecture has no place for.
         """
-        frozen, target = self.decodable(), self.target
-        model = AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation=attention.NAME)
+        frozen, target = self.frozen_copy(), self.target
+        model = AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation=attention.IMPLEMENTATION)
         decoder, head = model.get_decoder(), model.get_output_embeddings()
         if self.borrows:
             if target.lm_head.bias is not None and head.bias is None:
@@ -171,8 +171,8 @@ class Draft(Drafter):
                 )
             embedding = decoder.get_input_embeddings()
             name = next(name for name, module in decoder.named_modules() if module is embedding)
-            own = type(embedding) is type(target.embed)  # then it scales as the target's does
-            rows = target.embed.weight if own else embedding_rows(target)
+            same_class = type(embedding) is type(target.embed)  # then it scales as the target's does
+            rows = target.embed.weight if same_class else read_embedding_rows(target)
             decoder.load_state_dict({**frozen.body.state_dict(), f"{name}.weight": rows})
             if head.weight is not embedding.weight:
                 head.weight.data.copy_(target.shape_logits.scale * target.lm_head.weight)
@@ -186,28 +186,28 @@ class Draft(Drafter):
         return model.eval()
 
 
-def copyable(target: Target) -> bool:
+def has_copyable_layers(target: Target) -> bool:
     """Whether some of the target's layers make a language model: they are alike, dense, and kept as Llama keeps them.
 
     Others get a small Llama: two layers of a mixture hold all of its experts, and a window or a recurrent state has no
     place in the cache of drafts.
     """
-    parts = {name for name, _ in target.decoder.named_children()}
-    return target.plain and {"layers", "norm"} <= parts and experts_of(target.config.to_dict()) is None
+    children = {name for name, _ in target.decoder.named_children()}
+    return target.plain and {"layers", "norm"} <= children and find_experts(target.config.to_dict()) is None
 
 
-def _make(config: PreTrainedConfig) -> Target:
+def _make_model(config: PreTrainedConfig) -> Target:
     """A model with random weights, as a `Target`, for the names of its parts and the same refusals."""
     model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.get_default_dtype(), attn_implementation=attention.NAME, trust_remote_code=False
+        config, dtype=torch.get_default_dtype(), attn_implementation=attention.IMPLEMENTATION, trust_remote_code=False
     )
     return Target(model, name="the draft")
 
 
-def _config(target: Target, width: int | None, num_layers: int, intermediate_size: int | None) -> PreTrainedConfig:
-    """The target's configuration with fewer layers; for another width or a target that is not `copyable`, a Llama's."""
+def _make_config(target: Target, width: int | None, num_layers: int, intermediate_size: int | None) -> PreTrainedConfig:
+    """The target's configuration with fewer layers; for another width or a target that is not `has_copyable_layers`, a Llama's."""
     same_width = width in (None, target.width)
-    if same_width and copyable(target):
+    if same_width and has_copyable_layers(target):
         tied = target.lm_head.weight is target.embed.weight
         fields = target.config.to_dict() | {"num_hidden_layers": num_layers, "tie_word_embeddings": tied}
         if fields.get("layer_types"):
@@ -216,22 +216,22 @@ def _config(target: Target, width: int | None, num_layers: int, intermediate_siz
         if intermediate_size:
             fields["intermediate_size"] = intermediate_size
         return AutoConfig.for_model(**fields)
-    return _llama_config(target, width or target.width, num_layers, intermediate_size)
+    return _make_llama_config(target, width or target.width, num_layers, intermediate_size)
 
 
-def _llama_config(target: Target, width: int, num_layers: int, intermediate_size: int | None) -> PreTrainedConfig:
-    fields = fields_of(target.config)
-    config = llama_config(
-        target, intermediate_size=intermediate_size or mlp_width(fields, target.width) * width // target.width
+def _make_llama_config(target: Target, width: int, num_layers: int, intermediate_size: int | None) -> PreTrainedConfig:
+    fields = list_fields(target.config)
+    config = make_llama_config(
+        target, intermediate_size=intermediate_size or find_mlp_width(fields, target.width) * width // target.width
     )
-    queries, keys, head_dim = attention_heads(fields, target.width)
+    queries, keys, head_dim = find_attention_heads(fields, target.width)
     num_heads, group = queries, queries // keys
     if width != target.width:
         if width % head_dim:
             raise ValueError(f"width={width} must be a multiple of {head_dim}, the width of an attention head.")
         num_heads = width // head_dim
     # Behind a scale the two are no longer the same matrix
-    scaled = target.shape_logits.scale != 1 or embedding_scale(target) != 1
+    scaled = target.shape_logits.scale != 1 or measure_embedding_scale(target) != 1
     config.update(
         {
             "hidden_size": width,
@@ -247,35 +247,39 @@ def _llama_config(target: Target, width: int, num_layers: int, intermediate_size
     return config
 
 
-def _layers_to_copy(target: Target, num: int | None, wanted: list[int] | None, *, possible: bool) -> list[int]:
+def _choose_copied_layers(
+    target: Target, num_layers: int | None, copy_layers: list[int] | None, *, possible: bool
+) -> list[int]:
     """The target's layers from which the draft's start, in order; none: random weights, as for a quantised target."""
     if target.quantisation is not None:
-        if wanted:
+        if copy_layers:
             raise ValueError(
                 f"{target.name} is quantised ({target.quantisation}), so its layers cannot be copied: set copy_layers=[]."
             )
         return []
-    if wanted is None:
-        num = num or NUM_LAYERS
-        return [round(i * (target.num_layers - 1) / max(1, num - 1)) for i in range(num)] if possible else []
-    if wanted and not possible:
+    if copy_layers is None:
+        num_layers = num_layers or DEFAULT_LAYERS
+        return (
+            [round(i * (target.num_layers - 1) / max(1, num_layers - 1)) for i in range(num_layers)] if possible else []
+        )
+    if copy_layers and not possible:
         raise ValueError(
             "copy_layers= needs layers of the target's shape: leave width and intermediate_size null, or "
             "set copy_layers=[], as for targets with windows, recurrent layers, experts or scaled logits."
         )
-    if wanted and num not in (None, len(wanted)):
+    if copy_layers and num_layers not in (None, len(copy_layers)):
         raise ValueError(
-            f"copy_layers={list(wanted)} must name a layer for each of num_layers={num}, or leave num_layers null."
+            f"copy_layers={list(copy_layers)} must name a layer for each of num_layers={num_layers}, or leave num_layers null."
         )
-    if any(not -target.num_layers <= k < target.num_layers for k in wanted):
+    if any(not -target.num_layers <= k < target.num_layers for k in copy_layers):
         raise ValueError(
-            f"copy_layers={list(wanted)}: {target.name} has layers 0..{target.num_layers - 1} "
+            f"copy_layers={list(copy_layers)}: {target.name} has layers 0..{target.num_layers - 1} "
             f"(or -{target.num_layers}..-1)."
         )
-    return [k % target.num_layers for k in wanted]
+    return [k % target.num_layers for k in copy_layers]
 
 
-def existing(target: Target, name: str, *, dtype: str) -> tuple[Target, Tensor | None]:
+def load_existing(target: Target, name: str, *, dtype: str) -> tuple[Target, Tensor | None]:
     """Loads a model whose tokens are the target's; its vocabulary rows are cut or padded to the target's V.
 
     An added row is the mean of all others, so that its logit is never the greatest. The model is on the target's device.
@@ -285,36 +289,41 @@ def existing(target: Target, name: str, *, dtype: str) -> tuple[Target, Tensor |
     """
     try:
         lm = Target.load(name, dtype=dtype, device=target.device)
-        of_target = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code)
-        texts, own = ({id: text for text, id in each.get_vocab().items()} for each in (of_target, load_tokenizer(name)))
+        target_tokenizer = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code)
+        target_texts, draft_texts = (
+            {id: text for text, id in tokenizer.get_vocab().items()}
+            for tokenizer in (target_tokenizer, load_tokenizer(name))
+        )
     except ValueError as error:
         raise ValueError(f"model={name}: {error}") from error
     if not lm.plain:
-        what = "recurrent layers" if lm.recurrent else "windows" if lm.windowed else "scaled logits or unlike layers"
+        property_name = (
+            "recurrent layers" if lm.recurrent else "windows" if lm.windowed else "scaled logits or unlike layers"
+        )
         raise ValueError(
-            f"model={name} has {what}, and a draft's layers must keep entries for the whole text. Take a model whose layers "
+            f"model={name} has {property_name}, and a draft's layers must keep entries for the whole text. Take a model whose layers "
             "all use full attention, or leave model null, which makes a new draft."
         )
-    shared = sorted(texts.keys() & own.keys())
-    unlike = [id for id in shared if texts[id] != own[id]]
-    if unlike or not shared:
-        which = f"{len(unlike)} of its ids mean other texts, such as {unlike[0]}: {own[unlike[0]]!r} and not {texts[unlike[0]]!r}" if unlike else "no id is in both"  # fmt: skip
+    shared = sorted(target_texts.keys() & draft_texts.keys())
+    unlike_ids = [id for id in shared if target_texts[id] != draft_texts[id]]
+    if unlike_ids or not shared:
+        difference = f"{len(unlike_ids)} of its ids mean other texts, such as {unlike_ids[0]}: {draft_texts[unlike_ids[0]]!r} and not {target_texts[unlike_ids[0]]!r}" if unlike_ids else "no id is in both"  # fmt: skip
         raise ValueError(
-            f"model={name} has another tokenizer than {target.name}: {which}. Take a smaller model of the target's family, or train "
+            f"model={name} has another tokenizer than {target.name}: {difference}. Take a smaller model of the target's family, or train "
             "the head `draft`."
         )
-    num = lm.vocab_size
-    if num != target.vocab_size:
+    num_rows = lm.vocab_size
+    if num_rows != target.vocab_size:
         lm.model.resize_token_embeddings(target.vocab_size, mean_resizing=False)
         for layer in (lm.model.get_input_embeddings(), lm.model.get_output_embeddings()):
             weight = cast(nn.Embedding, layer).weight.data
-            weight[num:] = weight[:num].mean(0)
+            weight[num_rows:] = weight[:num_rows].mean(0)
         lm = Target(lm.model, name=name)
-    drafted = torch.tensor([id for id in shared if id < target.vocab_size])
-    return lm, None if texts.keys() == own.keys() else drafted
+    drafted_ids = torch.tensor([id for id in shared if id < target.vocab_size])
+    return lm, None if target_texts.keys() == draft_texts.keys() else drafted_ids
 
 
-def _first_weights(
+def _make_first_model(
     target: Target,
     sizes: dict[str, int | None],
     *,
@@ -328,33 +337,33 @@ def _first_weights(
     -> the language model, whether it borrows the target's embeddings, which of the target's layers were copied
     """
     if config is not None:
-        return _make(AutoConfig.for_model(**config)), bool(borrow_embeddings), []
+        return _make_model(AutoConfig.for_model(**config)), bool(borrow_embeddings), []
     if model is not None:
-        if borrow_embeddings or any(x is not None for x in (*sizes.values(), copy_layers)):
+        if borrow_embeddings or any(argument is not None for argument in (*sizes.values(), copy_layers)):
             raise ValueError(
                 f"model={model} brings its layers and embeddings: leave num_layers, width, "
                 "intermediate_size, copy_layers and borrow_embeddings null."
             )
-        return existing(target, model, dtype="float32")[0] if isinstance(model, str) else model, False, []
+        return load_existing(target, model, dtype="float32")[0] if isinstance(model, str) else model, False, []
     num_layers, width, intermediate_size = sizes.values()
     same_width = width in (None, target.width) and target.embed.weight.shape[1] == target.width
-    copies = same_width and copyable(target)
-    copied = _layers_to_copy(target, num_layers, copy_layers, possible=copies and intermediate_size is None)
-    lm = _make(_config(target, width, num_layers or len(copied) or NUM_LAYERS, intermediate_size))
+    copies = same_width and has_copyable_layers(target)
+    copied = _choose_copied_layers(target, num_layers, copy_layers, possible=copies and intermediate_size is None)
+    lm = _make_model(_make_config(target, width, num_layers or len(copied) or DEFAULT_LAYERS, intermediate_size))
     borrows = same_width if borrow_embeddings is None else borrow_embeddings
     if borrows and not same_width:
         raise ValueError(
             f"width={width}: the target's embeddings have {target.embed.weight.shape[1]}, so they cannot be "
             "borrowed; set borrow_embeddings=false, or width=null."
         )
-    for layer, number in zip(lm.blocks, copied):
+    for layer, number in zip(lm.layers, copied):
         layer.load_state_dict(target.layer_state(number))
     if copies:
         lm.norm.load_state_dict(target.norm.state_dict())
         lm.embed.load_state_dict(target.embed.state_dict())
         lm.lm_head.load_state_dict(target.lm_head.state_dict())
     elif same_width:
-        lm.norm.weight.data.copy_(norm_gain(target))  # type: ignore[operator]
-        lm.embed.weight.data.copy_(embedding_rows(target))
+        lm.norm.weight.data.copy_(measure_norm_gain(target))  # type: ignore[operator]
+        lm.embed.weight.data.copy_(read_embedding_rows(target))
         lm.lm_head.weight.data.copy_(target.shape_logits.scale * target.lm_head.weight)
     return lm, borrows, copied

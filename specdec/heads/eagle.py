@@ -11,37 +11,37 @@ from torch import Tensor, nn
 from specdec.core.cache import RowCache
 from specdec.core.compile import training_block
 from specdec.core.option_types import Integers, Layers, SmallCount, Whole, Width, Window
-from specdec.core.span_attention import within
+from specdec.core.span_attention import narrow_to_window
 from specdec.heads.base import Drafter, SizedLinear, Slots
 from specdec.heads.blocks import (
     Block,
     DecoderLayer,
     RMSNorm,
     Rotary,
-    block_config,
-    fused_layers,
-    layer_windows,
-    ridge,
-    row_cache,
-    three_layers,
+    choose_fused_layers,
+    choose_three_layers,
+    list_layer_windows,
+    make_block_config,
+    make_row_cache,
+    solve_ridge,
 )
 from specdec.target.model import Target
 
-SELF = 4.0  # squared scale of EAGLE-3's first queries and keys: how strongly a position attends to itself
+SELF_ATTENTION = 4.0  # squared scale of EAGLE-3's first queries and keys: how strongly a position attends to itself
 
 
 class _Eagle(Drafter):
     """What these heads share: a block, its cache and rotary embedding; h and the readout have the target's width."""
 
     depth = None
-    attends = "path"
-    estimates = True
+    context_kind = "path"
+    estimates_state = True
 
     def __init__(
         self,
         target: Target,
         *,
-        inputs: int,
+        num_inputs: int,
         intermediate_size: Width | None = None,
         block: dict | None = None,
         own_embedding: bool = False,
@@ -49,16 +49,18 @@ class _Eagle(Drafter):
     ):
         """inputs: how many vectors of its width the block reads"""
         super().__init__(target, vocab=vocab)
-        self.config = block_config(target, intermediate_size=intermediate_size, block=block)
+        self.config = make_block_config(target, intermediate_size=intermediate_size, block=block)
         self.hold_embedding(self.config.hidden_size if own_embedding else None)
-        self.block = Block(self.config, width=inputs * self.config.hidden_size, layer=0)
+        self.block = Block(self.config, width=num_inputs * self.config.hidden_size, layer=0)
         self.rotary = Rotary(self.config)
         self.further = nn.ModuleList()  # layers behind the block
 
     def cache(self, batch: int) -> RowCache:
         layers = 1 + len(self.further)
         masked = any(window is not None for window in getattr(self, "windows", ()))
-        return row_cache(self.config, self.block.self_attn.k_proj.weight, layers=layers, batch=batch, masked=masked)
+        return make_row_cache(
+            self.config, self.block.self_attn.k_proj.weight, layers=layers, batch=batch, masked=masked
+        )
 
     def embed(self, tokens: Tensor) -> Tensor:
         return super().embed(tokens).to(self.block.mlp.up_proj.weight.dtype)  # [B, S, D]
@@ -69,11 +71,11 @@ class Eagle(_Eagle):
 
     A reduced `vocab` keeps only its rows of the borrowed LM head: drafting is faster, and fewer tokens can be drafted.
     fc_bias: for published heads; train without it, because engines treat it differently (docs/file-formats.md)
-    block: for published heads, see block_config; own_embedding: for those whose embedding is not the target's
+    block: for published heads, see make_block_config; own_embedding: for those whose embedding is not the target's
     """
 
     def __init__(self, target: Target, *, fc_bias: bool = False, **settings):
-        super().__init__(target, inputs=1, **settings)
+        super().__init__(target, num_inputs=1, **settings)
         self.target_layers = target.layer_ids([-1])
         self.fc = SizedLinear(2 * target.width, target.width, bias=fc_bias)  # embedding first
 
@@ -88,13 +90,13 @@ class Eagle(_Eagle):
     def logits(self, d, readout):
         return self.goal_logits(readout)
 
-    def _inputs(self, slots: list[Slots]) -> Iterator[Tensor]:
+    def _join_inputs(self, slots: list[Slots]) -> Iterator[Tensor]:
         """What `fc` reads, [M, 2D] of each text"""
-        for part in slots:
-            yield torch.cat([self.embed(part.tokens[:, 0]), self.encode(part.features)], dim=-1)
+        for text in slots:
+            yield torch.cat([self.embed(text.tokens[:, 0]), self.encode(text.features)], dim=-1)
 
-    def measure(self, slots, *, fresh):
-        self.fc.measure(self._inputs(slots), fresh=fresh)
+    def measure_inputs(self, slots, *, random_weights):
+        self.fc.measure_inputs(self._join_inputs(slots), random_weights=random_weights)
         return True
 
     @torch.no_grad()
@@ -103,9 +105,9 @@ class Eagle(_Eagle):
 
         It replaces more than the first hundreds of training steps (results/01-first-search.md; docs/methods.md, section 5).
         """
-        inputs = list(self._inputs(slots))
-        goals = [part.goals[:, 0] for part in slots]
-        self.fc.set(ridge(zip(inputs, goals)))
+        inputs = list(self._join_inputs(slots))
+        goals = [text.goals[:, 0] for text in slots]
+        self.fc.set_weight(solve_ridge(zip(inputs, goals)))
         if self.fc.bias is not None:
             self.fc.bias.zero_()
         self.block.start_as_identity()
@@ -123,13 +125,13 @@ class Eagle3(_Eagle):
     norm_features, norm_output: the norms of EAGLE 3.1 (2605.09992): each fused state is normed, and the state that is
         fed back is the normed one. Off by default, because every serving engine loads the plain form
     norm_before_fc, norm_before_residual, block: for published heads: one norm of all fused states; the residual is the
-        normed state; see block_config, where hidden_size is the width of a head that has another one than the target
+        normed state; see make_block_config, where hidden_size is the width of a head that has another one than the target
     own_embedding: for published heads whose embedding is not the target's
     window: positions that a layer sees, its own included, as Speculators trains heads; None: all. More than the drafts of a round
     full_layers: the layers, from 0, that see all of them all the same; None: no layer does
     """
 
-    by_token = ("lm_head.",)
+    token_row_prefixes = ("lm_head.",)
 
     def __init__(
         self,
@@ -147,12 +149,12 @@ class Eagle3(_Eagle):
         own_embedding: bool = False,
         **settings,
     ):
-        super().__init__(target, inputs=2, own_embedding=own_embedding, **settings)
+        super().__init__(target, num_inputs=2, own_embedding=own_embedding, **settings)
         self.further.extend(DecoderLayer(self.config, layer=layer) for layer in range(1, num_layers))
         width, eps = self.config.hidden_size, self.config.rms_norm_eps
-        self.target_layers = fused_layers(target, target_layers, three_layers)
+        self.target_layers = choose_fused_layers(target, target_layers, choose_three_layers)
         self.norm_output, self.norm_before_residual = bool(norm_output), norm_before_residual
-        self.window, self.windows = window, layer_windows(window, full_layers, num_layers)
+        self.window, self.windows = window, list_layer_windows(window, full_layers, num_layers)
         num = len(self.target_layers)
         self.input_norm = RMSNorm(num * target.width, eps=eps) if norm_before_fc else None
         self.fc_norm = nn.ModuleList([RMSNorm(target.width, eps=eps) for _ in range(num)] if norm_features else [])
@@ -161,12 +163,12 @@ class Eagle3(_Eagle):
         if own_output is None:  # engines' heads have no bias
             own_output = target.lm_head.bias is not None
         self.lm_head = nn.Linear(width, self.vocab_size, bias=False) if own_output else None
-        self.estimates = width == target.width
-        if not self.estimates and not (own_embedding and own_output):
+        self.estimates_state = width == target.width
+        if not self.estimates_state and not (own_embedding and own_output):
             raise ValueError(
                 f"The head is {width} wide and {target.name} is {target.width}: it needs an embedding and an LM head of its own."
             )
-        if self.lm_head is not None and self.estimates:
+        if self.lm_head is not None and self.estimates_state:
             self.lm_head.weight.data.copy_(target.shape_logits.scale * self.goal_head[0])  # a cap keeps the order
 
     def encode(self, features: Tensor) -> Tensor:
@@ -174,41 +176,44 @@ class Eagle3(_Eagle):
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm:
-            parts = features.chunk(len(self.fc_norm), dim=-1)
-            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
+            states = features.chunk(len(self.fc_norm), dim=-1)
+            features = torch.cat([norm(state) for norm, state in zip(self.fc_norm, states)], dim=-1)
         return self.fc(features)
 
     @training_block
-    def enter(self, h: Tensor, embedding: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def project_inputs(
+        self, h: Tensor, embedding: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """h, embedding [B, S, D] -> the normed state, and query, key and value of the block, which read [B, S, 2D]"""
         normed, embedding = self.hidden_norm(h), embedding.to(self.norm.weight.dtype)
         x = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
         return normed, *self.block.self_attn.project(x, cos, sin)
 
     @training_block
-    def leave(self, h: Tensor) -> Tensor:
+    def run_last_norm(self, h: Tensor) -> Tensor:
         """The last norm"""
         return self.norm(h)
 
     def step(self, d, h, tokens, positions, mask, cache):
         rotary = self.rotary(self.norm.weight, positions)
-        normed, *projected = self.enter(h, self.embed(tokens), *rotary)
+        normed, *projected = self.project_inputs(h, self.embed(tokens), *rotary)
         first, *further = (
-            within(mask, window, depth=d, positions=positions, first=self.first_slot) for window in self.windows
+            narrow_to_window(mask, window, depth=d, positions=positions, first=self.first_slot)
+            for window in self.windows
         )
-        h = self.block.attend(projected, normed if self.norm_before_residual else h, first, cache)
+        h = self.block.attend_projected(projected, normed if self.norm_before_residual else h, first, cache)
         for layer, seen in zip(self.further, further):
             h = layer(h, rotary, seen, cache)
-        normed = self.leave(h)
+        normed = self.run_last_norm(h)
         return (normed if self.norm_output else h), normed
 
     def logits(self, d, readout):
         return self.goal_logits(readout) if self.lm_head is None else self.lm_head(readout)
 
-    def measure(self, slots, *, fresh):
-        if self.input_norm is not None or self.fc_norm or not self.estimates:
+    def measure_inputs(self, slots, *, random_weights):
+        if self.input_norm is not None or self.fc_norm or not self.estimates_state:
             return False
-        self.fc.measure((part.features for part in slots), fresh=fresh)
+        self.fc.measure_inputs((text.features for text in slots), random_weights=random_weights)
         return True
 
     @torch.no_grad()
@@ -221,37 +226,44 @@ class Eagle3(_Eagle):
         estimated by the MLP: its last matrix by a third regression, on hidden units that stay random. The last norm starts
         as a constant, further layers as the identity (docs/methods.md, section 5).
         """
-        if not self.estimates:
+        if not self.estimates_state:
             return False
         attention, config = self.block.self_attn, self.config
-        size = torch.cat([part.state for part in slots]).float().pow(2).mean().sqrt()
+        state_scale = torch.cat([text.state for text in slots]).float().pow(2).mean().sqrt()
         if not self.fc_norm and self.input_norm is None:
-            self.fc.set(ridge((part.features, part.state) for part in slots))
-        states = [self.encode(part.features) for part in slots]
+            self.fc.set_weight(solve_ridge((text.features, text.state) for text in slots))
+        states = [self.encode(text.features) for text in slots]
         inputs = [
-            torch.cat([self.input_layernorm(self.embed(part.tokens[:, 0])), self.hidden_norm(state)], dim=-1)
-            for part, state in zip(slots, states)
+            torch.cat([self.input_layernorm(self.embed(text.tokens[:, 0])), self.hidden_norm(state)], dim=-1)
+            for text, state in zip(slots, states)
         ]
         residuals = [self.hidden_norm(state) for state in states] if self.norm_before_residual else states
-        missing = [part.goals[:, 0] - residual for part, residual in zip(slots, residuals)]
-        whole = ridge(zip(inputs, missing))  # [D, 2D]
-        spread = sum(((x @ whole.T).T @ (x @ whole.T) for x in inputs), torch.zeros((), device=size.device))  # [D, D]
+        missing = [text.goals[:, 0] - residual for text, residual in zip(slots, residuals)]
+        regression = solve_ridge(zip(inputs, missing))  # [D, 2D]
+        covariance = sum(
+            ((x @ regression.T).T @ (x @ regression.T) for x in inputs), torch.zeros((), device=state_scale.device)
+        )  # [D, D]
         groups, heads, width = config.num_key_value_heads, config.num_attention_heads, attention.head_dim
-        eigenvectors = torch.linalg.eigh(spread).eigenvectors
-        best = eigenvectors[:, -groups * width :]  # [D, rank] the directions in which the regression varies most
-        best = nn.functional.pad(best, (groups * width - best.shape[1], 0))  # the heads may be wider than D
-        attention.v_proj.weight.copy_(best.T @ whole)
-        shared = best.unflatten(1, (groups, 1, width)).expand(-1, -1, heads // groups, -1) * (groups / heads)
+        eigenvectors = torch.linalg.eigh(covariance).eigenvectors
+        directions = eigenvectors[:, -groups * width :]  # [D, rank] the directions in which the regression varies most
+        directions = nn.functional.pad(
+            directions, (groups * width - directions.shape[1], 0)
+        )  # the heads may be wider than D
+        attention.v_proj.weight.copy_(directions.T @ regression)
+        shared = directions.unflatten(1, (groups, 1, width)).expand(-1, -1, heads // groups, -1) * (groups / heads)
         attention.o_proj.weight.copy_(shared.flatten(1))  # query heads of a group see the same values
-        key = torch.randn(groups, width, self.target.width, device=size.device) * (SELF / self.target.width) ** 0.5
+        key = (
+            torch.randn(groups, width, self.target.width, device=state_scale.device)
+            * (SELF_ATTENTION / self.target.width) ** 0.5
+        )
         key = torch.cat([key, torch.zeros_like(key)], dim=-1)  # [groups, head_dim, 2D], zero for the state
         attention.k_proj.weight.copy_(key.flatten(0, 1))
         attention.q_proj.weight.copy_(key[:, None].expand(-1, heads // groups, -1, -1).flatten(0, 2))
-        befores = (residual + attention.alone(x) for x, residual in zip(inputs, residuals))
-        self.block.solve_mlp((before, part.goals[:, 0]) for before, part in zip(befores, slots))
+        mlp_inputs = (residual + attention.attend_self(x) for x, residual in zip(inputs, residuals))
+        self.block.solve_mlp((mlp_input, text.goals[:, 0]) for mlp_input, text in zip(mlp_inputs, slots))
         for layer in self.further:
             layer.start_as_identity()
-        self.norm.weight.fill_(size)
+        self.norm.weight.fill_(state_scale)
         return True
 
 
@@ -269,7 +281,7 @@ class PEagle(Eagle3):
     mask_token: the token whose embedding the masks have; None: the last one of the vocabulary
     """
 
-    estimates = False
+    estimates_state = False
     parallel = True
 
     def __init__(self, target: Target, *, mask_token: Whole | None = None, **settings):
@@ -291,5 +303,5 @@ class PEagle(Eagle3):
     @torch.no_grad()
     def solve(self, slots):
         """The first step as in EAGLE-3. The features of masks start as the mean ones."""
-        self.mask_hidden.copy_(torch.cat([part.features for part in slots]).float().mean(0))
+        self.mask_hidden.copy_(torch.cat([text.features for text in slots]).float().mean(0))
         return super().solve(slots)

@@ -11,7 +11,7 @@ from specdec.core.cache import RowCache
 from specdec.core.option_types import Names, Positive, SmallCount, Width
 from specdec.heads.adapter import AdaptsTarget
 from specdec.heads.base import Drafter
-from specdec.heads.blocks import block_config, ridge, row_cache
+from specdec.heads.blocks import make_block_config, make_row_cache, solve_ridge
 from specdec.target.model import Target
 
 
@@ -28,15 +28,15 @@ class ResBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class _Heads(Drafter):
+class _IndependentHeads(Drafter):
     """What Medusa and Hydra share: `num_heads` heads without attention, each with residual blocks.
 
     own_output: whether each head trains an LM head of its own, which starts as a copy of the target's; if not, all use
         the target's, frozen
     """
 
-    attends = "none"
-    by_token = ("lm_heads.",)
+    context_kind = "none"
+    token_row_prefixes = ("lm_heads.",)
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class _Heads(Drafter):
         vocab: Tensor | None = None,
     ):
         super().__init__(target, vocab=vocab)
-        self.depth, self.one_output = num_heads, not own_output
+        self.depth, self.shares_output = num_heads, not own_output
         self.target_layers = target.layer_ids([-1])
         self.lm_heads = nn.ModuleList(
             nn.Linear(target.width, self.vocab_size, bias=False) for _ in range(num_heads if own_output else 0)
@@ -60,8 +60,8 @@ class _Heads(Drafter):
         )
 
     def cache(self, batch: int) -> RowCache:
-        config = block_config(self.target, intermediate_size=None)
-        return row_cache(config, next(self.parameters()), layers=0, batch=batch, masked=True)
+        config = make_block_config(self.target, intermediate_size=None)
+        return make_row_cache(config, next(self.parameters()), layers=0, batch=batch, masked=True)
 
     def encode(self, features: Tensor) -> Tensor:
         return features.to(next(self.parameters()).dtype)
@@ -70,7 +70,7 @@ class _Heads(Drafter):
         return self.lm_heads[d - 1](readout) if self.lm_heads else self.goal_logits(readout)
 
 
-class Medusa(_Heads):
+class Medusa(_IndependentHeads):
     """Head d reads the last state only, not the tokens that were drafted before."""
 
     def step(self, d, h, tokens, positions, mask, cache):
@@ -91,7 +91,7 @@ class Medusa2(AdaptsTarget, Medusa):
     ):
         super().__init__(target, lora_rank=lora_rank, lora_alpha=lora_alpha, lora_modules=lora_modules, **heads)
 
-    def heads_for(self, merged: Target) -> Medusa:
+    def make_merged_heads(self, merged: Target) -> Medusa:
         """These heads without the adapter, for `merged`, the adapted target as a model of its own."""
         shape = {"num_heads": len(self.blocks), "num_blocks": len(self.blocks[0]), "own_output": len(self.lm_heads) > 0}
         heads = Medusa(merged, **shape, vocab=self.draft_to_target).to(next(self.blocks.parameters()))
@@ -99,7 +99,7 @@ class Medusa2(AdaptsTarget, Medusa):
         return heads.eval()
 
 
-class Hydra(_Heads):
+class Hydra(_IndependentHeads):
     """Head d reads the last state and the embeddings of the newest token and of the d - 1 tokens drafted after it.
 
     The first layer joins them, W x + SiLU(W' x); residual blocks follow. h grows by one embedding with each step.
@@ -124,10 +124,10 @@ class Hydra(_Heads):
         for d, (join, gate) in enumerate(zip(self.join, self.gate), start=1):
             if d > slots[0].tokens.shape[1]:
                 break
-            embedded = (self.target.embed(part.tokens[:, :d]).flatten(1) for part in slots)  # [M, d * D] each
-            inputs = (torch.cat([self.encode(part.features), x], dim=-1) for part, x in zip(slots, embedded))
-            pairs = zip(inputs, (part.goals[:, d - 1] for part in slots))
-            join.weight.copy_(ridge(pairs))
+            embedded = (self.target.embed(text.tokens[:, :d]).flatten(1) for text in slots)  # [M, d * D] each
+            inputs = (torch.cat([self.encode(text.features), x], dim=-1) for text, x in zip(slots, embedded))
+            pairs = zip(inputs, (text.goals[:, d - 1] for text in slots))
+            join.weight.copy_(solve_ridge(pairs))
             nn.init.zeros_(gate.weight)
             nn.init.zeros_(gate.bias)
         return True

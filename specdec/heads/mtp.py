@@ -7,11 +7,11 @@ from specdec.core.cache import RowCache
 from specdec.core.option_types import SmallCount, Width
 from specdec.core.span_attention import Seen
 from specdec.heads.base import Drafter
-from specdec.heads.blocks import Block, RMSNorm, Rotary, block_config, ridge, row_cache
+from specdec.heads.blocks import Block, RMSNorm, Rotary, make_block_config, make_row_cache, solve_ridge
 from specdec.target.model import Target
 
 
-class Module(nn.Module):
+class MTPModule(nn.Module):
     """Norms of the token's embedding and the state, their join, a Llama block, and the norm before the shared LM head."""
 
     def __init__(self, config, *, layer: int):
@@ -39,8 +39,8 @@ class MTP(Drafter):
     zero_first: whether the embedding in the first slot of a text is zero, as vLLM and SGLang run these modules
     """
 
-    estimates = True
-    changeable = ("zero_first",)
+    estimates_state = True
+    changeable_arguments = ("zero_first",)
 
     def __init__(
         self,
@@ -55,19 +55,19 @@ class MTP(Drafter):
         super().__init__(target, vocab=vocab)
         self.depth = num_modules
         self.zero_first = zero_first
-        self.attends = "path" if num_modules is None else "depth"
+        self.context_kind = "path" if num_modules is None else "depth"
         self.target_layers = target.layer_ids([-1])
-        self.config = config = block_config(target, intermediate_size=intermediate_size)
+        self.config = config = make_block_config(target, intermediate_size=intermediate_size)
         config.attention_bias = attention_bias
-        self.modules_by_depth = nn.ModuleList(Module(config, layer=layer) for layer in range(num_modules or 1))
+        self.modules_by_depth = nn.ModuleList(MTPModule(config, layer=layer) for layer in range(num_modules or 1))
         self.rotary = Rotary(config)
 
-    def module(self, d: int) -> Module:
+    def module(self, d: int) -> MTPModule:
         return self.modules_by_depth[0 if self.depth is None else d - 1]  # type: ignore[return-value]
 
     def cache(self, batch: int) -> RowCache:
-        weight, masked = self.module(1).eh_proj.weight, self.attends == "depth"
-        return row_cache(self.config, weight, layers=self.depth or 1, batch=batch, masked=masked)
+        weight, masked = self.module(1).eh_proj.weight, self.context_kind == "depth"
+        return make_row_cache(self.config, weight, layers=self.depth or 1, batch=batch, masked=masked)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.target.embed(tokens).to(self.module(1).eh_proj.weight.dtype)
@@ -92,15 +92,15 @@ class MTP(Drafter):
         Attention starts at zero, the last norm as the constant that gives states the mean size of the target's. See
         docs/methods.md, section 5.
         """
-        states = [self.encode(part.features) for part in slots]
+        states = [self.encode(text.features) for text in slots]
         for d, module in enumerate(self.modules_by_depth, start=1):
             if d > slots[0].tokens.shape[1]:
                 break
-            joined = [module.join(self.embed(part.tokens[:, d - 1]), state) for part, state in zip(slots, states)]
-            goals = [part.goals[:, d - 1] for part in slots]
-            module.eh_proj.weight.copy_(ridge(zip(joined, goals)))
+            joined = [module.join(self.embed(text.tokens[:, d - 1]), state) for text, state in zip(slots, states)]
+            goals = [text.goals[:, d - 1] for text in slots]
+            module.eh_proj.weight.copy_(solve_ridge(zip(joined, goals)))
             module.block.start_as_identity()
             module.block.solve_mlp((module.eh_proj(x), goal) for x, goal in zip(joined, goals))
             module.norm.weight.fill_(torch.cat(goals).float().pow(2).mean().sqrt())
-            states = [module.norm(module.block.alone(module.eh_proj(x))) for x in joined]
+            states = [module.norm(module.block.run_without_attention(module.eh_proj(x))) for x in joined]
         return True

@@ -23,11 +23,11 @@ from specdec.core.files import hash_file
 from specdec.core.option_types import SmallCount, Text, Width
 from specdec.core.shards import Shards
 from specdec.heads.base import Drafter
-from specdec.heads.blocks import row_cache
+from specdec.heads.blocks import make_row_cache
 from specdec.target.model import Target
 
-NAME = "specdec_head"  # of `attend`, for transformers
-FULL = "full_attention"
+IMPLEMENTATION = "specdec_head"  # of `attend`, for transformers
+FULL_ATTENTION = "full_attention"
 ROUTER = "mlp.gate.weight"  # chooses experts; it stays as it was trained with the model
 
 
@@ -44,23 +44,25 @@ class NativeLayout:
     copies: endings of further tensors, which are copies of the target's
     """
 
-    parts: dict[str, str]
-    block: str
+    outer_names: dict[str, str]
+    layer_name: str
     prefix: str = "model."
-    shared: bool = False
+    shares_norms: bool = False
     hidden_first: bool = False
     zero_first: bool = True
     copies: tuple[str, ...] = ()
 
-    def names(self, state: dict[str, Tensor], number: int, layer: int) -> dict[str, str]:
+    def tensor_names(self, state: dict[str, Tensor], number: int, layer: int) -> dict[str, str]:
         """The name of each tensor of a module in the checkpoint, without the prefix."""
-        found = {}
+        names = {}
         for key in state:
-            part, _, rest = key.partition(".")
-            found[key] = f"{self.block if part == 'block' else self.parts[part]}.{rest}".format(
-                number=number, layer=layer
+            module_name, _, tensor_name = key.partition(".")
+            names[key] = (
+                f"{self.layer_name if module_name == 'block' else self.outer_names[module_name]}.{tensor_name}".format(
+                    number=number, layer=layer
+                )
             )
-        return found
+        return names
 
 
 LAYOUTS = {
@@ -68,7 +70,7 @@ LAYOUTS = {
         {"enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "join": "mtp.fc", "norm": "mtp.norm"},
         "mtp.layers.{number}",
         prefix="",
-        shared=True,
+        shares_norms=True,
         zero_first=False,
     ),
     "deepseek": NativeLayout(  # DeepSeek-V3, GLM-4.5 and their relatives
@@ -92,37 +94,39 @@ LAYOUTS = {
         hidden_first=True,
     ),
 }
-UNNORMED = ("glm4_moe",)  # families to whose modules vLLM gives back the state before the last norm
+UNNORMED_FAMILIES = ("glm4_moe",)  # families to whose modules vLLM gives back the state before the last norm
 FAMILIES = {"qwen3_next": "qwen", "qwen3_5_text": "qwen", "qwen3_5_moe_text": "qwen", "deepseek_v3": "deepseek",
             "glm4_moe": "deepseek"}  # fmt: skip  # whose modules were compared with an engine's
 
 
-def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling=None, *, cache, **kwargs):
+def attend_cache(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling=None, *, cache, **kwargs):
     """Attention of a transformers layer over the keys that our cache returns: query, key [B, heads, S, E], value [B, heads, S, V]
 
     -> [B, S, heads, V]. The cache scales by E**-0.5, and has one width for keys and values.
     """
-    width, narrow = query.shape[-1], value.shape[-1]
+    width, value_width = query.shape[-1], value.shape[-1]
     query = (query * (scaling * width**0.5)).to(value.dtype)
-    out = cache.attend(module.layer_idx, query, key.to(value.dtype), F.pad(value, (0, width - narrow)), attention_mask)
-    return out[..., :narrow].transpose(1, 2), None
+    out = cache.attend(
+        module.layer_idx, query, key.to(value.dtype), F.pad(value, (0, width - value_width)), attention_mask
+    )
+    return out[..., :value_width].transpose(1, 2), None
 
 
-def run_experts(module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def run_experts(module, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
     """Experts of a transformers layer, computed as autocast wants it, which leaves out products of groups.
 
     x [tokens, D], chosen and weights [tokens, experts of each] -> [tokens, D]
     """
-    kind = torch.bfloat16 if x.is_meta else x.dtype  # to count with, shapes of groups are known for bfloat16 only
+    dtype = torch.bfloat16 if x.is_meta else x.dtype  # to count with, shapes of groups are known for bfloat16 only
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        kind = torch.get_autocast_dtype(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type)
     cast_module = copy.copy(module)
-    cast_module._parameters = {name: value.to(kind) for name, value in module._parameters.items()}
-    return grouped_mm_experts_forward(cast_module, x.to(kind), chosen, weights.to(kind)).to(x.dtype)
+    cast_module._parameters = {name: value.to(dtype) for name, value in module._parameters.items()}
+    return grouped_mm_experts_forward(cast_module, x.to(dtype), expert_ids, weights.to(dtype)).to(x.dtype)
 
 
-AttentionInterface.register(NAME, attend)
-ALL_EXPERTS_FUNCTIONS.register(NAME, run_experts)
+AttentionInterface.register(IMPLEMENTATION, attend_cache)
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, run_experts)
 
 
 class NativeModule(nn.Module):
@@ -131,13 +135,13 @@ class NativeModule(nn.Module):
     def __init__(self, target: Target, layout: NativeLayout, *, number: int):
         super().__init__()
         width, self.hidden_first = target.width, layout.hidden_first
-        place = target.num_layers + number if "{layer}" in layout.block else number
-        config = layer_config(target.config, place)
+        layer_number = target.num_layers + number if "{layer}" in layout.layer_name else number
+        config = make_layer_config(target.config, layer_number)
         norm = type(target.norm)
         self.enorm, self.hnorm, self.norm = (norm(width, eps=config.rms_norm_eps) for _ in range(3))
         self.join = nn.Linear(2 * width, width, bias=False)
-        kinds = type(target.blocks[-1]).__mro__
-        self.block = cast(Any, next(kind for kind in kinds if not issubclass(kind, FSDPModule)))(config, place)
+        kinds = type(target.layers[-1]).__mro__
+        self.block = cast(Any, next(kind for kind in kinds if not issubclass(kind, FSDPModule)))(config, layer_number)
         self.block.self_attn.layer_idx = number  # its place in our cache
 
     def forward(self, embedding: Tensor, h: Tensor, rotary, positions: Tensor, mask, cache) -> tuple[Tensor, Tensor]:
@@ -148,14 +152,14 @@ class NativeModule(nn.Module):
         return x, self.norm(x)
 
 
-def layer_config(config: PreTrainedConfig, place: int) -> PreTrainedConfig:
+def make_layer_config(config: PreTrainedConfig, layer_number: int) -> PreTrainedConfig:
     """The configuration of one more layer, with full attention, which runs `attend` and `run_experts`. place: its number"""
     config = copy.deepcopy(config)
-    config._attn_implementation = config._experts_implementation = NAME
+    config._attn_implementation = config._experts_implementation = IMPLEMENTATION
     for field in ("layer_types", "mlp_layer_types"):
         kinds = getattr(config, field, None)
         if kinds is not None:
-            setattr(config, field, [FULL if field == "layer_types" else kinds[-1]] * (place + 1))
+            setattr(config, field, [FULL_ATTENTION if field == "layer_types" else kinds[-1]] * (layer_number + 1))
     return config
 
 
@@ -166,7 +170,7 @@ class LowRankLinear(nn.Linear):
     up: nn.Parameter  # [out, rank]
 
     @classmethod
-    def take(cls, layer: nn.Linear, rank: int) -> None:
+    def convert(cls, layer: nn.Linear, rank: int) -> None:
         """Makes a linear layer one of these."""
         layer.__class__ = cls
         layer.down = nn.Parameter(torch.randn(rank, layer.in_features).to(layer.weight) * layer.in_features**-0.5)
@@ -193,7 +197,7 @@ class NativeMTP(Drafter):
     layout: of LAYOUTS; null: that of the source
     """
 
-    changeable = ("zero_first", "recycle_norm", "lora_rank")
+    changeable_arguments = ("zero_first", "recycle_norm", "lora_rank")
 
     def __init__(
         self,
@@ -211,28 +215,32 @@ class NativeMTP(Drafter):
         self.published: dict | None = None
         tensors = None
         if source is not None:
-            spec, tensors = read_native(target.name if source == "target" else source, target, num_modules=num_modules)
+            spec, tensors = read_native_modules(
+                target.name if source == "target" else source, target, num_modules=num_modules
+            )
             layout, self.published = spec["layout"], spec["published"]
         self.layout = layout = layout or FAMILIES.get(target.config.model_type)
         if layout not in LAYOUTS:
             raise ValueError(
                 f"{target.name} is a {target.config.model_type} model, whose MTP modules are unknown: use head=mtp."
             )
-        about = LAYOUTS[layout]
-        if num_modules is not None and not 1 <= num_modules <= (1 if about.shared else num_modules):
+        native_layout = LAYOUTS[layout]
+        if num_modules is not None and not 1 <= num_modules <= (1 if native_layout.shares_norms else num_modules):
             raise ValueError(
                 f"num_modules={num_modules}: MTP modules of this family share their norms, so there is one. Use null."
             )
-        if not hasattr(target.blocks[-1], "self_attn"):
+        if not hasattr(target.layers[-1], "self_attn"):
             raise ValueError(f"The layers of {target.name} are not built as those of MTP modules are: use head=mtp.")
-        self.depth, self.attends = num_modules, "path" if num_modules is None else "depth"
-        self.zero_first = about.zero_first if zero_first is None else zero_first
-        self.recycle_norm = target.config.model_type not in UNNORMED if recycle_norm is None else recycle_norm
-        self.estimates = self.recycle_norm
+        self.depth, self.context_kind = num_modules, "path" if num_modules is None else "depth"
+        self.zero_first = native_layout.zero_first if zero_first is None else zero_first
+        self.recycle_norm = target.config.model_type not in UNNORMED_FAMILIES if recycle_norm is None else recycle_norm
+        self.estimates_state = self.recycle_norm
         self.target_layers = target.layer_ids([-1])
-        self.modules_by_depth = nn.ModuleList(NativeModule(target, about, number=k) for k in range(num_modules or 1))
+        self.modules_by_depth = nn.ModuleList(
+            NativeModule(target, native_layout, number=k) for k in range(num_modules or 1)
+        )
         rotary = cast(Any, target.decoder).rotary_emb
-        self.rotary = type(rotary)(config=layer_config(target.config, 0))
+        self.rotary = type(rotary)(config=make_layer_config(target.config, 0))
         self.pretrained = tensors is not None
         if tensors is not None:
             self.load_state_dict(tensors)
@@ -251,22 +259,22 @@ class NativeMTP(Drafter):
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(rank is None and not name.endswith(ROUTER))
         if rank is not None and self._rank is None:
-            for layer in [each for each in self.modules() if isinstance(each, nn.Linear)]:
-                LowRankLinear.take(layer, rank)
+            for layer in [module for module in self.modules() if isinstance(module, nn.Linear)]:
+                LowRankLinear.convert(layer, rank)
         self._rank = rank
 
-    def decodable(self) -> Self:
+    def frozen_copy(self) -> Self:
         """As of `Head`, with plain weights."""
-        frozen = super().decodable()
-        for layer in [each for each in frozen.modules() if isinstance(each, LowRankLinear)]:
+        frozen = super().frozen_copy()
+        for layer in [module for module in frozen.modules() if isinstance(module, LowRankLinear)]:
             layer.fold()
         frozen._rank = None
         return frozen
 
     def arguments(self) -> dict:
         published = {} if self.published is None else {"published": self.published}
-        given = {"zero_first": self.zero_first, "recycle_norm": self.recycle_norm, "layout": self.layout}
-        return {"source": None, "lora_rank": None, **given, **published}
+        settings = {"zero_first": self.zero_first, "recycle_norm": self.recycle_norm, "layout": self.layout}
+        return {"source": None, "lora_rank": None, **settings, **published}
 
     def module(self, d: int) -> NativeModule:
         return self.modules_by_depth[0 if self.depth is None else d - 1]  # type: ignore[return-value]
@@ -280,8 +288,8 @@ class NativeMTP(Drafter):
         shape = LlamaConfig(
             hidden_size=self.target.width, head_dim=width or self.target.width // config.num_attention_heads, **heads
         )
-        masked = self.attends == "depth"
-        return row_cache(shape, self.module(1).enorm.weight, layers=self.depth or 1, batch=batch, masked=masked)
+        masked = self.context_kind == "depth"
+        return make_row_cache(shape, self.module(1).enorm.weight, layers=self.depth or 1, batch=batch, masked=masked)
 
     def encode(self, features):
         return features.to(self.module(1).enorm.weight.dtype)
@@ -303,7 +311,7 @@ class NativeMTP(Drafter):
 # Reading and naming the tensors of a model's own files
 
 
-def experts_places(name: str, shape: torch.Size) -> Iterator[tuple[str, tuple]]:
+def list_expert_places(name: str, shape: torch.Size) -> Iterator[tuple[str, tuple]]:
     """Where a tensor of all experts is in a checkpoint that has one for each: (name, place in the whole), ..
 
     shape: gate_up_proj [experts, 2 * inner, D] or down_proj [experts, D, inner]
@@ -318,32 +326,36 @@ def experts_places(name: str, shape: torch.Size) -> Iterator[tuple[str, tuple]]:
             yield f"{stem}.{expert}.up_proj.weight", (expert, slice(half, None))
 
 
-def places_of(drafter: NativeMTP, present: dict[str, str] | None, prefix: str) -> dict[str, list[tuple[str, tuple]]]:
+def list_checkpoint_places(
+    drafter: NativeMTP, present: dict[str, str] | None, prefix: str
+) -> dict[str, list[tuple[str, tuple]]]:
     """For each tensor of the drafter its names in the checkpoint, each with its place in the tensor; () is all of it
 
     present: the checkpoint's tensors; None: it has none of these, so experts stand alone
     """
-    layout, found = LAYOUTS[str(drafter.layout)], {}
+    layout, places = LAYOUTS[str(drafter.layout)], {}
     for number, module in enumerate(drafter.modules_by_depth):
         state = module.state_dict()
-        for key, name in layout.names(state, number, drafter.target.num_layers + number).items():
+        for key, name in layout.tensor_names(state, number, drafter.target.num_layers + number).items():
             apart = key.endswith(("experts.gate_up_proj", "experts.down_proj")) and prefix + name not in (present or ())
-            whole = experts_places(prefix + name, state[key].shape) if apart else [(prefix + name, ())]
-            found[f"modules_by_depth.{number}.{key}"] = list(whole)
-    return found
+            whole = list_expert_places(prefix + name, state[key].shape) if apart else [(prefix + name, ())]
+            places[f"modules_by_depth.{number}.{key}"] = list(whole)
+    return places
 
 
 def find_layout(shards: Shards, num_layers: int) -> tuple[str, str] | None:
     """The layout of a checkpoint's MTP modules, and what stands before their names; None: it has none."""
     for name, layout in LAYOUTS.items():
-        ending = f"{layout.parts['join']}.weight".format(number=0, layer=num_layers)
+        ending = f"{layout.outer_names['join']}.weight".format(number=0, layer=num_layers)
         for key in shards.files:
             if key == ending or key.endswith(f".{ending}"):
                 return name, key.removesuffix(ending)
     return None
 
 
-def read_native(name: str, target: Target, *, num_modules: SmallCount | None = None) -> tuple[dict, dict[str, Tensor]]:
+def read_native_modules(
+    name: str, target: Target, *, num_modules: SmallCount | None = None
+) -> tuple[dict, dict[str, Tensor]]:
     """The MTP modules in a model's own files -> the class and its arguments, as `checkpoint.save` takes them, and its tensors
 
     name: a folder, or a name on the Hub with @revision; the target, or a model of its family, whose modules are put beside the target
@@ -351,44 +363,48 @@ def read_native(name: str, target: Target, *, num_modules: SmallCount | None = N
     """
     repo, _, revision = (name, "", "") if hub.is_folder(name) else name.partition("@")
     shards = Shards(repo, revision=revision or None)
-    found = find_layout(shards, target.num_layers)
-    if found is None:
-        others = sorted(key for key in shards.files if "mtp" in key or "nextn" in key)
-        have = (
-            f"has MTP modules of an unknown layout ({', '.join(others[:3])}, ...)" if others else "ships no MTP modules"
+    layout_and_prefix = find_layout(shards, target.num_layers)
+    if layout_and_prefix is None:
+        mtp_names = sorted(key for key in shards.files if "mtp" in key or "nextn" in key)
+        finding = (
+            f"has MTP modules of an unknown layout ({', '.join(mtp_names[:3])}, ...)"
+            if mtp_names
+            else "ships no MTP modules"
         )
         raise ValueError(
-            f"{name} {have} for a target of {target.num_layers} layers ({', '.join(LAYOUTS)} are known). "
+            f"{name} {finding} for a target of {target.num_layers} layers ({', '.join(LAYOUTS)} are known). "
             "Train a module (the head `mtp`), or the whole model as a drafter (the head `draft` with model: NAME)."
         )
-    layout, prefix = found
+    layout, prefix = layout_and_prefix
     with torch.device("meta"):
         empty = NativeMTP(target, source=None, num_modules=num_modules, layout=layout)
     tensors, names = {}, []
-    for key, whole in empty.state_dict().items():
-        places = places_of(empty, shards.files, prefix)[key]
-        for place, _ in places:
-            if place not in shards.files:
-                raise ValueError(f"{name} lacks {place}, which its MTP module needs: take a complete copy of it.")
-        tensors[key] = torch.empty(whole.shape, dtype=shards[places[0][0]].dtype)
-        for place, at in places:
-            if shards.shape(place) != tensors[key][at].shape:
+    for key, outline in empty.state_dict().items():
+        places = list_checkpoint_places(empty, shards.files, prefix)[key]
+        for stored_name, _ in places:
+            if stored_name not in shards.files:
+                raise ValueError(f"{name} lacks {stored_name}, which its MTP module needs: take a complete copy of it.")
+        tensors[key] = torch.empty(outline.shape, dtype=shards[places[0][0]].dtype)
+        for stored_name, index in places:
+            if shards.shape(stored_name) != tensors[key][index].shape:
                 raise ValueError(
-                    f"{name}: {place} has the shape {list(shards.shape(place))}, and for {target.name} it would be "
-                    f"{list(tensors[key][at].shape)}. Take a model of the target's family and width, that is not quantised."
+                    f"{name}: {stored_name} has the shape {list(shards.shape(stored_name))}, and for {target.name} it would be "
+                    f"{list(tensors[key][index].shape)}. Take a model of the target's family and width, that is not quantised."
                 )
-            tensors[key][at] = shards[place]
-            names.append(place)
+            tensors[key][index] = shards[stored_name]
+            names.append(stored_name)
     untrusted.check_values(tensors)
     _check_all_read(name, shards, set(names), empty, prefix)
-    config = shards.path("config.json")
-    pinned = hub.pinned(config.parent)
+    config_path = shards.path("config.json")
+    pinned = hub.pin_commit(config_path.parent)
     published = {
         "layout": "native",
-        "config": untrusted.read_json(config),
-        "tensors": {place: list(shards.describe(place)) for place in names},
-        "source": pinned if hub.is_name(pinned) else Path(name).name,
-        "sha256": {file: hash_file(shards.path(file)) for file in sorted({shards.files[place] for place in names})},
+        "config": untrusted.read_json(config_path),
+        "tensors": {stored_name: list(shards.describe(stored_name)) for stored_name in names},
+        "source": pinned if hub.is_hub_name(pinned) else Path(name).name,
+        "sha256": {
+            file: hash_file(shards.path(file)) for file in sorted({shards.files[stored_name] for stored_name in names})
+        },
     }
     spec = {"_target_": "specdec.heads.native.NativeMTP", "num_modules": num_modules, **empty.arguments()}
     return {**spec, "published": published}, tensors
@@ -398,12 +414,12 @@ def _check_all_read(name: str, shards: Shards, read: set[str], drafter: NativeMT
     """Raises ValueError for tensors of these modules that have no place here, such as scales of quantised ones."""
     layout = LAYOUTS[str(drafter.layout)]
     for number in range(len(drafter.modules_by_depth)):
-        block = prefix + layout.block.format(number=number, layer=drafter.target.num_layers + number) + "."
-        more = sorted(
+        block = prefix + layout.layer_name.format(number=number, layer=drafter.target.num_layers + number) + "."
+        unread = sorted(
             key for key in shards.files.keys() - read if key.startswith(block) and not key.endswith(layout.copies)
         )
-        if more:
+        if unread:
             raise ValueError(
-                f"{name}: its MTP module has {more[0]}, which a layer of {drafter.target.name} has not. If it is quantised, take the "
+                f"{name}: its MTP module has {unread[0]}, which a layer of {drafter.target.name} has not. If it is quantised, take the "
                 "module of a model that is not: checkpoint=MODEL target.name=THIS."
             )

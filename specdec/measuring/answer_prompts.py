@@ -13,7 +13,7 @@ from specdec import loading
 from specdec.core import progress
 from specdec.core.compile import Runner
 from specdec.core.option_types import BatchSize, Count, Options, PositiveShare, Seed, Text, prefix_option_names
-from specdec.core.resumable import Resumable, digest, resumable
+from specdec.core.resumable import Resumable, digest_bytes, open_resumable
 from specdec.core.sampling import Sampling
 from specdec.engines.answers import AnswerJob, AnswerServer, AnswerSettings, list_jobs, make_row
 from specdec.engines.client import EngineClient
@@ -57,10 +57,10 @@ def read_distinct_temperatures(text: str) -> list[float]:
     if len(set(temperatures)) < len(temperatures):
         raise ValueError(f"decode.temperature={text}: give each temperature once.")
     with prefix_option_names("decode"):
-        return [Sampling(temperature).temperature for temperature in temperatures]
+        return [Sampling(value).temperature for value in temperatures]
 
 
-def stop_tokens(tokenizer: PreTrainedTokenizerBase, target: TargetOptions) -> set[int]:
+def read_stop_tokens(tokenizer: PreTrainedTokenizerBase, target: TargetOptions) -> set[int]:
     """Ids that end an answer, without loading the target."""
     name = str(target.name)
     try:
@@ -69,7 +69,7 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, target: TargetOptions) -> se
         config = GenerationConfig.from_model_config(
             AutoConfig.from_pretrained(name, trust_remote_code=target.trust_remote_code)
         )
-    return data.stop_tokens(tokenizer, config)
+    return data.list_stop_tokens(tokenizer, config)
 
 
 # What writes the answers
@@ -98,17 +98,17 @@ def open_writer(
 # Answers
 
 
-def check_prompts(answers: Resumable, jobs: list[AnswerJob], source: str) -> None:
+def check_prompts(record: Resumable, jobs: list[AnswerJob], source: str) -> None:
     """Raises ValueError if an answer is to another prompt than the one that has its id now. source: of the prompts"""
-    asked = {job.id: job for job in jobs}
-    for row in answers.rows:
-        job, said = asked.get(row["id"]), row.get("messages")
-        if job is None or not (said or "prompt" in row):  # rows that others wrote
+    job_of_id = {job.id: job for job in jobs}
+    for row in record.rows:
+        job, messages = job_of_id.get(row["id"]), row.get("messages")
+        if job is None or not (messages or "prompt" in row):  # rows that others wrote
             continue
-        before = normalise_messages(said[:-1]) if said else row["prompt"]
-        if (before, read_arguments(row)) != (job.messages if said else job.prompt, job.arguments):
+        written_prompt = normalise_messages(messages[:-1]) if messages else row["prompt"]
+        if (written_prompt, read_arguments(row)) != (job.messages if messages else job.prompt, job.arguments):
             raise ValueError(
-                f"{answers.path} has an answer {job.id} to another prompt than {job.place} now: {source} has changed. Put the "
+                f"{record.path} has an answer {job.id} to another prompt than {job.location} now: {source} has changed. Put the "
                 "prompts back (rows without id= are known by their number), or choose another out=FILE."
             )
 
@@ -116,19 +116,19 @@ def check_prompts(answers: Resumable, jobs: list[AnswerJob], source: str) -> Non
 def answer_prompts(options: AnswerOptions, console: rich.console.Console) -> None:
     """Writes the answers that are missing. Raises ValueError for settings that do not fit to those that are there."""
     try:
-        write_answers(options, console)
+        write_missing_answers(options, console)
     except KeyboardInterrupt:
         text = f"Stopped. The answers in {options.out} are kept; run the same command again to continue."
         raise KeyboardInterrupt(text) from None
 
 
-def write_answers(options: AnswerOptions, console: rich.console.Console) -> None:
+def write_missing_answers(options: AnswerOptions, console: rich.console.Console) -> None:
     if options.target.name is None:
         raise ValueError("target.name= must name the model that answers: a folder or a Hub name.")
     reading.check_trainable(options.prompts)  # answers are to be trained on
     temperatures = read_distinct_temperatures(options.decode.temperature)
     tokenizer = load_tokenizer(str(options.target.name), trust_remote_code=options.target.trust_remote_code)
-    stop = stop_tokens(tokenizer, options.target)
+    stop = read_stop_tokens(tokenizer, options.target)
     prompts = reading.load_prompts(options.prompts, split=options.split, limit=options.limit)
     if not prompts:
         raise ValueError(
@@ -147,36 +147,40 @@ def write_answers(options: AnswerOptions, console: rich.console.Console) -> None
         "max_new_tokens": options.max_new_tokens,
         "template": template,
     }
-    with resumable(Path(f"{options.out}.meta.json"), Path(options.out), recorded, advice=ADVICE) as answers:
+    with open_resumable(Path(f"{options.out}.meta.json"), Path(options.out), recorded, advice=ADVICE) as answers:
         finished = {row.get("id") for row in answers.rows}
         if None in finished:
             raise ValueError(f"{options.out} has rows without an id, so it was not written by this command. {ADVICE}")
         check_prompts(answers, jobs, options.prompts)
-        vocabulary, _ = data.vocabulary(tokenizer, len(tokenizer))
-        answers.same(tokenizer_or_chat_template=digest(repr([vocabulary, tokenizer.chat_template]).encode()))
+        vocabulary, _ = data.find_vocabulary(tokenizer, len(tokenizer))
+        answers.check_inputs(
+            tokenizer_or_chat_template=digest_bytes(repr([vocabulary, tokenizer.chat_template]).encode())
+        )
         missing = [job for job in jobs if job.id not in finished]
-        progress.note(f"{len(jobs)} answers to write, {len(jobs) - len(missing)} of them are in {options.out} already.")
+        progress.print_note(
+            f"{len(jobs)} answers to write, {len(jobs) - len(missing)} of them are in {options.out} already."
+        )
         if missing:
             settings = AnswerSettings(frozenset(stop), options.max_new_tokens, options.decode.top_p, options.seed)
             with open_writer(options, tokenizer, settings, jobs, console) as (writer, weights):
-                answers.same(weights)
+                answers.check_inputs(weights)
                 origin = {"tokenizer": vocabulary, "writer": None if weights is None else weights.text}
-                written = write_missing(writer, missing, answers, origin)
+                written = append_answers(writer, missing, answers, origin)
                 console.print(f"{options.out}: {written}.")
 
 
-def write_missing(
+def append_answers(
     writer: OwnDecoder | AnswerServer, missing: list[AnswerJob], answers: Resumable, origin: dict[str, Any]
 ) -> str:
     """Appends rows. -> how many were written, cut and empty. origin: arguments of make_row that all have"""
     ends: Counter[str] = Counter()
-    with progress.start("answering", len(missing), unit="answers") as shown:
+    with progress.start_task("answering", len(missing), unit="answers") as shown:
         for group in writer.write(missing):
             answers.append(*(make_row(*pair, **origin) for pair in group))
             ends.update(answer.finish for _, answer in group)
             ends.update("empty" for _, answer in group if not answer.text.strip())
             shown.advance(len(group), num_tokens=sum(len(answer.tokens) for _, answer in group))
     return (
-        f"{shown.done} answers written, {shown.num_tokens} tokens in {shown.seconds:.0f} s; {ends['length']} were cut at "
+        f"{shown.num_done} answers written, {shown.num_tokens} tokens in {shown.seconds:.0f} s; {ends['length']} were cut at "
         f"{writer.settings.max_new_tokens} tokens, {ends['empty']} are empty"
     )

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from specdec.core import files, progress
 from specdec.core.compile import Runner
 from specdec.core.group import Group
-from specdec.core.resumable import digest
+from specdec.core.resumable import digest_bytes
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.engines.answers import AnswerJob, AnswerSettings, WrittenAnswer, make_answer
@@ -48,7 +48,7 @@ class OwnDecoder:
         ordered = sorted(jobs, key=lambda job: -len(job.tokens))
         plain = Decoder(self.target, None, sampling=Sampling(), stop=set())
         for job in ordered:  # now, not after the others are answered
-            with reading.at(", ".join(filter(None, (job.place, f"prompt {job.id}")))):
+            with reading.name_location(", ".join(filter(None, (job.location, f"prompt {job.id}")))):
                 plain.check([job.tokens], self.settings.max_new_tokens)
         for temperature in sorted({job.temperature for job in ordered}):
             yield from self._answer([job for job in ordered if job.temperature == temperature])
@@ -60,21 +60,25 @@ class OwnDecoder:
             seed = self.settings.seed_of(jobs[number].id, bits=56)
             return torch.Generator(self.target.device).manual_seed(seed)
 
-        chosen, stop = self.settings, set(self.settings.stop)
-        sampling = Sampling(jobs[0].temperature, top_p=chosen.top_p)
+        settings, stop = self.settings, set(self.settings.stop)
+        sampling = Sampling(jobs[0].temperature, top_p=settings.top_p)
         decoder = Decoder(self.target, None, sampling=sampling, stop=stop, runner=self.runner)
         prompts = [job.tokens for job in jobs]
-        early: dict[int, list[int]] = {}
-        num_done = 0
-        for number, answer in decoder.answers(prompts, chosen.max_new_tokens, rows=self.batch, generator=generator):
-            early[number] = answer.tokens[0]
-            done = []
-            while num_done in early:
-                job = jobs[num_done]
-                done.append((job, make_answer(self.tokenizer, early.pop(num_done), stop, job.before)))
-                num_done += 1
-            if done:
-                yield done
+        waiting_answers: dict[int, list[int]] = {}
+        num_finished = 0
+        for number, answer in decoder.answers(
+            prompts, settings.max_new_tokens, batch_size=self.batch, generator=generator
+        ):
+            waiting_answers[number] = answer.tokens[0]
+            finished = []
+            while num_finished in waiting_answers:
+                job = jobs[num_finished]
+                finished.append(
+                    (job, make_answer(self.tokenizer, waiting_answers.pop(num_finished), stop, job.context))
+                )
+                num_finished += 1
+            if finished:
+                yield finished
 
 
 @dataclass(frozen=True)
@@ -97,32 +101,35 @@ class HeldoutAnswers:
 
         All processes call it together; each group of them writes a part.
         """
-        about = {
+        key = {
             "target": self.target.fingerprint(),
             "dtype": str(self.target.dtype),
-            "prompts": digest(json.dumps([prompt.tokens for prompt in prompts]).encode()),
+            "prompts": digest_bytes(json.dumps([prompt.tokens for prompt in prompts]).encode()),
             "sampling": asdict(self.sampling),
             "max_new_tokens": self.max_new_tokens,
             "stop": sorted(self.stop),
             "seed": None if self.sampling.greedy else self.seed,
             **({} if self.engine is None else {"engine": True}),  # in another process, numbers are rounded otherwise
         }
-        path = self.folder / f"{digest(json.dumps(about).encode())}.json"
-        known = group.share(_read_kept(path, about, len(prompts)) if group.main else None)
-        if known is not None:
-            return known
+        path = self.folder / f"{digest_bytes(json.dumps(key).encode())}.json"
+        stored = group.share(_read_stored(path, key, len(prompts)) if group.main else None)
+        if stored is not None:
+            return stored
         written = []
         starts = group.mine(range(0, len(prompts), HELDOUT_ROWS))
         size = lambda start: min(HELDOUT_ROWS, len(prompts) - start)
-        for start in progress.track(starts, "answers of the target", unit="prompts", size=size):
-            begun = time.perf_counter()
+        for start in progress.track_items(starts, "answers of the target", unit="prompts", size=size):
+            start_time = time.perf_counter()
             tokens = [prompt.tokens for prompt in prompts[start : start + HELDOUT_ROWS]]
-            written.append((start, self._write(start, tokens), time.perf_counter() - begun))
+            written.append((start, self._write(start, tokens), time.perf_counter() - start_time))
         groups = sorted(group.gather(written))
-        answers, seconds = [each for _, some, _ in groups for each in some], max(took for *_, took in groups)
+        answers, seconds = (
+            [answer for _, answers_of_group, _ in groups for answer in answers_of_group],
+            max(seconds_of_group for *_, seconds_of_group in groups),
+        )
         if group.main:
-            kept = {"about": about, "answers": answers, "seconds": seconds, "digest": _digest_of(answers)}
-            files.keep_document(path, kept, "The target's answers to held-out prompts")
+            document = {"about": key, "answers": answers, "seconds": seconds, "digest": _digest_answers(answers)}
+            files.cache_document(path, document, "The target's answers to held-out prompts")
         return answers, seconds
 
     def _write(self, start: int, prompts: list[list[int]]) -> list[list[int]]:
@@ -136,16 +143,16 @@ class HeldoutAnswers:
         return decoder.generate(prompts, self.max_new_tokens, generator=seeded_generator(self.target, seed)).tokens
 
 
-def _read_kept(path: Path, about: dict, num: int) -> tuple[list[list[int]], float] | None:
+def _read_stored(path: Path, key: dict, num: int) -> tuple[list[list[int]], float] | None:
     """None if there is no such file, or a damaged one, which is written again."""
     try:
         document = json.loads(path.read_text())
         answers = document["answers"]
-        whole = _digest_of(answers) == document["digest"] and document["about"] == about and len(answers) == num
-        return (answers, document["seconds"]) if whole else None
+        is_valid = _digest_answers(answers) == document["digest"] and document["about"] == key and len(answers) == num
+        return (answers, document["seconds"]) if is_valid else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _digest_of(answers: list[list[int]]) -> str:
-    return digest(json.dumps(answers).encode())
+def _digest_answers(answers: list[list[int]]) -> str:
+    return digest_bytes(json.dumps(answers).encode())

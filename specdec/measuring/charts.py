@@ -36,7 +36,7 @@ class ChartCurve:
     spans: Sequence[tuple[float, float]] = ()  # of each point: an interval of y
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """As short as is readable: 1.23, 45.6, 1,234, 12 K, 3.4 M, 2.5e-4."""
     size = abs(value)
     if value == 0 or not math.isfinite(value):
@@ -48,41 +48,43 @@ def number(value: float) -> str:
     return f"{value:,.4g}" if size >= 100 else f"{value:.3g}"
 
 
-def lines(curves: Sequence[ChartCurve], *, x: str, y: str, title: str) -> Markup:
+def chart_lines(curves: Sequence[ChartCurve], *, x: str, y: str, title: str) -> Markup:
     """Curves over common axes, named x and y."""
     curves = [curve for curve in curves if curve.points]
     if not curves:
         return Markup('<p class="soft">{}: nothing of this was measured.</p>').format(title)
 
     def plot(axes: Any) -> None:
-        for place, curve in enumerate(curves):
-            across, up = zip(*curve.points)
+        for index, curve in enumerate(curves):
+            xs, ys = zip(*curve.points)
             marker = "o" if curve.marks or len(curve.points) == 1 else ""
-            axes.plot(across, up, color=f"C{place}", label=curve.name, linewidth=1.2, markersize=4, marker=marker)
+            axes.plot(xs, ys, color=f"C{index}", label=curve.name, linewidth=1.2, markersize=4, marker=marker)
             if curve.spans:
-                axes.vlines(across, *zip(*curve.spans), color=f"C{place}", linewidth=1.2)
-        whole = all(float(a).is_integer() for curve in curves for a, _ in curve.points)
-        axes.xaxis.get_major_locator().set_params(integer=whole)
+                axes.vlines(xs, *zip(*curve.spans), color=f"C{index}", linewidth=1.2)
+        is_whole = all(float(a).is_integer() for curve in curves for a, _ in curve.points)
+        axes.xaxis.get_major_locator().set_params(integer=is_whole)
 
-    return _draw(plot, x=x, y=y, title=title)
+    return _draw_figure(plot, x=x, y=y, title=title)
 
 
-def bars(groups: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], *, x: str, y: str, title: str) -> Markup:
+def chart_bars(
+    groups: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], *, x: str, y: str, title: str
+) -> Markup:
     """Bars beside each other, one for each name and group. groups: by name, [len(names)] heights from 0"""
 
     def plot(axes: Any) -> None:
         width = 0.8 / len(groups)
-        for place, (group, heights) in enumerate(groups):
-            left = [index - 0.4 + (place + 0.5) * width for index in range(len(names))]
-            axes.bar(left, heights, width, label=group, color=f"C{place}")
+        for group_index, (group, heights) in enumerate(groups):
+            positions = [name_index - 0.4 + (group_index + 0.5) * width for name_index in range(len(names))]
+            axes.bar(positions, heights, width, label=group, color=f"C{group_index}")
         axes.set_xticks(range(len(names)), names)
         axes.set_ylim(bottom=0)
         axes.grid(False, axis="x")
 
-    return _draw(plot, x=x, y=y, title=title)
+    return _draw_figure(plot, x=x, y=y, title=title)
 
 
-def _draw(plot: Callable[[Any], None], *, x: str, y: str, title: str) -> Markup:
+def _draw_figure(plot: Callable[[Any], None], *, x: str, y: str, title: str) -> Markup:
     """A figure, whose axes are given to `plot`."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -95,10 +97,10 @@ def _draw(plot: Callable[[Any], None], *, x: str, y: str, title: str) -> Markup:
         plot(axes)
         if len(axes.get_legend_handles_labels()[0]) > 1:
             axes.legend()
-        written = io.StringIO()
-        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
-    drawn = re.sub(r"<metadata>.*?</metadata>", "", written.getvalue().partition("<svg")[2], flags=re.DOTALL)
-    drawn = re.sub(r' id="[\w.]+_\d+"', "", drawn).replace(TEXT, "currentColor")  # such names come in every chart
-    drawn = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', "", drawn, count=1)
-    svg = Markup(f'<svg role="img" aria-label="{escape(title)}"{drawn}')
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    markup = re.sub(r"<metadata>.*?</metadata>", "", buffer.getvalue().partition("<svg")[2], flags=re.DOTALL)
+    markup = re.sub(r' id="[\w.]+_\d+"', "", markup).replace(TEXT, "currentColor")  # such names come in every chart
+    markup = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', "", markup, count=1)
+    svg = Markup(f'<svg role="img" aria-label="{escape(title)}"{markup}')
     return Markup("<figure><figcaption>{}</figcaption>{}</figure>").format(title, svg)

@@ -39,16 +39,18 @@ class AnswerCounts:
     end: End = "none"
 
     @classmethod
-    def of(cls, result: PromptResult, stop: Container[int] = ()) -> "AnswerCounts":
+    def from_result(cls, result: PromptResult, stop: Container[int] = ()) -> "AnswerCounts":
         """stop: tokens that end an answer"""
         prompt, accepted = result.prompt, result.drafted.accepted[0]
         ended = bool(accepted) and result.drafted.tokens[0][-1] in stop
-        return cls(prompt.id, prompt.of, sum(accepted), len(accepted), find_end(ended, ended and not accepted[-1]))
+        return cls(
+            prompt.id, prompt.question_id, sum(accepted), len(accepted), classify_end(ended, ended and not accepted[-1])
+        )
 
 
-def find_end(ended: bool, alone: bool) -> End:
+def classify_end(has_end: bool, is_alone: bool) -> End:
     """ended: whether a token ended the answer; alone: whether its round emitted nothing else"""
-    return "none" if not ended else "alone" if alone else "with others"
+    return "none" if not has_end else "alone" if is_alone else "with others"
 
 
 @dataclass(frozen=True)
@@ -73,32 +75,32 @@ class Counting:
 
     def __str__(self) -> str:
         bonus = "the target's own token of a round is counted" if self.bonus else "only accepted drafts are counted"
-        behind = (
+        omission = (
             "; the publication also counts drafts behind the end, which are left out here" if self.behind_end else ""
         )
         end = "" if self.end else "; a token that ends an answer is not counted"
-        return f"{MEANS[self.mean]}; {FIRSTS[self.first]}; {bonus}{end}{behind}"
+        return f"{MEANS[self.mean]}; {FIRSTS[self.first]}; {bonus}{end}{omission}"
 
-    def length(self, counts: Sequence[AnswerCounts]) -> float:
+    def compute_length(self, counts: Sequence[AnswerCounts]) -> float:
         """The acceptance length; nan without a round."""
-        ratio = lambda some: _ratio([self._count(each) for each in some])
+        ratio = lambda answers: _divide_sums([self._count(answer) for answer in answers])
         if self.mean == "rounds":
             return ratio(counts)
-        key = (lambda each: each.answer) if self.mean == "answers" else (lambda each: each.question)
-        return _mean([ratio(part) for part in _group(counts, key)])
+        key = (lambda answer: answer.answer) if self.mean == "answers" else (lambda answer: answer.question)
+        return _average_known([ratio(group) for group in _group_counts(counts, key)])
 
-    def _count(self, one: AnswerCounts) -> tuple[int, int]:
+    def _count(self, answer: AnswerCounts) -> tuple[int, int]:
         """-> tokens that are counted, rounds"""
-        rounds = one.rounds
-        tokens = one.accepted + (rounds if self.bonus else 0)
-        if not self.end and rounds and one.end != "none":
-            tokens, rounds = tokens - 1, rounds - (one.end == "alone")
+        rounds = answer.rounds
+        tokens = answer.accepted + (rounds if self.bonus else 0)
+        if not self.end and rounds and answer.end != "none":
+            tokens, rounds = tokens - 1, rounds - (answer.end == "alone")
         return tokens + (self.first != "out"), rounds + (self.first == "round")
 
 
-OURS = Counting()
+SPECDEC = Counting()
 # As the counters of engines have it, and as an acceptance rate has it
-OTHERS = {"vLLM": Counting(behind_end=True), "SGLang": Counting(first="token"), "drafts alone": Counting(bonus=False)}
+ENGINES = {"vLLM": Counting(behind_end=True), "SGLang": Counting(first="token"), "drafts alone": Counting(bonus=False)}
 
 
 def join_equal(countings: Mapping[str, Counting]) -> dict[str, Counting]:
@@ -106,22 +108,22 @@ def join_equal(countings: Mapping[str, Counting]) -> dict[str, Counting]:
     names: dict[Counting, list[str]] = {}
     for name, counting in countings.items():
         names.setdefault(replace(counting, behind_end=False), []).append(name)
-    return {", ".join(each): counting for counting, each in names.items()}
+    return {", ".join(equal_names): counting for counting, equal_names in names.items()}
 
 
-def _ratio(counts: Sequence[tuple[int, int]]) -> float:
+def _divide_sums(counts: Sequence[tuple[int, int]]) -> float:
     tokens, rounds = (sum(column) for column in zip(*counts, (0, 0)))
     return tokens / rounds if rounds else math.nan
 
 
-def _mean(values: Sequence[float]) -> float:
+def _average_known(values: Sequence[float]) -> float:
     """Of those that are known: an answer of one token has no round."""
-    known = [value for value in values if not math.isnan(value)]
-    return statistics.fmean(known) if known else math.nan
+    known_values = [value for value in values if not math.isnan(value)]
+    return statistics.fmean(known_values) if known_values else math.nan
 
 
-def _group(counts: Sequence[AnswerCounts], key: Callable[[AnswerCounts], str]) -> list[list[AnswerCounts]]:
+def _group_counts(counts: Sequence[AnswerCounts], key: Callable[[AnswerCounts], str]) -> list[list[AnswerCounts]]:
     groups: dict[str, list[AnswerCounts]] = {}
-    for each in counts:
-        groups.setdefault(key(each), []).append(each)
+    for answer in counts:
+        groups.setdefault(key(answer), []).append(answer)
     return list(groups.values())

@@ -40,19 +40,19 @@ class ExportOptions(ShareOptions):
         return self
 
 
-def merge_target(options: ExportOptions, loaded: loading.Loaded) -> Drafter | None:
+def merge_target(options: ExportOptions, loaded: loading.LoadedHead) -> Drafter | None:
     """Writes the adapted target to merged_target. -> the heads for it; None if the adapter is all of the drafter"""
     folder = str(options.merged_target)
     if not loaded.drafter.adapts_target:
         raise ValueError(f"merged_target={folder}: this drafter does not adapt its target.")
-    with progress.start("writing the adapted target"):
+    with progress.start_task("writing the adapted target"):
         save_merged(loaded.target, folder)
     loaded.tokenizer.save_pretrained(folder)
     print(f"written: {folder}, the adapted target")
     if not isinstance(loaded.drafter, Medusa2):
         return None
     merged = Target.load(folder, dtype=options.target.dtype, device=loaded.target.device)
-    return loaded.drafter.heads_for(merged)
+    return loaded.drafter.make_merged_heads(merged)
 
 
 def export_checkpoint(options: ExportOptions) -> None:
@@ -62,7 +62,7 @@ def export_checkpoint(options: ExportOptions) -> None:
     out = Path(str(options.out))
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=DIR or delete it.")
-    loaded = loading.load(options.checkpoint, options.target, exact=options.format == "published")
+    loaded = loading.load_head(options.checkpoint, options.target, exact=options.format == "published")
     drafter: Head | None = loaded.drafter
     if options.merged_target is not None:
         drafter = merge_target(options, loaded)
@@ -73,19 +73,19 @@ def export_checkpoint(options: ExportOptions) -> None:
         raise ValueError(f"{options.checkpoint} is only an adapter of its target: give merged_target=DIR.")
     form = make_form(drafter, options.format)
     provenance = read_provenance(options, loaded, drafter.target)
-    num = form.num_drafts(provenance.num_drafts)
-    if options.num_drafts not in (None, num):
+    num_drafts = form.limit_drafts(provenance.num_drafts)
+    if options.num_drafts not in (None, num_drafts):
         reason = "a block is drafted whole" if form.whole_block else "it has no more steps"
         raise ValueError(
-            f"num_drafts={options.num_drafts}: this drafter drafts {num} tokens per round, because {reason}."
+            f"num_drafts={options.num_drafts}: this drafter drafts {num_drafts} tokens per round, because {reason}."
         )
-    with progress.start("writing the tensors"):
+    with progress.start_task("writing the tensors"):
         size = write_export(form, out, dtype=DTYPES[options.target.dtype_here], provenance=provenance)
-    num_tensors = len(drafter.state_dict() if form.layout.folder else form.layout.tensors)
+    num_tensors = len(drafter.state_dict() if form.layout.fill_folder else form.layout.tensors)
     print(f"written: {out}, {num_tensors} tensors, {size / 1e6:.1f} MB")
-    for engine, line in form.launch_lines(target=drafter.target.name, out=str(out), num=num).items():
-        print(f"\n{engine}, {num} drafts a round:\n{line}")
+    for engine, line in form.launch_lines(target=drafter.target.name, out=str(out), num=num_drafts).items():
+        print(f"\n{engine}, {num_drafts} drafts a round:\n{line}")
     if form.settings:
-        print(f"\nas a configuration: {json.dumps(form.settings_for(str(out), num))}")
+        print(f"\nas a configuration: {json.dumps(form.engine_settings(str(out), num_drafts))}")
     if form.notes:
         print("\n" + "\n".join(f"- {note}" for note in form.notes))

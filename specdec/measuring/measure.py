@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from specdec.core.answer_text import StopStrings
-from specdec.core.constraint import Constraint, unpack
+from specdec.core.constraint import Constraint, unpack_masks
 from specdec.core.generation import Generation
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
@@ -20,8 +20,8 @@ from specdec.text.conversations import Prompt
 from specdec.unroll import replay
 
 # Batches that are decoded side by side before the next ones begin: with more of them fewer rows are empty at their ends
-BATCHES, BATCHES_OF_MANY, MANY = 4, 2, 8
-WARM_UP = 8  # tokens
+GROUP_BATCHES, LARGE_GROUP_BATCHES, LARGE_BATCH = 4, 2, 8
+WARM_UP_TOKENS = 8  # tokens
 FROZEN = "the frozen target"
 Item = TypeVar("Item")
 
@@ -36,10 +36,10 @@ class PromptReplay:
     candidates: list[list[float]] | None = None  # [4, K] of replay.Replay
 
 
-def prompt_replay(prompt: Prompt, replayed: replay.Replay) -> PromptReplay:
-    num_rounds, accepted = replayed.counted
-    found = replayed.candidates
-    return PromptReplay(prompt, num_rounds, accepted.tolist(), None if found is None else found.tolist())
+def make_prompt_replay(prompt: Prompt, text_replay: replay.Replay) -> PromptReplay:
+    num_rounds, accepted = text_replay.expected_rounds
+    candidates = text_replay.candidates
+    return PromptReplay(prompt, num_rounds, accepted.tolist(), None if candidates is None else candidates.tolist())
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class PromptResult:
     @property
     def first_difference(self) -> int | None:
         """The first token of the drafted answer that is not the plain one's; None if they are the same."""
-        return first_difference(self.plain.tokens[0], self.drafted.tokens[0])
+        return find_first_difference(self.plain.tokens[0], self.drafted.tokens[0])
 
     @property
     def num_emitted(self) -> int:
@@ -81,7 +81,7 @@ class Method:
     baseline: str = FROZEN  # a name of the target's plain decoding; methods of one target share it
     head: Head | None = None  # to replay along plain answers; None for a proposer that is not trained
 
-    def replayed(self, sampling: Sampling) -> Drafter | None:
+    def find_replayable_head(self, sampling: Sampling) -> Drafter | None:
         """The head, if replay applies."""
         head = self.head
         return head if isinstance(head, Drafter) and self.drafting.replayable(head, sampling) else None
@@ -126,32 +126,32 @@ def measure(
         check_prompts(decoder, prompts, settings.max_new_tokens, source=source)
     for decoder in decoders.values():
         generator = seeded_generator(decoder.target, settings.seed)
-        decoder.generate([prompts[0].tokens], min(WARM_UP, settings.max_new_tokens), generator=generator)
+        decoder.generate([prompts[0].tokens], min(WARM_UP_TOKENS, settings.max_new_tokens), generator=generator)
     for method in methods:
-        method.proposer.forget()
-    numbered = list(zip(numbers or range(len(prompts)), prompts, strict=True))
-    for pairs in progress(split_turns(numbered, settings.batch)):
+        method.proposer.reset_history()
+    numbered_prompts = list(zip(numbers or range(len(prompts)), prompts, strict=True))
+    for pairs in progress(split_prompts(numbered_prompts, settings.batch)):
         group = [prompt for _, prompt in pairs]
         generations = decode_side_by_side(
             decoders,
             [prompt.tokens for prompt in group],
             settings.max_new_tokens,
-            rows=settings.batch,
+            batch=settings.batch,
             seeds=[settings.seed + number for number, _ in pairs],
-            turn=pairs[0][0] // settings.batch,
+            rotation=pairs[0][0] // settings.batch,
         )
         yield [
             {
-                method.name: judge(
+                method.name: compare_answers(
                     method,
                     prompt,
-                    generations[method.baseline][place],
-                    generations[method.name][place],
+                    generations[method.baseline][index],
+                    generations[method.name][index],
                     settings.sampling,
                 )
                 for method in methods
             }
-            for place, prompt in enumerate(group)
+            for index, prompt in enumerate(group)
         ]
 
 
@@ -161,12 +161,12 @@ def make_decoders(methods: Sequence[Method], settings: MeasureSettings) -> dict[
     for method in methods:
         if method.name in decoders:
             raise ValueError(f"Two methods are called {method.name}: give them different names.")
-        shared = decoders[method.baseline].runner if method.baseline in decoders else method.drafting.runner()
-        common: dict[str, Any] = {"sampling": settings.sampling, "stop": settings.stop, "runner": shared}
-        common["stop_strings"] = settings.stop_strings
+        runner = decoders[method.baseline].runner if method.baseline in decoders else method.drafting.runner()
+        decoder_options: dict[str, Any] = {"sampling": settings.sampling, "stop": settings.stop, "runner": runner}
+        decoder_options["stop_strings"] = settings.stop_strings
         if method.baseline not in decoders:
-            decoders[method.baseline] = Decoder(method.target, None, **common)
-        decoders[method.name] = method.drafting.decoder(method.target, method.proposer, **common)
+            decoders[method.baseline] = Decoder(method.target, None, **decoder_options)
+        decoders[method.name] = method.drafting.decoder(method.target, method.proposer, **decoder_options)
     return decoders
 
 
@@ -179,11 +179,11 @@ def check_prompts(decoder: Decoder, prompts: Iterable[Prompt], max_new_tokens: i
             raise ValueError(f"{f'{source}, ' if source else ''}prompt {prompt.id}: {error}") from None
 
 
-def split_turns(items: list[Item], batch: int) -> list[list[Item]]:
+def split_prompts(items: list[Item], batch: int) -> list[list[Item]]:
     """What the methods decode side by side: single items; for a batch several batches, so that its rows are mostly full"""
-    size = 1 if batch == 1 else (BATCHES_OF_MANY if batch > MANY else BATCHES) * batch
-    num = max(1, round(len(items) / size))
-    borders = [place * len(items) // num for place in range(num + 1)]
+    size = 1 if batch == 1 else (LARGE_GROUP_BATCHES if batch > LARGE_BATCH else GROUP_BATCHES) * batch
+    num_groups = max(1, round(len(items) / size))
+    borders = [index * len(items) // num_groups for index in range(num_groups + 1)]
     return [items[start:end] for start, end in zip(borders, borders[1:])]
 
 
@@ -192,9 +192,9 @@ def decode_side_by_side(
     prompts: list[list[int]],
     max_new_tokens: int,
     *,
-    rows: int,
+    batch: int,
     seeds: list[int],
-    turn: int = 0,
+    rotation: int = 0,
 ) -> dict[str, list[Generation]]:
     """The answers of several decoders to prompts, at most `rows` of them at once, in the order of the prompts.
 
@@ -203,37 +203,44 @@ def decode_side_by_side(
     seeds: of each prompt's random numbers; turn: rotates which decoder begins
     """
     names = list(decoders)
-    names = names[turn % len(names) :] + names[: turn % len(names)]
+    names = names[rotation % len(names) :] + names[: rotation % len(names)]
 
-    def begin(decoder: Decoder) -> Iterator[tuple[int, list[tuple[int, Generation]]]]:
+    def start_rounds(decoder: Decoder) -> Iterator[tuple[int, list[tuple[int, Generation]]]]:
         generator = lambda number: seeded_generator(decoder.target, seeds[number])
-        return decoder.rounds(prompts, max_new_tokens, rows=rows, generator=generator)
+        return decoder.rounds(prompts, max_new_tokens, batch_size=batch, generator=generator)
 
-    running = {name: begin(decoders[name]) for name in names}
+    rounds_of_decoder = {name: start_rounds(decoders[name]) for name in names}
     emitted = dict.fromkeys(names, 0)
-    found: dict[str, dict[int, Generation]] = {name: {} for name in decoders}
-    while running:
-        name = min(running, key=lambda name: emitted[name])
-        round_ = next(running[name], None)
+    answers_of_decoder: dict[str, dict[int, Generation]] = {name: {} for name in decoders}
+    while rounds_of_decoder:
+        name = min(rounds_of_decoder, key=lambda name: emitted[name])
+        round_ = next(rounds_of_decoder[name], None)
         if round_ is None:
-            del running[name]
+            del rounds_of_decoder[name]
         else:
             emitted[name] += round_[0]
-            found[name] |= dict(round_[1])
-    return {name: [answer[number] for number in range(len(prompts))] for name, answer in found.items()}
+            answers_of_decoder[name] |= dict(round_[1])
+    return {
+        name: [generations[number] for number in range(len(prompts))]
+        for name, generations in answers_of_decoder.items()
+    }
 
 
-def judge(method: Method, prompt: Prompt, plain: Generation, drafted: Generation, sampling: Sampling) -> PromptResult:
+def compare_answers(
+    method: Method, prompt: Prompt, plain: Generation, drafted: Generation, sampling: Sampling
+) -> PromptResult:
     """One prompt's result from its two answers."""
-    own, gap = PromptReplay(prompt, float("nan"), []), None
-    head, text = method.replayed(sampling), (prompt.tokens, plain.tokens[0])
+    replayed, gap = PromptReplay(prompt, float("nan"), []), None
+    head, text = method.find_replayable_head(sampling), (prompt.tokens, plain.tokens[0])
     if head is not None:
-        (found,) = replay.replays(head, [text], depth=method.drafting.depth, temperature=sampling.temperature)
-        own = prompt_replay(prompt, found)
+        (text_replay,) = replay.replay_answers(
+            head, [text], depth=method.drafting.depth, temperature=sampling.temperature
+        )
+        replayed = make_prompt_replay(prompt, text_replay)
     if sampling.greedy:
-        gap = top2_gap(method.target, *text, drafted.tokens[0], sampling)
-    known = own.replayed_rounds, own.replayed_accepted
-    return PromptResult(prompt, plain, drafted, *known, gap, candidates=own.candidates)
+        gap = compute_top2_gap(method.target, *text, drafted.tokens[0], sampling)
+    counts = replayed.replayed_rounds, replayed.replayed_accepted
+    return PromptResult(prompt, plain, drafted, *counts, gap, candidates=replayed.candidates)
 
 
 def seeded_generator(target: Target, seed: int) -> torch.Generator:
@@ -241,32 +248,32 @@ def seeded_generator(target: Target, seed: int) -> torch.Generator:
     return torch.Generator(target.device).manual_seed(seed)
 
 
-def first_difference(answer: list[int], other: list[int]) -> int | None:
+def find_first_difference(answer: list[int], other_answer: list[int]) -> int | None:
     """The place of the first token where two answers differ, from 0; None if they are the same."""
-    pairs = enumerate(itertools.zip_longest(answer, other))
-    return next((place for place, (own, others) in pairs if own != others), None)
+    pairs = enumerate(itertools.zip_longest(answer, other_answer))
+    return next((index for index, (token, other_token) in pairs if token != other_token), None)
 
 
-def top2_gap(
+def compute_top2_gap(
     target: Target,
     prompt: list[int],
     answer: list[int],
-    other: list[int],
+    other_answer: list[int],
     sampling: Sampling,
     constraint: Constraint | None = None,
 ) -> float | None:
     """The gap between the target's two largest logits at the first token where two greedy answers differ; None if they
     are the same. A gap as small as the rounding of the dtype means a near tie, which rounding may decide either way."""
-    same = first_difference(answer, other)
-    if same is None:
+    num_equal = find_first_difference(answer, other_answer)
+    if num_equal is None:
         return None
-    tokens = torch.tensor([prompt + answer[:same]], device=target.device)
+    tokens = torch.tensor([prompt + answer[:num_equal]], device=target.device)
     logits = target.logits(target.read(tokens, ()).final[:, -1:])  # [1, 1, V]
-    before = torch.zeros_like(logits, dtype=torch.bool).scatter_(2, tokens[None], True)
-    logits = sampling.penalise(logits, before)
+    seen_tokens = torch.zeros_like(logits, dtype=torch.bool).scatter_(2, tokens[None], True)
+    logits = sampling.penalise(logits, seen_tokens)
     if constraint:
-        constraint.take(answer[:same])
-        allowed = unpack([[constraint.following()]], logits.shape[-1], logits.device)
+        constraint.take(answer[:num_equal])
+        allowed = unpack_masks([[constraint.following()]], logits.shape[-1], logits.device)
         logits = logits.masked_fill(~allowed, -torch.inf)
     top = logits[0, 0].topk(2).values
     return float(top[0] - top[1])

@@ -11,17 +11,17 @@ from specdec.core.option_types import Options, SmallCount, Text
 from specdec.core.untrusted import read_json
 from specdec.export.engines import ExportForm
 from specdec.export.folder import write_folder
-from specdec.measuring.report import Report, Training, verdict
-from specdec.measuring.speed import best_chain
+from specdec.measuring.report import Report, Training, describe_losslessness
+from specdec.measuring.speed import choose_chain
 from specdec.options.target import TargetOptions
 from specdec.target.model import Target
 
 MISSING = "not recorded"
-WHOLE_VOCABULARY = (
+WHOLE_VOCABULARY_NOTE = (
     "The checkpoint drafts from a reduced vocabulary and this engine from the whole one, on which it was not trained: "
     "acceptance differs from the validated one, and each draft costs more."
 )
-USE = """## Use it with specdec
+USE_TEMPLATE = """## Use it with specdec
 
 ```
 python scripts/generate.py checkpoint={repo} prompt="Why is the sky blue?"
@@ -36,7 +36,7 @@ model.generate(**inputs, custom_generate=Speculative("{repo}"))
 
 `{repo}@REVISION` is the head of one commit, tag or branch. To train it further, `head=` is its family, as in the command above."""
 # Beside a checkpoint's report.json, its tau in real engines: by the name of the engine, an entry with these fields.
-SERVED = "served.json"
+SERVED_FILE = "served.json"
 SERVED_FIELDS = ("prompts", "num_prompts", "max_new_tokens", "num_drafts", "dtype", "tau", "served_tau")
 
 
@@ -59,11 +59,11 @@ class Provenance:
     target: str
     fingerprint: str
     report: Report | None  # of the validation that chose the checkpoint
-    served: dict  # by engine, see SERVED
-    data: str
+    served_figures: dict  # by engine, see SERVED
+    training_data: str
     license: str
     num_drafts: int
-    about: dict = field(default_factory=dict)  # the run's about.json
+    run_facts: dict = field(default_factory=dict)  # the run's about.json
 
     @classmethod
     def read(
@@ -74,24 +74,33 @@ class Provenance:
         name: str,
         target: Target,
         license: str = "other",
-        data: str | None = None,
+        training_data: str | None = None,
         num_drafts: int | None = None,
-        about: dict | None = None,
+        run_facts: dict | None = None,
     ) -> "Provenance":
         """From a checkpoint's folder. document: drafter.json, or what stands for it; name: the checkpoint's
 
         num_drafts: None: the fastest number by its own validation, if that decoded a chain, or 3
         """
-        figures, served = (
-            read_json(folder / file) if (folder / file).exists() else None for file in ("report.json", SERVED)
+        figures, served_figures = (
+            read_json(folder / file) if (folder / file).exists() else None for file in ("report.json", SERVED_FILE)
         )
-        if not all(set(SERVED_FIELDS) <= set(entry) for entry in (served or {}).values()):
-            raise ValueError(f"{folder / SERVED} is not a record of served figures: delete it.")
+        if not all(set(SERVED_FIELDS) <= set(entry) for entry in (served_figures or {}).values()):
+            raise ValueError(f"{folder / SERVED_FILE} is not a record of served figures: delete it.")
         report = Report.from_json(figures, source=str(folder / "report.json")) if figures else None
-        chain = report is not None and report.decoded and (report.shape is None or report.shape.startswith("chain"))
-        num = num_drafts or (best_chain(report) if report is not None and chain else 3)
-        found = (target.name, target.fingerprint(), report, served or {}, data or MISSING, license, num, about or {})
-        return cls(name, document, *found)
+        is_chain = report is not None and report.decoded and (report.shape is None or report.shape.startswith("chain"))
+        num = num_drafts or (choose_chain(report) if report is not None and is_chain else 3)
+        values = (
+            target.name,
+            target.fingerprint(),
+            report,
+            served_figures or {},
+            training_data or MISSING,
+            license,
+            num,
+            run_facts or {},
+        )
+        return cls(name, document, *values)
 
 
 def write_export(form: ExportForm, out: Path, *, dtype: torch.dtype, provenance: Provenance) -> int:
@@ -120,55 +129,59 @@ def make_card(
         *(["library_name: specdec"] if repo else []),
         f"tags: [speculative-decoding, {kind.lower()}]",
     ]
-    own = "those of the target as this head adapts it" if adapts else "the target's own"
-    parts = [
+    owner = "those of the target as this head adapts it" if adapts else "the target's own"
+    paragraphs = [
         "\n".join(["---", *metadata, "---"]),
         f"# {kind} for {target}",
-        f"A drafter for speculative decoding: it drafts tokens and {target} verifies them, so the texts are {own}.",
+        f"A drafter for speculative decoding: it drafts tokens and {target} verifies them, so the texts are {owner}.",
         "## How it was trained",
-        _training(provenance),
+        _write_training_table(provenance),
         "## What to expect",
-        expected(provenance),
-        *_figures(provenance),
-        *([USE.format(repo=repo)] if repo else []),
+        write_expectations(provenance),
+        *_list_figures(provenance),
+        *([USE_TEMPLATE.format(repo=repo)] if repo else []),
         "## Serve it in an engine",
     ]
     for name, form in forms.items():
-        num = form.num_drafts(provenance.num_drafts)
-        lines = form.launch_lines(target=target, out=out, num=num)
+        num_drafts = form.limit_drafts(provenance.num_drafts)
+        lines = form.launch_lines(target=target, out=out, num=num_drafts)
         export = f"python scripts/export.py checkpoint={repo or provenance.source} format={name} out={out}"
-        parts += [f"### format={name}", f"```\n{export}\n```", *([f"With {num} drafts a round:"] if lines else [])]
-        parts += [f"{engine}:\n\n```\n{line}\n```" for engine, line in lines.items()]
-        notes = [*([WHOLE_VOCABULARY] if form.whole_vocabulary else []), *form.notes]
-        parts += ["\n".join(f"- {note}" for note in notes)] if notes else []
+        paragraphs += [
+            f"### format={name}",
+            f"```\n{export}\n```",
+            *([f"With {num_drafts} drafts a round:"] if lines else []),
+        ]
+        paragraphs += [f"{engine}:\n\n```\n{line}\n```" for engine, line in lines.items()]
+        notes = [*([WHOLE_VOCABULARY_NOTE] if form.whole_vocabulary else []), *form.notes]
+        paragraphs += ["\n".join(f"- {note}" for note in notes)] if notes else []
     if not forms:
-        parts.append("No engine has a form for this head.")
-    return "\n\n".join(parts) + "\n"
+        paragraphs.append("No engine has a form for this head.")
+    return "\n\n".join(paragraphs) + "\n"
 
 
-def _training(provenance: Provenance) -> str:
+def _write_training_table(provenance: Provenance) -> str:
     """A table of two columns: target, data, size, tokens, time, machine, command, versions."""
-    document, about = provenance.document, provenance.about
-    spent = (provenance.report and provenance.report.training) or Training()
-    environment, data, start = (about.get(name) or {} for name in ("environment", "data", "start"))
+    document, run_facts = provenance.document, provenance.run_facts
+    training = (provenance.report and provenance.report.training) or Training()
+    environment, data_facts, start = (run_facts.get(name) or {} for name in ("environment", "data", "start"))
     machine, processes = environment.get("machine"), environment.get("processes")
     versions = {**document.get("versions", {}), **({"python": environment["python"]} if environment else {})}
-    tokens = _millions(spent.tokens)
-    if spent.tokens and spent.unique_tokens:
-        tokens += f", of {_millions(spent.unique_tokens)} different ones"
+    tokens = _format_millions(training.tokens)
+    if training.tokens and training.unique_tokens:
+        tokens += f", of {_format_millions(training.unique_tokens)} different ones"
     rows = {
         "checkpoint": provenance.source,
         "target": f"{provenance.target}, fingerprint {provenance.fingerprint}",
         "hidden states read": ", ".join(map(str, document.get("reads_layers", ()))) or "none",
-        "trained on": provenance.data,
+        "trained on": provenance.training_data,
         "licence": f"{provenance.license} (the target has its own)",
-        "trained parameters": _millions(spent.parameters),
-        "conversations": f"{data['conversations']:,}" if data.get("conversations") else MISSING,
+        "trained parameters": _format_millions(training.parameters),
+        "conversations": f"{data_facts['conversations']:,}" if data_facts.get("conversations") else MISSING,
         "tokens read in training": tokens,
-        "minutes of training": f"{spent.seconds / 60:.1f}" if spent.seconds else MISSING,
+        "minutes of training": f"{training.seconds / 60:.1f}" if training.seconds else MISSING,
         "machine": f"{machine}, {environment.get('threads')} threads, {processes} processes" if machine else MISSING,
         **({"started from": start["used"]} if start else {}),
-        "command": f"`{about['command']}`" if about.get("command") else MISSING,
+        "command": f"`{run_facts['command']}`" if run_facts.get("command") else MISSING,
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
     # a bar inside a value would end its cell
@@ -176,23 +189,25 @@ def _training(provenance: Provenance) -> str:
     return "\n".join(["| | |\n|---|---|", *cells])
 
 
-def _millions(number: int | None) -> str:
+def _format_millions(number: int | None) -> str:
     return f"{number / 1e6:.2f} M" if number else MISSING
 
 
-def expected(provenance: Provenance) -> str:
+def write_expectations(provenance: Provenance) -> str:
     """A table of tau with its interval, by validation and in engines."""
-    report, served = provenance.report, provenance.served
+    report, served_figures = provenance.report, provenance.served_figures
     lines = ["| measured by | setting | tau |\n|---|---|---|"]
     if report:
         decoded = (report.num_prompts, report.tau, report.tau_ci)
         replayed = (report.replayed_prompts, report.replayed_tau, report.replayed_tau_ci)
-        few = report.num_prompts < (report.replayed_prompts or 0)  # decoded in the time that validation had for it
-        num, tau, interval = replayed if few else decoded
+        is_replayed = report.num_prompts < (
+            report.replayed_prompts or 0
+        )  # decoded in the time that validation had for it
+        num, tau, interval = replayed if is_replayed else decoded
         assert tau is not None and interval is not None
-        setting = f"{num} prompts, temperature {report.temperature:g}, {_shape(report)}{', by replay' if few else ''}"
+        setting = f"{num} prompts, temperature {report.temperature:g}, {_name_shape(report)}{', by replay' if is_replayed else ''}"
         lines.append(f"| specdec, validation | {setting} | {tau:.2f} ({interval[0]:.2f} .. {interval[1]:.2f}) |")
-    for engine, entry in served.items():
+    for engine, entry in served_figures.items():
         num, prompts, tau, served_tau = (entry[key] for key in ("num_prompts", "prompts", "tau", "served_tau"))
         setting = f"{num} prompts of {prompts}, temperature 0, chain of {entry['num_drafts']}, {entry['dtype']}"
         lines.append(f"| specdec, as served | {setting} | {tau:.3f} |")
@@ -205,45 +220,47 @@ def expected(provenance: Provenance) -> str:
     )
 
 
-def _shape(report: Report) -> str:
+def _name_shape(report: Report) -> str:
     return report.shape or f"chain of {len(report.survival or [])}"
 
 
-def _figures(provenance: Provenance) -> list[str]:
+def _list_figures(provenance: Provenance) -> list[str]:
     """Speedup with its conditions, and whether answers are unchanged."""
-    report, about = provenance.report, provenance.about
+    report, run_facts = provenance.report, provenance.run_facts
     if report is None:
         return []
     if report.speedup is None or report.speedup_ci is None:
         return ["The speedup was not measured: nothing was decoded with the clock running."]
-    environment, dtype = about.get("environment") or {}, (about.get("target") or {}).get("dtype")
+    environment, dtype = run_facts.get("environment") or {}, (run_facts.get("target") or {}).get("dtype")
     machine = "a machine that is not recorded"
     if environment:
         machine = f"{environment['machine']}, {environment['threads']} threads"
-    fast = f"{report.speedup:.2f} ({report.speedup_ci[0]:.2f} .. {report.speedup_ci[1]:.2f}) with a {_shape(report)}"
+    speedups = (
+        f"{report.speedup:.2f} ({report.speedup_ci[0]:.2f} .. {report.speedup_ci[1]:.2f}) with a {_name_shape(report)}"
+    )
     if report.auto:
         low, high = report.auto["speedup_ci"]
-        fast += f", {report.auto['speedup']:.2f} ({low:.2f} .. {high:.2f}) with proposer=auto"
+        speedups += f", {report.auto['speedup']:.2f} ({low:.2f} .. {high:.2f}) with proposer=auto"
     return [
-        f"Speedup over plain decoding, with 95 % intervals over prompts: {fast}. {report.num_prompts} prompts, one stream, "
+        f"Speedup over plain decoding, with 95 % intervals over prompts: {speedups}. {report.num_prompts} prompts, one stream, "
         f"temperature {report.temperature:g}, {dtype or 'a dtype that is not recorded'}, {machine}.",
-        f"Answers: {verdict(report)}.",
+        f"Answers: {describe_losslessness(report)}.",
     ]
 
 
-def read_provenance(options: CardOptions, loaded: loading.Loaded, target: Target) -> Provenance:
+def read_provenance(options: CardOptions, loaded: loading.LoadedHead, target: Target) -> Provenance:
     """What a model card tells of a checkpoint. `data` of the options replaces what the record of the run names."""
-    about = checkpoint.read_facts(loaded.folder)
+    run_facts = checkpoint.read_facts(loaded.folder)
     document = checkpoint.read_document(loaded.folder) | {"reads_layers": list(loaded.drafter.target_layers)}
-    recorded = about.get("data")
-    trained = str(recorded["train"]) if isinstance(recorded, dict) and "train" in recorded else None
+    data_facts = run_facts.get("data")
+    train_source = str(data_facts["train"]) if isinstance(data_facts, dict) and "train" in data_facts else None
     return Provenance.read(
         loaded.folder,
         document,
-        name=checkpoint.name_of(loaded.folder),
+        name=checkpoint.name_checkpoint(loaded.folder),
         target=target,
         license=options.license,
-        data=options.data or trained,
+        training_data=options.data or train_source,
         num_drafts=options.num_drafts,
-        about=about,
+        run_facts=run_facts,
     )

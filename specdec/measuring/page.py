@@ -50,9 +50,9 @@ class Section:
         return any((self.tiles, rows, self.charts, self.points, self.body)) or not self.heading
 
 
-def write_figure(value: float | None, span: Sequence[float] | None = None, *, digits: int = 2, sign: str = "") -> str:
+def format_figure(value: float | None, span: Sequence[float] | None = None, *, digits: int = 2, sign: str = "") -> str:
     """A figure with its 95 % interval; empty if it is not known. sign: + to write that of positive numbers"""
-    text = lambda each: f"{each:{sign}.{digits}f}"
+    text = lambda number: f"{number:{sign}.{digits}f}"
     return (
         ""
         if value is None or math.isnan(value)
@@ -60,27 +60,31 @@ def write_figure(value: float | None, span: Sequence[float] | None = None, *, di
     )
 
 
-def render_page(title: str, *, data: dict, verdict: tuple[str, str] | None = None, sections: Sequence[Section]) -> str:
+def render_page(
+    title: str, *, figures: dict, verdict: tuple[str, str] | None = None, sections: Sequence[Section]
+) -> str:
     """A page. data: the figures that it shows, which it holds as JSON too; verdict: yes, no or unsure, and a sentence"""
-    filled = [part for part in sections if part.filled]
-    return _render("page.html.jinja", title=title, data=data, verdict=verdict, sections=filled)
+    filled_sections = [section for section in sections if section.filled]
+    return _render("page.html.jinja", title=title, figures=figures, verdict=verdict, sections=filled_sections)
 
 
-def live_page(*, target: str, drafts: str, max_length: int, chat: bool = True) -> str:
+def render_live_page(*, target: str, drafts: str, max_length: int, chat: bool = True) -> str:
     """The page of a server: drafted and plain answers side by side while they are written.
 
     target: its name; drafts: what drafts, in a few words; max_length: tokens of a prompt and its answer
     chat: whether prompts are a user's messages, not texts to continue
     """
-    data = {"target": target, "drafts": drafts, "max_length": max_length, "chat": chat}
-    return _render("live.html.jinja", title="specdec", data=data, live_script=read_markup("live.js"))
+    figures = {"target": target, "drafts": drafts, "max_length": max_length, "chat": chat}
+    return _render("live.html.jinja", title="specdec", figures=figures, live_script=read_markup("live.js"))
 
 
-def _render(template: str, *, data: dict, **values: Any) -> str:
+def _render(template: str, *, figures: dict, **values: Any) -> str:
     loader = jinja2.FileSystemLoader(FOLDER)
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    text = Markup(json.dumps(finite(data)).replace("<", "\\u003c"))  # no answer may end the element that it stands in
-    shared = {"style": read_markup("page.css"), "script": read_markup("page.js"), "data": text, "given": data}
+    text = Markup(
+        json.dumps(replace_non_finite(figures)).replace("<", "\\u003c")
+    )  # no answer may end the element that it stands in
+    shared = {"style": read_markup("page.css"), "script": read_markup("page.js"), "data": text, "given": figures}
     return environment.get_template(template).render(**shared, **values)
 
 
@@ -88,10 +92,10 @@ def read_markup(name: str) -> Markup:
     return Markup((FOLDER / name).read_text())
 
 
-def finite(value: Any) -> Any:
+def replace_non_finite(value: Any) -> Any:
     """The same with null for numbers that JSON does not have."""
     if isinstance(value, dict):
-        return {key: finite(each) for key, each in value.items()}
+        return {key: replace_non_finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
+        return [replace_non_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -12,9 +12,9 @@ from specdec import loading
 from specdec.core import extensions
 from specdec.core.answer_text import StopStrings, TextDecoder
 from specdec.core.option_types import Count, Options, Seed, Text, raise_first
-from specdec.core.resumable import digest
+from specdec.core.resumable import digest_bytes
 from specdec.measuring import trained_prompts
-from specdec.measuring.counting import OTHERS, OURS, Counting
+from specdec.measuring.counting import ENGINES, SPECDEC, Counting
 from specdec.options.command_types import MEMORY, TemplateSettings
 from specdec.options.target import TargetOptions
 from specdec.text import chat_template, conversations, reading
@@ -89,7 +89,7 @@ class QuestionSet:
     @property
     def countings(self) -> dict[str, Counting]:
         """This project's own counting, those of publications, and those of engines."""
-        return {"specdec": OURS, **self.published, **OTHERS}
+        return {"specdec": SPECDEC, **self.published, **ENGINES}
 
     def make_prompt(
         self, question: Question, turn: int, answers: Sequence[str], tokenizer: PreTrainedTokenizerBase
@@ -102,20 +102,20 @@ class QuestionSet:
         """None without `stop`. Raises ValueError, naming the protocol, for a text that no answer can hold."""
         if self.protocol is None or not self.stop:
             return None
-        with reading.at(f"protocol={self.protocol['name']}"):
-            return StopStrings(list(self.stop), TextDecoder.of(tokenizer))
+        with reading.name_location(f"protocol={self.protocol['name']}"):
+            return StopStrings(list(self.stop), TextDecoder.from_tokenizer(tokenizer))
 
     def describe(self, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
         """The questions as settings of a measurement. tokenizer: None where a server encodes the prompts"""
         arguments = self.arguments
         if tokenizer is not None:
-            arguments = chat_template.known_arguments(tokenizer, arguments)
+            arguments = chat_template.select_known_arguments(tokenizer, arguments)
         return {
             "prompts": self.source,
             "suite": self.suite,
             "protocol": self.protocol,
             "num_questions": len(self.questions),
-            "questions_digest": reading.digest_of([row for question in self.questions for row in question.turns]),
+            "questions_digest": reading.digest_prompts([row for question in self.questions for row in question.turns]),
             "stop_texts": list(self.stop),
             "chat": self._describe_chat(tokenizer),
             "template": arguments,
@@ -128,7 +128,7 @@ class QuestionSet:
         if self.chat == "target" and tokenizer is None:
             return "the server's chat template"
         if self.chat == "target" and tokenizer is not None and tokenizer.chat_template:
-            return f"chat template {digest(repr(tokenizer.chat_template).encode())}"
+            return f"chat template {digest_bytes(repr(tokenizer.chat_template).encode())}"
         return "bare text"
 
     def list_notes(self, heads: Mapping[str, Path]) -> list[str]:
@@ -139,10 +139,10 @@ class QuestionSet:
 
 def read_plain_questions(source: str, split: str | None = None) -> list[Question]:
     """Rows of prompts= as questions of one turn. Raises ValueError as reading.load_prompts."""
-    with reading.at(source):
-        found = reading.spread(reading.load_prompts(source, split=split), None)
-    ids = reading.tell_apart([row["id"] for row in found])
-    return [Question(id, row["category"], (row,), tuple(row["tags"])) for id, row in zip(ids, found)]
+    with reading.name_location(source):
+        rows = reading.spread_rows(reading.load_prompts(source, split=split), None)
+    ids = reading.number_ids([row["id"] for row in rows])
+    return [Question(id, row["category"], (row,), tuple(row["tags"])) for id, row in zip(ids, rows)]
 
 
 def read_questions(options: QuestionOptions, heads: Sequence[str]) -> QuestionSet:
@@ -158,7 +158,7 @@ def read_rows(options: QuestionOptions, heads: Sequence[str]) -> QuestionSet:
     """
     source = options.prompts or loading.PROMPTS
     arguments = loading.read_template(options.template, heads=heads)
-    rows = reading.spread(read_plain_questions(source, options.split), options.limit)
+    rows = reading.spread_rows(read_plain_questions(source, options.split), options.limit)
     return QuestionSet(rows, source, arguments, functools.partial(encode_turn, arguments=arguments))
 
 
@@ -187,10 +187,10 @@ def encode_turn(
 def find_copies(rows: Sequence[dict], heads: Mapping[str, Path]) -> Iterator[str]:
     """A sentence for each head that was trained on some of the prompts. heads: folders by name"""
     for name, folder in heads.items():
-        digests = trained_prompts.read(folder)
+        digests = trained_prompts.read_digests(folder)
         if digests is None:
             continue
-        ids = trained_prompts.find(rows, digests)
+        ids = trained_prompts.find_trained_rows(rows, digests)
         if ids:
             copies = trained_prompts.count_copies(ids, len(rows), "prompts")
             yield f"{copies} are among those that {name} was trained on: its figures flatter"
@@ -212,11 +212,11 @@ def read_answers(
     """
     rows = reading.load_conversations(source, split=split, arguments=arguments)
     if hold_out is not None:
-        rows = [rows[i] for i in reading.hold_out([row.get("temperature") == 0 for row in rows], hold_out)]
+        rows = [rows[i] for i in reading.choose_held_out([row.get("temperature") == 0 for row in rows], hold_out)]
     rows = [row for row in rows if row.get("temperature", temperature) == temperature]
     if not rows:
         raise ValueError(f"{source} has no row at decode.temperature={temperature:g}.")
-    questions = [Question(row["id"], row["category"], (row,)) for row in reading.spread(rows, limit)]
+    questions = [Question(row["id"], row["category"], (row,)) for row in reading.spread_rows(rows, limit)]
     return QuestionSet(questions, source, arguments)
 
 

@@ -18,20 +18,20 @@ from specdec.core.sampling import Sampling
 from specdec.engines.engine_target import EngineTarget
 from specdec.heads.base import Drafter
 from specdec.measuring import results
-from specdec.measuring.measure import prompt_replay
+from specdec.measuring.measure import make_prompt_replay
 from specdec.measuring.questions import QuestionSet, read_answers
 from specdec.measuring.report import (
     PromptCounts,
     Report,
+    add_categories,
+    add_replays,
     describe_candidates,
-    in_parts,
-    tau_difference,
-    undecoded,
-    with_replays,
+    make_undecoded_report,
+    measure_tau_difference,
 )
 from specdec.measuring.results import Entry, Measurement
-from specdec.measuring.results_page import write
-from specdec.measuring.runs import Run, describe_weights, find_heads, load_runs, shared_target
+from specdec.measuring.results_page import write_results
+from specdec.measuring.runs import ComparedHead, describe_weights, find_head_folders, load_heads, open_shared_target
 from specdec.options.command_types import MEMORY, OutputFolder, TemplateSettings
 from specdec.options.target import TargetOptions
 from specdec.target.fingerprint import describe_difference
@@ -44,7 +44,7 @@ BATCH_TOKENS = 4096  # of prompts and answers that are replayed at once, padding
 
 
 @dataclass(frozen=True)
-class Written:
+class AnsweredPrompt:
     """What the target wrote to a prompt, at a temperature: token ids."""
 
     prompt: list[int]
@@ -56,35 +56,35 @@ class Written:
         return len(self.prompt) + len(self.answer)
 
 
-def encode_written(tokenizer: PreTrainedTokenizerBase, row: dict) -> Written:
+def encode_answered_prompt(tokenizer: PreTrainedTokenizerBase, row: dict) -> AnsweredPrompt:
     """The last answer of a row of `reading.load_conversations`."""
     tokens = conversations.encode(tokenizer, row)
-    start, stop = conversations.last_answer(tokens)
-    return Written(tokens.tokens[:start], tokens.tokens[start:stop], float(row.get("temperature") or 0.0))
+    start, stop = conversations.find_last_answer(tokens)
+    return AnsweredPrompt(tokens.tokens[:start], tokens.tokens[start:stop], float(row.get("temperature") or 0.0))
 
 
 def encode_answers(
     question_set: QuestionSet, tokenizer: PreTrainedTokenizerBase, *, temperature: float, length: int
-) -> tuple[list[Prompt], list[Written]]:
+) -> tuple[list[Prompt], list[AnsweredPrompt]]:
     """The prompts of `read_answers`, and their answers of two tokens or more. length: of a prompt with its answer, in tokens
 
     Raises ValueError if no answer has a second token.
     """
     prompts, texts = [], []
     for question in question_set.questions:
-        with reading.at(question_set.source):
-            text = encode_written(tokenizer, question.turns[0])
+        with reading.name_location(question_set.source):
+            text = encode_answered_prompt(tokenizer, question.turns[0])
         answer = text.answer[: max(0, length - len(text.prompt))]
         if len(answer) >= 2:
             prompts.append(Prompt(question.id, question.category, text.prompt))
-            texts.append(Written(text.prompt, answer, temperature))
+            texts.append(AnsweredPrompt(text.prompt, answer, temperature))
     if not texts:
         raise ValueError(f"No answer has a second token within length={length}: raise it.")
     return prompts, texts
 
 
 def replay_texts(
-    drafter: Drafter, texts: Sequence[Written], *, depth: int, what: str, engine: EngineTarget | None = None
+    drafter: Drafter, texts: Sequence[AnsweredPrompt], *, depth: int, label: str, engine: EngineTarget | None = None
 ) -> list[replay.Replay]:
     """What the drafter does along each text. what: is shown
 
@@ -92,23 +92,24 @@ def replay_texts(
     """
     depth = min(depth, drafter.depth or depth)
     lengths = [text.length for text in texts]
-    found: dict[int, replay.Replay] = {}
+    replay_of_text: dict[int, replay.Replay] = {}
     groups: list[tuple[float, list[int]]] = []  # of one temperature
     for temperature in sorted({text.temperature for text in texts}):
-        same = [number for number, text in enumerate(texts) if text.temperature == temperature]
-        groups += [(temperature, group) for group in batch_texts(same, lengths, drafter.target)]
-    for temperature, numbers in progress.track(groups, what, unit="answers", size=lambda group: len(group[1])):
+        numbers_of_temperature = [number for number, text in enumerate(texts) if text.temperature == temperature]
+        groups += [(temperature, group) for group in batch_texts(numbers_of_temperature, lengths, drafter.target)]
+    for temperature, numbers in progress.track_items(groups, label, unit="answers", size=lambda group: len(group[1])):
         pairs = [(texts[number].prompt, texts[number].answer) for number in numbers]
         output = engine.read(drafter, pairs) if engine else None
-        done = replay.replays(drafter, pairs, depth=depth, temperature=temperature, output=output)
-        found |= dict(zip(numbers, done, strict=True))
-    return [found[number] for number in range(len(texts))]
+        replays = replay.replay_answers(drafter, pairs, depth=depth, temperature=temperature, output=output)
+        replay_of_text |= dict(zip(numbers, replays, strict=True))
+    return [replay_of_text[number] for number in range(len(texts))]
 
 
-def count_replays(judged: Iterable[replay.Replay]) -> list[PromptCounts]:
+def count_replays(replays: Iterable[replay.Replay]) -> list[PromptCounts]:
     """What tau of each text is made of. judged: by `replay_texts`"""
     return [
-        PromptCounts(number, number + float(accepted.sum())) for number, accepted in (each.counted for each in judged)
+        PromptCounts(number, number + float(accepted.sum()))
+        for number, accepted in (text_replay.expected_rounds for text_replay in replays)
     ]
 
 
@@ -119,14 +120,14 @@ def sort_by_length(numbers: Iterable[int], lengths: Sequence[int]) -> list[int]:
 
 def batch_texts(numbers: Iterable[int], lengths: Sequence[int], target: Target) -> list[list[int]]:
     """Numbers of texts that are read together, of at most BATCH_TOKENS with the padding. lengths: of all texts, in tokens"""
-    most = BATCH_TOKENS if target.rotary_boundary is None else 0  # of LongRoPE one: a batch has one set of angles
-    found: list[list[int]] = []
+    max_tokens = BATCH_TOKENS if target.rotary_boundary is None else 0  # of LongRoPE one: a batch has one set of angles
+    batches: list[list[int]] = []
     for number in sort_by_length(numbers, lengths):  # the first of a batch is its longest
-        if found and (1 + len(found[-1])) * lengths[found[-1][0]] <= most:
-            found[-1].append(number)
+        if batches and (1 + len(batches[-1])) * lengths[batches[-1][0]] <= max_tokens:
+            batches[-1].append(number)
         else:
-            found.append([number])
-    return found
+            batches.append([number])
+    return batches
 
 
 def warn_of_writers(writers: Iterable[str | None], target: Target) -> None:
@@ -135,17 +136,19 @@ def warn_of_writers(writers: Iterable[str | None], target: Target) -> None:
     writers: fingerprints of what wrote each row; empty or None: not known
     """
     counts, identity = collections.Counter(writers), target.identity
-    known = {writer: num for writer, num in counts.items() if writer and identity.compares(writer)}
-    others = {writer: num for writer, num in known.items() if not identity.matches(writer)}
-    if others:
-        what = f"{sum(others.values())} of {counts.total()} rows were written by {{}} weights"
-        clause = describe_difference(what, max(others, key=lambda each: others[each]), identity.text)
+    comparable_counts = {writer: num for writer, num in counts.items() if writer and identity.covers_layers(writer)}
+    other_counts = {writer: num for writer, num in comparable_counts.items() if not identity.matches(writer)}
+    if other_counts:
+        subject = f"{sum(other_counts.values())} of {counts.total()} rows were written by {{}} weights"
+        clause = describe_difference(
+            subject, max(other_counts, key=lambda counted_writer: other_counts[counted_writer]), identity.text
+        )
         warnings.warn(f"{clause}: let it answer the prompts itself (specdec answer), or expect less.", stacklevel=2)
 
 
 # The verb
 
-FREE = ("out",)  # options that change no figure
+FREE_OPTIONS = ("out",)  # options that change no figure
 
 
 class ReplayDecodeOptions(Options):
@@ -171,12 +174,12 @@ def replay_heads(options: ReplayOptions, console: progress.Results) -> None:
     """Replays the chain of each head, and writes the results. Raises ValueError for a head that cannot be replayed."""
     folders, sampling = split_list(options.checkpoint), Sampling(options.decode.temperature)
     for folder in folders:
-        if checkpoint.head_class(folder).adapts_target:
+        if checkpoint.read_head_class(folder).adapts_target:
             raise ValueError(
                 f"{folder} adapts its target, which did not write these answers: evaluate decodes with it."
             )
-    runs = load_runs(options.checkpoint, options.target)
-    opened = shared_target(runs, options.target)
+    heads = load_heads(options.checkpoint, options.target)
+    opened = open_shared_target(heads, options.target)
     question_set = read_answers(
         options.answers,
         arguments=loading.read_template(options.template, opened.tokenizer, folders),
@@ -190,38 +193,40 @@ def replay_heads(options: ReplayOptions, console: progress.Results) -> None:
         question_set, opened.tokenizer, temperature=sampling.temperature, length=options.length
     )
     settings = {
-        **results.describe_options(options, free=FREE),
+        **results.describe_options(options, free_options=FREE_OPTIONS),
         **question_set.describe(opened.tokenizer),
-        "checkpoint": describe_weights(runs),
+        "checkpoint": describe_weights(heads),
         **loading.describe_target(opened.target),
     }
-    notes = question_set.list_notes(find_heads(runs))
+    notes = question_set.list_notes(find_head_folders(heads))
     entries, reference = list[Entry](), list[PromptCounts]()
-    for run in runs:
-        replays = replay_run(run, texts, options.decode.depth)
+    for head in heads:
+        replays = replay_head(head, texts, options.decode.depth)
         counts = count_replays(replays)
         reference = reference or counts
-        difference = tau_difference(counts, reference, seed=options.seed)
-        entry = make_entry(run, prompts, replays, sampling, options.seed)
+        difference = measure_tau_difference(counts, reference, seed=options.seed)
+        entry = make_entry(head, prompts, replays, sampling, options.seed)
         entries.append(replace(entry, difference=difference))
-    write(Measurement(settings, question_set, entries, notes, entries[0].method), Path(options.out), console)
+    write_results(Measurement(settings, question_set, entries, notes, entries[0].method), Path(options.out), console)
 
 
-def replay_run(run: Run, texts: list[Written], depth: int) -> list[replay.Replay]:
+def replay_head(head: ComparedHead, texts: list[AnsweredPrompt], depth: int) -> list[replay.Replay]:
     """Raises ValueError for a head that does not draft by steps."""
-    if not isinstance(run.drafter, Drafter):
-        raise ValueError(f"{run.folder} does not draft by steps, so it cannot be replayed: evaluate decodes with it.")
-    return replay_texts(run.drafter, texts, depth=depth, what=f"replay of {run.name}")
+    if not isinstance(head.drafter, Drafter):
+        raise ValueError(f"{head.folder} does not draft by steps, so it cannot be replayed: evaluate decodes with it.")
+    return replay_texts(head.drafter, texts, depth=depth, label=f"replay of {head.name}")
 
 
-def make_entry(run: Run, prompts: list[Prompt], replays: list[replay.Replay], sampling: Sampling, seed: int) -> Entry:
+def make_entry(
+    head: ComparedHead, prompts: list[Prompt], replays: list[replay.Replay], sampling: Sampling, seed: int
+) -> Entry:
     """The figures of one head."""
 
-    def summarise(some: list) -> Report:
-        return with_replays(undecoded(sampling.temperature), some, seed=seed)
+    def summarise(replays_of_prompts: list) -> Report:
+        return add_replays(make_undecoded_report(sampling.temperature), replays_of_prompts, seed=seed)
 
-    replayed = [prompt_replay(prompt, each) for prompt, each in zip(prompts, replays, strict=True)]
-    report = replace(in_parts(summarise(replayed), replayed, summarise), training=run.training)
+    replayed = [make_prompt_replay(prompt, text_replay) for prompt, text_replay in zip(prompts, replays, strict=True)]
+    report = replace(add_categories(summarise(replayed), replayed, summarise), training=head.training)
     remarks = [f"candidates: {describe_candidates(report.candidates)}"] if report.candidates else []
     depth = len(report.replayed_survival or ())
-    return Entry(f"{run.name}, chain of {depth}", sampling.temperature, 1, report, remarks=remarks)
+    return Entry(f"{head.name}, chain of {depth}", sampling.temperature, 1, report, remarks=remarks)

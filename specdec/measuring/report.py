@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from specdec.core.generation import STAGES, reached
+from specdec.core.generation import STAGES, count_rounds_reaching
 from specdec.measuring.measure import PromptReplay, PromptResult
 from specdec.text.conversations import Prompt
 
@@ -60,7 +60,7 @@ class Report:
     replayed_tau: float | None = None
     replayed_tau_ci: list[float] | None = None
     replayed_survival: list[float] | None = None  # [K]
-    candidates: dict | None = None  # of a head with a lattice: `candidate_figures`
+    candidates: dict | None = None  # of a head with a lattice: `summarise_candidates`
     by_category: dict[str, "Report"] = field(default_factory=dict)
     shape: str | None = None  # of a validation: the chain or tree
     step: int | None = None  # of a validation
@@ -68,10 +68,12 @@ class Report:
     ema: dict | None = None  # of a validation with train.ema: the weights kept, and replayed tau of both
     served_speedup: float | None = None  # on a GPU: by captured passes and steps (served.py)
     served_ms: dict | None = None  # what it is made of
-    auto: dict | None = None  # of proposers/auto.py beside: see _auto, scripts/evaluate.py and train/loop/validate.py
+    auto: dict | None = (
+        None  # of proposers/auto.py beside: see _summarise_auto, scripts/evaluate.py and train/loop/validate.py
+    )
     differences: list[dict] = field(default_factory=list)  # greedy answers unlike plain decoding's: prompt, token, gap
     by_tag: dict[str, "Report"] = field(default_factory=dict)  # of the tags that rows of prompts have
-    by_prompt: list[dict] = field(default_factory=list)  # of a validation: `prompt_counts`
+    by_prompt: list[dict] = field(default_factory=list)  # of a validation: `count_prompts`
     fast: dict | None = None  # on a GPU: of each fast path whether it was used, or why not
     user_tokens_per_second: float | None = None  # the median over answers, in which others of the batch cost time, too
     baseline_user_tokens_per_second: float | None = None
@@ -85,8 +87,8 @@ class Report:
     def to_json(self) -> dict:
         """A document for json.dump; `from_json` reads it."""
         document = {item.name: getattr(self, item.name) for item in fields(self)}
-        for parts in ("by_category", "by_tag"):
-            document[parts] = {name: report.to_json() for name, report in getattr(self, parts).items()}
+        for group in ("by_category", "by_tag"):
+            document[group] = {name: report.to_json() for name, report in getattr(self, group).items()}
         document["training"] = self.training and asdict(self.training)
         if self.temperature > 0:
             del document["largest_gap_at_difference"]
@@ -98,12 +100,12 @@ class Report:
     @classmethod
     def from_json(cls, document: dict, *, source: str = "this document") -> "Report":
         """Ignores keys that it does not know. Raises ValueError, naming `source`, if a figure is missing."""
-        known = {item.name for item in fields(cls)}
-        values = {key: value for key, value in document.items() if key in known}
+        known_names = {item.name for item in fields(cls)}
+        values = {key: value for key, value in document.items() if key in known_names}
         try:
             by_category, by_tag = (
-                {name: cls.from_json(part) for name, part in values.pop(parts, {}).items()}
-                for parts in ("by_category", "by_tag")
+                {name: cls.from_json(document_of_group) for name, document_of_group in values.pop(group, {}).items()}
+                for group in ("by_category", "by_tag")
             )
             training = values.pop("training", None)
             training = training and Training(**training)
@@ -124,26 +126,29 @@ def summarise(
 ) -> Report:
     """Figures over all results. depth: the deepest draft; adapted: `Target.adapted`; seed: of the bootstrap"""
     rounds = sum(result.num_rounds for result in results)
-    reaching = reached([count for result in results for count in result.drafted.accepted[0]], depth)
+    reaching = count_rounds_reaching([count for result in results for count in result.drafted.accepted[0]], depth)
     survival = [count / rounds if rounds else math.nan for count in reaching]
-    before = [1.0, *survival[:-1]]
+    previous_survival = [1.0, *survival[:-1]]
     gaps = [result.gap for result in results if result.gap is not None]
     report = Report(
         temperature=temperature,
         adapted_target=adapted,
         num_prompts=len(results),
         num_rounds=rounds,
-        tau=tau(results),
-        tau_ci=interval(results, tau, seed),
+        tau=compute_tau(results),
+        tau_ci=bootstrap_interval(results, compute_tau, seed),
         survival=survival,
-        acceptance=[s / b if b else math.nan for s, b in zip(survival, before)],
-        tokens_per_second=rate(results, "drafted"),
-        tokens_per_second_ci=interval(results, lambda drawn: rate(drawn, "drafted"), seed),
-        baseline_tokens_per_second=rate(results, "plain"),
-        speedup=speedup(results),
-        speedup_ci=interval(results, speedup, seed),
-        user_tokens_per_second=user_rate(results, "drafted"),
-        baseline_user_tokens_per_second=user_rate(results, "plain"),
+        acceptance=[
+            share / previous_share if previous_share else math.nan
+            for share, previous_share in zip(survival, previous_survival)
+        ],
+        tokens_per_second=compute_rate(results, "drafted"),
+        tokens_per_second_ci=bootstrap_interval(results, lambda drawn: compute_rate(drawn, "drafted"), seed),
+        baseline_tokens_per_second=compute_rate(results, "plain"),
+        speedup=compute_speedup(results),
+        speedup_ci=bootstrap_interval(results, compute_speedup, seed),
+        user_tokens_per_second=compute_user_rate(results, "drafted"),
+        baseline_user_tokens_per_second=compute_user_rate(results, "plain"),
         ms_per_round={
             name: 1e3 * sum(result.drafted.stages[name] for result in results) / max(1, rounds) for name in STAGES
         },
@@ -154,60 +159,60 @@ def summarise(
             for result in results
             if result.gap is not None
         ],
-        auto=_auto(results, temperature, seed) if all(result.auto for result in results) else None,
+        auto=_summarise_auto(results, temperature, seed) if all(result.auto for result in results) else None,
     )
     replayed = all(result.replayed_accepted for result in results)
-    return with_replays(report, results, seed=seed) if replayed else report
+    return add_replays(report, results, seed=seed) if replayed else report
 
 
-def _auto(results: list[PromptResult], temperature: float, seed: int) -> dict:
+def _summarise_auto(results: list[PromptResult], temperature: float, seed: int) -> dict:
     """Figures of drafting that chooses how much to draft. sizes: rounds by the nodes of their trees, the root included"""
     answers = [result.auto for result in results if result.auto is not None]
     rounds = sum(len(answer.accepted[0]) for answer in answers)
     sizes = Counter(1 + num for answer in answers for num in answer.drafted)
-    same = sum(result.auto is not None and result.auto.tokens == result.plain.tokens for result in results)
+    num_identical = sum(result.auto is not None and result.auto.tokens == result.plain.tokens for result in results)
     return {
         "tau": 1 + sum(sum(answer.accepted[0]) for answer in answers) / rounds if rounds else math.nan,
-        "speedup": auto_speedup(results),
-        "speedup_ci": interval(results, auto_speedup, seed),
-        "tokens_per_second": rate(results, "auto"),
-        "identical_outputs": None if temperature > 0 else same / len(results),
+        "speedup": compute_auto_speedup(results),
+        "speedup_ci": bootstrap_interval(results, compute_auto_speedup, seed),
+        "tokens_per_second": compute_rate(results, "auto"),
+        "identical_outputs": None if temperature > 0 else num_identical / len(results),
         "sizes": {str(num): sizes[num] for num in sorted(sizes)},
     }
 
 
-def prompt_counts(results: Sequence[PromptResult | PromptReplay]) -> list[dict]:
+def count_prompts(results: Sequence[PromptResult | PromptReplay]) -> list[dict]:
     """For each prompt what its tau is made of: {prompt: its id, rounds, emitted: tokens of these rounds}, by decoding or by replay."""
-    found = []
-    for each in results:
-        if isinstance(each, PromptResult):
-            rounds, emitted = float(each.num_rounds), float(each.num_emitted)
+    counts = []
+    for result in results:
+        if isinstance(result, PromptResult):
+            rounds, emitted = float(result.num_rounds), float(result.num_emitted)
         else:
-            rounds, emitted = each.replayed_rounds, each.replayed_rounds + sum(each.replayed_accepted)
-        found.append({"prompt": each.prompt.id, "rounds": rounds, "emitted": emitted})
-    return found
+            rounds, emitted = result.replayed_rounds, result.replayed_rounds + sum(result.replayed_accepted)
+        counts.append({"prompt": result.prompt.id, "rounds": rounds, "emitted": emitted})
+    return counts
 
 
-def undecoded(temperature: float) -> Report:
-    """The report of a validation that replays only, before `with_replays`."""
+def make_undecoded_report(temperature: float) -> Report:
+    """The report of a validation that replays only, before `add_replays`."""
     return Report(temperature, num_prompts=0, num_rounds=0)
 
 
-def with_replays(report: Report, replays: Sequence[PromptResult | PromptReplay], *, seed: int = 0) -> Report:
+def add_replays(report: Report, replays: Sequence[PromptResult | PromptReplay], *, seed: int = 0) -> Report:
     """The report with the figures of replay. These may be over more prompts than were decoded."""
-    rounds = sum(each.replayed_rounds for each in replays)
-    reaching = [sum(counts) for counts in zip(*(each.replayed_accepted for each in replays))]
+    rounds = sum(prompt.replayed_rounds for prompt in replays)
+    reaching = [sum(counts) for counts in zip(*(prompt.replayed_accepted for prompt in replays))]
     return replace(
         report,
         replayed_prompts=len(replays),
-        replayed_tau=replayed_tau(replays),
-        replayed_tau_ci=interval(replays, replayed_tau, seed),
+        replayed_tau=compute_replayed_tau(replays),
+        replayed_tau_ci=bootstrap_interval(replays, compute_replayed_tau, seed),
         replayed_survival=[count / rounds if rounds else math.nan for count in reaching],
-        candidates=candidate_figures([each.candidates for each in replays if each.candidates]),
+        candidates=summarise_candidates([prompt.candidates for prompt in replays if prompt.candidates]),
     )
 
 
-def candidate_figures(counts: Sequence[list[list[float]]]) -> dict | None:
+def summarise_candidates(counts: Sequence[list[list[float]]]) -> dict | None:
     """How good candidates are, by [4, K] of each answer's replay.Replay; None without any.
 
     recall [K]: share of the answers' tokens that are candidates of a depth; mass [K]: the target's probability of the candidates,
@@ -215,36 +220,40 @@ def candidate_figures(counts: Sequence[list[list[float]]]) -> dict | None:
     """
     if not counts:
         return None
-    goals, among, mass, accepted = torch.tensor(counts, dtype=torch.float64).sum(0)  # [K] each
-    rounds = goals[0] - accepted.sum()  # every token is accepted, or emitted at the end of a round
+    num_goals, num_candidates, mass, accepted = torch.tensor(counts, dtype=torch.float64).sum(0)  # [K] each
+    rounds = num_goals[0] - accepted.sum()  # every token is accepted, or emitted at the end of a round
     return {
-        "recall": (among / goals).tolist(),
-        "mass": (mass / goals).tolist(),
-        "oracle_tau": float(goals[0] / rounds),
+        "recall": (num_candidates / num_goals).tolist(),
+        "mass": (mass / num_goals).tolist(),
+        "oracle_tau": float(num_goals[0] / rounds),
     }
 
 
-def describe_candidates(known: dict) -> str:
-    """`candidate_figures` as text"""
-    return f"recall {by_depth(known['recall'])}, mass {by_depth(known['mass'])}, oracle tau {known['oracle_tau']:.3f}"
+def describe_candidates(figures: dict) -> str:
+    """`summarise_candidates` as text"""
+    return f"recall {format_by_depth(figures['recall'])}, mass {format_by_depth(figures['mass'])}, oracle tau {figures['oracle_tau']:.3f}"
 
 
 def summarise_by_category(results: list[PromptResult], **settings) -> Report:
     """`summarise` over all results, with a report for each category and tag in it."""
-    return in_parts(summarise(results, **settings), results, lambda part: summarise(part, **settings))
+    return add_categories(summarise(results, **settings), results, lambda group: summarise(group, **settings))
 
 
-def in_parts(report: Report, results: Sequence[Any], summary: Callable[[list[Any]], Report]) -> Report:
+def add_categories(report: Report, results: Sequence[Any], summary: Callable[[list[Any]], Report]) -> Report:
     """The report with one for each category of the prompts, and for each of their tags. summary: of some of the results"""
 
-    def of(names: Callable[[Prompt], Iterable[str]]) -> dict[str, Report]:
-        found = sorted({name for result in results for name in names(result.prompt)})
-        return {name: summary([result for result in results if name in names(result.prompt)]) for name in found}
+    def summarise_groups(names: Callable[[Prompt], Iterable[str]]) -> dict[str, Report]:
+        sorted_names = sorted({name for result in results for name in names(result.prompt)})
+        return {name: summary([result for result in results if name in names(result.prompt)]) for name in sorted_names}
 
-    return replace(report, by_category=of(lambda prompt: (prompt.category,)), by_tag=of(lambda prompt: prompt.tags))
+    return replace(
+        report,
+        by_category=summarise_groups(lambda prompt: (prompt.category,)),
+        by_tag=summarise_groups(lambda prompt: prompt.tags),
+    )
 
 
-def verdict(report: Report) -> str:
+def describe_losslessness(report: Report) -> str:
     """One sentence on losslessness, of a report with decoded answers."""
     adapted = "; outputs are those of the adapted target, not of the original one" if report.adapted_target else ""
     if report.temperature > 0:
@@ -259,7 +268,7 @@ def verdict(report: Report) -> str:
     )
 
 
-def by_depth(values: list[float]) -> str:
+def format_by_depth(values: list[float]) -> str:
     """Survival or acceptance as text. Depths that are hardly ever reached (below 0.005) are left out, at most 8 are shown."""
     last = max((depth for depth, value in enumerate(values, 1) if value >= 0.005), default=1)
     shown = values[: min(last, 8)]
@@ -277,70 +286,72 @@ class PromptCounts:
     num_emitted: float
 
 
-def tau(results: Sequence[PromptResult | PromptCounts]) -> float:
+def compute_tau(results: Sequence[PromptResult | PromptCounts]) -> float:
     """Tokens emitted per round; nan without a round."""
     rounds = sum(result.num_rounds for result in results)
     return sum(result.num_emitted for result in results) / rounds if rounds else float("nan")
 
 
-def replayed_tau(results: Sequence[PromptResult | PromptReplay]) -> float:
+def compute_replayed_tau(results: Sequence[PromptResult | PromptReplay]) -> float:
     """tau by replay along the plain answers; nan without a round."""
     rounds = sum(result.replayed_rounds for result in results)
     return 1 + sum(sum(result.replayed_accepted) for result in results) / rounds if rounds else float("nan")
 
 
-def rate(results: list[PromptResult], kind: Literal["plain", "drafted", "auto"]) -> float:
+def compute_rate(results: list[PromptResult], kind: Literal["plain", "drafted", "auto"]) -> float:
     """Tokens/s: the tokens of all rounds over the seconds of all rounds; nan without a second."""
     generations = [generation for result in results if (generation := getattr(result, kind)) is not None]
     seconds = sum(generation.seconds for generation in generations)
     return sum(len(generation.tokens[0]) - 1 for generation in generations) / seconds if seconds else float("nan")
 
 
-def user_rate(results: list[PromptResult], kind: Literal["plain", "drafted"]) -> float | None:
+def compute_user_rate(results: list[PromptResult], kind: Literal["plain", "drafted"]) -> float | None:
     """Tokens/s of an answer, without its first token: the median over answers; None without a round."""
     answers = [getattr(result, kind) for result in results]
     rates = [(len(answer.tokens[0]) - 1) / answer.elapsed for answer in answers if answer.elapsed]
     return statistics.median(rates) if rates else None
 
 
-def speedup(results: list[PromptResult]) -> float:
-    return rate(results, "drafted") / rate(results, "plain")
+def compute_speedup(results: list[PromptResult]) -> float:
+    return compute_rate(results, "drafted") / compute_rate(results, "plain")
 
 
-def auto_speedup(results: list[PromptResult]) -> float:
-    return rate(results, "auto") / rate(results, "plain")
+def compute_auto_speedup(results: list[PromptResult]) -> float:
+    return compute_rate(results, "auto") / compute_rate(results, "plain")
 
 
-def interval(items: Sequence, statistic: Callable[[list], float], seed: int) -> list[float]:
+def bootstrap_interval(items: Sequence, statistic: Callable[[list], float], seed: int) -> list[float]:
     """95 % percentile bootstrap over `items`, which are prompts: tokens of one prompt are strongly correlated, and so are the turns of
     one question, which are drawn together."""
     groups: dict[Any, list] = {}
-    for place, item in enumerate(items):
-        groups.setdefault(_question_of(item) or place, []).append(item)
-    parts = list(groups.values())
+    for index, item in enumerate(items):
+        groups.setdefault(_find_question(item) or index, []).append(item)
+    questions = list(groups.values())
     generator = torch.Generator().manual_seed(seed)
-    draws = (torch.randint(len(parts), (len(parts),), generator=generator).tolist() for _ in range(RESAMPLES))
-    drawn = (statistic([item for i in draw for item in parts[i]]) for draw in draws)
-    values = sorted(value for value in drawn if not math.isnan(value))  # a draw may have no round
+    draws = (torch.randint(len(questions), (len(questions),), generator=generator).tolist() for _ in range(RESAMPLES))
+    estimates = (statistic([item for question_index in draw for item in questions[question_index]]) for draw in draws)
+    values = sorted(value for value in estimates if not math.isnan(value))  # a draw may have no round
     if len(values) < 2:
         return [math.nan, math.nan]
     cuts = statistics.quantiles(values, n=40)
     return [cuts[0], cuts[-1]]
 
 
-def _question_of(item: Any) -> str | None:
+def _find_question(item: Any) -> str | None:
     """Of a result, or of a pair of results; None: it stands for itself."""
     prompt = getattr(item[0] if isinstance(item, tuple) and item else item, "prompt", None)
     return prompt.question if isinstance(prompt, Prompt) else None
 
 
-def tau_difference(
-    results: Sequence[PromptResult | PromptCounts], others: Sequence[PromptResult | PromptCounts], *, seed: int = 0
+def measure_tau_difference(
+    results: Sequence[PromptResult | PromptCounts], reference: Sequence[PromptResult | PromptCounts], *, seed: int = 0
 ) -> tuple[float, list[float]]:
     """tau of `results` minus tau of `others`, the same prompts in the same order, and the paired 95 % interval."""
 
     def statistic(pairs: Sequence[tuple[PromptResult | PromptCounts, PromptResult | PromptCounts]]) -> float:
-        return tau([result for result, _ in pairs]) - tau([other for _, other in pairs])
+        return compute_tau([result for result, _ in pairs]) - compute_tau(
+            [reference_result for _, reference_result in pairs]
+        )
 
-    pairs = list(zip(results, others, strict=True))
-    return statistic(pairs), interval(pairs, statistic, seed)
+    pairs = list(zip(results, reference, strict=True))
+    return statistic(pairs), bootstrap_interval(pairs, statistic, seed)

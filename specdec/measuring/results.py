@@ -7,14 +7,14 @@ from typing import Any
 
 from specdec import checkpoint
 from specdec.core.option_types import Options
-from specdec.measuring.counting import OURS, AnswerCounts, Counting
-from specdec.measuring.page import Section, Table, finite, write_figure
+from specdec.measuring.counting import SPECDEC, AnswerCounts, Counting
+from specdec.measuring.page import Section, Table, format_figure, replace_non_finite
 from specdec.measuring.questions import QuestionSet
 from specdec.measuring.report import TAU, Report
 from specdec.text.messages import describe_arguments
 
 FORM = 1
-FILE = "results.json"
+RESULTS_FILE = "results.json"
 MADE_BY = "The folder that evaluate, replay, judge or choose writes has it, so run that command again"
 ADVICE = "Choose another out=FOLDER."  # where a folder holds results of other settings
 
@@ -44,7 +44,7 @@ class Entry:
     def to_json(self, countings: Mapping[str, Counting]) -> dict[str, Any]:
         document: dict[str, Any] = {"method": self.method, "temperature": self.temperature, "batch": self.batch}
         if self.counts:
-            lengths = {name: counting.length(self.counts) for name, counting in countings.items()}
+            lengths = {name: counting.compute_length(self.counts) for name, counting in countings.items()}
             document["acceptance_length"] = lengths
         optional = {
             "difference": self.difference,
@@ -72,7 +72,7 @@ class Measurement:
     reference: str | None = None
     title: str = ""
     sections: Sequence[Section] = ()
-    parts: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def countings(self) -> dict[str, Counting]:
@@ -88,7 +88,7 @@ class Measurement:
     def published(self) -> str:
         """The protocol that was asked for, if it counts otherwise than this project."""
         name = (self.question_set.protocol or {}).get("name", "")
-        return name if name and replace(self.countings[name], behind_end=False) != OURS else ""
+        return name if name and replace(self.countings[name], behind_end=False) != SPECDEC else ""
 
     def to_json(self) -> dict[str, Any]:
         document = {
@@ -96,44 +96,44 @@ class Measurement:
             "definition_of_tau": TAU,
             "settings": self.settings,
             "protocol": self.protocol,
-            "counting": {name: str(each) for name, each in self.countings.items()},
+            "counting": {name: str(counting) for name, counting in self.countings.items()},
             "notes": list(self.notes),
             "results": [entry.to_json(self.countings) for entry in self.entries],
         }
-        return finite(document | self.parts)
+        return replace_non_finite(document | self.extra)
 
 
-def describe_options(options: Options, *, free: Container[str]) -> dict[str, Any]:
+def describe_options(options: Options, *, free_options: Container[str]) -> dict[str, Any]:
     """A verb's options as a dictionary for JSON. free: names of options that change no row of the results"""
-    return {name: value for name, value in options.model_dump().items() if name not in free}
+    return {name: value for name, value in options.model_dump().items() if name not in free_options}
 
 
 def describe_protocol(settings: Mapping[str, Any]) -> str:
     """What a figure depends on, in one sentence."""
     suite, protocol, decode = settings["suite"], settings["protocol"], settings["decode"]
-    parts = [f"{settings['num_questions']} questions of {suite['title'] if suite else settings['prompts']}"]
+    clauses = [f"{settings['num_questions']} questions of {suite['title'] if suite else settings['prompts']}"]
     if protocol:
-        parts.append(f"protocol {protocol['name']} ({protocol['title']})")
+        clauses.append(f"protocol {protocol['name']} ({protocol['title']})")
     fingerprint, dtype = settings.get("fingerprint"), settings.get("dtype")
-    parts.append(f"target {settings['target']}" + (f" ({fingerprint})" if fingerprint else ""))
+    clauses.append(f"target {settings['target']}" + (f" ({fingerprint})" if fingerprint else ""))
     if dtype:
-        parts.append(f"in {dtype}")
-    parts += [settings["chat"], describe_arguments(settings["template"]), *_describe_decoding(decode)]
-    parts.append(f"seed {settings['seed']}")
+        clauses.append(f"in {dtype}")
+    clauses += [settings["chat"], describe_arguments(settings["template"]), *_describe_decoding(decode)]
+    clauses.append(f"seed {settings['seed']}")
     if "max_new_tokens" in settings:
-        parts.append(f"at most {settings['max_new_tokens']} new tokens")
+        clauses.append(f"at most {settings['max_new_tokens']} new tokens")
     if settings.get("ignore_stop"):
-        parts.append("answers go on behind stop tokens")
+        clauses.append("answers go on behind stop tokens")
     if settings["stop_texts"]:
-        parts.append(f"answers end with {', '.join(settings['stop_texts'])}")
+        clauses.append(f"answers end with {', '.join(settings['stop_texts'])}")
     if "rule" in decode:
-        parts.append(f"rule {decode['rule']}")
-    parts.append(f"tau: {OURS}")
+        clauses.append(f"rule {decode['rule']}")
+    clauses.append(f"tau: {SPECDEC}")
     if "machine" in settings:
-        parts.append("{machine}, {threads} threads, torch {torch}".format(**settings))
+        clauses.append("{machine}, {threads} threads, torch {torch}".format(**settings))
     if decode.get("compile"):
-        parts.append("compiled")
-    return "; ".join(parts)
+        clauses.append("compiled")
+    return "; ".join(clauses)
 
 
 def _describe_decoding(decode: Mapping[str, Any]) -> Iterator[str]:
@@ -146,7 +146,7 @@ def _describe_decoding(decode: Mapping[str, Any]) -> Iterator[str]:
 
 # Results that were written
 
-QUESTIONS = (
+QUESTION_SETTINGS = (
     "suite",
     "protocol",
     "questions_digest",
@@ -160,47 +160,52 @@ QUESTIONS = (
     "fingerprint",
     "dtype",
 )
-DECODING = ("temperature", "top_p", "top_k", "repetition_penalty", "rule", "children")
-MACHINE = ("machine", "device", "threads", "torch")
+DECODING_SETTINGS = ("temperature", "top_p", "top_k", "repetition_penalty", "rule", "children")
+MACHINE_SETTINGS = ("machine", "device", "threads", "torch")
 
 
-def read(path: str) -> dict[str, Any]:
+def read_results(path: str) -> dict[str, Any]:
     """results.json, given itself or by its folder. Raises ValueError where there is none."""
-    return checkpoint.read_json(Path(path) / FILE if Path(path).is_dir() else Path(path), what=MADE_BY)
+    return checkpoint.read_json(Path(path) / RESULTS_FILE if Path(path).is_dir() else Path(path), advice=MADE_BY)
 
 
-def read_all(folders: Sequence[str]) -> dict[str, dict]:
+def read_all_results(folders: Sequence[str]) -> dict[str, dict]:
     """results.json of each folder. Raises ValueError for a folder without one."""
     documents: dict[str, dict] = {}
     for folder in folders:
-        documents[folder] = checkpoint.read_json(Path(folder) / FILE, what=MADE_BY)
+        documents[folder] = checkpoint.read_json(Path(folder) / RESULTS_FILE, advice=MADE_BY)
         try:
             list(find_differences(documents))
             tabulate_side_by_side(documents)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{folder}/{FILE} is not of specdec evaluate ({error!r}): measure again.") from None
+            raise ValueError(
+                f"{folder}/{RESULTS_FILE} is not of specdec evaluate ({error!r}): measure again."
+            ) from None
     return documents
 
 
 def find_differences(documents: Mapping[str, dict]) -> Iterator[str]:
     """Sentences on what of the protocol, and what of the machine, is not the same. documents: by their folders"""
     settings = [document["settings"] for document in documents.values()]
-    flat = [{**each, **{f"decode.{name}": each["decode"].get(name) for name in DECODING}} for each in settings]
-    protocol = (*QUESTIONS, *(f"decode.{name}" for name in DECODING))
+    flat_settings = [
+        {**values_of_folder, **{f"decode.{name}": values_of_folder["decode"].get(name) for name in DECODING_SETTINGS}}
+        for values_of_folder in settings
+    ]
+    protocol = (*QUESTION_SETTINGS, *(f"decode.{name}" for name in DECODING_SETTINGS))
     for names, consequence in (
         (protocol, "different protocols, so acceptance lengths are not comparable"),
-        (MACHINE, "different machines, so speeds are not comparable"),
+        (MACHINE_SETTINGS, "different machines, so speeds are not comparable"),
     ):
         differing = []
         for name in names:
-            values = [each.get(name) for each in flat]
+            values = [values_of_folder.get(name) for values_of_folder in flat_settings]
             if any(value != values[0] for value in values):
-                differing.append(f"{name.removeprefix('decode.')} ({', '.join(map(_write_setting, values))})")
+                differing.append(f"{name.removeprefix('decode.')} ({', '.join(map(_format_setting, values))})")
         if differing:
             yield f"These are results of {consequence}: {'; '.join(differing)}."
 
 
-def _write_setting(value: Any) -> str:
+def _format_setting(value: Any) -> str:
     """A suite or protocol by its title and digest, any other value as it is."""
     return f"{value['title']} {value['digest']}" if isinstance(value, dict) and "digest" in value else str(value)
 
@@ -210,7 +215,7 @@ def tabulate_side_by_side(documents: Mapping[str, dict]) -> Table:
     rows = []
     for folder, document in documents.items():
         for entry in document["results"]:
-            figures = [write_figure(entry.get(name), entry.get(f"{name}_ci")) for name in ("tau", "speedup")]
-            rate = write_figure(entry.get("tokens_per_second"), digits=1)
+            figures = [format_figure(entry.get(name), entry.get(f"{name}_ci")) for name in ("tau", "speedup")]
+            rate = format_figure(entry.get("tokens_per_second"), digits=1)
             rows.append([folder, entry["method"], f"{entry['temperature']:g}", str(entry["batch"]), *figures, rate])
     return Table(["results", "method", "T", "batch", "tau", "speedup", "tokens/s"], rows)

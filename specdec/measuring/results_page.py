@@ -9,13 +9,13 @@ import rich.table
 from markupsafe import Markup
 
 from specdec.core import files, progress
-from specdec.measuring.charts import ChartCurve, lines, number
+from specdec.measuring.charts import ChartCurve, chart_lines, format_number
 from specdec.measuring.counting import join_equal
-from specdec.measuring.page import Section, Table, render_page, write_figure
-from specdec.measuring.report import Training, by_depth, verdict
-from specdec.measuring.results import FILE, Entry, Measurement
+from specdec.measuring.page import Section, Table, format_figure, render_page
+from specdec.measuring.report import Training, describe_losslessness, format_by_depth
+from specdec.measuring.results import RESULTS_FILE, Entry, Measurement
 
-NARROW = (
+WIDE_COLUMNS = (
     "tau, best",
     "speedup, captured",
     "draft, ms",
@@ -25,30 +25,30 @@ NARROW = (
 Cells = dict[str, str]  # of an entry, by the heads of their columns; empty where nothing is known
 
 
-def write(measurement: Measurement, out: Path, console: progress.Results) -> None:
+def write_results(measurement: Measurement, out: Path, console: progress.Results) -> None:
     """Writes results.json, results.md and results.html into the folder, and prints the tables."""
     page, document = ResultsPage(measurement), measurement.to_json()
     sections = page.list_sections()
     out.mkdir(parents=True, exist_ok=True)
-    files.write_text(out / FILE, json.dumps(document, indent=1) + "\n")
+    files.write_text(out / RESULTS_FILE, json.dumps(document, indent=1) + "\n")
     files.write_text(out / "results.md", page.to_markdown(sections))
-    files.write_text(out / "results.html", render_page(page.title, data=document, sections=sections))
+    files.write_text(out / "results.html", render_page(page.title, figures=document, sections=sections))
     for section in sections:
         if section.table is not None:
-            console.print(to_terminal(section.heading, section.table))
+            console.print(make_terminal_table(section.heading, section.table))
     for sentence in page.sentences():
         console.say(sentence)
-    console.print(f"written: {out}/{FILE}, results.md and results.html")
+    console.print(f"written: {out}/{RESULTS_FILE}, results.md and results.html")
 
 
-def to_terminal(heading: str, table: Table) -> rich.table.Table:
-    shown = rich.table.Table(title=heading, title_justify="left")
-    columns = [column for column, head in enumerate(table.heads) if not head.startswith(NARROW)]
+def make_terminal_table(heading: str, table: Table) -> rich.table.Table:
+    terminal_table = rich.table.Table(title=heading, title_justify="left")
+    columns = [column for column, head in enumerate(table.heads) if not head.startswith(WIDE_COLUMNS)]
     for column in columns:
-        shown.add_column(table.heads[column], no_wrap=column == 0)
+        terminal_table.add_column(table.heads[column], no_wrap=column == 0)
     for row in table.rows:
-        shown.add_row(*(row[column] for column in columns))
-    return shown
+        terminal_table.add_row(*(row[column] for column in columns))
+    return terminal_table
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class ResultsPage:
         """Whether answers are the target's. Methods with the same verdict are named together."""
         names_by_sentence: dict[str, list[str]] = {}
         for entry in self.measurement.entries:
-            sentences = [verdict(entry.report)] if entry.remarks is None else entry.remarks
+            sentences = [describe_losslessness(entry.report)] if entry.remarks is None else entry.remarks
             for sentence in sentences:
                 names_by_sentence.setdefault(sentence, []).append(self._name(entry))
         for sentence, names in names_by_sentence.items():
@@ -100,8 +100,8 @@ class ResultsPage:
         return [*points, *self.verdicts(), *self.measurement.notes, f"protocol: {self.measurement.protocol}"]
 
     def to_markdown(self, sections: Sequence[Section]) -> str:
-        parts = [section.to_markdown() for section in sections if section.filled]
-        return "\n\n".join([f"# {self.title}", *filter(None, parts)]) + "\n"
+        paragraphs = [section.to_markdown() for section in sections if section.filled]
+        return "\n\n".join([f"# {self.title}", *filter(None, paragraphs)]) + "\n"
 
     # Tables
 
@@ -117,11 +117,11 @@ class ResultsPage:
         return Table(heads, [[row[column][1] or "-" for column in columns] for row in rows])
 
     def _identify(self, entry: Entry) -> Cells:
-        temperatures = {each.temperature for each in self.measurement.entries}
-        batches = {each.batch for each in self.measurement.entries}
+        temperatures = {other_entry.temperature for other_entry in self.measurement.entries}
+        batches = {other_entry.batch for other_entry in self.measurement.entries}
         return {
             "method": entry.method,
-            "T": number(entry.temperature) if len(temperatures) > 1 else "",
+            "T": format_number(entry.temperature) if len(temperatures) > 1 else "",
             "batch": str(entry.batch) if len(batches) > 1 else "",
         }
 
@@ -135,37 +135,37 @@ class ResultsPage:
             **self._cells_of_acceptance(entry),
             **self._cells_of_speed(entry),
             **self._cells_of_users(entry),
-            "tokens trained on": number(training.tokens) if training.tokens else "",
+            "tokens trained on": format_number(training.tokens) if training.tokens else "",
             "requests": str(entry.report.num_prompts or entry.report.replayed_prompts or ""),
         }
 
     def _cells_of_acceptance(self, entry: Entry) -> Cells:
         report = entry.report
         published = self.measurement.published
-        length = self.measurement.countings[published].length(entry.counts) if published else None
+        length = self.measurement.countings[published].compute_length(entry.counts) if published else None
         survival = report.survival or report.replayed_survival
-        positions = by_depth(survival) if entry.remarks is not None and survival else ""
+        acceptance_by_position = format_by_depth(survival) if entry.remarks is not None and survival else ""
         return {
-            "tau": write_figure(report.tau, report.tau_ci),
-            published: write_figure(length),
-            "tau, replayed": write_figure(report.replayed_tau, report.replayed_tau_ci),
-            "tau, best candidates": write_figure((report.candidates or {}).get("oracle_tau")),
-            "accepted by position": positions,
-            f"tau minus that of {self.measurement.reference}": write_figure(*(entry.difference or (None,)), sign="+"),
+            "tau": format_figure(report.tau, report.tau_ci),
+            published: format_figure(length),
+            "tau, replayed": format_figure(report.replayed_tau, report.replayed_tau_ci),
+            "tau, best candidates": format_figure((report.candidates or {}).get("oracle_tau")),
+            "accepted by position": acceptance_by_position,
+            f"tau minus that of {self.measurement.reference}": format_figure(*(entry.difference or (None,)), sign="+"),
         }
 
     def _cells_of_speed(self, entry: Entry) -> Cells:
         report = entry.report
         auto, stages = report.auto or {}, report.ms_per_round or {}
         return {
-            "speedup": write_figure(report.speedup, report.speedup_ci),
+            "speedup": format_figure(report.speedup, report.speedup_ci),
             **_cells_of_prediction(entry),
-            "speedup, captured": write_figure(report.served_speedup),
-            "speedup, auto": write_figure(auto.get("speedup"), auto.get("speedup_ci")),
-            "tokens/s": write_figure(report.tokens_per_second, digits=1),
-            "plain": write_figure(report.baseline_tokens_per_second, digits=1),
-            "draft, ms": write_figure(stages.get("draft")),
-            "verify, ms": write_figure(stages.get("verify")),
+            "speedup, captured": format_figure(report.served_speedup),
+            "speedup, auto": format_figure(auto.get("speedup"), auto.get("speedup_ci")),
+            "tokens/s": format_figure(report.tokens_per_second, digits=1),
+            "plain": format_figure(report.baseline_tokens_per_second, digits=1),
+            "draft, ms": format_figure(stages.get("draft")),
+            "verify, ms": format_figure(stages.get("verify")),
         }
 
     def _cells_of_users(self, entry: Entry) -> Cells:
@@ -174,10 +174,10 @@ class ResultsPage:
         drafted = report.user_tokens_per_second if entry.batch > 1 else None
         plain = report.baseline_user_tokens_per_second if entry.batch > 1 else None
         return {
-            "speedup of a user": write_figure(*(entry.user_speedup or (None,))),
-            "tokens/s of a user": write_figure(drafted, digits=1),
-            "plain, of a user": write_figure(plain, digits=1),
-            "first token, s": write_figure(entry.first_token),
+            "speedup of a user": format_figure(*(entry.user_speedup or (None,))),
+            "tokens/s of a user": format_figure(drafted, digits=1),
+            "plain, of a user": format_figure(plain, digits=1),
+            "first token, s": format_figure(entry.first_token),
         }
 
     def _categories(self) -> list[str]:
@@ -187,12 +187,14 @@ class ResultsPage:
         reports = entry.report.by_category
         cells = dict.fromkeys(self._categories(), "")
         for name, report in reports.items():
-            cells[name] = write_figure(report.tau if report.decoded else report.replayed_tau)
+            cells[name] = format_figure(report.tau if report.decoded else report.replayed_tau)
         return cells
 
     def _cells_of_countings(self, entry: Entry) -> Cells:
         joined = join_equal(self.measurement.countings)
-        return {name: write_figure(counting.length(entry.counts), digits=3) for name, counting in joined.items()}
+        return {
+            name: format_figure(counting.compute_length(entry.counts), digits=3) for name, counting in joined.items()
+        }
 
     # Charts
 
@@ -213,8 +215,8 @@ def _cells_of_prediction(entry: Entry) -> Cells:
     if entry.user_speedup is not None:
         measured = entry.user_speedup[0] or measured
     return {
-        "predicted": write_figure(speedup, (low, high)) + " *" * extrapolated,
-        "measured / predicted": write_figure(measured / speedup if measured else None),
+        "predicted": format_figure(speedup, (low, high)) + " *" * extrapolated,
+        "measured / predicted": format_figure(measured / speedup if measured else None),
     }
 
 
@@ -224,7 +226,7 @@ def _chart_methods(entries: Sequence[Entry], temperature: float) -> Markup:
         tau, speedup, span = entry.report.tau, entry.report.speedup, entry.report.speedup_ci
         assert tau is not None and speedup is not None and span is not None
         curves.append(ChartCurve(entry.method, [(tau, speedup)], spans=[(span[0], span[1])]))
-    return lines(curves, x="tau", y="speedup", title=f"Speedup against tau, T={temperature:g}")
+    return chart_lines(curves, x="tau", y="speedup", title=f"Speedup against tau, T={temperature:g}")
 
 
 def _chart_batches(entries: Sequence[Entry], temperature: float) -> Markup:
@@ -233,4 +235,4 @@ def _chart_batches(entries: Sequence[Entry], temperature: float) -> Markup:
         assert entry.report.speedup is not None
         points.setdefault(entry.method, []).append((float(entry.batch), entry.report.speedup))
     curves = [ChartCurve(method, sorted(speeds), marks=True) for method, speeds in points.items()]
-    return lines(curves, x="requests at once", y="speedup", title=f"Speedup by load, T={temperature:g}")
+    return chart_lines(curves, x="requests at once", y="speedup", title=f"Speedup by load, T={temperature:g}")

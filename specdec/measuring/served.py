@@ -28,7 +28,7 @@ REPEATS = 20  # timings of a step; the median counts
 
 
 @dataclass(frozen=True)
-class ServedCosts:
+class CapturedCosts:
     """Seconds of a captured plain pass, of verification and of a step of the head, and the steps of a round. nodes: with the root"""
 
     plain: float
@@ -45,13 +45,13 @@ class ServedCosts:
         if report.tau is None:
             return report
         times = {name: 1e3 * getattr(self, name) for name in ("plain", "verify", "step")}
-        about = {**times, "nodes": self.nodes, "steps": self.steps}
-        return replace(report, served_speedup=self.speedup(report.tau), served_ms=about)
+        figures = {**times, "nodes": self.nodes, "steps": self.steps}
+        return replace(report, served_speedup=self.speedup(report.tau), served_ms=figures)
 
 
-def measure(target: Target, proposer: Proposer | None) -> ServedCosts | None:
+def measure_captured(target: Target, proposer: Proposer | None) -> CapturedCosts | None:
     """Times what a round of a head is made of. None: where passes are not captured, or what drafts is no trained head."""
-    if not isinstance(proposer, HeadProposer) or not fast.on("graphs", target.device):
+    if not isinstance(proposer, HeadProposer) or not fast.allows("graphs", target.device):
         return None
     runner, layers = Runner(cuda_graphs=True), proposer.target_layers
     verifier = Verifier(target, sampling=Sampling(), rule="token", runner=runner, hidden_states=layers)
@@ -60,22 +60,22 @@ def measure(target: Target, proposer: Proposer | None) -> ServedCosts | None:
     shape, parallel = proposer.shape, proposer.drafter.parallel
     nodes, steps = 1 + shape.nodes, 1 if parallel else shape.depth
     try:
-        passes = time_passes(verifier, nodes, linear=shape.chain)
-        step = time_step(proposer)
+        pass_seconds = time_passes(verifier, nodes, linear=shape.chain)
+        step_seconds = time_step(proposer)
     except RuntimeError as error:
         warnings.warn(f"served_speedup is left out: {str(error).splitlines()[0]}", stacklevel=2)
         return None
     if not runner.cuda_graphs:  # the runner has said why
         return None
-    return ServedCosts(passes[1], passes[nodes], step, nodes, steps)
+    return CapturedCosts(pass_seconds[1], pass_seconds[nodes], step_seconds, nodes, steps)
 
 
 @torch.inference_mode()
 def time_passes(verifier: Verifier, nodes: int, *, linear: bool) -> dict[int, float]:
     """Seconds of captured passes over one node and over `nodes`, in turn."""
     timer = PassTimer(verifier, Sampling(), 1, linear=linear)
-    found = timer.measure([1, nodes])
-    return found if nodes in found else found | timer.measure([nodes])
+    seconds = timer.measure([1, nodes])
+    return seconds if nodes in seconds else seconds | timer.measure([nodes])
 
 
 @torch.inference_mode()
@@ -83,26 +83,33 @@ def time_step(proposer: HeadProposer) -> float:
     """Seconds of a captured step behind a text: of a chain's one node, or of a tree's `width`. A parallel head has one step."""
     drafter, shape = proposer.drafter, proposer.shape
     target, device = drafter.target, drafter.target.device
-    own = HeadProposer(drafter, shape)  # with a cache of its own
+    proposer_copy = HeadProposer(drafter, shape)  # with a cache of its own
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(target.vocab_size, (1, CONTEXT), generator=generator).to(device)
     width = len(drafter.target_layers) * target.width
     features = torch.randn(1, CONTEXT, width, generator=generator).to(device, target.dtype)
 
     def commit(num: int) -> None:
-        own.commit(tokens[:, :num], features[:, :num], torch.full((1,), num, device=device), [num])
+        proposer_copy.commit(tokens[:, :num], features[:, :num], torch.full((1,), num, device=device), [num])
 
-    own.begin(tokens, torch.full((1,), CONTEXT, device=device))
+    proposer_copy.begin(tokens, torch.full((1,), CONTEXT, device=device))
     commit(CONTEXT)
-    _, first = own.absorb()
+    _, first = proposer_copy.absorb()
     if drafter.parallel or shape.depth == 1:
-        own.cache.make_room(2 + shape.nodes)
+        proposer_copy.cache.make_room(2 + shape.nodes)
         num = torch.full((1,), 2, device=device)
-        inputs = tokens[:, :2], features[:, :2], num, own.cache.lengths, *own.cache.halves, *own.carried
-        return time_captured(lambda *given: own._absorb(*given, *inputs[2:]), inputs[:2])
+        inputs = (
+            tokens[:, :2],
+            features[:, :2],
+            num,
+            proposer_copy.cache.lengths,
+            *proposer_copy.cache.keys_and_values,
+            *proposer_copy.carried,
+        )
+        return time_captured(lambda *tensors: proposer_copy._absorb(*tensors, *inputs[2:]), inputs[:2])
     nodes = 1 if shape.chain else shape.width
-    seen = torch.eye(nodes, dtype=torch.bool, device=device)[None]
-    step = lambda state, chosen: own.step(2, 0, state, chosen, seen)[:2]
+    visible_nodes = torch.eye(nodes, dtype=torch.bool, device=device)[None]
+    step = lambda state, parents: proposer_copy.step(2, 0, state, parents, visible_nodes)[:2]
     return time_captured(step, (first.state.expand(-1, nodes, -1), tokens[:, :nodes]))
 
 

@@ -8,7 +8,7 @@ from specdec import checkpoint
 from specdec.core import files, hub
 from specdec.core.option_types import Text
 from specdec.export.engines import make_forms
-from specdec.loading import Loaded, load
+from specdec.loading import LoadedHead, load_head
 from specdec.measuring.model_card import CardOptions, make_card, read_provenance
 
 CARD = "README.md"  # as the Hub calls a model card
@@ -25,9 +25,9 @@ class ShareOptions(CardOptions):
 def share_checkpoint(options: ShareOptions) -> None:
     """Pushes a checkpoint in one commit; with dry_run only writes its card into the folder `out`."""
     for name, value in (("push", options.push), ("base_model", options.base_model)):
-        if value is not None and ("@" in value or not hub.is_name(value)):
+        if value is not None and ("@" in value or not hub.is_hub_name(value)):
             raise ValueError(f"{name}={value} must be a name on the Hugging Face Hub, such as user/name.")
-    loaded = load(options.checkpoint, options.target)  # a damaged checkpoint is not shared
+    loaded = load_head(options.checkpoint, options.target)  # a damaged checkpoint is not shared
     folder, document = loaded.folder, checkpoint.read_document(loaded.folder)
     if not (folder / "drafter.json").exists():
         raise ValueError(
@@ -48,24 +48,24 @@ def share_checkpoint(options: ShareOptions) -> None:
         print(f"written: {path}, the model card; nothing was uploaded")
         return
     message = f"Add {type(loaded.drafter).__name__} for {target}"
-    commit = hub.push(repository, contents, private=options.private, message=message)
+    commit = hub.push_files(repository, contents, private=options.private, message=message)
     print(f"pushed: {commit.commit_url}")
     print(f"Next: specdec evaluate checkpoint={repository}@{commit.oid}")
 
 
 def collect_files(folder: Path, document: dict) -> dict[str, Path | bytes]:
     """The files to share, by name. document: for drafter.json"""
-    own = [folder / name for name in (*hub.FILES, "report.html")]
-    contents: dict[str, Path | bytes] = {path.name: path for path in own if path.exists()}
-    files.check(*own[:-1])
+    paths = [folder / name for name in (*hub.FILES, "report.html")]
+    contents: dict[str, Path | bytes] = {path.name: path for path in paths if path.exists()}
+    files.check_files(*paths[:-1])
     if document != checkpoint.read_json(folder / "drafter.json"):
-        contents |= files.changed_document(folder / "drafter.json", document)
-    if about := checkpoint.read_facts(folder):
-        contents[checkpoint.ABOUT] = (json.dumps(about, indent=1) + "\n").encode()
+        contents |= files.encode_document(folder / "drafter.json", document)
+    if run_facts := checkpoint.read_facts(folder):
+        contents[checkpoint.FACTS_FILE] = (json.dumps(run_facts, indent=1) + "\n").encode()
     return contents
 
 
-def compose_card(options: ShareOptions, loaded: Loaded, target: str) -> str:
+def compose_card(options: ShareOptions, loaded: LoadedHead, target: str) -> str:
     """The model card. target: its name in the card"""
     provenance = read_provenance(options, loaded, loaded.target)
     return make_card(

@@ -9,12 +9,12 @@ from specdec.core.constraint import Constraint
 from specdec.core.generation import Generation
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
-from specdec.loading import Opened
-from specdec.measuring.measure import first_difference, seeded_generator
+from specdec.loading import OpenTarget
+from specdec.measuring.measure import find_first_difference, seeded_generator
 
 
 def print_answer(
-    opened: Opened,
+    opened: OpenTarget,
     decoder: Decoder,
     prompt: list[int],
     max_new_tokens: int,
@@ -24,14 +24,17 @@ def print_answer(
     constraints: Sequence[Constraint | None] | None,
 ) -> Generation:
     """Decodes the prompt and prints tokens as they come, drafted ones in green. Says if the grammar was left incomplete."""
-    before = () if opened.tokenizer.chat_template else prompt
-    result, text = Generation([[]], [[]]), TextStream(TextDecoder.of(opened.tokenizer, special=True), before)
+    context = () if opened.tokenizer.chat_template else prompt
+    result, text = (
+        Generation([[]], [[]]),
+        TextStream(TextDecoder.from_tokenizer(opened.tokenizer, special=True), context),
+    )
     generator = seeded_generator(opened.target, seed)
     rounds = decoder.stream([prompt], max_new_tokens, generator=generator, result=result, constraints=constraints)
     for emitted in rounds:
-        for place, token in enumerate(emitted.tokens[0]):
+        for index, token in enumerate(emitted.tokens[0]):
             result.tokens[0].append(token)
-            style = "green" if place < emitted.accepted[0] else ""
+            style = "green" if index < emitted.accepted[0] else ""
             if token not in opened.stop:
                 console.print(text.add(token), end="", style=style, markup=False)
     console.print(text.end(), end="\n\n", markup=False)
@@ -54,14 +57,14 @@ def print_comparison(
     drafted: Generation, plain: Generation, sampling: Sampling, gap: float | None, console: rich.console.Console
 ) -> None:
     """gap: between the target's two largest logits where greedy answers differ"""
-    fast, slow = compute_rate(drafted), compute_rate(plain)
-    if not (fast and slow):
+    drafted_rate, plain_rate = compute_rate(drafted), compute_rate(plain)
+    if not (drafted_rate and plain_rate):
         return
-    same = "; the same answer" if sampling.greedy else ""
-    first = first_difference(drafted.tokens[0], plain.tokens[0])
-    if first is not None and gap is not None:
-        same = (
-            f"; another answer from token {first + 1} on, where the target's two best logits are {gap:.3g} apart (a pass over several "
+    remark = "; the same answer" if sampling.greedy else ""
+    difference = find_first_difference(drafted.tokens[0], plain.tokens[0])
+    if difference is not None and gap is not None:
+        remark = (
+            f"; another answer from token {difference + 1} on, where the target's two best logits are {gap:.3g} apart (a pass over several "
             "tokens rounds differently; target.dtype=float32 rounds less)"
         )
-    console.print(f"without drafts {slow:.1f} tokens/s: speedup {fast / slow:.2f}{same}")
+    console.print(f"without drafts {plain_rate:.1f} tokens/s: speedup {drafted_rate / plain_rate:.2f}{remark}")

@@ -21,7 +21,7 @@ from specdec.core import files, untrusted
 from specdec.text import reading
 
 FILE = "trained_prompts.safetensors"
-NAME = "digests"  # of the tensor in it
+TENSOR = "digests"  # of the tensor in it
 
 
 def list_prompts(row: dict) -> list[str]:
@@ -59,18 +59,20 @@ def digest_question(row: dict) -> list[int]:
     return [*digest_row(row)[-1:], *digest_row(published)]
 
 
-def find(rows: Sequence[dict], digests: ndarray) -> list[str]:
+def find_trained_rows(rows: Sequence[dict], digests: ndarray) -> list[str]:
     """The ids of the held-out rows whose question is among the digests, increasing [N]."""
     questions = [digest_question(row) for row in rows]
     numbers = numpy.array([number for question in questions for number in question], dtype=numpy.int64)
-    places = numpy.searchsorted(digests, numbers)
-    copies = {number for number, place in zip(numbers.tolist(), places) if number in digests[place : place + 1]}
+    positions = numpy.searchsorted(digests, numbers)
+    copies = {
+        number for number, position in zip(numbers.tolist(), positions) if number in digests[position : position + 1]
+    }
     return [str(row["id"]) for row, question in zip(rows, questions, strict=True) if copies.intersection(question)]
 
 
-def count_copies(ids: Sequence[str], num: int, what: str) -> str:
+def count_copies(ids: Sequence[str], num_prompts: int, noun: str) -> str:
     """The subject of a sentence: how many of `num` prompts were trained on, and which is the first."""
-    return f"{len(ids)} of {num} {what} (first: {ids[0]})"
+    return f"{len(ids)} of {num_prompts} {noun} (first: {ids[0]})"
 
 
 # In the folder of a run
@@ -78,35 +80,39 @@ def count_copies(ids: Sequence[str], num: int, what: str) -> str:
 
 def find_file(folder: Path) -> Path | None:
     """Of the run of a step's or a run's folder; None where there is none."""
-    places = [folder, folder.parent] if folder.name.startswith("step_") else [folder]
-    return next((place / FILE for place in places if (place / FILE).exists()), None)
+    folders = [folder, folder.parent] if folder.name.startswith("step_") else [folder]
+    return next((run_folder / FILE for run_folder in folders if (run_folder / FILE).exists()), None)
 
 
-def join(digests: ndarray, start: str | None) -> ndarray:
+def join_digests(digests: ndarray, start: str | None) -> ndarray:
     """Digests of a run, increasing [N]: of its own rows, increasing too, and of the head that it starts from, where those are known."""
-    before = None if start is None else read(checkpoint.resolve(start))
-    return digests if before is None else numpy.union1d(digests, before)
+    start_digests = None if start is None else read_digests(checkpoint.resolve(start))
+    return digests if start_digests is None else numpy.union1d(digests, start_digests)
 
 
-def write(run: Path, digests: ndarray) -> None:
+def write_digests(run: Path, digests: ndarray) -> None:
     """Raises ValueError if the disk is full."""
-    files.write_bytes(run / FILE, safetensors.torch.save({NAME: torch.from_numpy(digests)}))
+    files.write_bytes(run / FILE, safetensors.torch.save({TENSOR: torch.from_numpy(digests)}))
 
 
-def read(folder: Path) -> ndarray | None:
+def read_digests(folder: Path) -> ndarray | None:
     """What the head of a step's or a run's folder was trained on, increasing [N]; None where that is not known.
 
     Runs of earlier versions have no such file: then the rows that they name are read, as far as they are here.
     Raises ValueError for a damaged file.
     """
     if (path := find_file(folder)) is not None:
-        digests = untrusted.read_tensors(path).get(NAME)
+        digests = untrusted.read_tensors(path).get(TENSOR)
         return None if digests is None else numpy.unique(digests.long().numpy())
-    about = checkpoint.read_facts(folder).get("data")
-    train = about.get("train") if isinstance(about, dict) else None
-    sources = [source for source in (train if isinstance(train, list) else [train]) if isinstance(source, str)]
-    parts = [digest_source(source) for source in sources if Path(source).exists()]
-    return numpy.unique(numpy.concatenate(parts)) if parts else None
+    data_facts = checkpoint.read_facts(folder).get("data")
+    train_sources = data_facts.get("train") if isinstance(data_facts, dict) else None
+    sources = [
+        source
+        for source in (train_sources if isinstance(train_sources, list) else [train_sources])
+        if isinstance(source, str)
+    ]
+    source_digests = [digest_source(source) for source in sources if Path(source).exists()]
+    return numpy.unique(numpy.concatenate(source_digests)) if source_digests else None
 
 
 def digest_source(source: str) -> ndarray:

@@ -23,14 +23,14 @@ LINE = re.compile(r"^( *)(\w+):(.*?)(?: # (.*))?$", re.MULTILINE)  # indentation
 
 
 @dataclass(frozen=True)
-class Default:
+class OptionDefault:
     """value: of an option that is not given; help: the comment behind it"""
 
     value: Any
     help: str
 
 
-def read_defaults(name: str) -> dict[str, Default]:
+def read_defaults(name: str) -> dict[str, OptionDefault]:
     """Default and help of each option of conf/command/NAME.yaml, by its name with its group, as decode.depth.
 
     `defaults:` lists files whose options the file has, too. Where it names one of them again, the value is replaced, and
@@ -38,12 +38,12 @@ def read_defaults(name: str) -> dict[str, Default]:
     """
     text = config_files.list_files(GROUP)[name].read_text(encoding="utf-8")
     document, comments = yaml.safe_load(text) or {}, read_comments(text)
-    defaults: dict[str, Default] = {}
+    defaults: dict[str, OptionDefault] = {}
     for included in document.pop("defaults", []):
         defaults |= read_defaults(included)
     for option, value in config_files.flatten(document, keep_empty=True).items():
         inherited = defaults[option].help if option in defaults else ""
-        defaults[option] = Default(value, comments[option] or inherited)
+        defaults[option] = OptionDefault(value, comments[option] or inherited)
     return defaults
 
 
@@ -77,13 +77,13 @@ def read_group(model: type[Model], name: str, /, **changes: Any) -> Model:
     return read_options(model, defaults | changes, f"{name}.")
 
 
-def show_name(name: str, field: FieldInfo) -> str:
+def name_option(name: str, field: FieldInfo) -> str:
     """An option's name, or PREFIX.KEY."""
     prefix = next((entry.name for entry in field.metadata if isinstance(entry, Prefix)), None)
     return f"{prefix}.KEY" if prefix else name
 
 
-def describe_command(docstring: str, defaults: dict[str, Default], fields: dict[str, FieldInfo]) -> str:
+def describe_command(docstring: str, defaults: dict[str, OptionDefault], fields: dict[str, FieldInfo]) -> str:
     """What --help prints: the docstring, then the options, required ones first and groups last."""
     lines = [docstring.strip(), "", "Options, written key=value:"]
     order = sorted(fields, key=lambda name: (name.count("."), defaults[name].value != REQUIRED))
@@ -97,10 +97,10 @@ def describe_command(docstring: str, defaults: dict[str, Default], fields: dict[
     return "\n".join(lines)
 
 
-def describe_option(name: str, default: Default, field: FieldInfo) -> str:
+def describe_option(name: str, default: OptionDefault, field: FieldInfo) -> str:
     """A line of --help: name, help, what it may be, and the default."""
     bounds = describe_bounds(field)
-    limits = "" if bounds.startswith(NO_BOUNDS) else f"{bounds}; "
-    usual = "required" if default.value == REQUIRED else f"default: {format_value(default.value) or 'empty'}"
-    remark = "" if isinstance(default.value, dict) else f" ({limits}{usual})"
-    return f"  {show_name(name, field):<26} {default.help}{remark}"
+    bounds_text = "" if bounds.startswith(NO_BOUNDS) else f"{bounds}; "
+    default_text = "required" if default.value == REQUIRED else f"default: {format_value(default.value) or 'empty'}"
+    remark = "" if isinstance(default.value, dict) else f" ({bounds_text}{default_text})"
+    return f"  {name_option(name, field):<26} {default.help}{remark}"

@@ -26,7 +26,7 @@ from pydantic.fields import FieldInfo
 
 from specdec.core import extensions, files, progress
 from specdec.core.option_types import (
-    TRUTH,
+    TRUTH_VALUES,
     Model,
     convert_text,
     describe_unknown,
@@ -36,7 +36,7 @@ from specdec.core.option_types import (
     read_options,
 )
 from specdec.options import config_files
-from specdec.options.command_defaults import PROGRESS, REQUIRED, describe_command, nest, read_defaults, show_name
+from specdec.options.command_defaults import PROGRESS, REQUIRED, describe_command, name_option, nest, read_defaults
 from specdec.options.command_types import OUTPUT_FILE, OUTPUT_FOLDER, PROSE
 
 if str(config_files.HOME) not in sys.path:  # a script that is started as a file finds train and other scripts, too
@@ -66,18 +66,18 @@ def read_command(
         raise SystemExit(0)
     texts = split_arguments(arguments)
     mode = texts.pop(PROGRESS, os.environ.get(progress.VARIABLE, "auto"))
-    progress.choose(mode, main=True)
+    progress.choose_mode(mode, main=True)
     trusted = texts.pop(extensions.TRUST_CODE, "false")
-    if trusted.lower() not in TRUTH:
+    if trusted.lower() not in TRUTH_VALUES:
         raise ValueError(f"{extensions.TRUST_CODE}={trusted} must be true or false.")
-    if TRUTH[trusted.lower()]:
+    if TRUTH_VALUES[trusted.lower()]:
         extensions.trust_code()
     values = {name: defaults[name].value for name in fields if defaults[name].value != REQUIRED}
-    names = {show_name(name, field): name for name, field in fields.items()}
+    names = {name_option(name, field): name for name, field in fields.items()}
     for key, text in (presets(texts) | texts).items():
         name = find_option(key, names)
         if name is not None:
-            values[name] = convert(key, text, fields[name], values.get(name))
+            values[name] = convert_option(key, text, fields[name], values.get(name))
         elif key in texts:
             raise ValueError(describe_unknown(key, [*names, PROGRESS, extensions.TRUST_CODE]))
     options = read_options(model, nest(values))
@@ -105,10 +105,10 @@ def find_option(key: str, names: dict[str, str]) -> str | None:
     return names.get(key) or names.get(f"{group}.KEY" if setting else "")
 
 
-def convert(key: str, text: str, field: FieldInfo, before: Any) -> Any:
+def convert_option(key: str, text: str, field: FieldInfo, present_value: Any) -> Any:
     """The value of a text, by the type of the option. before: the option's value until now"""
-    if isinstance(before, dict):
-        return before | {key.partition(".")[2]: read_paths(key, text)}
+    if isinstance(present_value, dict):
+        return present_value | {key.partition(".")[2]: read_paths(key, text)}
     value = convert_text(field, text)
     if not isinstance(value, str) or PROSE in field.metadata:
         return value

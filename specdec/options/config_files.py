@@ -11,7 +11,7 @@ HOME = PACKAGE.parent if IN_CLONE else PACKAGE / "_clone"  # of scripts, train, 
 
 def conf_folders() -> list[Path]:
     """Every folder with groups of YAML, that of the core first."""
-    return [HOME / "conf", *extensions.conf_folders()]
+    return [HOME / "conf", *extensions.list_conf_folders()]
 
 
 def list_files(group: str) -> dict[str, Path]:

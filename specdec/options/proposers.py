@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from specdec.checkpoint import head_class, resolve
-from specdec.core.option_types import Options, Text, convert_text, options_of, prefix_option_names, read_options
+from specdec.checkpoint import read_head_class, resolve
+from specdec.core.option_types import Options, Text, convert_text, find_options, prefix_option_names, read_options
 from specdec.decoding.drafting import Drafting
 from specdec.options import config_files
 from specdec.options.command_types import ProposerSettings
@@ -41,15 +41,15 @@ def keep_shape(texts: dict[str, str]) -> dict[str, str]:
     return {"proposer": HEAD} if not SHAPE.isdisjoint(texts) else {}
 
 
-def names() -> list[str]:
+def list_names() -> list[str]:
     return list(config_files.list_files("proposer"))
 
 
-def drawn_from(config: Config) -> list[str]:
+def list_folders(config: Config) -> list[str]:
     """The folders that the proposer is read from: its head's, and a datastore's."""
-    own = [value for value in config.values() if isinstance(value, str) and os.path.isdir(value)]
-    inside = [folder for value in config.values() if isinstance(value, dict) for folder in drawn_from(value)]
-    return sorted({*map(os.path.realpath, own), *inside})
+    own_folders = [value for value in config.values() if isinstance(value, str) and os.path.isdir(value)]
+    inner_folders = [folder for value in config.values() if isinstance(value, dict) for folder in list_folders(value)]
+    return sorted({*map(os.path.realpath, own_folders), *inner_folders})
 
 
 def configure_all(
@@ -60,18 +60,23 @@ def configure_all(
     settings: NAME.KEY: VALUE, and `checkpoint` for all trained heads inside; checkpoints: folders by name
     Raises ValueError as `configure`, and for a head that adapts the target, which the proposers share.
     """
-    several, found = "checkpoint" not in settings and len(checkpoints) > 1, dict[str, Config]()
-    where = f"proposers={listed}"
+    is_per_head, config_of_name = "checkpoint" not in settings and len(checkpoints) > 1, dict[str, Config]()
+    source = f"proposers={listed}"
     for head, folder in checkpoints.items() or [("", None)]:
-        configs = _configure_each(split_list(listed), where, settings, "proposer", drafting=drafting, checkpoint=folder)
-        found |= {f"{name} with {head}" if several and heads(each) else name: each for name, each in configs.items()}
-    for head in {head for config in found.values() for head in heads(config)}:
-        if head_class(head).adapts_target:
+        configs = _configure_members(
+            split_list(listed), source, settings, "proposer", drafting=drafting, checkpoint=folder
+        )
+        config_of_name |= {
+            f"{name} with {head}" if is_per_head and list_heads(member_config) else name: member_config
+            for name, member_config in configs.items()
+        }
+    for head in {head for config in config_of_name.values() for head in list_heads(config)}:
+        if read_head_class(head).adapts_target:
             raise ValueError(
                 f"The head {head} adapts its target, which the other proposers share: evaluate it alone, or compare it "
                 "with checkpoint=; name another head with proposer.checkpoint=DIR."
             )
-    return found
+    return config_of_name
 
 
 def configure(
@@ -85,67 +90,72 @@ def configure(
     decode = {**asdict(drafting), "nodes": drafting.shape.nodes}
     interpolated = {"${decode}": decode, "${checkpoint}": checkpoint and str(resolve(checkpoint))}
     interpolated |= {f"${{decode.{key}}}": value for key, value in decode.items()}
-    own = {key: value for key, value in settings.items() if "." not in key and key != "checkpoint"}
+    own_settings = {key: value for key, value in settings.items() if "." not in key and key != "checkpoint"}
     if name == AUTO and checkpoint is None:
-        own = {"members": "[suffix]"} | own  # nothing else drafts without a trained head
-    config = read_config(name, own, interpolated, prefix)
+        own_settings = {"members": "[suffix]"} | own_settings  # nothing else drafts without a trained head
+    config = read_config(name, own_settings, interpolated, prefix)
     nested = {key: [config[key]] if isinstance(config[key], str) else config[key] for key in NESTED if key in config}
-    inside = {key: value for key, value in settings.items() if "." in key}
+    inner_settings = {key: value for key, value in settings.items() if "." in key}
     members = [member for group in nested.values() for member in group]
-    configs = _configure_each(members, name, inside, prefix, drafting=drafting, checkpoint=checkpoint)
+    configs = _configure_members(members, name, inner_settings, prefix, drafting=drafting, checkpoint=checkpoint)
     config |= {key: {member: configs[member] for member in group} for key, group in nested.items()}
-    if "checkpoint" in settings and not heads(config):
+    if "checkpoint" in settings and not list_heads(config):
         raise ValueError(f"{prefix}.checkpoint={settings['checkpoint']}: {name} holds no trained head.")
     return config
 
 
-def _configure_each(
-    names: list[str], where: str, settings: Settings, prefix: str, *, drafting: Drafting, checkpoint: str | None
+def _configure_members(
+    names: list[str], source: str, settings: Settings, prefix: str, *, drafting: Drafting, checkpoint: str | None
 ) -> dict[str, Config]:
     """Configurations by name. settings: NAME.KEY: VALUE; where: what lists the names, for messages"""
     if len(set(names)) < len(names):
-        raise ValueError(f"{where} has {', '.join(names)} inside it: list each once.")
+        raise ValueError(f"{source} has {', '.join(names)} inside it: list each once.")
     checkpoint = settings.get("checkpoint", checkpoint)
-    inside: dict[str, Settings] = {name: {} for name in names}
+    settings_of_member: dict[str, Settings] = {name: {} for name in names}
     for key, value in settings.items():
-        name, _, rest = key.partition(".")
-        if name in inside and rest:
-            inside[name][rest] = value
+        name, _, inner_key = key.partition(".")
+        if name in settings_of_member and inner_key:
+            settings_of_member[name][inner_key] = value
         elif key != "checkpoint":
-            only = f", only {' and '.join(names)}: write {prefix}.NAME.KEY" if names else ""
-            raise ValueError(f"{prefix}.{key}={value}: {where} has no proposer {name!r} inside it{only}.")
+            advice = f", only {' and '.join(names)}: write {prefix}.NAME.KEY" if names else ""
+            raise ValueError(f"{prefix}.{key}={value}: {source} has no proposer {name!r} inside it{advice}.")
     return {
         name: configure(
-            name, settings=inside[name], drafting=drafting, checkpoint=checkpoint, prefix=f"{prefix}.{name}"
+            name, settings=settings_of_member[name], drafting=drafting, checkpoint=checkpoint, prefix=f"{prefix}.{name}"
         )
         for name in names
     }
 
 
-def make(config: Config, target: Target, prefix: str = "proposer") -> Proposer:
+def make_proposer(config: Config, target: Target, prefix: str = "proposer") -> Proposer:
     """The proposer of a configuration. Raises ValueError for what does not fit.
 
     prefix: what its options begin with
     """
     arguments: dict[str, Any] = {}
     for key in NESTED:
-        inside = [make(inner, target, f"{prefix}.{name}") for name, inner in config.get(key, {}).items()]
-        if inside:
-            arguments[key] = inside if key == "members" else inside[0]
-    own = {key: value for key, value in config.items() if key not in NESTED}
+        members = [
+            make_proposer(member_config, target, f"{prefix}.{name}")
+            for name, member_config in config.get(key, {}).items()
+        ]
+        if members:
+            arguments[key] = members if key == "members" else members[0]
+    own_arguments = {key: value for key, value in config.items() if key not in NESTED}
     try:
-        with prefix_option_names("decode"), prefix_option_names(prefix, only=own):
-            return pkgutil.resolve_name(own.pop("_target_"))(target, **own, **arguments)
+        with prefix_option_names("decode"), prefix_option_names(prefix, only=own_arguments):
+            return pkgutil.resolve_name(own_arguments.pop("_target_"))(target, **own_arguments, **arguments)
     except ValueError as error:
-        advice = " `specdec datastore data=FILE out=FOLDER` makes a datastore." if own.get("datastore") else ""
+        advice = (
+            " `specdec datastore data=FILE out=FOLDER` makes a datastore." if own_arguments.get("datastore") else ""
+        )
         raise ValueError(f"{error}{advice}") from None
 
 
-def heads(config: Config) -> list[str]:
+def list_heads(config: Config) -> list[str]:
     """The trained heads inside a configuration."""
-    inside = [inner for key in NESTED for inner in config.get(key, {}).values()]
-    own = [config["checkpoint"]] if "checkpoint" in config else []
-    return own + [head for inner in inside for head in heads(inner)]
+    inner_configs = [inner_config for key in NESTED for inner_config in config.get(key, {}).values()]
+    own_heads = [config["checkpoint"]] if "checkpoint" in config else []
+    return own_heads + [head for inner_config in inner_configs for head in list_heads(inner_config)]
 
 
 def read_config(name: str, settings: Settings, interpolated: dict[str, Any], prefix: str) -> Config:
@@ -153,16 +163,16 @@ def read_config(name: str, settings: Settings, interpolated: dict[str, Any], pre
 
     Raises ValueError, with the option's name, for a setting that does not exist or has a wrong value, and for one that lacks.
     """
-    if name not in names():
-        raise ValueError(f"There is no proposer {name!r}; there are: {', '.join(names())}.")
+    if name not in list_names():
+        raise ValueError(f"There is no proposer {name!r}; there are: {', '.join(list_names())}.")
     config = yaml.safe_load(config_files.list_files("proposer")[name].read_text(encoding="utf-8"))
     for key, value in config.items():
         config[key] = interpolated.get(value, value) if isinstance(value, str) else value
-    model = options_of(pkgutil.resolve_name(config["_target_"]))
-    known = [key for key in config if key != "_target_"]
+    model = find_options(pkgutil.resolve_name(config["_target_"]))
+    known_keys = [key for key in config if key != "_target_"]
     for key, text in settings.items():
-        if key not in known:
-            raise ValueError(f"{prefix}.{key}={text}: {name} has the settings {', '.join(known)}.")
+        if key not in known_keys:
+            raise ValueError(f"{prefix}.{key}={text}: {name} has the settings {', '.join(known_keys)}.")
         config[key] = split_list(text.strip("[]")) if key in NESTED else convert_text(model.model_fields[key], text)
     if missing := next((key for key, value in config.items() if value == "???"), None):
         raise ValueError(f"Give {prefix}.{missing}=...: {name} needs it (see conf/proposer/{name}.yaml).")

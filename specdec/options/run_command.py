@@ -10,7 +10,7 @@ from specdec.core.option_types import Options, list_fields
 from specdec.options.command_types import MEMORY
 
 
-def run(main: Callable[[], None], model: type[Options]) -> None:
+def run_command(main: Callable[[], None], model: type[Options]) -> None:
     """Runs a command with the command line: a user's mistake (ValueError), full memory and what the system refuses
     (OSError) end in one sentence, Ctrl-C without a traceback, warnings are lines."""
     import transformers
@@ -22,25 +22,25 @@ def run(main: Callable[[], None], model: type[Options]) -> None:
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     except (RuntimeError, MemoryError) as error:
-        full = devices.out_of_memory(error)
-        if full is None:
+        description = devices.describe_out_of_memory(error)
+        if description is None:
             raise
-        raise SystemExit(f"error: {full}: {less_memory(model)}.") from None
+        raise SystemExit(f"error: {description}: {advise_less_memory(model)}.") from None
     except BrokenPipeError:
         os._exit(1)
     except OSError as error:
-        raise SystemExit(f"error: {files.explain(error)}") from None
+        raise SystemExit(f"error: {files.describe_error(error)}") from None
     except KeyboardInterrupt as error:
         print(str(error) or "Stopped.", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
-        progress.close()
+        progress.close_display()
 
 
-def less_memory(model: type[Options]) -> str:
+def advise_less_memory(model: type[Options]) -> str:
     """Which options of a command lower the memory that it needs."""
     fields = list_fields(model)
     sizes = [f"{name}=" for name, field in fields.items() if MEMORY in field.metadata]
-    use = ["target.dtype=bfloat16", "target.device=auto with more GPUs"] if "target.device" in fields else []
-    first = f"lower {', '.join(sizes)}, or " if sizes else ""
-    return first + "use " + ", or ".join([*use, "a smaller or quantised target"])
+    alternatives = ["target.dtype=bfloat16", "target.device=auto with more GPUs"] if "target.device" in fields else []
+    smaller_sizes = f"lower {', '.join(sizes)}, or " if sizes else ""
+    return smaller_sizes + "use " + ", or ".join([*alternatives, "a smaller or quantised target"])

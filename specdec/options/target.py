@@ -32,7 +32,7 @@ class TargetOptions(Options):
         return self
 
     @property
-    def place(self) -> str:
+    def device_here(self) -> str:
         """The device, where none is given, too."""
         return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -40,4 +40,4 @@ class TargetOptions(Options):
     def dtype_here(self) -> str:
         """dtype, or what auto is on the device. Raises ValueError for a device that is not there."""
         with prefix_option_names("target"):
-            return precision.resolve(self.dtype, find_devices(self.place)[0])
+            return precision.resolve_dtype(self.dtype, find_devices(self.device_here)[0])

@@ -14,7 +14,7 @@ from specdec.core.tree import Tree
 from specdec.target.verifier import Verifier
 
 
-def last_of(values: Tensor, num: Tensor) -> Tensor:
+def select_last(values: Tensor, num: Tensor) -> Tensor:
     """values [B, S, ...], of which the first num[b] count in row b -> [B, ...] the last one that counts"""
     return values[torch.arange(len(num), device=num.device), num - 1]
 
@@ -32,7 +32,7 @@ class Opening(NamedTuple):
 class Proposer(ABC):
     """Proposes a tree of drafts for every row of a batch.
 
-    The order of calls: share, begin, commit; for each round limit, constrain, propose, watch (only if `watches`) and commit; then finish.
+    The order of calls: attach_cache, begin, commit; for each round limit, constrain, propose, watch (only if `watches`) and commit; then finish.
     """
 
     target_layers: tuple[int, ...]  # the hidden states that `commit` needs
@@ -49,7 +49,7 @@ class Proposer(ABC):
         """Seconds spent on compiling so far."""
         return 0.0
 
-    def share(self, cache: RowCache) -> None:  # noqa: B027  # most proposers have nothing to do
+    def attach_cache(self, cache: RowCache) -> None:  # noqa: B027  # most proposers have nothing to do
         """Gives the target's cache of the next batch to proposers that draft with the target itself.
 
         `propose` may write entries behind the committed ones, and must then call `cache.drop_pending`.
@@ -69,7 +69,7 @@ class Proposer(ABC):
         newest one, the root of the next tree.
         """
 
-    def limit(self, left: list[int], ends: frozenset[int]) -> None:  # noqa: B027  # most proposers have nothing to do
+    def limit(self, tokens_left: list[int], ends: frozenset[int]) -> None:  # noqa: B027  # most proposers have nothing to do
         """Tells before `propose` how many tokens each row's answer may still have, and which tokens end it."""
 
     def constrain(self, constraints: list[Constraint | None]) -> None:  # noqa: B027  # most proposers have nothing to do
@@ -87,7 +87,7 @@ class Proposer(ABC):
         tree: the proposed one, perhaps filled up; choices [B, N]: the target's most likely token after each node
         """
 
-    def select(self, rows: list[int], nums: list[int]) -> None:
+    def select(self, rows: list[int], answer_lengths: list[int]) -> None:
         """Goes on with these rows of the batch only, in this order. Called after a `commit`, only if `selects`.
 
         nums: of each row so far, as for `finish`, the tokens of its answer; those of the rows that leave have ended
@@ -95,27 +95,27 @@ class Proposer(ABC):
         """
         raise TypeError(f"{type(self).__name__} does not select rows.")
 
-    def replace(self, rows: list[int], nums: list[int], opening: Opening) -> None:
+    def replace(self, rows: list[int], answer_lengths: list[int], opening: Opening) -> None:
         """Other prompts take the places of these rows, in their order. Called after a `commit`, only if `selects`.
 
         nums: of each row, as for `select`; 0 for one that only held the place
         """
         raise TypeError(f"{type(self).__name__} does not replace rows.")
 
-    def meet(self, verifier: Verifier, sampling: AnySampling) -> None:  # noqa: B027  # most proposers have nothing to do
+    def attach_verifier(self, verifier: Verifier, sampling: AnySampling) -> None:  # noqa: B027  # most proposers have nothing to do
         """Tells what will verify its trees, once a decoder is made with this proposer, when a batch begins, and between rounds
         when distributions of another kind (`Sampling.kind`) are asked for."""
 
-    def timed(self, cost: RoundCost) -> None:  # noqa: B027  # most proposers have nothing to do
+    def record_cost(self, cost: RoundCost) -> None:  # noqa: B027  # most proposers have nothing to do
         """Tells, after `commit`, what the round took, unless something was compiled in it."""
 
-    def finish(self, nums: list[int]) -> None:  # noqa: B027  # most proposers have nothing to do
+    def finish(self, answer_lengths: list[int]) -> None:  # noqa: B027  # most proposers have nothing to do
         """Ends the batch: row b's answer is the first nums[b] tokens behind its prompt, even if more were committed.
 
         The rows are those of the last `select`.
         """
 
-    def forget(self) -> None:  # noqa: B027  # most proposers have nothing to do
+    def reset_history(self) -> None:  # noqa: B027  # most proposers have nothing to do
         """Forgets everything learned from earlier batches, so that measurements do not depend on them."""
 
     def steady(self) -> "Proposer | None":

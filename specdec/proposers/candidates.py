@@ -12,7 +12,7 @@ from specdec.core.constraint import Constraint
 from specdec.core.tree import Nodes
 from specdec.proposers.text import Guess
 
-FORGET = 0.995  # weight of an observation, and of a round, after the next one: half after 140
+DECAY = 0.995  # weight of an observation, and of a round, after the next one: half after 140
 TRUST = 6.0  # prior weight of the drafter's own estimate, in observations
 
 
@@ -50,12 +50,12 @@ class Acceptance:
     def learn(self, kind: Kind, accepted: bool) -> None:
         """Called for every draft with an accepted parent, verified or not: the text shows whether it was right."""
         for key in (_group(kind), *([(kind.source, kind.depth)] if kind.rank == 0 else [])):
-            right, all = self.counts.get(key, (0.0, 0.0))
-            self.counts[key] = FORGET * right + accepted, FORGET * all + 1
+            right, total = self.counts.get(key, (0.0, 0.0))
+            self.counts[key] = DECAY * right + accepted, DECAY * total + 1
 
     def _corrected(self, key: tuple, estimate: float) -> float:
-        right, all = self.counts.get(key, (0.0, 0.0))
-        return (right + TRUST * estimate) / (all + TRUST)
+        right, total = self.counts.get(key, (0.0, 0.0))
+        return (right + TRUST * estimate) / (total + TRUST)
 
 
 def _group(kind: Kind) -> tuple:
@@ -83,28 +83,28 @@ class RowCandidates:
 
     acceptance: Acceptance
     tokens: list[int]
-    left: int = sys.maxsize
+    tokens_left: int = sys.maxsize
     ends: frozenset[int] = frozenset()
     constraint: Constraint | None = None
     parents: list[int] = field(default_factory=lambda: [-1])
     kinds: list[list[Kind]] = field(default_factory=lambda: [[]])
     probabilities: list[float] = field(default_factory=lambda: [1.0])  # of the path to each node
     drawn: list[int] = field(default_factory=list)  # sampled nodes; all of them are verified
-    chosen: dict[tuple[int, int], int] = field(default_factory=dict)  # (parent, token) -> number of a chosen node
+    chosen_nodes: dict[tuple[int, int], int] = field(default_factory=dict)  # (parent, token) -> number of a chosen node
     barred: set[int] = field(default_factory=set)  # nodes that the grammar does not allow
-    beside: list[int] | None = None  # chosen nodes that are verified beside drawn ones; None: nothing was drawn
+    fixed_nodes: list[int] | None = None  # chosen nodes that are verified beside drawn ones; None: nothing was drawn
 
     def add(self, token: int, parent: int, kind: Kind, *, drawn: bool = False) -> int:
         """-> the number of the node, an old one if it was chosen already"""
-        known = None if drawn else self.chosen.get((parent, token))
-        if known is not None:
-            self.kinds[known].append(kind)
-            one, other = map(self.acceptance.probability, self.kinds[known][:2])
-            both = Kind("both", 1 - (1 - one) * (1 - other), kind.depth, kind.rank)
-            self.kinds[known].append(both)
-            if known not in self.barred:
-                self.probabilities[known] = self.path_probability(parent, both, token)
-            return known
+        node = None if drawn else self.chosen_nodes.get((parent, token))
+        if node is not None:
+            self.kinds[node].append(kind)
+            first, second = map(self.acceptance.probability, self.kinds[node][:2])
+            combined = Kind("both", 1 - (1 - first) * (1 - second), kind.depth, kind.rank)
+            self.kinds[node].append(combined)
+            if node not in self.barred:
+                self.probabilities[node] = self.path_probability(parent, combined, token)
+            return node
         number = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
@@ -117,7 +117,7 @@ class RowCandidates:
         if self.constraint and (parent in self.barred or not self.constraint.fits(self._text_to(number))):
             self.barred.add(number)
             self.probabilities[number] = 0.0
-        self.chosen[parent, token] = number
+        self.chosen_nodes[parent, token] = number
         return number
 
     def add_guesses(self, source: str, guesses: Iterable[Guess]) -> None:
@@ -131,7 +131,7 @@ class RowCandidates:
 
     def is_useful(self, depth: int, token: int | None = None) -> bool:
         """Whether a draft at this depth can add to the answer. token: None if it is not known yet"""
-        return depth < self.left and token not in self.ends
+        return depth < self.tokens_left and token not in self.ends
 
     def path_probability(self, parent: int, kind: Kind, token: int | None = None) -> float:
         """Of the path to such a candidate; 0 if it cannot add to the answer."""
@@ -141,20 +141,23 @@ class RowCandidates:
     def normalise(self) -> None:
         """From the root down: probabilities of siblings add up to at most one."""
         above = [self.probabilities[parent] if parent >= 0 else 0.0 for parent in self.parents]
-        own = [known / before if before > 0 else 0.0 for known, before in zip(self.probabilities, above)]
+        conditional = [
+            probability / parent_probability if parent_probability > 0 else 0.0
+            for probability, parent_probability in zip(self.probabilities, above)
+        ]
         total: Counter[int] = Counter()
-        for parent, each in zip(self.parents, own):
-            total[parent] += each  # type: ignore[assignment]
+        for parent, share in zip(self.parents, conditional):
+            total[parent] += share  # type: ignore[assignment]
         for node in range(1, len(self.tokens)):
             parent = self.parents[node]
-            self.probabilities[node] = self.probabilities[parent] * (own[node] / max(1.0, total[parent]))
+            self.probabilities[node] = self.probabilities[parent] * (conditional[node] / max(1.0, total[parent]))
 
     def order(self, *, chain: bool) -> list[int]:
         """The nodes in the order in which a growing tree takes them. chain: those of one path"""
         if chain:
             return self._path()
-        if self.beside is not None:
-            return [*self.drawn, *self.beside]
+        if self.fixed_nodes is not None:
+            return [*self.drawn, *self.fixed_nodes]
         allowed = set(range(1, len(self.tokens))) - self.barred
         return sorted(allowed, key=lambda node: (-self.probabilities[node], node))
 
@@ -165,15 +168,15 @@ class RowCandidates:
     def choose(self, num: int, *, chain: bool) -> ChosenDrafts:
         """The first `num` nodes of the order, numbered from 1, parents first."""
         nodes = sorted(self.order(chain=chain)[:num])
-        number = {0: 0, **{node: place for place, node in enumerate(nodes, 1)}}
+        number = {0: 0, **{node: index for index, node in enumerate(nodes, 1)}}
         drafts = [(self.tokens[node], number[self.parents[node]]) for node in nodes]
         return ChosenDrafts(
             drafts, [number[node] for node in self.drawn], [self.kinds[node][-1].source for node in nodes]
         )
 
-    def settle_beside(self, num: int) -> None:
+    def fix_nodes(self, num: int) -> None:
         """Before anything is drawn: the `num` likeliest nodes are verified beside what will be drawn, whatever that is."""
-        self.beside = sorted(self.order(chain=False)[:num])
+        self.fixed_nodes = sorted(self.order(chain=False)[:num])
 
     def teach(self, new: list[int]) -> None:
         """new: the tokens that followed. Every candidate with an accepted prefix is counted, verified or not, but none
@@ -208,7 +211,7 @@ class RowCandidates:
             path.append(node)
 
 
-class Best(NamedTuple):
+class BestSize(NamedTuple):
     """The best number of nodes of each row's tree, the seconds of its pass, and the tokens expected of all rows."""
 
     size: int
@@ -236,28 +239,28 @@ class Candidates:
         return max(self.curve) - 1
 
     @property
-    def forced(self) -> int:
+    def num_required(self) -> int:
         """Drafts that were drawn, which are verified in any case, and those beside them."""
-        return max(len(row.drawn) + len(row.beside or ()) for row in self.rows)
+        return max(len(row.drawn) + len(row.fixed_nodes or ()) for row in self.rows)
 
     def values(self) -> list[list[float]]:
         """Of each running row the path probabilities in the order in which candidates are taken."""
         return [self.rows[row].values(chain=self.linear) for row in self.running]
 
-    def best(self) -> Best:
-        return self._best(self.values(), self.forced)
+    def best(self) -> BestSize:
+        return self._best(self.values(), self.num_required)
 
-    def _best(self, values: list[list[float]], forced: int) -> Best:
+    def _best(self, values: list[list[float]], num_required: int) -> BestSize:
         sums = [0.0, *itertools.accumulate(map(sum, itertools.zip_longest(*values, fillvalue=0.0)))]
-        found = [
-            Best(size, seconds, len(self.running) + sums[min(size, len(sums)) - 1])
+        options = [
+            BestSize(size, seconds, len(self.running) + sums[min(size, len(sums)) - 1])
             for size, seconds in self.curve.items()
-            if size > forced
+            if size > num_required
         ]
-        assert found, "no size holds the drafts that were drawn"
-        return max(found, key=self._value)
+        assert options, "no size holds the drafts that were drawn"
+        return max(options, key=self._value)
 
-    def _value(self, best: Best) -> float:
+    def _value(self, best: BestSize) -> float:
         return best.tokens - self.rate * best.seconds
 
     def gain(self, likely: list[float], *, drawn: bool) -> float:
@@ -265,19 +268,19 @@ class Candidates:
 
         drawn: it would be sampled, and verified in any case; minus infinity where no size has room for it
         """
-        forced, values, more = self.forced, self.values(), [likely[row] for row in self.running]
-        if drawn and forced >= self.room:
+        num_required, values, added = self.num_required, self.values(), [likely[row] for row in self.running]
+        if drawn and num_required >= self.room:
             return -math.inf
-        place = forced if drawn else None
-        grown = [_insert(row, one, place) for row, one in zip(values, more)]
-        return self._value(self._best(grown, forced + drawn)) - self._value(self._best(values, forced))
+        position = num_required if drawn else None
+        grown = [_insert(row, one, position) for row, one in zip(values, added)]
+        return self._value(self._best(grown, num_required + drawn)) - self._value(self._best(values, num_required))
 
-    def settle_beside(self, likely: list[float]) -> None:
+    def fix_nodes(self, likely: list[float]) -> None:
         """Fixes what is verified beside draws, before the first one, whose path probabilities are `likely` [B]."""
-        with_draw = [[likely[row], *own] for row, own in zip(self.running, self.values())]
+        with_draw = [[likely[row], *row_values] for row, row_values in zip(self.running, self.values())]
         size = self._best(with_draw, 1).size
         for row in self.rows:
-            row.settle_beside(0 if self.linear else size - 2)
+            row.fix_nodes(0 if self.linear else size - 2)
 
     def gain_of_head(self, typical: list[float], first: float, step: float) -> float:
         """What a head is expected to add to the value of the round, less its steps.
@@ -285,19 +288,24 @@ class Candidates:
         typical [K]: acceptance probability of its draft at each depth; first, step: seconds of its steps
         """
         values = self.values()
-        known = [max(row[:1], default=0.0) for row in values]  # probability that a text proposer is right already
-        before, probability, found, seconds = self._value(self._best(values, 0)), 1.0, -math.inf, first
-        for depth, own in enumerate(typical, start=1):
-            probability *= own
+        text_probabilities = [
+            max(row[:1], default=0.0) for row in values
+        ]  # probability that a text proposer is right already
+        base_value, probability, best_gain, seconds = self._value(self._best(values, 0)), 1.0, -math.inf, first
+        for depth, acceptance in enumerate(typical, start=1):
+            probability *= acceptance
             likely = [
-                probability * (1 - sure) * self.rows[row].is_useful(depth) for row, sure in zip(self.running, known)
+                probability * (1 - sure) * self.rows[row].is_useful(depth)
+                for row, sure in zip(self.running, text_probabilities)
             ]
             values = [_insert(row, one, None) for row, one in zip(values, likely)]
-            found = max(found, self._value(self._best(values, 0)) - before - self.rate * seconds)
+            best_gain = max(best_gain, self._value(self._best(values, 0)) - base_value - self.rate * seconds)
             seconds += step
-        return found
+        return best_gain
 
 
-def _insert(values: list[float], more: float, place: int | None) -> list[float]:
+def _insert(values: list[float], value: float, position: int | None) -> list[float]:
     """At a place, or in falling order."""
-    return sorted([*values, more], reverse=True) if place is None else [*values[:place], more, *values[place:]]
+    return (
+        sorted([*values, value], reverse=True) if position is None else [*values[:position], value, *values[position:]]
+    )

@@ -18,18 +18,18 @@ import numpy
 import torch
 
 from specdec.core import devices, masks, rules
-from specdec.core.files import cache_folder, keep_document
+from specdec.core.files import cache_document, find_cache_folder
 from specdec.core.sampling import AnySampling, Sampling
 from specdec.core.tree import Tree
 from specdec.core.untrusted import read_json
-from specdec.proposers.candidates import FORGET
+from specdec.proposers.candidates import DECAY
 from specdec.target.verifier import Verifier
 
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32)  # nodes of the measured passes, with the root
 ROWS = (1, 8, 32, 64)  # measured numbers of rows; others are interpolated
 CONTEXT = 128  # tokens in the cache during the measurement
 SECONDS = 1.5  # time budget of one measurement; each size is measured at least three times
-LOAD, OWN, MOST = 0.08, 0.15, 0.4  # see Correction
+LOAD_RATE, SIZE_RATE, MAX_ERROR = 0.08, 0.15, 0.4  # see Correction
 
 Curve = dict[int, float]  # seconds of a pass by its nodes
 Progress = Callable[[list, str], Iterable]
@@ -51,9 +51,9 @@ def describe_conditions(verifier: Verifier, sampling: AnySampling) -> dict[str, 
     }
 
 
-def find_file(conditions: dict[str, object]) -> Path:
+def find_costs_file(conditions: dict[str, object]) -> Path:
     """The file of their costs, in $SPECDEC_CACHE or `specdec` in the user's cache folder."""
-    return cache_folder() / f"{hashlib.sha256(json.dumps(conditions).encode()).hexdigest()[:16]}.json"
+    return find_cache_folder() / f"{hashlib.sha256(json.dumps(conditions).encode()).hexdigest()[:16]}.json"
 
 
 class Correction:
@@ -65,18 +65,18 @@ class Correction:
     """
 
     def __init__(self, sizes: Iterable[int]):
-        self.load, self.own = 0.0, dict.fromkeys(sizes, 0.0)  # logarithms
+        self.load, self.size_ratios = 0.0, dict.fromkeys(sizes, 0.0)  # logarithms
 
     def factor(self, num: int) -> float:
-        return math.exp(self.load + self.own[num])
+        return math.exp(self.load + self.size_ratios[num])
 
     def observe(self, num: int, ratio: float) -> None:
         """ratio: observed over measured seconds"""
-        error = math.log(ratio) - self.load - self.own[num]
-        error = min(max(error, -MOST), MOST)
-        self.load += LOAD * error
-        for size, known in self.own.items():
-            self.own[size] = FORGET * known + OWN * error * min(size, num) / max(size, num)
+        error = math.log(ratio) - self.load - self.size_ratios[num]
+        error = min(max(error, -MAX_ERROR), MAX_ERROR)
+        self.load += LOAD_RATE * error
+        for size, size_ratio in self.size_ratios.items():
+            self.size_ratios[size] = DECAY * size_ratio + SIZE_RATE * error * min(size, num) / max(size, num)
 
 
 class Costs:
@@ -94,37 +94,37 @@ class Costs:
         self.sizes, self.steps = tuple(sizes), steps
         self.corrections: dict[int, Correction] = {}  # by rows
 
-    def prepare(self, rows: int) -> None:
+    def prepare(self, batch_size: int) -> None:
         """Measures what a batch of `rows` rows needs, which may lose rows: now, not within a round."""
 
-    def curve(self, rows: int) -> Curve:
+    def curve(self, batch_size: int) -> Curve:
         """Seconds by nodes as they are now."""
-        correction = self._correction(rows)
-        return {num: seconds * correction.factor(num) for num, seconds in self._measured(rows).items()}
+        correction = self._correction(batch_size)
+        return {num: seconds * correction.factor(num) for num, seconds in self._measured(batch_size).items()}
 
-    def observe(self, rows: int, num: int, seconds: float) -> None:
+    def observe(self, batch_size: int, num: int, seconds: float) -> None:
         """Takes in the seconds of a round. A size that looked too cheap is chosen until it is corrected."""
-        measured = self._measured(rows)
+        measured = self._measured(batch_size)
         if self.steps is None and num in measured:
-            if rows not in self.corrections:
-                self.corrections[rows] = copy.deepcopy(self._correction(rows))
-            self.corrections[rows].observe(num, seconds / measured[num])
+            if batch_size not in self.corrections:
+                self.corrections[batch_size] = copy.deepcopy(self._correction(batch_size))
+            self.corrections[batch_size].observe(num, seconds / measured[num])
 
-    def _correction(self, rows: int) -> Correction:
+    def _correction(self, batch_size: int) -> Correction:
         """Of the nearest known number of rows."""
-        nearest = min(self.corrections, key=lambda known: abs(known - rows), default=None)
+        nearest = min(self.corrections, key=lambda size: abs(size - batch_size), default=None)
         return Correction(self.sizes) if nearest is None else self.corrections[nearest]
 
-    def _measured(self, rows: int) -> Curve:
+    def _measured(self, batch_size: int) -> Curve:
         """The curve without corrections: interpolated between known numbers of rows, proportional beyond them."""
-        known = sorted(self.table)
-        place = bisect.bisect(known, rows)
-        low, high = known[max(0, place - 1)], known[min(place, len(known) - 1)]
-        share = (rows - low) / (high - low) if low < rows < high else 0.0
-        times = 1.0 if low < high else rows / low
-        few, many = self.table[low], self.table[high if share else low]
-        both = [num for num in self.sizes if num in few and num in many]
-        return {num: times * ((1 - share) * few[num] + share * many[num]) for num in both}
+        batch_sizes = sorted(self.table)
+        position = bisect.bisect(batch_sizes, batch_size)
+        low, high = batch_sizes[max(0, position - 1)], batch_sizes[min(position, len(batch_sizes) - 1)]
+        share = (batch_size - low) / (high - low) if low < batch_size < high else 0.0
+        times = 1.0 if low < high else batch_size / low
+        low_curve, high_curve = self.table[low], self.table[high if share else low]
+        shared_sizes = [num for num in self.sizes if num in low_curve and num in high_curve]
+        return {num: times * ((1 - share) * low_curve[num] + share * high_curve[num]) for num in shared_sizes}
 
 
 class MeasuredCosts(Costs):
@@ -134,35 +134,38 @@ class MeasuredCosts(Costs):
     """
 
     def __init__(self, verifier: Verifier, sampling: Sampling, *, linear: bool, progress: Progress):
-        self.make_timer = lambda rows: PassTimer(verifier, sampling, rows, linear=linear)
+        self.make_timer = lambda batch_size: PassTimer(verifier, sampling, batch_size, linear=linear)
         self.by_shape, self.progress = verifier.runner.by_shape, progress  # by_shape: every shape is compiled
         self.limit = verifier.target.max_positions or sys.maxsize
         self.conditions = describe_conditions(verifier, sampling)
         # Several processes that hold one target may see different files, and must decide alike
-        self.path = find_file(self.conditions) if verifier.target.share.size == 1 else None
+        self.path = find_costs_file(self.conditions) if verifier.target.share.size == 1 else None
         super().__init__(self._read(), sizes=SIZES if self.by_shape else sorted({*range(1, 10), *SIZES}))
 
-    def prepare(self, rows):
-        usual = () if self.by_shape else ROWS
-        for each in [*(each for each in usual if each < rows), min(rows, max(usual, default=rows))]:
-            between = usual and self.table and min(self.table) <= each <= max(self.table)
-            if each not in self.table and not between:
-                self._measure(each)
+    def prepare(self, batch_size):
+        standard_sizes = () if self.by_shape else ROWS
+        for size in [
+            *(each for each in standard_sizes if each < batch_size),
+            min(batch_size, max(standard_sizes, default=batch_size)),
+        ]:
+            between = standard_sizes and self.table and min(self.table) <= size <= max(self.table)
+            if size not in self.table and not between:
+                self._measure(size)
 
-    def _measure(self, rows: int) -> None:
-        some = self.progress([num for num in SIZES if 2 * num < self.limit], f"costs of {rows} rows")
-        measured = self.make_timer(rows).measure(some)
+    def _measure(self, batch_size: int) -> None:
+        timed_sizes = self.progress([num for num in SIZES if 2 * num < self.limit], f"costs of {batch_size} rows")
+        measured = self.make_timer(batch_size).measure(timed_sizes)
         sizes = [num for num in self.sizes if num <= max(measured)]
         seconds = numpy.interp(sizes, list(measured), list(measured.values()))
-        self.table[rows] = dict(zip(sizes, map(float, seconds)))
+        self.table[batch_size] = dict(zip(sizes, map(float, seconds)))
         if self.path is not None:
-            keep_document(self.path, {"conditions": self.conditions, "seconds": self.table}, "The measured costs")
+            cache_document(self.path, {"conditions": self.conditions, "seconds": self.table}, "The measured costs")
 
     def _read(self) -> dict[int, Curve]:
         """Empty without a file, or for a damaged one: costs are measured again."""
         try:
-            found = read_json(self.path)["seconds"] if self.path else {}
-            return {int(rows): {int(num): float(each) for num, each in curve.items()} for rows, curve in found.items()}
+            curves = read_json(self.path)["seconds"] if self.path else {}
+            return {int(rows): {int(num): float(each) for num, each in curve.items()} for rows, curve in curves.items()}
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
             return {}
 
@@ -173,15 +176,17 @@ class PassTimer:
     linear: chains, for a target that reads nothing else; context: tokens of the text, at most half of the target's positions
     """
 
-    def __init__(self, verifier: Verifier, sampling: Sampling, rows: int, *, linear: bool, context: int = CONTEXT):
+    def __init__(
+        self, verifier: Verifier, sampling: Sampling, batch_size: int, *, linear: bool, context: int = CONTEXT
+    ):
         self.target, self.verifier, self.sampling, self.linear = verifier.target, verifier, sampling, linear
         target, device = self.target, self.target.device
-        self.rows, self.cache = rows, target.cache(rows)
+        self.batch_size, self.cache = batch_size, target.cache(batch_size)
         self.generator = torch.Generator().manual_seed(0)
         self.draws = rules.Draws(torch.Generator(device).manual_seed(0))
         length = min(context, (target.max_positions or 2 * context) // 2)
-        positions = torch.arange(length, device=device).expand(rows, -1)
-        self.cache.reserve(length, [length] * rows)
+        positions = torch.arange(length, device=device).expand(batch_size, -1)
+        self.cache.reserve(length, [length] * batch_size)
         mask = masks.pending_mask(masks.causal_mask(length, device), self.cache.lengths, self.cache.visible)
         target.read(self._tokens(length), (), positions=positions, mask=mask, cache=self.cache)
         self._commit(length)
@@ -189,18 +194,18 @@ class PassTimer:
     def seconds(self, num: int) -> float:
         """Of one pass of `num` nodes."""
         target, cache, linear = self.target, self.cache, self.linear
-        parents = torch.arange(-1, num - 1, device=target.device).repeat(self.rows, 1)
+        parents = torch.arange(-1, num - 1, device=target.device).repeat(self.batch_size, 1)
         if not linear and num > 2:
             parents[:, 2:] = parents[:, 2:] - 1  # two chains
         tree = Tree(self._tokens(num), parents, None, linear=linear)
-        devices.wait(target.device)
+        devices.wait_for_device(target.device)
         start = time.perf_counter()
-        path, following = self.verifier(tree, cache, self.draws, sampling=self.sampling).along(tree, num - 1)
+        path, following = self.verifier(tree, cache, self.draws, sampling=self.sampling).follow_path(tree, num - 1)
         following.tolist()
         if not linear:
-            cache.keep(path)
-        devices.wait(target.device)
-        seconds = target.share.all_say(time.perf_counter() - start)[0]
+            cache.keep_path(path)
+        devices.wait_for_device(target.device)
+        seconds = target.share.gather_values(time.perf_counter() - start)[0]
         if cache.states is None:
             cache.drop_pending()
         else:
@@ -226,14 +231,14 @@ class PassTimer:
         return {num: float(numpy.quantile(each, 0.25)) for num, each in times.items()}
 
     def _tokens(self, num: int) -> torch.Tensor:
-        tokens = torch.randint(0, self.target.vocab_size, (self.rows, num), generator=self.generator)
+        tokens = torch.randint(0, self.target.vocab_size, (self.batch_size, num), generator=self.generator)
         return tokens.to(self.target.device)
 
     def _commit(self, num: int) -> None:
-        self.cache.commit(torch.full((self.rows,), num, device=self.target.device), [num] * self.rows)
+        self.cache.commit(torch.full((self.batch_size,), num, device=self.target.device), [num] * self.batch_size)
 
 
-def told(ratios: dict[int, float], *, plain: float, absorb: float, step: float) -> Costs:
+def make_costs(ratios: dict[int, float], *, plain: float, absorb: float, step: float) -> Costs:
     """User-supplied costs. ratios: by nodes, of a pass over the pass of one node, which takes `plain` seconds
 
     absorb, step: seconds of a head's first step and of each further one
@@ -242,7 +247,7 @@ def told(ratios: dict[int, float], *, plain: float, absorb: float, step: float) 
     return Costs({1: curve}, sizes=sorted(curve), steps={"absorb": absorb, "step": step})
 
 
-def read_told(path: Path) -> Costs:
+def read_costs(path: Path) -> Costs:
     """User-supplied costs: {"plain_ms": 23.5, "ratios": {"1": 1, "4": 1.14}, "absorb_ms": 2, "step_ms": 1.2}
 
     Raises ValueError for a file that is missing or holds something else.
@@ -258,7 +263,7 @@ def read_told(path: Path) -> Costs:
             f"costs={path} must be a JSON file with plain_ms, absorb_ms, step_ms and ratios by the nodes of a pass, such as "
             f'{{"1": 1, "4": 1.14}} ({type(error).__name__}: {error}).'
         ) from error
-    return told(ratios, plain=plain, absorb=absorb, step=step)
+    return make_costs(ratios, plain=plain, absorb=absorb, step=step)
 
 
 def _processor() -> str:

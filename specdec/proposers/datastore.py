@@ -23,7 +23,7 @@ import numpy
 from specdec.core import untrusted
 
 SEPARATOR = -1
-ADVICE = "A datastore is a folder that specdec.proposers.datastore.write made"
+ADVICE = "A datastore is a folder that specdec.proposers.datastore.write_datastore made"
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,15 @@ class Datastore:
         """Those of the entries whose place has `token` `back` tokens before it."""
         tokens = self.tokens
 
-        def token_at(place: int) -> int:
-            return tokens[place - back]  # the index is never negative: the first separator ends every match
+        def token_at(position: int) -> int:
+            return tokens[position - back]  # the index is never negative: the first separator ends every match
 
         first = bisect.bisect_left(self.suffixes, token, entries.start, entries.stop, key=token_at)
         last = bisect.bisect_right(self.suffixes, token, first, entries.stop, key=token_at)
         return range(first, last)
 
 
-def join(texts: Iterable[list[int]]) -> numpy.ndarray:
+def join_texts(texts: Iterable[list[int]]) -> numpy.ndarray:
     """Token ids of texts, none of them empty -> [T] int32, with separators. Raises ValueError for 2^31 or more."""
     parts = [numpy.array([SEPARATOR], dtype=numpy.int32)]
     for text in texts:
@@ -71,7 +71,7 @@ def join(texts: Iterable[list[int]]) -> numpy.ndarray:
     return joined
 
 
-def sort(tokens: numpy.ndarray, length: int, progress: Callable[[list], Iterable] = iter) -> numpy.ndarray:
+def sort_places(tokens: numpy.ndarray, length: int, progress: Callable[[list], Iterable] = iter) -> numpy.ndarray:
     """tokens [T] -> `suffixes` [T]; ties are in the order of places. Needs about 40 bytes of memory for each token.
 
     Prefix doubling (Manber and Myers, 1990): if the places are sorted by n tokens, then sorting pairs of ranks, at a place
@@ -92,7 +92,7 @@ def sort(tokens: numpy.ndarray, length: int, progress: Callable[[list], Iterable
     return order.astype(numpy.int32)
 
 
-def write(folder: Path, tokens: numpy.ndarray, suffixes: numpy.ndarray, document: dict) -> None:
+def write_datastore(folder: Path, tokens: numpy.ndarray, suffixes: numpy.ndarray, document: dict) -> None:
     """Writes a datastore; the folder appears whole or not at all. Raises ValueError if it cannot be written.
 
     document: tokenizer_fingerprint, num_texts, length, and any further information
@@ -114,18 +114,20 @@ def write(folder: Path, tokens: numpy.ndarray, suffixes: numpy.ndarray, document
         raise ValueError(f"{folder} could not be written ({error}): free some disk space or choose another.") from error
 
 
-def read(folder: Path, tokenizer_fingerprint: str) -> Datastore:
+def read_datastore(folder: Path, tokenizer_fingerprint: str) -> Datastore:
     """Maps a datastore that was made with this tokenizer. Raises ValueError, with what to do, if it cannot be used."""
     if not folder.exists():
         raise ValueError(f"datastore={folder} does not exist. {ADVICE}.")
     if not (folder / "datastore.json").is_file():
         raise ValueError(f"datastore={folder} is not a datastore: it has no datastore.json. {ADVICE}.")
     try:
-        document = untrusted.read_json(untrusted.inside(folder, "datastore.json"))
+        document = untrusted.read_json(untrusted.find_inside(folder, "datastore.json"))
         made_with = document["tokenizer_fingerprint"]
         length, num_tokens, num_texts = (int(document[key]) for key in ("length", "num_tokens", "num_texts"))
         tokens, suffixes = (
-            numpy.lib.format.open_memmap(untrusted.inside(folder, name), mode="r")  # archives and pickles are refused
+            numpy.lib.format.open_memmap(
+                untrusted.find_inside(folder, name), mode="r"
+            )  # archives and pickles are refused
             for name in ("tokens.npy", "suffixes.npy")
         )
     except (OSError, EOFError, ValueError, KeyError, TypeError, OverflowError) as error:

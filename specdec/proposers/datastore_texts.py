@@ -27,21 +27,23 @@ def read_texts(
     Raises ValueError for a row with neither `text` nor `messages`.
     """
     special = find_special(tokenizer)
-    for number, (place, row) in enumerate(itertools.islice(reading.read_rows(source, split), limit)):
+    for number, (source_place, row) in enumerate(itertools.islice(reading.read_rows(source, split), limit)):
         if row.get("messages") is not None or reading.has_ids(row) or row.get("completion") is not None:
-            reading.check_messages(row, place)
-            with reading.at(place):
+            reading.check_messages(row, source_place)
+            with reading.name_location(source_place):
                 encoded = data.encode(tokenizer, reading.name_row(row, number, arguments))
-            yield from turns(encoded, special)
+            yield from split_turns(encoded, special)
         elif isinstance(row.get("text"), str):
-            with reading.at(place):
+            with reading.name_location(source_place):
                 tokens = data.tokenise(tokenizer, row["text"])["input_ids"]
             yield from filter(None, [tokens])
         else:
-            raise ValueError(f'{place}: neither messages nor text. A row needs "messages": [...] or "text": "...".')
+            raise ValueError(
+                f'{source_place}: neither messages nor text. A row needs "messages": [...] or "text": "...".'
+            )
 
 
-def turns(row: data.Row, special: set[int]) -> Iterator[list[int]]:
+def split_turns(row: data.Row, special: set[int]) -> Iterator[list[int]]:
     """The assistant's turns, each with the chat template's opening of the turn before it, from its special token on.
 
     With the opening, a text that ends with a prompt finds the beginnings of answers.

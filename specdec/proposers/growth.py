@@ -9,12 +9,12 @@ from torch import Tensor
 
 from specdec.core import masks
 from specdec.core.compile import Runner
-from specdec.core.sampling import AnySampling, pick
-from specdec.core.tree import Tree, TreeShape, chain
+from specdec.core.sampling import AnySampling, pick_tokens
+from specdec.core.tree import Tree, TreeShape, make_chain
 from specdec.heads.base import Drafter
 
 Children = Literal["distinct", "chosen"]
-LEAST = 1e-30  # probability that is divided by; float32 has no exact fractions of less
+MIN_PROBABILITY = 1e-30  # probability that is divided by; float32 has no exact fractions of less
 
 
 def check_children(children: str) -> None:
@@ -28,7 +28,9 @@ class StepOutput(NamedTuple):
 
     state: Tensor  # [B, w, H]
     logits: Tensor  # [B, w, W]
-    ahead: Tensor  # [B, K-1, W] logits of the steps behind it, of a parallel drafter's first step; else [B, 0, W]
+    shared_logits: (
+        Tensor  # [B, K-1, W] logits of the steps behind it, of a parallel drafter's first step; else [B, 0, W]
+    )
 
 
 class Steps(Protocol):
@@ -50,7 +52,7 @@ def grow_chain(
 ) -> Tree:
     """Greedy: the most likely tokens; else sampled ones, with their distributions.
 
-    newest [B], first: step 1 of this token; draws: of each depth, as of `uniforms`
+    newest [B], first: step 1 of this token; draws: of each depth, as of `draw_column`
     """
     depth = steps.shape.depth
     (state, logits, _), tokens, distributions = first, [newest], []
@@ -60,11 +62,13 @@ def grow_chain(
             draft = logits[:, 0].argmax(-1)
         else:
             distributions.append(sampling.distribution(logits[:, 0]))  # [B, W]
-            draft = pick(distributions[-1], draws[d - 1])
+            draft = pick_tokens(distributions[-1], draws[d - 1])
         tokens.append(steps.drafter.to_target(draft))
         if d < depth:
             state, logits, _ = steps.step(d + 1, d - 1, state, tokens[-1][:, None], seen[:, d - 1 : d, :d])
-    return chain(torch.stack(tokens, dim=1), _spread(steps.drafter, distributions) if distributions else None)
+    return make_chain(
+        torch.stack(tokens, dim=1), _stack_distributions(steps.drafter, distributions) if distributions else None
+    )
 
 
 def grow_tree(steps: Steps, newest: Tensor, first: StepOutput) -> Tree:
@@ -76,7 +80,7 @@ def grow_tree(steps: Steps, newest: Tensor, first: StepOutput) -> Tree:
     """
     shape, runner, device, num_rows = steps.shape, steps.runner, newest.device, len(newest)
     width = min(shape.width, steps.drafter.vocab_size)
-    most = shape.nodes if steps.drafter.attends == "block" else width
+    num_widened = shape.nodes if steps.drafter.context_kind == "block" else width
     state, logits, _ = first
     # All nodes of the growing tree, in the order of their making (so parents come first); entry 0 is the root.
     tokens, scores = [newest[:, None]], [torch.zeros(num_rows, 1, device=device)]
@@ -88,26 +92,26 @@ def grow_tree(steps: Steps, newest: Tensor, first: StepOutput) -> Tree:
     for d in range(1, shape.depth + 1):
 
         def widen(*inputs, num_nodes=num_nodes):
-            return _widen(steps.drafter, width, most, num_nodes, *inputs)
+            return _widen_frontier(steps.drafter, width, num_widened, num_nodes, *inputs)
 
         widened = runner(("widen", num_nodes), widen, logits, value, frontier, seen, state)
-        token, score, parent, value, frontier, seen, state, chosen = widened
+        token, score, parent, value, frontier, seen, state, frontier_tokens = widened
         tokens.append(token)
         scores.append(score)
         parents.append(parent)
         if d == shape.depth:
             break
         num_nodes += token.shape[1]
-        state, logits, _ = steps.step(d + 1, pending, state, chosen, seen)
-        pending += chosen.shape[1]
+        state, logits, _ = steps.step(d + 1, pending, state, frontier_tokens, seen)
+        pending += frontier_tokens.shape[1]
     count = len(tokens)
-    rank = lambda *parts: _rank(parts, count, shape.nodes)
+    rank = lambda *tensors: _rank_nodes(tensors, count, shape.nodes)
     kept_tokens, kept_parents = runner(("rank", count), rank, *tokens, *scores, *parents)
     return Tree(kept_tokens, kept_parents, None)
 
 
-def _widen(
-    drafter: Drafter, width: int, most: int, num_nodes: int, logits, value, frontier, seen, state
+def _widen_frontier(
+    drafter: Drafter, width: int, num_widened: int, num_nodes: int, logits, value, frontier, seen, state
 ) -> tuple[Tensor, ...]:
     """The `width` best children of each node of a frontier, and the next frontier: the `most` best of them.
 
@@ -119,80 +123,97 @@ def _widen(
     score = (value[..., None] + best.values).flatten(1)
     token = drafter.to_target(best.indices).expand(-1, frontier.shape[1], -1).flatten(1)
     owner = torch.arange(frontier.shape[1], device=token.device).repeat_interleave(width).expand_as(token)
-    value, chosen = score.topk(min(most, score.shape[1]), dim=1)  # [B, w]
-    from_owner = owner.gather(1, chosen)  # [B, w] index into the last frontier
+    value, widened_index = score.topk(min(num_widened, score.shape[1]), dim=1)  # [B, w]
+    from_owner = owner.gather(1, widened_index)  # [B, w] index into the last frontier
     rows = torch.arange(len(token), device=token.device)[:, None]
-    itself = torch.eye(chosen.shape[1], dtype=torch.bool, device=token.device).expand(len(token), -1, -1)
+    itself = torch.eye(widened_index.shape[1], dtype=torch.bool, device=token.device).expand(len(token), -1, -1)
     seen = torch.cat([seen[rows, from_owner], itself], dim=-1)
     parent = frontier.gather(1, owner)
-    return token, score, parent, value, num_nodes + chosen, seen, state[rows, from_owner], token.gather(1, chosen)
+    return (
+        token,
+        score,
+        parent,
+        value,
+        num_nodes + widened_index,
+        seen,
+        state[rows, from_owner],
+        token.gather(1, widened_index),
+    )
 
 
-def _rank(parts: tuple[Tensor, ...], count: int, num_kept: int) -> tuple[Tensor, Tensor]:
+def _rank_nodes(tensors: tuple[Tensor, ...], count: int, num_kept: int) -> tuple[Tensor, Tensor]:
     """`count` batches each of tokens, scores and parents -> tokens and parents [B, N] of the root and the best drafts"""
-    token, score, parent = (torch.cat(parts[i * count : (i + 1) * count], dim=1) for i in range(3))
+    token, score, parent = (torch.cat(tensors[i * count : (i + 1) * count], dim=1) for i in range(3))
     # A child never scores above its parent, and a stable sort puts the earlier first: a kept child's parent is kept.
     ranked = score.sort(dim=1, descending=True, stable=True).indices
-    kept = ranked[:, : 1 + num_kept].sort(dim=1).values  # [B, N], in the order of making
-    places = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
-    number = torch.zeros_like(parent).scatter(1, kept, places)
-    kept_parent = parent.gather(1, kept)
-    kept_parent = torch.where(kept_parent < 0, -1, number.gather(1, kept_parent.clamp(min=0)))
-    return token.gather(1, kept), kept_parent
+    ranked_nodes = ranked[:, : 1 + num_kept].sort(dim=1).values  # [B, N], in the order of making
+    places = torch.arange(ranked_nodes.shape[1], device=ranked_nodes.device).expand_as(ranked_nodes)
+    number = torch.zeros_like(parent).scatter(1, ranked_nodes, places)
+    ranked_parents = parent.gather(1, ranked_nodes)
+    ranked_parents = torch.where(ranked_parents < 0, -1, number.gather(1, ranked_parents.clamp(min=0)))
+    return token.gather(1, ranked_nodes), ranked_parents
 
 
 def grow_sampled_tree(
     steps: Steps, newest: Tensor, first: StepOutput, sampling: AnySampling, draws: Sequence[Tensor], parents: Tensor
 ) -> Tree:
-    """The tree of `static_parents` with sampled tokens, siblings without replacement. Its shape does not depend on any draw.
+    """The tree of `find_static_parents` with sampled tokens, siblings without replacement. Its shape does not depend on any draw.
 
-    newest [B], first: step 1 of this token; draws: of each node behind the root, as of `uniforms`; parents [N]: the static ones
+    newest [B], first: step 1 of this token; draws: of each node behind the root, as of `draw_column`; parents [N]: the static ones
     """
-    drafter, owners = steps.drafter, static_parents(steps.shape)
+    drafter, owners = steps.drafter, find_static_parents(steps.shape)
     tokens, distributions = [newest] * len(owners), [torch.zeros(0)] * (len(owners) - 1)
     state, logits, _ = first
     level, d, pending = [0], 1, 0  # the nodes that `logits` belong to, in order
     seen = torch.zeros(len(newest), 1, 0, dtype=torch.bool, device=newest.device)
     while True:
-        for place, node in enumerate(level):
-            left, distribution = logits[:, place], sampling.distribution(logits[:, place])  # [B, W] each
+        for index, node in enumerate(level):
+            remaining_logits, distribution = logits[:, index], sampling.distribution(logits[:, index])  # [B, W] each
             for child in [child for child, owner in enumerate(owners) if owner == node]:
-                draft = pick(distribution, draws[child - 1])
+                draft = pick_tokens(distribution, draws[child - 1])
                 distributions[child - 1], tokens[child] = distribution, drafter.to_target(draft)
-                left = left.scatter(1, draft[:, None], -torch.inf)
-                distribution = _without(distribution, draft, left)
-        following = [node for node, owner in enumerate(owners) if owner in level and node in owners]
-        if not following:
+                remaining_logits = remaining_logits.scatter(1, draft[:, None], -torch.inf)
+                distribution = _without(distribution, draft, remaining_logits)
+        next_level = [node for node, owner in enumerate(owners) if owner in level and node in owners]
+        if not next_level:
             break
         # No tensor of places, for which a GPU would have to be given numbers
-        above = [level.index(owners[node]) for node in following]
-        seen, state = (torch.stack([part[:, place] for place in above], dim=1) for part in (seen, state))
-        itself = torch.eye(len(following), dtype=torch.bool, device=newest.device).expand(len(newest), -1, -1)
-        seen, chosen = torch.cat([seen, itself], dim=-1), torch.stack([tokens[node] for node in following], dim=1)
+        above = [level.index(owners[node]) for node in next_level]
+        seen, state = (torch.stack([tensor[:, place] for place in above], dim=1) for tensor in (seen, state))
+        itself = torch.eye(len(next_level), dtype=torch.bool, device=newest.device).expand(len(newest), -1, -1)
+        seen, level_tokens = (
+            torch.cat([seen, itself], dim=-1),
+            torch.stack([tokens[node] for node in next_level], dim=1),
+        )
         d += 1
-        state, logits, _ = steps.step(d, pending, state, chosen, seen)
-        level, pending = following, pending + len(following)
+        state, logits, _ = steps.step(d, pending, state, level_tokens, seen)
+        level, pending = next_level, pending + len(next_level)
     shape = parents.repeat(len(newest), 1)
-    return Tree(torch.stack(tokens, dim=1), shape, _spread(drafter, distributions), most=max(map(owners.count, owners)))
+    return Tree(
+        torch.stack(tokens, dim=1),
+        shape,
+        _stack_distributions(drafter, distributions),
+        max_children=max(map(owners.count, owners)),
+    )
 
 
-def _without(distribution: Tensor, draft: Tensor, left: Tensor) -> Tensor:
+def _without(distribution: Tensor, draft: Tensor, remaining_logits: Tensor) -> Tensor:
     """distribution [B, W] once draft [B] was drawn and not put back; left [B, W]: the logits of what was not drawn.
 
     If nothing is left, or too little to be divided by, its most likely token gets probability 1, as in a tree of chosen nodes.
     """
-    rest = distribution.scatter(1, draft[:, None], 0)
-    total = rest.sum(-1, keepdim=True)
-    best = torch.zeros_like(rest).scatter(1, left.argmax(-1, keepdim=True), 1.0)
-    return torch.where(total > LEAST, rest / total.clamp(min=LEAST), best)
+    remainder = distribution.scatter(1, draft[:, None], 0)
+    total = remainder.sum(-1, keepdim=True)
+    best = torch.zeros_like(remainder).scatter(1, remaining_logits.argmax(-1, keepdim=True), 1.0)
+    return torch.where(total > MIN_PROBABILITY, remainder / total.clamp(min=MIN_PROBABILITY), best)
 
 
-def _spread(drafter: Drafter, distributions: list[Tensor]) -> Tensor:
+def _stack_distributions(drafter: Drafter, distributions: list[Tensor]) -> Tensor:
     """N distributions over the draft vocabulary, [B, W] each -> [B, 1 + N, V]; 0 for the root and for tokens outside of it"""
-    return widened(drafter, torch.stack([torch.zeros_like(distributions[0]), *distributions], dim=1))
+    return widen_distribution(drafter, torch.stack([torch.zeros_like(distributions[0]), *distributions], dim=1))
 
 
-def widened(drafter: Drafter, distribution: Tensor) -> Tensor:
+def widen_distribution(drafter: Drafter, distribution: Tensor) -> Tensor:
     """A distribution over the draft vocabulary, [..., W] -> [..., V]; 0 for tokens outside of it"""
     if drafter.draft_to_target is None:
         return distribution
@@ -204,7 +225,7 @@ def widened(drafter: Drafter, distribution: Tensor) -> Tensor:
 FIRST_CHILD, NEXT_CHILD = 0.6, 0.4  # assumed acceptance of a first child; of each further child relative to the last
 
 
-def static_parents(shape: TreeShape) -> list[int]:
+def find_static_parents(shape: TreeShape) -> list[int]:
     """The parents of a fixed tree, level by level (Sequoia, 2402.12374, with equal probabilities at all positions).
 
     Its nodes are the `nodes` paths that are most likely to be accepted if the children of every node are accepted with
@@ -212,13 +233,13 @@ def static_parents(shape: TreeShape) -> list[int]:
     """
     # -probability, depth, ranks along the path
     best: list[tuple[float, int, tuple[int, ...]]] = [(-FIRST_CHILD, 1, (0,))]
-    chosen: list[tuple[int, ...]] = []
-    while best and len(chosen) < shape.nodes:
+    selected: list[tuple[int, ...]] = []
+    while best and len(selected) < shape.nodes:
         probability, depth, ranks = heapq.heappop(best)
-        chosen.append(ranks)
+        selected.append(ranks)
         if depth < shape.depth:
             heapq.heappush(best, (probability * FIRST_CHILD, depth + 1, (*ranks, 0)))
         if ranks[-1] + 1 < shape.width:
             heapq.heappush(best, (probability * NEXT_CHILD, depth, (*ranks[:-1], ranks[-1] + 1)))
-    paths = [(), *sorted(chosen, key=lambda ranks: (len(ranks), ranks))]
+    paths = [(), *sorted(selected, key=lambda ranks: (len(ranks), ranks))]
     return [-1, *(paths.index(path[:-1]) for path in paths[1:])]

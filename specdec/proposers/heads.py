@@ -11,21 +11,21 @@ from torch import Tensor
 from specdec.core import masks
 from specdec.core.cache import CacheMark, RowCache, SpareMemory
 from specdec.core.compile import Runner
-from specdec.core.devices import given
+from specdec.core.devices import upload_values
 from specdec.core.option_types import BatchSize, SmallCount, Text
-from specdec.core.sampling import AnySampling, Sampling, uniforms
+from specdec.core.sampling import AnySampling, Sampling, draw_column
 from specdec.core.tree import Tree, TreeShape
 from specdec.heads.base import Drafter
-from specdec.heads.draft import Draft, existing
-from specdec.proposers.base import Proposer, last_of
+from specdec.heads.draft import Draft, load_existing
+from specdec.proposers.base import Proposer, select_last
 from specdec.proposers.growth import (
     Children,
     StepOutput,
     check_children,
+    find_static_parents,
     grow_chain,
     grow_sampled_tree,
     grow_tree,
-    static_parents,
 )
 from specdec.target.model import Target
 
@@ -57,29 +57,29 @@ class Committed(NamedTuple):
         return self._replace(rows=[self.rows[row] for row in rows])
 
     def without(self, rows: list[int]) -> "Committed":
-        return self._replace(rows=[None if row in rows else own for row, own in enumerate(self.rows)])
+        return self._replace(rows=[None if row in rows else source for row, source in enumerate(self.rows)])
 
 
-def joined(parts: list[Committed], *, fixed: bool) -> NewTokens:
+def join_committed(commits: list[Committed], *, fixed: bool) -> NewTokens:
     """What several commits brought, as one. fixed: filled up to one of few lengths"""
-    first, rows = parts[0]
-    if len(parts) == 1 and rows == list(range(len(first.counts))):
+    first, rows = commits[0]
+    if len(commits) == 1 and rows == list(range(len(first.counts))):
         return first
-    index = [list[int]() for _ in rows]  # of each row, places in the flat tokens of all parts
+    token_places = [list[int]() for _ in rows]  # of each row, places in the flat tokens of all parts
     start, device = 0, first.tokens.device
-    for new, own in parts:
+    for new, source_rows in commits:
         num_rows, length = new.tokens.shape
-        for places, row in zip(index, own):
-            if row is not None:
-                places += range(start + row * length, start + row * length + new.counts[row])
+        for places, source_row in zip(token_places, source_rows):
+            if source_row is not None:
+                places += range(start + source_row * length, start + source_row * length + new.counts[source_row])
         start += num_rows * length
-    counts = list(map(len, index))
+    counts = list(map(len, token_places))
     longest = max(counts)
     length = max(4, 1 << (longest - 1).bit_length()) if fixed else longest
-    place = given([places + [0] * (length - len(places)) for places in index], device)  # [B, S]
-    tokens = torch.cat([new.tokens.flatten() for new, _ in parts])
-    features = torch.cat([new.features.flatten(0, 1) for new, _ in parts])
-    return NewTokens(tokens[place], features[place], given(counts, device), counts)
+    token_index = upload_values([places + [0] * (length - len(places)) for places in token_places], device)  # [B, S]
+    tokens = torch.cat([new.tokens.flatten() for new, _ in commits])
+    features = torch.cat([new.features.flatten(0, 1) for new, _ in commits])
+    return NewTokens(tokens[token_index], features[token_index], upload_values(counts, device), counts)
 
 
 class HeadProposer(Proposer):
@@ -107,8 +107,8 @@ class HeadProposer(Proposer):
         self.drafter = drafter.eval()
         self.shape = shape
         self.children = children
-        parents = static_parents(shape)
-        self.parents = given(parents, drafter.target.device)  # of a sampled tree
+        parents = find_static_parents(shape)
+        self.parents = upload_values(parents, drafter.target.device)  # of a sampled tree
         self.siblings = max(map(parents.count, parents))
         self.runner = Runner(compile, cuda_graphs=cuda_graphs)
         self.target_layers = drafter.target_layers
@@ -122,7 +122,7 @@ class HeadProposer(Proposer):
     def as_chain(self, deepest: int) -> "HeadProposer":
         """The same drafter as a chain of `deepest` drafts, or of as many as it can make."""
         depth = deepest if self.drafter.depth is None else min(deepest, self.drafter.depth)
-        compile, graphs = self.runner.asked
+        compile, graphs = self.runner.requested
         chain = HeadProposer(self.drafter, TreeShape(depth, 1, depth), compile=compile, cuda_graphs=graphs)
         chain.runner.follow(self.runner)
         return chain
@@ -130,20 +130,22 @@ class HeadProposer(Proposer):
     def steady(self):
         return self
 
-    def meet(self, verifier, sampling):
+    def attach_verifier(self, verifier, sampling):
         self.runner.follow(verifier.runner)
 
-    def share(self, cache):
+    def attach_cache(self, cache):
         self.room = cache.capacity + self.depth * self.shape.width  # pending entries are more than the nodes of a tree
 
-    def finish(self, nums):
+    def finish(self, answer_lengths):
         self.cache.release()
 
     def begin(self, tokens, num):
         self.cache = self.drafter.cache(tokens.shape[0])
-        self.cache.expect(self.room, self.spare)
-        self.opening = tokens[:, :1]  # [B, 1] the token of slot 0, which `commit` does not bring
-        self.carried: list[Tensor] = []  # attends="depth": of modules 1..K-1, the state [B, 1, H] of their newest slot
+        self.cache.preallocate(self.room, self.spare)
+        self.first_tokens = tokens[:, :1]  # [B, 1] the token of slot 0, which `commit` does not bring
+        self.carried: list[
+            Tensor
+        ] = []  # context_kind="depth": of modules 1..K-1, the state [B, 1, H] of their newest slot
         self.absorbed: tuple[Tensor, StepOutput] | None = None  # the result of `absorb`, until the next `commit`
 
         self.waiting: list[Committed] = []  # what `absorb` has not read yet
@@ -151,31 +153,35 @@ class HeadProposer(Proposer):
     def commit(self, tokens, features, num, counts):
         """Only stores its arguments: `absorb` reads them when they are needed, so nothing is computed after the last round."""
         if self.drafter.first_slot == 0 and self.cache.get_seq_length() == 0 and not self.waiting:
-            tokens, num, counts = torch.cat([self.opening, tokens], dim=1), num + 1, [count + 1 for count in counts]
+            tokens, num, counts = (
+                torch.cat([self.first_tokens, tokens], dim=1),
+                num + 1,
+                [count + 1 for count in counts],
+            )
         self.waiting.append(Committed(NewTokens(tokens, features, num, counts), list(range(len(counts)))))
         self.absorbed = None
 
-    def select(self, rows, nums):
-        index = given(rows, self.opening.device)
+    def select(self, rows, answer_lengths):
+        index = upload_values(rows, self.first_tokens.device)
         self.cache.select(rows)
-        self.opening, self.carried = self.opening[index], [state[index] for state in self.carried]
-        self.waiting = [each.select(rows) for each in self.waiting]
+        self.first_tokens, self.carried = self.first_tokens[index], [state[index] for state in self.carried]
+        self.waiting = [committed.select(rows) for committed in self.waiting]
         if self.absorbed is not None:
             newest, first = self.absorbed
-            self.absorbed = newest[index], StepOutput(*(part[index] for part in first))
+            self.absorbed = newest[index], StepOutput(*(tensor[index] for tensor in first))
 
-    def replace(self, rows, nums, opening):
+    def replace(self, rows, answer_lengths, opening):
         assert self.absorbed is None, "prompts join after a round"
-        fresh = copy.copy(self)
-        fresh.begin(opening.tokens, opening.num)
-        fresh.commit(opening.following, opening.features, opening.num, opening.counts)
-        index = given(rows, self.opening.device)
-        self.cache.replace(rows, fresh.cache)
-        fresh.cache.release()
-        self.opening = self.opening.index_copy(0, index, fresh.opening)
+        opened = copy.copy(self)
+        opened.begin(opening.tokens, opening.num)
+        opened.commit(opening.following, opening.features, opening.num, opening.counts)
+        index = upload_values(rows, self.first_tokens.device)
+        self.cache.replace(rows, opened.cache)
+        opened.cache.release()
+        self.first_tokens = self.first_tokens.index_copy(0, index, opened.first_tokens)
         numbers = dict(zip(rows, itertools.count()))
-        prompts = fresh.waiting[0]._replace(rows=[numbers.get(row) for row in range(len(self.opening))])
-        self.waiting = [*(each.without(rows) for each in self.waiting), prompts]
+        prompts = opened.waiting[0]._replace(rows=[numbers.get(row) for row in range(len(self.first_tokens))])
+        self.waiting = [*(committed.without(rows) for committed in self.waiting), prompts]
 
     @torch.no_grad()
     def mark(self):
@@ -188,11 +194,11 @@ class HeadProposer(Proposer):
 
     @torch.no_grad()
     def propose(self, sampling, generator):
-        num_rows, device = self.opening.shape[0], self.opening.device
+        num_rows, device = self.first_tokens.shape[0], self.first_tokens.device
         sampled = not sampling.greedy and (self.shape.chain or self.children == "distinct")
-        draws = [uniforms(num_rows, generator, device) for _ in range(len(self.parents) - 1 if sampled else 0)]
+        draws = [draw_column(num_rows, generator, device) for _ in range(len(self.parents) - 1 if sampled else 0)]
         if self.absorbed is None and self._capturable(sampling):
-            return self._propose_whole(sampling, draws)
+            return self._propose_from_graph(sampling, draws)
         newest, first = self.absorb()
         tree = self._grow(newest, first, sampling, draws)
         self.cache.drop_pending()
@@ -208,30 +214,37 @@ class HeadProposer(Proposer):
     def _capturable(self, sampling: AnySampling) -> bool:
         """Whether all of a round's steps can be one CUDA graph: no row has a prompt to read, all rows have one sampling, and no
         step reads a copy that it made itself, as draft models do of the weights of fewer tokens."""
-        copies = self.drafter.attends == "text" and self.drafter.draft_to_target is not None
-        return self.runner.cuda_graphs and all(self.cache.known) and isinstance(sampling, Sampling) and not copies
+        copies = self.drafter.context_kind == "text" and self.drafter.draft_to_target is not None
+        return (
+            self.runner.cuda_graphs and all(self.cache.host_lengths) and isinstance(sampling, Sampling) and not copies
+        )
 
-    def _propose_whole(self, sampling: AnySampling, draws: list[Tensor]) -> Tree:
+    def _propose_from_graph(self, sampling: AnySampling, draws: list[Tensor]) -> Tree:
         """`absorb` and `_grow` from one CUDA graph"""
         new = self._take_waiting(fixed=True)
         num_carried = len(self.carried)
 
-        def whole(tokens, features, num, lengths, *more):
+        def draft_round(tokens, features, num, lengths, *graph_inputs):
             view = copy.copy(self)
-            view.cache, view.carried = self.cache.over(self.cache.halves, lengths), list(more[:num_carried])
-            view.parents = more[num_carried]
+            view.cache, view.carried = (
+                self.cache.with_tensors(self.cache.keys_and_values, lengths),
+                list(graph_inputs[:num_carried]),
+            )
+            view.parents = graph_inputs[num_carried]
             view.absorbed = newest, first = view._read(NewTokens(tokens, features, num, new.counts), view.runner)
-            tree = view._grow(newest, first, sampling, more[num_carried + 1 :])
+            tree = view._grow(newest, first, sampling, graph_inputs[num_carried + 1 :])
             probs = [] if tree.probs is None else [tree.probs]
             return tree.tokens, tree.parents.contiguous(), newest, *first, *view.carried, *probs
 
         inputs = [new.tokens, new.features, new.num, self.cache.lengths, *self.carried, self.parents, *draws]
         name = "draft", self.shape, sampling if draws or self.shape.chain else None
-        tokens, parents, newest, state, logits, ahead, *more = self.runner.whole(name, whole, inputs, self.cache.halves)
-        probs = more.pop() if draws else None
-        self.carried, self.absorbed = more, (newest, StepOutput(state, logits, ahead))
+        tokens, parents, newest, state, logits, shared_logits, *graph_outputs = self.runner.run_whole(
+            name, draft_round, inputs, self.cache.keys_and_values
+        )
+        probs = graph_outputs.pop() if draws else None
+        self.carried, self.absorbed = graph_outputs, (newest, StepOutput(state, logits, shared_logits))
         self.cache.commit(new.num, new.counts)
-        return Tree(tokens, parents, probs, self.shape.chain, most=self.siblings if draws else None)
+        return Tree(tokens, parents, probs, self.shape.chain, max_children=self.siblings if draws else None)
 
     def absorb(self) -> tuple[Tensor, StepOutput]:
         """Runs step 1 over the tokens of the last `commit`, unless that was done; their entries are committed in the cache.
@@ -239,58 +252,60 @@ class HeadProposer(Proposer):
         -> the newest token [B, 1], the result of its step 1
         """
         if self.absorbed is None:
-            begun = [row for row, known in enumerate(self.cache.known) if not known]
-            if 0 < len(begun) < len(self.cache.known):
-                self.absorbed = self._absorb_apart(begun)
+            opened_rows = [row for row, has_tokens in enumerate(self.cache.host_lengths) if not has_tokens]
+            if 0 < len(opened_rows) < len(self.cache.host_lengths):
+                self.absorbed = self._absorb_opened(opened_rows)
             else:
-                self.absorbed = self._absorb_all(opening=bool(begun))
+                self.absorbed = self._absorb_all(reads_prompts=bool(opened_rows))
         return self.absorbed
 
-    def _absorb_all(self, *, opening: bool) -> tuple[Tensor, StepOutput]:
+    def _absorb_all(self, *, reads_prompts: bool) -> tuple[Tensor, StepOutput]:
         """opening: the rows have prompts to read"""
-        new = self._take_waiting(fixed=self.runner.by_shape and not opening)
+        new = self._take_waiting(fixed=self.runner.by_shape and not reads_prompts)
         # The shape of a prompt seldom comes again: not worth compiling
-        return self._read(new, Runner() if opening else self.runner)
+        return self._read(new, Runner() if reads_prompts else self.runner)
 
     def _take_waiting(self, *, fixed: bool) -> NewTokens:
         """What was not read yet; the cache has room for it and for drafts."""
-        new, self.waiting = joined(self.waiting, fixed=fixed), []
+        new, self.waiting = join_committed(self.waiting, fixed=fixed), []
         drafts = max(self.shape.depth * self.shape.width, self.shape.nodes)  # levels of a sampled tree may be wider
         self.cache.make_room(new.tokens.shape[1] + drafts)
         return new
 
-    def _read(self, new: NewTokens, run: Runner) -> tuple[Tensor, StepOutput]:
-        inputs = (new.tokens, new.features, new.num, self.cache.lengths, *self.cache.halves, *self.carried)
-        *carried, newest, state, logits, ahead = run(("absorb", self.shape.depth), self._absorb, *inputs)
+    def _read(self, new: NewTokens, runner: Runner) -> tuple[Tensor, StepOutput]:
+        inputs = (new.tokens, new.features, new.num, self.cache.lengths, *self.cache.keys_and_values, *self.carried)
+        *carried, newest, state, logits, shared_logits = runner(("absorb", self.shape.depth), self._absorb, *inputs)
         self.carried = carried
         self.cache.commit(new.num, new.counts)
-        return newest, StepOutput(state, logits, ahead)
+        return newest, StepOutput(state, logits, shared_logits)
 
-    def _absorb_apart(self, begun: list[int]) -> tuple[Tensor, StepOutput]:
+    def _absorb_opened(self, opened_rows: list[int]) -> tuple[Tensor, StepOutput]:
         """Rows that have a prompt to read do so by themselves: the others would be filled up to its length."""
-        index, fresh = given(begun, self.opening.device), copy.copy(self)
-        fresh.begin(self.opening[index], self.cache.lengths[index])
-        fresh.waiting = [each.select(begun) for each in self.waiting]
-        newest, first = fresh.absorb()
-        self.waiting = [each.without(begun) for each in self.waiting]
-        own, own_first = self._absorb_all(opening=False)
-        self.cache.replace(begun, fresh.cache)
-        fresh.cache.release()
-        self.carried = [state.index_copy(0, index, new) for state, new in zip(self.carried, fresh.carried)]
-        parts = [part.index_copy(0, index, new) for part, new in zip(own_first, first)]
-        return own.index_copy(0, index, newest), StepOutput(*parts)
+        index, opened = upload_values(opened_rows, self.first_tokens.device), copy.copy(self)
+        opened.begin(self.first_tokens[index], self.cache.lengths[index])
+        opened.waiting = [committed.select(opened_rows) for committed in self.waiting]
+        newest, first = opened.absorb()
+        self.waiting = [committed.without(opened_rows) for committed in self.waiting]
+        current_tokens, current_output = self._absorb_all(reads_prompts=False)
+        self.cache.replace(opened_rows, opened.cache)
+        opened.cache.release()
+        self.carried = [state.index_copy(0, index, new) for state, new in zip(self.carried, opened.carried)]
+        merged = [tensor.index_copy(0, index, new) for tensor, new in zip(current_output, first)]
+        return current_tokens.index_copy(0, index, newest), StepOutput(*merged)
 
     def step(self, d: int, pending: int, state: Tensor, tokens: Tensor, seen: Tensor) -> StepOutput:
         """See growth.Steps."""
         if self.drafter.parallel:
             assert self.absorbed is not None
-            ahead = self.absorbed[1].ahead
-            return StepOutput(state, ahead[:, d - 2 : d - 1].expand(-1, tokens.shape[1], -1), ahead[:, :0])
+            shared_logits = self.absorbed[1].shared_logits
+            return StepOutput(
+                state, shared_logits[:, d - 2 : d - 1].expand(-1, tokens.shape[1], -1), shared_logits[:, :0]
+            )
 
         def step(state, tokens, seen, lengths, *halves):
-            return self._step(d, state, tokens, seen, self.cache.over(halves, lengths, pending=pending))
+            return self._step(d, state, tokens, seen, self.cache.with_tensors(halves, lengths, pending=pending))
 
-        inputs = state, tokens, seen, self.cache.lengths, *self.cache.halves
+        inputs = state, tokens, seen, self.cache.lengths, *self.cache.keys_and_values
         state, logits = self.runner(("step", d, pending), step, *inputs)
         return StepOutput(state, logits, logits[:, :0])
 
@@ -304,45 +319,47 @@ class HeadProposer(Proposer):
         values, tokens = self.runner(("candidates", num), likeliest, logits)
         return values.tolist(), tokens.tolist()
 
-    def _absorb(self, tokens, features, num, lengths, *rest):
+    def _absorb(self, tokens, features, num, lengths, *tensors):
         """`absorb`, as a function of tensors. rest: the cache's halves, then the states that are carried so far
 
         -> the states to carry on, the newest token [B, 1], then state and logits of its step 1, and logits ahead
         """
-        halves, carried = rest[: len(self.cache.halves)], rest[len(self.cache.halves) :]
-        cache, newest = self.cache.over(halves, lengths), _newest(tokens, num)
+        halves, carried = tensors[: len(self.cache.keys_and_values)], tensors[len(self.cache.keys_and_values) :]
+        cache, newest = self.cache.with_tensors(halves, lengths), _select_newest(tokens, num)
         if self.drafter.parallel:
-            state, readouts = self._only_step(tokens, features, num, cache)
+            state, readouts = self._parallel_step(tokens, features, num, cache)
             logits = self.drafter.logits(1, readouts)  # [B, K, W] of all depths in one product
             return newest, state, logits[:, :1], logits[:, 1:]
         state, readout, *states = self._first_step(tokens, features, num, cache, carried)
         logits = self.drafter.logits(1, readout)
         return *states, newest, state, logits, logits[:, :0]
 
-    def _only_step(self, tokens: Tensor, features: Tensor, num: Tensor, cache: RowCache) -> tuple[Tensor, Tensor]:
+    def _parallel_step(self, tokens: Tensor, features: Tensor, num: Tensor, cache: RowCache) -> tuple[Tensor, Tensor]:
         """`_first_step` of a parallel drafter, with all steps behind it.
 
         -> a state that nothing reads [B, 1, 0], readouts [B, K, R] of all steps
         """
-        drafter, num_new, more = self.drafter, tokens.shape[1], self.shape.depth - 1
-        blank = drafter.blank(len(tokens), more)
+        drafter, num_new, num_later = self.drafter, tokens.shape[1], self.shape.depth - 1
+        blank = drafter.blank(len(tokens), num_later)
         if blank is None:
             state, _ = self._first_step(tokens, features, num, cache, ())
-            return state[..., :0], drafter.ahead(state)[:, 0, : 1 + more]
+            return state[..., :0], drafter.all_readouts(state)[:, 0, : 1 + num_later]
         # The steps behind step 1 of the newest slot stand behind all new slots, whatever their number in each row
         h = torch.cat([drafter.encode(features), blank[0]], dim=1)
-        place = torch.arange(num_new + more, device=h.device)  # [S + K - 1]
-        behind = (place >= num_new)[None]
-        after = num[:, None] + torch.arange(more, device=h.device)  # [B, K - 1] slots of the steps behind
-        slots = torch.cat([place[:num_new].expand(len(h), -1), after], dim=1)  # [B, S + K - 1], of the new ones
-        real = behind | (place < num[:, None])  # [B, S + K - 1]
-        seen = masks.causal_mask(num_new + more, h.device) & real[:, None]  # [B, ., S + K - 1]
-        seen = seen | torch.eye(num_new + more, dtype=torch.bool, device=h.device)
-        cache.reserve(num_new + more)
+        slot_index = torch.arange(num_new + num_later, device=h.device)  # [S + K - 1]
+        is_later_step = (slot_index >= num_new)[None]
+        later_slots = num[:, None] + torch.arange(num_later, device=h.device)  # [B, K - 1] slots of the steps behind
+        slots = torch.cat(
+            [slot_index[:num_new].expand(len(h), -1), later_slots], dim=1
+        )  # [B, S + K - 1], of the new ones
+        real = is_later_step | (slot_index < num[:, None])  # [B, S + K - 1]
+        seen = masks.causal_mask(num_new + num_later, h.device) & real[:, None]  # [B, ., S + K - 1]
+        seen = seen | torch.eye(num_new + num_later, dtype=torch.bool, device=h.device)
+        cache.reserve(num_new + num_later)
         mask = cast(Tensor, cache.sees(seen))
         positions = cache.lengths[:, None] + drafter.first_slot + slots
         state, readout = drafter.step(1, h, torch.cat([tokens, blank[1]], dim=1), positions, mask, cache)
-        return state[:, :1, :0], torch.cat([_newest(readout, num), readout[:, num_new:]], dim=1)
+        return state[:, :1, :0], torch.cat([_select_newest(readout, num), readout[:, num_new:]], dim=1)
 
     def _first_step(
         self, tokens: Tensor, features: Tensor, num: Tensor, cache: RowCache, carried
@@ -359,38 +376,38 @@ class HeadProposer(Proposer):
         else:
             h = drafter.encode(features)
         cache.reserve(num_new)
-        if drafter.attends in ("none", "block"):
+        if drafter.context_kind in ("none", "block"):
             drafter.context(h, positions - 1, cache)
             seen = masks.committed_mask(cache.lengths + num, cache.visible)
-            h, tokens, positions = (_newest(x, num) for x in (h, tokens, positions))
+            h, tokens, positions = (_select_newest(x, num) for x in (h, tokens, positions))
             return drafter.step(1, h, tokens, positions, seen, cache)
 
         mask = cast(Tensor, cache.sees(masks.causal_mask(num_new, start.device)))
         state, readout = drafter.step(1, h, tokens, positions, mask, cache)
-        newest = _newest(state, num), _newest(readout, num)
-        if drafter.attends != "depth":
+        newest = _select_newest(state, num), _select_newest(readout, num)
+        if drafter.context_kind != "depth":
             return newest
         # Modules 2..K read the new tokens too, each at a slot one further back. An entry of the cache stands for a
         # token: in module d it is the entry of the slot whose step d reads this token.
         states: list[Tensor] = []
         for d in range(2, self.shape.depth + 1):
-            before = carried[d - 2] if carried else torch.zeros_like(state[:, :1])
-            states.append(_newest(state, num))
-            h = torch.cat([before, state[:, :-1]], dim=1)
-            state, _ = drafter.step(d, h, tokens, positions, _lagging(mask, d, cache), cache)
+            previous_state = carried[d - 2] if carried else torch.zeros_like(state[:, :1])
+            states.append(_select_newest(state, num))
+            h = torch.cat([previous_state, state[:, :-1]], dim=1)
+            state, _ = drafter.step(d, h, tokens, positions, _mask_lagging(mask, d, cache), cache)
         return *newest, *states
 
     def _step(self, d: int, state, tokens, seen, cache: RowCache) -> tuple[Tensor, Tensor]:
         """`step`, as a function of tensors and of the cache made of them."""
         drafter, mask = self.drafter, None
         positions = (cache.lengths + drafter.first_slot + d - 2)[:, None].expand_as(tokens)
-        if drafter.attends not in ("none", "block"):
+        if drafter.context_kind not in ("none", "block"):
             cache.reserve(tokens.shape[1])
-            if drafter.attends == "depth":
+            if drafter.context_kind == "depth":
                 seen = torch.zeros_like(seen)  # the earlier nodes are entries of other modules; a node sees itself
             mask = cast(Tensor, cache.sees(seen))
-            if drafter.attends == "depth":
-                mask = _lagging(mask, d, cache)
+            if drafter.context_kind == "depth":
+                mask = _mask_lagging(mask, d, cache)
         state, readout = drafter.step(d, state, tokens, positions, mask, cache)
         return state, drafter.logits(d, readout)
 
@@ -411,22 +428,22 @@ def make_draft_proposer(
     depth, width, nodes: see TreeShape; nodes None: depth x width
     Raises ValueError if the model cannot be used.
     """
-    lm, drafted = existing(target, model, dtype=str(target.dtype).removeprefix("torch."))
+    lm, drafted = load_existing(target, model, dtype=str(target.dtype).removeprefix("torch."))
     drafter = Draft(target, model=lm, vocab=drafted).requires_grad_(False)
     return HeadProposer(drafter, TreeShape(depth, width, nodes or depth * width), children=children, compile=compile)
 
 
-def _newest(values: Tensor, num: Tensor) -> Tensor:
+def _select_newest(values: Tensor, num: Tensor) -> Tensor:
     """[B, S, ...] of the newly committed -> [B, 1, ...] of each row's last"""
-    return last_of(values, num)[:, None]
+    return select_last(values, num)[:, None]
 
 
-def _lagging(mask: Tensor, d: int, cache: RowCache) -> Tensor:
-    """attends="depth": the entries of module d that a slot could see when it was the newest (docs/architecture.md).
+def _mask_lagging(mask: Tensor, d: int, cache: RowCache) -> Tensor:
+    """context_kind="depth": the entries of module d that a slot could see when it was the newest (docs/architecture.md).
 
     The first d - 1 tokens are read by no slot's step d. The slot whose step d reads an entry's token is d - 1 before this
     token, and it sees the keys of tokens up to its own; also itself, so that no row is empty.
     """
     entry = torch.arange(mask.shape[-1], device=mask.device)  # [C]
-    own = cache.slots[:, None, :, None]  # [B, 1, S, 1]
-    return mask & (entry >= d - 1) & (entry <= own - (d - 1)) | (entry == own)
+    own_slot = cache.slots[:, None, :, None]  # [B, 1, S, 1]
+    return mask & (entry >= d - 1) & (entry <= own_slot - (d - 1)) | (entry == own_slot)

@@ -33,7 +33,7 @@ NOWHERE = SuffixMatch(0, 0)
 class RowMemory:
     """What is kept beside a row's text."""
 
-    own: "Automaton"  # of the text
+    automaton: "Automaton"  # of the text
     start: int = 0  # where its answer starts
     young: SuffixMatch = NOWHERE  # the longest match in each generation of the memory
     old: SuffixMatch = NOWHERE
@@ -68,24 +68,27 @@ class Suffix(TextProposer):
             raise ValueError(f"factor={factor} with offset={offset} drafts nothing: raise one of them.")
         self.num, self.factor, self.offset, self.least, self.memory = num, factor, offset, least, memory
         self.depth = num
-        self.datastore, self.known = datastore, [] if datastore is None else last_texts(target, datastore, memory)
-        self.forget()
+        self.datastore, self.initial_texts = (
+            datastore,
+            [] if datastore is None else read_last_texts(target, datastore, memory),
+        )
+        self.reset_history()
         self.texts: list[list[int]] = []
         self.states: list[RowMemory] = []
 
-    def forget(self):
+    def reset_history(self):
         self.younger, self.older = Automaton(), Automaton()  # two generations of memory
-        for text in self.known:
+        for text in self.initial_texts:
             self.remember(text)
 
     def begin(self, tokens, num):
         self.ended: list[list[int]] = []  # answers of rows that have left the batch
         super().begin(tokens, num)
-        for place, start in zip(self.states, num.tolist()):
-            place.start = start
+        for state, start in zip(self.states, num.tolist()):
+            state.start = start
 
-    def finish(self, nums):
-        self._remember_ended([self._answer(row, num) for row, num in enumerate(nums)])
+    def finish(self, answer_lengths):
+        self._remember_ended([self._answer(row, num) for row, num in enumerate(answer_lengths)])
 
     def _answer(self, row: int, num: int) -> list[int]:
         start = self.states[row].start
@@ -101,30 +104,30 @@ class Suffix(TextProposer):
         answer = answer[: self.memory]
         if self.younger.num_tokens + len(answer) > self.memory:
             self.younger, self.older = Automaton(), self.younger
-        self.younger.begin()
+        self.younger.start_text()
         for token in answer:
             self.younger.append(token)
 
-    def fresh(self, text):
+    def start_row(self, text):
         return RowMemory(Automaton())
 
     def extend(self, row, new):
         for token in new:
-            self.states[row].own.append(token)
+            self.states[row].automaton.append(token)
         self._follow(row, new)
 
     def _follow(self, row: int, new: list[int]) -> None:
-        place = self.states[row]
+        state = self.states[row]
         for token in new:
-            place.young, place.old = self.younger.follow(place.young, token), self.older.follow(place.old, token)
+            state.young, state.old = self.younger.follow(state.young, token), self.older.follow(state.old, token)
 
-    def select(self, rows, nums):
-        self.ended += [self._answer(row, nums[row]) for row in range(len(self.texts)) if row not in rows]
-        super().select(rows, nums)
+    def select(self, rows, answer_lengths):
+        self.ended += [self._answer(row, answer_lengths[row]) for row in range(len(self.texts)) if row not in rows]
+        super().select(rows, answer_lengths)
 
-    def replace(self, rows, nums, opening):
-        self._remember_ended([self._answer(row, nums[row]) for row in rows])
-        super().replace(rows, nums, opening)
+    def replace(self, rows, answer_lengths, opening):
+        self._remember_ended([self._answer(row, answer_lengths[row]) for row in rows])
+        super().replace(rows, answer_lengths, opening)
         for row, start in zip(rows, opening.num.tolist()):
             self.states[row].start = start
         for row in set(range(len(self.texts))).difference(rows):  # the memory has changed
@@ -135,27 +138,31 @@ class Suffix(TextProposer):
         return [(guess.token, guess.parent) for guess in self.guess(row)]
 
     def guess(self, row):
-        place = self.states[row]
-        places = (place.own, place.own.repeated()), (self.younger, place.young), (self.older, place.old)
-        automaton, match = max(places, key=lambda place: place[1].length)  # of equals the first
+        state = self.states[row]
+        sources = (
+            (state.automaton, state.automaton.find_repeated()),
+            (self.younger, state.young),
+            (self.older, state.old),
+        )
+        automaton, match = max(sources, key=lambda source: source[1].length)  # of equals the first
         if match.length == 0:
             return []
         num = min(self.num, math.ceil(self.factor * match.length) + self.offset)
         return automaton.most_likely(match, num, self.least)
 
 
-def last_texts(target: Target, folder: str, num: int) -> list[list[int]]:
+def read_last_texts(target: Target, folder: str, num: int) -> list[list[int]]:
     """The last texts of a datastore that have at most `num` tokens together; of the first of them perhaps the end only.
 
-    Raises ValueError as `datastore.read`.
+    Raises ValueError as `datastore.read_datastore`.
     """
     tokenizer = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code)
-    tokens = store.read(Path(folder), token_text.fingerprint(tokenizer)).tokens[-1 - num :].tolist()
+    tokens = store.read_datastore(Path(folder), token_text.digest_vocabulary(tokenizer)).tokens[-1 - num :].tolist()
     groups = itertools.groupby(tokens, key=lambda token: token == store.SEPARATOR)
     return [list(group) for separator, group in groups if not separator]
 
 
-def usual_suffix(target: Target) -> Suffix:
+def make_default_suffix(target: Target) -> Suffix:
     """With the settings of conf/proposer/suffix.yaml, which a test compares."""
     return Suffix(target, num=16, factor=2.0, offset=4, least=0.1, memory=50000)
 
@@ -175,7 +182,7 @@ class Automaton:
         self.last = 0  # the state of the current text
         self.num_tokens = 0
 
-    def begin(self) -> None:
+    def start_text(self) -> None:
         """Starts another text with the next token."""
         self.last = 0
 
@@ -202,12 +209,12 @@ class Automaton:
         length = self.lengths[state] + 1
         if self.lengths[child] == length:
             return child
-        part = self._add(dict(self.children[child]), self.links[child], length, self.counts[child])
-        self.links[child] = part
+        split = self._add(dict(self.children[child]), self.links[child], length, self.counts[child])
+        self.links[child] = split
         while state >= 0 and self.children[state].get(token) == child:
-            self.children[state][token] = part
+            self.children[state][token] = split
             state = self.links[state]
-        return part
+        return split
 
     def _add(self, children: dict[int, int], link: int, length: int, count: int) -> int:
         self.children.append(children)
@@ -216,7 +223,7 @@ class Automaton:
         self.counts.append(count)
         return len(self.links) - 1
 
-    def repeated(self) -> SuffixMatch:
+    def find_repeated(self) -> SuffixMatch:
         """The longest end of the current text that occurred before."""
         state = max(0, self.links[self.last])
         return SuffixMatch(state, self.lengths[state])
@@ -252,8 +259,8 @@ class Automaton:
                 total = sum(count for _, _, count in following)
                 for token, child, count in following:
                     if probability * count / total >= least:
-                        known = match.length + depth
-                        stated = count / (total + 1) * known / (known + 1)
+                        matched = match.length + depth
+                        stated = count / (total + 1) * matched / (matched + 1)
                         path = -probability * count / total
                         heapq.heappush(heap, (path, next(order), stated, token, len(draft), child, depth + 1))
             if not heap or len(draft) == num:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from specdec.core.constraint import Constraint
 from specdec.core.option_types import Count, SmallCount, Text
-from specdec.core.tree import Nodes, plant
+from specdec.core.tree import Nodes, make_tree
 from specdec.proposers import datastore as store
 from specdec.proposers.base import Proposer
 from specdec.target.loading import load_tokenizer
@@ -27,7 +27,7 @@ class Guess(NamedTuple):
 class TextProposer(Proposer):
     """Drafts from each row's text alone: texts[b] is row b's prompt and answer, the newest token last.
 
-    states[b] is what the class keeps beside row b's text, made by `fresh`.
+    states[b] is what the class keeps beside row b's text, made by `start_row`.
     """
 
     target_layers = ()
@@ -37,7 +37,7 @@ class TextProposer(Proposer):
     def begin(self, tokens, num):
         self.device = tokens.device
         self.texts: list[list[int]] = [[] for _ in range(len(tokens))]
-        self.states = [self.fresh(text) for text in self.texts]
+        self.states = [self.start_row(text) for text in self.texts]
         for row, (first, *_) in enumerate(tokens.tolist()):
             self._write(row, [first])
 
@@ -47,16 +47,16 @@ class TextProposer(Proposer):
 
     def propose(self, sampling, generator):
         drafts = [self.draft(row) for row in range(len(self.texts))]
-        return plant([text[-1] for text in self.texts], drafts, self.device)
+        return make_tree([text[-1] for text in self.texts], drafts, self.device)
 
-    def select(self, rows, nums):
+    def select(self, rows, answer_lengths):
         self.texts, self.states = [self.texts[row] for row in rows], [self.states[row] for row in rows]
 
-    def replace(self, rows, nums, opening):
+    def replace(self, rows, answer_lengths, opening):
         news = zip(opening.tokens.tolist(), opening.following.tolist(), opening.counts)
         for row, ((first, *_), following, count) in zip(rows, news):
             self.texts[row] = []
-            self.states[row] = self.fresh(self.texts[row])
+            self.states[row] = self.start_row(self.texts[row])
             self._write(row, [first])
             self._write(row, following[:count])
 
@@ -68,7 +68,7 @@ class TextProposer(Proposer):
         """`draft` with estimates; without any of its own, one half."""
         return [Guess(token, parent, 0.5) for token, parent in self.draft(row)]
 
-    def fresh(self, text: list[int]) -> Any:
+    def start_row(self, text: list[int]) -> Any:
         """What is kept beside a row's text. text: that text, empty so far, which grows"""
         return None
 
@@ -122,7 +122,7 @@ class Ngram(RetractableTextProposer):
         self.min, self.max, self.num = min, max, num
         self.depth = num
 
-    def fresh(self, text):
+    def start_row(self, text):
         return NgramIndex(text, self.min, self.max)
 
     def extend(self, row, new):
@@ -132,12 +132,12 @@ class Ngram(RetractableTextProposer):
         self.states[row].retract(length)
 
     def draft(self, row) -> Nodes:
-        text, place = self.texts[row], self.states[row].find()
-        if place is None:
+        text, match_position = self.texts[row], self.states[row].find()
+        if match_position is None:
             return []
-        copy = text[place : place + self.num]
+        copy = text[match_position : match_position + self.num]
         while len(copy) < self.num:
-            copy.append(copy[place - len(text)])
+            copy.append(copy[match_position - len(text)])
         return list(zip(copy, range(self.num)))
 
 
@@ -175,9 +175,9 @@ class NgramIndex:
         places = (self.places.get(ngram) for ngram in reversed(self._before(len(self.text))))
         return next((place for place in places if place is not None), None)
 
-    def _before(self, place: int) -> list[tuple[int, ...]]:
+    def _before(self, position: int) -> list[tuple[int, ...]]:
         """The n-grams that end before `place`, the shortest first."""
-        return [tuple(self.text[place - n : place]) for n in range(self.min, min(self.max, place) + 1)]
+        return [tuple(self.text[position - n : position]) for n in range(self.min, min(self.max, position) + 1)]
 
 
 class Retrieval(RetractableTextProposer):
@@ -205,7 +205,7 @@ class Retrieval(RetractableTextProposer):
     ):
         check_bounds(min, max)
         tokenizer = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code)
-        self.store = store.read(Path(datastore), token_text.fingerprint(tokenizer))
+        self.store = store.read_datastore(Path(datastore), token_text.digest_vocabulary(tokenizer))
         if max > self.store.length:
             raise ValueError(
                 f"max={max} exceeds the {self.store.length} tokens that datastore={datastore} is sorted by: lower max=, or "
@@ -220,9 +220,9 @@ class Retrieval(RetractableTextProposer):
         pass
 
     def draft(self, row):
-        return grow(self.store.tokens, self.places(self.texts[row]), num=self.num, depth=self.depth)
+        return grow_trie(self.store.tokens, self.find_places(self.texts[row]), num=self.num, depth=self.depth)
 
-    def places(self, text: list[int]) -> list[int]:
+    def find_places(self, text: list[int]) -> list[int]:
         """Places of the datastore where the end of `text` occurs."""
         places: list[int] = []
         matches = self.store.matches(text[-self.max :], self.max)
@@ -233,7 +233,7 @@ class Retrieval(RetractableTextProposer):
         return places
 
 
-def grow(tokens: memoryview, places: list[int], *, num: int, depth: int) -> Nodes:
+def grow_trie(tokens: memoryview, places: list[int], *, num: int, depth: int) -> Nodes:
     """The `num` nodes with the highest counts in the trie of the places' continuations; of equals those nearest the root."""
     draft: Nodes = []
     order = itertools.count()
@@ -245,15 +245,15 @@ def grow(tokens: memoryview, places: list[int], *, num: int, depth: int) -> Node
         for place in places:
             following.setdefault(tokens[place + 1], []).append(place + 1)
         following.pop(store.SEPARATOR, None)
-        for token, own in following.items():
-            heapq.heappush(best, (-len(own), depth, next(order), token, parent, own))
+        for token, next_places in following.items():
+            heapq.heappush(best, (-len(next_places), depth, next(order), token, parent, next_places))
 
     offer(0, 1, places)
     while best and len(draft) < num:
-        _, level, _, token, parent, own = heapq.heappop(best)
+        _, level, _, token, parent, next_places = heapq.heappop(best)
         draft.append((token, parent))
         if level < depth:
-            offer(len(draft), level + 1, own)
+            offer(len(draft), level + 1, next_places)
     return draft
 
 
@@ -278,7 +278,7 @@ class Forced(TextProposer):
     def draft(self, row) -> Nodes:
         constraint = self.constraints[row] if self.constraints else None
         tokens = constraint.forced() if constraint else []
-        return [(token, place) for place, token in enumerate(tokens[: self.depth])]
+        return [(token, node) for node, token in enumerate(tokens[: self.depth])]
 
     def guess(self, row):
         return [Guess(token, place, 1.0) for token, place in self.draft(row)]

@@ -11,21 +11,23 @@ from specdec.target.model import Target
 NEEDS_PEFT = "needs the package peft: pip install 'specdec[train]'"
 
 
-def adapt(target: Target, *, rank: int, alpha: int, modules: list[str]) -> dict[str, nn.Parameter]:
+def add_adapter(target: Target, *, rank: int, alpha: int, modules: list[str]) -> dict[str, nn.Parameter]:
     """Adds LoRA matrices to the layers that have these names. B starts at 0, so outputs do not change yet.
 
     -> the matrices by name, in float32. Raises ValueError if no layer has such a name, if the target is adapted already
     or quantised, or if peft is not installed.
     """
     check_unadapted(target)
-    if target.share.size > 1 or target.quantisation is not None:  # `merge` would round quantised weights once more
-        kept = (
+    if (
+        target.share.size > 1 or target.quantisation is not None
+    ):  # `merge_adapter` would round quantised weights once more
+        state = (
             f"quantised ({target.quantisation})"
             if target.quantisation
             else f"in parts in {target.share.size} processes"
         )
         raise ValueError(
-            f"{target.name} is {kept}, and a head that adapts its target changes the weights: load the unquantised target whole, "
+            f"{target.name} is {state}, and a head that adapts its target changes the weights: load the unquantised target whole, "
             "or choose another head."
         )
     try:
@@ -33,11 +35,11 @@ def adapt(target: Target, *, rank: int, alpha: int, modules: list[str]) -> dict[
     except ImportError as error:
         raise ValueError(f"A head that adapts its target {NEEDS_PEFT}.") from error
 
-    inside = {id(module) for block in target.blocks for module in block.modules()}
-    chosen = [module for name, module in target.decoder.named_modules() if name.split(".")[-1] in modules]
-    if not all(id(module) in inside for module in chosen):
+    layer_modules = {id(module) for block in target.layers for module in block.modules()}
+    adapted_modules = [module for name, module in target.decoder.named_modules() if name.split(".")[-1] in modules]
+    if not all(id(module) in layer_modules for module in adapted_modules):
         raise ValueError(f"lora_modules={modules}: only layers inside the decoder's blocks can be adapted.")
-    target.identity.fix()
+    target.identity.compute()
     config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(modules))
     try:
         peft.inject_adapter_in_model(config, target.decoder)
@@ -55,14 +57,14 @@ def check_unadapted(target: Target) -> None:
         raise ValueError(f"{target.name} was adapted in place by another drafter: load the target anew for this one.")
 
 
-def merge(target: Target) -> None:
+def merge_adapter(target: Target) -> None:
     """Adds the adapter to the weights themselves, in the target's dtype, so that decoding costs no more than before."""
     for layer in target.adapted_layers():
         layer.merge()  # type: ignore[operator]
 
 
 def save_merged(target: Target, folder: str) -> None:
-    """Writes the adapted model as a folder of its own, after `merge`. Raises ValueError if the folder exists."""
+    """Writes the adapted model as a folder of its own, after `merge_adapter`. Raises ValueError if the folder exists."""
     if Path(folder).exists():
         raise ValueError(f"{folder} exists; choose another folder for the merged target or delete it.")
     state = {
@@ -76,7 +78,7 @@ def save_merged(target: Target, folder: str) -> None:
 
 
 @contextlib.contextmanager
-def original(target: Target):
+def disable_adapter(target: Target):
     """Inside this context the adapter of a target is off: outputs are those of the original target."""
     layers = target.adapted_layers()
     for layer in layers:

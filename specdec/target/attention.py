@@ -17,9 +17,9 @@ from transformers.masking_utils import sdpa_mask
 from specdec.core.cached_keys import CachedKeys, attend_cached
 from specdec.core.varlen import Segments, attend_segments
 
-NAME = "specdec"
-FEW_ROWS, FEW_TOKENS = 3, 16  # with at most so many rows, or more tokens than this, sdpa is not slower
-MOST_SCORES = 2**26  # scores that matrix products make at a time
+IMPLEMENTATION = "specdec"
+MAX_SDPA_ROWS, MAX_PRODUCT_TOKENS = 3, 16  # with at most so many rows, or more tokens than this, sdpa is not slower
+MAX_SCORES = 2**26  # scores that matrix products make at a time
 
 
 def avoid_cudnn() -> None:
@@ -32,13 +32,13 @@ def avoid_cudnn() -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def implementation(kind: type[PreTrainedModel]) -> str:
+def choose_implementation(kind: type[PreTrainedModel]) -> str:
     """The attention to load a model of this class with: this file's, or sdpa where the class chooses its attention itself.
 
     Raises ValueError for a class with neither: its own attention would add a boolean mask to the scores.
     """
     if kind._can_set_attn_implementation():
-        return NAME
+        return IMPLEMENTATION
     if kind._supports_sdpa:
         return "sdpa"
     raise ValueError(
@@ -47,7 +47,7 @@ def implementation(kind: type[PreTrainedModel]) -> str:
     )
 
 
-def attention(
+def compute_attention(
     module,
     query: Tensor,
     key: Tensor,
@@ -64,7 +64,7 @@ def attention(
 
     s_aux [H]: attention sinks, one more score per head whose value is zero (gpt-oss)
     softcap: c in c * tanh(score / c), applied before the mask (Gemma 2)
-    segments: texts that stand one after the other in one row, each of which is read alone; the mask is then of `segment_mask`
+    segments: texts that stand one after the other in one row, each of which is read alone; the mask is then of `make_segment_mask`
     cached: what queries see, where K and V are those of a cache that is read to its length; by the size of the mask's dimension 1
     """
     if cached is not None or segments is not None:
@@ -78,19 +78,21 @@ def attention(
         return attend_cached(query, key, value, seen, scale=scale, sinks=s_aux).transpose(1, 2).contiguous(), None
     num_rows, _, num_tokens, _ = query.shape
     if s_aux is not None or softcap is not None:
-        return products(query, key, value, attention_mask, scaling=scaling, sinks=s_aux, softcap=softcap), None
+        return multiply_attention(
+            query, key, value, attention_mask, scaling=scaling, sinks=s_aux, softcap=softcap
+        ), None
     if query.device.type != "cpu" or attention_mask is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    if num_rows <= FEW_ROWS or num_tokens > FEW_TOKENS:
+    if num_rows <= MAX_SDPA_ROWS or num_tokens > MAX_PRODUCT_TOKENS:
         # Called directly, because transformers would first copy each key for all heads of its group
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
         )
         return out.transpose(1, 2), None
-    return products(query, key, value, attention_mask, scaling=scaling), None
+    return multiply_attention(query, key, value, attention_mask, scaling=scaling), None
 
 
-def segment_mask(window: int | None, device: torch.device) -> Tensor:
+def make_segment_mask(window: int | None, device: torch.device) -> Tensor:
     """What a layer takes in place of a mask, where it reads segments: no values, but a shape that tells its window."""
     return torch.empty(1, 1, 1, window or 0, dtype=torch.bool, device=device)
 
@@ -109,7 +111,7 @@ def read_segments(
     width = value.shape[-1]
     if width < query.shape[-1]:  # latent attention: the kernel has one width
         value = F.pad(value, (0, query.shape[-1] - width))
-    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))  # [T, H or G, E]
+    q, k, v = (entries[0].transpose(0, 1) for entries in (query, key, value))  # [T, H or G, E]
     out, log_sum = attend_segments(q, k, v, segments, scale=scale, window=window)
     if sinks is not None:  # one more score takes a share of every softmax, and gives no value
         share = torch.sigmoid(log_sum - sinks[:, None].to(log_sum.dtype))  # [H, T]
@@ -117,7 +119,7 @@ def read_segments(
     return out[None, ..., :width]
 
 
-def products(
+def multiply_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -130,15 +132,15 @@ def products(
     """Attention by matrix products; shapes as for `attention`. mask=None: causal"""
     num_rows, num_heads, num_tokens, width = query.shape
     num_keys, groups = key.shape[2], key.shape[1]
-    most = max(1, MOST_SCORES // (num_rows * num_heads * num_keys))
-    if num_tokens > most:
-        whole = torch.ones(num_tokens, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_tokens)
-        cut = (whole[None, None] if mask is None else mask).split(most, dim=2)
-        parts = [
-            products(part, key, value, seen, scaling=scaling, sinks=sinks, softcap=softcap)
-            for part, seen in zip(query.split(most, dim=2), cut)
+    max_tokens = max(1, MAX_SCORES // (num_rows * num_heads * num_keys))
+    if num_tokens > max_tokens:
+        causal = torch.ones(num_tokens, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_tokens)
+        masks = (causal[None, None] if mask is None else mask).split(max_tokens, dim=2)
+        outputs = [
+            multiply_attention(tokens_query, key, value, seen, scaling=scaling, sinks=sinks, softcap=softcap)
+            for tokens_query, seen in zip(query.split(max_tokens, dim=2), masks)
         ]
-        return torch.cat(parts, dim=1)
+        return torch.cat(outputs, dim=1)
     if mask is None:
         mask = torch.ones(num_tokens, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_tokens)
     query = (query * (scaling or width**-0.5)).reshape(num_rows, groups, -1, width)  # [B, G, H/G * S, E]
@@ -156,5 +158,5 @@ def products(
     return out.view(num_rows, num_heads, num_tokens, -1).transpose(1, 2)
 
 
-AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionInterface.register(IMPLEMENTATION, compute_attention)
+AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)

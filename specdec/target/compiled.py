@@ -22,7 +22,7 @@ class CompiledTarget:
     def __init__(self, target: Target, runner: Runner):
         self.target, self.runner = target, runner
 
-    def begin(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def embed_tokens(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """tokens, positions [B, S] -> the first layer's input [B, S, D]; cos and sin for the keys, [B, S, head_dim] each"""
         h = self.target.embed(tokens)
         return h, *self.target.decoder.rotary_emb(h, positions)  # type: ignore[operator]
@@ -39,44 +39,44 @@ class CompiledTarget:
     ) -> list[Tensor]:
         """Runs chosen layers in order; number 0 is the first -> h [B, S, D] before each of them, and after the last.
 
-        rotary: cos and sin of the positions, as `begin` returns them; mask: as of `Target.read`
+        rotary: cos and sin of the positions, as `embed_tokens` returns them; mask: as of `Target.read`
         K and V are written where `cache.reserve` says. If `check_layers` accepts the target, all layers in order are what
         `Target.read` runs.
         """
 
-        def layer(module, h, cos, sin, positions, slots, keys, values, seen, *more):
-            cached = {"cached": {seen.shape[1]: CachedKeys(seen, *more)}} if more else {}
+        def run_layer(module, h, cos, sin, positions, slots, keys, values, seen, *cached_parts):
+            cached = {"cached": {seen.shape[1]: CachedKeys(seen, *cached_parts)}} if cached_parts else {}
             return module(
                 h,
                 attention_mask=seen,
                 **cached,
                 position_ids=positions,
                 position_embeddings=(cos, sin),
-                past_key_values=cache.over([keys, values], cache.lengths, slots=slots),
+                past_key_values=cache.with_tensors([keys, values], cache.lengths, slots=slots),
                 use_cache=True,
             )
 
         states = [h]
         if not numbers:
             return states
-        kinds, given = self.target.layer_types, self.target.layer_masks(mask, positions, cache)
+        kinds, layer_inputs = self.target.layer_types, self.target.layer_masks(mask, positions, cache)
 
         def seen(kind: str) -> tuple[Tensor, ...]:
-            masks = given["attention_mask"]
-            own = cast(Tensor, masks[kind] if isinstance(masks, dict) else masks)
-            return given["cached"][own.shape[1]] if "cached" in given else (own,)
+            masks = layer_inputs["attention_mask"]
+            kind_mask = cast(Tensor, masks[kind] if isinstance(masks, dict) else masks)
+            return layer_inputs["cached"][kind_mask.shape[1]] if "cached" in layer_inputs else (kind_mask,)
 
         functions: dict[int, Callable] = {}
         for kind in {kinds[number]: None for number in numbers}:
-            members = [number for number, own in enumerate(kinds) if own == kind]
+            members = [number for number, layer_kind in enumerate(kinds) if layer_kind == kind]
             first = next(number for number in numbers if kinds[number] == kind)
             # For a new shape every layer is tried once, each on the K and V of the layer that runs next.
-            inputs = h, *rotary, positions, cache.slots, *_entries(cache, first), *seen(kind)
+            inputs = h, *rotary, positions, cache.slots, *_list_entries(cache, first), *seen(kind)
             name = f"the target's layer of {kind}"
-            modules = [self.target.blocks[number] for number in members]
-            functions |= dict(zip(members, self.runner.layers(name, layer, modules, *inputs)))
+            modules = [self.target.layers[number] for number in members]
+            functions |= dict(zip(members, self.runner.compile_layers(name, run_layer, modules, *inputs)))
         for number in numbers:
-            inputs = *rotary, positions, cache.slots, *_entries(cache, number), *seen(kinds[number])
+            inputs = *rotary, positions, cache.slots, *_list_entries(cache, number), *seen(kinds[number])
             states.append(functions[number](states[-1], *inputs))
         return states
 
@@ -88,7 +88,7 @@ class CompiledTarget:
         positions: Tensor,
         mask: Tensor | tuple[CachedKeys, ...],
         cache: RowCache,
-        done: PartialPass | None = None,
+        partial_pass: PartialPass | None = None,
     ) -> TargetOutput:
         """As `Target.read`, but by `run_layers`. done: layers that were run on these tokens already.
 
@@ -96,22 +96,22 @@ class CompiledTarget:
         first pass of every shape is compared. Where compiling was not asked for, it ends instead.
         """
         target, run = self.target, self.runner
-        if done is None and not run.compile:
+        if partial_pass is None and not run.compile:
             return target.read(tokens, hidden_states, positions=positions, mask=mask, cache=cache)
         seconds, first = run.seconds, 0
-        if done is None:
-            h, *rotary = run("the target's embedding", self.begin, tokens, positions)
+        if partial_pass is None:
+            h, *rotary = run("the target's embedding", self.embed_tokens, tokens, positions)
         else:
-            first = done.num_layers
-            assert done.states.shape[:2] == tokens.shape and all(k >= first for k in hidden_states)
-            h = done.states
+            first = partial_pass.num_layers
+            assert partial_pass.states.shape[:2] == tokens.shape and all(k >= first for k in hidden_states)
+            h = partial_pass.states
             rotary = run("the target's rotary embedding", target.decoder.rotary_emb, h, positions)  # type: ignore[arg-type]
         numbers = range(first, target.num_layers)
         states = self.run_layers(h, numbers, rotary=rotary, positions=positions, mask=mask, cache=cache)
         final = run("the target's last norm", target.norm, states[-1])
         ends = [*states[:-1], final]
-        wanted = [ends[k - first] for k in hidden_states]
-        output = TargetOutput(torch.cat(wanted, dim=-1) if wanted else h[..., :0], final)
+        features = [ends[k - first] for k in hidden_states]
+        output = TargetOutput(torch.cat(features, dim=-1) if features else h[..., :0], final)
         if run.seconds > seconds:
             start = time.perf_counter()
             try:
@@ -124,7 +124,7 @@ class CompiledTarget:
         return output
 
     def _check_pass(
-        self, numbers: Sequence[int], states: Sequence[Tensor], tokens: Tensor, *, positions, **same
+        self, numbers: Sequence[int], states: Sequence[Tensor], tokens: Tensor, *, positions, **arguments
     ) -> None:
         """Compares each compiled layer with the layer itself on the same input, because roundings grow from layer to layer (of 36
         random ones in bfloat16 by 2 to 6 %, of one by less than 1 %), and the layers one after the other with `Target.read`.
@@ -132,21 +132,25 @@ class CompiledTarget:
         numbers, states: given to and returned by `run_layers`; same: its other arguments
         """
         target, plain, advice = self.target, CompiledTarget(self.target, Runner()), "set compile=false."
-        run: Callable = functools.partial(plain.run_layers, positions=positions, **same)
-        for number, before, after in zip(numbers, states, states[1:]):
-            wanted = run(before, [number])[-1]
-            _check_same(target.norm(after), target.norm(wanted), f"{target.name} gives other values compiled: {advice}")
-        final = target.norm(run(plain.begin(tokens, positions)[0], range(target.num_layers))[-1])
-        wanted = target.read(tokens, (), positions=positions, mask=same["mask"], cache=same["cache"]).final
-        _check_same(final, wanted, _MORE.format(target.name, advice))
+        run: Callable = functools.partial(plain.run_layers, positions=positions, **arguments)
+        for number, layer_input, layer_output in zip(numbers, states, states[1:]):
+            reference = run(layer_input, [number])[-1]
+            _check_same(
+                target.norm(layer_output),
+                target.norm(reference),
+                f"{target.name} gives other values compiled: {advice}",
+            )
+        final = target.norm(run(plain.embed_tokens(tokens, positions)[0], range(target.num_layers))[-1])
+        reference = target.read(tokens, (), positions=positions, mask=arguments["mask"], cache=arguments["cache"]).final
+        _check_same(final, reference, _MORE_THAN_LAYERS.format(target.name, advice))
 
 
-_MORE = "{} does more than its layers one after the other: {}"
+_MORE_THAN_LAYERS = "{} does more than its layers one after the other: {}"
 
 
-def _entries(cache: RowCache, number: int) -> list[Tensor]:
+def _list_entries(cache: RowCache, number: int) -> list[Tensor]:
     """K and V of a layer"""
-    return cache.halves[2 * number : 2 * number + 2]
+    return cache.keys_and_values[2 * number : 2 * number + 2]
 
 
 @torch.no_grad()
@@ -160,16 +164,16 @@ def check_layers(target: Target, advice: str) -> None:
     layered = CompiledTarget(target, Runner())
     numbers = range(target.num_layers)
     try:
-        h, *rotary = layered.begin(tokens, cache.slots)
+        h, *rotary = layered.embed_tokens(tokens, cache.slots)
         *_, h = layered.run_layers(h, numbers, rotary=rotary, positions=cache.slots, mask=mask, cache=cache)
     except (RuntimeError, TypeError, AttributeError, ValueError, KeyError, IndexError) as error:
         raise ValueError(
             f"{target.name}'s layers take more than a state, one rotary embedding for all layers, a mask and K and V "
             f"({name_cause(error)}): {advice}"
         ) from error
-    _check_same(target.norm(h), target.read(tokens, ()).final, _MORE.format(target.name, advice))
+    _check_same(target.norm(h), target.read(tokens, ()).final, _MORE_THAN_LAYERS.format(target.name, advice))
 
 
-def _check_same(found: Tensor, wanted: Tensor, fault: str) -> None:
-    if not (wanted - found).float().norm() <= 0.05 * wanted.float().norm():
-        raise ValueError(fault)
+def _check_same(states: Tensor, reference: Tensor, message: str) -> None:
+    if not (reference - states).float().norm() <= 0.05 * reference.float().norm():
+        raise ValueError(message)

@@ -26,12 +26,12 @@ from specdec.core.shards import Shards
 
 VERSION = "v2."
 UNREAD = "layers-unread"  # ends the fingerprint of a target whose layers were not compared
-SIZES = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "intermediate_size")
-ALWAYS = ("model_type", *SIZES)  # fields that count though they are the defaults of their class
+SIZE_FIELDS = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "intermediate_size")
+COUNTED_FIELDS = ("model_type", *SIZE_FIELDS)  # fields that count though they are the defaults of their class
 # Fields of a configuration that leave the output as it is, or that are told otherwise: ties and dtypes by the weights,
 # the quantisation by the fingerprint's end, the share of rotated dimensions by `rope_parameters`. MTP modules are no
 # part of the target. Private fields are paths and the like, but for OPT's `_remove_final_layer_norm`.
-IDLE = re.compile(
+IDLE_FIELDS = re.compile(
     r"_(?!remove).*|architectures|auto_map|name_or_path|transformers_version|transformers_weights|dtype|torch_dtype|"
     r"tie_word_embeddings|use_cache|return_dict|output_(attentions|hidden_states|router_logits)|attn_implementation|"
     r"quantization_config|.*_token_ids?|id2label|label2id|problem_type|initializer_range|.*(dropout|pdrop).*|"
@@ -46,7 +46,7 @@ class Fingerprint:
         self._make, self._make_old = make, make_old
 
     @classmethod
-    def known(cls, text: str) -> "Fingerprint":
+    def from_text(cls, text: str) -> "Fingerprint":
         """One that somebody else made, in its only form."""
         return cls(lambda: text, lambda: text)
 
@@ -55,7 +55,7 @@ class Fingerprint:
         return self._make()
 
     @functools.cached_property
-    def old(self) -> str:
+    def old_text(self) -> str:
         """As earlier versions wrote it."""
         return self._make_old()
 
@@ -63,16 +63,16 @@ class Fingerprint:
         """Whether a stored fingerprint, of this version or an earlier one, is this target's."""
         return isinstance(stored, str) and stored == self._in_form_of(stored)
 
-    def compares(self, stored: str) -> bool:
+    def covers_layers(self, stored: str) -> bool:
         """Whether a stored fingerprint and this one both cover the layers, so that others are other weights."""
         return UNREAD not in stored + self._in_form_of(stored)
 
     def _in_form_of(self, stored: str) -> str:
-        return self.text if stored.startswith(VERSION) else self.old
+        return self.text if stored.startswith(VERSION) else self.old_text
 
-    def fix(self) -> "Fingerprint":
+    def compute(self) -> "Fingerprint":
         """Makes both now: afterwards the weights may change."""
-        assert self.text and self.old
+        assert self.text and self.old_text
         return self
 
 
@@ -97,32 +97,34 @@ class WeightSource:
         return self.model.config.get_text_config(decoder=True)
 
     def make_fingerprint(self) -> Fingerprint:
-        return Fingerprint(functools.partial(_describe, self), functools.partial(_describe_as_before, self))
+        return Fingerprint(
+            functools.partial(_compute_fingerprint, self), functools.partial(_compute_old_fingerprint, self)
+        )
 
 
-def _describe(source: WeightSource) -> str:
+def _compute_fingerprint(source: WeightSource) -> str:
     model, shards, config = source.model, source.shards, source.config
     name = model.name_or_path or type(model).__name__
-    if shards is not None and shards.here:
+    if shards is not None and shards.is_local:
         digests: dict[str, str] = {}
-        for part in digest_files(shards.paths(), shards.name):
-            digests |= part
+        for file_digests in digest_files(shards.paths(), shards.name):
+            digests |= file_digests
         digests = _name_as_model(source, shards, digests)
         shards.close()
     elif source.whole:
-        digests = digest_tensors(_name_as_saved(source, _weights_of(model)), name)
+        digests = digest_tensors(_name_as_saved(source, _list_weights(model)), name)
     else:
-        digests = digest_tensors(dict(_parameters_of(source.ends)), name)
-        return _join(_digest([describe_config(config), digests]), UNREAD, source.quantisation)
+        digests = digest_tensors(dict(_list_parameters(source.ends)), name)
+        return _join_fingerprint(_hash_content([describe_config(config), digests]), UNREAD, source.quantisation)
     _drop_copies(model, digests)
-    return _join(_digest([describe_config(config), digests]), source.quantisation)
+    return _join_fingerprint(_hash_content([describe_config(config), digests]), source.quantisation)
 
 
-def _join(digest: str, *ends: str | None) -> str:
+def _join_fingerprint(digest: str, *ends: str | None) -> str:
     return "-".join([VERSION + digest, *filter(None, ends)])
 
 
-def _digest(content: list[dict]) -> str:
+def _hash_content(content: list[dict]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -130,13 +132,13 @@ def describe_config(config: PreTrainedConfig) -> dict[str, Any]:
     """The fields of a text model's configuration that may change its output and are not the defaults of their class."""
     fields = _read_fields(config)
     try:
-        usual = _read_fields(type(config)())
+        defaults = _read_fields(type(config)())
     except Exception:  # a class of the model's own code may need arguments, and fail in any way without them
-        usual = {}
+        defaults = {}
     return {
         key: value
         for key, value in fields.items()
-        if not IDLE.fullmatch(key) and (key in ALWAYS or key not in usual or value != usual[key])
+        if not IDLE_FIELDS.fullmatch(key) and (key in COUNTED_FIELDS or key not in defaults or value != defaults[key])
     }
 
 
@@ -145,29 +147,31 @@ def _read_fields(config: PreTrainedConfig) -> dict[str, Any]:
     return json.loads(json.dumps(config.to_dict(), default=str), parse_int=float)
 
 
-def _weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
+def _list_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """Parameters and buffers that files hold, by the first of their names.
 
     `state_dict` is not asked: on CPUs with bfloat16 units it spoils 4-bit layers of bitsandbytes 0.50 that have run.
     """
     tensors = {name: value.detach() for name, value in model.named_parameters()}
-    for place, module in model.named_modules():
+    for module_name, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                tensors[f"{place}.{name}".removeprefix(".")] = buffer
+                tensors[f"{module_name}.{name}".removeprefix(".")] = buffer
     return {name: value for name, value in tensors.items() if name not in (model._keys_to_ignore_on_save or ())}
 
 
 def _name_as_saved(source: WeightSource, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a model as its class saves them, such as experts one by one; of a quantised one as they are."""
     if source.quantisation is not None:
-        return dict(pair for name, value in tensors.items() for pair in _plain(name, value))
-    loaded = vars(source.model).pop("_weight_conversions", None)  # other names, of the files that it was loaded from
+        return dict(pair for name, value in tensors.items() for pair in _flatten_tensor(name, value))
+    conversions = vars(source.model).pop(
+        "_weight_conversions", None
+    )  # other names, of the files that it was loaded from
     try:
         return revert_weight_conversion(source.model, tensors)
     finally:
-        if loaded is not None:
-            source.model._weight_conversions = loaded
+        if conversions is not None:
+            source.model._weight_conversions = conversions
 
 
 def _name_as_model(source: WeightSource, shards: Shards, digests: dict[str, str]) -> dict[str, str]:
@@ -177,34 +181,36 @@ def _name_as_model(source: WeightSource, shards: Shards, digests: dict[str, str]
     """
     num_layers = source.config.num_hidden_layers
     plain = {key: digest for key, digest in digests.items() if not in_mtp_module(key, num_layers)}
-    places = {} if source.quantisation is not None else _find_places(source, shards)
-    if not places or len(set(places.values()) & plain.keys()) < len(places):
+    file_names = {} if source.quantisation is not None else _find_file_names(source, shards)
+    if not file_names or len(set(file_names.values()) & plain.keys()) < len(file_names):
         return plain
-    return {name: plain[str(place)] for name, place in places.items()}
+    return {name: plain[str(place)] for name, place in file_names.items()}
 
 
-def _find_places(source: WeightSource, shards: Shards) -> dict[str, str | None]:
+def _find_file_names(source: WeightSource, shards: Shards) -> dict[str, str | None]:
     """The name in the files of each tensor that the model's class saves, None for a missing one that is not tied."""
     ties = source.model.get_expanded_tied_weights_keys(all_submodels=True)
-    shapes = {name: tuple(value.shape) for name, value in _weights_of(source.model).items()}
+    shapes = {name: tuple(value.shape) for name, value in _list_weights(source.model).items()}
     for pair in ties.items():
-        for known in set(pair) & shapes.keys():
-            shapes |= dict.fromkeys(pair, shapes[known])
-    places: dict[str, str | None] = {}
-    saved = _name_as_saved(source, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
-    for name, value in saved.items():
-        place = shards.find(name, tuple(value.shape))
-        if place is not None or name not in {*ties, *ties.values()}:
-            places[name] = place
-    return places
+        for tied_name in set(pair) & shapes.keys():
+            shapes |= dict.fromkeys(pair, shapes[tied_name])
+    file_names: dict[str, str | None] = {}
+    saved_tensors = _name_as_saved(source, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+    for name, value in saved_tensors.items():
+        file_name = shards.find(name, tuple(value.shape))
+        if file_name is not None or name not in {*ties, *ties.values()}:
+            file_names[name] = file_name
+    return file_names
 
 
-def _plain(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+def _flatten_tensor(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
     """The tensor, or those that it is made of: torchao keeps packed values and scales in one."""
     if not is_traceable_wrapper_subclass(tensor):
         return [(name, tensor)]
-    parts, _ = tensor.__tensor_flatten__()
-    return [pair for part in parts for pair in _plain(f"{name}.{part}", vars(tensor)[part])]
+    attributes, _ = tensor.__tensor_flatten__()
+    return [
+        pair for attribute in attributes for pair in _flatten_tensor(f"{name}.{attribute}", vars(tensor)[attribute])
+    ]
 
 
 def _drop_copies(model: PreTrainedModel, digests: dict[str, str]) -> None:
@@ -217,17 +223,19 @@ def _drop_copies(model: PreTrainedModel, digests: dict[str, str]) -> None:
 def in_mtp_module(name: str, num_layers: int) -> bool:
     """Whether a tensor belongs to an MTP module, which is tuned beside the target. num_layers: of the target"""
     number = re.search(r"\blayers\.(\d+)\.", name)
-    return any(part.startswith("mtp") for part in name.split(".")) or (
+    return any(word.startswith("mtp") for word in name.split(".")) or (
         number is not None and int(number[1]) >= num_layers
     )
 
 
-def describe_difference(what: str, then: str, here: str) -> str:
+def describe_difference(template: str, expected: str, actual: str) -> str:
     """what: "... {} weights ..."; then, here: fingerprints, of the weights meant and of the target's -> one clause"""
-    (_, _, before), (_, _, now) = then.partition("-"), here.partition("-")
-    both = before or "unquantised", now or "unquantised"
-    found = f"{both[1]} weights" if both[0] != both[1] else f"others of that kind ({here}, not {then})"
-    return f"{what.format(both[0])}, and the target here has {found}"
+    (_, _, expected_method), (_, _, actual_method) = expected.partition("-"), actual.partition("-")
+    methods = expected_method or "unquantised", actual_method or "unquantised"
+    actual_weights = (
+        f"{methods[1]} weights" if methods[0] != methods[1] else f"others of that kind ({actual}, not {expected})"
+    )
+    return f"{template.format(methods[0])}, and the target here has {actual_weights}"
 
 
 # As before version 2. The embeddings' fingerprint stays so: forms of a target in 16 bits need not agree in every value.
@@ -237,41 +245,49 @@ NUM_VALUES = 64  # of every tensor
 
 def fingerprint_embeddings(ends: dict[str, nn.Module], config: PreTrainedConfig) -> str:
     """16 hex digits of the sizes and samples of the embedding and the last norm, which quantisers leave as they are."""
-    return _digest_samples(config, _parameters_of({name: ends[name] for name in ("embed", "norm")}))
+    return _digest_samples(config, _list_parameters({name: ends[name] for name in ("embed", "norm")}))
 
 
-def _parameters_of(modules: dict[str, nn.Module]) -> list[tuple[str, Tensor]]:
-    return [(f"{part}.{name}", value) for part, module in modules.items() for name, value in module.named_parameters()]
+def _list_parameters(modules: dict[str, nn.Module]) -> list[tuple[str, Tensor]]:
+    return [
+        (f"{module_name}.{name}", value)
+        for module_name, module in modules.items()
+        for name, value in module.named_parameters()
+    ]
 
 
-def _describe_as_before(source: WeightSource) -> str:
+def _compute_old_fingerprint(source: WeightSource) -> str:
     model, quantisation = source.model, source.quantisation
-    tensors = _tensors_as_before(source)
+    tensors = _read_old_tensors(source)
     if tensors is None and not source.whole:
         return "-".join(filter(None, (fingerprint_embeddings(source.ends, source.config), UNREAD, quantisation)))
     if tensors is None:
         buffers = [] if quantisation is None else model.named_buffers()
-        tensors = [part for pair in (*model.named_parameters(), *buffers) for part in _plain(*pair)]
+        tensors = [tensor for pair in (*model.named_parameters(), *buffers) for tensor in _flatten_tensor(*pair)]
     return "-".join(filter(None, (_digest_samples(source.config, tensors), quantisation)))
 
 
-def _tensors_as_before(source: WeightSource) -> Iterable[tuple[str, Tensor]] | None:
+def _read_old_tensors(source: WeightSource) -> Iterable[tuple[str, Tensor]] | None:
     """From the files. None where not all are here, or an unquantised model has its experts stored one by one."""
     shards = source.shards
-    if shards is None or not shards.here:
+    if shards is None or not shards.is_local:
         return None
     if source.quantisation is not None:
         num_layers = source.config.num_hidden_layers
         return ((key, shards[key]) for key in shards.files if not in_mtp_module(key, num_layers))
-    places = {name: shards.find(name, tuple(value.shape)) for name, value in source.model.named_parameters()}
-    found = [key for key in places.values() if key is not None]
-    return ((name, shards[str(key)]) for name, key in places.items()) if len(set(found)) == len(places) else None
+    file_names = {name: shards.find(name, tuple(value.shape)) for name, value in source.model.named_parameters()}
+    present_names = [key for key in file_names.values() if key is not None]
+    return (
+        ((name, shards[str(key)]) for name, key in file_names.items())
+        if len(set(present_names)) == len(file_names)
+        else None
+    )
 
 
 def _digest_samples(config: PreTrainedConfig, tensors: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.sha256()
     fields = config.to_dict()
-    digest.update(json.dumps({key: fields[key] for key in SIZES if key in fields}).encode())
+    digest.update(json.dumps({key: fields[key] for key in SIZE_FIELDS if key in fields}).encode())
     for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
         flat = tensor.detach().reshape(-1)
         sample = flat[:: max(1, len(flat) // NUM_VALUES)][:NUM_VALUES]

@@ -28,25 +28,25 @@ from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import is_accelerate_available
 
 from specdec.core import files, hub, precision
-from specdec.core.devices import name_cause, numbered, out_of_memory
+from specdec.core.devices import describe_out_of_memory, name_cause, number_device
 from specdec.core.shards import NoSafetensors, Shards, fetch_file
 from specdec.core.untrusted import read_json
 from specdec.target import attention
 from specdec.target.fingerprint import in_mtp_module
-from specdec.target.structure import check_supported, find_blocks
+from specdec.target.structure import check_supported, find_layers
 from specdec.text import token_text
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
-PLAIN = ("F64", "F32", "F16", "BF16")  # dtypes of safetensors in which weights need no scales
+PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")  # dtypes of safetensors in which weights need no scales
 # Names of what makes weights of packed values. Scales of inputs, keys and values are no part of the weights.
-SCALES = re.compile(
+SCALE_NAMES = re.compile(
     r".*([._]weight_(scale(_2|_inv)?|global_scale|zero_point|packed)|\.(qweight|qzeros|pre_quant_scale|SCB)|"
     r"_proj_(blocks|scales?|scale_inv)|\.weight\.(absmax|quant_state\..*))"
 )
-UNQUANTISED = (
+UNQUANTISED_ADVICE = (
     "let an engine read it (features.mode=engine), or choose a copy that is not quantised, or by another method"
 )
-DEVICES = "Give cpu, cuda, a numbered one such as cuda:1, or auto (the layers spread over all accelerators)"
+DEVICE_ADVICE = "Give cpu, cuda, a numbered one such as cuda:1, or auto (the layers spread over all accelerators)"
 
 
 def load_model(
@@ -61,10 +61,10 @@ def load_model(
     Raises ValueError with what to do.
     """
     devices = find_devices(device)
-    dtype = dtype_for(dtype, devices[0])
+    dtype = choose_dtype(dtype, devices[0])
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = load_config(name, **origin)
-    quantisation = quantisation_of(config)
+    quantisation = name_quantisation(config)
     _check_method(name, config)
     factory, model_class = _find_class(name, config, **origin)
     with_accelerate = is_accelerate_available()  # in the extra `train`
@@ -74,19 +74,21 @@ def load_model(
         shards = open_shards(name, config, revision=revision, whole=True)
     except NoSafetensors:
         shards = None
-    places: Any = {"device_map": _device_map(factory, config, devices, trust_remote_code)} if with_accelerate else {}
+    placement: Any = (
+        {"device_map": _make_device_map(factory, config, devices, trust_remote_code)} if with_accelerate else {}
+    )
     try:
         if quantisation is not None and quantisation.startswith("compressed-tensors"):
             # Otherwise layers are unpacked when the whole model is first called, and here its parts are called
             config.quantization_config = {**config.quantization_config, "dequantize": True}
-            places["config"] = config
-        model, about = _read(
+            placement["config"] = config
+        model, loading_info = _load_pretrained(
             factory.from_pretrained, name, dtype=DTYPES[dtype], output_loading_info=True,
-            attn_implementation=attention.implementation(model_class), **origin, **places,
+            attn_implementation=attention.choose_implementation(model_class), **origin, **placement,
         )  # fmt: skip
         model = model if with_accelerate else model.to(devices[0])
     except (ImportError, RuntimeError, MemoryError) as error:
-        if out_of_memory(error):
+        if describe_out_of_memory(error):
             raise ValueError(
                 f"{name} does not fit into the memory of device={device} ({name_cause(error)}). Use device=auto with more "
                 "accelerators, or a quantised or smaller target."
@@ -97,18 +99,18 @@ def load_model(
             f"{name} is quantised ({quantisation}) and cannot be loaded here ({' '.join(str(error).split())}). Install what it "
             "names, use another machine, or choose a target that is not quantised."
         ) from error
-    check_complete(model, about, name)
+    check_complete(model, loading_info, name)
     precision.prepare_few_rows(model)
     return model, quantisation, shards
 
 
 def _check_method(name: str, config: PreTrainedConfig) -> None:
     """Raises ValueError for a method of quantisation that transformers would leave out after a warning."""
-    method = quantisation_of(config)
+    method = name_quantisation(config)
     if method is not None and not AutoHfQuantizer.supports_quant_method(config.to_dict()["quantization_config"]):
         version = transformers.__version__
         raise ValueError(
-            f"{name} is quantised by a method that transformers {version} does not know ({method}): {UNQUANTISED}."
+            f"{name} is quantised by a method that transformers {version} does not know ({method}): {UNQUANTISED_ADVICE}."
         )
 
 
@@ -133,14 +135,14 @@ def make_skeleton(
     factory, model_class = _find_class(name, config, revision=revision, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = factory.from_config(
-            config, dtype=DTYPES[dtype], attn_implementation=attention.implementation(model_class),
+            config, dtype=DTYPES[dtype], attn_implementation=attention.choose_implementation(model_class),
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
     for module in model.modules():
         for key, value in module.named_parameters(recurse=False):
             if not value.is_meta:  # DiffLlama draws some by torch.normal, which gives them random values all the same
                 setattr(module, key, nn.Parameter(value.to("meta"), requires_grad=False))
-    return model, quantisation_of(config)
+    return model, name_quantisation(config)
 
 
 def _find_class(
@@ -152,22 +154,22 @@ def _find_class(
     cannot be those of a target.
     """
     check_supported(config.get_text_config(decoder=True), name)
-    place = (config.to_dict().get("auto_map") or {}).get("AutoModelForCausalLM")
-    if trust_remote_code and place is not None:
-        return AutoModelForCausalLM, get_class_from_dynamic_module(place, name, revision=revision)
+    class_path = (config.to_dict().get("auto_map") or {}).get("AutoModelForCausalLM")
+    if trust_remote_code and class_path is not None:
+        return AutoModelForCausalLM, get_class_from_dynamic_module(class_path, name, revision=revision)
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM, cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
-    found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    return AutoModelForImageTextToText, cast(type[PreTrainedModel], found)
+    model_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    return AutoModelForImageTextToText, cast(type[PreTrainedModel], model_class)
 
 
 def load_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The configuration of a model that may be a target. Raises ValueError with what to do."""
-    config = _read(AutoConfig.from_pretrained, name, revision=revision, trust_remote_code=trust_remote_code)
+    config = _load_pretrained(AutoConfig.from_pretrained, name, revision=revision, trust_remote_code=trust_remote_code)
     fields = config.to_dict()
     own_class = trust_remote_code and "AutoModelForCausalLM" in (fields.get("auto_map") or {})
-    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    if fields.get("is_encoder_decoder") or not (own_class or known):
+    known_class = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if fields.get("is_encoder_decoder") or not (own_class or known_class):
         raise ValueError(
             f"{name} is a {config.model_type} model; a target must be a causal language model (decoder only), such as one of the "
             "Llama, Qwen or Mistral family."
@@ -182,8 +184,8 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
 def _find_modelopt(name: str, revision: str | None) -> str | None:
     """How a file of ModelOpt beside the configuration says that the weights are quantised; None: it does not."""
     path = fetch_file(name, "hf_quant_config.json", revision=revision)
-    about = None if path is None else read_json(path).get("quantization")
-    return about.get("quant_algo") if isinstance(about, dict) else None
+    settings = None if path is None else read_json(path).get("quantization")
+    return settings.get("quant_algo") if isinstance(settings, dict) else None
 
 
 def open_shards(name: str, config: PreTrainedConfig, *, revision: str | None = None, whole: bool = False) -> Shards:
@@ -192,13 +194,13 @@ def open_shards(name: str, config: PreTrainedConfig, *, revision: str | None = N
     Raises ValueError as `Shards`, and for quantised weights of which the configuration says nothing.
     """
     shards, num_layers = (
-        Shards(name, revision=revision, whole=whole),
+        Shards(name, revision=revision, fetch_all=whole),
         config.get_text_config(decoder=True).num_hidden_layers,
     )
-    if quantisation_of(config) is None:
+    if name_quantisation(config) is None:
         for key in shards.files:
-            packed = shards.here and key.endswith("weight") and shards.dtype(key) not in PLAIN
-            if (packed or SCALES.fullmatch(key)) and not in_mtp_module(key, num_layers):
+            packed = shards.is_local and key.endswith("weight") and shards.dtype(key) not in PLAIN_DTYPES
+            if (packed or SCALE_NAMES.fullmatch(key)) and not in_mtp_module(key, num_layers):
                 raise ValueError(
                     f"{name} has quantised weights ({key}), and its config.json does not say how (quantization_config): "
                     "take a copy that says it, or one that is not quantised."
@@ -215,37 +217,39 @@ def load_tokenizer(
     """
     name = files.expand_home(name)
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    tokenizer = _read(AutoTokenizer.from_pretrained, name, **origin)
+    tokenizer = _load_pretrained(AutoTokenizer.from_pretrained, name, **origin)
     with contextlib.suppress(ValueError, AttributeError):  # a tokenizer without a model
-        config = _read(AutoConfig.from_pretrained, name, **origin).get_text_config(decoder=True)
+        config = _load_pretrained(AutoConfig.from_pretrained, name, **origin).get_text_config(decoder=True)
         token_text.limit_ids(tokenizer, config.vocab_size)
     token_text.expect_opening(tokenizer, name, **origin)
     return tokenizer
 
 
-def spread(model: PreTrainedModel, num_layers: int, devices: list[torch.device]) -> dict[str, torch.device]:
+def assign_devices(model: PreTrainedModel, num_layers: int, devices: list[torch.device]) -> dict[str, torch.device]:
     """The device of every part of a model: its layers in equal shares and in order, everything else on the first device.
 
     So tokens go in, and final states and logits come out, on the first device.
     """
-    layers = find_blocks(model.get_decoder(), num_layers, type(model).__name__)
+    layers = find_layers(model.get_decoder(), num_layers, type(model).__name__)
 
-    def parts_of(name: str, part: nn.Module) -> dict[str, torch.device]:
-        if isinstance(part, nn.ModuleList) and list(part) == layers:
+    def assign_part(name: str, module: nn.Module) -> dict[str, torch.device]:
+        if isinstance(module, nn.ModuleList) and list(module) == layers:
             return {f"{name}.{n}": devices[n * len(devices) // len(layers)] for n in range(len(layers))}
-        if all(inside is not layers[0] for inside in part.modules()):
+        if all(submodule is not layers[0] for submodule in module.modules()):
             return {name: devices[0]}
-        inner = [parts_of(f"{name}.{child}".lstrip("."), module) for child, module in part.named_children()]
-        return {key: device for found in inner for key, device in found.items()}
+        child_devices = [
+            assign_part(f"{name}.{child}".lstrip("."), child_module) for child, child_module in module.named_children()
+        ]
+        return {key: device for devices_of_child in child_devices for key, device in devices_of_child.items()}
 
-    return parts_of("", model)
+    return assign_part("", model)
 
 
-def dtype_for(dtype: str, device: torch.device) -> str:
+def choose_dtype(dtype: str, device: torch.device) -> str:
     """The name of a dtype in DTYPES, or what `auto` is on this device. Raises ValueError for a name that is neither."""
     if dtype not in (*DTYPES, precision.AUTO):
         raise ValueError(f"dtype={dtype} must be auto, or one of {', '.join(DTYPES)}.")
-    return precision.resolve(dtype, device)
+    return precision.resolve_dtype(dtype, device)
 
 
 def find_devices(device: str | torch.device) -> list[torch.device]:
@@ -256,43 +260,47 @@ def find_devices(device: str | torch.device) -> list[torch.device]:
             return [torch.device("cpu")]
         return [torch.device(kind.type, number) for number in range(torch.accelerator.device_count())]
     try:
-        return [numbered(device)]
+        return [number_device(device)]
     except (RuntimeError, AssertionError) as error:  # AssertionError: a build of torch without CUDA
-        raise ValueError(f"device={device} cannot be used here ({name_cause(error)}). {DEVICES}.") from error
+        raise ValueError(f"device={device} cannot be used here ({name_cause(error)}). {DEVICE_ADVICE}.") from error
 
 
-def _device_map(
+def _make_device_map(
     factory, config: PreTrainedConfig, devices: list[torch.device], trust_remote_code: bool
 ) -> dict[str, torch.device]:
     if len(devices) == 1:
         return {"": devices[0]}
     with torch.device("meta"):
         skeleton = factory.from_config(config, trust_remote_code=trust_remote_code)
-    return spread(skeleton, config.get_text_config(decoder=True).num_hidden_layers, devices)
+    return assign_devices(skeleton, config.get_text_config(decoder=True).num_hidden_layers, devices)
 
 
-def check_complete(model: PreTrainedModel, about: dict, name: str) -> None:
+def check_complete(model: PreTrainedModel, loading_info: dict, name: str) -> None:
     """Raises ValueError for missing weights or scales, for an adapter, and for a quantised LM head or embedding."""
-    if about["missing_keys"]:
-        names = sorted(about["missing_keys"])
+    if loading_info["missing_keys"]:
+        names = sorted(loading_info["missing_keys"])
         raise ValueError(
             f"{name} lacks {len(names)} of its tensors ({', '.join(names[:3])}), which would have random values. Take a "
             "complete copy of it, or one that was saved as a causal language model."
         )
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    unread = [key for key in about["unexpected_keys"] if SCALES.fullmatch(key) and not in_mtp_module(key, num_layers)]
+    unread = [
+        key
+        for key in loading_info["unexpected_keys"]
+        if SCALE_NAMES.fullmatch(key) and not in_mtp_module(key, num_layers)
+    ]
     if unread:
         raise ValueError(
             f"transformers {transformers.__version__} leaves out {len(unread)} of the scales of {name} ({min(unread)}), so "
-            f"its weights would be wrong: {UNQUANTISED}."
+            f"its weights would be wrong: {UNQUANTISED_ADVICE}."
         )
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
             f"{name} has an adapter beside its weights (adapter_config.json), which engines do not read: merge it into them, "
             "or remove that file."
         )
-    for part in (model.get_output_embeddings(), model.get_input_embeddings()):
-        weight = part.weight if isinstance(part, nn.Linear | nn.Embedding) else None
+    for module in (model.get_output_embeddings(), model.get_input_embeddings()):
+        weight = module.weight if isinstance(module, nn.Linear | nn.Embedding) else None
         if not isinstance(weight, torch.Tensor):
             continue  # `Target` refuses what has no such layer
         if weight.dtype not in DTYPES.values() or is_traceable_wrapper_subclass(weight):
@@ -304,12 +312,12 @@ def check_complete(model: PreTrainedModel, about: dict, name: str) -> None:
             )
 
 
-def _read(load: Callable, name: str, **kwargs):
+def _load_pretrained(load: Callable, name: str, **kwargs):
     if hub.looks_local(name) and not Path(name).is_dir():
         raise ValueError(
             f"The folder {name} does not exist. Give the folder of a model, or the model's name on the Hugging Face Hub."
         )
-    local = {} if hub.is_folder(name) or hub.in_reach() else {"local_files_only": True}
+    local = {} if hub.is_folder(name) or hub.is_hub_reachable() else {"local_files_only": True}
     try:
         return load(name, **kwargs, **local)
     except (OSError, ValueError, StrictDataclassError) as error:
@@ -330,48 +338,50 @@ def _read(load: Callable, name: str, **kwargs):
 
 
 @torch.no_grad()
-def fill_ends(model: PreTrainedModel, parts: tuple[nn.Module, ...], shards: Shards) -> None:
+def fill_ends(model: PreTrainedModel, modules: tuple[nn.Module, ...], shards: Shards) -> None:
     """Gives the parameters of some parts of the model their values, in the dtype that they have.
 
     A matrix that is the same in two parts (a tied LM head) stays so. Raises ValueError for a tensor that is missing.
     """
-    names = _names_of(model)
-    modules = {module: name for name, module in model.named_modules()}
+    names = _list_names(model)
+    module_names = {module: name for name, module in model.named_modules()}
     filled: dict[Tensor, nn.Parameter] = {}
-    for part in parts:
-        for parameter in list(part.parameters()):
+    for module in modules:
+        for parameter in list(module.parameters()):
             if not parameter.is_meta:
                 continue
             if parameter not in filled:
                 filled[parameter] = _read_parameter(names[parameter], parameter, shards)
             _replace(model, parameter, filled[parameter])
-        for module in part.modules():
-            _fill_buffers(model, module, modules[module], shards)
+        for submodule in module.modules():
+            _fill_buffers(model, submodule, module_names[submodule], shards)
 
 
-def read_ends_part(model: PreTrainedModel, part: nn.Module, shards: Shards) -> dict[str, Tensor]:
+def read_module(model: PreTrainedModel, module: nn.Module, shards: Shards) -> dict[str, Tensor]:
     """The values of a part's parameters, by their names in it, in their dtype. Raises ValueError for a tensor that is missing."""
-    names = _names_of(model)
-    return {name: _read_parameter(names[value], value, shards).data for name, value in part.named_parameters()}
+    names = _list_names(model)
+    return {name: _read_parameter(names[value], value, shards).data for name, value in module.named_parameters()}
 
 
-def untie(model: PreTrainedModel, shards: Shards) -> None:
+def untie_parameters(model: PreTrainedModel, shards: Shards) -> None:
     """Takes apart two parameters that the configuration ties and that differ in the files, as transformers does.
 
     model: without values (device meta)
     """
     for copy, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         parameter = model.get_parameter(source)
-        first, second = (shards.find(name, tuple(parameter.shape)) for name in (source, copy))
-        if first is None or second is None or first == second:
+        source_key, copy_key = (shards.find(name, tuple(parameter.shape)) for name in (source, copy))
+        if source_key is None or copy_key is None or source_key == copy_key:
             continue
-        if not torch.equal(*(shards[key].to(parameter.dtype) for key in (first, second))):
-            place, _, name = copy.rpartition(".")
-            setattr(model.get_submodule(place), name, nn.Parameter(torch.empty_like(parameter), requires_grad=False))
+        if not torch.equal(*(shards[key].to(parameter.dtype) for key in (source_key, copy_key))):
+            module_name, _, name = copy.rpartition(".")
+            setattr(
+                model.get_submodule(module_name), name, nn.Parameter(torch.empty_like(parameter), requires_grad=False)
+            )
             model.all_tied_weights_keys.pop(copy, None)
 
 
-def _names_of(model: PreTrainedModel) -> dict[Tensor, list[str]]:
+def _list_names(model: PreTrainedModel) -> dict[Tensor, list[str]]:
     """The names of each parameter: a shared one has several."""
     names: dict[Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -393,22 +403,24 @@ def _read_parameter(names: list[str], parameter: Tensor, shards: Shards) -> nn.P
     return nn.Parameter(value.to(parameter.dtype).clone(), requires_grad=False)  # not the file's own pages
 
 
-def _fill_buffers(model: PreTrainedModel, module: nn.Module, place: str, shards: Shards) -> None:
+def _fill_buffers(model: PreTrainedModel, module: nn.Module, module_name: str, shards: Shards) -> None:
     """What no file holds, such as Gemma's scale of embeddings, is computed as transformers does when it loads a model.
 
     place: the module's name in the model
     """
     missing = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
     for name, buffer in missing.items():
-        kept = name not in module._non_persistent_buffers_set
-        module.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=kept)
+        persistent = name not in module._non_persistent_buffers_set
+        module.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=persistent)
     if missing:
         for parameter in module.parameters(recurse=False):
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # so that it keeps its values
         model._init_weights(module)
     for name, buffer in missing.items():
         key = (
-            None if name in module._non_persistent_buffers_set else shards.find(f"{place}.{name}", tuple(buffer.shape))
+            None
+            if name in module._non_persistent_buffers_set
+            else shards.find(f"{module_name}.{name}", tuple(buffer.shape))
         )
         if key is not None:
             module.get_buffer(name).copy_(shards[key])
@@ -421,20 +433,20 @@ def _replace(model: nn.Module, old: Tensor, new: nn.Parameter) -> None:
                 setattr(module, name, new)
 
 
-def quantisation_of(config) -> str | None:
+def name_quantisation(config) -> str | None:
     """The method in a model's configuration and its bits, such as bitsandbytes-4bit or fp8; None: not quantised."""
     fields = config.to_dict().get("quantization_config")
     if not fields:
         return None
     method = fields.get("quant_method", "unknown")
     groups = [group.get("weights") or {} for group in (fields.get("config_groups") or {}).values()]
-    first = groups[0] if groups else {}  # of compressed-tensors and ModelOpt
+    weight_settings = groups[0] if groups else {}  # of compressed-tensors and ModelOpt
     bits = 4 if fields.get("load_in_4bit") else 8 if fields.get("load_in_8bit") else fields.get("bits")
-    bits = bits or first.get("num_bits")
-    kind = f"fp{bits}" if first.get("type") == "float" else f"{bits}bit" if bits else fields.get("quant_algo")
-    return "-".join(str(each).lower() for each in (getattr(method, "value", method), kind) if each)
+    bits = bits or weight_settings.get("num_bits")
+    kind = f"fp{bits}" if weight_settings.get("type") == "float" else f"{bits}bit" if bits else fields.get("quant_algo")
+    return "-".join(str(word).lower() for word in (getattr(method, "value", method), kind) if word)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_tensor(tensor: Tensor) -> Tensor:
     """A tensor of which every process holds a part, put together. All must ask."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

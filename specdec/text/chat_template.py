@@ -23,7 +23,7 @@ from specdec.text.messages import MODE, MODE_NAMES, THOUGHT_NAMES, THOUGHTS, sel
 
 MARKER = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # around what the assistant says, for transformers
 SPEAKERS = ("system", "developer", "user", "assistant")  # every template that takes them writes what they say
-WORD, OTHER = "specdecword", "specdecother"
+WORD, OTHER_WORD = "specdecword", "specdecother"
 TOOL = {
     "type": "function",
     "function": {"name": WORD, "description": WORD, "parameters": {"type": "object", "properties": {}}},
@@ -87,9 +87,9 @@ def find_form(tokenizer: PreTrainedTokenizerBase) -> TemplateForm:
 def _find_form(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateForm:
     """template: the tokenizer's, which may change"""
 
-    def text(*messages: dict, **more) -> str:
+    def text(*messages: dict, **options) -> str:
         try:
-            return str(tokenizer.apply_chat_template([*messages], tokenize=False, **more))
+            return str(tokenizer.apply_chat_template([*messages], tokenize=False, **options))
         except Exception:  # it refuses
             return ""
 
@@ -102,16 +102,18 @@ def _find_form(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateFor
         answer = {"role": "assistant", "content": "", "tool_calls": [call]}
         result = {"role": "tool", "name": "specdecname", "tool_call_id": "specdec01", "content": "a"}
         rendered = text(question, answer, tools=[TOOL]) or text(question, answer, result, tools=[TOOL])
-        wrong = (f"'{OTHER}'", f'\\"{OTHER}')
-        return OTHER in rendered and "specdecvalue" in rendered and not any(part in rendered for part in wrong)
+        wrong = (f"'{OTHER_WORD}'", f'\\"{OTHER_WORD}')
+        return OTHER_WORD in rendered and "specdecvalue" in rendered and not any(part in rendered for part in wrong)
 
     def writes_thoughts(key: str) -> bool:
-        return OTHER in text(question, {"role": "assistant", "content": WORD, key: OTHER})
+        return OTHER_WORD in text(question, {"role": "assistant", "content": WORD, key: OTHER_WORD})
 
-    arguments = {OTHER: "specdecvalue"}
+    arguments = {OTHER_WORD: "specdecvalue"}
     kinds: list[tuple[type, dict | str]] = [(dict, arguments), (str, json.dumps(arguments))]
-    asked = functools.partial(text, question, add_generation_prompt=True)
-    mode = next((mode for mode in MODE_NAMES if asked(**{mode: True}) != asked(**{mode: False})), None)
+    render_question = functools.partial(text, question, add_generation_prompt=True)
+    mode = next(
+        (mode for mode in MODE_NAMES if render_question(**{mode: True}) != render_question(**{mode: False})), None
+    )
     return TemplateForm(
         arguments=next((kind for kind, example in kinds if writes(example)), None),
         mode=mode,
@@ -150,7 +152,7 @@ def check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any
         )
 
 
-def known_arguments(tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]) -> dict[str, Any]:
+def select_known_arguments(tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]) -> dict[str, Any]:
     """Template arguments without `tools`, and without a thinking mode that the template does not have.
 
     The answer of another target may say a mode, too.
@@ -160,7 +162,7 @@ def known_arguments(tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any
     return {key: value for key, value in select_variables(arguments).items() if key != MODE or has_mode}
 
 
-def template_arguments(tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]) -> dict[str, Any]:
+def rename_mode(tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]) -> dict[str, Any]:
     """The same arguments, with the template's own name for the thinking mode."""
     mode = find_form(tokenizer).mode or MODE
     return {mode if key == MODE else key: value for key, value in arguments.items()}
@@ -178,11 +180,11 @@ def render(
     Raises ValueError for what the template refuses, or has no place for.
     """
     if not tokenizer.chat_template:
-        raise ValueError(without_template(tokenizer))
+        raise ValueError(describe_missing_template(tokenizer))
     fitted = find_form(tokenizer).fit(messages)
     try:
-        more = template_arguments(tokenizer, arguments) | {"add_generation_prompt": add_generation_prompt}
-        return str(tokenizer.apply_chat_template(fitted, tokenize=False, **more))
+        options = rename_mode(tokenizer, arguments) | {"add_generation_prompt": add_generation_prompt}
+        return str(tokenizer.apply_chat_template(fitted, tokenize=False, **options))
     except jinja2.TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(f"The chat template refuses a conversation with the roles {roles}: {error}") from error
@@ -214,14 +216,14 @@ def check_written(
     for role in dict.fromkeys(message["role"] for message in messages if message["role"] not in SPEAKERS):
         copies = [{**message, "content": WORD} if message["role"] == role else message for message in messages]
         changed[f"messages of the role {role}"] = copies, arguments
-    lost = []
-    for name, (copies, others) in changed.items():
+    lost_names = []
+    for name, (copies, changed_arguments) in changed.items():
         with contextlib.suppress(ValueError):  # it refuses the copy, so it reads what was changed
-            if render(tokenizer, copies, others, add_generation_prompt=add_generation_prompt) == text:
-                lost.append(name)
-    if lost:
+            if render(tokenizer, copies, changed_arguments, add_generation_prompt=add_generation_prompt) == text:
+                lost_names.append(name)
+    if lost_names:
         raise ValueError(
-            f"The chat template of {tokenizer.name_or_path} leaves out {' and '.join(lost)}, so the target would not read "
+            f"The chat template of {tokenizer.name_or_path} leaves out {' and '.join(lost_names)}, so the target would not read "
             "them. Remove them, or choose a target whose chat template writes them."
         )
 
@@ -241,12 +243,12 @@ def extend_arguments(call: dict) -> dict:
 
     def extend(arguments: object) -> object:
         parsed = parse_object(arguments)
-        return {**parsed, WORD: OTHER} if isinstance(parsed, dict) else {WORD: OTHER}
+        return {**parsed, WORD: OTHER_WORD} if isinstance(parsed, dict) else {WORD: OTHER_WORD}
 
     return _change(call, arguments=extend)
 
 
-def without_template(tokenizer: PreTrainedTokenizerBase) -> str:
+def describe_missing_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """Why messages are refused, and what to do."""
     return (
         f"The tokenizer of {tokenizer.name_or_path} has no chat template, so it takes no messages. Give plain text "
@@ -263,7 +265,7 @@ def find_spans(
     if not MARKER.search(template):
         return None
     render: Callable[..., Any] = render_jinja_template  # whose annotation says that it gives a text
-    more = {**tokenizer.special_tokens_map, **template_arguments(tokenizer, arguments)}
+    options = {**tokenizer.special_tokens_map, **rename_mode(tokenizer, arguments)}
     fitted = find_form(tokenizer).fit(messages)
-    _, (spans,) = render([fitted], chat_template=template, return_assistant_tokens_mask=True, **more)
+    _, (spans,) = render([fitted], chat_template=template, return_assistant_tokens_mask=True, **options)
     return spans

@@ -31,7 +31,7 @@ class Prompt:
     question: str | None = None
 
     @property
-    def of(self) -> str:
+    def question_id(self) -> str:
         """Its question, over which intervals are: turns of one question are strongly correlated."""
         return self.question or self.id
 
@@ -83,9 +83,9 @@ def encode_chat(
     return encode_prompt(tokenizer, messages, arguments), write_arguments(arguments)
 
 
-def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, **more) -> BatchEncoding:
+def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, **options) -> BatchEncoding:
     """The encoding of a text. Raises ValueError for a token that the target has no embedding for."""
-    encoding = tokenizer(text, add_special_tokens=False, **more)
+    encoding = tokenizer(text, add_special_tokens=False, **options)
     token_text.check_ids(tokenizer, encoding["input_ids"])
     return encoding
 
@@ -104,8 +104,8 @@ def load_prompts(
 
     Raises ValueError as reading.load_prompts and reading.spread, and for a prompt that the template refuses.
     """
-    with reading.at(source):
-        rows = reading.spread(reading.load_prompts(source, split=split), limit)
+    with reading.name_location(source):
+        rows = reading.spread_rows(reading.load_prompts(source, split=split), limit)
         return encode_prompts(rows, tokenizer, arguments)
 
 
@@ -128,7 +128,7 @@ def encode_row(tokenizer: PreTrainedTokenizerBase, row: dict, arguments: dict[st
     A model without a chat template continues the row's `prompt`.
     arguments: variables of the chat template, if the row does not say them
     """
-    with reading.at(row.get("place") or f"prompt {row['id']}"):
+    with reading.name_location(row.get("place") or f"prompt {row['id']}"):
         if row.get("prompt") is None or tokenizer.chat_template or "tools" in row:
             return encode_prompt(tokenizer, row["messages"], merge_arguments(tokenizer, row, arguments))
         tokens = token_text.encode_text(tokenizer, row["prompt"])
@@ -143,7 +143,7 @@ def merge_arguments(
     """Template arguments of a row, with `tools`, over those of a command. A row's mode that the template has not is left out."""
     row_arguments = read_arguments(row)
     tools = {"tools": row_arguments["tools"]} if "tools" in row_arguments else {}
-    return {**(arguments or {}), **chat_template.known_arguments(tokenizer, row_arguments), **tools}
+    return {**(arguments or {}), **chat_template.select_known_arguments(tokenizer, row_arguments), **tools}
 
 
 def check_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -157,15 +157,15 @@ def check_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 @functools.lru_cache(maxsize=4)
-def vocabulary(tokenizer: PreTrainedTokenizerBase, num_entries: int) -> tuple[str, int]:
+def find_vocabulary(tokenizer: PreTrainedTokenizerBase, num_entries: int) -> tuple[str, int]:
     """-> digest of the text of every id, and the number of ids that the target reads.
 
     num_entries: len(tokenizer), which changes if tokens are added
     """
-    return token_text.fingerprint(tokenizer), token_text.num_ids(tokenizer)
+    return token_text.digest_vocabulary(tokenizer), token_text.count_ids(tokenizer)
 
 
-def take_kept_ids(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
+def read_stored_ids(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
     """The row with the ids that the target read and wrote: `tokens`, of which the first `prompt_tokens` are the prompt.
 
     None if it has no ids, and with a warning if they belong to another tokenizer. Raises ValueError for impossible ids.
@@ -173,7 +173,7 @@ def take_kept_ids(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row
     if not reading.has_ids(conversation):
         return None
     tokens, num_prompt = conversation["tokens"], conversation["prompt_tokens"]
-    digest, size = vocabulary(tokenizer, len(tokenizer))
+    digest, size = find_vocabulary(tokenizer, len(tokenizer))
     if conversation.get("tokenizer") != digest:
         if conversation.get("messages") is None and reading.find_plain_text(conversation) is None:
             raise ValueError(
@@ -193,15 +193,15 @@ def take_kept_ids(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row
             "at least 1 and below their number. Repair or remove the row."
         )
     mask = [False] * num_prompt + [True] * (len(tokens) - num_prompt)
-    if last_weight(conversation) == 0:
+    if read_last_weight(conversation) == 0:
         raise ValueError(
             f"Row {conversation['id']}: its last answer has weight 0, and it alone would count. Remove the row."
         )
-    arguments = chat_template.known_arguments(tokenizer, read_arguments(conversation))
+    arguments = chat_template.select_known_arguments(tokenizer, read_arguments(conversation))
     return Row(conversation["id"], conversation["category"], tokens, mask, arguments)
 
 
-def last_weight(conversation: dict) -> int:
+def read_last_weight(conversation: dict) -> int:
     """The weight of a row's last message, 0 or 1."""
     messages = conversation.get("messages")
     return messages[-1].get("weight", 1) if messages else 1
@@ -213,15 +213,15 @@ def encode_plain(tokenizer: PreTrainedTokenizerBase, conversation: dict, prompt:
     A completion ends with the end-of-text token, unless the row has `finish: "length"`: the target did not write one
     there. Raises ValueError if nothing is left to guess.
     """
-    before, said = token_text.encode_pair(tokenizer, prompt or "", completion)
+    before, answer = token_text.encode_pair(tokenizer, prompt or "", completion)
     end = tokenizer.eos_token_id
-    if prompt is not None and end is not None and conversation.get("finish") != "length" and said[-1:] != [end]:
-        said = [*said, end]
-    if not (said if before else said[1:]):  # nothing precedes the first token
+    if prompt is not None and end is not None and conversation.get("finish") != "length" and answer[-1:] != [end]:
+        answer = [*answer, end]
+    if not (answer if before else answer[1:]):  # nothing precedes the first token
         raise ValueError(f"Row {conversation['id']}: its text or completion is too short. Remove the row.")
-    mask = [False] * len(before) + [True] * len(said)
+    mask = [False] * len(before) + [True] * len(answer)
     mask[0] = False
-    return Row(id=conversation["id"], category=conversation["category"], tokens=before + said, mask=mask)
+    return Row(id=conversation["id"], category=conversation["category"], tokens=before + answer, mask=mask)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
@@ -232,7 +232,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
     row with `finish: "length"` is cut behind the content of its last answer, because the target did not write an end of
     turn there. Raises ValueError if nothing or everything would be supervised.
     """
-    if (row := take_kept_ids(tokenizer, conversation)) is not None:
+    if (row := read_stored_ids(tokenizer, conversation)) is not None:
         return row
     if (plain := reading.find_plain_text(conversation)) is not None:
         prompt, completion = plain
@@ -247,7 +247,7 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> R
     """`encode` of a row with messages. Turns with weight 0 are context alone."""
     name, messages = f"Row {conversation['id']}", normalise_messages(conversation["messages"])
     if not tokenizer.chat_template:
-        raise ValueError(f"{name} has messages. {chat_template.without_template(tokenizer)}")
+        raise ValueError(f"{name} has messages. {chat_template.describe_missing_template(tokenizer)}")
     check_offsets(tokenizer)
     check_answers(name, messages)
     cut = conversation.get("finish") == "length"
@@ -269,10 +269,10 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> R
             f"{name}: the tokenizer of {tokenizer.name_or_path} says wrongly where its tokens begin in the text, so "
             "answers cannot be told from prompts. Choose another target, or another copy of its tokenizer."
         )
-    counted = [turn for index, turn in turns.items() if messages[index].get("weight", 1)]
-    if not counted:
+    supervised_turns = [turn for index, turn in turns.items() if messages[index].get("weight", 1)]
+    if not supervised_turns:
         raise ValueError(f"{name}: all answers that could count have weight 0. Remove the row.")
-    mask = answer_mask.mask_turns(rendered, tokens, starts, counted)
+    mask = answer_mask.mask_turns(rendered, tokens, starts, supervised_turns)
     if spans is not None:
         mask = [*map(all, zip(mask, answer_mask.mask_spans(starts, spans)))]
     last = max(turns)
@@ -282,12 +282,12 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> R
     num_left_out = sum(message["role"] == "assistant" for message in messages) - len(turns)
     row = Row(
         id=conversation["id"], category=conversation["category"], tokens=tokens, mask=mask,
-        arguments=chat_template.known_arguments(tokenizer, arguments), num_left_out=num_left_out,
+        arguments=chat_template.select_known_arguments(tokenizer, arguments), num_left_out=num_left_out,
     )  # fmt: skip
     if all(mask) or not any(mask):
         raise ValueError(
             f"{name}: {'everything' if any(mask) else 'nothing'} would be supervised. Look at its messages and their weights; if "
-            f"they are right, {ADVICE}. The row: {show(tokenizer, row).markup[:1000]}"
+            f"they are right, {ADVICE}. The row: {show_row(tokenizer, row).markup[:1000]}"
         )
     return row
 
@@ -311,11 +311,11 @@ def split_cut_thoughts(message: dict) -> dict:
     return {**message, "content": "", THOUGHTS: thoughts.removeprefix("\n")}
 
 
-def show(tokenizer: PreTrainedTokenizerBase, row: Row) -> "rich.text.Text":
+def show_row(tokenizer: PreTrainedTokenizerBase, row: Row) -> "rich.text.Text":
     """The row's text, the supervised part in green."""
     import rich.text
 
-    text, stream = rich.text.Text(), TextStream(TextDecoder.of(tokenizer, special=True))
+    text, stream = rich.text.Text(), TextStream(TextDecoder.from_tokenizer(tokenizer, special=True))
     for supervised, group in itertools.groupby(zip(row.mask, row.tokens, strict=True), key=lambda pair: pair[0]):
         pieces = [stream.add(token) for _, token in group]
         text.append("".join(pieces), style="bold green" if supervised else "dim")
@@ -325,13 +325,13 @@ def show(tokenizer: PreTrainedTokenizerBase, row: Row) -> "rich.text.Text":
 # Rows to batches
 
 
-def last_answer(row: Row) -> tuple[int, int]:
+def find_last_answer(row: Row) -> tuple[int, int]:
     """Where the last supervised stretch begins and ends; before it are a prompt and perhaps earlier answers."""
     stop = len(row.mask) - row.mask[::-1].index(True)
     return stop - row.mask[stop - 1 :: -1].index(False), stop
 
 
-def stop_tokens(tokenizer: PreTrainedTokenizerBase, generation_config) -> set[int]:
+def list_stop_tokens(tokenizer: PreTrainedTokenizerBase, generation_config) -> set[int]:
     """Ids that end an answer: the tokenizer's and the model's."""
     ends = generation_config.eos_token_id
     ids = ends if isinstance(ends, list) else [ends]

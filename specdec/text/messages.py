@@ -102,13 +102,13 @@ def read_arguments(row: dict) -> dict[str, Any]:
     The thinking mode is called MODE. `thinking` counts only if it is true or false: rows of others have other things there.
     Raises ValueError for what cannot be read, and for two values that contradict each other.
     """
-    named = [(ARGUMENTS, key, value) for key, value in _read_dictionary(row.get(ARGUMENTS)).items()]
+    named_values = [(ARGUMENTS, key, value) for key, value in _read_dictionary(row.get(ARGUMENTS)).items()]
     for name in (*MODE_NAMES, EFFORT):
         value = row.get(name)
         if value is not None and (name != "thinking" or isinstance(value, bool)):
-            named.append((name, name, value))
+            named_values.append((name, name, value))
     arguments: dict[str, Any] = {}
-    for field, key, value in named:
+    for field, key, value in named_values:
         key = MODE if key in MODE_NAMES else key
         if key == MODE and not isinstance(value, bool):
             raise ValueError(f"{field}: {MODE} must be true or false, not {json.dumps(value, default=str)}.")

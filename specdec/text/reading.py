@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import yaml
 
 from specdec.core import extensions
-from specdec.core.row_files import FORMS, LINES, PARQUET, parse_line, read_file
+from specdec.core.row_files import FORMS, LINE_ENDINGS, PARQUET_ENDINGS, parse_line, read_file
 from specdec.text.messages import normalise_messages, read_arguments, set_defaults, write_arguments
 
 Item = TypeVar("Item")
@@ -36,7 +36,7 @@ LIMITS = re.compile(
     re.IGNORECASE,
 )
 # of a README: a line such as license: mit, with a list below it, and a heading that names the licence with its paragraph
-STATED = re.compile(
+LICENCE_STATEMENT = re.compile(
     r"^(?:[^\w\n]*licen[sc]e\w*[^\w\n]*:.*(?:\n[ \t]*- .*)*|(?:#.*licen[sc]e.*|.*licen[sc]e.*\n[=-]{3,})\s*\n(?:.+\n?)+)",
     re.IGNORECASE | re.MULTILINE,
 )
@@ -44,7 +44,7 @@ STATED = re.compile(
 
 def list_suites() -> list[Path]:
     """The files of public questions, which say what may not be trained on."""
-    return [path for folder in extensions.conf_folders() for path in sorted(folder.glob("suite/*.yaml"))]
+    return [path for folder in extensions.list_conf_folders() for path in sorted(folder.glob("suite/*.yaml"))]
 
 
 def read_sources(train: str | Sequence[str] | Mapping[str, float]) -> dict[str, Fraction]:
@@ -64,26 +64,26 @@ def read_sources(train: str | Sequence[str] | Mapping[str, float]) -> dict[str, 
 
 
 @contextlib.contextmanager
-def at(place: str) -> Iterator[None]:
+def name_location(location: str) -> Iterator[None]:
     """Within, a ValueError says where the row is that it is about."""
     try:
         yield
     except ValueError as error:
-        if place in str(error):
+        if location in str(error):
             raise
-        raise ValueError(f"{place}: {error}") from error
+        raise ValueError(f"{location}: {error}") from error
 
 
-def to_row(place: str, raw: str | dict) -> dict:
+def to_row(location: str, raw: str | dict) -> dict:
     """A row of what `read_raw` yields. Keys whose value is null, and empty lists of tools or calls, are left out.
 
     Arrow gives all structs of a column the same keys, so that there a null means an absent key at any depth.
     """
-    row = parse_line(place, raw) if isinstance(raw, str) else _without_nulls(raw)
+    row = parse_line(location, raw) if isinstance(raw, str) else _without_nulls(raw)
     row = {key: value for key, value in row.items() if value is not None and (key, value) != ("tools", [])}
     messages = row.get("messages")
     if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
-        with at(place):
+        with name_location(location):
             row["messages"] = normalise_messages(messages)
     return row
 
@@ -99,12 +99,12 @@ def find_files(source: str) -> list[Path]:
     path = Path(source)
     if path.is_file():
         return [path]
-    for endings in (LINES, PARQUET) if path.is_dir() else ():
+    for endings in (LINE_ENDINGS, PARQUET_ENDINGS) if path.is_dir() else ():
         if files := sorted(file for file in path.iterdir() if file.name.endswith(endings)):
             return files
     if path.is_dir() and not ((path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()):
         raise ValueError(f"The folder {source} holds neither .jsonl files nor a saved dataset. Give {FORMS}.")
-    if not path.exists() and path.name.endswith((*LINES, *PARQUET, ".json")):
+    if not path.exists() and path.name.endswith((*LINE_ENDINGS, *PARQUET_ENDINGS, ".json")):
         raise ValueError(f"There is no file {source}. Give {FORMS}.")
     return []
 
@@ -122,7 +122,7 @@ def find_limit(files: Iterable[Path], phrases: re.Pattern[str] = LIMITS) -> tupl
                 with path.open("rb") as file:
                     text = file.read(2**20).decode(errors="replace").replace("\r\n", "\n")
                 if path.name.lower().startswith("readme"):
-                    text = "\n".join(match[0] for match in STATED.finditer(text))
+                    text = "\n".join(match[0] for match in LICENCE_STATEMENT.finditer(text))
                 if found := phrases.search(" ".join(text.split())):
                     return path, found[0]
     return None
@@ -165,19 +165,19 @@ def open_dataset(source: str, split: str | None, *, config: str | None = None) -
     try:
         if not Path(source).is_dir():
             return datasets.load_dataset(source, config, split=split)
-        data = datasets.load_from_disk(source)
+        dataset = datasets.load_from_disk(source)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"Could not read split {split!r} of {source!r}. Give {FORMS}. ({type(error).__name__}: {error})"
         ) from error
-    if not isinstance(data, datasets.DatasetDict):
-        return data
-    if split not in data:
+    if not isinstance(dataset, datasets.DatasetDict):
+        return dataset
+    if split not in dataset:
         raise ValueError(
-            f"{source} has no split {split!r}; it has: {', '.join(data)}. Choose one with split= (train.py: data.split=, "
+            f"{source} has no split {split!r}; it has: {', '.join(dataset)}. Choose one with split= (train.py: data.split=, "
             "data.heldout_split=)."
         )
-    return data[split]
+    return dataset[split]
 
 
 def read_raw(source: str, split: str | None) -> Iterator[tuple[str, str | dict]]:
@@ -189,7 +189,7 @@ def read_raw(source: str, split: str | None) -> Iterator[tuple[str, str | dict]]
 
 def read_rows(source: str, split: str | None) -> Iterator[tuple[str, dict]]:
     """Yields (place, row) of any of the forms that `source` may take."""
-    return ((place, to_row(place, raw)) for place, raw in read_raw(source, split))
+    return ((location, to_row(location, raw)) for location, raw in read_raw(source, split))
 
 
 def name_row(row: dict, index: int, arguments: dict[str, Any] | None = None) -> dict:
@@ -201,13 +201,13 @@ def name_row(row: dict, index: int, arguments: dict[str, Any] | None = None) -> 
     return {**row, "id": _to_text(row.get("id"), str(index)), "category": _to_text(row.get("category"), "all")}
 
 
-def tell_apart(ids: list[str]) -> list[str]:
+def number_ids(ids: list[str]) -> list[str]:
     """One that occurs again gets a number: results are joined by their id."""
-    apart: dict[str, None] = {}
+    numbered_ids: dict[str, None] = {}
     for id in ids:
         numbered = (f"{id} ({number})" for number in itertools.count(2))
-        apart[next(each for each in itertools.chain([id], numbered) if each not in apart)] = None
-    return list(apart)
+        numbered_ids[next(each for each in itertools.chain([id], numbered) if each not in numbered_ids)] = None
+    return list(numbered_ids)
 
 
 def _to_text(value: Any, default: str) -> str:
@@ -232,12 +232,12 @@ def find_plain_text(row: dict) -> tuple[str | None, str] | None:
     return (None, text) if isinstance(text, str) else None
 
 
-def check_messages(row: dict, place: str) -> list[dict]:
+def check_messages(row: dict, location: str) -> list[dict]:
     """The messages; none for plain text or token ids alone. Raises ValueError for a row with none of these."""
     messages = row.get("messages")
     if messages is None and (has_ids(row) or find_plain_text(row) is not None):
         return []
-    with at(place):
+    with name_location(location):
         if not isinstance(messages, list) or not messages:
             keys = ", ".join(map(str, row)) or "none"
             raise ValueError(
@@ -271,13 +271,13 @@ def load_conversations(
     Raises ValueError, naming file and line, for a row that is no conversation.
     """
     conversations: list[dict] = []
-    for place, row in itertools.islice(read_rows(source, split), limit):
-        check_messages(row, place)
+    for location, row in itertools.islice(read_rows(source, split), limit):
+        check_messages(row, location)
         conversations.append(name_row(row, len(conversations), arguments))
     return conversations
 
 
-def hold_out(greedy: Sequence[bool], num: int) -> list[int]:
+def choose_held_out(greedy: Sequence[bool], num: int) -> list[int]:
     """The first `num` rows written at temperature 0: what `specdec replay` reads is not trained on.
 
     greedy: whether each row was written at temperature 0
@@ -296,20 +296,24 @@ def load_prompts(source: str, *, split: str | None = None, limit: int | None = N
     left out; `prompt` is None then.
     """
     prompts = []
-    for index, (place, row) in enumerate(itertools.islice(read_rows(source, split), limit)):
-        with at(place):
+    for index, (location, row) in enumerate(itertools.islice(read_rows(source, split), limit)):
+        with name_location(location):
             prompts.append(
-                {**_to_prompt(name_row(row, index), place), "place": place, **write_arguments(read_arguments(row))}
+                {
+                    **_to_prompt(name_row(row, index), location),
+                    "place": location,
+                    **write_arguments(read_arguments(row)),
+                }
             )
     return prompts
 
 
-def _to_prompt(row: dict, place: str) -> dict:
+def _to_prompt(row: dict, location: str) -> dict:
     prompt = row["prompt"] if isinstance(row.get("prompt"), str) else None
     if prompt is not None:
         messages = [{"role": "user", "content": prompt}]
     elif row.get("messages") is not None:
-        messages = check_messages(row, place)
+        messages = check_messages(row, location)
         if messages[-1]["role"] == "assistant":
             messages = messages[:-1]
     else:
@@ -323,13 +327,13 @@ def _to_prompt(row: dict, place: str) -> dict:
     return {**said, "grammar": row.get("grammar") or None}
 
 
-def digest_of(prompts: list[dict]) -> str:
+def digest_prompts(prompts: list[dict]) -> str:
     """16 hex digits of what rows of `load_prompts` say, wherever they are."""
     said = [[value for key, value in row.items() if key != "place"] for row in prompts]
     return hashlib.sha256(json.dumps(said, default=repr).encode()).hexdigest()[:16]
 
 
-def spread(rows: list[Item], num: int | None) -> list[Item]:
+def spread_rows(rows: list[Item], num: int | None) -> list[Item]:
     """`num` rows, evenly over the list, so that a list sorted by category keeps its mixture; all rows for None.
 
     Raises ValueError if none would be left.

@@ -13,11 +13,11 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 
-def opening_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def find_opening_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens that the tokenizer puts in front of a text."""
     text, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
-    places = range(len(whole) - len(text) + 1)
-    return next((whole[:place] for place in places if whole[place : place + len(text)] == text), [])
+    starts = range(len(whole) - len(text) + 1)
+    return next((whole[:place] for place in starts if whole[place : place + len(text)] == text), [])
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -25,7 +25,7 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
     Raises ValueError for a token that the target has no embedding for.
     """
-    tokens, first = tokenizer(text, add_special_tokens=False)["input_ids"], opening_tokens(tokenizer)
+    tokens, first = tokenizer(text, add_special_tokens=False)["input_ids"], find_opening_tokens(tokenizer)
     return check_ids(tokenizer, tokens if tokens[: len(first)] == first else first + tokens)
 
 
@@ -46,7 +46,12 @@ def expect_opening(
     not also as the end of a text, as models do that expect none. `add_bos_token` in tokenizer_config.json has the last word.
     """
     begin = tokenizer.bos_token_id
-    if tokenizer.chat_template or begin is None or not hasattr(tokenizer, "add_bos_token") or opening_tokens(tokenizer):
+    if (
+        tokenizer.chat_template
+        or begin is None
+        or not hasattr(tokenizer, "add_bos_token")
+        or find_opening_tokens(tokenizer)
+    ):
         return
     stated = get_tokenizer_config(name, revision=revision).get("add_bos_token")
     if stated is None:
@@ -73,33 +78,33 @@ def expect_opening(
 
 # Ids of a tokenizer that a target has no embedding for: texts with them are refused, before the target reads them.
 
-ROWS = "rows_of_embedding"  # attribute of a tokenizer: how many embeddings its target has
+NUM_EMBEDDINGS = "rows_of_embedding"  # attribute of a tokenizer: how many embeddings its target has
 
 
-def limit_ids(tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
+def limit_ids(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> None:
     """Remembers the number of the target's embeddings."""
-    setattr(tokenizer, ROWS, rows)
+    setattr(tokenizer, NUM_EMBEDDINGS, num_embeddings)
 
 
-def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
     """The highest id that texts may have, plus 1."""
     highest = max(tokenizer.get_vocab().values())
-    return min(highest + 1, getattr(tokenizer, ROWS, highest + 1))
+    return min(highest + 1, getattr(tokenizer, NUM_EMBEDDINGS, highest + 1))
 
 
 def check_ids(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[int]:
     """The tokens. Raises ValueError for an id that the target has no embedding for."""
-    rows = getattr(tokenizer, ROWS, None)
-    if rows is not None and max(tokens, default=0) >= rows:
+    num_embeddings = getattr(tokenizer, NUM_EMBEDDINGS, None)
+    if num_embeddings is not None and max(tokens, default=0) >= num_embeddings:
         wrong = max(tokens)
         raise ValueError(
             f"The text, or what is put around it, has the token {tokenizer.convert_ids_to_tokens(wrong)} ({wrong}), and the "
-            f"embedding of {tokenizer.name_or_path} has {rows} rows. Remove it, or take the tokenizer that belongs to the model."
+            f"embedding of {tokenizer.name_or_path} has {num_embeddings} rows. Remove it, or take the tokenizer that belongs to the model."
         )
     return tokens
 
 
-def fingerprint(tokenizer: transformers.PreTrainedTokenizerBase) -> str:
+def digest_vocabulary(tokenizer: transformers.PreTrainedTokenizerBase) -> str:
     """16 hex digits that identify the vocabulary: the text of every id."""
     pairs = sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()[:16]

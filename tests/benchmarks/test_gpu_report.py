@@ -20,57 +20,59 @@ def read(out) -> dict:
 def test_all_parts_are_done_once(capsys, tmp_path, monkeypatch):
     out = tmp_path / "report"
     gpu_report.main([*TINY, f"out={out}"])
-    parts = read(out)
-    assert not [each["error"] for each in parts.values() if "error" in each] and len(parts) == 9
-    command = parts["main command"]
+    figures = read(out)
+    assert not [each["error"] for each in figures.values() if "error" in each] and len(figures) == 9
+    command = figures["main command"]
     assert command["steps"] == 3 and command["identical_outputs"] == 1 and all(map(math.isfinite, command["losses"]))
-    on, off, other = (each for name, each in parts.items() if name.startswith("training"))
+    on, off, other = (each for name, each in figures.items() if name.startswith("training"))
     assert (on["fast"], off["fast"], other["head"]) == ("on", "off", "mtp") and on["flops"] == off["flops"] > other[
         "flops"
     ]
-    assert [name for name in parts if "decoding" in name] == [
+    assert [name for name in figures if "decoding" in name] == [
         f"decoding {mode}, 24 tokens" for mode in gpu_report.MODES
     ]
     for mode in gpu_report.MODES:
-        decoding = parts[f"decoding {mode}, 24 tokens"]
+        decoding = figures[f"decoding {mode}, 24 tokens"]
         assert all(0 < decoding[f"{key}_ms"] < math.inf for key in ("plain", "verify_1", "verify_4", "round_of_5"))
-    assert "passed" in parts["tests"]["result"]
-    assert any("No CUDA graphs" in text for text in parts["decoding captured, 24 tokens"]["said"])
+    assert "passed" in figures["tests"]["result"]
+    assert any("No CUDA graphs" in text for text in figures["decoding captured, 24 tokens"]["said"])
     page = out.with_suffix(".md").read_text()
     assert page.strip() in capsys.readouterr().out and all(
         f"## {name}" in page for name in ("training", "decoding", "tests")
     )
 
-    done = []
-    monkeypatch.setattr(gpu_report, "do_part", lambda chosen, name, part: done.append(name))
+    run_names = []
+    monkeypatch.setattr(gpu_report, "run_measurement", lambda options, name, measure: run_names.append(name))
     document = json.loads(out.with_suffix(".json").read_text())
     document["parts"]["tests"] = {"error": "cut"}
     out.with_suffix(".json").write_text(json.dumps(document))
     with pytest.raises(SystemExit):
         gpu_report.main([*TINY, f"out={out}"])
-    assert done == ["tests"]  # what failed is tried again
+    assert run_names == ["tests"]  # what failed is tried again
     with pytest.raises(SystemExit):
         gpu_report.main([*TINY, f"out={out}", "redo=true"])
-    assert done == ["tests", *parts]
+    assert run_names == ["tests", *figures]
 
 
 def test_a_part_that_fails_or_ends_its_process_is_written_and_the_next_goes_on(tmp_path, monkeypatch):
     def fail() -> dict:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(gpu_report, "list_parts", lambda chosen: {"first": fail, "second": lambda: {"figure": 1.5}})
+    monkeypatch.setattr(
+        gpu_report, "list_measurements", lambda options: {"first": fail, "second": lambda: {"figure": 1.5}}
+    )
     with pytest.raises(SystemExit, match="1 parts failed"):
         gpu_report.main([*TINY, f"out={tmp_path}/report"])
     parts = read(tmp_path / "report")
     assert parts["second"]["figure"] == 1.5 and "illegal memory access" in parts["first"]["error"]
     assert "- first: RuntimeError: CUDA error" in (tmp_path / "report.md").read_text()
-    chosen, run = gpu_report.GpuReportOptions(out=str(tmp_path / "report")), gpu_report.run_child
+    options, run = gpu_report.GpuReportOptions(out=str(tmp_path / "report")), gpu_report.run_child
     code, seconds = "import os; os._exit(139)", 60.0
-    monkeypatch.setattr(gpu_report, "run_child", lambda command, *more: run([command[0], "-c", code], *more))
-    gpu_report.do_apart(chosen, "first", [], seconds)
+    monkeypatch.setattr(gpu_report, "run_child", lambda command, *arguments: run([command[0], "-c", code], *arguments))
+    gpu_report.run_in_process(options, "first", [], seconds)
     assert "ended with 139" in read(tmp_path / "report")["first"]["error"]
     code, seconds = "input()", 0.0
-    gpu_report.do_apart(chosen, "first", [], seconds)
+    gpu_report.run_in_process(options, "first", [], seconds)
     found = read(tmp_path / "report")
     assert "took more than 0 s" in found["first"]["error"] and found["second"]["figure"] == 1.5
 

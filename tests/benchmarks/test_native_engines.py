@@ -38,17 +38,17 @@ def make_head(folder, family: str):
     document = {"_target_": "specdec.tiny.Tiny", "versions": {"specdec": "0"}, "reads_layers": [target.num_layers]}
     about = (document, target.name, target.fingerprint(), None, {}, "its own answers", "other", tiny_heads.NUM_DRAFTS)
     head = ServedHead(family, drafter, prompts, set(), model_card.Provenance("tiny", *about))
-    chosen = CheckOptions("", max_new_tokens=24)
+    options = CheckOptions("", max_new_tokens=24)
 
     def share_right(drafter) -> float:
-        decoding = check_engines.decode_here(drafter, head, chosen)
+        decoding = check_engines.decode_here(drafter, head, options)
         right = [check_engines.agree(ids, decoding.answers[row][at:]) for (row, at), ids in decoding.drafted.items()]
         return sum(right) / len(right)
 
     rows, objective = tiny_heads.answered(target, prompts, 32), load_head("native_mtp")["objective"]
     right = tiny_heads.overfit(drafter, rows, objective, depth=tiny_heads.NUM_DRAFTS, share_right=share_right)
     heads = {"right": right, "noisy": tiny_heads.perturbed(right, share_right=share_right)}
-    return {kind: ServedHead(family, each, prompts, set(), head.provenance) for kind, each in heads.items()}, chosen
+    return {kind: ServedHead(family, each, prompts, set(), head.provenance) for kind, each in heads.items()}, options
 
 
 @engines

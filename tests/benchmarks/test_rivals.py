@@ -40,7 +40,7 @@ def engines(monkeypatch, folder) -> list[tuple]:
     class FakeLlamaCpp:
         def __init__(self, gguf, *, context, draft=None, kind="simple", num=3):
             assert Path(gguf).is_file() and (draft is None or Path(draft).is_file())
-            self.kind, self.counted = kind, draft is not None or kind != "simple"
+            self.kind, self.has_counts = kind, draft is not None or kind != "simple"
             events.append(("start", kind))
 
         def generate(self, prompt, max_new_tokens, stop):
@@ -75,7 +75,7 @@ def engines(monkeypatch, folder) -> list[tuple]:
         events.append(("convert", Path(out).name))
 
     monkeypatch.setattr(llamacpp, "find_python", lambda: "python")
-    monkeypatch.setattr(llamacpp, "convert", convert)
+    monkeypatch.setattr(llamacpp, "convert_to_gguf", convert)
     monkeypatch.setattr(llamacpp, "LlamaCpp", FakeLlamaCpp)
     monkeypatch.setattr(vllm, "check_vllm", lambda python: None)
     monkeypatch.setattr(vllm, "Vllm", FakeVllm)

@@ -83,16 +83,16 @@ def test_the_target_costs_its_forward_pass(tiny):
 
 
 def test_training_steps_are_measured_and_written(capsys, tmp_path, monkeypatch):
-    given = ["shape=tiny", "heads=eagle3,mtp", "lengths=32,64", "steps=1", "warmup=0", "peak_flops=1e12"]
+    arguments = ["shape=tiny", "heads=eagle3,mtp", "lengths=32,64", "steps=1", "warmup=0", "peak_flops=1e12"]
     measured = training_step.measure_step
 
-    def measure(chosen, head, length, target):
+    def measure(options, head, length, target):
         if (head, length) == ("mtp", 64):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-        return measured(chosen, head, length, target)
+        return measured(options, head, length, target)
 
     monkeypatch.setattr(training_step, "measure_step", measure)
-    training_step.main([*given, "train.head.objective.depth=2", f"out={tmp_path}/steps.json"])
+    training_step.main([*arguments, "train.head.objective.depth=2", f"out={tmp_path}/steps.json"])
     rows = json.loads((tmp_path / "steps.json").read_text())
     assert [(row["head"], row["length"]) for row in rows] == [
         (head, num) for head in ("eagle3", "mtp") for num in (32, 64)
@@ -108,7 +108,7 @@ def test_needed_flops_do_not_depend_on_the_path_that_a_step_takes(tiny, document
     """Texts in a pack see themselves only: read side by side or one after the other, the same is needed."""
     costs = []
     for without in ("varlen,loss,blocks", ""):
-        with fast.forced("varlen", "loss"):
+        with fast.force_paths("varlen", "loss"):
             options = StepOptions(document=document, without=without, warmup=0, steps=1)
             costs.append(measure_step(options, "eagle3", 1024, tiny))
     assert costs[0].flops == costs[1].flops and costs[0].tokens == costs[1].tokens
@@ -118,16 +118,18 @@ def test_needed_flops_do_not_depend_on_the_path_that_a_step_takes(tiny, document
 
 
 def test_paths_that_are_left_out_are_not_used(tiny, monkeypatch):
-    asked, on = [], fast.on
+    asked_paths, on = [], fast.allows
 
-    def spied(path, *given):
-        asked.append(path)
-        return on(path, *given)
+    def spied(path, *arguments):
+        asked_paths.append(path)
+        return on(path, *arguments)
 
-    monkeypatch.setattr(fast, "on", spied)
-    with fast.forced(*fast.PATHS):
-        with training_step.left_out(["varlen", "loss"], tiny):
-            assert not tiny.reads_segments and not fast.on("loss", tiny.device) and fast.on("graphs", tiny.device)
-        assert "varlen" not in asked and "reads_segments" not in tiny.__dict__
+    monkeypatch.setattr(fast, "allows", spied)
+    with fast.force_paths(*fast.PATHS):
+        with training_step.leave_out(["varlen", "loss"], tiny):
+            assert (
+                not tiny.reads_segments and not fast.allows("loss", tiny.device) and fast.allows("graphs", tiny.device)
+            )
+        assert "varlen" not in asked_paths and "reads_segments" not in tiny.__dict__
     with pytest.raises(ValueError, match="without=speed must be a comma list of varlen"):
         measure_step(StepOptions(without="speed"), "eagle3", 64, tiny)

@@ -19,7 +19,7 @@ from specdec.heads.dependence.selector import Selector
 from specdec.target.model import Target
 from specdec.text import conversations as data
 from train.data import batches
-from train.features.outputs import Online
+from train.features.outputs import ComputedFeatures
 from train.objective.objective import Objective
 
 NUM_DRAFTS = 3  # in a round
@@ -119,13 +119,13 @@ def overfit(drafter: Drafter, rows: list[data.Row], objective: dict, *, depth: i
         the head has it
     """
     target = drafter.target
-    wanted = {"ce", "confidence"} if drafter.confident else {"ce"}
+    wanted = {"ce", "confidence"} if drafter.has_confidence else {"ce"}
     weights = {name: float(name in wanted) for name in objective["losses"]}
-    depth = 1 if drafter.attends == "text" else depth
+    depth = 1 if drafter.context_kind == "text" else depth
     arguments = {key: value for key, value in objective.items() if key != "_target_"}
     loss_of = Objective(drafter, **{**arguments, "losses": weights, "depth": depth, "anchors": None, "keep": 1.0})
     batch = batches.collate([[row] for row in rows], length=max(len(row.tokens) for row in rows), pad_token=0)
-    output = Online(target, drafter.target_layers)(batch)
+    output = ComputedFeatures(target, drafter.target_layers)(batch)
     optimizer = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=2e-3)
     for step in range(1, STEPS + 1):
         loss = loss_of(batch, output)
@@ -133,7 +133,7 @@ def overfit(drafter: Drafter, rows: list[data.Row], objective: dict, *, depth: i
         optimizer.step()
         optimizer.zero_grad()
         if step % EVERY == 0:
-            frozen = drafter.decodable()
+            frozen = drafter.frozen_copy()
             if share_right(frozen) == 1:
                 return frozen
     raise ValueError(f"The tiny {type(drafter).__name__} has not learned its answers in {STEPS} steps.")
@@ -143,7 +143,7 @@ def perturbed(drafter: Drafter, *, share_right: ShareRight) -> Drafter:
     """A copy with noise on every weight, enough that more than half of the rounds draft something wrong."""
     for scale in (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.2):
         torch.manual_seed(2)
-        noisy = drafter.decodable()
+        noisy = drafter.frozen_copy()
         if isinstance(
             part := getattr(noisy, "dependence", None), Selector
         ):  # training leaves its scores too small to matter

@@ -29,27 +29,27 @@ def fill(module: torch.nn.Module, tensors: dict[str, torch.Tensor], prefix: str)
 @torch.no_grad()
 def main(folder: Path) -> None:
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    given, about, width = torch.load(folder / "inputs.pt"), config["dflash_config"], config["hidden_size"]
-    found = {}
-    if "selector_rank" in about:
-        sizes = {"rank": about["selector_rank"], "top_k": about["selector_top_k"], "params_dtype": torch.float32}
+    inputs, facts, width = torch.load(folder / "inputs.pt"), config["dflash_config"], config["hidden_size"]
+    scores = {}
+    if "selector_rank" in facts:
+        sizes = {"rank": facts["selector_rank"], "top_k": facts["selector_top_k"], "params_dtype": torch.float32}
         selector = CandidateSelector(hidden_size=width, vocab_size=config["vocab_size"], prefix="selector", **sizes)
         fill(selector, tensors, "candidate_selector.")
-        found["scores"] = selector(given["ids"], given["unary"], given["hidden"], given["anchor"])
+        scores["scores"] = selector(inputs["ids"], inputs["unary"], inputs["hidden"], inputs["anchor"])
     else:
         sizes = {"model_hidden_size": width, "block_size": config["block_size"], "rms_norm_eps": config["rms_norm_eps"]}
-        head = LiLiCorrHead(**sizes, config=about)
+        head = LiLiCorrHead(**sizes, config=facts)
         fill(head, tensors, "lilicorr.")
         head.materialize_inference_buffers(torch.device("cpu"), torch.float32)
-        valid = torch.ones(len(given["context"]), dtype=torch.bool)
-        found["scores"] = head(given["embeddings"], given["log_probs"], given["hidden"], given["context"], valid)
-    if "conv_kernel_size" in about:
-        sizes = about["conv_kernel_size"], about["conv_group_size"], config["block_size"], torch.float32
+        valid = torch.ones(len(inputs["context"]), dtype=torch.bool)
+        scores["scores"] = head(inputs["embeddings"], inputs["log_probs"], inputs["hidden"], inputs["context"], valid)
+    if "conv_kernel_size" in facts:
+        sizes = facts["conv_kernel_size"], facts["conv_group_size"], config["block_size"], torch.float32
         convolution = DFlashGroupedConv(width, *sizes, prefix="convolution")
         fill(convolution, tensors, "layers.1.mlp_conv.")
-        found["mixed"], coefficients = convolution.prepare(given["x"])
-        found["finished"] = convolution.finish(given["x"] + 1, coefficients)
-    torch.save(found, folder / "outputs.pt")
+        scores["mixed"], coefficients = convolution.prepare(inputs["x"])
+        scores["finished"] = convolution.finish(inputs["x"] + 1, coefficients)
+    torch.save(scores, folder / "outputs.pt")
 
 
 if __name__ == "__main__":

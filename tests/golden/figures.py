@@ -58,9 +58,9 @@ AS_RECORDED = {
 }
 
 
-def arguments(run: str, *more: str) -> list[str]:
+def arguments(run: str, *overrides: str) -> list[str]:
     """Arguments of train.py for a short run."""
-    given = [f"run={run}", "target.name=target", "target.dtype=float32", "data.train=train.jsonl", "data.heldout=prompts.jsonl",
+    settings = [f"run={run}", "target.name=target", "target.dtype=float32", "data.train=train.jsonl", "data.heldout=prompts.jsonl",
              "data.cache=data-cache", "data.length=64", "data.workers=1", "precision=fp32", "features.mode=online",
              f"threads={torch.get_num_threads()}", "validation.max_new_tokens=12", "validation.share=null",
              "validation.decode=end", "validation.auto=never", f"train.steps={STEPS}", f"train.validate_every={STEPS}",
@@ -68,14 +68,14 @@ def arguments(run: str, *more: str) -> list[str]:
              "head.vocab_size=200", "progress=quiet", "train.batch=1", "train.accumulation=1", "optimizer.name=adamw",
              "optimizer.weight_decay=0", "optimizer.schedule=cosine", "optimizer.final=0.05", "decode.depth=2",
              "validation.num_prompts=8"]  # fmt: skip
-    head = next((each.removeprefix("head=") for each in more if each.startswith("head=")), "eagle")
-    given += AS_RECORDED.get(head, [])
-    names = {each.partition("=")[0] for each in more}
-    return [*(each for each in given if each.partition("=")[0] not in names), *more]
+    head = next((each.removeprefix("head=") for each in overrides if each.startswith("head=")), "eagle")
+    settings += AS_RECORDED.get(head, [])
+    names = {each.partition("=")[0] for each in overrides}
+    return [*(each for each in settings if each.partition("=")[0] not in names), *overrides]
 
 
-def train(run: str, *more: str) -> None:
-    interface.run_command("train.py", *arguments(run, *more))
+def train(run: str, *overrides: str) -> None:
+    interface.run_command("train.py", *arguments(run, *overrides))
 
 
 def read_log(run: str) -> dict:
@@ -110,20 +110,20 @@ LENGTHS = [14, 5, 11, 9, 1, 8]
 
 def cases() -> dict[str, dict]:
     """What is decoded: arguments of `answers`, by name."""
-    found: dict[str, dict] = {"plain": {}, "plain, warm": {"sampling": WARM}, "plain, cut": {"sampling": CUT}}
+    figures: dict[str, dict] = {"plain": {}, "plain, warm": {"sampling": WARM}, "plain, cut": {"sampling": CUT}}
     for head in HEADS:
         usual = {"proposer": "head", "head": head}
-        found |= {f"{head}, chain": usual | CHAIN, f"{head}, warm chain": usual | CHAIN | {"sampling": WARM}}
+        figures |= {f"{head}, chain": usual | CHAIN, f"{head}, warm chain": usual | CHAIN | {"sampling": WARM}}
         if not head.startswith("consistency"):
-            found |= {
+            figures |= {
                 f"{head}, tree": usual | TREE,
                 f"{head}, warm tree": usual | TREE | {"sampling": WARM, "children": "chosen"},
             }
     for head in ("eagle", "medusa", "dspark"):
         usual = {"proposer": "head", "head": head, "sampling": WARM}
-        found |= {f"{head}, distinct": usual | TREE | {"children": "distinct"}}
-        found |= {f"{head}, block": usual | CHAIN | {"rule": "block"}}
-        found |= {f"{head}, cut": usual | TREE | {"sampling": CUT, "children": "chosen"}}
+        figures |= {f"{head}, distinct": usual | TREE | {"children": "distinct"}}
+        figures |= {f"{head}, block": usual | CHAIN | {"rule": "block"}}
+        figures |= {f"{head}, cut": usual | TREE | {"sampling": CUT, "children": "chosen"}}
     texts = {
         "ngram": ("ngram", {"num": "4"}),
         "suffix": ("suffix", {"num": "6"}),
@@ -136,14 +136,14 @@ def cases() -> dict[str, dict]:
     }
     for name, (proposer, settings) in texts.items():
         usual = {"proposer": proposer, "settings": settings, "head": "eagle" if "head" in name else None} | CHAIN
-        found |= {name: usual, f"{name}, warm": usual | {"sampling": WARM}}
-    found["draft, tree"] = {"proposer": "draft", "settings": {"model": "other"}} | TREE
-    found["auto"] = {
+        figures |= {name: usual, f"{name}, warm": usual | {"sampling": WARM}}
+    figures["draft, tree"] = {"proposer": "draft", "settings": {"model": "other"}} | TREE
+    figures["auto"] = {
         "proposer": "auto",
         "head": "eagle",
         "settings": {"costs": "costs.json", "members": "[suffix,head]"},
     }
-    return found
+    return figures
 
 
 CASES = cases()
@@ -151,7 +151,7 @@ CASES = cases()
 
 def answers(*, proposer=None, head=None, settings=None, sampling=None, rule="token", **decode) -> dict:
     """Of one row at a time, and of three rows that others join."""
-    found = {}
+    figures = {}
     for rows in (1, 3):
         target = interface.load_target("small")
         folder = head and f"heads/{head}"
@@ -161,16 +161,16 @@ def answers(*, proposer=None, head=None, settings=None, sampling=None, rule="tok
             target, made, PROMPTS[some], LENGTHS[some], rows=rows, stop={STOP}, sampling=sampling or {"temperature": 0.0},
             rule=rule,
         )  # fmt: skip
-        found[str(rows)] = {"answers": tokens}
+        figures[str(rows)] = {"answers": tokens}
         if proposer != "auto":  # which rounds draft what depends on times
             weights = None if probs is None else torch.arange(1, probs.numel() + 1).view(probs.shape).double().sqrt()
-            found[str(rows)] |= {
+            figures[str(rows)] |= {
                 "accepted": accepted,
                 "first tree": trees[:1],
                 "trees": digest(json.dumps(trees).encode()),
                 "distributions": None if weights is None else float((probs.double() * weights).sum()),
             }
-    return found
+    return figures
 
 
 # Exports
@@ -190,19 +190,19 @@ def exports(head: str, form: str) -> dict | None:
         )
     except RuntimeError:
         return None
-    found = {}
+    figures = {}
     for folder in ("out", "merged"):
         for path in sorted(Path(folder).glob("*.safetensors")):
-            found[f"{folder}/{path.name}"] = digests(path)
+            figures[f"{folder}/{path.name}"] = digests(path)
         for path in sorted([*Path(folder).glob("config.json"), *Path(folder).glob("*.pt")]):
-            found[f"{folder}/{path.name}"] = digest_of(read_any(path))
+            figures[f"{folder}/{path.name}"] = digest_of(read_any(path))
     if head != "draft" and form != "safetensors" and head not in ADAPTING:  # the others are no heads of this target
         target = interface.load_target("small", "float32")
-        spec, _ = published.read(Path("out"), target)
+        spec, _ = published.read_published(Path("out"), target)
         checkpoint.save(Path("back"), checkpoint.load(Path("out"), target, exact=True), spec)
-        found["back"] = digests(Path("back/drafter.safetensors"))
-        found["back/drafter.json"] = digest_of(read_any(Path("back/drafter.json")))
-    return found
+        figures["back"] = digests(Path("back/drafter.safetensors"))
+        figures["back/drafter.json"] = digest_of(read_any(Path("back/drafter.json")))
+    return figures
 
 
 # Reports
@@ -231,8 +231,8 @@ def ruled() -> dict:
 # Digests and comparisons
 
 
-def digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def digest_of(value) -> str:
@@ -266,22 +266,22 @@ def lasting(value):
     return [lasting(part) for part in value] if isinstance(value, list) else value
 
 
-def differences(found, recorded, tolerance: float, where: str = "") -> list[str]:
+def differences(measured, recorded, tolerance: float, name: str = "") -> list[str]:
     """Places where two documents of JSON are not the same. tolerance: relative, of numbers with a fraction; 0: bit for bit"""
-    if isinstance(recorded, dict) and isinstance(found, dict):
-        keys = [*recorded, *(key for key in found if key not in recorded)]
-        pairs = [(key, found.get(key, "nothing"), recorded.get(key, "nothing")) for key in keys]
-    elif isinstance(recorded, list) and isinstance(found, list) and len(found) == len(recorded):
-        pairs = list(zip(range(len(found)), found, recorded))
+    if isinstance(recorded, dict) and isinstance(measured, dict):
+        keys = [*recorded, *(key for key in measured if key not in recorded)]
+        pairs = [(key, measured.get(key, "nothing"), recorded.get(key, "nothing")) for key in keys]
+    elif isinstance(recorded, list) and isinstance(measured, list) and len(measured) == len(recorded):
+        pairs = list(zip(range(len(measured)), measured, recorded))
     else:
-        if isinstance(recorded, float) and isinstance(found, float):
-            both = math.isnan(found) and math.isnan(recorded)
-            near = math.isclose(found, recorded, rel_tol=tolerance, abs_tol=tolerance * 1e-3)
-            same = both or (near if tolerance else found == recorded)
+        if isinstance(recorded, float) and isinstance(measured, float):
+            both = math.isnan(measured) and math.isnan(recorded)
+            near = math.isclose(measured, recorded, rel_tol=tolerance, abs_tol=tolerance * 1e-3)
+            same = both or (near if tolerance else measured == recorded)
         else:
-            same = type(found) is type(recorded) and found == recorded
-        return [] if same else [f"{where}: {found!r}, recorded {recorded!r}"]
-    return [line for key, new, old in pairs for line in differences(new, old, tolerance, f"{where}/{key}")]
+            same = type(measured) is type(recorded) and measured == recorded
+        return [] if same else [f"{name}: {measured!r}, recorded {recorded!r}"]
+    return [line for key, new, old in pairs for line in differences(new, old, tolerance, f"{name}/{key}")]
 
 
 def copy_today(folder: Path) -> None:

@@ -28,11 +28,11 @@ from specdec.target.model import Target, load_tokenizer
 from specdec.text import conversations as data
 from specdec.text import reading
 from specdec.text.conversations import Prompt
-from specdec.tools.grammar.grammar import Grammar, Grammars
+from specdec.tools.grammar.grammar import Grammar, GrammarCompiler
 from train.data.packing import Packs
 from train.loop.trainer import Trainer
 from train.prepare import facts
-from train.settings.hydra_text import search_path
+from train.settings.hydra_text import make_search_path
 from train.settings.options import read_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,12 +71,12 @@ def failing_at(step: int) -> Iterator[None]:
 def read_packs(*overrides: str) -> list[list[tuple]]:
     """The packs that train.py trains on with these overrides: of each row its name, tokens and mask."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        composed = compose("train", overrides=[*overrides, search_path()])
+        composed = compose("train", overrides=[*overrides, make_search_path()])
     options = read_run(OmegaConf.to_container(composed, resolve=True))
     target = load_target(options.target.name, options.target.dtype)
     rows, numbers = facts.encode_rows(options, load_tokenizer(target.name))
-    packed = facts.packs_rows(target, length=options.data.length, pack=options.data.pack)
-    packs = Packs(rows, length=options.data.length, packed=packed, numbers=numbers)
+    packed = facts.decide_packing(target, length=options.data.length, pack=options.data.pack)
+    packs = Packs(rows, length=options.data.length, packed=packed, row_numbers=numbers)
     return [[(row.id, row.tokens, row.mask) for row in packs[number]] for number in range(len(packs))]
 
 
@@ -91,7 +91,9 @@ def load_head(folder: Path, target: Target) -> torch.nn.Module:
 def make_proposer(target: Target, name: str, head: str | None, decode: dict, settings: dict[str, str]) -> Proposer:
     """The proposer conf/proposer/NAME.yaml. head: folder of a trained head; decode: settings of conf/decode"""
     drafting = Drafting(**{key: value for key, value in decode.items() if key in SHAPE})
-    return proposers.make(proposers.configure(name, settings=settings, drafting=drafting, checkpoint=head), target)
+    return proposers.make_proposer(
+        proposers.configure(name, settings=settings, drafting=drafting, checkpoint=head), target
+    )
 
 
 def decode(
@@ -123,9 +125,9 @@ def decode(
         if coming:
             batch.admit(coming)
         if batch.running:
-            step = batch.step()
+            step = batch.run_round()
             probs = step.tree.probs if not trees else probs
-            trees.append((step.tree.tokens[step.rows].tolist(), step.tree.parents[step.rows].tolist()))
+            trees.append((step.tree.tokens[step.row_indices].tolist(), step.tree.parents[step.row_indices].tolist()))
     batch.close()
     return (
         [request.generation.tokens[0] for request in requests],
@@ -138,23 +140,26 @@ def decode(
 def decode_ruled(folder: str, source: str, temperature: float, length: int, *, rows: int) -> dict:
     """The report of answers that follow the grammars of rows, with what is forced as drafts."""
     target, tokenizer, prompts = load_target(folder), load_tokenizer(folder), reading.load_prompts(source)
-    stop = data.stop_tokens(tokenizer, target.model.generation_config)
-    grammars = Grammars(tokenizer, target.vocab_size, stop)
-    rules = [row["grammar"] and Grammar.of_row(row["grammar"]) for row in prompts]
+    stop = data.list_stop_tokens(tokenizer, target.model.generation_config)
+    grammars = GrammarCompiler(tokenizer, target.vocab_size, stop)
+    rules = [row["grammar"] and Grammar.from_row(row["grammar"]) for row in prompts]
     tokens = [data.encode_row(tokenizer, row) for row in prompts]
     forced = make_proposer(target, "forced", None, {}, {})
 
     def answer(proposer: Proposer | None) -> list[Generation]:
-        decoder, found = Decoder(target, proposer, sampling=Sampling(temperature), stop=stop), dict[int, Generation]()
+        decoder, generations = (
+            Decoder(target, proposer, sampling=Sampling(temperature), stop=stop),
+            dict[int, Generation](),
+        )
         for _, ended in decoder.rounds(
             tokens,
             length,
-            rows=rows,
+            batch_size=rows,
             generator=lambda number: torch.Generator().manual_seed(number),
-            constraint=lambda number: grammars.constraint(rules[number]),
+            constraint=lambda number: grammars.make_constraint(rules[number]),
         ):
-            found |= dict(ended)
-        return [found[number] for number in range(len(prompts))]
+            generations |= dict(ended)
+        return [generations[number] for number in range(len(prompts))]
 
     results = [
         PromptResult(Prompt(row["id"], row["category"], read), plain, drafted, float("nan"), [],

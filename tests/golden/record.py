@@ -110,18 +110,18 @@ def make_heads() -> None:
             for parameter in drafter.parameters():
                 parameter.data = torch.randn_like(parameter) * 0.1
         spec = load_head(head)["drafter"] | ({"lora_rank": 4} if head == "consistency" else {})
-        checkpoint.save(Path("heads", head), drafter.decodable(), spec)
+        checkpoint.save(Path("heads", head), drafter.frozen_copy(), spec)
 
 
 def compute(names: dict) -> dict:
     """{part: {entry: figures}}, each entry in a folder of its own. names: {part: (function, entries as arguments by name)}"""
-    found: dict = {}
+    results: dict = {}
     for part, (function, entries) in names.items():
         for name, given in entries.items():
             with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
                 figures.copy_today(Path(folder))
-                found.setdefault(part, {})[name] = function(*given[0], **given[1])
-    return found
+                results.setdefault(part, {})[name] = function(*given[0], **given[1])
+    return results
 
 
 def anywhere() -> dict:
@@ -162,31 +162,31 @@ def main() -> None:
     write_record("numbers", KINDS)
 
 
-def write_record(what: str, kinds: list[dict]) -> None:
+def write_record(group: str, kinds: list[dict]) -> None:
     """Writes what child processes find, one for each kind of machine."""
-    found: dict = {}
+    results: dict = {}
     for kind in kinds:
-        command = [sys.executable, "-m", "tests.golden.record", what]
+        command = [sys.executable, "-m", "tests.golden.record", group]
         child = subprocess.run(
             command, cwd=interface.ROOT, env=os.environ | kind, stdout=subprocess.PIPE, text=True, check=True
         )
-        found |= json.loads(child.stdout.splitlines()[-1])
-    first, *others = found.values()
-    for part, entries in (pair for other in others if what == "numbers" for pair in other.items()):
+        results |= json.loads(child.stdout.splitlines()[-1])
+    first, *others = results.values()
+    for part, entries in (pair for other in others if group == "numbers" for pair in other.items()):
         same = [name for name, entry in entries.items() if json.dumps(entry) == json.dumps(first[part][name])]
         entries |= dict.fromkeys(same, "the same")  # as of the first kind of machine
     lines = [
         f" {json.dumps(kind)}: {{\n"
         + ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items())
         + "\n }"
-        for kind, entries in ((kind, flat(parts)) for kind, parts in found.items())
+        for kind, entries in ((kind, flat(parts)) for kind, parts in results.items())
     ]
-    (GOLDEN / f"{what}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    (GOLDEN / f"{group}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def flat(parts: dict) -> dict:
+def flat(figures: dict) -> dict:
     """Entries as PART: NAME, a line each."""
-    return {f"{part}: {name}": entry for part, entries in parts.items() for name, entry in entries.items()}
+    return {f"{part}: {name}": entry for part, entries in figures.items() for name, entry in entries.items()}
 
 
 if __name__ == "__main__":

@@ -32,42 +32,45 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def check(found, part: str, name: str) -> None:
+def check(measured, group: str, name: str) -> None:
     """Compares with what was recorded on every machine."""
-    found = json.loads(json.dumps(found))
-    assert figures.differences(found, ANYWHERE[f"{part}: {name}"], SUMS) == []
+    measured = json.loads(json.dumps(measured))
+    assert figures.differences(measured, ANYWHERE[f"{group}: {name}"], SUMS) == []
 
 
-def check_numbers(found: dict, part: str, name: str, *, only: slice = slice(None), made: bool = False) -> None:
+def check_numbers(
+    measured: dict, group: str, name: str, *, only: slice = slice(None), exact_files: bool = False
+) -> None:
     """Compares with what was recorded on this kind of machine, or, within a tolerance, on another.
 
     only: of the log, these steps; made: from features of `today`, which the first kind of machine made
     """
     here = signature.name()
-    entry, tolerance = f"{part}: {name}", 0.0
+    entry, tolerance = f"{group}: {name}", 0.0
     if here not in NUMBERS:
         warnings.warn(f"compared within a tolerance: the golden record has no numbers of {here}", stacklevel=2)
-        tolerance = TOLERANCE[part]
+        tolerance = TOLERANCE[group]
     first, usual = next(iter(NUMBERS.items()))
-    if made and here != first:
-        here, tolerance = first, TOLERANCE[part]
+    if exact_files and here != first:
+        here, tolerance = first, TOLERANCE[group]
     recorded = NUMBERS.get(here, usual)[entry]
     recorded = usual[entry] if recorded == "the same" else recorded
-    if "log" in found:
+    if "log" in measured:
         log = list(recorded["log"].items())[only]
-        assert figures.differences(dict(list(found["log"].items())[only]), dict(log), tolerance) == []
-    if "weights" in found and tolerance:
-        assert found["weights"].keys() == recorded["weights"].keys()
-    parts = found.keys() - {
+        assert figures.differences(dict(list(measured["log"].items())[only]), dict(log), tolerance) == []
+    if "weights" in measured and tolerance:
+        assert measured["weights"].keys() == recorded["weights"].keys()
+    names = measured.keys() - {
         "log",
         *(("weights",) if tolerance else ()),
-        *(("report",) if tolerance and part == "training" else ()),
+        *(("report",) if tolerance and group == "training" else ()),
     }
-    found = json.loads(json.dumps(found))
+    measured = json.loads(json.dumps(measured))
     assert (
-        figures.differences({key: found[key] for key in parts}, {key: recorded[key] for key in parts}, tolerance) == []
+        figures.differences({key: measured[key] for key in names}, {key: recorded[key] for key in names}, tolerance)
+        == []
     )
-    assert found.keys() <= recorded.keys()
+    assert measured.keys() <= recorded.keys()
 
 
 def test_the_record_holds_what_is_tested():
@@ -105,7 +108,7 @@ def test_a_run_of_today_resumes_with_its_features():
     figures.train("today", *figures.TRAINING["eagle cached"], "resume=true")
     last = Path("checkpoints/today", f"step_{STEPS:06}/drafter.safetensors")
     found = {"log": figures.read_log("today"), "weights": figures.digests(last)}
-    check_numbers(found, "training", "eagle cached", only=slice(MIDDLE, None), made=True)
+    check_numbers(found, "training", "eagle cached", only=slice(MIDDLE, None), exact_files=True)
     assert files_in(Path("checkpoints/features/today")) == before  # they were read, and none was missing
 
 
@@ -113,7 +116,7 @@ def test_features_of_today_serve_a_new_run():
     before = files_in(Path("checkpoints/features/today"))
     figures.train("new", *figures.TRAINING["eagle cached"], "features.folder=checkpoints/features/today")
     assert files_in(Path("checkpoints/features/today")) == before
-    check_numbers({"log": figures.read_log("new")}, "training", "eagle", made=True)
+    check_numbers({"log": figures.read_log("new")}, "training", "eagle", exact_files=True)
 
 
 def files_in(folder: Path) -> dict[str, str]:

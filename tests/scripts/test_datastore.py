@@ -43,15 +43,15 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def run(folder, monkeypatch, run_script):
-    def run(data, out, *arguments):
+    def run(source, out, *arguments):
         monkeypatch.setattr(script, "load_tokenizer", load_once)
-        return run_script(script, f"data={folder}/{data}", f"out={out}", f"target.name={folder}/target", *arguments)
+        return run_script(script, f"data={folder}/{source}", f"out={out}", f"target.name={folder}/target", *arguments)
 
     return run
 
 
 def texts_in(folder: Path, tokenizer) -> list[str]:
-    datastore = store.read(folder, token_text.fingerprint(tokenizer))
+    datastore = store.read_datastore(folder, token_text.digest_vocabulary(tokenizer))
     texts: list[list[int]] = []
     for token in list(datastore.tokens)[:-1]:
         if token == store.SEPARATOR:

@@ -8,10 +8,10 @@ from scripts import demo
 
 
 def test_the_comparison_fits_into_its_part_of_the_minutes():
-    assert demo.choose_prompts(0.04, 10)[0] == demo.PROMPTS
+    assert demo.choose_prompts(0.04, 10)[0] == demo.MAX_PROMPTS
     num, seconds = demo.choose_prompts(0.2, 10)
-    assert demo.FEWEST_PROMPTS <= num < demo.PROMPTS and seconds == num * demo.METHODS * demo.NEW_TOKENS * 0.2
-    assert demo.choose_prompts(9.0, 10)[0] == demo.FEWEST_PROMPTS
+    assert demo.MIN_PROMPTS <= num < demo.MAX_PROMPTS and seconds == num * demo.METHODS * demo.NEW_TOKENS * 0.2
+    assert demo.choose_prompts(9.0, 10)[0] == demo.MIN_PROMPTS
 
 
 def test_a_run_goes_on_with_the_sizes_that_it_was_begun_with(monkeypatch, tmp_path, capsys):
@@ -21,8 +21,8 @@ def test_a_run_goes_on_with_the_sizes_that_it_was_begun_with(monkeypatch, tmp_pa
     monkeypatch.setattr(demo, "ROOT", tmp_path)
     monkeypatch.setattr(demo.loading, "load_target", lambda options: SimpleNamespace(target=None, tokenizer=None))
     monkeypatch.setattr(demo.data, "load_prompts", lambda *_, **__: [SimpleNamespace(tokens=[1])])
-    monkeypatch.setattr(demo, "measure", lambda target, prompt: 0.04)
-    monkeypatch.setattr(demo, "run_command", lambda file, *given: called.append((file, [*given])) or 0)
+    monkeypatch.setattr(demo, "measure_token_seconds", lambda target, prompt: 0.04)
+    monkeypatch.setattr(demo, "run_script", lambda file, *given: called.append((file, [*given])) or 0)
     for finished, files in ((False, ["train.py", "scripts/evaluate.py"]), (True, ["scripts/evaluate.py"])):
         if finished:
             (folder / "finished").write_text("350\n")

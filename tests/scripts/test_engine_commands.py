@@ -47,14 +47,14 @@ def test_the_printed_command_serves_what_the_heads_read(monkeypatch, capsys):
     call(monkeypatch, launch_engine, "print=true", "heads=eagle3,eagle", "max_model_len=99999",
          "more=--tensor-parallel-size 4 --gpu-memory-utilization 0.5", "folder=/tmp/states")  # fmt: skip
     words = shlex.split(capsys.readouterr().out)
-    given = dict(zip(words, words[1:]))
-    speculative = json.loads(given["--speculative-config"])
+    flags = dict(zip(words, words[1:]))
+    speculative = json.loads(flags["--speculative-config"])
     layers = speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
     assert layers == [2, 15, 27, 30] and speculative["method"] == "extract_hidden_states"
-    assert given["--max-model-len"] == str(Target.load_ends(str(REAL_TARGET)).max_positions)
-    assert given["--tensor-parallel-size"] == "4" and given["--gpu-memory-utilization"] == "0.5"
+    assert flags["--max-model-len"] == str(Target.load_ends(str(REAL_TARGET)).max_positions)
+    assert flags["--tensor-parallel-size"] == "4" and flags["--gpu-memory-utilization"] == "0.5"
     assert "--no-enable-prefix-caching" in words
-    connector = json.loads(given["--kv-transfer-config"])
+    connector = json.loads(flags["--kv-transfer-config"])
     assert connector["kv_connector_extra_config"] == {"shared_storage_path": "/tmp/states"}
     assert (launch_engine.MODULES / f"{connector['kv_connector_module_path']}.py").is_file()
     assert f"PYTHONPATH={launch_engine.MODULES}" in words
@@ -63,7 +63,7 @@ def test_the_printed_command_serves_what_the_heads_read(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "what"),
+    ("arguments", "message"),
     [
         (["heads=eagle4"], "heads=eagle4: there is no head of that name. There are .*eagle3"),
         (["layers=[a]"], r"layers=\[a\] must be a list of numbers"),
@@ -72,8 +72,8 @@ def test_the_printed_command_serves_what_the_heads_read(monkeypatch, capsys):
         (["target.name=targets/nothing"], "The folder targets/nothing does not exist"),
     ],
 )
-def test_wrong_options_are_named(monkeypatch, arguments, what):
-    with pytest.raises(ValueError, match=what):
+def test_wrong_options_are_named(monkeypatch, arguments, message):
+    with pytest.raises(ValueError, match=message):
         call(monkeypatch, launch_engine, *arguments)
 
 
@@ -171,7 +171,7 @@ def test_a_running_engine_is_judged_as_check_engines_does(engine, tmp_path, monk
     )
     if engine == "vllm":
         speculative = {"method": "draft_model", "model": str(tmp_path / "export"), "num_speculative_tokens": 3}
-        given = [
+        arguments = [
             "--model",
             target.name,
             "--port",
@@ -182,12 +182,12 @@ def test_a_running_engine_is_judged_as_check_engines_does(engine, tmp_path, monk
             "256",
             "--enforce-eager",
         ]
-        given += ["--gpu-memory-utilization", "0.2", "--speculative-config", json.dumps(speculative)]
-        given += ["--per-request-spec-decode-metrics", "detailed"]
-        command = [python, "-m", "vllm.entrypoints.openai.api_server", *given]
+        arguments += ["--gpu-memory-utilization", "0.2", "--speculative-config", json.dumps(speculative)]
+        arguments += ["--per-request-spec-decode-metrics", "detailed"]
+        command = [python, "-m", "vllm.entrypoints.openai.api_server", *arguments]
     else:
-        llamacpp.convert(target.name, str(tmp_path / "target.gguf"))
-        llamacpp.convert(str(tmp_path / "export"), str(tmp_path / "head.gguf"))
+        llamacpp.convert_to_gguf(target.name, str(tmp_path / "target.gguf"))
+        llamacpp.convert_to_gguf(str(tmp_path / "export"), str(tmp_path / "head.gguf"))
         command = [python, "-c", LLAMA_CPP, str(tmp_path / "target.gguf"), str(tmp_path / "head.gguf"), str(port)]
     threads = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     with log.open("w") as file:
@@ -206,13 +206,13 @@ def test_a_running_engine_is_judged_as_check_engines_does(engine, tmp_path, monk
         prompt.tokens for prompt in data.load_prompts(str(tmp_path / "prompts.jsonl"), load_tokenizer(target.name))
     ]
     decoder = Drafting(depth=3).decoder(target, Drafting(depth=3).proposer(head), sampling=Sampling(), stop=set())
-    own = decoder.generate(prompts, 24)
+    reference = decoder.generate(prompts, 24)
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
     served = [answer for row in rows for answer in row["drafted"]["answers"]]  # llama.cpp rounds near ties otherwise
     same = [
-        (each["said"], own.accepted[int(each["prompt"])])
+        (each["said"], reference.accepted[int(each["prompt"])])
         for each in served
-        if each["ids"] == own.tokens[int(each["prompt"])]
+        if each["ids"] == reference.tokens[int(each["prompt"])]
     ]
     assert len(same) >= (8 if engine == "vllm" else 4)
     assert all(said["accepted"] == sum(accepted) for said, accepted in same)
@@ -270,7 +270,7 @@ def test_vllm_answers_and_reads_for_a_quantised_target(tmp_path, method):
 @engines
 def test_llama_cpp_answers_from_a_quantised_file(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    llamacpp.convert(str(REAL_TARGET), str(tmp_path / "q8.gguf"), outtype="q8_0")
+    llamacpp.convert_to_gguf(str(REAL_TARGET), str(tmp_path / "q8.gguf"), outtype="q8_0")
     port = free_port()
     program = (
         "import sys, time, xllamacpp as x; p = x.CommonParams(); p.model.path, p.n_gpu_layers, p.port = sys.argv[1], 0, "

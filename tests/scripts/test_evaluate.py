@@ -36,12 +36,12 @@ def folder(tmp_path_factory):
         (folder / name / "best").write_text("step_000001\n")
     shape = {"num_heads": 2, "lora_rank": 2}
     torch.manual_seed(0)
-    adapting = Medusa2(target, **shape)  # from here on `target` is adapted
-    for name, parameter in adapting.named_parameters():
+    adapting_head = Medusa2(target, **shape)  # from here on `target` is adapted
+    for name, parameter in adapting_head.named_parameters():
         if "lora" in name:
             parameter.data = 0.3 * torch.randn_like(parameter)
     spec = {"_target_": "specdec.heads.medusa.Medusa2", **shape}
-    checkpoint.save(folder / "adapting" / "step_000001", adapting.decodable(), spec)
+    checkpoint.save(folder / "adapting" / "step_000001", adapting_head.frozen_copy(), spec)
     (folder / "adapting" / "best").write_text("step_000001\n")
     write_prompts(folder / "prompts.jsonl", 3)
     return folder
@@ -58,10 +58,10 @@ def run(folder, run_script):
     return run
 
 
-def read(folder, **about):
+def read(folder, **settings):
     """The entries of results.json, by their methods."""
     found = json.loads((folder / "results.json").read_text())["results"]
-    return {each["method"]: each for each in found if about.items() <= each.items()}
+    return {each["method"]: each for each in found if settings.items() <= each.items()}
 
 
 # One method
@@ -171,19 +171,22 @@ def test_a_comparison_has_the_figures_of_every_method(compared):
     out, document, rows = compared
     names = {"one, chain of 3", "one, tree of 3x2x4", "two, chain of 3", "two, tree of 3x2x4", "ngram"}
     assert len(rows) == 6 and len(document["results"]) == 10
-    for each in document["results"]:
-        same = [row for row in rows if row["temperature"] == each["temperature"]]
-        own = [row["methods"][each["method"]]["drafted"] for row in same]
-        rounds, emitted = sum(len(one["accepted"][0]) for one in own), sum(len(one["tokens"][0]) - 1 for one in own)
-        assert each["num_rounds"] == rounds and each["tau"] == pytest.approx(emitted / rounds)
-        assert ("replayed_tau" in each) == ("chain" in each["method"])
-        assert each["temperature"] == 1 or each["identical_outputs"] == 1
+    for entry in document["results"]:
+        rows_of_temperature = [row for row in rows if row["temperature"] == entry["temperature"]]
+        generations = [row["methods"][entry["method"]]["drafted"] for row in rows_of_temperature]
+        rounds, emitted = (
+            sum(len(generation["accepted"][0]) for generation in generations),
+            sum(len(generation["tokens"][0]) - 1 for generation in generations),
+        )
+        assert entry["num_rounds"] == rounds and entry["tau"] == pytest.approx(emitted / rounds)
+        assert ("replayed_tau" in entry) == ("chain" in entry["method"])
+        assert entry["temperature"] == 1 or entry["identical_outputs"] == 1
         # others' counting, by hand: over answers that all have rounds
-        lengths = each["acceptance_length"]
+        lengths = entry["acceptance_length"]
         assert lengths["specdec"] == lengths["vLLM"] == pytest.approx(emitted / rounds)
-        assert lengths["specforge"] == lengths["SGLang"] == pytest.approx((emitted + len(own)) / rounds)
-        mean = [(len(one["tokens"][0]) - 1) / len(one["accepted"][0]) for one in own]
-        assert lengths["dflash2"] == pytest.approx(sum(mean) / len(mean))
+        assert lengths["specforge"] == lengths["SGLang"] == pytest.approx((emitted + len(generations)) / rounds)
+        ratios = [(len(one["tokens"][0]) - 1) / len(one["accepted"][0]) for one in generations]
+        assert lengths["dflash2"] == pytest.approx(sum(ratios) / len(ratios))
     column = read(out, temperature=0)
     assert set(column) == names and column["one, chain of 3"]["difference"] == [0, [0, 0]]
     assert column["one, chain of 3"]["replayed_tau"] == pytest.approx(column["one, chain of 3"]["tau"])
@@ -221,17 +224,23 @@ def test_other_settings_are_refused(compare, compared, run, folder, tmp_path):
     with pytest.raises(ValueError, match=r"proposers\.ngram\.max \(then 6, now 4\)"):
         compare(f"out={folder}/out", "proposer.ngram.max=4")
     shutil.copytree(folder / "two", tmp_path / "two")  # other tests use the original
-    given = ["checkpoint=", "proposers=auto", f"proposer.checkpoint={tmp_path}/two", "limit=1", f"out={tmp_path}/out"]
-    run(*given)
+    arguments = [
+        "checkpoint=",
+        "proposers=auto",
+        f"proposer.checkpoint={tmp_path}/two",
+        "limit=1",
+        f"out={tmp_path}/out",
+    ]
+    run(*arguments)
     step = tmp_path / "two" / "step_000001"
     tensors = safetensors.torch.load_file(step / "drafter.safetensors")
     tensors = {name: 2 * value if value.is_floating_point() else value for name, value in tensors.items()}
     safetensors.torch.save_file(tensors, step / "drafter.safetensors")
     with pytest.raises(ValueError, match=r"drafter\.safetensors is damaged"):
-        run(*given)
+        run(*arguments)
     (step / files.CHECKSUMS).unlink()
     with pytest.raises(ValueError, match=rf"files\.{step} \(then"):
-        run(*given)
+        run(*arguments)
 
 
 def test_a_proposer_with_a_head_is_decoded_with_each_checkpoint(compare, folder):
@@ -255,7 +264,7 @@ def test_depth_is_limited_by_the_drafter_and_an_adapting_drafter_has_its_own_tar
 
 def test_batch_sizes_are_compared_with_full_batches(run, folder, monkeypatch):
     """Every token is a stop token here, which ignore_stop=true ignores. A further size is added to what is there."""
-    monkeypatch.setattr(data, "stop_tokens", lambda *_: set(range(100_000)))
+    monkeypatch.setattr(data, "list_stop_tokens", lambda *_: set(range(100_000)))
     given = [f"out={folder}/batches", "ignore_stop=true"]
     run(*given, "batch=1", "chains=2")
     run(*given, "batch=4,1", "chains=2")
@@ -286,7 +295,7 @@ def talks(tmp_path):
 
 
 def test_the_targets_own_answer_is_in_the_history(run, talks, folder):
-    given = [
+    arguments = [
         "suite=mt_bench",
         f"prompts={talks}",
         "chains=2",
@@ -294,7 +303,7 @@ def test_the_targets_own_answer_is_in_the_history(run, talks, folder):
         f"out={talks}/out",
         "decode.temperature=0,1",
     ]
-    printed = run(*given)
+    printed = run(*arguments)
     rows = {
         (row["temperature"], row["prompt"]["id"]): row
         for row in map(json.loads, (talks / "out" / "rows.jsonl").read_text().splitlines())
@@ -316,11 +325,11 @@ def test_the_targets_own_answer_is_in_the_history(run, talks, folder):
     document = json.loads((talks / "out" / "results.json").read_text())
     assert document["settings"]["suite"]["name"] == "mt_bench" and "2 questions of MT-Bench" in printed
     assert [each["num_prompts"] for each in document["results"]] == [3] * 4
-    kept = (talks / "out" / "rows.jsonl").read_text()
+    content = (talks / "out" / "rows.jsonl").read_text()
     (talks / "out" / "rows.jsonl").write_text(
-        "".join(kept.splitlines(keepends=True)[:2])
+        "".join(content.splitlines(keepends=True)[:2])
     )  # killed before the second turns
-    run(*given)
+    run(*arguments)
     again = {
         (row["temperature"], row["prompt"]["id"]): row
         for row in map(json.loads, (talks / "out" / "rows.jsonl").read_text().splitlines())
@@ -343,7 +352,7 @@ def test_a_protocol_sets_options_that_are_not_given(run, talks, folder):
 
 def test_a_protocols_stop_texts_end_answers(run, folder, tmp_path, monkeypatch):
     write_rows(tmp_path / "test.jsonl", [{"question": f"w{n}", "answer": "w1"} for n in range(5, 12)])
-    given = [
+    arguments = [
         "suite=gsm8k",
         f"prompts={tmp_path}",
         "protocol=specforge",
@@ -354,19 +363,19 @@ def test_a_protocols_stop_texts_end_answers(run, folder, tmp_path, monkeypatch):
     decode = load_tokenizer(f"{folder}/target").decode
 
     def answer(out):
-        run(*given, f"out={tmp_path}/{out}")
+        run(*arguments, f"out={tmp_path}/{out}")
         row = json.loads((tmp_path / out / "rows.jsonl").read_text().splitlines()[0])
         drafted = row["methods"]["ngram"]["drafted"]
         assert drafted["tokens"] == row["plain"]["the frozen target"]["tokens"]
         return drafted["tokens"][0]
 
-    whole, known = answer("whole"), suites.read_protocol("specforge")
+    whole, protocol = answer("whole"), suites.read_protocol("specforge")
     text = decode([whole[5]])
-    monkeypatch.setattr(suites, "read_protocol", lambda name: replace(known, stop={"gsm8k": [text]}))
+    monkeypatch.setattr(suites, "read_protocol", lambda name: replace(protocol, stop={"gsm8k": [text]}))
     cut = answer("cut")
     assert cut == whole[: len(cut)] and len(cut) <= 6 < len(whole)
     assert text in decode(cut) and text not in decode(cut[:-1])
-    monkeypatch.setattr(suites, "read_protocol", lambda name: replace(known, stop={"gsm8k": ["a<|im_end|>"]}))
+    monkeypatch.setattr(suites, "read_protocol", lambda name: replace(protocol, stop={"gsm8k": ["a<|im_end|>"]}))
     with pytest.raises(
         ValueError, match=r"protocol=specforge: The stop string 'a<\|im_end\|>' holds the special token"
     ):
@@ -380,18 +389,18 @@ def test_the_candidates_of_a_lattice_are_reported(run, folder, tmp_path):
     """In a comparison that is read again, too."""
     lattice = {"_target_": "specdec.heads.dflash.BlockDrafter", "dependence": {"kind": "selector", "rank": 4, "top": 8}}
     target = Target.load(str(folder / "target"), dtype="float32")
-    head = BlockDrafter(target, dependence=lattice["dependence"]).decodable()
+    head = BlockDrafter(target, dependence=lattice["dependence"]).frozen_copy()
     checkpoint.save(tmp_path / "lattice", head, lattice)
     run(f"checkpoint={tmp_path}/lattice", "decode.depth=3", f"out={tmp_path}/one", "auto=false")
-    (known,) = (each["candidates"] for each in read(tmp_path / "one").values())
-    assert len(known["recall"]) == len(known["mass"]) == 3
+    (candidates,) = (each["candidates"] for each in read(tmp_path / "one").values())
+    assert len(candidates["recall"]) == len(candidates["mass"]) == 3
     assert "tau, best candidates" in (tmp_path / "one" / "results.md").read_text()
     compared = f"checkpoint={tmp_path}/lattice,{folder}/one", "chains=3", f"out={tmp_path}/compared"
     for _ in range(2):
         run(*compared)
         column = read(tmp_path / "compared")
         assert [each.get("candidates") for each in column.values()].count(None) == 1
-        assert next(each["candidates"] for each in column.values() if "candidates" in each) == known
+        assert next(each["candidates"] for each in column.values() if "candidates" in each) == candidates
 
 
 # Prompts that were trained on
@@ -402,22 +411,30 @@ def test_prompts_that_a_head_was_trained_on_are_counted(run, run_script, folder,
     write_rows(tmp_path / "copied.jsonl", rows)
     shutil.copytree(folder / "one", tmp_path / "one")
     shutil.copytree(folder / "two", tmp_path / "two")
-    known = [each for row in rows[2:] for each in trained_prompts.digest_row(row)]
-    trained_prompts.write(tmp_path / "one", numpy.unique(numpy.array(known)))
+    digests = [each for row in rows[2:] for each in trained_prompts.digest_row(row)]
+    trained_prompts.write_digests(tmp_path / "one", numpy.unique(numpy.array(digests)))
     heads = f"checkpoint={tmp_path}/one,{tmp_path}/two"
-    given = [f"prompts={tmp_path}/copied.jsonl", "limit=null", "chains=2", "max_new_tokens=2", f"out={tmp_path}/out"]
-    said = "2 of 4 prompts (first: q2) are among those that {} was trained on: its figures flatter"
-    assert said.format("one") in " ".join(run(heads, *given).split())
+    arguments = [
+        f"prompts={tmp_path}/copied.jsonl",
+        "limit=null",
+        "chains=2",
+        "max_new_tokens=2",
+        f"out={tmp_path}/out",
+    ]
+    sentence = "2 of 4 prompts (first: q2) are among those that {} was trained on: its figures flatter"
+    assert sentence.format("one") in " ".join(run(heads, *arguments).split())
     notes = json.loads((tmp_path / "out" / "results.json").read_text())["notes"]
-    assert notes == [said.format("one")]
+    assert notes == [sentence.format("one")]
     inside = ["checkpoint=", "proposers=head", f"proposer.checkpoint={tmp_path}/one", f"out={tmp_path}/inside"]
-    run(*given[:-1], *inside)
-    assert json.loads((tmp_path / "inside" / "results.json").read_text())["notes"] == [said.format("one/step_000001")]
-    run(*given[:2], "max_new_tokens=2", f"checkpoint={tmp_path}/one", f"out={tmp_path}/auto")  # inside auto, too
-    assert json.loads((tmp_path / "auto" / "results.json").read_text())["notes"] == [said.format("one")]
+    run(*arguments[:-1], *inside)
+    assert json.loads((tmp_path / "inside" / "results.json").read_text())["notes"] == [
+        sentence.format("one/step_000001")
+    ]
+    run(*arguments[:2], "max_new_tokens=2", f"checkpoint={tmp_path}/one", f"out={tmp_path}/auto")  # inside auto, too
+    assert json.loads((tmp_path / "auto" / "results.json").read_text())["notes"] == [sentence.format("one")]
     assert "trained on" not in run(heads, f"out={tmp_path}/held")
     for script, more in ((replay, ["answers={0}"]), (choose, ["prompts={0}", "loads=1", "max_new_tokens=2"])):
         common = [heads, "target.dtype=float32", f"out={tmp_path}/{script.__name__}", *more]
         run_script(script, *(each.format(f"{tmp_path}/copied.jsonl") for each in common), *["hold_out=null"])
         notes = json.loads((tmp_path / script.__name__ / "results.json").read_text())["notes"]
-        assert notes == [said.format("one")]
+        assert notes == [sentence.format("one")]

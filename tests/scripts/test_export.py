@@ -22,7 +22,7 @@ def home(tmp_path_factory):
     """A folder with a target and an EAGLE-1 head; by the report of the head, drafting takes almost no time."""
     home = tmp_path_factory.mktemp("export")
     report = {**REPORT, "ms_per_round": {"draft": 0.1, "verify": 20.0, "keep": 0.0, "other": 0.0}}
-    extra = {"report.json": report, model_card.SERVED: SERVED}
+    extra = {"report.json": report, model_card.SERVED_FILE: SERVED}
     save_eagle(home / "run" / "step_000001", save_target(home / "target"), extra=extra)
     (home / "run" / "about.json").write_text('{"data": {"train": "some/answers.jsonl"}}')
     return home
@@ -111,7 +111,7 @@ def test_refused_exports_write_nothing(refuse, home, tmp_path, given, message):
 def test_medusa2_is_exported_with_its_merged_target(run, home, tmp_path):
     """The merged folder is an ordinary model with the adapted target's logits, and the heads draft the same on it."""
     target = Target.load(f"{home}/target", dtype="float32")
-    checkpoint.save(tmp_path / "head", make_medusa2(target).decodable(), load_head("medusa2")["drafter"])
+    checkpoint.save(tmp_path / "head", make_medusa2(target).frozen_copy(), load_head("medusa2")["drafter"])
     arguments = [f"checkpoint={tmp_path}/head", "target.dtype=float32", f"out={tmp_path}/out", "format=vllm"]
     with pytest.raises(ValueError, match="merged_target=DIR"):
         run(export_script, *arguments)

@@ -14,21 +14,21 @@ def undecided(monkeypatch):
     monkeypatch.setattr(loading, "_threads", [])
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = torch.get_num_threads()
-    loading.say_dtype.cache_clear()
+    loading.print_dtype.cache_clear()
     yield
     torch.set_num_threads(before)
 
 
 def test_threads_are_decided_once(monkeypatch):
     for cores in (3, 1):
-        monkeypatch.setattr(threads, "usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(threads, "count_usable_cores", lambda cores=cores: cores)
         loading.use_threads()
         assert torch.get_num_threads() == 3
 
 
 @pytest.mark.parametrize(("given", "recorded"), [(None, 2), ("2", 1)])
 def test_a_users_number_of_threads_wins_and_then_that_of_continued_results(monkeypatch, tmp_path, given, recorded):
-    monkeypatch.setattr(threads, "usable_cores", lambda: 1)
+    monkeypatch.setattr(threads, "count_usable_cores", lambda: 1)
     if given:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     (tmp_path / "settings.json").write_text(json.dumps({"threads": recorded}))
@@ -42,6 +42,6 @@ def test_a_users_number_of_threads_wins_and_then_that_of_continued_results(monke
 )  # fmt: skip
 def test_what_auto_is_and_what_is_slow_is_said_once(capsys, given, dtype, said):
     for _ in range(2):
-        loading.say_dtype(given, dtype, precision.Choice("float32", "as asked"))
+        loading.print_dtype(given, dtype, precision.DtypeChoice("float32", "as asked"))
     printed = capsys.readouterr().err
     assert said in printed and printed.count("\n") == bool(said)

@@ -15,8 +15,8 @@ from specdec.core import files
 from specdec.core.option_types import list_fields, list_types, read_bounds
 from specdec.decoding.drafting import Drafting
 from specdec.options import config_files, proposers
-from specdec.options.command_defaults import GROUP, REQUIRED, read_comments, read_defaults, show_name
-from specdec.options.run_command import run
+from specdec.options.command_defaults import GROUP, REQUIRED, name_option, read_comments, read_defaults
+from specdec.options.run_command import run_command
 from tests.support import ROOT, find_model
 
 SCRIPTS = {path.stem: path.read_text() for path in sorted((ROOT / "scripts").glob("*.py"))}
@@ -86,7 +86,7 @@ def test_a_number_outside_of_its_bounds_is_refused(verb, name, kind, bounds):
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_misspelt_option_is_answered_with_the_right_one(verb):
     for name, field in FIELDS[verb].items():
-        if not show_name(name, field).endswith(".KEY") and len(name) > 4:
+        if not name_option(name, field).endswith(".KEY") and len(name) > 4:
             with pytest.raises(
                 ValueError, match=rf"^There is no option '{name}s'\. Did you mean '{name}'\? See --help\.$"
             ):
@@ -189,15 +189,15 @@ def test_what_the_system_refuses_is_one_sentence(number, sentence):
         raise OSError(number, os.strerror(number), "no/x.jsonl")
 
     with pytest.raises(SystemExit) as ended:
-        run(main, GenerateOptions)
+        run_command(main, GenerateOptions)
     assert ended.value.code == sentence
 
 
 def test_errors_without_a_file_are_told_too():
-    assert files.explain(ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")) == (
+    assert files.describe_error(ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")) == (
         "Connection refused: start the server, or check its address."
     )
-    assert files.explain(OSError("a library's\n  own words")) == "a library's own words"
+    assert files.describe_error(OSError("a library's\n  own words")) == "a library's own words"
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_ctrl_c_is_a_line_and_130_and_a_mistake_of_ours_keeps_its_traceback(caps
         raise error
 
     with pytest.raises(SystemExit if said else KeyError) as ended:
-        run(main, GenerateOptions)
+        run_command(main, GenerateOptions)
     assert said is None or (ended.value.code == 130 and capsys.readouterr().err == said)
 
 

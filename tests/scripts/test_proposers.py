@@ -17,7 +17,7 @@ from specdec.heads import draft as heads_draft
 from specdec.options import proposers
 from specdec.proposers import datastore
 from specdec.proposers import text as retrieval
-from specdec.proposers.auto import Auto
+from specdec.proposers.auto import AutoProposer
 from specdec.target.model import Target
 from specdec.text import token_text
 from tests.support import make_drafter, make_target, random_tokens
@@ -52,7 +52,7 @@ def made(tmp_path_factory):
             (folder / "costs.json").write_text(json.dumps(COSTS))  # on a tiny target measured ones may say: no drafts
         values = {"DATASTORE": f"{folder}/datastore", "MODEL": f"{folder}/model", "COSTS": f"{folder}/costs.json"}
         values = {key: values.get(value, value) for key, value in {**SETTINGS.get(name, {}), **settings}.items()}
-        return proposers.make(
+        return proposers.make_proposer(
             proposers.configure(name, settings=values, drafting=drafting, checkpoint=str(folder / "head")), target
         )
 
@@ -64,12 +64,12 @@ def made(tmp_path_factory):
 
 
 def make_datastore(folder: Path, texts: list[list[int]], *, tokenizer) -> None:
-    tokens = datastore.join(texts)
-    metadata = {"tokenizer_fingerprint": token_text.fingerprint(tokenizer), "num_texts": len(texts), "length": 16}
-    datastore.write(folder, tokens, datastore.sort(tokens, 16), metadata)
+    tokens = datastore.join_texts(texts)
+    metadata = {"tokenizer_fingerprint": token_text.digest_vocabulary(tokenizer), "num_texts": len(texts), "length": 16}
+    datastore.write_datastore(folder, tokens, datastore.sort_places(tokens, 16), metadata)
 
 
-@pytest.fixture(params=proposers.names())
+@pytest.fixture(params=proposers.list_names())
 def name(request):
     return request.param
 
@@ -97,7 +97,7 @@ NUM_TOKENS, ROWS, BATCHES = 4, 500, 8
 
 def test_commands_draft_by_the_same_members_as_the_library(made, small_target):
     auto = made("auto", small_target)
-    usual = Auto.usual(small_target, auto.head)
+    usual = AutoProposer.make_default(small_target, auto.head)
     assert [type(member) for member in auto.members] == [type(member) for member in usual.members]
 
 
@@ -147,7 +147,7 @@ def test_sampled_answers_follow_the_distribution_of_the_target(name, made, tiny_
 
 
 def test_a_rule_that_keeps_the_mass_of_refused_drafts_is_detected(made, tiny_target, monkeypatch):
-    monkeypatch.setattr(rules, "refuse", lambda mass, tree, node: (mass, mass.sum(-1)))
+    monkeypatch.setattr(rules, "refuse_node", lambda mass, tree, node: (mass, mass.sum(-1)))
     assert chi_square(tiny_target, made("ngram", tiny_target), Sampling(temperature=3.0))[0] < 1e-6
 
 

@@ -33,7 +33,7 @@ def home(tmp_path_factory):
     """A target, and the run of an EAGLE-1 head with everything that a run leaves."""
     home = tmp_path_factory.mktemp("push")
     report = {**REPORT, "training": TRAINING}
-    extra = {"report.json": report, model_card.SERVED: SERVED}
+    extra = {"report.json": report, model_card.SERVED_FILE: SERVED}
     save_eagle(home / "run" / "step_000002", save_target(home / "target"), extra=extra)
     (home / "run" / "best").write_text("step_000002\n")
     (home / "run" / "about.json").write_text(json.dumps(ABOUT))
@@ -47,9 +47,9 @@ def arguments(home) -> list[str]:
     return [f"checkpoint={home}/run", f"push={NAME}", f"target.name={home}/target", "target.dtype=float32"]
 
 
-def dry_run(run, arguments: list[str], path, *more: str) -> tuple[str, str]:
+def dry_run(run, arguments: list[str], path, *further: str) -> tuple[str, str]:
     """-> what was printed, and the card"""
-    return run(export, *arguments, "dry_run=true", f"out={path}", *more), (path / "README.md").read_text()
+    return run(export, *arguments, "dry_run=true", f"out={path}", *further), (path / "README.md").read_text()
 
 
 def test_the_card_states_what_is_known(run, hub, arguments, home, tmp_path):
@@ -82,7 +82,7 @@ def test_the_card_states_what_is_known(run, hub, arguments, home, tmp_path):
 def test_the_card_says_what_is_missing(run, hub, home, tmp_path):
     """Of a checkpoint that has no report and no run, for a target that is a folder."""
     shutil.copytree(home / "run" / "step_000002", tmp_path / "bare")
-    for name in ("report.json", "report.html", model_card.SERVED, files.CHECKSUMS):
+    for name in ("report.json", "report.html", model_card.SERVED_FILE, files.CHECKSUMS):
         (tmp_path / "bare" / name).unlink()
     given = [f"checkpoint={tmp_path}/bare", f"push={NAME}", "target.dtype=float32"]
     printed, card = dry_run(run, given, tmp_path / "card")
@@ -120,7 +120,7 @@ def test_a_pushed_head_works_by_name_in_every_script(run, hub, arguments, home, 
     assert f"| checkpoint | {NAME}@{commit} |" in card and "| trained on | rows.jsonl |" in card
     printed, card = dry_run(run, [f"checkpoint={NAME}", "push=user/second", *common[:2]], tmp_path / "card")
     assert f"| command | `{ABOUT['command']}` |" in card  # it is pushed again with the record of its run
-    assert names.pinned(folder) == f"{NAME}@{commit}"
+    assert names.pin_commit(folder) == f"{NAME}@{commit}"
 
 
 @pytest.mark.parametrize(

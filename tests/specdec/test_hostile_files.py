@@ -38,8 +38,8 @@ def published(tmp_path):
     return folder
 
 
-def safetensors_of(header: bytes, size: int | None = None, data: bytes = b"") -> bytes:
-    return struct.pack("<Q", len(header) if size is None else size) + header + data
+def safetensors_of(header: bytes, size: int | None = None, content: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(header) if size is None else size) + header + content
 
 
 def entry(shape: list, stop: int, dtype: str = "F32") -> bytes:
@@ -55,12 +55,12 @@ TENSORS = {
     "header of 100 MB": safetensors_of(b"{" + b" " * 100_000_000 + b"}"),
     "header behind the end": safetensors_of(b"{}", 5000),
     "offsets behind the end": safetensors_of(entry([10**9], 4 * 10**9)),
-    "offsets of the whole file twice": safetensors_of(entry([2], 8, "F64"), data=b"\0" * 8),
-    "negative offsets": safetensors_of(entry([2], -8), data=b"\0" * 8),
-    "shape that overflows": safetensors_of(entry([2**62, 2**62], 16), data=b"\0" * 16),
+    "offsets of the whole file twice": safetensors_of(entry([2], 8, "F64"), content=b"\0" * 8),
+    "negative offsets": safetensors_of(entry([2], -8), content=b"\0" * 8),
+    "shape that overflows": safetensors_of(entry([2**62, 2**62], 16), content=b"\0" * 16),
     "deep JSON": safetensors_of(b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
     "no JSON": safetensors_of(b"\xff" * 100),
-    "another dtype": safetensors_of(entry([2], 8, "OBJECT"), data=b"\0" * 8),
+    "another dtype": safetensors_of(entry([2], 8, "OBJECT"), content=b"\0" * 8),
 }
 
 

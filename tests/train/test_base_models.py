@@ -31,7 +31,7 @@ def tokenizer():
     return own
 
 
-def begun(tokenizer):
+def with_first_token(tokenizer):
     tokenizer.add_bos_token = True
     return tokenizer
 
@@ -71,15 +71,15 @@ CASES = {  # settings of `save` -> what is put in front, and whether that is sai
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_texts_begin_as_the_model_expects(case, tmp_path, tokenizer):
-    settings, first, said = CASES[case]
+@pytest.mark.parametrize("case_name", CASES)
+def test_texts_begin_as_the_model_expects(case_name, tmp_path, tokenizer):
+    settings, first, is_told = CASES[case_name]
     name = save(tmp_path, tokenizer, **settings)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         loaded = load_tokenizer(name)
     told = [str(each.message) for each in found if "in front of texts" in str(each.message)]
-    assert len(told) == said and all(name in each and "add_bos_token" in each for each in told)
+    assert len(told) == is_told and all(name in each and "add_bos_token" in each for each in told)
     text = tokenizer(TEXT)["input_ids"]
     assert token_text.encode_text(loaded, TEXT) == first + text and token_text.encode_text(loaded, "") == first
     if first:  # never twice
@@ -105,7 +105,7 @@ def test_chat_models_keep_their_tokenizer_and_prompts_no_end(tmp_path, tokenizer
 def test_plain_rows_are_supervised(tokenizer):
     start = tokenizer.decode(BEGIN)
     assert encoded(tokenizer, text=TEXT) == ("Count", " to world")  # nothing precedes the first token
-    assert encoded(begun(tokenizer), text=TEXT) == (start, TEXT)
+    assert encoded(with_first_token(tokenizer), text=TEXT) == (start, TEXT)
     pair = {"prompt": PROMPT, "completion": COMPLETION}
     assert encoded(tokenizer, **pair) == (start + PROMPT, COMPLETION + "<|im_end|>")
     assert encoded(tokenizer, **pair, text=TEXT) == (start + PROMPT, COMPLETION + "<|im_end|>")
@@ -130,7 +130,7 @@ def test_chat_models_take_both_kinds_of_rows(tmp_path, tokenizer):
     first, second = (data.encode(chat, {"id": "1", "category": "all", **form}) for form in forms)
     assert first == second and encoded(chat, text=TEXT) == ("Count", " to world")
     write_rows(tmp_path / "rows.jsonl", forms[:1])
-    (text,) = datastore_texts.read_texts(str(tmp_path / "rows.jsonl"), begun(tokenizer))
+    (text,) = datastore_texts.read_texts(str(tmp_path / "rows.jsonl"), with_first_token(tokenizer))
     assert tokenizer.decode(text) == "<|im_start|>" + PROMPT + COMPLETION + "<|im_end|>"
 
 
@@ -158,7 +158,7 @@ def test_prompts_are_read_as_they_are(tmp_path, tokenizer):
     text = tokenizer(PROMPT)["input_ids"]
     with pytest.raises(ValueError, match=r"prompts\.jsonl:2: The prompt is empty"):
         load(tokenizer)
-    assert [prompt.tokens for prompt in load(begun(tokenizer))] == [[BEGIN, *text], [BEGIN]]
+    assert [prompt.tokens for prompt in load(with_first_token(tokenizer))] == [[BEGIN, *text], [BEGIN]]
     assert [prompt.tokens for prompt in load(small_tokenizer())] != [[BEGIN, *text], [BEGIN]]
 
 
@@ -168,7 +168,7 @@ def test_the_text_of_an_answer_goes_on_from_its_prompt(opening):
     tokenizer = byte_fallback_tokenizer(opening=opening)
     ids = tokenizer("Count to \u5929 then \u00e9\u00e9", add_special_tokens=False)["input_ids"]
     for place in range(1, len(ids) - 2):
-        before = TextDecoder.of(tokenizer).text(ids[:place]).rstrip("\ufffd")
+        before = TextDecoder.from_tokenizer(tokenizer).text(ids[:place]).rstrip("\ufffd")
         whole, part = (answers.make_answer(tokenizer, ids[place:end], set(), ids[:place]) for end in (None, -1))
         assert before + whole.text == tokenizer.decode(ids) and before + part.text == tokenizer.decode(ids)[:-1]
 
@@ -182,7 +182,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     own = copy.deepcopy(small_tokenizer())
     own.chat_template = None
-    save_target(folder / "target", num_layers=8, tokenizer=begun(own))
+    save_target(folder / "target", num_layers=8, tokenizer=with_first_token(own))
     rows = [{"prompt": f"Count from {n}", "completion": f" to {n + 3}, then to {n + 7}."} for n in range(12)]
     write_rows(folder / "train.jsonl", rows)
     write_rows(folder / "text.jsonl", [{"text": row["prompt"] + row["completion"]} for row in rows])

@@ -11,7 +11,7 @@ from specdec.core import row_files
 from specdec.options import config_files
 from specdec.text import reading
 from tests.support import ROOT
-from train.settings.hydra_text import search_path
+from train.settings.hydra_text import make_search_path
 from train.settings.options import read_run
 
 pytestmark = pytest.mark.full
@@ -37,7 +37,7 @@ def load():
 def test_experiment_composes_and_finds_its_data(experiment, load, monkeypatch):
     monkeypatch.chdir(ROOT)
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        settings = hydra.compose("train", [f"experiment={experiment}", "run=some", search_path()])
+        settings = hydra.compose("train", [f"experiment={experiment}", "run=some", make_search_path()])
     config = read_run(OmegaConf.to_container(settings, resolve=True))
     assert config.train.steps % config.train.validate_every == 0  # the last step is validated
     drafter, depth = config.head.drafter, config.head.objective["depth"]
@@ -46,10 +46,10 @@ def test_experiment_composes_and_finds_its_data(experiment, load, monkeypatch):
     assert config.decode.nodes == config.decode.depth  # a chain
     conversations = load(config.data.train, split=config.data.split)
     greedy = [row.get("temperature") == 0 for row in conversations]
-    assert len(reading.hold_out(greedy, config.data.hold_out)) == config.data.hold_out
+    assert len(reading.choose_held_out(greedy, config.data.hold_out)) == config.data.hold_out
     assert all(row["messages"][-1]["role"] == "assistant" for row in conversations)
     prompts = reading.load_prompts(config.data.heldout)
-    assert len(reading.spread(prompts, config.validation.num_prompts)) == config.validation.num_prompts
+    assert len(reading.spread_rows(prompts, config.validation.num_prompts)) == config.validation.num_prompts
 
 
 def test_shipped_answers_name_a_source_and_a_permissive_licence():

@@ -14,37 +14,37 @@ import pytest
 import torch
 
 from specdec.core import files
-from specdec.core.lock import lock
-from specdec.core.resumable import resumable
+from specdec.core.lock import hold_lock
+from specdec.core.resumable import open_resumable
 from tests import faults
 from tests.support import before_steps, child_environment, losses_of
 from train.features import feature_files
 from train.loop.trainer import Signals
 
-HOLD = "import os, sys, time; from pathlib import Path; from specdec.core.lock import lock\nwith lock(Path(sys.argv[1]), of=Path('run')): {}os.write(1, b'held\\n'); time.sleep(60)"  # in one piece
+HOLD = "import os, sys, time; from pathlib import Path; from specdec.core.lock import hold_lock\nwith hold_lock(Path(sys.argv[1]), resource=Path('run')): {}os.write(1, b'held\\n'); time.sleep(60)"  # in one piece
 FORK = "import os; os.fork(); "  # the child lives on when its parent is killed
 
 
-def hold(path: Path, more: str = "") -> subprocess.Popen:
+def hold(path: Path, code: str = "") -> subprocess.Popen:
     """A process that holds the lock, in a process group of its own."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD.format(more), str(path)], env=child_environment(), text=True,
+    process = subprocess.Popen([sys.executable, "-c", HOLD.format(code), str(path)], env=child_environment(), text=True,
                                stdout=subprocess.PIPE, start_new_session=True)  # fmt: skip
-    for _ in range(2 if more == FORK else 1):  # the child too: it closes the lock's file before it prints
+    for _ in range(2 if code == FORK else 1):  # the child too: it closes the lock's file before it prints
         assert process.stdout.readline().startswith("held")
     return process
 
 
-@pytest.mark.parametrize("more", ["", FORK])
-def test_a_lock_names_its_holder_and_is_freed_by_kill_9(tmp_path, more):
+@pytest.mark.parametrize("code", ["", FORK])
+def test_a_lock_names_its_holder_and_is_freed_by_kill_9(tmp_path, code):
     path = tmp_path / "lock"
-    process = hold(path, more)
+    process = hold(path, code)
     try:
         wanted = rf"run is in use by process {process.pid} on {socket.gethostname()}, since .*: wait until"
-        with pytest.raises(ValueError, match=wanted), lock(path, of=Path("run")):
+        with pytest.raises(ValueError, match=wanted), hold_lock(path, resource=Path("run")):
             pass
         process.kill()
         process.wait()
-        with lock(path, of=Path("run")), pytest.raises(ValueError, match=f"process {os.getpid()}"), lock(path, of=Path("run")):  # fmt: skip
+        with hold_lock(path, resource=Path("run")), pytest.raises(ValueError, match=f"process {os.getpid()}"), hold_lock(path, resource=Path("run")):  # fmt: skip
             pass
         assert not path.exists()
     finally:
@@ -59,23 +59,26 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", flock)
     with (
         pytest.warns(UserWarning, match=r"has no locks \(Function not implemented\)"),
-        lock(tmp_path / "lock", of=tmp_path),
+        hold_lock(tmp_path / "lock", resource=tmp_path),
     ):
         pass
 
 
 def test_runs_and_results_in_use_are_refused(fit, tmp_path):
     path = Path("checkpoints/mine")
-    with lock(path / "lock", of=path), pytest.raises(ValueError, match="checkpoints/mine is in use by process"):
+    with (
+        hold_lock(path / "lock", resource=path),
+        pytest.raises(ValueError, match="checkpoints/mine is in use by process"),
+    ):
         fit("mine")
     rows = (tmp_path / "meta.json", tmp_path / "rows.jsonl", {})
     with (
-        resumable(*rows, advice=""),
+        open_resumable(*rows, advice=""),
         pytest.raises(ValueError, match="in use by"),
-        resumable(*rows, advice=""),
+        open_resumable(*rows, advice=""),
     ):
         pass
-    with resumable(*rows, advice="") as results:
+    with open_resumable(*rows, advice="") as results:
         results.append({"a": 1})
 
 
@@ -129,7 +132,7 @@ def room_for(num_bytes: int):
 
 
 WRITES = {
-    "append": lambda path, size: files.append(path, "x" * size + "\n", synced=True),
+    "append": lambda path, size: files.append_text(path, "x" * size + "\n", synced=True),
     "write_text": lambda path, size: files.write_text(path, "x" * size),
     "write_folder": lambda path, size: files.write_folder(
         path.with_name("folder"), tensors={"a.safetensors": {"a": torch.zeros(size)}}, documents={"b.json": {}}
@@ -155,16 +158,16 @@ def test_a_full_disk_damages_nothing(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("more", "room", "what"),
+    ("options", "room", "path"),
     [([], 20_000, "state/step_000002"), (["features.mode=cached"], 5000, r"cache/\w\w/")],
     ids=["state", "features"],
 )
-def test_a_run_on_a_full_disk_ends_in_a_sentence_and_resumes(fit, more, room, what):
-    more = (*more, "features.folder=cache")
-    fit("whole", *(each for each in more if "mode" in each), "features.folder=other")
-    with room_for(room), pytest.raises(ValueError, match=rf"{what}.* could not be written"):
-        fit("full", *more)
-    fit("full", *more, "resume=true")
+def test_a_run_on_a_full_disk_ends_in_a_sentence_and_resumes(fit, options, room, path):
+    options = (*options, "features.folder=cache")
+    fit("whole", *(each for each in options if "mode" in each), "features.folder=other")
+    with room_for(room), pytest.raises(ValueError, match=rf"{path}.* could not be written"):
+        fit("full", *options)
+    fit("full", *options, "resume=true")
     assert losses_of("full") == losses_of("whole")
     assert not list(Path().rglob("*.partial"))
 
@@ -191,8 +194,8 @@ def test_damaged_features_are_named_and_made_again(fit):
 
 def test_every_flipped_bit_of_a_pack_is_found(tmp_path):
     path = tmp_path / "pack.safetensors"
-    wanted = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
-    feature_files.write_tensors(path, {"4": wanted, "8": wanted + 1})
+    values = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
+    feature_files.write_tensors(path, {"4": values, "8": values + 1})
     content = path.read_bytes()
     for place in range(len(content)):
         for bit in range(8):
@@ -202,7 +205,7 @@ def test_every_flipped_bit_of_a_pack_is_found(tmp_path):
             with contextlib.suppress(ValueError):  # or the flip is of no consequence, such as of a blank in the header
                 read = feature_files.read_tensors(path, ["4", "8"])
                 assert (
-                    torch.equal(read[0], wanted) and torch.equal(read[1], wanted + 1) and read[0].dtype == wanted.dtype
+                    torch.equal(read[0], values) and torch.equal(read[1], values + 1) and read[0].dtype == values.dtype
                 )
     torch.save({}, path)
     with pytest.raises(ValueError, match="truncated or damaged"):

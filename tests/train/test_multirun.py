@@ -108,16 +108,16 @@ def test_a_job_is_named_by_its_own_overrides():
 
 
 def test_a_multirun_under_a_launcher_is_refused_with_the_line(monkeypatch):
-    for name in (multirun.LAUNCHED, "WORLD_SIZE"):
+    for name in (multirun.LAUNCHER_VARIABLE, "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert multirun.refuse_launcher(["-m", "head=a,b"]) is None
-    monkeypatch.setitem(os.environ, multirun.LAUNCHED, "no")
+    monkeypatch.setitem(os.environ, multirun.LAUNCHER_VARIABLE, "no")
     assert multirun.refuse_launcher(["-m", "head=a,b"]).endswith("python train.py -m head=a,b")
 
 
 def test_a_comma_list_is_swept_only_by_a_multirun():
-    assert hydra_text.as_written(["target.name=a,b"], multirun=True) == ["target.name=a,b"]
-    assert hydra_text.as_written(["target.name=a,b"]) == ["target.name='a,b'"]
+    assert hydra_text.quote_arguments(["target.name=a,b"], multirun=True) == ["target.name=a,b"]
+    assert hydra_text.quote_arguments(["target.name=a,b"]) == ["target.name='a,b'"]
 
 
 def test_a_run_without_a_report_has_no_tau(tmp_path):

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scripts.generate import GenerateOptions
 from specdec.core import devices
-from specdec.heads.blocks import Rotary, llama_config, ridge
+from specdec.heads.blocks import Rotary, make_llama_config, solve_ridge
 from specdec.options import run_command
 from specdec.target import attention
 from specdec.target.model import Target
@@ -32,25 +32,25 @@ CPU_FULL = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: c
 @pytest.fixture
 def one_gpu(monkeypatch):
     """torch.empty says where `cuda` is, which accelerate does not; -> the devices that threads have chosen"""
-    empty, chosen = torch.empty, []
+    empty, devices_of_threads = torch.empty, []
 
-    def pretended(*sizes, device=None, **more):
+    def pretended(*sizes, device=None, **keywords):
         cuda = device is not None and torch.device(device).type == "cuda"
-        return SimpleNamespace(device=GPU) if cuda else empty(*sizes, device=device, **more)
+        return SimpleNamespace(device=GPU) if cuda else empty(*sizes, device=device, **keywords)
 
     def set_device(device):
         if torch.device(device).index is None:
             raise ValueError(f"Expected a torch.device with a specified index or an integer, but got:{device}")
-        chosen.append((device, threading.current_thread().name))
+        devices_of_threads.append((device, threading.current_thread().name))
 
     monkeypatch.setattr(torch, "empty", pretended)
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
-    return chosen
+    return devices_of_threads
 
 
 def test_the_loaders_thread_takes_a_device_without_a_number(one_gpu):
-    order = Order(num_packs=1, seed=0, batch=1, accumulation=1, number=0, num=1)
-    loader = Loader(SimpleNamespace(), order=order, device=torch.device("cuda"), ahead=1)
+    order = Order(num_packs=1, seed=0, batch=1, accumulation=1, group=0, num_groups=1)
+    loader = Loader(SimpleNamespace(), order=order, device=torch.device("cuda"), num_prefetched=1)
     assert loader.thread.submit(lambda: 7).result() == 7 and loader.device == GPU
     loader.close()
     assert [(device, name.startswith("loader")) for device, name in one_gpu] == [(GPU, True)]
@@ -63,15 +63,15 @@ def test_the_accelerators_device_has_its_number(one_gpu, monkeypatch):
     assert build.start_processes(options).device == GPU
 
 
-@pytest.mark.parametrize(("variable", "wanted"), [(None, False), ("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", True)])
-def test_a_target_does_without_attention_of_cudnn_unless_the_user_chose_how(monkeypatch, variable, wanted):
+@pytest.mark.parametrize(("variable", "is_enabled"), [(None, False), ("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", True)])
+def test_a_target_does_without_attention_of_cudnn_unless_the_user_chose_how(monkeypatch, variable, is_enabled):
     if variable:
         monkeypatch.setenv(variable, "1")
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         torch.backends.cuda.enable_cudnn_sdp(True)
         make_target(11, num_layers=2)
-        assert torch.backends.cuda.cudnn_sdp_enabled() is wanted
+        assert torch.backends.cuda.cudnn_sdp_enabled() is is_enabled
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
@@ -82,25 +82,25 @@ def test_a_target_does_without_attention_of_cudnn_unless_the_user_chose_how(monk
 @pytest.mark.parametrize("precision", ["highest", "high", "by place"])
 def test_ridge_is_not_rounded_and_leaves_the_users_setting(precision):
     """by place: where the newer setting alone was used"""
-    places = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
-    untouched = places[0].fp32_precision
+    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    untouched = backends[0].fp32_precision
     if precision == "by place":
-        places[0].fp32_precision = "tf32"
+        backends[0].fp32_precision = "tf32"
     else:
         torch.set_float32_matmul_precision(precision)
-    before = [place.fp32_precision for place in places]
+    before = [backend.fp32_precision for backend in backends]
 
     def pairs():
-        assert [place.fp32_precision for place in places] == ["ieee", "ieee"]
+        assert [backend.fp32_precision for backend in backends] == ["ieee", "ieee"]
         assert torch.backends.cuda.matmul.allow_tf32 is False  # torch refuses two answers
         yield torch.randn(9, 3), torch.randn(9, 2)
 
     try:
-        ridge(pairs())
+        solve_ridge(pairs())
         assert precision == "by place" or torch.get_float32_matmul_precision() == precision
-        assert [place.fp32_precision for place in places] == before
+        assert [backend.fp32_precision for backend in backends] == before
     finally:
-        places[0].fp32_precision = untouched
+        backends[0].fp32_precision = untouched
         torch.set_float32_matmul_precision("highest")
 
 
@@ -110,7 +110,7 @@ def test_angles_are_not_products_of_matrices():
             assert not any(name in str(func) for name in ("mm", "matmul", "einsum", "addr")), func
             return func(*args, **(kwargs or {}))
 
-    rotary = Rotary(llama_config(make_target(11, num_layers=2), intermediate_size=None))
+    rotary = Rotary(make_llama_config(make_target(11, num_layers=2), intermediate_size=None))
     with Watch():
         cos, _ = rotary(torch.zeros(1, 1), torch.tensor([[0, 30_001]]))
     assert cos[0, 1, 0] == torch.tensor(30_001.0).cos()
@@ -125,19 +125,19 @@ def drafter(device: torch.device, num_bytes: int) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("losses", "free", "wanted"),
+    ("losses", "free", "expected"),
     [
         (["kl"], 66.5e9, 2**31),  # of 80 GB, beside a target of 8 B
         (["kl"], 66.2e9, 2**31),  # a little less does not matter: a resumed run computes the same parts
         (["kl"], 22e9, 2**29),
         (["kl", "lk"], 66.5e9, 2**29),
-        (["kl"], 1e9, objective.LOGITS),  # at least what a CPU takes
+        (["kl"], 1e9, objective.MIN_LOGITS),  # at least what a CPU takes
     ],
 )
-def test_logits_follow_the_free_memory_of_a_gpu(monkeypatch, losses, free, wanted):
+def test_logits_follow_the_free_memory_of_a_gpu(monkeypatch, losses, free, expected):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free), 85 * 10**9))
-    assert objective.num_logits(drafter(GPU, int(1.6e9)), losses) == wanted
-    assert objective.num_logits(drafter(torch.device("cpu"), int(1.6e9)), losses) == objective.LOGITS
+    assert objective.count_logits(drafter(GPU, int(1.6e9)), losses) == expected
+    assert objective.count_logits(drafter(torch.device("cpu"), int(1.6e9)), losses) == objective.MIN_LOGITS
 
 
 # Full memory
@@ -154,13 +154,13 @@ FULL = {
 
 @pytest.mark.parametrize("name", FULL)
 def test_full_memory_is_told_from_other_errors(name):
-    error, wanted = FULL[name]
-    assert devices.out_of_memory(error).startswith(wanted)
+    error, sentence = FULL[name]
+    assert devices.describe_out_of_memory(error).startswith(sentence)
     outer = ValueError("around it")
     outer.__cause__ = error
-    assert devices.out_of_memory(outer).startswith(wanted)
-    assert devices.out_of_memory(RuntimeError("shapes cannot be multiplied")) is None
-    assert devices.out_of_memory(ValueError(str(error) + " out of memory")) is None
+    assert devices.describe_out_of_memory(outer).startswith(sentence)
+    assert devices.describe_out_of_memory(RuntimeError("shapes cannot be multiplied")) is None
+    assert devices.describe_out_of_memory(ValueError(str(error) + " out of memory")) is None
 
 
 @pytest.mark.parametrize("name", ["GPU", "CPU"])
@@ -173,30 +173,30 @@ def test_full_memory_ends_training_with_the_options_that_lower_it(fit, monkeypat
         fit("full", "head=eagle3", "train.batch=2", "solve_packs=0")
     said = str(caught.value)
     assert said.startswith(FULL[name][1]) and "\n" not in said
-    wanted = (
+    remedies = (
         "lower data.length=64 or train.batch=2 (raise train.accumulation=1 as much) or head.objective.depth=4, or give "
     )
-    assert wanted + "head.objective.gradient_checkpointing=true" in said
+    assert remedies + "head.objective.gradient_checkpointing=true" in said
     with pytest.raises(ValueError) as caught:
         fit("full2", "head=mtp", "solve_packs=0", "head.objective.gradient_checkpointing=true")
     assert "train.batch" not in str(caught.value) and "head.objective" not in str(caught.value)
 
 
 def test_full_memory_ends_a_command_with_its_options():
-    for error, wanted in FULL.values():
+    for error, sentence in FULL.values():
 
         def main(error=error):
             raise error
 
         with pytest.raises(SystemExit) as caught:
-            run_command.run(main, GenerateOptions)
-        assert str(caught.value).startswith(f"error: {wanted}")
+            run_command.run_command(main, GenerateOptions)
+        assert str(caught.value).startswith(f"error: {sentence}")
         assert str(caught.value).endswith(
             ": lower max_new_tokens=, decode.nodes=, or use target.dtype=bfloat16, or target.device=auto with more "
             "GPUs, or a smaller or quantised target."
         )
     with pytest.raises(RuntimeError, match="shapes"):
-        run_command.run(lambda: (_ for _ in ()).throw(RuntimeError("shapes")), GenerateOptions)
+        run_command.run_command(lambda: (_ for _ in ()).throw(RuntimeError("shapes")), GenerateOptions)
 
 
 def test_a_target_that_does_not_fit_into_a_cpu_is_named(folder, monkeypatch):
@@ -204,12 +204,12 @@ def test_a_target_that_does_not_fit_into_a_cpu_is_named(folder, monkeypatch):
         raise RuntimeError(CPU_FULL)
 
     found = (SimpleNamespace(from_pretrained=None), None)
-    monkeypatch.setattr("specdec.target.loading._read", fail)
+    monkeypatch.setattr("specdec.target.loading._load_pretrained", fail)
     text = lambda decoder: SimpleNamespace(num_hidden_layers=1)
     config = SimpleNamespace(to_dict=dict, get_text_config=text)
     monkeypatch.setattr("specdec.target.loading.load_config", lambda *_, **__: config)
     monkeypatch.setattr("specdec.target.loading._find_class", lambda *_, **__: found)
-    monkeypatch.setattr(attention, "implementation", lambda kind: "sdpa")
+    monkeypatch.setattr(attention, "choose_implementation", lambda kind: "sdpa")
     with pytest.raises(ValueError, match=r"does not fit into the memory of device=cpu"):
         Target.load(str(folder / "target"))
 
@@ -279,19 +279,19 @@ def test_the_launchers_threads_are_taken(number, threads, monkeypatch):
     assert processes.count_threads(2) == threads
 
 
-class Begun(Exception):
+class StartedError(Exception):
     pass
 
 
-@pytest.mark.parametrize("asked", ["True", "False"])
-def test_the_launchers_cpu_is_followed_beside_a_gpu(asked, monkeypatch, tmp_path):
+@pytest.mark.parametrize("flag", ["True", "False"])
+def test_the_launchers_cpu_is_followed_beside_a_gpu(flag, monkeypatch, tmp_path):
     def begin(cpu, **_):
-        raise Begun(cpu)
+        raise StartedError(cpu)
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(build, "PartialState", begin)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", asked)
-    with pytest.raises(Begun, match=asked):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", flag)
+    with pytest.raises(StartedError, match=flag):
         build.start_processes(SimpleNamespace(fast=None, train=SimpleNamespace(seed=0, timeout=1)))
 
 
@@ -300,11 +300,11 @@ def test_the_launcher_itself_passes_what_is_named(monkeypatch, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("from train import processes\nprint(*processes.find_ignored_flags('bf16', 1), sep='\\n')\n")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--mixed_precision", "fp16"]
-    found = subprocess.run(
+    process = subprocess.run(
         [*command, "--num_processes", "2", str(script)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    lines = found.stdout.splitlines()
-    assert "--mixed_precision fp16" in lines[0] and "several processes" in lines[1], found.stderr
+    lines = process.stdout.splitlines()
+    assert "--mixed_precision fp16" in lines[0] and "several processes" in lines[1], process.stderr

@@ -11,7 +11,7 @@ from specdec.target.model import Target, TargetOutput
 from specdec.text.conversations import Row
 from tests.support import HEADS, chain_of, load_head, make_target
 from train.data.batches import collate
-from train.features.outputs import Online
+from train.features.outputs import ComputedFeatures
 from train.objective.objective import Objective
 
 pytestmark = pytest.mark.full
@@ -46,10 +46,10 @@ def test_every_draft_is_right_after_training(head):
     config = load_head(head)
     drafter = instantiate(config["drafter"], target, vocab=None)
     depth = drafter.depth or 3
-    objective = Objective(drafter, **{**config["objective"], "depth": depth if drafter.attends != "text" else 1})
+    objective = Objective(drafter, **{**config["objective"], "depth": depth if drafter.context_kind != "text" else 1})
     row = Row("0", "all", target.text.tolist(), [False] + [True] * (LENGTH - 1))
     batch = collate([[row]], length=LENGTH, pad_token=0)
-    output = Online(target, drafter.target_layers)(batch)
+    output = ComputedFeatures(target, drafter.target_layers)(batch)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     for _ in range(STEPS):

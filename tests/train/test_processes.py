@@ -15,7 +15,7 @@ import torch
 from specdec import checkpoint
 from tests.support import ROOT, PowerCutError, before_steps, child_environment, cut_power, losses_of, train_overrides
 from train.features.loader import Order
-from train.loop.trainer import Asking
+from train.loop.trainer import StopVote
 from train.processes import ProcessLost, Waiting
 
 
@@ -25,8 +25,10 @@ def order_of(settings: list[tuple[int, int, int]], steps: int, num_packs: int) -
     for launch, (batch, accumulation, num_processes) in enumerate(settings):
         first = (launch * steps, len(read))
         for step, micro, process in itertools.product(range(steps), range(accumulation), range(num_processes)):
-            order = Order(num_packs, 0, batch, accumulation, number=process, num=num_processes, first=first)
-            assert (micro, process) != (0, 0) or order.read_before(first[0] + step) == len(read)
+            order = Order(
+                num_packs, 0, batch, accumulation, group=process, num_groups=num_processes, launch_start=first
+            )
+            assert (micro, process) != (0, 0) or order.count_packs_before(first[0] + step) == len(read)
             read += order(first[0] + step, micro)
     return read
 
@@ -42,12 +44,12 @@ def test_the_order_of_packs_goes_on_with_other_processes(settings):
         assert sorted(read[start : start + 17]) == list(range(17))  # an epoch: no pack twice, none left out
 
 
-def start_processes(folder, cwd, run, *more) -> list[subprocess.Popen]:
+def start_processes(folder, cwd, run, *options) -> list[subprocess.Popen]:
     """Two processes of one run without a launcher, which would end the one when the other ends."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    arguments = [sys.executable, str(ROOT / "train.py"), *train_overrides(folder, run, *more)]
+    arguments = [sys.executable, str(ROOT / "train.py"), *train_overrides(folder, run, *options)]
     places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     return [
         subprocess.Popen(arguments, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -99,15 +101,15 @@ def test_waiting_ends_the_process_in_time():
 def test_processes_ask_for_signals_seldom_but_often_enough_for_a_launcher_that_kills():
     """After 20 steps, or after about 5 seconds; the main process says when, and whether a state is overdue."""
 
-    def ask(main: bool, seconds: float, others: list[list[int]]) -> list[int]:
-        asked: list[int] = []
-        gather = lambda mine: torch.tensor(mine.tolist() + others if main else others + mine.tolist())
+    def ask(main: bool, seconds: float, votes: list[list[int]]) -> list[int]:
+        asked_steps: list[int] = []
+        gather = lambda mine: torch.tensor(mine.tolist() + votes if main else votes + mine.tolist())
         accelerator = SimpleNamespace(num_processes=2, device=torch.device("cpu"), gather=gather)
-        asking = Asking(accelerator, lambda what: asked.append(step) or contextlib.nullcontext())
+        asking = StopVote(accelerator, lambda awaited: asked_steps.append(step) or contextlib.nullcontext())
         for step in range(1, 61):
-            answer = asking(0, main, step, seconds, now=step == 30)
-            assert answer == ((15, main) if asked[-1:] == [step] else (0, False))
-        return asked
+            answer = asking(0, main, step, seconds, at_once=step == 30)
+            assert answer == ((15, main) if asked_steps[-1:] == [step] else (0, False))
+        return asked_steps
 
     quick, slow = ask(True, 0.01, [[15, 0, 1]]), ask(True, 1.0, [[15, 0, 20]])
     assert quick == [1, 21, 30, 50]

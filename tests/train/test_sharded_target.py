@@ -34,28 +34,30 @@ def folder(folder):
 @pytest.fixture(scope="module")
 def work(folder, tmp_path_factory):
     """A working directory with each run with whole targets and with one in parts."""
-    place = tmp_path_factory.mktemp("sharded")
+    cwd = tmp_path_factory.mktemp("sharded")
 
-    def run(name: str, kind: str, *more: str, **faults: int) -> dict:
+    def run(name: str, kind: str, *options: str, **faults: int) -> dict:
         own = (f"features.folder=features-{name}-{kind}", f"validation.answers=answers-{kind}")
-        overrides = train_overrides(folder, f"{name}-{kind}", *SAME, *RUNS[name], *own, *more)
+        overrides = train_overrides(folder, f"{name}-{kind}", *SAME, *RUNS[name], *own, *options)
         return {"run": f"{name}-{kind}", "overrides": overrides, **faults}
 
-    runs = [run(name, kind, *more) for name in RUNS for kind, more in (("whole", ()), ("parts", (SHARD,)))]
+    runs = [run(name, kind, *options) for name in RUNS for kind, options in (("whole", ()), ("parts", (SHARD,)))]
     short = "validation.num_prompts=1"
     begun = [run("online", "resumed", short, stop=4), run("online", "resumed", short, SHARD, "resume=true")]
     spoiled = run("online", "spoiled", short, SHARD, "train.skip_not_finite=true", spoil=2)
-    fit_by_two(place, [*runs, *begun, spoiled])
-    return place
+    fit_by_two(cwd, [*runs, *begun, spoiled])
+    return cwd
 
 
-def check_same(run: str, other: str) -> None:
-    assert losses_of(run) == pytest.approx(losses_of(other), rel=1e-10, abs=1e-10)
-    one, two = (
-        checkpoint.read_json(checkpoint.resolve(f"checkpoints/{each}") / "report.json") for each in (run, other)
+def check_same(run: str, second: str) -> None:
+    assert losses_of(run) == pytest.approx(losses_of(second), rel=1e-10, abs=1e-10)
+    report, second_report = (
+        checkpoint.read_json(checkpoint.resolve(f"checkpoints/{each}") / "report.json") for each in (run, second)
     )
     for name in FIGURES:
-        assert one.get(name) == (None if two.get(name) is None else pytest.approx(two[name], rel=1e-9)), name
+        assert report.get(name) == (
+            None if second_report.get(name) is None else pytest.approx(second_report[name], rel=1e-9)
+        ), name
 
 
 @pytest.mark.parametrize("name", RUNS)

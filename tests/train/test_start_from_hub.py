@@ -8,7 +8,7 @@ import torch
 from omegaconf import OmegaConf
 
 from specdec import checkpoint
-from specdec.core.hub import fetch, push
+from specdec.core.hub import fetch_checkpoint, push_files
 from specdec.export.engines import make_form
 from specdec.measuring.model_card import write_export
 from specdec.target.model import Target
@@ -29,8 +29,8 @@ def share(run: str) -> str:
         for path in folder.iterdir()
         if path.name in ("drafter.json", "drafter.safetensors", "report.json")
     }
-    commit = push(NAME, {**contents, "README.md": CARD}, message="Add a head").oid
-    fetch.cache_clear()
+    commit = push_files(NAME, {**contents, "README.md": CARD}, message="Add a head").oid
+    fetch_checkpoint.cache_clear()
     return commit
 
 
@@ -53,12 +53,12 @@ def test_a_run_keeps_the_commit_that_it_started_from(fit, hub):
     fit("second", *short, "head.vocab_size=100")
     commit = share("first")
 
-    def fit_with_a_push_between(name: str, *more: str) -> int:
-        if "resume=true" in more:
+    def fit_with_a_push_between(name: str, *options: str) -> int:
+        if "resume=true" in options:
             newer = share("second")
             with pytest.raises(ValueError, match=rf"start was {NAME}@{commit}, is {NAME}@{newer}"):
                 fit(name, f"start={NAME}@{newer}", "resume=true")
-        return fit(name, *more)
+        return fit(name, *options)
 
     fit_interrupted(fit_with_a_push_between, "further", f"start={NAME}")
     assert record("further") == (f"{NAME}@{commit}", {"given": NAME, "used": f"{NAME}@{commit}"})

@@ -47,15 +47,19 @@ SHORT = ("train.steps=2", "train.validate_every=2")
 
 @pytest.mark.parametrize("head", HEADS)
 def test_every_head_trains_and_its_checkpoint_loads(fit, folder, head):
-    load, own = lambda: Target.load(f"{folder}/target", dtype="float32"), head not in DRAFTS_WITH_TARGET
+    load, has_vocabulary = lambda: Target.load(f"{folder}/target", dtype="float32"), head not in DRAFTS_WITH_TARGET
     before = load().fingerprint()
     more = [f"head.drafter.{name}={value or 'null'}" for name, value in NO_SOURCE.get(head, {}).items()]
-    assert fit(head, f"head={head}", f"head.vocab_size={'200' if own else 'null'}", *more) == 0
+    assert fit(head, f"head={head}", f"head.vocab_size={'200' if has_vocabulary else 'null'}", *more) == 0
     target = load()
     drafter, report = checkpoint.load(f"checkpoints/{head}", target), report_of(head)
-    assert target.fingerprint() == before and drafter.vocab_size == (200 if own else target.vocab_size)
-    assert report["tau"] >= 1 and report["adapted_target"] == (head in ADAPTING) and ("replayed_tau" in report) == own
-    assert not own or report["replayed_tau"] == pytest.approx(report["tau"], abs=1e-9)
+    assert target.fingerprint() == before and drafter.vocab_size == (200 if has_vocabulary else target.vocab_size)
+    assert (
+        report["tau"] >= 1
+        and report["adapted_target"] == (head in ADAPTING)
+        and ("replayed_tau" in report) == has_vocabulary
+    )
+    assert not has_vocabulary or report["replayed_tau"] == pytest.approx(report["tau"], abs=1e-9)
 
 
 @pytest.mark.parametrize("rank", ["null", "4"])
@@ -130,16 +134,16 @@ SPOILED = ("data.pack=true", "data.length=128", "solve_packs=0")
 
 
 def test_a_loss_that_is_not_finite_stops_and_names_step_and_row(fit, folder, monkeypatch):
-    settings, said = (
+    settings, pattern = (
         (*SPOILED, "train.save_every=1"),
         r"nan at step (\d) \(rows? .*row-8.*\)\. .*last good state is that of step",
     )
     with monkeypatch.context() as patch:
         spoil(patch, folder, 9)
-        with pytest.raises(ValueError, match=said) as caught:
+        with pytest.raises(ValueError, match=pattern) as caught:
             fit("nan", *settings)
         step = int(re.search(r"at step (\d)", str(caught.value))[1])
-        assert RunFolder(Path("checkpoints/nan"), {}, {}).saved_step() == step - 1
+        assert RunFolder(Path("checkpoints/nan"), {}, {}).find_saved_step() == step - 1
         assert fit("nan", *settings, "train.skip_not_finite=true", "resume=auto") == 0
     skipped = [row for row in log_of("nan") if "skipped" in row]
     assert skipped[0]["step"] == step and skipped[0]["num_skipped"] == 1 and "row-8" in skipped[0]["skipped"]
@@ -149,11 +153,13 @@ def test_a_loss_that_is_not_finite_stops_and_names_step_and_row(fit, folder, mon
 def test_a_loss_that_is_read_later_changes_no_weights(fit, folder, monkeypatch):
     """As on a GPU: the loss is read when it is shown or saved, and the weights are whole until then."""
     settings = (*SPOILED, "train.log_every=100", "train.save_every=100")
-    monkeypatch.setattr(Trainer, "reads_at_once", property(lambda self: False, lambda self, value: None), raising=False)
+    monkeypatch.setattr(
+        Trainer, "reads_loss_at_once", property(lambda self: False, lambda self, value: None), raising=False
+    )
     trainers = []
     with before_steps(trainers.append):
         fit("whole", *settings)
-        second = trainers[-1].material.packs[trainers[-1].indices(1, 0)[0]][0].id  # row-8 has the number 9
+        second = trainers[-1].material.packs[trainers[-1].order(1, 0)[0]][0].id  # row-8 has the number 9
         spoil(monkeypatch, folder, int(second.removeprefix("row-")) + 1)
         with pytest.raises(ValueError, match=rf"nan at step 2 \(rows? .*{second}"):
             fit("nan", *settings)
@@ -196,13 +202,13 @@ def test_wrong_settings_are_refused(fit, override, message):
 # Processes and signals
 
 
-def launch(folder, cwd, run, *more, processes=1):
+def launch(folder, cwd, run, *options, processes=1):
     """Starts the command in a new process group: one process by accelerate, several by torchrun."""
     accelerate = ["accelerate.commands.launch", "-q", "--cpu", "--num_processes", "1", "--num_machines", "1",
                   "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
     torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     launcher = accelerate if processes == 1 else torchrun
-    arguments = [sys.executable, "-m", *launcher, str(ROOT / "train.py"), *train_overrides(folder, run, *more)]
+    arguments = [sys.executable, "-m", *launcher, str(ROOT / "train.py"), *train_overrides(folder, run, *options)]
     return subprocess.Popen(arguments, cwd=cwd, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                             env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
 
@@ -210,17 +216,17 @@ def launch(folder, cwd, run, *more, processes=1):
 def test_two_processes_match_one_process_with_accumulation(folder, tmp_path, fit):
     """Losses, weights, and the figures of the validation, of which each process does a part."""
     write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"Count from {number}."} for number in range(11)])
-    more = [
+    options = [
         f"data.heldout={tmp_path}/prompts.jsonl",
         "validation.num_prompts=11",
         "validation.share=null",
         "solve_packs=0",
     ]
-    process = launch(folder, tmp_path, "two", "validation.answers=answers/two", *more, processes=2)
+    process = launch(folder, tmp_path, "two", "validation.answers=answers/two", *options, processes=2)
     printed = process.communicate(timeout=300)[0]
     assert process.returncode == 0, printed
     assert printed.count("step     1/4") == 1  # only the main process speaks
-    fit("one", "train.accumulation=2", "validation.answers=answers/one", *more)
+    fit("one", "train.accumulation=2", "validation.answers=answers/one", *options)
     two, one = report_of("two"), report_of("one")
     assert two["num_prompts"] == one["num_prompts"] == 11 and two["replayed_prompts"] == one["replayed_prompts"] == 11
     assert two["replayed_tau"] == pytest.approx(two["tau"], abs=1e-9)
@@ -237,8 +243,8 @@ def test_two_processes_match_one_process_with_accumulation(folder, tmp_path, fit
 
 def test_ctrl_c_saves_the_state_and_prints_how_to_resume(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    more = [f"train.{name}=100000" for name in ("steps", "validate_every", "save_every")]
-    process, printed = launch(folder, tmp_path, "stopped", *more), ""
+    options = [f"train.{name}=100000" for name in ("steps", "validate_every", "save_every")]
+    process, printed = launch(folder, tmp_path, "stopped", *options), ""
     for line in process.stdout:
         printed += line
         if line.startswith("step ") and " 3/" in line:
@@ -296,15 +302,17 @@ def test_training_further_can_draft_other_tokens(fit, folder, head):
     fit("first", f"head={head}", "head.vocab_size=16", *own, *SHORT)
     fit("less", f"head={head}", "head.vocab_size=12", "start_vocab=data", *ONCE)
     fit("more", f"head={head}", "head.vocab_size=24", "start_vocab=data", *ONCE)
-    first, less, more = weights_of("first", 2), weights_of("less", 1), weights_of("more", 1)
-    before, smaller, larger = (set(each["draft_to_target"].tolist()) for each in (first, less, more))
+    first, less, larger_weights = weights_of("first", 2), weights_of("less", 1), weights_of("more", 1)
+    before, smaller, larger = (set(each["draft_to_target"].tolist()) for each in (first, less, larger_weights))
     assert [len(before), len(smaller), len(larger)] == [16, 12, 24] and smaller < before < larger
-    rows = torch.isin(more["draft_to_target"], first["draft_to_target"])
+    rows = torch.isin(larger_weights["draft_to_target"], first["draft_to_target"])
     for name in first.keys() - {"draft_to_target", "lm_head.weight"}:
-        torch.testing.assert_close(first[name], more[name], rtol=1e-6, atol=0)
+        torch.testing.assert_close(first[name], larger_weights[name], rtol=1e-6, atol=0)
     if head == "eagle3":
-        torch.testing.assert_close(more["lm_head.weight"][rows], first["lm_head.weight"], rtol=1e-6, atol=0)
-        start = checkpoint.start("checkpoints/more", Target.load(f"{folder}/target", dtype="float32"), {})[0]
+        torch.testing.assert_close(larger_weights["lm_head.weight"][rows], first["lm_head.weight"], rtol=1e-6, atol=0)
+        start = checkpoint.load_for_training("checkpoints/more", Target.load(f"{folder}/target", dtype="float32"), {})[
+            0
+        ]
         torch.testing.assert_close(start.lm_head.weight[~rows], start.goal_head[0][~rows].float(), rtol=1e-6, atol=0)
 
 
@@ -331,16 +339,16 @@ def test_held_out_prompts_that_are_trained_on_are_named(fit, folder, tmp_path):
         fit("copied", *short)
     about = json.loads(Path("checkpoints/copied/about.json").read_text())
     assert about["data"]["held-out prompts trained on"] == 1
-    assert len(trained_prompts.read(Path("checkpoints/copied/step_000001"))) == 12
+    assert len(trained_prompts.read_digests(Path("checkpoints/copied/step_000001"))) == 12
     write_rows(tmp_path / "other.jsonl", [{"prompt": "Say w.", "completion": "w is followed by x."}] * 12)
     write_rows(tmp_path / "clean.jsonl", [{"prompt": "Count on."}])
-    other = f"data.train={tmp_path}/other.jsonl"
+    other_data = f"data.train={tmp_path}/other.jsonl"
     with pytest.warns(UserWarning, match="1 of 2 prompts"):
-        fit("further", *short, other, "start=checkpoints/copied")
-    assert len(trained_prompts.read(Path("checkpoints/further"))) == 13
+        fit("further", *short, other_data, "start=checkpoints/copied")
+    assert len(trained_prompts.read_digests(Path("checkpoints/further"))) == 13
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fit("clean", *short, other, f"data.heldout={tmp_path}/clean.jsonl")
+        fit("clean", *short, other_data, f"data.heldout={tmp_path}/clean.jsonl")
     assert "held-out prompts trained on" not in json.loads(Path("checkpoints/clean/about.json").read_text())["data"]
     with pytest.warns(UserWarning, match=r"^12 of 12 prompts of validation\.answers \(first: row-0\) are trained on"):
         fit("recorded", *short, f"validation.answers={folder}/train.jsonl", "validation.num_prompts=12")

@@ -11,7 +11,7 @@ from specdec import checkpoint
 from tests.processes import fit_by_two, fit_float64, free_ports
 from tests.support import ROOT, child_environment, log_of, losses_of, report_of, train_overrides, weights_of, write_rows
 from tests.together import MARK
-from train.loop.trainer import ASK
+from train.loop.trainer import VOTE_STEPS
 
 pytestmark = pytest.mark.full
 
@@ -30,8 +30,10 @@ def printed(folder, tmp_path_factory):
     cwd = tmp_path_factory.mktemp("runs")
     write_rows(cwd / "prompts.jsonl", [{"prompt": f"Count from {number}."} for number in range(5)])
 
-    def run(name: str, *more: str, head: str = "eagle3", **faults: int) -> dict:
-        overrides = train_overrides(folder, name, *SETTINGS, f"data.heldout={cwd}/prompts.jsonl", *HEADS[head], *more)
+    def run(name: str, *options: str, head: str = "eagle3", **faults: int) -> dict:
+        overrides = train_overrides(
+            folder, name, *SETTINGS, f"data.heldout={cwd}/prompts.jsonl", *HEADS[head], *options
+        )
         return {"run": name, "overrides": overrides, **faults}
 
     with pytest.MonkeyPatch.context() as patch:
@@ -69,15 +71,17 @@ def check_same(first: Path, second: Path, *names: str) -> None:
 
 @pytest.mark.parametrize("head", HEADS)
 def test_two_processes_train_as_one(runs, head):
-    one, two = f"{head}-one", f"{head}-two"
-    assert len(losses_of(one)) == 4 and losses_of(two) == pytest.approx(losses_of(one), rel=1e-10, abs=1e-10)
-    first, second = (Path("checkpoints", run) for run in (one, two))
+    first_tensors, second_tensors = f"{head}-one", f"{head}-two"
+    assert len(losses_of(first_tensors)) == 4 and losses_of(second_tensors) == pytest.approx(
+        losses_of(first_tensors), rel=1e-10, abs=1e-10
+    )
+    first, second = (Path("checkpoints", run) for run in (first_tensors, second_tensors))
     check_same(first / "step_000004", second / "step_000004", "drafter.safetensors")
     check_same(
         first / "state/step_000004", second / "state/step_000004", "drafter.safetensors", "optimizer.safetensors"
     )
     assert (first / "step_000004/drafter.json").read_text() == (second / "step_000004/drafter.json").read_text()
-    reports = [report_of(run) for run in (one, two)]
+    reports = [report_of(run) for run in (first_tensors, second_tensors)]
     for name in ("replayed_tau", "replayed_survival", "replayed_prompts", "num_prompts"):
         assert reports[0][name] == pytest.approx(reports[1][name], rel=1e-9), name
     assert reports[0]["ema"]["kept"] == reports[1]["ema"]["kept"]
@@ -102,7 +106,7 @@ def test_a_step_that_is_not_finite_is_left_out_by_all(runs):
 def test_a_signal_to_any_process_ends_all_within_20_steps(runs, printed):
     """States by minutes are saved when the processes ask each other, at the latest after 20 steps and after a validation."""
     last = max(losses_of("ended"))
-    assert 30 <= last <= 30 + ASK < 90 and list(losses_of("ended")) == list(range(1, last + 1))
+    assert 30 <= last <= 30 + VOTE_STEPS < 90 and list(losses_of("ended")) == list(range(1, last + 1))
     states = sorted(path.name for path in Path("checkpoints/ended/state").iterdir())
     assert len(states) == 2 and states[0] >= "step_000027" and states[1] == f"step_{last:06d}"
     assert not Path("checkpoints/ended/finished").exists()

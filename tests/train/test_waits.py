@@ -14,7 +14,7 @@ from specdec.decoding.batch import Request
 from specdec.decoding.decoder import Decoder
 from specdec.engines.engine_target import EngineTarget
 from specdec.proposers import costs
-from specdec.proposers.auto import Auto
+from specdec.proposers.auto import AutoProposer
 from specdec.proposers.heads import HeadProposer
 from specdec.text.conversations import Row
 from specdec.unroll import replay
@@ -22,8 +22,8 @@ from tests.pretend_device import ELSEWHERE, Elsewhere, PretendDevice
 from tests.support import HEADS, load_head, make_target, random_tokens
 from train.data.batches import collate
 from train.features.feature_files import FeatureFolder
-from train.features.outputs import Kept, Online
-from train.objective.objective import Objective, slots
+from train.features.outputs import ComputedFeatures, StoredFeatures
+from train.objective.objective import Objective, list_slots
 
 VOCAB = 61
 
@@ -66,10 +66,10 @@ def test_a_training_step_never_waits(head, device):
     """Beside the passes of the target, and of a draft model, in which transformers looks at the positions once."""
     drafter = make_drafter(head)
     objective = Objective(drafter, **load_head(head)["objective"])
-    online = Online(drafter.target, drafter.target_layers)
+    online = ComputedFeatures(drafter.target, drafter.target_layers)
     for _ in range(2):
         device.waits.clear()
-        batch = make_batch().to(ELSEWHERE)
+        batch = make_batch().move_to(ELSEWHERE)
         output = online(batch)
         assert sum(device.waits.values()) <= 1, device.waits
         device.waits.clear()
@@ -83,16 +83,16 @@ def test_a_training_step_never_waits(head, device):
 @pytest.mark.parametrize("head", HEADS)
 def test_a_closed_form_start_stays_on_the_device(head, device):
     drafter = make_drafter(head)
-    batch = make_batch().to(ELSEWHERE)
-    output = Online(drafter.target, drafter.target_layers)(batch)
-    drafter.solve([slots(batch, output, 2)])
+    batch = make_batch().move_to(ELSEWHERE)
+    output = ComputedFeatures(drafter.target, drafter.target_layers)(batch)
+    drafter.solve([list_slots(batch, output, 2)])
     assert all(isinstance(parameter.data, Elsewhere) for parameter in drafter.parameters() if parameter.requires_grad)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("head", HEADS)
 def test_a_round_waits_once(head, temperature, device):
-    drafter = make_drafter(head).decodable()
+    drafter = make_drafter(head).frozen_copy()
     for shape in (TreeShape(2, 1, 2), TreeShape(2, 2, 4)):
         sampling = Sampling(temperature=temperature)
         decoder = Decoder(drafter.target, HeadProposer(drafter, shape), sampling=sampling, stop=set())
@@ -129,7 +129,7 @@ def events(device, monkeypatch) -> list:
     def refuse(*_):
         raise AssertionError("the host waits for the device")
 
-    monkeypatch.setattr(clock, "QUEUES", ("meta",))
+    monkeypatch.setattr(clock, "QUEUED_DEVICES", ("meta",))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", "stream of {}".format)
     monkeypatch.setattr(torch.cuda, "synchronize", refuse)
@@ -139,7 +139,7 @@ def events(device, monkeypatch) -> list:
 @pytest.mark.parametrize("head", [None, "eagle3"])
 def test_the_times_of_a_round_need_no_wait_of_their_own(head, device, events):
     """What is done after a round's wait is read at the next one. Joining and leaving rows change nothing."""
-    drafter = make_drafter(head or "eagle3").decodable()
+    drafter = make_drafter(head or "eagle3").frozen_copy()
     proposer = head and HeadProposer(drafter, TreeShape(2, 2, 4))
     decoder = Decoder(drafter.target, proposer, sampling=Sampling(), stop=set())
     device.waits.clear()
@@ -156,10 +156,10 @@ def test_the_times_of_a_round_need_no_wait_of_their_own(head, device, events):
         assert request.generation.prefill_seconds == pytest.approx(0.004)  # three pieces, then the rest
         for _ in range(2):
             waited = reads(device)
-            steps.append(batch.step())
+            steps.append(batch.run_round())
             assert reads(device) == waited + 1
     while batch.running:
-        steps.append(batch.step())
+        steps.append(batch.run_round())
     costs = [step.cost for step in steps]
     assert costs[0].stages == pytest.approx({"draft": 0.001, "verify": 0.001, "keep": 0, "other": 0})
     for cost in costs[1:]:
@@ -181,7 +181,7 @@ SHAPES = {"plain": None, "chain": TreeShape(2, 1, 2), "tree": TreeShape(2, 2, 4)
 )  # fmt: skip
 def test_a_round_of_answers_with_own_settings_waits_once_however_they_end(shape, children, kind, device):
     """The host copies nothing by itself either: such a copy waits for the device too."""
-    drafter = make_drafter("eagle3").decodable()
+    drafter = make_drafter("eagle3").frozen_copy()
     proposer = SHAPES[shape] and HeadProposer(drafter, SHAPES[shape], children=children)
     batch = Decoder(drafter.target, proposer, sampling=Sampling(1.0), stop=set()).batch()
     settings = [Sampling(1.0), Sampling(0.5, top_k=5), Sampling(1.0)]
@@ -191,31 +191,34 @@ def test_a_round_of_answers_with_own_settings_waits_once_however_they_end(shape,
     ])  # fmt: skip
     while batch.running:
         device.waits.clear()
-        batch.step()
+        batch.run_round()
         assert sum(device.waits.values()) == 1, device.waits
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_auto_waits_twice_a_level_and_once_more_than_others(temperature, device):
-    drafter, told = make_drafter("eagle3").decodable(), {1: 1, 2: 1.05, 4: 1.1, 8: 1.15}
-    known = costs.told(told, plain=0.02, absorb=0.001, step=0.001)
-    auto = Auto.usual(drafter.target, HeadProposer(drafter, TreeShape(3, 1, 3)), costs=known)
+    drafter, told = make_drafter("eagle3").frozen_copy(), {1: 1, 2: 1.05, 4: 1.1, 8: 1.15}
+    known = costs.make_costs(told, plain=0.02, absorb=0.001, step=0.001)
+    auto = AutoProposer.make_default(drafter.target, HeadProposer(drafter, TreeShape(3, 1, 3)), costs=known)
     batch = Decoder(drafter.target, auto, sampling=Sampling(temperature), stop=set()).batch()
     batch.admit([Request(random_tokens(seed, 5, VOCAB), 9) for seed in range(2)])
     while batch.running:
         device.waits.clear()
-        batch.step()
+        batch.run_round()
         assert sum(device.waits.values()) <= 2 + 2 * auto.head.depth, device.waits
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("head", HEADS)
 def test_a_batch_is_replayed_with_one_wait(head, temperature, device):
-    drafter = make_drafter(head).decodable()
+    drafter = make_drafter(head).frozen_copy()
     texts = [(random_tokens(seed, 5 + seed, VOCAB), random_tokens(9, 8 - seed, VOCAB)) for seed in range(3)]
-    output = replay.read(drafter, texts)
+    output = replay.read_target(drafter, texts)
     device.waits.clear()
-    accepts = [each.accept for each in replay.replays(drafter, texts, depth=2, temperature=temperature, output=output)]
+    accepts = [
+        each.acceptance
+        for each in replay.replay_answers(drafter, texts, depth=2, temperature=temperature, output=output)
+    ]
     assert reads(device) <= 1 + (head == "draft"), device.waits
     assert [accept.shape for accept in accepts] == [(2, 8), (2, 7), (2, 6)]
     assert all(bool(((accept >= 0) & (accept <= 1)).all()) for accept in accepts)
@@ -233,19 +236,22 @@ class Ready:
         return future
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_states_of_an_engine_get_their_norm_where_the_step_takes_them(device, kept, tmp_path):
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_states_of_an_engine_get_their_norm_where_the_step_takes_them(device, is_kept, tmp_path):
     """Without a wait, or with one for all documents of a batch, whose states a folder keeps."""
     target = make_target(VOCAB, num_layers=4, device=ELSEWHERE)
-    folder = FeatureFolder(target, (1, 2), tmp_path / "cache") if kept else None
+    folder = FeatureFolder(target, (1, 2), tmp_path / "cache") if is_kept else None
     if folder:
-        folder.open()
-    source, batch = Kept(target, (1, 4), folder=folder, reader=Ready(target.width)), make_batch()  # 4: the final state
+        folder.create()
+    source, batch = (
+        StoredFeatures(target, (1, 4), folder=folder, reader=Ready(target.width)),
+        make_batch(),
+    )  # 4: the final state
     device.waits.clear()
-    begun = source.begin(batch)
+    begun = source.prefetch(batch)
     assert not device.waits
     output = begun(ELSEWHERE)
-    assert sum(device.waits.values()) == (2 if kept else 0), device.waits  # to the device and back
+    assert sum(device.waits.values()) == (2 if is_kept else 0), device.waits  # to the device and back
     real = (batch.documents >= 0)[..., None]
     wanted = (
         (torch.full_like(output.final, 5.0) * target.norm.weight).cpu() / 5 * real
@@ -263,6 +269,6 @@ def test_a_thread_that_reads_states_of_an_engine_leaves_the_device_alone(device,
     save_file({"token_ids": torch.arange(7), "hidden_states": states}, path, metadata={"layers": "[1, 2, 4]"})
     answer = {"choices": [{"token_ids": [9]}], "kv_transfer_params": {"hidden_states_path": str(path)}}
     device.waits.clear()
-    new, parts = source.receive(answer, list(range(7)), (2, 4))
+    new, parts = source.read_states(answer, list(range(7)), (2, 4))
     assert new == [9] and not device.waits and all(type(part) is torch.Tensor for part in parts)
     assert torch.equal(parts[0], states[:, 1]) and torch.equal(parts[1], states[:, 2]) and not path.exists()

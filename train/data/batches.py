@@ -24,16 +24,17 @@ class TrainingBatch:
     def on_host(self) -> "TrainingBatch":
         return self.host or self
 
-    def to(self, device: torch.device | str) -> "TrainingBatch":
+    def move_to(self, device: torch.device | str) -> "TrainingBatch":
         device = torch.device(device)
         if device.type == "cpu":
             return self.on_host
         tokens, loss_mask, documents, positions = (
-            devices.send(each, device) for each in (self.tokens, self.loss_mask, self.documents, self.positions)
+            devices.upload_tensor(tensor, device)
+            for tensor in (self.tokens, self.loss_mask, self.documents, self.positions)
         )
         return TrainingBatch(tokens, loss_mask, documents, positions, host=self.on_host)
 
-    def goals(self, supervise: str) -> Tensor:
+    def goal_mask(self, supervise: str) -> Tensor:
         """[B, T] bool on the CPU: the tokens that a drafter is trained to guess.
 
         supervise: answers, or text for prompts too
@@ -41,11 +42,14 @@ class TrainingBatch:
         host = self.on_host
         return host.positions > 0 if supervise == "text" else host.loss_mask
 
-    def select(self, places: list[int]) -> "TrainingBatch":
+    def select_packs(self, pack_indices: list[int]) -> "TrainingBatch":
         """Some of the batch's packs, on the CPU."""
         host = self.on_host
         return TrainingBatch(
-            host.tokens[places], host.loss_mask[places], host.documents[places], host.positions[places]
+            host.tokens[pack_indices],
+            host.loss_mask[pack_indices],
+            host.documents[pack_indices],
+            host.positions[pack_indices],
         )
 
 
@@ -55,21 +59,21 @@ def collate(packs: list[list[Row]], *, length: int, pad_token: int) -> TrainingB
     loss_mask = torch.zeros_like(tokens, dtype=torch.bool)  # [B, T]
     documents = torch.full_like(tokens, -1)  # [B, T]
     positions = torch.zeros_like(tokens)  # [B, T]
-    for index, rows in enumerate(packs):
+    for pack_index, rows in enumerate(packs):
         start = 0
         for document, row in enumerate(rows):
-            place = slice(start, start + len(row.tokens))
-            tokens[index, place] = torch.tensor(row.tokens)
-            loss_mask[index, place] = torch.tensor(row.mask)
-            loss_mask[index, start] = False  # nothing precedes it in its document, so nothing can guess it
-            documents[index, place] = document
-            positions[index, place] = torch.arange(len(row.tokens))
-            start = place.stop
+            columns = slice(start, start + len(row.tokens))
+            tokens[pack_index, columns] = torch.tensor(row.tokens)
+            loss_mask[pack_index, columns] = torch.tensor(row.mask)
+            loss_mask[pack_index, start] = False  # nothing precedes it in its document, so nothing can guess it
+            documents[pack_index, columns] = document
+            positions[pack_index, columns] = torch.arange(len(row.tokens))
+            start = columns.stop
     return TrainingBatch(tokens=tokens, loss_mask=loss_mask, documents=documents, positions=positions)
 
 
-def answers(batch: TrainingBatch, row: int) -> list[tuple[int, int]]:
+def find_answers(batch: TrainingBatch, row: int) -> list[tuple[int, int]]:
     """Supervised stretches [start, stop) of one row of a batch."""
-    keys = torch.where(batch.loss_mask[row], batch.documents[row], -1).tolist()
-    cuts = [i for i in range(len(keys)) if i == 0 or keys[i] != keys[i - 1]] + [len(keys)]
-    return [(a, b) for a, b in zip(cuts, cuts[1:]) if keys[a] >= 0]
+    answer_keys = torch.where(batch.loss_mask[row], batch.documents[row], -1).tolist()
+    cuts = [i for i in range(len(answer_keys)) if i == 0 or answer_keys[i] != answer_keys[i - 1]] + [len(answer_keys)]
+    return [(start, stop) for start, stop in zip(cuts, cuts[1:]) if answer_keys[start] >= 0]

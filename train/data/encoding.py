@@ -4,7 +4,7 @@
       rows-<key>/    encoded.arrow: the rows of one source (packing.SCHEMA)
 
 The key covers the source's content, the tokenizer with its chat template, the libraries that render and
-tokenise, and this project's own code that does. files.keep_folder makes the folders in one process of a run, and
+tokenise, and this project's own code that does. files.make_folder_once makes the folders in one process of a run, and
 notices damaged ones. `datasets.map` does neither, and would need a copy of all lines on the disk.
 """
 
@@ -36,13 +36,13 @@ from specdec.text import answer_mask, chat_template, messages, reading, token_te
 from specdec.text import conversations as data
 from train.data import packing
 
-Numbered = tuple[int, str, str | dict]  # index in its source, place, and what reading.read_raw yields: of a row
+NumberedRow = tuple[int, str, str | dict]  # index in its source, place, and what reading.read_raw yields: of a row
 
-BATCH = 100  # rows that a process encodes at a time
-AHEAD = 4  # batches for each process that are read before they are written
+ROWS_PER_BATCH = 100  # rows that a process encodes at a time
+BATCHES_AHEAD = 4  # batches for each process that are read before they are written
 ROWS_PER_WORKER = 2_000  # starting a process pays from so many rows on
-MODULES = (data, answer_mask, chat_template, messages, reading, packing, trained_prompts, row_files, token_text)
-CODE = [__file__, *(str(module.__file__) for module in MODULES)]  # decides about the encoded rows
+CODE_MODULES = (data, answer_mask, chat_template, messages, reading, packing, trained_prompts, row_files, token_text)
+CODE_FILES = [__file__, *(str(module.__file__) for module in CODE_MODULES)]  # decides about the encoded rows
 
 
 @dataclass(frozen=True)
@@ -59,21 +59,21 @@ class Encoding:
     def __post_init__(self):
         chat_template.check_arguments(self.tokenizer, self.arguments)
 
-    def key(self, source: str) -> str:
+    def compute_key(self, source: str) -> str:
         """16 hex digits that change with anything the encoded rows depend on."""
         tokenizer = self.tokenizer
-        parts = [
-            tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else token_text.fingerprint(tokenizer),
+        dependencies = [
+            tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else token_text.digest_vocabulary(tokenizer),
             tokenizer.chat_template,
-            token_text.num_ids(tokenizer),
+            token_text.count_ids(tokenizer),
             {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
             [library.__version__ for library in (transformers, tokenizers, jinja2)],
-            [Path(path).read_text(encoding="utf-8") for path in CODE],
+            [Path(path).read_text(encoding="utf-8") for path in CODE_FILES],
             identify_content(source, self.split),
             self.limit,
             self.arguments,
         ]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(dependencies, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def identify_content(source: str, split: str | None) -> list:
@@ -92,7 +92,7 @@ def identify_content(source: str, split: str | None) -> list:
 
 def load_rows(
     train: str | list[str] | dict[str, float], encoding: Encoding, *, hold_out: int = 0, tokens: int | None = None
-) -> tuple[packing.Rows, numpy.ndarray]:
+) -> tuple[packing.EncodedRows, numpy.ndarray]:
     """One or several sources, encoded -> the rows, and the numbers of those to train on: without held-out ones, cut at a number
     of tokens, repeated by weight.
 
@@ -102,17 +102,19 @@ def load_rows(
     weights = reading.read_sources(train)
     for source in weights:
         reading.check_trainable(source)
-    folders = [encoding.cache / f"rows-{encoding.key(source)}" for source in weights]
+    folders = [encoding.cache / f"rows-{encoding.compute_key(source)}" for source in weights]
     for source, folder in zip(weights, folders):
-        files.keep_folder(folder, functools.partial(encode_source, source, encoding))
-    rows = packing.Rows.load(folders)
-    kept = numpy.delete(numpy.arange(len(rows)), reading.hold_out(rows.column("greedy").tolist(), hold_out))
-    numbers = packing.take_tokens(rows, kept, tokens)
+        files.make_folder_once(folder, functools.partial(encode_source, source, encoding))
+    encoded = packing.EncodedRows.load(folders)
+    trainable = numpy.delete(
+        numpy.arange(len(encoded)), reading.choose_held_out(encoded.read_column("greedy").tolist(), hold_out)
+    )
+    row_numbers = packing.take_tokens(encoded, trainable, tokens)
     if any(weight != 1 for weight in weights.values()):
-        nums = numpy.diff(numpy.searchsorted(numbers, rows.starts)).tolist()  # rows of each source
-        copies = [packing.count_copies(num, weight) for num, weight in zip(nums, weights.values())]
-        numbers = packing.repeat_rows(numbers, numpy.concatenate(copies))
-    return rows, numbers
+        row_counts = numpy.diff(numpy.searchsorted(row_numbers, encoded.source_starts)).tolist()  # rows of each source
+        copies = [packing.count_copies(num_rows, weight) for num_rows, weight in zip(row_counts, weights.values())]
+        row_numbers = packing.repeat_rows(row_numbers, numpy.concatenate(copies))
+    return encoded, row_numbers
 
 
 # One source
@@ -126,8 +128,8 @@ def count_rows(source: str, encoding: Encoding) -> int:
     """Rows that `read_source` yields."""
     if reading.find_files(source):
         return sum(1 for _ in read_source(source, encoding))
-    num = len(reading.open_dataset(source, encoding.split))
-    return num if encoding.limit is None else min(num, encoding.limit)
+    num_rows = len(reading.open_dataset(source, encoding.split))
+    return num_rows if encoding.limit is None else min(num_rows, encoding.limit)
 
 
 def encode_source(source: str, encoding: Encoding, folder: Path) -> None:
@@ -136,21 +138,21 @@ def encode_source(source: str, encoding: Encoding, folder: Path) -> None:
     if not num_rows:
         raise ValueError(f"There are no rows in {source}.")
     workers = encoding.workers or max(1, min(os.cpu_count() or 1, num_rows // ROWS_PER_WORKER))
-    numbered = ((index, place, raw) for index, (place, raw) in enumerate(read_source(source, encoding)))
-    batches = iter(lambda: list(itertools.islice(numbered, BATCH)), [])
-    begun = time.perf_counter()
+    numbered_rows = ((index, location, raw) for index, (location, raw) in enumerate(read_source(source, encoding)))
+    batches = iter(lambda: list(itertools.islice(numbered_rows, ROWS_PER_BATCH)), [])
+    start_time = time.perf_counter()
     try:
-        encoded = encode_batches(batches, encoding, workers=workers)
-        first = next(encoded)  # starts the processes: a fork must not copy a lock that draws the progress
+        encoded_batches = encode_batches(batches, encoding, workers=workers)
+        first_batch = next(encoded_batches)  # starts the processes: a fork must not copy a lock that draws the progress
         with (
-            progress.start(f"encoding {Path(source).name}", num_rows, unit="rows", any_process=True) as task,
-            pyarrow.OSFile(str(folder / packing.ENCODED), "wb") as file,
+            progress.start_task(f"encoding {Path(source).name}", num_rows, unit="rows", any_process=True) as task,
+            pyarrow.OSFile(str(folder / packing.ENCODED_FILE), "wb") as file,
             pyarrow.ipc.new_stream(file, packing.SCHEMA) as stream,
         ):
-            task.begun = begun
-            for rows in itertools.chain([first], encoded):
-                stream.write_batch(rows)
-                task.advance(len(rows), num_tokens=len(rows["tokens"].values))
+            task.start_time = start_time
+            for record_batch in itertools.chain([first_batch], encoded_batches):
+                stream.write_batch(record_batch)
+                task.advance(len(record_batch), num_tokens=len(record_batch["tokens"].values))
     except BrokenExecutor as error:
         raise ValueError(
             f"A process that encoded {source} ended ({error}). Perhaps memory ran out: lower workers={workers}."
@@ -158,7 +160,7 @@ def encode_source(source: str, encoding: Encoding, folder: Path) -> None:
 
 
 def encode_batches(
-    batches: Iterable[list[Numbered]], encoding: Encoding, *, workers: int
+    batches: Iterable[list[NumberedRow]], encoding: Encoding, *, workers: int
 ) -> Iterator[pyarrow.RecordBatch]:
     """`encode_batch` of each, in their order. workers: processes; 1: this one"""
     if workers == 1:
@@ -166,40 +168,42 @@ def encode_batches(
         return
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # or tokenizers warns that processes are forked
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)  # forks need no second import
-    pool = ProcessPoolExecutor(workers, context, initializer=_hold, initargs=(encoding,))
+    pool = ProcessPoolExecutor(workers, context, initializer=_set_encoding, initargs=(encoding,))
     try:
-        coming: deque[Future[pyarrow.RecordBatch]] = deque()
+        futures: deque[Future[pyarrow.RecordBatch]] = deque()
         for batch in batches:
-            coming.append(pool.submit(encode_batch, batch))
-            if len(coming) > AHEAD * workers:
-                yield coming.popleft().result()
-        while coming:
-            yield coming.popleft().result()
+            futures.append(pool.submit(encode_batch, batch))
+            if len(futures) > BATCHES_AHEAD * workers:
+                yield futures.popleft().result()
+        while futures:
+            yield futures.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-_held: list[Encoding] = []  # of a process of the pool: a tokenizer takes longer to send than a batch to encode
+_encoding_of_process: list[
+    Encoding
+] = []  # of a process of the pool: a tokenizer takes longer to send than a batch to encode
 
 
-def _hold(encoding: Encoding) -> None:
-    _held[:] = [encoding]
+def _set_encoding(encoding: Encoding) -> None:
+    _encoding_of_process[:] = [encoding]
 
 
-def encode_batch(batch: list[Numbered], encoding: Encoding | None = None) -> pyarrow.RecordBatch:
+def encode_batch(batch: list[NumberedRow], encoding: Encoding | None = None) -> pyarrow.RecordBatch:
     """Rows of a source -> packing.SCHEMA. encoding: None in a process of the pool, which holds it"""
-    encoding = encoding or _held[0]
-    columns = []
-    for index, place, raw in batch:
-        row = reading.to_row(place, raw)
-        reading.check_messages(row, place)
-        with reading.at(place):
-            encoded = data.encode(encoding.tokenizer, reading.name_row(row, index, encoding.arguments))
+    encoding = encoding or _encoding_of_process[0]
+    row_columns = []
+    for index, location, raw in batch:
+        row = reading.to_row(location, raw)
+        reading.check_messages(row, location)
+        with reading.name_location(location):
+            encoded_row = data.encode(encoding.tokenizer, reading.name_row(row, index, encoding.arguments))
         writer = str(row.get("target_fingerprint") or "")
-        about: dict = {
+        metadata: dict = {
             "greedy": row.get("temperature") == 0,
             "writer": writer,
             "prompts": trained_prompts.digest_row(row),
         }
-        columns.append(packing.to_columns(encoded, **about))
-    return pyarrow.RecordBatch.from_pylist(columns, packing.SCHEMA)
+        row_columns.append(packing.make_columns(encoded_row, **metadata))
+    return pyarrow.RecordBatch.from_pylist(row_columns, packing.SCHEMA)

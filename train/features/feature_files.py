@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from specdec.core.files import free_bytes, unwritable, write_text
+from specdec.core.files import count_free_bytes, describe_write_error, write_text
 from specdec.core.untrusted import read_json
 from specdec.target.model import Target
 
@@ -30,8 +30,8 @@ class FeatureFolder:
 
     def __init__(self, target: Target, layers: tuple[int, ...], path: Path):
         self.path, self.target = path, target
-        self.written = False
-        self.about: dict = {
+        self.has_record = False
+        self.record: dict = {
             "target": target.fingerprint(),
             "dtype": str(target.dtype),
             "bits": None,  # earlier versions also stored 8-bit integers
@@ -39,43 +39,43 @@ class FeatureFolder:
             "files": "documents",
         }
         if (path / "about.json").exists():
-            made = read_json(path / "about.json")
-            wrong = [] if target.matches(made.get("target")) else ["target"]
-            wrong += [key for key in ("dtype", "bits", "files") if made.get(key) != self.about[key]]
-            wrong += [] if set(self.about["layers"]) <= set(made.get("layers", ())) else ["layers"]
-            if wrong:
+            stored_record = read_json(path / "about.json")
+            differences = [] if target.matches(stored_record.get("target")) else ["target"]
+            differences += [key for key in ("dtype", "bits", "files") if stored_record.get(key) != self.record[key]]
+            differences += [] if set(self.record["layers"]) <= set(stored_record.get("layers", ())) else ["layers"]
+            if differences:
                 raise ValueError(
-                    f"The cached features in {path} were made with another {', '.join(wrong)}. Delete the folder, give another "
+                    f"The cached features in {path} were made with another {', '.join(differences)}. Delete the folder, give another "
                     "folder=, or use mode=online."
                 )
-            self.about = made | {"target": target.fingerprint()}  # every file holds all layers of the folder
-            self.written = self.about == made
-        self.layers: tuple[int, ...] = tuple(self.about["layers"])
+            self.record = stored_record | {"target": target.fingerprint()}  # every file holds all layers of the folder
+            self.has_record = self.record == stored_record
+        self.layers: tuple[int, ...] = tuple(self.record["layers"])
 
-    def open(self) -> None:
+    def create(self) -> None:
         """Makes the folder."""
-        if not self.written:
+        if not self.has_record:
             self.path.mkdir(parents=True, exist_ok=True)
-            write_text(self.path / "about.json", json.dumps(self.about, indent=2) + "\n")
+            write_text(self.path / "about.json", json.dumps(self.record, indent=2) + "\n")
 
-    def num_bytes(self, num_tokens: int) -> int:
+    def count_bytes(self, num_tokens: int) -> int:
         return num_tokens * len(self.layers) * self.target.width * self.target.embed.weight.element_size()
 
     def check_space(self, num_bytes: int) -> None:
         """Raises ValueError if the disk is too small."""
-        free = free_bytes(self.path)
-        if free < 1.1 * num_bytes:
+        num_free = count_free_bytes(self.path)
+        if num_free < 1.1 * num_bytes:
             raise ValueError(
-                f"Cached features need {num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: use mode=online or engine "
+                f"Cached features need {num_bytes / 1e9:.1f} GB and {num_free / 1e9:.1f} GB are free: use mode=online or engine "
                 "(which keep nothing), fewer steps, less data, or another folder=."
             )
 
-    def has(self, tokens: Tensor) -> bool:
-        return self._file(tokens).exists()
+    def contains(self, tokens: Tensor) -> bool:
+        return self._find_path(tokens).exists()
 
     def read(self, tokens: Tensor, layers: tuple[int, ...]) -> list[Tensor] | None:
         """[t, D] for each of these layers; None, with a warning if it is damaged, for a file that must be made."""
-        path = self._file(tokens)
+        path = self._find_path(tokens)
         if not path.exists():
             return None
         try:
@@ -87,12 +87,12 @@ class FeatureFolder:
 
     def write(self, tokens: Tensor, states: list[Tensor]) -> None:
         """states: [t, D] for each of `layers`"""
-        path = self._file(tokens)
+        path = self._find_path(tokens)
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {str(layer): state.cpu().contiguous() for layer, state in zip(self.layers, states, strict=True)}
         write_tensors(path, tensors)
 
-    def _file(self, tokens: Tensor) -> Path:
+    def _find_path(self, tokens: Tensor) -> Path:
         name = hashlib.sha256(tokens.to(torch.int32).numpy().tobytes()).hexdigest()[:32]
         return self.path / name[:2] / f"{name[2:]}.safetensors"
 
@@ -102,31 +102,31 @@ class FeatureFolder:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """The file appears whole or not at all. Raises ValueError, and leaves nothing behind, if the disk is full."""
-    partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.partial")
+    partial_path = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.partial")
     try:
-        sums = {name: checksum(name, value) for name, value in tensors.items()}
-        safetensors.torch.save_file(tensors, partial, metadata=sums)
-        partial.replace(path)
+        checksums = {name: compute_checksum(name, value) for name, value in tensors.items()}
+        safetensors.torch.save_file(tensors, partial_path, metadata=checksums)
+        partial_path.replace(path)
     except (OSError, safetensors.SafetensorError) as error:
-        partial.unlink(missing_ok=True)
-        raise unwritable(path, error) from error
+        partial_path.unlink(missing_ok=True)
+        raise describe_write_error(path, error) from error
 
 
 def read_tensors(path: Path, names: list[str]) -> list[Tensor]:
     """Some tensors of a file. Raises ValueError if the file is truncated or one of them is damaged."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            sums = file.metadata() or {}  # none in files of earlier versions
+            checksums = file.metadata() or {}  # none in files of earlier versions
             tensors = [file.get_tensor(name) for name in names]
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path} is truncated or damaged ({error}).") from error
     for name, value in zip(names, tensors):
-        if name in sums and sums[name] != checksum(name, value):
+        if name in checksums and checksums[name] != compute_checksum(name, value):
             raise ValueError(f"{path} is damaged: tensor {name} has not the checksum that it was written with.")
     return tensors
 
 
-def checksum(name: str, value: Tensor) -> str:
+def compute_checksum(name: str, value: Tensor) -> str:
     """CRC-32 of a tensor's name, type, shape and bytes: 4 GB/s on one core, next to nothing beside the reading."""
-    about = zlib.crc32(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-    return f"{zlib.crc32(value.contiguous().view(torch.uint8).numpy().data, about):08x}"
+    header_crc = zlib.crc32(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+    return f"{zlib.crc32(value.contiguous().view(torch.uint8).numpy().data, header_crc):08x}"

@@ -14,19 +14,22 @@ from specdec.target.model import TargetOutput
 from train.data import batches
 from train.data.batches import TrainingBatch
 from train.data.packing import Packs
-from train.features.outputs import Begun, Features, Kept
+from train.features.outputs import FeatureRead, Features, StoredFeatures
 
 Result = TypeVar("Result")
-AHEAD, AHEAD_TOKENS = 4, 65_536  # micro-batches that a server is asked for ahead of the step, and their tokens
+MICRO_BATCHES_AHEAD, TOKENS_AHEAD = (
+    4,
+    65_536,
+)  # micro-batches that a server is asked for ahead of the step, and their tokens
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     number: int  # of this process' micro-batches, from 0 on
-    indices: list[int]  # of the packs
-    rows: list[list[str]]  # ids of each pack's rows, to name them
+    pack_indices: list[int]  # of the packs
+    row_ids: list[list[str]]  # ids of each pack's rows, to name them
     batch: TrainingBatch  # on the CPU
-    begun: Begun | None = None  # the target's outputs, if they are being read ahead
+    feature_read: FeatureRead | None = None  # the target's outputs, if they are being read ahead
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,15 @@ class Material:
     def collate(self, indices: list[int]) -> TrainingBatch:
         return batches.collate([self.packs[index] for index in indices], length=self.length, pad_token=0)
 
-    def ahead(self, batch: int) -> int:
+    def count_prefetched(self, batch: int) -> int:
         """How many micro-batches of so many packs to read ahead: a server answers late, but many texts at once."""
-        if not isinstance(self.features, Kept) or self.features.reader is None:
+        if not isinstance(self.features, StoredFeatures) or self.features.reader is None:
             return 1
-        return max(1, min(AHEAD, AHEAD_TOKENS // (batch * self.length)))
+        return max(1, min(MICRO_BATCHES_AHEAD, TOKENS_AHEAD // (batch * self.length)))
 
-    def target_output(self, batch: TrainingBatch, ahead: TargetOutput | None = None) -> TargetOutput | None:
+    def target_output(self, batch: TrainingBatch, prefetched: TargetOutput | None = None) -> TargetOutput | None:
         """batch: on the training device; ahead: what has been read of them already"""
-        return self.features(batch, ahead) if self.features else None
+        return self.features(batch, prefetched) if self.features else None
 
 
 @dataclass
@@ -63,20 +66,22 @@ class Order:
     seed: int
     batch: int  # packs of a micro-batch
     accumulation: int  # micro-batches of a step
-    number: int
-    num: int
-    first: tuple[int, int] = (0, 0)
+    group: int
+    num_groups: int
+    launch_start: tuple[int, int] = (0, 0)
 
     def __call__(self, step: int, micro: int) -> list[int]:
         """The packs of one micro-batch of a step."""
-        start = self.read_before(step) + (micro * self.num + self.number) * self.batch
-        places = [divmod(position, self.num_packs) for position in range(start, start + self.batch)]
-        return [permutation(self.num_packs, self.seed + epoch)[place] for epoch, place in places]
+        start = self.count_packs_before(step) + (micro * self.num_groups + self.group) * self.batch
+        epoch_positions = [divmod(position, self.num_packs) for position in range(start, start + self.batch)]
+        return [
+            permute_packs(self.num_packs, self.seed + epoch)[pack_position] for epoch, pack_position in epoch_positions
+        ]
 
-    def read_before(self, step: int) -> int:
+    def count_packs_before(self, step: int) -> int:
         """Packs that all processes have read before a step."""
-        first_step, first_pack = self.first
-        return first_pack + (step - first_step) * self.accumulation * self.num * self.batch
+        first_step, first_pack = self.launch_start
+        return first_pack + (step - first_step) * self.accumulation * self.num_groups * self.batch
 
 
 class Loader:
@@ -95,41 +100,46 @@ class Loader:
         *,
         order: Order,
         device: torch.device,
-        ahead: int | None = None,
+        num_prefetched: int | None = None,
         steps: int | None = None,
     ):
-        self.material, self.order, self.device = material, order, devices.numbered(device)
-        self.accumulation, self.ahead = order.accumulation, material.ahead(order.batch) if ahead is None else ahead
-        self.end = sys.maxsize if steps is None else steps * order.accumulation
-        make = lambda name: ThreadPoolExecutor(1, name, use_device, (self.device,))
-        self.thread = make("loader") if self.ahead else None
-        self.receiver = make("receiver") if self.ahead > 1 else self.thread
-        self.coming: dict[int, Future[MicroBatch]] = {}
-        self.coming_on_device: dict[int, Future[tuple[TrainingBatch, TargetOutput | None]]] = {}
+        self.material, self.order, self.device = material, order, devices.number_device(device)
+        self.accumulation, self.num_prefetched = (
+            order.accumulation,
+            material.count_prefetched(order.batch) if num_prefetched is None else num_prefetched,
+        )
+        self.end_number = sys.maxsize if steps is None else steps * order.accumulation
+        start_thread = lambda name: ThreadPoolExecutor(1, name, set_thread_device, (self.device,))
+        self.thread = start_thread("loader") if self.num_prefetched else None
+        self.receiver = start_thread("receiver") if self.num_prefetched > 1 else self.thread
+        self.host_futures: dict[int, Future[MicroBatch]] = {}
+        self.device_futures: dict[int, Future[tuple[TrainingBatch, TargetOutput | None]]] = {}
 
-    def step(self, step: int) -> list[MicroBatch]:
+    def read_step(self, step: int) -> list[MicroBatch]:
         """The micro-batches of a step."""
         if self.thread is None:
-            return self.again(step)
+            return self.reread_step(step)
         first, stop = step * self.accumulation, (step + 1) * self.accumulation
-        for number in range(first, max(stop, min(self.end, stop + self.ahead))):
+        for number in range(first, max(stop, min(self.end_number, stop + self.num_prefetched))):
             self._submit(number)
-        return [self._result(self.coming[number]) for number in range(first, stop)]
+        return [self._wait_for(self.host_futures[number]) for number in range(first, stop)]
 
-    def on_device(self, micro: MicroBatch) -> tuple[TrainingBatch, TargetOutput | None]:
+    def read_on_device(self, micro: MicroBatch) -> tuple[TrainingBatch, TargetOutput | None]:
         """A micro-batch on the training device, and the target's outputs for it if the objective needs them."""
         number = micro.number
         if self.receiver is None:
-            batch = micro.batch.to(self.device)
+            batch = micro.batch.move_to(self.device)
             return batch, self.material.target_output(batch)
-        last = max(number, min(self.end - 1, number + self.ahead))
-        for later in range(number, last + 1):
-            self._submit(later)
-        for later in range(number, min(number + 1, last) + 1):
-            if later not in self.coming_on_device:
-                self.coming_on_device[later] = self.receiver.submit(self._to_device, self.coming[later])
-        batch, output = self._result(self.coming_on_device.pop(number))
-        del self.coming[number]
+        last = max(number, min(self.end_number - 1, number + self.num_prefetched))
+        for later_number in range(number, last + 1):
+            self._submit(later_number)
+        for later_number in range(number, min(number + 1, last) + 1):
+            if later_number not in self.device_futures:
+                self.device_futures[later_number] = self.receiver.submit(
+                    self._send_micro_batch, self.host_futures[later_number]
+                )
+        batch, output = self._wait_for(self.device_futures.pop(number))
+        del self.host_futures[number]
         return batch, self.material.target_output(batch, output)
 
     def close(self) -> None:
@@ -137,36 +147,38 @@ class Loader:
             if thread is not None:
                 thread.shutdown(wait=False, cancel_futures=True)
 
-    def again(self, step: int) -> list[MicroBatch]:
+    def reread_step(self, step: int) -> list[MicroBatch]:
         """The micro-batches of a step, not read ahead."""
-        return [self._micro_batch(number) for number in range(step * self.accumulation, (step + 1) * self.accumulation)]
+        return [
+            self._make_micro_batch(number) for number in range(step * self.accumulation, (step + 1) * self.accumulation)
+        ]
 
     # In the threads, if there are any
 
-    def _micro_batch(self, number: int) -> MicroBatch:
+    def _make_micro_batch(self, number: int) -> MicroBatch:
         material, indices = self.material, self.order(*divmod(number, self.accumulation))
         packs = [material.packs[index] for index in indices]
         batch = batches.collate(packs, length=material.length, pad_token=0)
-        begun = material.features.begin(batch) if material.features and self.thread else None
-        names = [[row.id for row in pack] for pack in packs]
-        return MicroBatch(number, indices, names, batch, begun)
+        feature_read = material.features.prefetch(batch) if material.features and self.thread else None
+        row_ids = [[row.id for row in pack] for pack in packs]
+        return MicroBatch(number, indices, row_ids, batch, feature_read)
 
-    def _to_device(self, coming: Future[MicroBatch]) -> tuple[TrainingBatch, TargetOutput | None]:
-        micro = coming.result()  # it was submitted before, so where there is only one thread it has made it
-        return micro.batch.to(self.device), micro.begun(self.device) if micro.begun else None
+    def _send_micro_batch(self, future: Future[MicroBatch]) -> tuple[TrainingBatch, TargetOutput | None]:
+        micro = future.result()  # it was submitted before, so where there is only one thread it has made it
+        return micro.batch.move_to(self.device), micro.feature_read(self.device) if micro.feature_read else None
 
     def _submit(self, number: int) -> None:
-        if number not in self.coming:
+        if number not in self.host_futures:
             assert self.thread is not None
-            self.coming[number] = self.thread.submit(self._micro_batch, number)
+            self.host_futures[number] = self.thread.submit(self._make_micro_batch, number)
 
-    def _result(self, coming: Future[Result]) -> Result:
+    def _wait_for(self, future: Future[Result]) -> Result:
         try:
-            return coming.result()
+            return future.result()
         except ValueError:
             raise
         except Exception as error:
-            if devices.out_of_memory(error):
+            if devices.describe_out_of_memory(error):
                 raise
             raise ValueError(
                 f"The thread that reads data ahead of the step failed ({type(error).__name__}: {error}). Look at the "
@@ -174,14 +186,14 @@ class Loader:
             ) from error
 
 
-def use_device(device: torch.device) -> None:
+def set_thread_device(device: torch.device) -> None:
     """A new thread's current GPU is the first one, in whose memory pinning would open a context."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 @functools.lru_cache(maxsize=2)
-def permutation(num: int, seed: int) -> list[int]:
+def permute_packs(num: int, seed: int) -> list[int]:
     """The order of an epoch."""
     order = list(range(num))
     random.Random(seed).shuffle(order)

@@ -15,12 +15,12 @@ from specdec.target.model import DTYPES
 from train.settings.options import OptimizerOptions
 
 ADAMW8BIT = "bitsandbytes"
-AVERAGE = "average:"  # before the names of averaged weights in a saved state
+AVERAGE_PREFIX = "average:"  # before the names of averaged weights in a saved state
 # Parameters whose rows are tokens or single figures: AdamW suits them better than Muon, as it does embeddings
-OUTPUTS = ("lm_head", "lm_heads", "after", "confidence_head")
+OUTPUT_LAYERS = ("lm_head", "lm_heads", "after", "confidence_head")
 
 
-SHAPES: dict[str, Callable[[float, float, float], float]] = {
+SCHEDULE_SHAPES: dict[str, Callable[[float, float, float], float]] = {
     # of schedules: share of lr, by progress (0 at the end of the warm-up, 1 after the last step), final and decay
     "cosine": lambda progress, final, decay: final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)),
     "wsd": lambda progress, final, decay: 1 - (1 - final) * max(0.0, progress - (1 - decay)) / decay,  # 2404.06395
@@ -29,7 +29,7 @@ SHAPES: dict[str, Callable[[float, float, float], float]] = {
 }
 
 
-def schedule(
+def make_schedule(
     optimizer: torch.optim.Optimizer, settings: OptimizerOptions, *, steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """Linear warm-up, then the shape that `settings` name. A parameter group with a `delay` waits for so many steps with a
@@ -42,7 +42,7 @@ def schedule(
         if step < start:
             return max(0, step - delay + 1) / (warmup + 1)
         progress = min(1.0, (step - start) / max(1, steps - start))
-        return SHAPES[settings.schedule](progress, settings.final, settings.decay)
+        return SCHEDULE_SHAPES[settings.schedule](progress, settings.final, settings.decay)
 
     delays = [group.get("delay", 0) for group in optimizer.param_groups]
     return torch.optim.lr_scheduler.LambdaLR(optimizer, [functools.partial(factor, delay=delay) for delay in delays])
@@ -51,25 +51,25 @@ def schedule(
 # Optimizers
 
 
-def parameter_groups(module: nn.Module, weight_decay: float, *, adapter: dict | None = None) -> list[dict]:
+def make_parameter_groups(module: nn.Module, weight_decay: float, *, adapter: dict | None = None) -> list[dict]:
     """Matrices decay, norms do not. adapter: lr and delay of the target's adapter, if the drafter has one"""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    own = [p for name, p in trained.items() if not name.startswith("adapter.")]
+    head_parameters = [p for name, p in trained.items() if not name.startswith("adapter.")]
     groups = [
-        {"params": [p for p in own if p.dim() > 1], "weight_decay": weight_decay},
-        {"params": [p for p in own if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [p for p in head_parameters if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in head_parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
     if adapter is not None:
-        adapted = [p for name, p in trained.items() if name.startswith("adapter.")]
-        groups.append({"params": adapted, "weight_decay": 0.0, **adapter})
+        adapter_parameters = [p for name, p in trained.items() if name.startswith("adapter.")]
+        groups.append({"params": adapter_parameters, "weight_decay": 0.0, **adapter})
     return groups
 
 
-def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
+def list_hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
     """What Muon trains: weights of linear layers that are neither output layers nor of the target's adapter."""
     matrices: list[nn.Parameter] = []
     for name, layer in module.named_modules():
-        output = any(part in OUTPUTS for part in name.split("."))
+        output = any(part in OUTPUT_LAYERS for part in name.split("."))
         if isinstance(layer, nn.Linear | nn.GRUCell | nn.MultiheadAttention) and not output:
             matrices += [each for each in layer.parameters(recurse=False) if each.dim() == 2 and each.requires_grad]
     return list(dict.fromkeys(matrices))  # a shared one once
@@ -111,15 +111,15 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(weight.grad)
                 average = state["momentum_buffer"].lerp_(weight.grad, 1 - self.MOMENTUM)
-                update = orthogonalise(weight.grad.lerp(average, self.MOMENTUM), low_precision(weight.device))
+                update = orthogonalise(weight.grad.lerp(average, self.MOMENTUM), find_compute_dtype(weight.device))
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 # As large as AdamW's updates (2502.16982, section 2.2)
                 weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(weight.shape)))
 
 
 @functools.cache
-def low_precision(device: torch.device) -> torch.dtype:
-    return DTYPES[precision.choose(device).dtype]
+def find_compute_dtype(device: torch.device) -> torch.dtype:
+    return DTYPES[precision.choose_dtype(device).dtype]
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -129,21 +129,21 @@ class MuonWithAdamW(torch.optim.Optimizer):
     matrices, others: parameter groups
     """
 
-    def __init__(self, matrices: list[dict], others: list[dict], *, lr: float, betas: tuple[float, float]):
+    def __init__(self, matrices: list[dict], remaining: list[dict], *, lr: float, betas: tuple[float, float]):
         parts = (
             Muon(matrices, lr=lr),
-            torch.optim.AdamW(others, lr=lr, betas=betas, fused=True),
+            torch.optim.AdamW(remaining, lr=lr, betas=betas, fused=True),
         )
         super().__init__([group for part in parts for group in part.param_groups], {})
-        self.parts = parts
+        self.optimizers = parts
         self._share()
 
     def _share(self) -> None:
         """The parts work on this optimizer's groups and state, which the schedule and the checkpoints see."""
-        muon, rest = self.parts
+        muon, adamw = self.optimizers
         muon.param_groups = self.param_groups[: len(muon.param_groups)]
-        rest.param_groups = self.param_groups[len(muon.param_groups) :]
-        muon.state = rest.state = self.state
+        adamw.param_groups = self.param_groups[len(muon.param_groups) :]
+        muon.state = adamw.state = self.state
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
@@ -151,7 +151,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        for part in self.parts:
+        for part in self.optimizers:
             part.step()
 
 
@@ -159,31 +159,31 @@ def make_optimizer(
     module: nn.Module, settings: OptimizerOptions, *, adapter: dict | None = None
 ) -> torch.optim.Optimizer:
     """adapter: lr and delay of the target's adapter. Raises ValueError if the optimizer's library is not installed."""
-    groups = parameter_groups(module, settings.weight_decay, adapter=adapter)
+    groups = make_parameter_groups(module, settings.weight_decay, adapter=adapter)
     first, second = settings.betas
-    usual: dict[str, Any] = {"lr": settings.lr, "betas": (first, second)}
+    shared_options: dict[str, Any] = {"lr": settings.lr, "betas": (first, second)}
     if settings.name == "adamw":
-        return torch.optim.AdamW(groups, fused=True, **usual)
+        return torch.optim.AdamW(groups, fused=True, **shared_options)
     if settings.name == "adamw8bit":  # moments in blocks of 8 bits (2110.02861)
         try:
             library = importlib.import_module(ADAMW8BIT)
         except ImportError as error:
             raise ValueError(f"name=adamw8bit needs {ADAMW8BIT} ({error}): pip install {ADAMW8BIT}.") from error
-        return library.optim.AdamW8bit(groups, **usual)
-    matrices = hidden_matrices(module)
+        return library.optim.AdamW8bit(groups, **shared_options)
+    matrices = list_hidden_matrices(module)
     if not matrices:
         raise ValueError("name=muon trains matrices, and this head has none: use name=adamw.")
-    taken = {id(matrix) for matrix in matrices}
+    matrix_ids = {id(matrix) for matrix in matrices}
     for group in groups:
-        group["params"] = [p for p in group["params"] if id(p) not in taken]
+        group["params"] = [p for p in group["params"] if id(p) not in matrix_ids]
     muon = {"params": matrices, "weight_decay": settings.weight_decay, "lr": settings.muon_lr or settings.lr}
-    return MuonWithAdamW([muon], groups, **usual)
+    return MuonWithAdamW([muon], groups, **shared_options)
 
 
 # What is kept beside the weights
 
 
-class Average:
+class WeightAverage:
     """The exponential moving average of the trained weights, in float32 or their own wider type.
 
     After t updates the share of the old average is min(decay, (1 + t) / (10 + t)), so that the random start is forgotten.
@@ -195,7 +195,7 @@ class Average:
         self.values = {name: p.detach().clone() for name, p in self.weights.items()}
 
     @torch.no_grad()
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Starts again from the weights as they are now."""
         for name, weight in self.weights.items():
             self.values[name].copy_(weight)
@@ -204,20 +204,20 @@ class Average:
     def update(self) -> None:
         """After a step of the optimizer."""
         self.updates += 1
-        kept = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        torch._foreach_lerp_([*self.values.values()], [*self.weights.values()], 1 - kept)
+        old_share = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        torch._foreach_lerp_([*self.values.values()], [*self.weights.values()], 1 - old_share)
 
     @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
+    def swap_in(self) -> Iterator[None]:
         """Within, the module has the averaged weights."""
-        self._exchange()
+        self._swap_weights()
         try:
             yield
         finally:
-            self._exchange()
+            self._swap_weights()
 
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def _swap_weights(self) -> None:
         for name, weight in self.weights.items():
             before = weight.detach().clone()
             weight.copy_(self.values[name])
@@ -244,7 +244,7 @@ def read_norms(norms: list[Tensor], limit: float) -> dict[str, float]:
     return {"grad_norm": mean, "clipped": clipped}
 
 
-def take(values: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def pop_prefixed(values: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Removes the values whose names begin with `prefix`. -> these, without it"""
     names = [name for name in values if name.startswith(prefix)]
     return {name.removeprefix(prefix): values.pop(name) for name in names}

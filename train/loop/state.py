@@ -19,12 +19,12 @@ from specdec.core.resumable import read_rows
 from specdec.heads.base import Head
 from specdec.measuring.report import Report
 from specdec.target.fingerprint import Fingerprint
-from train.settings.options import fixed_settings, read_settings
+from train.settings.options import list_fixed_settings, read_settings
 
 NUM_STATES = 2  # kept: if the newest is damaged, the one before it is used
-LOSSES = "head.objective.losses."  # of weight 0 is what an earlier version had not
-STEP = ("train.batch", "train.accumulation", "processes")  # settings whose product is the packs of a step
-INPUTS = {  # digests among the settings of a run; earlier versions recorded only the data
+LOSS_PREFIX = "head.objective.losses."  # of weight 0 is what an earlier version had not
+STEP_OPTIONS = ("train.batch", "train.accumulation", "processes")  # settings whose product is the packs of a step
+INPUT_NAMES = {  # digests among the settings of a run; earlier versions recorded only the data
     "data": "the training data",
     "target": "the target",
     "embeddings": "the target's embeddings",
@@ -53,7 +53,7 @@ class RunFolder:
     settings: dict
     identity: Fingerprint | None = None
 
-    def check(self, *, resume: bool | str) -> bool:
+    def check_start(self, *, resume: bool | str) -> bool:
         """-> whether the run has finished, for resume="auto". Raises ValueError rather than overwrite a run, or take one with
         other settings for this one."""
         finished = self.path / "finished"
@@ -64,38 +64,38 @@ class RunFolder:
             )
         for path in (*self.path.glob("*"), *(self.path / "state").glob("*")):  # a log could be a link to another file
             untrusted.check_link(path, self.path)
-        begun = (self.path / "log.jsonl").exists() or (self.path / "state").exists()
-        if begun and not resume:
+        has_begun = (self.path / "log.jsonl").exists() or (self.path / "state").exists()
+        if has_begun and not resume:
             raise ValueError(
                 f"{self.path} holds a run that has begun. Continue it with resume=true, choose another run=NAME, or delete "
                 "the folder."
             )
         if finished.exists() and (self.path / "config.yaml").exists():
-            before = fixed_settings(read_settings(self.path / "config.yaml"))
-            of_step = {key: self.settings.get(key) for key in STEP if key in self.settings}
-            self._check_settings(before | of_step)  # of any number of processes
+            recorded_settings = list_fixed_settings(read_settings(self.path / "config.yaml"))
+            of_step = {key: self.settings.get(key) for key in STEP_OPTIONS if key in self.settings}
+            self._check_settings(recorded_settings | of_step)  # of any number of processes
         return finished.exists()
 
     # The log
 
     def log(self, step: int, figures: dict) -> None:
-        files.append(self.path / "log.jsonl", json.dumps({"step": step, **figures}) + "\n", synced=False)
+        files.append_text(self.path / "log.jsonl", json.dumps({"step": step, **figures}) + "\n", synced=False)
 
     def read_log(self) -> list[dict]:
         return read_rows(self.path / "log.jsonl")
 
     def log_last(self, step: int, figures: dict) -> None:
         """What follows the last state of a run. If the run died behind it, it is done again, and this line replaced."""
-        kept = [row for row in self.read_log() if not row.get("last")]
-        rows = [*kept, {"step": step, "last": True, **figures}]
+        kept_rows = [row for row in self.read_log() if not row.get("last")]
+        rows = [*kept_rows, {"step": step, "last": True, **figures}]
         files.write_text(self.path / "log.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
     def go_back(self, step: int, best: dict) -> None:
         """To how everything was when the state of `step` was saved; -1 for a run without one. The work behind it will be
         done again, and logged again."""
-        files.restore(self.path)
+        files.restore_folders(self.path)
         if best:
-            self.mark_best(_name(best["step"]))
+            self.mark_best(_name_step(best["step"]))
         else:
             (self.path / "best").unlink(missing_ok=True)
         log = self.path / "log.jsonl"
@@ -111,7 +111,7 @@ class RunFolder:
     def save_checkpoint(self, drafter: Head, report: Report) -> str:
         """-> the checkpoint's name, as `mark_best` takes it"""
         assert report.step is not None
-        name = _name(report.step)
+        name = _name_step(report.step)
         checkpoint.save(self.path / name, drafter, self.spec, extra={"report.json": report.to_json()})
         return name
 
@@ -129,19 +129,19 @@ class RunFolder:
         best = checkpoint.resolve(self.path / "best")
         report = best / "report.json"
         weights = checkpoint.read_tensors(best / "drafter.safetensors")
-        files.check(report, best / "drafter.safetensors")
+        files.check_files(report, best / "drafter.safetensors")
         return best.name, Report.from_json(checkpoint.read_json(report), source=str(report)), weights
 
     # States
 
-    def states(self) -> list[Path]:
+    def list_states(self) -> list[Path]:
         """The folders of the states, the newest first."""
         found = [path for path in (self.path / "state").glob("step_*") if path.name.removeprefix("step_").isdigit()]
-        return sorted(found, key=_step, reverse=True)
+        return sorted(found, key=_read_step, reverse=True)
 
-    def saved_step(self) -> int:
+    def find_saved_step(self) -> int:
         """The step of the newest state; 0 if there is none."""
-        return max(map(_step, self.states()), default=0)
+        return max(map(_read_step, self.list_states()), default=0)
 
     def save_state(self, step: int, *, weights: dict[str, Tensor], optimizer: dict, document: dict) -> None:
         """Safetensors and JSON. Older states are removed only when the new one is complete.
@@ -150,17 +150,17 @@ class RunFolder:
         """
         moments, counts = pack_state(optimizer["state"])
         if (self.path / "log.jsonl").exists():
-            files.sync(self.path / "log.jsonl")  # what is logged up to here is not logged again
-        about = {"step": step, "groups": optimizer["param_groups"], "counts": counts, "about": self.settings}
+            files.sync_path(self.path / "log.jsonl")  # what is logged up to here is not logged again
+        counters = {"step": step, "groups": optimizer["param_groups"], "counts": counts, "about": self.settings}
         files.write_folder(
-            self.path / "state" / _name(step),
+            self.path / "state" / _name_step(step),
             tensors={"drafter.safetensors": weights, "optimizer.safetensors": moments},
-            documents={"state.json": about | document},
+            documents={"state.json": counters | document},
         )
-        kept = [path for path in self.states() if _step(path) <= step][:NUM_STATES]
+        kept_states = [path for path in self.list_states() if _read_step(path) <= step][:NUM_STATES]
         for old in (self.path / "state").iterdir():
-            if old not in kept:
-                files.remove(old)
+            if old not in kept_states:
+                files.remove_folder(old)
 
     def read_state(self) -> tuple[dict[str, Tensor], dict, dict] | None:
         """-> the newest state's weights, optimizer state_dict and document; None without a state.
@@ -169,11 +169,11 @@ class RunFolder:
         run, with as many packs in a step or with others; while it is the same, so must be the packs of a step.
         Raises ValueError if the run was begun with other settings, or if every state is damaged.
         """
-        for folder in self.states():
+        for folder in self.list_states():
             try:
                 state = _read_state(folder)
             except ValueError as error:
-                if folder == self.states()[-1]:
+                if folder == self.list_states()[-1]:
                     raise ValueError(
                         f"{self.path} has no state that is whole, so the run cannot be continued. The last one: {error}"
                     ) from error
@@ -183,52 +183,58 @@ class RunFolder:
                 return state
         return None
 
-    def _check_settings(self, before: dict) -> None:
-        if self.identity is not None and self.identity.matches(before.get("target")):
-            before = before | {"target": self.settings.get("target")}
-        before = {key: checkpoint.find_class(value) for key, value in before.items()}
-        same_step = packs_of_step(before) == packs_of_step(self.settings)
-        free_step = same_step or before.get("processes") != self.settings.get("processes")
+    def _check_settings(self, recorded: dict) -> None:
+        if self.identity is not None and self.identity.matches(recorded.get("target")):
+            recorded = recorded | {"target": self.settings.get("target")}
+        recorded = {key: checkpoint.find_moved_class(value) for key, value in recorded.items()}
+        same_step = count_step_packs(recorded) == count_step_packs(self.settings)
+        free_step = same_step or recorded.get("processes") != self.settings.get("processes")
         differing = {
-            key: (before.get(key), value)
+            key: (recorded.get(key), value)
             for key, value in self.settings.items()
-            if before.get(key) != value
-            and not (free_step and key in STEP)
-            and not (key.startswith(LOSSES) and not value and key not in before)
+            if recorded.get(key) != value
+            and not (free_step and key in STEP_OPTIONS)
+            and not (key.startswith(LOSS_PREFIX) and not value and key not in recorded)
         }
-        changed = [f"{key} was {then}, is {now}" for key, (then, now) in differing.items() if key not in INPUTS]
+        changed = [
+            f"{key} was {old_value}, is {new_value}"
+            for key, (old_value, new_value) in differing.items()
+            if key not in INPUT_NAMES
+        ]
         if changed:
             raise ValueError(
                 f"{self.path} was begun with other settings: {'; '.join(changed)}. Resume with the settings it was begun "
                 "with, or start another run=NAME."
             )
-        inputs = [(INPUTS[key], *values) for key, values in differing.items() if key in INPUTS and all(values)]
+        inputs = [
+            (INPUT_NAMES[key], *values) for key, values in differing.items() if key in INPUT_NAMES and all(values)
+        ]
         if inputs:
-            other = "; ".join(f"{what} (digest {then} then, {now} now)" for what, then, now in inputs)
+            differences = "; ".join(f"{what} (digest {then} then, {now} now)" for what, then, now in inputs)
             raise ValueError(
-                f"{self.path} was begun with other inputs: {other}. Put them back as they were, or start another run=NAME."
+                f"{self.path} was begun with other inputs: {differences}. Put them back as they were, or start another run=NAME."
             )
 
 
-def packs_of_step(settings: dict) -> int:
+def count_step_packs(settings: dict) -> int:
     """Packs of a step, in all processes and micro-batches."""
-    return math.prod(settings.get(key, 1) for key in STEP)
+    return math.prod(settings.get(key, 1) for key in STEP_OPTIONS)
 
 
-def _name(step: int) -> str:
+def _name_step(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def _step(folder: Path) -> int:
+def _read_step(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
 
 
 def _read_state(folder: Path) -> tuple[dict[str, Tensor], dict, dict]:
     """Raises ValueError if a file is missing or damaged."""
     names = ("state.json", "drafter.safetensors", "optimizer.safetensors")
-    document = checkpoint.read_json(folder / names[0], what="The state of a run has it")
+    document = checkpoint.read_json(folder / names[0], advice="The state of a run has it")
     weights, moments = (checkpoint.read_tensors(folder / name) for name in names[1:])
-    files.check(*(folder / name for name in names))
+    files.check_files(*(folder / name for name in names))
     optimizer = {"state": unpack_state(moments, document.get("counts", {})), "param_groups": document["groups"]}
     return weights, optimizer, document
 
@@ -238,7 +244,7 @@ def pack_state(state: dict) -> tuple[dict[str, Tensor], dict]:
 
     Two parameters may share a tensor, which safetensors refuses: `gathered_state` has made two of it.
     """
-    leaves = dict(_leaves(state))
+    leaves = dict(_iterate_leaves(state))
     tensors = {place: value for place, value in leaves.items() if isinstance(value, Tensor)}
     return tensors, {place: value for place, value in leaves.items() if place not in tensors}
 
@@ -255,28 +261,28 @@ def unpack_state(tensors: dict[str, Tensor], values: dict) -> dict:
     return state
 
 
-def _leaves(state: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _iterate_leaves(state: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in state.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from _iterate_leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
-class Saving:
+class StateSaver:
     """When states are saved, and the thread that writes them while training goes on. Leaving it waits for what is written.
 
     write: `RunFolder.save_state`; every: steps between two states; minutes: between two states; None or 0: not by these
     """
 
-    def __init__(self, write: Callable[..., None], *, every: int | None, minutes: float | None):
-        self.save, self.every, self.minutes = write, every, minutes
+    def __init__(self, save: Callable[..., None], *, every: int | None, minutes: float | None):
+        self.save, self.every, self.minutes = save, every, minutes
         self.thread = ThreadPoolExecutor(1, "saving")
-        self.coming: Future[None] | None = None
-        self.saved = time.monotonic()
+        self.pending_write: Future[None] | None = None
+        self.saved_at = time.monotonic()
 
-    def __enter__(self) -> "Saving":
-        self.saved = time.monotonic()
+    def __enter__(self) -> "StateSaver":
+        self.saved_at = time.monotonic()
         return self
 
     def __exit__(self, kind, *_) -> None:
@@ -288,26 +294,26 @@ class Saving:
         finally:
             self.thread.shutdown()
 
-    def after(self, step: int) -> bool:
+    def is_step_due(self, step: int) -> bool:
         """Whether the state of a step is to be saved; the same in all processes."""
         return step % self.every == 0 if self.every else False
 
-    def overdue(self) -> bool:
+    def is_overdue(self) -> bool:
         """Whether the minutes are over. Raises ValueError if the last state could not be written."""
-        if self.coming is not None and self.coming.done():
+        if self.pending_write is not None and self.pending_write.done():
             self.wait()
-        return time.monotonic() - self.saved >= 60 * self.minutes if self.minutes else False
+        return time.monotonic() - self.saved_at >= 60 * self.minutes if self.minutes else False
 
     def write(self, step: int, *, weights: dict[str, Tensor], optimizer: dict, document: dict) -> None:
         """Begins to write a state, when the one before it is written. Training must not change the tensors. Raises ValueError
         if the one before could not be written."""
         self.wait()
-        self.saved = time.monotonic()
-        more = {"weights": weights, "optimizer": optimizer, "document": copy.deepcopy(document)}
-        self.coming = self.thread.submit(self.save, step, **more)
+        self.saved_at = time.monotonic()
+        arguments = {"weights": weights, "optimizer": optimizer, "document": copy.deepcopy(document)}
+        self.pending_write = self.thread.submit(self.save, step, **arguments)
 
     def wait(self) -> None:
         """Until the last state is written. Raises ValueError if it could not be."""
-        coming, self.coming = self.coming, None
+        coming, self.pending_write = self.pending_write, None
         if coming is not None:
             coming.result()

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-TOP = 10  # HASS's K
-LEAST_OVERLAP = 1e-5
-BLOCK = 2**18  # logits that a CPU works on at a time
+TOP_K = 10  # HASS's K
+MIN_OVERLAP = 1e-5
+LOGITS_PER_CHUNK = 2**18  # logits that a CPU works on at a time
 
 
 @dataclass(frozen=True)
-class Goal:
+class Goals:
     """What M tokens that are to be guessed are like. W is the draft vocabulary, the list.
 
     p is the target's distribution over all V tokens, so on a reduced list it sums to less than 1. What several losses and depths use
@@ -27,67 +27,69 @@ class Goal:
 
     state: Tensor  # [M, D] the target's final state one position before: what EAGLE-1's state estimates
     logits: Tensor  # [M, W] the target's, at the objective's temperature
-    token: Tensor  # [M] draft id of the token that the text has, -1 if it is not in the draft vocabulary
-    norm: Tensor  # [M] log-normaliser over V, in the scale of logits: log p = logits - norm
+    token_ids: Tensor  # [M] draft id of the token that the text has, -1 if it is not in the draft vocabulary
+    log_norm: Tensor  # [M] log-normaliser over V, in the scale of logits: log p = logits - norm
 
-    def of(self, numbers: Tensor) -> "Goal":
+    def select_goals(self, indices: Tensor) -> "Goals":
         """Some of them. numbers [m]"""
-        return Goal(*(each.index_select(0, numbers) for each in (self.state, self.logits, self.token, self.norm)))
+        return Goals(
+            *(tensor.index_select(0, indices) for tensor in (self.state, self.logits, self.token_ids, self.log_norm))
+        )
 
     @cached_property
     def log_probs(self) -> Tensor:
         """[M, W] log p on the list, not renormalised: what verification will hold against q."""
-        return self.logits - self.norm[:, None]
+        return self.logits - self.log_norm[:, None]
 
     @cached_property
-    def log_renormalised(self) -> Tensor:
+    def renormalised_log_probs(self) -> Tensor:
         """[M, W] log p renormalised over the list"""
         return self.logits.log_softmax(-1)
 
     @cached_property
-    def renormalised(self) -> Tensor:
+    def renormalised_probs(self) -> Tensor:
         """[M, W] p renormalised over the list"""
         return self.logits.softmax(-1)
 
     @cached_property
-    def likeliest(self) -> Tensor:
+    def likeliest_ids(self) -> Tensor:
         """[M] draft ids"""
         return self.logits.argmax(-1)
 
     @cached_property
     def entropy(self) -> Tensor:
         """[M] of p renormalised over the list"""
-        parts = [
-            torch.linalg.vecdot(self.renormalised[rows], self.logits[rows].log_softmax(-1))
-            for rows in blocks(self.renormalised)
+        negative_entropies = [
+            torch.linalg.vecdot(self.renormalised_probs[rows], self.logits[rows].log_softmax(-1))
+            for rows in split_rows(self.renormalised_probs)
         ]
-        return -torch.cat(parts)
+        return -torch.cat(negative_entropies)
 
 
-def blocks(values: Tensor) -> list[slice]:
+def split_rows(values: Tensor) -> list[slice]:
     """Rows of [M, W] that a CPU's cache holds; all of them on other devices, where many small steps are slower than one."""
-    size = max(1, BLOCK // values.shape[1]) if values.device.type == "cpu" else len(values) or 1
+    size = max(1, LOGITS_PER_CHUNK // values.shape[1]) if values.device.type == "cpu" else len(values) or 1
     return [slice(start, start + size) for start in range(0, max(1, len(values)), size)]
 
 
 @dataclass(frozen=True)
-class Judged:
+class LossSlots:
     """M slots, and the goals that they guess. q is the drafter's distribution over the list, at the objective's temperature."""
 
-    goal: Goal
+    goals: Goals
     logits: Tensor  # [M, W] as the drafter returned them
     state: Tensor | None  # [M, D] what the step returned, for a drafter whose state estimates the target's
-    confidence: Tensor | None  # [M] the drafter's logit for "this draft is accepted"; None if it has none
-    candidates: Tensor | None = None  # [M] the drafter's cross-entropy over its candidates; None if it has none
+    confidence_logits: Tensor | None  # [M] the drafter's logit for "this draft is accepted"; None if it has none
+    candidate_losses: Tensor | None = None  # [M] the drafter's cross-entropy over its candidates; None if it has none
     temperature: float = 1.0
 
     @cached_property
     def log_probs(self) -> Tensor:
         """[M, W] log q"""
-        return tempered(self.logits, self.temperature).log_softmax(-1)
+        return apply_temperature(self.logits, self.temperature).log_softmax(-1)
 
 
-def tempered(logits: Tensor, temperature: float) -> Tensor:
+def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
     """Logits of any dtype -> at least float32, at a temperature"""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits if temperature == 1 else logits / temperature
@@ -97,11 +99,11 @@ class _KL(torch.autograd.Function):
     """Keeps one number for each logit, in the dtype of the logits: the derivative, (q - p) / temperature."""
 
     @staticmethod
-    def forward(ctx, logits: Tensor, goal: Goal, temperature: float) -> Tensor:
+    def forward(ctx, logits: Tensor, goals: Goals, temperature: float) -> Tensor:
         slope, losses = torch.empty_like(logits), []
-        for rows in blocks(logits):
-            log_q, p = tempered(logits[rows], temperature).log_softmax(-1), goal.renormalised[rows]
-            losses.append(-goal.entropy[rows] - torch.linalg.vecdot(p, log_q))
+        for rows in split_rows(logits):
+            log_q, p = apply_temperature(logits[rows], temperature).log_softmax(-1), goals.renormalised_probs[rows]
+            losses.append(-goals.entropy[rows] - torch.linalg.vecdot(p, log_q))
             slope[rows] = log_q.exp_().sub_(p).div_(temperature)
         ctx.save_for_backward(slope)
         return torch.cat(losses)
@@ -112,70 +114,72 @@ class _KL(torch.autograd.Function):
         return slope * grad[:, None].to(slope.dtype), None, None
 
 
-def kl(judged: Judged) -> Tensor:
+def kl(slots: LossSlots) -> Tensor:
     """Forward KL, sum of p log(p / q); p is renormalised over the list."""
-    return _KL.apply(judged.logits, judged.goal, judged.temperature)
+    return _KL.apply(slots.logits, slots.goals, slots.temperature)
 
 
-def reverse_kl(judged: Judged) -> Tensor:
+def reverse_kl(slots: LossSlots) -> Tensor:
     """Reverse KL, sum of q log(q / p); p is renormalised over the list. Mode seeking."""
-    return (judged.log_probs.exp() * (judged.log_probs - judged.goal.log_renormalised)).sum(-1)
+    return (slots.log_probs.exp() * (slots.log_probs - slots.goals.renormalised_log_probs)).sum(-1)
 
 
-def jsd(judged: Judged) -> Tensor:
+def jsd(slots: LossSlots) -> Tensor:
     """Jensen-Shannon divergence: the mean KL of p and of q to their mean; p is renormalised over the list."""
-    goal, guess = judged.goal.log_renormalised, judged.log_probs
-    mean = torch.logaddexp(goal, guess) - math.log(2)
-    return (judged.goal.renormalised * (goal - mean) + guess.exp() * (guess - mean)).sum(-1) / 2
+    log_p, log_q = slots.goals.renormalised_log_probs, slots.log_probs
+    log_mean = torch.logaddexp(log_p, log_q) - math.log(2)
+    return (slots.goals.renormalised_probs * (log_p - log_mean) + log_q.exp() * (log_q - log_mean)).sum(-1) / 2
 
 
-def tv(judged: Judged) -> Tensor:
+def tv(slots: LossSlots) -> Tensor:
     """Total variation, the probability that a draft sampled from q is rejected (2211.17192): 1 - sum of min(p, q).
 
     Its gradient all but vanishes while q is far from p: not a loss to start with.
     """
-    return 1 - overlap(judged)
+    return 1 - overlap(slots)
 
 
-def nla(judged: Judged) -> Tensor:
+def nla(slots: LossSlots) -> Tensor:
     """-log of the acceptance (2602.23881); constant, without a gradient, where that is below LEAST_OVERLAP."""
-    return -overlap(judged).clamp(min=LEAST_OVERLAP).log()
+    return -overlap(slots).clamp(min=MIN_OVERLAP).log()
 
 
-def ce(judged: Judged) -> Tensor:
+def ce(slots: LossSlots) -> Tensor:
     """Hard cross-entropy on the text's token; 0 where that token cannot be drafted."""
-    return F.nll_loss(judged.log_probs, judged.goal.token, ignore_index=-1, reduction="none")
+    return F.nll_loss(slots.log_probs, slots.goals.token_ids, ignore_index=-1, reduction="none")
 
 
-def top_k(judged: Judged) -> Tensor:
+def top_k(slots: LossSlots) -> Tensor:
     """HASS (2408.15766): -sum of p log q over the TOP tokens of the list that the target likes best."""
-    goal, tokens = judged.goal.log_probs.topk(min(TOP, judged.logits.shape[-1]))  # [M, TOP]
-    return -(goal.exp() * judged.log_probs.gather(-1, tokens)).sum(-1)
+    log_p, top_ids = slots.goals.log_probs.topk(min(TOP_K, slots.logits.shape[-1]))  # [M, TOP]
+    return -(log_p.exp() * slots.log_probs.gather(-1, top_ids)).sum(-1)
 
 
-def smooth_l1(judged: Judged) -> Tensor:
+def smooth_l1(slots: LossSlots) -> Tensor:
     """EAGLE-1's feature regression (2401.15077, equation 5), the mean over the width."""
-    assert judged.state is not None
-    dtype = judged.goal.logits.dtype  # states may be half precision
-    return F.smooth_l1_loss(judged.state.to(dtype), judged.goal.state.to(dtype), reduction="none").mean(-1)
+    assert slots.state is not None
+    dtype = slots.goals.logits.dtype  # states may be half precision
+    return F.smooth_l1_loss(slots.state.to(dtype), slots.goals.state.to(dtype), reduction="none").mean(-1)
 
 
-def confidence(judged: Judged) -> Tensor:
+def confidence(slots: LossSlots) -> Tensor:
     """Binary cross-entropy of the confidence against the acceptance (DSpark); it does not train q."""
-    assert judged.confidence is not None
-    accepted = overlap(judged).detach()
-    return F.binary_cross_entropy_with_logits(judged.confidence.to(accepted.dtype), accepted, reduction="none")
+    assert slots.confidence_logits is not None
+    acceptance = overlap(slots).detach()
+    return F.binary_cross_entropy_with_logits(
+        slots.confidence_logits.to(acceptance.dtype), acceptance, reduction="none"
+    )
 
 
-def candidates(judged: Judged) -> Tensor:
+def candidates(slots: LossSlots) -> Tensor:
     """Cross-entropy of the target's likeliest token among the candidates of a lattice, behind the text's token (DFlash 2)."""
-    assert judged.candidates is not None
-    return judged.candidates
+    assert slots.candidate_losses is not None
+    return slots.candidate_losses
 
 
-def overlap(judged: Judged) -> Tensor:
+def overlap(slots: LossSlots) -> Tensor:
     """Sum of min(p, q), p not renormalised: the probability that a draft sampled from q is accepted, [M]."""
-    return torch.minimum(judged.goal.log_probs.exp(), judged.log_probs.exp()).sum(-1)
+    return torch.minimum(slots.goals.log_probs.exp(), slots.log_probs.exp()).sum(-1)
 
 
 LOSSES = {
@@ -195,46 +199,46 @@ LOSSES = {
 # One depth of M slots, [M], for losses that combine depths
 
 
-def probability(judged: Judged) -> Tensor:
+def probability(slots: LossSlots) -> Tensor:
     """q of the text's token; 0 if it cannot be drafted."""
-    token = judged.goal.token
-    known = judged.log_probs.gather(-1, token.clamp(min=0)[:, None])[:, 0].exp()
-    return torch.where(token >= 0, known, 0)
+    token_ids = slots.goals.token_ids
+    token_probs = slots.log_probs.gather(-1, token_ids.clamp(min=0)[:, None])[:, 0].exp()
+    return torch.where(token_ids >= 0, token_probs, 0)
 
 
 # All depths of S slots, [K, S]: row d - 1 is depth d of the round that starts at a slot. `counted` [K, S] bool is True where a
 # depth of a slot has a supervised token and a guess; all other entries are ignored.
 
 
-def lk(kl: Tensor, overlap: Tensor, counted: Tensor, *, eta: float) -> Tensor:
+def lk(kl: Tensor, overlap: Tensor, exists: Tensor, *, eta: float) -> Tensor:
     """LK's hybrid (2602.23881) [K, S]: the weight moves from KL to TV as the mean overlap of a depth grows; 0 where not counted."""
-    known = torch.where(counted, overlap.detach(), 0)
-    mean = known.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)  # [K, 1]
-    share = (-eta * mean).exp()
-    return torch.where(counted, share * kl + (1 - share) * (1 - overlap), 0)
+    existing_overlap = torch.where(exists, overlap.detach(), 0)
+    mean_overlap = existing_overlap.sum(1, keepdim=True) / exists.sum(1, keepdim=True).clamp(min=1)  # [K, 1]
+    kl_share = (-eta * mean_overlap).exp()
+    return torch.where(exists, kl_share * kl + (1 - kl_share) * (1 - overlap), 0)
 
 
-def e2e_tv(overlap: Tensor, counted: Tensor) -> Tensor:
+def e2e_tv(overlap: Tensor, exists: Tensor) -> Tensor:
     """Bebop (2606.12370) [S]: the share of K drafts that a round is expected to lose.
 
     A depth that is not counted ends the round, as a rejection does. A slot without any counted depth has loss 0.
     """
-    survival = torch.where(counted, overlap, 0).cumprod(0)  # [K, S]
-    return torch.where(counted.any(0), 1 - survival.mean(0), 0)
+    survival = torch.where(exists, overlap, 0).cumprod(0)  # [K, S]
+    return torch.where(exists.any(0), 1 - survival.mean(0), 0)
 
 
-def dpace(probability: Tensor, counted: Tensor, *, smoothing: float = 0.5) -> Tensor:
+def dpace(probability: Tensor, exists: Tensor, *, smoothing: float = 0.5) -> Tensor:
     """D-PACE's weights (2605.18810) [K, S], detached: how much of the expected accepted length depends on a depth.
 
     w_k = sum over j >= k of prod over i <= j of s_i, with s = (1 - smoothing) q(x) + smoothing. Where not counted, s is
     1 and the weight is 0, so the survival of the last counted depth is repeated for all deeper ones.
     """
-    survival = torch.where(counted, (1 - smoothing) * probability.detach() + smoothing, 1).cumprod(0)  # [K, S]
-    return torch.where(counted, survival.flip(0).cumsum(0).flip(0), 0)
+    survival = torch.where(exists, (1 - smoothing) * probability.detach() + smoothing, 1).cumprod(0)  # [K, S]
+    return torch.where(exists, survival.flip(0).cumsum(0).flip(0), 0)
 
 
-def vat(matches: Tensor, counted: Tensor, *, decay: float) -> Tensor:
+def vat(matches: Tensor, exists: Tensor, *, decay: float) -> Tensor:
     """VAT's weights (2608.30135) [K, S]: 1 up to the first rejection, then decay per depth; 0 where not counted."""
-    rejected = (counted & ~matches).cumsum(0) > 0  # from the first rejection on
+    rejected = (exists & ~matches).cumsum(0) > 0  # from the first rejection on
     distance = (rejected.cumsum(0) - 1).clamp(min=0)
-    return torch.where(counted, decay**distance, 0)
+    return torch.where(exists, decay**distance, 0)

@@ -22,24 +22,32 @@ from specdec.core.option_types import (
     read_options,
 )
 from specdec.heads.base import Drafter, Slots
-from specdec.target.adapter import original as original_target
+from specdec.target.adapter import disable_adapter as original_target
 from specdec.target.model import Target, TargetOutput
-from specdec.unroll.plan import ROUND_SLOTS, Unrolled, UnrollPart, UnrollPlan, plan_unroll, unroll
+from specdec.unroll.plan import SLOT_MULTIPLE, GoalChunk, UnrollOutput, UnrollPlan, plan_unroll, unroll
 from train.data.batches import TrainingBatch
 from train.features.outputs import read_outputs
 from train.objective import losses
-from train.objective.fused import PartsOfGoals, fused_kl, has_kernel
+from train.objective.fused import ChunkedLoss, fused_kl, has_kernel
 from train.objective.losses import LOSSES
 
 DEPTH_LOSSES = {"lk", "e2e_tv"}  # of several slots or depths together
-ADAPTED = "original"  # for a drafter that adapts its target: KL of the adapted target from the original one
-ALL_TOKENS = {"tv", "nla", "top_k", "confidence", *DEPTH_LOSSES}  # need the target's distribution over all V tokens
+ORIGINAL_LOSS = "original"  # for a drafter that adapts its target: KL of the adapted target from the original one
+FULL_VOCABULARY_LOSSES = {
+    "tv",
+    "nla",
+    "top_k",
+    "confidence",
+    *DEPTH_LOSSES,
+}  # need the target's distribution over all V tokens
 # Logits of all depths that exist at a time, if the number of goals is not given; a GPU may have room for more
-LOGITS = 2**27
-BYTES = 24  # of free memory for each logit: its derivative is kept, and the step needs most of the memory
-BYTES_OF_PROBS = 64  # the same with losses other than KL, of which autograd keeps distributions in float32
-AT_ONCE = 2**27  # the same where no logits are kept: products are large, and a GPU is not filled by what they make
-LEAST_GOALS = 512  # but not fewer goals than this, for products and for gradients of the LM head, which are added up
+MIN_LOGITS = 2**27
+BYTES_PER_KL_LOGIT = 24  # of free memory for each logit: its derivative is kept, and the step needs most of the memory
+BYTES_PER_LOGIT = 64  # the same with losses other than KL, of which autograd keeps distributions in float32
+FUSED_LOGITS = 2**27  # the same where no logits are kept: products are large, and a GPU is not filled by what they make
+MIN_FUSED_GOALS = (
+    512  # but not fewer goals than this, for products and for gradients of the LM head, which are added up
+)
 TARGET_LOGITS = 2**25  # the same for logits of the target over all V tokens
 
 
@@ -56,7 +64,7 @@ class Loss:
 #   exists    bool: a slot guessed this goal at this depth          matches   bool: the guess is the token of the text
 #   pointwise the weighted sum of per-slot losses
 # and, where a loss in use needs them, kl, overlap (sum of min(p, q)), probability (q(x))
-Judgement = dict[str, Tensor]
+LossTerms = dict[str, Tensor]
 
 
 class ObjectiveOptions(Options):
@@ -92,44 +100,46 @@ class ObjectiveOptions(Options):
     gradient_checkpointing: bool = False
 
     @property
-    def used(self) -> dict[str, float]:
+    def used_losses(self) -> dict[str, float]:
         """The losses that are computed."""
         return {name: weight for name, weight in self.losses.items() if weight}
 
-    def check(self, drafter: Drafter) -> None:
+    def check_drafter(self, drafter: Drafter) -> None:
         """Raises ValueError, with what to change, for what does not fit together or to the drafter."""
-        used, known = self.used, {*LOSSES, *DEPTH_LOSSES, ADAPTED}
-        judging = used.keys() - {"smooth_l1", "confidence", "candidates", ADAPTED}
-        steps = drafter.depth not in (None, self.depth)
-        later = self.keep < 1 and drafter.attends not in ("path", "none")
-        whole_slots = drafter.attends == "block"  # elsewhere step 1 is judged on all slots, sampled or not
-        all_depths = not whole_slots and ("e2e_tv" in used or self.weighting != "decay")
-        names = "num_heads, num_modules or num_drafts"
-        change = (
-            f"; the head of start= keeps its {names}" if drafter.pretrained else f", or change the drafter's {names}"
+        used_losses, known_losses = self.used_losses, {*LOSSES, *DEPTH_LOSSES, ORIGINAL_LOSS}
+        token_losses = used_losses.keys() - {"smooth_l1", "confidence", "candidates", ORIGINAL_LOSS}
+        wrong_depth = drafter.depth not in (None, self.depth)
+        drops_slots = self.keep < 1 and drafter.context_kind not in ("path", "none")
+        is_block_drafter = drafter.context_kind == "block"  # elsewhere step 1 is judged on all slots, sampled or not
+        needs_all_depths = not is_block_drafter and ("e2e_tv" in used_losses or self.weighting != "decay")
+        depth_options = "num_heads, num_modules or num_drafts"
+        depth_advice = (
+            f"; the head of start= keeps its {depth_options}"
+            if drafter.pretrained
+            else f", or change the drafter's {depth_options}"
         )
-        sampled = (self.anchors is not None or self.keep < 1) and all_depths
+        samples_slots = (self.anchors is not None or self.keep < 1) and needs_all_depths
         wrong = {
-            f"losses={dict(self.losses)}: give weights to some of {', '.join(sorted(known))}.": not used
-            or set(used) - known,
-            f"losses={used}: one of them must judge the drafted tokens, such as kl.": not judging,
+            f"losses={dict(self.losses)}: give weights to some of {', '.join(sorted(known_losses))}.": not used_losses
+            or set(used_losses) - known_losses,
+            f"losses={used_losses}: one of them must judge the drafted tokens, such as kl.": not token_losses,
             f"depth={self.depth} must be this drafter's number of steps, {drafter.depth}: more steps do not exist, and fewer "
-            f"would leave parts untrained. Set depth={drafter.depth}{change}.": steps,
-            f"keep={self.keep}: the later steps of this head run on the slots of its first one: set keep=1.": later,
+            f"would leave parts untrained. Set depth={drafter.depth}{depth_advice}.": wrong_depth,
+            f"keep={self.keep}: the later steps of this head run on the slots of its first one: set keep=1.": drops_slots,
             "The loss smooth_l1 compares a state with the target's, which only eagle, hass, eagle3 and mtp estimate: set "
-            "its weight in losses= to 0.": "smooth_l1" in used and not drafter.estimates,
-            "The loss original is for heads that adapt the target, such as medusa2: set its weight in losses= to 0.": ADAPTED
-            in used
+            "its weight in losses= to 0.": "smooth_l1" in used_losses and not drafter.estimates_state,
+            "The loss original is for heads that adapt the target, such as medusa2: set its weight in losses= to 0.": ORIGINAL_LOSS
+            in used_losses
             and not drafter.adapts_target,
             "The loss confidence and a head with a confidence output, such as dspark, go together: set the head's "
-            "confidence to false or the weight in losses= to 0, or set both.": ("confidence" in used)
-            != drafter.confident,
+            "confidence to false or the weight in losses= to 0, or set both.": ("confidence" in used_losses)
+            != drafter.has_confidence,
             "The loss candidates and a head with a candidate lattice, such as dflash2, go together: give the loss a weight in losses= "
-            "for such a head, and 0 for others.": ("candidates" in used) != drafter.has_candidates,
+            "for such a head, and 0 for others.": ("candidates" in used_losses) != drafter.has_candidates,
             "The loss confidence would judge the logits without the lattice: set the head's confidence to false.": "confidence"
-            in used
+            in used_losses
             and drafter.has_candidates,
-            "e2e_tv, dpace and vat need all depths of a slot: set anchors=null and keep=1.": sampled,
+            "e2e_tv, dpace and vat need all depths of a slot: set anchors=null and keep=1.": samples_slots,
         }
         raise_first(wrong)
 
@@ -144,14 +154,14 @@ class Objective(nn.Module):
 
     def __init__(self, drafter: Drafter, **settings):
         super().__init__()
-        chosen = read_options(ObjectiveOptions, settings)
-        chosen.check(drafter)
-        self.drafter, self.settings, self.losses = drafter, chosen, chosen.used
-        self.depth, self.temperature, self.supervise = chosen.depth, chosen.temperature, chosen.supervise
-        self.chunk = chosen.chunk or max(1, num_logits(drafter, self.losses) // (self.depth * drafter.vocab_size))
-        self.every_slot = chosen.anchors is None and chosen.keep == 1  # only then can the batch's text be replayed
-        weights = [chosen.decay**step for step in range(self.depth)]
-        weights = weights if chosen.weighting == "decay" else [1.0] * self.depth
+        options = read_options(ObjectiveOptions, settings)
+        options.check_drafter(drafter)
+        self.drafter, self.settings, self.losses = drafter, options, options.used_losses
+        self.depth, self.temperature, self.supervise = options.depth, options.temperature, options.supervise
+        self.chunk = options.chunk or max(1, count_logits(drafter, self.losses) // (self.depth * drafter.vocab_size))
+        self.every_slot = options.anchors is None and options.keep == 1  # only then can the batch's text be replayed
+        weights = [options.decay**step for step in range(self.depth)]
+        weights = weights if options.weighting == "decay" else [1.0] * self.depth
         self.shares = [weight / sum(weights) for weight in weights]  # [K]
 
     def forward(self, batch: TrainingBatch, output: TargetOutput | None, *, compare: bool = True) -> Loss:
@@ -160,283 +170,318 @@ class Objective(nn.Module):
         compare: whether to compare guesses with the text
         """
         forget_casts()
-        chosen, original = self.settings, None
+        options, original_output = self.settings, None
         if output is None:
-            output, original = self._read(batch)
+            output, original_output = self._read_adapted(batch)
         features = output.features
-        if chosen.noise and self.training:
-            features = features + (torch.rand_like(features) * 2 - 1) * chosen.noise
+        if options.noise and self.training:
+            features = features + (torch.rand_like(features) * 2 - 1) * options.noise
         host = batch.on_host
-        steps = plan_unroll(
+        plan = plan_unroll(
             self.drafter,
             host.documents,
             host.positions,
-            batch.goals(self.supervise),
+            batch.goal_mask(self.supervise),
             depth=self.depth,
-            anchors=chosen.anchors,
-            keep=chosen.keep,
-        ).to(batch.tokens.device)
+            max_anchors=options.anchors,
+            keep_share=options.keep,
+        ).move_to(batch.tokens.device)
         unrolled = unroll(
-            self.drafter, batch.tokens, features, steps, gradient_checkpointing=chosen.gradient_checkpointing
+            self.drafter, batch.tokens, features, plan, gradient_checkpointing=options.gradient_checkpointing
         )
-        compare = compare or chosen.weighting == "vat"
-        weights_known = chosen.weighting == "decay" and not DEPTH_LOSSES & set(self.losses)  # before the logits are
-        if weights_known and torch.is_grad_enabled() and fast.on("loss", batch.tokens.device):
-            judged, total = self._judge_at_once(batch, output.final, unrolled, compare)
-            return self._finish(judged, total, batch, steps, output, original)
-        results = []
-        parts = list(steps.parts(self.chunk))
-        for part in parts:
-            arguments = part, batch, output.final, unrolled, compare
+        compare = compare or options.weighting == "vat"
+        has_fixed_weights = options.weighting == "decay" and not DEPTH_LOSSES & set(
+            self.losses
+        )  # before the logits are
+        if has_fixed_weights and torch.is_grad_enabled() and fast.allows("loss", batch.tokens.device):
+            terms, total = self._compute_fused(batch, output.final, unrolled, compare)
+            return self._make_loss(terms, total, batch, plan, output, original_output)
+        terms_of_chunks = []
+        chunks = list(plan.split_goals(self.chunk))
+        for chunk in chunks:
+            arguments = chunk, batch, output.final, unrolled, compare
             # With one part its logits are kept for the backward pass; with several they are made again there.
-            if len(parts) > 1 and torch.is_grad_enabled():
-                results.append(checkpoint(self._judge, *arguments, use_reentrant=False))
+            if len(chunks) > 1 and torch.is_grad_enabled():
+                terms_of_chunks.append(checkpoint(self._compute_losses, *arguments, use_reentrant=False))
             else:
-                results.append(self._judge(*arguments))
-        judged = {name: torch.cat([result[name] for result in results], dim=1) for name in results[0]}
-        return self._finish(judged, self._weigh(judged, batch, steps), batch, steps, output, original)
+                terms_of_chunks.append(self._compute_losses(*arguments))
+        terms = {
+            name: torch.cat([chunk_terms[name] for chunk_terms in terms_of_chunks], dim=1)
+            for name in terms_of_chunks[0]
+        }
+        return self._make_loss(terms, self._weigh_losses(terms, batch, plan), batch, plan, output, original_output)
 
-    def _finish(
+    def _make_loss(
         self,
-        judged: Judgement,
+        terms: LossTerms,
         total: Tensor,
         batch: TrainingBatch,
-        steps: UnrollPlan,
+        plan: UnrollPlan,
         output: TargetOutput,
-        original: TargetOutput | None,
+        original_output: TargetOutput | None,
     ) -> Loss:
-        rows, position = steps.goals.unbind(1)
-        if original is not None and ADAPTED in self.losses:
-            finals = output.final[rows, position - 1], original.final[rows, position - 1]
-            total = total + self.losses[ADAPTED] * divergence(
+        goal_rows, goal_positions = plan.goals.unbind(1)
+        if original_output is not None and ORIGINAL_LOSS in self.losses:
+            finals = output.final[goal_rows, goal_positions - 1], original_output.final[goal_rows, goal_positions - 1]
+            total = total + self.losses[ORIGINAL_LOSS] * sum_divergence(
                 self.drafter.target, *finals, temperature=self.temperature
             )
         matches = None
-        if "matches" in judged:
+        if "matches" in terms:
             matches = torch.zeros(self.depth, *batch.tokens.shape, dtype=torch.bool, device=total.device)  # [K, B, T]
-            matches[:, rows, position] = judged["matches"]
-        return Loss(total, len(rows), matches)
+            matches[:, goal_rows, goal_positions] = terms["matches"]
+        return Loss(total, len(goal_rows), matches)
 
-    def _judge_at_once(
-        self, batch: TrainingBatch, final: Tensor, unrolled: Unrolled, compare: bool
-    ) -> tuple[Judgement, Tensor]:
-        """What `_judge` gives for all parts, if it was asked to compare, and the weighted sum of losses, by train/objective/fused.py."""
-        steps, kernel = unrolled.plan, self.losses.keys() == {"kl"} and has_kernel(final.device)
+    def _compute_fused(
+        self, batch: TrainingBatch, final: Tensor, unrolled: UnrollOutput, compare: bool
+    ) -> tuple[LossTerms, Tensor]:
+        """What `_compute_losses` gives for all parts, if it was asked to compare, and the weighted sum of losses, by train/objective/fused.py."""
+        plan, kernel = unrolled.plan, self.losses.keys() == {"kl"} and has_kernel(final.device)
         states = unrolled.states if "smooth_l1" in self.losses else []
-        parts = list(steps.parts(max(LEAST_GOALS, AT_ONCE // (self.depth * self.drafter.vocab_size))))
-        places = [[step.places[at] for step, at in zip(steps.steps, part.steps)] for part in parts]
-        results: list[Judgement] = []
+        chunks = list(plan.split_goals(max(MIN_FUSED_GOALS, FUSED_LOGITS // (self.depth * self.drafter.vocab_size))))
+        slot_rows = [[step.slot_indices[at] for step, at in zip(plan.steps, part.step_goals)] for part in chunks]
+        terms_of_chunks: list[LossTerms] = []
 
-        def judge(number: int, values: list[Tensor]) -> tuple[Tensor, Judgement]:
-            taken = _Taken(steps, values[: self.depth], values[self.depth :])
-            judged = self._judge(
-                parts[number], batch, final, taken, compare, together=self.drafter.one_output, kernel=kernel
+        def compute_chunk(chunk_number: int, values: list[Tensor]) -> tuple[Tensor, LossTerms]:
+            chunk_outputs = ChunkOutputs(plan, values[: self.depth], values[self.depth :])
+            terms = self._compute_losses(
+                chunks[chunk_number],
+                batch,
+                final,
+                chunk_outputs,
+                compare,
+                one_output=self.drafter.shares_output,
+                use_kernel=kernel,
             )
-            total = self._weigh(judged, batch, steps)
-            return total, {name: each for name, each in judged.items() if name == "matches"}
+            total = self._weigh_losses(terms, batch, plan)
+            return total, {name: term for name, term in terms.items() if name == "matches"}
 
         values = [*unrolled.readouts, *states]
-        trained = [each for each in self.drafter.parameters() if each.requires_grad]
-        rows = [row * (2 if states else 1) for row in places]
-        total = PartsOfGoals.apply(judge, rows, results, len(values), *values, *trained)
-        return {name: torch.cat([each[name] for each in results], dim=1) for name in results[0]}, total
+        trained_parameters = [each for each in self.drafter.parameters() if each.requires_grad]
+        value_rows = [step_rows * (2 if states else 1) for step_rows in slot_rows]
+        total = ChunkedLoss.apply(compute_chunk, value_rows, terms_of_chunks, len(values), *values, *trained_parameters)
+        return {
+            name: torch.cat([chunk_terms[name] for chunk_terms in terms_of_chunks], dim=1)
+            for name in terms_of_chunks[0]
+        }, total
 
-    def _read(self, batch: TrainingBatch) -> tuple[TargetOutput, TargetOutput]:
+    def _read_adapted(self, batch: TrainingBatch) -> tuple[TargetOutput, TargetOutput]:
         """The outputs of the adapted target, with gradient, and of the original one."""
         target, layers = self.drafter.target, self.drafter.target_layers
         with original_target(target):
             original = read_outputs(target, batch, ())
         return read_outputs(target, batch, layers, gradient=True), original
 
-    def _judge(
+    def _compute_losses(
         self,
-        part: UnrollPart,
+        chunk: GoalChunk,
         batch: TrainingBatch,
         final: Tensor,
-        unrolled: "Unrolled | _Taken",
+        unrolled: "UnrollOutput | ChunkOutputs",
         compare: bool,
         *,
-        together: bool = False,
-        kernel: bool = False,
-    ) -> Judgement:
+        one_output: bool = False,
+        use_kernel: bool = False,
+    ) -> LossTerms:
         """-> [K, M] each, for the M goals of a part
 
         together: whether one product makes the logits of all depths; kernel: whether one kernel makes their KL
         """
         drafter = self.drafter
-        rows, position = unrolled.plan.goals[part.goals].unbind(1)
-        num, tokens = len(rows), batch.tokens[rows, position]  # [M]
-        judge = final[rows, position - 1].detach()  # [M, D]
+        goal_rows, goal_positions = unrolled.plan.goals[chunk.goals].unbind(1)
+        num_goals, text_tokens = len(goal_rows), batch.tokens[goal_rows, goal_positions]  # [M]
+        goal_states = final[goal_rows, goal_positions - 1].detach()  # [M, D]
         with torch.no_grad():
-            logits = losses.tempered(_rounded(drafter.goal_logits, judge), self.temperature)  # [M, W]
-            token = tokens if drafter.target_to_draft is None else drafter.target_to_draft[tokens]
-            goal = losses.Goal(judge, logits, token, self._norm(judge, logits))
-        extra = self._extra()
-        depths: dict[str, list[Tensor]] = {name: [] for name in ("exists", "pointwise", *extra)}
+            logits = losses.apply_temperature(
+                _compute_padded(drafter.goal_logits, goal_states), self.temperature
+            )  # [M, W]
+            token_ids = text_tokens if drafter.target_to_draft is None else drafter.target_to_draft[text_tokens]
+            goals = losses.Goals(goal_states, logits, token_ids, self._compute_log_norm(goal_states, logits))
+        extra_terms = self._list_extra_terms()
+        values_by_name: dict[str, list[Tensor]] = {name: [] for name in ("exists", "pointwise", *extra_terms)}
         if compare:
-            depths["matches"] = []
-        readouts = [unrolled.at(unrolled.readouts, d, part) for d in range(1, self.depth + 1)]  # [m, R] each
-        sizes = [len(each) for each in readouts]
-        every = _rounded(partial(drafter.judged_logits, 1), torch.cat(readouts)).split(sizes) if together else None
+            values_by_name["matches"] = []
+        readouts = [unrolled.select(unrolled.readouts, d, chunk) for d in range(1, self.depth + 1)]  # [m, R] each
+        sizes = [len(depth_readout) for depth_readout in readouts]
+        logits_by_depth = (
+            _compute_padded(partial(drafter.loss_logits, 1), torch.cat(readouts)).split(sizes) if one_output else None
+        )
         for d, readout in enumerate(readouts, start=1):
-            numbers = unrolled.plan.steps[d - 1].goals[part.steps[d - 1]] - part.goals.start  # [m]
-            whole = len(numbers) == num
+            goal_indices = unrolled.plan.steps[d - 1].goals[chunk.step_goals[d - 1]] - chunk.goals.start  # [m]
+            has_all_goals = len(goal_indices) == num_goals
 
-            def spread(values: Tensor, numbers: Tensor = numbers, whole: bool = whole) -> Tensor:  # [m] -> [M]
-                return values if whole else values.new_zeros(num).index_copy(0, numbers, values)
+            def spread(
+                values: Tensor, goal_indices: Tensor = goal_indices, has_all_goals: bool = has_all_goals
+            ) -> Tensor:  # [m] -> [M]
+                return values if has_all_goals else values.new_zeros(num_goals).index_copy(0, goal_indices, values)
 
-            logits = every[d - 1] if every else _rounded(partial(drafter.judged_logits, d), readout)  # [m, W]
+            logits = (
+                logits_by_depth[d - 1] if logits_by_depth else _compute_padded(partial(drafter.loss_logits, d), readout)
+            )  # [m, W]
             if compare:
-                guess = drafter.to_target(drafter.guess(d, readout, logits.detach()))
-                depths["matches"].append(spread(guess == tokens.index_select(0, numbers)))
-            if kernel:
-                depths["exists"].append(spread(torch.ones_like(numbers, dtype=torch.bool)))
-                depths["pointwise"].append(
-                    spread(self.losses["kl"] * fused_kl(logits, goal.logits, numbers, self.temperature))
+                guesses = drafter.to_target(drafter.guess(d, readout, logits.detach()))
+                values_by_name["matches"].append(spread(guesses == text_tokens.index_select(0, goal_indices)))
+            if use_kernel:
+                values_by_name["exists"].append(spread(torch.ones_like(goal_indices, dtype=torch.bool)))
+                values_by_name["pointwise"].append(
+                    spread(self.losses["kl"] * fused_kl(logits, goals.logits, goal_indices, self.temperature))
                 )
                 continue
-            judged = losses.Judged(
-                goal if whole else goal.of(numbers),
+            loss_slots = losses.LossSlots(
+                goals if has_all_goals else goals.select_goals(goal_indices),
                 logits,
-                unrolled.at(unrolled.states, d, part) if "smooth_l1" in self.losses else None,
+                unrolled.select(unrolled.states, d, chunk) if "smooth_l1" in self.losses else None,
                 drafter.confidence(d, readout),
-                drafter.candidate_loss(readout, logits, goal.likeliest[numbers])
+                drafter.candidate_loss(readout, logits, goals.likeliest_ids[goal_indices])
                 if "candidates" in self.losses
                 else None,
                 self.temperature,
             )
-            weighted = [weight * LOSSES[name](judged) for name, weight in self.losses.items() if name in LOSSES]
-            depths["exists"].append(spread(torch.ones_like(numbers, dtype=torch.bool)))
-            depths["pointwise"].append(spread(sum(weighted, goal.norm.new_zeros(len(numbers)))))
-            for name, function in extra.items():
-                depths[name].append(spread(function(judged)))
-        return {name: torch.stack(values) for name, values in depths.items()}
+            weighted_losses = [
+                weight * LOSSES[name](loss_slots) for name, weight in self.losses.items() if name in LOSSES
+            ]
+            values_by_name["exists"].append(spread(torch.ones_like(goal_indices, dtype=torch.bool)))
+            values_by_name["pointwise"].append(
+                spread(sum(weighted_losses, goals.log_norm.new_zeros(len(goal_indices))))
+            )
+            for name, function in extra_terms.items():
+                values_by_name[name].append(spread(function(loss_slots)))
+        return {name: torch.stack(values) for name, values in values_by_name.items()}
 
-    def _extra(self) -> dict[str, Callable[[losses.Judged], Tensor]]:
+    def _list_extra_terms(self) -> dict[str, Callable[[losses.LossSlots], Tensor]]:
         """What the losses in use need beside their own values: functions by the name of their result."""
-        extra: dict[str, Callable[[losses.Judged], Tensor]] = {}
+        functions: dict[str, Callable[[losses.LossSlots], Tensor]] = {}
         if "lk" in self.losses:
-            extra["kl"] = losses.kl
+            functions["kl"] = losses.kl
         if {"lk", "e2e_tv"} & set(self.losses):
-            extra["overlap"] = losses.overlap
+            functions["overlap"] = losses.overlap
         if self.settings.weighting == "dpace":
-            extra["probability"] = losses.probability
-        return extra
+            functions["probability"] = losses.probability
+        return functions
 
-    def _norm(self, judge: Tensor, goal_logits: Tensor) -> Tensor:
+    def _compute_log_norm(self, goal_states: Tensor, goal_logits: Tensor) -> Tensor:
         """[M] log-normaliser of the target's distribution over all V tokens; over the draft vocabulary where that suffices."""
-        if self.drafter.draft_to_target is None or not ALL_TOKENS & set(self.losses):
+        if self.drafter.draft_to_target is None or not FULL_VOCABULARY_LOSSES & set(self.losses):
             return goal_logits.logsumexp(-1)
         target = self.drafter.target
-        logits = (target.logits(part) / self.temperature for part in judge.split(_num_slots(target)))
-        return torch.cat([part.logsumexp(-1).float() for part in logits])
+        target_logits = (
+            target.logits(chunk) / self.temperature for chunk in goal_states.split(_count_chunk_slots(target))
+        )
+        return torch.cat([chunk.logsumexp(-1).float() for chunk in target_logits])
 
-    def _weigh(self, judged: Judgement, batch: TrainingBatch, steps: UnrollPlan) -> Tensor:
+    def _weigh_losses(self, terms: LossTerms, batch: TrainingBatch, plan: UnrollPlan) -> Tensor:
         """The scalar loss"""
-        factors = [share / step.share if step.share else 0.0 for share, step in zip(self.shares, steps.steps)]
-        losses_by_goal = judged["pointwise"]
+        factors = [
+            share / unroll_step.slot_share if unroll_step.slot_share else 0.0
+            for share, unroll_step in zip(self.shares, plan.steps)
+        ]
+        goal_losses = terms["pointwise"]
         if "lk" in self.losses:
-            hybrid = losses.lk(judged["kl"], judged["overlap"], judged["exists"], eta=self.settings.eta)
-            losses_by_goal = losses_by_goal + self.losses["lk"] * hybrid
-        weights = torch.stack([factor * row for factor, row in zip(factors, judged["exists"])])  # [K, G]
+            hybrid = losses.lk(terms["kl"], terms["overlap"], terms["exists"], eta=self.settings.eta)
+            goal_losses = goal_losses + self.losses["lk"] * hybrid
+        weights = torch.stack([factor * row for factor, row in zip(factors, terms["exists"])])  # [K, G]
         if self.settings.weighting == "decay" and "e2e_tv" not in self.losses:
-            return (weights * losses_by_goal).sum()
-        return self._weigh_slots(judged, weights, losses_by_goal, batch, steps)
+            return (weights * goal_losses).sum()
+        return self._weigh_slots(terms, weights, goal_losses, batch, plan)
 
     def _weigh_slots(
-        self, judged: Judgement, weights: Tensor, losses_by_goal: Tensor, batch: TrainingBatch, steps: UnrollPlan
+        self, terms: LossTerms, weights: Tensor, goal_losses: Tensor, batch: TrainingBatch, plan: UnrollPlan
     ) -> Tensor:
         """The scalar loss, with weights or losses that look at several depths of a slot."""
         num_rows, length = batch.tokens.shape
-        rows, position = steps.goals.unbind(1)
-        depths = torch.arange(1, self.depth + 1, device=rows.device)[:, None]
+        goal_rows, goal_positions = plan.goals.unbind(1)
+        depths = torch.arange(1, self.depth + 1, device=goal_rows.device)[:, None]
         # Where goal g, guessed at depth d, has its slot: d tokens before
-        slot = rows * length + position - depths  # [K, G]
-        slot = torch.where(judged["exists"], slot, num_rows * length)  # one more for those that do not exist
+        slot_indices = goal_rows * length + goal_positions - depths  # [K, G]
+        slot_indices = torch.where(
+            terms["exists"], slot_indices, num_rows * length
+        )  # one more for those that do not exist
 
         def by_slot(values: Tensor) -> Tensor:  # [K, G] -> [K, B*T]
-            wide = values.new_zeros(self.depth, num_rows * length + 1)
-            return wide.scatter(1, slot, values)[:, :-1]
+            padded = values.new_zeros(self.depth, num_rows * length + 1)
+            return padded.scatter(1, slot_indices, values)[:, :-1]
 
         if self.settings.weighting != "decay":
-            counted = by_slot(judged["exists"])
+            exists = by_slot(terms["exists"])
             if self.settings.weighting == "dpace":
-                by_slots = losses.dpace(by_slot(judged["probability"]), counted)
+                slot_weights = losses.dpace(by_slot(terms["probability"]), exists)
             else:
-                by_slots = losses.vat(by_slot(judged["matches"]), counted, decay=self.settings.decay)
-            weights = weights * nn.functional.pad(by_slots, (0, 1)).gather(1, slot)
-        total = (weights * losses_by_goal).sum()
+                slot_weights = losses.vat(by_slot(terms["matches"]), exists, decay=self.settings.decay)
+            weights = weights * nn.functional.pad(slot_weights, (0, 1)).gather(1, slot_indices)
+        total = (weights * goal_losses).sum()
         if "e2e_tv" in self.losses:
-            share = steps.steps[-1].share or 1.0
-            slots = losses.e2e_tv(by_slot(judged["overlap"]), by_slot(judged["exists"])) / share
-            total = total + self.losses["e2e_tv"] * slots.sum()
+            share = plan.steps[-1].slot_share or 1.0
+            slot_losses = losses.e2e_tv(by_slot(terms["overlap"]), by_slot(terms["exists"])) / share
+            total = total + self.losses["e2e_tv"] * slot_losses.sum()
         return total
 
 
 @dataclass(frozen=True)
-class _Taken:
-    """An `Unrolled` of the slots of one part of the goals, [m, .] for each depth."""
+class ChunkOutputs:
+    """An `UnrollOutput` of the slots of one part of the goals, [m, .] for each depth."""
 
     plan: UnrollPlan
     readouts: list[Tensor]
     states: list[Tensor]
 
-    def at(self, values: list[Tensor], d: int, part: UnrollPart) -> Tensor:
+    def select(self, values: list[Tensor], d: int, chunk: GoalChunk) -> Tensor:
         return values[d - 1]
 
 
-def divergence(target: Target, final: Tensor, wanted: Tensor, *, temperature: float = 1.0) -> Tensor:
+def sum_divergence(target: Target, final: Tensor, original_final: Tensor, *, temperature: float = 1.0) -> Tensor:
     """KL of the target's distribution at `final` from that at `wanted`, [M, D] each, over all V tokens, summed over M."""
 
-    def part(final: Tensor, wanted: Tensor) -> Tensor:
-        q, p = ((target.logits(values) / temperature).log_softmax(-1) for values in (final, wanted))  # [m, V]
+    def chunk_divergence(final: Tensor, original_final: Tensor) -> Tensor:
+        q, p = ((target.logits(values) / temperature).log_softmax(-1) for values in (final, original_final))  # [m, V]
         return (p.exp() * (p - q)).sum()
 
-    return _in_parts(part, target, final, wanted)
+    return _sum_chunks(chunk_divergence, target, final, original_final)
 
 
-def _in_parts(part: Callable[..., Tensor], target: Target, *values: Tensor) -> Tensor:
+def _sum_chunks(chunk_function: Callable[..., Tensor], target: Target, *values: Tensor) -> Tensor:
     """The sum of `part` over chunks of the values, whose logits are made again in the backward pass."""
-    chunks = zip(*(each.split(_num_slots(target)) for each in values))
-    return torch.stack([checkpoint(part, *chunk, use_reentrant=False) for chunk in chunks]).sum()  # type: ignore[misc]
+    chunks = zip(*(tensor.split(_count_chunk_slots(target)) for tensor in values))
+    return torch.stack([checkpoint(chunk_function, *chunk, use_reentrant=False) for chunk in chunks]).sum()  # type: ignore[misc]
 
 
-def _rounded(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+def _compute_padded(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
     """function(values [M, E]) -> [M, W], computed on a multiple of ROUND rows"""
-    return function(nn.functional.pad(values, (0, 0, 0, -len(values) % ROUND_SLOTS)))[: len(values)]
+    return function(nn.functional.pad(values, (0, 0, 0, -len(values) % SLOT_MULTIPLE)))[: len(values)]
 
 
-def num_logits(drafter: Drafter, losses: Collection[str]) -> int:
+def count_logits(drafter: Drafter, losses: Collection[str]) -> int:
     """How many logits, of all depths, exist at a time: on a GPU a power of two by the memory that is free, beside what training
     the drafter will take. So a run that is continued beside as much other work has as many."""
-    trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-    if not trained or trained[0].device.type != "cuda":
-        return LOGITS
-    free, _ = torch.cuda.mem_get_info(trained[0].device)
-    free -= 3 * sum(parameter.nbytes for parameter in trained)  # gradients, and two moments
-    fitting = max(1, free // (BYTES if set(losses) == {"kl"} else BYTES_OF_PROBS))
-    return max(LOGITS, 1 << (fitting.bit_length() - 1))
+    trained_parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    if not trained_parameters or trained_parameters[0].device.type != "cuda":
+        return MIN_LOGITS
+    free_bytes, _ = torch.cuda.mem_get_info(trained_parameters[0].device)
+    free_bytes -= 3 * sum(parameter.nbytes for parameter in trained_parameters)  # gradients, and two moments
+    num_fitting = max(1, free_bytes // (BYTES_PER_KL_LOGIT if set(losses) == {"kl"} else BYTES_PER_LOGIT))
+    return max(MIN_LOGITS, 1 << (num_fitting.bit_length() - 1))
 
 
-def _num_slots(target: Target) -> int:
+def _count_chunk_slots(target: Target) -> int:
     """How many slots make TARGET_LOGITS logits."""
     return max(1, TARGET_LOGITS // target.vocab_size)
 
 
-def by_start(values: Tensor) -> Tensor:
-    """values [K, n]: depth d's guess of token i -> [K, n] as in replay.rounds: entry [d-1, s] is that of token s+d-1."""
+def order_by_start(values: Tensor) -> Tensor:
+    """values [K, n]: depth d's guess of token i -> [K, n] as in replay.count_rounds: entry [d-1, s] is that of token s+d-1."""
     num = values.shape[1]
-    moved = [nn.functional.pad(row[d:], (1, min(d - 1, num - 1)))[:num] for d, row in enumerate(values, start=1)]
-    return torch.stack(moved)
+    shifted_rows = [nn.functional.pad(row[d:], (1, min(d - 1, num - 1)))[:num] for d, row in enumerate(values, start=1)]
+    return torch.stack(shifted_rows)
 
 
-def slots(batch: TrainingBatch, output: TargetOutput, depth: int) -> Slots:
+def list_slots(batch: TrainingBatch, output: TargetOutput, depth: int) -> Slots:
     """All slots of a batch whose steps 1..depth stay inside one document, for `Drafter.solve`."""
     length = batch.tokens.shape[1]
-    num = length - depth  # slots 1..length-depth
-    at = torch.arange(1, num + 1, device=batch.tokens.device)[:, None] + torch.arange(depth, device=batch.tokens.device)
-    real = (batch.positions[:, 1 : num + 1] > 0) & (
-        batch.documents[:, 1 : num + 1] == batch.documents[:, depth : num + depth]
+    num_slots = length - depth  # slots 1..length-depth
+    token_indices = torch.arange(1, num_slots + 1, device=batch.tokens.device)[:, None] + torch.arange(
+        depth, device=batch.tokens.device
     )
-    before = output.features[:, :num][real], output.final[:, :num][real]
-    return Slots(*before, batch.tokens[:, at][real], output.final[:, at][real])
+    is_slot = (batch.positions[:, 1 : num_slots + 1] > 0) & (
+        batch.documents[:, 1 : num_slots + 1] == batch.documents[:, depth : num_slots + depth]
+    )
+    previous_states = output.features[:, :num_slots][is_slot], output.final[:, :num_slots][is_slot]
+    return Slots(*previous_states, batch.tokens[:, token_indices][is_slot], output.final[:, token_indices][is_slot])

@@ -8,8 +8,8 @@ A view is no launch, attention of torch is one, and an operation that is several
 of all arguments and results of launches, as caches are small beside them; live bytes are those of the tensors that were made.
 Where the host reads a value it waits, and it reads a one.
 
-`count.seconds` is a roofline of one device: a product runs at a share of the peak that depends on its smallest dimension (EFFICIENCY),
-attention over texts at ATTENTION, everything else at 80 % of the bandwidth and in at least 2 microseconds.
+`count.seconds` is a roofline of one device: a product runs at a share of the peak that depends on its smallest dimension (PRODUCT_EFFICIENCY),
+attention over texts at ATTENTION_EFFICIENCY, everything else at 80 % of the bandwidth and in at least 2 microseconds.
 """
 
 import contextlib
@@ -23,13 +23,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 aten = torch.ops.aten
-PEAK, BANDWIDTH, REACHED = 989e12, 3.35e12, 0.8  # of an H100 in bfloat16; bytes/s; the share of them that kernels reach
-EFFICIENCY = ((512, 0.65), (128, 0.5), (32, 0.35), (0, 0.1))  # of a product whose smallest dimension is at least this
-ATTENTION = 0.45
-LAUNCH, PRODUCT_LAUNCH = 2e-6, 3e-6
-GEMMS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
+H100_PEAK, H100_BANDWIDTH, REACHED_SHARE = (
+    989e12,
+    3.35e12,
+    0.8,
+)  # of an H100 in bfloat16; bytes/s; the share of them that kernels reach
+PRODUCT_EFFICIENCY = (
+    (512, 0.65),
+    (128, 0.5),
+    (32, 0.35),
+    (0, 0.1),
+)  # of a product whose smallest dimension is at least this
+ATTENTION_EFFICIENCY = 0.45
+LAUNCH_SECONDS, PRODUCT_LAUNCH_SECONDS = 2e-6, 3e-6
+PRODUCT_INDICES = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 # Products of queries and keys, of forward ones
-TEXTS = {"attend_segments": 1.0, "attend_segments_backward": 2.5, "attend_texts": 1.0}
+TEXT_ATTENTION = {"attend_segments": 1.0, "attend_segments_backward": 2.5, "attend_texts": 1.0}
 VIEWS = set(
     "view _unsafe_view t transpose permute expand slice select unsqueeze squeeze alias as_strided split split_with_sizes unbind "
     "detach _reshape_alias diagonal lift_fresh empty empty_like new_empty empty_strided new_empty_strided is_same_size".split()
@@ -46,7 +55,7 @@ _tensor = torch.Tensor
 PRODUCTS = {F.linear, torch.matmul, _tensor.matmul, _tensor.__matmul__, _tensor.__rmatmul__, torch.bmm, torch.mm}
 
 
-class Count(TorchDispatchMode):
+class OperationCount(TorchDispatchMode):
     """moved, live: bytes; live: the most at one time, of what was made within; waits: of the host for the device
 
     peak, bandwidth: of the device, FLOP/s in bfloat16 and bytes/s
@@ -55,22 +64,27 @@ class Count(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
-    current: "Count"
+    current: "OperationCount"
 
     def __init__(
-        self, texts: Sequence[int] = (), *, filled: float = 1.0, peak: float = PEAK, bandwidth: float = BANDWIDTH
+        self,
+        texts: Sequence[int] = (),
+        *,
+        filled: float = 1.0,
+        peak: float = H100_PEAK,
+        bandwidth: float = H100_BANDWIDTH,
     ) -> None:
         super().__init__()
-        self.peak, self.bandwidth = peak, REACHED * bandwidth
+        self.peak, self.bandwidth = peak, REACHED_SHARE * bandwidth
         self.filled = filled
-        self.launches = self.moved = self.live = self.waits = self._now = 0
+        self.launches = self.moved = self.live = self.waits = self._live_now = 0
         self.seconds = self.flops = 0.0
         self.pairs = sum(num * (num + 1) / 2 for num in texts)  # of a query and a key that it sees
-        self._known: dict[int, weakref.ref] = {}
+        self._storages: dict[int, weakref.ref] = {}
         self._undo = contextlib.ExitStack()
 
     def __enter__(self):
-        Count.current = self
+        OperationCount.current = self
         self._undo.enter_context(_FusedAttention())
         return super().__enter__()
 
@@ -81,34 +95,34 @@ class Count(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "overloadpacket", func).__name__
-        given = tensors_in([*args, *kwargs.values()])
-        there = any(each.is_meta for each in given)
-        if func is aten._local_scalar_dense.default and there:
+        inputs = list_tensors([*args, *kwargs.values()])
+        on_device = any(tensor.is_meta for tensor in inputs)
+        if func is aten._local_scalar_dense.default and on_device:
             self.waits += 1
-            return given[0].dtype.is_floating_point or given[0].dtype == torch.bool or 1
-        if func in (aten.equal.default, aten.allclose.default) and there:
+            return inputs[0].dtype.is_floating_point or inputs[0].dtype == torch.bool or 1
+        if func in (aten.equal.default, aten.allclose.default) and on_device:
             return True
-        to = kwargs.get("device")
-        if name == "_to_copy" and to is not None and given[0].is_meta != (torch.device(to).type == "meta"):
-            self.waits += there or not kwargs.get("non_blocking")
-            if there:
-                return torch.ones(given[0].shape, dtype=kwargs.get("dtype") or given[0].dtype)
-        parts = self._in_parts(func, args, kwargs)
-        if parts is not NotImplemented:
-            return parts
+        device = kwargs.get("device")
+        if name == "_to_copy" and device is not None and inputs[0].is_meta != (torch.device(device).type == "meta"):
+            self.waits += on_device or not kwargs.get("non_blocking")
+            if on_device:
+                return torch.ones(inputs[0].shape, dtype=kwargs.get("dtype") or inputs[0].dtype)
+        decomposed = self._decompose(func, args, kwargs)
+        if decomposed is not NotImplemented:
+            return decomposed
         out = func(*args, **kwargs)
-        made = [each for each in tensors_in([out]) if each.is_meta]
-        if not made and not there:
+        outputs = [tensor for tensor in list_tensors([out]) if tensor.is_meta]
+        if not outputs and not on_device:
             return out
-        old = {each.untyped_storage()._cdata for each in given}
-        for each in made:
-            if each.untyped_storage()._cdata not in old:
-                self._watch(each.untyped_storage())
+        input_storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+        for tensor in outputs:
+            if tensor.untyped_storage()._cdata not in input_storages:
+                self._watch_storage(tensor.untyped_storage())
         if name not in VIEWS:
-            self.add(name, given, made, args)
+            self.add(name, inputs, outputs, args)
         return out
 
-    def _in_parts(self, func, args, kwargs):
+    def _decompose(self, func, args, kwargs):
         """What autograd would take apart comes whole in inference mode."""
         if not torch.is_inference_mode_enabled():
             return NotImplemented
@@ -118,10 +132,10 @@ class Count(TorchDispatchMode):
         finally:
             super().__exit__(None, None, None)
 
-    def add(self, name: str, given: list[torch.Tensor], made: list[torch.Tensor], args: Sequence) -> None:
+    def add(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], args: Sequence) -> None:
         """One operation that is not a view."""
         self.launches += KERNELS.get(name, 1)
-        read, written = [bytes_of(each) for each in given], sum(each.nbytes for each in made)
+        read, written = [count_read_bytes(tensor) for tensor in inputs], sum(tensor.nbytes for tensor in outputs)
         if name in FILLS:
             read = []
         elif name in GATHERS:  # of the first argument only what is taken
@@ -131,42 +145,42 @@ class Count(TorchDispatchMode):
         elif name == "logsumexp":
             read = 5 * read
         elif name == "attend_texts":
-            read[1:3] = [int(self.filled * each) for each in read[1:3]]
+            read[1:3] = [int(self.filled * size) for size in read[1:3]]
         self.moved += sum(read) + written
-        self._take_time(name, sum(read) + written, args)
+        self._add_seconds(name, sum(read) + written, args)
 
-    def _take_time(self, name: str, moved: float, args: Sequence) -> None:
-        flops, seconds, least = 0.0, moved / self.bandwidth, LAUNCH * KERNELS.get(name, 1)
-        if name in GEMMS:
-            left, right = args[GEMMS[name]], args[GEMMS[name] + 1]
-            flops, least = 2.0 * left.numel() * right.shape[-1], PRODUCT_LAUNCH
+    def _add_seconds(self, name: str, moved: float, args: Sequence) -> None:
+        flops, seconds, minimum = 0.0, moved / self.bandwidth, LAUNCH_SECONDS * KERNELS.get(name, 1)
+        if name in PRODUCT_INDICES:
+            left, right = args[PRODUCT_INDICES[name]], args[PRODUCT_INDICES[name] + 1]
+            flops, minimum = 2.0 * left.numel() * right.shape[-1], PRODUCT_LAUNCH_SECONDS
             smallest = min(left.shape[-2], left.shape[-1], right.shape[-1])
-            share = next(share for size, share in EFFICIENCY if smallest >= size)
+            share = next(share for size, share in PRODUCT_EFFICIENCY if smallest >= size)
             seconds = max(seconds, flops / (share * self.peak if left.element_size() < 4 else 0.0425 * self.peak))
         elif name == "attend_texts":  # 128 queries at a time, of which a few may be real
             rows = args[0].shape[0] * -(-args[0].shape[1] // 128) * 128
             keys = self.filled * args[1].shape[0] / args[0].shape[0]
             flops = 4.0 * rows * keys * args[0].shape[2]
-            seconds = max(seconds, flops / (ATTENTION * self.peak))
-        elif name in TEXTS:
-            query = args[TEXTS[name] > 1]
-            flops = 4.0 * TEXTS[name] * query.shape[1] * query.shape[2] * self.pairs
-            seconds = max(seconds, flops / (ATTENTION * self.peak))
+            seconds = max(seconds, flops / (ATTENTION_EFFICIENCY * self.peak))
+        elif name in TEXT_ATTENTION:
+            query = args[TEXT_ATTENTION[name] > 1]
+            flops = 4.0 * TEXT_ATTENTION[name] * query.shape[1] * query.shape[2] * self.pairs
+            seconds = max(seconds, flops / (ATTENTION_EFFICIENCY * self.peak))
         self.flops += flops
-        self.seconds += max(seconds, least)
+        self.seconds += max(seconds, minimum)
 
-    def _watch(self, storage: torch.UntypedStorage) -> None:
+    def _watch_storage(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.size()
-        if key in self._known:
+        if key in self._storages:
             return
 
-        def gone(_) -> None:
-            if self._known.pop(key, None) is not None:
-                self._now -= size
+        def forget_storage(_) -> None:
+            if self._storages.pop(key, None) is not None:
+                self._live_now -= size
 
-        self._known[key] = weakref.ref(storage, gone)
-        self._now += size
-        self.live = max(self.live, self._now)
+        self._storages[key] = weakref.ref(storage, forget_storage)
+        self._live_now += size
+        self.live = max(self.live, self._live_now)
 
 
 class _FusedAttention(TorchFunctionMode):
@@ -200,18 +214,18 @@ class Autocast(TorchFunctionMode):
         return self.cast[id(value)]
 
 
-def tensors_in(values) -> list[torch.Tensor]:
+def list_tensors(values) -> list[torch.Tensor]:
     """Those among them, and in lists of them"""
-    found = []
+    tensors = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            found += tensors_in(value)
-    return found
+            tensors += list_tensors(value)
+    return tensors
 
 
-def bytes_of(tensor: torch.Tensor) -> int:
+def count_read_bytes(tensor: torch.Tensor) -> int:
     """Bytes; those of an expanded tensor are read once."""
     return min(tensor.nbytes, tensor.untyped_storage().size()) if 0 in tensor.stride() else tensor.nbytes
 
@@ -227,7 +241,7 @@ def _(query, key, value, mask):
 
 
 def _attention_backward(ctx, grad):
-    return *(torch.empty_like(each) for each in ctx.saved_tensors), None
+    return *(torch.empty_like(tensor) for tensor in ctx.saved_tensors), None
 
 
 def _save_for_backward(ctx, inputs, output):

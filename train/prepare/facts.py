@@ -23,19 +23,19 @@ from specdec.text import reading
 from specdec.text.chat_template import check_arguments
 from train.data.batches import collate
 from train.data.encoding import Encoding, load_rows
-from train.data.packing import Packs, Rows, draft_vocab, first_fit
-from train.features.loader import permutation
-from train.features.outputs import Online
+from train.data.packing import EncodedRows, Packs, choose_draft_vocab, pack_first_fit
+from train.features.loader import permute_packs
+from train.features.outputs import ComputedFeatures
 from train.loop import optimizer as optimization
 from train.prepare import plan
-from train.prepare.plan import make
+from train.prepare.plan import instantiate
 from train.processes import compute_by_main
-from train.settings.decide import Memory, Pace, Place, RunSizes, TargetFacts, TextLengths
+from train.settings.decide import Hardware, Memory, Pace, RunSizes, TargetFacts, TextLengths
 from train.settings.options import RunOptions
 
-CHARACTERS = 4  # of a token, where the tokenizer is not there
-LAYERS = 3  # that a head reads whose layers are not known yet
-TRIED = 4  # batches with which the speed is measured, of which the first warms up
+CHARACTERS_PER_TOKEN = 4  # of a token, where the tokenizer is not there
+DEFAULT_LAYERS = 3  # that a head reads whose layers are not known yet
+TIMED_BATCHES = 4  # batches with which the speed is measured, of which the first warms up
 
 
 class PlannedFacts:
@@ -47,19 +47,19 @@ class PlannedFacts:
     Raises ValueError for paths that do not exist, before the target is loaded.
     """
 
-    def __init__(self, options: RunOptions, device: torch.device | None = None, num: int = 1):
+    def __init__(self, options: RunOptions, device: torch.device | None = None, num_processes: int = 1):
         """device, num: of the processes"""
         self.options = options
-        find_place = lambda: plan.find_place(options, device or torch.device("cpu"), num)
-        self.place = compute_by_main(find_place, "this machine", minutes=options.train.timeout)
-        if options.validation.recorded:
+        find_place = lambda: plan.find_hardware(options, device or torch.device("cpu"), num_processes)
+        self.hardware = compute_by_main(find_place, "this machine", minutes=options.train.timeout)
+        if options.validation.has_recorded_answers:
             self.heldout = reading.load_conversations(options.validation.answers, arguments=options.template)
         else:
             self.heldout = reading.load_prompts(options.data.heldout, split=options.data.heldout_split)
         self.outline: Target | None = None
         self.packs: Packs | None = None
         self.texts = TextLengths(numpy.zeros(0), 0, numpy.zeros(0))
-        self.counted: plan.Counted | None = None
+        self.run_count: plan.RunCount | None = None
         self.pace: Pace | None = None
 
     @property
@@ -81,7 +81,7 @@ class PlannedFacts:
             return tokenizer
 
     @cached_property
-    def rows(self) -> tuple[Rows, ndarray] | None:
+    def rows(self) -> tuple[EncodedRows, ndarray] | None:
         """Encoded rows, and the numbers of those that are trained on; None where there is no tokenizer."""
         try:
             tokenizer = self.tokenizer
@@ -96,44 +96,44 @@ class PlannedFacts:
         rows, numbers = self.rows
         return rows.lengths[numbers]
 
-    def choose_dtype(self) -> precision.Choice:
-        return precision.Choice("bfloat16", "")
+    def choose_dtype(self) -> precision.DtypeChoice:
+        return precision.DtypeChoice("bfloat16", "")
 
     def read_target(self, dtype: str) -> TargetFacts:
         self.dtype = dtype
         with prefix_option_names("target"):
-            self.outline = plan.make_outline(self.options, plan.read_config(self.options), dtype)
+            self.outline = plan.make_outline(self.options, plan.read_target_config(self.options), dtype)
         shapes = self.target_shapes
         limits = [limit for limit in (shapes.max_positions, shapes.rotary_boundary) if limit is not None]
-        packed = packs_rows(shapes, length=1, pack=self.options.data.pack)
+        packed = decide_packing(shapes, length=1, pack=self.options.data.pack)
         return TargetFacts(shapes.vocab_size, min(limits, default=None), packed, count_drafts(self.options))
 
     def pack_rows(self, length: int) -> TextLengths:
         with prefix_option_names("data"):
-            packed = packs_rows(self.target_shapes, length=length, pack=self.options.data.pack)
+            packed = decide_packing(self.target_shapes, length=length, pack=self.options.data.pack)
             if self.rows is None:
                 self.texts = guess_packs(self.row_lengths, length)
             else:
                 rows, numbers = self.rows
-                self.packs = Packs(rows, length=length, packed=packed, numbers=numbers)
-                self.texts = read_lengths(self.packs)
+                self.packs = Packs(rows, length=length, packed=packed, row_numbers=numbers)
+                self.texts = read_text_lengths(self.packs)
         return self.texts
 
     def count_memory(self, sizes: RunSizes) -> Memory | None:
-        self.counted = None
+        self.run_count = None
         if self.outline is not None and not self.options.adapts_target:
-            self.counted = count(self.options, sizes, self.outline, self.texts, self.place)
-        if self.counted is None and self.options.plan:
+            self.run_count = try_count_run(self.options, sizes, self.outline, self.texts, self.hardware)
+        if self.run_count is None and self.options.plan:
             raise ValueError("plan=true: this head or this target is not counted. Take a few steps: train.steps=10.")
-        return None if self.counted is None else self.counted.memory
+        return None if self.run_count is None else self.run_count.memory
 
     def count_features(self) -> int:
-        layers = LAYERS if self.counted is None else len(self.counted.drafter.target_layers)
-        return plan.bytes_per_token(self.target_shapes, layers)
+        layers = DEFAULT_LAYERS if self.run_count is None else len(self.run_count.drafter.target_layers)
+        return plan.count_bytes_per_token(self.target_shapes, layers)
 
     def measure_pace(self, sizes: RunSizes) -> Pace:
-        assert self.counted is not None
-        self.pace = self.counted.pace
+        assert self.run_count is not None
+        self.pace = self.run_count.pace
         return self.pace
 
 
@@ -153,19 +153,19 @@ class MeasuredFacts(PlannedFacts):
         return self.outline or self.target
 
     @cached_property
-    def rows(self) -> tuple[Rows, ndarray]:
+    def rows(self) -> tuple[EncodedRows, ndarray]:
         return encode_rows(self.options, self.tokenizer)
 
-    def choose_dtype(self) -> precision.Choice:
-        choose = lambda: precision.choose(self.processes.device)
+    def choose_dtype(self) -> precision.DtypeChoice:
+        choose = lambda: precision.choose_dtype(self.processes.device)
         return compute_by_main(choose, "what the device computes in", minutes=self.options.train.timeout)
 
     def measure_pace(self, sizes: RunSizes) -> Pace:
         """A plan's pace is that of the machine's figures where the run does not fit into its memory."""
-        if self.counted is not None and not self.counted.memory.fits(self.place):
-            return self.counted.pace
+        if self.run_count is not None and not self.run_count.memory.fits(self.hardware):
+            return self.run_count.pace
         assert self.packs is not None
-        pace = try_steps(self.options, sizes, self.packs, self.target, self.processes.device)
+        pace = time_steps(self.options, sizes, self.packs, self.target, self.processes.device)
         self.pace = compute_by_main(lambda: pace, "the speed of this device", minutes=self.options.train.timeout)
         return self.pace
 
@@ -191,7 +191,7 @@ def load_target(options: RunOptions, dtype: str, processes: PartialState) -> Tar
         return Target.load(target.name, **arguments)
 
 
-def packs_rows(target: Target, *, length: int, pack: bool | None) -> bool:
+def decide_packing(target: Target, *, length: int, pack: bool | None) -> bool:
     """Whether rows of `length` tokens hold several conversations. pack: as the user wishes; None: if the target can read them so
 
     Raises ValueError for a length, or for packing, that the target cannot read.
@@ -212,7 +212,7 @@ def packs_rows(target: Target, *, length: int, pack: bool | None) -> bool:
     return not target.recurrent if pack is None else pack
 
 
-def encode_rows(options: RunOptions, tokenizer: PreTrainedTokenizerBase) -> tuple[Rows, numpy.ndarray]:
+def encode_rows(options: RunOptions, tokenizer: PreTrainedTokenizerBase) -> tuple[EncodedRows, numpy.ndarray]:
     """The conversations, and the numbers of those that are trained on."""
     sources, template = options.data, options.template
     check_arguments(tokenizer, template)
@@ -225,26 +225,26 @@ def encode_rows(options: RunOptions, tokenizer: PreTrainedTokenizerBase) -> tupl
         return load_rows(sources.train, encoding, hold_out=sources.hold_out, tokens=sources.tokens)
 
 
-def read_lengths(packs: Packs) -> TextLengths:
-    lengths = numpy.minimum(packs.rows.lengths[packs.members], packs.length)
+def read_text_lengths(packs: Packs) -> TextLengths:
+    lengths = numpy.minimum(packs.encoded.lengths[packs.packed_rows], packs.length)
     return TextLengths(lengths, len(packs), packs.supervised_counts.numpy())
 
 
 def guess_packs(lengths: ndarray, length: int) -> TextLengths:
     """Of rows that were not encoded."""
     cut = numpy.minimum(lengths, length)
-    num = int(first_fit(cut.tolist(), length).max(initial=0)) + 1
+    num = int(pack_first_fit(cut.tolist(), length).max(initial=0)) + 1
     return TextLengths(cut, num, numpy.zeros(0, dtype=numpy.int64))
 
 
 def guess_lengths(options: RunOptions) -> ndarray:
-    """Tokens of each row, where the tokenizer cannot be reached: its characters over CHARACTERS, [R]"""
+    """Tokens of each row, where the tokenizer cannot be reached: its characters over CHARACTERS_PER_TOKEN, [R]"""
     lengths = []
     for source in reading.read_sources(options.data.train):
         for _, row in itertools.islice(reading.read_rows(source, options.data.split), options.data.limit):
-            lengths.append(len(str(row.get("messages") or row.get("text") or row)) // CHARACTERS + 1)
-    progress.note(
-        f"The tokenizer of {options.target.name} cannot be reached: {CHARACTERS} characters are counted as a token."
+            lengths.append(len(str(row.get("messages") or row.get("text") or row)) // CHARACTERS_PER_TOKEN + 1)
+    progress.print_note(
+        f"The tokenizer of {options.target.name} cannot be reached: {CHARACTERS_PER_TOKEN} characters are counted as a token."
     )
     return numpy.array(lengths, dtype=numpy.int64)
 
@@ -258,14 +258,14 @@ def count_drafts(options: RunOptions) -> int:
     return min([number for number in (*numbers, options.decode.nodes) if isinstance(number, int)], default=4)
 
 
-def count(
-    options: RunOptions, sizes: RunSizes, outline: Target, texts: TextLengths, place: Place
-) -> plan.Counted | None:
+def try_count_run(
+    options: RunOptions, sizes: RunSizes, outline: Target, texts: TextLengths, hardware: Hardware
+) -> plan.RunCount | None:
     """None for a head that cannot be counted without values; its own refusals come when it is made."""
     try:
         with torch.random.fork_rng(devices=[]):  # what is counted draws, too
-            return plan.count_run(options, sizes, outline, texts, place)
-    except plan.WITHOUT_VALUES as error:
+            return plan.count_run(options, sizes, outline, texts, hardware)
+    except plan.META_ERRORS as error:
         if options.plan:
             raise ValueError(f"This target with this head cannot be counted ({error}).") from error
         return None
@@ -281,14 +281,14 @@ def make_drafter(
 
     spec: `head.drafter`, decided
     """
-    count = lambda: draft_vocab(packs, size=vocab_size, num_tokens=target.vocab_size)
+    count = lambda: choose_draft_vocab(packs, size=vocab_size, num_tokens=target.vocab_size)
     choose_vocab = lambda: compute_by_main(count, "the draft vocabulary", minutes=options.train.timeout)
     if options.start is None:
         vocab = choose_vocab()
         with prefix_option_names("head.drafter"):
-            return make(spec, target, vocab=vocab), spec
+            return instantiate(spec, target, vocab=vocab), spec
     new_vocab = None if options.start_vocab == "keep" else lambda before: choose_vocab()
-    drafter, start_spec = checkpoint.start(options.start, target, spec, new_vocab)
+    drafter, start_spec = checkpoint.load_for_training(options.start, target, spec, new_vocab)
     if start_spec["_target_"] != spec["_target_"]:
         raise ValueError(
             f"start={options.start} holds {start_spec['_target_']} and head={spec['_target_']}: give head= "
@@ -300,31 +300,36 @@ def make_drafter(
 # The speed of this device
 
 
-def try_steps(options: RunOptions, sizes: RunSizes, packs: Packs, target: Target, device: torch.device) -> Pace:
+def time_steps(options: RunOptions, sizes: RunSizes, packs: Packs, target: Target, device: torch.device) -> Pace:
     """Takes a few steps with a drafter that is thrown away, and measures them. All processes call this together."""
-    order = permutation(len(packs), options.train.seed)
+    order = permute_packs(len(packs), options.train.seed)
     size = min(sizes.batch, len(order))
-    chosen = [[packs[order[(turn * size + place) % len(order)]] for place in range(size)] for turn in range(TRIED)]
-    texts = [collate(rows, length=sizes.length, pad_token=0).to(device) for rows in chosen]
+    rows_of_batches = [
+        [packs[order[(batch_number * size + position) % len(order)]] for position in range(size)]
+        for batch_number in range(TIMED_BATCHES)
+    ]
+    texts = [collate(rows, length=sizes.length, pad_token=0).move_to(device) for rows in rows_of_batches]
     tokens = [int((batch.documents >= 0).sum()) for batch in texts]
     outputs: dict[int, Any] = {}
     # The first batch on a GPU proves and compiles; processes that hold a target together must take the same number
     patient = device.type != "cpu" or target.share.size > 1
-    measure = functools.partial(plan.measure_pace, tokens=tokens, wait=lambda: devices.wait(device), patient=patient)
+    measure = functools.partial(
+        plan.measure_pace, tokens=tokens, wait=lambda: devices.wait_for_device(device), patient=patient
+    )
     with (
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-        progress.start("measuring this device"),
+        progress.start_task("measuring this device"),
     ):
         if options.adapts_target:  # a second drafter would change it again
-            online = Online(target, ())
+            online = ComputedFeatures(target, ())
             read = measure(lambda n: online(texts[n]), lambda n: None, lambda: None).read
             return Pace(0.0, 4 * read, 0.0)
         drafter = make_drafter(options, sizes.drafter, sizes.vocab_size, target, packs)[0].to(device)
         with prefix_option_names("head.objective"):
-            objective = make(options.head.objective, drafter).train()
+            objective = instantiate(options.head.objective, drafter).train()
         with prefix_option_names("optimizer"):
             optimizer = optimization.make_optimizer(drafter, options.optimizer)
-        online, served = Online(target, drafter.target_layers), bool(options.features.urls)
+        online, served = ComputedFeatures(target, drafter.target_layers), bool(options.features.urls)
 
         def read_texts(number: int) -> None:
             shape = (*texts[number].tokens.shape, len(drafter.target_layers) * target.width)

@@ -12,43 +12,45 @@ import numpy
 from numpy import ndarray
 
 from specdec.core.option_types import format_value, read_options
-from specdec.core.precision import AUTO, Choice
+from specdec.core.precision import AUTO, DtypeChoice
 from specdec.options.config_files import flatten
-from train.settings.options import NORMS, RunConfig, RunOptions, fill
+from train.settings.options import NORM_OPTIONS, RunConfig, RunOptions, fill_document
 
-FEW_CUT = 0.995  # of the rows, that are not cut
-SHORTEST, LONGEST = {"cpu": 512, "cuda": 2048}, {"cpu": 4096, "cuda": 16384}  # tokens of a pack
-ROUND = 64  # tokens, that a length is a multiple of
-TOGETHER = 8192  # tokens of a micro-batch on a GPU (docs/gpu.md)
-ON_CPU = 1024  # tokens of a micro-batch on a CPU, above which nothing is won
-STEPS = 1000  # towards which the tokens of a step are chosen
-STEP_TOKENS = (512, 32768)  # tokens of a step, at least and at most
-UPDATE = 4.0  # times as long as the optimizer's work, that the rest of a step is to take
-LEAST_MOST = 2048  # tokens of a step, that this may ask for
-EPOCHS = 4  # beyond which reading the same texts again brings little (2305.16264)
-ENOUGH = 1e9  # tokens, that published heads read at least; more data are read once
+UNCUT_SHARE = 0.995  # of the rows, that are not cut
+MIN_LENGTH, MAX_LENGTH = {"cpu": 512, "cuda": 2048}, {"cpu": 4096, "cuda": 16384}  # tokens of a pack
+LENGTH_MULTIPLE = 64  # tokens, that a length is a multiple of
+GPU_BATCH_TOKENS = 8192  # tokens of a micro-batch on a GPU (docs/gpu.md)
+CPU_BATCH_TOKENS = 1024  # tokens of a micro-batch on a CPU, above which nothing is won
+AIMED_STEPS = 1000  # towards which the tokens of a step are chosen
+STEP_TOKEN_BOUNDS = (512, 32768)  # tokens of a step, at least and at most
+PASS_TO_UPDATE_RATIO = 4.0  # times as long as the optimizer's work, that the rest of a step is to take
+MAX_UPDATE_TOKENS = 2048  # tokens of a step, that this may ask for
+MAX_EPOCHS = 4  # beyond which reading the same texts again brings little (2305.16264)
+ENOUGH_TOKENS = 1e9  # tokens, that published heads read at least; more data are read once
 CPU_HOURS = 1.0
-LONG_RUN = 0.7e6  # tokens, from which norms are worth more than a closed-form start (results/47-right-by-default.md)
-COVERED = 0.985  # share of the answers' tokens that can be drafted
-VOCABULARY = (8192, 32768)  # bounds of a draft vocabulary
-DISK = 0.25  # share of the free disk that features may take
-VALIDATE = 600.0  # seconds between two validations
-VALIDATIONS = (4, 20)  # in a run, at least and at most
-BRIEF = 50  # steps that are given, below which the speed of this device is not measured
+LONG_RUN_TOKENS = (
+    0.7e6  # tokens, from which norms are worth more than a closed-form start (results/47-right-by-default.md)
+)
+COVERED_SHARE = 0.985  # share of the answers' tokens that can be drafted
+VOCABULARY_BOUNDS = (8192, 32768)  # bounds of a draft vocabulary
+DISK_SHARE = 0.25  # share of the free disk that features may take
+VALIDATION_SECONDS = 600.0  # seconds between two validations
+VALIDATION_BOUNDS = (4, 20)  # in a run, at least and at most
+SHORT_RUN_STEPS = 50  # steps that are given, below which the speed of this device is not measured
 GB = 1e9
-ROOM = 0.92  # of a device's memory that may be planned for: the rest is lost between tensors of other sizes
-PRECISIONS = {"bfloat16": "bf16", "float32": "fp32"}  # of training, by the dtype that a device computes in
+MEMORY_SHARE = 0.92  # of a device's memory that may be planned for: the rest is lost between tensors of other sizes
+PRECISION_BY_DTYPE = {"bfloat16": "bf16", "float32": "fp32"}  # of training, by the dtype that a device computes in
 
 
 # Facts
 
 
 @dataclass(frozen=True)
-class Place:
+class Hardware:
     """Where a run trains. device: cpu or cuda; num: processes; memory, disk: bytes of a device, and that are free"""
 
     device: str
-    num: int
+    num_processes: int
     memory: float
     disk: float
 
@@ -102,29 +104,29 @@ class Memory:
     drafter: float  # its weights, and the optimizer's state
     step: float  # gradients and what the backward pass needs
     start: float  # the closed-form start, before the first step
-    other: float = 0.0
+    overhead: float = 0.0
 
     @property
     def fixed(self) -> float:
         """What no shorter pack makes smaller."""
-        return self.other + self.target + self.drafter
+        return self.overhead + self.target + self.drafter
 
     @property
-    def most(self) -> float:
-        return self.other + self.target + max(self.drafter + self.step, self.start)
+    def total(self) -> float:
+        return self.overhead + self.target + max(self.drafter + self.step, self.start)
 
-    def fits(self, place: Place) -> bool:
-        return self.most <= ROOM * place.memory
+    def fits(self, hardware: Hardware) -> bool:
+        return self.total <= MEMORY_SHARE * hardware.memory
 
-    def starts_too_large(self, place: Place) -> bool:
+    def starts_too_large(self, hardware: Hardware) -> bool:
         """Whether all but the closed-form start fits."""
-        return replace(self, start=0.0).fits(place) and not self.fits(place)
+        return replace(self, start=0.0).fits(hardware) and not self.fits(hardware)
 
     def __str__(self) -> str:
         parts = {"target": self.target, "drafter and optimizer": self.drafter, "a step": self.step}
         if self.start > self.drafter + self.step:
             parts = {"target": self.target, "the closed-form start": self.start}
-        return f"{self.most / GB:.2f} GB ({', '.join(f'{name} {value / GB:.2f}' for name, value in parts.items())})"
+        return f"{self.total / GB:.2f} GB ({', '.join(f'{name} {value / GB:.2f}' for name, value in parts.items())})"
 
 
 @dataclass(frozen=True)
@@ -139,13 +141,13 @@ class Pace:
 class Facts(Protocol):
     """What decisions are made by."""
 
-    place: Place
+    hardware: Hardware
 
     @property
     def row_lengths(self) -> ndarray:
         """Tokens of each row, [R]"""
 
-    def choose_dtype(self) -> Choice:
+    def choose_dtype(self) -> DtypeChoice:
         """What the device computes in."""
 
     def read_target(self, dtype: str) -> TargetFacts:
@@ -189,23 +191,23 @@ def decide(options: RunOptions, facts: Facts) -> Decided:
     """All options that are auto, in the order in which they depend on one another. Raises ValueError for a run that cannot fit."""
     precision = decide_precision(options, facts)
     target = facts.read_target(precision[1].value)
-    length = decide_length(options, facts.place, facts.row_lengths, target)
-    judging = decide_validation(options, facts.place, target.max_drafts)
-    texts, sizes, fitting = fit_memory(options, facts, target, precision[0].value, length)
-    features = decide_features(options, facts.place, texts, sizes.batch, bytes_per_token=facts.count_features())
+    length = decide_length(options, facts.hardware, facts.row_lengths, target)
+    validation = decide_validation(options, facts.hardware, target.max_drafts)
+    texts, sizes, size_decisions = fit_memory(options, facts, target, precision[0].value, length)
+    features = decide_features(options, facts.hardware, texts, sizes.batch, bytes_per_token=facts.count_features())
     pace = facts.measure_pace(sizes) if needs_pace(options) else Pace()
-    cost = Cost(pace, texts.num_tokens, facts.place.num, cached=features.value == "cached")
-    steps, tokens = decide_steps(options, facts.place, texts, cost, sizes.batch)
-    decisions = [*precision, *fitting, *judging, features, *steps, *decide_start(options, tokens)]
-    return Decided(read_options(RunConfig, apply(options, decisions)), decisions)
+    cost = Cost(pace, texts.num_tokens, facts.hardware.num_processes, cached=features.value == "cached")
+    steps, tokens = decide_steps(options, facts.hardware, texts, cost, sizes.batch)
+    decisions = [*precision, *size_decisions, *validation, features, *steps, *decide_start(options, tokens)]
+    return Decided(read_options(RunConfig, apply_decisions(options, decisions)), decisions)
 
 
-def apply(options: RunOptions, decisions: list[Decision]) -> dict:
+def apply_decisions(options: RunOptions, decisions: list[Decision]) -> dict:
     """The options as a document, with these decisions."""
-    return fill(options.document(), {decision.name: decision.value for decision in decisions})
+    return fill_document(options.document(), {decision.name: decision.value for decision in decisions})
 
 
-def choose(options: RunOptions, name: str, value: Any, reason: str = "") -> Decision:
+def choose_value(options: RunOptions, name: str, value: Any, reason: str = "") -> Decision:
     """The value that the user gives to an option, or this one in the place of auto."""
     current = flatten(options.document())[name]
     return Decision(name, value, reason) if current == AUTO else Decision(name, current, "")
@@ -214,48 +216,50 @@ def choose(options: RunOptions, name: str, value: Any, reason: str = "") -> Deci
 def decide_precision(options: RunOptions, facts: Facts) -> list[Decision]:
     """What is computed in: of training, and of the target."""
     is_open = AUTO in (options.precision, options.target.dtype)
-    choice = facts.choose_dtype() if is_open else Choice("float32", "")
+    choice = facts.choose_dtype() if is_open else DtypeChoice("float32", "")
     return [
-        choose(options, "precision", PRECISIONS[choice.dtype], choice.reason),
-        choose(options, "target.dtype", choice.dtype, choice.reason),
+        choose_value(options, "precision", PRECISION_BY_DTYPE[choice.dtype], choice.reason),
+        choose_value(options, "target.dtype", choice.dtype, choice.reason),
     ]
 
 
-def decide_length(options: RunOptions, place: Place, lengths: ndarray, target: TargetFacts) -> Decision:
+def decide_length(options: RunOptions, hardware: Hardware, lengths: ndarray, target: TargetFacts) -> Decision:
     """Tokens of a pack. lengths: tokens of each row"""
-    on_gpu = place.device == "cuda"
-    shortest, longest = SHORTEST[place.device], LONGEST[place.device]
-    quantile = int(numpy.quantile(lengths, FEW_CUT, method="higher")) if len(lengths) else shortest
-    least = shortest
+    on_gpu = hardware.device == "cuda"
+    shortest, upper = MIN_LENGTH[hardware.device], MAX_LENGTH[hardware.device]
+    quantile = int(numpy.quantile(lengths, UNCUT_SHARE, method="higher")) if len(lengths) else shortest
+    lower = shortest
     if on_gpu:
-        share = step_aim(options, max(1, int(lengths.sum())) * EPOCHS) / place.num  # tokens of a step in one process
-        least = min(max(shortest, 2 ** round(math.log2(share))), TOGETHER)
+        share = (
+            aim_step_tokens(options, max(1, int(lengths.sum())) * MAX_EPOCHS) / hardware.num_processes
+        )  # tokens of a step in one process
+        lower = min(max(shortest, 2 ** round(math.log2(share))), GPU_BATCH_TOKENS)
     if not target.packed:  # the rest of a pack would be padding
-        least = ROUND
-    length = min(max(least, -(-quantile // ROUND) * ROUND), longest)
-    limit = f"from {least:,} to {longest:,} on {describe_place(place)}"
+        lower = LENGTH_MULTIPLE
+    length = min(max(lower, -(-quantile // LENGTH_MULTIPLE) * LENGTH_MULTIPLE), upper)
+    limit = f"from {lower:,} to {upper:,} on {describe_device(hardware)}"
     if target.max_positions is not None and target.max_positions < length:
         length = target.max_positions
         limit = f"the target reads at most {length:,}"
     cut = int((lengths > length).sum())
-    reason = f"{FEW_CUT:.1%} of {len(lengths):,} rows have at most {quantile:,} tokens; {limit}; cut: {cut:,}"
-    return choose(options, "data.length", length, reason)
+    reason = f"{UNCUT_SHARE:.1%} of {len(lengths):,} rows have at most {quantile:,} tokens; {limit}; cut: {cut:,}"
+    return choose_value(options, "data.length", length, reason)
 
 
-def describe_place(place: Place) -> str:
-    return "a GPU" if place.device == "cuda" else "a CPU"
+def describe_device(hardware: Hardware) -> str:
+    return "a GPU" if hardware.device == "cuda" else "a CPU"
 
 
-def decide_validation(options: RunOptions, place: Place, max_drafts: int) -> list[Decision]:
+def decide_validation(options: RunOptions, hardware: Hardware, max_drafts: int) -> list[Decision]:
     """How the drafter is judged."""
-    where = f"on {describe_place(place)}"
-    drafts, num_prompts, tokens = (4, 64, 256) if place.device == "cuda" else (2, 8, 48)
-    if place.device == "cuda" and getattr(options.head.drafter_class, "attends", None) == "block":
+    reason = f"on {describe_device(hardware)}"
+    drafts, num_prompts, tokens = (4, 64, 256) if hardware.device == "cuda" else (2, 8, 48)
+    if hardware.device == "cuda" and getattr(options.head.drafter_class, "context_kind", None) == "block":
         drafts = max_drafts  # of one pass
     return [
-        choose(options, "decode.depth", min(max_drafts, drafts), f"drafts of a round in validations {where}"),
-        choose(options, "validation.num_prompts", num_prompts, where),
-        choose(options, "validation.max_new_tokens", tokens, where),
+        choose_value(options, "decode.depth", min(max_drafts, drafts), f"drafts of a round in validations {reason}"),
+        choose_value(options, "validation.num_prompts", num_prompts, reason),
+        choose_value(options, "validation.max_new_tokens", tokens, reason),
     ]
 
 
@@ -268,122 +272,124 @@ def fit_memory(
     """
     texts = facts.pack_rows(length.value)
     vocabulary = decide_vocabulary(options, texts, target.vocab_size)
-    start = decide_start(options, count_wanted_tokens(options, texts, batch=1))  # said with the steps
-    batch = decide_batch(options, facts.place, texts, length.value)
-    spec = {decision.name.rpartition(".")[2]: decision.value for decision in start}
-    packs = spec.pop("solve_packs")
+    start = decide_start(options, count_tokens_to_read(options, texts, batch=1))  # said with the steps
+    batch = decide_batch(options, facts.hardware, texts, length.value)
+    start_options = {decision.name.rpartition(".")[2]: decision.value for decision in start}
+    solve_packs = start_options.pop("solve_packs")
     while True:
-        sizes = RunSizes(precision, length.value, batch.value, vocabulary.value, packs, options.head.drafter | spec)
+        sizes = RunSizes(
+            precision, length.value, batch.value, vocabulary.value, solve_packs, options.head.drafter | start_options
+        )
         decisions = [length, vocabulary, batch]
         memory = facts.count_memory(sizes)
-        if memory is None or memory.fits(facts.place):
+        if memory is None or memory.fits(facts.hardware):
             return texts, sizes, decisions
-        smaller = make_smaller(options, memory, facts.place, sizes)
-        if smaller is None:
+        halved = halve_sizes(options, memory, facts.hardware, sizes)
+        if halved is None:
             if options.plan:
                 return texts, sizes, decisions
-            settled = read_options(RunOptions, apply(options, [*decisions, *start]))
-            (problem,) = find_problems(settled, memory, facts.place)
+            decided_options = read_options(RunOptions, apply_decisions(options, [*decisions, *start]))
+            (problem,) = find_problems(decided_options, memory, facts.hardware)
             raise ValueError(f"This run does not fit: {problem} plan=true shows what it needs.")
-        if smaller.name == batch.name:
-            batch = smaller
+        if halved.name == batch.name:
+            batch = halved
         else:
-            length, texts = smaller, facts.pack_rows(smaller.value)
+            length, texts = halved, facts.pack_rows(halved.value)
 
 
-def make_smaller(options: RunOptions, memory: Memory, place: Place, sizes: RunSizes) -> Decision | None:
+def halve_sizes(options: RunOptions, memory: Memory, hardware: Hardware, sizes: RunSizes) -> Decision | None:
     """Half of what is in memory at once; None if nothing that is auto would help."""
-    reason = f"{memory} were too much for {place.memory / GB:.1f} GB"
-    if memory.starts_too_large(place) or memory.fixed > ROOM * place.memory:
+    reason = f"{memory} were too much for {hardware.memory / GB:.1f} GB"
+    if memory.starts_too_large(hardware) or memory.fixed > MEMORY_SHARE * hardware.memory:
         return None
     if options.train.batch == AUTO and sizes.batch > 1:
         return Decision("train.batch", sizes.batch // 2, reason)
-    if options.data.length == AUTO and sizes.length > SHORTEST[place.device]:
+    if options.data.length == AUTO and sizes.length > MIN_LENGTH[hardware.device]:
         return Decision("data.length", sizes.length // 2, reason)
     return None
 
 
-def find_problems(options: RunOptions, memory: Memory, place: Place) -> list[str]:
+def find_problems(options: RunOptions, memory: Memory, hardware: Hardware) -> list[str]:
     """Why a run does not fit into the memory, and what to change; empty if it does."""
-    if memory.fits(place):
+    if memory.fits(hardware):
         return []
-    if memory.starts_too_large(place):
+    if memory.starts_too_large(hardware):
         return [
-            f"the closed-form start needs {(memory.other + memory.target + memory.start) / GB:.1f} GB in a process that has "
-            f"{place.memory / GB:.1f} GB: lower solve_packs={options.solve_packs}, or set it to 0 for random weights."
+            f"the closed-form start needs {(memory.overhead + memory.target + memory.start) / GB:.1f} GB in a process that has "
+            f"{hardware.memory / GB:.1f} GB: lower solve_packs={options.solve_packs}, or set it to 0 for random weights."
         ]
-    need = f"a process needs {memory} and has {place.memory / GB:.1f} GB: "
-    if memory.target > 0.8 * ROOM * place.memory:
-        places = (
+    need = f"a process needs {memory} and has {hardware.memory / GB:.1f} GB: "
+    if memory.target > 0.8 * MEMORY_SHARE * hardware.memory:
+        alternatives = (
             "target.shard=true over more GPUs, target.device=auto, or an engine on other GPUs (features.mode=engine)"
         )
-        return [f"{need}the target alone is too large. Give {places}, or a smaller or quantised target."]
+        return [f"{need}the target alone is too large. Give {alternatives}, or a smaller or quantised target."]
     return [f"{need}{options.describe_remedies()}."]
 
 
 def decide_vocabulary(options: RunOptions, texts: TextLengths, num_tokens: int) -> Decision:
     """The size of the draft vocabulary. num_tokens: of the target"""
-    ranked = numpy.sort(texts.counts)[::-1]
-    shares = ranked.cumsum() / max(1, ranked.sum())
-    wanted = int(numpy.searchsorted(shares, COVERED)) + 1
-    least, most = VOCABULARY
-    size = min(max(least, -(-wanted // 1024) * 1024), most)
+    sorted_counts = numpy.sort(texts.counts)[::-1]
+    shares = sorted_counts.cumsum() / max(1, sorted_counts.sum())
+    num_covering = int(numpy.searchsorted(shares, COVERED_SHARE)) + 1
+    lower, upper = VOCABULARY_BOUNDS
+    size = min(max(lower, -(-num_covering // 1024) * 1024), upper)
     if size >= num_tokens:
         value, reason = None, f"all {num_tokens:,} tokens of the target"
     elif not len(shares):
-        value, reason = most, "the most, as the answers were not encoded"
+        value, reason = upper, "the most, as the answers were not encoded"
     else:
         share = shares[min(size, len(shares)) - 1]
         value = size
-        reason = f"{wanted:,} tokens cover {COVERED:.1%} of the answers, these {share:.1%}; from {least:,} to {most:,}"
+        reason = f"{num_covering:,} tokens cover {COVERED_SHARE:.1%} of the answers, these {share:.1%}; from {lower:,} to {upper:,}"
     if options.start is not None and options.start_vocab == "keep":
         reason = ""
-    return choose(options, "head.vocab_size", value, reason)
+    return choose_value(options, "head.vocab_size", value, reason)
 
 
 def decide_features(
-    options: RunOptions, place: Place, texts: TextLengths, batch: int, *, bytes_per_token: int
+    options: RunOptions, hardware: Hardware, texts: TextLengths, batch: int, *, bytes_per_token: int
 ) -> Decision:
     """Where the target's outputs come from: a GPU computes them anew, as reading them from a disk would be slower."""
     size = texts.num_tokens * bytes_per_token
-    fits = size <= DISK * place.disk
-    again = count_wanted_tokens(options, texts, batch) > 1.2 * texts.num_tokens
+    fits = size <= DISK_SHARE * hardware.disk
+    reads_again = count_tokens_to_read(options, texts, batch) > 1.2 * texts.num_tokens
     if options.features.urls:
         mode, reason = ("cached" if fits else "engine"), f"what the engine reads has {size / GB:.1f} GB"
-    elif place.device == "cuda":
+    elif hardware.device == "cuda":
         mode, reason = "online", "the target's pass is a small part of a step on a GPU"
-    elif not again:
+    elif not reads_again:
         mode, reason = "online", "each text is read once"
     elif not fits:
         mode, reason = "online", f"{size / GB:.1f} GB are more than a quarter of the free disk"
     else:
         mode, reason = "cached", f"texts are read again, and {size / GB:.2f} GB fit on the disk"
-    return choose(options, "features.mode", mode, reason)
+    return choose_value(options, "features.mode", mode, reason)
 
 
 def decide_start(options: RunOptions, tokens: float) -> list[Decision]:
     """Whether a head begins with a closed-form start, or with norms that such a start does not go with. tokens: to be read"""
-    values = {name: options.head.drafter[name] for name in NORMS if name in options.head.drafter}
+    values = {name: options.head.drafter[name] for name in NORM_OPTIONS if name in options.head.drafter}
     users_values = [value for value in values.values() if value != AUTO]
     norms, reason = any(users_values), ""
-    if values and not users_values and options.solve_packs in (AUTO, 0) and tokens > LONG_RUN:
-        norms, reason = True, f"{tokens / 1e6:.2g} M tokens to read, more than {LONG_RUN / 1e6:g} M"
+    if values and not users_values and options.solve_packs in (AUTO, 0) and tokens > LONG_RUN_TOKENS:
+        norms, reason = True, f"{tokens / 1e6:.2g} M tokens to read, more than {LONG_RUN_TOKENS / 1e6:g} M"
     if options.start is not None:
         norms, reason = False, ""
-    decisions = [choose(options, f"head.drafter.{name}", norms, reason) for name in values]
-    solved = choose(options, "solve_packs", 0 if norms else 200, "random weights, with norms" if norms else "")
+    decisions = [choose_value(options, f"head.drafter.{name}", norms, reason) for name in values]
+    solved = choose_value(options, "solve_packs", 0 if norms else 200, "random weights, with norms" if norms else "")
     return [*decisions, solved]
 
 
-def decide_batch(options: RunOptions, place: Place, texts: TextLengths, length: int) -> Decision:
+def decide_batch(options: RunOptions, hardware: Hardware, texts: TextLengths, length: int) -> Decision:
     """Packs that are in memory at once."""
-    together = max(1, (TOGETHER if place.device == "cuda" else ON_CPU) // length)
+    upper = max(1, (GPU_BATCH_TOKENS if hardware.device == "cuda" else CPU_BATCH_TOKENS) // length)
     accumulation = options.train.accumulation
     times = 1 if isinstance(accumulation, str) else accumulation
-    aim = step_aim(options, count_wanted_tokens(options, texts, batch=1)) / times / place.num
-    batch = min(together, max(1, round(aim / texts.pack_tokens)))
-    reason = f"packs of {length:,} tokens at once on {describe_place(place)}"
-    return choose(options, "train.batch", batch, reason)
+    aim = aim_step_tokens(options, count_tokens_to_read(options, texts, batch=1)) / times / hardware.num_processes
+    batch = min(upper, max(1, round(aim / texts.pack_tokens)))
+    reason = f"packs of {length:,} tokens at once on {describe_device(hardware)}"
+    return choose_value(options, "train.batch", batch, reason)
 
 
 # Steps
@@ -395,66 +401,71 @@ class Cost:
 
     pace: Pace
     text_tokens: int
-    num: int
+    num_processes: int
     cached: bool
 
-    def seconds(self, tokens: float, step_tokens: float) -> float:
+    def count_seconds(self, tokens: float, step_tokens: float) -> float:
         """Of a run that reads so many tokens."""
         read = min(tokens, self.text_tokens) if self.cached else tokens
-        return (read * self.pace.read + tokens * self.pace.step) / self.num + tokens / step_tokens * self.pace.update
+        return (
+            read * self.pace.read + tokens * self.pace.step
+        ) / self.num_processes + tokens / step_tokens * self.pace.update
 
-    def share_that_fits(self, tokens: float, step_tokens: float, limit: float) -> float:
+    def find_affordable_share(self, tokens: float, step_tokens: float, limit: float) -> float:
         """The largest share of the tokens that takes no longer than `limit` seconds."""
         low, high = 0.0, 1.0
         for _ in range(40):
             middle = (low + high) / 2
-            if self.seconds(middle * tokens, step_tokens) <= limit:
+            if self.count_seconds(middle * tokens, step_tokens) <= limit:
                 low = middle
             else:
                 high = middle
         return low
 
 
-def step_aim(options: RunOptions, tokens: float, least: float = STEP_TOKENS[0]) -> float:
+def aim_step_tokens(options: RunOptions, tokens: float, lower: float = STEP_TOKEN_BOUNDS[0]) -> float:
     """Tokens of a step, of a run that reads so many. least: at least"""
     steps = options.train.steps
-    return min(max(least, tokens / (STEPS if isinstance(steps, str) else steps)), STEP_TOKENS[1])
+    return min(max(lower, tokens / (AIMED_STEPS if isinstance(steps, str) else steps)), STEP_TOKEN_BOUNDS[1])
 
 
-def count_wanted_tokens(options: RunOptions, texts: TextLengths, batch: int) -> float:
+def count_tokens_to_read(options: RunOptions, texts: TextLengths, batch: int) -> float:
     """Tokens to read without regard to time. batch: where it is auto"""
     train = options.train
     if isinstance(train.steps, str):
         return train.tokens or count_epochs(options, texts) * texts.num_tokens
     batch = batch if isinstance(train.batch, str) else train.batch
     accumulation = 1 if isinstance(train.accumulation, str) else train.accumulation
-    return train.steps * max(batch * accumulation * texts.pack_tokens, STEP_TOKENS[0])
+    return train.steps * max(batch * accumulation * texts.pack_tokens, STEP_TOKEN_BOUNDS[0])
 
 
 def count_epochs(options: RunOptions, texts: TextLengths) -> float:
     """How often the data is read."""
     epochs = options.train.epochs
-    return min(EPOCHS, max(1.0, ENOUGH / texts.num_tokens)) if isinstance(epochs, str) else epochs
+    return min(MAX_EPOCHS, max(1.0, ENOUGH_TOKENS / texts.num_tokens)) if isinstance(epochs, str) else epochs
 
 
 def needs_pace(options: RunOptions) -> bool:
     """Whether a decision depends on the speed of this device."""
     train = options.train
-    brief = isinstance(train.steps, int) and train.steps < BRIEF
-    return options.plan or (AUTO in (train.steps, train.accumulation, train.validate_every) and not brief)
+    is_short = isinstance(train.steps, int) and train.steps < SHORT_RUN_STEPS
+    return options.plan or (AUTO in (train.steps, train.accumulation, train.validate_every) and not is_short)
 
 
 def decide_steps(
-    options: RunOptions, place: Place, texts: TextLengths, cost: Cost, batch: int
+    options: RunOptions, hardware: Hardware, texts: TextLengths, cost: Cost, batch: int
 ) -> tuple[list[Decision], float]:
     """Steps, what is in them, and validations. -> also the tokens that all steps read"""
     train, is_open = options.train, isinstance(options.train.steps, str)
-    wanted, pack_tokens = count_wanted_tokens(options, texts, batch), batch * place.num * texts.pack_tokens
-    least = count_least_tokens(cost.pace, place.num)
-    read_again = f"1 to {EPOCHS}, fewer for more than {ENOUGH / EPOCHS / 1e6:,.0f} M tokens"
-    epochs = choose(options, "train.epochs", float(count_epochs(options, texts)), read_again)
-    hours = decide_hours(options, place)
-    tokens, reason = wanted, ""
+    tokens_to_read, pack_tokens = (
+        count_tokens_to_read(options, texts, batch),
+        batch * hardware.num_processes * texts.pack_tokens,
+    )
+    lower = count_min_step_tokens(cost.pace, hardware.num_processes)
+    read_again = f"1 to {MAX_EPOCHS}, fewer for more than {ENOUGH_TOKENS / MAX_EPOCHS / 1e6:,.0f} M tokens"
+    epochs = choose_value(options, "train.epochs", float(count_epochs(options, texts)), read_again)
+    hours = decide_hours(options, hardware)
+    tokens, reason = tokens_to_read, ""
     if is_open:
         reason = (
             f"train.tokens={train.tokens:,}"
@@ -462,55 +473,60 @@ def decide_steps(
             else f"{epochs.value:.3g} times {texts.num_tokens:,} tokens"
         )
         if hours.value is not None:
-            tokens = limit_tokens(options, cost, wanted, pack_tokens, least, seconds=hours.value * 3600)
-        if tokens < wanted:
+            tokens = limit_tokens(options, cost, tokens_to_read, pack_tokens, lower, seconds=hours.value * 3600)
+        if tokens < tokens_to_read:
             allowed = f"train.hours={hours.value:g} allows {tokens:,.0f} tokens at this speed"
-            reason = f"{allowed}; {reason} would take {wanted / tokens:.1f} times as long"
+            reason = f"{allowed}; {reason} would take {tokens_to_read / tokens:.1f} times as long"
     if not is_open or train.tokens:  # nothing depends on it
         epochs = replace(epochs, reason="")
-    micro_batches = max(1, round(step_aim(options, tokens, least) / pack_tokens))
-    in_step = f"{micro_batches * pack_tokens:,.0f} tokens a step"
+    micro_batches = max(1, round(aim_step_tokens(options, tokens, lower) / pack_tokens))
+    step_reason = f"{micro_batches * pack_tokens:,.0f} tokens a step"
     if is_open:
-        in_step += f": {STEPS:,} steps, but {STEP_TOKENS[0]:,.0f} to {STEP_TOKENS[1]:,} tokens"
-    accumulation = choose(options, "train.accumulation", micro_batches, in_step)
+        step_reason += f": {AIMED_STEPS:,} steps, but {STEP_TOKEN_BOUNDS[0]:,.0f} to {STEP_TOKEN_BOUNDS[1]:,} tokens"
+    accumulation = choose_value(options, "train.accumulation", micro_batches, step_reason)
     step_tokens = accumulation.value * pack_tokens
-    steps = choose(options, "train.steps", max(1, math.ceil(tokens / step_tokens - 0.01)), reason)
+    steps = choose_value(options, "train.steps", max(1, math.ceil(tokens / step_tokens - 0.01)), reason)
     tokens = steps.value * step_tokens
-    validations = decide_validations(options, steps.value, cost.seconds(tokens, step_tokens))
+    validations = decide_validations(options, steps.value, cost.count_seconds(tokens, step_tokens))
     return [epochs, hours, accumulation, steps, validations], tokens
 
 
-def count_least_tokens(pace: Pace, num: int) -> float:
+def count_min_step_tokens(pace: Pace, num_processes: int) -> float:
     """Tokens of a step, at least: the optimizer's own work is to be a small part of it. num: processes"""
-    return max(STEP_TOKENS[0], min(UPDATE * pace.update * num / max(1e-9, pace.read + pace.step), LEAST_MOST))
+    return max(
+        STEP_TOKEN_BOUNDS[0],
+        min(PASS_TO_UPDATE_RATIO * pace.update * num_processes / max(1e-9, pace.read + pace.step), MAX_UPDATE_TOKENS),
+    )
 
 
-def decide_hours(options: RunOptions, place: Place) -> Decision:
+def decide_hours(options: RunOptions, hardware: Hardware) -> Decision:
     train = options.train
-    limited = train.steps == AUTO and train.tokens is None and train.epochs == AUTO and place.device == "cpu"
-    return choose(options, "train.hours", CPU_HOURS if limited else None, "of training at most" if limited else "")
+    limited = train.steps == AUTO and train.tokens is None and train.epochs == AUTO and hardware.device == "cpu"
+    return choose_value(
+        options, "train.hours", CPU_HOURS if limited else None, "of training at most" if limited else ""
+    )
 
 
 def decide_validations(options: RunOptions, steps: int, seconds: float) -> Decision:
     """Steps between two validations. seconds: of training"""
-    fewest, largest = VALIDATIONS
-    every = math.ceil(steps / min(max(fewest, round(seconds / VALIDATE)), largest))
+    lower, upper = VALIDATION_BOUNDS
+    every = math.ceil(steps / min(max(lower, round(seconds / VALIDATION_SECONDS)), upper))
     reason = f"{math.ceil(steps / every)} validations"
     if seconds:
         reason += f" of a run of {seconds / 60:,.1f} minutes"
-    return choose(options, "train.validate_every", every, reason)
+    return choose_value(options, "train.validate_every", every, reason)
 
 
 def limit_tokens(
-    options: RunOptions, cost: Cost, wanted: float, pack_tokens: float, least: float, *, seconds: float
+    options: RunOptions, cost: Cost, tokens_to_read: float, pack_tokens: float, lower: float, *, seconds: float
 ) -> float:
     """As many of the tokens as the time allows. pack_tokens: of a micro-batch of all processes; least: of a step"""
     accumulation = options.train.accumulation
-    fixed = None if isinstance(accumulation, str) else accumulation * pack_tokens
-    tokens = wanted
-    step_tokens = fixed or max(pack_tokens, step_aim(options, tokens, least))
-    if cost.seconds(wanted, step_tokens) <= seconds:
-        return wanted
-    tokens = wanted * cost.share_that_fits(wanted, step_tokens, seconds)
-    step_tokens = fixed or max(pack_tokens, step_aim(options, tokens, least))
-    return wanted * cost.share_that_fits(wanted, step_tokens, seconds)
+    fixed_step_tokens = None if isinstance(accumulation, str) else accumulation * pack_tokens
+    tokens = tokens_to_read
+    step_tokens = fixed_step_tokens or max(pack_tokens, aim_step_tokens(options, tokens, lower))
+    if cost.count_seconds(tokens_to_read, step_tokens) <= seconds:
+        return tokens_to_read
+    tokens = tokens_to_read * cost.find_affordable_share(tokens_to_read, step_tokens, seconds)
+    step_tokens = fixed_step_tokens or max(pack_tokens, aim_step_tokens(options, tokens, lower))
+    return tokens_to_read * cost.find_affordable_share(tokens_to_read, step_tokens, seconds)

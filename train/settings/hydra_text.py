@@ -18,27 +18,27 @@ from specdec.core.option_types import LISTS, check_value, format_value, list_fie
 from train.settings.options import RunOptions, read_run
 
 FIELDS = list_fields(RunOptions)  # those of a head's class are not among them: Hydra reads a text there
-MANY = {*LISTS, dict}  # types of several values
-LONGEST = 120  # characters of a target in the name of a run
+COLLECTIONS = {*LISTS, dict}  # types of several values
+MAX_NAME_LENGTH = 120  # characters of a target in the name of a run
 
 
-def target_name(name: object) -> str:
+def make_target_name(name: object) -> str:
     """A target, in the name of a run: the last part of its own name. Qwen/Qwen3-8B and models/Qwen3-8B/ give Qwen3-8B."""
     path = Path(str(name))
     last = path.name if path.name not in ("", "..") else path.resolve().name
-    return re.sub(r"[^\w.+-]+", "-", last).strip("-")[:LONGEST] or "target"
+    return re.sub(r"[^\w.+-]+", "-", last).strip("-")[:MAX_NAME_LENGTH] or "target"
 
 
-OmegaConf.register_new_resolver("target_name", target_name, replace=True)  # in conf/
+OmegaConf.register_new_resolver("target_name", make_target_name, replace=True)  # in conf/
 
 
-def search_path() -> str:
+def make_search_path() -> str:
     """The argument by which Hydra finds the YAML of tools and experiments."""
-    folders = [quoted(f"file://{folder}") for folder in extensions.conf_folders()]
+    folders = [quote_text(f"file://{folder}") for folder in extensions.list_conf_folders()]
     return f"hydra.searchpath=[{','.join(folders)}]"
 
 
-def with_plan(arguments: list[str]) -> list[str]:
+def expand_plan(arguments: list[str]) -> list[str]:
     """plan=MACHINE is short for machine=MACHINE plan=true."""
     found = []
     for argument in arguments:
@@ -48,16 +48,16 @@ def with_plan(arguments: list[str]) -> list[str]:
     return found
 
 
-def quoted(text: str) -> str:
+def quote_text(text: str) -> str:
     """As Hydra reads it back as this text, and OmegaConf too: ${..} in it stays as it is written."""
     return QuotedString(re.sub(r"(\\*)\$\{", r"\1\1\\${", text), Quote.single).with_quotes()
 
 
-def as_written(arguments: list[str], *, multirun: bool = False) -> list[str]:
+def quote_arguments(arguments: list[str], *, multirun: bool = False) -> list[str]:
     """Arguments of train.py for Hydra: a value of an option that is a text is quoted where Hydra would read something else, or
     nothing. Numbers, lists, dicts, null and what is quoted already are Hydra's. multirun: whether a comma list is swept
     """
-    return [each if multirun and _is_swept(each) else _argument(each) for each in arguments]
+    return [each if multirun and _is_swept(each) else _quote_argument(each) for each in arguments]
 
 
 def read_composed(composed: DictConfig) -> RunOptions:
@@ -69,39 +69,39 @@ def read_composed(composed: DictConfig) -> RunOptions:
     return read_run(values)
 
 
-def check(written: dict[str, str], prefix: str) -> None:
+def check_options(texts: dict[str, str], prefix: str) -> None:
     """Raises ValueError for an option of train.py, as it is written, that is not what it may be. prefix: of its name in the message"""
-    for key, value in written.items():
-        field, parsed = FIELDS.get(key), _parse(_argument(f"{key}={value}"))
+    for key, value in texts.items():
+        field, parsed = FIELDS.get(key), _parse(_quote_argument(f"{key}={value}"))
         if field is not None and parsed is not None and not parsed.is_sweep_override() and "${" not in value:
             check_value(f"{prefix}{key}", field, parsed.value())
 
 
-def _argument(argument: str) -> str:
+def _quote_argument(argument: str) -> str:
     key, equals, value = argument.partition("=")
     if not equals or key.startswith(("-", "~", "hydra")):
         return argument
     if key.startswith("template."):  # whose keys are those of a chat template, which conf/ does not know
-        return _argument(f"++{argument}")
+        return _quote_argument(f"++{argument}")
     field, parsed = FIELDS.get(key.lstrip("+")), _parse(argument)
     kinds = set() if field is None else list_kinds(field)
     if str in kinds:
         return f"{key}={_write_text(value, parsed, kinds)}"
-    return argument if parsed else f"{key}={_rewritten(value)}"
+    return argument if parsed else f"{key}={_rewrite_value(value)}"
 
 
 def _write_text(value: str, parsed: Override | None, kinds: set[Any]) -> str:
     """A value of an option that may be a text. parsed: as Hydra reads it; kinds: what else the option may be"""
     if os.path.exists(value):
-        return quoted(value)
+        return quote_text(value)
     if parsed is not None and parsed.is_sweep_override():
         parsed = None
     if parsed and "${" not in value and parsed.value() == value:
         return value
     interpolated = "${" in value and value.startswith(("[", "{"))
-    if parsed and not interpolated and _is_meant(parsed._value, kinds):
+    if parsed and not interpolated and _is_allowed(parsed._value, kinds):
         return value
-    return _rewritten(value) if kinds & MANY else quoted(value)
+    return _rewrite_value(value) if kinds & COLLECTIONS else quote_text(value)
 
 
 def _is_swept(argument: str) -> bool:
@@ -110,11 +110,11 @@ def _is_swept(argument: str) -> bool:
     return parsed is not None and parsed.is_sweep_override()
 
 
-def _is_meant(value: Any, kinds: set[Any]) -> bool:
+def _is_allowed(value: Any, kinds: set[Any]) -> bool:
     """Whether a value that is no plain text is one that the option may have."""
     if value is None:
         return NoneType in kinds
-    return isinstance(value, QuotedString) or (isinstance(value, list | dict) and bool(kinds & MANY))
+    return isinstance(value, QuotedString) or (isinstance(value, list | dict) and bool(kinds & COLLECTIONS))
 
 
 def _parse(argument: str) -> Override | None:
@@ -125,7 +125,7 @@ def _parse(argument: str) -> Override | None:
         return None
 
 
-def _rewritten(value: str) -> str:
+def _rewrite_value(value: str) -> str:
     """A value that Hydra's grammar does not have: a list in YAML's form with quoted texts, else one text. A dict with such keys stays a
     text, which `read_weights` takes apart."""
     if value.startswith("["):
@@ -134,5 +134,7 @@ def _rewritten(value: str) -> str:
         except yaml.YAMLError:  # such as {, which has a meaning there
             read = [each.strip() for each in value[1:-1].split(",")] if value.endswith("]") else None
         if isinstance(read, list) and not any(isinstance(each, list | dict) for each in read):
-            return "[" + ",".join(quoted(each) if isinstance(each, str) else format_value(each) for each in read) + "]"
-    return quoted(value)
+            return (
+                "[" + ",".join(quote_text(each) if isinstance(each, str) else format_value(each) for each in read) + "]"
+            )
+    return quote_text(value)

@@ -17,19 +17,19 @@ from specdec import checkpoint
 from specdec.options import config_files
 
 FLAGS = ("-m", "--multirun")
-NAMED = ("head", "target")  # options that the default name of a run holds
-LAUNCHED = "ACCELERATE_MIXED_PRECISION"  # a variable that accelerate's launcher always sets
-STOPPED = 130  # exit status after Ctrl-C
+OPTIONS_IN_NAME = ("head", "target")  # options that the default name of a run holds
+LAUNCHER_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # a variable that accelerate's launcher always sets
+STOPPED_STATUS = 130  # exit status after Ctrl-C
 
 
-def is_asked_for(arguments: Sequence[str]) -> bool:
+def asks_for_multirun(arguments: Sequence[str]) -> bool:
     """Whether a command line asks for several runs."""
     return any(flag in arguments for flag in FLAGS)
 
 
 def refuse_launcher(arguments: Sequence[str]) -> str | None:
     """The sentence for a multirun under a launcher, which would start every job in every process; None without one."""
-    if LAUNCHED not in os.environ and int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if LAUNCHER_VARIABLE not in os.environ and int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return None
     return f"error: a multirun starts its jobs itself: python train.py {' '.join(arguments)}"
 
@@ -39,7 +39,7 @@ def name_run(run: str, swept: Sequence[str], *, is_default: bool) -> str:
 
     is_default: whether the run has its default name, rather than that of run=
     """
-    left_out = (*NAMED, "run") if is_default else ("run",)
+    left_out = (*OPTIONS_IN_NAME, "run") if is_default else ("run",)
     others = [each for each in swept if each.partition("=")[0] not in left_out]
     return "-".join([run, *(re.sub(r"[^\w.=+]+", "-", each).strip("-") for each in others)])
 
@@ -57,14 +57,14 @@ class Multirun:
 
         run: name of the run as composed; overrides: all of the job's, as Hydra writes them
         """
-        kept = [each for each in overrides if not each.startswith("run=")]
+        kept_overrides = [each for each in overrides if not each.startswith("run=")]
         swept = [each for each in overrides if each not in self.arguments]
-        name = name_run(run, swept, is_default=kept == list(overrides))
-        if not any(each.startswith("resume=") for each in kept):
-            kept.append("resume=auto")
-        command = [sys.executable, str(config_files.HOME / "train.py"), *kept, f"run={name}"]
+        name = name_run(run, swept, is_default=kept_overrides == list(overrides))
+        if not any(each.startswith("resume=") for each in kept_overrides):
+            kept_overrides.append("resume=auto")
+        command = [sys.executable, str(config_files.HOME / "train.py"), *kept_overrides, f"run={name}"]
         status = subprocess.run(command, check=False).returncode
-        if status == STOPPED:
+        if status == STOPPED_STATUS:
             raise KeyboardInterrupt
         if status:
             print(f"{name} ended with status {status}; the other jobs go on.")

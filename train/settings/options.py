@@ -33,9 +33,9 @@ from specdec.core.option_types import (
     Texts,
     Whole,
     find_group,
+    find_options,
     list_choices,
     list_fields,
-    options_of,
     raise_first,
     read_options,
 )
@@ -46,8 +46,8 @@ from specdec.options.config_files import flatten
 from specdec.proposers.growth import Children
 from specdec.text.messages import check_template
 
-HERE = "here"  # conf/machine, of the machine that train.py runs on
-NORMS = ("norm_features", "norm_output")  # options of a head's class that a run decides, too
+THIS_MACHINE = "here"  # conf/machine, of the machine that train.py runs on
+NORM_OPTIONS = ("norm_features", "norm_output")  # options of a head's class that a run decides, too
 Weights = Annotated[dict, Field(min_length=1)]  # of sources
 
 
@@ -142,11 +142,11 @@ class HeadOptions(Options):
 
     @property
     def drafter_class(self) -> type[Head]:
-        return checkpoint.drafter_class(str(self.drafter.get("_target_")))
+        return checkpoint.load_head_class(str(self.drafter.get("_target_")))
 
     @model_validator(mode="after")
     def check_classes(self) -> Self:
-        drafter = {name: value for name, value in self.drafter.items() if name not in NORMS or value != AUTO}
+        drafter = {name: value for name, value in self.drafter.items() if name not in NORM_OPTIONS or value != AUTO}
         _check_arguments(self.drafter_class, drafter, "head.drafter.")
         _check_arguments(pkgutil.resolve_name(self.objective["_target_"]), self.objective, "head.objective.")
         adapts = self.drafter_class.adapts_target and self.adapter is None
@@ -231,7 +231,7 @@ class TrainOptions(Options):
     patience: Annotated[Count | None, FREE] = None  # validations without a rise after which training ends; None: any
 
     @property
-    def limit(self) -> float:
+    def norm_limit(self) -> float:
         """Of the gradient's norm; infinite: it is not clipped."""
         return self.max_grad_norm or math.inf
 
@@ -257,7 +257,7 @@ class ValidationOptions(Options):
     answers: Text  # folder, or a file of recorded answers
 
     @property
-    def recorded(self) -> bool:
+    def has_recorded_answers(self) -> bool:
         """Whether recorded answers are replayed, each at its own temperature, in place of those to data.heldout."""
         return self.answers.endswith(".jsonl")
 
@@ -317,9 +317,9 @@ class RunOptions(Options):
         return self
 
     @property
-    def elsewhere(self) -> bool:
+    def plans_other_machine(self) -> bool:
         """Whether a plan is made for another machine."""
-        return self.plan and self.machine.name != HERE
+        return self.plan and self.machine.name != THIS_MACHINE
 
     @property
     def adapts_target(self) -> bool:
@@ -364,20 +364,22 @@ class RunConfig(RunOptions):
         return Drafting(**self.decode.model_dump())
 
 
-def _check_arguments(maker: Callable[..., Any], settings: dict, prefix: str) -> None:
+def _check_arguments(class_or_function: Callable[..., Any], settings: dict, prefix: str) -> None:
     """Raises ValueError for what a class does not take. prefix: groups in front of the names"""
-    read_options(options_of(maker), {name: value for name, value in settings.items() if name != "_target_"}, prefix)
+    read_options(
+        find_options(class_or_function), {name: value for name, value in settings.items() if name != "_target_"}, prefix
+    )
 
 
-def list_decided() -> list[str]:
+def list_auto_options() -> list[str]:
     """Options that a run decides where they are auto."""
     final = list_fields(RunConfig)
     fields = list_fields(RunOptions).items()
     names = [name for name, field in fields if AUTO in {*list_choices(field)} - {*list_choices(final[name])}]
-    return [*names, *(f"head.drafter.{name}" for name in NORMS)]
+    return [*names, *(f"head.drafter.{name}" for name in NORM_OPTIONS)]
 
 
-LENGTHS = ("train.tokens", "train.epochs", "train.hours")  # that say how long to train, as train.steps does
+LENGTH_OPTIONS = ("train.tokens", "train.epochs", "train.hours")  # that say how long to train, as train.steps does
 
 
 def read_run(document: dict) -> RunOptions:
@@ -412,12 +414,13 @@ def refuse_two_lengths(train: TrainOptions) -> None:
     wrong = {
         f"train.steps={train.steps} says how long to train, so {''.join(lengths[:1])} would change nothing: give one of "
         "them.": train.steps != AUTO and lengths,
-        "train.tokens and train.epochs both say how much to read: give one of them.": {*LENGTHS[:2]} <= {*lengths},
+        "train.tokens and train.epochs both say how much to read: give one of them.": {*LENGTH_OPTIONS[:2]}
+        <= {*lengths},
     }
     raise_first(wrong)
 
 
-def fill(document: dict, values: dict[str, Any]) -> dict:
+def fill_document(document: dict, values: dict[str, Any]) -> dict:
     """The document with these values, by dotted name."""
     document = copy.deepcopy(document)
     for name, value in values.items():
@@ -430,8 +433,8 @@ def fill_from_record(options: RunOptions, record: dict) -> RunOptions:
     """The options of a run that goes on, with what it decided at its start in the place of auto. record: its config.yaml"""
     document, recorded = options.document(), flatten(record)
     is_open = {name for name, value in flatten(document).items() if value == AUTO}
-    values = {name: recorded[name] for name in list_decided() if name in is_open and name in recorded}
-    return read_options(RunOptions, fill(document, values))
+    values = {name: recorded[name] for name in list_auto_options() if name in is_open and name in recorded}
+    return read_options(RunOptions, fill_document(document, values))
 
 
 def read_settings(path: Path) -> dict:
@@ -439,14 +442,14 @@ def read_settings(path: Path) -> dict:
     document = (yaml.safe_load(path.read_text()) or {}) if path.exists() else {}
     for part in document.get("head", {}).values():
         if isinstance(part, dict) and "_target_" in part:
-            part["_target_"] = checkpoint.find_class(part["_target_"])
+            part["_target_"] = checkpoint.find_moved_class(part["_target_"])
     return document
 
 
 # Settings by dotted name
 
 
-def fixed_settings(document: dict, model: type[Options] = RunOptions, prefix: str = "") -> dict:
+def list_fixed_settings(document: dict, model: type[Options] = RunOptions, prefix: str = "") -> dict:
     """The settings that a run's figures depend on, by dotted name. document: of a run of this or an earlier version"""
     fixed: dict = {}
     for key, value in document.items():
@@ -455,7 +458,7 @@ def fixed_settings(document: dict, model: type[Options] = RunOptions, prefix: st
         if FREE in field.metadata:
             continue
         if group is not None:
-            fixed |= fixed_settings(value or {}, group, f"{prefix}{key}.")
+            fixed |= list_fixed_settings(value or {}, group, f"{prefix}{key}.")
         else:
             fixed |= flatten({key: value}, prefix)
     return fixed

@@ -14,10 +14,10 @@ from specdec.core import files
 from specdec.core.option_types import format_value
 from specdec.heads.base import Drafter, Head
 from specdec.options import config_files
-from train.settings.options import LENGTHS, list_decided
+from train.settings.options import LENGTH_OPTIONS, list_auto_options
 
 
-def write(
+def write_facts(
     run: Path,
     config: dict,
     drafter: Head,
@@ -32,11 +32,11 @@ def write(
     config: as conf/train.yaml; packs: figures of the data; arguments: of train.py
     start: the checkpoint that the run was started from, as it was given; in `config` it has the commit of a head on the Hub
     """
-    target, data = drafter.target, config["data"]
+    target, data_options = drafter.target, config["data"]
     vocab = drafter.draft_to_target if isinstance(drafter, Drafter) else None
     launcher = "accelerate launch" if num_processes == 1 else f"torchrun --nproc_per_node {num_processes}"
-    about: dict[str, Any] = {
-        "command": shlex.join([*launcher.split(), "train.py", *spell_out(config, arguments)]),
+    facts: dict[str, Any] = {
+        "command": shlex.join([*launcher.split(), "train.py", *spell_out_options(config, arguments)]),
         "target": {
             "name": target.name,
             "dtype": str(target.dtype).removeprefix("torch."),
@@ -49,9 +49,11 @@ def write(
             "draft vocabulary": target.vocab_size if vocab is None else len(vocab),
         },
         "data": {
-            "train": ", ".join(map(str, data["train"])) if isinstance(data["train"], list) else str(data["train"]),
-            "heldout": data["heldout"],
-            "length": data["length"],
+            "train": ", ".join(map(str, data_options["train"]))
+            if isinstance(data_options["train"], list)
+            else str(data_options["train"]),
+            "heldout": data_options["heldout"],
+            "length": data_options["length"],
             **packs,
         },
         "environment": {
@@ -65,13 +67,15 @@ def write(
         },
     }
     if start is not None:
-        about["start"] = {"given": start, "used": config["start"]}
-    files.write_text(run / checkpoint.ABOUT, json.dumps(about, indent=1) + "\n")
+        facts["start"] = {"given": start, "used": config["start"]}
+    files.write_text(run / checkpoint.FACTS_FILE, json.dumps(facts, indent=1) + "\n")
 
 
-def spell_out(config: dict, arguments: list[str]) -> list[str]:
-    """The arguments with what the run decided itself: on another machine it might decide otherwise. `train.steps` stands for LENGTHS."""
-    settled, given = config_files.flatten(config), {each.partition("=")[0]: each for each in arguments}
-    kept = [each for name, each in given.items() if name not in (*LENGTHS, "resume")]
-    names = [name for name in list_decided() if name in settled and name not in (*LENGTHS, *given)]
-    return [*kept, *(f"{name}={format_value(settled[name])}" for name in names)]
+def spell_out_options(config: dict, arguments: list[str]) -> list[str]:
+    """The arguments with what the run decided itself: on another machine it might decide otherwise. `train.steps` stands for LENGTH_OPTIONS."""
+    option_values, given_options = config_files.flatten(config), {each.partition("=")[0]: each for each in arguments}
+    kept_arguments = [each for name, each in given_options.items() if name not in (*LENGTH_OPTIONS, "resume")]
+    names = [
+        name for name in list_auto_options() if name in option_values and name not in (*LENGTH_OPTIONS, *given_options)
+    ]
+    return [*kept_arguments, *(f"{name}={format_value(option_values[name])}" for name in names)]

@@ -7,27 +7,27 @@ from collections.abc import Iterator, Sequence
 
 import yaml
 
-from specdec.core.option_types import describe_bounds, describe_unknown, list_fields, options_of
+from specdec.core.option_types import describe_bounds, describe_unknown, find_options, list_fields
 from specdec.options import config_files
 from specdec.options.command_defaults import NO_BOUNDS
 from train.settings.options import RunOptions
 
-KEY = re.compile(r"^( *)(\w+):")
-OTHERS = ("proposer", "suite", "protocol", "command")  # groups that other commands read
+YAML_KEY = re.compile(r"^( *)(\w+):")
+COMMAND_GROUPS = ("proposer", "suite", "protocol", "command")  # groups that other commands read
 
 
 def list_groups() -> list[str]:
     """Names of the groups of train.py."""
     groups = {path.name for folder in config_files.conf_folders() for path in folder.iterdir() if path.is_dir()}
-    return sorted(groups - set(OTHERS))
+    return sorted(groups - set(COMMAND_GROUPS))
 
 
-def usage() -> str:
+def describe_usage() -> str:
     """What --help prints: the choices, and files of conf/, whose comments explain the options, with their bounds."""
     groups = [group for group in list_groups() if group != "objective"]
     choices = [f"  {group}={'|'.join(config_files.list_files(group))}" for group in groups]
-    shown = ("train", "head/eagle", "objective/base", "data/shipped", "target/smollm2-135m", "decode/chain")
-    files = [f"# conf/{name}.yaml\n{show_file(name)}" for name in shown]
+    shown_files = ("train", "head/eagle", "objective/base", "data/shipped", "target/smollm2-135m", "decode/chain")
+    files = [f"# conf/{name}.yaml\n{show_file(name)}" for name in shown_files]
     return "\n".join(
         ["Choices, each a file in conf/:", *choices, "", "Options, KEY=VALUE, and their defaults:", "", *files]
     )
@@ -35,17 +35,17 @@ def usage() -> str:
 
 def show_file(name: str) -> str:
     """A file of conf/, with what each option may be behind its comment."""
-    group, lines, above = name.partition("/")[0], [], ""
+    group, lines, parent = name.partition("/")[0], [], ""
     prefix = {"train": "", "objective": "head.objective."}.get(group, f"{group}.")
     text = (config_files.HOME / "conf" / f"{name}.yaml").read_text()
     fields = list_fields(RunOptions)
     if group == "objective":
-        fields = list_fields(options_of(pkgutil.resolve_name(yaml.safe_load(text)["_target_"])), prefix)
+        fields = list_fields(find_options(pkgutil.resolve_name(yaml.safe_load(text)["_target_"])), prefix)
     for line in text.splitlines():
-        match = KEY.match(line)
+        match = YAML_KEY.match(line)
         indentation, key = match.groups() if match else ("", "")
-        above = above if indentation else f"{key}."
-        field = fields.get(prefix + (above if indentation else "") + key)
+        parent = parent if indentation else f"{key}."
+        field = fields.get(prefix + (parent if indentation else "") + key)
         bounds = "" if field is None else describe_bounds(field)
         lines.append(
             line
@@ -72,22 +72,22 @@ def refuse_choices(arguments: Sequence[str]) -> str | None:
     return None
 
 
-def unknown(given: list[str]) -> str | None:
+def find_unknown_option(arguments: list[str]) -> str | None:
     """What is wrong with the first option of a command line, KEY=VALUE, that no file of conf/ has; None if all are known."""
     load = lambda file: yaml.safe_load(file.read_text()) or {}
-    known = set(_keys(load(config_files.HOME / "conf" / "train.yaml")))
+    option_names = set(_list_keys(load(config_files.HOME / "conf" / "train.yaml")))
     for group in list_groups():
         place = "head.objective" if group == "objective" else group
         files = config_files.list_files(group).values()
-        known |= {place, *(key for file in files for key in _keys(load(file), f"{place}."))}
-    for key in (each.partition("=")[0] for each in given if "=" in each):
-        if key not in known and not key.startswith(("+", "~", "-", "hydra")):
-            return describe_unknown(key, known)
+        option_names |= {place, *(key for file in files for key in _list_keys(load(file), f"{place}."))}
+    for key in (each.partition("=")[0] for each in arguments if "=" in each):
+        if key not in option_names and not key.startswith(("+", "~", "-", "hydra")):
+            return describe_unknown(key, option_names)
     return None
 
 
-def _keys(settings: dict, prefix: str = "") -> Iterator[str]:
+def _list_keys(settings: dict, prefix: str = "") -> Iterator[str]:
     for key, value in settings.items():
         yield f"{prefix}{key}"
         if isinstance(value, dict):
-            yield from _keys(value, f"{prefix}{key}.")
+            yield from _list_keys(value, f"{prefix}{key}.")

@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-LEAST_POINTS, LEAST_SPAN = 4, 3.0  # validations; most tokens over fewest
-FACTORS = (2, 4)  # times the tokens so far, of which the law tells
-REPEATED = 15.4  # R above
+MIN_POINTS, MIN_SPAN = 4, 3.0  # validations; most tokens over fewest
+TOKEN_FACTORS = (2, 4)  # times the tokens so far, of which the law tells
+REPEAT_DECAY = 15.4  # R above
 
 
 def tau_of(rate: float, depth: int) -> float:
@@ -28,49 +28,51 @@ def rate_of(tau: float, depth: int) -> float:
     return (low + high) / 2
 
 
-def new_tokens(read: float, unique: float) -> float:
+def count_new_tokens(num_read: float, num_unique: float) -> float:
     """As how many new tokens these count, of a data set with so many."""
-    again = max(0.0, read / unique - 1)
-    return min(read, unique) + (unique * REPEATED * (1 - math.exp(-again / REPEATED)) if again else 0.0)
+    num_repeats = max(0.0, num_read / num_unique - 1)
+    return min(num_read, num_unique) + (
+        num_unique * REPEAT_DECAY * (1 - math.exp(-num_repeats / REPEAT_DECAY)) if num_repeats else 0.0
+    )
 
 
-def outlook(log: Iterable[dict[str, Any]], *, depth: int) -> str | None:
+def describe_more_data(log: Iterable[dict[str, Any]], *, depth: int) -> str | None:
     """A sentence from the rows of a run's log.jsonl; None where too little is known. depth: of the chain"""
-    found = [row["validation"] for row in log if "validation" in row and not row.get("last")]
-    points = [(each.get("training") or {}, each.get("replayed_tau")) for each in found]
+    validations = [row["validation"] for row in log if "validation" in row and not row.get("last")]
+    points = [(report.get("training") or {}, report.get("replayed_tau")) for report in validations]
     points = [
-        (made, tau)
-        for made, tau in points
-        if tau and 1 < tau < 1 + depth and made.get("tokens") and made.get("unique_tokens")
+        (training, tau)
+        for training, tau in points
+        if tau and 1 < tau < 1 + depth and training.get("tokens") and training.get("unique_tokens")
     ]
-    read = [float(made["tokens"]) for made, _ in points]
-    if len(set(read)) < LEAST_POINTS or max(read) < LEAST_SPAN * min(read):
+    tokens_read = [float(training["tokens"]) for training, _ in points]
+    if len(set(tokens_read)) < MIN_POINTS or max(tokens_read) < MIN_SPAN * min(tokens_read):
         return None
-    unique = float(points[-1][0]["unique_tokens"])
-    counted = [new_tokens(each, unique) for each in read]
-    odds = [math.log(rate / (1 - rate)) for rate in (rate_of(tau, depth) for _, tau in points)]
-    slope, level = statistics.linear_regression([math.log(each) for each in counted], odds)
+    num_unique = float(points[-1][0]["unique_tokens"])
+    new_counts = [count_new_tokens(num_read, num_unique) for num_read in tokens_read]
+    log_odds = [math.log(rate / (1 - rate)) for rate in (rate_of(tau, depth) for _, tau in points)]
+    slope, level = statistics.linear_regression([math.log(count) for count in new_counts], log_odds)
 
     def tau_after(tokens: float) -> float:
         return tau_of(1 / (1 + math.exp(-level - slope * math.log(tokens))), depth)
 
-    error = max(abs(tau_after(each) - tau) for each, (_, tau) in zip(counted, points))
-    now = tau_after(counted[-1])
-    said = _say(read[-1], unique, now, tau_after)
+    largest_error = max(abs(tau_after(count) - tau) for count, (_, tau) in zip(new_counts, points))
+    current_tau = tau_after(new_counts[-1])
+    gains = _describe_gains(tokens_read[-1], num_unique, current_tau, tau_after)
     return (
-        f"More data: {said}. This is a trend of {len(points)} validations of one run, which it misses by up to {error:.2f}; within a "
+        f"More data: {gains}. This is a trend of {len(points)} validations of one run, which it misses by up to {largest_error:.2f}; within a "
         "run the falling learning rate helps too, so it is more likely too high than too low."
     )
 
 
-def _say(read: float, unique: float, now: float, tau_after) -> str:
+def _describe_gains(num_read: float, num_unique: float, current_tau: float, tau_after) -> str:
     """The gains, for new texts and for the same ones."""
-    parts: Sequence[str] = [
-        f"{factor} times the tokens {tau_after(new_tokens(read, unique) + (factor - 1) * read) - now:+.2f} with new texts and "
-        f"{tau_after(new_tokens(factor * read, unique)) - now:+.2f} with the same ones again"
-        for factor in FACTORS
+    gains: Sequence[str] = [
+        f"{factor} times the tokens {tau_after(count_new_tokens(num_read, num_unique) + (factor - 1) * num_read) - current_tau:+.2f} with new texts and "
+        f"{tau_after(count_new_tokens(factor * num_read, num_unique)) - current_tau:+.2f} with the same ones again"
+        for factor in TOKEN_FACTORS
     ]
     return (
-        f"tau {now:.2f} after {read / 1e6:.3g} M tokens, {read / unique:.1f} times the {unique / 1e6:.3g} M of the data; "
-        + ", ".join(parts)
+        f"tau {current_tau:.2f} after {num_read / 1e6:.3g} M tokens, {num_read / num_unique:.1f} times the {num_unique / 1e6:.3g} M of the data; "
+        + ", ".join(gains)
     )

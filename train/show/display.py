@@ -7,86 +7,92 @@ from rich.table import Table
 from specdec.core.progress import Results
 from specdec.core.resumable import read_rows
 from specdec.heads.base import Head
-from specdec.measuring.page import write_figure
-from specdec.measuring.report import TAU, Report, by_depth, describe_candidates, verdict
+from specdec.measuring.page import format_figure
+from specdec.measuring.report import TAU, Report, describe_candidates, describe_losslessness, format_by_depth
 from train.data.packing import Packs
 from train.show import data_law
 
 
-def start(say: Callable[[str], None], drafter: Head, packs: Packs, num_prompts: int) -> None:
+def print_start(print_main: Callable[[str], None], drafter: Head, packs: Packs, num_prompts: int) -> None:
     """What is trained, for which target, on which data."""
     target, layers = drafter.target, ", ".join(map(str, drafter.target_layers))
-    cut = f", its layers in parts over {target.share.size} processes" if target.share.size > 1 else ""
+    sharding = f", its layers in parts over {target.share.size} processes" if target.share.size > 1 else ""
     size = sum(parameter.numel() for parameter in target.model.parameters()) / 1e6
     reads = f"hidden states {layers} of {target.num_layers}" if layers else "no hidden states"
-    say(f"target   {target.name} ({size:.1f} M parameters, frozen, {str(target.dtype).removeprefix('torch.')}{cut})")
-    say(
+    print_main(
+        f"target   {target.name} ({size:.1f} M parameters, frozen, {str(target.dtype).removeprefix('torch.')}{sharding})"
+    )
+    print_main(
         f"drafter  {type(drafter).__name__}: {drafter.num_parameters() / 1e6:.2f} M trained parameters, reads {reads}, "
         f"drafts from {drafter.vocab_size:,} of {target.vocab_size:,} tokens"
     )
-    say(
+    print_main(
         f"data     {len(packs):,} packs of {packs.length} tokens, {packs.num_supervised:,} supervised tokens; "
         f"{num_prompts} held-out prompts"
     )
-    say(f"tau: {TAU}")
+    print_main(f"tau: {TAU}")
 
 
-def validation(console: Results, report: Report, shape: object) -> None:
+def print_validation(console: Results, report: Report, shape: object) -> None:
     """A table of what was decoded and replayed, or one line of what was only replayed."""
-    step, prompts, kept = "" if report.step is None else f"step {report.step}, ", "", ""
+    step, prompts_note, weights_note = "" if report.step is None else f"step {report.step}, ", "", ""
     if report.replayed_prompts in (None, report.num_prompts):
-        prompts = f"{report.num_prompts} held-out prompts"
+        prompts_note = f"{report.num_prompts} held-out prompts"
     else:
         decoded = f"{report.num_prompts} of them decoded" if report.decoded else "not decoded"
-        prompts = f"{report.replayed_prompts} held-out prompts replayed, {decoded}"
+        prompts_note = f"{report.replayed_prompts} held-out prompts replayed, {decoded}"
     if report.ema is not None:
         taus = ", ".join(f"{name} {report.ema[name]:.3f}" for name in ("plain", "average"))
-        kept = f"; the {report.ema['kept']} weights are kept (tau replayed: {taus})"
-    title = f"{step}{shape}, temperature {report.temperature:g}, {prompts}"
+        weights_note = f"; the {report.ema['kept']} weights are kept (tau replayed: {taus})"
+    title = f"{step}{shape}, temperature {report.temperature:g}, {prompts_note}"
     if not report.decoded and report.replayed_tau_ci is not None:
-        tau, survival = write_figure(report.replayed_tau, report.replayed_tau_ci), report.replayed_survival or []
+        tau, survival = format_figure(report.replayed_tau, report.replayed_tau_ci), report.replayed_survival or []
         candidates = f", candidates: {describe_candidates(report.candidates)}" if report.candidates else ""
-        console.say(f"{title}: tau replayed {tau}, survival by depth {by_depth(survival)}{candidates}{kept}")
+        console.say(
+            f"{title}: tau replayed {tau}, survival by depth {format_by_depth(survival)}{candidates}{weights_note}"
+        )
         return
     table = Table("figure", "value (95 % over prompts)", title=title, title_justify="left")
-    auto, plain = report.auto or {}, report.baseline_tokens_per_second
-    num, rounds = auto.get("num_prompts", report.num_prompts), sum(auto.get("sizes", {}).values())
-    of = "" if num == report.num_prompts else f", {num} prompts"
-    rows = {
-        "tau replayed": write_figure(report.replayed_tau, report.replayed_tau_ci),
+    auto, plain_speed = report.auto or {}, report.baseline_tokens_per_second
+    num_prompts, num_rounds = auto.get("num_prompts", report.num_prompts), sum(auto.get("sizes", {}).values())
+    auto_prompts = "" if num_prompts == report.num_prompts else f", {num_prompts} prompts"
+    cells = {
+        "tau replayed": format_figure(report.replayed_tau, report.replayed_tau_ci),
         "candidates": describe_candidates(report.candidates) if report.candidates else "",
-        "tau decoded": write_figure(report.tau, report.tau_ci),
-        "tokens/s plain": write_figure(plain, digits=1),
-        "tokens/s drafted": write_figure(report.tokens_per_second, report.tokens_per_second_ci, digits=1),
-        "speedup": write_figure(report.speedup, report.speedup_ci),
-        "speedup served": write_figure(report.served_speedup),
-        f"speedup auto{of}": write_figure(auto.get("speedup"), auto.get("speedup_ci")),
-        "speedup auto, predicted": write_figure(auto.get("predicted_speedup")),
-        "rounds of auto by nodes": ", ".join(f"{size}: {n / rounds:.0%}" for size, n in auto.get("sizes", {}).items()),
-        "survival by depth": by_depth(report.survival or []),
-        "acceptance by depth": by_depth(report.acceptance or []),
+        "tau decoded": format_figure(report.tau, report.tau_ci),
+        "tokens/s plain": format_figure(plain_speed, digits=1),
+        "tokens/s drafted": format_figure(report.tokens_per_second, report.tokens_per_second_ci, digits=1),
+        "speedup": format_figure(report.speedup, report.speedup_ci),
+        "speedup served": format_figure(report.served_speedup),
+        f"speedup auto{auto_prompts}": format_figure(auto.get("speedup"), auto.get("speedup_ci")),
+        "speedup auto, predicted": format_figure(auto.get("predicted_speedup")),
+        "rounds of auto by nodes": ", ".join(
+            f"{size}: {n / num_rounds:.0%}" for size, n in auto.get("sizes", {}).items()
+        ),
+        "survival by depth": format_by_depth(report.survival or []),
+        "acceptance by depth": format_by_depth(report.acceptance or []),
         "ms a round": ", ".join(f"{name} {value:.1f}" for name, value in (report.ms_per_round or {}).items()),
     }
-    for name, text in rows.items():
+    for name, text in cells.items():
         if text:
             table.add_row(name, text)
     console.print(table)
-    console.say(f"  {verdict(report)}{kept}")
+    console.say(f"  {describe_losslessness(report)}{weights_note}")
 
 
-def end(console: Results, trainer) -> None:
+def print_end(console: Results, trainer) -> None:
     """What to do next."""
-    if trainer.interrupted and trainer.step < trainer.settings.steps:
+    if trainer.stop_signal and trainer.step < trainer.settings.steps:
         console.say(
             f"Interrupted after step {trainer.step}; saved. Run the same command with resume=true (or resume=auto, which a "
             "scheduler may repeat) to continue."
         )
     if trainer.best:
         best = f"{trainer.folder.path}/step_{trainer.best['step']:06d}"
-        figure = trainer.validation.figure.replace("_", " ")
+        figure = trainer.validation.figure_name.replace("_", " ")
         console.say(f"best {figure} {trainer.best['figure']:.3f}: {best}")
-        console.say(trainer.validation.cost(trainer.seconds))
+        console.say(trainer.validation.describe_cost(trainer.seconds))
         rows = read_rows(trainer.folder.path / "log.jsonl") if trainer.accelerator.is_main_process else []
-        if said := data_law.outlook(rows, depth=trainer.validation.drafting.depth):
-            console.say(said)
+        if more_data := data_law.describe_more_data(rows, depth=trainer.validation.drafting.depth):
+            console.say(more_data)
         console.say(f"next: python scripts/generate.py checkpoint={best} prompt='...'")

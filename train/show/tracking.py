@@ -23,41 +23,41 @@ PROJECT = "specdec"  # or WANDB_PROJECT, TRACKIO_PROJECT
 WANDB_ID = "wandb_id"  # file in the folder of a run: the number under which a continued run goes on
 STEP = "step"  # figure of W&B along which it draws the others: its own count shifts where a continued run repeats steps
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")  # names of environment variables whose values are never shown
-PARTS = ("by_category", "by_tag", "by_prompt", "differences")  # of a report: tables, not figures
+TABLE_KEYS = ("by_category", "by_tag", "by_prompt", "differences")  # of a report: tables, not figures
 
 
-def figures_of(kind: str, values: dict[str, Any]) -> dict[str, float]:
+def list_figures(kind: str, values: dict[str, Any]) -> dict[str, float]:
     """Every number of a row of log.jsonl or of a report.json, as KIND/name.
 
     An interval `tau_ci` becomes tau_low and tau_high, a list by depth survival_1, survival_2 .., and figures inside `auto`
     auto_speedup and so on. Text, true and false, numbers that are not finite, and parts of the prompts are left out.
     """
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
 
-    def add(name: str, value: Any) -> None:
+    def add_figure(name: str, value: Any) -> None:
         if isinstance(value, dict):
-            for key, each in value.items():
-                add(f"{name}_{key}", each)
+            for key, item in value.items():
+                add_figure(f"{name}_{key}", item)
         elif isinstance(value, list):
             ends = ("low", "high") if name.endswith("_ci") else range(1, 1 + len(value))
-            for end, each in zip(ends, value):
-                add(f"{name.removesuffix('_ci')}_{end}", each)
+            for end, item in zip(ends, value):
+                add_figure(f"{name.removesuffix('_ci')}_{end}", item)
         elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            found[f"{kind}/{name}"] = value
+            figures[f"{kind}/{name}"] = value
 
     for name, value in values.items():
-        if name not in PARTS:
-            add(name, value)
-    return found
+        if name not in TABLE_KEYS:
+            add_figure(name, value)
+    return figures
 
 
-def check(name: str) -> None:
+def check_installed(name: str) -> None:
     """Raises ValueError for a tracker that is not installed."""
     if name != "none" and importlib.util.find_spec(name) is None:
         raise ValueError(f"tracker={name} needs a package that is not installed: pip install {name}")
 
 
-def without_secrets(text: str) -> str:
+def hide_secrets(text: str) -> str:
     """The text without passwords inside addresses and without the values of secret environment variables."""
     for name, value in os.environ.items():
         if SECRET.search(name) and len(value) >= 8:
@@ -72,9 +72,13 @@ def open_tracker(name: str, folder: Path, run: str, settings: dict[str, Any]) ->
     if name == "wandb":
         if not (folder / WANDB_ID).exists():
             files.write_text(folder / WANDB_ID, uuid.uuid4().hex[:8] + "\n")
-        about = {"id": (folder / WANDB_ID).read_text().strip(), "resume": "allow", "settings": {"console": "off"}}
-        place = os.environ.get("WANDB_DIR", str(folder.resolve()))
-        tracker = WandBTracker(project, name=run, dir=place, config=settings, **about)
+        wandb_options = {
+            "id": (folder / WANDB_ID).read_text().strip(),
+            "resume": "allow",
+            "settings": {"console": "off"},
+        }
+        wandb_folder = os.environ.get("WANDB_DIR", str(folder.resolve()))
+        tracker = WandBTracker(project, name=run, dir=wandb_folder, config=settings, **wandb_options)
     elif name == "tensorboard":
         tracker = TensorBoardTracker("tensorboard", folder)
     else:
@@ -99,11 +103,11 @@ class Tracking:
     @contextlib.contextmanager
     def running(self, run: str, settings: dict[str, Any]) -> Iterator[None]:
         """Open within. run: its name"""
-        numbers = {key: each for key, each in settings.items() if isinstance(each, int | float)}
-        plain = {key: numbers.get(key, without_secrets(str(each))) for key, each in settings.items()}
+        numbers = {key: value for key, value in settings.items() if isinstance(value, int | float)}
+        shown_settings = {key: numbers.get(key, hide_secrets(str(value))) for key, value in settings.items()}
         if self.name != "none":
             with self._guarded():
-                self.tracker = open_tracker(self.name, self.folder, run, plain)
+                self.tracker = open_tracker(self.name, self.folder, run, shown_settings)
         try:
             yield
         finally:
@@ -121,7 +125,7 @@ class Tracking:
         if self.tracker is not None:
             axis = {STEP: step} if self.name == "wandb" else {}
             with self._guarded():
-                self.tracker.log(figures_of(kind, values) | axis, step=step)
+                self.tracker.log(list_figures(kind, values) | axis, step=step)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -129,7 +133,7 @@ class Tracking:
             yield
         except Exception as error:
             self.tracker = None
-            reason = without_secrets(f"{type(error).__name__}: {error}".split("\n")[0])
+            reason = hide_secrets(f"{type(error).__name__}: {error}".split("\n")[0])
             warnings.warn(
                 f"tracker={self.name} has failed ({reason}). The run goes on without it; {self.folder}/log.jsonl has all figures.",
                 stacklevel=4,

@@ -7,8 +7,8 @@ from specdec.core import rules
 from specdec.core.cache import RowCache
 from specdec.core.compile import Runner
 from specdec.core.option_types import Count, Whole
-from specdec.core.tree import chain
-from specdec.proposers.base import Proposer, last_of
+from specdec.core.tree import make_chain
+from specdec.proposers.base import Proposer, select_last
 from specdec.target.model import Target
 from specdec.target.verifier import Verifier
 
@@ -43,11 +43,11 @@ class Cascade(Proposer):
                 f"{target.name} has layers that do not keep every token's entries alike, so no part of them can be chosen for a "
                 "cascade: choose another proposer."
             )
-        if target.spread:
+        if target.on_several_devices:
             raise ValueError(
                 f"The layers of {target.name} are on several devices, and a cascade needs one: set target.device=cuda."
             )
-        self.target, self.inner = target, inner
+        self.target, self.inner_proposer = target, inner
         self.depth, self.sinks, self.window = num, sinks, window
         self.budget = sinks + window  # entries of the part
         self.target_layers = inner.target_layers
@@ -55,32 +55,32 @@ class Cascade(Proposer):
 
     @property
     def compile_seconds(self) -> float:
-        return self.runner.seconds + self.inner.compile_seconds
+        return self.runner.seconds + self.inner_proposer.compile_seconds
 
-    def share(self, cache):
+    def attach_cache(self, cache):
         self.full = cache
-        num_layers, _, num_rows, num_heads, _, head_dim = cache.data.shape
-        self.part = RowCache.alike(
+        num_layers, _, num_rows, num_heads, _, head_dim = cache.entry_tensor.shape
+        self.part_cache = RowCache.uniform(
             num_layers=num_layers,
             batch=num_rows,
             num_heads=num_heads,
             head_dim=head_dim,
-            dtype=cache.data.dtype,
-            device=cache.data.device,
-            capacity=self.budget + 2 * self.depth + self.inner.depth + 1,  # grows if a tree needs more
+            dtype=cache.entry_tensor.dtype,
+            device=cache.entry_tensor.device,
+            capacity=self.budget + 2 * self.depth + self.inner_proposer.depth + 1,  # grows if a tree needs more
         )
-        self.inner.share(self.part)
+        self.inner_proposer.attach_cache(self.part_cache)
 
     def begin(self, tokens, num):
-        self.inner.begin(tokens, num)
+        self.inner_proposer.begin(tokens, num)
 
     def commit(self, tokens, features, num, counts):
-        self.newest = last_of(tokens, num)  # [B]
-        self.inner.commit(tokens, features, num, counts)
+        self.last_tokens = select_last(tokens, num)  # [B]
+        self.inner_proposer.commit(tokens, features, num, counts)
 
     @torch.no_grad()
     def propose(self, sampling, generator):
-        num, part, inner = self.depth, self.part, self.inner
+        num, part_cache, proposer = self.depth, self.part_cache, self.inner_proposer
         verifier = Verifier(
             self.target,
             sampling=sampling,
@@ -90,45 +90,48 @@ class Cascade(Proposer):
             distribution=True,
         )
         draws = rules.Draws(generator)
-        self._take_part()
-        mark = inner.mark()
-        tokens = self.newest[:, None].repeat(1, 2 + num)  # [B, 2 + num] root, drafts, and a place for the surplus
+        self._fill_part_cache()
+        mark = proposer.mark()
+        tokens = self.last_tokens[:, None].repeat(1, 2 + num)  # [B, 2 + num] root, drafts, and a place for the surplus
         probs: Tensor | None = None  # [B, 2 + num, V]
-        done, known = torch.zeros_like(self.newest), [0] * len(tokens)  # [B] drafts so far; the same on the host
-        while min(known) < num:
-            tree = inner.propose(sampling, generator)
-            if self.runner.compile and inner.varies:
-                tree = tree.rounded(inner.depth)
-            verdict = verifier(tree, part, draws)
-            path, following = verdict.along(tree, inner.depth)  # [B, P] each
+        num_drafted, host_drafted = (
+            torch.zeros_like(self.last_tokens),
+            [0] * len(tokens),
+        )  # [B] drafts so far; the same on the host
+        while min(host_drafted) < num:
+            tree = proposer.propose(sampling, generator)
+            if self.runner.compile and proposer.varies:
+                tree = tree.pad_to_power(proposer.depth)
+            verdict = verifier(tree, part_cache, draws)
+            path, following = verdict.follow_path(tree, proposer.depth)  # [B, P] each
             # A row takes no more than it still needs, so that the part keeps its size, but at least one: finished rows
             # take part until the last row is finished
-            kept = torch.minimum(verdict.num_kept, (num - done).clamp(min=1))  # [B]
-            place = done[:, None] + torch.arange(1, 1 + path.shape[1], device=done.device)  # [B, P]
-            wanted = (place <= num) & (place <= (done + kept)[:, None])
-            place = torch.where(wanted, place, 1 + num)
-            tokens.scatter_(1, place, following)
+            num_kept = torch.minimum(verdict.num_kept, (num - num_drafted).clamp(min=1))  # [B]
+            positions = num_drafted[:, None] + torch.arange(1, 1 + path.shape[1], device=num_drafted.device)  # [B, P]
+            needed = (positions <= num) & (positions <= (num_drafted + num_kept)[:, None])
+            positions = torch.where(needed, positions, 1 + num)
+            tokens.scatter_(1, positions, following)
             if verdict.distribution is not None:
                 if probs is None:
                     probs = verdict.distribution.new_zeros(*tokens.shape, verdict.distribution.shape[-1])
-                probs[part.rows, place] = verdict.distribution[part.rows, path]
-            done = done + kept
+                probs[part_cache.rows, positions] = verdict.distribution[part_cache.rows, path]
+            num_drafted = num_drafted + num_kept
             if not tree.linear:
-                part.keep(path)
-            counts = kept.tolist()
-            known = [before + count for before, count in zip(known, counts)]
-            part.commit(kept, counts)
-            inner.commit(following, verdict.output.features[part.rows, path], kept, counts)
-        inner.rewind(mark)
-        return chain(tokens[:, : 1 + num], None if probs is None else probs[:, : 1 + num])
+                part_cache.keep_path(path)
+            counts = num_kept.tolist()
+            host_drafted = [before + count for before, count in zip(host_drafted, counts)]
+            part_cache.commit(num_kept, counts)
+            proposer.commit(following, verdict.output.features[part_cache.rows, path], num_kept, counts)
+        proposer.rewind(mark)
+        return make_chain(tokens[:, : 1 + num], None if probs is None else probs[:, : 1 + num])
 
-    def _take_part(self) -> None:
-        self.part.take_part(self.full, self._entries())
+    def _fill_part_cache(self) -> None:
+        self.part_cache.copy_entries(self.full, self._select_entries())
 
-    def _entries(self) -> Tensor:
+    def _select_entries(self) -> Tensor:
         """The full cache's entries that the part has: [layers, B, heads, M], short rows filled up."""
         full = self.full
-        place = torch.arange(min(self.budget, full.get_seq_length()), device=full.data.device)
+        positions = torch.arange(min(self.budget, full.get_seq_length()), device=full.entry_tensor.device)
         start = (full.lengths - self.budget).clamp(min=0)[:, None]  # [B, 1] entries that a row leaves out
-        chosen = torch.where(place < self.sinks, place, place + start)  # [B, M]
-        return chosen[None, :, None].expand(full.data.shape[0], -1, full.data.shape[3], -1)
+        selected = torch.where(positions < self.sinks, positions, positions + start)  # [B, M]
+        return selected[None, :, None].expand(full.entry_tensor.shape[0], -1, full.entry_tensor.shape[3], -1)

@@ -7,23 +7,23 @@ ones as training goes on. Here `after` starts at zero, so training starts from t
 import torch
 from torch import nn
 
-from specdec.heads.dependence.base import Dependence, Sizes
+from specdec.heads.dependence.base import Dependence, DrafterSizes
 
 
 class Domino(Dependence):
     """hidden: width of the GRU; rank: of the correction W2 silu(W1 [s; r]) of a state s and the GRU's state r"""
 
     head = "domino"
-    by_token = ("after.",)
+    token_row_prefixes = ("after.",)
 
-    def __init__(self, sizes: Sizes, *, hidden: int = 256, rank: int = 64):
+    def __init__(self, sizes: DrafterSizes, *, hidden: int = 256, rank: int = 64):
         super().__init__()
         self.reader = nn.GRUCell(sizes.width, hidden, bias=False)
         self.join = nn.Linear(sizes.width + hidden, rank, bias=False)
         self.after = nn.Linear(rank, sizes.vocab_size, bias=False)
         nn.init.zeros_(self.after.weight)
 
-    def begin(self, block):
+    def first_carried(self, block):
         return block.states.new_zeros(*block.tokens.shape, self.reader.hidden_size)
 
     def advance(self, d, state, tokens, embedding, carried):

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from specdec.core import devices, masks
 from specdec.core.option_types import NonNegative, SmallCount, raise_first
 from specdec.experiments.jacobi.head import Consistency
-from specdec.target.adapter import original as original_target
+from specdec.target.adapter import disable_adapter as original_target
 from specdec.target.model import Target, TargetOutput
-from train.data.batches import TrainingBatch, answers
-from train.objective.objective import Loss, divergence
+from train.data.batches import TrainingBatch, find_answers
+from train.objective.objective import Loss, sum_divergence
 
 Passes = Annotated[int, Field(ge=0, le=1024)]
 
@@ -46,74 +46,76 @@ class Continuation:
     final: Tensor  # [B, n, M, D] final states at these tokens: the distribution of the next ones
 
 
-def cut(batch: TrainingBatch, num: int) -> Tensor:
+def cut_blocks(batch: TrainingBatch, num: int) -> Tensor:
     """Cuts every answer into adjacent blocks of `num` tokens; the first block starts at random in its first `num` tokens.
 
     -> starts [B, M], places in the row; rows with fewer blocks are filled up with 0, where no block can start
     """
-    rows = []
+    starts_by_row = []
     for row in range(len(batch.tokens)):
-        texts = answers(batch.on_host, row)
+        texts = find_answers(batch.on_host, row)
         offsets = [int(torch.randint(num, ())) for _ in texts]
-        rows.append([s for (a, b), offset in zip(texts, offsets) for s in range(a + offset, b, num)])
-    longest = max(1, *map(len, rows))
-    return devices.send(torch.tensor([row + [0] * (longest - len(row)) for row in rows]), batch.tokens.device)
+        starts_by_row.append([s for (a, b), offset in zip(texts, offsets) for s in range(a + offset, b, num)])
+    longest = max(1, *map(len, starts_by_row))
+    return devices.upload_tensor(
+        torch.tensor([row + [0] * (longest - len(row)) for row in starts_by_row]), batch.tokens.device
+    )
 
 
-def draw(batch: TrainingBatch, starts: Tensor, num: int) -> Tensor:
+def draw_guesses(batch: TrainingBatch, starts: Tensor, num: int) -> Tensor:
     """y(0): tokens drawn from the text before each block in its document; starts [B, M] -> [B, num, M]"""
-    before = batch.positions.gather(1, starts)[:, None]  # [B, 1, M]
-    shares = torch.rand(len(starts), num, starts.shape[1], device=starts.device)
-    places = starts[:, None] - before + (shares * before).long()
-    return batch.tokens.gather(1, places.flatten(1)).view_as(shares)
+    num_preceding = batch.positions.gather(1, starts)[:, None]  # [B, 1, M]
+    uniforms = torch.rand(len(starts), num, starts.shape[1], device=starts.device)
+    sources = starts[:, None] - num_preceding + (uniforms * num_preceding).long()
+    return batch.tokens.gather(1, sources.flatten(1)).view_as(uniforms)
 
 
-class Reader:
+class ContinuationReader:
     """The target reads a batch once, and then blocks that continue it, any number of times."""
 
     def __init__(self, target: Target, batch: TrainingBatch, starts: Tensor, num: int):
         """starts [B, M]: where blocks of num tokens begin"""
         self.target, self.batch, self.starts, self.num = target, batch, starts, num
         num_rows, length = batch.tokens.shape
-        self.at = place(batch, starts, num)  # [B, n, M]
+        self.block_positions = find_block_positions(batch, starts, num)  # [B, n, M]
         self.cache = target.cache(num_rows)
-        self.cache.make_room(length + self.at[0].numel())
+        self.cache.make_room(length + self.block_positions[0].numel())
         self.text = self.read(batch.tokens, batch.positions, masks.document_mask(batch.documents))  # [B, T, D]
         self.cache.commit(torch.full_like(self.cache.lengths, length), [length] * num_rows)
-        before = (starts - 1).clamp(min=0)[..., None].expand(-1, -1, target.width)  # [B, M, D]
-        self.first = target.logits(self.text.gather(1, before)).argmax(-1)  # [B, M] each block's first token
+        preceding = (starts - 1).clamp(min=0)[..., None].expand(-1, -1, target.width)  # [B, M, D]
+        self.first = target.logits(self.text.gather(1, preceding)).argmax(-1)  # [B, M] each block's first token
 
-    def read(self, tokens: Tensor, at: Tensor, mask: Tensor) -> Tensor:
+    def read(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """tokens, at [B, S], mask [B, 1, S, keys] -> final [B, S, D]"""
         self.cache.reserve(tokens.shape[1])
         mask = nn.functional.pad(mask, (0, self.cache.visible - mask.shape[-1]))
-        return self.target.read(tokens, (), positions=at, mask=mask, cache=self.cache).final
+        return self.target.read(tokens, (), positions=positions, mask=mask, cache=self.cache).final
 
-    def greedy(self) -> Continuation:
+    def decode_greedily(self) -> Continuation:
         """Greedy decoding of all blocks, one token of each in a pass."""
         mask = masks.jacobi_mask(self.batch.documents, self.starts, self.num)
-        mask = mask.unflatten(2, self.at.shape[1:])  # [B, 1, n, M, T + n*M]
+        mask = mask.unflatten(2, self.block_positions.shape[1:])  # [B, 1, n, M, T + n*M]
         token, tokens, final = self.first, [], []
         for k in range(self.num):
             tokens.append(token)
-            final.append(self.read(token, self.at[:, k], mask[:, :, k]))  # [B, M, D]
+            final.append(self.read(token, self.block_positions[:, k], mask[:, :, k]))  # [B, M, D]
             token = self.target.logits(final[-1]).argmax(-1)
         return Continuation(self.text, torch.stack(tokens, dim=1), torch.stack(final, dim=1))
 
-    def jacobi(self, state: Tensor, passes: Tensor) -> Tensor:
+    def iterate_states(self, state: Tensor, passes: Tensor) -> Tensor:
         """state [B, n, M], passes [M] -> the state after passes[m] iterations of the m-th block of every row"""
         state = state.clone()
         for iteration in range(int(passes.max())):
-            chosen = (passes > iteration).nonzero()[:, 0]  # [M']
+            active = (passes > iteration).nonzero()[:, 0]  # [M']
             self.cache.drop_pending()  # this pass overwrites the last one
-            mask = masks.jacobi_mask(self.batch.documents, self.starts[:, chosen], self.num)  # [B, 1, n*M', T + n*M']
-            final = self.read(state[:, :, chosen].flatten(1), self.at[:, :, chosen].flatten(1), mask)
-            choices = self.target.logits(final).argmax(-1).unflatten(1, (self.num, len(chosen)))  # [B, n, M']
-            state[:, :, chosen] = torch.cat([self.first[:, None, chosen], choices[:, :-1]], dim=1)
+            mask = masks.jacobi_mask(self.batch.documents, self.starts[:, active], self.num)  # [B, 1, n*M', T + n*M']
+            final = self.read(state[:, :, active].flatten(1), self.block_positions[:, :, active].flatten(1), mask)
+            choices = self.target.logits(final).argmax(-1).unflatten(1, (self.num, len(active)))  # [B, n, M']
+            state[:, :, active] = torch.cat([self.first[:, None, active], choices[:, :-1]], dim=1)
         return state
 
 
-def place(batch: TrainingBatch, starts: Tensor, num: int) -> Tensor:
+def find_block_positions(batch: TrainingBatch, starts: Tensor, num: int) -> Tensor:
     """Positions of the blocks' tokens in their documents: starts [B, M] -> [B, num, M]"""
     return batch.positions.gather(1, starts)[:, None] + torch.arange(num, device=starts.device)[:, None]
 
@@ -134,10 +136,10 @@ class ConsistencyObjective(nn.Module):
 
     def __init__(self, drafter: Consistency, *, losses: dict[str, NonNegative], depth: SmallCount, passes: Passes):
         super().__init__()
-        known = ("consistency", "original")
+        loss_names = ("consistency", "original")
         wrong = {
-            f"losses={dict(losses)}: give weights to some of {', '.join(known)}; the first needs one.": (
-                {name for name, weight in losses.items() if weight} - set(known) or not losses.get("consistency")
+            f"losses={dict(losses)}: give weights to some of {', '.join(loss_names)}; the first needs one.": (
+                {name for name, weight in losses.items() if weight} - set(loss_names) or not losses.get("consistency")
             ),
             f"{drafter.target.name} has recurrent or convolution layers, and consistency training reads many blocks behind one "
             "text, which their state cannot follow: train another head.": drafter.target.recurrent,
@@ -155,14 +157,14 @@ class ConsistencyObjective(nn.Module):
         """output: None, because the adapted target is read here; compare: there is nothing to compare"""
         assert output is None
         target = self.drafter.target
-        starts = cut(batch, self.depth)  # [B, M]
+        starts = cut_blocks(batch, self.depth)  # [B, M]
         num_blocks = starts.shape[1]
         passes = torch.randint(self.passes + 1, (num_blocks,), device=starts.device)
-        begun = draw(batch, starts, self.depth)  # [B, n, M]
+        first_guesses = draw_guesses(batch, starts, self.depth)  # [B, n, M]
         with torch.no_grad():
             with original_target(target):
-                original = Reader(target, batch, starts, self.depth).greedy()
-            states = Reader(target, batch, starts, self.depth).jacobi(begun, passes)
+                original = ContinuationReader(target, batch, starts, self.depth).decode_greedily()
+            states = ContinuationReader(target, batch, starts, self.depth).iterate_states(first_guesses, passes)
 
         # One pass over [text, states], with gradient
         length = batch.tokens.shape[1]
@@ -171,7 +173,7 @@ class ConsistencyObjective(nn.Module):
         final = target.read(
             torch.cat([batch.tokens, states.flatten(1)], dim=1),
             (),
-            positions=torch.cat([batch.positions, place(batch, starts, self.depth).flatten(1)], dim=1),
+            positions=torch.cat([batch.positions, find_block_positions(batch, starts, self.depth).flatten(1)], dim=1),
             mask=torch.cat([over_text, over_states], dim=2),
             gradient=True,
         ).final  # [B, T + n*M, D]
@@ -180,9 +182,9 @@ class ConsistencyObjective(nn.Module):
         # Up to its first wrong token a state equals the text, for which there is the loss `original`
         wrong = ((states != original.tokens).cumsum(1) > 0) & (starts > 0)[:, None]  # [B, n, M]
         block, k, m = wrong.nonzero().unbind(1)
-        total = self.losses["consistency"] * divergence(target, guessed[block, k, m], original.final[block, k, m])
-        rows, position = devices.send(batch.on_host.loss_mask.nonzero(), starts.device).unbind(1)
+        total = self.losses["consistency"] * sum_divergence(target, guessed[block, k, m], original.final[block, k, m])
+        text_rows, position = devices.upload_tensor(batch.on_host.loss_mask.nonzero(), starts.device).unbind(1)
         if "original" in self.losses:
-            drift = divergence(target, text[rows, position - 1], original.text[rows, position - 1])
+            drift = sum_divergence(target, text[text_rows, position - 1], original.text[text_rows, position - 1])
             total = total + self.losses["original"] * drift
-        return Loss(total, len(rows), None)
+        return Loss(total, len(text_rows), None)

@@ -52,7 +52,7 @@ class Lookahead(TextProposer):
         self.linear = ngram == 2 and guesses == 0
         self.depth = window + ngram - 2  # the depth of the last column's last level
 
-    def fresh(self, text):
+    def start_row(self, text):
         return Window()
 
     def extend(self, row, new):
@@ -64,23 +64,23 @@ class Lookahead(TextProposer):
         if not state.columns:
             state.columns = [[text[number * len(text) // self.window]] for number in range(self.window)]
         draft: Nodes = []
-        numbers: dict[tuple[int, int], int] = {}  # of nodes, by token and parent
+        node_numbers: dict[tuple[int, int], int] = {}  # of nodes, by token and parent
 
-        def hang(tokens, node: int) -> int:
+        def add_path(tokens, node: int) -> int:
             """Adds tokens below a node -> the number of the last one"""
             for token in tokens:
-                if (token, node) not in numbers:
+                if (token, node) not in node_numbers:
                     draft.append((token, node))
-                    numbers[token, node] = len(draft)
-                node = numbers[token, node]
+                    node_numbers[token, node] = len(draft)
+                node = node_numbers[token, node]
             return node
 
         state.ends, node = [], 0
         for first, *later in state.columns:
-            node = hang([first], node)
-            state.ends.append(hang(later, node))
+            node = add_path([first], node)
+            state.ends.append(add_path(later, node))
         for guess in state.pool.get(text[-1], ()):
-            hang(guess, 0)
+            add_path(guess, 0)
         return draft
 
     def watch(self, tree, choices):
@@ -88,10 +88,10 @@ class Lookahead(TextProposer):
             for column, end in zip(self.states[row].columns, self.states[row].ends):
                 column.append(tokens[end])
                 if len(column) == self.ngram:
-                    self._keep(row, column)
+                    self._store_ngram(row, column)
                     del column[0]
 
-    def _keep(self, row: int, ngram: list[int]) -> None:
+    def _store_ngram(self, row: int, ngram: list[int]) -> None:
         """Adds an n-gram to the pool, and drops the oldest one with its first token if there are too many."""
         first, *guess = ngram
         pool = self.states[row].pool.setdefault(first, {})

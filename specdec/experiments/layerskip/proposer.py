@@ -9,9 +9,9 @@ from torch import Tensor
 from specdec.core import masks
 from specdec.core.compile import Runner
 from specdec.core.option_types import Integer, Integers, SmallCount
-from specdec.core.sampling import pick, uniforms
-from specdec.core.tree import PartialPass, chain
-from specdec.proposers.base import Proposer, last_of
+from specdec.core.sampling import draw_column, pick_tokens
+from specdec.core.tree import PartialPass, make_chain
+from specdec.proposers.base import Proposer, select_last
 from specdec.target.compiled import CompiledTarget, check_layers
 from specdec.target.model import Target
 
@@ -26,16 +26,16 @@ def find_layers(target: Target, layers: int | Sequence[int] | None) -> tuple[int
         layers = max(1, 2 * num // 3)
     if isinstance(layers, int) and 1 <= layers <= num:
         return tuple(range(layers))
-    chosen = list(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else []
-    if not chosen or not all(isinstance(k, int) and -num <= k < num for k in chosen):
+    layer_numbers = list(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else []
+    if not layer_numbers or not all(isinstance(k, int) and -num <= k < num for k in layer_numbers):
         raise ValueError(
-            f"layers={chosen or layers}: {target.name} has {num} layers; give how many of the first to draft "
+            f"layers={layer_numbers or layers}: {target.name} has {num} layers; give how many of the first to draft "
             f"with, 1 to {num}, or a list of some, such as [0,1,{num - 1}]."
         )
-    numbers = tuple(k % num for k in chosen)
-    if any(a >= b for a, b in zip(numbers, numbers[1:])):
-        raise ValueError(f"layers={chosen}: list every layer once and in the order in which they are run.")
-    return numbers
+    indices = tuple(k % num for k in layer_numbers)
+    if any(a >= b for a, b in zip(indices, indices[1:])):
+        raise ValueError(f"layers={layer_numbers}: list every layer once and in the order in which they are run.")
+    return indices
 
 
 class LayerSkip(Proposer):
@@ -73,41 +73,41 @@ class LayerSkip(Proposer):
     def steady(self):
         return self
 
-    def share(self, cache):
+    def attach_cache(self, cache):
         self.cache = cache
 
     def begin(self, tokens, num):
         pass
 
     def commit(self, tokens, features, num, counts):
-        self.newest = last_of(tokens, num)  # [B]
+        self.last_tokens = select_last(tokens, num)  # [B]
 
     @torch.no_grad()
     def propose(self, sampling, generator):
         self.cache.make_room(1 + self.depth)  # now, so that every pass and verification read the same capacity
-        tokens, distributions, states = [self.newest], [], []
+        tokens, distributions, states = [self.last_tokens], [], []
         for _ in range(self.depth):
-            before, h = self._run(tokens[-1], self.layers)
-            states.append(before)
+            shared_states, h = self._run_layers(tokens[-1], self.layers)
+            states.append(shared_states)
             logits, best = self.runner("draft", self._read_out, h)
             if not sampling.greedy:
                 distributions.append(sampling.distribution(logits))
-                best = pick(distributions[-1], uniforms(len(best), generator, best.device))
+                best = pick_tokens(distributions[-1], draw_column(len(best), generator, best.device))
             tokens.append(best)
         if self.num_shared:
-            states.append(self._run(tokens[-1], self.layers[: self.num_shared])[0])
+            states.append(self._run_layers(tokens[-1], self.layers[: self.num_shared])[0])
         self.cache.drop_pending()
         probs = torch.stack([torch.zeros_like(distributions[0]), *distributions], dim=1) if distributions else None
-        done = PartialPass(torch.cat(states, dim=1), self.num_shared) if self.num_shared else None
-        return dataclasses.replace(chain(torch.stack(tokens, dim=1), probs), done=done)
+        partial_pass = PartialPass(torch.cat(states, dim=1), self.num_shared) if self.num_shared else None
+        return dataclasses.replace(make_chain(torch.stack(tokens, dim=1), probs), partial_pass=partial_pass)
 
-    def _run(self, tokens: Tensor, numbers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def _run_layers(self, tokens: Tensor, numbers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Runs layers on one more token of each row [B] -> h [B, 1, D] after the first E layers, and after all of them"""
         cache, run = self.cache, self.runner
         cache.reserve(1)
 
         def begin(tokens, slots):
-            return *self.compiled.begin(tokens, slots), masks.committed_mask(slots[:, 0] + 1, cache.visible)
+            return *self.compiled.embed_tokens(tokens, slots), masks.committed_mask(slots[:, 0] + 1, cache.visible)
 
         h, *rotary, mask = run(("begin", cache.visible), begin, tokens[:, None], cache.slots)
         states = self.compiled.run_layers(h, numbers, rotary=rotary, positions=cache.slots, mask=mask, cache=cache)

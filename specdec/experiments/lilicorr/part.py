@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
-from specdec.core.sampling import precise
+from specdec.core.sampling import widen_logits
 from specdec.heads.blocks import RMSNorm
-from specdec.heads.dependence.base import Lattice, Sizes
+from specdec.heads.dependence.base import DrafterSizes, Lattice
 
-FEATURES = 5  # of a candidate, see `LiLiCorr._read`
-STD = 0.02
-BLOCKS = 4096  # whose candidates are read at a time; CUDA's attention takes 65,535 rows at most
+NUM_FEATURES = 5  # of a candidate, see `LiLiCorr._score_pairs`
+INIT_STD = 0.02
+BLOCKS_PER_PASS = 4096  # whose candidates are read at a time; CUDA's attention takes 65,535 rows at most
 
 
 class MLP(nn.Module):
-    def __init__(self, width: int, inner: int, out: int):
+    def __init__(self, width: int, hidden_width: int, out: int):
         super().__init__()
-        self.up_proj, self.down_proj = nn.Linear(width, inner), nn.Linear(inner, out)
+        self.up_proj, self.down_proj = nn.Linear(width, hidden_width), nn.Linear(hidden_width, out)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(silu(self.up_proj(x)))
@@ -43,10 +43,10 @@ class LatticeAttention(nn.MultiheadAttention):
 
 
 class LatticeLayer(nn.Module):
-    def __init__(self, width: int, heads: int, inner: int, eps: float):
+    def __init__(self, width: int, heads: int, hidden_width: int, eps: float):
         super().__init__()
         self.attn_norm, self.mlp_norm = (RMSNorm(width, eps=eps) for _ in range(2))
-        self.attn, self.mlp = LatticeAttention(width, heads), MLP(width, inner, width)
+        self.attn, self.mlp = LatticeAttention(width, heads), MLP(width, hidden_width, width)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         x = x + self.attn(self.attn_norm(x), bias)
@@ -57,7 +57,7 @@ class LiLiCorr(Lattice):
     """top: a power of two up to 16, as engines have it; hidden: width of the transformer, null: the drafter's; factor: of the vectors
     whose cosines are the scores; vector_eps: the least length that they are divided by
 
-    After `begin` all pairs are scored. Carried are, behind what each lattice carries: the candidates' target ids [K * top], the first
+    After `first_carried` all pairs are scored. Carried are, behind what each lattice carries: the candidates' target ids [K * top], the first
     scores [top], pair matrices [(K-1) * top * top], and whether all tokens so far were candidates [1]. Behind a token that is none of
     the candidates, which only a given text has, all scores are zero. Training keeps about 1.4 MB in float32 for each anchor
     (K = 4, top = 8, hidden = 256), in proportion to K * top * hidden.
@@ -72,7 +72,7 @@ class LiLiCorr(Lattice):
 
     def __init__(
         self,
-        sizes: Sizes,
+        sizes: DrafterSizes,
         *,
         top: int = 8,
         hidden: int | None = 256,
@@ -97,7 +97,7 @@ class LiLiCorr(Lattice):
         self.logit_scale, self.vector_eps = logit_scale, vector_eps
         self.token_proj = nn.Identity() if width == sizes.width else nn.Linear(sizes.width, width)
         self.pass_hidden_proj, self.context_proj = (nn.Linear(sizes.width, width) for _ in range(2))
-        self.feature_norm, self.feature_mlp = nn.LayerNorm(FEATURES), MLP(FEATURES, width, width)
+        self.feature_norm, self.feature_mlp = nn.LayerNorm(NUM_FEATURES), MLP(NUM_FEATURES, width, width)
         self.slot_embedding = nn.Parameter(torch.zeros(1, 1, num, 1, width))
         self.rank_embedding = nn.Parameter(torch.zeros(1, 1, 1, self.top, width))
         self.relative_slot_bias = nn.Parameter(torch.zeros(num_heads, 2 * num + 1))  # of distances -num .. num
@@ -109,7 +109,7 @@ class LiLiCorr(Lattice):
         self.out_head, self.in_head, self.anchor_out_head = (nn.Linear(width, factor) for _ in range(3))
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=STD)
+                nn.init.normal_(module.weight, std=INIT_STD)
                 nn.init.zeros_(module.bias)
 
     def engine_fields(self, anchor_predicts):
@@ -118,40 +118,42 @@ class LiLiCorr(Lattice):
             raise ValueError(
                 "Engines have LiLiCorr with an anchor that predicts nothing: train with anchor_predicts=false."
             )
-        width, inner = self.pass_hidden_proj.out_features, int(self.layers[0].mlp.up_proj.out_features)  # type: ignore[union-attr, arg-type]
-        ratio = inner / width
+        width, hidden_width = self.pass_hidden_proj.out_features, int(self.layers[0].mlp.up_proj.out_features)  # type: ignore[union-attr, arg-type]
+        ratio = hidden_width / width
         sizes: dict[str, float] = {
             "candidate_topk": self.top,
             "hidden_size": width,
             "factor_dim": self.out_head.out_features,
             "num_layers": len(self.layers),
             "num_heads": len(self.same_slot_bias),
-            "mlp_ratio": ratio if int(width * ratio) == inner else (inner + 0.5) / width,
+            "mlp_ratio": ratio if int(width * ratio) == hidden_width else (hidden_width + 0.5) / width,
             "logit_scale": self.logit_scale,
             "vector_eps": self.vector_eps,
         }
         named_sizes = {f"lilicorr_{name}": value for name, value in sizes.items()}
         return {"projector_type": "lilicorr", "lilicorr_enabled": True, **named_sizes}
 
-    def choose(self, unary, states):
+    def choose_candidates(self, unary, states):
         def run(states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            logits = precise(unary(states))
-            found = logits.topk(self.top)
-            return found.indices, found.values, logits.logsumexp(-1, keepdim=True)
+            logits = widen_logits(unary(states))
+            best = logits.topk(self.top)
+            return best.indices, best.values, logits.logsumexp(-1, keepdim=True)
 
         if not torch.is_grad_enabled():
             return run(states)
         # The log-probabilities train the states, and the logits of all tokens are made again in the backward pass
         return checkpoint(run, states, use_reentrant=False, preserve_rng_state=False)
 
-    def prepare(self, block, ids, scores, *more):
-        rows = ids.shape[:-2]  # [...]
-        given = (part.reshape(-1, *part.shape[len(rows) :]).split(BLOCKS) for part in
-                 (block.feature, block.states, ids, scores - more[0]))  # fmt: skip
-        found = torch.cat([self._read(block.embed, *part) for part in zip(*given)]).unflatten(0, rows)
-        return block.to_target(ids).flatten(-2), found, torch.ones_like(found[..., :1])
+    def prepare_carried(self, block, ids, scores, *normalisers):
+        leading_shape = ids.shape[:-2]  # [...]
+        chunks = (part.reshape(-1, *part.shape[len(leading_shape) :]).split(BLOCKS_PER_PASS) for part in
+                 (block.feature, block.states, ids, scores - normalisers[0]))  # fmt: skip
+        cosines = torch.cat([self._score_pairs(block.embed, *part) for part in zip(*chunks)]).unflatten(
+            0, leading_shape
+        )
+        return block.to_target(ids).flatten(-2), cosines, torch.ones_like(cosines[..., :1])
 
-    def _read(self, embed, feature: Tensor, states: Tensor, ids: Tensor, log_probs: Tensor) -> Tensor:
+    def _score_pairs(self, embed, feature: Tensor, states: Tensor, ids: Tensor, log_probs: Tensor) -> Tensor:
         """feature [M, D], states [M, K, D], ids and log-probabilities [M, K, top] -> cosines [M, top + (K-1) * top * top]"""
         dtype, (num, top) = self.pass_hidden_proj.weight.dtype, ids.shape[1:]
         rank = torch.arange(top, device=ids.device).to(log_probs.dtype).expand_as(log_probs)
@@ -181,9 +183,9 @@ class LiLiCorr(Lattice):
         sizes = [2 * num * top, num * top, top, (num - 1) * top**2, 1]
         _, ids, row, pairs, forced = carried.split(sizes, dim=-1)
         if d > 1:
-            before = ids[..., (d - 2) * top : (d - 1) * top] == tokens[..., None]  # [..., top]
+            previous = ids[..., (d - 2) * top : (d - 1) * top] == tokens[..., None]  # [..., top]
             matrix = pairs.unflatten(-1, (num - 1, top, top))[..., d - 2, :, :]
-            row, forced = (before[..., None] * matrix).sum(-2), forced * before.any(-1, keepdim=True)
+            row, forced = (previous[..., None] * matrix).sum(-2), forced * previous.any(-1, keepdim=True)
         readout = torch.cat([*self.candidates(d, carried), self.logit_scale * row, forced], dim=-1)
         return readout, torch.cat([carried[..., :-1], forced], dim=-1)
 
@@ -192,10 +194,10 @@ class LiLiCorr(Lattice):
 
     def score(self, readout, embed):
         ids = readout[..., : self.top].long()
-        return ids, precise(self.pair_scores(readout, ids, embed))
+        return ids, widen_logits(self.pair_scores(readout, ids, embed))
 
-    def judge(self, readout, unary, token, embed):
+    def candidate_loss(self, readout, unary, token, embed):
         ids, scores = self.score(readout, embed)
-        found = ids == token[:, None]
-        losses = cross_entropy(scores, found.int().argmax(-1), reduction="none")
-        return losses * found.any(-1) * readout[..., -1]
+        matches = ids == token[:, None]
+        losses = cross_entropy(scores, matches.int().argmax(-1), reduction="none")
+        return losses * matches.any(-1) * readout[..., -1]

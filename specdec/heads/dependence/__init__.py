@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec.core import extensions
-from specdec.heads.dependence.base import Dependence, Sizes
+from specdec.heads.dependence.base import Dependence, DrafterSizes
 from specdec.heads.dependence.base import DraftedBlock as DraftedBlock
 from specdec.heads.dependence.base import Lattice as Lattice
 
 
-def make_part(sizes: Sizes, settings: Mapping[str, Any]) -> Dependence:
+def make_dependence(sizes: DrafterSizes, settings: Mapping[str, Any]) -> Dependence:
     """The part that they name. Raises ValueError for a file or an argument that does not exist, and for one that is missing."""
     arguments = dict(settings) if isinstance(settings, Mapping) else {"kind": settings}
     kind = arguments.pop("kind", None)
@@ -29,17 +29,19 @@ def make_part(sizes: Sizes, settings: Mapping[str, Any]) -> Dependence:
         module = extensions.import_module(kind, "part")
     else:
         raise ValueError(f"dependence.kind={kind}: choose one of {', '.join(sorted([*kinds, *experiments]))}.")
-    classes = inspect.getmembers(module, lambda found: inspect.isclass(found) and found.__module__ == module.__name__)
-    (part,) = (found for _, found in classes if issubclass(found, Dependence))
+    classes = inspect.getmembers(
+        module, lambda member: inspect.isclass(member) and member.__module__ == module.__name__
+    )
+    (part_class,) = (member for _, member in classes if issubclass(member, Dependence))
     for name, value in arguments.items():  # each part says which of them there are
         if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
             raise ValueError(f"dependence.{name}={value} must be above 0.")
-    known = [name for name in inspect.signature(part).parameters if name != "sizes"]
-    if unknown := arguments.keys() - set(known):
+    names = [name for name in inspect.signature(part_class).parameters if name != "sizes"]
+    if unknown_names := arguments.keys() - set(names):
         raise ValueError(
-            f"dependence.kind={kind} has no {', '.join(sorted(unknown))} but {', '.join(known)}: take head= of this kind, and change those."
+            f"dependence.kind={kind} has no {', '.join(sorted(unknown_names))} but {', '.join(names)}: take head= of this kind, and change those."
         )
     try:
-        return part(sizes, **arguments)
+        return part_class(sizes, **arguments)
     except (TypeError, RuntimeError, ArithmeticError) as error:
         raise ValueError(f"dependence.kind={kind} does not take these settings ({error}).") from error

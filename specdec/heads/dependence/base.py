@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from specdec.core.sampling import precise
+from specdec.core.sampling import widen_logits
 
-STATES = 512  # states whose logits exist at a time, while candidates are chosen
+STATES_PER_CHUNK = 512  # states whose logits exist at a time, while candidates are chosen
 
 
 @dataclass(frozen=True)
-class Sizes:
+class DrafterSizes:
     """Of a block drafter."""
 
     width: int  # D, of states and embeddings
@@ -49,10 +49,10 @@ class Dependence(nn.Module, ABC):
     """
 
     head: str
-    by_token: tuple[str, ...] = ()
+    token_row_prefixes: tuple[str, ...] = ()
     num_confident = 0
 
-    def begin(self, block: DraftedBlock) -> Tensor:
+    def first_carried(self, block: DraftedBlock) -> Tensor:
         """What step 1 finds carried, [..., C]"""
         return block.states[..., 0, :0]
 
@@ -79,34 +79,37 @@ class Lattice(Dependence):
 
     The proposal at temperature T is softmax((U + pair) / T) over the candidates on the path that is taken, in float32. No other token
     is proposed. Carried are the candidates' draft ids and unary logits of all positions, as float32, which holds ids exactly, and
-    behind them what `prepare` makes. A readout begins with the candidates of its position: ids [top], unary logits [top].
+    behind them what `prepare_carried` makes. A readout begins with the candidates of its position: ids [top], unary logits [top].
     """
 
-    def __init__(self, sizes: Sizes, *, top: int):
+    def __init__(self, sizes: DrafterSizes, *, top: int):
         super().__init__()
         if not isinstance(top, int) or top < 2:
             raise ValueError(f"dependence.top={top} must be a whole number of at least 2 candidates.")
         self.sizes, self.top = sizes, min(top, sizes.vocab_size)
 
-    def begin(self, block):
-        chosen = [self.choose(block.unary, part) for part in block.states.flatten(0, -2).split(STATES)]
-        ids, scores, *more = (torch.cat(parts).unflatten(0, block.states.shape[:-1]) for parts in zip(*chosen))
-        carried = ids.flatten(-2), scores.flatten(-2), *self.prepare(block, ids, scores, *more)
-        return torch.cat([part.to(scores.dtype) for part in carried], dim=-1)
+    def first_carried(self, block):
+        chunks = [
+            self.choose_candidates(block.unary, states)
+            for states in block.states.flatten(0, -2).split(STATES_PER_CHUNK)
+        ]
+        ids, scores, *extra = (torch.cat(values).unflatten(0, block.states.shape[:-1]) for values in zip(*chunks))
+        carried = ids.flatten(-2), scores.flatten(-2), *self.prepare_carried(block, ids, scores, *extra)
+        return torch.cat([value.to(scores.dtype) for value in carried], dim=-1)
 
-    def choose(self, unary: Callable[[Tensor], Tensor], states: Tensor) -> tuple[Tensor, ...]:
-        """states [M, D] -> ids and unary logits of the candidates, [M, top] each, and what else `prepare` reads, [M, .] each"""
+    def choose_candidates(self, unary: Callable[[Tensor], Tensor], states: Tensor) -> tuple[Tensor, ...]:
+        """states [M, D] -> ids and unary logits of the candidates, [M, top] each, and what else `prepare_carried` reads, [M, .] each"""
         with torch.no_grad():  # logits of all tokens at all positions of a text would not fit
-            found = precise(unary(states)).topk(self.top)
-        return found.indices, found.values
+            top = widen_logits(unary(states)).topk(self.top)
+        return top.indices, top.values
 
-    def prepare(self, block: DraftedBlock, ids: Tensor, scores: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-        """What else a block carries, [..., .] each. ids, scores [..., K, top]: of its candidates; more: from `choose`"""
+    def prepare_carried(self, block: DraftedBlock, ids: Tensor, scores: Tensor, *extra: Tensor) -> tuple[Tensor, ...]:
+        """What else a block carries, [..., .] each. ids, scores [..., K, top]: of its candidates; more: from `choose_candidates`"""
         return ()
 
     def candidates(self, d: int, carried: Tensor) -> list[Tensor]:
         """ids and unary logits of position d, [..., top] each"""
-        starts = (part * self.sizes.num_drafts * self.top + (d - 1) * self.top for part in range(2))
+        starts = (kind * self.sizes.num_drafts * self.top + (d - 1) * self.top for kind in range(2))
         return [carried[..., start : start + self.top] for start in starts]
 
     @abstractmethod
@@ -116,13 +119,15 @@ class Lattice(Dependence):
     def score(self, readout: Tensor, embed: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """readout [..., R] -> ids and scores of the candidates, [..., top] each"""
         ids, scores = readout[..., : self.top].long(), readout[..., self.top : 2 * self.top]
-        return ids, scores + precise(self.pair_scores(readout, ids, embed))
+        return ids, scores + widen_logits(self.pair_scores(readout, ids, embed))
 
     def logits(self, readout, unary, embed):
         ids, scores = self.score(readout, embed)
         return scores.new_full((*ids.shape[:-1], self.sizes.vocab_size), -torch.inf).scatter(-1, ids, scores)
 
-    def judge(self, readout: Tensor, unary: Tensor, token: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
+    def candidate_loss(
+        self, readout: Tensor, unary: Tensor, token: Tensor, embed: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """readout [M, R], unary logits [M, W], token [M]: the draft id that ought to be guessed.
 
         -> the cross-entropy over the candidates, [M]. A token that is none of them takes the place of the least likely one.
@@ -130,5 +135,5 @@ class Lattice(Dependence):
         ids = readout[..., : self.top].long()
         missing = ~(ids == token[:, None]).any(-1)
         ids = torch.cat([ids[:, :-1], torch.where(missing, token, ids[:, -1])[:, None]], dim=-1)
-        scores = precise(unary).gather(-1, ids) + precise(self.pair_scores(readout, ids, embed))
+        scores = widen_logits(unary).gather(-1, ids) + widen_logits(self.pair_scores(readout, ids, embed))
         return nn.functional.cross_entropy(scores, (ids == token[:, None]).int().argmax(-1), reduction="none")

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
-from specdec.heads.dependence.base import Dependence, Sizes
+from specdec.heads.dependence.base import Dependence, DrafterSizes
 
 Form = Literal["plain", "gated", "rnn"]
 
@@ -19,9 +19,9 @@ class Markov(Dependence):
     """rank: of the term; table: whether W1 is the paper's table of all tokens, and no map of their embeddings"""
 
     head = "dspark"
-    by_token = ("after.",)
+    token_row_prefixes = ("after.",)
 
-    def __init__(self, sizes: Sizes, *, rank: int, table: bool = False, form: Form = "plain"):
+    def __init__(self, sizes: DrafterSizes, *, rank: int, table: bool = False, form: Form = "plain"):
         super().__init__()
         if form not in get_args(Form):
             raise ValueError(f"dependence.form={form} must be plain, gated or rnn.")
@@ -37,18 +37,20 @@ class Markov(Dependence):
         self.after = nn.Linear(rank, sizes.vocab_size, bias=False)
         nn.init.zeros_(self.after.weight)
 
-    def begin(self, block):
+    def first_carried(self, block):
         return block.states[..., 0, :1].new_zeros(*block.tokens.shape, self.num_confident if self.joint else 0)
 
     def advance(self, d, state, tokens, embedding, carried):
-        before = self.before(tokens if isinstance(self.before, nn.Embedding) else embedding)
+        embedded = self.before(tokens if isinstance(self.before, nn.Embedding) else embedding)
         if self.gate is not None:
-            return torch.cat([before, self.gate(torch.cat([state, before], dim=-1)).sigmoid() * before], -1), carried
+            return torch.cat(
+                [embedded, self.gate(torch.cat([state, embedded], dim=-1)).sigmoid() * embedded], -1
+            ), carried
         if self.joint is not None:
-            keep, new, out = self.joint(torch.cat([carried, before, state], dim=-1)).chunk(3, dim=-1)
-            carried = keep.sigmoid() * carried + (1 - keep.sigmoid()) * new.tanh()
-            return torch.cat([before, out.tanh()], dim=-1), carried
-        return before, carried
+            gate, update, out = self.joint(torch.cat([carried, embedded, state], dim=-1)).chunk(3, dim=-1)
+            carried = gate.sigmoid() * carried + (1 - gate.sigmoid()) * update.tanh()
+            return torch.cat([embedded, out.tanh()], dim=-1), carried
+        return embedded, carried
 
     def logits(self, readout, unary, embed):
         return unary() + self.after(readout[..., -self.num_confident :].contiguous())

@@ -4,7 +4,7 @@ and the state s of b's position."""
 import torch
 from torch import nn
 
-from specdec.heads.dependence.base import Lattice, Sizes
+from specdec.heads.dependence.base import DrafterSizes, Lattice
 
 
 class Selector(Lattice):
@@ -15,14 +15,14 @@ class Selector(Lattice):
 
     head = "dflash2"
 
-    def __init__(self, sizes: Sizes, *, rank: int = 64, top: int = 16, table: bool = False):
+    def __init__(self, sizes: DrafterSizes, *, rank: int = 64, top: int = 16, table: bool = False):
         super().__init__(sizes, top=top)
         self.predecessor: nn.Module
         self.successor: nn.Module
         if table:
             self.predecessor, self.successor = (nn.Embedding(num, rank) for num in (sizes.num_tokens, sizes.vocab_size))
             nn.init.normal_(self.predecessor.weight, std=0.02)
-            self.by_token = ("successor.",)
+            self.token_row_prefixes = ("successor.",)
         else:
             self.predecessor, self.successor = (nn.Linear(sizes.width, rank, bias=False) for _ in range(2))
         nn.init.zeros_(self.successor.weight)
@@ -30,8 +30,8 @@ class Selector(Lattice):
         nn.init.normal_(self.hidden.weight, std=0.02)
 
     def advance(self, d, state, tokens, embedding, carried):
-        before = self.predecessor(tokens if isinstance(self.predecessor, nn.Embedding) else embedding)
-        return torch.cat([*self.candidates(d, carried), before * self.hidden(state)], dim=-1), carried
+        predecessor = self.predecessor(tokens if isinstance(self.predecessor, nn.Embedding) else embedding)
+        return torch.cat([*self.candidates(d, carried), predecessor * self.hidden(state)], dim=-1), carried
 
     def pair_scores(self, readout, ids, embed):
         query = readout[..., 2 * self.top :]  # [..., rank]

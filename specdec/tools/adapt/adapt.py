@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint, loading
 from specdec.core import files, progress
-from specdec.core.lock import lock
+from specdec.core.lock import hold_lock
 from specdec.core.option_types import (
     FREE,
     Count,
@@ -48,20 +48,20 @@ from specdec.target.model import Target
 from specdec.text import reading, token_text
 from specdec.tools.adapt import answers as adaptation
 from specdec.tools.adapt import judging
-from specdec.tools.adapt.folder import KINDS, AdaptationPlan, Home
+from specdec.tools.adapt.folder import KINDS, AdaptationFolder, AdaptationPlan
 
-OWN = {
+FIXED_OPTIONS = {
     *"run start resume head data.train data.length train.steps".split()
 }  # options of train.py that are not the user's
-TRAIN = config_files.HOME / "train.py"
-SHIPPED = "data/answers.jsonl.gz"  # answers of the default target, on which the shipped heads were trained
-ROUND = 128  # tokens: packs have a multiple of it, so that the target's passes have few shapes
-SHORTEST = 512  # tokens of a pack, at least, unless `length` is less
-LOWER = 1 / 3  # of the learning rate that the head was trained with
+TRAIN_SCRIPT = config_files.HOME / "train.py"
+SHIPPED_ANSWERS = "data/answers.jsonl.gz"  # answers of the default target, on which the shipped heads were trained
+PACK_MULTIPLE = 128  # tokens: packs have a multiple of it, so that the target's passes have few shapes
+SHORTEST_PACK = 512  # tokens of a pack, at least, unless `length` is less
+LR_SHARE = 1 / 3  # of the learning rate that the head was trained with
 ADAMW_LR = {"eagle3": 2.5e-4, "mtp": 7e-4}  # of heads that are trained with Muon: rates of AdamW
 VALIDATIONS, PATIENCE = 10, 3  # of a training, and how many without a rise of tau end it
-VALIDATED = 32  # answers that choose the step, at most
-SHOWN = re.compile(r"step +\d+[/:]|Resumed|Ctrl-C|SIGTERM")  # lines of train.py
+NUM_VALIDATION_ANSWERS = 32  # answers that choose the step, at most
+SHOWN_LINES = re.compile(r"step +\d+[/:]|Resumed|Ctrl-C|SIGTERM")  # lines of train.py
 
 
 class AdaptOptions(Options):
@@ -103,40 +103,42 @@ class AdaptOptions(Options):
 
 def run_adaptations(options: AdaptOptions, console: progress.Results) -> None:
     """Adapts once, or with watch= whenever there are enough new rows. Raises ValueError for what cannot be adapted."""
-    if own := sorted(OWN & set(options.training)):
-        raise ValueError(f"training.{own[0]}= is chosen by this command: leave it out.")
-    home = Home(Path(options.out))
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    if refused_options := sorted(FIXED_OPTIONS & set(options.training)):
+        raise ValueError(f"training.{refused_options[0]}= is chosen by this command: leave it out.")
+    home = AdaptationFolder(Path(options.out))
+    previous_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
-        with lock(home.path / "lock", of=home.path):
-            name = lambda: loading.target_of(checkpoint.resolve(options.checkpoint), options.target.name)
-            home.begin(options.checkpoint, lambda: loading.load_target(options.target, default=name()).target)
-            give_back(options, home)  # what an earlier launch was interrupted in
+        with hold_lock(home.path / "lock", resource=home.path):
+            name = lambda: loading.find_target_name(checkpoint.resolve(options.checkpoint), options.target.name)
+            home.install_given_head(
+                options.checkpoint, lambda: loading.load_target(options.target, default=name()).target
+            )
+            export_accepted_head(options, home)  # what an earlier launch was interrupted in
             if options.watch is None:
-                adapt(options, home, console)
+                adapt_head(options, home, console)
             else:
-                watch(options, home, console)
+                watch_traffic(options, home, console)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
-def watch(options: AdaptOptions, home: Home, console: progress.Results) -> None:
+def watch_traffic(options: AdaptOptions, home: AdaptationFolder, console: progress.Results) -> None:
     """Adapts whenever enough new rows have come, until a signal. Says so only when something has changed."""
-    said = ""
+    last_message = ""
     console.say(f"watching {options.traffic} every {options.watch:g} s; Ctrl-C ends it")
     try:
         while True:
             try:
-                adapt(options, home, console)
-            except adaptation.TooFew as error:
-                if str(error) != said:
-                    console.say(said := str(error))
+                adapt_head(options, home, console)
+            except adaptation.TooFewAnswers as error:
+                if str(error) != last_message:
+                    console.say(last_message := str(error))
             time.sleep(options.watch or 0)
     except KeyboardInterrupt:
         console.say(f"stopped; {home.path} stands for {home.current.name}")
 
 
-def adapt(options: AdaptOptions, home: Home, console: progress.Results) -> None:
+def adapt_head(options: AdaptOptions, home: AdaptationFolder, console: progress.Results) -> None:
     """One adaptation, or the rest of the one that was interrupted. Raises TooFew if there is too little to train on."""
     settings = {
         name: value
@@ -145,25 +147,27 @@ def adapt(options: AdaptOptions, home: Home, console: progress.Results) -> None:
     }
     plan = home.read_plan()
     if plan is None:
-        plan = prepare(options, home, settings, console)
+        plan = prepare_plan(options, home, settings, console)
     else:
-        then = {key: value for key, value in plan.about["settings"].items() if key in settings}  # some options went
+        recorded_settings = {
+            key: value for key, value in plan.facts["settings"].items() if key in settings
+        }  # some options went
         advice = f"Give those again, or delete {home.training} to begin anew."
-        check_settings(home.training, then, settings, advice=advice)
+        check_settings(home.training, recorded_settings, settings, advice=advice)
         console.say(f"the adaptation {plan.number} goes on")
-    before = home.read_before() or judge_before(options, home, plan)
-    show(console, plan, before["counts"])
-    console.say(before["foreseen"]["said"])
+    measured = home.read_measured() or score_head_in_use(options, home, plan)
+    show_groups(console, plan, measured["counts"])
+    console.say(measured["foreseen"]["said"])
     if options.dry_run:
         console.say(f"dry_run: without it the same command trains. To begin anew, delete {home.training}.")
         return
-    judge_new(options, home, plan, before, train(options, home, plan, before["depth"]), console)
-    give_back(options, home)
+    decide_on_trained_head(options, home, plan, measured, train_head(options, home, plan, measured["depth"]), console)
+    export_accepted_head(options, home)
 
 
 def check_head(folder: Path) -> None:
     """Raises ValueError for a head that replay does not apply to."""
-    kind = checkpoint.drafter_class(str(checkpoint.read_json(folder / "drafter.json").get("_target_")))
+    kind = checkpoint.load_head_class(str(checkpoint.read_json(folder / "drafter.json").get("_target_")))
     if kind.adapts_target or not issubclass(kind, Drafter):
         raise ValueError(
             f"{folder}: a {kind.__name__} cannot be judged by replay along answers of the unchanged target: train it by "
@@ -173,81 +177,103 @@ def check_head(folder: Path) -> None:
 
 def check_tokens(tokens: int, needed: int) -> None:
     if tokens < needed:
-        raise adaptation.TooFew(f"{tokens:,} of {needed:,} new tokens to train on (min_tokens): give more rows.")
+        raise adaptation.TooFewAnswers(f"{tokens:,} of {needed:,} new tokens to train on (min_tokens): give more rows.")
 
 
-def write_answers(options: AdaptOptions, home: Home, console: progress.Results) -> Path:
+def write_answers(options: AdaptOptions, home: AdaptationFolder, console: progress.Results) -> Path:
     """Lets the target answer prompts=, or go on with it. -> the file of answers"""
     folder = home.make_private("answers")
-    values = {"prompts": options.prompts, "out": folder / "answers.jsonl", **target_of(options, home), **options.answer}
+    values = {
+        "prompts": options.prompts,
+        "out": folder / "answers.jsonl",
+        **list_target_options(options, home),
+        **options.answer,
+    }
     arguments = [f"{key}={value}" for key, value in values.items()]
     answer_prompts(read_command("answer", AnswerOptions, None, arguments), console)
     return folder / "answers.jsonl"
 
 
-def prepare(options: AdaptOptions, home: Home, settings: dict, console: progress.Results) -> AdaptationPlan:
+def prepare_plan(
+    options: AdaptOptions, home: AdaptationFolder, settings: dict, console: progress.Results
+) -> AdaptationPlan:
     """Reads and splits the rows. -> what to train. With watch=, enough of the rows must be new to all adaptations."""
     check_head(home.current)
-    find_head(home.first)  # which refuses a wrong one now
+    find_head_option(home.first_head)  # which refuses a wrong one now
     document = checkpoint.read_json(home.current / "drafter.json")
     name = options.target.name or str(document.get("target"))
     tokenizer = loading.load_tokenizer(name, trust_remote_code=options.target.trust_remote_code)
-    fingerprint = home.source.get("target_fingerprint", document.get("target_fingerprint"))
+    fingerprint = home.source_record.get("target_fingerprint", document.get("target_fingerprint"))
     trusted = options.target.trust_remote_code
-    read = functools.cache(lambda: Target.load_ends(name, trust_remote_code=trusted).identity)
-    source = adaptation.TrafficSource(token_text.fingerprint(tokenizer), name, fingerprint, read)
-    sources = find_old(options.old, home.first, source.target)
-    where = "traffic" if options.prompts is None else "prompts"
-    past = [(each["until"], each["decision"]) for each in home.history() if each.get("where", "traffic") == where]
+    read_fingerprint = functools.cache(lambda: Target.load_ends(name, trust_remote_code=trusted).identity)
+    source = adaptation.TrafficSource(token_text.digest_vocabulary(tokenizer), name, fingerprint, read_fingerprint)
+    sources = find_old_sources(options.old, home.first_head, source.target)
+    option_name = "traffic" if options.prompts is None else "prompts"
+    earlier_decisions = [
+        (decision_record["until"], decision_record["decision"])
+        for decision_record in home.read_history()
+        if decision_record.get("where", "traffic") == option_name
+    ]
     if options.prompts is None:
         answers, left_out = adaptation.read_traffic(Path(str(options.traffic)), source)
     else:
         written = write_answers(options, home, console)
-        answers, left_out = adaptation.read_written(written, source, [until for until, _ in past])
-    tried = max((until for until, _ in past), default=-math.inf)
-    known = max((until for until, decision in past if decision == "accepted"), default=-math.inf)
+        answers, left_out = adaptation.read_written(written, source, [end for end, _ in earlier_decisions])
+    last_tried = max((end for end, _ in earlier_decisions), default=-math.inf)
+    last_accepted = max((until for until, decision in earlier_decisions if decision == "accepted"), default=-math.inf)
     if options.watch is not None:
-        tokens = adaptation.count_tokens(answer for answer in answers if answer.time > tried)
-        left = (1 - options.heldout_share) * (1 - options.heldout_share / 2)  # to train on
-        check_tokens(int(tokens * left), options.min_tokens)
-    new = [answer for answer in answers if answer.time > known]
-    if not new:
-        raise adaptation.TooFew(
-            f"{where}={getattr(options, where)} has no rows that are newer than those of the head in use: give more."
+        tokens = adaptation.count_tokens(answer for answer in answers if answer.time > last_tried)
+        training_share = (1 - options.heldout_share) * (1 - options.heldout_share / 2)  # to train on
+        check_tokens(int(tokens * training_share), options.min_tokens)
+    new_answers = [answer for answer in answers if answer.time > last_accepted]
+    if not new_answers:
+        raise adaptation.TooFewAnswers(
+            f"{option_name}={getattr(options, option_name)} has no rows that are newer than those of the head in use: give more."
             + (f" Left out: {left_out}." if left_out else "")
         )
-    training, heldout = adaptation.split_newest(new, options.heldout_share)
+    training, heldout = adaptation.split_newest(new_answers, options.heldout_share)
     training, validation = adaptation.split_newest(training, options.heldout_share / 2)
-    earlier = home.known("heldout")
-    training = adaptation.drop_known(training, earlier)
+    earlier_heldout = home.read_earlier_answers("heldout")
+    training = adaptation.drop_known_answers(training, earlier_heldout)
     check_tokens(tokens := adaptation.count_tokens(training), options.min_tokens)
-    num = len({answer.conversation for answer in heldout if len(answer.prompt) + 2 <= options.length})
-    if num < judging.ENOUGH:
-        raise adaptation.TooFew(
-            f"{num} held-out conversations fit into length={options.length}: a head is judged by {judging.ENOUGH} or more. Give more."
+    num_conversations = len({answer.conversation for answer in heldout if len(answer.prompt) + 2 <= options.length})
+    if num_conversations < judging.MIN_CONVERSATIONS:
+        raise adaptation.TooFewAnswers(
+            f"{num_conversations} held-out conversations fit into length={options.length}: a head is judged by {judging.MIN_CONVERSATIONS} or more. Give more."
         )
     if left_out:
         console.say(f"rows of the traffic that are left out: {left_out}")
-    adapted = [answer.to_row(source.tokenizer) for answer in home.known("trained")]
-    most = int(options.old_share / (1 - options.old_share) * tokens)
-    old, rest = choose_old(sources, adapted, tokenizer, taken=[*heldout, *validation, *training, *earlier], most=most)
-    old += adaptation.drop_known(earlier, [*heldout, *validation, *training])
-    slices = {kind: judging.choose_judged(each, options.length) for kind, each in zip(KINDS, (heldout, old))}
-    chosen = judging.choose_judged(validation, options.length, VALIDATED)
+    adapted = [answer.to_row(source.tokenizer) for answer in home.read_earlier_answers("trained")]
+    max_old_tokens = int(options.old_share / (1 - options.old_share) * tokens)
+    old_heldout, old_training = choose_old_answers(
+        sources,
+        adapted,
+        tokenizer,
+        used_answers=[*heldout, *validation, *training, *earlier_heldout],
+        max_tokens=max_old_tokens,
+    )
+    old_heldout += adaptation.drop_known_answers(earlier_heldout, [*heldout, *validation, *training])
+    slices = {kind: judging.sample_answers(each, options.length) for kind, each in zip(KINDS, (heldout, old_heldout))}
+    chosen = judging.sample_answers(validation, options.length, NUM_VALIDATION_ANSWERS)
     slices["validation"] = [replace(each, answer=each.answer[: options.length - len(each.prompt)]) for each in chosen]
     if not chosen:
-        raise adaptation.TooFew(
+        raise adaptation.TooFewAnswers(
             f"No answer that chooses the step fits into length={options.length}: raise it, or give more rows."
         )
-    about = {"until": max(answer.time for answer in new), "where": where, "settings": settings}
+    about = {"until": max(answer.time for answer in new_answers), "where": option_name, "settings": settings}
     start = str(home.current.relative_to(home.path))
-    plan = AdaptationPlan(home.next_number(), start, [*training, *rest], len(training), slices, about)
+    plan = AdaptationPlan(home.next_number(), start, [*training, *old_training], len(training), slices, about)
     home.save_plan(plan, source.tokenizer)
     return plan
 
 
-def choose_old(
-    sources: list[str], adapted: list[dict], tokenizer: PreTrainedTokenizerBase, *, taken: adaptation.Answers, most: int
+def choose_old_answers(
+    sources: list[str],
+    adapted: list[dict],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    used_answers: adaptation.Answers,
+    max_tokens: int,
 ) -> tuple[adaptation.Answers, adaptation.Answers]:
     """-> old answers that forgetting is judged on, the same ones at every adaptation, and others to train on.
 
@@ -255,88 +281,106 @@ def choose_old(
     """
     try:
         rows = [row for name in sources for row in reading.load_conversations(name)]
-        drawn = list(itertools.islice(adaptation.draw_old(rows, tokenizer), judging.JUDGED))
-        unused = adaptation.drop_known(adaptation.draw_old([*rows, *adapted], tokenizer), [*taken, *drawn])
+        heldout = list(itertools.islice(adaptation.draw_old_answers(rows, tokenizer), judging.MAX_ANSWERS))
+        unused = adaptation.drop_known_answers(
+            adaptation.draw_old_answers([*rows, *adapted], tokenizer), [*used_answers, *heldout]
+        )
     except ValueError as error:
         raise ValueError(f"old={','.join(sources)}: {error} Give old=FILE, or old= for no old rows.") from None
-    return adaptation.drop_known(drawn, taken), adaptation.take_tokens(unused, most)
+    return adaptation.drop_known_answers(heldout, used_answers), adaptation.limit_tokens(unused, max_tokens)
 
 
-def judge_kinds(options: AdaptOptions, plan: AdaptationPlan, head: Head, name: str) -> dict[str, list[PromptCounts]]:
+def score_kinds(options: AdaptOptions, plan: AdaptationPlan, head: Head, name: str) -> dict[str, list[PromptCounts]]:
     """What tau of each held-out answer is made of. name: of the head"""
     return {
-        kind: judging.judge(head, plan.heldout[kind], length=options.length, what=f"judging {name}, {kind} answers")
-        for kind in KINDS
-    }
-
-
-def judge_before(options: AdaptOptions, home: Home, plan: AdaptationPlan) -> dict:
-    """Judges the head in use, and foresees what training wins; kept for the comparison and for a launch that goes on."""
-    loaded = loading.load(str(home.path / plan.start), options.target)
-    home.pin_target(loaded.target)
-    assert isinstance(loaded.drafter, Drafter)
-    counts = judge_kinds(options, plan, loaded.drafter, "the head in use")
-    new, old = (judging.judge_groups(plan.heldout[kind], counts[kind]) for kind in KINDS)
-    numbers = {kind: [[each.num_rounds, each.num_emitted] for each in counts[kind]] for kind in KINDS}
-    document = {
-        "counts": numbers,
-        "foreseen": judging.foresee(new, old, plan.heldout["new"], plan.training[: plan.num_new]),
-        "depth": min(judging.DEPTH, loaded.drafter.depth or judging.DEPTH),  # of the chain that chooses a step
-    }
-    home.write_before(document)
-    return document
-
-
-def show(
-    console: progress.Results, plan: AdaptationPlan, before: dict, after: dict[str, list[PromptCounts]] | None = None
-) -> dict[str, judging.Groups]:
-    """Prints tau by group. before: counts as `judge_before` keeps them. -> the groups"""
-    judged = {
-        kind: judging.judge_groups(
-            plan.heldout[kind], [PromptCounts(*pair) for pair in before[kind]], None if after is None else after[kind]
+        kind: judging.score_answers(
+            head, plan.heldout[kind], length=options.length, label=f"judging {name}, {kind} answers"
         )
         for kind in KINDS
     }
-    console.say(judging.to_table(judged))
-    return judged
 
 
-def judge_new(
-    options: AdaptOptions, home: Home, plan: AdaptationPlan, before: dict, trained: Path, console: progress.Results
+def score_head_in_use(options: AdaptOptions, home: AdaptationFolder, plan: AdaptationPlan) -> dict:
+    """Judges the head in use, and foresees what training wins; kept for the comparison and for a launch that goes on."""
+    loaded = loading.load_head(str(home.path / plan.start), options.target)
+    home.pin_target(loaded.target)
+    assert isinstance(loaded.drafter, Drafter)
+    counts = score_kinds(options, plan, loaded.drafter, "the head in use")
+    new, old = (judging.compare_groups(plan.heldout[kind], counts[kind]) for kind in KINDS)
+    counts_by_kind = {kind: [[count.num_rounds, count.num_emitted] for count in counts[kind]] for kind in KINDS}
+    document = {
+        "counts": counts_by_kind,
+        "foreseen": judging.predict_gain(new, old, plan.heldout["new"], plan.training[: plan.num_new]),
+        "depth": min(
+            judging.CHAIN_DEPTH, loaded.drafter.depth or judging.CHAIN_DEPTH
+        ),  # of the chain that chooses a step
+    }
+    home.write_measured(document)
+    return document
+
+
+def show_groups(
+    console: progress.Results,
+    plan: AdaptationPlan,
+    counts_before: dict,
+    counts_after: dict[str, list[PromptCounts]] | None = None,
+) -> dict[str, judging.Groups]:
+    """Prints tau by group. before: counts as `judge_before` keeps them. -> the groups"""
+    groups_by_kind = {
+        kind: judging.compare_groups(
+            plan.heldout[kind],
+            [PromptCounts(*pair) for pair in counts_before[kind]],
+            None if counts_after is None else counts_after[kind],
+        )
+        for kind in KINDS
+    }
+    console.say(judging.make_groups_table(groups_by_kind))
+    return groups_by_kind
+
+
+def decide_on_trained_head(
+    options: AdaptOptions,
+    home: AdaptationFolder,
+    plan: AdaptationPlan,
+    measured: dict,
+    trained: Path,
+    console: progress.Results,
 ) -> None:
     """Judges the trained head, and takes it into use or not. before: of `judge_before`"""
-    opened = loading.load_target(options.target, default=loading.target_of(home.path / plan.start))
+    opened = loading.load_target(options.target, default=loading.find_target_name(home.path / plan.start))
     home.pin_target(opened.target)
     step = int(trained.name.removeprefix("step_"))
-    counts = {kind: [PromptCounts(*pair) for pair in before["counts"][kind]] for kind in KINDS}
+    counts = {kind: [PromptCounts(*pair) for pair in measured["counts"][kind]] for kind in KINDS}
     if step > 0:  # else it is the head in use
-        counts = judge_kinds(options, plan, checkpoint.load(trained, opened.target), "the new head")
-    judged = show(console, plan, before["counts"], counts)
-    new, old = judged["new"][judging.ALL], judged["old"].get(judging.ALL)
-    good, reasons = judging.decide(new, old, tolerance=options.tolerance)
-    parts = {"new_tokens": plan.training[: plan.num_new], "old_tokens": plan.training[plan.num_new :]}
-    tokens = {name: adaptation.count_tokens(part) for name, part in parts.items()}
+        counts = score_kinds(options, plan, checkpoint.load(trained, opened.target), "the new head")
+    groups_by_kind = show_groups(console, plan, measured["counts"], counts)
+    new, old = groups_by_kind["new"][judging.ALL_ANSWERS], groups_by_kind["old"].get(judging.ALL_ANSWERS)
+    accepted, reasons = judging.decide_acceptance(new, old, tolerance=options.tolerance)
+    answers_by_field = {"new_tokens": plan.training[: plan.num_new], "old_tokens": plan.training[plan.num_new :]}
+    tokens = {name: adaptation.count_tokens(answers) for name, answers in answers_by_field.items()}
     if step == 0:
         reasons.append("No step of the training drafted better than its start on the answers that choose the step.")
     document = {
         "number": plan.number,
-        "decision": "accepted" if good else "refused",
+        "decision": "accepted" if accepted else "refused",
         "reasons": reasons,
         "start": plan.start,
-        "in_use": f"heads/{plan.number}" if good else plan.start,
+        "in_use": f"heads/{plan.number}" if accepted else plan.start,
         "slices": {"new": asdict(new), "old": old and asdict(old)},
-        "groups": {kind: {name: asdict(each) for name, each in groups.items()} for kind, groups in judged.items()},
-        "foreseen": before["foreseen"],
+        "groups": {
+            kind: {name: asdict(each) for name, each in groups.items()} for kind, groups in groups_by_kind.items()
+        },
+        "foreseen": measured["foreseen"],
         "training": tokens | {"step": step, "steps": size_training(options, plan)[1]},
-        "source": home.source,
-        **plan.about,
+        "source": home.source_record,
+        **plan.facts,
     }
-    home.decide(plan, trained, document, token_text.fingerprint(opened.tokenizer))
+    home.record_decision(plan, trained, document, token_text.digest_vocabulary(opened.tokenizer))
     console.say(f"{document['decision']}: {' '.join(reasons)}")
     console.say(f"{home.path} stands for {document['in_use']}")
 
 
-def give_back(options: AdaptOptions, home: Home) -> None:
+def export_accepted_head(options: AdaptOptions, home: AdaptationFolder) -> None:
     """Writes the card of an accepted head, and the head in the layout that the given one came in, unless that was done."""
     head, path = home.current, home.current / "adaptation.json"
     record = checkpoint.read_json(path) if path.exists() else {}
@@ -346,24 +390,26 @@ def give_back(options: AdaptOptions, home: Home) -> None:
     files.write_text(head / "README.md", card)
     if document.get("published") is None:  # it came as a checkpoint of ours
         return
-    out, own = home.path / "export" / head.name, str(document["_target_"]).endswith(".NativeMTP")
+    out, is_native_mtp = home.path / "export" / head.name, str(document["_target_"]).endswith(".NativeMTP")
     if not out.exists():
         gc.collect()  # the target that judged
-        values = {"checkpoint": head, "out": out, "format": "stitched" if own else "published"} | target_of(
-            options, home
-        )
+        values = {
+            "checkpoint": head,
+            "out": out,
+            "format": "stitched" if is_native_mtp else "published",
+        } | list_target_options(options, home)
         arguments = [f"{key}={value}" for key, value in values.items()]
         export_checkpoint(read_command("export", ExportOptions, None, arguments))
-    beside = out / (STITCHED_CARD if own else "README.md")
-    text = beside.read_text()
+    card_file = out / (STITCHED_CARD if is_native_mtp else "README.md")
+    text = card_file.read_text()
     if judging.HEADING not in text:
-        for name, content in files.changed_file(beside, f"{text}\n{card}").items():
-            files.write_text(beside.with_name(name), content.decode())
+        for name, content in files.encode_file(card_file, f"{text}\n{card}").items():
+            files.write_text(card_file.with_name(name), content.decode())
 
 
-def target_of(options: AdaptOptions, home: Home) -> dict[str, Any]:
+def list_target_options(options: AdaptOptions, home: AdaptationFolder) -> dict[str, Any]:
     """The options of the target that another command takes."""
-    name = loading.target_of(home.first, options.target.name)
+    name = loading.find_target_name(home.first_head, options.target.name)
     target = options.target.model_dump() | {"name": Path(name) if Path(name).exists() else name}
     return {f"target.{key}": value for key, value in target.items() if value is not None}
 
@@ -376,7 +422,7 @@ def read_run_settings(path: Path) -> dict:
     return loading.read_yaml(path) if path.exists() else {}
 
 
-def find_head(head: Path) -> str:
+def find_head_option(head: Path) -> str:
     """The first file of conf/head for a checkpoint's class."""
     kind = checkpoint.read_json(head / "drafter.json")["_target_"]
     for name, path in config_files.list_files("head").items():
@@ -385,15 +431,15 @@ def find_head(head: Path) -> str:
     raise ValueError(f"{head}: no file of conf/head trains a {kind}.")
 
 
-def find_old(listed: str | None, head: Path, target: str) -> list[str]:
+def find_old_sources(old_option: str | None, head: Path, target: str) -> list[str]:
     """Files of the rows that the head was trained on. listed: comma list; None: those of its config.yaml, or the shipped ones"""
-    if listed is not None:
-        return split_list(listed)
+    if old_option is not None:
+        return split_list(old_option)
     recorded = read_run_settings(head / "config.yaml").get("data", {}).get("train")
     if recorded is not None:
         return list(reading.read_sources(recorded))
     if Path(target).name == Path(loading.DEFAULT_TARGET).name:
-        return [SHIPPED]
+        return [SHIPPED_ANSWERS]
     raise ValueError(
         f"It is not recorded what {head} was trained on: give old=FILE with such rows, or old= for none (then nothing "
         "keeps the head from forgetting, and nothing shows it)."
@@ -406,13 +452,13 @@ def size_training(options: AdaptOptions, plan: AdaptationPlan) -> tuple[int, int
     A pack holds the longest row, in a multiple of ROUND: at least the usual tokens, and at most `length` if that is more.
     """
     lengths = [len(answer.prompt) + len(answer.answer) for answer in plan.training]
-    length = max(SHORTEST, min(options.length, ROUND * math.ceil(max(lengths) / ROUND)))
+    length = max(SHORTEST_PACK, min(options.length, PACK_MULTIPLE * math.ceil(max(lengths) / PACK_MULTIPLE)))
     packs = sum(min(each, length) for each in lengths) / length
-    together = int(options.training.get("train.batch", 1)) * int(options.training.get("train.accumulation", 1))
-    return length, max(1, math.ceil(options.epochs * packs / together))
+    packs_per_step = int(options.training.get("train.batch", 1)) * int(options.training.get("train.accumulation", 1))
+    return length, max(1, math.ceil(options.epochs * packs / packs_per_step))
 
 
-def train(options: AdaptOptions, home: Home, plan: AdaptationPlan, depth: int) -> Path:
+def train_head(options: AdaptOptions, home: AdaptationFolder, plan: AdaptationPlan, depth: int) -> Path:
     """Trains as the plan says. -> the folder of the best step, the start's or a later one. depth: of the chain that chooses it
 
     Raises KeyboardInterrupt if it was interrupted.
@@ -429,16 +475,16 @@ def train(options: AdaptOptions, home: Home, plan: AdaptationPlan, depth: int) -
     return checkpoint.resolve(folder)
 
 
-def make_arguments(options: AdaptOptions, home: Home, plan: AdaptationPlan, depth: int) -> list[str]:
+def make_arguments(options: AdaptOptions, home: AdaptationFolder, plan: AdaptationPlan, depth: int) -> list[str]:
     """Arguments of train.py. The user's `training.` options have the last word."""
     length, steps = size_training(options, plan)
     folder = home.training.resolve()  # out= may be relative in one launch and absolute in the next
-    settings, head = read_run_settings(home.first / "config.yaml"), find_head(home.first)
+    settings, head = read_run_settings(home.first_head / "config.yaml"), find_head_option(home.first_head)
     objective = settings.get("head", {}).get("objective", {})
     recorded = settings.get("optimizer", {})
-    own_lr = recorded.get("lr") or yaml.safe_load(config_files.list_files("head")[head].read_text())["lr"]
+    trained_lr = recorded.get("lr") or yaml.safe_load(config_files.list_files("head")[head].read_text())["lr"]
     if head in ADAMW_LR and (not recorded or recorded.get("name") == "muon"):
-        own_lr = ADAMW_LR[head]
+        trained_lr = ADAMW_LR[head]
     values: dict[str, Any] = {
         "head.objective.supervise": "answers",
         **{
@@ -456,7 +502,7 @@ def make_arguments(options: AdaptOptions, home: Home, plan: AdaptationPlan, dept
         "optimizer.weight_decay": 0.0,
         "optimizer.schedule": "cosine",
         "optimizer.final": 0.05,
-        "optimizer.lr": LOWER * float(own_lr) if options.lr is None else options.lr,
+        "optimizer.lr": LR_SHARE * float(trained_lr) if options.lr is None else options.lr,
         "optimizer.warmup": min(20, steps // 10),
         "train.steps": steps,
         "train.batch": 1,
@@ -466,19 +512,19 @@ def make_arguments(options: AdaptOptions, home: Home, plan: AdaptationPlan, dept
         "train.save_every": max(1, min(100, steps // 5)),
         "train.log_every": max(1, min(20, steps // 10)),
         "validation.answers": folder / "validation.jsonl",
-        "validation.num_prompts": VALIDATED,
+        "validation.num_prompts": NUM_VALIDATION_ANSWERS,
         "validation.max_new_tokens": 8,  # of the two prompts that are decoded at the end
         "validation.decode": "end",
         "validation.auto": "never",
         "decode.depth": depth,
-        **target_of(options, home),
+        **list_target_options(options, home),
         **options.training,
     }
     rows = f"data.train=[{json.dumps(str(folder / 'train.jsonl'))}]"
-    return [f"head={head}", rows, *(f"{key}={to_text(value)}" for key, value in values.items())]
+    return [f"head={head}", rows, *(f"{key}={format_value(value)}" for key, value in values.items())]
 
 
-def to_text(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as it is written on the command line."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
@@ -488,14 +534,14 @@ def run_train(arguments: list[str]) -> int:
 
     Ctrl-C and SIGTERM are passed on to it, so that it saves its state after its step.
     """
-    command = [sys.executable, str(TRAIN), *arguments]
+    command = [sys.executable, str(TRAIN_SCRIPT), *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as child:
         assert child.stdout is not None
         while True:
             try:
                 for line in child.stdout:
-                    if SHOWN.match(line):
-                        progress.note(line.rstrip())
+                    if SHOWN_LINES.match(line):
+                        progress.print_note(line.rstrip())
                 return child.wait()
             except KeyboardInterrupt:
                 child.send_signal(signal.SIGINT)

@@ -16,7 +16,7 @@ from specdec.text.messages import read_arguments, select_variables, write_argume
 from specdec.tools.server import record
 
 
-class TooFew(ValueError):
+class TooFewAnswers(ValueError):
     """There are not enough rows yet; more may come."""
 
 
@@ -24,7 +24,7 @@ class TooFew(ValueError):
 
 
 @dataclass(frozen=True)
-class RecordedAnswer(replay.Written):
+class RecordedAnswer(replay.AnsweredPrompt):
     """One answer of the target.
 
     time: when it was written, in seconds; arguments: of the chat template of its prompt; target_fingerprint: of the weights that wrote it; None: not known
@@ -44,12 +44,12 @@ class RecordedAnswer(replay.Written):
         return {**row, **write_arguments(self.arguments), "tokenizer": tokenizer}
 
     @classmethod
-    def from_row(cls, row: dict, *, place: str = "") -> "RecordedAnswer":
+    def from_row(cls, row: dict, *, default_id: str = "") -> "RecordedAnswer":
         """Of a row with token ids. place: its id, if it has none. Raises KeyError, TypeError, ValueError for another."""
         tokens, num = row["tokens"], row["prompt_tokens"]
         if not all(type(token) is int and token >= 0 for token in tokens) or type(num) is not int or num < 1:
             raise ValueError("not a list of token ids")
-        name = str(place if row.get("id") is None else row["id"])
+        name = str(default_id if row.get("id") is None else row["id"])
         return cls(
             id=name,
             conversation=str(name if row.get("conversation") is None else row["conversation"]),
@@ -76,34 +76,38 @@ class TrafficSource:
     tokenizer: str
     target: str
     target_fingerprint: str | None = None
-    read: Callable[[], Fingerprint] | None = None
+    read_fingerprint: Callable[[], Fingerprint] | None = None
 
-    def wrote(self, row: dict) -> bool:
+    def accepts_writer(self, row: dict) -> bool:
         """By fingerprints, or by names where one is unknown, or of a file of llama.cpp. A row may leave out its target."""
-        stored, known = row.get("target_fingerprint"), self.target_fingerprint
-        if stored is not None and known is not None and "-gguf-" not in f"{stored} {known}":
-            same_form = str(stored).startswith(VERSION) == known.startswith(VERSION)
-            here = Fingerprint.known(known) if same_form or self.read is None else self.read()
-            if here.compares(str(stored)):
-                return here.matches(str(stored))
+        stored, expected = row.get("target_fingerprint"), self.target_fingerprint
+        if stored is not None and expected is not None and "-gguf-" not in f"{stored} {expected}":
+            same_form = str(stored).startswith(VERSION) == expected.startswith(VERSION)
+            fingerprint = (
+                Fingerprint.from_text(expected)
+                if same_form or self.read_fingerprint is None
+                else self.read_fingerprint()
+            )
+            if fingerprint.covers_layers(str(stored)):
+                return fingerprint.matches(str(stored))
         return row.get("target") is None or Path(str(row["target"])).name == Path(self.target).name
 
-    def parse(self, row: dict | None, *, place: str) -> RecordedAnswer | str:
+    def parse_row(self, row: dict | None, *, location: str) -> RecordedAnswer | str:
         """The answer in a row of traffic, or why it is left out."""
         if row is None:
             return "damaged"
         if any(row.get(key) is None for key in ("tokens", "prompt_tokens", "time")):
             return "without token ids or a time"
-        if row.get("tokenizer") != self.tokenizer or not self.wrote(row):
+        if row.get("tokenizer") != self.tokenizer or not self.accepts_writer(row):
             return "of another target or tokenizer"
         try:
-            answer = RecordedAnswer.from_row(row, place=place)
+            answer = RecordedAnswer.from_row(row, default_id=location)
         except (ValueError, TypeError, KeyError, RecursionError):
             return "damaged"
         return answer if len(answer.answer) > 1 else "shorter than two tokens"
 
 
-def read_traffic(folder: Path, wanted: TrafficSource) -> tuple[Answers, str]:
+def read_traffic(folder: Path, source: TrafficSource) -> tuple[Answers, str]:
     """-> the answers in a folder of traffic, in the order of their times; how many rows were left out, and why, in words.
 
     A last line without its end is being written, and is not looked at.
@@ -112,19 +116,19 @@ def read_traffic(folder: Path, wanted: TrafficSource) -> tuple[Answers, str]:
     if not folder.is_dir():
         raise ValueError(f"traffic={folder} is not a folder: give the one that recorded answers are written to.")
     paths = sorted(path for path in folder.iterdir() if path.name.endswith(".jsonl"))
-    parsed = [wanted.parse(row, place=place) for place, row in record.read_lines(paths)]
+    parsed = [source.parse_row(row, location=place) for place, row in record.read_lines(paths)]
     left_out = collections.Counter(each for each in parsed if isinstance(each, str))
-    why = " and ".join(f"{num} {reason}" for reason, num in left_out.items())
-    found = [each for each in parsed if isinstance(each, RecordedAnswer)]
-    if not found:
-        raise TooFew(
-            f"traffic={folder} has no row of {wanted.target} that can be used: {why or 'there are none'}. Rows need token ids "
+    reasons = " and ".join(f"{num} {reason}" for reason, num in left_out.items())
+    answers = [answer for answer in parsed if isinstance(answer, RecordedAnswer)]
+    if not answers:
+        raise TooFewAnswers(
+            f"traffic={folder} has no row of {source.target} that can be used: {reasons or 'there are none'}. Rows need token ids "
             "of this target (tokens, prompt_tokens, tokenizer, target) and a time."
         )
-    return sorted(found, key=lambda answer: answer.time), why
+    return sorted(answers, key=lambda answer: answer.time), reasons
 
 
-def read_written(path: Path, wanted: TrafficSource, ends: Iterable[float]) -> tuple[Answers, str]:
+def read_written(path: Path, source: TrafficSource, ends: Iterable[float]) -> tuple[Answers, str]:
     """-> the answers to a file of prompts, as scripts/answer.py writes them; how many are left out, and why, in words
 
     Their `time` says which adaptation came first.
@@ -133,17 +137,17 @@ def read_written(path: Path, wanted: TrafficSource, ends: Iterable[float]) -> tu
     """
     lines = list(record.read_lines([path]))
     ends = sorted({*ends, float(len(lines))})
-    found: Answers = []
+    answers: Answers = []
     left_out: collections.Counter[str] = collections.Counter()
-    for number, (place, row) in enumerate(lines, start=1):
+    for number, (location, row) in enumerate(lines, start=1):
         time = next(end for end in ends if number <= end)
         name = str((row or {}).get("id")).rpartition("@")[0]
-        answer = wanted.parse(row and {**row, "time": time, "conversation": name}, place=place)
+        answer = source.parse_row(row and {**row, "time": time, "conversation": name}, location=location)
         if isinstance(answer, RecordedAnswer):
-            found.append(answer)
+            answers.append(answer)
         else:
             left_out[answer] += 1
-    return found, " and ".join(f"{num} {reason}" for reason, num in left_out.items())
+    return answers, " and ".join(f"{num} {reason}" for reason, num in left_out.items())
 
 
 def read_answers(path: Path) -> Answers:
@@ -174,47 +178,52 @@ def split_newest(answers: Answers, share: float) -> tuple[Answers, Answers]:
     newest: dict[str, float] = {}
     for answer in answers:
         newest[answer.conversation] = max(answer.time, newest.get(answer.conversation, answer.time))
-    order = sorted(newest, key=lambda name: (newest[name], _draw(name)))
-    held = set(order[len(order) - max(1, round(share * len(order))) :])
-    heldout = [answer for answer in answers if answer.conversation in held]
-    training = drop_known(answers, heldout)
+    order = sorted(newest, key=lambda name: (newest[name], _hash_name(name)))
+    heldout_names = set(order[len(order) - max(1, round(share * len(order))) :])
+    heldout = [answer for answer in answers if answer.conversation in heldout_names]
+    training = drop_known_answers(answers, heldout)
     if not training:
-        raise TooFew(
-            f"{len(order)} conversations, of which {len(held)} are held out, leave nothing to train on: record more, "
+        raise TooFewAnswers(
+            f"{len(order)} conversations, of which {len(heldout_names)} are held out, leave nothing to train on: record more, "
             "lower heldout_share=, or look whether all of them have the same prompt."
         )
     return training, heldout
 
 
-def drop_known(answers: Iterable[RecordedAnswer], known: Iterable[RecordedAnswer]) -> Answers:
+def drop_known_answers(answers: Iterable[RecordedAnswer], known_answers: Iterable[RecordedAnswer]) -> Answers:
     """The answers whose prompt and whose conversation is none of the known ones."""
-    known = list(known)
-    prompts, conversations = {tuple(each.prompt) for each in known}, {each.conversation for each in known}
-    return [each for each in answers if tuple(each.prompt) not in prompts and each.conversation not in conversations]
+    known_answers = list(known_answers)
+    prompts, conversations = (
+        {tuple(known_answer.prompt) for known_answer in known_answers},
+        {each.conversation for each in known_answers},
+    )
+    return [
+        answer for answer in answers if tuple(answer.prompt) not in prompts and answer.conversation not in conversations
+    ]
 
 
-def take_tokens(answers: Iterable[RecordedAnswer], most: int) -> Answers:
+def limit_tokens(answers: Iterable[RecordedAnswer], max_tokens: int) -> Answers:
     """The first answers, up to the one that exceeds so many tokens."""
-    found: Answers = []
+    limited: Answers = []
     total = 0
     for answer in answers:
         total += len(answer.answer)
-        if total > most:
+        if total > max_tokens:
             break
-        found.append(answer)
-    return found
+        limited.append(answer)
+    return limited
 
 
-def draw_old(rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase) -> Iterator[RecordedAnswer]:
+def draw_old_answers(rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase) -> Iterator[RecordedAnswer]:
     """Answers that the head was trained on before, in an order that follows from their ids alone.
 
     rows: as of `reading.load_conversations`; each is encoded when it is needed
     """
-    order = sorted(rows, key=lambda row: _draw(row["id"]))
+    order = sorted(rows, key=lambda row: _hash_name(row["id"]))
     return (answer for row in order if (answer := encode_answer(tokenizer, row)) is not None)
 
 
-def _draw(name: str) -> bytes:
+def _hash_name(name: str) -> bytes:
     """The place of a name in an order that is random, and always the same."""
     return hashlib.sha256(f"0 {name}".encode()).digest()
 
@@ -225,7 +234,7 @@ def encode_answer(tokenizer: PreTrainedTokenizerBase, row: dict) -> RecordedAnsw
     Answers to one prompt, which scripts/answer.py calls PROMPT@TEMPERATURE, are one conversation.
     """
     encoded = data.encode(tokenizer, row)
-    start, stop = data.last_answer(encoded)
+    start, stop = data.find_last_answer(encoded)
     tokens: dict = {"tokens": encoded.tokens[:stop], "prompt_tokens": start}
     tokens["conversation"] = row.get("conversation") or f"old {encoded.id.rpartition('@')[0] or encoded.id}"
-    return RecordedAnswer.from_row({**row, **tokens}, place=encoded.id) if stop - start > 1 else None
+    return RecordedAnswer.from_row({**row, **tokens}, default_id=encoded.id) if stop - start > 1 else None

@@ -47,91 +47,91 @@ class AdaptationPlan:
     training: Answers
     num_new: int
     heldout: dict[str, Answers]
-    about: dict
+    facts: dict
 
 
-class Home:
+class AdaptationFolder:
     """The folder of an adaptation (see above). Only one process writes, which holds the lock."""
 
     def __init__(self, path: Path):
-        self.path, self.training, self.first = path, path / "training", path / "heads" / "0001"
+        self.path, self.training, self.first_head = path, path / "training", path / "heads" / "0001"
 
     @property
     def current(self) -> Path:
         """The folder of the head in use."""
         return checkpoint.resolve(self.path)
 
-    def begin(self, given: str, load_target: Callable[[], Target]) -> None:
+    def install_given_head(self, option: str, load_target: Callable[[], Target]) -> None:
         """Copies the head into a new folder, and records what it was. A head in another layout becomes a checkpoint of ours.
 
         Raises ValueError if the folder is of another head, also if `given` has changed since, or if `given` is none.
         """
-        source = checkpoint.resolve(given)
-        own = (source / "drafter.json").exists()
-        if own:
-            files.check(*(source / name for name in OWN_FILES))
-        if (self.path / "best").exists() and self.first.is_dir():
+        source = checkpoint.resolve(option)
+        is_checkpoint = (source / "drafter.json").exists()
+        if is_checkpoint:
+            files.check_files(*(source / name for name in OWN_FILES))
+        if (self.path / "best").exists() and self.first_head.is_dir():
             if not source.absolute().is_relative_to(self.path.absolute()):
-                self._check_source(given, source)
+                self._check_source(option, source)
             return
-        begun = {"heads", "lock", "answers", SOURCE}
-        if self.path.exists() and {path.name for path in self.path.iterdir()} - begun:
+        expected_names = {"heads", "lock", "answers", SOURCE}
+        if self.path.exists() and {path.name for path in self.path.iterdir()} - expected_names:
             raise ValueError(f"out={self.path} exists and holds no adaptation: choose a new folder, or delete it.")
-        about: dict = {"checkpoint": given, "source": hub.pinned(source)}
-        if own:
-            about["sha256"] = digest_files(source, OWN_FILES)
-            self._install("0001", source)
+        source_record: dict = {"checkpoint": option, "source": hub.pin_commit(source)}
+        if is_checkpoint:
+            source_record["sha256"] = digest_files(source, OWN_FILES)
+            self._install_head("0001", source)
         else:
             target = load_target()
-            drafter, spec = checkpoint.start(source, target, {})
-            about |= {"sha256": spec["published"]["sha256"], **_describe(target)}
-            checkpoint.save(self.first, drafter, spec)
+            drafter, spec = checkpoint.load_for_training(source, target, {})
+            source_record |= {"sha256": spec["published"]["sha256"], **_describe_target(target)}
+            checkpoint.save(self.first_head, drafter, spec)
         config = next((path for path in (source / "config.yaml", source.parent / "config.yaml") if path.exists()), None)
-        if own and config:
-            files.write_text(self.first / "config.yaml", config.read_text())
-        self._write_source(about)
-        self._use("0001")
+        if is_checkpoint and config:
+            files.write_text(self.first_head / "config.yaml", config.read_text())
+        self._write_source(source_record)
+        self._set_current("0001")
 
-    def _check_source(self, given: str, source: Path) -> None:
+    def _check_source(self, option: str, source: Path) -> None:
         """Raises ValueError if the given head is not the one that was adapted here."""
-        about = self.source
-        if digest_files(source, about["sha256"]) != about["sha256"]:
+        source_record = self.source_record
+        if digest_files(source, source_record["sha256"]) != source_record["sha256"]:
             raise ValueError(
-                f"out={self.path} holds adaptations of another head than checkpoint={given} is now: it was begun with "
-                f"{about['source']}, whose files differ. Give that revision or copy, choose another out=, or delete {self.path}."
+                f"out={self.path} holds adaptations of another head than checkpoint={option} is now: it was begun with "
+                f"{source_record['source']}, whose files differ. Give that revision or copy, choose another out=, or delete {self.path}."
             )
 
     @property
-    def source(self) -> dict:
+    def source_record(self) -> dict:
         """What is adapted here: checkpoint as it was given, source, sha256 by file, and once it was loaded the target."""
-        earlier = {"source": "another head", "sha256": digest_files(self.first, OWN_FILES[1:])}
+        earlier = {"source": "another head", "sha256": digest_files(self.first_head, OWN_FILES[1:])}
         path = self.path / SOURCE
         return checkpoint.read_json(path) if path.exists() else earlier
 
-    def _write_source(self, about: dict) -> None:
-        files.write_text(self.path / SOURCE, json.dumps(about, indent=1) + "\n")
+    def _write_source(self, source_record: dict) -> None:
+        files.write_text(self.path / SOURCE, json.dumps(source_record, indent=1) + "\n")
 
     def pin_target(self, target: Target) -> None:
         """Raises ValueError if the weights are not those with which the adaptations here began."""
-        about, here = self.source, _describe(target)
-        then = about.get("target_fingerprint", here["target_fingerprint"])
-        if not target.matches(then):
+        source_record, target_record = self.source_record, _describe_target(target)
+        recorded_fingerprint = source_record.get("target_fingerprint", target_record["target_fingerprint"])
+        if not target.matches(recorded_fingerprint):
             raise ValueError(
-                f"{target.name} is another target (fingerprint {here['target_fingerprint']}) than the one with which {self.path} "
-                f"was begun ({about['target']}, {then}): put that one back, or choose another out=."
+                f"{target.name} is another target (fingerprint {target_record['target_fingerprint']}) than the one with which {self.path} "
+                f"was begun ({source_record['target']}, {recorded_fingerprint}): put that one back, or choose another out=."
             )
-        self._write_source(about | here)
+        self._write_source(source_record | target_record)
 
     def make_private(self, name: str) -> Path:
         """A folder for its owner alone."""
         _make_private(self.path / name)
         return self.path / name
 
-    def history(self) -> list[dict]:
+    def read_history(self) -> list[dict]:
         """All adaptations so far, the oldest first."""
         return [checkpoint.read_json(path) for path in sorted((self.path / "adaptations").glob("*.json"))]
 
-    def known(self, name: str) -> Answers:
+    def read_earlier_answers(self, name: str) -> Answers:
         """Answers of earlier, accepted adaptations. name: trained or heldout"""
         paths = sorted((self.path / "rows").glob(f"*/{name}.jsonl"))
         return [answer for path in paths for answer in read_answers(path)]
@@ -139,8 +139,10 @@ class Home:
     def next_number(self) -> str:
         """Of the next head: adaptations are numbered on, whatever was decided."""
         names = [path.stem for folder in ("heads", "adaptations") for path in (self.path / folder).glob("*")]
-        taken = [int(name) for name in names if re.fullmatch(r"\d+", name)]  # not 0002.json.partial, which a kill left
-        return f"{max(taken, default=0) + 1:04d}"
+        numbers = [
+            int(name) for name in names if re.fullmatch(r"\d+", name)
+        ]  # not 0002.json.partial, which a kill left
+        return f"{max(numbers, default=0) + 1:04d}"
 
     def save_plan(self, plan: AdaptationPlan, tokenizer: str) -> None:
         """Once this is written, the adaptation goes on from it."""
@@ -149,17 +151,17 @@ class Home:
         _make_private(partial)
         for name, answers in {"train": plan.training, **plan.heldout}.items():
             (partial / f"{name}.jsonl").write_text(to_lines(answers, tokenizer))
-        document = {"number": plan.number, "start": plan.start, "num_new": plan.num_new, "about": plan.about}
+        document = {"number": plan.number, "start": plan.start, "num_new": plan.num_new, "about": plan.facts}
         (partial / "plan.json").write_text(json.dumps(document, indent=1) + "\n")
         for path in (*partial.iterdir(), partial):
-            files.sync(path)
+            files.sync_path(path)
         partial.rename(self.training)
 
     def read_plan(self) -> AdaptationPlan | None:
         """What was under way; None if nothing was."""
         if not self.training.exists():
             return None
-        document = checkpoint.read_json(self.training / "plan.json", what="An adaptation that has begun has it")
+        document = checkpoint.read_json(self.training / "plan.json", advice="An adaptation that has begun has it")
         return AdaptationPlan(
             document["number"],
             document["start"],
@@ -169,7 +171,7 @@ class Home:
             document["about"],
         )
 
-    def decide(self, plan: AdaptationPlan, trained: Path, document: dict, tokenizer: str) -> None:
+    def record_decision(self, plan: AdaptationPlan, trained: Path, document: dict, tokenizer: str) -> None:
         """Records what was decided, takes an accepted head into use, and removes what was under way.
 
         document: what was measured and decided; tokenizer: `datastore.fingerprint`
@@ -183,41 +185,41 @@ class Home:
             _make_private(rows)
             files.write_text(rows / "trained.jsonl", to_lines(plan.training[: plan.num_new], tokenizer))
             files.write_text(rows / "heldout.jsonl", to_lines(plan.heldout["new"], tokenizer))
-            self._install(plan.number, trained)
+            self._install_head(plan.number, trained)
             files.write_text(self.path / "heads" / plan.number / "adaptation.json", text)
-            self._use(plan.number)  # from here on, everyone gets it
-        files.remove(self.training)
+            self._set_current(plan.number)  # from here on, everyone gets it
+        files.remove_folder(self.training)
 
-    def read_before(self) -> dict | None:
+    def read_measured(self) -> dict | None:
         """What was measured of the head in use, for the adaptation that is under way; None if that was not done yet."""
         path = self.training / "before.json"
         return checkpoint.read_json(path) if path.exists() else None
 
-    def write_before(self, document: dict) -> None:
+    def write_measured(self, document: dict) -> None:
         files.write_text(self.training / "before.json", json.dumps(document) + "\n")
 
-    def _install(self, number: str, source: Path) -> None:
+    def _install_head(self, number: str, source: Path) -> None:
         tensors = {"drafter.safetensors": checkpoint.read_tensors(source / "drafter.safetensors")}
         documents = {"drafter.json": checkpoint.read_json(source / "drafter.json")}
         if (known := trained_prompts.find_file(source)) is not None:
             tensors[trained_prompts.FILE] = checkpoint.read_tensors(known)
         files.write_folder(self.path / "heads" / number, tensors=tensors, documents=documents)
 
-    def _use(self, number: str) -> None:
+    def _set_current(self, number: str) -> None:
         files.write_text(self.path / "best", f"heads/{number}\n")
 
 
 def digest_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """SHA-256 by name; empty for a file that is not there."""
-    found = dict.fromkeys(names, "")
-    for name in found:
+    digests = dict.fromkeys(names, "")
+    for name in digests:
         if (folder / name).is_file():
             with (folder / name).open("rb") as file:
-                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+                digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
 
 
-def _describe(target: Target) -> dict:
+def _describe_target(target: Target) -> dict:
     return {"target": target.name, "target_fingerprint": target.fingerprint()}
 
 

@@ -10,35 +10,35 @@ from specdec.measuring.report import PromptCounts
 from specdec.text.messages import describe_arguments
 from specdec.tools.adapt.answers import Answers, RecordedAnswer, count_tokens
 
-ENOUGH = 8  # conversations, below which no head and no group of answers is judged
-DEPTH = 4  # drafts of the chain that heads are judged with
-JUDGED = 100  # answers of new and of old rows that are judged, at most
-ALL = "all"  # the group of all answers
-RUN = 3  # tokens after which a repetition is looked for
-REPEATS, GAP = 0.08, 0.2  # share of repeated tokens, and gap, from either of which training is likely to pay
-MEASURED = (
+MIN_CONVERSATIONS = 8  # conversations, below which no head and no group of answers is judged
+CHAIN_DEPTH = 4  # drafts of the chain that heads are judged with
+MAX_ANSWERS = 100  # answers of new and of old rows that are judged, at most
+ALL_ANSWERS = "all"  # the group of all answers
+REPEAT_CONTEXT = 3  # tokens after which a repetition is looked for
+MIN_REPEATS, MIN_GAP = 0.08, 0.2  # share of repeated tokens, and gap, from either of which training is likely to pay
+MEASURED_GAINS = (
     "On 12,000 tokens shipped/mtp won 10 % where these were 9 % and +24 %, and nothing where they were 6 % and +10 % "
     "(results/48-what-adapting-wins.md)."
 )
 HEADING = "## Adapted to traffic"
 
 
-def choose_judged(answers: Answers, length: int, most: int | None = None) -> Answers:
+def sample_answers(answers: Answers, length: int, num_answers: int | None = None) -> Answers:
     """At most `most` (None: JUDGED) of the answers, spread over the list. length: tokens of an answer with its prompt; long answers are cut later"""
-    fit = [answer for answer in answers if len(answer.prompt) + 2 <= length]
-    most = most or JUDGED
-    step = max(1.0, len(fit) / most)
-    return [fit[int(place * step)] for place in range(min(most, len(fit)))]
+    fitting = [answer for answer in answers if len(answer.prompt) + 2 <= length]
+    num_answers = num_answers or MAX_ANSWERS
+    step = max(1.0, len(fitting) / num_answers)
+    return [fitting[int(place * step)] for place in range(min(num_answers, len(fitting)))]
 
 
-def judge(drafter: Head, answers: Answers, *, length: int, what: str) -> list[PromptCounts]:
+def score_answers(drafter: Head, answers: Answers, *, length: int, label: str) -> list[PromptCounts]:
     """What tau of each answer is made of, by replay at the temperature that it was written at.
 
     length: tokens of an answer with its prompt, beyond which it is cut; what: is shown
     """
     assert isinstance(drafter, Drafter)
-    texts = [replace(each, answer=each.answer[: length - len(each.prompt)]) for each in answers]
-    return replay.count_replays(replay.replay_texts(drafter, texts, depth=DEPTH, what=what))
+    texts = [replace(answer, answer=answer.answer[: length - len(answer.prompt)]) for answer in answers]
+    return replay.count_replays(replay.replay_texts(drafter, texts, depth=CHAIN_DEPTH, label=label))
 
 
 @dataclass(frozen=True)
@@ -56,21 +56,26 @@ class TauChange:
     change_ci: list[float] | None = None  # paired
 
     @classmethod
-    def of(
-        cls, answers: Answers, before: list[PromptCounts], after: list[PromptCounts] | None = None
+    def compare(
+        cls, answers: Answers, counts_before: list[PromptCounts], counts_after: list[PromptCounts] | None = None
     ) -> "TauChange | None":
         """before, after: of each answer. None without answers."""
         if not answers:
             return None
-        then = _by_conversation(answers, before)
-        num = len(then), len(answers), count_tokens(answers)
-        found = cls(*num, figures.tau(then), figures.interval(then, figures.tau, 0))
-        if after is None:
-            return found
-        now = _by_conversation(answers, after)
-        change, interval = figures.tau_difference(now, then)
-        later: dict = {"after": figures.tau(now), "after_ci": figures.interval(now, figures.tau, 0)}
-        return replace(found, **later, change=change, change_ci=interval)
+        sums_before = _sum_by_conversation(answers, counts_before)
+        sizes = len(sums_before), len(answers), count_tokens(answers)
+        change_so_far = cls(
+            *sizes, figures.compute_tau(sums_before), figures.bootstrap_interval(sums_before, figures.compute_tau, 0)
+        )
+        if counts_after is None:
+            return change_so_far
+        sums_after = _sum_by_conversation(answers, counts_after)
+        change, interval = figures.measure_tau_difference(sums_after, sums_before)
+        tau_after: dict = {
+            "after": figures.compute_tau(sums_after),
+            "after_ci": figures.bootstrap_interval(sums_after, figures.compute_tau, 0),
+        }
+        return replace(change_so_far, **tau_after, change=change, change_ci=interval)
 
     @property
     def cells(self) -> list[str]:
@@ -84,13 +89,13 @@ class TauChange:
         return [str(self.conversations), *spans]
 
 
-def _by_conversation(answers: Answers, counts: list[PromptCounts]) -> list[PromptCounts]:
+def _sum_by_conversation(answers: Answers, counts: list[PromptCounts]) -> list[PromptCounts]:
     """Answers of one conversation are alike, so intervals are over conversations."""
     sums: dict[str, list[float]] = {}
-    for answer, each in zip(answers, counts, strict=True):
+    for answer, count in zip(answers, counts, strict=True):
         total = sums.setdefault(answer.conversation, [0.0, 0.0])
-        total[0] += each.num_rounds
-        total[1] += each.num_emitted
+        total[0] += count.num_rounds
+        total[1] += count.num_emitted
     return [PromptCounts(*total) for total in sums.values()]
 
 
@@ -104,16 +109,16 @@ def find_groups(answers: Answers) -> dict[str, list[int]]:
 
     What has fewer than ENOUGH conversations is pooled as `other`. A kind of group that all answers share is left out.
     """
-    groups = {ALL: list(range(len(answers)))}
+    groups = {ALL_ANSWERS: list(range(len(answers)))}
     for kind in ("category", "temperature", "arguments"):
         places = collections.defaultdict(list)
         for place, answer in enumerate(answers):
             places[name_group(answer, kind)].append(place)
         if len(places) == 1:
             continue
-        for name, found in sorted(places.items()):
-            few = len({answers[place].conversation for place in found}) < ENOUGH
-            groups.setdefault(f"other {kind}" if few else name, []).extend(found)
+        for name, indices in sorted(places.items()):
+            few = len({answers[place].conversation for place in indices}) < MIN_CONVERSATIONS
+            groups.setdefault(f"other {kind}" if few else name, []).extend(indices)
     return groups
 
 
@@ -124,20 +129,26 @@ def name_group(answer: RecordedAnswer, kind: str) -> str:
     return f"temperature {answer.temperature:g}" if kind == "temperature" else f"category {answer.category}"
 
 
-def judge_groups(answers: Answers, before: list[PromptCounts], after: list[PromptCounts] | None = None) -> Groups:
+def compare_groups(
+    answers: Answers, counts_before: list[PromptCounts], counts_after: list[PromptCounts] | None = None
+) -> Groups:
     """before, after: of each answer. -> tau of each group, ALL first; {} without answers"""
     pick = lambda items, places: [items[place] for place in places]
-    found = {
-        name: TauChange.of(pick(answers, places), pick(before, places), after and pick(after, places))
+    changes = {
+        name: TauChange.compare(
+            pick(answers, places), pick(counts_before, places), counts_after and pick(counts_after, places)
+        )
         for name, places in find_groups(answers).items()
     }
-    return {name: change for name, change in found.items() if change}
+    return {name: change for name, change in changes.items() if change}
 
 
-def to_table(judged: dict[str, Groups]) -> str:
+def make_groups_table(groups_by_kind: dict[str, Groups]) -> str:
     """Markdown with aligned cells. judged: groups of new and old answers"""
     rows = [["answers", "conversations", "tau before", "tau after", "change"]]
-    rows += [[f"{kind}: {name}", *change.cells] for kind, groups in judged.items() for name, change in groups.items()]
+    rows += [
+        [f"{kind}: {name}", *change.cells] for kind, groups in groups_by_kind.items() for name, change in groups.items()
+    ]
     rows = [row if any(each[3] for each in rows[1:]) else row[:3] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     rows.insert(1, ["-" * width for width in widths])
@@ -146,7 +157,7 @@ def to_table(judged: dict[str, Groups]) -> str:
 
 def make_card(document: dict) -> str:
     """The section of a model card on an adaptation: tau before and after, and what it was made of. document: adaptation.json"""
-    judged = {
+    groups_by_kind = {
         kind: {name: TauChange(**each) for name, each in groups.items()} for kind, groups in document["groups"].items()
     }
     training, source = document["training"], document["source"]
@@ -157,58 +168,58 @@ def make_card(document: dict) -> str:
         "trained on": f"{training['new_tokens']:,} tokens of new answers, beside {training['old_tokens']:,} of old ones",
         "step": f"{training['step']} of {training['steps']}, chosen by answers that are not in this table",
     }
-    parts = [
+    paragraphs = [
         HEADING,
-        f"tau: tokens emitted per target pass of a round, replayed along held-out answers with a chain of {DEPTH}, and 95 % intervals "
+        f"tau: tokens emitted per target pass of a round, replayed along held-out answers with a chain of {CHAIN_DEPTH}, and 95 % intervals "
         "over conversations. New answers are those of the traffic, old ones of rows that the head was trained on before.",
-        to_table(judged),
+        make_groups_table(groups_by_kind),
         "\n".join(["| | |\n|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())]),
         " ".join(document["reasons"]),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(paragraphs) + "\n"
 
 
 # What training is likely to win
 
 
-def foresee(new: Groups, old: Groups, judged: Answers, training: Answers) -> dict:
+def predict_gain(new: Groups, old: Groups, heldout: Answers, training: Answers) -> dict:
     """Whether training on traffic is likely to pay. -> gap, repeats, likely, and a sentence with what was measured
 
     judged: the new answers of the groups; training: those that would be trained on. Gap: by how much tau of old answers at the same
     temperatures is higher. Repeats: `count_repeats`. The rule is from few measurements (results/48-what-adapting-wins.md).
     """
-    repeats = count_repeats(judged, training)
-    said = f"{repeats:.0%} of the tokens follow from other answers of this traffic"
+    repeats = count_repeats(heldout, training)
+    reason = f"{repeats:.0%} of the tokens follow from other answers of this traffic"
     gap = None
     if old:
-        taus = [(old.get(f"temperature {each.temperature:g}") or old[ALL]).before for each in judged]
-        rounds = sum(len(each.answer) / tau for each, tau in zip(judged, taus))
-        general, tau = count_tokens(judged) / rounds, new[ALL].before
-        gap = general / tau - 1
-        said += f"; tau is {tau:.2f} here, and {general:.2f} on old answers at the same temperatures ({gap:+.0%})"
-    likely = repeats >= REPEATS or (gap or 0) >= GAP
+        taus = [(old.get(f"temperature {each.temperature:g}") or old[ALL_ANSWERS]).before for each in heldout]
+        rounds = sum(len(each.answer) / tau for each, tau in zip(heldout, taus))
+        old_tau, new_tau = count_tokens(heldout) / rounds, new[ALL_ANSWERS].before
+        gap = old_tau / new_tau - 1
+        reason += f"; tau is {new_tau:.2f} here, and {old_tau:.2f} on old answers at the same temperatures ({gap:+.0%})"
+    likely = repeats >= MIN_REPEATS or (gap or 0) >= MIN_GAP
     verdict = f"Training is likely to {'pay' if likely else 'win little'}"
-    return {"gap": gap, "repeats": repeats, "likely": likely, "said": f"{verdict}: {said}. {MEASURED}"}
+    return {"gap": gap, "repeats": repeats, "likely": likely, "said": f"{verdict}: {reason}. {MEASURED_GAINS}"}
 
 
-def count_repeats(judged: Answers, training: Answers) -> float:
+def count_repeats(heldout: Answers, training: Answers) -> float:
     """The share of the judged tokens that answers to train on have after the same RUN tokens, where these came last."""
     follows: dict[tuple[int, ...], int] = {}
     pairs = lambda answer: (
-        (tuple(tokens[place - RUN : place]), tokens[place])
+        (tuple(tokens[place - REPEAT_CONTEXT : place]), tokens[place])
         for tokens in [answer.prompt + answer.answer]
-        for place in range(max(RUN, len(answer.prompt)), len(tokens))
+        for place in range(max(REPEAT_CONTEXT, len(answer.prompt)), len(tokens))
     )
     for answer in training:
         follows.update(pairs(answer))
-    hits = [follows.get(run) == token for answer in judged for run, token in pairs(answer)]
+    hits = [follows.get(run) == token for answer in heldout for run, token in pairs(answer)]
     return sum(hits) / max(1, len(hits))
 
 
 # The gate
 
 
-def decide(new: TauChange, old: TauChange | None, *, tolerance: float) -> tuple[bool, list[str]]:
+def decide_acceptance(new: TauChange, old: TauChange | None, *, tolerance: float) -> tuple[bool, list[str]]:
     """Whether the new head is taken: there are ENOUGH new conversations, tau of their answers rises, its whole interval
     above 0, and that of old answers falls by no more than a share `tolerance`.
 
@@ -217,17 +228,17 @@ def decide(new: TauChange, old: TauChange | None, *, tolerance: float) -> tuple[
     assert new.change is not None and new.change_ci is not None
     low, high = new.change_ci
     rise = f"tau of the new answers changes by {new.change:+.3f} ({low:+.3f} .. {high:+.3f})"
-    against = [] if low > 0 else [f"{rise}, which is not surely a rise."]
-    if new.conversations < ENOUGH:  # whose interval says little
-        against.append(
-            f"{new.conversations} held-out conversations are too few to judge a head by: {ENOUGH} are needed."
+    objections = [] if low > 0 else [f"{rise}, which is not surely a rise."]
+    if new.conversations < MIN_CONVERSATIONS:  # whose interval says little
+        objections.append(
+            f"{new.conversations} held-out conversations are too few to judge a head by: {MIN_CONVERSATIONS} are needed."
         )
     if old and old.after is not None and (fall := 1 - old.after / old.before) > tolerance:
-        against.append(
+        objections.append(
             f"tau of old answers falls by {fall:.1%}, from {old.before:.2f} to {old.after:.2f}: more than {tolerance:.0%} "
             f"(tolerance={tolerance:g})."
         )
-    kept = f"old answers fall by no more than {tolerance:.0%}"
-    return not against, against or [
-        f"{rise}, and {kept if old else 'there are no old answers, so what it forgot is not known'}."
+    old_result = f"old answers fall by no more than {tolerance:.0%}"
+    return not objections, objections or [
+        f"{rise}, and {old_result if old else 'there are no old answers, so what it forgot is not known'}."
     ]

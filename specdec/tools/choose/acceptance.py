@@ -11,16 +11,16 @@ from functools import partial
 from pathlib import Path
 
 from specdec.core import progress
-from specdec.core.generation import reached
+from specdec.core.generation import count_rounds_reaching
 from specdec.core.group import Group
 from specdec.core.resumable import digest_folder
 from specdec.heads.base import Drafter
 from specdec.measuring import evaluate
 from specdec.measuring.answers import HeldoutAnswers
 from specdec.measuring.measure import MeasureSettings, Method, PromptResult, measure
-from specdec.measuring.replay import Written, encode_answers, replay_texts
+from specdec.measuring.replay import AnsweredPrompt, encode_answers, replay_texts
 from specdec.measuring.report import PromptCounts
-from specdec.measuring.runs import Run, describe_weights
+from specdec.measuring.runs import ComparedHead, describe_weights
 from specdec.options import decoding, proposers
 from specdec.text.conversations import Prompt
 from specdec.tools.choose import choice
@@ -38,7 +38,7 @@ def list_shapes(task: ChoiceTask) -> list[DrafterShape]:
     return shapes
 
 
-def list_head_shapes(task: ChoiceTask, run: Run) -> Iterator[DrafterShape]:
+def list_head_shapes(task: ChoiceTask, run: ComparedHead) -> Iterator[DrafterShape]:
     options, depth = task.options, run.drafter.depth
     longest = min(depth or MAX_DRAFTS, MAX_DRAFTS)
     chains = ",".join(map(str, range(1, longest + 1)))
@@ -46,7 +46,7 @@ def list_head_shapes(task: ChoiceTask, run: Run) -> Iterator[DrafterShape]:
     for shape in decoding.read_shapes(chains, options.trees):
         if depth and shape.depth > depth:
             raise ValueError(f"trees={options.trees}: {run.name} takes {depth} steps, so no tree may be deeper.")
-        drafting = options.decode.drafting(shape)
+        drafting = options.decode.make_drafting(shape)
         make_proposer = partial(drafting.proposer, run.drafter)
         num = shape.depth if shape.chain else 0
         timed = num in (0, *TIMED_DRAFTS, longest)
@@ -54,7 +54,7 @@ def list_head_shapes(task: ChoiceTask, run: Run) -> Iterator[DrafterShape]:
 
 
 def list_proposer_shapes(task: ChoiceTask) -> Iterator[DrafterShape]:
-    options, drafting = task.options, task.options.decode.drafting()
+    options, drafting = task.options, task.options.decode.make_drafting()
     if {proposers.AUTO, proposers.HEAD} & set(split_list(options.proposers)):
         raise ValueError(
             "auto chooses in every round by itself, and head is checkpoint=: leave them out of proposers=."
@@ -64,13 +64,13 @@ def list_proposer_shapes(task: ChoiceTask) -> Iterator[DrafterShape]:
         options.proposers, settings=options.proposer_settings, drafting=drafting, checkpoints=folders
     )
     for name, config in configs.items():
-        make_proposer = partial(proposers.make, config, task.opened.target)
+        make_proposer = partial(proposers.make_proposer, config, task.opened.target)
         make_proposer()  # raises ValueError now
-        digests = {folder: digest_folder(Path(folder)) for folder in proposers.drawn_from(config)}
+        digests = {folder: digest_folder(Path(folder)) for folder in proposers.list_folders(config)}
         yield DrafterShape(name, "", make_proposer, drafting, json.dumps([config, digests]))
 
 
-def read_texts(task: ChoiceTask) -> tuple[list[Prompt], list[Written]]:
+def read_texts(task: ChoiceTask) -> tuple[list[Prompt], list[AnsweredPrompt]]:
     """The prompts with the target's own answers, which are recorded, or are written now and kept in `out`."""
     options, opened, temperature = task.options, task.opened, task.sampling.temperature
     if options.answers is not None:
@@ -84,7 +84,9 @@ def read_texts(task: ChoiceTask) -> tuple[list[Prompt], list[Written]]:
         folder = Path(options.out) / "answers"
         stored = HeldoutAnswers(opened.target, task.sampling, options.max_new_tokens, stop, options.seed, folder)
         answers, _ = stored.get(prompts, Group())
-        texts = [Written(prompt.tokens, answer, temperature) for prompt, answer in zip(prompts, answers, strict=True)]
+        texts = [
+            AnsweredPrompt(prompt.tokens, answer, temperature) for prompt, answer in zip(prompts, answers, strict=True)
+        ]
     pairs = [(prompt, text) for prompt, text in zip(prompts, texts, strict=True) if len(text.answer) > 1]
     if len(pairs) < 2:
         raise ValueError(
@@ -95,7 +97,7 @@ def read_texts(task: ChoiceTask) -> tuple[list[Prompt], list[Written]]:
 
 
 def find_acceptance(
-    task: ChoiceTask, shapes: list[DrafterShape], prompts: list[Prompt], texts: list[Written]
+    task: ChoiceTask, shapes: list[DrafterShape], prompts: list[Prompt], texts: list[AnsweredPrompt]
 ) -> list[ShapeAcceptance]:
     """Of all chains by one replay of each head; of what replay does not cover by decoding."""
     acceptance, decoded = list[ShapeAcceptance](), [shape for shape in shapes if not shape.chain]
@@ -104,8 +106,10 @@ def find_acceptance(
         drafter = draft_as_engine(run.drafter, task.tried.server.kind) if task.tried else run.drafter
         if chains[0].drafting.replayable(drafter, task.sampling):
             assert isinstance(drafter, Drafter)
-            replays = replay_texts(drafter, texts, depth=chains[-1].chain, what=f"replay of {run.name}")
-            acceptance += choice.accept_chains(run.name, [each.accept for each in replays], seed=task.options.seed)
+            replays = replay_texts(drafter, texts, depth=chains[-1].chain, label=f"replay of {run.name}")
+            acceptance += choice.summarise_chains(
+                run.name, [each.acceptance for each in replays], seed=task.options.seed
+            )
         else:
             decoded += [shape for shape in chains if shape.timed]
     return acceptance + (decode_shapes(task, decoded, prompts) if decoded else [])
@@ -117,7 +121,7 @@ def decode_shapes(task: ChoiceTask, shapes: list[DrafterShape], prompts: list[Pr
     methods = [Method(name, target, each.make_proposer(), each.drafting) for name, each in zip(names, shapes)]
     stop, batch = set() if options.ignore_stop else task.opened.stop, min(MIN_REQUESTS, len(prompts))
     settings = MeasureSettings(task.sampling, stop, options.max_new_tokens, options.seed, batch)
-    track = partial(progress.track, what="decoding", unit="prompts", size=len)
+    track = partial(progress.track_items, name="decoding", unit="prompts", size=len)
     source = task.question_set.source
     groups = measure(methods, prompts, settings, source=source, progress=track)
     results = list(itertools.chain.from_iterable(groups))
@@ -133,6 +137,6 @@ def summarise_shape(shape: DrafterShape, results: list[PromptResult], depth: int
     counts = [PromptCounts(result.num_rounds, result.num_emitted) for result in results]
     accepted = [num for result in results for num in result.drafted.accepted[0]]
     drafts = shape.chain or statistics.mean(num for result in results for num in result.drafted.drafted)
-    survival = [num / len(accepted) for num in reached(accepted, depth)]
+    survival = [num / len(accepted) for num in count_rounds_reaching(accepted, depth)]
     acceptance = ShapeAcceptance(shape.drafter, shape.shape, shape.costs, drafts, 0.0, [], survival)
-    return choice.with_tau(acceptance, counts, seed=seed)
+    return choice.add_tau(acceptance, counts, seed=seed)

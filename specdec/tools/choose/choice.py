@@ -20,12 +20,12 @@ from torch import Tensor
 from specdec.core.sampling import Sampling
 from specdec.measuring import results
 from specdec.measuring.evaluate import Predict, PredictSpeedup
-from specdec.measuring.report import PromptCounts, interval, tau
+from specdec.measuring.report import PromptCounts, bootstrap_interval, compute_tau
 from specdec.target.model import Target
 from specdec.tools.choose.round_costs import RoundCosts
-from specdec.unroll.replay import rounds
+from specdec.unroll.replay import count_rounds
 
-NORMAL = 1.96  # standard errors of a 95 % interval
+STANDARD_ERRORS = 1.96  # standard errors of a 95 % interval
 
 
 @dataclass(frozen=True)
@@ -55,33 +55,35 @@ class Speedup:
     extrapolated: bool
 
 
-def accept_chains(drafter: str, accepts: Sequence[Tensor], *, seed: int = 0) -> list[ShapeAcceptance]:
+def summarise_chains(drafter: str, accepts: Sequence[Tensor], *, seed: int = 0) -> list[ShapeAcceptance]:
     """Of chains of 1, 2, .. K drafts, from one replay. accepts: [K, n] of each answer, as unroll/replay.py gives it
 
     A draft does not depend on how many follow it, so that the first k rows are what a replay of k drafts gives.
     """
-    found = []
+    acceptances = []
     for num in range(1, accepts[0].shape[0] + 1):
-        counted = [rounds(accept[:num]) for accept in accepts]
-        counts = [PromptCounts(number, number + float(accepted.sum())) for number, accepted in counted]
-        total = sum(each.num_rounds for each in counts)
-        survival = [sum(column) / total for column in zip(*(accepted.tolist() for _, accepted in counted))]
-        each = ShapeAcceptance(drafter, f"chain of {num}", drafter, num, 0.0, [], survival)
-        found.append(with_tau(each, counts, seed=seed))
-    return found
+        rounds_by_answer = [count_rounds(accept[:num]) for accept in accepts]
+        counts = [PromptCounts(number, number + float(accepted.sum())) for number, accepted in rounds_by_answer]
+        total = sum(count.num_rounds for count in counts)
+        survival = [sum(column) / total for column in zip(*(accepted.tolist() for _, accepted in rounds_by_answer))]
+        acceptance = ShapeAcceptance(drafter, f"chain of {num}", drafter, num, 0.0, [], survival)
+        acceptances.append(add_tau(acceptance, counts, seed=seed))
+    return acceptances
 
 
-def with_tau(each: ShapeAcceptance, counts: Sequence[PromptCounts], *, seed: int = 0) -> ShapeAcceptance:
+def add_tau(acceptance: ShapeAcceptance, counts: Sequence[PromptCounts], *, seed: int = 0) -> ShapeAcceptance:
     """The same with its tau. counts: of each prompt"""
-    return replace(each, tau=tau(counts), tau_ci=interval(counts, tau, seed))
+    return replace(acceptance, tau=compute_tau(counts), tau_ci=bootstrap_interval(counts, compute_tau, seed))
 
 
-def find_speedup(each: ShapeAcceptance, costs: RoundCosts, rows: float, context: float, tokens: float) -> Speedup:
+def find_speedup(
+    acceptance: ShapeAcceptance, costs: RoundCosts, batch_size: float, context: float, tokens: float
+) -> Speedup:
     """tokens: of an answer, the mean"""
-    cost = costs.at(each.costs, each.drafts, rows, context)
-    of = lambda acceptance: cost.plain / (cost.seconds / acceptance + cost.opening / max(1.0, tokens - 1))
-    value, (low, high) = of(each.tau), (of(end) for end in each.tau_ci)
-    error = NORMAL * cost.error
+    cost = costs.estimate(acceptance.costs, acceptance.drafts, batch_size, context)
+    speedup_at = lambda tau_value: cost.plain / (cost.seconds / tau_value + cost.opening / max(1.0, tokens - 1))
+    value, (low, high) = speedup_at(acceptance.tau), (speedup_at(end) for end in acceptance.tau_ci)
+    error = STANDARD_ERRORS * cost.error
     below, above = (math.hypot(math.log(value / end), error) if end > 0 else error for end in (low, high))
     return Speedup(value, value * math.exp(-below), value * math.exp(above), cost.extrapolated)
 
@@ -102,38 +104,49 @@ def choose_drafts(
     table = []
     for context in contexts:
         for load in loads:
-            found: dict[str, dict] = {}
-            for each in acceptances:
-                speedup = find_speedup(each, costs, load, context, tokens)
-                if each.drafter not in found or speedup.value > found[each.drafter]["speedup"]:
-                    about = {"shape": each.shape, "drafts": each.drafts, "tau": each.tau, "speedup": speedup.value}
-                    found[each.drafter] = about | {
+            best_shapes: dict[str, dict] = {}
+            for acceptance in acceptances:
+                speedup = find_speedup(acceptance, costs, load, context, tokens)
+                if acceptance.drafter not in best_shapes or speedup.value > best_shapes[acceptance.drafter]["speedup"]:
+                    entry = {
+                        "shape": acceptance.shape,
+                        "drafts": acceptance.drafts,
+                        "tau": acceptance.tau,
+                        "speedup": speedup.value,
+                    }
+                    best_shapes[acceptance.drafter] = entry | {
                         name: getattr(speedup, name) for name in ("low", "high", "extrapolated")
                     }
-            best = max(found, key=lambda name: found[name]["speedup"])
-            if found[best]["speedup"] <= 1:
+            best = max(best_shapes, key=lambda name: best_shapes[name]["speedup"])
+            if best_shapes[best]["speedup"] <= 1:
                 best = "plain"
-            table.append({"load": load, "context": context, "best": best, "drafters": found})
+            table.append({"load": load, "context": context, "best": best, "drafters": best_shapes})
     return table
 
 
 def find_crossings(
-    acceptances: Sequence[ShapeAcceptance], costs: RoundCosts, *, most: int, context: float, tokens: float
+    acceptances: Sequence[ShapeAcceptance], costs: RoundCosts, *, max_load: int, context: float, tokens: float
 ) -> dict[str, tuple[int, bool] | None]:
     """For each drafter, and for "all", the smallest load from which plain decoding is faster, at every load up to `most`.
 
     -> the load, and whether costs there are extrapolated; None: drafts still pay at `most`.
     """
-    found: dict[str, tuple[int, bool] | None] = {}
-    for name in dict.fromkeys(each.drafter for each in acceptances):
-        own, found[name] = [each for each in acceptances if each.drafter == name], None
-        for load in range(most, 0, -1):
-            best = max((find_speedup(each, costs, load, context, tokens) for each in own), key=lambda each: each.value)
+    crossings: dict[str, tuple[int, bool] | None] = {}
+    for name in dict.fromkeys(acceptance.drafter for acceptance in acceptances):
+        own_acceptances, crossings[name] = (
+            [acceptance for acceptance in acceptances if acceptance.drafter == name],
+            None,
+        )
+        for load in range(max_load, 0, -1):
+            best = max(
+                (find_speedup(acceptance, costs, load, context, tokens) for acceptance in own_acceptances),
+                key=lambda speedup: speedup.value,
+            )
             if best.value > 1:
                 break
-            found[name] = load, best.extrapolated
-    loads = [each for each in found.values() if each]
-    return found | {"all": max(loads) if len(loads) == len(found) else None}
+            crossings[name] = load, best.extrapolated
+    loads = [crossing for crossing in crossings.values() if crossing]
+    return crossings | {"all": max(loads) if len(loads) == len(crossings) else None}
 
 
 def find_schedule(table: Iterable[dict], drafter: str) -> list[tuple[int, int, int]]:
@@ -143,8 +156,8 @@ def find_schedule(table: Iterable[dict], drafter: str) -> list[tuple[int, int, i
     """
     steps: list[tuple[int, int, int]] = []
     for row in sorted(table, key=lambda row: row["load"]):
-        own, first = row["drafters"][drafter], row["load"] if steps else 1
-        drafts = round(own["drafts"]) if own["speedup"] > 1 else 0
+        best_shape, first = row["drafters"][drafter], row["load"] if steps else 1
+        drafts = round(best_shape["drafts"]) if best_shape["speedup"] > 1 else 0
         if steps:  # a number of drafts counts up to the next load that was looked at
             steps[-1] = steps[-1][0], first - 1, steps[-1][2]
         if steps and steps[-1][2] == drafts:
@@ -162,7 +175,7 @@ def read_choice(option: str, path: str) -> dict[str, Any]:
     Raises ValueError for a folder where specdec choose has written nothing.
     """
     try:
-        document = results.read(path)["choice"]
+        document = results.read_results(path)["choice"]
         predict_speedup(document, "", "", 1)
         return document
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
@@ -198,7 +211,7 @@ def find_mismatch(document: dict[str, Any], target: Target, sampling: Sampling) 
 
 
 def predict_speedup(
-    document: dict[str, Any] | None, drafter: str, shape: str, rows: float, context: float | None = None
+    document: dict[str, Any] | None, drafter: str, shape: str, batch_size: float, context: float | None = None
 ) -> tuple[float, float, float, bool] | None:
     """What a choice says of a drafter at a load -> speedup, low, high, extrapolated; None: it has no such drafter or shape.
 
@@ -210,8 +223,8 @@ def predict_speedup(
     acceptances = [ShapeAcceptance(**each) for each in document["acceptance"]]
     costs, tokens = RoundCosts.from_json(document["costs"]), float(document["tokens"])
     context = float(document["contexts"][0]) if context is None else context
-    for each in acceptances:
-        if (each.drafter, each.shape) == (drafter, shape):
-            speedup = find_speedup(each, costs, rows, context, tokens)
+    for acceptance in acceptances:
+        if (acceptance.drafter, acceptance.shape) == (drafter, shape):
+            speedup = find_speedup(acceptance, costs, batch_size, context, tokens)
             return speedup.value, speedup.low, speedup.high, speedup.extrapolated
     return None

@@ -10,14 +10,14 @@ from typing import Any
 
 from specdec import checkpoint, loading
 from specdec.core import progress
-from specdec.core.lock import lock
+from specdec.core.lock import hold_lock
 from specdec.core.resumable import check_settings
 from specdec.measuring import results
 from specdec.measuring.questions import QuestionSet, read_answers
 from specdec.measuring.replay import warn_of_writers
 from specdec.measuring.results import Measurement
-from specdec.measuring.results_page import write
-from specdec.measuring.runs import describe_weights, find_heads, load_runs, shared_target
+from specdec.measuring.results_page import write_results
+from specdec.measuring.runs import describe_weights, find_head_folders, load_heads, open_shared_target
 from specdec.options import decoding
 from specdec.target.model import Target
 from specdec.tools.choose import choice, page
@@ -34,33 +34,33 @@ FREE = ("out", "accept_licence", "timeout")  # options that change nothing of a 
 MAX_CONTEXT = 2**20
 
 
-def choose(options: ChooseOptions, console: progress.Results) -> None:
+def choose_drafter(options: ChooseOptions, console: progress.Results) -> None:
     """Measures acceptance and costs, and writes what pays. Raises ValueError for what cannot be compared."""
-    task, out = prepare(options, console), Path(options.out)
-    with lock(out / "results.lock", of=out / results.FILE):
+    task, out = prepare_task(options, console), Path(options.out)
+    with hold_lock(out / "results.lock", resource=out / results.RESULTS_FILE):
         write_choice(task, out)
 
 
-def prepare(options: ChooseOptions, console: progress.Results) -> ChoiceTask:
+def prepare_task(options: ChooseOptions, console: progress.Results) -> ChoiceTask:
     """Loads heads and target, and tries the server. Raises ValueError, before anything is decoded, for what does not fit."""
-    loads = read_numbers("loads", options.loads, decoding.MOST)
+    loads = read_numbers("loads", options.loads, decoding.MAX_REQUESTS)
     contexts = read_numbers("contexts", options.contexts, MAX_CONTEXT) if options.contexts else []
-    sampling, known_costs = options.decode.sampling(), read_costs(options, contexts)
+    sampling, known_costs = options.decode.make_sampling(), read_costs(options, contexts)
     heads = split_list(options.checkpoint)
     for folder in heads:
-        if checkpoint.head_class(folder).adapts_target:
+        if checkpoint.read_head_class(folder).adapts_target:
             raise ValueError(f"{folder} adapts its target, so its plain decoding is another: leave it out.")
-    asked = None if options.answers and not options.engine else read_questions(options, heads)
-    tried = try_pair(options, asked, heads[0], console) if options.engine and asked else None
-    runs = load_runs(options.checkpoint, options.target)
-    opened = shared_target(runs, options.target, head=options.proposer_settings.get("checkpoint"))
+    question_set = None if options.answers and not options.engine else read_questions(options, heads)
+    tried = try_servers(options, question_set, heads[0], console) if options.engine and question_set else None
+    runs = load_heads(options.checkpoint, options.target)
+    opened = open_shared_target(runs, options.target, head=options.proposer_settings.get("checkpoint"))
     check_positions(options, contexts, opened.target)
     if known_costs and known_costs.fingerprint and not opened.target.matches(known_costs.fingerprint):
         raise ValueError(
             f"costs={options.costs} are of another target than {opened.target.name}: choose with that one."
         )
-    question_set = asked if asked and not options.answers else read_recorded(options, opened, heads)
-    return ChoiceTask(options, question_set, loads, contexts, sampling, runs, opened, known_costs, tried, console)
+    chosen_set = question_set if question_set and not options.answers else read_recorded(options, opened, heads)
+    return ChoiceTask(options, chosen_set, loads, contexts, sampling, runs, opened, known_costs, tried, console)
 
 
 def read_numbers(name: str, text: str, highest: int) -> list[int]:
@@ -70,11 +70,11 @@ def read_numbers(name: str, text: str, highest: int) -> list[int]:
     return sorted({int(part) for part in split_list(text)})
 
 
-def try_pair(options: ChooseOptions, question_set: QuestionSet, head: str, console: progress.Results) -> TriedServer:
+def try_servers(options: ChooseOptions, question_set: QuestionSet, head: str, console: progress.Results) -> TriedServer:
     """The server of engine=, beside what answers without drafts. Raises ValueError where its costs cannot be had."""
-    target = loading.target_of(checkpoint.resolve(head), options.target.name)
+    target = loading.find_target_name(checkpoint.resolve(head), options.target.name)
     tried = try_server(options, question_set, target, console)
-    if tried.notes or tried.plain is None:
+    if tried.notes or tried.baseline is None:
         raise ValueError(" ".join(tried.notes) or "engine= needs more: give baseline=URL of a server without drafts.")
     return tried
 
@@ -87,12 +87,12 @@ def check_positions(options: ChooseOptions, contexts: list[int], target: Target)
         )
 
 
-def read_recorded(options: ChooseOptions, opened: loading.Opened, heads: list[str]) -> QuestionSet:
+def read_recorded(options: ChooseOptions, opened: loading.OpenTarget, heads: list[str]) -> QuestionSet:
     """The rows of answers=. Raises ValueError if there is none."""
     recorded = read_answers(
         str(options.answers),
         arguments=loading.read_template(options.template, opened.tokenizer, heads),
-        temperature=options.decode.sampling().temperature,
+        temperature=options.decode.make_sampling().temperature,
         split=options.split,
         limit=options.limit,
         hold_out=options.hold_out,
@@ -104,14 +104,14 @@ def read_recorded(options: ChooseOptions, opened: loading.Opened, heads: list[st
 def write_choice(task: ChoiceTask, out: Path) -> None:
     """Raises ValueError where a choice of other settings is there."""
     settings = list_settings(task)
-    if (out / results.FILE).exists():
-        recorded = results.read(str(out)).get("settings", {})
-        check_settings(out / results.FILE, recorded, settings, advice=results.ADVICE)
+    if (out / results.RESULTS_FILE).exists():
+        recorded = results.read_results(str(out)).get("settings", {})
+        check_settings(out / results.RESULTS_FILE, recorded, settings, advice=results.ADVICE)
     shapes = list_shapes(task)
     prompts, texts = read_texts(task)
-    notes = task.question_set.list_notes(find_heads(task.runs))
+    notes = task.question_set.list_notes(find_head_folders(task.runs))
     for note in notes:
-        progress.note(note)
+        progress.print_note(note)
     acceptance = find_acceptance(task, shapes, prompts, texts)
     costs = estimate_costs(task, shapes, acceptance, texts)
     mean_context = statistics.mean(len(text.prompt) + len(text.answer) / 2 for text in texts)
@@ -125,14 +125,14 @@ def write_choice(task: ChoiceTask, out: Path) -> None:
         notes,
         title="Which drafter, and how many drafts",
         sections=page.list_sections(document),
-        parts={"choice": document},
+        extra={"choice": document},
     )
-    write(measured, out, task.console)
+    write_results(measured, out, task.console)
 
 
 def list_settings(task: ChoiceTask) -> dict[str, Any]:
     return {
-        **results.describe_options(task.options, free=FREE),
+        **results.describe_options(task.options, free_options=FREE),
         **task.question_set.describe(task.opened.tokenizer),
         "checkpoint": describe_weights(task.runs),
         **loading.describe_target(task.opened.target),
@@ -144,7 +144,7 @@ def make_document(
 ) -> dict[str, Any]:
     """`choice` of results.json. contexts: tokens before a round; tokens: of an answer, the mean"""
     target, loads = task.opened.target, task.loads
-    crossings = partial(choice.find_crossings, acceptance, costs, most=loads[-1], tokens=tokens)
+    crossings = partial(choice.find_crossings, acceptance, costs, max_load=loads[-1], tokens=tokens)
     flags = list_flags(task.runs, target.name, acceptance, costs, loads=loads, context=contexts[0], tokens=tokens)
     return {
         "fingerprint": target.fingerprint(),

@@ -10,10 +10,10 @@ from typing import Any
 
 from specdec import loading
 from specdec.core import files, progress
-from specdec.core.resumable import digest, resumable
+from specdec.core.resumable import digest_bytes, open_resumable
 from specdec.decoding.decoder import Decoder
 from specdec.measuring import results
-from specdec.measuring.replay import Written
+from specdec.measuring.replay import AnsweredPrompt
 from specdec.measuring.runs import describe_weights
 from specdec.proposers import costs as pass_costs
 from specdec.tools.choose import round_costs
@@ -38,9 +38,13 @@ def read_costs(options: ChooseOptions, contexts: list[int]) -> RoundCosts | None
         return None
     choice = read_choice("costs", options.costs)
     costs = RoundCosts.from_json(choice["costs"], choice["fingerprint"])
-    known = {point.context for point in costs.points}
-    far = any(abs(length - context) > round_costs.NEAR * context for length in contexts for context in known)
-    if len(known) == 1 and far:
+    known_contexts = {point.context for point in costs.points}
+    far = any(
+        abs(length - context) > round_costs.CONTEXT_TOLERANCE * context
+        for length in contexts
+        for context in known_contexts
+    )
+    if len(known_contexts) == 1 and far:
         raise ValueError(
             f"contexts={options.contexts}: costs={options.costs} are known of one context only, so leave it out."
         )
@@ -48,11 +52,11 @@ def read_costs(options: ChooseOptions, contexts: list[int]) -> RoundCosts | None
 
 
 def estimate_costs(
-    task: ChoiceTask, shapes: list[DrafterShape], acceptance: list[ShapeAcceptance], texts: list[Written]
+    task: ChoiceTask, shapes: list[DrafterShape], acceptance: list[ShapeAcceptance], texts: list[AnsweredPrompt]
 ) -> RoundCosts:
     """From a server, an earlier choice, or timed here."""
     if task.tried is not None:
-        return serve_costs(task, task.tried)
+        return measure_server_costs(task, task.tried)
     if task.known_costs is not None:
         return task.known_costs
     points, drafts = list[CostPoint](), {(each.drafter, each.shape): each.drafts for each in acceptance}
@@ -61,18 +65,22 @@ def estimate_costs(
         timed = [shape for shape in shapes if shape.costs == name and shape.timed]
         shapes_by_drafts = {drafts[shape.drafter, shape.shape]: shape for shape in timed}
         points += time_drafter(task, name, shapes_by_drafts, texts, MAX_COST_RATIO * highest_tau)
-    here = "{machine}, {threads} threads, {dtype}".format(**loading.machine(task.opened.target))
+    here = "{machine}, {threads} threads, {dtype}".format(**loading.describe_machine(task.opened.target))
     return RoundCosts(points, f"rounds of this decoder, timed on {here}")
 
 
-def make_context(text: Written, length: int | None) -> list[int]:
+def make_context(text: AnsweredPrompt, length: int | None) -> list[int]:
     """A prompt with half of its answer, as a round has it on average before it; with a length, repeated and cut to that."""
     tokens = text.prompt + text.answer[: len(text.answer) // 2]
     return tokens if length is None else (tokens * -(-length // len(tokens)))[:length]
 
 
 def time_drafter(
-    task: ChoiceTask, name: str, shapes: Mapping[float, DrafterShape], texts: list[Written], max_cost_ratio: float
+    task: ChoiceTask,
+    name: str,
+    shapes: Mapping[float, DrafterShape],
+    texts: list[AnsweredPrompt],
+    max_cost_ratio: float,
 ) -> list[CostPoint]:
     """Timed now, or read from the file in which they were kept. shapes: by their drafts; max_cost_ratio: of `time_loads`"""
     first = next(iter(shapes.values()))
@@ -84,14 +92,14 @@ def time_drafter(
     conditions = pass_costs.describe_conditions(plain.verify, task.sampling) | {"drafter": first.source}
     conditions |= {f"{name} {shape.shape}": asdict(shape.drafting) for shape in shapes.values()}
     if not first.shape:  # how much a proposer drafts depends on what it reads
-        conditions["texts"] = digest(repr(texts).encode())
-    path = pass_costs.find_file(conditions).with_suffix(".rounds.json")
-    cached_points = round_costs.read_kept(path)
+        conditions["texts"] = digest_bytes(repr(texts).encode())
+    path = pass_costs.find_costs_file(conditions).with_suffix(".rounds.json")
+    cached_points = round_costs.read_cached_points(path)
 
     def store_points(points: list[CostPoint]) -> None:
         cached_points.extend(points)
         document = {"conditions": conditions, "points": [asdict(point) for point in cached_points]}
-        files.keep_document(path, document, "Seconds of rounds")
+        files.cache_document(path, document, "Seconds of rounds")
 
     points = list[CostPoint]()
     lengths: list[int | None] = [*task.contexts] or [None]
@@ -100,7 +108,7 @@ def time_drafter(
             name,
             decoders,
             [make_context(text, length) for text in texts],
-            progress.track(task.loads, f"rounds of {name}", unit="loads"),
+            progress.track_items(task.loads, f"rounds of {name}", unit="loads"),
             max_cost_ratio=max_cost_ratio,
             seed=task.options.seed,
             cached_points=cached_points,
@@ -109,26 +117,26 @@ def time_drafter(
     return points
 
 
-def serve_costs(task: ChoiceTask, tried: TriedServer) -> RoundCosts:
+def measure_server_costs(task: ChoiceTask, tried: TriedServer) -> RoundCosts:
     """From a few requests at each load to a server with drafts and to a plain one. Raises ValueError, naming the load, without figures."""
     (run,), out = task.runs, Path(task.options.out)
     settings = tried.settings | {"checkpoint": describe_weights(task.runs), "drafts": tried.longest}
     drafted, seconds_plain = [], {}
-    with resumable(out / "settings.json", out / "rows.jsonl", settings, advice=results.ADVICE) as rows:
+    with open_resumable(out / "settings.json", out / "rows.jsonl", settings, advice=results.ADVICE) as rows:
         for load in task.loads:
-            servers, requests = {"drafted": tried.server, "plain": tried.plain}, tried.first
+            servers, requests = {"drafted": tried.server, "plain": tried.baseline}, tried.first
             judge.measure_missing(servers, requests[: max(MIN_REQUESTS, load)], load, 0, rows)
             point, seconds_plain[load] = summarise_load(task, tried, load, rows.rows)
             drafted.append(point)
     source = f"{tried.server.model} of {tried.server.kind}, requests at each load"
-    return round_costs.make_served(drafted, seconds_plain, source, run.name)
+    return round_costs.make_server_costs(drafted, seconds_plain, source, run.name)
 
 
 def summarise_load(task: ChoiceTask, tried: TriedServer, load: int, rows: list[dict]) -> tuple[dict[str, Any], float]:
     """-> what `make_served` takes of a load, and the seconds of a plain token"""
-    pairs = judge.read_pairs(rows, load)
+    pairs = judge.read_batch_pairs(rows, load)
     turns = [turn for turn, _ in pairs]
-    figures, drafts = judge.summarise(pairs, task.options.seed), find_longest(turns)
+    figures, drafts = judge.summarise_pairs(pairs, task.options.seed), find_longest(turns)
     speeds = [figures[name]["tokens_per_second_of_a_user"] for name in ("drafted", "plain")]
     if not (figures["tau"] and drafts and all(speeds)):
         lacks = "how many drafts the server accepts" if all(speeds) else "the seconds of a user's token"

@@ -7,7 +7,7 @@ from typing import Any
 
 from specdec.export.engines import ExportForm, make_form
 from specdec.heads.base import Drafter
-from specdec.measuring.runs import Run
+from specdec.measuring.runs import ComparedHead
 from specdec.tools.choose import choice
 from specdec.tools.choose.choice import ShapeAcceptance
 from specdec.tools.choose.round_costs import RoundCosts
@@ -23,7 +23,7 @@ Step = tuple[int, int, int]  # first load, last load, drafts
 
 
 def list_flags(
-    runs: Sequence[Run],
+    runs: Sequence[ComparedHead],
     target: str,
     acceptance: list[ShapeAcceptance],
     costs: RoundCosts,
@@ -36,15 +36,15 @@ def list_flags(
     {drafter, engine, reason}. A block counts with all its drafts, as engines draft it whole.
     """
     for run, name in itertools.product(runs, ENGINES):
-        about = {"drafter": run.name, "engine": ENGINES[name]}
+        entry = {"drafter": run.name, "engine": ENGINES[name]}
         assert isinstance(run.drafter, Drafter)
         try:
             form = make_form(run.drafter, name)
             steps = find_steps(run.name, form, acceptance, costs, loads=loads, context=context, tokens=tokens)
         except ValueError as error:
-            yield about | {"reason": str(error)}
+            yield entry | {"reason": str(error)}
             continue
-        yield from [about | line for line in make_lines(form, name, target, steps)]
+        yield from [entry | line for line in make_lines(form, name, target, steps)]
 
 
 def find_steps(
@@ -60,7 +60,7 @@ def find_steps(
     """The best number of drafts by load. Raises ValueError where the engine would better decode plainly, or drafts too much."""
     chains = [each for each in acceptance if each.costs == drafter]
     if form.whole_block:
-        chains = [each for each in chains if each.drafts == form.num_drafts(1)]
+        chains = [each for each in chains if each.drafts == form.limit_drafts(1)]
     if not chains:
         raise ValueError(f"its block has more than {MAX_DRAFTS} drafts")
     table = choice.choose_drafts(chains, costs, loads=loads, contexts=[context], tokens=tokens)
@@ -73,15 +73,15 @@ def find_steps(
 def make_lines(form: ExportForm, name: str, target: str, steps: list[Step]) -> list[dict[str, Any]]:
     """{loads, line} of each step with drafts; one line with a schedule where vLLM can change its drafts by load."""
     drafting = [step for step in steps if step[2]]
-    most = max(num for *_, num in drafting)
+    max_drafts = max(num for *_, num in drafting)
     scheduled = name == "vllm" and len(steps) > 1 and not form.whole_block and form.settings["method"] != "medusa"
     if scheduled:
-        drafting = [(1, steps[-1][1], most)]
+        drafting = [(1, steps[-1][1], max_drafts)]
     loads_of_line: dict[str, list[int]] = {}
     for first, last, num in drafting:
-        num = most if name == "vllm" else num
+        num = max_drafts if name == "vllm" else num
         (line, *_), out = form.launch_lines(target=target, out=f"EXPORTED_{name}", num=num).values(), f"EXPORTED_{name}"
-        settings = form.settings_for(out, num)
+        settings = form.engine_settings(out, num)
         if scheduled:
             assert json.dumps(settings) in line
             line = line.replace(json.dumps(settings), json.dumps(settings | {SCHEDULE: steps}))

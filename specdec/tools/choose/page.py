@@ -5,8 +5,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from specdec.measuring.charts import ChartCurve, lines
-from specdec.measuring.page import Section, Table, write_figure
+from specdec.measuring.charts import ChartCurve, chart_lines
+from specdec.measuring.page import Section, Table, format_figure
 from specdec.measuring.report import Report
 from specdec.measuring.results import Entry
 from specdec.tools.choose.choice import ShapeAcceptance
@@ -27,19 +27,19 @@ def make_entries(acceptance: list[ShapeAcceptance], temperature: float, num_answ
 
 def list_sections(choice: dict[str, Any]) -> list[Section]:
     """choice: as in results.json"""
-    about = (
+    summary = (
         f"{choice['num_answers']} answers. Costs: {choice['costs']['source']}. Intervals: 95 %, of tau over prompts and of timed "
         "seconds. *: extrapolated beyond the rows, drafts or contexts that costs are known of."
     )
     flags = [*describe_flags(choice["flags"])]
     return [
-        Section("The choice", texts=[about], table=tabulate(choice), points=[*describe_crossings(choice)]),
+        Section("The choice", texts=[summary], table=make_table(choice), points=[*describe_crossings(choice)]),
         Section("By load", charts=chart_choice(choice)),
         Section("Engines", points=flags),
     ]
 
 
-def tabulate(choice: dict[str, Any]) -> Table:
+def make_table(choice: dict[str, Any]) -> Table:
     """A row for each context and load: the best drafter and its shape, then the best shape of each drafter."""
     rows, names = [], list(choice["loads"][0]["drafters"])
     for row in choice["loads"]:
@@ -52,7 +52,7 @@ def tabulate(choice: dict[str, Any]) -> Table:
 
 
 def write_speedup(best_shape: dict[str, Any]) -> str:
-    figure = write_figure(best_shape["speedup"], (best_shape["low"], best_shape["high"]))
+    figure = format_figure(best_shape["speedup"], (best_shape["low"], best_shape["high"]))
     figure += " *" * best_shape["extrapolated"]
     return f"{best_shape['shape']}: {figure}" if best_shape["shape"] else figure
 
@@ -86,5 +86,5 @@ def chart_choice(choice: dict[str, Any]) -> list[Markup]:
         curves = []
         for name in rows[0]["drafters"]:
             curves.append(ChartCurve(name, [(row["load"], row["drafters"][name][figure]) for row in rows]))
-        charts.append(lines(curves, x="answers at once", y=figure, title=title))
+        charts.append(chart_lines(curves, x="answers at once", y=figure, title=title))
     return charts

@@ -8,9 +8,9 @@ from specdec.core import progress
 from specdec.core.option_types import Count, Text, Whole
 from specdec.core.sampling import Sampling
 from specdec.decoding.drafting import Drafting
-from specdec.loading import Opened
+from specdec.loading import OpenTarget
 from specdec.measuring.questions import QuestionSet
-from specdec.measuring.runs import Run
+from specdec.measuring.runs import ComparedHead
 from specdec.options.command_types import MEMORY, OutputFolder, ProposerSettings
 from specdec.options.decoding import RoundOptions
 from specdec.proposers.base import Proposer
@@ -67,8 +67,8 @@ class ChoiceTask:
     loads: list[int]
     contexts: list[int]
     sampling: Sampling
-    runs: list[Run]
-    opened: Opened
+    runs: list[ComparedHead]
+    opened: OpenTarget
     known_costs: RoundCosts | None
     tried: TriedServer | None
     console: progress.Results

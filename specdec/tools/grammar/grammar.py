@@ -40,7 +40,7 @@ class Grammar:
         try:
             if len(text) < 1024 and (path := Path(files.expand_home(text))).is_file():
                 text = path.read_text(encoding="utf-8")
-            return cls.of_row({kind: json.loads(text) if kind == "json_schema" else text})
+            return cls.from_row({kind: json.loads(text) if kind == "json_schema" else text})
         except (OSError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"grammar={value[:60]} cannot be read ({error}): give {FORMS}; a schema is JSON, such as "
@@ -48,7 +48,7 @@ class Grammar:
             ) from None
 
     @classmethod
-    def of_row(cls, document: Any) -> "Grammar":
+    def from_row(cls, document: Any) -> "Grammar":
         """From a field of a row of data: {"json_schema": {..}}, {"regex": ".."} or {"lark": ".."}. Raises ValueError else."""
         if not isinstance(document, Mapping) or len(document) != 1 or (kind := next(iter(document))) not in KINDS:
             raise ValueError(f"A grammar must be an object with one of the keys {', '.join(KINDS)}.")
@@ -63,7 +63,7 @@ class Grammar:
         self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop: set[int]
     ) -> "Callable[[], GrammarConstraint]":
         """A function that returns the state of an answer that begins. Raises ValueError as `Grammars`."""
-        matcher = Grammars(tokenizer, vocab_size, stop).compiled(self)
+        matcher = GrammarCompiler(tokenizer, vocab_size, stop).compile_once(self)
         return lambda: GrammarConstraint(matcher.deep_copy(), frozenset(stop))
 
     def to_row(self) -> dict:
@@ -103,11 +103,13 @@ class GrammarConstraint:
         """Whether the answer may go on with these tokens, spelled in whichever tokens: the masks may allow fewer spellings."""
         if self.ended:
             return True
-        num = next((place for place, token in enumerate(tokens) if token in self._stop), len(tokens))
+        num_before_stop = next((index for index, token in enumerate(tokens) if token in self._stop), len(tokens))
         matcher = self._matcher.deep_copy()
-        if matcher.validate_tokens(tokens[:num]) < num:
+        if matcher.validate_tokens(tokens[:num_before_stop]) < num_before_stop:
             return False
-        return num == len(tokens) or (all(map(matcher.consume_token, tokens[:num])) and matcher.is_accepting())
+        return num_before_stop == len(tokens) or (
+            all(map(matcher.consume_token, tokens[:num_before_stop])) and matcher.is_accepting()
+        )
 
     def following(self) -> bytes | None:
         """What may follow the answer so far, as of `allowed`."""
@@ -119,47 +121,47 @@ class GrammarConstraint:
         tokens, parents [N] as in Tree -> of each node a bit for each token id, the lowest bit of the first byte first; b"" where
         everything may follow, behind the end of an answer; None for a node that the grammar does not allow
         """
-        found: list[bytes | None] = [None] * len(tokens)
+        masks: list[bytes | None] = [None] * len(tokens)
         if self.ended:
             return [b""] * len(tokens)
         children: list[dict[int, list[int]]] = [{} for _ in tokens]  # by token: equal ones are looked at once
         for node, parent in enumerate(parents[1:], start=1):
             children[parent].setdefault(tokens[node], []).append(node)
 
-        def visit(nodes: list[int], matcher: Any) -> None:
+        def fill_masks(nodes: list[int], matcher: Any) -> None:
             mask = matcher.compute_bitmask()
             for node in nodes:
-                found[node] = mask
-            for token, following in _joined([children[node] for node in nodes]).items():
+                masks[node] = mask
+            for token, following in _merge_children([children[node] for node in nodes]).items():
                 if not mask[token >> 3] >> (token & 7) & 1:
                     continue
                 if token in self._stop:
-                    mark(following)
+                    allow_everything(following)
                 else:
                     after = matcher.deep_copy()  # a dead end below must not reach this one
                     after.consume_token(token)
-                    visit(following, after)
+                    fill_masks(following, after)
 
-        def mark(nodes: list[int]) -> None:
+        def allow_everything(nodes: list[int]) -> None:
             for node in nodes:
-                found[node] = b""
+                masks[node] = b""
                 for following in children[node].values():
-                    mark(following)
+                    allow_everything(following)
 
-        visit([0], self._matcher.deep_copy())
-        return found
+        fill_masks([0], self._matcher.deep_copy())
+        return masks
 
 
-def _joined(children: list[dict[int, list[int]]]) -> dict[int, list[int]]:
+def _merge_children(children: list[dict[int, list[int]]]) -> dict[int, list[int]]:
     """The children of nodes with the same text, by their tokens."""
     joined: dict[int, list[int]] = {}
-    for own in children:
-        for token, nodes in own.items():
+    for children_by_token in children:
+        for token, nodes in children_by_token.items():
             joined.setdefault(token, []).extend(nodes)
     return joined
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiles grammars for a tokenizer; each once.
 
     vocab_size: of the target, whose logits may be more than the tokenizer's tokens
@@ -187,13 +189,13 @@ class Grammars:
                 f"llguidance cannot read the tokenizer of {tokenizer.name_or_path} ({error}): grammars need a fast tokenizer "
                 "(tokenizer.json)."
             ) from None
-        self.compiled = functools.lru_cache(maxsize=256)(self._compile_once)
+        self.compile_once = functools.lru_cache(maxsize=256)(self._compile_grammar)
 
-    def constraint(self, grammar: Grammar | None) -> GrammarConstraint | None:
+    def make_constraint(self, grammar: Grammar | None) -> GrammarConstraint | None:
         """The state of an answer that begins. Raises ValueError for a grammar that is wrong or that nothing satisfies."""
-        return None if grammar is None else GrammarConstraint(self.compiled(grammar).deep_copy(), self._stop)
+        return None if grammar is None else GrammarConstraint(self.compile_once(grammar).deep_copy(), self._stop)
 
-    def _compile_once(self, grammar: Grammar) -> Any:
+    def _compile_grammar(self, grammar: Grammar) -> Any:
         library = self._library.LLMatcher
         makers: dict[str, Callable] = {
             "json_schema": lambda text: library.grammar_from_json_schema(text, defaults=JSON_FORM),

@@ -14,35 +14,35 @@ from transformers import PreTrainedTokenizerBase
 from specdec.core import progress
 from specdec.core.answer_text import TextDecoder
 from specdec.core.option_types import Duration, Text
-from specdec.core.resumable import digest
+from specdec.core.resumable import digest_bytes
 from specdec.engines.answers import check_tokenizer
 from specdec.engines.client import BadAnswer, EngineClient, Event, GivenUp, Refused
 from specdec.measuring import results
-from specdec.measuring.measure import WARM_UP
+from specdec.measuring.measure import WARM_UP_TOKENS
 from specdec.measuring.questions import MeasureOptions, Question, QuestionSet, name_request
 from specdec.options.decoding import SamplingOptions
 from specdec.target.model import load_tokenizer
 from specdec.text.messages import write_arguments
 from specdec.tools.judge import referee
-from specdec.tools.judge.referee import Counters, ServedAnswer, Turn
+from specdec.tools.judge.referee import Counters, ServedAnswer, ServedBatch
 
 SPECDEC, VLLM, LLAMA_CPP, SGLANG = "specdec", "vllm", "llamacpp", "sglang"  # `owned_by` of their models
-FIELDS: dict[str, dict] = {  # of requests, so that a server says more
+EXTRA_FIELDS: dict[str, dict] = {  # of requests, so that a server says more
     SPECDEC: {"details": True, "return_token_ids": True},
     VLLM: {"return_token_ids": True},
     LLAMA_CPP: {"return_tokens": True, "verbose": True},
     SGLANG: {"return_token_ids": True, "return_spec_tokens_details": True},
 }
-SWITCHES: dict[str, dict] = {  # of requests that are answered without drafts; newer llama.cpp ignores its own
+PLAIN_FIELDS: dict[str, dict] = {  # of requests that are answered without drafts; newer llama.cpp ignores its own
     SPECDEC: {"speculate": False},
     LLAMA_CPP: {"speculative.n_max": 0},
 }
-FLAGS = {
+COUNTER_HINTS = {
     VLLM: "start it without --disable-log-stats, or with --per-request-spec-decode-metrics detailed",
     LLAMA_CPP: "start it with --metrics",
 }
-PATIENCE = 3  # times `timeout=`, after which an unreachable server ends the command
-SETTLING = 2.0  # seconds that counters may be behind an answer
+PATIENCE_RATIO = 3  # times `timeout=`, after which an unreachable server ends the command
+COUNTER_DELAY = 2.0  # seconds that counters may be behind an answer
 REFUSED_STATUSES = (400, 413, 422)  # of requests that do not fit, such as a turn that is too long
 FREE = (
     "out",
@@ -82,7 +82,7 @@ class Server:
     def open(self, in_flight: int = 1) -> Iterator["Connection"]:
         """For up to so many requests at once."""
         minutes = self.timeout / 60
-        limits: dict[str, Any] = {"in_flight": in_flight, "patience": PATIENCE * minutes, "longest": minutes}
+        limits: dict[str, Any] = {"in_flight": in_flight, "patience": PATIENCE_RATIO * minutes, "longest": minutes}
         with contextlib.closing(EngineClient(self.url, say=self.say, **limits)) as client:
             yield Connection(self, client)
 
@@ -92,16 +92,16 @@ class Connection:
     server: Server
     client: EngineClient
 
-    def counters(self) -> Counters | None:
+    def read_counters(self) -> Counters | None:
         for _ in range(2):  # the server may have closed a connection
             with contextlib.suppress(httpx.HTTPError):
                 answer = self.client.client.get(f"{self.client.urls[0]}/metrics")
-                return referee.read_counters(answer.text) if answer.status_code == 200 else None
+                return referee.parse_counters(answer.text) if answer.status_code == 200 else None
         return None
 
-    def serve(self, requests: Sequence[Request], **fields: Any) -> Turn:
+    def send_requests(self, requests: Sequence[Request], **fields: Any) -> ServedBatch:
         """The answers to all. fields: of the requests. Raises ValueError where none is answered, unless the server refused all."""
-        before, start, computed = self.counters(), time.perf_counter(), time.process_time()
+        before, start, computed = self.read_counters(), time.perf_counter(), time.process_time()
         futures = [self._submit(name, prompt | fields) for name, prompt in requests]
         answers, failed, unreachable = [], [], False
         for (name, _), future in zip(requests, futures):
@@ -114,23 +114,23 @@ class Connection:
         client_share = (time.process_time() - computed) / seconds
         if not answers and (unreachable or fields):  # such as a turn that is too long: others may be answered
             raise ValueError(f"None of {len(requests)} requests was answered. {failed[0]['error']}")
-        return self._with_counters(Turn(answers, failed, seconds, client_share, None, None), before)
+        return self._with_counters(ServedBatch(answers, failed, seconds, client_share, None, None), before)
 
     def _submit(self, name: str, fields: dict) -> Future[ServedAnswer]:
         path = "v1/chat/completions" if "messages" in fields else "v1/completions"
         body = {"model": self.server.model, **self.server.body, **fields}
         return self.client.pool.submit(self.client.stream, path, body, lambda events: read_answer(name, events))
 
-    def _with_counters(self, turn: Turn, before: Counters | None) -> Turn:
+    def _with_counters(self, served_batch: ServedBatch, before: Counters | None) -> ServedBatch:
         """The turn with what the server counted, once its counters have all tokens of the answers."""
-        deadline = time.monotonic() + SETTLING
-        while before and (after := self.counters()):
-            generated, counted = after.since(before)
-            turn = replace(turn, generated=generated, counted=counted)
-            if turn.others >= 0 or time.monotonic() > deadline:
+        deadline = time.monotonic() + COUNTER_DELAY
+        while before and (after := self.read_counters()):
+            generated, server_counts = after.subtract(before)
+            served_batch = replace(served_batch, generated=generated, counted=server_counts)
+            if served_batch.foreign_tokens >= 0 or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
-        return turn
+        return served_batch
 
 
 def read_answer(prompt: str, events: list[Event]) -> ServedAnswer:
@@ -139,14 +139,14 @@ def read_answer(prompt: str, events: list[Event]) -> ServedAnswer:
     try:
         for seconds, document in events:
             stream.read(seconds, document)
-        said = referee.read_answer([document for _, document in events])
+        server_counts = referee.read_answer([document for _, document in events])
     except (AttributeError, KeyError, TypeError) as error:
         raise BadAnswer(f"a stream of another form ({type(error).__name__}: {error})") from error
     if stream.finish is None or not stream.times or not (stream.num_tokens or stream.has_ids):
         raise BadAnswer("a stream without an answer, its finish_reason, or the number of its tokens")
     num_tokens, ids = stream.num_tokens or len(stream.ids), stream.ids if stream.has_ids else None
     first, last = stream.times[0], stream.times[-1]
-    return ServedAnswer(prompt, num_tokens, first, last, ids, stream.sizes, said, stream.finish == "stop")
+    return ServedAnswer(prompt, num_tokens, first, last, ids, stream.sizes, server_counts, stream.finish == "stop")
 
 
 @dataclass
@@ -185,7 +185,7 @@ class Requests:
     question_set: QuestionSet
     tokenizer: PreTrainedTokenizerBase | None
 
-    def of_turn(self, turn: int, ids_by_prompt: dict[str, list[int] | None]) -> list[Request]:
+    def make_requests(self, turn: int, ids_by_prompt: dict[str, list[int] | None]) -> list[Request]:
         """The requests of one turn, of the questions whose earlier turns have answers. ids_by_prompt: token ids of answers"""
         requests = []
         for question in self.question_set.questions:
@@ -199,7 +199,7 @@ class Requests:
     def _encode(self, question: Question, turn: int, answers: list[list[int]]) -> dict | None:
         """None for a later turn that cannot be encoded here."""
         if self.tokenizer is not None:
-            decoder = TextDecoder.of(self.tokenizer)
+            decoder = TextDecoder.from_tokenizer(self.tokenizer)
             texts = [decoder.text(ids) for ids in answers]
             return {"prompt": self.question_set.make_prompt(question, turn, texts, self.tokenizer).tokens}
         if turn:
@@ -220,7 +220,7 @@ class TriedServer:
     """
 
     server: Server
-    plain: Server | None
+    baseline: Server | None
     requests: Requests
     first: list[Request]
     longest: int | None
@@ -239,20 +239,20 @@ def try_server(
     server = find_server(options.engine, options, question_set, console)
     tokenizer = find_tokenizer(options, server, target)
     requests = Requests(question_set, tokenizer)
-    first = requests.of_turn(0, {})
+    first = requests.make_requests(0, {})
     if tokenizer is not None:  # raises ValueError for another tokenizer of the server
         with server.open() as connection:
             check_tokenizer(connection.client, server.model, tokenizer, first[0][1]["prompt"])
-    plain, longest, notes = probe(options, server, question_set, first[0], console)
+    plain, longest, notes = probe_server(options, server, question_set, first[0], console)
     if "seed" not in server.body:
         notes.append("Requests above temperature 0 are sent without a seed, as this server drafts otherwise with one.")
     settings = {
-        **results.describe_options(options, free=FREE),
+        **results.describe_options(options, free_options=FREE),
         **question_set.describe(tokenizer),
-        "prompts": f"{question_set.source} {digest(repr(first).encode())}",
-        "decode": asdict(options.decode.sampling()),
+        "prompts": f"{question_set.source} {digest_bytes(repr(first).encode())}",
+        "decode": asdict(options.decode.make_sampling()),
         "target": f"{server.model} of {server.kind}",
-        "baseline": plain and (options.baseline or SWITCHES[server.kind]),
+        "baseline": plain and (options.baseline or PLAIN_FIELDS[server.kind]),
     }
     return TriedServer(server, plain, requests, first, longest, notes, settings)
 
@@ -275,7 +275,7 @@ def find_server(url: str, options: ServerOptions, question_set: QuestionSet, con
 
 def make_body(options: ServerOptions, question_set: QuestionSet, kind: str) -> dict[str, Any]:
     """The fields that all requests to a server share."""
-    sampling = options.decode.sampling()
+    sampling = options.decode.make_sampling()
     body: dict[str, Any] = {"max_tokens": options.max_new_tokens, "temperature": sampling.temperature}
     if kind != SPECDEC or sampling.greedy:  # with a seed it would draft in a fixed shape, or not at all
         body["seed"] = options.seed
@@ -287,41 +287,41 @@ def make_body(options: ServerOptions, question_set: QuestionSet, kind: str) -> d
         "stop": list(question_set.stop) or None,
     }
     body |= {name: value for name, value in optional.items() if value is not None}  # OpenAI's servers refuse some
-    return body | {"stream": True, "stream_options": {"include_usage": True}, **FIELDS.get(kind, {})}
+    return body | {"stream": True, "stream_options": {"include_usage": True}, **EXTRA_FIELDS.get(kind, {})}
 
 
 def find_tokenizer(options: ServerOptions, server: Server, target: str | None) -> PreTrainedTokenizerBase | None:
     """The target's; None where it is not here."""
     name = options.target.name or target or server.root
     if not (options.target.name or target or Path(name, "tokenizer.json").is_file()):
-        progress.note(
+        progress.print_note(
             "Prompts are sent as messages; with target.name= token ids are sent, which all servers read alike."
         )
         return None
     return load_tokenizer(name, trust_remote_code=options.target.trust_remote_code)
 
 
-def probe(
+def probe_server(
     options: ServerOptions, server: Server, question_set: QuestionSet, request: Request, console: progress.Results
 ) -> tuple[Server | None, int | None, list[str]]:
     """A short request with drafts, and one without -> what serves plainly, drafts of a round, what is to be known of the server."""
     notes = []
     with server.open() as connection:
-        turn = connection.serve([request], max_tokens=WARM_UP)
-        drafts, longest = turn.drafts, find_longest([turn])
+        served_batch = connection.send_requests([request], max_tokens=WARM_UP_TOKENS)
+        drafts, longest = served_batch.drafts, find_longest([served_batch])
     if drafts is None:
-        flag = FLAGS.get(server.kind, "it has no counters that are known here")
+        flag = COUNTER_HINTS.get(server.kind, "it has no counters that are known here")
         notes.append(f"{server.url} says nothing about drafts, so tau cannot be had: {flag}.")
     elif not drafts:
         notes.append(f"{server.url} does not draft: tau is 1 by its own counters.")
     if options.baseline:
         plain = find_server(options.baseline, options, question_set, console)
-    elif server.kind in SWITCHES and drafts:
-        plain = replace(server, body=server.body | SWITCHES[server.kind])
+    elif server.kind in PLAIN_FIELDS and drafts:
+        plain = replace(server, body=server.body | PLAIN_FIELDS[server.kind])
     else:
         return None, longest, notes
     with plain.open() as connection:
-        if not connection.serve([request], max_tokens=WARM_UP).drafts:
+        if not connection.send_requests([request], max_tokens=WARM_UP_TOKENS).drafts:
             return plain, longest, notes
     if options.baseline:
         raise ValueError(
@@ -333,7 +333,12 @@ def probe(
     return None, longest, notes
 
 
-def find_longest(turns: Sequence[Turn]) -> int | None:
+def find_longest(served_batches: Sequence[ServedBatch]) -> int | None:
     """The most drafts of a round; None where the server does not say."""
-    said = [each for turn in turns for each in (turn.counted, *(answer.said for answer in turn.answers)) if each]
-    return max((each.longest for each in said if each.longest), default=None)
+    all_counts = [
+        counts
+        for turn in served_batches
+        for counts in (turn.counted, *(answer.said for answer in turn.answers))
+        if counts
+    ]
+    return max((counts.longest for counts in all_counts if counts.longest), default=None)

@@ -6,14 +6,14 @@ from typing import Any
 from specdec.core.sampling import Sampling
 from specdec.decoding.drafting import Drafting
 from specdec.export.engines import make_form
-from specdec.export.layout import draft_from_all
-from specdec.export.mtp import with_first_zero
+from specdec.export.layout import drop_draft_vocab
+from specdec.export.mtp import zero_first_embedding
 from specdec.heads.base import Drafter, Head
 from specdec.heads.mtp import MTP
-from specdec.measuring.replay import Written, count_replays, replay_texts
-from specdec.measuring.report import PromptCounts, tau, tau_difference
+from specdec.measuring.replay import AnsweredPrompt, count_replays, replay_texts
+from specdec.measuring.report import PromptCounts, compute_tau, measure_tau_difference
 from specdec.tools.judge import referee
-from specdec.tools.judge.referee import ServedAnswer, Turn
+from specdec.tools.judge.referee import ServedAnswer, ServedBatch
 from specdec.tools.judge.server import LLAMA_CPP, VLLM, find_longest
 from specdec.unroll.replay import Replay
 
@@ -23,40 +23,48 @@ TOLERANCE = 0.02  # of tau, served against replayed
 def draft_as_engine(drafter: Head, kind: str) -> Head:
     """The drafter as an engine runs it: llama.cpp without a draft vocabulary, vLLM with the first embedding at zero."""
     if kind == LLAMA_CPP and isinstance(drafter, Drafter) and make_form(drafter, "gguf").whole_vocabulary:
-        return draft_from_all(drafter)
-    return with_first_zero(drafter) if kind == VLLM and isinstance(drafter, MTP) else drafter
+        return drop_draft_vocab(drafter)
+    return zero_first_embedding(drafter) if kind == VLLM and isinstance(drafter, MTP) else drafter
 
 
 def compare_with_replay(
-    drafter: Head, turns: list[Turn], prompts: dict[str, dict], *, sampling: Sampling, depth: int, seed: int
+    drafter: Head,
+    served_batches: list[ServedBatch],
+    prompts: dict[str, dict],
+    *,
+    sampling: Sampling,
+    depth: int,
+    seed: int,
 ) -> dict[str, Any]:
     """tau of the head along the answers of a level, beside tau as served; at temperature 0 also where they part.
 
     prompts: what was asked, by id; depth: drafts of a round, where the server does not say
     """
-    depth = find_longest(turns) or depth
+    depth = find_longest(served_batches) or depth
     drafting = Drafting(depth=depth, width=1, nodes=depth)
     if not isinstance(drafter, Drafter) or not drafting.replayable(drafter, sampling):
         return {
             "verdict": f"a chain of {depth} of this head cannot be replayed with these settings: nothing is compared."
         }
-    answers, served = find_replayable(turns)
+    answers, served = find_replayable(served_batches)
     if not answers:
         return {
             "verdict": "the server gives no token ids, or no counts of each answer: nothing is compared with replay."
         }
-    texts = [Written(prompts[each.prompt]["prompt"], each.ids or [], sampling.temperature) for each in answers]
-    replays = replay_texts(drafter, texts, depth=depth, what="replay")
+    texts = [
+        AnsweredPrompt(prompts[answer.prompt]["prompt"], answer.ids or [], sampling.temperature) for answer in answers
+    ]
+    replays = replay_texts(drafter, texts, depth=depth, label="replay")
     figures = {"depth": depth, **compare_tau(answers, served, count_replays(replays), sampling, seed)}
     figures |= find_differences(answers, replays) if sampling.greedy else {"compared_by_round": 0, "differences": []}
     return {"verdict": describe_verdict(figures), **figures}
 
 
-def find_replayable(turns: list[Turn]) -> tuple[list[ServedAnswer], list[PromptCounts]]:
+def find_replayable(served_batches: list[ServedBatch]) -> tuple[list[ServedAnswer], list[PromptCounts]]:
     """The answers with token ids of two tokens or more, and what the server counted of each."""
-    answers = [answer for turn in turns for answer in turn.answers]
-    counted = zip(answers, referee.count_answers(turns) or ())
-    pairs = [(answer, count) for answer, count in counted if len(answer.ids or ()) > 1]
+    answers = [answer for turn in served_batches for answer in turn.answers]
+    counts_of_answers = zip(answers, referee.count_answers(served_batches) or ())
+    pairs = [(answer, count) for answer, count in counts_of_answers if len(answer.ids or ()) > 1]
     return [answer for answer, _ in pairs], [count for _, count in pairs]
 
 
@@ -69,14 +77,19 @@ def compare_tau(
 ) -> dict[str, Any]:
     """tau as served and as replayed, with the interval of their difference over prompts."""
     names = [answer.prompt for answer in answers]
-    difference, span = tau_difference(referee.merge(names, served), referee.merge(names, replayed), seed=seed)
-    same_rounds = [round(one.num_rounds) == round(other.num_rounds) for one, other in zip(served, replayed)]
+    difference, interval = measure_tau_difference(
+        referee.merge_counts(names, served), referee.merge_counts(names, replayed), seed=seed
+    )
+    same_rounds = [
+        round(served_count.num_rounds) == round(replayed_count.num_rounds)
+        for served_count, replayed_count in zip(served, replayed)
+    ]
     return {
         "answers": len(answers),
-        "served_tau": tau(served),
-        "replayed_tau": tau(replayed),
+        "served_tau": compute_tau(served),
+        "replayed_tau": compute_tau(replayed),
         "difference": difference,
-        "difference_ci": span,
+        "difference_ci": interval,
         "same_number_of_rounds": sum(same_rounds) if sampling.greedy else None,
     }
 
@@ -88,12 +101,12 @@ def find_differences(answers: list[ServedAnswer], replays: Sequence[Replay]) -> 
         if answer.said is None or answer.said.steps is None:
             continue
         compared += 1
-        served, replayed = answer.said.steps, referee.walk(replay.accept)
-        difference = referee.first_difference(served, replayed, replay.accept.shape[1])
+        served, replayed = answer.said.steps, referee.count_greedy_rounds(replay.acceptance)
+        difference = referee.find_first_difference(served, replayed, replay.acceptance.shape[1])
         if difference:
             number, token = difference
-            about = {"prompt": answer.prompt, "round": number, "token": token}
-            differences.append({**about, "served": served[number], "replayed": replayed[number]})
+            place_of_difference = {"prompt": answer.prompt, "round": number, "token": token}
+            differences.append({**place_of_difference, "served": served[number], "replayed": replayed[number]})
     return {"compared_by_round": compared, "differences": differences}
 
 

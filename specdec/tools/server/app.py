@@ -18,20 +18,20 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec.core.answer_text import StopStrings, TextDecoder, TextStream
 from specdec.core.constraint import Constraint
-from specdec.core.generation import Ends, reached
+from specdec.core.generation import Ends, count_rounds_reaching
 from specdec.text import token_text
 from specdec.tools.grammar.grammar import Grammar
 from specdec.tools.server.engine import End, Engine, Event, Job, ServedRound
-from specdec.tools.server.protocol import ChatRequest, CompletionRequest, RequestError, Settings, parse
+from specdec.tools.server.protocol import ChatRequest, CompletionRequest, RequestError, RequestSettings, parse_request
 from specdec.tools.server.record import Exchange, Recorder
 from specdec.tools.server.text import StoppedText
 
-LONGEST_BODY = 1 << 22  # bytes of a request
+MAX_BODY = 1 << 22  # bytes of a request
 NO_RETRY = {"x-should-retry": "false"}  # of OpenAI's clients, which otherwise ask again after such an error
 
 
 @dataclass(frozen=True)
-class Served:
+class ServerContext:
     """What the server has, and what it allows.
 
     model: the name of the target, which requests may give; head: that of the checkpoint that drafts
@@ -59,32 +59,32 @@ class Served:
 
     @cached_property
     def decoder(self) -> TextDecoder:
-        return decoder(self.tokenizer)
+        return make_decoder(self.tokenizer)
 
     @cached_property
     def engine_decoder(self) -> TextDecoder:
-        return decoder(self.engine_tokenizer)
+        return make_decoder(self.engine_tokenizer)
 
 
-def decoder(tokenizer: PreTrainedTokenizerBase) -> TextDecoder:
+def make_decoder(tokenizer: PreTrainedTokenizerBase) -> TextDecoder:
     """Token ids -> the text of an answer"""
-    return TextDecoder.of(tokenizer)
+    return TextDecoder.from_tokenizer(tokenizer)
 
 
 @dataclass(eq=False)
 class Answer:
     """An answer on its way from the engine to a client."""
 
-    served: Served
-    settings: Settings
+    served: ServerContext
+    settings: RequestSettings
     job: Job
     text: StoppedText
     events: asyncio.Queue[Event]
     rendering: dict[str, Any]  # template arguments and tools of the prompt, as fields of a row
     recorded_as: str | None = None  # the id of its row; None: it is not recorded
-    said: str = ""  # the text so far
+    text_so_far: str = ""  # the text so far
 
-    async def pieces(self) -> AsyncIterator[tuple[list[str], ServedRound | None, str | None]]:
+    async def read_pieces(self) -> AsyncIterator[tuple[list[str], ServedRound | None, str | None]]:
         """Text of each token, the round that they came from, and at the end the reason. Raises RequestError if the request failed."""
         while True:
             event = await self.events.get()
@@ -93,13 +93,13 @@ class Answer:
                     status = 504 if event.reason == "timeout" else 500
                     raise RequestError(event.message, status=status, headers=NO_RETRY)
                 rest = self.text.end()
-                self.said += rest
+                self.text_so_far += rest
                 self._record(event.reason)
                 yield [rest], None, event.reason
                 return
             ends = self.job.ends.tokens
             pieces = ["" if token in ends else self.text.add(token) for token in event.tokens]
-            self.said += "".join(pieces)
+            self.text_so_far += "".join(pieces)
             yield pieces, event, None
 
     def _record(self, reason: str) -> None:
@@ -124,13 +124,13 @@ class Answer:
             accepted,
             sum(generation.drafted),
             fields,
-            self.said,
+            self.text_so_far,
             messages=[message.to_row() for message in chat.messages] if chat else None,
             conversation=(settings.metadata or {}).get("conversation"),
         )
         recorder.record(exchange)
 
-    def usage(self) -> dict[str, Any]:
+    def count_usage(self) -> dict[str, Any]:
         """As OpenAI's, with what became of the drafts. Once the answer has ended, as the engine counts until then."""
         generation = self.job.request.generation
         (tokens,), (accepted,), drafted = generation.tokens, generation.accepted, sum(generation.drafted)
@@ -143,7 +143,7 @@ class Answer:
                 "rounds": len(accepted),
                 "drafted": drafted,
                 "accepted": sum(accepted),
-                "accepted_by_position": reached(accepted, max(accepted, default=0)),
+                "accepted_by_position": count_rounds_reaching(accepted, max(accepted, default=0)),
                 "tau": (len(tokens) - 1) / len(accepted) if accepted else None,
                 **({} if shape is None else {"shape": shape}),
             },
@@ -159,23 +159,30 @@ class AnswerForm:
         self.created = int(time.time())
 
     def write_whole(self, text: str, reason: str, usage: dict, ids: dict) -> dict:
-        said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-        return self.write("chat.completion", said | ids, reason, usage=usage)
+        choice = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+        return self.write("chat.completion", choice | ids, reason, usage=usage)
 
-    def write_chunk(self, text: str | None, reason: str | None = None, ids: dict | None = None, **more: Any) -> dict:
+    def write_chunk(self, text: str | None, reason: str | None = None, ids: dict | None = None, **fields: Any) -> dict:
         """A part of a stream. text: None in one without a choice, as the last one with the usage; ids: more of the choice"""
-        said: dict | None = None
+        choice: dict | None = None
         if text is not None:
-            said = ({"delta": {"content": text} if text else {}} if self.chat else {"text": text}) | (ids or {})
-        return self.write("chat.completion.chunk", said, reason, **more)
+            choice = ({"delta": {"content": text} if text else {}} if self.chat else {"text": text}) | (ids or {})
+        return self.write("chat.completion.chunk", choice, reason, **fields)
 
-    def write(self, kind: str, said: dict | None, reason: str | None, **more: Any) -> dict:
-        choices = [] if said is None else [{"index": 0, **said, "logprobs": None, "finish_reason": reason}]
+    def write(self, kind: str, choice: dict | None, reason: str | None, **fields: Any) -> dict:
+        choices = [] if choice is None else [{"index": 0, **choice, "logprobs": None, "finish_reason": reason}]
         kind = kind if self.chat else "text_completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            **fields,
+        }
 
 
-def make_app(served: Served) -> Starlette:
+def make_app(served: ServerContext) -> Starlette:
     """The application. The engine starts and stops with it."""
 
     @contextlib.asynccontextmanager
@@ -189,14 +196,14 @@ def make_app(served: Served) -> Starlette:
 
     async def health(_: Request) -> Response:
         engine = served.engine
-        found: dict[str, Any] = {
+        state: dict[str, Any] = {
             "status": "ok" if engine.alive else "dead",
             "running": engine.num_running,
             "waiting": engine.num_waiting,
         }
         if served.recorder:
-            found["recording"] = not served.recorder.stopped
-        return JSONResponse(found, 200 if engine.alive else 503)
+            state["recording"] = not served.recorder.stopped
+        return JSONResponse(state, 200 if engine.alive else 503)
 
     async def models(_: Request) -> Response:
         model = {"id": served.model, "object": "model", "owned_by": "specdec", "max_model_len": served.max_length}
@@ -228,24 +235,24 @@ async def _refuse_path(request: Request, error: Exception) -> Response:
     return JSONResponse(RequestError(message, status=status).to_json(), status)
 
 
-async def _complete(served: Served, kind: type[Settings], request: Request) -> Response:
+async def _complete(served: ServerContext, kind: type[RequestSettings], request: Request) -> Response:
     """Answers a request of either kind, whole or as a stream."""
-    settings = parse(kind, await _read_body(request))
+    settings = parse_request(kind, await _read_body(request))
     grammar = settings.grammar()
     # In a thread of its own, as compiling may take a second
-    constraint = await asyncio.to_thread(_constrain, served, grammar) if grammar else None
-    answer = _begin(served, settings, constraint)
+    constraint = await asyncio.to_thread(_make_constraint, served, grammar) if grammar else None
+    answer = _queue_request(served, settings, constraint)
     form = AnswerForm(isinstance(settings, ChatRequest), served.model)
     answer.recorded_as = form.id if settings.store is not False else None
     if settings.stream:
-        return StreamingResponse(_stream(answer, form), media_type="text/event-stream")
-    gone = asyncio.ensure_future(_wait_until_gone(request))
-    whole = asyncio.ensure_future(_whole(answer, form))
+        return StreamingResponse(_write_stream(answer, form), media_type="text/event-stream")
+    client_gone = asyncio.ensure_future(_wait_until_gone(request))
+    whole = asyncio.ensure_future(_write_whole(answer, form))
     try:
-        await asyncio.wait({gone, whole}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({client_gone, whole}, return_when=asyncio.FIRST_COMPLETED)
         return JSONResponse(await whole) if whole.done() else Response(status_code=499)
     finally:
-        gone.cancel()
+        client_gone.cancel()
         whole.cancel()
         served.engine.give_up(answer.job)
 
@@ -255,10 +262,10 @@ async def _read_body(request: Request) -> bytes:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError("Send the body with the header Content-Type: application/json.", status=415)
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > LONGEST_BODY:
-            raise RequestError(f"The body is longer than the {LONGEST_BODY} bytes that this server takes.", status=413)
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY:
+            raise RequestError(f"The body is longer than the {MAX_BODY} bytes that this server takes.", status=413)
     return bytes(body)
 
 
@@ -268,20 +275,20 @@ async def _wait_until_gone(request: Request) -> None:
         pass
 
 
-def _begin(served: Served, settings: Settings, constraint: Constraint | None) -> Answer:
+def _queue_request(served: ServerContext, settings: RequestSettings, constraint: Constraint | None) -> Answer:
     """Queues a request, whose answer follows the constraint. Raises RequestError for one that cannot be answered, or not now."""
     if settings.model not in (None, served.model):
         raise RequestError(
             f"There is no model {settings.model!r} here, but {served.model!r}.", status=404, parameter="model"
         )
-    prompt, rendering = _encode(served, settings)
-    room = served.max_length - len(prompt)
-    if room < 1 or (settings.most_tokens or 0) > room:
-        wanted = f" and {settings.most_tokens} new ones" if settings.most_tokens else ""
+    prompt, rendering = _encode_prompt(served, settings)
+    tokens_left = served.max_length - len(prompt)
+    if tokens_left < 1 or (settings.token_limit or 0) > tokens_left:
+        wanted = f" and {settings.token_limit} new ones" if settings.token_limit else ""
         raise RequestError(
             f"A prompt of {len(prompt)} tokens{wanted} exceeds the {served.max_length} tokens that this server allows "
             "(max_length=).",
-            parameter="max_tokens" if room >= 1 else "messages",
+            parameter="max_tokens" if tokens_left >= 1 else "messages",
         )
     loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
@@ -290,9 +297,9 @@ def _begin(served: Served, settings: Settings, constraint: Constraint | None) ->
 
     job = Job(
         prompt,
-        settings.most_tokens or room,
+        settings.token_limit or tokens_left,
         settings.sampling(),
-        _ends(served, settings),
+        _make_ends(served, settings),
         deliver,
         seed=settings.seed,
         speculate=settings.speculate,
@@ -305,7 +312,7 @@ def _begin(served: Served, settings: Settings, constraint: Constraint | None) ->
         raise RequestError(str(error)) from None
     if not queued:
         raise RequestError(
-            f"{served.engine.queue} requests are waiting already: ask again later.",
+            f"{served.engine.max_waiting} requests are waiting already: ask again later.",
             status=429,
             headers={"Retry-After": "1"},
         )
@@ -314,7 +321,7 @@ def _begin(served: Served, settings: Settings, constraint: Constraint | None) ->
     return Answer(served, settings, job, text, events, rendering)
 
 
-def _ends(served: Served, settings: Settings) -> Ends:
+def _make_ends(served: ServerContext, settings: RequestSettings) -> Ends:
     """What ends an answer. Raises RequestError for a stop string that no answer's text can hold."""
     tokens = frozenset[int]() if settings.ignore_eos else served.stop
     if not settings.stop_strings:
@@ -326,7 +333,7 @@ def _ends(served: Served, settings: Settings) -> Ends:
         raise RequestError(str(error), parameter="stop") from None
 
 
-def _constrain(served: Served, grammar: Grammar) -> Constraint | None:
+def _make_constraint(served: ServerContext, grammar: Grammar) -> Constraint | None:
     """The constraint of an answer that begins. Raises RequestError for a grammar that cannot be used."""
     try:
         return served.compile_grammar(grammar)
@@ -334,7 +341,7 @@ def _constrain(served: Served, grammar: Grammar) -> Constraint | None:
         raise RequestError(str(error), parameter="response_format") from None
 
 
-def _encode(served: Served, settings: Settings) -> tuple[list[int], dict[str, Any]]:
+def _encode_prompt(served: ServerContext, settings: RequestSettings) -> tuple[list[int], dict[str, Any]]:
     """-> the prompt's token ids, at least one; the template arguments and tools that made it, as fields of a row"""
     if isinstance(settings, ChatRequest):
         if not served.tokenizer.chat_template:
@@ -353,7 +360,7 @@ def _encode(served: Served, settings: Settings) -> tuple[list[int], dict[str, An
             tokens = token_text.encode_text(served.tokenizer, tokens)
         except ValueError as error:
             raise RequestError(str(error), parameter="prompt") from None
-    size = token_text.num_ids(served.tokenizer)
+    size = token_text.count_ids(served.tokenizer)
     if not tokens or not all(0 <= token < size for token in tokens):
         raise RequestError(
             f"prompt must be one text that is not empty, or token ids from 0 to {size - 1}.", parameter="prompt"
@@ -361,36 +368,38 @@ def _encode(served: Served, settings: Settings) -> tuple[list[int], dict[str, An
     return tokens, {}
 
 
-async def _whole(answer: Answer, form: AnswerForm) -> dict:
-    async for _, _, reason in answer.pieces():
+async def _write_whole(answer: Answer, form: AnswerForm) -> dict:
+    async for _, _, reason in answer.read_pieces():
         if reason is not None:
             ids = {"token_ids": answer.job.request.generation.tokens[0]} if answer.settings.return_token_ids else {}
-            return form.write_whole(answer.said, reason, answer.usage(), ids)
+            return form.write_whole(answer.text_so_far, reason, answer.count_usage(), ids)
     raise AssertionError("an answer ends with a reason")
 
 
-async def _stream(answer: Answer, form: AnswerForm) -> AsyncIterator[str]:
+async def _write_stream(answer: Answer, form: AnswerForm) -> AsyncIterator[str]:
     """Server-sent events. The request is given up if the client leaves."""
     settings, served = answer.settings, answer.served
 
-    def sent(document: dict) -> str:
+    def format_event(document: dict) -> str:
         return f"data: {json.dumps(document)}\n\n"
 
     try:
         if form.chat:
-            yield sent(form.write("chat.completion.chunk", {"delta": {"role": "assistant", "content": ""}}, None))
-        async for pieces, done, reason in answer.pieces():
-            text, more = "".join(pieces), dict[str, Any]()
-            if settings.details and done:  # for the live page
-                counts = {"accepted": done.accepted, "drafted": done.drafted, "milliseconds": done.milliseconds}
-                more["round"] = {"tokens": pieces, **counts}
-            ids = {"token_ids": done.tokens if done else []} if settings.return_token_ids else {}
-            if text or reason or more or (ids and done):
-                yield sent(form.write_chunk(text, reason, ids, **more))
+            yield format_event(
+                form.write("chat.completion.chunk", {"delta": {"role": "assistant", "content": ""}}, None)
+            )
+        async for pieces, round_, reason in answer.read_pieces():
+            text, extra_fields = "".join(pieces), dict[str, Any]()
+            if settings.details and round_:  # for the live page
+                counts = {"accepted": round_.accepted, "drafted": round_.drafted, "milliseconds": round_.milliseconds}
+                extra_fields["round"] = {"tokens": pieces, **counts}
+            ids = {"token_ids": round_.tokens if round_ else []} if settings.return_token_ids else {}
+            if text or reason or extra_fields or (ids and round_):
+                yield format_event(form.write_chunk(text, reason, ids, **extra_fields))
         if settings.details or (settings.stream_options and settings.stream_options.include_usage):
-            yield sent(form.write_chunk(None, usage=answer.usage()))
+            yield format_event(form.write_chunk(None, usage=answer.count_usage()))
         yield "data: [DONE]\n\n"
     except RequestError as error:
-        yield sent(error.to_json())
+        yield format_event(error.to_json())
     finally:
         served.engine.give_up(answer.job)

@@ -14,12 +14,12 @@ import torch
 from specdec.core.constraint import Constraint
 from specdec.core.generation import Ends
 from specdec.core.sampling import Sampling
-from specdec.decoding.batch import Batch, Prefill, Request, Step
+from specdec.decoding.batch import Batch, BatchRound, Prefill, Request
 from specdec.decoding.decoder import Decoder
 
 LOG = logging.getLogger(__name__)
-TOGETHER = 8192  # tokens of prompts that are read together, filled up to the longest; one prompt may have more
-COULD_NOT = "The server could not decode this ({}: {})."
+MAX_PADDED_TOKENS = 8192  # tokens of prompts that are read together, filled up to the longest; one prompt may have more
+DECODE_FAILED = "The server could not decode this ({}: {})."
 Reason = Literal["stop", "length", "timeout", "error"]
 
 
@@ -81,96 +81,96 @@ class Job:
             self.prompt, self.max_new_tokens, generator, self.sampling, self.ends, constraint=self.constraint
         )
 
-    def tell(self, event: Event) -> None:
+    def deliver_event(self, event: Event) -> None:
         try:
             self.deliver(event)
         except Exception:  # a client's fault must not end the others' answers
             LOG.exception("an event could not be delivered")
-            self.request.left = 0
+            self.request.tokens_left = 0
 
 
 class Lane:
     """A batch, and the requests that wait for a place in it. prefill_tokens: of prompts, read between two rounds"""
 
-    def __init__(self, decoder: Decoder, rows: int, prefill_tokens: int):
-        self.decoder, self.rows, self.prefill_tokens = decoder, rows, prefill_tokens
+    def __init__(self, decoder: Decoder, max_requests: int, prefill_tokens: int):
+        self.decoder, self.max_requests, self.prefill_tokens = decoder, max_requests, prefill_tokens
         self.batch: Batch = decoder.batch()
         self.waiting: deque[Job] = deque()
         self.jobs: dict[int, Job] = {}  # by the id of their requests, while they are read and run
         self.reading: tuple[list[Job], Prefill] | None = None  # those that join next
 
-    def advance(self) -> Step | None:
+    def run_round(self) -> BatchRound | None:
         """Reads on in the prompts of requests that join, then makes one round -> it, or None if none runs."""
         if self.reading is None:
-            free = self.rows - len(self.batch.running) if self.batch.joins or not self.batch.running else 0
-            if new := self._next(free):
-                self.jobs |= {id(job.request): job for job in new}
-                self.reading = new, self.batch.prefill([job.request for job in new])
+            free = self.max_requests - len(self.batch.running) if self.batch.joins or not self.batch.running else 0
+            if joining := self._take_waiting(free):
+                self.jobs |= {id(job.request): job for job in joining}
+                self.reading = joining, self.batch.prefill([job.request for job in joining])
         if self.reading is not None:
-            self._read(*self.reading)
-        return self.batch.step() if self.batch.running else None
+            self._read_prompts(*self.reading)
+        return self.batch.run_round() if self.batch.running else None
 
-    def _read(self, new: list[Job], prefill: Prefill) -> None:
+    def _read_prompts(self, joining: list[Job], prefill: Prefill) -> None:
         try:
             self.batch.read(prefill, self.prefill_tokens)
         except Exception as error:  # the rows that run have not been touched
             LOG.exception("prompts could not be read")
             self.reading = None
-            for job in new:
+            for job in joining:
                 if self.jobs.pop(id(job.request), None):
-                    job.tell(End("error", COULD_NOT.format(type(error).__name__, error)))
+                    job.deliver_event(End("error", DECODE_FAILED.format(type(error).__name__, error)))
             return
-        if not prefill.done:
+        if not prefill.complete:
             return
         self.reading = None
-        for job, tokens in zip(new, self.batch.admit([job.request for job in new], prefill)):
+        for job, tokens in zip(joining, self.batch.admit([job.request for job in joining], prefill)):
             if id(job.request) in self.jobs:  # it was not given up
-                job.tell(ServedRound(tokens))
-                self._settle(job)
+                job.deliver_event(ServedRound(tokens))
+                self._end_finished(job)
 
-    def hand_out(self, step: Step) -> None:
+    def deliver_round(self, step: BatchRound) -> None:
         """Tells each job what a round did for it."""
         for request, tokens, accepted in zip(step.requests, step.tokens, step.accepted):
             job = self.jobs.get(id(request))
             if job is None:
                 continue  # it was given up during the round
-            job.tell(ServedRound(tokens, accepted, step.num_drafted, 1e3 * step.cost.seconds))
-            self._settle(job)
+            job.deliver_event(ServedRound(tokens, accepted, step.num_drafted, 1e3 * step.cost.seconds))
+            self._end_finished(job)
 
     def give_up(self, job: Job) -> None:
         """The request leaves before the next round, if it is here."""
         if job in self.waiting:
             self.waiting.remove(job)
         if self.jobs.pop(id(job.request), None):
-            job.request.left = 0
-        if self.reading is not None and not any(each.request.left for each in self.reading[0]):
+            job.request.tokens_left = 0
+        if self.reading is not None and not any(request_job.request.tokens_left for request_job in self.reading[0]):
             self.reading = None
 
-    def fail(self, message: str) -> None:
+    def fail_all(self, message: str) -> None:
         """Every request that runs ends with this message; those that wait stay."""
         failed, self.jobs = list(self.jobs.values()), {}
         self.batch, self.reading = self.decoder.batch(), None
         for job in failed:
-            job.tell(End("error", message))
+            job.deliver_event(End("error", message))
 
-    def _next(self, most: int) -> list[Job]:
+    def _take_waiting(self, max_jobs: int) -> list[Job]:
         """The requests that join now, in the order of their coming."""
-        new: list[Job] = []
+        joining: list[Job] = []
         longest = 0
-        while self.waiting and len(new) < most:
+        while self.waiting and len(joining) < max_jobs:
             longest = max(longest, len(self.waiting[0].prompt))
-            if new and longest * (1 + len(new)) > TOGETHER:
+            if joining and longest * (1 + len(joining)) > MAX_PADDED_TOKENS:
                 break
-            new.append(self.waiting.popleft())
-        return new
+            joining.append(self.waiting.popleft())
+        return joining
 
-    def _settle(self, job: Job) -> None:
-        if not job.request.left:
+    def _end_finished(self, job: Job) -> None:
+        if not job.request.tokens_left:
             del self.jobs[id(job.request)]
             if job.request.fault:
-                job.tell(End("error", job.request.fault))
+                job.deliver_event(End("error", job.request.fault))
             else:
-                job.tell(End("stop" if job.request.ended else "length"))
+                job.deliver_event(End("stop" if job.request.ended else "length"))
 
 
 class Engine:
@@ -181,15 +181,17 @@ class Engine:
     prefill_tokens: of prompts, read between two rounds: the others wait no longer for a long prompt
     """
 
-    def __init__(self, drafted: Decoder, plain: Decoder, *, rows: int, queue: int, prefill_tokens: int = 512):
-        self.drafted, self.plain = (Lane(decoder, rows, prefill_tokens) for decoder in (drafted, plain))
+    def __init__(
+        self, drafted: Decoder, plain: Decoder, *, max_requests: int, max_waiting: int, prefill_tokens: int = 512
+    ):
+        self.drafted, self.plain = (Lane(decoder, max_requests, prefill_tokens) for decoder in (drafted, plain))
         steady = drafted.steady()
         if steady is drafted:
             self.seeded = self.drafted
         else:
-            self.seeded = Lane(steady, rows, prefill_tokens) if steady.proposer else self.plain
+            self.seeded = Lane(steady, max_requests, prefill_tokens) if steady.proposer else self.plain
         self.lanes = [*dict.fromkeys((self.drafted, self.plain, self.seeded))]
-        self.queue = queue
+        self.max_waiting = max_waiting
         self.changed = threading.Condition()
         self.given_up: list[Job] = []
         self.arrived: list[Job] = []
@@ -235,7 +237,7 @@ class Engine:
         """Queues a job -> whether there was room for it. Raises ValueError for one that cannot be decoded."""
         self.lane_of(job).decoder.check([job.prompt], job.max_new_tokens)
         with self.changed:
-            if self.num_waiting >= self.queue or self.stopping:
+            if self.num_waiting >= self.max_waiting or self.stopping:
                 return False
             self.arrived.append(job)
             self.changed.notify()
@@ -263,11 +265,11 @@ class Engine:
             self._give_up_late()
             for lane in self.lanes:
                 try:
-                    if step := lane.advance():
-                        lane.hand_out(step)
+                    if round_ := lane.run_round():
+                        lane.deliver_round(round_)
                 except Exception as error:  # memory that is missing, or a mistake of ours: the server goes on
                     LOG.exception("a round failed")
-                    lane.fail(COULD_NOT.format(type(error).__name__, error))
+                    lane.fail_all(DECODE_FAILED.format(type(error).__name__, error))
 
     @property
     def _busy(self) -> bool:
@@ -279,7 +281,10 @@ class Engine:
             for job in [*lane.waiting, *lane.jobs.values()]:
                 if job.deadline is not None and now > job.deadline:
                     lane.give_up(job)
-                    done = len(job.request.tokens)
-                    job.tell(
-                        End("timeout", f"The request took longer than the server allows; {done} tokens were written.")
+                    num_tokens = len(job.request.tokens)
+                    job.deliver_event(
+                        End(
+                            "timeout",
+                            f"The request took longer than the server allows; {num_tokens} tokens were written.",
+                        )
                     )

@@ -17,7 +17,7 @@ REFUSED: dict[str, tuple] = {
     "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "echo": (False,),
     "suffix": ("",), "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "min_p": (0,),
 }  # fmt: skip
-FORMS = {  # of fields that may hold several things
+FIELD_FORMS = {  # of fields that may hold several things
     "prompt": "a text, or the token ids of one prompt",
     "content": "a text, or a list of parts of type text",
     "stop": "a text, or a list of texts",
@@ -26,7 +26,7 @@ FORMS = {  # of fields that may hold several things
     "chat_template_kwargs": 'variables of the chat template, such as {"enable_thinking": false}',
 }
 IGNORED = ("user", "service_tier", "prediction", "safety_identifier", "prompt_cache_key", "verbosity")
-TOKENS = 1 << 20  # more than any request may ask for
+MAX_TOKENS = 1 << 20  # more than any request may ask for
 
 
 class RequestError(Exception):
@@ -46,7 +46,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Part(BaseModel):
+class TextPart(BaseModel):
     """A part of a message's content."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -57,7 +57,7 @@ class Part(BaseModel):
 class Message(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
+    content: str | list[TextPart] | None = None
     tool_calls: list[dict] | None = None
     function_call: dict | None = None
     reasoning_content: str | None = None
@@ -68,7 +68,7 @@ class Message(BaseModel):
     name: str | None = None
 
     @pydantic.model_validator(mode="after")
-    def _says_something(self) -> "Message":
+    def _check_content(self) -> "Message":
         if self.content is None and not self.tool_calls and not self.function_call:
             raise PydanticCustomError("content", "a message needs a content, or calls of tools")
         return self
@@ -100,8 +100,8 @@ class ResponseFormat(BaseModel):
                 parameter="response_format",
             )
         if self.json_schema is not None:
-            return Grammar.of_row({"json_schema": self.json_schema.document})
-        return None if self.type == "text" else Grammar.of_row({"json_schema": {"type": "object"}})
+            return Grammar.from_row({"json_schema": self.json_schema.document})
+        return None if self.type == "text" else Grammar.from_row({"json_schema": {"type": "object"}})
 
 
 class StructuredOutputs(BaseModel):
@@ -112,19 +112,19 @@ class StructuredOutputs(BaseModel):
     grammar_: Annotated[str | None, Field(alias="grammar")] = None  # in Lark's form
 
     def grammar(self) -> Grammar:
-        given = [("regex", self.regex), ("lark", self.grammar_)]
+        rules = [("regex", self.regex), ("lark", self.grammar_)]
         try:
-            return Grammar.of_row({kind: value for kind, value in given if value is not None})
+            return Grammar.from_row({kind: value for kind, value in rules if value is not None})
         except ValueError:
             raise RequestError("structured_outputs: give regex or grammar.", parameter="structured_outputs") from None
 
 
-class Settings(BaseModel):
+class RequestSettings(BaseModel):
     """What both kinds of requests share. speculate, details: of this server alone; return_token_ids: also of vLLM"""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=TOKENS)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -153,32 +153,32 @@ class Settings(BaseModel):
 
     def grammar(self) -> Grammar | None:
         """That the answer is to follow. Raises RequestError for fields that contradict each other."""
-        given = [field for field in (self.response_format, self.structured_outputs) if field is not None]
-        found = [rule for field in given if (rule := field.grammar()) is not None]
-        if len(found) > 1 or (found and self.ignore_eos):
-            other = (
+        fields_set = [field for field in (self.response_format, self.structured_outputs) if field is not None]
+        rules = [rule for field in fields_set if (rule := field.grammar()) is not None]
+        if len(rules) > 1 or (rules and self.ignore_eos):
+            conflict = (
                 "structured_outputs beside it"
-                if len(found) > 1
+                if len(rules) > 1
                 else "ignore_eos, as the grammar says where answers end"
             )
-            raise RequestError(f"An answer follows one grammar: leave out {other}.", parameter="response_format")
-        return found[0] if found else None
+            raise RequestError(f"An answer follows one grammar: leave out {conflict}.", parameter="response_format")
+        return rules[0] if rules else None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if not all(given) or len(given) > 16:
+        stop_texts = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if not all(stop_texts) or len(stop_texts) > 16:
             raise RequestError("stop must be a text or up to 16 texts, none of them empty.", parameter="stop")
-        return tuple(given)
+        return tuple(stop_texts)
 
     @property
-    def most_tokens(self) -> int | None:
+    def token_limit(self) -> int | None:
         return self.max_tokens
 
 
-class ChatRequest(Settings):
+class ChatRequest(RequestSettings):
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=TOKENS)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     tools: list[dict] | None = None
@@ -186,25 +186,25 @@ class ChatRequest(Settings):
     parallel_tool_calls: bool | None = None  # how many calls an answer has is the model's to say
 
     @property
-    def offered(self) -> list[dict] | None:
+    def offered_tools(self) -> list[dict] | None:
         """The tools that the answer may call; None: none"""
         return None if self.tool_choice == "none" else self.tools or None
 
     @property
-    def most_tokens(self) -> int | None:
+    def token_limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     def template_row(self) -> dict[str, Any]:
         """What says how the messages are rendered, under the names that rows have for it."""
         row = {"chat_template_kwargs": self.chat_template_kwargs, "reasoning_effort": self.reasoning_effort}
-        return {key: value for key, value in {**row, "tools": self.offered}.items() if value is not None}
+        return {key: value for key, value in {**row, "tools": self.offered_tools}.items() if value is not None}
 
 
-class CompletionRequest(Settings):
+class CompletionRequest(RequestSettings):
     prompt: str | list[int]
 
 
-def parse(kind: type[Settings], body: bytes) -> Any:
+def parse_request(kind: type[RequestSettings], body: bytes) -> Any:
     """Raises RequestError, with the field and what to change, for a body that is not such a request."""
     try:
         document = json.loads(body)
@@ -219,12 +219,12 @@ def parse(kind: type[Settings], body: bytes) -> Any:
     for name in [name for name in document if name in REFUSED or name in IGNORED]:
         value = document.pop(name)
         if name in REFUSED and not _is_allowed(name, value):
-            raise RequestError(f"This server cannot do {name}={_short(value)}: leave it out.", parameter=name)
+            raise RequestError(f"This server cannot do {name}={_shorten(value)}: leave it out.", parameter=name)
     document = {name: value for name, value in document.items() if value is not None}
     try:
         return kind.model_validate(document)
     except pydantic.ValidationError as error:
-        raise _explain(kind, error) from None
+        raise _explain_error(kind, error) from None
 
 
 def _is_allowed(name: str, value: Any) -> bool:
@@ -234,23 +234,23 @@ def _is_allowed(name: str, value: Any) -> bool:
     )
 
 
-def _explain(kind: type[Settings], error: pydantic.ValidationError) -> RequestError:
+def _explain_error(kind: type[RequestSettings], error: pydantic.ValidationError) -> RequestError:
     """The first thing that is wrong, in one sentence."""
     first = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in first["loc"] if not str(part).endswith("]") and part not in ("str", "list"))
+    field = ".".join(str(key) for key in first["loc"] if not str(key).endswith("]") and key not in ("str", "list"))
     if first["type"] == "extra_forbidden":
         name = str(first["loc"][-1])
         close = difflib.get_close_matches(name, kind.model_fields, n=1)
         return RequestError(
-            f"There is no field {place!r}." + (f" Did you mean {close[0]!r}?" if close else ""), parameter=place
+            f"There is no field {field!r}." + (f" Did you mean {close[0]!r}?" if close else ""), parameter=field
         )
     if first["type"] == "missing":
-        return RequestError(f"The field {place!r} is missing.", parameter=place)
-    form = next((FORMS[str(part)] for part in reversed(first["loc"]) if part in FORMS), None)
+        return RequestError(f"The field {field!r} is missing.", parameter=field)
+    form = next((FIELD_FORMS[str(part)] for part in reversed(first["loc"]) if part in FIELD_FORMS), None)
     why = f"give {form}" if form else first["msg"]
-    return RequestError(f"{place}={_short(first['input'])} cannot be used: {why}.", parameter=place)
+    return RequestError(f"{field}={_shorten(first['input'])} cannot be used: {why}.", parameter=field)
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."

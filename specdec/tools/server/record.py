@@ -73,9 +73,9 @@ class Recorder:
 
     def set_origin(self, target: Target, tokenizer: PreTrainedTokenizerBase) -> None:
         """Of the rows that follow."""
-        self.decoder = TextDecoder.of(tokenizer, special=True)
+        self.decoder = TextDecoder.from_tokenizer(tokenizer, special=True)
         self.origin = {
-            "tokenizer": token_text.fingerprint(tokenizer),
+            "tokenizer": token_text.digest_vocabulary(tokenizer),
             "target": target.name,
             "target_fingerprint": target.fingerprint(),
             "source": "server",
@@ -88,7 +88,7 @@ class Recorder:
         try:
             self.path.touch(mode=0o600)  # if it was moved away
             line = json.dumps(self._make_row(exchange), ensure_ascii=False, default=str) + "\n"
-            files.append(self.path, line, synced=False)
+            files.append_text(self.path, line, synced=False)
         except Exception as error:  # answers go on, whatever it is
             self.stopped = True
             sentence = "%s: recording has stopped (%s: %s). Answers go on; start again to record."
@@ -106,7 +106,7 @@ class Recorder:
             "id": uuid.uuid4().hex,
             "time": time.time(),
             **self.origin,
-            "conversation": _name(exchange.conversation, exchange.messages or exchange.tokens[:num]),
+            "conversation": _name_conversation(exchange.conversation, exchange.messages or exchange.tokens[:num]),
             "category": "traffic",
             **content,
             "tokens": exchange.tokens,
@@ -121,11 +121,11 @@ class Recorder:
         }
 
 
-def _name(given: Any, start: list) -> str:
+def _name_conversation(client_id: Any, start: list) -> str:
     """The id that all turns of a conversation share: the given one, or a digest of its first messages, or of the bare prompt."""
-    if given:
-        return str(given)[:LONGEST_NAME]
-    users = [place for place, each in enumerate(start) if isinstance(each, dict) and each["role"] == "user"]
+    if client_id:
+        return str(client_id)[:LONGEST_NAME]
+    users = [index for index, message in enumerate(start) if isinstance(message, dict) and message["role"] == "user"]
     start = start[: users[0] + 1] if users else start
     return hashlib.sha256(json.dumps(start).encode()).hexdigest()[:16]
 

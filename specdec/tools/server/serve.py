@@ -15,19 +15,19 @@ from specdec.core.sampling import Sampling
 from specdec.decoding.batch import Request
 from specdec.decoding.decoder import Decoder
 from specdec.loading import LoadedProposer
-from specdec.measuring.page import live_page
+from specdec.measuring.page import render_live_page
 from specdec.options import decoding
 from specdec.options.command_types import MEMORY, TemplateSettings
 from specdec.options.decoding import SamplingOptions, ShapedDraftingOptions
 from specdec.options.proposers import ProposerOptions, keep_shape
 from specdec.options.target import TargetOptions
 from specdec.text import conversations as data
-from specdec.tools.grammar.grammar import Grammars
+from specdec.tools.grammar.grammar import GrammarCompiler
 from specdec.tools.server.engine import Engine
 from specdec.tools.server.record import Recorder
 
-KINDS = [Sampling(1.0, top_p=0.9), Sampling(1.0), Sampling()]  # one of each Sampling.kind
-OWN_HOSTS = ("127.0.0.1", "localhost", "::1")
+WARM_UP_SAMPLINGS = [Sampling(1.0, top_p=0.9), Sampling(1.0), Sampling()]  # one of each Sampling.kind
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 class ServeOptions(ProposerOptions):
@@ -53,17 +53,17 @@ def find_presets(texts: dict[str, str]) -> dict[str, str]:
     return keep_shape(texts)
 
 
-def serve(options: ServeOptions) -> None:
+def run_server(options: ServeOptions) -> None:
     """Serves until it is stopped. Raises ValueError where nothing can be served."""
     try:
         import uvicorn
 
-        from specdec.tools.server.app import Served, make_app
+        from specdec.tools.server.app import ServerContext, make_app
     except ImportError as error:
         raise ValueError(f"Serving needs more packages ({error}): pip install '.[serve]'") from error
-    listening = listen(options.host, options.port)
+    listening = open_port(options.host, options.port)
     recorder = Recorder(options.record) if options.record is not None else None
-    loaded = loading.load_proposer(options, options.target, options.decode.drafting())
+    loaded = loading.load_proposer(options, options.target, options.decode.make_drafting())
     template, target = loading.read_template(options.template, loaded.tokenizer), loaded.target
     engine = make_engine(options, loaded)
     model = options.model or target.name
@@ -73,32 +73,34 @@ def serve(options: ServeOptions) -> None:
     drafts = f"{loaded.title} of {options.checkpoint}" if options.checkpoint else loaded.title
     if recorder:
         recorder.set_origin(target, loaded.tokenizer)
-    own = copy.deepcopy(loaded.tokenizer)  # grammars are compiled in threads of their own
+    grammar_tokenizer = copy.deepcopy(loaded.tokenizer)  # grammars are compiled in threads of their own
     # With the first request that needs them
-    grammars = functools.cache(lambda: Grammars(own, target.vocab_size, loaded.stop))
-    served = Served(
+    grammars = functools.cache(lambda: GrammarCompiler(grammar_tokenizer, target.vocab_size, loaded.stop))
+    served = ServerContext(
         engine=engine,
         tokenizer=loaded.tokenizer,
         engine_tokenizer=copy.deepcopy(loaded.tokenizer),
         encode_chat=functools.partial(data.encode_chat, loaded.tokenizer, template),
         stop=frozenset(loaded.stop),
         model=model,
-        head=checkpoint.name_of(loaded.checkpoint) if loaded.checkpoint else None,
+        head=checkpoint.name_checkpoint(loaded.checkpoint) if loaded.checkpoint else None,
         max_length=max_length,
         timeout=options.timeout,
-        compile_grammar=lambda grammar: grammars().constraint(grammar),
-        page=live_page(target=model, drafts=drafts, max_length=max_length, chat=bool(loaded.tokenizer.chat_template)),
+        compile_grammar=lambda grammar: grammars().make_constraint(grammar),
+        page=render_live_page(
+            target=model, drafts=drafts, max_length=max_length, chat=bool(loaded.tokenizer.chat_template)
+        ),
         recorder=recorder,
     )
-    announce(options, listening, f"{model}, drafted by {drafts}")
+    print_address(options, listening, f"{model}, drafted by {drafts}")
     config = uvicorn.Config(make_app(served), log_level="warning", access_log=False)
     uvicorn.Server(config).run(sockets=[listening])
 
 
-def announce(options: ServeOptions, listening: socket.socket, title: str) -> None:
+def print_address(options: ServeOptions, listening: socket.socket, title: str) -> None:
     """Prints where the server is, and who can reach it. title: what it serves"""
-    if options.host not in OWN_HOSTS:
-        progress.note(
+    if options.host not in LOCAL_HOSTS:
+        progress.print_note(
             f"warning: anyone who reaches {options.host}:{options.port} can use this server: it asks for no password."
         )
     logging.basicConfig(level=logging.WARNING)
@@ -110,17 +112,19 @@ def announce(options: ServeOptions, listening: socket.socket, title: str) -> Non
 def make_engine(options: ServeOptions, loaded: LoadedProposer) -> Engine:
     """An engine that has measured what rounds cost and compiled what requests need."""
     decoding.show_measuring(loaded.proposer)
-    drafting = options.decode.drafting()
+    drafting = options.decode.make_drafting()
     runner, stop, target = drafting.runner(), loaded.stop, loaded.target
     drafted = drafting.decoder(target, loaded.proposer, sampling=Sampling(), stop=stop, runner=runner)
     plain = Decoder(target, None, sampling=Sampling(), stop=stop, runner=runner)
-    warm_up(drafted, options.rows)
-    engine = Engine(drafted, plain, rows=options.rows, queue=options.queue, prefill_tokens=options.prefill_tokens)
+    warm_up_decoder(drafted, options.rows)
+    engine = Engine(
+        drafted, plain, max_requests=options.rows, max_waiting=options.queue, prefill_tokens=options.prefill_tokens
+    )
     compile_seeded(engine, options.rows)
     return engine
 
 
-def listen(host: str, port: int) -> socket.socket:
+def open_port(host: str, port: int) -> socket.socket:
     """Takes a port before anything large is loaded. Raises ValueError if that cannot be."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -129,20 +133,20 @@ def listen(host: str, port: int) -> socket.socket:
         raise ValueError(f"Nothing can listen at {host}:{port} ({error}): choose another port= or host=.") from error
 
 
-def warm_up(decoder: Decoder, rows: int) -> None:
+def warm_up_decoder(decoder: Decoder, rows: int) -> None:
     """Decodes a little with distributions of every kind, so that what rounds cost is measured now."""
-    for kind in KINDS:
+    for kind in WARM_UP_SAMPLINGS:
         batch = decoder.batch()
         batch.admit([Request([0], 4, sampling=kind) for _ in range(rows)])
         while batch.running:
-            batch.step()
+            batch.run_round()
         batch.close()
     if decoder.proposer:
-        decoder.proposer.forget()
+        decoder.proposer.reset_history()
 
 
 def compile_seeded(engine: Engine, rows: int) -> None:
     """Compiles now what only requests with a seed need, if anything is compiled."""
     decoder = engine.seeded.decoder
     if decoder.runner.by_shape and engine.seeded not in (engine.drafted, engine.plain):
-        warm_up(decoder, rows)
+        warm_up_decoder(decoder, rows)

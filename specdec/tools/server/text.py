@@ -26,14 +26,14 @@ class StoppedText:
         self.kept_back = ""
         return rest
 
-    def _release(self, piece: str) -> str:
+    def _release(self, new_text: str) -> str:
         if self.stopped:
             return ""
-        text = self.kept_back + piece
-        places = [place for string in self.stop_strings if (place := text.find(string)) >= 0]
-        if places:
+        text = self.kept_back + new_text
+        starts = [place for string in self.stop_strings if (place := text.find(string)) >= 0]
+        if starts:
             self.stopped, self.kept_back = True, ""
-            return text[: min(places)]
+            return text[: min(starts)]
         keep = max((_overlap(text, string) for string in self.stop_strings), default=0)
         self.kept_back = text[len(text) - keep :]
         return text[: len(text) - keep]

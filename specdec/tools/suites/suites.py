@@ -30,8 +30,8 @@ from specdec.text.messages import MODE
 
 CONF = Path(__file__).with_name("conf")
 FIELD = re.compile(r"\{(\w+)\}")  # of a template; other braces stand for themselves
-key_of = lambda part: part.replace("-", "_").lower()  # a subset as protocols name it
-listed = lambda value: [value] if isinstance(value, str) else value or []  # of one name, several or none
+name_key = lambda subset: subset.replace("-", "_").lower()  # a subset as protocols name it
+as_list = lambda value: [value] if isinstance(value, str) else value or []  # of one name, several or none
 # FastChat's conversation form vicuna_v1.1, which Spec-Bench sends to every target
 VICUNA = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -74,13 +74,13 @@ class Protocol:
     max_new_tokens: dict[str, int] = field(default_factory=dict)  # where it is not that of `options`
     stop: dict[str, list[str]] = field(default_factory=dict)  # texts that end an answer
 
-    digest = property(lambda self: reading.digest_of([asdict(self)]))  # 16 hex digits of all fields
+    digest = property(lambda self: reading.digest_prompts([asdict(self)]))  # 16 hex digits of all fields
 
 
 def read_protocol(name: str) -> Protocol:
     """Raises ValueError for a name that conf/protocol does not have."""
-    found = read_conf("protocol", name)
-    return Protocol(name=name, **found | {"counting": Counting(**found["counting"])})
+    document = read_conf("protocol", name)
+    return Protocol(name=name, **document | {"counting": Counting(**document["counting"])})
 
 
 def read_conf(kind: str, name: str) -> dict[str, Any]:
@@ -93,26 +93,26 @@ def read_conf(kind: str, name: str) -> dict[str, Any]:
     return yaml.safe_load((CONF / kind / f"{name}.yaml").read_text())
 
 
-def protocol_names() -> list[str]:
+def list_protocol_names() -> list[str]:
     return sorted(path.stem for path in (CONF / "protocol").glob("*.yaml"))
 
 
-def presets_of(texts: dict[str, str]) -> dict[str, str]:
+def list_presets(texts: dict[str, str]) -> dict[str, str]:
     """The texts of options that suite= and protocol= set. texts: those of the options that the user sets
 
     Raises ValueError for names that do not exist.
     """
-    found: dict[str, Any] = {}
+    presets: dict[str, Any] = {}
     if suite := texts.get("suite"):
-        found["max_new_tokens"] = read_conf("suite", suite)["max_new_tokens"]
+        presets["max_new_tokens"] = read_conf("suite", suite)["max_new_tokens"]
     if texts.get("protocol"):
         protocol = read_protocol(texts["protocol"])
-        found |= protocol.options
+        presets |= protocol.options
         if suite in protocol.max_new_tokens:
-            found["max_new_tokens"] = protocol.max_new_tokens[suite]
+            presets["max_new_tokens"] = protocol.max_new_tokens[suite]
         if {"chains", "trees", "decode.depth", "decode.width", "decode.nodes"} & set(texts):
-            found = {key: value for key, value in found.items() if key not in ("chains", "trees")}
-    return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in found.items()}
+            presets = {key: value for key, value in presets.items() if key not in ("chains", "trees")}
+    return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in presets.items()}
 
 
 def read_questions(options: QuestionOptions, heads: Sequence[str]) -> QuestionSet:
@@ -122,7 +122,7 @@ def read_questions(options: QuestionOptions, heads: Sequence[str]) -> QuestionSe
     """
     arguments = loading.read_template(options.template, heads=heads)
     protocol = read_protocol(options.protocol) if options.protocol else None
-    published = {name: read_protocol(name).counting for name in protocol_names()}
+    published = {name: read_protocol(name).counting for name in list_protocol_names()}
     common: dict[str, Any] = {
         "arguments": arguments,
         "encode": functools.partial(encode_turn, arguments=arguments, protocol=protocol),
@@ -139,10 +139,10 @@ def read_questions(options: QuestionOptions, heads: Sequence[str]) -> QuestionSe
         split=options.split,
         subset=options.subset,
         protocol=protocol,
-        accepted=options.accept_licence,
+        licence_accepted=options.accept_licence,
     )
     return QuestionSet(
-        reading.spread(suite.questions, options.limit),
+        reading.spread_rows(suite.questions, options.limit),
         options.prompts or suite.source,
         suite={"name": suite.name, "title": suite.title, "digest": suite.digest},
         stop=protocol.stop.get(suite.name, []) if protocol else [],
@@ -161,7 +161,7 @@ def load_suite(
     split: str | None = None,
     subset: str | None = None,
     protocol: Protocol | None = None,
-    accepted: bool = False,
+    licence_accepted: bool = False,
 ) -> Suite:
     """The questions of conf/suite/NAME.yaml, in the published order or the protocol's.
 
@@ -176,159 +176,176 @@ def load_suite(
     if prompts is None and "hub" not in source:
         raise ValueError(f"suite={name} is not read from the Hub: give prompts=FILE or FOLDER. {entry['download']}")
     subsets: dict[str, int | None] = entry.get("subsets") or {"": entry["num"]}
-    parts = find_parts(name, entry, list(subsets), prompts, subset)
-    read = prompts or f"{source['hub']}, split {source['split']}"
+    subsets_read = find_subsets(name, entry, list(subsets), prompts, subset)
+    source_name = prompts or f"{source['hub']}, split {source['split']}"
     questions: list[Question] = []
-    notes = describe_protocol(protocol, name, parts) if protocol else []
-    for part in parts:
-        found = read_part(name, entry | {"source": source}, prompts, part, protocol)
-        if not found and len(parts) > 1:  # a folder with some of the subsets
+    notes = describe_protocol(protocol, name, subsets_read) if protocol else []
+    for subset_name in subsets_read:
+        subset_rows = read_subset(name, entry | {"source": source}, prompts, subset_name, protocol)
+        if not subset_rows and len(subsets_read) > 1:  # a folder with some of the subsets
             continue
-        where, num = f"suite={name}" + f" subset={part}" * bool(part), subsets[part] or len(found)
-        if len(found) > num or not found:
-            raise ValueError(f"{read} is not {where}: it has {len(found)} questions of {num}. {entry['download']}")
-        if len(found) < num:
-            notes.append(f"{len(found)} of {num} published questions of {where}")
-        asked = make_questions(name, entry, found, part, protocol)
-        digest = reading.digest_of([{"": read_turns(entry, row)} for _, row in found])
-        if len(found) == num and digest not in entry.get("sha", {}).get(part, digest):
-            notes.append(f"not the published questions of {where}")
-        questions += choose_questions(asked, protocol, name, part)
+        subset_label, num = (
+            f"suite={name}" + f" subset={subset_name}" * bool(subset_name),
+            subsets[subset_name] or len(subset_rows),
+        )
+        if len(subset_rows) > num or not subset_rows:
+            raise ValueError(
+                f"{source_name} is not {subset_label}: it has {len(subset_rows)} questions of {num}. {entry['download']}"
+            )
+        if len(subset_rows) < num:
+            notes.append(f"{len(subset_rows)} of {num} published questions of {subset_label}")
+        subset_questions = make_questions(name, entry, subset_rows, subset_name, protocol)
+        digest = reading.digest_prompts([{"": read_turns(entry, row)} for _, row in subset_rows])
+        if len(subset_rows) == num and digest not in entry.get("sha", {}).get(subset_name, digest):
+            notes.append(f"not the published questions of {subset_label}")
+        questions += choose_questions(subset_questions, protocol, name, subset_name)
     if subset is not None and subset not in subsets:
-        kinds = dict.fromkeys(kind for each in questions for kind in (each.category, *each.tags))
-        questions = [each for each in questions if subset in (each.category, *each.tags)]
+        kinds = dict.fromkeys(kind for question in questions for kind in (question.category, *question.tags))
+        questions = [question for question in questions if subset in (question.category, *question.tags)]
         if not questions:
-            known = ", ".join(filter(None, [*subsets, *kinds]))
-            raise ValueError(f"suite={name} has no subset {subset}; it has: {known}.")
+            known_names = ", ".join(filter(None, [*subsets, *kinds]))
+            raise ValueError(f"suite={name} has no subset {subset}; it has: {known_names}.")
     if not questions:
-        raise ValueError(f"{read} has no questions of suite={name}. {entry['download']}")
-    licence = check_licence(entry, prompts, parts, accepted)
-    digest = reading.digest_of([row for question in questions for row in question.turns])
-    return Suite(name, entry["title"], questions, read, digest, licence, entry["max_new_tokens"], "; ".join(notes))
+        raise ValueError(f"{source_name} has no questions of suite={name}. {entry['download']}")
+    licence = check_licence(entry, prompts, subsets_read, licence_accepted)
+    digest = reading.digest_prompts([row for question in questions for row in question.turns])
+    return Suite(
+        name, entry["title"], questions, source_name, digest, licence, entry["max_new_tokens"], "; ".join(notes)
+    )
 
 
-def find_parts(name: str, entry: dict, subsets: list[str], prompts: str | None, subset: str | None) -> list[str]:
+def find_subsets(name: str, entry: dict, subsets: list[str], prompts: str | None, subset: str | None) -> list[str]:
     """The subsets to read: what is asked for, else that whose published file or folder `prompts` is, else the default."""
     if subset in subsets:
         return [str(subset)]
     path, default = Path(prompts or ""), [entry["subset"]] if "subset" in entry else subsets
     if prompts is None or not path.exists():
         return default
-    for part, pattern in itertools.product(subsets, map(Path, listed(entry["file"]))):
+    for candidate, pattern in itertools.product(subsets, map(Path, as_list(entry["file"]))):
         inside = path.is_dir() and "{subset}" not in pattern.name  # the pattern names the folder
-        whole = path.absolute() / (pattern.name if inside else "")
-        if "{subset}" in str(pattern) and whole.match(str(pattern).replace("{subset}", part)):
-            return [part]
+        full_pattern = path.absolute() / (pattern.name if inside else "")
+        if "{subset}" in str(pattern) and full_pattern.match(str(pattern).replace("{subset}", candidate)):
+            return [candidate]
     if len(default) > 1 and path.is_file():
         raise ValueError(f"Which part of suite={name} is {prompts}? Give subset=, one of {', '.join(subsets)}.")
     return default
 
 
-def describe_protocol(protocol: Protocol, name: str, parts: list[str]) -> list[str]:
+def describe_protocol(protocol: Protocol, name: str, subsets: list[str]) -> list[str]:
     """What of a suite is not as the protocol has it."""
-    own = {*protocol.templates, *protocol.few_shot, *protocol.max_new_tokens, *protocol.stop}
-    known = {*own, *protocol.num} & {name, *map(key_of, parts)}
-    other = "" if known else f"{protocol.title} publishes nothing on suite={name}"
-    lost = ", ".join(part for part in parts if key_of(part) in own)
-    lost = lost and f"the templates, limits and stop texts of {protocol.title} for {lost} are not applied"
-    return [note for note in (other, lost, protocol.unsaid) if note]
+    suite_names = {*protocol.templates, *protocol.few_shot, *protocol.max_new_tokens, *protocol.stop}
+    published = {*suite_names, *protocol.num} & {name, *map(name_key, subsets)}
+    absence = "" if published else f"{protocol.title} publishes nothing on suite={name}"
+    unapplied = ", ".join(part for part in subsets if name_key(part) in suite_names)
+    unapplied = (
+        unapplied and f"the templates, limits and stop texts of {protocol.title} for {unapplied} are not applied"
+    )
+    return [note for note in (absence, unapplied, protocol.unsaid) if note]
 
 
-def check_licence(entry: dict, prompts: str | None, parts: list[str], accepted: bool) -> str:
+def check_licence(entry: dict, prompts: str | None, subsets: list[str], accepted: bool) -> str:
     """The suite's licence, and what was accepted. Raises ValueError for a file that limits the use, if that is not accepted."""
     stated = "{name} (forbids {forbids})".format(**entry["licence"])
-    files = [each for part in parts for each in find_published(entry["file"], prompts, part)] if prompts else []
-    found = reading.find_limit([*files, Path(prompts) / "data"]) if prompts else None
-    if found and not accepted:
-        raise ValueError(f'{found[0]} says "{found[1]}": read it, and if it allows your use, give accept_licence=true.')
-    return stated + (f' (accept_licence=true: {found[0].name} says "{found[1]}")' if found else "")
+    files = [file for part in subsets for file in find_published_files(entry["file"], prompts, part)] if prompts else []
+    limit = reading.find_limit([*files, Path(prompts) / "data"]) if prompts else None
+    if limit and not accepted:
+        raise ValueError(f'{limit[0]} says "{limit[1]}": read it, and if it allows your use, give accept_licence=true.')
+    return stated + (f' (accept_licence=true: {limit[0].name} says "{limit[1]}")' if limit else "")
 
 
-def read_part(
-    name: str, entry: dict, prompts: str | None, part: str, protocol: Protocol | None
+def read_subset(
+    name: str, entry: dict, prompts: str | None, subset: str, protocol: Protocol | None
 ) -> list[tuple[str, dict]]:
     """(place, row) of each question of a subset; none where a folder lacks its file.
 
     Values of fields that neither the suite nor the protocol names are let go: tests beside a question may be megabytes.
     """
     source = entry["source"]
-    names = {*entry.get("within", {})}.union(*(listed(entry.get(key)) for key in ("prompt", "id", "category")))
+    names = {*entry.get("within", {})}.union(*(as_list(entry.get(key)) for key in ("prompt", "id", "category")))
     names |= {*FIELD.findall(f"{entry.get('template')} {protocol}")}
-    read: Iterable[tuple[str, dict]]
+    located_rows: Iterable[tuple[str, dict]]
     try:
         if prompts is None:
             data = reading.open_dataset(source["hub"], source["split"], config=source.get("config"))
-            read = ((f"{source['hub']} row {index}", reading.to_row("", row)) for index, row in enumerate(data))
-        elif files := find_published(entry["file"], prompts, part):
-            read = itertools.chain.from_iterable(reading.read_rows(str(file), None) for file in files)
-        elif part and Path(prompts).is_dir():
+            located_rows = ((f"{source['hub']} row {index}", reading.to_row("", row)) for index, row in enumerate(data))
+        elif files := find_published_files(entry["file"], prompts, subset):
+            located_rows = itertools.chain.from_iterable(reading.read_rows(str(file), None) for file in files)
+        elif subset and Path(prompts).is_dir():
             return []
         else:
-            read = reading.read_rows(prompts, source["split"])
-        found = [(place, {key: row[key] if key in names else None for key in row}) for place, row in read]
+            located_rows = reading.read_rows(prompts, source["split"])
+        subset_rows = [
+            (location, {key: row[key] if key in names else None for key in row}) for location, row in located_rows
+        ]
     except ValueError as error:
         raise ValueError(f"suite={name}: {error} {entry['download']}") from error
-    for key, (least, most) in entry.get("within", {}).items():
-        found = [(place, row) for place, row in found if not isinstance(row.get(key), int) or least <= row[key] <= most]
-    return found
+    for key, (lower, upper) in entry.get("within", {}).items():
+        subset_rows = [
+            (location, row)
+            for location, row in subset_rows
+            if not isinstance(row.get(key), int) or lower <= row[key] <= upper
+        ]
+    return subset_rows
 
 
-def find_published(names: str | list[str], prompts: str, part: str) -> list[Path]:
+def find_published_files(names: str | list[str], prompts: str, subset: str) -> list[Path]:
     """The published files of a subset in a folder, by the first of several names that is there; else the file itself."""
     folder = Path(prompts)
     if not folder.is_dir():
         return reading.find_files(prompts)
-    patterns = [each.replace("{subset}", part) for each in listed(names)]
+    patterns = [each.replace("{subset}", subset) for each in as_list(names)]
     patterns = [each for each in patterns if each[:3] != "../" or each.startswith(f"../{folder.resolve().name}/")]
-    found = next((files for pattern in patterns if (files := sorted(folder.glob(pattern)))), [])
-    if not (found or part or any((folder / each).exists() for each in ("dataset_info.json", "dataset_dict.json"))):
+    paths = next((files for pattern in patterns if (files := sorted(folder.glob(pattern)))), [])
+    if not (paths or subset or any((folder / each).exists() for each in ("dataset_info.json", "dataset_dict.json"))):
         raise ValueError(f"the folder {prompts} has no {' or '.join(patterns)}.")
-    return found
+    return paths
 
 
 def make_questions(
-    name: str, entry: dict, found: list[tuple[str, dict]], part: str, protocol: Protocol | None
+    name: str, entry: dict, subset_rows: list[tuple[str, dict]], subset: str, protocol: Protocol | None
 ) -> list[Question]:
     """part: the subset, empty for a suite without: it is the category of rows that have none, and stands before ids"""
-    template, few, system = entry.get("template"), None, ""
+    template, few_shot, system = entry.get("template"), None, ""
     if protocol is not None:
-        template, few = protocol.templates.get(name, template), protocol.few_shot.get(name)
-        system = protocol.system if isinstance(protocol.system, str) else protocol.system.get(key_of(part) or name, "")
-    shots = [fill_template(few["template"], row) for _, row in found[: few["rows"]]] if few else []
-    keys = [first_of(row, entry.get("id")) for _, row in found]
-    ids = [f"{part}/" * bool(part) + str(index if key is None else key) for index, key in enumerate(keys)]
+        template, few_shot = protocol.templates.get(name, template), protocol.few_shot.get(name)
+        system = (
+            protocol.system if isinstance(protocol.system, str) else protocol.system.get(name_key(subset) or name, "")
+        )
+    shots = [fill_template(few_shot["template"], row) for _, row in subset_rows[: few_shot["rows"]]] if few_shot else []
+    keys = [find_value(row, entry.get("id")) for _, row in subset_rows]
+    ids = [f"{subset}/" * bool(subset) + str(index if key is None else key) for index, key in enumerate(keys)]
     questions = []
-    for id, (place, row) in zip(reading.tell_apart(ids), found):
-        with reading.at(place):
+    for question_id, (location, row) in zip(reading.number_ids(ids), subset_rows):
+        with reading.name_location(location):
             originals = read_turns(entry, row)
             texts = [fill_template(template, row)] if template else [*originals]
             texts[0] = "".join(shots) + texts[0]
-            own = str(first_of(row, entry.get("category")) or part or name)
-            category = entry.get("tasks", {}).get(own, own)
-            tags = (own,) if own != category else ()
-            asked = {"id": id, "category": category, "tags": [*tags], "grammar": None, "place": place, "plain": bool(few)}  # fmt: skip
+            task = str(find_value(row, entry.get("category")) or subset or name)
+            category = entry.get("tasks", {}).get(task, task)
+            tags = (task,) if task != category else ()
+            shared_fields = {"id": question_id, "category": category, "tags": [*tags], "grammar": None, "place": location, "plain": bool(few_shot)}  # fmt: skip
             turns = [
-                {**asked, "prompt": text, "messages": [{"role": "user", "content": text}], "original": original}
+                {**shared_fields, "prompt": text, "messages": [{"role": "user", "content": text}], "original": original}
                 for text, original in zip(texts[:1] if protocol and protocol.turns == "first" else texts, originals)
             ]
             if system:
                 turns[0] |= {"prompt": None, "messages": [{"role": "system", "content": system}, *turns[0]["messages"]]}
-        questions.append(Question(id, category, tuple(turns), tags))
+        questions.append(Question(question_id, category, tuple(turns), tags))
     return questions
 
 
-def first_of(row: dict, names: str | list[str] | None) -> Any:
+def find_value(row: dict, names: str | list[str] | None) -> Any:
     """The first of several fields that a row has."""
-    return next((row[each] for each in listed(names) if row.get(each) not in (None, "")), None)
+    return next((row[each] for each in as_list(names) if row.get(each) not in (None, "")), None)
 
 
 def read_turns(entry: dict, row: dict) -> list[str]:
     """The published texts of a row's turns: of a text, a list of texts, or a list of a user's messages."""
-    names = listed(entry["prompt"])
-    value = first_of(row, names)
+    names = as_list(entry["prompt"])
+    value = find_value(row, names)
     if value is None:
         raise ValueError(f"no field {' or '.join(names)}, which holds the prompt (the row has: {', '.join(row)}).")
-    content = lambda each: each.get("content") if isinstance(each, dict) and each.get("role") == "user" else each
+    content = lambda turn: turn.get("content") if isinstance(turn, dict) and turn.get("role") == "user" else turn
     turns: list[Any] = [content(each) for each in (value if isinstance(value, list) else [value])]
     if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise ValueError(f"its prompt must be a text, or a list of texts or of a user's messages: {value!r:.80}.")
@@ -339,23 +356,25 @@ def read_turns(entry: dict, row: dict) -> list[str]:
 
 def fill_template(templates: str | list[str], row: dict) -> str:
     """The first of several templates whose fields the row has, filled in. Lists of texts are lines."""
-    fits = [each for each in listed(templates) if all(row.get(key) for key in FIELD.findall(each))]
-    if not fits:
-        missing = ", ".join(key for key in FIELD.findall(listed(templates)[-1]) if not row.get(key))
+    fitting = [template for template in as_list(templates) if all(row.get(key) for key in FIELD.findall(template))]
+    if not fitting:
+        missing = ", ".join(key for key in FIELD.findall(as_list(templates)[-1]) if not row.get(key))
         raise ValueError(f"no field {missing}, which the prompt is made of (the row has: {', '.join(row)}).")
     write = lambda value: "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-    return FIELD.sub(lambda match: write(row[match[1]]), fits[0])
+    return FIELD.sub(lambda match: write(row[match[1]]), fitting[0])
 
 
-def choose_questions(asked: list[Question], protocol: Protocol | None, name: str, part: str) -> list[Question]:
+def choose_questions(
+    questions_of_subset: list[Question], protocol: Protocol | None, name: str, subset: str
+) -> list[Question]:
     """As many as the protocol uses, in its order."""
-    num = None if protocol is None else protocol.num.get(name, protocol.num.get(key_of(part)))
-    if protocol is None or num is None or num >= len(asked):
-        return asked
+    num = None if protocol is None else protocol.num.get(name, protocol.num.get(name_key(subset)))
+    if protocol is None or num is None or num >= len(questions_of_subset):
+        return questions_of_subset
     if isinstance(protocol.order, dict):
-        asked = [*asked]
-        random.Random(protocol.order["shuffle"]).shuffle(asked)
-    return asked[:num]
+        questions_of_subset = [*questions_of_subset]
+        random.Random(protocol.order["shuffle"]).shuffle(questions_of_subset)
+    return questions_of_subset[:num]
 
 
 # Prompts
@@ -392,9 +411,9 @@ def encode_turn(
         except ValueError as error:
             if protocol is None or question.turns[0]["messages"][0]["role"] != "system":
                 raise
-            said = f"protocol={protocol.name} sends a system message, which this target cannot take: choose an instruct model"
-            raise ValueError(f"{said} or another protocol.") from error
-    texts = [each["messages"][-1]["content"] for each in question.turns[: turn + 1]]
+            reason = f"protocol={protocol.name} sends a system message, which this target cannot take: choose an instruct model"
+            raise ValueError(f"{reason} or another protocol.") from error
+    texts = [earlier_turn["messages"][-1]["content"] for earlier_turn in question.turns[: turn + 1]]
     tokens = token_text.encode_text(tokenizer, write_vicuna(texts, history) if form == "vicuna" else texts[0])
     return Prompt(name_request(question, turn), question.category, tokens, question.tags)
 
@@ -404,7 +423,7 @@ def fit_arguments(
 ) -> dict[str, Any]:
     """Template arguments without a thinking mode that the protocol sets and the target does not have."""
     mode = protocol.options.get(f"template.{MODE}") if protocol else None
-    return chat_template.known_arguments(tokenizer, arguments) if arguments.get(MODE) == mode else arguments
+    return chat_template.select_known_arguments(tokenizer, arguments) if arguments.get(MODE) == mode else arguments
 
 
 def write_vicuna(turns: Sequence[str], answers: Sequence[str]) -> str:

@@ -5,13 +5,13 @@ from omegaconf import OmegaConf
 
 from specdec.heads.medusa import Medusa
 from tests.support import ROOT
-from train.settings.hydra_text import search_path
+from train.settings.hydra_text import make_search_path
 from train.settings.options import read_run
 
 
 def test_the_experiment_is_the_method_of_the_paper():
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        composed = hydra.compose("train", ["experiment=blockwise", "run=some", search_path()])
+        composed = hydra.compose("train", ["experiment=blockwise", "run=some", make_search_path()])
     options = read_run(OmegaConf.to_container(composed, resolve=True))
     drafter, objective = options.head.drafter, options.head.objective
     assert options.head.drafter_class is Medusa and drafter["num_blocks"] == 1

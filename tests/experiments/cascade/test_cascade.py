@@ -6,7 +6,7 @@ import torch
 from specdec.core import masks, rules
 from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
-from specdec.core.tree import TreeShape, chain, root
+from specdec.core.tree import TreeShape, make_chain, make_root
 from specdec.decoding.decoder import Decoder
 from specdec.experiments.cascade.proposer import Cascade
 from specdec.proposers.base import Proposer
@@ -23,8 +23,8 @@ SMALL = {"num": 4, "sinks": 1, "window": 3}
 WHOLE = {**SMALL, "window": 500}
 
 
-def cascade(target, inner=None, **arguments) -> Cascade:
-    return Cascade(target, inner=inner or Ngram(target, min=1, max=2, num=2), **arguments)
+def make_cascade(target, proposer=None, **arguments) -> Cascade:
+    return Cascade(target, inner=proposer or Ngram(target, min=1, max=2, num=2), **arguments)
 
 
 def eagle(target, shape) -> HeadProposer:
@@ -63,7 +63,7 @@ def rewound_and_fresh(drafter, shape):
     texts = torch.tensor([random_tokens(row, 24, target.vocab_size) for row in range(3)])
     wrong = torch.tensor([random_tokens(row + 9, 24, target.vocab_size) for row in range(3)])
     with torch.no_grad():
-        true, other = (target.read(tokens, drafter.target_layers).features for tokens in (texts, wrong))
+        true, wrong_features = (target.read(tokens, drafter.target_layers).features for tokens in (texts, wrong))
     results = []
     for rewinds in (True, False):
         proposer = HeadProposer(drafter, shape)
@@ -72,9 +72,9 @@ def rewound_and_fresh(drafter, shape):
         if rewinds:
             mark = proposer.mark()
             first = proposer.propose(Sampling(), None)
-            commit_spans(proposer, wrong, other, [(8, 9), (6, 9), (10, 12)])
+            commit_spans(proposer, wrong, wrong_features, [(8, 9), (6, 9), (10, 12)])
             proposer.propose(Sampling(), None)
-            commit_spans(proposer, wrong, other, [(9, 12), (9, 11), (12, 13)])
+            commit_spans(proposer, wrong, wrong_features, [(9, 12), (9, 11), (12, 13)])
             proposer.propose(Sampling(), None)
             proposer.rewind(mark)
             assert torch.equal(proposer.propose(Sampling(), None).tokens, first.tokens)
@@ -97,7 +97,7 @@ def test_a_rewound_head_drafts_what_a_fresh_one_does(target, head, arguments, sh
     for value, reference in zip(rewound[0], fresh[0]):
         torch.testing.assert_close(value, reference, rtol=0, atol=1e-12)
     assert torch.equal(rewound[1].tokens, fresh[1].tokens) and torch.equal(rewound[1].parents, fresh[1].parents)
-    assert rewound[2].lengths.tolist() == fresh[2].lengths.tolist() == rewound[2].known
+    assert rewound[2].lengths.tolist() == fresh[2].lengths.tolist() == rewound[2].host_lengths
 
 
 class Stubborn(Proposer):
@@ -112,12 +112,12 @@ class Stubborn(Proposer):
         self.newest = tokens[torch.arange(len(num)), num - 1]
 
     def propose(self, sampling, generator):
-        return root(self.newest)
+        return make_root(self.newest)
 
 
 def test_proposers_that_cannot_be_rewound_are_refused(target):
     with pytest.raises(ValueError, match=r"^inner=Stubborn cannot be rewound"):
-        cascade(target, Stubborn(), **SMALL)
+        make_cascade(target, Stubborn(), **SMALL)
 
 
 # The part
@@ -137,10 +137,10 @@ def read_prompts(target, prompts):
 
 def logits_on_the_part(target, proposer, cache, tokens):
     """Logits [B, N, V] of the target on the proposer's part, for tokens [B, N] after the committed ones."""
-    proposer.share(cache)
-    proposer._take_part()
+    proposer.attach_cache(cache)
+    proposer._fill_part_cache()
     verifier = Verifier(target, sampling=Sampling(), rule="token", runner=Runner())
-    return target.logits(verifier(chain(tokens, None), proposer.part, rules.Draws(None)).output.final)
+    return target.logits(verifier(make_chain(tokens, None), proposer.part_cache, rules.Draws(None)).output.final)
 
 
 PROMPTS = [random_tokens(seed, num, 61) for seed, num in enumerate((12, 3, 17, 8))]
@@ -149,7 +149,7 @@ NEW = torch.tensor([random_tokens(seed + 9, 3, 61) for seed in range(4)])
 
 @pytest.mark.parametrize("arguments", [SMALL, WHOLE, {**SMALL, "sinks": 0}, {**SMALL, "sinks": 9, "window": 2}])
 def test_the_part_gives_the_logits_of_a_mask_over_the_whole_text(target, arguments):
-    logits = logits_on_the_part(target, cascade(target, **arguments), read_prompts(target, PROMPTS), NEW)
+    logits = logits_on_the_part(target, make_cascade(target, **arguments), read_prompts(target, PROMPTS), NEW)
     for row, prompt in enumerate(PROMPTS):
         text, num = torch.tensor([prompt + NEW[row].tolist()]), len(prompt)
         mask = masks.causal_mask(num + 3, "cpu")
@@ -162,11 +162,11 @@ def test_the_part_gives_the_logits_of_a_mask_over_the_whole_text(target, argumen
 # Rounds
 
 
-@pytest.mark.parametrize("inner", INNERS)
-def test_all_drafts_are_accepted_with_a_window_over_the_whole_text(small_target, inner):
+@pytest.mark.parametrize("inner_name", INNERS)
+def test_all_drafts_are_accepted_with_a_window_over_the_whole_text(small_target, inner_name):
     """Every round drafts the same number of tokens, however many drafts of `inner` are right."""
     prompts, num_rounds = prompts_of(small_target), 4
-    proposer = cascade(small_target, INNERS[inner](small_target), **WHOLE)
+    proposer = make_cascade(small_target, INNERS[inner_name](small_target), **WHOLE)
     plain = greedy(small_target, None).generate(prompts, 1 + 5 * num_rounds)
     generation = greedy(small_target, proposer).generate(prompts, 1 + 5 * num_rounds)
     assert generation.tokens == plain.tokens
@@ -177,7 +177,7 @@ def test_all_drafts_are_accepted_with_a_window_over_the_whole_text(small_target,
 def together(small_target):
     """The generation of a batch on a small window, for each `inner`."""
     return {
-        name: greedy(small_target, cascade(small_target, make(small_target), **SMALL)).generate(
+        name: greedy(small_target, make_cascade(small_target, make(small_target), **SMALL)).generate(
             prompts_of(small_target), 14
         )
         for name, make in INNERS.items()
@@ -201,7 +201,7 @@ def test_inner_drafts_do_not_change_what_is_accepted(together):
 def test_inner_holds_the_committed_tokens_only(small_target):
     """Drafts that were not committed are not in the texts of `inner`."""
     prompts, inner = prompts_of(small_target), INNERS["ngram"](small_target)
-    answers = greedy(small_target, cascade(small_target, inner, **SMALL)).generate(prompts, 14).tokens
+    answers = greedy(small_target, make_cascade(small_target, inner, **SMALL)).generate(prompts, 14).tokens
     for prompt, answer, text in zip(prompts, answers, inner.texts):
         assert text[: len(prompt) + len(answer)] == prompt + answer
 
@@ -209,7 +209,7 @@ def test_inner_holds_the_committed_tokens_only(small_target):
 def test_rows_do_not_depend_on_each_other(small_target, together):
     prompts = prompts_of(small_target)
     for row in (0, 1):
-        decoder = greedy(small_target, cascade(small_target, **SMALL))
+        decoder = greedy(small_target, make_cascade(small_target, **SMALL))
         assert decoder.generate([prompts[row]], 14).accepted[0] == together["ngram"].accepted[row]
 
 
@@ -219,7 +219,7 @@ def test_rows_do_not_depend_on_each_other(small_target, together):
 def sampled(inner, rule="token", **arguments) -> Decoder:
     target = sampled_target()
     inner = Ngram(target, min=1, max=2, num=2) if inner == "ngram" else eagle(target, chain_of(1))
-    return Decoder(target, cascade(target, inner, **arguments), sampling=Sampling(1.0), stop=set(), rule=rule)
+    return Decoder(target, make_cascade(target, inner, **arguments), sampling=Sampling(1.0), stop=set(), rule=rule)
 
 
 NARROW = {"num": 2, "sinks": 0, "window": 1}
@@ -229,26 +229,26 @@ def test_the_laws_of_drafts_equal_those_of_the_partial_target(target):
     """Checks the distribution of every draft after the drafts before it; some rows need more inner rounds than others."""
     sampling, prompts = Sampling(1.3), PROMPTS
     for make in INNERS.values():
-        proposer, cache = cascade(target, make(target), **SMALL), read_prompts(target, PROMPTS)
+        proposer, cache = make_cascade(target, make(target), **SMALL), read_prompts(target, PROMPTS)
         num = torch.tensor([len(prompt) for prompt in prompts])
         features = target.read(NEW[:, :1].expand(-1, 17), proposer.target_layers).features
         padded = torch.zeros(4, 18, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             padded[row, : len(prompt) + 1] = torch.tensor([*prompt, NEW[row, 0]])
-        proposer.share(cache)
+        proposer.attach_cache(cache)
         proposer.begin(padded[:, :-1], num)
         proposer.commit(padded[:, 1:], features, num, num.tolist())
         with torch.no_grad():
             tree = proposer.propose(sampling, torch.Generator().manual_seed(0))
-        logits = logits_on_the_part(target, cascade(target, **SMALL), cache, tree.tokens)
+        logits = logits_on_the_part(target, make_cascade(target, **SMALL), cache, tree.tokens)
         assert tree.linear and tree.tokens.shape == (4, 5) and tree.tokens[:, 0].tolist() == NEW[:, 0].tolist()
         torch.testing.assert_close(tree.probs[:, 1:], sampling.distribution(logits)[:, :-1], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("inner", ["ngram", "chain"])
-def test_sampled_answers_follow_the_target_law(inner, rule):
-    decoder = sampled(inner, rule, **NARROW)
+@pytest.mark.parametrize("inner_name", ["ngram", "chain"])
+def test_sampled_answers_follow_the_target_law(inner_name, rule):
+    decoder = sampled(inner_name, rule, **NARROW)
     statistic, freedom = answer_statistic(decoder, 1000)
     assert freedom > 9 and statistic < freedom + 4 * (2 * freedom) ** 0.5
     counts = decoder.generate([[1, 1]] * 200, 4, generator=torch.Generator().manual_seed(0)).accepted

@@ -9,9 +9,15 @@ from specdec.core import masks
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.experiments.jacobi.head import Consistency
-from specdec.experiments.jacobi.objective import ConsistencyObjective, Reader, cut, draw, place
+from specdec.experiments.jacobi.objective import (
+    ConsistencyObjective,
+    ContinuationReader,
+    cut_blocks,
+    draw_guesses,
+    find_block_positions,
+)
 from specdec.heads.base import Drafter
-from specdec.target.adapter import original
+from specdec.target.adapter import disable_adapter
 from specdec.text.conversations import Row
 from tests.support import load_head, make_target, random_tokens
 from train.data.batches import collate
@@ -75,13 +81,13 @@ def jacobi(target, text: list[int], first: list[int], passes: int) -> list[int]:
 def test_all_blocks_in_one_pass_equal_each_block_alone():
     """With this mask and these positions, a state's tokens get the distribution of a plain pass over [text before, state]."""
     torch.manual_seed(0)
-    target, starts = make().target, cut(BATCH, N)
+    target, starts = make().target, cut_blocks(BATCH, N)
     states = torch.randint(V, (2, N, starts.shape[1]))
     top = torch.nn.functional.pad(masks.document_mask(BATCH.documents), (0, states[0].numel()))
     final = target.read(
         torch.cat([BATCH.tokens, states.flatten(1)], dim=1),
         (),
-        positions=torch.cat([BATCH.positions, place(BATCH, starts, N).flatten(1)], dim=1),
+        positions=torch.cat([BATCH.positions, find_block_positions(BATCH, starts, N).flatten(1)], dim=1),
         mask=torch.cat([top, masks.jacobi_mask(BATCH.documents, starts, N)], dim=2),
     ).final
     distributions = target.logits(final[:, BATCH.tokens.shape[1] :]).log_softmax(-1).unflatten(1, states.shape[1:])
@@ -93,18 +99,18 @@ def test_all_blocks_in_one_pass_equal_each_block_alone():
 @torch.no_grad()
 def test_trajectories_equal_those_of_single_passes():
     torch.manual_seed(0)
-    target, starts = make().target, cut(BATCH, N)
-    first = draw(BATCH, starts, N)
-    continuation = Reader(target, BATCH, starts, N).greedy()
+    target, starts = make().target, cut_blocks(BATCH, N)
+    first = draw_guesses(BATCH, starts, N)
+    continuation = ContinuationReader(target, BATCH, starts, N).decode_greedily()
     blocks = [(row, number, text, greedy(target, text, N)) for row, number, text in each_block(starts)]
     for row, number, text, fixed in blocks:
         assert continuation.tokens[row, :, number].tolist() == fixed
         distribution = target.logits(continuation.final[row, :, number]).log_softmax(-1)
         torch.testing.assert_close(distribution, law_after(target, text + fixed)[len(text) :], rtol=0, atol=1e-10)
-    reader, num_changed = Reader(target, BATCH, starts, N), 0
+    reader, num_changed = ContinuationReader(target, BATCH, starts, N), 0
     for shift in range(N + 1):
         passes = (torch.arange(starts.shape[1]) + shift) % (N + 1)
-        states = reader.jacobi(first, passes)
+        states = reader.iterate_states(first, passes)
         for row, number, text, fixed in blocks:
             initial = first[row, :, number].tolist()
             expected = jacobi(target, text, initial, int(passes[number]))
@@ -125,15 +131,15 @@ def test_the_loss_equals_a_naive_sum_and_trains_only_the_adapter():
     assert all(parameter.grad is None for parameter in target.model.parameters() if id(parameter) not in trained)
 
     torch.manual_seed(5)  # the same blocks and states again
-    starts = cut(BATCH, N)
+    starts = cut_blocks(BATCH, N)
     passes = torch.randint(N, (starts.shape[1],))
-    first = draw(BATCH, starts, N)
+    first = draw_guesses(BATCH, starts, N)
     kl = lambda p, q: float((p.exp() * (p - q)).sum())
     expected, num_left = 0.0, 0
     for row, number, text in each_block(starts):
         state = jacobi(target, text, first[row, :, number].tolist(), int(passes[number]))
         q = law_after(target, text + state)[len(text) :]
-        with original(target):
+        with disable_adapter(target):
             fixed = greedy(target, text, N)
             p = law_after(target, text + fixed)[len(text) :]
         wrong = next((k for k in range(N) if state[k] != fixed[k]), N)
@@ -141,7 +147,7 @@ def test_the_loss_equals_a_naive_sum_and_trains_only_the_adapter():
         num_left += N - wrong
     for row in (row for pack in PACKS for row in pack):
         after = law_after(target, row.tokens)
-        with original(target):
+        with disable_adapter(target):
             before = law_after(target, row.tokens)
         num_prompt = max(1, row.mask.index(True))
         expected += 0.4 * kl(before[num_prompt - 1 : -1], after[num_prompt - 1 : -1])
@@ -154,7 +160,7 @@ def test_a_checkpoint_restores_the_adapted_target(tmp_path):
     prompt = [random_tokens(5, 6, V)]
     answer = lambda target: Decoder(target, None, sampling=Sampling(0.0), stop=set()).generate(prompt, 20).tokens
     expected = answer(drafter.target)
-    checkpoint.save(tmp_path / "step", drafter.decodable(), {**CONFIG["drafter"], "num_drafts": N})
+    checkpoint.save(tmp_path / "step", drafter.frozen_copy(), {**CONFIG["drafter"], "num_drafts": N})
     fresh = make_target(V, num_layers=2)
     assert answer(fresh) != expected
     loaded = checkpoint.load(tmp_path / "step", fresh)
@@ -166,9 +172,9 @@ def test_a_checkpoint_restores_the_adapted_target(tmp_path):
 
 def test_a_checkpoint_from_before_the_move_loads(tmp_path):
     spec = {**CONFIG["drafter"], "num_drafts": N, "_target_": "specdec.heads.consistency.Consistency"}
-    checkpoint.save(tmp_path / "step", make().decodable(), spec)
+    checkpoint.save(tmp_path / "step", make().frozen_copy(), spec)
     assert isinstance(checkpoint.load(tmp_path / "step", make_target(V, num_layers=2)), Consistency)
-    module, _, name = checkpoint.find_class("train.consistency.ConsistencyObjective").rpartition(".")
+    module, _, name = checkpoint.find_moved_class("train.consistency.ConsistencyObjective").rpartition(".")
     assert (module, name) == (ConsistencyObjective.__module__, ConsistencyObjective.__name__)
 
 

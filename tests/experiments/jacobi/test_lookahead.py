@@ -25,18 +25,18 @@ class Recorded(Lookahead):
 
     def propose(self, sampling, generator):
         tree = super().propose(sampling, generator)
-        self.rounds.append([copy.deepcopy((self.texts, *self.parts("columns", "ends", "pool"))), tree])
+        self.rounds.append([copy.deepcopy((self.texts, *self.read_states("columns", "ends", "pool"))), tree])
         return tree
 
     def watch(self, tree, choices):
         super().watch(tree, choices)
-        self.rounds[-1] += [choices, copy.deepcopy(self.parts("columns", "pool"))]
+        self.rounds[-1] += [choices, copy.deepcopy(self.read_states("columns", "pool"))]
 
-    def parts(self, *names: str) -> tuple:
+    def read_states(self, *names: str) -> tuple:
         return tuple([getattr(state, name) for state in self.states] for name in names)
 
 
-def recorded(target, window, ngram, guesses, *, prompts=None):
+def make_recorded(target, window, ngram, guesses, *, prompts=None):
     proposer = Recorded(target, window=window, ngram=ngram, guesses=guesses)
     generation = greedy(target, proposer).generate(prompts or prompts_of(target), NUM_NEW)
     return proposer, generation
@@ -61,7 +61,7 @@ def plain(small):
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_drafting_does_not_change_the_answers(small, plain, setting):
-    proposer, together = recorded(small, *setting)
+    proposer, together = make_recorded(small, *setting)
     window, ngram, guesses = setting
     assert together.tokens == plain
     check_counters(together)
@@ -71,7 +71,7 @@ def test_drafting_does_not_change_the_answers(small, plain, setting):
     depths = [int(tree.depths().max()) for _, tree, *_ in proposer.rounds]
     assert max(depths) <= proposer.depth == window + ngram - 2
     for row, prompt in enumerate(prompts_of(small)[:2]):  # a row does not depend on the other rows
-        _, alone = recorded(small, *setting, prompts=[prompt])
+        _, alone = make_recorded(small, *setting, prompts=[prompt])
         assert alone.accepted[0] == together.accepted[row]
 
 
@@ -79,7 +79,7 @@ def test_drafting_does_not_change_the_answers(small, plain, setting):
 def test_a_node_attends_to_the_text_to_level_0_and_to_its_column(setting):
     """A node attends to the text, level 0 up to its column, and its column: its choice is that of a plain pass."""
     target = make_target(61, num_layers=2)
-    proposer, _ = recorded(target, *setting)
+    proposer, _ = make_recorded(target, *setting)
     levels = set()
     for (texts, columns, ends, _), tree, choices, _ in proposer.rounds[:8]:
         for row, text in enumerate(texts[:3]):
@@ -101,7 +101,7 @@ def test_a_node_attends_to_the_text_to_level_0_and_to_its_column(setting):
 def test_columns_advance_by_one_position_in_every_round(small, setting):
     """By absolute positions, a full column that begins at s begins at s + 1 in the next round with a new token."""
     window, ngram, _ = setting
-    proposer, _ = recorded(small, *setting)
+    proposer, _ = make_recorded(small, *setting)
     moved = set()
     for before, after in itertools.pairwise(proposer.rounds):
         for row, (text, columns) in enumerate(zip(before[0][0], before[0][1])):
@@ -130,7 +130,7 @@ def test_ngrams_of_two_tokens_give_jacobi_decoding(small, window):
         accepted[-1] -= len(text) - len(prompt) - NUM_NEW  # the answer is cut
         return accepted
 
-    proposer, generation = recorded(small, window, 2, 0)
+    proposer, generation = make_recorded(small, window, 2, 0)
     assert all(tree.linear for _, tree, *_ in proposer.rounds) and set(generation.drafted) == {window}
     for row, prompt in enumerate(prompts_of(small)):
         fresh = [[token for (token,) in state[1][row]] for state, *_ in proposer.rounds]
@@ -140,7 +140,7 @@ def test_ngrams_of_two_tokens_give_jacobi_decoding(small, window):
 
 def test_the_pool_holds_the_latest_ngrams_of_full_columns(small):
     """For each first token the pool holds the latest n-grams, at most `guesses` of them."""
-    proposer, _ = recorded(small, 4, 3, 2)
+    proposer, _ = make_recorded(small, 4, 3, 2)
     largest = 0
     for row in range(len(LENGTHS)):
         latest: dict[int, list[tuple[int, ...]]] = {}  # by first token, the latest last
@@ -163,7 +163,7 @@ class Knowing(Lookahead):
         super().begin(tokens, num)
         for row, text in enumerate(self.known):
             for start in range(len(text) - self.ngram + 1):
-                self._keep(row, text[start : start + self.ngram])
+                self._store_ngram(row, text[start : start + self.ngram])
 
 
 def test_correct_ngrams_of_the_pool_are_accepted(target):
@@ -210,6 +210,6 @@ def test_guesses_do_not_depend_on_the_random_generator(small):
     runs = []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        proposer, generation = recorded(small, 3, 4, 2)
+        proposer, generation = make_recorded(small, 3, 4, 2)
         runs.append((generation.tokens, generation.accepted, [tree.tokens.tolist() for _, tree, *_ in proposer.rounds]))
     assert runs[0] == runs[1]

@@ -46,7 +46,7 @@ def propose(target: Target, proposer: LayerSkip, prompts, sampling: Sampling):
     mask = masks.pending_mask(masks.causal_mask(length, None), cache.lengths, cache.visible)
     target.read(padded[:, :-1], (), positions=cache.slots, mask=mask, cache=cache)
     cache.commit(num, num.tolist())
-    proposer.share(cache)
+    proposer.attach_cache(cache)
     proposer.begin(padded[:, :-1], num)
     proposer.commit(padded[:, 1:], torch.zeros(*padded[:, 1:].shape, 0), num, num.tolist())
     return proposer.propose(sampling, torch.Generator().manual_seed(0)), cache
@@ -122,7 +122,7 @@ def differences(target: Target, tree, cache, prompts, runner=None) -> tuple[floa
         expected = target.model(text, past_key_values=whole).logits[0, len(prompt) - 1 :]
         logits = max(logits, float((target.logits(verification.output.final[row]) - expected).abs().max()))
         for layer, halves in enumerate(whole.layers):
-            cached = cache.data[layer, :, row, :, : text.shape[1]]
+            cached = cache.entry_tensor[layer, :, row, :, : text.shape[1]]
             entries = max(entries, float((cached - torch.stack([halves.keys[0], halves.values[0]])).abs().max()))
     return logits, entries
 
@@ -133,7 +133,7 @@ def differences(target: Target, tree, cache, prompts, runner=None) -> tuple[floa
 def test_verification_continues_after_the_first_layers(target, layers, sampling):
     prompts = prompts_of(target)
     tree, cache = propose(target, LayerSkip(target, layers=layers, depth=3), prompts, sampling)
-    shared = tree.done.num_layers if tree.done else 0
+    shared = tree.partial_pass.num_layers if tree.partial_pass else 0
     assert shared == (layers if isinstance(layers, int) else 3 * (layers[0] == 0))
     assert max(differences(target, tree, cache, prompts)) < 1e-12
 
@@ -144,14 +144,14 @@ def test_wrong_partial_passes_are_detected(target):
     prompts = prompts_of(target)
     for layers, num in ((5, 5), (SUBSETS["both"], 3)):
         tree, cache = propose(target, LayerSkip(target, layers=layers, depth=3), prompts, GREEDY)
-        assert tree.done.num_layers == num
+        assert tree.partial_pass.num_layers == num
         for wrong in (num - 1, num + 1):
-            damaged = dataclasses.replace(tree, done=PartialPass(tree.done.states, wrong))
+            damaged = dataclasses.replace(tree, partial_pass=PartialPass(tree.partial_pass.states, wrong))
             assert min(differences(target, damaged, copy.deepcopy(cache), prompts)) > 1e-3
-        damaged = dataclasses.replace(tree, done=PartialPass(tree.done.states.roll(1, dims=1), num))
+        damaged = dataclasses.replace(tree, partial_pass=PartialPass(tree.partial_pass.states.roll(1, dims=1), num))
         assert min(differences(target, damaged, copy.deepcopy(cache), prompts)) > 1e-3
         stale = copy.deepcopy(cache)
-        stale.data[0, 0, stale.rows[:, 0], :, stale.lengths] = 0  # the root's K in the first layer
+        stale.entry_tensor[0, 0, stale.rows[:, 0], :, stale.lengths] = 0  # the root's K in the first layer
         stale_differences = differences(target, tree, stale, prompts)
         assert stale_differences[1] > 1e-3
         assert max(differences(target, tree, cache, prompts)) < 1e-12
@@ -160,8 +160,8 @@ def test_wrong_partial_passes_are_detected(target):
 @torch.no_grad()
 def test_a_filled_tree_is_read_from_the_start(target):
     tree, cache = propose(target, LayerSkip(target, layers=5, depth=3), prompts_of(target), GREEDY)
-    filled = tree.filled(4)
-    assert filled.done is None and tree.filled(3) is tree
+    filled = tree.pad_to(4)
+    assert filled.partial_pass is None and tree.pad_to(3) is tree
     assert max(differences(target, filled, cache, prompts_of(target))) < 1e-12
 
 
@@ -180,7 +180,9 @@ def decoder_of(*, rule="token", sampling="warm", wrong=None, **how) -> Decoder:
 @pytest.fixture
 def enumerated(monkeypatch):
     """Lets tests/enumeration.py enumerate the draws of this proposer as it enumerates those of heads."""
-    monkeypatch.setattr(layerskip, "pick", lambda distribution, uniform: growth.pick(distribution, uniform))
+    monkeypatch.setattr(
+        layerskip, "pick_tokens", lambda distribution, uniform: growth.pick_tokens(distribution, uniform)
+    )
     return monkeypatch
 
 

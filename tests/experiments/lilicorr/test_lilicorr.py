@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from specdec.experiments.lilicorr import part as lilicorr
-from specdec.heads.dependence import DraftedBlock, Sizes, make_part
+from specdec.heads.dependence import DraftedBlock, DrafterSizes, make_dependence
 from tests.loops import follow
-from tests.specdec.heads.test_heads import at_goals, unroll_row
+from tests.specdec.heads.test_heads import select_goals, unroll_row
 from tests.support import make_drafter, make_target, random_tokens
 
 TOP, HEADS, SLOT, LENGTH = 4, 2, 5, 24
@@ -31,12 +31,12 @@ def text(drafter):
 @torch.no_grad()
 def score_by_hand(drafter, states, feature):
     """states [K, D] and the encoded feature [D] of a block -> ids [K, top], start [top], pairs [K-1, top, top]"""
-    part, num = drafter.dependence, len(states)
-    held = {name: value.detach() for name, value in part.named_parameters()}
+    lilicorr_part, num = drafter.dependence, len(states)
+    held = {name: value.detach() for name, value in lilicorr_part.named_parameters()}
     linear = lambda name, x: held[f"{name}.weight"] @ x + held[f"{name}.bias"]
     silu = lambda x: x / (1 + (-x).exp())
-    norm = lambda name, x: x / (x.square().mean() + part.sizes.eps).sqrt() * held[f"{name}.weight"]
-    unit = lambda x: x / max(float(x.norm()), part.vector_eps)
+    norm = lambda name, x: x / (x.square().mean() + lilicorr_part.sizes.eps).sqrt() * held[f"{name}.weight"]
+    unit = lambda x: x / max(float(x.norm()), lilicorr_part.vector_eps)
     mlp = lambda name, x: linear(f"{name}.down_proj", silu(linear(f"{name}.up_proj", x)))
 
     ids, x = [], []
@@ -44,13 +44,13 @@ def score_by_hand(drafter, states, feature):
         log_probs = (drafter.goal_head[0] @ state).log_softmax(0)
         best = log_probs.argsort(descending=True)[:TOP]
         ids.append(best)
-        for rank, each in enumerate(best):
-            lp = float(log_probs[each])
+        for rank, candidate in enumerate(best):
+            lp = float(log_probs[candidate])
             read = [lp, math.exp(lp), lp - float(log_probs.max()), rank / (TOP - 1), float(rank == 0)]
             read = torch.tensor(read, dtype=state.dtype)
             read = (read - read.mean()) / (read.var(unbiased=False) + 1e-5).sqrt()
             read = read * held["feature_norm.weight"] + held["feature_norm.bias"]
-            token = drafter.target.embed.weight[drafter.to_target(each)]
+            token = drafter.target.embed.weight[drafter.to_target(candidate)]
             token = linear("token_proj", token) if "token_proj.weight" in held else token
             place = held["slot_embedding"][0, 0, slot, 0] + held["rank_embedding"][0, 0, 0, rank]
             x.append(token + linear("pass_hidden_proj", state) + mlp("feature_mlp", read) + place)
@@ -85,7 +85,7 @@ def score_by_hand(drafter, states, feature):
     start = torch.stack([first @ into[j] for j in range(TOP)])
     rows = [out[s * TOP + i] @ into[(s + 1) * TOP + j] for s in range(num - 1) for i in range(TOP) for j in range(TOP)]
     pairs = torch.stack(rows).view(num - 1, TOP, TOP)
-    return torch.stack(ids), part.logit_scale * start, part.logit_scale * pairs
+    return torch.stack(ids), lilicorr_part.logit_scale * start, lilicorr_part.logit_scale * pairs
 
 
 @torch.no_grad()
@@ -119,23 +119,23 @@ def test_loss_against_a_loop(drafter, text):
         for place in range(slot % 3 + 1):
             ids, _, _ = block_by_hand(drafter, tokens, features, slot)
             tokens[slot + 1 + place] = drafter.to_target(ids[place, place])
-    unrolled, counted = unroll_row(drafter, tokens, features), []
+    unrolled, positions = unroll_row(drafter, tokens, features), []
     for slot in range(1, LENGTH - 3):
         ids, start, pairs = block_by_hand(drafter, tokens, features, slot)
         row, forced = start, True
         for d in range(1, 4):
             goal = int(tokens[slot + d])
-            readout, _ = at_goals(unrolled, unrolled.readouts, d, [slot + d])
+            readout, _ = select_goals(unrolled, unrolled.readouts, d, [slot + d])
             draft = goal if drafter.target_to_draft is None else int(drafter.target_to_draft[goal])
-            judged = drafter.judged_logits(d, readout)
+            judged = drafter.loss_logits(d, readout)
             found = drafter.candidate_loss(readout, judged, torch.tensor([draft])).item()
             names = drafter.to_target(ids[d - 1]).tolist()
             forced = forced and goal in names
             expected = -float(row.log_softmax(0)[names.index(goal)]) if forced else 0.0
             assert found == pytest.approx(expected, abs=1e-5), (slot, d)
-            counted.append((d, forced))
+            positions.append((d, forced))
             row = pairs[d - 1, names.index(goal)] if forced and d < 3 else row
-    assert {(1, True), (2, True), (3, True), (1, False), (2, False), (3, False)} <= set(counted)
+    assert {(1, True), (2, True), (3, True), (1, False), (2, False), (3, False)} <= set(positions)
 
 
 def test_log_probabilities_train_the_states(drafter, monkeypatch):
@@ -148,21 +148,23 @@ def test_log_probabilities_train_the_states(drafter, monkeypatch):
     block = DraftedBlock(states.detach()[:, :, 0], states, tokens, drafter.unary, embed, drafter.to_target)
 
     def gradient():
-        scores = drafter.dependence.begin(block)[..., 9 * TOP :]  # behind ids, logits and target ids of 3 positions
+        scores = drafter.dependence.first_carried(block)[
+            ..., 9 * TOP :
+        ]  # behind ids, logits and target ids of 3 positions
         return torch.autograd.grad(scores.square().sum(), states)[0]
 
-    found = gradient()
+    direct = gradient()
     monkeypatch.setattr(lilicorr, "checkpoint", lambda function, *given, **_: function(*given))
-    torch.testing.assert_close(found, gradient(), atol=1e-12, rtol=1e-9)
+    torch.testing.assert_close(direct, gradient(), atol=1e-12, rtol=1e-9)
     monkeypatch.setattr(
         lilicorr, "checkpoint", lambda function, *given, **_: [each.detach() for each in function(*given)]
     )
-    assert not torch.allclose(found, gradient(), atol=1e-6)
+    assert not torch.allclose(direct, gradient(), atol=1e-6)
 
 
-@pytest.mark.parametrize("more", [{"top": 6}, {"top": 32}, {"num_heads": 5}, {"vector_eps": 0.5}, {"logit_scale": 0},
+@pytest.mark.parametrize("arguments", [{"top": 6}, {"top": 32}, {"num_heads": 5}, {"vector_eps": 0.5}, {"logit_scale": 0},
                                   {"factor": 0}, {"mlp_ratio": 0.001}])  # fmt: skip
-def test_bad_arguments_are_named(more):
-    with pytest.raises(ValueError, match=f"dependence.*{next(iter(more))}") as error:
-        make_part(Sizes(32, 61, 61, 3, 1e-6), {"kind": "lilicorr", **more})
+def test_bad_arguments_are_named(arguments):
+    with pytest.raises(ValueError, match=f"dependence.*{next(iter(arguments))}") as error:
+        make_dependence(DrafterSizes(32, 61, 61, 3, 1e-6), {"kind": "lilicorr", **arguments})
     assert str(error.value).endswith(".")

@@ -14,7 +14,7 @@ from specdec.target.verifier import Verifier
 from tests.compiled import CHAIN, TREE, decoder_of, prompts_of, schedule_as_on_a_gpu
 from tests.families import FAMILIES
 from tests.support import make_drafter, make_target
-from tests.target_table import target_of
+from tests.target_table import make_family_target
 
 # Families whose attention takes a mask apart, caps its scores, or has other numbers of heads than their configuration says
 CANNOT = {"nemotron", "stablelm", "gemma2", "vaultgemma", "doge", "falcon", "jetmoe"}
@@ -34,7 +34,7 @@ def random_tree(rows: int, num: int, *, linear: bool) -> Tree:
 def test_joined_parts_against_a_mask(seed, window, monkeypatch):
     """Ragged rows, chains and trees, texts in several parts, a level of a tree behind another, sinks."""
     torch.manual_seed(seed)
-    monkeypatch.setattr(cached_keys, "SPLIT", int(torch.randint(2, 9, ())))
+    monkeypatch.setattr(cached_keys, "MIN_PART_KEYS", int(torch.randint(2, 9, ())))
     rows, groups, heads, capacity = int(torch.randint(1, 4, ())), int(torch.randint(1, 3, ())), 4, 24
     num = int(torch.randint(1, 6, ()))
     lengths = torch.randint(0, capacity - num, (rows,))
@@ -43,27 +43,27 @@ def test_joined_parts_against_a_mask(seed, window, monkeypatch):
     seen = masks.pending_mask(ancestors, lengths, capacity)[:, :, -queries:]
     if window is not None:
         positions = torch.arange(capacity).repeat(rows, 1)
-        own = lengths[:, None] + ancestors.sum(-1) - 1
-        positions.scatter_(1, lengths[:, None] + torch.arange(num), own)
-        seen = seen & (positions[:, None, None] > own[:, None, :, None] - window)
+        query_positions = lengths[:, None] + ancestors.sum(-1) - 1
+        positions.scatter_(1, lengths[:, None] + torch.arange(num), query_positions)
+        seen = seen & (positions[:, None, None] > query_positions[:, None, :, None] - window)
     query = torch.randn(rows, heads, queries, 8, dtype=torch.float64)
     key, value = torch.randn(2, rows, groups, capacity, 8, dtype=torch.float64)
-    found = find_cached_keys(ancestors[:, -queries:], lengths, capacity=capacity, heads=(heads, groups), window=window)
-    assert found.table[2, :-1].sum() <= groups * (lengths.sum() + rows)  # keys that are read
-    wanted = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
-    out = attend_cached(query, key, value, found, scale=8**-0.5)
-    torch.testing.assert_close(out, wanted, atol=1e-10, rtol=0)
+    cached = find_cached_keys(ancestors[:, -queries:], lengths, capacity=capacity, heads=(heads, groups), window=window)
+    assert cached.table[2, :-1].sum() <= groups * (lengths.sum() + rows)  # keys that are read
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
+    out = attend_cached(query, key, value, cached, scale=8**-0.5)
+    torch.testing.assert_close(out, expected, atol=1e-10, rtol=0)
     sinks = torch.randn(heads, dtype=torch.float64)
     scores = 8**-0.5 * query @ key.repeat_interleave(heads // groups, 1).mT
     scores = scores.masked_fill(~seen, -torch.inf)
     weights = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(rows, -1, queries, 1)], -1).softmax(-1)[..., :-1]
-    wanted = weights @ value.repeat_interleave(heads // groups, 1)
-    out = attend_cached(query, key, value, found, scale=8**-0.5, sinks=sinks)
-    torch.testing.assert_close(out, wanted, atol=1e-10, rtol=0)
+    expected = weights @ value.repeat_interleave(heads // groups, 1)
+    out = attend_cached(query, key, value, cached, scale=8**-0.5, sinks=sinks)
+    torch.testing.assert_close(out, expected, atol=1e-10, rtol=0)
 
 
 def test_the_proof_of_the_path_runs_here():
-    cached_keys.check(torch.device("cpu"))
+    cached_keys.check_cached_keys(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("num, window, sinks", [(2, None, False), (5, None, True), (3, 40, True)])
@@ -88,10 +88,10 @@ def test_inductor_takes_it(num, window, sinks, monkeypatch):
 )
 def test_inductor_takes_what_heads_do(head, shape, monkeypatch):
     refusals, target = schedule_as_on_a_gpu(monkeypatch), make_target(60)
-    with fast.forced("cache"):
+    with fast.force_paths("cache"):
         decoder = decoder_of(target, make_drafter(target, head, True), shape, compiled=True, runner=Runner())
         decoder.generate(prompts_of(target, 0), 6)
-    assert decoder.proposer.runner.known and not refusals
+    assert decoder.proposer.runner.compiled and not refusals
 
 
 @pytest.mark.full
@@ -99,13 +99,13 @@ def test_inductor_takes_what_heads_do(head, shape, monkeypatch):
 @pytest.mark.parametrize("family", [family for family in FAMILIES if not family.refused], ids=str)
 def test_passes_of_families_against_a_mask(family):
     """A tree in each of two rows, whose texts differ in length. A family that cannot reads its cache under a mask."""
-    target, outputs = target_of(family), []
+    target, outputs = make_family_target(family), []
     target.__dict__.pop("reads_length", None)
-    with fast.forced("cache"):
+    with fast.force_paths("cache"):
         lean = target.reads_length
     if not lean:
         shapes = {(shape.num_heads, shape.width) for shape in target._shapes if shape}
-        known = target.recurrent or target.kinds.chunk or len(shapes) > 1 or str(family) in CANNOT
+        known = target.recurrent or target.layer_kinds.chunk or len(shapes) > 1 or str(family) in CANNOT
         known = known or any(width % 8 for _, width in shapes)
         target.__dict__.pop("reads_length", None)
         assert known
@@ -136,7 +136,7 @@ def test_passes_of_families_against_a_mask(family):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_decoding_gives_the_same_answers(head, shape, temperature):
     target = make_target(6, num_layers=3)
-    with fast.forced("cache"):
+    with fast.force_paths("cache"):
         drafter = head and make_drafter(target, head, True)
         lean = decoder_of(target, drafter, shape, compiled=False, temperature=temperature)
         answers = [
@@ -154,7 +154,7 @@ def test_decoding_gives_the_same_answers(head, shape, temperature):
 def test_memory_is_allocated_once_and_used_again(monkeypatch):
     """For prompt, answer and tree, of target and head; an answer of equal size has it in the same place, with nothing left in it."""
     target = make_target(6, num_layers=3)
-    with fast.forced("cache"):
+    with fast.force_paths("cache"):
         drafter = make_drafter(target, "eagle", True)
         decoder = decoder_of(target, drafter, TREE, compiled=False)
         places = []
@@ -162,13 +162,13 @@ def test_memory_is_allocated_once_and_used_again(monkeypatch):
             batch = decoder.batch()
             batch.admit([Request(prompt, num) for prompt in prompts_of(target, seed)])
             caches = batch.cache, decoder.proposer.cache
-            before = [[half.data_ptr() for half in each.halves] for each in caches]
+            before = [[half.data_ptr() for half in row_cache.keys_and_values] for row_cache in caches]
             for each, pending in zip(caches, (9, 18)):
                 assert 0 <= each.capacity - (9 + num + pending) < 512
-            assert not any(half[:, :, 9:].any() for half in batch.cache.halves)
+            assert not any(half[:, :, 9:].any() for half in batch.cache.keys_and_values)
             while batch.running:
-                batch.step()
-                assert [[half.data_ptr() for half in each.halves] for each in caches] == before
+                batch.run_round()
+                assert [[half.data_ptr() for half in each.keys_and_values] for each in caches] == before
             batch.close()
             places.append(before)
         assert places[0] == places[1] == places[3] != places[2]

@@ -54,7 +54,7 @@ def graphs(monkeypatch) -> list[Graph]:
 
 
 def known_shapes(decoder: Decoder) -> set:
-    return {*decoder.runner.known, *(decoder.proposer.runner.known if decoder.proposer else ())}
+    return {*decoder.runner.compiled, *(decoder.proposer.runner.compiled if decoder.proposer else ())}
 
 
 SETTINGS = {
@@ -77,7 +77,7 @@ def test_compiled_decoding_equals_uncompiled_decoding(shallow, runner, traced, h
     """Batches with different caches: the second reuses shapes of the first; in a third, the caches of trees grow."""
     head, arguments = KINDS[attends]
     drafter = make_drafter(shallow, head, True, arguments)
-    assert drafter.attends == attends
+    assert drafter.context_kind == attends
     compiled = decoder_of(shallow, drafter, compiled=True, runner=runner, **SETTINGS[how])
     plain = decoder_of(shallow, drafter, compiled=False, **SETTINGS[how])
     check_same(compiled, plain, prompts_of(shallow, 0), 16)
@@ -143,8 +143,8 @@ def test_decoders_share_a_runner(shallow, traced):
         proposer = HeadProposer(make_drafter(shallow, head), chain_of(2))
         decoder = Decoder(shallow, proposer, sampling=Sampling(), stop=set(), runner=runner)
         assert decoder.generate(prompts, 20).tokens == answers
-        assert len(runner.known) == 5
-    assert not Runner().known and Runner()("anything", torch.add, torch.ones(1), torch.ones(1)).item() == 2
+        assert len(runner.compiled) == 5
+    assert not Runner().compiled and Runner()("anything", torch.add, torch.ones(1), torch.ones(1)).item() == 2
 
 
 def test_the_time_of_compiling_is_counted_separately(shallow, monkeypatch):
@@ -180,7 +180,7 @@ def test_products_of_one_tensor_are_packed(traced):
     for shape in ((7, 6), (2, 3, 6)):
         x, y = torch.randn(shape), torch.randn(*shape[:-1], 2)
         graph = Graph(function, (x, y))
-        packed = [{names[graph.captured[place].data_ptr()] for place in places} for places in graph.products]
+        packed = [{names[graph.captured[place].data_ptr()] for place in places} for places in graph.weight_indices]
         assert packed == [{"first", "second", "other"}, {"third"}]
         x, y = torch.randn(shape), torch.randn(*shape[:-1], 2)
         for value, reference in zip(graph.bind(graph.captured, {})(x, y), function(x, y), strict=True):
@@ -216,7 +216,7 @@ def test_no_weight_is_in_a_batched_product(shallow, traced, graphs, head, argume
 
 def test_nothing_is_packed_in_float64(shallow, traced, graphs):
     decoder_of(shallow, compiled=True).generate(prompts_of(shallow, 0), 4)
-    assert len(graphs) == 5 and not any(graph.products for graph in graphs)
+    assert len(graphs) == 5 and not any(graph.weight_indices for graph in graphs)
 
 
 def tiny(kind=Qwen2ForCausalLM, num_layers: int = 3) -> Target:
@@ -232,7 +232,7 @@ def tiny(kind=Qwen2ForCausalLM, num_layers: int = 3) -> Target:
         max_position_embeddings=512,
         initializer_range=0.4,
         tie_word_embeddings=True,
-        attn_implementation=attention.NAME,
+        attn_implementation=attention.IMPLEMENTATION,
         bos_token_id=None,
         eos_token_id=None,
     )
@@ -258,7 +258,7 @@ def read(target: Target, runner: Runner, num: int = 3):
     tokens = torch.tensor(prompts_of(target, 5, (num, num)))
     states = (1, target.num_layers)
     output = CompiledTarget(target, runner).read(tokens, states, positions=positions, mask=mask, cache=cache)
-    return output.features, target.logits(output.final), torch.stack(cache.halves)
+    return output.features, target.logits(output.final), torch.stack(cache.keys_and_values)
 
 
 def check_close(values, references) -> None:
@@ -272,7 +272,7 @@ def test_packed_layers_give_the_same_values(traced, graphs):
     target, runner = tiny(), Runner(True)
     for num in (3, 1):
         check_close(read(target, runner, num), read(target, Runner(), num))
-    assert [sorted(map(len, graph.products)) for graph in graphs] == 2 * [[], [1, 1, 2, 3], []]
+    assert [sorted(map(len, graph.weight_indices)) for graph in graphs] == 2 * [[], [1, 1, 2, 3], []]
     assert len(runner.packed) == 4 * target.num_layers  # once for all shapes
 
 
@@ -286,7 +286,7 @@ def test_decoding_with_inductor_equals_uncompiled_decoding(graphs, compiler):
     generation, reference = (decoder.generate(prompts, 14) for decoder in (compiled, plain))
     assert generation.tokens == reference.tokens and generation.accepted == reference.accepted
     assert generation.compile_seconds > generation.seconds and reference.compile_seconds == 0
-    assert len(graphs) == 6 and any(len(places) == 3 for graph in graphs for places in graph.products)
+    assert len(graphs) == 6 and any(len(places) == 3 for graph in graphs for places in graph.weight_indices)
     check_close(read(target, compiled.runner, 2), read(target, Runner(), 2))
     assert len(graphs) == 6
     check_same(compiled, plain, prompts_of(target, 5), 14)
@@ -388,13 +388,13 @@ def test_joined_weights_are_one_product_without_a_copy(traced):
     join_products(target.model)
     for name, value in target.model.state_dict().items():
         assert value.equal(plain.model.state_dict()[name])
-    attention = target.blocks[0].self_attn
+    attention = target.layers[0].self_attn
     graph = Graph(
         lambda x: tuple(part(x) for part in (attention.q_proj, attention.k_proj, attention.v_proj)),
         [torch.ones(3, 32).double()],
     )
     products = [node for node in graph.graph.nodes if node.target == torch.ops.aten.mm.default]
-    assert len(products) == 1 and [len(places) for places in graph.products] == [3]
+    assert len(products) == 1 and [len(places) for places in graph.weight_indices] == [3]
     compiled = decoder_of(target, make_drafter(target, "eagle"), compiled=True)
     check_same(compiled, decoder_of(plain, make_drafter(plain, "eagle"), compiled=False), prompts_of(target, 0), 16)
     assert not compiled.runner.packed

@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_flatten
 from specdec.core import compile, fast, rules
 from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
-from specdec.core.tree import Nodes, plant
+from specdec.core.tree import Nodes, make_tree
 from specdec.target.model import Target
 from specdec.target.verifier import Verifier
 from tests.compiled import CHAIN, TREE, check_same, decoder_of, prompts_of
 from tests.families import FAMILIES
 from tests.support import make_drafter, make_target
-from tests.target_table import target_of
+from tests.target_table import make_family_target
 
 pytestmark = pytest.mark.full
 
@@ -29,25 +29,25 @@ def shallow() -> Target:
     return make_target(6, num_layers=3)
 
 
-def place(tensor: torch.Tensor) -> int:
+def find_address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
 def record(function, inputs, pool=None, *, captured=None):
     """Stands in for cuda_graph.capture on a CPU, with the same rules: whatever `function` takes from the host is as it was
     now, and tensors are read and written where they are in memory now."""
-    own = [value.clone() for value in inputs]
-    for _ in range(compile.WARM_UP):
-        function(*own)
-    graph = make_fx(lambda *inputs: function(*inputs))(*own)
+    static_inputs = [value.clone() for value in inputs]
+    for _ in range(compile.WARM_UP_CALLS):
+        function(*static_inputs)
+    graph = make_fx(lambda *inputs: function(*inputs))(*static_inputs)
     if captured is not None:
         captured.append([getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"])
-    outputs = graph(*own)
+    outputs = graph(*static_inputs)
 
-    def replay(*given):
-        for place, value in zip(own, given, strict=True):
+    def replay(*arguments):
+        for place, value in zip(static_inputs, arguments, strict=True):
             place.copy_(value)
-        for place, value in zip(outputs, graph(*own), strict=True):
+        for place, value in zip(outputs, graph(*static_inputs), strict=True):
             place.copy_(value)
         return tuple(value.clone() for value in outputs)
 
@@ -78,30 +78,30 @@ def test_sampled_passes_from_graphs_give_the_same_answers(shallow, monkeypatch, 
     drafter = head and make_drafter(shallow, head, True)
     graphed = decoder_of(shallow, drafter, shape, compiled=False, temperature=1.0, runner=Runner(cuda_graphs=True))
     plain = decoder_of(shallow, drafter, shape, compiled=False, temperature=1.0)
-    own = {place(tensor) for tensor in [*shallow.model.parameters(), *shallow.model.buffers()]}
+    addresses = {find_address(tensor) for tensor in [*shallow.model.parameters(), *shallow.model.buffers()]}
     for decoder in (graphed, plain):
-        decoder.verify.rule = rules.sample_at_once
+        decoder.verify.rule = rules.accept_tokens_at_once
     verify = graphed.verify
     for seed, lengths in enumerate([(5, 9), (7, 3)]):
         check_same(graphed, plain, prompts_of(shallow, seed, lengths), 12)
         assert captured and graphed.runner.cuda_graphs and verify.capturable
     caches = [replay_key[1] for replay_key in graphed.runner.graphs]
-    known = own | {address for halves in caches for address, *_ in halves}
+    known = addresses | {address for halves in caches for address, *_ in halves}
     assert not [
         tensor
         for foreign in captured
         for tensor in foreign
-        if place(tensor) not in known and tensor.data_ptr() not in known
+        if find_address(tensor) not in known and tensor.data_ptr() not in known
     ]
 
 
 def test_a_graph_for_each_cache_and_not_too_many(monkeypatch):
     captured = []
     monkeypatch.setattr(compile, "capture_graph", lambda function, inputs, pool: captured.append(function) or function)
-    monkeypatch.setattr(compile, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(compile, "MAX_GRAPHS", 2)
     runner, caches = Runner(cuda_graphs=True), [torch.zeros(2), torch.ones(2), torch.ones(2)]
     for cache in (*caches, caches[2], caches[0]):
-        (result,) = runner.whole("sum", lambda x, cache=cache: (x + cache,), [torch.ones(2)], [cache])
+        (result,) = runner.run_whole("sum", lambda x, cache=cache: (x + cache,), [torch.ones(2)], [cache])
         assert result.equal(1 + cache)
     assert len(captured) == 4 and len(runner.graphs) == 2 and runner.seconds > 0
 
@@ -114,8 +114,10 @@ DRAFTS: list[Nodes] = [[(5, 0), (2, 1)], [(5, 0), (2, 0)]]  # a chain, a tree
 @pytest.mark.parametrize("family", [*CACHES, "compiled"])
 def test_a_captured_pass_reads_nothing_that_dies_with_its_answer(shallow, traced, monkeypatch, family):
     """Only weights, K and V, and its inputs; and with later inputs it gives what the pass gives that is not captured."""
-    target = shallow if family == "compiled" else target_of(next(each for each in FAMILIES if str(each) == family))
-    own = {place(tensor) for tensor in [*target.model.parameters(), *target.model.buffers()]}
+    target = (
+        shallow if family == "compiled" else make_family_target(next(each for each in FAMILIES if str(each) == family))
+    )
+    addresses = {find_address(tensor) for tensor in [*target.model.parameters(), *target.model.buffers()]}
     captured = []
 
     def capture(function, inputs, pool):
@@ -123,10 +125,10 @@ def test_a_captured_pass_reads_nothing_that_dies_with_its_answer(shallow, traced
         graph = make_fx(lambda *inputs: function(*inputs))(*inputs)
         captured.append([getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"])
 
-        def replay(*given):
-            for value, wanted in zip(graph(*given), function(*given), strict=True):
+        def replay(*arguments):
+            for value, wanted in zip(graph(*arguments), function(*arguments), strict=True):
                 torch.testing.assert_close(value, wanted)
-            return graph(*given)
+            return graph(*arguments)
 
         return replay
 
@@ -136,10 +138,10 @@ def test_a_captured_pass_reads_nothing_that_dies_with_its_answer(shallow, traced
     for drafts in DRAFTS:
         for counts in ([1, 3], [2, 1]):
             with torch.no_grad():
-                verify(plant([3, 4], [drafts, drafts], target.device), cache, rules.Draws(None))
+                verify(make_tree([3, 4], [drafts, drafts], target.device), cache, rules.Draws(None))
             cache.commit(torch.tensor(counts), counts)
-        own |= {place(tensor) for tensor in cache.halves}
-        foreign = [tensor for tensor in captured.pop() if place(tensor) not in own]
+        addresses |= {find_address(tensor) for tensor in cache.keys_and_values}
+        foreign = [tensor for tensor in captured.pop() if find_address(tensor) not in addresses]
         assert not foreign and not captured and runner.cuda_graphs
 
 
@@ -160,8 +162,8 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        known = {place(value) for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)}
-        new = [value for value in tree_flatten(out)[0] if place(value) not in known]
+        known = {find_address(value) for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)}
+        new = [value for value in tree_flatten(out)[0] if find_address(value) not in known]
         self.calls.append((func, args, kwargs or {}, new))
         self.pool += new
         return out
@@ -200,7 +202,7 @@ def pools(monkeypatch) -> list[list[torch.Tensor]]:
 
 def test_graphs_of_a_runner_have_one_pool_and_none_disturbs_another(pools, monkeypatch):
     """In any order, and when others were dropped."""
-    monkeypatch.setattr(compile, "MOST_GRAPHS", 3)
+    monkeypatch.setattr(compile, "MAX_GRAPHS", 3)
     runner = Runner(cuda_graphs=True)
 
     memories, answers = {num: torch.zeros(num) for num in (3, 4, 5, 6)}, []
@@ -212,7 +214,7 @@ def test_graphs_of_a_runner_have_one_pool_and_none_disturbs_another(pools, monke
             return y.exp(), y.sum()[None]
 
         given = torch.linspace(0, last, num)
-        found = runner.whole("sums", function, [given.as_subclass(OnCuda)], [memories[num]])
+        found = runner.run_whole("sums", function, [given.as_subclass(OnCuda)], [memories[num]])
         written = memories[num].clone()
         answers.append(([torch.Tensor(value) for value in found], list(function(given))))
         assert written.equal(memories[num])
@@ -246,7 +248,7 @@ def test_decoders_that_share_a_runner_share_no_graph_with_other_features(shallow
     for layers in ((1,), (0, 2), (1,)):
         verify = Verifier(shallow, sampling=Sampling(), rule="token", runner=runner, hidden_states=layers)
         with torch.no_grad():
-            features = verify(plant([3], [DRAFTS[0]], "cpu"), cache, rules.Draws(None)).output.features
+            features = verify(make_tree([3], [DRAFTS[0]], "cpu"), cache, rules.Draws(None)).output.features
         cache.drop_pending()
         assert features.shape[-1] == len(layers) * shallow.width
     assert len(runner.graphs) == 2
@@ -279,19 +281,19 @@ def test_drafts_of_a_round_from_one_graph_give_the_same_answers(shallow, monkeyp
     """Its steps read nothing that dies with the answer, and answers of equal size share it."""
     drafter, captured = make_drafter(shallow, head, True), []
     modules = shallow.model, drafter
-    own = {place(tensor) for module in modules for tensor in [*module.parameters(), *module.buffers()]}
-    own.add(place(drafter.goal_head[0]))  # the target's rows of the head's vocabulary
+    addresses = {find_address(tensor) for module in modules for tensor in [*module.parameters(), *module.buffers()]}
+    addresses.add(find_address(drafter.goal_head[0]))  # the target's rows of the head's vocabulary
 
     monkeypatch.setattr(compile, "capture_graph", functools.partial(record, captured=captured))
     monkeypatch.delitem(shallow.__dict__, "reads_length", raising=False)
-    with fast.forced(*paths):
+    with fast.force_paths(*paths):
         graphed = decoder_of(shallow, drafter, shape, compiled=False, temperature=temperature, cuda_graphs=True)
         plain = decoder_of(shallow, drafter, shape, compiled=False, temperature=temperature)
         runner = graphed.proposer.runner
         for seed, num in enumerate((16, 15, 12)):
             check_same(graphed, plain, prompts_of(shallow, seed, (5, 9)), num)
-            own |= {place(tensor) for tensor in graphed.proposer.cache.halves}
-            assert not [tensor for foreign in captured for tensor in foreign if place(tensor) not in own]
+            addresses |= {find_address(tensor) for tensor in graphed.proposer.cache.keys_and_values}
+            assert not [tensor for foreign in captured for tensor in foreign if find_address(tensor) not in addresses]
             captured.clear()
             if seed == 0:
                 known = len(runner.graphs)
@@ -306,7 +308,7 @@ def test_drafts_of_a_round_from_one_graph_give_the_same_answers(shallow, monkeyp
 def test_what_cannot_be_compiled_ends_no_answer_that_did_not_ask_for_it(shallow, traced, monkeypatch, fails, captured):
     """Neither in the target's passes nor in the drafter's steps; where it was asked for, it is an error."""
     monkeypatch.setattr(compile, "capture_graph", record)
-    monkeypatch.setattr(Runner, "_build", lambda self, name, *more: build_unless(name, *more))
+    monkeypatch.setattr(Runner, "_build", lambda self, name, *build_inputs: build_unless(name, *build_inputs))
     built = []
 
     def build_unless(name, function, inputs):
@@ -318,19 +320,22 @@ def test_what_cannot_be_compiled_ends_no_answer_that_did_not_ask_for_it(shallow,
 
     drafter, prompts = make_drafter(shallow, "eagle", True), prompts_of(shallow, 0)
     answers = {}
-    for asked in (False, None, True):
-        runner = Runner(asked, cuda_graphs=captured)
-        runner.compile, runner.undecided = asked is not False, False  # None: as if this had been measured to be faster
-        decoder = decoder_of(shallow, drafter, TREE, compiled=asked, runner=runner)
-        if asked:
+    for compiling in (False, None, True):
+        runner = Runner(compiling, cuda_graphs=captured)
+        runner.compile, runner.undecided = (
+            compiling is not False,
+            False,
+        )  # None: as if this had been measured to be faster
+        decoder = decoder_of(shallow, drafter, TREE, compiled=compiling, runner=runner)
+        if compiling:
             with pytest.raises(ValueError, match=r"could not be compiled \(here\)"):
                 decoder.generate(prompts, 16)
-        elif asked is None:
+        elif compiling is None:
             with pytest.warns(UserWarning, match="Passes go on without compiling: .* could not be compiled") as told:
-                answers[asked] = decoder.generate(prompts, 16)
+                answers[compiling] = decoder.generate(prompts, 16)
             assert len(told) == 1
             assert not (runner.compile and decoder.proposer.runner.compile) and runner.cuda_graphs == captured
         else:
-            answers[asked] = decoder.generate(prompts, 16)
+            answers[compiling] = decoder.generate(prompts, 16)
     assert built and answers[None].tokens == answers[False].tokens
     assert answers[None].accepted == answers[False].accepted

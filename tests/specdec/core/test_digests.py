@@ -11,7 +11,7 @@ import torch
 
 from specdec.core import digests
 from specdec.core.digests import digest_files, digest_tensor
-from specdec.core.files import cache_folder
+from specdec.core.files import find_cache_folder
 
 LONG = 3 * digests.NUM_VALUES + 5
 OLD = 10**9  # seconds
@@ -96,13 +96,13 @@ def test_a_file_of_this_moment_is_not_kept(path, cache):
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"about": 1, "digests": {"a": 2}}', "\0" * 50])
 def test_a_damaged_record_is_made_again(path, cache, content):
-    wanted = digest_files([path], "x")
+    expected = digest_files([path], "x")
     (kept,) = cache.iterdir()
     whole = kept.read_text()
     kept.write_text(content)
-    assert digest_files([path], "x") == wanted and kept.read_text() == whole
+    assert digest_files([path], "x") == expected and kept.read_text() == whole
     kept.write_text(json.dumps(json.loads(whole) | {"digests": ["a"]}))
-    assert digest_files([path], "x") == wanted
+    assert digest_files([path], "x") == expected
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(path, tmp_path):
@@ -114,27 +114,27 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(path, tmp_path):
 def test_a_user_without_a_home_has_a_folder_for_temporary_files(monkeypatch):
     monkeypatch.delenv("SPECDEC_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-of-this-name/cache")
-    assert cache_folder().name == "specdec" and cache_folder().parent.is_dir()
+    assert find_cache_folder().name == "specdec" and find_cache_folder().parent.is_dir()
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be kept")
 def test_several_may_write_at_once(path, cache):
-    wanted, found = digest_files([path], "x"), []
+    expected, messages = digest_files([path], "x"), []
     for kept in cache.iterdir():
         kept.unlink()
-    threads = [threading.Thread(target=lambda: found.extend(digest_files([path], "x"))) for _ in range(6)]
+    threads = [threading.Thread(target=lambda: messages.extend(digest_files([path], "x"))) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == 6 * wanted and digest_files([path], "x") == wanted
+    assert messages == 6 * expected and digest_files([path], "x") == expected
 
 
 def test_long_work_says_how_far_it_is(path, monkeypatch, caplog):
     digest_files([path], "targets/x")
     assert not caplog.messages
     os.utime(path, (OLD + 1, OLD + 1))
-    monkeypatch.setattr(digests, "SILENT", 0.0)
+    monkeypatch.setattr(digests, "FIRST_LINE_SECONDS", 0.0)
     digest_files([path], "targets/x")
     (line,) = caplog.messages
     assert line.startswith("targets/x: its weights are read for its fingerprint: 0.0 of 0.0 GB, about 0 s left")

@@ -21,7 +21,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for name, value in (("_off", {}), ("_proved", {}), ("_used", set())):
+    for name, value in (("_turned_off", {}), ("_proved", {}), ("_used", set())):
         monkeypatch.setattr(fast, name, value)
     return monkeypatch
 
@@ -44,10 +44,10 @@ def answers(monkeypatch, *lines: str, code: int = 0) -> list[list[str]]:
 
 def test_proofs_run_once_and_are_kept(gpu):
     started = answers(gpu, *(json.dumps({path: ""}) for path in fast.PATHS))
-    assert all(fast.on(path, GPU, torch.bfloat16) for path in fast.PATHS) and len(started) == 1
+    assert all(fast.allows(path, GPU, torch.bfloat16) for path in fast.PATHS) and len(started) == 1
     gpu.setattr(fast, "_proved", {})
-    assert fast.on("loss", GPU) and len(started) == 1  # another process reads the file
-    assert fast.describe(GPU)["loss"] == "used"
+    assert fast.allows("loss", GPU) and len(started) == 1  # another process reads the file
+    assert fast.describe_paths(GPU)["loss"] == "used"
 
 
 def test_a_child_that_dies_fails_one_path_and_the_next_goes_on(gpu):
@@ -55,31 +55,35 @@ def test_a_child_that_dies_fails_one_path_and_the_next_goes_on(gpu):
         gpu, '{"varlen": ""}', '{"cache": ""}', '{"blocks": "differs from the reference by 12.00% (outputs)"}', code=-11
     )
     with pytest.warns(UserWarning) as said:
-        assert fast.on("varlen", GPU, torch.float16) and not fast.on("loss", GPU) and not fast.on("blocks", GPU)
+        assert (
+            fast.allows("varlen", GPU, torch.float16)
+            and not fast.allows("loss", GPU)
+            and not fast.allows("blocks", GPU)
+        )
     texts = [str(each.message) for each in said]
     assert any(
         "loss is left out: on a GPU ended its process with -11. The reference is used." in text for text in texts
     )
     assert any("blocks is left out: on a GPU differs from the reference by 12.00%" in text for text in texts)
-    assert len(started) == 2 and fast.describe(GPU)["loss"] == "ended its process with -11"
+    assert len(started) == 2 and fast.describe_paths(GPU)["loss"] == "ended its process with -11"
 
 
 def test_paths_by_device_dtype_and_wish(gpu):
     answers(gpu, *(json.dumps({path: ""}) for path in fast.PATHS))
     assert (
-        not any(fast.on(path, torch.device("cpu")) for path in fast.PATHS)
-        and fast.describe(torch.device("cpu")) is None
+        not any(fast.allows(path, torch.device("cpu")) for path in fast.PATHS)
+        and fast.describe_paths(torch.device("cpu")) is None
     )
-    assert not fast.on("varlen", GPU, torch.float32)
+    assert not fast.allows("varlen", GPU, torch.float32)
     fast.turn_off("loss,blocks")
-    assert not fast.on("loss", GPU) and fast.on("varlen", GPU, torch.bfloat16)
-    assert fast.describe(GPU)["loss"] == "turned off by fast="
+    assert not fast.allows("loss", GPU) and fast.allows("varlen", GPU, torch.bfloat16)
+    assert fast.describe_paths(GPU)["loss"] == "turned off by fast="
     fast.turn_off("off")
-    assert not any(fast.on(path, GPU, torch.bfloat16) for path in fast.PATHS)
+    assert not any(fast.allows(path, GPU, torch.bfloat16) for path in fast.PATHS)
     with pytest.raises(ValueError, match="fast=los: los is no fast path; there are varlen, cache"):
         fast.turn_off("los")
     gpu.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "varlen" not in fast.kind_of(GPU).paths
+    assert "varlen" not in fast.find_device_kind(GPU).paths
 
 
 @pytest.mark.full

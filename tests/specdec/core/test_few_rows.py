@@ -12,7 +12,7 @@ from specdec.core import precision
 def faster(monkeypatch, request):
     """Whether the other way is told to be faster. -> the shapes that were asked for"""
     asked = []
-    monkeypatch.setattr(precision, "is_faster_turned", lambda *shape: asked.append(shape[:3]) or request.param)
+    monkeypatch.setattr(precision, "is_transposed_faster", lambda *shape: asked.append(shape[:3]) or request.param)
     return asked
 
 
@@ -51,4 +51,4 @@ def test_processes_of_one_run_multiply_alike(faster, monkeypatch):
 
 
 def test_what_is_faster_is_measured():
-    assert precision.is_faster_turned.__wrapped__(3, 512, 512, 1) in (True, False)
+    assert precision.is_transposed_faster.__wrapped__(3, 512, 512, 1) in (True, False)

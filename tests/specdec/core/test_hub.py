@@ -11,7 +11,7 @@ import torch
 from specdec import checkpoint
 from specdec.core import files
 from specdec.core import hub as names
-from specdec.core.hub import fetch
+from specdec.core.hub import fetch_checkpoint
 from specdec.export import published
 from specdec.heads.eagle import Eagle
 from tests.exports import export, make_exact
@@ -29,10 +29,10 @@ def save(target, folder: Path, seed: int = 0) -> Eagle:
     return drafter
 
 
-def push(folder: Path, **more) -> str:
+def push(folder: Path, **settings) -> str:
     """-> the commit"""
     contents = {path.name: path for path in folder.iterdir()} | {"README.md": CARD}
-    return names.push(NAME, contents, message="Add a head", **more).oid
+    return names.push_files(NAME, contents, message="Add a head", **settings).oid
 
 
 def same(left, right) -> bool:
@@ -50,10 +50,10 @@ def test_what_was_pushed_is_loaded_by_name_and_then_from_the_cache(hub, target, 
     drafter, commit = pushed
     assert same(checkpoint.load(NAME, target), drafter)
     folder = checkpoint.resolve(NAME)
-    assert names.pinned(folder) == checkpoint.name_of(folder) == f"{NAME}@{commit}"
+    assert names.pin_commit(folder) == checkpoint.name_checkpoint(folder) == f"{NAME}@{commit}"
     assert {path.name for path in folder.iterdir()} == {"drafter.json", "drafter.safetensors", files.CHECKSUMS}
     num = len(hub.requests)
-    fetch.cache_clear()
+    fetch_checkpoint.cache_clear()
     monkeypatch.setattr(*OFFLINE)
     for name in (NAME, f"{NAME}@{commit}"):
         assert same(checkpoint.load(name, target), drafter)
@@ -78,7 +78,7 @@ def test_a_process_keeps_the_commit_of_a_name(hub, target, pushed, tmp_path):
     save(target, tmp_path / "saved" / "1", 1)
     push(tmp_path / "saved" / "1")
     assert checkpoint.resolve(NAME) == before
-    fetch.cache_clear()  # as a new process
+    fetch_checkpoint.cache_clear()  # as a new process
     assert checkpoint.resolve(NAME) != before
 
 
@@ -99,7 +99,7 @@ def test_one_commit_replaces_all_files(hub, target, pushed, tmp_path):
 def test_nothing_but_a_checkpoint_is_downloaded(hub, target, pushed, tmp_path):
     others = ("run.py", "drafter.bin", "sub/drafter.json", "report.html")
     contents = {"drafter.safetensors": b"0", "drafter.json": b"{}", **dict.fromkeys(others, b"1")}
-    names.push(NAME, {**contents, "README.md": CARD}, message="More")
+    names.push_files(NAME, {**contents, "README.md": CARD}, message="More")
     folder = checkpoint.resolve(NAME)
     found = {str(path.relative_to(folder)) for path in folder.rglob("*.*")}
     assert {"drafter.json", "drafter.safetensors"} <= found <= {*names.FILES}
@@ -110,15 +110,15 @@ def test_a_published_head_is_downloaded_without_the_rest_of_its_repository(hub, 
     export(drafter, "vllm", tmp_path / "out")
     others = {"run.py": b"1", "optimizer.pt": b"1", "more/model.safetensors": b"1", "README.md": CARD}
     contents = {path.name: path for path in (tmp_path / "out").iterdir()} | others
-    commit = names.push(NAME, contents, message="Add a head").oid
+    commit = names.push_files(NAME, contents, message="Add a head").oid
     assert same(checkpoint.load(NAME, target, exact=True), drafter)
     folder = checkpoint.resolve(NAME)
-    assert checkpoint.name_of(folder) == f"{NAME}@{commit}"
-    assert published.read(folder, target)[0]["published"]["source"] == f"{NAME}@{commit}"
+    assert checkpoint.name_checkpoint(folder) == f"{NAME}@{commit}"
+    assert published.read_published(folder, target)[0]["published"]["source"] == f"{NAME}@{commit}"
     found = {str(path.relative_to(folder)) for path in folder.rglob("*.*")}
     assert found <= {"config.json", "model.safetensors", "mask_embedding.pt", files.CHECKSUMS}
     hub.failing = 500  # as without the Hub
-    fetch.cache_clear()
+    fetch_checkpoint.cache_clear()
     assert same(checkpoint.load(f"{NAME}@{commit}", target, exact=True), drafter)
 
 
@@ -126,7 +126,7 @@ def test_of_a_whole_model_in_shards_only_the_index_is_downloaded(hub, target, tm
     places = {"model.embed_tokens.weight": "model-1.safetensors"}
     index = json.dumps({"weight_map": places}).encode()
     contents = {"config.json": b"{}", "model-1.safetensors": b"large", published.INDEX: index, "README.md": CARD}
-    names.push(NAME, contents, message="Add a model")
+    names.push_files(NAME, contents, message="Add a model")
     assert {path.name for path in checkpoint.resolve(NAME).iterdir()} == {"config.json", published.INDEX}
     with pytest.raises(ValueError, match="ships no MTP modules"):
         checkpoint.load(NAME, target)
@@ -143,7 +143,7 @@ def test_a_folder_wins_over_a_name(hub, target, pushed, tmp_path, monkeypatch):
     own = save(target, tmp_path / "user" / "head", 5)
     num = len(hub.requests)
     assert same(checkpoint.load(NAME, target), own) and len(hub.requests) == num
-    assert checkpoint.name_of(Path(NAME)) == NAME
+    assert checkpoint.name_checkpoint(Path(NAME)) == NAME
 
 
 def test_a_name_that_nobody_has(hub, monkeypatch, tmp_path):
@@ -201,11 +201,11 @@ def test_without_the_hub_the_cache_is_used(hub, target, pushed, monkeypatch):
         checkpoint.resolve(NAME)
     hub.failing = None
     folder = checkpoint.resolve(NAME)
-    fetch.cache_clear()
+    fetch_checkpoint.cache_clear()
     hub.failing = 500
     assert checkpoint.resolve(NAME) == folder
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
-    fetch.cache_clear()
+    fetch_checkpoint.cache_clear()
     assert checkpoint.resolve(NAME) == folder
     with pytest.raises(ValueError, match=r"neither a folder user/none nor .* the Hub cannot be reached"):
         checkpoint.resolve("user/none")
@@ -218,7 +218,7 @@ def test_offline_without_a_copy(hub, pushed, monkeypatch):
     with pytest.raises(ValueError, match=r"neither a folder user/head nor .* HF_HUB_OFFLINE=1 forbids to ask"):
         checkpoint.resolve(NAME)
     with pytest.raises(ValueError, match="HF_HUB_OFFLINE=1 forbids to reach the Hugging Face Hub: unset it"):
-        names.push(NAME, {}, message="no")
+        names.push_files(NAME, {}, message="no")
     assert len(hub.requests) == num
 
 
@@ -237,5 +237,5 @@ def test_pushes_that_the_hub_refuses(hub: Hub, monkeypatch, token, status, messa
         monkeypatch.setenv("HF_TOKEN", token)
     hub.failing = status
     with pytest.raises(ValueError, match=message):
-        names.push(NAME, {"drafter.json": json.dumps({}).encode()}, message="no")
+        names.push_files(NAME, {"drafter.json": json.dumps({}).encode()}, message="no")
     assert not hub.repositories

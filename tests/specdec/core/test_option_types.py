@@ -22,8 +22,8 @@ from specdec.core.option_types import (
     Texts,
     convert_text,
     describe_bounds,
+    find_options,
     list_fields,
-    options_of,
     prefix_option_names,
     raise_first,
     read_options,
@@ -164,8 +164,8 @@ class Head(Base):
 
 
 def test_keyword_arguments_of_a_class_are_its_options():
-    model = options_of(Head)
-    assert set(model.model_fields) == {"layers", "source", "weights", "size"} and options_of(Head) is model
+    model = find_options(Head)
+    assert set(model.model_fields) == {"layers", "source", "weights", "size"} and find_options(Head) is model
     assert read_options(model, {"weights": {"a": 1}, "layers": [2]}).model_dump(exclude_unset=True) == {
         "weights": {"a": 1},
         "layers": [2],
@@ -189,7 +189,7 @@ def test_help_says_what_an_option_may_be_and_a_resumed_run_knows_what_is_free():
 
 
 @pytest.mark.parametrize(
-    ("message", "wanted"),
+    ("message", "sentence"),
     [
         ("depth=5 is more than 4: lower depth=", "decode.depth=5 is more than 4: lower decode.depth="),
         ("other.depth=5 stays, and so does {lr=1}", "other.depth=5 stays, and so does {decode.lr=1}"),
@@ -197,10 +197,10 @@ def test_help_says_what_an_option_may_be_and_a_resumed_run_knows_what_is_free():
         ("no option here", "no option here"),
     ],
 )
-def test_messages_name_the_option(message, wanted):
+def test_messages_name_the_option(message, sentence):
     with pytest.raises(ValueError) as caught, prefix_option_names("decode"):
         raise ValueError(message)
-    assert str(caught.value) == wanted
+    assert str(caught.value) == sentence
 
 
 def test_only_messages_of_value_errors_are_renamed():

@@ -12,7 +12,7 @@ from specdec.target.model import Target
 from tests.support import ROOT, save_target
 from train.prepare import build
 from train.settings.decide import decide_precision
-from train.settings.hydra_text import search_path
+from train.settings.hydra_text import make_search_path
 from train.settings.options import RunOptions, read_run
 
 
@@ -28,7 +28,7 @@ def tell(monkeypatch, *, onednn: bool, avx512: bool = False, amx: bool = False, 
 
 
 @pytest.mark.parametrize(
-    ("told", "dtype"),
+    ("units", "dtype"),
     [
         ({"onednn": False}, "float32"),  # AVX2 only
         ({"onednn": True, "avx512": True}, "bfloat16"),
@@ -37,9 +37,9 @@ def tell(monkeypatch, *, onednn: bool, avx512: bool = False, amx: bool = False, 
         ({"onednn": True, "machine": "aarch64"}, "bfloat16"),
     ],
 )
-def test_a_cpu_says_what_it_computes_in(monkeypatch, told, dtype):
-    tell(monkeypatch, **told)
-    choice = precision.choose("cpu")
+def test_a_cpu_says_what_it_computes_in(monkeypatch, units, dtype):
+    tell(monkeypatch, **units)
+    choice = precision.choose_dtype("cpu")
     assert choice.dtype == dtype and choice.reason
 
 
@@ -49,7 +49,7 @@ def test_a_cpu_says_what_it_computes_in(monkeypatch, told, dtype):
 def test_a_limit_of_onednn_counts(monkeypatch, limit, dtype):
     tell(monkeypatch, onednn=True, avx512=True)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-    assert precision.choose("cpu").dtype == dtype
+    assert precision.choose_dtype("cpu").dtype == dtype
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [((9, 0), "bfloat16"), ((8, 0), "bfloat16"), ((7, 5), "float32")])
@@ -57,7 +57,7 @@ def test_a_gpu_computes_in_bfloat16_from_ampere_on(monkeypatch, capability, dtyp
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: capability)
-    assert precision.choose("cuda").dtype == dtype
+    assert precision.choose_dtype("cuda").dtype == dtype
 
 
 @pytest.mark.parametrize(("onednn", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
@@ -78,12 +78,12 @@ def test_a_dtype_that_does_not_exist_is_refused(tmp_path):
 def settings(*options: str) -> RunOptions:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return read_run(
-            OmegaConf.to_container(compose("train", overrides=["run=some", *options, search_path()]), resolve=True)
+            OmegaConf.to_container(compose("train", overrides=["run=some", *options, make_search_path()]), resolve=True)
         )
 
 
 def decide_here(options: RunOptions) -> list[str]:
-    facts = SimpleNamespace(choose_dtype=lambda: precision.choose("cpu"))
+    facts = SimpleNamespace(choose_dtype=lambda: precision.choose_dtype("cpu"))
     return [decision.value for decision in decide_precision(options, facts)]
 
 
@@ -98,5 +98,5 @@ def test_a_resumed_run_keeps_its_precision_on_another_machine(monkeypatch, tmp_p
     (tmp_path / "config.yaml").write_text("precision: bf16\ntarget: {dtype: bfloat16}\n")
     tell(monkeypatch, onednn=False)
     for resume, kept in (("true", True), ("auto", True), ("false", False)):
-        options = build.recall(settings(f"resume={resume}"), tmp_path)
+        options = build.fill_from_first_launch(settings(f"resume={resume}"), tmp_path)
         assert decide_here(options) == (["bf16", "bfloat16"] if kept else ["fp32", "float32"])

@@ -23,8 +23,8 @@ HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 def choose(monkeypatch):
     """choose(mode): for this test"""
     monkeypatch.setenv(progress.VARIABLE, "auto")
-    yield lambda mode, main=True: progress.choose(mode, main=main)
-    progress.choose("auto", main=True)
+    yield lambda mode, main=True: progress.choose_mode(mode, main=main)
+    progress.choose_mode("auto", main=True)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def clock(monkeypatch):
 
 def test_plain_lines_are_the_first_the_last_and_one_in_thirty_seconds(choose, clock, capsys):
     choose("plain")
-    with progress.start("answering", 100, unit="answers") as task:
+    with progress.start_task("answering", 100, unit="answers") as task:
         for _ in range(100):
             clock[0] += 1
             task.advance(num_tokens=50)
@@ -54,8 +54,8 @@ def test_plain_lines_are_the_first_the_last_and_one_in_thirty_seconds(choose, cl
 def test_plain_lines_are_never_wrapped_and_have_no_control_characters(choose, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     choose("plain")
-    for _ in progress.track(range(2), "a" * 100, unit="steps"):
-        progress.note("b" * 300 + " gradient 4.41, 100% clipped [red]")
+    for _ in progress.track_items(range(2), "a" * 100, unit="steps"):
+        progress.print_note("b" * 300 + " gradient 4.41, 100% clipped [red]")
         progress.Results().print("c" * 300 + " and more")
     printed = capsys.readouterr()
     assert printed.out.splitlines() == ["b" * 300 + " gradient 4.41, 100% clipped [red]", "c" * 300 + " and more"] * 2
@@ -65,10 +65,10 @@ def test_plain_lines_are_never_wrapped_and_have_no_control_characters(choose, ca
 
 def test_groups_count_as_their_items_and_the_last_line_comes_after_an_error_too(choose, capsys):
     choose("plain")
-    assert list(progress.track([[1, 2], [3]], "decoding", unit="prompts", size=len)) == [[1, 2], [3]]
+    assert list(progress.track_items([[1, 2], [3]], "decoding", unit="prompts", size=len)) == [[1, 2], [3]]
     first, last = capsys.readouterr().err.splitlines()
     assert first == "decoding: 0/3 prompts" and last.startswith("decoding: 3/3 prompts in 0 s, ")
-    with pytest.raises(KeyError), progress.start("decoding", 9, unit="prompts") as task:
+    with pytest.raises(KeyError), progress.start_task("decoding", 9, unit="prompts") as task:
         task.advance(4)
         raise KeyError
     assert capsys.readouterr().err.splitlines()[-1].startswith("decoding: 4/9 prompts in ")
@@ -77,12 +77,12 @@ def test_groups_count_as_their_items_and_the_last_line_comes_after_an_error_too(
 @pytest.mark.parametrize(("mode", "main"), [("quiet", True), ("plain", False)])
 def test_quiet_and_other_processes_show_nothing_but_work_of_one_alone(mode, main, choose, capsys):
     choose(mode, main)
-    for _ in progress.track(range(3), "decoding", unit="prompts"):
-        progress.note("a fact")
+    for _ in progress.track_items(range(3), "decoding", unit="prompts"):
+        progress.print_note("a fact")
     progress.Results().say("a result")
     printed = capsys.readouterr()
     assert printed.err == "" and printed.out == ("a result\n" if main else "")
-    with progress.start("encoding", 3, unit="rows", any_process=True):
+    with progress.start_task("encoding", 3, unit="rows", any_process=True):
         pass
     assert capsys.readouterr().err == ("" if main else "encoding: 0/3 rows\nencoding: 0/3 rows in 0 s\n")
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from specdec.core import rules
-from specdec.core.sampling import Sampling, seen
-from specdec.core.tree import Tree, chain
+from specdec.core.sampling import Sampling, mark_seen
+from specdec.core.tree import Tree, make_chain
 from tests.enumeration import (
     BUSH_PARENTS,
     DEPTH,
@@ -28,7 +28,7 @@ from tests.support import random_tree
 DRAFTINGS = ["chosen", "chain", "with replacement", "without replacement"]
 SAMPLINGS = [Sampling(0.6), Sampling(1.0, top_k=2), Sampling(1.0, top_p=0.7), Sampling(1.0, repetition_penalty=1.7)]
 SAMPLINGS += [Sampling(1.3, top_k=2, top_p=0.9, repetition_penalty=1.3)]
-EVERY_RULE = [lambda tree, probs, draws: rules.greedy(tree, probs.argmax(-1)), *rules.RULES.values()]
+EVERY_RULE = [lambda tree, probs, draws: rules.accept_greedy(tree, probs.argmax(-1)), *rules.RULES.values()]
 
 
 def expected_drafts(p: dict, rule, tree: Tree, weights) -> float:
@@ -63,7 +63,7 @@ def test_lossless_for_warped_and_penalised_laws(rule, drafting, sampling):
     tree, weights = drafted(drafting, 10)
     committed = torch.zeros(len(tree.tokens), V, dtype=torch.bool)
     committed[:, [*prompt, root]] = True
-    probs = sampling.distribution(sampling.penalise(at_nodes(tree, logits), seen(tree, committed)))
+    probs = sampling.distribution(sampling.penalise(at_nodes(tree, logits), mark_seen(tree, committed)))
     torch.testing.assert_close(probs, at_nodes(tree, p), rtol=0, atol=1e-14)
     assert rule_error(p, rule, [(tree, weights)], probs) < 1e-12
 
@@ -88,17 +88,19 @@ def test_wrong_drafting_is_detected(rule):
 @pytest.mark.parametrize("rule", LOSSLESS)
 @pytest.mark.parametrize("drafting", DRAFTINGS)
 def test_the_same_law_after_a_refusal_is_detected(rule, drafting, monkeypatch):
-    monkeypatch.setattr(rules, "refuse", lambda mass, tree, node: (mass / mass.sum(-1, keepdim=True), mass.sum(-1)))
+    monkeypatch.setattr(
+        rules, "refuse_node", lambda mass, tree, node: (mass / mass.sum(-1, keepdim=True), mass.sum(-1))
+    )
     assert rule_error(random_laws(0), rule, [drafted(drafting, 10)]) > 1e-2
 
 
 def test_wrong_budgets_are_detected(monkeypatch):
-    p, right = random_laws(0), rules.probability
+    p, right = random_laws(0), rules.compute_acceptance
     not_clipped = lambda mass, *node: 1e9 * right(mass / 1e9, *node)
     forgotten = lambda mass, *node: right(mass / mass.sum(-1, keepdim=True), *node)  # p / q, without P of the parent
     for wrong in (not_clipped, forgotten):
-        monkeypatch.setattr(rules, "probability", wrong)
-        assert rule_error(p, rules.block, [drafted("chain", 10)]) > 1e-2
+        monkeypatch.setattr(rules, "compute_acceptance", wrong)
+        assert rule_error(p, rules.accept_blocks, [drafted("chain", 10)]) > 1e-2
 
 
 def direct_block(p: dict, q: dict, drawn: tuple[int, ...]) -> list[float]:
@@ -121,7 +123,7 @@ def test_block_on_a_chain_is_block_verification(seed):
     p, q = random_laws(seed), random_laws(seed + 10)
     tree, _ = drafted("chain", seed + 10)
     distributions = torch.zeros(len(tree.tokens), DEPTH + 1, dtype=torch.float64)
-    for row, weight, emitted in rule_outcomes(rules.block, tree, at_nodes(tree, p)):
+    for row, weight, emitted in rule_outcomes(rules.accept_blocks, tree, at_nodes(tree, p)):
         distributions[row, len(emitted) - 1] += weight
     direct = [direct_block(p, q, tuple(row)) for row in tree.tokens[:, 1:].tolist()]
     torch.testing.assert_close(distributions, torch.tensor(direct, dtype=torch.float64), rtol=0, atol=1e-12)
@@ -133,7 +135,7 @@ def expected_drafts_of_chain(p: torch.Tensor, q: torch.Tensor, depth: int, rule)
     return expected_drafts(collections.defaultdict(lambda: p), rule, tree, weights)
 
 
-@pytest.mark.parametrize("rule, figure", [(rules.sample, 10 / 9), (rules.block, 11 / 9)])
+@pytest.mark.parametrize("rule, figure", [(rules.accept_tokens, 10 / 9), (rules.accept_blocks, 11 / 9)])
 def test_expected_drafts_of_a_small_example(rule, figure):
     """The figures are those of docs/methods.md, section 1."""
     p = torch.tensor([1 / 3, 2 / 3, 0], dtype=torch.float64)
@@ -149,11 +151,11 @@ def random_probs(generator, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64).mul(2).softmax(-1)
 
 
-def longest_path(tree: Tree, row: int, kept: torch.Tensor) -> list[int]:
+def longest_path(tree: Tree, row: int, accepted_nodes: torch.Tensor) -> list[int]:
     """The longest path by a walk, the first of equal ones. kept [N, V] is true for tokens allowed after a node."""
     walks = {0: [0]}
     for node, parent in enumerate(tree.parents[row].tolist()):
-        if parent in walks and kept[parent, tree.tokens[row, node]]:
+        if parent in walks and accepted_nodes[parent, tree.tokens[row, node]]:
             walks[node] = [*walks[parent], node]
     return max(walks.values(), key=len)
 
@@ -165,10 +167,10 @@ def test_greedy_equals_the_lossless_rules_with_one_hot_laws():
     for sampled in (False, True):
         tree = random_trees(generator, 40, 7, V)
         if sampled:
-            tree = chain(tree.tokens, random_probs(generator, 40, 7, V))
+            tree = make_chain(tree.tokens, random_probs(generator, 40, 7, V))
         choices = torch.randint(V, (40, 7), generator=generator)
         onehot = torch.nn.functional.one_hot(choices, V).double()
-        verdict = rules.greedy(tree, choices)
+        verdict = rules.accept_greedy(tree, choices)
         for rule in LOSSLESS:
             for result, reference in zip(verdict, rule(tree, onehot.clone(), rules.Draws(generator)), strict=True):
                 assert torch.equal(result, reference)
@@ -202,7 +204,7 @@ def test_rows_do_not_depend_on_each_other(rule, sampled):
 def test_no_token_is_drawn_from_a_residual_of_rounding(rule):
     p = torch.tensor([0.5, 0.5, 0.0]).repeat(1, 2, 1)  # float32
     q = torch.tensor([0.5, 0.5 - 2**-25, 2**-25]).repeat(1, 2, 1)
-    outcomes = rule_outcomes(rule, chain(torch.tensor([[0, 2]]), q), p)
+    outcomes = rule_outcomes(rule, make_chain(torch.tensor([[0, 2]]), q), p)
     assert {emitted: weight for _, weight, emitted in outcomes} == {(0,): 0.5, (1,): 0.5}
 
 
@@ -210,7 +212,7 @@ def test_no_token_is_drawn_from_a_residual_of_rounding(rule):
 def test_no_value_is_read_from_the_device(sampled):
     """Tensors of the meta device hold no values, so reading a value raises an error."""
     probs = torch.empty(2, 4, V, device="meta")
-    tree = chain(torch.empty(2, 4, dtype=torch.long, device="meta"), probs if sampled else None)
+    tree = make_chain(torch.empty(2, 4, dtype=torch.long, device="meta"), probs if sampled else None)
     for rule in EVERY_RULE:
         assert [tuple(x.shape) for x in rule(tree, probs.clone(), rules.Draws(None))] == [(2, 4), (2,), (2,)]
 
@@ -218,15 +220,15 @@ def test_no_value_is_read_from_the_device(sampled):
 def test_draws_follow_their_laws():
     draws = rules.Draws(torch.Generator().manual_seed(0))
     distribution = torch.tensor([0.0, 0.7, 0.0, 0.3, 0.0])
-    where = torch.ones(20000, dtype=torch.bool)
-    drawn = draws.token(3 * distribution.expand(20000, 5), where)  # the sum of the distribution does not matter
+    row_mask = torch.ones(20000, dtype=torch.bool)
+    drawn = draws.token(3 * distribution.expand(20000, 5), row_mask)  # the sum of the distribution does not matter
     torch.testing.assert_close(drawn.bincount(minlength=5) / 20000, distribution, rtol=0, atol=0.02)
     assert not (drawn.bincount(minlength=5)[distribution == 0]).any()
-    where = torch.arange(20000) % 2 == 0
-    accepted = draws.accept(torch.full((20000,), 0.3), where)
-    assert not accepted[~where].any() and accepted[where].float().mean() == pytest.approx(0.3, abs=0.02)
-    assert draws.accept(torch.ones(20000), torch.ones_like(where)).all()
-    assert not draws.accept(torch.zeros(20000), torch.ones_like(where)).any()
+    row_mask = torch.arange(20000) % 2 == 0
+    accepted = draws.accept(torch.full((20000,), 0.3), row_mask)
+    assert not accepted[~row_mask].any() and accepted[row_mask].float().mean() == pytest.approx(0.3, abs=0.02)
+    assert draws.accept(torch.ones(20000), torch.ones_like(row_mask)).all()
+    assert not draws.accept(torch.zeros(20000), torch.ones_like(row_mask)).any()
 
 
 class Table(rules.Draws):
@@ -238,7 +240,7 @@ class Table(rules.Draws):
     def accept_all(self, probability):
         return self.numbers < probability
 
-    def token(self, distribution, where):
+    def token(self, distribution, row_mask):
         self.last = distribution
         return distribution.argmax(-1)
 
@@ -248,7 +250,7 @@ def drafts_of(kind: str, rows: int, num: int, vocab: int) -> Tree:
     if kind == "chosen":
         trees = [random_tree(torch.Generator().manual_seed(row), num, vocab) for row in range(rows)]
         tokens, parents = (torch.cat([getattr(tree, name) for tree in trees]) for name in ("tokens", "parents"))
-        return Tree(tokens, parents, None).filled(num + 2)
+        return Tree(tokens, parents, None).pad_to(num + 2)
     parents = torch.arange(-1, num - 1) if kind == "chain" else torch.tensor([-1, 0, 0, 1, 1, 1, 2, 3, 3, 7][:num])
     probs, tokens = torch.rand(rows, num, vocab, dtype=torch.float64), torch.zeros(rows, num, dtype=torch.long)
     for row in range(rows):
@@ -260,7 +262,7 @@ def drafts_of(kind: str, rows: int, num: int, vocab: int) -> Tree:
                 probs[row, node] /= probs[row, node].sum()
             tokens[row, node] = torch.multinomial(probs[row, node], 1)
     most = max(parents.tolist().count(node) for node in range(num))
-    return Tree(tokens, parents.expand(rows, -1), probs, linear=kind == "chain", most=most)
+    return Tree(tokens, parents.expand(rows, -1), probs, linear=kind == "chain", max_children=most)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -273,14 +275,14 @@ def test_all_nodes_at_once_as_one_after_the_other(seed, kind):
     probs[0, :, 0] = 0  # a target that gives a token probability 0
     probs /= probs.sum(-1, keepdim=True)
     draws = Table(torch.rand(rows, tree.tokens.shape[1] - 1, dtype=torch.float64) ** (1 + seed % 3))
-    path, num_kept, _ = rules.sample_at_once(tree, probs.clone(), draws)
+    path, num_kept, _ = rules.accept_tokens_at_once(tree, probs.clone(), draws)
     every, end = torch.arange(rows), torch.zeros(rows, dtype=torch.long)
     for node in range(1, tree.tokens.shape[1]):
         parent = tree.parents[:, node]
-        accepted = draws.numbers[:, node - 1] < rules.probability(probs[every, parent], tree, node)
-        probs[every, parent], _ = rules.refuse(probs[every, parent], tree, node)
+        accepted = draws.numbers[:, node - 1] < rules.compute_acceptance(probs[every, parent], tree, node)
+        probs[every, parent], _ = rules.refuse_node(probs[every, parent], tree, node)
         end = torch.where(accepted & (parent == end), node, end)
-    wanted, wanted_num = rules.trace(tree.ancestors(), end)
+    wanted, wanted_num = rules.trace_path(tree.ancestors(), end)
     assert path.equal(wanted) and num_kept.equal(wanted_num)
     torch.testing.assert_close(draws.last, probs[every, end], atol=1e-12, rtol=0)
 

@@ -12,8 +12,8 @@ from transformers.generation.logits_process import (
 )
 
 from specdec.core import rules
-from specdec.core.sampling import NO_TOKEN, RowSampling, Sampling, seen
-from specdec.core.tree import chain
+from specdec.core.sampling import NO_TOKEN, RowSampling, Sampling, mark_seen
+from specdec.core.tree import make_chain
 from tests.support import random_tree
 
 V = 40
@@ -98,7 +98,7 @@ def test_penalty_equals_that_of_transformers(penalty):
     prompt = [3, 17, 3]
     committed = torch.zeros(1, V, dtype=torch.bool)
     committed[0, prompt] = True
-    context = seen(tree, committed)  # [1, N, V]
+    context = mark_seen(tree, committed)  # [1, N, V]
     penalised = Sampling(1.0, repetition_penalty=penalty).penalise(logits, context)
     processor = RepetitionPenaltyLogitsProcessor(penalty)
     paths = {-1: prompt}
@@ -129,7 +129,7 @@ def test_no_value_is_read_from_the_device():
     """Tensors of the meta device hold no values, so reading a value raises an error."""
     tokens = torch.empty(2, 4, dtype=torch.long, device="meta")
     sampling = Sampling(0.7, top_k=3, top_p=0.9, repetition_penalty=1.2)
-    context = seen(chain(tokens, None), torch.empty(2, V, dtype=torch.bool, device="meta"))
+    context = mark_seen(make_chain(tokens, None), torch.empty(2, V, dtype=torch.bool, device="meta"))
     assert sampling.distribution(sampling.penalise(torch.empty(2, 4, V, device="meta"), context)).shape == (2, 4, V)
 
 

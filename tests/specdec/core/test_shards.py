@@ -10,7 +10,7 @@ import torch
 
 from specdec.core.shards import INDEX, SINGLE, Shards
 from specdec.export.stitched import write_stitched
-from specdec.heads.native import NativeMTP, read_native
+from specdec.heads.native import NativeMTP, read_native_modules
 from specdec.target.model import Target
 from tests.native import save_native
 from tests.saved_targets import edit, save
@@ -50,7 +50,7 @@ def readers(tmp_path, folder):
     """All that read a model's files, by name: each takes its folder."""
     shutil.copytree(folder, tmp_path / "whole")
     target = Target.load(str(tmp_path / "whole"), dtype="float32")
-    drafter = NativeMTP(target).decodable()
+    drafter = NativeMTP(target).frozen_copy()
 
     def stitch(name: str) -> None:
         target.name = name
@@ -59,7 +59,7 @@ def readers(tmp_path, folder):
     return {
         "whole": Target.load,
         "ends": Target.load_ends,
-        "native": lambda name: read_native(name, target),
+        "native": lambda name: read_native_modules(name, target),
         "stitched": stitch,
     }
 
@@ -92,13 +92,13 @@ def test_a_shard_that_is_damaged_is_named(folder, readers):
     "name", ["model.norm.weight", "model.layers.2.mlp.up_proj.weight", "model.mtp_layers.0.input_proj.weight"]
 )
 def test_a_tensor_that_its_shard_lacks_is_named(folder, readers, name):
-    place = json.loads((folder / INDEX).read_text())["weight_map"][name]
-    tensors = safetensors.torch.load_file(folder / place)
-    write(folder, place, {key: value for key, value in tensors.items() if key != name})
+    file = json.loads((folder / INDEX).read_text())["weight_map"][name]
+    tensors = safetensors.torch.load_file(folder / file)
+    write(folder, file, {key: value for key, value in tensors.items() if key != name})
     (sentence,) = refusals(readers, folder)
     assert (
         sentence
-        == f"{folder / place} lacks the tensor {name}, which {INDEX} places there: take another copy of both files."
+        == f"{folder / file} lacks the tensor {name}, which {INDEX} places there: take another copy of both files."
     )
 
 

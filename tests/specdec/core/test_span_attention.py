@@ -5,20 +5,20 @@ import torch
 
 from specdec.core import masks, span_attention
 from specdec.core.cache import UnrollCache
-from specdec.core.span_attention import spans
+from specdec.core.span_attention import find_spans
 
 INDEX = torch.tensor([[0, 0, 0, 1, 1, 1, -1], [0, 0, 0, 0, 0, 0, 0], [-1, 0, 0, -1, 1, 1, 1]])
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_spans_are_the_masks_of_documents(lag):
-    assert torch.equal(spans(INDEX, lag=lag).mask(7), masks.document_mask(INDEX, lag=lag))
+    assert torch.equal(find_spans(INDEX, lag=lag).mask(7), masks.document_mask(INDEX, lag=lag))
 
 
 @pytest.mark.parametrize("scores", [1, 60, 10**6])  # one slot at a time, some, all
 def test_unroll_attention_against_a_dense_mask(scores, monkeypatch):
     """Keys [S, T + (d-1)*S]: those of step 1, then those of steps 2..d, of which each slot sees only its own."""
-    monkeypatch.setattr(span_attention, "CHUNK", scores)
+    monkeypatch.setattr(span_attention, "MAX_MASK_ENTRIES", scores)
     torch.manual_seed(0)
     rows, heads, kv_heads, size, width = 3, 4, 2, 7, 6
     later_slots = torch.tensor([1, 2, 5])  # the slots of later steps
@@ -29,7 +29,7 @@ def test_unroll_attention_against_a_dense_mask(scores, monkeypatch):
         query = torch.randn(rows, heads, len(slots), width, dtype=torch.float64, requires_grad=True)
         pair = torch.randn(2, rows, kv_heads, len(slots), width, dtype=torch.float64, requires_grad=True)
         inputs += [query, pair]
-        out = cache.at_step(d).attend(3, query, *pair, spans(INDEX).of(slots.expand(rows, -1)))
+        out = cache.at_step(d).attend(3, query, *pair, find_spans(INDEX).select_slots(slots.expand(rows, -1)))
         keys.append(pair[0])
         values.append(pair[1])
         own = torch.eye(len(later_slots), dtype=torch.bool).expand(rows, 1, -1, -1)
@@ -46,11 +46,11 @@ def test_unroll_attention_against_a_dense_mask(scores, monkeypatch):
 @pytest.mark.parametrize("lag", [0, 2])
 def test_attention_over_spans_of_blocks_of_queries(lag, scores, monkeypatch):
     """As block drafters use it: several queries and several own keys in each slot."""
-    monkeypatch.setattr(span_attention, "CHUNK", scores)
+    monkeypatch.setattr(span_attention, "MAX_MASK_ENTRIES", scores)
     torch.manual_seed(0)
     shapes = {"query": (3, 2, 2, 7, 4, 6), "key": (3, 2, 7, 6), "value": (3, 2, 7, 6), "own_key": (3, 2, 7, 3, 6), "own_value": (3, 2, 7, 3, 6)}  # fmt: skip
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes.values()]
-    seen = span_attention.Span(*(getattr(spans(INDEX, lag=lag), name) for name in ("first", "last")))
+    seen = span_attention.Span(*(getattr(find_spans(INDEX, lag=lag), name) for name in ("first", "last")))
     out = span_attention.attend(*inputs[:3], seen, *inputs[3:])
     wanted = span_attention.attend(*inputs[:3], seen.mask(7), *inputs[3:])  # without chunks, by autograd
     torch.testing.assert_close(out, wanted, atol=1e-12, rtol=0)
@@ -62,9 +62,11 @@ def test_attention_over_spans_of_blocks_of_queries(lag, scores, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_gpu_does_not_round_scores_before_the_softmax(dtype, monkeypatch):
     """Its way, with large scores of both kinds of keys, is as near to float64 as rounded inputs and weights allow."""
-    few = torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype: few(a.to(out_dtype), b.to(out_dtype)))  # as a GPU adds up
-    for name in ("_common", "_common_backward"):
+    multiply = torch.bmm
+    monkeypatch.setattr(
+        torch, "bmm", lambda a, b, out_dtype: multiply(a.to(out_dtype), b.to(out_dtype))
+    )  # as a GPU adds up
+    for name in ("_attend_common", "_attend_common_backward"):
         monkeypatch.setattr(span_attention, name, getattr(span_attention, name.replace("common", "dense")))
     torch.manual_seed(0)
     shapes = {
@@ -74,18 +76,18 @@ def test_a_gpu_does_not_round_scores_before_the_softmax(dtype, monkeypatch):
         "own": (2, 1, 2, 48, 3, 64),
     }
     inputs = [torch.randn(shape).to(dtype) for shape in shapes.values()]
-    given = torch.randn(shapes["query"]).to(dtype)
+    grad = torch.randn(shapes["query"]).to(dtype)
 
     def worst(wide: tuple[str, ...]) -> list[float]:
         """Relative errors of the output and of each gradient"""
-        monkeypatch.setattr(span_attention, "WIDE", wide)
-        found = []
+        monkeypatch.setattr(span_attention, "WIDE_PRODUCT_DEVICES", wide)
+        results = []
         for exact in (False, True):
             query, key, value, own = (each.double() if exact else each.clone() for each in inputs)
             leaves = [each.requires_grad_() for each in (query, key, value, own)]
-            out = span_attention.attend(query, key, value, spans(torch.zeros(1, 48, dtype=torch.long)), *own)
-            found.append([out, *torch.autograd.grad(out, leaves, given.to(out.dtype))])
-        return [float(((some - all).norm() / all.norm()).detach()) for some, all in zip(*found)]
+            out = span_attention.attend(query, key, value, find_spans(torch.zeros(1, 48, dtype=torch.long)), *own)
+            results.append([out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))])
+        return [float(((some - all).norm() / all.norm()).detach()) for some, all in zip(*results)]
 
     inputs[0] *= 0.75  # scores of a standard deviation of 6
     narrow, wide = worst(()), worst(("cpu",))
@@ -99,7 +101,7 @@ def test_causal_queries_see_the_first_of_their_own_keys(dense):
     torch.manual_seed(0)
     shapes = {"query": (3, 2, 2, 7, 4, 6), "key": (3, 2, 7, 6), "value": (3, 2, 7, 6), "own": (2, 3, 2, 7, 4, 6)}
     query, key, value, own = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes.values())
-    seen = spans(INDEX, lag=1)
+    seen = find_spans(INDEX, lag=1)
     seen = seen.mask(7) if dense else span_attention.Span(seen.first, seen.last)
     out = span_attention.attend(query, key, value, seen, *own, causal=True)
     alone = [span_attention.attend(query[..., p : p + 1, :], key, value, seen, *own[..., : p + 1, :]) for p in range(4)]

@@ -17,13 +17,13 @@ OWN = {"specdec.core.threads", "specdec.options.command_line"}  # importing one 
 
 def first_imports(path) -> list[str]:
     """Modules that a file imports at its top, in order."""
-    found = []
+    counts = []
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            counts += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.append(node.module)
-    return found
+            counts.append(node.module)
+    return counts
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)
@@ -32,10 +32,10 @@ def test_every_command_says_how_threads_wait_before_it_loads_anything(path):
     assert not heavy or heavy[0] in OWN or heavy[0].partition(".")[0] in OWN, heavy[:2]
 
 
-def environment_of(code: str, **given: str) -> str:
-    clean = {key: value for key, value in os.environ.items() if key not in (*threads.SPIN, *threads.OWN)}
+def environment_of(code: str, **variables: str) -> str:
+    clean = {key: value for key, value in os.environ.items() if key not in (*threads.SPIN, *threads.USER_VARIABLES)}
     command = [sys.executable, "-c", f"import os, sys; {code}"]
-    run = subprocess.run(command, env=clean | given | {"PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}, capture_output=True, text=True)  # fmt: skip
+    run = subprocess.run(command, env=clean | variables | {"PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}, capture_output=True, text=True)  # fmt: skip
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()
 

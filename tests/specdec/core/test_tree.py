@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdec.core.sampling import Sampling
-from specdec.core.tree import Tree, TreeShape, plant
+from specdec.core.tree import Tree, TreeShape, make_tree
 from specdec.proposers.heads import HeadProposer
 from tests.support import VARIANTS, chain_of, paired, random_tokens, random_tree
 
@@ -62,13 +62,13 @@ def test_proposed_trees(any_drafter, shape):
 
 def test_tree_keeps_the_best_nodes(any_drafter):
     """Compares with a naive ranking of all nodes of a complete, wide enough tree by joint log-probability."""
-    (whole, _), (kept, _) = (propose(any_drafter, TreeShape(2, 4, nodes), 0.0, 0) for nodes in (20, 6))
+    (whole, _), (smaller, _) = (propose(any_drafter, TreeShape(2, 4, nodes), 0.0, 0) for nodes in (20, 6))
     single, _ = propose(any_drafter, chain_of(1), 1.0, 0)
     distribution = single.probs[:, 1].log()  # of depth 1
     for row in range(2):
         path_sets = [
             {tuple(tree.tokens[row, walk_up(parents, node)[::-1]].tolist()[1:]) for node in range(1, len(parents))}
-            for tree, parents in ((whole, whole.parents[row].tolist()), (kept, kept.parents[row].tolist()))
+            for tree, parents in ((whole, whole.parents[row].tolist()), (smaller, smaller.parents[row].tolist()))
         ]
         assert len(path_sets[0]) == 20 and len(path_sets[1]) == 6 and path_sets[1] < path_sets[0]
         firsts = sorted(
@@ -97,26 +97,26 @@ def test_shapes_deeper_than_the_drafter_are_refused(drafter, monkeypatch):
 
 def test_rows_of_different_sizes_are_planted_as_one_tree():
     drafts = [[(7, 0), (8, 1), (9, 0)], [], [(5, 0)]]
-    tree = plant([1, 2, 3], drafts, "cpu")
+    tree = make_tree([1, 2, 3], drafts, "cpu")
     assert not tree.linear and tree.probs is None
     assert tree.tokens.tolist() == [[1, 7, 8, 9], [2, 2, 2, 2], [3, 5, 5, 5]]
     assert tree.parents.tolist() == [[-1, 0, 1, 0], [-1, 0, 0, 0], [-1, 0, 0, 0]]
-    chains = plant([1, 2], [[(7, 0), (8, 1), (9, 2)], [(5, 0)]], "cpu")
+    chains = make_tree([1, 2], [[(7, 0), (8, 1), (9, 2)], [(5, 0)]], "cpu")
     assert chains.linear and chains.tokens.tolist() == [[1, 7, 8, 9], [2, 5, 5, 5]]
     assert chains.parents.tolist() == [[-1, 0, 1, 2]] * 2
-    assert plant([1, 2], [[], []], "cpu").tokens.tolist() == [[1], [2]]
+    assert make_tree([1, 2], [[], []], "cpu").tokens.tolist() == [[1], [2]]
 
 
 @pytest.mark.parametrize("linear", [True, False])
 def test_filled_up_trees_keep_their_nodes_and_their_law(linear):
-    tree = plant([1], [[(7, 0), (8, 1), (9, 2 if linear else 0)]], "cpu")
+    tree = make_tree([1], [[(7, 0), (8, 1), (9, 2 if linear else 0)]], "cpu")
     sampled = replace(tree, probs=torch.nn.functional.one_hot(tree.tokens, 10).double())
     for unfilled in (tree, sampled):
-        assert unfilled.filled(3) is unfilled
-        filled = unfilled.filled(5)
+        assert unfilled.pad_to(3) is unfilled
+        filled = unfilled.pad_to(5)
         assert filled.linear == linear and filled.tokens.tolist()[0] == [1, 7, 8, 9] + ([9, 9] if linear else [7, 7])
         assert filled.parents.tolist()[0] == ([-1, 0, 1, 2, 3, 4] if linear else [-1, 0, 1, 0, 0, 0])
         assert unfilled.probs is None or filled.probs.argmax(-1).equal(filled.tokens)
-    assert tree.rounded(depth=8).tokens.shape[1] == 1 + 4
-    assert tree.rounded(depth=3).tokens.shape[1] == 1 + (3 if linear else 4)
-    assert plant([1], [[]], "cpu").rounded(depth=3).tokens.tolist() == [[1]]
+    assert tree.pad_to_power(depth=8).tokens.shape[1] == 1 + 4
+    assert tree.pad_to_power(depth=3).tokens.shape[1] == 1 + (3 if linear else 4)
+    assert make_tree([1], [[]], "cpu").pad_to_power(depth=3).tokens.tolist() == [[1]]

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from specdec.core import fast, masks, span_attention, varlen
-from specdec.core.span_attention import spans
+from specdec.core.span_attention import find_spans
 from specdec.core.varlen import Segments, attend_segments, attend_segments_backward
 from specdec.text.conversations import Row
 from tests.families import FAMILIES
-from tests.target_table import target_of
+from tests.target_table import make_family_target
 from train.data.batches import collate
 from train.features.outputs import read_outputs
 
@@ -23,19 +23,19 @@ def test_texts_side_by_side_against_each_alone(window):
     queries, keys = [5, 1, 7], [8, 1, 7]
     parts = [torch.randn(num, heads, 4, dtype=torch.float64) for num, heads in ((13, 4), (16, 2), (16, 2))]
     query, key, value = leaves = [part.requires_grad_() for part in parts]
-    segments = Segments.of(queries, keys)
+    segments = Segments.from_counts(queries, keys)
     out, log_sum = attend_segments(query, key, value, segments, scale=0.5, window=window)
-    wanted = []
+    expected = []
     for q, k, v in zip(query.split(queries), key.split(keys), value.split(keys)):
         mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
         mask = mask if window is None else mask & mask.triu(len(k) - len(q) - window)
         scores = 0.5 * torch.einsum("qhe,khe->hqk", q, k.repeat_interleave(2, dim=1)).masked_fill(~mask, float("-inf"))
-        wanted.append(torch.einsum("hqk,khe->qhe", scores.softmax(-1), v.repeat_interleave(2, dim=1)))
-        torch.testing.assert_close(log_sum[:, sum(map(len, wanted)) - len(q) :][:, : len(q)], scores.logsumexp(-1))
-    torch.testing.assert_close(out, torch.cat(wanted), atol=1e-12, rtol=0)
+        expected.append(torch.einsum("hqk,khe->qhe", scores.softmax(-1), v.repeat_interleave(2, dim=1)))
+        torch.testing.assert_close(log_sum[:, sum(map(len, expected)) - len(q) :][:, : len(q)], scores.logsumexp(-1))
+    torch.testing.assert_close(out, torch.cat(expected), atol=1e-12, rtol=0)
     given = torch.randn_like(out)
     grads = attend_segments_backward(given, *leaves, out, log_sum, segments=segments, scale=0.5, window=window)
-    for grad, reference in zip(grads, torch.autograd.grad(torch.cat(wanted), leaves, given)):
+    for grad, reference in zip(grads, torch.autograd.grad(torch.cat(expected), leaves, given)):
         torch.testing.assert_close(grad, reference, atol=1e-10, rtol=0)
 
 
@@ -60,13 +60,13 @@ def test_texts_of_random_packs_against_a_dense_mask(seed, lag, share, window):
     """Values and gradients of slots inside documents, of all of them and of chosen ones, with own keys beside."""
     index = random_packs(seed)
     num_rows, length = index.shape
-    seen = spans(index, lag=lag)
+    seen = find_spans(index, lag=lag)
     if share < 1:
         order = torch.stack([torch.rand(length).argsort()[: max(1, int(share * length))].sort().values for _ in index])
-        seen = seen.of(order, index)
+        seen = seen.select_slots(order, index)
     else:
         order = torch.arange(length).expand(num_rows, -1)
-    seen = span_attention.within(seen, window, depth=1, positions=order, first=0)
+    seen = span_attention.narrow_to_window(seen, window, depth=1, positions=order, first=0)
     shapes = (
         (num_rows, 2, 3, order.shape[1], 2, 4),
         *[(num_rows, 2, length, 4)] * 2,
@@ -74,13 +74,13 @@ def test_texts_of_random_packs_against_a_dense_mask(seed, lag, share, window):
     )
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     real = (index.gather(1, order) >= 0)[:, None, None, :, None, None]
-    given = torch.randn(shapes[0], dtype=torch.float64) * real  # nobody reads what padding gives
+    grad = torch.randn(shapes[0], dtype=torch.float64) * real  # nobody reads what padding gives
     results = []
     for paths in ((), ("varlen",)):
-        with fast.forced(*paths):
+        with fast.force_paths(*paths):
             assert span_attention.use_texts(seen, inputs[0]) == (paths != () and seen.texts is not None)
             out = span_attention.attend(*inputs[:3], seen, *inputs[3:])
-            results.append([out * real, *torch.autograd.grad(out, inputs, given)])
+            results.append([out * real, *torch.autograd.grad(out, inputs, grad)])
     for found, wanted in zip(*results):
         torch.testing.assert_close(found, wanted, atol=1e-10, rtol=0)
 
@@ -90,13 +90,13 @@ def test_texts_cover_exactly_what_slots_see():
     for seed in range(40):
         index = random_packs(seed)
         order = torch.stack([torch.rand(index.shape[1]).argsort()[:3].sort().values for _ in index])
-        seen = spans(index).of(order, index)
+        seen = find_spans(index).select_slots(order, index)
         if (texts := seen.texts) is None:
             continue
         flat = (seen.first + torch.arange(len(index))[:, None] * index.shape[1]).flatten()
         last = (seen.last + torch.arange(len(index))[:, None] * index.shape[1]).flatten()
         starts, ends = (each.tolist() for each in (texts.segments.query_starts, texts.segments.key_starts))
-        for slot, place in zip(texts.slots.tolist(), texts.places.tolist()):
+        for slot, place in zip(texts.slots.tolist(), texts.queries.tolist()):
             text = max(number for number, start in enumerate(starts[:-1]) if start <= place < starts[number + 1])
             keys = texts.keys[ends[text] : ends[text + 1]]
             assert int(keys[0]) == int(flat[slot])
@@ -105,16 +105,17 @@ def test_texts_cover_exactly_what_slots_see():
 
 def test_scattered_slots_are_left_to_chunks():
     index = torch.zeros(1, 64, dtype=torch.long)
-    assert spans(index).of(torch.tensor([[3, 60]]), index).texts is None
-    assert spans(index).of(torch.tensor([[3, 5]]), index).texts is not None
+    assert find_spans(index).select_slots(torch.tensor([[3, 60]]), index).texts is None
+    assert find_spans(index).select_slots(torch.tensor([[3, 5]]), index).texts is not None
 
 
 def test_packed_documents_in_one_call():
     """The places and the positions of tokens, padding in a text of its own, and a number of texts that stays."""
-    packed = masks.Packed.of(INDEX)
+    packed = masks.Packed.from_index(INDEX)
     lengths = packed.segments.query_starts.diff()
     assert (
-        lengths[: int((lengths > 0).sum())].tolist() == [3, 3, 1, 7, 1, 2, 1, 3] and len(lengths) == varlen.ROUND_TEXTS
+        lengths[: int((lengths > 0).sum())].tolist() == [3, 3, 1, 7, 1, 2, 1, 3]
+        and len(lengths) == varlen.TEXT_COUNT_MULTIPLE
     )
     assert packed.positions.tolist() == [[*range(3), *range(3), 0, *range(7), 0, *range(2), 0, *range(3)]]
     assert packed.segments.longest == (7, 7)
@@ -126,22 +127,22 @@ def test_packed_documents_in_one_call():
 @pytest.mark.parametrize("family", [family for family in FAMILIES if not family.refused], ids=str)
 def test_targets_read_packs_in_one_call_as_text_by_text(family, recwarn):
     """With windows, sinks and latent attention; a family that cannot says so in one sentence, and reads groups as before."""
-    target = target_of(family)
+    target = make_family_target(family)
     rows = [
         Row(str(num), "all", [(7 * at + num) % 60 + 1 for at in range(num)], [False] * num) for num in (9, 20, 3, 14)
     ]
     batch = collate([rows[:2], rows[2:]], length=32, pad_token=0)
-    wanted = read_outputs(target, batch, (0, 2))
+    expected = read_outputs(target, batch, (0, 2))
     target.__dict__.pop("reads_segments")
     try:
-        with fast.forced("varlen"):
-            found = read_outputs(target, batch, (0, 2))
+        with fast.force_paths("varlen"):
+            outputs = read_outputs(target, batch, (0, 2))
             can = target.reads_segments
     finally:
         target.__dict__.pop("reads_segments")
     said = [str(warning.message) for warning in recwarn if "fast path varlen" in str(warning.message)]
-    assert can != (target.recurrent or bool(target.kinds.chunk) or len(said) == 1)
+    assert can != (target.recurrent or bool(target.layer_kinds.chunk) or len(said) == 1)
     real = batch.documents >= 0
-    for one, other in ((found.features, wanted.features), (found.final, wanted.final)):
+    for one, other in ((outputs.features, expected.features), (outputs.final, expected.final)):
         torch.testing.assert_close(one[real], other[real], atol=1e-4, rtol=1e-4)
-    assert can or str(family) in CANNOT or target.recurrent or target.kinds.chunk
+    assert can or str(family) in CANNOT or target.recurrent or target.layer_kinds.chunk

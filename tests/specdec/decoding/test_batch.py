@@ -9,12 +9,12 @@ import torch
 from specdec.core.compile import Runner
 from specdec.core.generation import Ends
 from specdec.core.sampling import Sampling
-from specdec.core.tree import TreeShape, root
+from specdec.core.tree import TreeShape, make_root
 from specdec.decoding.batch import Request
 from specdec.decoding.decoder import Decoder
 from specdec.experiments.jacobi.proposer import Lookahead
-from specdec.proposers.auto import Auto
-from specdec.proposers.costs import told
+from specdec.proposers.auto import AutoProposer
+from specdec.proposers.costs import make_costs
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.suffix import Suffix
 from specdec.proposers.text import Ngram
@@ -37,15 +37,15 @@ def seeded(number: int) -> torch.Generator:
 
 def alone(decoder: Decoder, prompts, num: int) -> list[list[int]]:
     """What each prompt is answered alone, with random numbers of its own."""
-    found = []
+    answers = []
     for number, prompt in enumerate(prompts):
-        ((_, answer),) = decoder.answers([prompt], num, rows=1, generator=lambda _, number=number: seeded(number))
-        found.append(answer.tokens[0])
-    return found
+        ((_, answer),) = decoder.answers([prompt], num, batch_size=1, generator=lambda _, number=number: seeded(number))
+        answers.append(answer.tokens[0])
+    return answers
 
 
 def together(decoder: Decoder, prompts, num: int, rows: int) -> list[list[int]]:
-    found = dict(decoder.answers(prompts, num, rows=rows, generator=seeded))
+    found = dict(decoder.answers(prompts, num, batch_size=rows, generator=seeded))
     assert sorted(found) == list(range(len(prompts)))
     for answer in found.values():
         assert len(answer.tokens[0]) <= 1 + sum(count + 1 for count in answer.accepted[0])
@@ -61,10 +61,10 @@ def text_proposers(target) -> dict:
         "suffix": suffix,
         "ngram": ngram,
         "lookahead": lambda: Lookahead(target, window=3, ngram=3, guesses=2),
-        "auto": lambda: Auto(
+        "auto": lambda: AutoProposer(
             target,
             members=[HeadProposer(make_drafter(target, "eagle3"), chain_of(2)), suffix(), ngram()],
-            costs=told(dict.fromkeys(range(1, 10), 1.0), plain=1.0, absorb=0.0, step=0.0),
+            costs=make_costs(dict.fromkeys(range(1, 10), 1.0), plain=1.0, absorb=0.0, step=0.0),
         ),
     }
 
@@ -91,7 +91,7 @@ def test_heads_are_joined_and_left(small_target, head, shape):
     prompts = prompts_of(small_target)
     decoder = greedy(small_target, HeadProposer(small_drafter, shape), STOP)
     single = [decoder.generate([prompt], 24) for prompt in prompts]
-    found = dict(decoder.answers(prompts, 24, rows=3))
+    found = dict(decoder.answers(prompts, 24, batch_size=3))
     for number, generation in enumerate(single):
         assert found[number].tokens == generation.tokens
         assert found[number].accepted == generation.accepted
@@ -104,8 +104,8 @@ class Seldom(HeadProposer):
 
     def propose(self, sampling, generator):
         self.number += 1
-        newest = torch.tensor([request.tokens[-1] for request in self.batch.rows])
-        self.last = root(newest) if self.number % 5 else super().propose(sampling, generator)
+        newest = torch.tensor([request.tokens[-1] for request in self.batch.requests])
+        self.last = make_root(newest) if self.number % 5 else super().propose(sampling, generator)
         return self.last
 
 
@@ -126,10 +126,10 @@ def test_a_head_that_waits_reads_the_same_whoever_joins_and_leaves(small_target,
             batch.admit([waiting.pop() for _ in range(num)])
         if batch.running:
             texts = {id(request): [*request.prompt, *request.tokens] for request in batch.running}
-            step = batch.step()
+            step = batch.run_round()
             if not step.num_drafted:
                 continue
-            for request, tree in zip(batch.rows, seldom.last.tokens.tolist()):
+            for request, tree in zip(batch.requests, seldom.last.tokens.tolist()):
                 if not (text := texts.get(id(request))):
                     continue
                 decoder = greedy(small_target, HeadProposer(drafter, shape), STOP)
@@ -175,7 +175,7 @@ def test_rows_with_settings_of_their_own_are_answered_as_alone(small_target, pro
             "chain": lambda: HeadProposer(drafter, chain_of(3)),
             "tree": lambda: HeadProposer(drafter, TREE),
             "suffix": suffix,
-            "auto": lambda: Auto(small_target, members=[suffix(), HeadProposer(drafter, TREE)]),
+            "auto": lambda: AutoProposer(small_target, members=[suffix(), HeadProposer(drafter, TREE)]),
         }[proposer]()
 
     prompts, single = prompts_of(small_target), []
@@ -184,7 +184,7 @@ def test_rows_with_settings_of_their_own_are_answered_as_alone(small_target, pro
     decides = proposer in ("suffix", "auto")  # how much is drafted depends on clocks, or on what was answered before
     for number, (prompt, sampling) in enumerate(zip(prompts, settings)):
         decoder = Decoder(small_target, make(), sampling=sampling, stop=set(ends[number].tokens))
-        own = decoder.answers([prompt], 24, rows=1, generator=lambda _, number=number: seeded(number))
+        own = decoder.answers([prompt], 24, batch_size=1, generator=lambda _, number=number: seeded(number))
         single += [answer.tokens[0] for _, answer in own]
     batch = Decoder(small_target, make(), sampling=Sampling(), stop=STOP).batch()
     requests = [
@@ -196,7 +196,7 @@ def test_rows_with_settings_of_their_own_are_answered_as_alone(small_target, pro
         if waiting and len(batch.running) < 4:
             batch.admit([waiting.pop(0)])
         if batch.running:
-            batch.step()
+            batch.run_round()
     for request, answer, sampling in zip(requests, single, settings):
         if sampling.greedy or not decides:
             assert request.tokens == answer
@@ -206,22 +206,22 @@ def test_rows_with_settings_of_their_own_are_answered_as_alone(small_target, pro
 
 def test_a_proposer_is_told_when_laws_of_another_kind_are_asked_for(small_target):
     proposer = text_proposers(small_target)["suffix"]()
-    told = []
-    proposer.meet = lambda verifier, sampling: told.append(sampling.kind)
+    kinds = []
+    proposer.attach_verifier = lambda verifier, sampling: kinds.append(sampling.kind)
     decoder = Decoder(small_target, proposer, sampling=Sampling(), stop=set())
     batch = decoder.batch()
     batch.admit([Request([1, 2, 3], 4), Request([1, 2], 9, sampling=Sampling())])
-    batch.step()
-    assert told.pop() == "greedy" and told == ["greedy"]  # the decoder told it, and the batch as it began
+    batch.run_round()
+    assert kinds.pop() == "greedy" and kinds == ["greedy"]  # the decoder told it, and the batch as it began
     batch.admit([Request([3, 4], 3, sampling=Sampling(1.0))])
     batch.admit([Request([3, 4], 2, sampling=Sampling(1.0, top_k=2))])
-    assert told == ["greedy", "sampled", "cut"]
+    assert kinds == ["greedy", "sampled", "cut"]
     while batch.running:
-        batch.step()
-    assert told[-1] == "greedy"
+        batch.run_round()
+    assert kinds[-1] == "greedy"
     batch.admit([Request([3, 4], 1, sampling=Sampling(1.0))])
     decoder.batch().admit([Request([1, 2, 3], 4)])  # another batch, of the kind that the decoder has
-    assert told[-2:] == ["sampled", "greedy"]
+    assert kinds[-2:] == ["sampled", "greedy"]
 
 
 def test_requests_join_a_batch_that_grows_and_shrinks(small_target):
@@ -238,7 +238,7 @@ def test_requests_join_a_batch_that_grows_and_shrinks(small_target):
                 batch.admit(waiting[:num])
                 waiting = waiting[num:]
             if batch.running:
-                sizes.add(len(batch.step().requests))
+                sizes.add(len(batch.run_round().requests))
         batch.close()
         assert [request.tokens for request in requests] == plain
         assert len(sizes) > 3
@@ -250,10 +250,10 @@ def test_a_request_that_is_given_up_leaves_its_row(small_target):
     batch = greedy(small_target, None).batch()
     requests = [Request(prompt, 20) for prompt in prompts]
     batch.admit(requests)
-    batch.step()
-    requests[1].left = 0
+    batch.run_round()
+    requests[1].tokens_left = 0
     while batch.running:
-        assert len(batch.step().requests) == 2
+        assert len(batch.run_round().requests) == 2
     assert [requests[0].tokens, requests[2].tokens] == [plain[0], plain[2]]
     assert requests[1].tokens == plain[1][:2]
 
@@ -262,17 +262,19 @@ def test_rows_that_have_ended_leave_unless_shapes_are_compiled(small_target):
     def rows_of(decoder: Decoder) -> list[int]:
         verify, rows = decoder.verify, []
         batch = decoder.batch()
-        batch.verify = lambda tree, *more, **named: rows.append(len(tree.tokens)) or verify(tree, *more, **named)
+        batch.verify = lambda tree, *arguments, **named: (
+            rows.append(len(tree.tokens)) or verify(tree, *arguments, **named)
+        )
         batch.verify.hidden_states = verify.hidden_states
         batch.admit([Request([1, 2, 3], num) for num in (4, 9, 20, 30)])
         while batch.running:
-            batch.step()
+            batch.run_round()
         return rows
 
     found = rows_of(greedy(small_target, None))
     assert found == [4] * 3 + [3] * 5 + [2] * 11 + [1] * 10
     runner = Runner(False, cuda_graphs=True)
-    runner.whole = lambda name, function, inputs, memory: function(*inputs)
+    runner.run_whole = lambda name, function, inputs, memory: function(*inputs)
     kept = rows_of(Decoder(small_target, None, sampling=Sampling(), stop=set(), runner=runner))
     assert kept == [4] * 29
 
@@ -280,25 +282,25 @@ def test_rows_that_have_ended_leave_unless_shapes_are_compiled(small_target):
 def test_the_memory_of_ended_answers_helps_the_prompts_that_follow(small_target):
     """Of equal prompts, the second is drafted from the answer of the first, though a third one runs all the time."""
     text = random_tokens(5, 8, small_target.vocab_size)
-    other = random_tokens(6, 9, small_target.vocab_size)
+    other_prompt = random_tokens(6, 9, small_target.vocab_size)
     proposer = Suffix(small_target, num=6, factor=2.0, offset=4, least=0.1, memory=500)
     batch = greedy(small_target, proposer).batch()
-    first, second, third = Request(text, 20), Request(text, 20), Request(other, 200)
+    first, second, third = Request(text, 20), Request(text, 20), Request(other_prompt, 200)
     batch.admit([first, third])
     for request in (first, second):
         if request is second:
             batch.admit([second])
-        while request.left:
-            batch.step()
-    assert third.left and second.tokens == first.tokens
+        while request.tokens_left:
+            batch.run_round()
+    assert third.tokens_left and second.tokens == first.tokens
     assert len(second.generation.accepted[0]) < len(first.generation.accepted[0])
     fresh = greedy(small_target, Suffix(small_target, num=6, factor=2.0, offset=4, least=0.1, memory=500))
-    assert fresh.generate([other], len(third.tokens)).tokens[0] == third.tokens
+    assert fresh.generate([other_prompt], len(third.tokens)).tokens[0] == third.tokens
 
 
 def test_times_are_shared_by_the_rows_that_ran(small_target):
     decoder, prompts = greedy(small_target, None), [[1, 2, 3]] * 3
-    answers = [answer for _, answer in decoder.answers(prompts, 12, rows=2)]
+    answers = [answer for _, answer in decoder.answers(prompts, 12, batch_size=2)]
     assert all(answer.seconds == pytest.approx(sum(answer.stages.values())) for answer in answers)
     assert all(answer.prefill_seconds > 0 and len(answer.accepted[0]) == 11 for answer in answers)
 
@@ -306,9 +308,9 @@ def test_times_are_shared_by_the_rows_that_ran(small_target):
 def test_bad_input_is_refused(small_target):
     decoder = greedy(small_target, None)
     with pytest.raises(ValueError, match="rows=0 must be at least 1"):
-        list(decoder.answers([[1]], 4, rows=0))
+        list(decoder.answers([[1]], 4, batch_size=0))
     with pytest.raises(ValueError, match="every prompt at least one token"):
-        list(decoder.answers([[1], []], 4, rows=2))
+        list(decoder.answers([[1], []], 4, batch_size=2))
 
 
 @pytest.mark.parametrize("name", ["none", "suffix", "eagle3", "draft", "medusa", "auto"])
@@ -318,21 +320,21 @@ def test_prompts_read_in_pieces_are_answered_as_read_whole(small_target, name):
     make = made.get(name) or (lambda: HeadProposer(make_drafter(small_target, name), chain_of(2)))
     prompts, distributions = prompts_of(small_target), [Sampling(), Sampling(1.0)]
 
-    def answer(most: int | None) -> list:
+    def answer(max_tokens: int | None) -> list:
         batch = greedy(small_target, make(), STOP).batch()
         requests = [Request(prompt, 16, seeded(n), distributions[n % 2]) for n, prompt in enumerate(prompts)]
         batch.admit(requests[:2])
         for joining in (requests[2:6], requests[6:]):
             prefill, pieces = batch.prefill(joining), 0
-            while not prefill.done:
-                batch.read(prefill, most)
+            while not prefill.complete:
+                batch.read(prefill, max_tokens)
                 pieces += 1
-                if batch.running and most:
-                    batch.step()
-            assert pieces == (1 if most is None else max(prefill.counts))
+                if batch.running and max_tokens:
+                    batch.run_round()
+            assert pieces == (1 if max_tokens is None else max(prefill.counts))
             batch.admit(joining, prefill)
         while batch.running:
-            batch.step()
+            batch.run_round()
         return [(request.tokens, request.generation.accepted) for request in requests]
 
     whole, pieces = answer(None), answer(4)  # of four prompts: a token of each
@@ -348,4 +350,4 @@ def test_prompts_whose_pieces_would_be_read_otherwise_are_read_whole(small_targe
         monkeypatch.setattr(small_target, name, value)
         prefill = batch.prefill([Request([1, 2, 3, 4], 4)])
         batch.read(prefill, 2)
-        assert prefill.done == (value is not None) and prefill.divisible == (value is None)
+        assert prefill.complete == (value is not None) and prefill.divisible == (value is None)

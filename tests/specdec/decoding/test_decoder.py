@@ -116,12 +116,12 @@ def test_accepted_paths_through_scattered_nodes(target, answers):
     pick = lambda num: int(torch.randint(num, (), generator=generator))
     paths = set()
 
-    def drafts(text, place):
-        parents, tokens, path = [-1], [text[place]], [0]
+    def drafts(text, position):
+        parents, tokens, path = [-1], [text[position]], [0]
         for node in range(1, 10):
             parent, token = pick(node), target.vocab_size - node
-            if parent == path[-1] and place + len(path) < len(text) and pick(3):
-                token = text[place + len(path)]
+            if parent == path[-1] and position + len(path) < len(text) and pick(3):
+                token = text[position + len(path)]
                 path.append(node)
             parents.append(parent)
             tokens.append(token)
@@ -271,4 +271,4 @@ def test_an_answer_that_no_token_can_follow_is_refused_by_name(target, monkeypat
         decoder.generate([[1, 2, 3]], 8)
     passes.clear()
     with pytest.raises(ValueError, match=rf"^No token can follow the answer's first {when}: "):
-        list(decoder.answers([[1, 2, 3]], 8, rows=2))
+        list(decoder.answers([[1, 2, 3]], 8, batch_size=2))

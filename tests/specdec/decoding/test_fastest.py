@@ -20,24 +20,24 @@ def timed(monkeypatch, tmp_path):
 
     class Timer:
         def __init__(self, verifier, sampling, rows, *, linear):
-            self.way = verifier.runner.compile, verifier.runner.cuda_graphs
-            tried.append(self.way)
+            self.mode = verifier.runner.compile, verifier.runner.cuda_graphs
+            tried.append(self.mode)
 
         def seconds(self, num):
-            if isinstance(seconds[self.way], Exception):
-                raise seconds[self.way]
-            return seconds[self.way]
+            if isinstance(seconds[self.mode], Exception):
+                raise seconds[self.mode]
+            return seconds[self.mode]
 
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
     monkeypatch.setattr(costs, "PassTimer", Timer)
-    monkeypatch.setattr(fastest, "_measures", lambda device: True)
-    monkeypatch.setattr(fastest.fast, "on", lambda *_: True)
-    monkeypatch.setattr(fastest, "_known", {})
+    monkeypatch.setattr(fastest, "_can_measure", lambda device: True)
+    monkeypatch.setattr(fastest.fast, "allows", lambda *_: True)
+    monkeypatch.setattr(fastest, "_modes_by_file", {})
     return tried, seconds
 
 
 @pytest.mark.parametrize(
-    "asked, changed, wanted",
+    "requested, changed, expected",
     [
         ((None, None), {}, BOTH),
         ((None, False), {}, COMPILED),
@@ -45,27 +45,29 @@ def timed(monkeypatch, tmp_path):
         ((None, None), {BOTH: 0.59}, GRAPHS),  # within what measurements vary
         ((None, None), {BOTH: ValueError("no compiler"), COMPILED: ValueError("no compiler")}, GRAPHS),
         ((None, True), {BOTH: 0.7}, GRAPHS),
-        ((None, None), {way: RuntimeError("out of memory") for way in fastest.WAYS}, NEITHER),
+        ((None, None), {mode: RuntimeError("out of memory") for mode in fastest.RUN_MODES}, NEITHER),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Passes are not tried")
-def test_the_fastest_way_is_taken_and_kept(small_target, timed, asked, changed, wanted, tmp_path):
+def test_the_fastest_way_is_taken_and_kept(small_target, timed, requested, changed, expected, tmp_path):
     tried, seconds = timed
     seconds.update(changed)
     for _ in range(2):
-        runner = Runner(asked[0], cuda_graphs=asked[1])
-        fastest.settle(runner, small_target)
-        assert (runner.compile, runner.cuda_graphs) == wanted and not runner.undecided
-        assert tried == [way for way in fastest.WAYS if all(wish in (None, own) for wish, own in zip(asked, way))]
-        fastest._known.clear()  # as in another process, which finds the file
+        runner = Runner(requested[0], cuda_graphs=requested[1])
+        fastest.choose_run_mode(runner, small_target)
+        assert (runner.compile, runner.cuda_graphs) == expected and not runner.undecided
+        assert tried == [
+            mode for mode in fastest.RUN_MODES if all(wish in (None, setting) for wish, setting in zip(requested, mode))
+        ]
+        fastest._modes_by_file.clear()  # as in another process, which finds the file
     (file,) = tmp_path.glob("*.way.json")
-    assert json.loads(file.read_text())["compile"] == wanted[0]
+    assert json.loads(file.read_text())["compile"] == expected[0]
 
 
 def test_what_was_said_is_not_measured(small_target, timed):
-    for way in fastest.WAYS:
+    for way in fastest.RUN_MODES:
         runner = Runner(way[0], cuda_graphs=way[1])
-        fastest.settle(runner, small_target)
+        fastest.choose_run_mode(runner, small_target)
         assert (runner.compile, runner.cuda_graphs) == way
     assert not timed[0]
 
@@ -87,6 +89,6 @@ def test_a_head_follows_its_target(small_target, timed):
 
 def test_passes_are_timed_here(small_target):
     """The real timer, in the ways that a CPU has."""
-    assert fastest._time(small_target, NEITHER) > 0
+    assert fastest._time_mode(small_target, NEITHER) > 0
     with pytest.warns(UserWarning, match="CUDA"):
-        assert fastest._time(small_target, GRAPHS) is None
+        assert fastest._time_mode(small_target, GRAPHS) is None

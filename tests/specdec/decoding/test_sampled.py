@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from specdec.core.tree import Tree, TreeShape, root
+from specdec.core.tree import Tree, TreeShape, make_root
 from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
 from tests.enumeration import SAMPLINGS, answer_statistic, decoder_error, sampled_target, without_temperature
@@ -110,7 +110,7 @@ def test_wrong_drafting_is_detected(rule, monkeypatch):
     decoder = wrong("all", shape=TREE, children="distinct", wrong=as_if_independent)
     assert max(decoder_error(decoder, number, monkeypatch=monkeypatch) for number in (1, 2, 3)) > 1e-3
     assert decoder_error(wrong(wrong=anticipating), 1, alone=True, monkeypatch=monkeypatch) > 1e-3
-    assert decoder_error(wrong(wrong=lambda tree: root(tree.tokens[:, 0])), 1, monkeypatch=monkeypatch) < 1e-12
+    assert decoder_error(wrong(wrong=lambda tree: make_root(tree.tokens[:, 0])), 1, monkeypatch=monkeypatch) < 1e-12
 
 
 def test_a_penalty_that_ignores_the_answer_is_detected(monkeypatch):
@@ -118,7 +118,8 @@ def test_a_penalty_that_ignores_the_answer_is_detected(monkeypatch):
     decoder = decoder_of("penalty")
     assert decoder_error(decoder, 2, seed=1, monkeypatch=monkeypatch) < 1e-12
     monkeypatch.setattr(
-        "specdec.target.verifier.seen", lambda tree, committed: committed[:, None].expand(-1, tree.tokens.shape[1], -1)
+        "specdec.target.verifier.mark_seen",
+        lambda tree, committed: committed[:, None].expand(-1, tree.tokens.shape[1], -1),
     )
     assert decoder_error(decoder_of("penalty"), 1, monkeypatch=monkeypatch) > 1e-3
 

@@ -6,8 +6,8 @@ from specdec import checkpoint
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
-from specdec.measuring.measure import top2_gap
-from specdec.proposers.auto import Auto
+from specdec.measuring.measure import compute_top2_gap
+from specdec.proposers.auto import AutoProposer
 from specdec.target.model import Target, load_tokenizer
 from specdec.text import conversations as data
 from tests.loops import transformers_answer
@@ -41,12 +41,12 @@ def expected(target, prompts):
 def test_plain_chain_tree_and_auto_answer_as_generate(target, prompts, expected, head):
     drafter = checkpoint.load(checkpoint.resolve(ROOT / "checkpoints" / "shipped" / head), target)
     proposers = {"plain": None, "chain": Drafting(4).proposer(drafter), "tree": Drafting(4, 3, 10).proposer(drafter)}
-    proposers["auto"] = Auto.usual(target, proposers["chain"])
+    proposers["auto"] = AutoProposer.make_default(target, proposers["chain"])
     for name, proposer in proposers.items():
         decoder = Decoder(target, proposer, sampling=Sampling(), stop=set())
-        found = dict(decoder.answers(prompts, NUM_NEW, rows=ROWS))
+        found = dict(decoder.answers(prompts, NUM_NEW, batch_size=ROWS))
         gaps = [
-            top2_gap(target, prompt, answer, found[number].tokens[0], Sampling())
+            compute_top2_gap(target, prompt, answer, found[number].tokens[0], Sampling())
             for number, (prompt, answer) in enumerate(zip(prompts, expected))
         ]
         assert all(gap is None or gap < 1e-3 for gap in gaps), f"{name}: {gaps}"

@@ -23,9 +23,9 @@ def client_of(request):
     """client_of(server, ..., setting=...): a client that is closed at the end; its sentences are in `.said`"""
 
     def make(*servers: SmallServer, **settings) -> EngineClient:
-        said: list[str] = []
-        client = EngineClient(",".join(server.url for server in servers), say=said.append, **settings)
-        client.said = said
+        sentences: list[str] = []
+        client = EngineClient(",".join(server.url for server in servers), say=sentences.append, **settings)
+        client.said = sentences
         request.addfinalizer(client.close)
         return client
 
@@ -36,13 +36,13 @@ def echo(path: str, body: dict | None):
     return 200, {"said": body, "data": [{"id": "model"}]}
 
 
-def said(answer: dict):
+def answer_text(answer: dict):
     return answer["said"]["number"]
 
 
 def ask(client: EngineClient, num: int) -> None:
     """Sends `num` requests at once, and checks that each gets its own answer."""
-    futures = [client.submit(PATH, {"number": number}, said) for number in range(num)]
+    futures = [client.submit(PATH, {"number": number}, answer_text) for number in range(num)]
     assert [future.result() for future in futures] == list(range(num))
 
 
@@ -66,7 +66,7 @@ def test_answers_come_back_for_their_requests_and_what_is_in_flight_is_bounded(c
     with SmallServer(slow) as server:
         client = client_of(server, in_flight=3)
         ask(client, 30)
-        assert server.most == 3 and client.describe_models() == [[{"id": "model"}]] and not client.said
+        assert server.most_running == 3 and client.describe_models() == [[{"id": "model"}]] and not client.said
 
 
 def test_several_servers_are_used_in_turn_and_one_takes_over(client_of):
@@ -87,15 +87,15 @@ def test_a_server_that_nobody_started_is_named_with_what_to_do(client_of):
     with pytest.raises(ValueError, match=rf"answers at {server.url} .*launch_engine\.py"):
         client.describe_models()
     with pytest.raises(ValueError, match=r"No server has answered for 0 minutes .*launch_engine\.py"):
-        client.post(PATH, {}, said)
+        client.post(PATH, {}, answer_text)
 
 
 def test_a_server_that_dies_and_comes_back_loses_nothing(client_of):
     server = SmallServer(in_turn(echo, None, None, echo))
     with server:
         client = client_of(server, in_flight=1)
-        assert client.post(PATH, {"number": 1}, said) == 1
-    future = client.submit(PATH, {"number": 2}, said)
+        assert client.post(PATH, {"number": 1}, answer_text) == 1
+    future = client.submit(PATH, {"number": 2}, answer_text)
     while not client.said:
         time.sleep(0.005)
     with server:  # at the same port; it cuts two connections before it answers
@@ -105,7 +105,7 @@ def test_a_server_that_dies_and_comes_back_loses_nothing(client_of):
 
 
 @pytest.mark.parametrize(
-    ("reply", "what"),
+    ("reply", "message"),
     [
         ((500, {"error": {"message": "out of memory"}}), "status 500, out of memory"),
         ((429, "slow down"), "status 429, slow down"),
@@ -114,16 +114,16 @@ def test_a_server_that_dies_and_comes_back_loses_nothing(client_of):
         ((200, {"said": {"number": -1}}), "below 0"),
     ],
 )
-def test_bad_answers_are_asked_for_again_some_times(client_of, reply, what):
+def test_bad_answers_are_asked_for_again_some_times(client_of, reply, message):
     def read(answer: dict) -> int:
         if answer["said"]["number"] < 0:
             raise BadAnswer("below 0")
-        return said(answer)
+        return answer_text(answer)
 
     with SmallServer(in_turn(*[reply] * (engine_client.TRIES - 1), echo)) as server:
         assert client_of(server).post(PATH, {"number": 7}, read) == 7
     with SmallServer(in_turn(reply)) as server:
-        with pytest.raises(ValueError, match=f"gave 5 bad answers in a row. The last one: {what}"):
+        with pytest.raises(ValueError, match=f"gave 5 bad answers in a row. The last one: {message}"):
             client_of(server).post(PATH, {"number": 7}, read)
         assert len(server.requests) == engine_client.TRIES
 
@@ -132,7 +132,7 @@ def test_a_refusal_is_not_asked_for_again_and_what_is_no_list_of_models_is_refus
     for status in (400, 404, 422):
         with SmallServer(in_turn((status, {"message": "too long"}))) as server:
             with pytest.raises(Refused, match=f"refuses the request with status {status}: too long"):
-                client_of(server).post(PATH, {}, said)
+                client_of(server).post(PATH, {}, answer_text)
             assert len(server.requests) == 1
     for document in ({}, {"data": []}, {"data": ["model"]}, "text"):
         with SmallServer(in_turn((200, document))) as server, pytest.raises(ValueError, match="No server with OpenAI"):
@@ -150,7 +150,7 @@ def test_closing_ends_requests_that_wait(client_of):
     with SmallServer(hang, protocol="HTTP/1.1") as server:
         client = client_of(server, in_flight=2)
         assert client.describe_models()  # its connection is used again
-        futures = [client.submit(PATH, {"number": n}, said) for n in range(5)]
+        futures = [client.submit(PATH, {"number": n}, answer_text) for n in range(5)]
         while server.running < 2:
             time.sleep(0.005)
         began = time.monotonic()
@@ -168,7 +168,7 @@ def test_urls():
             EngineClient(urls)
     with SmallServer(echo) as server:
         client = EngineClient(f" {server.url}/v1/ ")
-        assert client.post(PATH, {"number": 3}, said) == 3 and server.paths() == [PATH]
+        assert client.post(PATH, {"number": 3}, answer_text) == 3 and server.paths() == [PATH]
         client.close()
 
 
@@ -210,8 +210,15 @@ def test_other_servers_are_asked_through_it_and_errors_say_so(environment):
         ) as refused:
             client.describe_models()
         with pytest.raises(Refused, match=r"/v1/completions \(through the proxy of HTTP_PROXY.*status 403: blocked"):
-            client.post(PATH, {"number": 3}, said)
-        assert client.post(PATH, {"number": 4}, said) == 4 and proxy.requests and "password" not in str(refused.value)
+            client.post(PATH, {"number": 3}, answer_text)
+        assert (
+            client.post(PATH, {"number": 4}, answer_text) == 4
+            and proxy.requests
+            and "password" not in str(refused.value)
+        )
         client.close()
         environment.setenv("NO_PROXY", "engine.example")
-        assert loopback.through("http://engine.example:8000") == "" and loopback.through("https://other.example") == ""
+        assert (
+            loopback.describe_proxy("http://engine.example:8000") == ""
+            and loopback.describe_proxy("https://other.example") == ""
+        )

@@ -34,8 +34,8 @@ def engine(folder, tmp_path):
         yield engine
 
 
-def settings(engine: TinyEngine, *more: str) -> tuple[str, ...]:
-    return "features.mode=engine", f"features.engine={engine.url}", *more
+def settings(engine: TinyEngine, *flags: str) -> tuple[str, ...]:
+    return "features.mode=engine", f"features.engine={engine.url}", *flags
 
 
 @pytest.fixture
@@ -56,8 +56,8 @@ def test_losses_and_tau_are_those_of_the_target_in_this_process(fit, engine, hea
 
 
 def test_llama_cpp_is_refused_and_so_is_another_form_of_the_target(engine, ends, folder, tmp_path):
-    def connect(**about) -> EngineTarget:
-        models = [{"id": "target", **about}]
+    def connect(**settings) -> EngineTarget:
+        models = [{"id": "target", **settings}]
         reply = lambda path, body: (200, {"data": models}) if body is None else engine._reply(path, body)
         with SmallServer(reply) as server, contextlib.closing(EngineClient(server.url)) as client:
             return EngineTarget(client, ends, (4,))
@@ -86,9 +86,9 @@ def test_a_folder_is_filled_once(fit, engine, tmp_path):
 def test_an_engine_that_dies_twice_loses_nothing(fit, engine, folder):
     fit("whole", *settings(engine))
 
-    def die(number: int, made: dict) -> None:
+    def die(number: int, reply: dict) -> None:
         if number in stops:
-            made["answer"] = None  # the connection ends
+            reply["answer"] = None  # the connection ends
             threading.Thread(target=restart).start()
 
     def restart() -> None:
@@ -103,10 +103,10 @@ def test_an_engine_that_dies_twice_loses_nothing(fit, engine, folder):
     assert losses_of("died") == losses_of("whole")
 
 
-def answer(monkeypatch, engine: TinyEngine, folder: Path, *more: str) -> None:
+def answer(monkeypatch, engine: TinyEngine, folder: Path, *arguments: str) -> None:
     """scripts/answer.py with the prompts of the tiny target's data."""
     given = [f"prompts={folder}/train.jsonl", "out=answers.jsonl", f"target.name={folder}/target", "target.dtype=float32",
-             "max_new_tokens=12", "decode.temperature=0", f"engine={engine.url}", *more]  # fmt: skip
+             "max_new_tokens=12", "decode.temperature=0", f"engine={engine.url}", *arguments]  # fmt: skip
     monkeypatch.setattr("sys.argv", ["answer.py", *given])
     answer_script.main()
 
@@ -121,16 +121,16 @@ def test_answers_alone_leave_no_files_behind(engine, folder, tmp_path, monkeypat
 # What is wrong with an answer, and what is said
 
 
-def cut(made):
-    made["tensors"] = {name: value[:-1] for name, value in made["tensors"].items()}
+def cut(reply):
+    reply["tensors"] = {name: value[:-1] for name, value in reply["tensors"].items()}
 
 
-def change(function, **about):
+def change(function, **settings):
     """A fault of the hidden states [t, layers, D]: what `function` makes of them. about: the metadata"""
 
-    def fault(made):
-        made["tensors"]["hidden_states"] = function(made["tensors"]["hidden_states"])
-        made["about"] = about or made["about"]
+    def fault(reply):
+        reply["tensors"]["hidden_states"] = function(reply["tensors"]["hidden_states"])
+        reply["about"] = settings or reply["about"]
 
     return fault
 
@@ -142,7 +142,7 @@ def fill_token(number, value):
 FAULTS = {
     "cut": (cut, "prefix caching must be off"),
     "other model": (change(torch.randn_like), "serves another model than .* or other layers"),
-    "no file": (lambda made: made.update(tensors=None), "cannot be read .* The engine's log says why"),
+    "no file": (lambda reply: reply.update(tensors=None), "cannot be read .* The engine's log says why"),
     "not finite": (change(fill_token(0, float("nan"))), "not finite, or all zero"),
     "zero": (change(fill_token(1, 0)), "not finite, or all zero"),
     "fewer layers": (
@@ -155,10 +155,10 @@ FAULTS = {
     ),
     "narrow": (change(lambda states: states[..., 1:]), "it serves another model"),
     "no states": (
-        lambda made: made["answer"].pop("kv_transfer_params"),
+        lambda reply: reply["answer"].pop("kv_transfer_params"),
         r"gives no hidden states\. Start it again with python scripts/launch_engine.py",
     ),
-    "no ids": (lambda made: made["answer"]["choices"][0].pop("token_ids"), "does not return token ids"),
+    "no ids": (lambda reply: reply["answer"]["choices"][0].pop("token_ids"), "does not return token ids"),
 }
 TEXT = torch.tensor([5, 6, 7])
 
@@ -174,20 +174,20 @@ def source(engine, ends, monkeypatch):
 def test_a_server_that_is_not_right_is_refused_with_a_reason(engine, source, name):
     fault, what = FAULTS[name]
     good = source(2, 4, 5)
-    engine.spoil = lambda number, made: fault(made)
+    engine.spoil = lambda number, reply: fault(reply)
     with pytest.raises(ValueError, match=what):
         source(2, 4, 5)
     if name not in ("cut", "no file", "not finite", "zero"):
         return
     num = len(engine.completions)  # such an answer is asked for again
-    engine.spoil = lambda number, made: fault(made) if number == num else None
+    engine.spoil = lambda number, reply: fault(reply) if number == num else None
     states = good.submit(TEXT, (2, 8)).result()
     assert [tuple(state.shape) for state in states] == [(3, good.target.width)] * 2
     assert len(engine.completions) == num + 2
 
 
 @pytest.mark.parametrize(
-    ("options", "what"),
+    ("options", "message"),
     [
         (("features.engine=null",), r"features.mode=engine needs the URL of a server"),
         (("features.engine=localhost:8000",), "is not the URL of a server"),
@@ -198,8 +198,8 @@ def test_a_server_that_is_not_right_is_refused_with_a_reason(engine, source, nam
         (("decode=tree",), "judged by replay, which needs a chain"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(fit, engine, options, what):
-    with pytest.raises(ValueError, match=what):
+def test_options_that_do_not_fit_are_refused(fit, engine, options, message):
+    with pytest.raises(ValueError, match=message):
         fit("refused", *settings(engine), *options)
 
 
@@ -249,10 +249,10 @@ def connector(monkeypatch):
 @pytest.mark.parametrize("gpu", [False, True])
 def test_an_engine_with_more_layers_than_the_head_reads_serves_it(engine, source, connector, monkeypatch, gpu):
     """On a GPU vLLM's own writer runs."""
-    wanted = source(2, 4).submit(TEXT, (2, 8)).result()
+    expected = source(2, 4).submit(TEXT, (2, 8)).result()
 
-    def write(number, made):
-        tensors, path = made["tensors"], made["answer"]["kv_transfer_params"]["hidden_states_path"]
+    def write(number, reply):
+        tensors, path = reply["tensors"], reply["answer"]["kv_transfer_params"]["hidden_states_path"]
         connector._kv_cache = tensors["hidden_states"].contiguous()
         lock = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -262,8 +262,8 @@ def test_an_engine_with_more_layers_than_the_head_reads_serves_it(engine, source
             pending = SimpleNamespace(req_id="one", filename=path, token_ids=tensors["token_ids"], block_ids=[0, 1, 2])
             connector._submit_async_write(pending)
         assert not connector._lock_fds
-        made["tensors"] = None  # it is written
+        reply["tensors"] = None  # it is written
 
     engine.spoil = write
     found = source(2, 4).submit(TEXT, (2, 8)).result()
-    assert all(torch.equal(*pair) for pair in zip(wanted, found, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))

@@ -196,13 +196,13 @@ def test_a_mask_for_sglang_has_a_row_that_nothing_else_reads(monkeypatch):
 
 def test_engines_that_were_not_run_get_lines_where_nothing_speaks_against_it(target):
     """TensorRT-LLM: a chain of 3, hidden states by number of output, and no line where it would draft otherwise."""
-    settings, others = {}, {"norm_before_residual": True}
+    settings, other_arguments = {}, {"norm_before_residual": True}
     cases = (
         ("eagle3", {}),
         ("eagle3", {"target_layers": [1, 4, 6]}),
         ("dflash", {"mask_token": 7}),
         ("dflash", {}),
-        ("eagle3", others),
+        ("eagle3", other_arguments),
     )
     for head, arguments in cases:
         form = make_form(make_exact(target, head, arguments=arguments), "vllm")
@@ -222,7 +222,7 @@ def granite() -> Target:
     config = AutoConfig.for_model("granite", vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=8,
                                   num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=[1, 2],
                                   pad_token_id=None, logits_scaling=4.0, embedding_multiplier=2.0)  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.IMPLEMENTATION)
     return Target(model.double(), name="tiny")
 
 
@@ -316,7 +316,7 @@ def test_block_drafters_number_outputs_and_put_their_mask_at_an_end_token(end):
 def test_the_card_states_provenance_figures_and_commands(target, tmp_path, form):
     drafter = make_exact(target, "eagle3", True)
     engine_form, out = make_form(drafter, form), tmp_path / "out"
-    given = {"served": SERVED, "data": "answers.jsonl", "license": "apache-2.0", "num_drafts": 2}
+    given = {"served_figures": SERVED, "training_data": "answers.jsonl", "license": "apache-2.0", "num_drafts": 2}
     provenance = make_provenance(drafter, report=Report.from_json(REPORT), **given)
     write_export(engine_form, out, dtype=torch.float32, provenance=provenance)
     card = (out / "README.md").read_text()
@@ -328,7 +328,7 @@ def test_the_card_states_provenance_figures_and_commands(target, tmp_path, form)
     assert lines and all(f"{engine}:\n\n```\n{line}\n```" in card for engine, line in lines.items())
     assert not any(mark in card for mark in ("<target>", "<out>", "<num>", "<num+1>"))
     assert not any(mark in line for mark in ("<target>", "<out>", "<num>", "<num+1>") for line in lines.values())
-    assert engine_form.settings_for("DIR", 2).get("model", "DIR") == "DIR"
+    assert engine_form.engine_settings("DIR", 2).get("model", "DIR") == "DIR"
 
 
 def test_the_card_states_missing_measurements_and_differences(target):
@@ -340,9 +340,9 @@ def test_the_card_states_missing_measurements_and_differences(target):
 
 
 def test_the_number_of_drafts_is_one_that_the_head_has(target):
-    assert make_form(make_exact(target, "medusa"), "vllm").num_drafts(9) == 4
+    assert make_form(make_exact(target, "medusa"), "vllm").limit_drafts(9) == 4
     drafter = make_exact(target, "dflash")
-    assert {make_form(drafter, name).num_drafts(1) for name in ("vllm", "speculators", "gguf")} == {drafter.depth}
+    assert {make_form(drafter, name).limit_drafts(1) for name in ("vllm", "speculators", "gguf")} == {drafter.depth}
 
 
 @pytest.mark.parametrize("num", [2, 5])
@@ -355,8 +355,8 @@ def test_generate_of_transformers_drafts_as_many_tokens_as_the_launch_line_says(
     line = form.launch_lines(target=target.name, out=str(tmp_path / "out"), num=num)["transformers"]
     drafted, draft = [], AssistedCandidateGenerator.get_candidates
 
-    def note(self, input_ids, *more, **others):
-        found = draft(self, input_ids, *more, **others)
+    def note(self, input_ids, *arguments, **options):
+        found = draft(self, input_ids, *arguments, **options)
         drafted.append(found[0].shape[1] - input_ids.shape[1])
         return found
 

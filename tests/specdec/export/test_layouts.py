@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from specdec.export.layout import draft_from_all
+from specdec.export.layout import drop_draft_vocab
 from specdec.measuring.model_card import write_export
 from tests import reference
 from tests.exports import (
@@ -113,7 +113,7 @@ def test_engines_draw_the_same_drafts_and_import_gives_the_head_back(
     drafter, out = make_exact(target, head, reduced, arguments), tmp_path / "out"
     exported = export(drafter, form, out)
     assert not (exported.whole_vocabulary and not reduced)
-    served = draft_from_all(drafter) if exported.whole_vocabulary else drafter
+    served = drop_draft_vocab(drafter) if exported.whole_vocabulary else drafter
     assert_same_drafts(out, reader, served)
     if head not in ("dspark", "dflash2") or arguments.get("dependence", {}).get(
         "table"
@@ -148,7 +148,7 @@ def test_a_failure_while_writing_leaves_nothing(target, tmp_path):
         raise OSError("no space left on device")
 
     form = make_form(drafter, "vllm")
-    form = dataclasses.replace(form, layout=dataclasses.replace(form.layout, more=full))
+    form = dataclasses.replace(form, layout=dataclasses.replace(form.layout, write_companions=full))
     with pytest.raises(ValueError, match="Free some disk space"):
         write_export(form, tmp_path / "out", dtype=torch.float32, provenance=make_provenance(drafter))
     assert list(tmp_path.iterdir()) == []

@@ -40,7 +40,10 @@ MODERN = {key: value for key, value in SIZES.items() if "rope" not in key and "d
 
 def layer(prefix: str, *, reads: int = D, width: int = D, qk: bool = False, input_norm: bool = True) -> dict:
     """Shapes of a decoder layer."""
-    shapes = {f"self_attn.{part}_proj": (n * SIZE, reads) for part, n in (("q", HEADS), ("k", GROUPS), ("v", GROUPS))}
+    shapes = {
+        f"self_attn.{projection}_proj": (n * SIZE, reads)
+        for projection, n in (("q", HEADS), ("k", GROUPS), ("v", GROUPS))
+    }
     shapes |= {
         "self_attn.o_proj": (width, HEADS * SIZE),
         "mlp.down_proj": (width, F),
@@ -52,8 +55,8 @@ def layer(prefix: str, *, reads: int = D, width: int = D, qk: bool = False, inpu
     return {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
 
 
-def eagle3(prefix: str, *, width: int = D, output: int = V, **more) -> dict:
-    shapes = layer(prefix, reads=2 * width, width=width, **more) | {f"{prefix}hidden_norm.weight": (width,)}
+def eagle3(prefix: str, *, width: int = D, output: int = V, **sizes) -> dict:
+    shapes = layer(prefix, reads=2 * width, width=width, **sizes) | {f"{prefix}hidden_norm.weight": (width,)}
     return shapes | {"fc.weight": (width, 3 * D), "norm.weight": (width,), "lm_head.weight": (output, width)}
 
 
@@ -260,7 +263,7 @@ def publish(folder: Path, target, name: str) -> Path:
     torch.manual_seed(2)
     config, shapes, borrowed, reader = PUBLISHED[name]
     vocab = torch.randperm(V)[:W].sort().values
-    own = {
+    target_tensors = {
         "embed_tokens.weight": target.embed.weight,
         "d2t": vocab - torch.arange(W),
         "t2d": torch.zeros(V, dtype=torch.bool).index_fill_(0, vocab, True),
@@ -269,10 +272,10 @@ def publish(folder: Path, target, name: str) -> Path:
     tensors = {}
     for key, shape in shapes.items():
         if key in MAPS or key == "token_map":
-            tensors[key] = own[key]
+            tensors[key] = target_tensors[key]
         elif key in borrowed:
             rows = target.lm_head.weight if shape[0] == V else target.lm_head.weight[vocab]
-            tensors[key] = own.get(key, rows).detach().to(torch.bfloat16)
+            tensors[key] = target_tensors.get(key, rows).detach().to(torch.bfloat16)
         else:
             noise = torch.randn(shape)
             value = noise / shape[1] ** 0.5 if len(shape) == 2 else 1 + 0.3 * noise  # of norms, biases and kernels
@@ -304,7 +307,7 @@ def test_heads_of_other_projects(rounded, tmp_path, name):
     reader = PUBLISHED[name][-1]
     drafter = bring_in(folder, rounded)
     about = checkpoint.read_document(folder)
-    assert checkpoint.drafter_class(about["_target_"]) is type(drafter)
+    assert checkpoint.load_head_class(about["_target_"]) is type(drafter)
     assert about["target"] == ("org/target" if name.startswith("Speculators") or "reference" in name else None)
     assert_same_drafts(folder, reader, drafter.double())
     assert_given_back(folder, rounded, tmp_path)
@@ -351,12 +354,12 @@ FOREIGN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fields", "tensors", "what"), FOREIGN)
-def test_heads_that_do_not_exist_here_are_named(rounded, tmp_path, fields, tensors, what):
+@pytest.mark.parametrize(("fields", "tensors", "kind"), FOREIGN)
+def test_heads_that_do_not_exist_here_are_named(rounded, tmp_path, fields, tensors, kind):
     folder = publish(tmp_path / "published", rounded, "z-lab DFlash")
     rewrite(folder, **fields, tensors=tensors)
-    refuse(folder, rounded, f"published: it is {what}.*, which cannot be imported")
-    with pytest.raises(ValueError, match=f"it is {what}"):
+    refuse(folder, rounded, f"published: it is {kind}.*, which cannot be imported")
+    with pytest.raises(ValueError, match=f"it is {kind}"):
         checkpoint.read_document(folder)
 
 
@@ -413,7 +416,7 @@ def test_a_trained_head_is_read_again_from_its_layout(rounded, tmp_path, name):
         if key == "embedding" and hasattr(
             drafter, "mask_embedding"
         ):  # one of its rows holds the mask, which was trained
-            value = block_drafter.with_mask(value, drafter.mask_embedding, drafter.published["config"])
+            value = block_drafter.replace_mask_row(value, drafter.mask_embedding, drafter.published["config"])
         assert torch.equal(back.state_dict()[key].to(torch.bfloat16), value.to(torch.bfloat16)), key
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads(
         (folder / "config.json").read_text()
@@ -426,7 +429,7 @@ def test_a_trained_head_is_read_again_from_its_layout(rounded, tmp_path, name):
 def test_another_draft_vocabulary_is_written(rounded, tmp_path, name):
     folder = publish(tmp_path / "published", rounded, name)
     for vocab in (torch.arange(1, V, 2), None):
-        drafter, spec = checkpoint.start(folder, rounded, {}, lambda before, vocab=vocab: vocab)
+        drafter, spec = checkpoint.load_for_training(folder, rounded, {}, lambda before, vocab=vocab: vocab)
         drafter.published = spec["published"]
         form = make_form(drafter, "published")
         write_export(form, tmp_path / "out", dtype=torch.bfloat16, provenance=make_provenance(drafter))

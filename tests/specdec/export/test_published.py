@@ -264,13 +264,13 @@ WINDOWS = [  # as vLLM's loader takes them
 ]
 
 
-@pytest.mark.parametrize(("changes", "nested", "wanted"), WINDOWS)
-def test_windows_of_published_block_drafters(target, tmp_path, changes, nested, wanted):
+@pytest.mark.parametrize(("changes", "nested", "expected"), WINDOWS)
+def test_windows_of_published_block_drafters(target, tmp_path, changes, nested, expected):
     exported = export(make_exact(target, "dflash"), "vllm", tmp_path / "out")
     nested = {**exported.layout.config["dflash_config"], "causal": None, **nested}
     rewrite(tmp_path / "out", **{"is_causal": None, **changes}, dflash_config=nested)
     drafter = bring_in(tmp_path / "out", target)
-    assert (drafter.windows, drafter.window_causal) == wanted
+    assert (drafter.windows, drafter.window_causal) == expected
 
 
 def test_dspark_whose_markov_head_is_no_table_becomes_one_with_a_table(target, tmp_path):

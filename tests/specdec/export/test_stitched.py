@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from scripts import export as export_script
 from specdec import checkpoint
 from specdec.core.untrusted import read_tensors
-from specdec.export.stitched import stitched, write_stitched
-from specdec.heads.native import NativeMTP, read_native
+from specdec.export.stitched import make_stitched_layout, write_stitched
+from specdec.heads.native import NativeMTP, read_native_modules
 from specdec.target.model import Target
 from tests import native
 from tests.native import save_native
@@ -28,7 +28,7 @@ def tune(drafter: NativeMTP) -> NativeMTP:
         for parameter in drafter.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    return drafter.decodable()
+    return drafter.frozen_copy()
 
 
 def remove_modules(folder: Path, name: str) -> None:
@@ -40,8 +40,8 @@ def remove_modules(folder: Path, name: str) -> None:
     edit(folder, **{native.COUNTS.get(name, "num_nextn_predict_layers"): 0})
 
 
-def same(one: dict, two: dict) -> bool:
-    return one.keys() == two.keys() and all(torch.equal(value, two[name]) for name, value in one.items())
+def tensors_equal(first: dict, second: dict) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 @pytest.mark.parametrize("name", native.NAMES)
@@ -54,7 +54,7 @@ def test_only_the_tensors_of_the_module_change(tmp_path, name):
     write_stitched(drafter, target, out)
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before
     assert {path.name for path in out.iterdir()} == before.keys()
-    files = {file for key, file in native.shards_of(source).items() if key in drafter.published["tensors"]}
+    files = {file for key, file in native.list_shards(source).items() if key in drafter.published["tensors"]}
     assert len(files) < len(list(source.glob("*.safetensors")))
     for file, content in before.items():
         assert ((out / file).read_bytes() != content) == (file in files)
@@ -65,7 +65,7 @@ def test_only_the_tensors_of_the_module_change(tmp_path, name):
         assert changed <= drafter.published["tensors"].keys() and list(old) == list(new)
     again = Target.load(str(out), dtype="float32")
     assert again.fingerprint() == target.fingerprint()
-    assert same(read_native(str(out), again)[1], drafter.state_dict())
+    assert tensors_equal(read_native_modules(str(out), again)[1], drafter.state_dict())
 
 
 @pytest.mark.parametrize("name", native.NAMES)
@@ -86,10 +86,10 @@ def test_a_target_without_a_module_gets_one(tmp_path, name, sharded):
     write_stitched(drafter, target, out)
     again = Target.load(str(out), dtype="float32")
     assert again.fingerprint() == target.fingerprint()
-    assert same(read_native(str(out), again)[1], drafter.state_dict())
+    assert tensors_equal(read_native_modules(str(out), again)[1], drafter.state_dict())
     field = native.COUNTS.get(name, "num_nextn_predict_layers")
     assert json.loads((out / "config.json").read_text())[field] == 1
-    assert native.shards_of(out).keys() == native.shards_of(base).keys()  # the names that the family has
+    assert native.list_shards(out).keys() == native.list_shards(base).keys()  # the names that the family has
 
 
 def test_the_layers_of_a_quantised_target_are_told_from_the_module(tmp_path):
@@ -97,7 +97,7 @@ def test_the_layers_of_a_quantised_target_are_told_from_the_module(tmp_path):
     save_native(tmp_path / "model", "qwen3_5_text")
     remove_modules(tmp_path / "model", "qwen3_5_text")
     target = Target.load(str(tmp_path / "model"), dtype="float32")
-    drafter = NativeMTP(target, source=str(tmp_path / "base")).decodable()
+    drafter = NativeMTP(target, source=str(tmp_path / "base")).frozen_copy()
     about = {"quant_method": "compressed-tensors", "ignore": ["lm_head"]}
     edit(tmp_path / "model", quantization_config=about)
     write_stitched(drafter, target, tmp_path / "out")
@@ -113,7 +113,7 @@ def test_the_layers_of_a_quantised_target_are_told_from_the_module(tmp_path):
 def test_modules_that_cannot_be_put_back_are_refused(tmp_path):
     save_native(tmp_path / "model", "deepseek_v3")
     target = Target.load(str(tmp_path / "model"), dtype="float32")
-    drafter = NativeMTP(target).decodable()
+    drafter = NativeMTP(target).frozen_copy()
     tensors = read_tensors(tmp_path / "model" / "model.safetensors")
     name = "model.layers.4.self_attn.o_proj.weight"
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)
@@ -122,7 +122,7 @@ def test_modules_that_cannot_be_put_back_are_refused(tmp_path):
         write_stitched(drafter, target, tmp_path / "out")
     few = NativeMTP(target, source=None, vocab=torch.arange(9))
     with pytest.raises(ValueError, match=r"head.vocab_size=null"):
-        stitched(few)
+        make_stitched_layout(few)
 
 
 def test_the_command_writes_a_model_and_how_to_serve_it(tmp_path, capsys):
@@ -140,6 +140,6 @@ def test_the_command_writes_a_model_and_how_to_serve_it(tmp_path, capsys):
     assert "--speculative-algorithm NEXTN" in printed
     assert (tmp_path / "out" / "README.md").read_text() == "its own"
     assert "NativeMTP" in (tmp_path / "out" / "MTP.md").read_text()
-    assert same(read_native(str(tmp_path / "out"), target)[1], drafter.state_dict())
+    assert tensors_equal(read_native_modules(str(tmp_path / "out"), target)[1], drafter.state_dict())
     with pytest.raises(ValueError, match=r"format=vllm takes .*, and not NativeMTP"):
         export_script.main([arguments[0], arguments[1], "format=vllm", f"out={tmp_path}/other"])

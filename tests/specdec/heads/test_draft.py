@@ -55,7 +55,7 @@ def test_a_draft_with_all_layers_equals_the_target(target):
 def test_layers_of_another_family_are_copied():
     torch.manual_seed(0)
     config = Qwen3Config(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-                         num_key_value_heads=2, head_dim=8, attn_implementation=attention.NAME)  # fmt: skip
+                         num_key_value_heads=2, head_dim=8, attn_implementation=attention.IMPLEMENTATION)  # fmt: skip
     target = Target(Qwen3ForCausalLM(config), name="tiny")
     draft = Draft(target, copy_layers=[0, 1, 2, -1]).eval()
     assert torch.equal(text_logits(draft, text()), target.logits(target.read(text(), ()).final))
@@ -114,7 +114,7 @@ def test_adapters_alone_are_trained_and_merge(saved_target, tmp_path):
         assert torch.equal(text_logits(draft.eval(), text()), plain)  # fresh adapters change nothing
         logits = text_logits(disturb(draft).eval(), text())
         assert not torch.allclose(logits, plain, atol=1e-2)
-        frozen = draft.decodable()
+        frozen = draft.frozen_copy()
         torch.testing.assert_close(text_logits(frozen, text()), logits, atol=1e-4, rtol=1e-4)
         assert not any("lora" in name or "base_layer" in name for name in frozen.state_dict())
         assert torch.equal(text_logits(draft, text()), logits)  # the draft in training is unchanged
@@ -141,16 +141,16 @@ def draft(request, saved_target, tmp_path):
 
 
 def test_a_checkpoint_needs_no_other_folder(draft, saved_target, tmp_path):
-    checkpoint.save(tmp_path / "head", draft.decodable(), {**SPEC, "model": "small", "lora": {"r": 2}})
+    checkpoint.save(tmp_path / "head", draft.frozen_copy(), {**SPEC, "model": "small", "lora": {"r": 2}})
     shutil.rmtree(tmp_path / "small", ignore_errors=True)
     loaded = checkpoint.load(tmp_path / "head", saved_target)
-    assert torch.equal(text_logits(loaded, text()), text_logits(draft.decodable(), text()))
-    assert loaded.num_parameters() == sum(p.numel() for p in draft.decodable().parameters())
+    assert torch.equal(text_logits(loaded, text()), text_logits(draft.frozen_copy(), text()))
+    assert loaded.num_parameters() == sum(p.numel() for p in draft.frozen_copy().parameters())
 
 
 def test_export_is_an_ordinary_folder_that_generate_takes(draft, saved_target, tmp_path):
     before = saved_target.fingerprint()
-    checkpoint.save(tmp_path / "head", draft.decodable(), SPEC)
+    checkpoint.save(tmp_path / "head", draft.frozen_copy(), SPEC)
     loaded = checkpoint.load(tmp_path / "head", saved_target)
     form = export(loaded, "transformers", tmp_path / "out", dtype=torch.float32)
     assert saved_target.fingerprint() == before and form.whole_vocabulary

@@ -20,7 +20,7 @@ from tests.support import VARIANTS, chain_of, load_head, paired, random_tokens
 LENGTH = 13
 
 
-def depth_of(drafter) -> int:
+def find_depth(drafter) -> int:
     return min(5, drafter.depth or 5)
 
 
@@ -41,19 +41,21 @@ def unroll_row(drafter, tokens, features, *, goals=None, documents=None, positio
         torch.zeros(1, num, dtype=torch.long) if documents is None else documents[None],
         torch.arange(num)[None] if positions is None else positions[None],
         torch.ones(1, num, dtype=torch.bool) if goals is None else goals[None],
-        depth=depth_of(drafter),
-        keep=keep,
+        depth=find_depth(drafter),
+        keep_share=keep,
     )
     return unroll(drafter, tokens[None], features[None], steps)
 
 
-def at_goals(unrolled, values, d: int, goals: list[int], *, row: int = 0):
+def select_goals(unrolled, values, d: int, goals: list[int], *, row: int = 0):
     """Values of step d [M, .] and whether they exist [M], for goals of a row; the first value where one does not exist."""
-    step, listed = unrolled.plan.steps[d - 1], unrolled.plan.goals.tolist()
-    numbers = [listed.index([row, goal]) if [row, goal] in listed else -1 for goal in goals]
+    step, goal_list = unrolled.plan.steps[d - 1], unrolled.plan.goals.tolist()
+    numbers = [goal_list.index([row, goal]) if [row, goal] in goal_list else -1 for goal in goals]
     exists = [number in step.goals for number in numbers]
-    places = [int(step.places[step.goals == number]) if found else 0 for number, found in zip(numbers, exists)]
-    return values[d - 1].flatten(0, 1)[places], torch.tensor(exists)
+    indices = [
+        int(step.slot_indices[step.goals == number]) if present else 0 for number, present in zip(numbers, exists)
+    ]
+    return values[d - 1].flatten(0, 1)[indices], torch.tensor(exists)
 
 
 SLOTS = [(1, ()), (2, (1,)), (4, ()), (7, (4, 6)), (6, (2, 3))]  # (slot, newest slots of earlier rounds)
@@ -62,15 +64,15 @@ SLOTS = [(1, ()), (2, (1,)), (4, ()), (7, (4, 6)), (6, (2, 3))]  # (slot, newest
 @pytest.mark.parametrize("slot", [slot for slot, _ in SLOTS])
 def test_unroll_against_the_slot_rule(any_drafter, text, slot):
     """The training loop against `follow`, an independent loop; the next test checks the decoding loop."""
-    depth = depth_of(any_drafter)
+    depth = find_depth(any_drafter)
     unrolled = unroll_row(any_drafter, *text)
     states, logits = follow(any_drafter, *text, slot, depth)
     for d in range(1, depth + 1):
-        readout, exists = at_goals(unrolled, unrolled.readouts, d, [slot + d])
-        state, _ = at_goals(unrolled, unrolled.states, d, [slot + d])
+        readout, exists = select_goals(unrolled, unrolled.readouts, d, [slot + d])
+        state, _ = select_goals(unrolled, unrolled.states, d, [slot + d])
         assert exists.all()
         torch.testing.assert_close(any_drafter.logits(d, readout)[0], logits[d - 1], atol=1e-10, rtol=0)
-        if any_drafter.attends != "block":
+        if any_drafter.context_kind != "block":
             torch.testing.assert_close(state[0], states[d - 1], atol=1e-10, rtol=0)
 
 
@@ -78,37 +80,37 @@ def test_another_draft_vocabulary_changes_no_other_logit(any_drafter, text, requ
     """Tokens that stay have the logits of before, with a smaller, another and the whole vocabulary."""
     head, _, arguments = request.node.callspec.params["any_drafter"]
     spec = {**load_head(head)["drafter"], **arguments, **any_drafter.arguments()}
-    every = torch.arange(any_drafter.target.vocab_size)
-    before = every if any_drafter.draft_to_target is None else any_drafter.draft_to_target
-    vocab = torch.cat([before[::2], every[~torch.isin(every, before)][::3]]).sort().values
-    changed = checkpoint.with_vocab(any_drafter, spec, vocab).eval()
+    all_tokens = torch.arange(any_drafter.target.vocab_size)
+    before = all_tokens if any_drafter.draft_to_target is None else any_drafter.draft_to_target
+    vocab = torch.cat([before[::2], all_tokens[~torch.isin(all_tokens, before)][::3]]).sort().values
+    changed = checkpoint.replace_vocab(any_drafter, spec, vocab).eval()
     assert torch.equal(changed.draft_to_target, vocab) and changed.vocab_size == len(vocab)
     rows = torch.isin(vocab, before)
-    kept = torch.searchsorted(before, vocab[rows])
-    states, logits = follow(any_drafter, *text, LENGTH // 2, depth_of(any_drafter))
-    same, others = follow(changed, *text, LENGTH // 2, depth_of(any_drafter))
+    old_rows = torch.searchsorted(before, vocab[rows])
+    states, logits = follow(any_drafter, *text, LENGTH // 2, find_depth(any_drafter))
+    new_states, new_logits = follow(changed, *text, LENGTH // 2, find_depth(any_drafter))
     if any_drafter.has_candidates:  # which of them there are depends on the vocabulary, and their logits do not
         width = any_drafter.target.width * any_drafter.depth
-        assert all(torch.equal(old[:width], new[:width]) for old, new in zip(states, same, strict=True))
+        assert all(torch.equal(old[:width], new[:width]) for old, new in zip(states, new_states, strict=True))
         return
-    for old, new in zip(states, same, strict=True):
+    for old, new in zip(states, new_states, strict=True):
         assert torch.equal(old, new)
-    for old, new in zip(logits, others, strict=True):
-        torch.testing.assert_close(new[rows], old[kept], atol=1e-10, rtol=0)
-    whole = checkpoint.with_vocab(changed, spec, None)
+    for old, new in zip(logits, new_logits, strict=True):
+        torch.testing.assert_close(new[rows], old[old_rows], atol=1e-10, rtol=0)
+    whole = checkpoint.replace_vocab(changed, spec, None)
     assert whole.draft_to_target is None
-    for old, new in zip(others, follow(whole.eval(), *text, LENGTH // 2, depth_of(any_drafter))[1], strict=True):
+    for old, new in zip(new_logits, follow(whole.eval(), *text, LENGTH // 2, find_depth(any_drafter))[1], strict=True):
         torch.testing.assert_close(new[vocab[rows]], old[rows], atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("slot, parts", SLOTS)
-def test_decoding_against_the_slot_rule_and_the_unroll(any_drafter, text, slot, parts):
+@pytest.mark.parametrize("slot, earlier_slots", SLOTS)
+def test_decoding_against_the_slot_rule_and_the_unroll(any_drafter, text, slot, earlier_slots):
     """Compares the distributions of sampled drafts, after earlier rounds with other drafts."""
-    depth, temperature, generator = depth_of(any_drafter), 0.6, torch.Generator().manual_seed(0)
+    depth, temperature, generator = find_depth(any_drafter), 0.6, torch.Generator().manual_seed(0)
     tokens, features = text
     proposer, first = HeadProposer(any_drafter, chain_of(depth)), 0
     proposer.begin(tokens[None], torch.tensor([LENGTH]))
-    for last in (*parts, slot):
+    for last in (*earlier_slots, slot):
         num = last - first
         proposer.commit(tokens[None, first + 1 : last + 1], features[None, first:last], torch.tensor([num]), [num])
         tree = proposer.propose(Sampling(temperature), generator)
@@ -117,7 +119,7 @@ def test_decoding_against_the_slot_rule_and_the_unroll(any_drafter, text, slot, 
     unrolled = unroll_row(any_drafter, path, features[: len(path)])
     _, logits = follow(any_drafter, path, features, slot, depth)
     for d in range(1, depth + 1):
-        readout, _ = at_goals(unrolled, unrolled.readouts, d, [slot + d])
+        readout, _ = select_goals(unrolled, unrolled.readouts, d, [slot + d])
         for logits_of_step in (logits[d - 1], any_drafter.logits(d, readout)[0]):
             distribution = torch.zeros(any_drafter.target.vocab_size, dtype=torch.float64)
             distribution[any_drafter.to_target(torch.arange(any_drafter.vocab_size))] = (
@@ -131,7 +133,7 @@ def test_drafts_are_the_best_of_each_step(any_drafter, text, shape):
     """The children of a node are the most likely tokens of the step along its own path, the most likely first."""
     slot = 6
     tokens, features = text[0][: slot + 1], text[1][:slot]
-    shape = dataclasses.replace(shape, depth=min(shape.depth, depth_of(any_drafter)))
+    shape = dataclasses.replace(shape, depth=min(shape.depth, find_depth(any_drafter)))
     proposer = HeadProposer(any_drafter, shape)
     proposer.begin(tokens[None, :slot], torch.tensor([slot]))
     proposer.commit(tokens[None, 1:], features[None], torch.tensor([slot]), [slot])
@@ -145,7 +147,7 @@ def test_drafts_are_the_best_of_each_step(any_drafter, text, shape):
             _, logits = follow(any_drafter, path, features, slot, len(path) - slot)
             best = logits[-1].topk(len(children)).indices
             assert any_drafter.to_target(best).tolist() == children
-    if shape.chain or any_drafter.attends != "block":  # whose 30 best paths of all may be shorter
+    if shape.chain or any_drafter.context_kind != "block":  # whose 30 best paths of all may be shorter
         assert max(map(len, paths)) == slot + 1 + shape.depth
 
 
@@ -153,52 +155,54 @@ def test_drafts_are_the_best_of_each_step(any_drafter, text, shape):
 def test_packed_documents_equal_separate_documents(any_drafter, text, sizes):
     """Documents in one row with padding give the same readouts as each document alone."""
     tokens, _ = text
-    parts = tokens.split([*sizes, LENGTH - sum(sizes)])[: len(sizes)]
-    features = [any_drafter.target.read(part[None], any_drafter.target_layers).features[0] for part in parts]
+    texts = tokens.split([*sizes, LENGTH - sum(sizes)])[: len(sizes)]
+    features = [any_drafter.target.read(text_[None], any_drafter.target_layers).features[0] for text_ in texts]
     padding = 4
     packed = unroll_row(
         any_drafter,
-        torch.cat([*parts, torch.zeros(padding, dtype=torch.long)]),
+        torch.cat([*texts, torch.zeros(padding, dtype=torch.long)]),
         torch.cat([*features, torch.randn(padding, features[0].shape[1]).double()]),
         documents=torch.tensor([document for document, num in enumerate(sizes) for _ in range(num)] + [-1] * padding),
         positions=torch.cat([*map(torch.arange, sizes), torch.zeros(padding, dtype=torch.long)]),
-        goals=torch.tensor([place > 0 for num in sizes for place in range(num)] + [False] * padding),
+        goals=torch.tensor([position > 0 for num in sizes for position in range(num)] + [False] * padding),
     )
     start = 0
-    for part, feature in zip(parts, features):
-        alone = unroll_row(any_drafter, part, feature) if len(part) > 1 else None
-        for d, goal in itertools.product(range(1, depth_of(any_drafter) + 1), range(1, len(part))):
-            readout, exists = at_goals(packed, packed.readouts, d, [start + goal])
+    for document, feature in zip(texts, features):
+        alone = unroll_row(any_drafter, document, feature) if len(document) > 1 else None
+        for d, goal in itertools.product(range(1, find_depth(any_drafter) + 1), range(1, len(document))):
+            readout, exists = select_goals(packed, packed.readouts, d, [start + goal])
             assert exists[0] == (goal - d >= any_drafter.first_slot), (
                 f"step {d}, token {goal} of the document that starts at {start}"
             )
             if exists[0]:
-                expected, _ = at_goals(alone, alone.readouts, d, [goal])
+                expected, _ = select_goals(alone, alone.readouts, d, [goal])
                 torch.testing.assert_close(readout, expected, atol=1e-10, rtol=0)
-        start += len(part)
+        start += len(document)
 
 
-@paired("any_drafter, some", VARIANTS, [[1], [12], [6, 7], [2, 5, 11]])
-def test_sparse_goals_give_the_readouts_of_all_goals(any_drafter, text, some, monkeypatch):
+@paired("any_drafter, goals", VARIANTS, [[1], [12], [6, 7], [2, 5, 11]])
+def test_sparse_goals_give_the_readouts_of_all_goals(any_drafter, text, goals, monkeypatch):
     """Later steps run on few slots, with the same readouts there as if they run on all slots."""
-    monkeypatch.setattr(unroll_plan, "ROUND_SLOTS", 1)
-    sparse = unroll_row(any_drafter, *text, goals=torch.isin(torch.arange(LENGTH), torch.tensor(some)))
+    monkeypatch.setattr(unroll_plan, "SLOT_MULTIPLE", 1)
+    sparse = unroll_row(any_drafter, *text, goals=torch.isin(torch.arange(LENGTH), torch.tensor(goals)))
     full = unroll_row(any_drafter, *text)
-    for d in range(1, depth_of(any_drafter) + 1):
-        skips_slots = {"path": d > 1, "none": d > 1, "block": True, "depth": False, "text": False}[any_drafter.attends]
-        most = len(some) * depth_of(any_drafter) if skips_slots else LENGTH
-        assert sparse.readouts[d - 1].shape[1] <= min(most, LENGTH - any_drafter.first_slot)
-        readouts, exists = at_goals(sparse, sparse.readouts, d, some)
-        expected, expected_exists = at_goals(full, full.readouts, d, some)
+    for d in range(1, find_depth(any_drafter) + 1):
+        skips_slots = {"path": d > 1, "none": d > 1, "block": True, "depth": False, "text": False}[
+            any_drafter.context_kind
+        ]
+        max_slots = len(goals) * find_depth(any_drafter) if skips_slots else LENGTH
+        assert sparse.readouts[d - 1].shape[1] <= min(max_slots, LENGTH - any_drafter.first_slot)
+        readouts, exists = select_goals(sparse, sparse.readouts, d, goals)
+        expected, expected_exists = select_goals(full, full.readouts, d, goals)
         assert torch.equal(exists, expected_exists)
         torch.testing.assert_close(readouts[exists], expected[exists], atol=1e-10, rtol=0)
 
 
 def test_fewer_slots_from_step_to_step_give_the_readouts_of_all_slots(any_drafter, text, monkeypatch):
     """Each step runs on a part of the slots of the step before, with the same readouts there."""
-    monkeypatch.setattr(unroll_plan, "ROUND_SLOTS", 1)
-    depth, tokens, features = depth_of(any_drafter), *text
-    if any_drafter.attends not in ("path", "none"):
+    monkeypatch.setattr(unroll_plan, "SLOT_MULTIPLE", 1)
+    depth, tokens, features = find_depth(any_drafter), *text
+    if any_drafter.context_kind not in ("path", "none"):
         return
     full, goals = unroll_row(any_drafter, tokens, features), list(range(LENGTH))
     torch.manual_seed(0)
@@ -206,18 +210,18 @@ def test_fewer_slots_from_step_to_step_give_the_readouts_of_all_slots(any_drafte
     nums = [len(step.goals) for step in thinned.plan.steps]
     assert nums[0] == len(full.plan.steps[0].goals) and nums == sorted(nums, reverse=True) and nums[1] < nums[0]
     for d in range(1, depth + 1):
-        readouts, exists = at_goals(thinned, thinned.readouts, d, goals)
-        expected, _ = at_goals(full, full.readouts, d, goals)
+        readouts, exists = select_goals(thinned, thinned.readouts, d, goals)
+        expected, _ = select_goals(full, full.readouts, d, goals)
         torch.testing.assert_close(readouts[exists], expected[exists], atol=1e-10, rtol=0)
         step = thinned.plan.steps[d - 1]
-        assert step.share == pytest.approx(len(step.goals) / len(full.plan.steps[d - 1].goals))
+        assert step.slot_share == pytest.approx(len(step.goals) / len(full.plan.steps[d - 1].goals))
 
 
 def readouts_by_slot(drafter, tokens, features) -> dict[tuple[int, int], torch.Tensor]:
     """{(d, slot): readout} for all slots whose step d has a goal."""
     unrolled = unroll_row(drafter, tokens, features)
-    pairs = [(d, slot) for d in range(1, depth_of(drafter) + 1) for slot in range(1, LENGTH - d)]
-    return {(d, slot): at_goals(unrolled, unrolled.readouts, d, [slot + d])[0] for d, slot in pairs}
+    pairs = [(d, slot) for d in range(1, find_depth(drafter) + 1) for slot in range(1, LENGTH - d)]
+    return {(d, slot): select_goals(unrolled, unrolled.readouts, d, [slot + d])[0] for d, slot in pairs}
 
 
 # The tokens that step d of slot j reads, and the features that it reads
@@ -253,20 +257,20 @@ def test_a_step_depends_on_the_inputs_of_its_family(any_drafter, text):
         reads_feature = lambda d, j: range(max(0, j - any_drafter.window), j)
     tokens, features = text
     base = readouts_by_slot(any_drafter, tokens, features)
-    for place in range(LENGTH):
-        others = tokens.clone()
-        others[place] = (others[place] + 1) % any_drafter.target.vocab_size
-        by_token = readouts_by_slot(any_drafter, others, features)
-        moved = features.clone()
-        moved[place] += torch.linspace(-1, 1, moved.shape[1], dtype=moved.dtype)
-        by_feature = readouts_by_slot(any_drafter, tokens, moved)
+    for position in range(LENGTH):
+        changed_tokens = tokens.clone()
+        changed_tokens[position] = (changed_tokens[position] + 1) % any_drafter.target.vocab_size
+        token_readouts = readouts_by_slot(any_drafter, changed_tokens, features)
+        changed_features = features.clone()
+        changed_features[position] += torch.linspace(-1, 1, changed_features.shape[1], dtype=changed_features.dtype)
+        feature_readouts = readouts_by_slot(any_drafter, tokens, changed_features)
         for (d, slot), readout in base.items():
-            changed = not torch.equal(by_token[d, slot], readout)
-            if candidates_only and place > slot and not changed:
+            changed = not torch.equal(token_readouts[d, slot], readout)
+            if candidates_only and position > slot and not changed:
                 continue
-            assert changed == (place in reads_token(d, slot)), f"token {place}, step {d} of slot {slot}"
-            changed = not torch.equal(by_feature[d, slot], readout)
-            assert changed == (place in reads_feature(d, slot)), f"feature {place}, step {d} of slot {slot}"
+            assert changed == (position in reads_token(d, slot)), f"token {position}, step {d} of slot {slot}"
+            changed = not torch.equal(feature_readouts[d, slot], readout)
+            assert changed == (position in reads_feature(d, slot)), f"feature {position}, step {d} of slot {slot}"
 
 
 @pytest.mark.parametrize("num_rows, num_tokens", [(2, 3), (5, 1), (5, 3), (5, 20)])
@@ -279,7 +283,7 @@ def test_attention_of_the_target_against_softmax(num_rows, num_tokens):
     mask = torch.rand(num_rows, 1, num_tokens, num_keys) < 0.5
     mask[..., 0] = True
     layer = types.SimpleNamespace(num_key_value_groups=heads // kv_heads, is_causal=True, training=False)
-    attended, _ = attention.attention(layer, query, key, value, mask, scaling=0.3)
+    attended, _ = attention.compute_attention(layer, query, key, value, mask, scaling=0.3)
     key, value = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (key, value))
     weights = (query @ key.transpose(2, 3) * 0.3).masked_fill(~mask, float("-inf")).softmax(-1)
     torch.testing.assert_close(attended, (weights @ value).transpose(1, 2), atol=1e-12, rtol=0)
@@ -288,7 +292,7 @@ def test_attention_of_the_target_against_softmax(num_rows, num_tokens):
 @paired("any_drafter, accepted", VARIANTS, [[0, 0], [2, 2], [4, 4], [0, 4], [3, 1]])
 def test_the_cache_after_a_round_holds_the_committed_slots(any_drafter, accepted):
     """The cache's lengths count the committed slots, and refused drafts do not influence the next drafts."""
-    target, layers, depth = any_drafter.target, any_drafter.target_layers, min(4, depth_of(any_drafter))
+    target, layers, depth = any_drafter.target, any_drafter.target_layers, min(4, find_depth(any_drafter))
     texts = torch.tensor([random_tokens(row, 16, target.vocab_size) for row in range(2)])  # [B, T]
     features = target.read(texts, layers).features
     prompts = torch.tensor([6, 3])
@@ -314,9 +318,9 @@ def test_the_cache_after_a_round_holds_the_committed_slots(any_drafter, accepted
 
 def test_casting_leaves_rotary_frequencies_exact(drafter):
     """In bfloat16 their error would confuse position 200 with another position."""
-    cast = drafter.decodable().to(torch.bfloat16)
+    cast = drafter.frozen_copy().to(torch.bfloat16)
     frequencies = {name: buffer for name, buffer in cast.named_buffers() if name.endswith("inv_freq")}
     assert all(parameter.dtype == torch.bfloat16 for parameter in cast.parameters())
     for name, buffer in frequencies.items():
         assert buffer.dtype == torch.float32 and torch.equal(buffer, drafter.get_buffer(name))
-    assert bool(frequencies) == (drafter.attends != "none")
+    assert bool(frequencies) == (drafter.context_kind != "none")

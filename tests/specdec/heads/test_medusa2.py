@@ -11,7 +11,7 @@ from specdec.decoding.decoder import Decoder
 from specdec.heads.eagle import Eagle
 from specdec.heads.medusa import Medusa2
 from specdec.proposers.heads import HeadProposer
-from specdec.target.adapter import original
+from specdec.target.adapter import disable_adapter
 from specdec.text.conversations import Row
 from tests.loops import follow
 from tests.support import chain_of, load_head, make_target, random_tokens
@@ -40,7 +40,7 @@ def test_the_adapter_changes_the_target_and_not_its_fingerprint():
     drafter, before = make()
     target, tokens = drafter.target, torch.tensor([ROW.tokens])
     assert (target.read(tokens, ()).final - before).abs().max() > 0.1
-    with original(target):
+    with disable_adapter(target):
         assert torch.equal(target.read(tokens, ()).final, before)
     assert target.fingerprint() == make_target(6).fingerprint()
 
@@ -53,7 +53,7 @@ def test_drafting_does_not_change_the_answers_of_the_adapted_target(shape):
         Decoder(drafter.target, proposer, sampling=Sampling(0.0), stop=set()).generate(prompts, 24)
         for proposer in (None, HeadProposer(drafter, shape))
     )
-    with original(drafter.target):
+    with disable_adapter(drafter.target):
         unadapted = Decoder(drafter.target, None, sampling=Sampling(0.0), stop=set()).generate(prompts, 24)
     assert drafted.tokens == plain.tokens != unadapted.tokens
     assert sum(map(sum, drafted.accepted)) > 0
@@ -88,7 +88,7 @@ def test_the_adapter_is_saved_with_the_head(tmp_path):
     drafter, _ = make()
     prompt = [random_tokens(5, 6, 6)]
     expected = Decoder(drafter.target, None, sampling=Sampling(0.0), stop=set()).generate(prompt, 20).tokens
-    checkpoint.save(tmp_path / "step", drafter.decodable(), CONFIG["drafter"])
+    checkpoint.save(tmp_path / "step", drafter.frozen_copy(), CONFIG["drafter"])
     fresh = make_target(6)
     assert Decoder(fresh, None, sampling=Sampling(0.0), stop=set()).generate(prompt, 20).tokens != expected
     loaded = checkpoint.load(tmp_path / "step", fresh)

@@ -10,7 +10,7 @@ from transformers.modeling_layers import MtpModel
 
 from specdec import checkpoint
 from specdec.core.untrusted import read_tensors
-from specdec.heads.native import NativeMTP, read_native
+from specdec.heads.native import NativeMTP, read_native_modules
 from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target
 from specdec.unroll.plan import plan_unroll, unroll
@@ -22,16 +22,16 @@ from tests.support import chain_of, greedy, random_tokens
 LENGTH = 20
 
 
-def load(folder, **more):
+def load(folder, **arguments):
     """The target in float32, and its own module."""
     target = Target.load(str(folder), dtype="float32")
-    spec, tensors = read_native(str(folder), target)
-    drafter = checkpoint.build({**spec, **more}, tensors, target).eval()
+    spec, tensors = read_native_modules(str(folder), target)
+    drafter = checkpoint.build({**spec, **arguments}, tensors, target).eval()
     assert isinstance(drafter, NativeMTP)
     return target, drafter
 
 
-def unrolled(drafter: NativeMTP, tokens: torch.Tensor, features: torch.Tensor, depth: int):
+def run_unroll(drafter: NativeMTP, tokens: torch.Tensor, features: torch.Tensor, depth: int):
     positions = torch.arange(LENGTH)[None]
     plan = plan_unroll(drafter, torch.zeros_like(positions), positions, positions > depth, depth=depth)
     with torch.no_grad():
@@ -40,19 +40,19 @@ def unrolled(drafter: NativeMTP, tokens: torch.Tensor, features: torch.Tensor, d
 
 @pytest.mark.parametrize("name", native.NAMES)
 def test_a_module_computes_what_the_classes_of_transformers_compute(tmp_path, name):
-    model, parts = save_native(tmp_path, name)
+    model, weights = save_native(tmp_path, name)
     target, drafter = load(tmp_path)
     tokens = torch.tensor([random_tokens(1, LENGTH, 64)])
     output = target.read(tokens, drafter.target_layers)
-    found = unrolled(drafter, tokens, output.features, 1)
+    result = run_unroll(drafter, tokens, output.features, 1)
     embedding = target.embed(tokens[:, 1:]).clone()
     assert drafter.zero_first == (native.NAMES[name] is not native.QWEN)
     if drafter.zero_first:
         embedding[:, 0] = 0
     with torch.no_grad():
-        raw, normed = native.run_reference(name, model, parts, embedding, output.final[:, :-1])
-    torch.testing.assert_close(found.readouts[0], normed, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found.states[0], normed if drafter.recycle_norm else raw, rtol=1e-4, atol=1e-5)
+        raw, normed = native.run_reference(name, model, weights, embedding, output.final[:, :-1])
+    torch.testing.assert_close(result.readouts[0], normed, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(result.states[0], normed if drafter.recycle_norm else raw, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", native.NAMES)
@@ -62,10 +62,10 @@ def test_replay_is_decoding_at_every_depth(tmp_path, name):
     prompt = random_tokens(2, 9, 64)
     plain = greedy(target, None).generate([prompt], 24).tokens[0]
     for depth in (1, 2, 4):
-        found = greedy(target, HeadProposer(drafter, chain_of(depth))).generate([prompt], 24)
-        assert found.tokens[0] == plain
+        decoded = greedy(target, HeadProposer(drafter, chain_of(depth))).generate([prompt], 24)
+        assert decoded.tokens[0] == plain
         replayed = tau(acceptance(drafter, prompt, plain, depth=depth, temperature=0))
-        assert replayed == pytest.approx((len(plain) - 1) / len(found.accepted[0]))
+        assert replayed == pytest.approx((len(plain) - 1) / len(decoded.accepted[0]))
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
@@ -76,17 +76,17 @@ def test_the_first_draft_is_that_of_transformers_own_mtp(tmp_path, name):
     model._keys_to_ignore_on_load_unexpected = [
         r"model\.layers\.4.*"
     ]  # its own patterns are for models of the published depth
-    other = MtpModel.from_pretrained(model)
+    reference = MtpModel.from_pretrained(model)
     target, drafter = load(tmp_path, zero_first=False)
     tokens = torch.tensor([random_tokens(3, LENGTH, 64)])
     output = target.read(tokens, drafter.target_layers)
-    layer, rotary = other.layers[0], other.rotary_emb
+    layer, rotary = reference.layers[0], reference.rotary_emb
     embedding, positions = target.embed(tokens[:, 1:]), torch.arange(LENGTH - 1)[None]
     mask = torch.ones(LENGTH - 1, LENGTH - 1, dtype=torch.bool).tril()[None, None]
     with torch.no_grad():
-        wanted = layer(embedding, output.final[:, :-1], rotary(embedding, positions), mask, positions, None)
-    found = unrolled(drafter, tokens, output.features, 1).readouts[0]
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        expected = layer(embedding, output.final[:, :-1], rotary(embedding, positions), mask, positions, None)
+    readouts = run_unroll(drafter, tokens, output.features, 1).readouts[0]
+    torch.testing.assert_close(readouts, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_low_rank_changes_train_and_become_plain_weights(tmp_path):
@@ -97,7 +97,7 @@ def test_low_rank_changes_train_and_become_plain_weights(tmp_path):
     assert not any(value.requires_grad for name, value in whole.named_parameters() if name.endswith("mlp.gate.weight"))
     tokens = torch.tensor([random_tokens(4, LENGTH, 64)])
     features = target.read(tokens, drafter.target_layers).features
-    plain = {name: value.clone() for name, value in drafter.decodable().state_dict().items()}
+    plain = {name: value.clone() for name, value in drafter.frozen_copy().state_dict().items()}
     assert plain.keys() == whole.state_dict().keys() and all(
         map(torch.equal, plain.values(), whole.state_dict().values())
     )
@@ -107,9 +107,9 @@ def test_low_rank_changes_train_and_become_plain_weights(tmp_path):
         plan = plan_unroll(drafter, torch.zeros_like(positions), positions, positions > 2, depth=2)
         drafter.logits(2, unroll(drafter, tokens, features, plan).readouts[1]).logsumexp(-1).sum().backward()
         optimizer.step()
-    trained = drafter.decodable()
+    trained = drafter.frozen_copy()
     torch.testing.assert_close(
-        unrolled(trained, tokens, features, 2).readouts[1], unrolled(drafter, tokens, features, 2).readouts[1]
+        run_unroll(trained, tokens, features, 2).readouts[1], run_unroll(drafter, tokens, features, 2).readouts[1]
     )
     changed = {name for name, value in trained.state_dict().items() if not torch.equal(value, plain[name])}
     assert changed == {name for name in plain if name.endswith(("proj.weight", "join.weight", "expert_gate.weight"))}
@@ -117,7 +117,7 @@ def test_low_rank_changes_train_and_become_plain_weights(tmp_path):
     checkpoint.save(folder, trained, {"_target_": "specdec.heads.native.NativeMTP", "source": "target", "lora_rank": 2})
     document = json.loads((folder / "drafter.json").read_text())
     assert (document["source"], document["lora_rank"], document["published"]["layout"]) == (None, None, "native")
-    again, _ = checkpoint.start(folder, target, {"lora_rank": 3, "zero_first": True})
+    again, _ = checkpoint.load_for_training(folder, target, {"lora_rank": 3, "zero_first": True})
     assert again.zero_first and again.lora_rank == 3 and again.num_parameters() > drafter.num_parameters()
 
 
@@ -133,7 +133,7 @@ def test_a_module_of_another_model_of_the_family_fits(tmp_path):
 def test_routing_biases_are_not_rounded(tmp_path):
     save_native(tmp_path, "deepseek_v3")
     target = Target.load(str(tmp_path), dtype="bfloat16")
-    spec, tensors = read_native(str(tmp_path), target)
+    spec, tensors = read_native_modules(str(tmp_path), target)
     state = checkpoint.build(spec, tensors, target).state_dict()
     kinds = {name.rpartition(".")[2]: value.dtype for name, value in state.items()}
     assert kinds["e_score_correction_bias"] == torch.float32 and kinds["gate_up_proj"] == torch.bfloat16
@@ -174,7 +174,7 @@ def test_models_without_a_fitting_module_are_refused(tmp_path, kind):
     change, sentence = DAMAGES[kind]
     damage(tmp_path, change)
     with pytest.raises(ValueError, match=sentence):
-        read_native(str(tmp_path), target)
+        read_native_modules(str(tmp_path), target)
 
 
 def test_targets_of_other_families_are_refused(tmp_path):

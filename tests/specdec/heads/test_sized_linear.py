@@ -18,7 +18,7 @@ def make_inputs() -> torch.Tensor:
 def test_measuring_and_folding_do_not_change_the_map():
     x, linear = make_inputs(), SizedLinear(4, 3, bias=True).double()
     before = linear(x)
-    linear.measure([x[:20], x[20:]], fresh=False)
+    linear.measure_inputs([x[:20], x[20:]], random_weights=False)
     torch.testing.assert_close(linear.size, x.pow(2).mean(0).sqrt(), check_dtype=False)
     torch.testing.assert_close(linear(x), before)
     assert "size" in linear.state_dict()
@@ -28,7 +28,7 @@ def test_measuring_and_folding_do_not_change_the_map():
     plain.load_state_dict(linear.state_dict())  # without sizes
     torch.testing.assert_close(plain(x), before)
     again = SizedLinear(4, 3, bias=True).double()
-    again.measure([x], fresh=True)
+    again.measure_inputs([x], random_weights=True)
     again.load_state_dict(linear.state_dict())
     torch.testing.assert_close(again(x), before)
 
@@ -38,8 +38,8 @@ def test_a_head_is_saved_and_decoded_with_ordinary_weights():
     head = Eagle3(target).double()
     torch.manual_seed(0)
     features = torch.randn(1, 9, head.fc.in_features).double() * torch.logspace(-2, 3, head.fc.in_features).double()
-    head.fc.measure([features[0]], fresh=True)
-    frozen = head.decodable()
+    head.fc.measure_inputs([features[0]], random_weights=True)
+    frozen = head.frozen_copy()
     assert "fc.size" in head.state_dict() and "fc.size" not in frozen.state_dict()
     torch.testing.assert_close(frozen.encode(features), head.encode(features))
     torch.testing.assert_close(nn.functional.linear(features, frozen.fc.weight), head.encode(features))

@@ -8,13 +8,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
-from specdec.export.eagle import default_layers
+from specdec.export.eagle import find_default_layers
 from specdec.heads.blocks import (
-    POSITIONS,
+    DEFAULT_POSITIONS,
     Rotary,
-    block_config,
-    five_layers,
-    three_layers,
+    choose_five_layers,
+    choose_three_layers,
+    make_block_config,
 )
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
@@ -46,9 +46,9 @@ CASES = [
     ("falcon", {"hidden_size": 256, "num_attention_heads": 8, "num_kv_heads": 2, "new_decoder_architecture": True},
      {"num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 1024}),
     ("falcon", {"hidden_size": 256, "num_attention_heads": 8, "multi_query": True}, {"num_key_value_heads": 1}),
-    ("bloom", {"hidden_size": 64, "n_head": 4}, {"max_position_embeddings": POSITIONS, "theta": 1e4}),
+    ("bloom", {"hidden_size": 64, "n_head": 4}, {"max_position_embeddings": DEFAULT_POSITIONS, "theta": 1e4}),
     ("mamba", {"hidden_size": 2560},
-     {"num_attention_heads": 20, "num_key_value_heads": 5, "head_dim": 128, "max_position_embeddings": POSITIONS}),
+     {"num_attention_heads": 20, "num_key_value_heads": 5, "head_dim": 128, "max_position_embeddings": DEFAULT_POSITIONS}),
     ("deepseek_v3", {"hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads": 128},
      {"num_attention_heads": 56, "num_key_value_heads": 14, "head_dim": 128, "intermediate_size": 18432}),
     ("qwen3_moe", {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768},
@@ -76,7 +76,7 @@ def test_every_family_has_a_sensible_block(model_type, fields, expected):
     limit = getattr(config, "max_position_embeddings", None)
     target = SimpleNamespace(name="tiny", config=config, width=width, max_positions=limit,
                              embed=SimpleNamespace(weight=torch.zeros(2, width)))  # fmt: skip
-    block = block_config(target, intermediate_size=None)  # type: ignore[arg-type]
+    block = make_block_config(target, intermediate_size=None)  # type: ignore[arg-type]
     rope = dict(block.rope_parameters)
     found = {**block.to_dict(), "kind": rope["rope_type"], "theta": rope["rope_theta"]}
     assert {name: found[name] for name in expected} == expected
@@ -87,7 +87,7 @@ def test_every_family_has_a_sensible_block(model_type, fields, expected):
 def test_narrow_embeddings_are_refused():
     target = SimpleNamespace(name="tiny", width=32, embed=SimpleNamespace(weight=torch.zeros(9, 16)))
     with pytest.raises(ValueError, match="embeddings of 16 and hidden states of 32, and this head joins the two"):
-        block_config(target, intermediate_size=None)  # type: ignore[arg-type]
+        make_block_config(target, intermediate_size=None)  # type: ignore[arg-type]
 
 
 # Default hidden states
@@ -96,12 +96,12 @@ def test_narrow_embeddings_are_refused():
 @pytest.mark.parametrize("num", range(3, 40))
 def test_default_hidden_states_exist(num):
     target = SimpleNamespace(name="tiny", num_layers=num)
-    layers = three_layers(target)  # type: ignore[arg-type]
+    layers = choose_three_layers(target)  # type: ignore[arg-type]
     assert len(set(layers)) == 3 and sorted(layers) == list(layers)
     assert (1 if num > 3 else 0) <= layers[0] and layers[-1] < num
-    engines = default_layers(target)  # type: ignore[arg-type]
+    engines = find_default_layers(target)  # type: ignore[arg-type]
     assert layers == engines or not engines[0] < engines[1] < engines[2]
-    five = five_layers(target)  # type: ignore[arg-type]
+    five = choose_five_layers(target)  # type: ignore[arg-type]
     assert sorted(set(five)) == list(five) and five[0] >= 1 and five[-1] < num
 
 
@@ -132,7 +132,7 @@ def make(family: str) -> Target:
     sizes = {name: value for name, value in SIZES.items() if name != "head_dim" or family == "gemma"}
     config = AutoConfig.for_model(family, **sizes, **FAMILIES[family])
     config._experts_implementation = "eager"  # the others have no float64
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).double()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.IMPLEMENTATION).double()
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data += 0.3 * torch.randn_like(parameter)

@@ -6,9 +6,9 @@ from hydra.utils import instantiate
 from torch import nn
 
 from specdec.core.cache import UnrollCache
-from specdec.core.span_attention import spans
+from specdec.core.span_attention import find_spans
 from specdec.heads.base import Slots
-from specdec.heads.blocks import RIDGE
+from specdec.heads.blocks import RIDGE_SCALE
 from specdec.heads.eagle import Eagle
 from tests.support import load_head, make_target
 
@@ -23,7 +23,7 @@ def test_solve_against_stacked_least_squares(target):
     assert head.solve([Slots(features[part], features[part], tokens[part, None], goals[part, None]) for part in parts])
 
     def stacked(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # [M, E], [M, D] -> [E, D]
-        strength = RIDGE * (x**2).sum(0).mean()
+        strength = RIDGE_SCALE * (x**2).sum(0).mean()
         x = torch.cat([x, strength.sqrt() * torch.eye(x.shape[1]).double()])
         return torch.linalg.lstsq(x, nn.functional.pad(y, (0, 0, 0, len(x) - num))).solution
 
@@ -36,7 +36,7 @@ def test_solve_against_stacked_least_squares(target):
     second = stacked(units, goals - h)
     torch.testing.assert_close(mlp.down_proj.weight, second.T)
 
-    seen = spans(torch.zeros(1, num, dtype=torch.long))
+    seen = find_spans(torch.zeros(1, num, dtype=torch.long))
     state, _ = head.step(1, features[None], tokens[None], torch.arange(num)[None], seen, UnrollCache().at_step(1))
     torch.testing.assert_close(state[0], h + units @ second)
 
@@ -76,7 +76,7 @@ def test_a_closed_form_start_is_more_accurate_than_a_random_start(head):
         cache = drafter.cache(num)
         h, position = drafter.encode(features[:, None]), torch.full((num, 1), 2)  # not the first slot of a text
         cache.reserve(1)
-        if drafter.attends == "block":
+        if drafter.context_kind == "block":
             drafter.context(h, position - 1, cache)
         seen = torch.zeros(num, 1, 1, cache.visible, dtype=torch.bool)
         seen[..., 0] = True

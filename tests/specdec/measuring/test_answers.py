@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from scripts import answer
 from specdec.engines import answers, client
-from specdec.engines.answers import in_order
+from specdec.engines.answers import yield_in_order
 from specdec.text import conversations as data
 from tests.small_server import STOP, Model, SmallServer
 from tests.support import save_target, small_tokenizer, write_rows
@@ -66,17 +66,17 @@ def test_rows_are_in_order_and_hold_the_ids_of_the_target(run):
     by_prompt = {(tuple(body["prompt"]), body["temperature"]): body for body in bodies}
     assert len(by_prompt) == len(rows) == 18 and len({body["seed"] for body in bodies}) == 18
     for row, prompt in zip(rows, [prompt for prompt in PROMPTS for _ in range(2)]):
-        asked = data.encode_prompt(model.tokenizer, [{"role": "user", "content": prompt["prompt"]}])
-        body = by_prompt[tuple(asked), row["temperature"]]
+        prompt_tokens = data.encode_prompt(model.tokenizer, [{"role": "user", "content": prompt["prompt"]}])
+        body = by_prompt[tuple(prompt_tokens), row["temperature"]]
         assert (body["top_p"], body["top_k"], body["repetition_penalty"]) == (0.9, 0, 1)  # no default of the model
-        choice, _ = model.write(json.dumps(asked), body)
-        assert row["tokens"] == asked + choice["ids"] and row["prompt_tokens"] == len(asked)
+        choice, _ = model.write(json.dumps(prompt_tokens), body)
+        assert row["tokens"] == prompt_tokens + choice["ids"] and row["prompt_tokens"] == len(prompt_tokens)
         assert row["messages"][-1] == {"role": "assistant", "content": choice["text"]}
         assert row["category"] == prompt["category"] and row["finish"] == "stop"
         assert row.get("tags", []) == prompt["tags"]
         encoded = data.encode(model.tokenizer, row)
         assert encoded.tokens == row["tokens"]
-        assert encoded.mask == [n >= len(asked) for n in range(len(row["tokens"]))]
+        assert encoded.mask == [n >= len(prompt_tokens) for n in range(len(row["tokens"]))]
     assert "0 were cut at 160 tokens, 0 are empty" in run.printed
 
 
@@ -113,7 +113,7 @@ def test_in_order_holds_back_what_came_early():
         futures[job.id] = answer_of = client.Future()
         return answer_of
 
-    groups = in_order(submit, iter(jobs), ahead=3)
+    groups = yield_in_order(submit, iter(jobs), max_waiting=3)
     threading.Timer(0.05, lambda: [futures[name].set_result(name) for name in ("2", "1", "0")]).start()
     assert [(job.id, result) for job, result in next(groups)] == [("0", "0"), ("1", "1"), ("2", "2")]
     assert set(futures) == {"0", "1", "2"}

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from specdec.measuring.charts import ChartCurve, bars, lines, number
+from specdec.measuring.charts import ChartCurve, chart_bars, chart_lines, format_number
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -21,7 +21,7 @@ def parse(chart) -> ElementTree.Element:
     [(0, "0"), (1.234, "1.23"), (45.67, "45.7"), (1234.4, "1,234"), (12345, "12.3 K"), (3_400_000, "3.4 M"), (2.5e-4, "2.5e-4")],
 )  # fmt: skip
 def test_figures_are_short(value, text):
-    assert number(value) == text
+    assert format_number(value) == text
 
 
 def marks_of(chart) -> list[tuple[float, float]]:
@@ -31,7 +31,7 @@ def marks_of(chart) -> list[tuple[float, float]]:
 
 
 def test_marks_stand_where_their_figures_are_and_every_page_has_the_same():
-    draw = lambda: lines(
+    draw = lambda: chart_lines(
         [ChartCurve("tau", [(0, 1.0), (10, 3.0), (20, 2.0)], marks=True)], x="step", y="tau", title="tau"
     )
     places = marks_of(draw())[-3:]
@@ -44,8 +44,10 @@ def test_marks_stand_where_their_figures_are_and_every_page_has_the_same():
 def test_names_are_text_and_curves_have_a_legend():
     names = ["<b>&", "'\"", "$x$"]
     for chart in (
-        lines([ChartCurve(name, [(1, 1), (2, 2)], marks=True) for name in names], x="<i>", y="y", title="<script>"),
-        bars([(name, [0.5, 1.0]) for name in names], ["<i>", "2"], x="depth", y="share", title="<script>"),
+        chart_lines(
+            [ChartCurve(name, [(1, 1), (2, 2)], marks=True) for name in names], x="<i>", y="y", title="<script>"
+        ),
+        chart_bars([(name, [0.5, 1.0]) for name in names], ["<i>", "2"], x="depth", y="share", title="<script>"),
     ):
         assert not re.search(r"<(b|i|script)>", str(chart))
         found = parse(chart)
@@ -54,6 +56,6 @@ def test_names_are_text_and_curves_have_a_legend():
 
 
 def test_what_was_not_measured_is_said():
-    assert "nothing of this was measured" in lines([ChartCurve("tau", [])], x="x", y="y", title="t")
+    assert "nothing of this was measured" in chart_lines([ChartCurve("tau", [])], x="x", y="y", title="t")
     with_gaps = [ChartCurve("loss", [(1, math.nan), (2, 1.0), (3, math.inf)], marks=True)]
-    assert "<svg" in lines(with_gaps, x="x", y="y", title="t")
+    assert "<svg" in chart_lines(with_gaps, x="x", y="y", title="t")

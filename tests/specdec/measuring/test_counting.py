@@ -5,7 +5,7 @@ import math
 import pytest
 
 from specdec.core.generation import Generation
-from specdec.measuring.counting import OURS, AnswerCounts, Counting
+from specdec.measuring.counting import SPECDEC, AnswerCounts, Counting
 from specdec.measuring.measure import PromptResult
 from specdec.text.conversations import Prompt
 from specdec.tools.suites import suites
@@ -22,14 +22,14 @@ ANSWERS = [
 
 
 def counts():
-    found = []
+    all_counts = []
     for number, (question, category, accepted, ended) in enumerate(ANSWERS):
         num = 1 + sum(accepted) + len(accepted)
         tokens = [1] * (num - 1) + [9 if ended else 1]
         drafted = Generation([tokens], [accepted])
         prompt = Prompt(f"{question} turn {number}", category, [5], question=question)
-        found.append(AnswerCounts.of(PromptResult(prompt, drafted, drafted, math.nan, [], None), STOP))
-    return found
+        all_counts.append(AnswerCounts.from_result(PromptResult(prompt, drafted, drafted, math.nan, [], None), STOP))
+    return all_counts
 
 
 ROUNDS, EMITTED = 3 + 1 + 4 + 2, (3 + 3) + (3 + 1) + 4 + (8 + 2)
@@ -51,12 +51,14 @@ ROUNDS, EMITTED = 3 + 1 + 4 + 2, (3 + 3) + (3 + 1) + 4 + (8 + 2)
     ids=str,
 )
 def test_each_way_of_counting(counting, expected):
-    assert counting.length(counts()) == pytest.approx(expected)
+    assert counting.compute_length(counts()) == pytest.approx(expected)
 
 
 def test_protocols_count_as_published():
     """The formulas of the publications' own code, written out here."""
-    lengths = {name: suites.read_protocol(name).counting.length(counts()) for name in suites.protocol_names()}
+    lengths = {
+        name: suites.read_protocol(name).counting.compute_length(counts()) for name in suites.list_protocol_names()
+    }
     pooled = EMITTED / ROUNDS
     assert lengths["deepspec"] == lengths["specbench"] == lengths["eagle"] == pytest.approx(pooled)
     assert lengths["specforge"] == pytest.approx(
@@ -71,5 +73,5 @@ def test_protocols_count_as_published():
 def test_unknown_ways_are_refused_and_nothing_is_nan():
     with pytest.raises(ValueError, match="first=some, mean=rounds: give one of out, token, round, and one of rounds"):
         Counting(first="some")
-    assert math.isnan(OURS.length([each for each in counts() if not each.rounds]))
+    assert math.isnan(SPECDEC.compute_length([each for each in counts() if not each.rounds]))
     assert "left out here" in str(Counting(behind_end=True)) and "not counted" in str(Counting(end=False))

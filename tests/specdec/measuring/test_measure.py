@@ -12,7 +12,7 @@ def test_ways_go_on_side_by_side_with_the_answers_that_they_have_alone(small_tar
     decoders = {"plain": greedy(small_target, None), "drafted": greedy(small_target, head)}
     prompts = prompts_of(small_target)
     alone = {
-        name: decode_side_by_side({name: each}, prompts, 12, rows=2, seeds=[0] * 9)[name]
+        name: decode_side_by_side({name: each}, prompts, 12, batch=2, seeds=[0] * 9)[name]
         for name, each in decoders.items()
     }
     order, rounds = [], Decoder.rounds
@@ -25,7 +25,7 @@ def test_ways_go_on_side_by_side_with_the_answers_that_they_have_alone(small_tar
     monkeypatch.setattr(Decoder, "rounds", recorded)
     for turn in range(2):
         order.clear()
-        found = decode_side_by_side(decoders, prompts, 12, rows=2, seeds=[0] * 9, turn=turn)
+        found = decode_side_by_side(decoders, prompts, 12, batch=2, seeds=[0] * 9, rotation=turn)
         for name, generations in found.items():
             assert [each.tokens for each in generations] == [each.tokens for each in alone[name]]
             assert [each.accepted for each in generations] == [each.accepted for each in alone[name]]
@@ -40,7 +40,7 @@ def test_ways_go_on_side_by_side_with_the_answers_that_they_have_alone(small_tar
 def test_the_random_numbers_of_an_answer_are_its_own(small_target):
     sampled = {name: Decoder(small_target, None, sampling=Sampling(1.0), stop=set()) for name in "ab"}
     prompts = prompts_of(small_target)[:3]
-    found = decode_side_by_side(sampled, prompts, 6, rows=2, seeds=[5, 6, 7])
+    found = decode_side_by_side(sampled, prompts, 6, batch=2, seeds=[5, 6, 7])
     assert [each.tokens for each in found["a"]] == [each.tokens for each in found["b"]]
-    (again,) = decode_side_by_side({"a": sampled["a"]}, prompts[2:], 6, rows=1, seeds=[7])["a"]
+    (again,) = decode_side_by_side({"a": sampled["a"]}, prompts[2:], 6, batch=1, seeds=[7])["a"]
     assert again.tokens == found["a"][2].tokens

@@ -12,7 +12,7 @@ from specdec.heads.medusa import Medusa2
 from specdec.options.command_defaults import read_group
 from specdec.options.target import TargetOptions
 from specdec.text import conversations
-from specdec.unroll.replay import rounds
+from specdec.unroll.replay import count_rounds
 from tests.loops import acceptance
 from tests.support import save_eagle, save_target, write_rows
 
@@ -29,10 +29,10 @@ def folder(tmp_path_factory):
         save_eagle(folder / name, target, seed=seed)
     lattice = {"_target_": "specdec.heads.dflash.BlockDrafter", "dependence": {"kind": "selector", "rank": 4, "top": 8}}
     torch.manual_seed(0)
-    checkpoint.save(folder / "lattice", BlockDrafter(target, dependence=lattice["dependence"]).decodable(), lattice)
+    checkpoint.save(folder / "lattice", BlockDrafter(target, dependence=lattice["dependence"]).frozen_copy(), lattice)
     shape = {"num_heads": 2, "lora_rank": 2}
     adapting = Medusa2(target, **shape)
-    checkpoint.save(folder / "adapting", adapting.decodable(), {"_target_": "specdec.heads.medusa.Medusa2", **shape})
+    checkpoint.save(folder / "adapting", adapting.frozen_copy(), {"_target_": "specdec.heads.medusa.Medusa2", **shape})
     rows = [{"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
             | {"id": str(number), "temperature": 1, "category": "a"} for number, (question, answer) in enumerate(ANSWERS)]  # fmt: skip
     write_rows(folder / "answers.jsonl", rows)
@@ -56,27 +56,27 @@ def test_heads_are_compared_on_the_same_answers(run, folder, tmp_path):
     document = run(f"checkpoint={folder}/one,{folder}/two", "decode.depth=4")
     taus = []
     for name in ("one", "two"):
-        loaded = loading.load(f"{folder}/{name}", read_group(TargetOptions, "target", dtype="float32"))
+        loaded = loading.load_head(f"{folder}/{name}", read_group(TargetOptions, "target", dtype="float32"))
         emitted, num_rounds = 0, 0.0
         for line in (folder / "answers.jsonl").read_text().splitlines():
             encoded = conversations.encode(loaded.tokenizer, json.loads(line))
-            start, stop = conversations.last_answer(encoded)
+            start, stop = conversations.find_last_answer(encoded)
             prompt, answer = encoded.tokens[:start], encoded.tokens[start:stop]
-            num_rounds += rounds(acceptance(loaded.drafter, prompt, answer, depth=4, temperature=1))[0]
+            num_rounds += count_rounds(acceptance(loaded.drafter, prompt, answer, depth=4, temperature=1))[0]
             emitted += len(answer) - 1
         taus.append(emitted / num_rounds)
-    one, two = document["results"]
-    assert [one["method"], two["method"]] == [f"{folder.name}/{name}, chain of 4" for name in ("one", "two")] and one[
-        "replayed_prompts"
-    ] == 4
-    assert [one["replayed_tau"], two["replayed_tau"]] == pytest.approx(taus)
-    assert one["difference"] == [0, [0, 0]] and two["difference"][0] == pytest.approx(taus[1] - taus[0])
-    assert one["replayed_tau"] == pytest.approx(1 + sum(one["replayed_survival"]))
+    first, second = document["results"]
+    assert [first["method"], second["method"]] == [
+        f"{folder.name}/{name}, chain of 4" for name in ("one", "two")
+    ] and first["replayed_prompts"] == 4
+    assert [first["replayed_tau"], second["replayed_tau"]] == pytest.approx(taus)
+    assert first["difference"] == [0, [0, 0]] and second["difference"][0] == pytest.approx(taus[1] - taus[0])
+    assert first["replayed_tau"] == pytest.approx(1 + sum(first["replayed_survival"]))
     settings = document["settings"]
     assert settings["num_questions"] == 4 and len(settings["checkpoint"]) == 2
     assert "4 questions of" in document["protocol"] and "T=1" in document["protocol"]
     written = (tmp_path / "replay" / "results.md").read_text()
-    assert f"| {two['method']} |" in written and f"tau minus that of {one['method']}" in written
+    assert f"| {second['method']} |" in written and f"tau minus that of {first['method']}" in written
 
 
 def test_candidates_of_a_lattice_are_reported(run, folder):

@@ -6,15 +6,15 @@ import torch
 from specdec.core import fast
 from specdec.core.tree import TreeShape
 from specdec.measuring import served
-from specdec.measuring.report import undecoded
+from specdec.measuring.report import make_undecoded_report
 from specdec.proposers.heads import HeadProposer
 from tests.support import chain_of, make_drafter
 
 
 def test_the_formula_and_reports_without_tau():
-    costs = served.ServedCosts(0.006, 0.0066, 0.0004, nodes=64, steps=6)
+    costs = served.CapturedCosts(0.006, 0.0066, 0.0004, nodes=64, steps=6)
     assert costs.speedup(3.0) == pytest.approx(3 * 6 / (6.6 + 6 * 0.4))
-    report = undecoded(0.0)
+    report = make_undecoded_report(0.0)
     assert costs.add_to(report) is report
 
 
@@ -42,13 +42,13 @@ def test_told_times_of_a_pretended_device(small_target, monkeypatch):
     monkeypatch.setattr(served, "time_step", lambda proposer: 0.001)
     for head, steps in (("eagle", 3), ("dflash", 1)):
         proposer = HeadProposer(make_drafter(small_target, head), TreeShape(3, 2, 5))
-        assert served.measure(small_target, proposer) is None  # a CPU
-        with fast.forced("graphs"):
-            assert served.measure(small_target, proposer) == served.ServedCosts(0.01, 0.011, 0.001, 6, steps)
-            assert served.measure(small_target, None) is None
+        assert served.measure_captured(small_target, proposer) is None  # a CPU
+        with fast.force_paths("graphs"):
+            assert served.measure_captured(small_target, proposer) == served.CapturedCosts(0.01, 0.011, 0.001, 6, steps)
+            assert served.measure_captured(small_target, None) is None
 
 
 def test_where_nothing_can_be_captured_it_is_left_out_with_a_sentence(small_target):
     proposer = HeadProposer(make_drafter(small_target, "eagle"), chain_of(2))
-    with fast.forced("graphs"), pytest.warns(UserWarning, match="CUDA"):
-        assert served.measure(small_target, proposer) is None
+    with fast.force_paths("graphs"), pytest.warns(UserWarning, match="CUDA"):
+        assert served.measure_captured(small_target, proposer) is None

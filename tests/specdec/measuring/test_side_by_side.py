@@ -19,25 +19,25 @@ def write(folder, **changed):
 
 
 def test_differences_of_protocols_and_machines_are_named(tmp_path):
-    one, same = write(tmp_path / "one"), write(tmp_path / "same")
-    assert list(results.find_differences(results.read_all([one, same]))) == []
-    other = write(
+    folder, same_folder = write(tmp_path / "one"), write(tmp_path / "same")
+    assert list(results.find_differences(results.read_all_results([folder, same_folder]))) == []
+    other_folder = write(
         tmp_path / "other",
         max_new_tokens=128,
         suite={"title": "MT-Bench", "digest": "b"},
         decode={"temperature": "1", "rule": "token"},
     )
-    (said,) = results.find_differences(results.read_all([one, other]))
+    (said,) = results.find_differences(results.read_all_results([folder, other_folder]))
     assert said.startswith("These are results of different protocols, so acceptance lengths are not comparable: ")
     assert "suite (GSM8K a, MT-Bench b)" in said and "max_new_tokens (64, 128)" in said and "temperature (0, 1)" in said
     moved = write(tmp_path / "moved", machine="arm64")
-    (said,) = results.find_differences(results.read_all([one, moved]))
+    (said,) = results.find_differences(results.read_all_results([folder, moved]))
     assert "different machines, so speeds are not comparable: machine (x86_64, arm64)" in said
 
 
 def test_report_prints_results_side_by_side(tmp_path, capsys):
-    one, other = write(tmp_path / "one"), write(tmp_path / "other", max_new_tokens=128)
-    report.main([f"results={one},{other}"])
+    folder, other_folder = write(tmp_path / "one"), write(tmp_path / "other", max_new_tokens=128)
+    report.main([f"results={folder},{other_folder}"])
     printed = capsys.readouterr().out
     assert printed.count("1.50 (1.40 .. 1.60)") == 2 and "different protocols" in printed
     with pytest.raises(ValueError, match="Give run=FOLDER of a training run, or results="):
@@ -46,10 +46,10 @@ def test_report_prints_results_side_by_side(tmp_path, capsys):
         report.main(["results=nowhere"])
     (tmp_path / "other" / "results.json").write_text("{}")
     with pytest.raises(ValueError, match=r"is not of specdec evaluate"):
-        report.main([f"results={other}"])
+        report.main([f"results={other_folder}"])
 
 
 def test_a_folder_without_results_is_refused_with_the_remedy(tmp_path):
-    for read in (results.read, lambda folder: results.read_all([folder])):
+    for read in (results.read_results, lambda folder: results.read_all_results([folder])):
         with pytest.raises(ValueError, match=r"results\.json does not exist\. The folder .* run that command again"):
             read(str(tmp_path))

@@ -6,8 +6,8 @@ from specdec.measuring import speed
 from specdec.measuring.report import Report
 
 
-def stages(draft: float, verify: float, rest: float = 0.0) -> dict[str, float]:
-    return {"draft": draft, "verify": verify, "keep": rest, "other": 0.0}
+def stages(draft: float, verify: float, other_ms: float = 0.0) -> dict[str, float]:
+    return {"draft": draft, "verify": verify, "keep": other_ms, "other": 0.0}
 
 
 def test_the_best_chain_of_a_mixture_follows_its_experts():
@@ -19,7 +19,7 @@ def test_the_best_chain_of_a_mixture_follows_its_experts():
     survival = [0.7, 0.5]
     report = reported(survival, verify=1.9e3, baseline=1.0)
     assert 1.7 / 1.45 > 2.2 / 1.9 > 1.7 / 1.6
-    assert speed.best_chain(report) == 1 and speed.best_chain(replace(report, experts=[2, 1])) == 2
+    assert speed.choose_chain(report) == 1 and speed.choose_chain(replace(report, experts=[2, 1])) == 2
 
 
 def reported(survival: list[float], *, verify: float, baseline: float) -> Report:

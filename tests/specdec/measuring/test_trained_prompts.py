@@ -15,10 +15,10 @@ from train.data.encoding import Encoding
 USER, MORE, OTHER = "How far is the moon?", "And the sun?", "What is a drum?"
 
 
-def talk(*texts: str, system: str | None = None, **more) -> dict:
+def talk(*texts: str, system: str | None = None, **fields) -> dict:
     roles = ["user", "assistant"] * len(texts)
     messages = [{"role": role, "content": text} for role, text in zip(roles, texts)]
-    return {"messages": [{"role": "system", "content": system}] * bool(system) + messages, **more}
+    return {"messages": [{"role": "system", "content": system}] * bool(system) + messages, **fields}
 
 
 def digests(*rows: dict) -> numpy.ndarray:
@@ -49,7 +49,7 @@ TRAINED = [talk(USER, "Far.", MORE, "Farther."), {"prompt": "Complete this", "co
 )
 def test_a_held_out_prompt_that_is_asked_in_training_is_a_copy(row, copy, tmp_path):
     rows = held_out(tmp_path, {"prompt": OTHER}, row)
-    assert trained_prompts.find(rows, digests(*TRAINED)) == ["h1"] * copy
+    assert trained_prompts.find_trained_rows(rows, digests(*TRAINED)) == ["h1"] * copy
 
 
 def test_rows_of_token_ids_and_published_texts_are_compared_too():
@@ -58,9 +58,9 @@ def test_rows_of_token_ids_and_published_texts_are_compared_too():
         row, {"text": "What follows nothing asks nothing."}, {"messages": 5}, {"messages": [5]}, {"prompt": [5]}
     )
     assert len(known) == 1
-    assert trained_prompts.find([row, {**row, "prompt_tokens": 3, "id": "b"}], known) == ["a"]
+    assert trained_prompts.find_trained_rows([row, {**row, "prompt_tokens": 3, "id": "b"}], known) == ["a"]
     asked = {"id": "c", "messages": [{"role": "user", "content": f"Solve: {USER}"}], "original": USER}
-    assert trained_prompts.find([asked], digests(talk(USER, "Far."))) == ["c"]
+    assert trained_prompts.find_trained_rows([asked], digests(talk(USER, "Far."))) == ["c"]
 
 
 def test_only_rows_that_are_trained_on_count(tmp_path):
@@ -71,7 +71,12 @@ def test_only_rows_that_are_trained_on_count(tmp_path):
     sources = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
     packs = load_packs(sources, encoding, length=64, packed=True, hold_out=2)
     asked = held_out(tmp_path, *({"prompt": f"question {number}?"} for number in range(7)))
-    assert trained_prompts.find(asked, packs.prompt_digests) == ["h1", "h3", "h4", "h5"]  # h0 and h2 are held out
+    assert trained_prompts.find_trained_rows(asked, packs.prompt_digests) == [
+        "h1",
+        "h3",
+        "h4",
+        "h5",
+    ]  # h0 and h2 are held out
     twice = load_packs({sources[0]: 2.0}, encoding, length=64, packed=False)
     assert numpy.array_equal(twice.prompt_digests, digests(*rows[:4]))
 
@@ -80,16 +85,19 @@ def test_a_runs_folder_says_what_was_trained_on(tmp_path):
     run, own = tmp_path / "run", digests(talk(USER, "Far."))
     step = run / "step_000001"
     step.mkdir(parents=True)
-    assert trained_prompts.read(step) is None
-    trained_prompts.write(run, trained_prompts.join(own, None))
-    assert numpy.array_equal(trained_prompts.read(step), own)
-    assert numpy.array_equal(trained_prompts.read(run), own) and trained_prompts.read(run / "other") is None
+    assert trained_prompts.read_digests(step) is None
+    trained_prompts.write_digests(run, trained_prompts.join_digests(own, None))
+    assert numpy.array_equal(trained_prompts.read_digests(step), own)
+    assert (
+        numpy.array_equal(trained_prompts.read_digests(run), own)
+        and trained_prompts.read_digests(run / "other") is None
+    )
     (run / "best").write_text("step_000001\n")
-    further = trained_prompts.join(digests(talk(OTHER, "Round.")), str(run))
+    further = trained_prompts.join_digests(digests(talk(OTHER, "Round.")), str(run))
     assert set(further) == {*own, *digests(talk(OTHER, "Round."))}
     (run / trained_prompts.FILE).write_bytes(b"damaged")
     with pytest.raises(ValueError, match="is missing, truncated or damaged"):
-        trained_prompts.read(run)
+        trained_prompts.read_digests(run)
 
 
 def test_the_rows_of_a_run_of_an_earlier_version_are_read(tmp_path):
@@ -97,9 +105,9 @@ def test_the_rows_of_a_run_of_an_earlier_version_are_read(tmp_path):
     write_rows(tmp_path / "train.jsonl", rows)
     about = {"data": {"train": [str(tmp_path / "train.jsonl"), "gone.jsonl"]}}
     files.write_text(tmp_path / "about.json", json.dumps(about))
-    assert numpy.array_equal(trained_prompts.read(tmp_path), digests(*rows))
+    assert numpy.array_equal(trained_prompts.read_digests(tmp_path), digests(*rows))
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write('{"messages"')  # damaged: what comes before it counts
-    assert numpy.array_equal(trained_prompts.read(tmp_path), digests(*rows))
+    assert numpy.array_equal(trained_prompts.read_digests(tmp_path), digests(*rows))
     files.write_text(tmp_path / "about.json", json.dumps({"data": {"train": "gone.jsonl"}}))
-    assert trained_prompts.read(tmp_path) is None
+    assert trained_prompts.read_digests(tmp_path) is None

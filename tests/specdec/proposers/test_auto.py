@@ -14,10 +14,10 @@ from specdec.decoding.batch import Request
 from specdec.decoding.decoder import Decoder
 from specdec.measuring.measure import seeded_generator
 from specdec.proposers import auto as auto_module
-from specdec.proposers.auto import Auto
-from specdec.proposers.costs import Costs, told
+from specdec.proposers.auto import AutoProposer
+from specdec.proposers.costs import Costs, make_costs
 from specdec.proposers.heads import HeadProposer
-from specdec.proposers.suffix import Suffix, usual_suffix
+from specdec.proposers.suffix import Suffix, make_default_suffix
 from specdec.proposers.text import Guess, Ngram, TextProposer
 from tests.support import ROOT, chain_of, make_drafter, random_tokens
 from tests.texts import repeating_texts
@@ -31,11 +31,11 @@ def suffix(target, num: int = 4) -> Suffix:
     return Suffix(target, num=num, factor=2.0, offset=4, least=0.1, memory=0)
 
 
-def auto(target, *, head="eagle", text=True, ratios=FREE, absorb=0.0, step=0.0, num=4, arguments=None) -> Auto:
+def auto(target, *, head="eagle", text=True, ratios=FREE, absorb=0.0, step=0.0, num=4, arguments=None) -> AutoProposer:
     members = [suffix(target, num)] if text else []
     if head:
         members.append(HeadProposer(make_drafter(target, head, False, arguments), chain_of(3)))
-    return Auto(target, members=members, costs=told(ratios, plain=1.0, absorb=absorb, step=step))
+    return AutoProposer(target, members=members, costs=make_costs(ratios, plain=1.0, absorb=absorb, step=step))
 
 
 # Answers at temperature 0
@@ -87,7 +87,7 @@ def test_prompts_join_and_leave(small_target):
     for head in ("eagle", "medusa", None):
         proposer = auto(small_target, head=head, ratios=MIDDLE, step=0.05)
         decoder = Decoder(small_target, proposer, sampling=Sampling(), stop={2})
-        found = dict(decoder.answers(prompts, 30, rows=3))
+        found = dict(decoder.answers(prompts, 30, batch_size=3))
         assert [found[number].tokens[0] for number in range(len(prompts))] == plain
         assert max(proposer.account.sizes) > 1
 
@@ -95,17 +95,17 @@ def test_prompts_join_and_leave(small_target):
 def test_rows_that_have_ended_do_not_count(small_target):
     """Where rows stay because shapes are compiled, an ended one neither asks for drafts nor promises tokens."""
     runner = Runner(False, cuda_graphs=True)
-    runner.whole = lambda name, function, inputs, memory: function(*inputs)
+    runner.run_whole = lambda name, function, inputs, memory: function(*inputs)
     proposer = auto(small_target)
     batch = Decoder(small_target, proposer, sampling=Sampling(), stop=set(), runner=runner).batch()
     batch.admit([Request(prompt, num) for prompt, num in zip(repeating_texts(3, 12), (4, 40))])
     while batch.running:
-        batch.step()
+        batch.run_round()
         running = len(batch.running)
         assert len(proposer.running) in (running, running + 1)
-    assert len(proposer.newest) == 2 and len(batch.rows) == 2
+    assert len(proposer.newest) == 2 and len(batch.requests) == 2
     account = proposer.account
-    assert account.tokens == pytest.approx(sum(len(request.tokens) - 1 for request in batch.rows), abs=4)
+    assert account.tokens == pytest.approx(sum(len(request.tokens) - 1 for request in batch.requests), abs=4)
 
 
 # Choices
@@ -146,10 +146,10 @@ def test_beside_busy_processes_it_stays_near_plain_decoding(small_target, copies
 
 def test_members_that_do_not_fit_are_refused(small_target):
     ngram = Ngram(small_target, min=1, max=3, num=4)
-    inner = Auto(small_target, members=[ngram], costs=told(FREE, plain=1.0, absorb=0, step=0))
+    inner = AutoProposer(small_target, members=[ngram], costs=make_costs(FREE, plain=1.0, absorb=0, step=0))
     for members in ([], [ngram, inner]):
         with pytest.raises(ValueError, match="members= of auto must be one trained head"):
-            Auto(small_target, members=members)
+            AutoProposer(small_target, members=members)
 
 
 # Ends of answers, and prompts
@@ -174,10 +174,10 @@ def test_nothing_is_drafted_behind_the_end_of_an_answer(small_target, temperatur
 
 
 class Clock:
-    now = 0.0
+    seconds = 0.0
 
     def perf_counter(self) -> float:
-        return self.now
+        return self.seconds
 
 
 class Copies(TextProposer):
@@ -197,13 +197,13 @@ class Copies(TextProposer):
 
     def guess(self, row):
         self.looks += 1
-        self.clock.now += self.looking
+        self.clock.seconds += self.looking
         return [Guess(int(self.random.random() < self.accuracy), 0, 0.5)]
 
 
 def decode_by_clock(
-    monkeypatch, *, accuracy, seconds, costs=None, looking=0.0, beside=0.0, rounds=600
-) -> tuple[Auto, Copies, float, list[int]]:
+    monkeypatch, *, accuracy, seconds, costs=None, looking=0.0, extra_seconds=0.0, rounds=600
+) -> tuple[AutoProposer, Copies, float, list[int]]:
     """Rounds in which token 1 always follows. seconds: of a pass, by its nodes and the number of the round
 
     beside: seconds of rounds with drafts beside their passes; costs: those that were measured before; None: the true ones of the first round
@@ -213,25 +213,25 @@ def decode_by_clock(
     monkeypatch.setattr(auto_module, "time", clock)
     copies = Copies(clock, accuracy, looking)
     target = SimpleNamespace(
-        vocab_size=4, recurrent=False, device=torch.device("cpu"), share=SimpleNamespace(all_say=lambda value: [value])
+        vocab_size=4, recurrent=False, device=torch.device("cpu"), share=SimpleNamespace(gather_values=lambda value: [value])
     )
     known = costs or {1: seconds(1, 0), 2: seconds(2, 0)}
-    proposer = Auto(target, members=[copies], costs=Costs({1: known}, sizes=known))
-    one, nothing = torch.ones(1, 1, dtype=torch.long), torch.zeros(1, 1, 0)
-    proposer.begin(one, one[0])
-    proposer.commit(one, nothing, one[0], [1])
+    proposer = AutoProposer(target, members=[copies], costs=Costs({1: known}, sizes=known))
+    ones, nothing = torch.ones(1, 1, dtype=torch.long), torch.zeros(1, 1, 0)
+    proposer.begin(ones, ones[0])
+    proposer.commit(ones, nothing, ones[0], [1])
     sizes = []
     for number in range(rounds):
-        begun = clock.now
+        start = clock.seconds
         proposer.limit([10**6], frozenset())
         tree = proposer.propose(Sampling(), None)
         sizes.append(tree.tokens.shape[1])
         verify = seconds(tree.tokens.shape[1], number)
-        clock.now += verify + beside * (tree.tokens.shape[1] > 1)
+        clock.seconds += verify + extra_seconds * (tree.tokens.shape[1] > 1)
         new = 2 if (tree.tokens[0, 1:] == 1).any() else 1
-        proposer.commit(one.repeat(1, new), nothing.repeat(1, new, 1), new * one[0], [new])
-        proposer.timed(RoundCost(clock.now - begun, 0.0, {"verify": verify}))
-    return proposer, copies, clock.now, sizes
+        proposer.commit(ones.repeat(1, new), nothing.repeat(1, new, 1), new * ones[0], [new])
+        proposer.record_cost(RoundCost(clock.seconds - start, 0.0, {"verify": verify}))
+    return proposer, copies, clock.seconds, sizes
 
 
 def test_rounds_without_drafts_cost_little(monkeypatch):
@@ -256,17 +256,17 @@ def test_drafting_begins_again_where_its_passes_take_as_long_as_measured(monkeyp
     assert sizes[50:200].count(1) > 130 and sizes[600:].count(2) > 250
 
 
-@pytest.mark.parametrize("beside, size", [(0.0, 2), (0.5, 1)])
-def test_what_drafting_takes_beside_the_pass_counts(monkeypatch, beside, size):
+@pytest.mark.parametrize("extra_seconds, size", [(0.0, 2), (0.5, 1)])
+def test_what_drafting_takes_beside_the_pass_counts(monkeypatch, extra_seconds, size):
     cheap = lambda num, _: 1 + 0.2 * (num - 1)
-    *_, sizes = decode_by_clock(monkeypatch, accuracy=0.5, seconds=cheap, looking=0.001, beside=beside)
+    *_, sizes = decode_by_clock(monkeypatch, accuracy=0.5, seconds=cheap, looking=0.001, extra_seconds=extra_seconds)
     assert sizes[300:].count(size) > 250
 
 
-@pytest.mark.parametrize("looking, least, most", [(0.001, 600, 600), (0.5, 75, 150)])
-def test_where_looking_at_texts_takes_long_and_never_pays_it_is_done_seldom(monkeypatch, looking, least, most):
+@pytest.mark.parametrize("looking, lower, upper", [(0.001, 600, 600), (0.5, 75, 150)])
+def test_where_looking_at_texts_takes_long_and_never_pays_it_is_done_seldom(monkeypatch, looking, lower, upper):
     _, copies, *_ = decode_by_clock(monkeypatch, accuracy=0.02, seconds=lambda num, _: 1.0 * num, looking=looking)
-    assert least <= copies.looks <= most
+    assert lower <= copies.looks <= upper
 
 
 def test_a_pause_of_the_machine_is_no_cost(monkeypatch):
@@ -278,7 +278,7 @@ def test_a_pause_of_the_machine_is_no_cost(monkeypatch):
 
 def test_the_usual_suffix_tree_has_the_settings_of_its_configuration(small_target):
     config = yaml.safe_load((ROOT / "conf" / "proposer" / "suffix.yaml").read_text())
-    usual = usual_suffix(small_target)
+    usual = make_default_suffix(small_target)
     assert {name: getattr(usual, name) for name in config if name != "_target_"} == {
         name: value for name, value in config.items() if name != "_target_"
     }

@@ -2,10 +2,10 @@
 
 import pytest
 
-from specdec.core.tree import root
+from specdec.core.tree import make_root
 from specdec.decoding.decoder import Decoder
 from specdec.proposers import auto as auto_module
-from specdec.proposers.auto import Auto
+from specdec.proposers.auto import AutoProposer
 from specdec.proposers.candidates import Acceptance, Kind, RowCandidates
 from specdec.proposers.text import Guess
 from tests.enumeration import SAMPLINGS, decoder_error, sampled_target
@@ -15,12 +15,12 @@ from tests.specdec.proposers.test_auto import MIDDLE, auto
 UNEVEN = {1: 1.0, 2: 1.3, 3: 1.33, 4: 1.63, 5: 1.68, 6: 1.69, 7: 2.69, 8: 2.69, 9: 2.7}
 
 
-def forgetful(proposer: Auto) -> Auto:
+def forgetful(proposer: AutoProposer) -> AutoProposer:
     """Starts every answer with what it knew at first, so that all draws of a round meet the same state."""
     begin = proposer.begin
 
     def forget_and_begin(tokens, num):
-        proposer.forget()
+        proposer.reset_history()
         begin(tokens, num)
 
     proposer.begin = forget_and_begin
@@ -45,12 +45,12 @@ CASES = {
 @pytest.mark.full
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("sampling", ["warm", "all"])
-@pytest.mark.parametrize("case", CASES)
-def test_the_distribution_of_the_target_is_kept(case, sampling, rule, monkeypatch):
+@pytest.mark.parametrize("member_kind", CASES)
+def test_the_distribution_of_the_target_is_kept(member_kind, sampling, rule, monkeypatch):
     """Every draw of a round is enumerated; how much is drafted depends on earlier draws of the same round."""
     target = sampled_target()
-    monkeypatch.setattr(auto_module, "DEEPEST", 2)  # the enumeration knows rounds of up to three tokens
-    proposer = forgetful(auto(target, **CASES[case], num=2))
+    monkeypatch.setattr(auto_module, "MAX_HEAD_STEPS", 2)  # the enumeration knows rounds of up to three tokens
+    proposer = forgetful(auto(target, **CASES[member_kind], num=2))
     sizes, propose = set(), proposer.propose
 
     def watched(*arguments):
@@ -67,7 +67,7 @@ def test_the_distribution_of_the_target_is_kept(case, sampling, rule, monkeypatc
 
 @pytest.mark.full
 def test_what_is_drafted_beside_a_draw_does_not_depend_on_it(monkeypatch):
-    monkeypatch.setattr(auto_module, "DEEPEST", 2)
+    monkeypatch.setattr(auto_module, "MAX_HEAD_STEPS", 2)
     proposer = forgetful(auto(sampled_target(), ratios=UNEVEN, num=2))
     decoder = Decoder(sampled_target(), proposer, sampling=SAMPLINGS["warm"], stop=set())
     assert decoder_error(decoder, 3, seed=152, alone=True, monkeypatch=monkeypatch) < 1e-12
@@ -75,7 +75,7 @@ def test_what_is_drafted_beside_a_draw_does_not_depend_on_it(monkeypatch):
     for token in range(3):
         row = RowCandidates(Acceptance(), [0], ends=frozenset({1}))
         row.add_guesses("text", [Guess(2, 0, 0.4), Guess(0, 1, 0.3), Guess(1, 0, 0.2)])
-        row.settle_beside(2)
+        row.fix_nodes(2)
         row.add(token, 0, Kind("drawn", 0.5, 1), drawn=True)
         trees[token] = len(row.values(chain=False)), row.probabilities, row.choose(3, chain=False).drafts[:2]
     assert trees[0] == trees[1] == trees[2]
@@ -84,7 +84,7 @@ def test_what_is_drafted_beside_a_draw_does_not_depend_on_it(monkeypatch):
 @pytest.mark.full
 def test_dropping_a_draft_because_of_what_was_drawn_is_detected(monkeypatch):
     """The negative control: a drawn draft of token 0 is left out, as a chosen one may be."""
-    monkeypatch.setattr(auto_module, "DEEPEST", 1)
+    monkeypatch.setattr(auto_module, "MAX_HEAD_STEPS", 1)
     proposer = forgetful(auto(sampled_target(), text=False))
     decoder = Decoder(sampled_target(), proposer, sampling=SAMPLINGS["warm"], stop=set())
     assert decoder_error(decoder, 1, alone=True, monkeypatch=monkeypatch) < 1e-12
@@ -92,7 +92,7 @@ def test_dropping_a_draft_because_of_what_was_drawn_is_detected(monkeypatch):
 
     def dropping(*arguments):
         tree = propose(*arguments)
-        return root(tree.tokens[:, 0]) if (tree.tokens[:, 1:] == 0).any() else tree
+        return make_root(tree.tokens[:, 0]) if (tree.tokens[:, 1:] == 0).any() else tree
 
     proposer.propose = dropping
     assert decoder_error(decoder, 1, alone=True, monkeypatch=monkeypatch) > 1e-3

@@ -44,7 +44,7 @@ def test_a_token_that_ends_the_answer_is_not_worth_drafting():
     other = row.add(3, 0, Kind("Suffix", 0.9, 1))
     row.normalise()
     assert row.probabilities[end] == row.probabilities[behind] == 0.0 < row.probabilities[other]
-    assert not RowCandidates(Acceptance(), [5], left=1).is_useful(1) and row.is_useful(1, 3)
+    assert not RowCandidates(Acceptance(), [5], tokens_left=1).is_useful(1) and row.is_useful(1, 3)
 
 
 def test_the_size_is_the_best_of_all_and_trees_hold_the_likeliest_nodes():
@@ -65,10 +65,10 @@ def test_the_size_is_the_best_of_all_and_trees_hold_the_likeliest_nodes():
             chosen = row.choose(best.size - 1, chain=False)
             assert all(parent < place for place, (_, parent) in enumerate(chosen.drafts, start=1))
 
-        def most(row: RowCandidates, num: int) -> float:
+        def best_sum(row: RowCandidates, num: int) -> float:
             sets = itertools.combinations(range(1, len(row.tokens)), min(num, len(row.tokens) - 1))
             whole = [nodes for nodes in sets if all(row.parents[node] in (0, *nodes) for node in nodes)]
             return max(sum(row.probabilities[node] for node in nodes) for nodes in whole)
 
-        values = [2 + sum(most(row, size - 1) for row in rows) - 2.0 * seconds for size, seconds in curve.items()]
+        values = [2 + sum(best_sum(row, size - 1) for row in rows) - 2.0 * seconds for size, seconds in curve.items()]
         assert best.tokens - 2.0 * best.seconds == pytest.approx(max(values))

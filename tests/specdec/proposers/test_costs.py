@@ -9,13 +9,13 @@ import warnings
 import pytest
 
 from specdec.core.compile import Runner
-from specdec.core.files import keep_document
+from specdec.core.files import cache_document
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.proposers import costs as costs_module
-from specdec.proposers.auto import Auto
-from specdec.proposers.costs import Correction, Costs, MeasuredCosts, describe_conditions, find_file
-from specdec.proposers.suffix import usual_suffix
+from specdec.proposers.auto import AutoProposer
+from specdec.proposers.costs import Correction, Costs, MeasuredCosts, describe_conditions, find_costs_file
+from specdec.proposers.suffix import make_default_suffix
 from specdec.target.verifier import Verifier
 from tests.texts import repeating_texts
 
@@ -24,12 +24,12 @@ class Clock:
     """Time that passes only where a test says so."""
 
     def __init__(self):
-        self.now = 0.0
+        self.seconds = 0.0
 
 
-def measured(target) -> Auto:
+def measured(target) -> AutoProposer:
     """Its costs are measured, or read from the disk."""
-    return Auto(target, members=[usual_suffix(target)])
+    return AutoProposer(target, members=[make_default_suffix(target)])
 
 
 def test_costs_between_numbers_of_rows_and_what_a_pass_teaches():
@@ -95,24 +95,26 @@ def speed_over_best(gain: float, seed: int, *, rounds: int = 1000, load: float =
     gain: probability of a first draft; load: deviation of the logarithm of all costs, which wanders within `turn` passes
     """
     generator, correction = random.Random(seed), Correction(TRUE)
-    told = {num: seconds * math.exp(generator.gauss(0, 0.1)) for num, seconds in TRUE.items()}  # measured wrongly
+    measured_costs = {
+        num: seconds * math.exp(generator.gauss(0, 0.1)) for num, seconds in TRUE.items()
+    }  # measured wrongly
     state, drafted, spent, emitted, recent = 0.0, 0, 0.0, 0.0, [0.0, 0.0]
     all_tokens, all_seconds = dict.fromkeys(TRUE, 0.0), dict.fromkeys(TRUE, 0.0)
     for _ in range(rounds):
         state = state * (1 - 1 / turn) + generator.gauss(0, load * math.sqrt(2 / turn))
         first = gain * math.exp(generator.gauss(0, 0.25))
         tokens = {num: 1 + first * sum(0.6**place for place in range(num - 1)) for num in TRUE}
-        costs = {num: told[num] * correction.factor(num) for num in TRUE}
+        costs = {num: measured_costs[num] * correction.factor(num) for num in TRUE}
         rate = max(1 / costs[1], recent[0] / recent[1] if recent[1] else 0.0)
-        num = 1 if drafted >= CHECK else max(TRUE, key=lambda each: tokens[each] - rate * costs[each])
+        num = 1 if drafted >= CHECK else max(TRUE, key=lambda size: tokens[size] - rate * costs[size])
         drafted = 0 if num == 1 else drafted + 1
         seconds = TRUE[num] * math.exp(state + generator.gauss(0, 0.06))
-        correction.observe(num, seconds / told[num])
+        correction.observe(num, seconds / measured_costs[num])
         recent = [0.98 * recent[0] + tokens[num], 0.98 * recent[1] + seconds]
         emitted, spent = emitted + tokens[num], spent + seconds
-        for each in TRUE:
-            all_tokens[each] += tokens[each]
-            all_seconds[each] += TRUE[each] * math.exp(state)
+        for size in TRUE:
+            all_tokens[size] += tokens[size]
+            all_seconds[size] += TRUE[size] * math.exp(state)
     return emitted / spent / max(all_tokens[each] / all_seconds[each] for each in TRUE)
 
 
@@ -138,7 +140,7 @@ def test_costs_are_measured_once_and_kept(small_target, tmp_path, monkeypatch):
     monkeypatch.setattr(costs_module, "SIZES", (1, 2, 4))
     monkeypatch.setattr(costs_module, "SECONDS", 0.01)
 
-    def decode() -> Auto:
+    def decode() -> AutoProposer:
         proposer = measured(small_target)
         Decoder(small_target, proposer, sampling=Sampling(), stop=set()).generate(repeating_texts(3, 12)[:2], 10)
         return proposer
@@ -169,30 +171,30 @@ def test_other_conditions_have_other_files(small_target, tmp_path, monkeypatch):
         sampling = Sampling(temperature)
         return describe_conditions(verifier(small_target, sampling, **how), sampling)
 
-    both = {"compile": True, "cuda_graphs": True}
+    compiled_graphs = {"compile": True, "cuda_graphs": True}
     different = [
         conditions(),
         conditions(1.0),
         conditions(compile=True),
         conditions(cuda_graphs=True),
-        conditions(**both),
+        conditions(**compiled_graphs),
         conditions(1.0, cuda_graphs=True),
     ]
-    assert len({find_file(each) for each in different}) == len(different)
+    assert len({find_costs_file(each) for each in different}) == len(different)
     assert different[1]["sampling"] == "sampled"
-    assert all(find_file(each).parent == tmp_path for each in different)
+    assert all(find_costs_file(each).parent == tmp_path for each in different)
 
 
 def test_a_machine_that_is_too_slow_for_a_long_pass_is_measured_without_it(target, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
     monkeypatch.setattr(costs_module, "SECONDS", -1.0)  # the budget is spent before the first pass
     clock = Clock()
-    monkeypatch.setattr(costs_module.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(costs_module.time, "perf_counter", lambda: clock.seconds)
     call = costs_module.Verifier.__call__
 
-    def verify(self, tree, *inputs, **more):
-        clock.now += tree.tokens.shape[1]
-        return call(self, tree, *inputs, **more)
+    def verify(self, tree, *inputs, **arguments):
+        clock.seconds += tree.tokens.shape[1]
+        return call(self, tree, *inputs, **arguments)
 
     monkeypatch.setattr(costs_module.Verifier, "__call__", verify)
     proposer = measured(target)
@@ -210,7 +212,7 @@ def test_processes_that_measure_the_same_at_once_do_not_disturb_each_other(tmp_p
         warnings.simplefilter("error")
         costs = make()
         for _ in range(50):
-            keep_document(costs.path, {"seconds": {1: {1: 1.0}}}, "The costs")
+            cache_document(costs.path, {"seconds": {1: {1: 1.0}}}, "The costs")
 
     children = [multiprocessing.get_context("fork").Process(target=write_often) for _ in range(2)]
     for child in children:
@@ -235,23 +237,23 @@ def test_the_first_start_keeps_to_its_time(small_target, tmp_path, monkeypatch):
     """On a machine whose passes take as long as their tokens say, for the first and the last number of rows."""
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
     clock = Clock()
-    monkeypatch.setattr(costs_module.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(costs_module.time, "perf_counter", lambda: clock.seconds)
     monkeypatch.setattr(costs_module, "SECONDS", 3.0)
     call = costs_module.Verifier.__call__
 
-    def verify(self, tree, *inputs, **more):
-        clock.now += 0.02 + 0.002 * tree.tokens.numel()
-        return call(self, tree, *inputs, **more)
+    def verify(self, tree, *inputs, **arguments):
+        clock.seconds += 0.02 + 0.002 * tree.tokens.numel()
+        return call(self, tree, *inputs, **arguments)
 
     monkeypatch.setattr(costs_module.Verifier, "__call__", verify)
     proposer = measured(small_target)
     Decoder(small_target, proposer, sampling=Sampling(), stop=set())
     proposer.costs.prepare(8)
-    spent = clock.now
+    spent = clock.seconds
     assert 6.0 <= spent < 10.0
     for rows in (1, 2, 5, 8):  # what was not measured is between
         curve = proposer.costs.curve(rows)
         assert curve == pytest.approx({num: 0.02 + 0.002 * rows * num for num in proposer.costs.sizes})
         assert set(costs_module.SIZES) <= set(curve)
         proposer.costs.prepare(rows)
-    assert clock.now == spent
+    assert clock.seconds == spent

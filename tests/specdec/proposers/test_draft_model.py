@@ -44,7 +44,7 @@ def model(request, target_folder, tmp_path_factory) -> Path:
 
 def propose_with(target: Target, model: Path, drafting: Drafting = CHAIN) -> HeadProposer:
     config = proposers.configure("draft", settings={"model": str(model)}, drafting=drafting, checkpoint=None)
-    return proposers.make(config, target)
+    return proposers.make_proposer(config, target)
 
 
 def prompts() -> list[list[int]]:
@@ -106,7 +106,7 @@ def test_the_cache_holds_the_whole_text_after_every_round(target, model, target_
 
     def watched(*arguments):
         trees.append(propose(*arguments))
-        assert proposer.cache.lengths.tolist() == proposer.cache.known == [len(text) for text in texts]
+        assert proposer.cache.lengths.tolist() == proposer.cache.host_lengths == [len(text) for text in texts]
         assert proposer.cache.pending == 0
         return script(trees[-1], texts, answers, len(trees)) if scripted else trees[-1]
 
@@ -165,7 +165,7 @@ def test_tokens_that_one_of_the_two_lacks_are_never_drafted(target, tmp_path, nu
     seen: set[int] = set()
     for temperature in (0.0, 1.0):
         proposer = HeadProposer(drafter, Drafting(3).shape, children="chosen")
-        proposer.propose = lambda *given, propose=proposer.propose: seen.update((tree := propose(*given)).tokens[:, 1:].flatten().tolist()) or tree  # fmt: skip
+        proposer.propose = lambda *arguments, propose=proposer.propose: seen.update((tree := propose(*arguments)).tokens[:, 1:].flatten().tolist()) or tree  # fmt: skip
         drafted = Decoder(target, proposer, sampling=Sampling(temperature), stop=set()).generate(prompts(), NUM_NEW)
         if not temperature:
             assert (
@@ -215,4 +215,6 @@ def test_messages_name_the_option_that_was_set(target, tmp_path):
         with pytest.raises(ValueError, match=f"^model={path}.*{message}"):
             Draft(target, model=str(path))
     with pytest.raises(ValueError, match=r"^Give proposer\.model=\.\.\."):
-        proposers.make(proposers.configure("draft", settings={}, drafting=Drafting(2), checkpoint=None), target)
+        proposers.make_proposer(
+            proposers.configure("draft", settings={}, drafting=Drafting(2), checkpoint=None), target
+        )

@@ -14,10 +14,10 @@ from tests.hostile import DEEP, HUGE, Touch
 @pytest.fixture
 def store(tmp_path):
     folder = tmp_path / "store"
-    tokens = datastore.join([[1, 2, 3]])
+    tokens = datastore.join_texts([[1, 2, 3]])
     about = {"tokenizer_fingerprint": "x", "num_texts": 1, "length": 4}
-    datastore.write(folder, tokens, datastore.sort(tokens, 4), about)
-    assert datastore.read(folder, "x")
+    datastore.write_datastore(folder, tokens, datastore.sort_places(tokens, 4), about)
+    assert datastore.read_datastore(folder, "x")
     return folder
 
 
@@ -53,7 +53,7 @@ def test_arrays(store, marker, little_memory, kind):
     else:
         path.write_bytes(ARRAYS[kind])
     with pytest.raises(ValueError, match="damaged"):
-        datastore.read(store, "x")
+        datastore.read_datastore(store, "x")
 
 
 @pytest.mark.parametrize("name", ["datastore.json", "tokens.npy", "suffixes.npy"])
@@ -61,11 +61,11 @@ def test_links_out_of_a_datastore(store, tmp_path, name):
     (store / name).rename(tmp_path / name)
     (store / name).symlink_to(tmp_path / name)
     with pytest.raises(ValueError, match="Links out of a folder"):
-        datastore.read(store, "x")
+        datastore.read_datastore(store, "x")
 
 
 @pytest.mark.parametrize("content", [DEEP, "[]", "1e999", '{"length": 1e999}', '{"length": ' + "9" * 10_000 + "}"])
 def test_json_of_a_datastore(store, content):
     (store / "datastore.json").write_text(content)
     with pytest.raises(ValueError, match="damaged"):
-        datastore.read(store, "x")
+        datastore.read_datastore(store, "x")

@@ -44,8 +44,8 @@ def test_a_copy_can_continue_into_its_own_drafts():
 def test_rewind_restores_the_state_of_the_mark():
     draw = random.Random(1)
     pick = lambda: [[draw.randrange(3) for _ in range(draw.randrange(1, 6))] for _ in range(3)]
-    proposer, kept = Ngram(None, min=1, max=3, num=6), [[0, 1, 2, 0], [1, 1], [2, 0, 2]]
-    begin(proposer, kept)
+    proposer, texts = Ngram(None, min=1, max=3, num=6), [[0, 1, 2, 0], [1, 1], [2, 0, 2]]
+    begin(proposer, texts)
     differed = 0
     for _ in range(40):
         mark = proposer.mark()
@@ -57,9 +57,9 @@ def test_rewind_restores_the_state_of_the_mark():
         assert [proposer.draft(row) for row in range(3)] == before
         new = pick()
         commit(proposer, new)
-        kept = [text + more for text, more in zip(kept, new)]
+        texts = [text + more for text, more in zip(texts, new)]
         fresh = Ngram(None, min=1, max=3, num=6)
-        begin(fresh, kept)
+        begin(fresh, texts)
         for row in range(3):
             assert proposer.draft(row) == fresh.draft(row)
             assert vars(proposer.states[row]) == vars(fresh.states[row])

@@ -14,7 +14,7 @@ from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.proposers import datastore as store
 from specdec.proposers import text as retrieval
-from specdec.proposers.text import Retrieval, grow
+from specdec.proposers.text import Retrieval, grow_trie
 from specdec.target.model import load_tokenizer
 from specdec.text import token_text
 from tests.support import random_tokens
@@ -30,13 +30,13 @@ def tokenizer(monkeypatch):
 
 
 def make(folder: Path, texts: list[list[int]], *, length: int = 8, fingerprint: str | None = None) -> str:
-    tokens = store.join(texts)
+    tokens = store.join_texts(texts)
     document = {
-        "tokenizer_fingerprint": fingerprint or token_text.fingerprint(TOKENIZER),
+        "tokenizer_fingerprint": fingerprint or token_text.digest_vocabulary(TOKENIZER),
         "num_texts": len(texts),
         "length": length,
     }
-    store.write(folder, tokens, store.sort(tokens, length), document)
+    store.write_datastore(folder, tokens, store.sort_places(tokens, length), document)
     return str(folder)
 
 
@@ -51,13 +51,13 @@ def random_texts(seed: int, *, num_texts: int = 12, vocab_size: int = 4) -> list
 @pytest.mark.parametrize("length", [1, 2, 3, 8, 13])
 def test_places_are_sorted_by_the_tokens_before_them(length):
     for texts in [[], [[0]], [[0, 0, 1]], *(random_texts(seed, vocab_size=3) for seed in range(5))]:
-        tokens = store.join(texts)
+        tokens = store.join_texts(texts)
         padded = [store.SEPARATOR] * length + tokens.tolist()
 
-        def backwards(place, padded=padded):
-            return [padded[place + length - back] for back in range(length)]
+        def backwards(position, padded=padded):
+            return [padded[position + length - back] for back in range(length)]
 
-        assert store.sort(tokens, length).tolist() == sorted(range(len(tokens)), key=backwards)
+        assert store.sort_places(tokens, length).tolist() == sorted(range(len(tokens)), key=backwards)
 
 
 def ends(tokens: list[int], suffix: list[int]) -> list[int]:
@@ -69,7 +69,9 @@ def test_matches_equal_those_of_a_naive_search(tmp_path):
     lengths = set()
     for seed in range(6):
         texts = random_texts(seed)
-        datastore = store.read(Path(make(tmp_path / str(seed), texts)), token_text.fingerprint(TOKENIZER))
+        datastore = store.read_datastore(
+            Path(make(tmp_path / str(seed), texts)), token_text.digest_vocabulary(TOKENIZER)
+        )
         tokens = list(datastore.tokens)
         queries = [random_tokens(number, 10, 5) for number in range(30)] + [text[:9] for text in texts]
         for text in queries:
@@ -90,7 +92,7 @@ def test_places_are_those_of_the_longest_matches(tmp_path, target):
         tokens = list(proposer.store.tokens)
         for query in range(20):
             text = random_tokens(query, 10, 4)
-            remaining = proposer.places(text)
+            remaining = proposer.find_places(text)
             for num in range(8, 1, -1):
                 here = ends(tokens, text[-num:])
                 taken, remaining = remaining[: len(here)], remaining[len(here) :]
@@ -98,13 +100,13 @@ def test_places_are_those_of_the_longest_matches(tmp_path, target):
                 assert len(taken) == len(here) or not remaining
             assert not remaining
             total = sum(len(ends(tokens, text[-num:])) for num in range(2, 9))
-            assert len(proposer.places(text)) == min(samples, total)
+            assert len(proposer.find_places(text)) == min(samples, total)
 
 
 def test_samples_lie_at_equal_distances(tmp_path, target):
     folder = make(tmp_path / "d", [[1, token] for token in range(2, 12)])
     proposer = Retrieval(target, datastore=folder, **{**SETTINGS, "samples": 5})
-    assert proposer.places([1]) == [1, 7, 13, 19, 25]  # of 1, 4, 7, ..
+    assert proposer.find_places([1]) == [1, 7, 13, 19, 25]  # of 1, 4, 7, ..
 
 
 # The tree
@@ -122,7 +124,7 @@ def paths(draft) -> list[tuple[int, ...]]:
 def test_the_tree_holds_the_most_frequent_paths_of_the_trie(num, depth):
     for seed in range(10):
         texts = random_texts(seed)
-        tokens = store.join(texts)
+        tokens = store.join_texts(texts)
         choose = random.Random(seed)
         places = choose.choices([i for i, token in enumerate(tokens) if token != store.SEPARATOR], k=25)
         counts: collections.Counter = collections.Counter()
@@ -133,7 +135,7 @@ def test_the_tree_holds_the_most_frequent_paths_of_the_trie(num, depth):
                     break
                 path = (*path, token)
                 counts[path] += 1
-        drafted = paths(grow(memoryview(tokens), places, num=num, depth=depth))
+        drafted = paths(grow_trie(memoryview(tokens), places, num=num, depth=depth))
         assert len(set(drafted)) == len(drafted) == min(num, len(counts))
         best = sorted((-count, len(path)) for path, count in counts.items())
         assert sorted((-counts[path], len(path)) for path in drafted) == best[:num]
@@ -213,7 +215,10 @@ def test_damaged_and_foreign_datastores_are_refused(tmp_path, target):
         with pytest.raises(ValueError, match=message):
             Retrieval(target, datastore=str(folder), **SETTINGS)
 
-    refused(tmp_path / "nowhere", "does not exist. A datastore is a folder that specdec.proposers.datastore.write made")
+    refused(
+        tmp_path / "nowhere",
+        "does not exist. A datastore is a folder that specdec.proposers.datastore.write_datastore made",
+    )
     refused(tmp_path, "is not a datastore")
     refused(make(tmp_path / "empty", []), "is empty: it holds no tokens. A datastore is a folder that")
     refused(

@@ -14,7 +14,7 @@ from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.options.command_defaults import read_group
 from specdec.options.decoding import DecodeOptions
-from specdec.proposers.growth import FIRST_CHILD, NEXT_CHILD, static_parents
+from specdec.proposers.growth import FIRST_CHILD, NEXT_CHILD, find_static_parents
 from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target
 from tests.loops import transformers_answer
@@ -39,9 +39,11 @@ PENALTIES = (1.0, 1.3)
 CONF = ROOT / "conf" / "decode"
 
 
-def decoder_of(target, way: str, *, proposer=None, penalty: float = 1.0, stop=frozenset(), strings=None) -> Decoder:
-    if WAYS[way] is not None:
-        proposer = HeadProposer(make_drafter(target, "eagle"), WAYS[way])
+def decoder_of(
+    target, proposer_kind: str, *, proposer=None, penalty: float = 1.0, stop=frozenset(), strings=None
+) -> Decoder:
+    if WAYS[proposer_kind] is not None:
+        proposer = HeadProposer(make_drafter(target, "eagle"), WAYS[proposer_kind])
     sampling = Sampling(repetition_penalty=penalty)
     return Decoder(target, proposer, sampling=sampling, stop=set(stop), stop_strings=strings)
 
@@ -64,9 +66,9 @@ def answers(middling) -> dict[float, list[list[int]]]:
     }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("proposer_kind", WAYS)
 @pytest.mark.parametrize("penalty", PENALTIES)
-def test_rows_of_a_batch_end_where_single_answers_end(middling, answers, way, penalty):
+def test_rows_of_a_batch_end_where_single_answers_end(middling, answers, proposer_kind, penalty):
     """Answers end by a stop token, a text or the budget, as cut answers of transformers do."""
     prompts, whole = prompts_of(middling), answers[penalty]
     spelled = TextDecoder(lambda tokens: " ".join(map(str, tokens)))
@@ -78,12 +80,14 @@ def test_rows_of_a_batch_end_where_single_answers_end(middling, answers, way, pe
         for rows in (range(5), range(1)):
             texts = [prompts[row] + whole[row] for row in rows]
             lengths = [len(prompts[row]) + len(expected[row]) for row in rows]
-            proposer = Scripted(texts, 4, oracle(4), ends=lengths) if way == "oracle" else None
-            decoder = decoder_of(middling, way, proposer=proposer, penalty=penalty, stop=stop, strings=strings)
+            proposer = Scripted(texts, 4, oracle(4), ends=lengths) if proposer_kind == "oracle" else None
+            decoder = decoder_of(
+                middling, proposer_kind, proposer=proposer, penalty=penalty, stop=stop, strings=strings
+            )
             generation = decoder.generate([prompts[row] for row in rows], NUM_NEW)
             assert generation.tokens == [expected[row] for row in rows]
             check_counters(generation)
-            if way == "oracle" and not stop and not strings:
+            if proposer_kind == "oracle" and not stop and not strings:
                 assert max(generation.accepted[0]) == 4
     assert len(ends) > 3 and max(ends) == NUM_NEW
 
@@ -195,7 +199,7 @@ SHAPES = [(1, 3, 2), (2, 2, 4), (2, 2, 6), (2, 3, 5), (3, 2, 5), (3, 2, 30), (4,
 
 @pytest.mark.parametrize("shape", itertools.starmap(TreeShape, SHAPES), ids=str)
 def test_static_trees_are_the_best_of_all_trees(shape):
-    parents = static_parents(shape)
+    parents = find_static_parents(shape)
     whole = [
         path for depth in range(1, shape.depth + 1) for path in itertools.product(range(shape.width), repeat=depth)
     ]
@@ -216,7 +220,7 @@ def test_static_trees_are_the_best_of_all_trees(shape):
 @pytest.mark.parametrize("shape", [TreeShape(4, 3, 20), TreeShape(6, 4, 40)], ids=str)
 def test_earlier_siblings_have_more_nodes_below_them(shape):
     """An earlier sibling has at least as many nodes below it as a later one."""
-    paths = paths_of(static_parents(shape))
+    paths = paths_of(find_static_parents(shape))
     below = {path: sum(other[: len(path)] == path for other in paths) for path in paths}
     assert all(path[-1] == 0 or below[path] <= below[(*path[:-1], path[-1] - 1)] for path in paths)
     assert max(map(len, paths)) == shape.depth
@@ -240,14 +244,14 @@ def test_shipped_settings_can_decode(name, small_target):
 
 
 def test_options_of_scripts_become_settings():
-    assert read_group(DecodeOptions, "decode").drafting() == Drafting(
+    assert read_group(DecodeOptions, "decode").make_drafting() == Drafting(
         **{**drafting_of("base"), **drafting_of("chain"), "nodes": None}
     )
     chosen = read_group(DecodeOptions, "decode", depth=3, width=2, children="distinct", rule="block", compile=True)
-    assert chosen.drafting() == Drafting(3, 2, None, "distinct", "block", True)
-    assert chosen.drafting().shape == TreeShape(3, 2, 6)
+    assert chosen.make_drafting() == Drafting(3, 2, None, "distinct", "block", True)
+    assert chosen.make_drafting().shape == TreeShape(3, 2, 6)
     options = read_group(DecodeOptions, "decode", temperature="0,0.5", top_k=3, top_p=0.5, repetition_penalty=2.0)
-    assert options.samplings() == [Sampling(0.0, 3, 0.5, 2.0), Sampling(0.5, 3, 0.5, 2.0)]
+    assert options.make_samplings() == [Sampling(0.0, 3, 0.5, 2.0), Sampling(0.5, 3, 0.5, 2.0)]
 
 
 @pytest.mark.parametrize(
@@ -265,6 +269,6 @@ def test_options_of_scripts_become_settings():
 def test_wrong_settings_are_refused(small_target, wrong, sentence):
     with pytest.raises(ValueError, match=sentence):
         options = read_group(DecodeOptions, "decode", **wrong)
-        drafting, samplings = options.drafting(), options.samplings()
+        drafting, samplings = options.make_drafting(), options.make_samplings()
         proposer = drafting.proposer(make_drafter(small_target, "eagle"))
         drafting.decoder(small_target, proposer, sampling=samplings[0], stop=set())

@@ -19,99 +19,99 @@ from tests.support import random_tokens
 from tests.texts import begin, check_rounds, commit, repeating_texts
 
 
-def automaton_of(known: list[list[int]]) -> Automaton:
+def automaton_of(texts: list[list[int]]) -> Automaton:
     automaton = Automaton()
-    for text in known:
-        automaton.begin()
+    for text in texts:
+        automaton.start_text()
         for token in text:
             automaton.append(token)
     return automaton
 
 
-def occurrences(known: list[list[int]], part: tuple[int, ...]) -> list[tuple[int, int]]:
+def occurrences(texts: list[list[int]], substring: tuple[int, ...]) -> list[tuple[int, int]]:
     """(number of the text, place after the part) of every occurrence, in order."""
-    num = len(part)
+    num = len(substring)
     return [
         (number, place)
-        for number, text in enumerate(known)
+        for number, text in enumerate(texts)
         for place in range(num, len(text) + 1)
-        if tuple(text[place - num : place]) == part
+        if tuple(text[place - num : place]) == substring
     ]
 
 
-def following(known: list[list[int]], part: tuple[int, ...]) -> dict[int, int]:
+def following(texts: list[list[int]], substring: tuple[int, ...]) -> dict[int, int]:
     """How often each token follows `part`, in the order of first occurrence."""
     counts: dict[int, int] = {}
-    for number, place in occurrences(known, part):
-        if place < len(known[number]):
-            token = known[number][place]
+    for number, place in occurrences(texts, substring):
+        if place < len(texts[number]):
+            token = texts[number][place]
             counts[token] = counts.get(token, 0) + 1
     return counts
 
 
-def best_first(known: list[list[int]], part: tuple[int, ...], num: int, least: float) -> list[tuple[int, int]]:
+def best_first(texts: list[list[int]], substring: tuple[int, ...], num: int, least: float) -> list[tuple[int, int]]:
     """The drafts after `part`: the most likely candidate of a plain list is taken repeatedly."""
     draft, candidates, probability = [], [], 1.0
     while True:
-        while part and not following(known, part):
-            part = part[1:]
-        counts = following(known, part) if part else {}
+        while substring and not following(texts, substring):
+            substring = substring[1:]
+        counts = following(texts, substring) if substring else {}
         for token, count in counts.items():
             share = probability * count / sum(counts.values())
             if share >= least:
-                candidates.append((share, token, len(draft), (*part, token)))
+                candidates.append((share, token, len(draft), (*substring, token)))
         if not candidates or len(draft) == num:
             return draft
         best = max(candidates, key=lambda candidate: candidate[0])  # the first of equal ones
         candidates.remove(best)
-        probability, token, parent, part = best
+        probability, token, parent, substring = best
         draft.append((token, parent))
 
 
 @pytest.mark.parametrize(
-    "known", [*([text] for text in repeating_texts(3, 50)), repeating_texts(3, 30), repeating_texts(2, 20)], ids=len
+    "texts", [*([text] for text in repeating_texts(3, 50)), repeating_texts(3, 30), repeating_texts(2, 20)], ids=len
 )
-def test_states_and_counts_equal_those_of_a_naive_search(known):
-    automaton = automaton_of(known)
+def test_states_and_counts_equal_those_of_a_naive_search(texts):
+    automaton = automaton_of(texts)
     for num in range(1, 7):
-        for part in itertools.product(range(3), repeat=num):
-            count = len(occurrences(known, part))
+        for substring in itertools.product(range(3), repeat=num):
+            count = len(occurrences(texts, substring))
             match = NOWHERE
-            for token in part:
+            for token in substring:
                 match = automaton.follow(match, token)
             assert (match.length == num) == (count > 0)
             if count:
                 assert automaton.counts[match.state] == count
     parts = {
-        tuple(text[start:end]) for text in known for start in range(len(text)) for end in range(start, len(text) + 1)
+        tuple(text[start:end]) for text in texts for start in range(len(text)) for end in range(start, len(text) + 1)
     }
-    classes = {tuple(occurrences(known, part)) for part in parts}  # classes of substrings that end at the same places
-    assert len(automaton.counts) == len(classes) <= 2 * automaton.num_tokens == 2 * sum(map(len, known))
+    classes = {tuple(occurrences(texts, part)) for part in parts}  # classes of substrings that end at the same places
+    assert len(automaton.counts) == len(classes) <= 2 * automaton.num_tokens == 2 * sum(map(len, texts))
 
 
 def test_matches_and_trees_along_a_text():
     """For every prefix: its longest suffix that occurred before, in its own or another text, and the trees after it."""
-    others = repeating_texts(3, 24)[:3]
-    memory = automaton_of(others)
+    other_texts = repeating_texts(3, 24)[:3]
+    memory = automaton_of(other_texts)
     num_branched = num_deep = 0
     for text in repeating_texts(3, 40):
-        own, match = Automaton(), NOWHERE
+        own_automaton, match = Automaton(), NOWHERE
         for end, token in enumerate(text, start=1):
-            own.append(token)
+            own_automaton.append(token)
             match = memory.follow(match, token)
             ends = [tuple(text[start:end]) for start in range(end)]
             repeated = next((part for part in ends if len(occurrences([text[:end]], part)) > 1), ())
-            assert own.repeated().length == len(repeated)
-            matched = next((part for part in ends if occurrences(others, part)), ())
+            assert own_automaton.find_repeated().length == len(repeated)
+            matched = next((part for part in ends if occurrences(other_texts, part)), ())
             assert match.length == len(matched)
-            for automaton, known, state, part in (
-                (own, [text[:end]], own.repeated().state, repeated),
-                (memory, others, match.state, matched),
+            for automaton, searched_texts, state, substring in (
+                (own_automaton, [text[:end]], own_automaton.find_repeated().state, repeated),
+                (memory, other_texts, match.state, matched),
             ):
                 for num, least in ((20, 0.3), (9, 0.07)):
-                    guesses = automaton.most_likely(SuffixMatch(state, len(part)), num, least)
+                    guesses = automaton.most_likely(SuffixMatch(state, len(substring)), num, least)
                     draft = [(guess.token, guess.parent) for guess in guesses]
-                    assert draft == best_first(known, part, num, least)
+                    assert draft == best_first(searched_texts, substring, num, least)
                 num_branched += any(parent != number for number, (_, parent) in enumerate(draft))
                 num_deep += len(draft) == 9
     assert num_branched > 100 and num_deep > 100
@@ -145,18 +145,18 @@ def test_the_last_texts_of_a_datastore_are_remembered_from_the_start(tmp_path, m
     tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0})
     monkeypatch.setattr(suffix, "load_tokenizer", lambda name, **_: tokenizer)
     texts = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    joined = store.join(texts)
-    document = {"tokenizer_fingerprint": token_text.fingerprint(tokenizer), "num_texts": 3, "length": 2}
-    store.write(tmp_path / "texts", joined, store.sort(joined, 2), document)
+    joined = store.join_texts(texts)
+    document = {"tokenizer_fingerprint": token_text.digest_vocabulary(tokenizer), "num_texts": 3, "length": 2}
+    store.write_datastore(tmp_path / "texts", joined, store.sort_places(joined, 2), document)
     target = SimpleNamespace(name="tiny", trust_remote_code=False)
     for memory, known in ((1000, texts), (6, [[5, 6, 7], [8, 9]]), (0, [])):
-        assert suffix.last_texts(target, str(tmp_path / "texts"), memory) == known
-    monkeypatch.setattr(suffix, "last_texts", lambda target, folder, num: texts)
+        assert suffix.read_last_texts(target, str(tmp_path / "texts"), memory) == known
+    monkeypatch.setattr(suffix, "read_last_texts", lambda target, folder, num: texts)
     proposer = make(datastore="texts")
     for _ in range(2):
         begin(proposer, [[20, 4, 5]])
         assert tokens(proposer.draft(0)) == [6, 7]
-        proposer.forget()  # of what it was given it forgets nothing
+        proposer.reset_history()  # of what it was given it forgets nothing
 
 
 def test_answers_are_remembered_from_the_next_batch_on():

@@ -38,7 +38,7 @@ def search(proposer: HeadProposer) -> dict[tuple[int, ...], float]:
     """Best-first with a heap, one path at a time -> the best paths of probability above 0, with their log-probabilities"""
     shape, drafter = proposer.shape, proposer.drafter
     _, first = proposer.absorb()
-    queue, found = [], {}
+    queue, probabilities = [], {}
 
     def push(score, path, state, logits):
         best = logits[0, 0].log_softmax(-1).topk(min(shape.width, drafter.vocab_size))
@@ -46,16 +46,16 @@ def search(proposer: HeadProposer) -> dict[tuple[int, ...], float]:
             heapq.heappush(queue, (-(score + value), (*path, token), state))
 
     push(0.0, (), first.state, first.logits)
-    while queue and len(found) < shape.nodes:
+    while queue and len(probabilities) < shape.nodes:
         score, path, state = heapq.heappop(queue)
         if score == float("inf"):
             break
-        found[path] = -score
+        probabilities[path] = -score
         if len(path) < shape.depth:
             seen = torch.ones(1, 1, len(path), dtype=torch.bool)
             state, logits, _ = proposer.step(len(path) + 1, len(path) - 1, state, torch.tensor([[path[-1]]]), seen)
             push(-score, path, state, logits)
-    return found
+    return probabilities
 
 
 def paths_of(tree, row: int = 0) -> list[tuple[int, ...]]:
@@ -92,9 +92,9 @@ def test_greedy_answers_beside_sampled_ones_are_the_target_s(small_target, head,
     samplings = [Sampling(), Sampling(0.9), Sampling(0.9, top_k=1)]
     batch = decoder.batch(generator=seeded_generator(small_target, 0))
     batch.admit([Request(prompt, 30, sampling=each) for prompt, each in zip(prompts, samplings)])
-    rows = list(batch.rows)
+    rows = list(batch.requests)
     while batch.running:
-        batch.step()
+        batch.run_round()
     assert [rows[number].tokens == plain[number] for number in range(3)] == [True, False, True]
 
 

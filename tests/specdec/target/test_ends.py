@@ -46,7 +46,7 @@ def test_fingerprints_are_equal(pair):
     whole, ends = pair
     assert ends.fingerprint() == whole.fingerprint()
     unread = f"{whole.embeddings_fingerprint()}-layers-unread"
-    assert ends.identity.old in (whole.identity.old, unread) and ends.matches(ends.identity.old)
+    assert ends.identity.old_text in (whole.identity.old_text, unread) and ends.matches(ends.identity.old_text)
 
 
 def test_other_values_give_another_fingerprint(tmp_path):

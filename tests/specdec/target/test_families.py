@@ -9,7 +9,7 @@ from hydra.utils import instantiate
 from specdec.core import masks
 from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
-from specdec.core.tree import Nodes, TreeShape, plant
+from specdec.core.tree import Nodes, TreeShape, make_tree
 from specdec.decoding.decoder import Decoder
 from specdec.heads.eagle import Eagle3
 from specdec.measuring.model_card import write_export
@@ -22,9 +22,9 @@ from tests import loops
 from tests.exports import bring_in, make_form, make_provenance
 from tests.families import FAMILIES, Family, reference
 from tests.support import OLD_TRANSFORMERS, chain_of, greedy, load_head, random_tokens
-from tests.target_table import PAGE, exports, table_row, target_of
+from tests.target_table import PAGE, list_exports, make_family_target, table_row
 from train.data.batches import collate
-from train.features.outputs import Online
+from train.features.outputs import ComputedFeatures
 from train.objective.objective import Objective
 
 WORKING = [family for family in FAMILIES if not family.refused]
@@ -89,12 +89,12 @@ class Partly(Proposer):
                 nodes += [((token + 5) % 60, parent), (token, parent), ((token + 9) % 60, len(nodes) + 1)]
                 parent = len(nodes) - 1
             drafts.append(nodes)
-        return plant(self.newest, drafts, "cpu")
+        return make_tree(self.newest, drafts, "cpu")
 
 
 def test_decoding_equals_generate(family):
     """Plain, chains and trees, alone and in a batch of rows that differ in length and in what they accept."""
-    target, answers = target_of(family), answers_of(family)
+    target, answers = make_family_target(family), answers_of(family)
     assert target.recurrent == family.recurrent
     for rows in (slice(0, 1), slice(0, 3)):
         assert greedy(target, None).generate(PROMPTS[rows], NUM_NEW).tokens == answers[rows]
@@ -111,7 +111,7 @@ def test_decoding_equals_generate(family):
 
 def test_rows_that_have_ended_do_not_outgrow_the_target(monkeypatch):
     """GPT-2 has learned positions: one that is beyond the last would be an error. Row 0 accepts all drafts, row 1 none."""
-    target = target_of(next(family for family in FAMILIES if family.model_type == "gpt2"))
+    target = make_family_target(next(family for family in FAMILIES if family.model_type == "gpt2"))
     prompts, num = [random_tokens(seed, 200, 60) for seed in (1, 2)], target.max_positions - 200 - 3
     answers = greedy(target, None).generate(prompts, num).tokens
     proposer = Partly(answers, 3, tree=False)
@@ -141,14 +141,14 @@ def check_training(family, name: str, arguments: dict, steps: int, folder) -> No
     """Every parameter gets a gradient; the head learns two answers. Its rounds are those that replay computes."""
     if OLD_TRANSFORMERS and str(family) == "doge":
         pytest.skip("transformers 5.17 leaves out Doge's own mask where it is given none")
-    target, answers = target_of(family), answers_of(family)
+    target, answers = make_family_target(family), answers_of(family)
     torch.manual_seed(0)
     head = Eagle3(target) if name == "eagle3" else instantiate({**load_head(name)["drafter"], **arguments}, target)
     objective = Objective(head, **{**load_head(name)["objective"], "depth": 2})
     rows = [Row(str(n), "all", prompt + answer, [False] * len(prompt) + [True] * NUM_NEW)
             for n, (prompt, answer) in enumerate(zip(PROMPTS[:2], answers))]  # fmt: skip
     batch = collate([rows], length=64, pad_token=0)
-    output = Online(target, head.target_layers)(batch)
+    output = ComputedFeatures(target, head.target_layers)(batch)
     check_documents(family, batch, output, head.target_layers)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
     every = missing = dict(head.named_parameters())
@@ -172,14 +172,14 @@ def check_training(family, name: str, arguments: dict, steps: int, folder) -> No
     )  # otherwise the next lines would compare zeros
     for prompt, answer, accepted in zip(PROMPTS, answers, generation.accepted):
         accept = loops.acceptance(head, prompt, answer, depth=2, temperature=0.0)
-        num_rounds, at_depth = replay.rounds(accept)
+        num_rounds, at_depth = replay.count_rounds(accept)
         assert num_rounds == len(accepted)
         assert at_depth.tolist() == [sum(count >= d for count in accepted) for d in (1, 2)]
     if not family.recurrent:
         tree = HeadProposer(head, TreeShape(2, 2, 4))
         assert greedy(target, tree).generate(PROMPTS[:2], NUM_NEW).tokens == answers[:2]
     label, engine = SERVED.get(name, ("DFlash", "vLLM"))
-    served = label in exports(family)[engine] and (name == "eagle3" or target.shape_logits.plain)
+    served = label in list_exports(family)[engine] and (name == "eagle3" or target.shape_logits.plain)
     form = make_form(head, engine.lower() if served else "safetensors")
     write_export(form, folder / "out", dtype=torch.float32, provenance=make_provenance(head))
     if served:
@@ -189,7 +189,7 @@ def check_training(family, name: str, arguments: dict, steps: int, folder) -> No
 
 def check_documents(family, batch, output, layers) -> None:
     """The outputs for packed documents are those with a mask over the pack or, where no mask can cut them, of each alone."""
-    target, real = target_of(family), batch.documents >= 0
+    target, real = make_family_target(family), batch.documents >= 0
     if not family.recurrent:
         mask = masks.document_mask(batch.documents)
         packed = target.read(batch.tokens, layers, positions=batch.positions, mask=mask)
@@ -201,7 +201,7 @@ def check_documents(family, batch, output, layers) -> None:
 
 
 def test_compiled_decoding_equals_generate_or_is_refused(family, traced):
-    target, answers = target_of(family), answers_of(family)
+    target, answers = make_family_target(family), answers_of(family)
 
     def decode():
         runner = Runner(True)
@@ -239,7 +239,7 @@ def table_rows() -> list[str]:
 )
 def test_prompts_join_a_batch(family):
     """Two rows for three prompts: the third takes the place of the row that ends first, which n-grams decide."""
-    target = target_of(family)
+    target = make_family_target(family)
     decoder = greedy(target, Ngram(target, min=1, max=2, num=2))
-    found = dict(decoder.answers(PROMPTS, NUM_NEW, rows=2))
+    found = dict(decoder.answers(PROMPTS, NUM_NEW, batch_size=2))
     assert [found[number].tokens[0] for number in range(3)] == answers_of(family)

@@ -38,14 +38,14 @@ IDLE = [
 ]
 
 
-def fingerprint(folder: Path, **more) -> str:
+def find_fingerprint(folder: Path, **arguments) -> str:
     """Of the target as all ways to load it find it, in any dtype."""
-    found = {
+    texts = {
         Target.load(str(folder), dtype="float32").fingerprint(),
         Target.load(str(folder), dtype="bfloat16").fingerprint(),
         Target.load_ends(str(folder), dtype="float32").fingerprint(),
     }
-    (text,) = found
+    (text,) = texts
     return text
 
 
@@ -61,14 +61,14 @@ def change_weights(folder: Path, change) -> None:
 
 @pytest.mark.parametrize("fields", CHANGES, ids=lambda fields: next(iter(fields)))
 def test_what_changes_the_output_changes_it(tmp_path, fields):
-    before = fingerprint(save(tmp_path))
-    assert fingerprint(edit(tmp_path, **fields)) != before
+    before = find_fingerprint(save(tmp_path))
+    assert find_fingerprint(edit(tmp_path, **fields)) != before
 
 
 @pytest.mark.parametrize("fields", IDLE, ids=lambda fields: next(iter(fields)))
 def test_what_does_not_change_the_output_leaves_it(tmp_path, fields):
-    before = fingerprint(save(tmp_path))
-    assert fingerprint(edit(tmp_path, **fields)) == before
+    before = find_fingerprint(save(tmp_path))
+    assert find_fingerprint(edit(tmp_path, **fields)) == before
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_what_does_not_change_the_output_leaves_it(tmp_path, fields):
     ],
 )
 def test_fields_of_a_family_count(family, fields):
-    config = make(next(each for each in FAMILIES if str(each) == family)).config
+    config = make(next(candidate for candidate in FAMILIES if str(candidate) == family)).config
     before = describe_config(config)
     for key, value in fields.items():
         assert getattr(config, key) != value
@@ -108,10 +108,10 @@ def test_only_what_differs_from_the_defaults_of_its_class_counts():
     assert describe_config(Newer(**SIZES)) == describe_config(LlamaConfig(**SIZES))
     assert describe_config(Newer(newer=8, **SIZES)) != describe_config(LlamaConfig(**SIZES))
     theta = [{"rope_type": "default", "rope_theta": value} for value in (500, 500.0)]
-    one, two = (describe_config(LlamaConfig(rope_parameters=each, **SIZES)) for each in theta)
-    assert one == two and one["rope_parameters"]["rope_theta"] == 500
-    found = describe_config(LlamaConfig())
-    assert found.keys() == {
+    first, second = (describe_config(LlamaConfig(rope_parameters=rope, **SIZES)) for rope in theta)
+    assert first == second and first["rope_parameters"]["rope_theta"] == 500
+    counted_fields = describe_config(LlamaConfig())
+    assert counted_fields.keys() == {
         "model_type",
         "hidden_size",
         "num_hidden_layers",
@@ -127,12 +127,12 @@ def test_what_only_images_need_does_not_count(tmp_path):
     text = {**SIZES, "model_type": "mistral", "sliding_window": None}
     config = transformers.Mistral3Config(text_config=text, vision_config={"model_type": "pixtral", **vision})
     transformers.Mistral3ForConditionalGeneration(config).save_pretrained(tmp_path)
-    before = fingerprint(tmp_path)
+    before = find_fingerprint(tmp_path)
     document = json.loads((tmp_path / "config.json").read_text())
     edit(tmp_path, image_token_index=11, vision_config={**document["vision_config"], "attention_dropout": 0.2})
-    assert fingerprint(tmp_path) == before
+    assert find_fingerprint(tmp_path) == before
     edit(tmp_path, text_config={**document["text_config"], "rms_norm_eps": 0.01})
-    assert fingerprint(tmp_path) != before
+    assert find_fingerprint(tmp_path) != before
 
 
 # The weights
@@ -149,74 +149,74 @@ def test_what_only_images_need_does_not_count(tmp_path):
     ],
 )
 def test_any_value_changes_it(tmp_path, name, rows):
-    before = fingerprint(save(tmp_path))
+    before = find_fingerprint(save(tmp_path))
 
     def change(tensors):
-        place = (rows, 5) if tensors[name].dim() == 2 else rows
-        tensors[name][place] += 0.5
+        index = (rows, 5) if tensors[name].dim() == 2 else rows
+        tensors[name][index] += 0.5
 
     change_weights(tmp_path, change)
-    assert fingerprint(tmp_path) != before
+    assert find_fingerprint(tmp_path) != before
 
 
 def test_two_layers_in_another_order_change_it(tmp_path):
-    before = fingerprint(save(tmp_path))
+    before = find_fingerprint(save(tmp_path))
 
     def swap(tensors):
-        one, two = (f"model.layers.{n}.mlp.up_proj.weight" for n in (0, 3))
-        tensors[one], tensors[two] = tensors[two], tensors[one]
+        first, second = (f"model.layers.{n}.mlp.up_proj.weight" for n in (0, 3))
+        tensors[first], tensors[second] = tensors[second], tensors[first]
 
     change_weights(tmp_path, swap)
-    assert fingerprint(tmp_path) != before
+    assert find_fingerprint(tmp_path) != before
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "qwen3_moe", "deepseek_v3", "qwen3_5_text", "lfm2"])
 def test_the_model_in_memory_and_its_files_have_the_same(tmp_path, family):
     """In one file or several, in float32 or bfloat16, with experts one by one in the files and together in memory."""
-    model = make(next(each for each in FAMILIES if str(each) == family))
-    found = {WeightSource(model, {}, None, None).make_fingerprint().text}
+    model = make(next(candidate for candidate in FAMILIES if str(candidate) == family))
+    texts = {WeightSource(model, {}, None, None).make_fingerprint().text}
     for number, dtype in enumerate((torch.float32, torch.bfloat16)):
         folder = tmp_path / str(number)
         model.to(dtype).save_pretrained(folder, max_shard_size="20KB" if number else "1GB")
-        found.add(fingerprint(folder))
-    assert len(found) == 1
+        texts.add(find_fingerprint(folder))
+    assert len(texts) == 1
 
 
 def test_names_before_and_tensors_beside_the_model_do_not_count(tmp_path):
     """As in files of the bare model, in old ones with tables of angles, and in those that were pruned."""
-    before = fingerprint(save(tmp_path, tie_word_embeddings=True))
+    before = find_fingerprint(save(tmp_path, tie_word_embeddings=True))
 
     def rename(tensors):
         for key in list(tensors):
             tensors[key.removeprefix("model.")] = tensors.pop(key)
 
     change_weights(tmp_path, rename)
-    assert heads_agree(tmp_path).fingerprint() == before == fingerprint(tmp_path)
-    more = {
+    assert load_with_equal_heads(tmp_path).fingerprint() == before == find_fingerprint(tmp_path)
+    unused = {
         "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16),
         "layers.7.mlp.up_proj.weight": torch.ones(128, 128),
     }
-    change_weights(tmp_path, lambda tensors: tensors.update(more))
-    assert fingerprint(tmp_path) == before
+    change_weights(tmp_path, lambda tensors: tensors.update(unused))
+    assert find_fingerprint(tmp_path) == before
     change_weights(tmp_path, lambda tensors: tensors["layers.0.mlp.up_proj.weight"].mul_(2))
-    assert fingerprint(tmp_path) != before
+    assert find_fingerprint(tmp_path) != before
 
 
 def test_a_model_that_was_loaded_elsewhere_is_known_again(tmp_path):
     """As heads beside a model of transformers need it."""
     for family in ("qwen3_moe", "gemma3_text", "deepseek_v3"):
-        make(next(each for each in FAMILIES if str(each) == family)).save_pretrained(tmp_path / family)
+        make(next(candidate for candidate in FAMILIES if str(candidate) == family)).save_pretrained(tmp_path / family)
         model = AutoModelForCausalLM.from_pretrained(tmp_path / family)
-        assert WeightSource(model, {}, None, None).make_fingerprint().text == fingerprint(tmp_path / family)
+        assert WeightSource(model, {}, None, None).make_fingerprint().text == find_fingerprint(tmp_path / family)
         with torch.no_grad():
             model.get_input_embeddings().weight[3] += 0.5
-        assert WeightSource(model, {}, None, None).make_fingerprint().text != fingerprint(tmp_path / family)
+        assert WeightSource(model, {}, None, None).make_fingerprint().text != find_fingerprint(tmp_path / family)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5_text", "qwen2"])
 def test_mtp_modules_do_not_count(tmp_path, name):
     save_native(tmp_path, name)
-    before = fingerprint(tmp_path)
+    before = find_fingerprint(tmp_path)
 
     def change(tensors, keep):
         modules = [key for key in tensors if "mtp" in key or ".layers.4." in key]
@@ -228,13 +228,13 @@ def test_mtp_modules_do_not_count(tmp_path, name):
 
     for keep in (True, False):
         change_weights(tmp_path, lambda tensors, keep=keep: change(tensors, keep))
-        assert fingerprint(tmp_path) == before
+        assert find_fingerprint(tmp_path) == before
 
 
 # Tied or not: as transformers decides it
 
 
-def heads_agree(folder: Path) -> Target:
+def load_with_equal_heads(folder: Path) -> Target:
     """The target with its layers, whose embedding and LM head are those without them."""
     whole, ends = (load(str(folder), dtype="float32") for load in (Target.load, Target.load_ends))
     assert torch.equal(whole.lm_head.weight, ends.lm_head.weight) and torch.equal(whole.embed.weight, ends.embed.weight)
@@ -245,24 +245,24 @@ def heads_agree(folder: Path) -> Target:
 
 
 def test_a_second_copy_of_a_tied_matrix_does_not_count(tmp_path):
-    before = fingerprint(save(tmp_path, tie_word_embeddings=True))
+    before = find_fingerprint(save(tmp_path, tie_word_embeddings=True))
     change_weights(
         tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
     )
-    assert heads_agree(tmp_path).lm_head.weight.shape == (61, 128) and fingerprint(tmp_path) == before
+    assert load_with_equal_heads(tmp_path).lm_head.weight.shape == (61, 128) and find_fingerprint(tmp_path) == before
     change_weights(tmp_path, lambda tensors: tensors.pop("model.embed_tokens.weight"))  # it may have the other's name
-    heads_agree(tmp_path)
-    assert fingerprint(tmp_path) == before
+    load_with_equal_heads(tmp_path)
+    assert find_fingerprint(tmp_path) == before
 
 
 def test_a_head_of_its_own_counts_although_the_configuration_ties_it(tmp_path):
-    before = fingerprint(save(tmp_path, tie_word_embeddings=True))
+    before = find_fingerprint(save(tmp_path, tie_word_embeddings=True))
     change_weights(
         tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 0.5})
     )
-    whole = heads_agree(tmp_path)
-    assert whole.lm_head.weight is not whole.embed.weight and fingerprint(tmp_path) != before
-    assert fingerprint(edit(tmp_path, tie_word_embeddings=False)) == whole.fingerprint()  # the weights say it
+    whole = load_with_equal_heads(tmp_path)
+    assert whole.lm_head.weight is not whole.embed.weight and find_fingerprint(tmp_path) != before
+    assert find_fingerprint(edit(tmp_path, tie_word_embeddings=False)) == whole.fingerprint()  # the weights say it
 
 
 def test_a_head_that_is_missing_is_named_in_both(tmp_path):
@@ -287,10 +287,10 @@ def test_a_head_with_an_earlier_fingerprint_loads_silently_and_is_saved_with_the
         path = tmp_path / "head" / "drafter.json"
         document = json.loads(path.read_text())
         assert document["target_fingerprint"] == target.fingerprint() and target.fingerprint().startswith("v2.")
-        replace_document(path, document | {"target_fingerprint": target.identity.old})
+        replace_document(path, document | {"target_fingerprint": target.identity.old_text})
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            head, spec = checkpoint.start(tmp_path / "head", target, {})
+            head, spec = checkpoint.load_for_training(tmp_path / "head", target, {})
         checkpoint.save(tmp_path / "again", head, spec)
         assert (
             json.loads((tmp_path / "again" / "drafter.json").read_text())["target_fingerprint"] == target.fingerprint()
@@ -302,12 +302,14 @@ def test_a_head_with_an_earlier_fingerprint_loads_silently_and_is_saved_with_the
 
 def test_an_earlier_fingerprint_that_files_do_not_give_costs_a_warning(tmp_path):
     """Of experts, which files have one by one and an earlier version read as they are in memory."""
-    make(next(each for each in FAMILIES if str(each) == "qwen3_moe")).save_pretrained(tmp_path / "target")
+    make(next(candidate for candidate in FAMILIES if str(candidate) == "qwen3_moe")).save_pretrained(
+        tmp_path / "target"
+    )
     whole, ends = (load(str(tmp_path / "target"), dtype="float32") for load in (Target.load, Target.load_ends))
-    assert whole.fingerprint() == ends.fingerprint() and whole.identity.old != ends.identity.old
+    assert whole.fingerprint() == ends.fingerprint() and whole.identity.old_text != ends.identity.old_text
     save_eagle(tmp_path / "head", whole)
     path = tmp_path / "head" / "drafter.json"
-    replace_document(path, json.loads(path.read_text()) | {"target_fingerprint": whole.identity.old})
+    replace_document(path, json.loads(path.read_text()) | {"target_fingerprint": whole.identity.old_text})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checkpoint.load(tmp_path / "head", whole)
@@ -317,19 +319,19 @@ def test_an_earlier_fingerprint_that_files_do_not_give_costs_a_warning(tmp_path)
 
 def test_it_is_made_when_it_is_asked_for_and_before_the_weights_change(monkeypatch, tmp_path):
     from specdec.target import fingerprint as module
-    from specdec.target.adapter import adapt
+    from specdec.target.adapter import add_adapter
 
     calls: list[str] = []
     digest = module.digest_tensors
-    monkeypatch.setattr(module, "digest_tensors", lambda *given: calls.append("x") or digest(*given))
+    monkeypatch.setattr(module, "digest_tensors", lambda *arguments: calls.append("x") or digest(*arguments))
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     target = Target(model, name="tiny")
     assert not calls
-    wanted = Target(LlamaForCausalLM.from_pretrained(save(tmp_path)), name="other").fingerprint()
-    assert calls and wanted != target.fingerprint()
+    expected = Target(LlamaForCausalLM.from_pretrained(save(tmp_path)), name="other").fingerprint()
+    assert calls and expected != target.fingerprint()
     second = Target(LlamaForCausalLM.from_pretrained(tmp_path), name="other")
-    adapt(second, rank=2, alpha=4, modules=["q_proj"])
+    add_adapter(second, rank=2, alpha=4, modules=["q_proj"])
     with torch.no_grad():
         for layer in second.adapted_layers():
             layer.base_layer.weight.add_(1)
-    assert second.fingerprint() == wanted
+    assert second.fingerprint() == expected

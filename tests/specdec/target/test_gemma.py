@@ -73,10 +73,10 @@ def head(gemma, name: str) -> HeadProposer:
     return HeadProposer(instantiate(load_head(name)["drafter"], gemma, vocab=torch.arange(0, 262_144, 512)), TREE)
 
 
-def branching(text: list[int], place: int) -> Tree:
+def branching(text: list[int], start: int) -> Tree:
     """A tree in which every right token of the text has a wrong sibling before it."""
-    tokens, parents = [text[place]], [-1]
-    for right in text[place + 1 : place + 4]:
+    tokens, parents = [text[start]], [-1]
+    for right in text[start + 1 : start + 4]:
         last = len(tokens) - 1
         tokens, parents = [*tokens, 0, right], [*parents, last, last]
     return Tree(torch.tensor([tokens]), torch.tensor([parents]), None)

@@ -58,16 +58,16 @@ def test_devices_that_are_not_there_are_refused(tmp_path):
 def test_a_spread_target_computes_the_same(tmp_path, monkeypatch):
     """Two devices by name; a CPU has one memory, so this shows the hooks between the layers and not the transfers."""
     folder = str(save(tmp_path))
-    wanted = Target.load(folder, dtype="float32")
+    reference = Target.load(folder, dtype="float32")
     monkeypatch.setattr(target_loading, "find_devices", lambda device: [torch.device("cpu"), torch.device("cpu", 0)])
     monkeypatch.setattr("accelerate.utils.modeling.check_device_same", lambda first, second: True)
     target = Target.load(folder, dtype="float32", device="auto")
-    places = target.model.hf_device_map
-    assert [places[f"model.layers.{n}"].index for n in range(4)] == [None, None, 0, 0]
-    assert {place.index for part, place in places.items() if "layers" not in part} == {None}
+    devices = target.model.hf_device_map
+    assert [devices[f"model.layers.{n}"].index for n in range(4)] == [None, None, 0, 0]
+    assert {device.index for module_name, device in devices.items() if "layers" not in module_name} == {None}
     tokens = torch.tensor([PROMPT])
-    torch.testing.assert_close(target.read(tokens, (1, 3)).features, wanted.read(tokens, (1, 3)).features)
-    assert target.fingerprint() == wanted.fingerprint()
+    torch.testing.assert_close(target.read(tokens, (1, 3)).features, reference.read(tokens, (1, 3)).features)
+    assert target.fingerprint() == reference.fingerprint()
     check_decoding(target)
 
 
@@ -83,7 +83,7 @@ def test_an_earlier_fingerprint_stays_what_checkpoints_hold():
         for number, parameter in enumerate(model.parameters()):
             parameter.copy_((torch.arange(parameter.numel()) % 97 - 48 + number).view(parameter.shape) / 64)
     made = WeightSource(model, {}, None, None).make_fingerprint()
-    assert made.old == "b627ab7eb7640233" and made.matches("b627ab7eb7640233") and made.matches(made.text)
+    assert made.old_text == "b627ab7eb7640233" and made.matches("b627ab7eb7640233") and made.matches(made.text)
     assert not any(map(made.matches, ("v2.b627ab7eb7640233", made.text.removeprefix("v2."), "", None)))
 
 

@@ -40,7 +40,9 @@ def test_queries_that_see_nothing_do_not_become_nan(softcap, sinks):
     seen = torch.ones(2, 1, 3, 3, dtype=torch.bool).tril()
     cut = seen.clone()
     cut[1, :, :1] = cut[1, :, :, :1] = False
-    whole, cut = (attention.products(query, key, value, mask, sinks=sinks, softcap=softcap) for mask in (seen, cut))
+    whole, cut = (
+        attention.multiply_attention(query, key, value, mask, sinks=sinks, softcap=softcap) for mask in (seen, cut)
+    )
     assert cut.isfinite().all() and torch.equal(cut[0], whole[0]) and not torch.equal(cut[1], whole[1])
 
 

@@ -53,8 +53,8 @@ def fp8(tmp_path) -> Target:
 
 def test_an_fp8_checkpoint_decodes_and_says_so_in_its_fingerprint(fp8, tmp_path):
     target = Target.load(str(save(tmp_path / "plain")), dtype="float32")
-    weight, wanted = (found.decoder.layers[1].mlp.down_proj.weight for found in (fp8, target))
-    assert 0 < (weight - wanted).norm() < 0.05 * wanted.norm()
+    weight, reference = (loaded.decoder.layers[1].mlp.down_proj.weight for loaded in (fp8, target))
+    assert 0 < (weight - reference).norm() < 0.05 * reference.norm()
     assert fp8.quantisation == "fp8" and re.fullmatch(r"v2\.[0-9a-f]{16}-fp8", fp8.fingerprint())
     assert fp8.embeddings_fingerprint() == target.embeddings_fingerprint()
     check_decoding(fp8)
@@ -72,28 +72,31 @@ def load_whole(folder: Path) -> Target:
 @pytest.mark.parametrize("method", CONFIGS)
 def test_the_fingerprint_covers_quantised_tensors(tmp_path, method):
     plain = Target.load(str(save(tmp_path / "plain")), dtype="float32")
-    folders = {more: quantise(tmp_path / "plain", tmp_path / f"{more}", method, more=more) for more in (1.0, 1.01)}
-    one, two = (Target.load_ends(str(folder), dtype="float32") for folder in folders.values())
-    assert one.fingerprint() != two.fingerprint()
-    for ends in (one, two):
+    folders = {
+        scale_factor: quantise(tmp_path / "plain", tmp_path / f"{scale_factor}", method, scale_factor=scale_factor)
+        for scale_factor in (1.0, 1.01)
+    }
+    first, second = (Target.load_ends(str(folder), dtype="float32") for folder in folders.values())
+    assert first.fingerprint() != second.fingerprint()
+    for ends in (first, second):
         assert re.fullmatch(rf"v2\.[0-9a-f]{{16}}-{LABELS[method]}", ends.fingerprint())
         assert ends.embeddings_fingerprint() == plain.embeddings_fingerprint()
-    save_eagle(tmp_path / "head", one)
-    kind = rf"was trained against {LABELS[method]} weights of .*, and the target here has others of that kind \({re.escape(two.fingerprint())}, "
-    with pytest.warns(UserWarning, match=kind + rf"not {re.escape(one.fingerprint())}\)\. Answers stay"):
-        checkpoint.load(tmp_path / "head", two)
+    save_eagle(tmp_path / "head", first)
+    kind = rf"was trained against {LABELS[method]} weights of .*, and the target here has others of that kind \({re.escape(second.fingerprint())}, "
+    with pytest.warns(UserWarning, match=kind + rf"not {re.escape(first.fingerprint())}\)\. Answers stay"):
+        checkpoint.load(tmp_path / "head", second)
 
 
 @pytest.mark.parametrize("method", CONFIGS)
 def test_it_is_the_same_with_the_layers(tmp_path, method):
     folder = quantise(save(tmp_path / "plain"), tmp_path / "made", method)
     whole = load_whole(folder)
-    weight, wanted = (
-        found.decoder.layers[1].mlp.down_proj.weight
-        for found in (whole, Target.load(str(tmp_path / "plain"), dtype="float32"))
+    weight, reference = (
+        loaded.decoder.layers[1].mlp.down_proj.weight
+        for loaded in (whole, Target.load(str(tmp_path / "plain"), dtype="float32"))
     )
     assert whole.fingerprint() == Target.load_ends(str(folder)).fingerprint()
-    assert 0 < (weight - wanted).norm() < 0.2 * wanted.norm()
+    assert 0 < (weight - reference).norm() < 0.2 * reference.norm()
     check_decoding(whole)
 
 
@@ -102,13 +105,13 @@ def test_bitsandbytes_computes_the_same_after_its_fingerprint(tmp_path, bits):
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 
-    chosen = (
+    settings = (
         BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
         if bits == 4
         else BitsAndBytesConfig(load_in_8bit=True)
     )
     save(tmp_path / "plain")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=chosen, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=settings, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "made")
     target = Target.load(str(tmp_path / "made"), dtype="bfloat16")
     assert re.fullmatch(rf"v2\.[0-9a-f]{{16}}-bitsandbytes-{bits}bit", target.fingerprint())
@@ -116,8 +119,8 @@ def test_bitsandbytes_computes_the_same_after_its_fingerprint(tmp_path, bits):
     tokens = torch.arange(1, 33)[None]
     other = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.bfloat16)
     with torch.no_grad():
-        made, wanted = target.logits(target.read(tokens, ()).final).float(), other(tokens).logits.float()
-    assert (made - wanted).norm() < 0.05 * wanted.norm()
+        logits, expected = target.logits(target.read(tokens, ()).final).float(), other(tokens).logits.float()
+    assert (logits - expected).norm() < 0.05 * expected.norm()
 
 
 def test_an_mtp_module_beside_a_quantised_target_may_be_tuned(tmp_path):
@@ -160,8 +163,8 @@ def test_modelopt_is_known_by_its_own_file(tmp_path):
     """Its weights have the shapes of the model, so transformers would read them without their scales, after a warning."""
     algorithm = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
     folders = [save_modelopt(tmp_path / name) for name in ("own", "config")]
-    own = folders[0] / "hf_quant_config.json"
-    own.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": algorithm}))
+    modelopt_file = folders[0] / "hf_quant_config.json"
+    modelopt_file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": algorithm}))
     edit(folders[1], quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
     for folder in folders:
         with pytest.raises(
@@ -171,12 +174,14 @@ def test_modelopt_is_known_by_its_own_file(tmp_path):
     first, second = (Target.load_ends(str(folder)).fingerprint() for folder in folders)
     assert first == second and first.endswith("-modelopt-fp8")
     plain = save(tmp_path / "plain")
-    shutil.copy(own, plain)
+    shutil.copy(modelopt_file, plain)
     with pytest.raises(ValueError, match="modelopt-fp8"):
         Target.load(str(plain))
-    (plain / own.name).write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}))
+    (plain / modelopt_file.name).write_text(
+        json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}})
+    )
     assert Target.load(str(plain)).quantisation is None  # keys and values only
-    (plain / own.name).write_text("[")
+    (plain / modelopt_file.name).write_text("[")
     with pytest.raises(ValueError, match=r"hf_quant_config.json is not valid JSON"):
         Target.load(str(plain))
 

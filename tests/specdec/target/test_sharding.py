@@ -10,14 +10,14 @@ from torch.distributed.tensor import DTensor
 from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
-from specdec.target.adapter import adapt
+from specdec.target.adapter import add_adapter
 from specdec.target.model import Target
 from tests import families
 from tests.saved_targets import edit
 from tests.support import save_word_model
 from tests.together import together
 from train.data.batches import TrainingBatch
-from train.features.outputs import Online
+from train.features.outputs import ComputedFeatures
 
 pytestmark = pytest.mark.full  # starts processes
 
@@ -51,13 +51,16 @@ def compare(folder: str) -> dict:
         name: [load(f"{folder}/{name}", dtype="float64") for load in (Target.load, Target.load_sharded)]
         for name in (*FAMILIES, "plain")
     }
-    whole, parts = pairs["plain"]
+    whole, sharded = pairs["plain"]
     return {
-        "online": {name: difference(*(Online(each, (1, 2))(batch()) for each in pair)) for name, pair in pairs.items()},
-        "behind": [parts.share.behind(3 + 2 * dist.get_rank()), whole.share.behind(3)],
-        "bytes": {name: [num_bytes(each) for each in pair] for name, pair in pairs.items()},
-        "fingerprints": {name: [each.fingerprint() for each in pair] for name, pair in pairs.items()},
-        "sentences": sentences(folder, parts),
+        "online": {
+            name: difference(*(ComputedFeatures(loaded, (1, 2))(batch()) for loaded in pair))
+            for name, pair in pairs.items()
+        },
+        "behind": [sharded.share.count_missing_calls(3 + 2 * dist.get_rank()), whole.share.count_missing_calls(3)],
+        "bytes": {name: [count_bytes(loaded) for loaded in pair] for name, pair in pairs.items()},
+        "fingerprints": {name: [loaded.fingerprint() for loaded in pair] for name, pair in pairs.items()},
+        "sentences": list_sentences(folder, sharded),
     }
 
 
@@ -85,30 +88,30 @@ def difference(first, second) -> float:
     )
 
 
-def num_bytes(target: Target) -> list[int]:
+def count_bytes(target: Target) -> list[int]:
     """Of the blocks and of everything else in this process."""
-    inside = {id(value) for block in target.blocks for value in block.parameters()}
+    layer_parameters = {id(value) for block in target.layers for value in block.parameters()}
     sizes = [0, 0]
     for value in target.model.parameters():
         local = value.to_local() if isinstance(value, DTensor) else value
-        sizes[id(value) not in inside] += local.nbytes
+        sizes[id(value) not in layer_parameters] += local.nbytes
     return sizes
 
 
-def sentences(folder: str, parts: Target) -> list[str]:
+def list_sentences(folder: str, sharded: Target) -> list[str]:
     plain = f"{folder}/plain"
     attempts = [
         lambda: Target.load_sharded(plain, device="auto"),
         lambda: Target.load_sharded(f"{folder}/qwen3_5_text", dtype="float32"),
         lambda: Target.load_sharded(f"{folder}/qwen3_moe", dtype="float32"),
         lambda: Target.load_sharded(f"{folder}/quantised", dtype="float32"),
-        lambda: Decoder(parts, None, sampling=Sampling(), stop=set(), runner=Runner(compile=True)),
-        lambda: adapt(parts, rank=2, alpha=4, modules=["q_proj"]),
+        lambda: Decoder(sharded, None, sampling=Sampling(), stop=set(), runner=Runner(compile=True)),
+        lambda: add_adapter(sharded, rank=2, alpha=4, modules=["q_proj"]),
     ]
-    return [sentence(attempt) for attempt in attempts]
+    return [find_sentence(attempt) for attempt in attempts]
 
 
-def sentence(attempt) -> str:
+def find_sentence(attempt) -> str:
     try:
         attempt()
     except ValueError as error:
@@ -127,15 +130,15 @@ def test_features_are_those_of_a_whole_target(results):
 def test_each_process_holds_half_of_the_layers_and_all_else(results):
     for name in (*FAMILIES, "plain"):
         (whole, ends), *_ = results[0]["bytes"][name]
-        parts = [result["bytes"][name][1] for result in results]
-        assert sum(part[0] for part in parts) == whole
-        assert all(0.4 < part[0] / whole < 0.6 for part in parts)
-        assert all(part[1] == ends for part in parts)
+        shares = [result["bytes"][name][1] for result in results]
+        assert sum(share[0] for share in shares) == whole
+        assert all(0.4 < share[0] / whole < 0.6 for share in shares)
+        assert all(share[1] == ends for share in shares)
 
 
 def test_the_fingerprint_is_that_of_the_whole_target(results):
-    for whole, parts in results[0]["fingerprints"].values():
-        assert whole == parts
+    for whole, sharded in results[0]["fingerprints"].values():
+        assert whole == sharded
 
 
 def test_what_is_not_possible_is_refused(results):

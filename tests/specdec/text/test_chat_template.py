@@ -62,7 +62,7 @@ def test_tools_are_written_and_calls_supervised_to_their_end(template, open, clo
 
 
 @pytest.mark.parametrize(
-    ("template", "given", "lost"),
+    ("template", "fields", "lost"),
     [
         (None, {"messages": MESSAGES, "tools": [TOOL]}, "tools and tool_calls"),
         (None, {"messages": PLAIN, "tools": json.dumps([TOOL])}, "tools"),
@@ -73,15 +73,15 @@ def test_tools_are_written_and_calls_supervised_to_their_end(template, open, clo
          {"messages": MESSAGES}, "messages of the role tool"),
     ],
 )  # fmt: skip
-def test_what_the_template_leaves_out_is_refused_with_file_and_row(tmp_path, template, given, lost):
+def test_what_the_template_leaves_out_is_refused_with_file_and_row(tmp_path, template, fields, lost):
     tokenizer, source = with_template(template), str(tmp_path / "a.jsonl")
-    write_rows(tmp_path / "a.jsonl", [{"messages": PLAIN}, {"id": "x", **given}])
+    write_rows(tmp_path / "a.jsonl", [{"messages": PLAIN}, {"id": "x", **fields}])
     message = rf"a\.jsonl:2: .*leaves out {lost}, so the target would not read them"
     with pytest.raises(ValueError, match=message):
         load_packs(source, Encoding(tokenizer, tmp_path / "c"), length=99, packed=False)
     with pytest.raises(ValueError, match=message):
         list(datastore_texts.read_texts(source, tokenizer))
-    asked = {"id": "x", **given, "messages": [*given["messages"], PLAIN[0]]}
+    asked = {"id": "x", **fields, "messages": [*fields["messages"], PLAIN[0]]}
     write_rows(tmp_path / "a.jsonl", [{"messages": PLAIN}, asked])
     with pytest.raises(ValueError, match=message):
         data.load_prompts(source, tokenizer)
@@ -228,7 +228,7 @@ def test_ids_without_an_embedding_are_refused_where_a_text_has_them(tmp_path, by
         load_packs(str(tmp_path / "a.jsonl"), Encoding(loaded, tmp_path / "c"), length=99, packed=True)
     with pytest.raises(ValueError, match=message):
         list(datastore_texts.read_texts(str(tmp_path / "a.jsonl"), loaded))
-    assert data.vocabulary(loaded, len(loaded))[1] == len(small_tokenizer())
+    assert data.find_vocabulary(loaded, len(loaded))[1] == len(small_tokenizer())
     if not by_template:
         assert data.encode(loaded, as_row(PLAIN)) == data.encode(small_tokenizer(), as_row(PLAIN))
 
@@ -252,14 +252,22 @@ def test_a_run_is_judged_in_the_mode_of_its_rows(fit, tmp_path):
     save_target(target, tokenizer=with_template(THINKS))
     write_rows(rows, [{"messages": PLAIN} for _ in range(8)])
     write_rows(prompts, [{"prompt": "1+1?"}])
-    given = [f"target.name={target}", f"data.train={rows}", f"data.heldout={prompts}", "head=medusa", "solve_packs=0"]
-    found = []
+    overrides = [
+        f"target.name={target}",
+        f"data.train={rows}",
+        f"data.heldout={prompts}",
+        "head=medusa",
+        "solve_packs=0",
+    ]
+    encoded = []
     with pytest.MonkeyPatch.context() as patch:
         encode = data.encode_prompts
-        patch.setattr(data, "encode_prompts", lambda *args, **more: found.append(encode(*args, **more)) or found[-1])
-        assert fit("a", *given) == 0
-        assert fit("b", *given, "template.enable_thinking=true") == 0
-    ends = [with_template(None).decode(prompts[0].tokens).endswith("</think>\n\n") for prompts in found]
+        patch.setattr(
+            data, "encode_prompts", lambda *args, **more: encoded.append(encode(*args, **more)) or encoded[-1]
+        )
+        assert fit("a", *overrides) == 0
+        assert fit("b", *overrides, "template.enable_thinking=true") == 0
+    ends = [with_template(None).decode(prompts[0].tokens).endswith("</think>\n\n") for prompts in encoded]
     assert ends == [True, False]
-    assert [loading.template_of([f"checkpoints/{run}"]) for run in "ab"] == [OFF, {"enable_thinking": True}]
-    assert loading.template_of(["checkpoints/a", "checkpoints/b"]) == {} == loading.template_of([])
+    assert [loading.find_trained_template([f"checkpoints/{run}"]) for run in "ab"] == [OFF, {"enable_thinking": True}]
+    assert loading.find_trained_template(["checkpoints/a", "checkpoints/b"]) == {} == loading.find_trained_template([])

@@ -55,13 +55,13 @@ CALL = {"name": "float", "arguments": {"what": "cork"}}
 THOUGHTS = "Cork floats on water, so cork."
 
 
-def answer(content: str, **more) -> dict:
-    return {"role": "assistant", "content": content, **more}
+def answer(content: str, **fields) -> dict:
+    return {"role": "assistant", "content": content, **fields}
 
 
-def encode(template: str | None, messages: list[dict], **more) -> list[str]:
+def encode(template: str | None, messages: list[dict], **fields) -> list[str]:
     tokenizer = with_template(template)
-    return supervised(tokenizer, data.encode(tokenizer, as_row(messages, **more)))
+    return supervised(tokenizer, data.encode(tokenizer, as_row(messages, **fields)))
 
 
 # Thoughts
@@ -69,16 +69,16 @@ def encode(template: str | None, messages: list[dict], **more) -> list[str]:
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking", "thoughts"])
 def test_thoughts_are_supervised_under_any_of_their_names(key):
-    said = answer("Cork.", **{key: THOUGHTS})
+    message = answer("Cork.", **{key: THOUGHTS})
     whole = f"<think>\n{THOUGHTS}\n</think>\n\nCork.<|im_end|>"
-    assert encode(THINKS, [QUESTION, said]) == [whole]
+    assert encode(THINKS, [QUESTION, message]) == [whole]
     assert encode(THINKS, [QUESTION, answer(f"<think>{THOUGHTS}</think>Cork.")]) == [whole]
     channels = f"<|endoftext|>analysis\n{THOUGHTS}<|im_end|><|im_start|>assistant<|endoftext|>final\nCork.<|endoftext|>"
-    assert encode(CHANNELS, [QUESTION, said]) == [channels]
+    assert encode(CHANNELS, [QUESTION, message]) == [channels]
     with pytest.raises(ValueError, match=r"row 7: The chat template has no place for the thoughts"):
-        encode(DROPS, [QUESTION, said])
+        encode(DROPS, [QUESTION, message])
     with pytest.raises(ValueError, match="has no place for the thoughts"):
-        data.encode_prompt(small_tokenizer(), [QUESTION, said, QUESTION])
+        data.encode_prompt(small_tokenizer(), [QUESTION, message, QUESTION])
 
 
 def test_inline_thoughts_that_the_template_drops_are_refused_and_else_kept():
@@ -255,14 +255,14 @@ def test_arguments_of_a_row_win_over_those_of_the_command(tmp_path):
         {"prompt": "a", "chat_template_kwargs": {"reasoning_effort": "none"}},
     ]
     write_rows(file, rows)
-    given = parse_arguments({"reasoning_effort": "low", "thinking": "FALSE"})
-    assert given == {"reasoning_effort": "low", "enable_thinking": False}
-    texts = [tokenizer.decode(prompt.tokens) for prompt in data.load_prompts(path, tokenizer, arguments=given)]
+    arguments = parse_arguments({"reasoning_effort": "low", "thinking": "FALSE"})
+    assert arguments == {"reasoning_effort": "low", "enable_thinking": False}
+    texts = [tokenizer.decode(prompt.tokens) for prompt in data.load_prompts(path, tokenizer, arguments=arguments)]
     assert [text.splitlines()[0] for text in texts] == ["Effort low", "Effort high", "Effort none"]
     assert all(text.endswith("</think>\n\n") for text in texts)
     conversations = [{**row, "prompt": "a", "completion": "b"} for row in rows]
     write_rows(file, conversations)
-    packs = load_packs(path, Encoding(tokenizer, tmp_path / "c", arguments=given), length=99, packed=False)
+    packs = load_packs(path, Encoding(tokenizer, tmp_path / "c", arguments=arguments), length=99, packed=False)
     assert {row[0].id: tokenizer.decode(row[0].tokens).splitlines()[0] for row in packs} == {
         "0": "Effort low",
         "1": "Effort high",

@@ -13,7 +13,7 @@ from specdec.proposers.heads import HeadProposer
 from specdec.tools.choose import choice
 from specdec.tools.choose.choice import ShapeAcceptance
 from specdec.tools.choose.round_costs import CostPoint, RoundCosts
-from specdec.unroll.replay import replays
+from specdec.unroll.replay import replay_answers
 from tests.support import make_drafter
 
 PROMPTS = [[1, 2, 3], [4, 5, 3, 1], [0, 3], [2, 5, 1, 4]]
@@ -31,13 +31,13 @@ def table(*points, name="head"):
 
 
 def test_a_speedup_is_what_is_computed_by_hand():
-    found = choice.find_speedup(chain(1, 2.0), table((1, 1, 0.016, 0.010)), 1, 100, 11)
-    assert found.value == pytest.approx(1.25) and not found.extrapolated  # 10 ms against 16 ms for two tokens
-    assert (found.low, found.high) == pytest.approx((0.010 * 1.9 / 0.016, 0.010 * 2.1 / 0.016))
+    speedup = choice.find_speedup(chain(1, 2.0), table((1, 1, 0.016, 0.010)), 1, 100, 11)
+    assert speedup.value == pytest.approx(1.25) and not speedup.extrapolated  # 10 ms against 16 ms for two tokens
+    assert (speedup.low, speedup.high) == pytest.approx((0.010 * 1.9 / 0.016, 0.010 * 2.1 / 0.016))
     point = CostPoint("head", 1, 1, 100, 0.016, 0.010, error=0.05, opening=0.001)
-    found = choice.find_speedup(chain(1, 2.0), RoundCosts([point], ""), 1, 100, 11)
-    assert found.value == pytest.approx(0.010 / (0.008 + 0.0001))  # the prompt's ms over ten tokens
-    assert found.low < 0.010 * 1.9 / 0.016 - 0.05  # the error of the costs is in the interval
+    speedup = choice.find_speedup(chain(1, 2.0), RoundCosts([point], ""), 1, 100, 11)
+    assert speedup.value == pytest.approx(0.010 / (0.008 + 0.0001))  # the prompt's ms over ten tokens
+    assert speedup.low < 0.010 * 1.9 / 0.016 - 0.05  # the error of the costs is in the interval
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -47,34 +47,44 @@ def test_one_replay_has_tau_of_every_number_of_drafts(small_target, temperature)
     plain = Decoder(target, None, sampling=sampling, stop=set())
     answers = [plain.generate([prompt], 20, generator=torch.Generator().manual_seed(0)).tokens[0] for prompt in PROMPTS]
     texts = list(zip(PROMPTS, answers))
-    found = choice.accept_chains(
-        "head", [each.accept for each in replays(drafter, texts, depth=5, temperature=temperature)]
+    acceptances = choice.summarise_chains(
+        "head", [replayed.acceptance for replayed in replay_answers(drafter, texts, depth=5, temperature=temperature)]
     )
-    assert [each.shape for each in found] == [f"chain of {num}" for num in range(1, 6)]
-    for num, each in enumerate(found, start=1):
-        counted = [one.counted for one in replays(drafter, texts, depth=num, temperature=temperature)]
+    assert [each.shape for each in acceptances] == [f"chain of {num}" for num in range(1, 6)]
+    for num, acceptance in enumerate(acceptances, start=1):
+        counted = [
+            replayed.expected_rounds for replayed in replay_answers(drafter, texts, depth=num, temperature=temperature)
+        ]
         total = sum(number for number, _ in counted)
-        assert each.tau == pytest.approx(sum(len(answer) - 1 for answer in answers) / total)
-        assert each.tau == pytest.approx(1 + sum(each.survival)) and each.tau_ci[0] <= each.tau <= each.tau_ci[1]
+        assert acceptance.tau == pytest.approx(sum(len(answer) - 1 for answer in answers) / total)
+        assert (
+            acceptance.tau == pytest.approx(1 + sum(acceptance.survival))
+            and acceptance.tau_ci[0] <= acceptance.tau <= acceptance.tau_ci[1]
+        )
         if not temperature:
             decoder = Decoder(target, HeadProposer(drafter, TreeShape(num, 1, num)), sampling=sampling, stop=set())
             drafted = [decoder.generate([prompt], 20) for prompt in PROMPTS]
-            rounds = sum(len(one.accepted[0]) for one in drafted)
-            assert each.tau == pytest.approx((sum(len(one.tokens[0]) - 1 for one in drafted)) / rounds)
+            rounds = sum(len(generation.accepted[0]) for generation in drafted)
+            assert acceptance.tau == pytest.approx(
+                (sum(len(generation.tokens[0]) - 1 for generation in drafted)) / rounds
+            )
 
 
 def test_the_best_shape_and_the_load_from_which_plain_is_faster():
     costs = RoundCosts(
         [*table((1, 1, 1.1, 1), (1, 4, 1.2, 1), (9, 1, 1.5, 1), (9, 4, 3.0, 1), name="a").points,
          *table((1, 1, 1.8, 1), (9, 1, 2.6, 1), name="b").points], "")  # fmt: skip
-    given = [chain(1, 1.6, "a"), chain(4, 2.4, "a"), chain(1, 1.9, "b")]
-    found = choice.choose_drafts(given, costs, loads=[1, 5, 9], contexts=[100], tokens=50)
-    assert [(row["best"], row["drafters"]["a"]["drafts"]) for row in found] == [("a", 4), ("a", 1), ("a", 1)]
-    assert found[0]["drafters"]["a"]["speedup"] == pytest.approx(2.0) and found[2]["drafters"]["b"]["speedup"] < 1
+    acceptances = [chain(1, 1.6, "a"), chain(4, 2.4, "a"), chain(1, 1.9, "b")]
+    table_rows = choice.choose_drafts(acceptances, costs, loads=[1, 5, 9], contexts=[100], tokens=50)
+    assert [(row["best"], row["drafters"]["a"]["drafts"]) for row in table_rows] == [("a", 4), ("a", 1), ("a", 1)]
+    assert (
+        table_rows[0]["drafters"]["a"]["speedup"] == pytest.approx(2.0)
+        and table_rows[2]["drafters"]["b"]["speedup"] < 1
+    )
     # b: 1.9 tokens in 1.8 + 0.1 (B - 1): even at B = 2; a beyond the table: 1.1 + 0.05 (B - 1) is 1.6 at B = 11
-    assert choice.find_crossings(given, costs, most=20, context=100, tokens=50) == {
+    assert choice.find_crossings(acceptances, costs, max_load=20, context=100, tokens=50) == {
         "a": (11, True), "b": (2, False), "all": (11, True)}  # fmt: skip
-    assert choice.find_crossings(given, costs, most=10, context=100, tokens=50) == {
+    assert choice.find_crossings(acceptances, costs, max_load=10, context=100, tokens=50) == {
         "a": None,
         "b": (2, False),
         "all": None,
@@ -89,9 +99,9 @@ def test_a_schedule_covers_every_load_once():
 
 
 def test_predictions_are_read_from_a_document(tmp_path):
-    each = choice.with_tau(chain(2, 0.0), [PromptCounts(10, 20.0), PromptCounts(10, 24.0)])
+    acceptance = choice.add_tau(chain(2, 0.0), [PromptCounts(10, 20.0), PromptCounts(10, 24.0)])
     document = {
-        "acceptance": [vars(each)],
+        "acceptance": [vars(acceptance)],
         "costs": table((1, 2, 1.1, 1.0)).to_json(),
         "tokens": 50,
         "contexts": [100.0],

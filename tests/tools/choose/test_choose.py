@@ -52,26 +52,26 @@ def test_it_chooses_from_heads_trees_and_proposers_and_keeps_what_it_timed(run, 
         "contexts=10,20",
         "decode.temperature=1",
     )
-    found = read(tmp_path)
+    chosen_result = read(tmp_path)
     assert (
         "plain is faster than everything" in printed and "| load |" in (tmp_path / "choice" / "results.md").read_text()
     )
     assert "<svg" in (tmp_path / "choice" / "results.html").read_text()
-    assert [(row["load"], row["context"]) for row in found["loads"]] == [(1, 10), (4, 10), (1, 20), (4, 20)]
-    assert all(set(row["drafters"]) == {"one", "two", "ngram"} for row in found["loads"])
-    shapes = {each["shape"] for each in found["acceptance"] if each["drafter"] == "one"}
+    assert [(row["load"], row["context"]) for row in chosen_result["loads"]] == [(1, 10), (4, 10), (1, 20), (4, 20)]
+    assert all(set(row["drafters"]) == {"one", "two", "ngram"} for row in chosen_result["loads"])
+    shapes = {acceptance["shape"] for acceptance in chosen_result["acceptance"] if acceptance["drafter"] == "one"}
     assert shapes == {f"chain of {num}" for num in range(1, 17)} | {"tree of 2x2x4"}
-    for row in found["loads"]:
-        for name, own in row["drafters"].items():
-            again = predict_speedup(found, name, own["shape"], row["load"], row["context"])
+    for row in chosen_result["loads"]:
+        for name, recorded in row["drafters"].items():
+            again = predict_speedup(chosen_result, name, recorded["shape"], row["load"], row["context"])
             assert (
-                again == tuple(own[each] for each in ("speedup", "low", "high", "extrapolated"))
-                and own["low"] <= own["speedup"] <= own["high"]
+                again == tuple(recorded[key] for key in ("speedup", "low", "high", "extrapolated"))
+                and recorded["low"] <= recorded["speedup"] <= recorded["high"]
             )
-    assert predict_speedup(found, "one", "chain of 99", 1) is None
+    assert predict_speedup(chosen_result, "one", "chain of 99", 1) is None
     timed = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir() if "rounds" in path.name}
     assert len(timed) == 5  # two heads, a tree of each, a proposer
-    before = [each["seconds"] for each in found["costs"]["points"]]
+    before = [point["seconds"] for point in chosen_result["costs"]["points"]]
     run(
         f"checkpoint={folder}/one,{folder}/two",
         "proposers=ngram",
@@ -79,11 +79,11 @@ def test_it_chooses_from_heads_trees_and_proposers_and_keeps_what_it_timed(run, 
         "contexts=10,20",
         "decode.temperature=1",
     )
-    assert [each["seconds"] for each in read(tmp_path)["costs"]["points"]] == before
+    assert [point["seconds"] for point in read(tmp_path)["costs"]["points"]] == before
     alone = (f"out={tmp_path}/alone", "contexts=10,20", "decode.temperature=1")
     run(*alone)  # what was timed beside others counts
-    own = [each for each in found["costs"]["points"] if each["drafter"] == "one"]
-    assert read(tmp_path, "alone")["costs"]["points"] == own
+    recorded = [point for point in chosen_result["costs"]["points"] if point["drafter"] == "one"]
+    assert read(tmp_path, "alone")["costs"]["points"] == recorded
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_costs_come_from_an_earlier_choice(run, costs, folder, tmp_path):
     assert choice["costs"]["source"] == "made up"
     run(f"costs={tmp_path}/choice", f"out={tmp_path}/again", "loads=1,256")
     assert read(tmp_path, "again")["loads"] == choice["loads"]
-    old = Target.load(str(folder / "target"), dtype="float32").identity.old
+    old = Target.load(str(folder / "target"), dtype="float32").identity.old_text
     change_choice(tmp_path / "choice", {"fingerprint": old})  # of an earlier version
     run(f"costs={tmp_path}/choice/results.json", f"out={tmp_path}/old", "loads=1,256")
     assert choice["fingerprint"] != old and read(tmp_path, "old")["fingerprint"] == choice["fingerprint"]
@@ -130,16 +130,16 @@ def test_a_prediction_stands_beside_what_is_measured_as_it_was_predicted(run, co
     run(costs, "loads=1")
 
     def measure(out, temperature):
-        given = [f"checkpoint={folder}/one", f"prompts={folder}/prompts.jsonl", "max_new_tokens=8", "chains=2"]
-        given += [f"predicted={tmp_path}/choice", "target.dtype=float32", f"decode.temperature={temperature}"]
-        run_script(evaluate, *given, f"out={tmp_path}/{out}")
+        arguments = [f"checkpoint={folder}/one", f"prompts={folder}/prompts.jsonl", "max_new_tokens=8", "chains=2"]
+        arguments += [f"predicted={tmp_path}/choice", "target.dtype=float32", f"decode.temperature={temperature}"]
+        run_script(evaluate, *arguments, f"out={tmp_path}/{out}")
         return json.loads((tmp_path / out / "results.json").read_text())
 
     document = measure("compared", "0,1")
-    found = {each["temperature"]: each.get("predicted_speedup") for each in document["results"]}
-    assert len(found[0]) == 4 and found[1] is None
+    predictions = {entry["temperature"]: entry.get("predicted_speedup") for entry in document["results"]}
+    assert len(predictions[0]) == 4 and predictions[1] is None
     assert "T=1: nothing is predicted, as predicted= is of temperature 0.0" in document["notes"]
-    old = Target.load(str(folder / "target"), dtype="float32").identity.old
+    old = Target.load(str(folder / "target"), dtype="float32").identity.old_text
     for fingerprint, is_other in ((old, False), ("of another", True)):
         change_choice(tmp_path / "choice", {"fingerprint": fingerprint})
         notes = measure(f"with {fingerprint}", "0")["notes"]
@@ -148,7 +148,7 @@ def test_a_prediction_stands_beside_what_is_measured_as_it_was_predicted(run, co
 
 def test_sampling_that_replay_does_not_cover_is_decoded(run, folder, tmp_path):
     run("decode.temperature=1", "decode.top_p=0.9")
-    shapes = [each["shape"] for each in read(tmp_path)["acceptance"]]
+    shapes = [acceptance["shape"] for acceptance in read(tmp_path)["acceptance"]]
     assert shapes == [f"chain of {num}" for num in (1, 2, 4, 8, 16)]
 
 
@@ -168,19 +168,19 @@ def flags_of(target, kind, nums, cost=0.04):
     points = [CostPoint("a", rows, num, 9.0, 1 + cost * rows * num, 1.0) for rows in (1, 4, 64) for num in nums]
     run = SimpleNamespace(name="a", drafter=make_drafter(target, kind))
     costs = RoundCosts(points, "")
-    found = list(engine_flags.list_flags([run], target.name, chains, costs, loads=[1, 4, 64], context=9.0, tokens=50.0))
-    return {name: [each for each in found if each["engine"] == name] for name in ("vLLM", "SGLang", "llama.cpp")}
+    flags = list(engine_flags.list_flags([run], target.name, chains, costs, loads=[1, 4, 64], context=9.0, tokens=50.0))
+    return {name: [each for each in flags if each["engine"] == name] for name in ("vLLM", "SGLang", "llama.cpp")}
 
 
 def test_flags_serve_the_best_chain_at_each_load(small_target):
-    found = flags_of(small_target, "eagle3", [1, 2, 7])
-    (line,) = found["vLLM"]
+    flags = flags_of(small_target, "eagle3", [1, 2, 7])
+    (line,) = flags["vLLM"]
     words = shlex.split(line["line"])
     settings = json.loads(words[words.index("--speculative-config") + 1])
     assert settings["num_speculative_tokens"] == 7 and line["loads"] == [1, 64]
     assert settings[engine_flags.SCHEDULE] == [[1, 3, 7], [4, 63, 2], [64, 64, 0]]
-    assert [each["loads"] for each in found["SGLang"]] == [[1, 3], [4, 63]]
-    assert ["--spec-draft-n-max 7" in each["line"] for each in found["llama.cpp"]] == [True, False]
+    assert [each["loads"] for each in flags["SGLang"]] == [[1, 3], [4, 63]]
+    assert ["--spec-draft-n-max 7" in each["line"] for each in flags["llama.cpp"]] == [True, False]
     (line,) = flags_of(small_target, "eagle3", [1, 2, 7], cost=0.001)["vLLM"]
     assert engine_flags.SCHEDULE not in line["line"] and line["loads"] == [
         1,
@@ -191,10 +191,10 @@ def test_flags_serve_the_best_chain_at_each_load(small_target):
 
 
 def test_flags_have_whole_blocks_and_say_why_there_is_no_line(small_target):
-    found = flags_of(small_target, "dflash", [1, 2, 4])
-    (line,) = found["vLLM"]
+    flags = flags_of(small_target, "dflash", [1, 2, 4])
+    (line,) = flags["vLLM"]
     assert line["loads"] == [1, 63] and '"num_speculative_tokens": 4' in line["line"]
-    assert engine_flags.SCHEDULE not in line["line"] and "The mask of this head" in found["SGLang"][0]["reason"]
+    assert engine_flags.SCHEDULE not in line["line"] and "The mask of this head" in flags["SGLang"][0]["reason"]
     assert "not Medusa" in flags_of(small_target, "medusa", [1, 2])["llama.cpp"][0]["reason"]
 
 

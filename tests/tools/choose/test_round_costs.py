@@ -17,40 +17,42 @@ def test_between_points_costs_are_lines():
     points = [CostPoint("a", 1, 2, 100, 2.0, 1.0), CostPoint("a", 1, 4, 100, 3.0, 1.0), CostPoint("a", 5, 2, 100, 6.0, 3.0),
               CostPoint("a", 1, 2, 300, 4.0, 3.0, error=0.2)]  # fmt: skip
     costs = RoundCosts.from_json(json.loads(json.dumps(RoundCosts(points, "here").to_json())))
-    at = lambda *place: costs.at("a", *place)
-    assert (at(2, 1, 100).seconds, at(3, 1, 100).seconds, at(1, 1, 100).seconds) == (
+    estimate = lambda *position: costs.estimate("a", *position)
+    assert (estimate(2, 1, 100).seconds, estimate(3, 1, 100).seconds, estimate(1, 1, 100).seconds) == (
         2.0,
         2.5,
         1.5,
     )  # 0 drafts are plain
-    assert (at(2, 3, 100).seconds, at(2, 3, 100).plain) == (4.0, 2.0)
-    assert (at(2, 1, 200).seconds, at(2, 1, 200).plain, at(2, 1, 200).error) == (3.0, 2.0, 0.1)
+    assert (estimate(2, 3, 100).seconds, estimate(2, 3, 100).plain) == (4.0, 2.0)
+    assert (estimate(2, 1, 200).seconds, estimate(2, 1, 200).plain, estimate(2, 1, 200).error) == (3.0, 2.0, 0.1)
     marks = [
-        at(2, 5, 100).extrapolated,
-        at(2, 7, 100).extrapolated,
-        at(8, 1, 100).extrapolated,
-        at(3, 5, 100).extrapolated,
+        estimate(2, 5, 100).extrapolated,
+        estimate(2, 7, 100).extrapolated,
+        estimate(8, 1, 100).extrapolated,
+        estimate(3, 5, 100).extrapolated,
     ]
-    assert marks == [False, True, True, True] and at(2, 7, 100).seconds == 8.0 and at(8, 1, 100).seconds == 5.0
-    assert [at(2, 1, context).extrapolated for context in (70, 80, 370, 380)] == [True, False, False, True]
-    assert not at(2, 1, 100).extrapolated and at(1, 1, 100).extrapolated  # nothing is known below 2 drafts
+    assert (
+        marks == [False, True, True, True] and estimate(2, 7, 100).seconds == 8.0 and estimate(8, 1, 100).seconds == 5.0
+    )
+    assert [estimate(2, 1, context).extrapolated for context in (70, 80, 370, 380)] == [True, False, False, True]
+    assert not estimate(2, 1, 100).extrapolated and estimate(1, 1, 100).extrapolated  # nothing is known below 2 drafts
     never = RoundCosts([CostPoint("a", 1, 0.0, 100, 1.1, 1.0)], "")  # a proposer that drafted nothing
-    assert never.at("a", 0.0, 1, 100).seconds == 1.1 and not never.at("a", 0.0, 1, 100).extrapolated
+    assert never.estimate("a", 0.0, 1, 100).seconds == 1.1 and not never.estimate("a", 0.0, 1, 100).extrapolated
     falling = RoundCosts([CostPoint("a", 1, 1, 0, 4.0, 1.0), CostPoint("a", 2, 1, 0, 2.0, 1.0)], "")
-    assert falling.at("a", 1, 50, 0).seconds == 1.0  # never less than half of the nearest point
+    assert falling.estimate("a", 1, 50, 0).seconds == 1.0  # never less than half of the nearest point
     with pytest.raises(ValueError, match="no costs of b, only of a"):
-        costs.at("b", 1, 1, 100)
+        costs.estimate("b", 1, 1, 100)
 
 
 def test_a_point_is_a_ratio_with_its_error():
     plain = {"seconds": [1.0, 2.0, 1.0, 1.0], "opening": 0.5}
-    found = {
+    drafted = {
         "seconds": [1.5, 3.0, 1.5, 9.0],
         "opening": 0.75,
     }  # the second turn was slow for both, the last one for one
-    point = round_costs.summarise_point(CostPoint("a", 4, 2, 100, 0, 0), found, plain, varies=False)
+    point = round_costs.summarise_point(CostPoint("a", 4, 2, 100, 0, 0), drafted, plain, varies=False)
     assert (point.seconds, point.plain, point.opening) == (1.5, 1.0, 0.25) and 0 < point.error < 1
-    assert round_costs.summarise_point(point, found, plain, varies=True).seconds == pytest.approx((3 * 1.5 + 9) / 4)
+    assert round_costs.summarise_point(point, drafted, plain, varies=True).seconds == pytest.approx((3 * 1.5 + 9) / 4)
     even = round_costs.summarise_point(point, plain, plain, varies=True)
     assert even.seconds == 1.0 and even.error == 0 and even.opening == 0
 
@@ -59,9 +61,9 @@ def test_rounds_of_the_decoder_are_timed_in_turn(small_target, monkeypatch):
     monkeypatch.setattr(round_costs, "POINT_SECONDS", 0.0)
     head = HeadProposer(make_drafter(small_target, "eagle"), chain_of(2))
     decoders = {0: greedy(small_target, None), 2: greedy(small_target, head)}
-    found = round_costs.time_rounds(decoders, [[1, 2, 3], [4, 5]], 2, seed=0)
-    assert set(found) == {0, 2} and all(len(each["seconds"]) == round_costs.FEWEST_ROUNDS for each in found.values())
-    assert all(min(each["seconds"]) > 0 for each in found.values())
+    timed = round_costs.time_rounds(decoders, [[1, 2, 3], [4, 5]], 2, seed=0)
+    assert set(timed) == {0, 2} and all(len(rounds["seconds"]) == round_costs.MIN_ROUNDS for rounds in timed.values())
+    assert all(min(rounds["seconds"]) > 0 for rounds in timed.values())
 
 
 def test_texts_grow_alike_while_rounds_are_timed(small_target):
@@ -71,58 +73,72 @@ def test_texts_grow_alike_while_rounds_are_timed(small_target):
     decoders |= {
         num: greedy(small_target, Scripted([text], num, oracle(num))) for num in (1, 7)
     }  # all drafts are accepted
-    found = round_costs.time_rounds(decoders, [prompt], 1, seed=0)
-    most, fewest = round_costs.MOST_ROUNDS, round_costs.FEWEST_ROUNDS
-    assert {num: len(each["seconds"]) for num, each in found.items()} == {0: most, 1: most // 2, 7: fewest}
+    timed = round_costs.time_rounds(decoders, [prompt], 1, seed=0)
+    upper, lower = round_costs.MAX_ROUNDS, round_costs.MIN_ROUNDS
+    assert {num: len(each["seconds"]) for num, each in timed.items()} == {0: upper, 1: upper // 2, 7: lower}
 
 
 def test_loads_are_timed_until_rounds_are_long_and_without_what_cannot_pay(monkeypatch):
-    asked = []
+    calls = []
 
     def time_rounds(decoders, texts, rows, seed):
-        asked.append((rows, sorted(decoders), [len(text) for text in texts]))
+        calls.append((rows, sorted(decoders), [len(text) for text in texts]))
         return {num: {"seconds": [rows * (1 + num)] * 3, "opening": 0.0} for num in decoders}
 
     monkeypatch.setattr(round_costs, "time_rounds", time_rounds)
-    monkeypatch.setattr(round_costs, "LONGEST", 30.0)
+    monkeypatch.setattr(round_costs, "LONGEST_ROUND", 30.0)
     drafted = SimpleNamespace(proposer=SimpleNamespace(varies=False))
     decoders = {0: SimpleNamespace(proposer=None), 1: drafted, 8: drafted}
     texts, loads = [[0] * num for num in (9, 1, 5, 3, 7)], [1, 2, 4, 8, 16, 32]
-    known = [CostPoint("a", 2, num, where, 1.0, 1.0) for num, where in ((1, 6.0), (1, 4.9), (1, 50), (8, 5.5))]
-    kept = []
-    more = {"seed": 0, "store_points": kept.append}
-    found = round_costs.time_loads("a", decoders, texts, loads, max_cost_ratio=4.0, cached_points=known, **more)
+    cached = [CostPoint("a", 2, num, context, 1.0, 1.0) for num, context in ((1, 6.0), (1, 4.9), (1, 50), (8, 5.5))]
+    stored = []
+    common = {"seed": 0, "store_points": stored.append}
+    points = round_costs.time_loads("a", decoders, texts, loads, max_cost_ratio=4.0, cached_points=cached, **common)
     # 2 rows are known; 9 times plain cannot pay; 32 is not reached, as rounds of 16 rows take longer than LONGEST
-    assert asked == [
+    assert calls == [
         (1, [0, 1, 8], [5]),
         (4, [0, 1, 8], [1, 3, 7, 9]),
         (8, [0, 1], [1, 1, 3, 5, 5, 7, 9, 9]),
-        (16, [0, 1], asked[3][2]),
+        (16, [0, 1], calls[3][2]),
     ]
-    assert {each.context for each in found} == {5} and [each.rows for each in found] == [1, 1, 2, 2, 4, 4, 8, 16]
-    assert [[each.rows for each in new] for new in kept] == [[1, 1], [4, 4], [8], [16]]  # at once, and new ones only
-    asked.clear()
-    monkeypatch.setattr(round_costs, "LONGEST", 100.0)
-    round_costs.time_loads("a", decoders, texts, loads, max_cost_ratio=10.0, cached_points=sum(kept, known), **more)
-    assert [each[:2] for each in asked] == [(8, [0, 8]), (16, [0, 8]), (32, [0, 1])]  # what was hopeless may pay now
+    assert {point.context for point in points} == {5} and [each.rows for each in points] == [1, 1, 2, 2, 4, 4, 8, 16]
+    assert [[point.rows for point in new_points] for new_points in stored] == [
+        [1, 1],
+        [4, 4],
+        [8],
+        [16],
+    ]  # at once, and new ones only
+    calls.clear()
+    monkeypatch.setattr(round_costs, "LONGEST_ROUND", 100.0)
+    round_costs.time_loads(
+        "a", decoders, texts, loads, max_cost_ratio=10.0, cached_points=sum(stored, cached), **common
+    )
+    assert [call[:2] for call in calls] == [(8, [0, 8]), (16, [0, 8]), (32, [0, 1])]  # what was hopeless may pay now
 
 
 def test_loads_of_a_server_differ_though_each_has_its_own_context():
-    each = {"tau": 2.0, "drafts": 3}
-    drafted = [{**each, "rows": 1, "seconds": 1.0, "context": 100}, {**each, "rows": 9, "seconds": 3.0, "context": 140}]
-    costs = round_costs.make_served(drafted, {1: 1.0, 9: 2.0}, "", "a")
-    assert [costs.at("a", 3, rows, 100).seconds for rows in (1, 5, 9)] == [2.0, 4.0, 6.0]
-    assert not costs.at("a", 3, 5, 100).extrapolated
+    common = {"tau": 2.0, "drafts": 3}
+    drafted = [
+        {**common, "rows": 1, "seconds": 1.0, "context": 100},
+        {**common, "rows": 9, "seconds": 3.0, "context": 140},
+    ]
+    costs = round_costs.make_server_costs(drafted, {1: 1.0, 9: 2.0}, "", "a")
+    assert [costs.estimate("a", 3, rows, 100).seconds for rows in (1, 5, 9)] == [2.0, 4.0, 6.0]
+    assert not costs.estimate("a", 3, 5, 100).extrapolated
     with pytest.raises(ValueError, match="No load has both"):
-        round_costs.make_served(drafted, {4: 1.0}, "", "a")
+        round_costs.make_server_costs(drafted, {4: 1.0}, "", "a")
     with pytest.raises(ValueError, match=r"At load 1 a round takes 0 s with drafts and 1 s without"):
-        round_costs.make_served([{**drafted[0], "seconds": 0.0}], {1: 1.0}, "", "a")
+        round_costs.make_server_costs([{**drafted[0], "seconds": 0.0}], {1: 1.0}, "", "a")
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "{}", '{"costs": {}}', '{"costs": {"points": [1], "source": ""}}'])
 def test_files_of_another_form_are_refused(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
-    assert round_costs.read_kept(tmp_path / "x.json") == [] == round_costs.read_kept(tmp_path / "no.json")
+    assert (
+        round_costs.read_cached_points(tmp_path / "x.json")
+        == []
+        == round_costs.read_cached_points(tmp_path / "no.json")
+    )
 
 
 def test_weights_of_shared_experts_are_read_by_every_token():

@@ -15,17 +15,17 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specdec.core.constraint import Constraint, constrain, unpack
+from specdec.core.constraint import Constraint, constrain_tree, unpack_masks
 from specdec.core.generation import Ends
 from specdec.core.sampling import Sampling
-from specdec.core.tree import Tree, TreeShape, chain
+from specdec.core.tree import Tree, TreeShape, make_chain
 from specdec.decoding.decoder import Decoder
 from specdec.proposers import auto
-from specdec.proposers.auto import Auto
-from specdec.proposers.costs import told
+from specdec.proposers.auto import AutoProposer
+from specdec.proposers.costs import make_costs
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.text import Forced, Ngram
-from specdec.tools.grammar.grammar import Grammar, GrammarConstraint, Grammars
+from specdec.tools.grammar.grammar import Grammar, GrammarCompiler, GrammarConstraint
 from tests.enumeration import PROMPT, SAMPLINGS, THREE_TOKENS, V, decoder_outcomes, sampled_target
 from tests.grammars import Language, random_constraint, some_of
 from tests.support import REAL_TARGET, chain_of, make_drafter, random_tokens
@@ -82,17 +82,17 @@ def error(decoder: Decoder, number: int, monkeypatch, *, seed: int = 3, alone: b
     return max(abs(distribution[text] - probability(before, text)) for text in THREE_TOKENS)
 
 
-def decoder_of(case: str, sampling: str, rule: str) -> Decoder:
+def decoder_of(setting: str, sampling: str, rule: str) -> Decoder:
     target = sampled_target()
     head = HeadProposer(
-        make_drafter(target, "eagle"), TREE if "tree" in case else CHAIN, children=CHILDREN.get(case, "chosen")
+        make_drafter(target, "eagle"), TREE if "tree" in setting else CHAIN, children=CHILDREN.get(setting, "chosen")
     )
     ngram = Ngram(target, min=1, max=2, num=2)
     proposer = {
         "plain": None,
         "forced": Forced(target, num=3),
-        "auto": Auto(target, members=[Forced(target, num=2), ngram, head], costs=told(FREE, plain=1.0, absorb=0, step=0)),
-    }.get(case, head)  # fmt: skip
+        "auto": AutoProposer(target, members=[Forced(target, num=2), ngram, head], costs=make_costs(FREE, plain=1.0, absorb=0, step=0)),
+    }.get(setting, head)  # fmt: skip
     return Decoder(target, proposer, sampling=SAMPLINGS[sampling], stop=set(), rule=rule)
 
 
@@ -102,10 +102,12 @@ CASES = ["plain", "forced", "chain", "chosen tree", "distinct tree"]
 
 @pytest.mark.full
 @pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("case, sampling", [(case, "all" if place % 2 else "warm") for place, case in enumerate(CASES)])
-def test_answers_have_the_law_of_the_constrained_target(case, sampling, rule, monkeypatch):
+@pytest.mark.parametrize(
+    "setting, sampling", [(setting, "all" if index % 2 else "warm") for index, setting in enumerate(CASES)]
+)
+def test_answers_have_the_law_of_the_constrained_target(setting, sampling, rule, monkeypatch):
     """Every draw of a round is enumerated, in the first round and in the third."""
-    decoder = decoder_of(case, sampling, rule)
+    decoder = decoder_of(setting, sampling, rule)
     for number in (1, 3):
         assert error(decoder, number, monkeypatch) < 1e-12
 
@@ -113,7 +115,7 @@ def test_answers_have_the_law_of_the_constrained_target(case, sampling, rule, mo
 @pytest.mark.full
 def test_a_grammar_that_drops_sampled_drafts_is_detected(monkeypatch):
     """Negative control: to leave out a sampled draft because of what it is changes the distribution."""
-    wrong = constrain
+    wrong = constrain_tree
 
     def dropping(tree: Tree, constraints, vocab_size, *, prune):
         if tree.probs is None:
@@ -121,9 +123,9 @@ def test_a_grammar_that_drops_sampled_drafts_is_detected(monkeypatch):
         (only,) = constraints
         allowed = only.allowed(tree.tokens[0].tolist(), tree.parents[0].tolist())
         kept = [node for node, mask in enumerate(allowed) if mask is not None]
-        return wrong(tree.part([kept]), constraints, vocab_size, prune=False)
+        return wrong(tree.select_nodes([kept]), constraints, vocab_size, prune=False)
 
-    monkeypatch.setattr("specdec.core.constraint.constrain", dropping)
+    monkeypatch.setattr("specdec.core.constraint.constrain_tree", dropping)
     assert (
         max(error(decoder_of("chain", "warm", "token"), 1, monkeypatch, seed=seed, alone=True) for seed in (1, 2, 3))
         > 1e-3
@@ -132,12 +134,12 @@ def test_a_grammar_that_drops_sampled_drafts_is_detected(monkeypatch):
 
 @pytest.mark.full
 def test_auto_keeps_the_law_of_the_constrained_target(monkeypatch):
-    monkeypatch.setattr(auto, "DEEPEST", 2)  # the enumeration knows rounds of up to three tokens
+    monkeypatch.setattr(auto, "MAX_HEAD_STEPS", 2)  # the enumeration knows rounds of up to three tokens
     decoder = decoder_of("auto", "warm", "token")
     begin = decoder.proposer.begin
 
     def forget_and_begin(tokens, num):
-        decoder.proposer.forget()
+        decoder.proposer.reset_history()
         begin(tokens, num)
 
     decoder.proposer.begin = forget_and_begin
@@ -159,17 +161,17 @@ def constraints_of(num: int, vocab_size: int, free: int | None = None) -> list[C
     return [None if row == free else GrammarConstraint(language(row), frozenset()) for row in range(num)]
 
 
-@pytest.mark.parametrize("case", ["forced", "chain", "chosen tree", "auto", "ngram"])
-def test_greedy_answers_are_those_of_plain_constrained_decoding(small_target, case):
+@pytest.mark.parametrize("setting", ["forced", "chain", "chosen tree", "auto", "ngram"])
+def test_greedy_answers_are_those_of_plain_constrained_decoding(small_target, setting):
     """Ragged rows, one of them free; drafts are refused and rolled back all the time."""
     target, prompts = small_target, [random_tokens(length, length, small_target.vocab_size) for length in (5, 9, 2)]
     ngram = Ngram(target, min=1, max=3, num=4)
-    head = HeadProposer(make_drafter(target, "eagle", False), TREE if "tree" in case else CHAIN)
+    head = HeadProposer(make_drafter(target, "eagle", False), TREE if "tree" in setting else CHAIN)
     proposer = {
         "forced": Forced(target, num=4),
         "ngram": ngram,
-        "auto": Auto(target, members=[Forced(target, num=4), ngram, head], costs=told(FREE, plain=1.0, absorb=0, step=0)),
-    }.get(case, head)  # fmt: skip
+        "auto": AutoProposer(target, members=[Forced(target, num=4), ngram, head], costs=make_costs(FREE, plain=1.0, absorb=0, step=0)),
+    }.get(setting, head)  # fmt: skip
     answers = []
     for drafting in (None, proposer):
         decoder = Decoder(target, drafting, sampling=Sampling(), stop=set())
@@ -179,7 +181,7 @@ def test_greedy_answers_are_those_of_plain_constrained_decoding(small_target, ca
     assert free.tokens[1] == answers[0].tokens[1] and free.tokens[0] != answers[0].tokens[0]
     for answer, state in zip(answers[1].tokens, constraints_of(3, target.vocab_size, free=1)):
         assert state is None or state.fits(answer)
-    if case in ("forced", "auto"):
+    if setting in ("forced", "auto"):
         assert sum(map(sum, answers[1].accepted)) > 0
 
 
@@ -187,9 +189,9 @@ def test_requests_with_and_without_grammars_join_and_leave(small_target):
     prompts = [random_tokens(row, 3 + row, small_target.vocab_size) for row in range(6)]
     constraint = lambda number: constraints_of(6, small_target.vocab_size, free=2)[number]
     members = [Forced(small_target, num=4), Ngram(small_target, min=1, max=3, num=4)]
-    proposer = Auto(small_target, members=members, costs=told(FREE, plain=1.0, absorb=0, step=0))
+    proposer = AutoProposer(small_target, members=members, costs=make_costs(FREE, plain=1.0, absorb=0, step=0))
     decoder = Decoder(small_target, proposer, sampling=Sampling(), stop=set())
-    found = dict(decoder.answers(prompts, 20, rows=2, constraint=constraint))
+    found = dict(decoder.answers(prompts, 20, batch_size=2, constraint=constraint))
     for number, prompt in enumerate(prompts):
         alone = Decoder(small_target, None, sampling=Sampling(), stop=set())
         assert found[number].tokens == alone.generate([prompt], 20, constraints=[constraint(number)]).tokens
@@ -214,18 +216,18 @@ def test_nodes_that_are_not_allowed_are_left_out():
     constraints = [GrammarConstraint(Language(lambda text: may.get(text, {3}), 4), frozenset()) for _ in range(2)]
     tokens = torch.tensor([[0, 2, 1, 2, 3], [0, 1, 3, 3, 3]])
     parents = torch.tensor([[-1, 0, 0, 2, 2], [-1, 0, 0, 1, 2]])
-    tree, allowed = constrain(Tree(tokens, parents, None), constraints, 4, prune=True)
+    tree, allowed = constrain_tree(Tree(tokens, parents, None), constraints, 4, prune=True)
     assert tree.tokens.tolist() == [[0, 1, 2], [0, 1, 3]] and tree.parents.tolist() == [[-1, 0, 1], [-1, 0, 0]]
     assert allowed[0].nonzero().tolist() == [[0, 1], [1, 2], [2, 0], [2, 1], [2, 2]]
     assert allowed[1, :2].nonzero().tolist() == [[0, 1], [1, 2]] and allowed[1, 2].all()
-    whole, masks = constrain(Tree(tokens, parents, None), constraints, 4, prune=False)
+    whole, masks = constrain_tree(Tree(tokens, parents, None), constraints, 4, prune=False)
     assert whole.tokens.shape == (2, 5) and torch.equal(masks[0, 2], allowed[0, 1])
 
 
 def test_a_sampled_draft_that_is_not_allowed_stays_and_what_is_below_it_goes():
     constraint = GrammarConstraint(Language(lambda text: {1}, 4), frozenset())
-    tree = chain(torch.tensor([[0, 1, 2, 1, 1]]), torch.rand(1, 5, 4))
-    kept, _ = constrain(tree, [constraint], 4, prune=True)
+    tree = make_chain(torch.tensor([[0, 1, 2, 1, 1]]), torch.rand(1, 5, 4))
+    kept, _ = constrain_tree(tree, [constraint], 4, prune=True)
     assert kept.tokens.tolist() == [[0, 1, 2]] and kept.linear and torch.equal(kept.probs, tree.probs[:, :3])
 
 
@@ -245,7 +247,7 @@ def real_grammars():
     pytest.importorskip("llguidance")
     from specdec.target.model import load_tokenizer
 
-    return load_tokenizer(str(REAL_TARGET)), Grammars(load_tokenizer(str(REAL_TARGET)), 49152, {2})
+    return load_tokenizer(str(REAL_TARGET)), GrammarCompiler(load_tokenizer(str(REAL_TARGET)), 49152, {2})
 
 
 SCHEMA = {
@@ -258,7 +260,7 @@ SCHEMA = {
 
 def test_a_schema_forces_its_names_and_ends_with_a_stop_token(real_grammars):
     tokenizer, grammars = real_grammars
-    constraint = grammars.constraint(Grammar.of_row({"json_schema": SCHEMA}))
+    constraint = grammars.make_constraint(Grammar.from_row({"json_schema": SCHEMA}))
     assert tokenizer.decode(constraint.forced()).startswith('{"name')
     text = '{"name": "Ada", "age": 36}'
     tokens = tokenizer(text)["input_ids"]
@@ -267,7 +269,7 @@ def test_a_schema_forces_its_names_and_ends_with_a_stop_token(real_grammars):
     assert not constraint.fits([2])
     constraint.take([*tokens, 2])
     assert constraint.ended and constraint.complete
-    again = grammars.constraint(Grammar.of_row({"json_schema": SCHEMA}))
+    again = grammars.make_constraint(Grammar.from_row({"json_schema": SCHEMA}))
     assert not again.ended and again.fits(tokens)
 
 
@@ -284,20 +286,20 @@ def test_a_schema_forces_its_names_and_ends_with_a_stop_token(real_grammars):
 )
 def test_a_grammar_that_cannot_be_met_is_refused_in_a_sentence(real_grammars, document, why):
     with pytest.raises(ValueError, match=why) as raised:
-        real_grammars[1].constraint(Grammar.of_row(document))
+        real_grammars[1].make_constraint(Grammar.from_row(document))
     assert "Change it, or leave it out." in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_a_dead_end_of_the_grammar_spoils_nothing_beside_it(real_grammars):
     """After "q" the drafts "a" and "c" are allowed; behind "a" nothing is, though each of its tokens was."""
     tokenizer, grammars = real_grammars
-    constraint = grammars.constraint(Grammar.of_row({"lark": 'start: "q" ("a" X | "c" "d")\nX: /b/ & /c/'}))
+    constraint = grammars.make_constraint(Grammar.from_row({"lark": 'start: "q" ("a" X | "c" "d")\nX: /b/ & /c/'}))
     q, a, c, d = (tokenizer(letter)["input_ids"][0] for letter in "qacd")
     constraint.take([q])
     masks = constraint.allowed([q, a, c, a], [-1, 0, 0, 0])
-    may = [unpack([[mask]], 49152, "cpu")[0, 0].nonzero()[:, 0].tolist() for mask in masks]
+    may = [unpack_masks([[mask]], 49152, "cpu")[0, 0].nonzero()[:, 0].tolist() for mask in masks]
     assert {a, c} <= set(may[0]) and may[1:] == [[2], [d], [2]]
-    dead = grammars.constraint(Grammar.of_row({"lark": 'start: "q" ("a" X | "c" "d")\nX: /b/ & /c/'}))
+    dead = grammars.make_constraint(Grammar.from_row({"lark": 'start: "q" ("a" X | "c" "d")\nX: /b/ & /c/'}))
     dead.take([q, a, 2])
     assert dead.ended and not dead.complete
     constraint.take([c, d, 2])
@@ -307,24 +309,24 @@ def test_a_dead_end_of_the_grammar_spoils_nothing_beside_it(real_grammars):
 def test_options_name_a_grammar_or_a_file(tmp_path):
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     written = Grammar.parse(f"json:{json.dumps(SCHEMA)}")
-    assert written == Grammar.parse(f"json:{tmp_path / 'schema.json'}") == Grammar.of_row({"json_schema": SCHEMA})
+    assert written == Grammar.parse(f"json:{tmp_path / 'schema.json'}") == Grammar.from_row({"json_schema": SCHEMA})
     assert written.to_row() == {"json_schema": SCHEMA}
-    assert Grammar.parse("regex:[0-9]+") == Grammar.of_row({"regex": "[0-9]+"})
+    assert Grammar.parse("regex:[0-9]+") == Grammar.from_row({"regex": "[0-9]+"})
     for wrong in ("json", "xml:<a/>", "json:{no", f"json:{tmp_path / 'other.json'}"):
         with pytest.raises(ValueError, match="grammar="):
             Grammar.parse(wrong)
     for wrong in (None, [], {}, {"xml": "a"}, {"regex": 3}, {"regex": "a", "lark": "b"}):
         with pytest.raises(ValueError, match="must be"):
-            Grammar.of_row(wrong)
+            Grammar.from_row(wrong)
 
 
 def test_without_stop_tokens_or_the_package_a_sentence_says_what_to_do(monkeypatch):
     with pytest.raises(ValueError, match="end an answer"):
         pytest.importorskip("llguidance")
-        Grammars(None, 10, set())
+        GrammarCompiler(None, 10, set())
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(ValueError, match=r"specdec\[grammar\]"):
-        Grammars(None, 10, {2})
+        GrammarCompiler(None, 10, {2})
 
 
 def test_an_answer_ends_with_its_stop_token_under_a_grammar(small_target):
@@ -334,7 +336,7 @@ def test_an_answer_ends_with_its_stop_token_under_a_grammar(small_target):
         decoder = Decoder(small_target, proposer, sampling=Sampling(), stop={3})
         constraint = GrammarConstraint(Language(language, small_target.vocab_size), frozenset({3}))
         (answer,) = decoder.generate([[1, 2, 1, 2]], 30, constraints=[constraint]).tokens
-        assert len(answer) == 7 and answer[-1] == 3 and Ends(frozenset({3})).cut([], answer) == (answer, True)
+        assert len(answer) == 7 and answer[-1] == 3 and Ends(frozenset({3})).cut_tokens([], answer) == (answer, True)
 
 
 def test_generate_follows_a_grammar(tmp_path):

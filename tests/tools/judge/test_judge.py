@@ -52,10 +52,10 @@ def judge(folder, tmp_path, run_script) -> Callable[..., tuple[dict, str]]:
     """judge(server, key=value ..) -> the report, and what was printed"""
 
     def run(server: SmallServer, *arguments: str, out: str = "served", name: bool = True) -> tuple[dict, str]:
-        given = [f"engine={server.url}", f"prompts={folder / 'prompts.jsonl'}", f"max_new_tokens={NEW}"]
-        given += [f"target.name={folder / 'target'}"] * name
-        said = run_script(judge_script, *given, f"out={tmp_path / out}", *arguments)
-        return json.loads((tmp_path / out / "results.json").read_text()), said
+        required = [f"engine={server.url}", f"prompts={folder / 'prompts.jsonl'}", f"max_new_tokens={NEW}"]
+        required += [f"target.name={folder / 'target'}"] * name
+        printed = run_script(judge_script, *required, f"out={tmp_path / out}", *arguments)
+        return json.loads((tmp_path / out / "results.json").read_text()), printed
 
     return run
 
@@ -73,7 +73,7 @@ class Drafting(SmallServer):
         self.spoil: Callable = lambda path, body, times: None
         self.counts = dict.fromkeys(("drafts", "draft_tokens", "accepted_tokens", "tokens"), 0)
         self.positions = [0] * K
-        self.asked: dict[str, int] = {}
+        self.times_asked: dict[str, int] = {}
 
     def rounds(self, body: dict) -> list[int]:
         """Accepted drafts of each round, which end with the answer; some answers end early."""
@@ -82,8 +82,8 @@ class Drafting(SmallServer):
         limit = min(body["max_tokens"], source.choice((NEW, 7)))
         drafts = self.drafts and body.get("speculate", True)
         steps: list[int] = []
-        while (left := limit - 1 - sum(steps) - len(steps)) > 0:
-            steps.append(min(source.randrange(K + 1) if drafts else 0, left - 1))
+        while (tokens_left := limit - 1 - sum(steps) - len(steps)) > 0:
+            steps.append(min(source.randrange(K + 1) if drafts else 0, tokens_left - 1))
         return steps
 
     def _reply(self, path: str, body: dict | None):
@@ -96,7 +96,7 @@ class Drafting(SmallServer):
         assert body is not None
         prompt = json.dumps(body.get("prompt", body.get("messages")))
         with self.guard:
-            times = self.asked[prompt] = self.asked.get(prompt, -1) + 1
+            times = self.times_asked[prompt] = self.times_asked.get(prompt, -1) + 1
         spoilt = self.spoil(path, body, times)
         return spoilt if spoilt is not None else (200, self.stream(path, body))
 
@@ -132,7 +132,7 @@ class Drafting(SmallServer):
         reached = [sum(step > place for step in steps) for place in range(K)]
         with self.guard:
             self.counts = {name: value + counts[name] for name, value in self.counts.items()}
-            self.positions = [old + new for old, new in zip(self.positions, reached)]
+            self.positions = [before + added for before, added in zip(self.positions, reached)]
         return counts, reached
 
     def tell(self, steps: list[int], drafts: bool, counts: dict, reached: list[int]) -> dict:
@@ -171,8 +171,8 @@ class Drafting(SmallServer):
         if self.drafts:
             for name in ("drafts", "draft_tokens", "accepted_tokens"):
                 lines += [f"{names['drafts'].format(name)}{label} {float(self.counts[name])}"]
-            each = names["drafts"].format("accepted_tokens_per_pos")
-            lines += [f'{each}{{{first}position="{place}"}} {value}' for place, value in enumerate(self.positions)]
+            counter = names["drafts"].format("accepted_tokens_per_pos")
+            lines += [f'{counter}{{{first}position="{place}"}} {value}' for place, value in enumerate(self.positions)]
         return "\n".join(lines)
 
 
@@ -183,26 +183,26 @@ def truth(server: Drafting) -> tuple[float, list[float]]:
     }
     steps = [server.rounds({"prompt": body["prompt"], "max_tokens": NEW}) for body in bodies.values()]
     num = sum(map(len, steps))
-    every = list(itertools.chain(*steps))
-    return (sum(every) + num) / num, [sum(step > place for step in every) / num for place in range(K)]
+    accepted = list(itertools.chain(*steps))
+    return (sum(accepted) + num) / num, [sum(step > place for step in accepted) / num for place in range(K)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "given"),
+    ("kind", "settings"),
     [("specdec", {}), ("vllm", {}), ("sglang", {"metrics": False}), ("llamacpp", {}), ("vllm", {"per_answer": False}),
      ("llamacpp", {"metrics": False})],
     ids=["ours", "vllm", "sglang", "llama.cpp", "vllm by counters", "llama.cpp without counters"],
 )  # fmt: skip
-def test_tau_is_emitted_tokens_of_a_round_whatever_a_server_counts(judge, kind, given):
-    with Drafting(kind, **given) as server, Drafting(kind, drafts=False) as other:
-        more = [] if kind == "specdec" else [f"baseline={other.url}"]
-        report, said = judge(server, "batch=1,4", *more)
+def test_tau_is_emitted_tokens_of_a_round_whatever_a_server_counts(judge, kind, settings):
+    with Drafting(kind, **settings) as server, Drafting(kind, drafts=False) as baseline:
+        arguments = [] if kind == "specdec" else [f"baseline={baseline.url}"]
+        report, printed = judge(server, "batch=1,4", *arguments)
         tau, survival = truth(server)
     for level in report["server"]["levels"]:
-        assert level["tau"] == pytest.approx(tau) and f"{tau:.2f}" in said
+        assert level["tau"] == pytest.approx(tau) and f"{tau:.2f}" in printed
         assert level["answers"] == NUM and not level["failed"] and level["tokens_of_others"] == 0
         assert level["tau_ci"][0] <= tau <= level["tau_ci"][1]
-        if kind != "llamacpp" or given == {}:
+        if kind != "llamacpp" or settings == {}:
             assert level["survival"][: len(survival)] == pytest.approx(survival)
         assert level["drafted"]["tokens_per_second_of_a_user"] > 0 and level["plain"]["tokens_per_second"] > 0
         assert level["speedup"] > 0 and level["drafted"]["first_token_seconds"] > 0
@@ -212,26 +212,26 @@ def test_tau_is_emitted_tokens_of_a_round_whatever_a_server_counts(judge, kind, 
     )  # of one turn
     fields = [body for path, body in server.requests if path == "v1/completions"]
     assert sum("speculate" in body for body in fields) == (kind == "specdec") * (1 + 2 * NUM + 1 + 4)
-    assert 1 < server.most <= 5 and all(body["stream"] and "ignore_eos" not in body for body in fields)
+    assert 1 < server.most_running <= 5 and all(body["stream"] and "ignore_eos" not in body for body in fields)
 
 
 def test_what_a_server_does_not_say_is_said(judge, folder):
     with Drafting("vllm", per_answer=False, metrics=False) as server:
-        report, said = judge(server)
-        assert "tau cannot be had: start it without --disable-log-stats" in said
+        report, printed = judge(server)
+        assert "tau cannot be had: start it without --disable-log-stats" in printed
         assert (
             report["server"]["levels"][0]["tau"] is None
             and report["server"]["levels"][0]["drafted"]["tokens_per_second"] > 0
         )
     for kind in ("vllm", "llamacpp", "specdec"):
         with Drafting(kind, drafts=False) as server:
-            report, said = judge(server, out=f"no drafts {kind}")
-            assert "does not draft" in said and report["server"]["levels"][0]["tau"] in (1, None)
-    with Drafting("llamacpp") as server, Drafting("vllm") as other:
-        report, said = judge(server, out="no plain")
-        assert "give baseline=URL" in said and report["server"]["levels"][0]["plain"] is None
-        with pytest.raises(ValueError, match=rf"baseline={other.url} drafts, too"):
-            judge(server, f"baseline={other.url}", out="wrong plain")
+            report, printed = judge(server, out=f"no drafts {kind}")
+            assert "does not draft" in printed and report["server"]["levels"][0]["tau"] in (1, None)
+    with Drafting("llamacpp") as server, Drafting("vllm") as baseline:
+        report, printed = judge(server, out="no plain")
+        assert "give baseline=URL" in printed and report["server"]["levels"][0]["plain"] is None
+        with pytest.raises(ValueError, match=rf"baseline={baseline.url} drafts, too"):
+            judge(server, f"baseline={baseline.url}", out="wrong plain")
 
 
 @pytest.mark.parametrize("kind", ["specdec", "vllm"])
@@ -241,8 +241,8 @@ def test_a_seed_does_not_change_how_this_server_drafts(judge, kind):
         with Drafting(kind) as server:
             report, _ = judge(server, "seed=3", f"decode.temperature={temperature}", out=f"{kind} {temperature}")
         seedless = kind == "specdec" and temperature == 1
-        asked = [body for path, body in server.requests if path == "v1/completions"]
-        assert {body.get("seed") for body in asked} == {None if seedless else 3}
+        bodies = [body for path, body in server.requests if path == "v1/completions"]
+        assert {body.get("seed") for body in bodies} == {None if seedless else 3}
         assert any("without a seed" in note for note in report["notes"]) == seedless
 
 
@@ -250,22 +250,24 @@ def test_other_traffic_is_noticed_and_left_out(judge):
     server = Drafting("vllm", per_answer=False)
 
     def disturb(path: str, body: dict, times: int) -> None:
-        if body["max_tokens"] == NEW and len(server.asked) == 3:  # a request of somebody else, during the third prompt
+        if (
+            body["max_tokens"] == NEW and len(server.times_asked) == 3
+        ):  # a request of somebody else, during the third prompt
             server.count([3, 3], 2, 9)
 
     server.spoil = disturb
     with server:
-        report, said = judge(server)
+        report, printed = judge(server)
     (level,) = report["server"]["levels"]
-    assert level["tokens_of_others"] == 9 and "9 tokens for others" in said
+    assert level["tokens_of_others"] == 9 and "9 tokens for others" in printed
     assert level["tau"] and level["tau_ci"] is None and level["rounds"] < len(truth(server)[1]) * NUM * NEW
 
 
 def test_prompts_are_sent_as_messages_to_an_unknown_server(judge):
     with Drafting("somebody", per_answer=False, metrics=False) as server:
-        report, said = judge(server, "template.enable_thinking=false", name=False)
+        report, printed = judge(server, "template.enable_thinking=false", name=False)
         bodies = [body for path, body in server.requests if path == "v1/chat/completions"]
-    assert "sent as messages" in said and len(bodies) == 2 + NUM and bodies[0]["messages"][-1]["role"] == "user"
+    assert "sent as messages" in printed and len(bodies) == 2 + NUM and bodies[0]["messages"][-1]["role"] == "user"
     assert (
         bodies[0]["chat_template_kwargs"] == {"enable_thinking": False}
         and not {"top_k", "return_token_ids"} & bodies[0].keys()
@@ -279,7 +281,7 @@ def test_busy_failing_and_cut_answers_are_asked_for_again_and_counted(judge, mon
     faults = [(429, {"error": {"message": "slow down"}}, {"Retry-After": "0.2"}), (503, "restarting"), None]
 
     def spoil(path: str, body: dict, times: int):
-        number = list(server.asked).index(json.dumps(body["prompt"]))
+        number = list(server.times_asked).index(json.dumps(body["prompt"]))
         if body["max_tokens"] != NEW:
             return None
         if number == 1:
@@ -289,19 +291,19 @@ def test_busy_failing_and_cut_answers_are_asked_for_again_and_counted(judge, mon
         return (200, server.stream(path, body)[: -3 if number == 4 else -1]) if number > 3 and times == 0 else None
 
     server.spoil = spoil
-    begun = time.monotonic()
+    start = time.monotonic()
     with server:
-        report, said = judge(server, "batch=2")
+        report, printed = judge(server, "batch=2")
     (level,) = report["server"]["levels"]
-    assert time.monotonic() - begun > 0.2 and server.keys == {"Bearer secret"}
+    assert time.monotonic() - start > 0.2 and server.keys == {"Bearer secret"}
     assert level["answers"] == NUM - 1 and level["tau"] and len(level["failed"]) == 1
-    assert "that prompt again" in level["failed"][0]["error"] and "1 requests failed" in said
-    assert "8 were sent again" in said  # 4 tries of the one, and 4 others
+    assert "that prompt again" in level["failed"][0]["error"] and "1 requests failed" in printed
+    assert "8 were sent again" in printed  # 4 tries of the one, and 4 others
 
 
 def test_what_was_measured_is_kept_and_continued(judge, monkeypatch):
     server = Drafting("vllm")
-    server.spoil = lambda path, body, times: (401, {"message": "no key"}) if body["max_tokens"] == NEW and len(server.asked) > 3 else None  # fmt: skip
+    server.spoil = lambda path, body, times: (401, {"message": "no key"}) if body["max_tokens"] == NEW and len(server.times_asked) > 3 else None  # fmt: skip
     with server:
         with pytest.raises(ValueError, match=r"None of 1 requests was answered. .*status 401: no key"):
             judge(server)
@@ -348,8 +350,8 @@ def own_server(monkeypatch, *arguments: str) -> Iterator[SmallServer]:
         def capture_signals(self):  # they are for main threads
             yield
 
-    listening = serving.listen("127.0.0.1", 0)
-    monkeypatch.setattr(serving, "listen", lambda *_: listening)
+    listening = serving.open_port("127.0.0.1", 0)
+    monkeypatch.setattr(serving, "open_port", lambda *_: listening)
     monkeypatch.setattr(uvicorn, "Server", Server)
     thread = threading.Thread(target=serve.main, args=([*arguments, "port=0"],), daemon=True)
     thread.start()
@@ -366,73 +368,78 @@ def own_server(monkeypatch, *arguments: str) -> Iterator[SmallServer]:
 
 
 def test_our_server_serves_what_was_trained_and_another_head_is_noticed(judge, folder, tmp_path, monkeypatch):
-    head, given = folder / "head", ["batch=1,4", "ignore_stop=true", "target.dtype=float64"]
+    head, arguments = folder / "head", ["batch=1,4", "ignore_stop=true", "target.dtype=float64"]
     chain = ["proposer=head", f"decode.depth={K}", "rows=4", "target.dtype=float64"]
     with own_server(monkeypatch, f"checkpoint={head}", *chain) as server:
-        report, said = judge(server, f"checkpoint={head}", *given)
-        one, four = report["server"]["levels"]
-        for found in (one["replay"], four["replay"]):
-            assert found["served_tau"] == found["replayed_tau"] and found["verdict"] in said
-            assert 1.1 < found["served_tau"] < K + 0.9 and found["depth"] == K and "served = trained" in said
-            assert found["compared_by_round"] == found["same_number_of_rounds"] == NUM and not found["differences"]
-            assert one["tau"] == four["tau"] == found["served_tau"] and one["rounds"] == four["rounds"]
-        assert one["same_answers"] == NUM and one["plain"]["tokens_per_second"] > 0
-        report, said = judge(server, f"checkpoint={folder / 'other'}", *given)  # nothing is measured again
-    first = min(report["server"]["levels"][0]["replay"]["differences"], key=lambda each: each["round"])
-    assert first["served"] != first["replayed"] and f"prompt {first['prompt']} first" in said
+        report, printed = judge(server, f"checkpoint={head}", *arguments)
+        single, four = report["server"]["levels"]
+        for replayed in (single["replay"], four["replay"]):
+            assert replayed["served_tau"] == replayed["replayed_tau"] and replayed["verdict"] in printed
+            assert 1.1 < replayed["served_tau"] < K + 0.9 and replayed["depth"] == K and "served = trained" in printed
+            assert (
+                replayed["compared_by_round"] == replayed["same_number_of_rounds"] == NUM
+                and not replayed["differences"]
+            )
+            assert single["tau"] == four["tau"] == replayed["served_tau"] and single["rounds"] == four["rounds"]
+        assert single["same_answers"] == NUM and single["plain"]["tokens_per_second"] > 0
+        report, printed = judge(server, f"checkpoint={folder / 'other'}", *arguments)  # nothing is measured again
+    first = min(report["server"]["levels"][0]["replay"]["differences"], key=lambda difference: difference["round"])
+    assert first["served"] != first["replayed"] and f"prompt {first['prompt']} first" in printed
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_walking_takes_the_rounds_that_replay_counts(seed):
     accept = (torch.rand(K, 15, generator=torch.Generator().manual_seed(seed)) < 0.6).double()
-    steps = referee.walk(accept)
-    rounds, accepted = replay.rounds(accept)
+    steps = referee.count_greedy_rounds(accept)
+    rounds, accepted = replay.count_rounds(accept)
     assert len(steps) == rounds and sum(steps) + len(steps) == 14
     assert accepted.tolist() == [sum(step > place for step in steps) for place in range(K)]
-    assert referee.first_difference(steps, steps, 15) is None
+    assert referee.find_first_difference(steps, steps, 15) is None
 
 
 def test_the_first_difference_is_that_of_the_first_draft_and_not_behind_the_end():
-    assert referee.first_difference([2, 0, 1], [2, 1, 0], 20) == (1, 4)
-    assert referee.first_difference([2, 3], [2, 1], 6) is None  # the end cuts the round
-    assert referee.first_difference([0, 3], [3], 20) == (0, 1)
+    assert referee.find_first_difference([2, 0, 1], [2, 1, 0], 20) == (1, 4)
+    assert referee.find_first_difference([2, 3], [2, 1], 6) is None  # the end cuts the round
+    assert referee.find_first_difference([0, 3], [3], 20) == (0, 1)
 
 
 def test_a_choice_takes_its_costs_from_a_server(folder, tmp_path, run_script, monkeypatch):
     chain = ["proposer=head", f"decode.depth={K}", "rows=4", "target.dtype=float64"]
-    given = [
+    arguments = [
         "loads=1,4",
         f"checkpoint={folder / 'head'}",
         f"prompts={folder / 'prompts.jsonl'}",
         "ignore_stop=true",
     ]
-    given += [f"max_new_tokens={NEW}", f"out={tmp_path / 'choice'}", "target.dtype=float64"]
+    arguments += [f"max_new_tokens={NEW}", f"out={tmp_path / 'choice'}", "target.dtype=float64"]
     with own_server(monkeypatch, f"checkpoint={folder / 'head'}", *chain) as server:
-        run_script(choose, *given, f"engine={server.url}")
-        found = json.loads((tmp_path / "choice" / "results.json").read_text())["choice"]
+        run_script(choose, *arguments, f"engine={server.url}")
+        chosen_result = json.loads((tmp_path / "choice" / "results.json").read_text())["choice"]
         (tmp_path / "choice" / "results.json").unlink()
         with pytest.raises(ValueError, match=r"rows\.jsonl was begun with other settings: ignore_stop"):
-            run_script(choose, *given, f"engine={server.url}", "ignore_stop=false")
-    assert [(point["rows"], point["drafts"]) for point in found["costs"]["points"]] == [(1, K), (4, K)]
-    assert "specdec, requests at each load" in found["costs"]["source"]
+            run_script(choose, *arguments, f"engine={server.url}", "ignore_stop=false")
+    assert [(point["rows"], point["drafts"]) for point in chosen_result["costs"]["points"]] == [(1, K), (4, K)]
+    assert "specdec, requests at each load" in chosen_result["costs"]["source"]
     rows = [json.loads(line) for line in (tmp_path / "choice" / "rows.jsonl").read_text().splitlines()]
-    turns = [referee.Turn.from_row(row["drafted"]) for row in rows if row["requests"] == 4]
+    turns = [referee.ServedBatch.from_row(row["drafted"]) for row in rows if row["requests"] == 4]
     rate = referee.summarise_speed(turns, 0)["tokens_per_second_of_a_user"]
-    assert found["costs"]["points"][1]["seconds"] == pytest.approx(referee.summarise_drafts(turns, 0)["tau"] / rate)
+    assert chosen_result["costs"]["points"][1]["seconds"] == pytest.approx(
+        referee.summarise_drafts(turns, 0)["tau"] / rate
+    )
 
 
 def test_a_choice_refuses_a_server_that_does_not_count_before_it_decodes(folder, tmp_path, run_script, monkeypatch):
-    monkeypatch.setattr("specdec.tools.choose.choose.load_runs", lambda *given: pytest.fail("loaded"))
-    given = [
+    monkeypatch.setattr("specdec.tools.choose.choose.load_heads", lambda *ignored: pytest.fail("loaded"))
+    arguments = [
         f"checkpoint={folder / 'head'}",
         f"prompts={folder / 'prompts.jsonl'}",
         f"out={tmp_path}/choice",
     ]
     mute = Drafting("vllm", per_answer=False, metrics=False)
     with mute as server, pytest.raises(ValueError, match="says nothing about drafts"):
-        run_script(choose, *given, f"engine={server.url}", f"baseline={server.url}")
+        run_script(choose, *arguments, f"engine={server.url}", f"baseline={server.url}")
     with Drafting("vllm") as server, pytest.raises(ValueError, match="give baseline=URL"):
-        run_script(choose, *given, f"engine={server.url}")
+        run_script(choose, *arguments, f"engine={server.url}")
 
 
 def test_a_server_is_asked_turn_by_turn(judge, folder, tmp_path, monkeypatch):
@@ -441,7 +448,7 @@ def test_a_server_is_asked_turn_by_turn(judge, folder, tmp_path, monkeypatch):
         {"question_id": 2, "category": "b", "turns": ["w6"]},
     ]
     (tmp_path / "question.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = [
+    arguments = [
         "suite=mt_bench",
         f"prompts={tmp_path}/question.jsonl",
         f"max_new_tokens={NEW}",
@@ -450,21 +457,21 @@ def test_a_server_is_asked_turn_by_turn(judge, folder, tmp_path, monkeypatch):
     ]
     chain = ["proposer=head", f"decode.depth={K}", "rows=4", "target.dtype=float64"]
     with own_server(monkeypatch, f"checkpoint={folder / 'head'}", *chain) as server:
-        report, said = judge(server, f"checkpoint={folder / 'head'}", *given)
-        again, _ = judge(server, f"checkpoint={folder / 'head'}", *given)  # from what is there
-    (found,) = report["server"]["levels"]
+        report, printed = judge(server, f"checkpoint={folder / 'head'}", *arguments)
+        again, _ = judge(server, f"checkpoint={folder / 'head'}", *arguments)  # from what is there
+    (level,) = report["server"]["levels"]
     assert (
-        found["answers"] == 3
+        level["answers"] == 3
         and again["server"]["levels"] == report["server"]["levels"]
         and "2 questions of MT-Bench" in report["protocol"]
     )
     assert (
-        found["replay"]["served_tau"] == found["replay"]["replayed_tau"]
+        level["replay"]["served_tau"] == level["replay"]["replayed_tau"]
     )  # so the second turn's prompt is what was served
-    kept = [json.loads(line) for line in (tmp_path / "served" / "rows.jsonl").read_text().splitlines()]
-    assert [(row["wave"], answer["prompt"]) for row in kept for answer in row["drafted"]["answers"]] == [
+    rows_written = [json.loads(line) for line in (tmp_path / "served" / "rows.jsonl").read_text().splitlines()]
+    assert [(row["wave"], answer["prompt"]) for row in rows_written for answer in row["drafted"]["answers"]] == [
         (0, "1 turn 1"), (0, "2"), (1, "1 turn 2")
     ]  # fmt: skip
     lengths = report["results"][0]["acceptance_length"]
-    assert lengths["specdec"] == pytest.approx(found["tau"]) and lengths["SGLang"] > lengths["specdec"]
-    assert "The same rounds as others count them" in said
+    assert lengths["specdec"] == pytest.approx(level["tau"]) and lengths["SGLang"] > lengths["specdec"]
+    assert "The same rounds as others count them" in printed

@@ -15,8 +15,8 @@ from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
 from specdec.text import conversations as data
-from specdec.tools.grammar.grammar import Grammars
-from specdec.tools.server.app import Served, make_app
+from specdec.tools.grammar.grammar import GrammarCompiler
+from specdec.tools.server.app import ServerContext, make_app
 from specdec.tools.server.engine import Engine
 from tests.running import running
 from tests.support import chain_of, greedy, make_drafter, small_tokenizer
@@ -29,15 +29,22 @@ QUESTIONS = [f"Say {word} {number} times." for number, word in enumerate(["sky",
 def serving(target, *, rows=4, queue=64, template=None, arguments=None, tokenizer=None, proposer=None, **settings):
     """A server of a tiny target, by default with an untrained EAGLE-3 head -> its URL, and the record it serves"""
     tokenizer = copy.deepcopy(tokenizer or small_tokenizer())
-    other = copy.deepcopy(tokenizer)
+    engine_tokenizer = copy.deepcopy(tokenizer)
     proposer = proposer or HeadProposer(make_drafter(target, "eagle3"), chain_of(3))
-    drafted, plain = (Decoder(target, each, sampling=Sampling(), stop=STOP) for each in (proposer, None))
-    engine = Engine(drafted, plain, rows=rows, queue=queue)
-    grammars = functools.cache(lambda: Grammars(other, target.vocab_size, STOP))
+    drafted, plain = (Decoder(target, drafter, sampling=Sampling(), stop=STOP) for drafter in (proposer, None))
+    engine = Engine(drafted, plain, max_requests=rows, max_waiting=queue)
+    grammars = functools.cache(lambda: GrammarCompiler(engine_tokenizer, target.vocab_size, STOP))
     usual = {"stop": frozenset(STOP), "model": "tiny", "head": "run/step", "max_length": 400, "page": "<h1>a page</h1>"}
     tokenizer.chat_template = template or tokenizer.chat_template
     encode = functools.partial(data.encode_chat, tokenizer, arguments or {})
-    served = Served(engine, tokenizer, other, encode, lambda each: grammars().constraint(each), **(usual | settings))
+    served = ServerContext(
+        engine,
+        tokenizer,
+        engine_tokenizer,
+        encode,
+        lambda grammar: grammars().make_constraint(grammar),
+        **(usual | settings),
+    )
     with running(make_app(served)) as url:
         yield url, served
     assert not engine.alive
@@ -67,10 +74,10 @@ def client(server):
         yield client
 
 
-def ask(client, question: str, **more):
+def ask(client, question: str, **fields):
     messages = [{"role": "user", "content": question}]
     return client.chat.completions.create(
-        model="tiny", messages=messages, **({"max_tokens": 24, "temperature": 0} | more)
+        model="tiny", messages=messages, **({"max_tokens": 24, "temperature": 0} | fields)
     )
 
 
@@ -103,14 +110,14 @@ def test_streaming(client, answers):
 def test_a_model_without_a_chat_template_continues_prompts(tiny):
     with serving(tiny) as (url, served):
         served.tokenizer.chat_template, served.tokenizer.add_bos_token = None, True
-        asked = {"max_tokens": 3, "temperature": 0}
+        settings = {"max_tokens": 3, "temperature": 0}
         refused = httpx.post(
-            f"{url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}], **asked}
+            f"{url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}], **settings}
         )
         assert refused.status_code == 400 and "send a prompt to /v1/completions" in refused.json()["error"]["message"]
         ids = [1, *small_tokenizer()("The sky")["input_ids"]]
         prompts = ("The sky", "<|im_start|>The sky", ids)
-        found = [httpx.post(f"{url}/v1/completions", json={"prompt": prompt, **asked}).json() for prompt in prompts]
+        found = [httpx.post(f"{url}/v1/completions", json={"prompt": prompt, **settings}).json() for prompt in prompts]
         assert [each["usage"]["prompt_tokens"] for each in found] == [len(ids)] * 3
         assert len({each["choices"][0]["text"] for each in found}) == 1
 
@@ -131,8 +138,8 @@ def test_completions_take_text_or_token_ids(client, tiny):
 
 
 def test_settings_of_sampling(client):
-    def text(**more) -> str:
-        return ask(client, "a", **more).choices[0].message.content
+    def text(**fields) -> str:
+        return ask(client, "a", **fields).choices[0].message.content
 
     assert text(temperature=1, seed=3) == text(temperature=1, seed=3)
     assert len({text(temperature=1) for _ in range(5)}) > 1
@@ -160,7 +167,7 @@ def test_many_at_once_are_not_mixed_up(server, answers):
     """More than there are rows, streamed and whole, drafted and plain, some of which are cut off by their clients."""
     url, served = server
 
-    def one(number: int) -> bool:
+    def answer_one(number: int) -> bool:
         question = QUESTIONS[number % len(QUESTIONS)]
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=20) as client:
             more = {"extra_body": {"speculate": number % 5 > 0}}
@@ -175,7 +182,7 @@ def test_many_at_once_are_not_mixed_up(server, answers):
                 return text == answers[question][0]
 
     with ThreadPoolExecutor(40) as pool:
-        assert all(pool.map(one, range(120)))
+        assert all(pool.map(answer_one, range(120)))
     await_idle(served)
 
 
@@ -234,13 +241,13 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("body", "status", "said"), BAD, ids=[said for _, _, said in BAD])
-def test_what_cannot_be_answered_is_refused_with_a_sentence(server, body, status, said):
+@pytest.mark.parametrize(("body", "status", "sentence"), BAD, ids=[said for _, _, said in BAD])
+def test_what_cannot_be_answered_is_refused_with_a_sentence(server, body, status, sentence):
     headers = {"Content-Type": "application/json"}
     found = httpx.post(f"{server[0]}/v1/chat/completions", content=body, headers=headers)
     assert found.status_code == status
     error = found.json()["error"]
-    assert said in error["message"] and error["type"] == "invalid_request_error"
+    assert sentence in error["message"] and error["type"] == "invalid_request_error"
     assert error["message"].endswith((".", "?"))
 
 

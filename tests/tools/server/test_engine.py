@@ -21,10 +21,10 @@ STOP, GREEDY = {2}, Sampling()
 class Client:
     """A job, and its events. endless: no token ends the answer"""
 
-    def __init__(self, prompt, num=12, sampling=GREEDY, *, endless: bool = False, **more):
+    def __init__(self, prompt, num=12, sampling=GREEDY, *, endless: bool = False, **fields):
         self.events: queue.Queue = queue.Queue()
-        more.setdefault("deliver", self.events.put)
-        self.job = Job(prompt, num, sampling, Ends(frozenset() if endless else frozenset(STOP)), **more)
+        fields.setdefault("deliver", self.events.put)
+        self.job = Job(prompt, num, sampling, Ends(frozenset() if endless else frozenset(STOP)), **fields)
         self.rounds: list[ServedRound] = []
 
     def ask(self, engine: Engine) -> "Client":
@@ -55,8 +55,8 @@ def decoder(target, drafter=None) -> Decoder:
     return Decoder(target, proposer, sampling=Sampling(), stop=STOP)
 
 
-def make_engine(target, drafter, *, rows=3, queue=64, **more) -> Engine:
-    return Engine(decoder(target, drafter), decoder(target), rows=rows, queue=queue, **more)
+def make_engine(target, drafter, *, rows=3, queue=64, **settings) -> Engine:
+    return Engine(decoder(target, drafter), decoder(target), max_requests=rows, max_waiting=queue, **settings)
 
 
 @contextlib.contextmanager
@@ -83,7 +83,7 @@ def prompts(num: int) -> list[list[int]]:
 def test_every_request_gets_the_answer_that_it_gets_alone(small_target, engine):
     alone = greedy(small_target, None, STOP)  # before the engine uses the target: threads must not share it
     clients = [Client(prompt, 4 + number % 9, speculate=bool(number % 3)) for number, prompt in enumerate(prompts(24))]
-    answers = [alone.generate([each.job.prompt], each.job.max_new_tokens).tokens[0] for each in clients]
+    answers = [alone.generate([client.job.prompt], client.job.max_new_tokens).tokens[0] for client in clients]
     for client in clients:
         client.ask(engine)
     for number, (client, answer) in enumerate(zip(clients, answers)):
@@ -94,9 +94,9 @@ def test_every_request_gets_the_answer_that_it_gets_alone(small_target, engine):
 
 
 def test_a_seed_gives_the_same_answer_beside_others(engine):
-    def ask(beside: int) -> list[int]:
-        others = (Client(prompt, 20, Sampling(1.3)) for prompt in prompts(beside))
-        clients = [each.ask(engine) for each in (Client([1, 3, 5], 20, Sampling(1.0), seed=7), *others)]
+    def ask(num_others: int) -> list[int]:
+        other_clients = (Client(prompt, 20, Sampling(1.3)) for prompt in prompts(num_others))
+        clients = [each.ask(engine) for each in (Client([1, 3, 5], 20, Sampling(1.0), seed=7), *other_clients)]
         for client in clients:
             client.wait()
         return clients[0].tokens
@@ -115,30 +115,30 @@ def test_others_go_on_while_a_long_prompt_is_read(small_target, drafter):
     lane = Lane(decoder(small_target, drafter), 3, 8)
     short, long, gone, late = Client([1, 2], 200, endless=True), *(Client(p, 12) for p in (prompt, prompt, [1, 2, 3]))
     lane.waiting.append(short.job)
-    assert lane.advance() is not None
+    assert lane.run_round() is not None
     lane.waiting.extend([long.job, gone.job])
     for number in range(23):  # 8 tokens are 4 of each
         assert long.events.empty()
-        step = lane.advance()
+        step = lane.run_round()
         assert short.job.request in step.requests and step.tokens[step.requests.index(short.job.request)]
-        lane.hand_out(step)
+        lane.deliver_round(step)
         if number == 3:
             lane.give_up(gone.job)
             lane.waiting.append(late.job)  # it waits until they are read
     assert long.events.get().tokens == answers[0][:1] and gone.events.empty() and late.events.empty()
     while lane.jobs:
-        if step := lane.advance():
-            lane.hand_out(step)
+        if step := lane.run_round():
+            lane.deliver_round(step)
     assert long.job.request.tokens == answers[0] and late.job.request.tokens == answers[1]
     lane.waiting.append(long.job)
-    lane.waiting[0].request.left = 5
-    lane.advance()
+    lane.waiting[0].request.tokens_left = 5
+    lane.run_round()
     lane.give_up(long.job)
-    assert lane.reading is None and lane.advance() is None
+    assert lane.reading is None and lane.run_round() is None
 
 
 def test_a_round_that_fails_ends_its_requests_only(small_target, drafter, monkeypatch):
-    engine, step, faults = make_engine(small_target, drafter), Batch.step, [MemoryError("no memory is left")]
+    engine, step, faults = make_engine(small_target, drafter), Batch.run_round, [MemoryError("no memory is left")]
     plain = greedy(small_target, None, STOP).generate([[1, 2]], 30).tokens[0]
 
     def broken(batch):
@@ -146,7 +146,7 @@ def test_a_round_that_fails_ends_its_requests_only(small_target, drafter, monkey
             raise faults.pop()
         return step(batch)
 
-    monkeypatch.setattr(Batch, "step", broken)
+    monkeypatch.setattr(Batch, "run_round", broken)
     clients = [Client([1, 2], 30, speculate=speculate).ask(engine) for speculate in (True, False)]
     with at_work(engine):
         end = clients[0].wait()
@@ -182,7 +182,7 @@ def without_numbers(sampling, logits, seen):
 @pytest.mark.parametrize("sampling", [Sampling(0.8), GREEDY], ids=["sampled", "greedy"])
 def test_a_row_without_a_token_ends_alone(small_target, drafter, monkeypatch, speculate, sampling):
     monkeypatch.setattr(Sampling, "penalise", without_numbers)
-    alone, beside = (Client([5, 1, 3], 40, sampling, seed=1, speculate=speculate, endless=True) for _ in range(2))
+    alone, accompanied = (Client([5, 1, 3], 40, sampling, seed=1, speculate=speculate, endless=True) for _ in range(2))
     other = lambda sampling: Client([3, 4], 6, sampling, speculate=speculate)
     bad = [other(replace(NOTHING, temperature=t)) for t in (0.8, 0.0)]
     tiny = [other(Sampling(t)) for t in (1e-38, 1e-45, 1e-30, 1e-12)]
@@ -190,12 +190,16 @@ def test_a_row_without_a_token_ends_alone(small_target, drafter, monkeypatch, sp
         assert alone.ask(engine).wait().reason == "length"
         plain = other(GREEDY).ask(engine)
         plain.wait()
-        beside.call_after_two_events(lambda: [each.ask(engine) for each in (*bad, *tiny)])
-        beside.ask(engine)
+        accompanied.call_after_two_events(lambda: [each.ask(engine) for each in (*bad, *tiny)])
+        accompanied.ask(engine)
         ends = [client.wait() for client in bad]
         for client in tiny:
             assert client.wait().reason in ("stop", "length") and client.tokens == plain.tokens
-        assert beside.wait().reason == "length" and len(beside.tokens) == 40 and beside.tokens == alone.tokens
+        assert (
+            accompanied.wait().reason == "length"
+            and len(accompanied.tokens) == 40
+            and accompanied.tokens == alone.tokens
+        )
     assert {end.reason for end in ends} == {"error"} and not any(client.tokens for client in bad)
     assert all(end.message.startswith("No token can follow the answer's first 0: ") for end in ends)
 
@@ -203,10 +207,10 @@ def test_a_row_without_a_token_ends_alone(small_target, drafter, monkeypatch, sp
 def test_prompts_that_cannot_be_read_do_not_end_what_runs(small_target, drafter, monkeypatch):
     read, running, bad = Batch.read, Client([5, 1, 3], 30, endless=True), Client([3, 4], 6)
 
-    def failing(batch, prefill, most=None):
+    def failing(batch, prefill, max_tokens=None):
         if prefill.tokens.tolist() == [bad.job.prompt]:
             raise MemoryError("no room")
-        return read(batch, prefill, most)
+        return read(batch, prefill, max_tokens)
 
     monkeypatch.setattr(Batch, "read", failing)
     with at_work(make_engine(small_target, drafter)) as engine:

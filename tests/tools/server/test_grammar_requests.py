@@ -9,7 +9,7 @@ import pytest
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.text import conversations as data
-from specdec.tools.grammar.grammar import Grammar, Grammars
+from specdec.tools.grammar.grammar import Grammar, GrammarCompiler
 from tests.support import small_tokenizer
 from tests.tools.server.test_app import STOP, serving
 
@@ -31,8 +31,8 @@ def url(tiny):
         yield url
 
 
-def post(url: str, **more) -> httpx.Response:
-    return httpx.post(f"{url}/v1/chat/completions", json=CHAT | more, timeout=60)
+def post(url: str, **fields) -> httpx.Response:
+    return httpx.post(f"{url}/v1/chat/completions", json=CHAT | fields, timeout=60)
 
 
 def text_of(answer: httpx.Response) -> str:
@@ -46,7 +46,9 @@ def test_answers_follow_the_schema_as_those_of_the_decoder_alone(tiny, url):
         set(json.loads(text_of(answer))) == {"sky", "number"} and answer.json()["choices"][0]["finish_reason"] == "stop"
     )
     tokenizer = small_tokenizer()
-    constraint = Grammars(tokenizer, tiny.vocab_size, STOP).constraint(Grammar.of_row({"json_schema": SCHEMA}))
+    constraint = GrammarCompiler(tokenizer, tiny.vocab_size, STOP).make_constraint(
+        Grammar.from_row({"json_schema": SCHEMA})
+    )
     decoder = Decoder(tiny, None, sampling=Sampling(), stop=STOP)
     prompt = data.encode_prompt(tokenizer, CHAT["messages"])
     (alone,) = decoder.generate([prompt], 60, constraints=[constraint]).tokens
@@ -77,7 +79,7 @@ def test_a_json_object_may_be_anything(url):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("fields", "sentence"),
     [
         ({"response_format": {"type": "json_schema"}}, "needs json_schema"),
         ({"response_format": {"type": "xml"}}, "give a type"),
@@ -89,6 +91,6 @@ def test_a_json_object_may_be_anything(url):
         ({"response_format": FORMAT, "ignore_eos": True}, "where answers end"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_followed_is_refused_in_a_sentence(url, more, said):
-    answer = post(url, **more)
-    assert answer.status_code == 400 and said in answer.json()["error"]["message"]
+def test_what_cannot_be_followed_is_refused_in_a_sentence(url, fields, sentence):
+    answer = post(url, **fields)
+    assert answer.status_code == 400 and sentence in answer.json()["error"]["message"]

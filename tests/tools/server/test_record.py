@@ -16,7 +16,7 @@ from specdec.core.sampling import Sampling
 from specdec.proposers import datastore_texts
 from specdec.text import conversations as data
 from specdec.text import reading
-from specdec.tools.server.app import Served
+from specdec.tools.server.app import ServerContext
 from specdec.tools.server.record import Exchange, Recorder
 from tests.support import greedy, load_packs, small_tokenizer, word_tokenizer
 from tests.tools.server.test_app import STOP, await_idle, serving
@@ -36,13 +36,13 @@ def question(text: str) -> list[dict]:
     return [{"role": "user", "content": text}]
 
 
-def chat(text: str, *, messages=None, **more) -> Exchange:
+def chat(text: str, *, messages=None, **changes) -> Exchange:
     """A question and its answer, whose ids are the letters one by one, as no tokenizer would cut them."""
     messages = messages or question(text)
     prompt = data.encode_prompt(small_tokenizer(), messages)
     letters = [token for letter in "the sky" for token in small_tokenizer()(letter)["input_ids"]]
     fields = {"id": text, "finish": "stop", "seed": 3, "grammar": None, "head": "run/step_000100"}
-    given = {"messages": messages, "text": "the sky"} | more
+    given = {"messages": messages, "text": "the sky"} | changes
     return Exchange([*prompt, *letters, END], len(prompt), SAMPLING, [2, 0], 6, fields, **given)
 
 
@@ -74,7 +74,7 @@ def test_a_row_holds_the_request_and_what_became_of_the_drafts(tmp_path):
         "id": "hi", "conversation": "c1", "category": "traffic",
         "messages": [*question("hi"), {"role": "assistant", "content": "the sky"}], "texts": None,
         "tokens": exchange.tokens, "prompt_tokens": exchange.num_prompt, "ids": "given",
-        "tokenizer": data.vocabulary(small_tokenizer(), len(small_tokenizer()))[0],
+        "tokenizer": data.find_vocabulary(small_tokenizer(), len(small_tokenizer()))[0],
         "target": "tiny", "target_fingerprint": "0123456789abcdef",
         "temperature": 0.5, "top_k": None, "top_p": 0.9, "repetition_penalty": 1.0, "seed": 3, "grammar": None,
         "finish": "stop", "rounds": 2, "drafted": 6, "accepted": [2, 0], "head": "run/step_000100",
@@ -139,7 +139,7 @@ def test_a_full_disk_and_a_folder_that_vanishes_stop_recording_and_nothing_else(
     recorder.path.unlink()  # moved away: the file is made again
     recorder.record(chat("a"))
     with monkeypatch.context() as patched:
-        patched.setattr(files, "append", full)
+        patched.setattr(files, "append_text", full)
         for _ in range(3):
             recorder.record(chat("b"))
     assert recorder.stopped and caplog.text.count("recording has stopped (ValueError: the disk is full)") == 1
@@ -169,18 +169,18 @@ def recorded(tiny, folder, *, serve: dict | None = None):
         yield found
 
 
-def ask(url: str, path: str = "chat/completions", **more) -> httpx.Response:
+def ask(url: str, path: str = "chat/completions", **fields) -> httpx.Response:
     body = {
         "max_tokens": 12,
         "temperature": 0,
         **({"messages": question("Say hello.")} if path.startswith("chat") else {}),
     }
-    answer = httpx.post(f"{url}/v1/{path}", json=body | more, timeout=60)
+    answer = httpx.post(f"{url}/v1/{path}", json=body | fields, timeout=60)
     answer.raise_for_status()
     return answer
 
 
-def rows_of(served: Served) -> list[dict]:
+def rows_of(served: ServerContext) -> list[dict]:
     return rows_in(served.recorder.folder)
 
 
@@ -201,18 +201,18 @@ def test_a_chat_is_recorded_with_the_ids_that_were_written(tiny, tmp_path):
     assert first["id"] == whole["id"] and first["conversation"] == "c7"
     assert first["seed"] == 4 and "chat_template_kwargs" not in first
     assert second["conversation"] != "c7" and second["chat_template_kwargs"] == {"enable_thinking": False}
-    said, counts = whole["choices"][0], whole["usage"]["speculation"]
+    choice, counts = whole["choices"][0], whole["usage"]["speculation"]
     for row in (first, second):
         assert row["tokens"] == prompt + answer and row["prompt_tokens"] == len(prompt)
-        assert row["messages"] == [*messages, {"role": "assistant", "content": said["message"]["content"]}]
-        assert (row["finish"], row["temperature"], row["source"]) == (said["finish_reason"], 0, "server")
+        assert row["messages"] == [*messages, {"role": "assistant", "content": choice["message"]["content"]}]
+        assert (row["finish"], row["temperature"], row["source"]) == (choice["finish_reason"], 0, "server")
         found = row["rounds"], row["drafted"], sum(row["accepted"])
         assert found == tuple(counts[name] for name in ("rounds", "drafted", "accepted"))
         assert len(row["accepted"]) == row["rounds"] and row["head"] == "run/step"
         assert (row["target"], row["target_fingerprint"]) == (tiny.name, tiny.fingerprint())
         encoded = data.encode(small_tokenizer(), row)
         assert encoded.tokens == row["tokens"] and sum(encoded.mask) == len(answer)
-    assert text == said["message"]["content"]
+    assert text == choice["message"]["content"]
 
 
 def test_completions_are_recorded_with_their_texts_and_sampling(tiny, tmp_path):
@@ -260,7 +260,7 @@ def test_nothing_is_recorded_unless_asked_for(tiny, tmp_path, monkeypatch):
 
 
 def test_trouble_with_recording_ends_no_answer(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "append", full)
+    monkeypatch.setattr(files, "append_text", full)
     with recorded(tiny, tmp_path) as (url, served):
         assert ask(url).json()["choices"]
         assert httpx.get(f"{url}/health").json()["recording"] is False

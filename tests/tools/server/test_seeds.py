@@ -10,10 +10,10 @@ from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.experiments.cascade.proposer import Cascade
 from specdec.experiments.layerskip.proposer import LayerSkip
-from specdec.proposers.auto import Auto
+from specdec.proposers.auto import AutoProposer
 from specdec.proposers.costs import Costs
 from specdec.proposers.heads import HeadProposer
-from specdec.proposers.suffix import usual_suffix
+from specdec.proposers.suffix import make_default_suffix
 from specdec.proposers.text import Ngram
 from tests.support import chain_of, make_drafter, random_tokens
 from tests.tools.server.test_app import STOP, serving
@@ -39,9 +39,9 @@ class UnsteadyCosts(Costs):
         return {num: seconds * self.draw.uniform(0.5, 2) for num, seconds in super().curve(rows).items()}
 
 
-def unsteady(target, *, head: bool = True) -> Auto:
+def unsteady(target, *, head: bool = True) -> AutoProposer:
     heads = [HeadProposer(make_drafter(target, "eagle3"), chain_of(3))]
-    return Auto(target, members=[usual_suffix(target), *heads[:head]], costs=UnsteadyCosts())
+    return AutoProposer(target, members=[make_default_suffix(target), *heads[:head]], costs=UnsteadyCosts())
 
 
 def post(url: str, body: dict) -> dict:
@@ -52,17 +52,17 @@ def post(url: str, body: dict) -> dict:
 
 def ask_in_turn(url: str) -> list[dict]:
     """The answers to a seeded request behind others, and beside others."""
-    found = []
+    answers = []
     for number in range(2):
-        found.append(post(url, SEEDED))
+        answers.append(post(url, SEEDED))
         post(url, OTHER | {"seed": number})
         post(url, SEEDED | {"seed": None})
     others = [SEEDED | {"seed": 4}, OTHER, SEEDED | {"speculate": False}, SEEDED, OTHER | {"seed": 3}, SEEDED]
     with ThreadPoolExecutor(len(others)) as pool:
         beside = list(pool.map(lambda body: post(url, body), others))
-    assert text_of(beside[0]) != text_of(found[0])
+    assert text_of(beside[0]) != text_of(answers[0])
     assert not any("shape" in counts_of(each) for each in beside[1:3])  # nothing changes about these
-    return [*found, beside[3], beside[5]]
+    return [*answers, beside[3], beside[5]]
 
 
 def text_of(answer: dict) -> str:
@@ -85,13 +85,13 @@ KINDS = {  # what drafts, the shape that answers name, and the drafts of a round
 def test_a_seeded_request_has_the_same_text_each_time(tiny, kind):
     """Alone, behind other requests, and beside others, with a seed and without, in one server and in the next."""
     make, shape, num = KINDS[kind]
-    found = []
+    answers = []
     for _ in range(2):
         with serving(tiny, proposer=make(tiny)) as (url, _):
-            found += ask_in_turn(url)
+            answers += ask_in_turn(url)
             greedy = post(url, SEEDED | {"temperature": 0})
-    assert len(set(map(text_of, found))) == 1
-    for counts in map(counts_of, found):
+    assert len(set(map(text_of, answers))) == 1
+    for counts in map(counts_of, answers):
         assert counts.get("shape") == shape and counts["drafted"] == num * counts["rounds"]
     assert "shape" not in counts_of(greedy) and counts_of(greedy)["drafted"] > 0
 
@@ -106,7 +106,7 @@ def test_what_drafts_with_a_fixed_shape_drafts_seeded_requests_too(small_target)
         assert decoder.steady() is decoder
     for proposer, steady in ((ngram, None), (cascade, None), (unsteady(small_target, head=False), None)):
         assert Decoder(small_target, proposer, sampling=Sampling(), stop=STOP).steady().proposer is steady
-    both = Auto(small_target, members=[usual_suffix(small_target), head], costs=UnsteadyCosts())
+    both = AutoProposer(small_target, members=[make_default_suffix(small_target), head], costs=UnsteadyCosts())
     decoder = Decoder(small_target, both, sampling=Sampling(), stop=STOP, rule="block").steady()
     assert decoder.proposer is head and decoder.rule == "block" and decoder.stop == STOP
     assert decoder.generate([random_tokens(1, 5, small_target.vocab_size)], 9).tokens

@@ -15,7 +15,7 @@ def tokenizer(request):
 
 
 def begin(tokenizer, stop_strings: list[str]) -> StoppedText:
-    return StoppedText(TextStream(TextDecoder.of(tokenizer)), stop_strings)
+    return StoppedText(TextStream(TextDecoder.from_tokenizer(tokenizer)), stop_strings)
 
 
 def pieces(text: StoppedText, tokens: list[int]) -> list[str]:
@@ -28,13 +28,13 @@ def test_text_ends_before_the_stop_string_that_is_complete_first(tokenizer):
         text = "".join(draw.choices("abé天 ", k=draw.randrange(1, 30)))
         stops = ["".join(draw.choices("abé天 ", k=draw.randrange(1, 4))) for _ in range(draw.randrange(3))]
         streamed = begin(tokenizer, stops)
-        found, shown = pieces(streamed, tokenizer(text)["input_ids"]), ""
+        text_pieces, shown = pieces(streamed, tokenizer(text)["input_ids"]), ""
         ends = [num for num in range(1, 1 + len(text)) if any(stop in text[:num] for stop in stops)]
         complete = text[: ends[0]] if ends else ""  # up to where a stop string is complete
         end = min((complete.find(stop) for stop in stops if stop in complete), default=len(text))
-        assert "".join(found) == text[:end]
+        assert "".join(text_pieces) == text[:end]
         assert streamed.stopped == (end < len(text))
-        for piece in found[:-1]:  # nothing is given out that would have to be taken back
+        for piece in text_pieces[:-1]:  # nothing is given out that would have to be taken back
             shown += piece
             assert text[:end].startswith(shown)
 

@@ -33,11 +33,11 @@ def read_choices(body: str) -> list[dict]:
     return [json.loads(line)["choices"][0] for line in lines if line != "[DONE]"]
 
 
-def ask(spelled, path: str = "chat/completions", **more) -> tuple[str, dict, dict]:
+def ask(spelled, path: str = "chat/completions", **fields) -> tuple[str, dict, dict]:
     """A request, whole and as a stream, which must say the same -> the text, the whole answer, the recorded row"""
     url, records = spelled
     asked = {"prompt": "Say"} if path == "completions" else {"messages": [{"role": "user", "content": "Say"}]}
-    body = {"structured_outputs": {"regex": TEXT}, "temperature": 0, "max_tokens": 100} | asked | more
+    body = {"structured_outputs": {"regex": TEXT}, "temperature": 0, "max_tokens": 100} | asked | fields
     whole = httpx.post(f"{url}/v1/{path}", json=body, timeout=60).json()
     choice, pieces = whole["choices"][0], []
     streamed = httpx.post(f"{url}/v1/{path}", json=body | {"stream": True}, timeout=60)
@@ -89,8 +89,8 @@ def test_a_special_token_ends_the_answer_as_a_stop_string(tiny, ignored, stream)
     tokenizer = copy.deepcopy(small_tokenizer())
     prompt = tokenizer("The sky")["input_ids"]
     answer = greedy(tiny, None, STOP).generate([prompt], 24).tokens[0]
-    place = next(n for n, token in enumerate(answer) if n > 2 and token not in answer[:n] and token not in STOP)
-    name = tokenizer.convert_ids_to_tokens(answer[place])
+    index = next(n for n, token in enumerate(answer) if n > 2 and token not in answer[:n] and token not in STOP)
+    name = tokenizer.convert_ids_to_tokens(answer[index])
     tokenizer.add_special_tokens({"additional_special_tokens": [name]})
     body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "stop": [name], "ignore_eos": ignored}
     body |= {"return_token_ids": True, "stream": stream}
@@ -100,8 +100,8 @@ def test_a_special_token_ends_the_answer_as_a_stop_string(tiny, ignored, stream)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "stop"
     assert f"holds the special token {name}" in refused.json()["error"]["message"]
     choices = read_choices(found.text)
-    assert [token for choice in choices for token in choice["token_ids"]] == answer[: place + 1]
-    assert "".join(choice["text"] for choice in choices) == small_tokenizer().decode(answer[:place])
+    assert [token for choice in choices for token in choice["token_ids"]] == answer[: index + 1]
+    assert "".join(choice["text"] for choice in choices) == small_tokenizer().decode(answer[:index])
     assert choices[-1]["finish_reason"] == "stop"
 
 

@@ -14,8 +14,8 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System rol
 ASKED = MESSAGES[:3]
 
 
-def ask(url: str, messages, path: str = "chat/completions", **more) -> httpx.Response:
-    body = {"max_tokens": 4, "temperature": 0, **({"messages": messages} if messages else {}), **more}
+def ask(url: str, messages, path: str = "chat/completions", **fields) -> httpx.Response:
+    body = {"max_tokens": 4, "temperature": 0, **({"messages": messages} if messages else {}), **fields}
     # httpx would refuse half of a surrogate pair itself
     return httpx.post(f"{url}/v1/{path}", content=json.dumps(body), headers={"Content-Type": "application/json"})
 

@@ -148,7 +148,7 @@ def test_a_subset_is_a_category_where_all_are_read(tmp_path):
     written(tmp_path, "aime25.jsonl", [{"turns": ["Count."]}])
     folder = written(tmp_path, "mt-bench.jsonl", [{"turns": TURNS}] * 2)
     suite = load_suite("deepspec", folder)
-    assert [(each.id, each.category) for each in suite.questions] == [
+    assert [(question.id, question.category) for question in suite.questions] == [
         ("aime25/0", "aime25"), ("mt-bench/0", "mt-bench"), ("mt-bench/1", "mt-bench"),
     ]  # fmt: skip
     assert texts(load_suite("deepspec", folder, subset="mt-bench")) == texts(
@@ -182,7 +182,7 @@ def test_only_fields_that_a_prompt_is_made_of_are_held(tmp_path):
     row = {"question": "What is 1?", "answer": "1", "title": "long", "source": "long", "rounds": "long"}
     folder, entry = written(tmp_path, "test.jsonl", [row]), suites.read_conf("suite", "gsm8k")
     held = lambda protocol: {
-        key for key, value in suites.read_part("gsm8k", entry, folder, "", protocol)[0][1].items() if value
+        key for key, value in suites.read_subset("gsm8k", entry, folder, "", protocol)[0][1].items() if value
     }
     assert held(read_protocol("deepspec")) == {"question"}
     assert held(read_protocol("specforge")) == {"question", "answer"}  # its examples have the answers
@@ -190,10 +190,10 @@ def test_only_fields_that_a_prompt_is_made_of_are_held(tmp_path):
 
 def test_a_dataset_of_the_hub_is_read_by_name_configuration_and_split(tmp_path, monkeypatch):
     rows = datasets.Dataset.from_list([{"question": "What is 1?", "answer": "1"}])
-    asked = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **more: asked.append((*names, more)) or rows)
+    calls = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: calls.append((*names, options)) or rows)
     suite = load_suite("gsm8k")
-    assert asked == [("openai/gsm8k", "main", {"split": "test"})] and texts(suite) == [[f"What is 1?{BOXED}"]]
+    assert calls == [("openai/gsm8k", "main", {"split": "test"})] and texts(suite) == [[f"What is 1?{BOXED}"]]
     assert suite.source == "openai/gsm8k, split test"
     rows.save_to_disk(tmp_path / "saved")
     assert load_suite("gsm8k", str(tmp_path / "saved")).digest == suite.digest
@@ -210,7 +210,7 @@ def test_every_protocol_sets_options_of_evaluate_and_names_suites(name):
     assert protocol.title and protocol.source and protocol.counting
     assert protocol.chat in ("target", "vicuna", "none") and protocol.turns in ("all", "first")
     assert {*protocol.templates, *protocol.few_shot, *protocol.max_new_tokens} <= set(SUITES)
-    known = {
+    known_options = {
         "decode.temperature",
         "decode.top_p",
         "decode.top_k",
@@ -220,7 +220,7 @@ def test_every_protocol_sets_options_of_evaluate_and_names_suites(name):
         "trees",
         "seed",
     }
-    assert set(protocol.options) <= known
+    assert set(protocol.options) <= known_options
 
 
 def test_the_order_is_that_of_the_publication(tmp_path):
@@ -314,7 +314,7 @@ def test_specforge_has_a_system_message_in_mt_bench_alone(tmp_path):
 def test_a_mode_of_a_protocol_is_left_out_where_the_target_has_none(tmp_path):
     suite = load_suite("mt_bench", written(tmp_path, "question.jsonl", benches(1)))
     ON = {"enable_thinking": True}
-    encode = lambda **more: encode_turn(suite.questions[0], 0, [], small_tokenizer(), arguments=ON, **more)
+    encode = lambda **settings: encode_turn(suite.questions[0], 0, [], small_tokenizer(), arguments=ON, **settings)
     assert encode(protocol=read_protocol("dflash2")).tokens
     with pytest.raises(ValueError, match="has no thinking mode"):
         encode()
@@ -322,14 +322,14 @@ def test_a_mode_of_a_protocol_is_left_out_where_the_target_has_none(tmp_path):
 
 def test_ordinary_prompts_are_questions_of_one_turn(tmp_path):
     write_prompts(tmp_path / "prompts.jsonl", 2)
-    (one, _) = questions.read_plain_questions(str(tmp_path / "prompts.jsonl"))
+    (question, _) = questions.read_plain_questions(str(tmp_path / "prompts.jsonl"))
     write_rows(tmp_path / "twice.jsonl", [{"id": each, "prompt": "Count."} for each in ("a", "a", "a (2)")])
     assert [each.id for each in questions.read_plain_questions(str(tmp_path / "twice.jsonl"))] == [
         "a",
         "a (2)",
         "a (2) (2)",
     ]
-    prompt = encode_turn(one, 0, [], small_tokenizer())
+    prompt = encode_turn(question, 0, [], small_tokenizer())
     assert (prompt.id, prompt.category) == ("0", "a") and "Count to 0." in text_of(prompt)
 
 
@@ -337,7 +337,7 @@ def test_ordinary_prompts_are_questions_of_one_turn(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "more", "said"),
+    ("name", "content", "arguments", "sentence"),
     [
         ("gsmk8", "{}", {}, r"There is no suite=gsmk8\. Did you mean gsm8k\?"),
         ("gsm8k", "{}", {"split": "train"}, "suite=gsm8k is the split test, not train"),
@@ -356,10 +356,10 @@ def test_ordinary_prompts_are_questions_of_one_turn(tmp_path):
         ("deepspec", "{}", {}, "has no questions of suite=deepspec"),
     ],
 )
-def test_what_is_not_the_suite_is_refused_with_a_sentence(name, content, more, said, tmp_path):
+def test_what_is_not_the_suite_is_refused_with_a_sentence(name, content, arguments, sentence, tmp_path):
     (tmp_path / "test.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=said):
-        load_suite(name, str(tmp_path), **more)
+    with pytest.raises(ValueError, match=sentence):
+        load_suite(name, str(tmp_path), **arguments)
 
 
 def test_an_unknown_protocol_and_a_missing_template_field_are_named(tmp_path):
@@ -388,7 +388,7 @@ def test_a_licence_that_limits_the_use_must_be_accepted(file, text, tmp_path):
     for prompts in (f"{folder}/a/data", f"{folder}/a/data/qualitative.jsonl"):  # the licence lies above
         with pytest.raises(ValueError, match=rf'{file} says ".*accept_licence=true'):
             load_suite("speed_bench", prompts)
-        assert f"accept_licence=true: {file} says" in load_suite("speed_bench", prompts, accepted=True).licence
+        assert f"accept_licence=true: {file} says" in load_suite("speed_bench", prompts, licence_accepted=True).licence
 
 
 def test_a_licence_of_the_folder_that_is_given_counts_for_deep_files(tmp_path):

@@ -21,22 +21,22 @@ SHORT = ["target.device=cpu", "target.dtype=float32", "max_new_tokens=4", "decod
 @pytest.fixture
 def inputs(folder, tmp_path):
     """A folder of inputs of the test's own, which it may change."""
-    own = tmp_path / "inputs"
-    own.mkdir()
+    inputs_folder = tmp_path / "inputs"
+    inputs_folder.mkdir()
     for name in ("target", "train.jsonl", "prompts.jsonl"):
-        (shutil.copytree if name == "target" else shutil.copyfile)(folder / name, own / name)
-    return own
+        (shutil.copytree if name == "target" else shutil.copyfile)(folder / name, inputs_folder / name)
+    return inputs_folder
 
 
 @pytest.fixture
 def begin(inputs, fit):
     """begin("key=value", ...): a run that ends after its second step -> what continues it"""
 
-    def begin(*more):
-        given = [*train_overrides(inputs, "run", *more)[1:], "train.validate_every=9", "validation.auto=never"]
+    def begin(*options):
+        overrides = [*train_overrides(inputs, "run", *options)[1:], "train.validate_every=9", "validation.auto=never"]
         with before_steps(cut_power(2)), pytest.raises(PowerCutError):
-            fit("run", *given)
-        return lambda: fit("run", *given, "resume=true", "validation.decode=end")
+            fit("run", *overrides)
+        return lambda: fit("run", *overrides, "resume=true", "validation.decode=end")
 
     return begin
 
@@ -103,10 +103,10 @@ def test_a_run_is_not_continued_with_a_changed_target(inputs, begin, mode, name)
 @pytest.mark.parametrize("name", EDITS)
 def test_what_is_kept_of_another_target_is_not_read(inputs, fit, name):
     """Answers to held-out prompts, which all runs share."""
-    kept = Path("answers")
+    answers_folder = Path("answers")
     for number, run in enumerate(("one", "two", "three"), 1):
-        fit(run, *train_overrides(inputs, run, f"validation.answers={kept}", "validation.auto=never")[1:])
-        assert len(list(kept.glob("*.json"))) == min(number, 2)
+        fit(run, *train_overrides(inputs, run, f"validation.answers={answers_folder}", "validation.auto=never")[1:])
+        assert len(list(answers_folder.glob("*.json"))) == min(number, 2)
         if number == 1:
             EDITS[name](inputs / "target")
 
@@ -114,17 +114,17 @@ def test_what_is_kept_of_another_target_is_not_read(inputs, fit, name):
 def test_a_run_of_an_earlier_version_goes_on_and_records_the_new_fingerprint(inputs, begin):
     go_on = begin("features.mode=cached", "features.folder=features")
     target = Target.load(str(inputs / "target"), dtype="float32")
-    new, old = target.fingerprint(), target.identity.old
-    state, about = Path("checkpoints/run/state/step_000002/state.json"), Path("features/about.json")
+    new, old = target.fingerprint(), target.identity.old_text
+    state, record_path = Path("checkpoints/run/state/step_000002/state.json"), Path("features/about.json")
     document = json.loads(state.read_text())
     assert document["about"]["target"] == new and len(old) == 16
     files.replace_document(state, document | {"about": document["about"] | {"target": old}})
-    about.write_text(json.dumps(json.loads(about.read_text()) | {"target": old}))
+    record_path.write_text(json.dumps(json.loads(record_path.read_text()) | {"target": old}))
     made = {path: path.stat().st_mtime_ns for path in Path("features").rglob("*.safetensors")}
     assert go_on() == 0
     assert json.loads(Path("checkpoints/run/state/step_000004/state.json").read_text())["about"]["target"] == new
     assert json.loads(Path("checkpoints/run/step_000004/drafter.json").read_text())["target_fingerprint"] == new
-    assert json.loads(about.read_text())["target"] == new
+    assert json.loads(record_path.read_text())["target"] == new
     assert made.items() <= {path: path.stat().st_mtime_ns for path in Path("features").rglob("*.safetensors")}.items()
 
 
@@ -135,8 +135,8 @@ def test_a_run_of_an_earlier_version_goes_on_and_records_the_new_fingerprint(inp
 def run(monkeypatch, capsys):
     """run(script, "key=value", ...) -> what was printed"""
 
-    def run(script, *given):
-        monkeypatch.setattr("sys.argv", ["script", *given])
+    def run(script, *arguments):
+        monkeypatch.setattr("sys.argv", ["script", *arguments])
         script.main()
         return capsys.readouterr().out
 
@@ -153,99 +153,104 @@ def test_answers_are_continued_with_the_same_prompts_only(inputs, run, tmp_path,
     if not chat:
         (inputs / "target" / "chat_template.jinja").unlink()
     prompts, out = inputs / "p.jsonl", tmp_path / "a.jsonl"
-    given = [f"target.name={inputs}/target", f"prompts={prompts}", f"out={out}", *SHORT]
+    arguments = [f"target.name={inputs}/target", f"prompts={prompts}", f"out={out}", *SHORT]
     texts = ["Name a river.", "Name a tree.", "Name a river."]  # one of them twice
     write_rows(prompts, [{"prompt": text, "category": n} for n, text in enumerate(texts)])
-    run(answer, *given)
+    run(answer, *arguments)
     whole = lines(out)
     assert sorted(row["id"] for row in whole) == ["0@0", "1@0", "2@0"]
 
     write_rows(prompts, [{"prompt": text} for text in ["Name a stone.", *texts]])
-    what = r"a\.jsonl has an answer 0@0 to another prompt than .*p\.jsonl:1 now: .*Put the prompts back"
-    with pytest.raises(ValueError, match=what):
-        run(answer, *given)
+    message = r"a\.jsonl has an answer 0@0 to another prompt than .*p\.jsonl:1 now: .*Put the prompts back"
+    with pytest.raises(ValueError, match=message):
+        run(answer, *arguments)
     assert lines(out) == whole
 
     write_rows(prompts, [{"prompt": text} for text in [*texts, "Name a stone."]])  # more of them may follow
-    run(answer, *given)
-    asked = lambda row: row["messages"][0]["content"] if chat else row["prompt"]
-    assert [(row["id"], asked(row)) for row in lines(out)[3:]] == [("3@0", "Name a stone.")]
+    run(answer, *arguments)
+    read_prompt = lambda row: row["messages"][0]["content"] if chat else row["prompt"]
+    assert [(row["id"], read_prompt(row)) for row in lines(out)[3:]] == [("3@0", "Name a stone.")]
 
     write_rows(prompts, [{"id": n, "prompt": text} for n, text in reversed([*enumerate([*texts, "Name a stone."])])])
-    assert "4 of them are in" in run(answer, *given) and len(lines(out)) == 4  # ids say which is which
+    assert "4 of them are in" in run(answer, *arguments) and len(lines(out)) == 4  # ids say which is which
 
 
 def test_answers_are_continued_by_the_same_target_only(inputs, run, tmp_path):
     out, meta = tmp_path / "a.jsonl", tmp_path / "a.jsonl.meta.json"
-    given = [f"target.name={inputs}/target", f"prompts={inputs}/prompts.jsonl", f"out={out}", *SHORT]
-    run(answer, *given)
-    kept = out.read_text().splitlines(keepends=True)[0]
-    out.write_text(kept)
+    arguments = [f"target.name={inputs}/target", f"prompts={inputs}/prompts.jsonl", f"out={out}", *SHORT]
+    run(answer, *arguments)
+    first_answer = out.read_text().splitlines(keepends=True)[0]
+    out.write_text(first_answer)
     shutil.copytree(inputs / "target", inputs / "kept")
     save_target(inputs / "target", num_layers=8, seed=1)
     with pytest.raises(ValueError, match=r"a\.jsonl was begun with another target, under the same name"):
-        run(answer, *given)
-    assert out.read_text() == kept
+        run(answer, *arguments)
+    assert out.read_text() == first_answer
     shutil.rmtree(inputs / "target")
     (inputs / "kept").rename(inputs / "target")
     template = inputs / "target" / "chat_template.jinja"
     whole = template.read_text()
     change(template, "You are a helpful", "You are an")
     with pytest.raises(ValueError, match="begun with another tokenizer or chat template, under the same name"):
-        run(answer, *given)
+        run(answer, *arguments)
     template.write_text(whole)
-    run(answer, *given)
+    run(answer, *arguments)
     recorded = json.loads(meta.read_text())["inputs"]
     assert len(lines(out)) == 2 and set(recorded) == {"target", "tokenizer_or_chat_template"}
 
 
 @pytest.mark.parametrize("name", EDITS)
 def test_answers_and_comparisons_are_not_continued_by_a_changed_target(inputs, run, tmp_path, name):
-    given = [f"target.name={inputs}/target", f"prompts={inputs}/prompts.jsonl", *SHORT]
+    arguments = [f"target.name={inputs}/target", f"prompts={inputs}/prompts.jsonl", *SHORT]
     answers, comparison = [f"out={tmp_path}/a.jsonl"], [f"out={tmp_path}/c", "proposers=ngram"]
-    run(answer, *given, *answers, "limit=1")
-    run(evaluate, *given, *comparison)
+    run(answer, *arguments, *answers, "limit=1")
+    run(evaluate, *arguments, *comparison)
     EDITS[name](inputs / "target")
-    for script, more in ((answer, answers), (evaluate, comparison)):
+    for script, script_arguments in ((answer, answers), (evaluate, comparison)):
         with pytest.raises(ValueError, match=r"\.jsonl was begun with another target, under the same name"):
-            run(script, *given, *more)
+            run(script, *arguments, *script_arguments)
 
 
 def test_answers_that_an_earlier_version_began_are_continued(inputs, run, tmp_path):
     out, meta = tmp_path / "a.jsonl", tmp_path / "a.jsonl.meta.json"
-    given = [f"target.name={inputs}/target", f"prompts={inputs}/prompts.jsonl", f"out={out}", *SHORT]
-    run(answer, *given, "limit=1")
+    arguments = [f"target.name={inputs}/target", f"prompts={inputs}/prompts.jsonl", f"out={out}", *SHORT]
+    run(answer, *arguments, "limit=1")
     target = Target.load(str(inputs / "target"), dtype="float32")
     for path in (out, meta):
-        change(path, target.fingerprint(), target.identity.old)
-    run(answer, *given)
-    assert [row["target_fingerprint"] for row in lines(out)] == [target.identity.old, target.fingerprint()]
+        change(path, target.fingerprint(), target.identity.old_text)
+    run(answer, *arguments)
+    assert [row["target_fingerprint"] for row in lines(out)] == [target.identity.old_text, target.fingerprint()]
     assert json.loads(meta.read_text())["inputs"]["target"] == target.fingerprint()
 
 
 def test_a_comparison_is_continued_with_the_same_target_only(inputs, run, tmp_path):
-    given = [f"target.name={inputs}/target", f"prompts={inputs}/prompts.jsonl", f"out={tmp_path}/c", "proposers=ngram"]
-    given += SHORT
-    run(evaluate, *given)
+    arguments = [
+        f"target.name={inputs}/target",
+        f"prompts={inputs}/prompts.jsonl",
+        f"out={tmp_path}/c",
+        "proposers=ngram",
+    ]
+    arguments += SHORT
+    run(evaluate, *arguments)
     save_target(inputs / "target", num_layers=8, seed=1)
     with pytest.raises(ValueError, match=r"rows\.jsonl was begun with another target, under the same name"):
-        run(evaluate, *given)
+        run(evaluate, *arguments)
 
 
 def test_inputs_are_recorded_where_none_are(tmp_path):
     record, rows = tmp_path / "meta.json", tmp_path / "rows.jsonl"
-    begin = lambda: Resumable(record, rows, {"seed": 0}, advice="Choose another.")
-    begin().same(Fingerprint.known("a"))
-    third = begin()
-    third.same(Fingerprint.known("b"))  # there were no rows yet
+    open_results = lambda: Resumable(record, rows, {"seed": 0}, advice="Choose another.")
+    open_results().check_inputs(Fingerprint.from_text("a"))
+    third = open_results()
+    third.check_inputs(Fingerprint.from_text("b"))  # there were no rows yet
     third.append({"id": 1})
     with pytest.raises(ValueError, match=r"rows\.jsonl was begun with another target.*Choose another"):
-        begin().same(Fingerprint.known("a"))
-    begin().same(Fingerprint.known("b"), other="c")
+        open_results().check_inputs(Fingerprint.from_text("a"))
+    open_results().check_inputs(Fingerprint.from_text("b"), other="c")
     with pytest.raises(ValueError, match="another other"):
-        begin().same(other="d")
+        open_results().check_inputs(other="d")
     renewed = Fingerprint(lambda: "v2.b", lambda: "b")  # of the same target, and recorded anew
-    begin().same(renewed)
+    open_results().check_inputs(renewed)
     assert json.loads(record.read_text())["inputs"] == {"target": "v2.b", "other": "c"}
     with pytest.raises(ValueError, match=r"rows\.jsonl was begun with another target"):
-        begin().same(Fingerprint.known("b"))
+        open_results().check_inputs(Fingerprint.from_text("b"))

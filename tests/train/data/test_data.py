@@ -28,7 +28,7 @@ from specdec.text import reading
 from tests.conversations import ASKS, as_row, pair, supervised
 from tests.support import REAL_TARGET, write_rows
 from train.data import batches
-from train.data.packing import SCHEMA, Packs, Rows, to_columns
+from train.data.packing import SCHEMA, EncodedRows, Packs, make_columns
 
 SINGLE = pair("Say hello.", "Hello \u00e9\U0001f600!\n\nBye.")
 MULTI = [*SINGLE, *pair("Hello \u00e9\U0001f600!", " Again? ")]
@@ -63,15 +63,15 @@ def make_row(num_prompt, num_answer, name="a"):
 @pytest.mark.parametrize("messages", [SINGLE, MULTI], ids=["single", "multi"])
 @pytest.mark.parametrize("finish", ["stop", "length"])
 def test_every_answer_is_supervised_with_markers_and_without(tokenizer, messages, finish):
-    said = [message["content"] + "<|im_end|>" for message in messages[1::2]]
+    answers = [message["content"] + "<|im_end|>" for message in messages[1::2]]
     row = data.encode(tokenizer, as_row(messages))
-    assert supervised(tokenizer, row) == said
+    assert supervised(tokenizer, row) == answers
     assert tokenizer.decode(row.tokens) == tokenizer.apply_chat_template(messages, tokenize=False)
     prompt = data.encode_prompt(tokenizer, messages[:1])
     assert row.tokens[: len(prompt)] == prompt and row.mask.index(True) == len(prompt)
-    shown = data.show(tokenizer, row)
+    shown = data.show_row(tokenizer, row)
     assert shown.plain == tokenizer.decode(row.tokens)
-    assert [shown.plain[span.start : span.end] for span in shown.spans if "green" in str(span.style)] == said
+    assert [shown.plain[span.start : span.end] for span in shown.spans if "green" in str(span.style)] == answers
     rows = []
     for template in (PLAIN, MARKED):
         tokenizer.chat_template = template
@@ -175,24 +175,24 @@ def test_prompts_are_read_from_every_format(tmp_path):
 # Batches
 
 
-def known_target(fingerprint: str) -> SimpleNamespace:
-    return SimpleNamespace(identity=Fingerprint.known(fingerprint))
+def make_known_target(fingerprint: str) -> SimpleNamespace:
+    return SimpleNamespace(identity=Fingerprint.from_text(fingerprint))
 
 
 def test_rows_of_other_weights_are_noticed():
     writers = ["f00-awq-4bit"] * 3 + ["f00"] + [None]
-    columns = [to_columns(make_row(n, 4), writer=writer) for n, writer in enumerate(writers)]
-    packs = Packs(Rows([pyarrow.Table.from_pylist(columns, SCHEMA)]), length=10)
+    columns = [make_columns(make_row(n, 4), writer=writer) for n, writer in enumerate(writers)]
+    packs = Packs(EncodedRows([pyarrow.Table.from_pylist(columns, SCHEMA)]), length=10)
     for here, words in (
         ("f00", "3 of 5 rows were written by awq-4bit weights, and the target here has unquantised weights"),
         ("abc-awq-4bit", r"4 of 5 rows were .* has others of that kind \(abc-awq-4bit, not f00-awq-4bit\)"),
     ):
         with pytest.warns(UserWarning, match=words):
-            warn_of_writers(packs.writers, known_target(here))
+            warn_of_writers(packs.writers, make_known_target(here))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_writers(packs.writers, known_target("f00-layers-unread-fp8"))
-        warn_of_writers(packs.writers[3:], known_target("f00"))
+        warn_of_writers(packs.writers, make_known_target("f00-layers-unread-fp8"))
+        warn_of_writers(packs.writers[3:], make_known_target("f00"))
         renewed = Fingerprint(lambda: "v2.abc", lambda: "f00")  # what an earlier version wrote is known again
         warn_of_writers([*packs.writers[3:], "v2.abc"], SimpleNamespace(identity=renewed))
         unknown = Fingerprint(lambda: "v2.abc", lambda: "f11-layers-unread")  # not without the layers, in this form
@@ -202,41 +202,46 @@ def test_rows_of_other_weights_are_noticed():
 def test_packs_count_and_cut_rows_and_have_a_fingerprint():
     rows = [make_row(3, 4), make_row(3, 5), make_row(8, 4), make_row(0, 1)]
     with pytest.warns(UserWarning, match="Of 4 rows, 1 are cut at 7 tokens and 2 are skipped"):
-        packs = Packs(Rows.of(rows), length=7)
+        packs = Packs(EncodedRows.from_rows(rows), length=7)
     assert (packs.num_cut, packs.num_skipped) == (1, 2)
     assert [len(row.tokens) for pack in packs for row in pack] == [7, 7]
     rows = [make_row(1, num, str(num)) for num in (5, 4, 3, 2, 1)]  # of 6, 5, 4, 3, 2 tokens
-    assert [[row.id for row in pack] for pack in Packs(Rows.of(rows), length=10)] == [["5", "3"], ["4", "2", "1"]]
+    assert [[row.id for row in pack] for pack in Packs(EncodedRows.from_rows(rows), length=10)] == [
+        ["5", "3"],
+        ["4", "2", "1"],
+    ]
     rows = [make_row(2, 3), make_row(0, 4), make_row(3, 1)]
-    packs = Packs(Rows.of(rows), length=10)
+    packs = Packs(EncodedRows.from_rows(rows), length=10)
     assert len(packs) == 2 and packs[1] == [rows[2]]
     assert packs.num_supervised == batches.collate([*packs], length=10, pad_token=0).loss_mask.sum() == 3 + 3 + 1
-    assert packs.fingerprint == Packs(Rows.of(rows), length=10).fingerprint and len(packs.fingerprint) == 16
-    assert packs.fingerprint != Packs(Rows.of([*rows[:2], make_row(2, 2)]), length=10).fingerprint
+    assert (
+        packs.fingerprint == Packs(EncodedRows.from_rows(rows), length=10).fingerprint and len(packs.fingerprint) == 16
+    )
+    assert packs.fingerprint != Packs(EncodedRows.from_rows([*rows[:2], make_row(2, 2)]), length=10).fingerprint
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="Raise the length"):
-        Packs(Rows.of(rows[2:]), length=2)
+        Packs(EncodedRows.from_rows(rows[2:]), length=2)
 
 
 def test_collate_and_attention_against_a_loop():
-    packs = [*Packs(Rows.of([make_row(2, 3), make_row(0, 4), make_row(3, 1), make_row(1, 2)]), length=10)]
+    packs = [*Packs(EncodedRows.from_rows([make_row(2, 3), make_row(0, 4), make_row(3, 1), make_row(1, 2)]), length=10)]
     batch = batches.collate(packs, length=12, pad_token=99)
     attention = masks.document_mask(batch.documents)
     assert attention.shape == (2, 1, 12, 12) and attention.dtype == torch.bool
     for index, rows in enumerate(packs):
         flat = [(document, position, row) for document, row in enumerate(rows) for position in range(len(row.tokens))]
-        for place in range(12):
-            if place >= len(flat):
-                assert batch.tokens[index, place] == 99 and not batch.loss_mask[index, place]
-                assert batch.documents[index, place] == -1 and batch.positions[index, place] == 0
-                assert attention[index, 0, place].nonzero().tolist() == [[place]]
+        for column in range(12):
+            if column >= len(flat):
+                assert batch.tokens[index, column] == 99 and not batch.loss_mask[index, column]
+                assert batch.documents[index, column] == -1 and batch.positions[index, column] == 0
+                assert attention[index, 0, column].nonzero().tolist() == [[column]]
                 continue
-            document, position, row = flat[place]
-            assert batch.tokens[index, place] == row.tokens[position]
-            assert batch.documents[index, place] == document and batch.positions[index, place] == position
-            assert batch.loss_mask[index, place] == (row.mask[position] and position > 0)
-            attended = [other for other in range(place + 1) if flat[other][0] == document]
-            assert attention[index, 0, place].nonzero().flatten().tolist() == attended
-    assert torch.equal(batch.to("cpu").tokens, batch.tokens)
+            document, position, row = flat[column]
+            assert batch.tokens[index, column] == row.tokens[position]
+            assert batch.documents[index, column] == document and batch.positions[index, column] == position
+            assert batch.loss_mask[index, column] == (row.mask[position] and position > 0)
+            attended = [other for other in range(column + 1) if flat[other][0] == document]
+            assert attention[index, 0, column].nonzero().flatten().tolist() == attended
+    assert torch.equal(batch.move_to("cpu").tokens, batch.tokens)
 
 
 # Scripts
@@ -259,25 +264,25 @@ def test_an_incomplete_last_row_is_removed_and_a_damaged_row_is_refused(tmp_path
 def test_results_are_continued_with_the_same_settings_only(tmp_path):
     out = tmp_path / "new" / "out.jsonl"
 
-    def begin(**settings):
+    def open_results(**settings):
         return Resumable(out.with_name("meta.json"), out, {"sizes": (1, 2), **settings}, advice="Use the same.")
 
-    begin(seed=0, proposer={"max": 4})
-    begin(seed=1, proposer={"max": 4}).append({"a": 1}, {"a": float("inf")})  # there were no rows yet
+    open_results(seed=0, proposer={"max": 4})
+    open_results(seed=1, proposer={"max": 4}).append({"a": 1}, {"a": float("inf")})  # there were no rows yet
     with out.open("a") as file:
         file.write('{"a": 4')
-    results = begin(seed=1, proposer={"max": 4})
+    results = open_results(seed=1, proposer={"max": 4})
     results.append({"a": 3})
     rows = [{"a": 1}, {"a": float("inf")}, {"a": 3}]
-    assert results.rows == begin(seed=1, proposer={"max": 4}).rows == rows
-    what = (
+    assert results.rows == open_results(seed=1, proposer={"max": 4}).rows == rows
+    message = (
         r"seed \(then 1, now 0\), proposer\.min \(then None, now 3\), proposer\.max \(then 4, now None\)\. Use the same"
     )
-    with pytest.raises(ValueError, match=what):
-        begin(seed=0, proposer={"min": 3})
+    with pytest.raises(ValueError, match=message):
+        open_results(seed=0, proposer={"min": 3})
     os.remove(out.with_name("meta.json"))
     with pytest.raises(ValueError, match="its settings are unknown"):
-        begin(seed=1)
+        open_results(seed=1)
 
 
 def test_jobs_and_their_answers(tokenizer, small_target):
@@ -300,7 +305,7 @@ def test_jobs_and_their_answers(tokenizer, small_target):
     alone = answers(1)
     lengths = {job.id: len(job.tokens) for job in short}
     assert [name.partition("@")[2] for name, _ in alone] == ["0"] * 3 + ["1"] * 3
-    assert all(lengths[one] >= lengths[next] for (one, _), (next, _) in zip(alone[:3], alone[1:3]))
+    assert all(lengths[job_id] >= lengths[next] for (job_id, _), (next, _) in zip(alone[:3], alone[1:3]))
     assert answers(2) == answers(8) == alone
     assert answers(2, {"1@0", "0@1"}) == [pair for pair in alone if pair[0] not in ("1@0", "0@1")]
     for text in ("a", "", "0,0.0", "-1"):
@@ -323,8 +328,8 @@ def test_options(monkeypatch, capsys):
     ):
         with pytest.raises(ValueError, match=message):
             read_command("show_data", ShowDataOptions, "doc", arguments)
-    given = ["target.name=0,1", "data=2", "row=3"]
-    options = read_command("show_data", ShowDataOptions, "doc", given)
+    option_texts = ["target.name=0,1", "data=2", "row=3"]
+    options = read_command("show_data", ShowDataOptions, "doc", option_texts)
     assert (options.data, options.row, options.num, options.target.name) == ("2", 3, 1, "0,1")
     with pytest.raises(SystemExit):
         read_command("show_data", ShowDataOptions, "python scripts/show_data.py", ["--help"])

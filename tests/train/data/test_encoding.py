@@ -26,7 +26,7 @@ from tests.small_server import STOP
 from tests.support import REAL_TARGET, ROOT, load_packs, small_tokenizer, write_rows
 from train.data import packing
 from train.data.encoding import Encoding
-from train.data.packing import SCHEMA, Packs, Rows, first_fit
+from train.data.packing import SCHEMA, EncodedRows, Packs, pack_first_fit
 
 pytestmark = pytest.mark.full
 
@@ -42,15 +42,15 @@ def tokenizer():
 def load(tmp_path):
     """load(train, workers=1, length=64, ...): the packs of a source, with settings of Encoding and of load_packs"""
 
-    def load(train, tokenizer=None, *, limit=None, workers=None, **more) -> Packs:
+    def load(train, tokenizer=None, *, limit=None, workers=None, **settings) -> Packs:
         tokenizer = tokenizer or small_tokenizer()
         encoding = Encoding(tokenizer, tmp_path / "cache", limit=limit, workers=workers)
-        return load_packs(train, encoding, **{"length": 64, "packed": False, **more})
+        return load_packs(train, encoding, **{"length": 64, "packed": False, **settings})
 
     return load
 
 
-def ids(packs) -> list[str]:
+def list_ids(packs) -> list[str]:
     return [row.id for pack in packs for row in pack]
 
 
@@ -59,7 +59,7 @@ def ids(packs) -> list[str]:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_rows_from_the_cache_equal_those_encoded_one_by_one(load, tokenizer, tmp_path, workers, monkeypatch):
-    monkeypatch.setattr("train.data.encoding.BATCH", 7)
+    monkeypatch.setattr("train.data.encoding.ROWS_PER_BATCH", 7)
     rows = reading.load_conversations(str(SHIPPED), limit=50)
     packs = load(str(SHIPPED), tokenizer, limit=50, workers=workers, length=4096)
     assert [pack[0] for pack in packs] == [data.encode(tokenizer, row) for row in rows]
@@ -70,13 +70,13 @@ def test_rows_from_the_cache_equal_those_encoded_one_by_one(load, tokenizer, tmp
 def test_a_second_start_encodes_nothing_and_every_change_is_noticed(load, tmp_path, monkeypatch):
     calls = []
     encode = data.encode
-    monkeypatch.setattr(data, "encode", lambda *given: calls.append(given) or encode(*given))
+    monkeypatch.setattr(data, "encode", lambda *arguments: calls.append(arguments) or encode(*arguments))
     path = tmp_path / "rows.jsonl"
     source = conversations(path, 9)
 
-    def encoded(**more) -> int:
+    def encoded(**settings) -> int:
         calls.clear()
-        load(source, **more)
+        load(source, **settings)
         return len(calls)
 
     assert encoded() == 9 and encoded() == 0 and encoded(limit=4) == 4
@@ -112,7 +112,7 @@ def test_a_row_that_cannot_be_encoded_is_named(load, tmp_path, line, message):
 
 
 def test_a_process_that_is_killed_is_a_sentence(load, tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "encode", lambda *given: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(data, "encode", lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(ValueError, match=r"process that encoded .*rows\.jsonl ended .*lower workers=2"):
         load(conversations(tmp_path / "rows.jsonl", 9), workers=2)
 
@@ -125,8 +125,8 @@ def test_datasets_and_files_give_the_same_packs(load, tmp_path):
     write_rows(tmp_path / "files" / "a.jsonl", rows[:5])
     (tmp_path / "files" / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows[5:])).encode()))
     packs = [load(str(tmp_path / name), length=512, packed=True) for name in ("saved", "files")]
-    assert packs[0].fingerprint == packs[1].fingerprint and ids(packs[0]) == ids(packs[1])
-    assert len(ids(load(str(tmp_path / "saved"), length=512, limit=5))) == 5
+    assert packs[0].fingerprint == packs[1].fingerprint and list_ids(packs[0]) == list_ids(packs[1])
+    assert len(list_ids(load(str(tmp_path / "saved"), length=512, limit=5))) == 5
 
 
 def test_progress_names_the_source_and_counts_rows_and_tokens(load, tmp_path, capsys):
@@ -144,7 +144,7 @@ def write_number(folder: Path) -> None:
 
 
 def keep(folder: Path, make=write_number) -> None:
-    files.keep_folder(folder, make)
+    files.make_folder_once(folder, make)
 
 
 def die(folder: Path) -> None:
@@ -202,9 +202,9 @@ def test_a_full_disk_is_a_sentence(tmp_path):
 # Rows that hold the token ids that the target read and wrote
 
 
-def kept_row(**changes) -> dict:
+def make_kept_row(**changes) -> dict:
     tokenizer = small_tokenizer()
-    digest, _ = data.vocabulary(tokenizer, len(tokenizer))
+    digest, _ = data.find_vocabulary(tokenizer, len(tokenizer))
     messages = pair("a", "the the")
     prompt = data.encode_prompt(tokenizer, messages[:1])
     letters = [
@@ -215,42 +215,44 @@ def kept_row(**changes) -> dict:
 
 
 def test_kept_ids_reach_the_packs(load, tmp_path):
-    tokenizer, row = small_tokenizer(), kept_row()
+    tokenizer, row = small_tokenizer(), make_kept_row()
     plain = data.encode(tokenizer, {**row, "tokens": None})
     text = tokenizer.decode(plain.tokens).rstrip("\n")
     assert plain.tokens != row["tokens"] and tokenizer.decode(row["tokens"]) == text
     write_rows(tmp_path / "rows.jsonl", [row, {key: row[key] for key in ("id", "messages")}])
     packs = load(str(tmp_path / "rows.jsonl"))
-    found = {tuple(each.tokens): each.mask for number in range(2) for each in packs[number]}
+    masks_by_tokens = {
+        tuple(row_of_pack.tokens): row_of_pack.mask for number in range(2) for row_of_pack in packs[number]
+    }
     num_new = len(row["tokens"]) - row["prompt_tokens"]
-    assert found[tuple(row["tokens"])] == [False] * row["prompt_tokens"] + [True] * num_new
-    assert tuple(plain.tokens) in found
+    assert masks_by_tokens[tuple(row["tokens"])] == [False] * row["prompt_tokens"] + [True] * num_new
+    assert tuple(plain.tokens) in masks_by_tokens
 
 
 def test_ids_of_another_tokenizer_are_not_used():
     tokenizer = small_tokenizer()
-    for row in (kept_row(tokenizer="0" * 16), kept_row(tokenizer=None)):
+    for row in (make_kept_row(tokenizer="0" * 16), make_kept_row(tokenizer=None)):
         with pytest.warns(UserWarning, match="Row x and perhaps others have token ids of another tokenizer"):
             assert data.encode(tokenizer, row) == data.encode(tokenizer, {**row, "tokens": None})
     longer = copy.deepcopy(tokenizer)
     longer.add_tokens(["something"])
     with pytest.warns(UserWarning, match="another tokenizer"):
-        data.encode(longer, kept_row())
-    others = kept_row(prompt_tokens=None, tokens=17, thinking="I think")  # fields of these names, but of others
+        data.encode(longer, make_kept_row())
+    others = make_kept_row(prompt_tokens=None, tokens=17, thinking="I think")  # fields of these names, but of others
     assert data.encode(tokenizer, others).tokens
 
 
 @pytest.mark.parametrize(
-    ("key", "values", "what"),
+    ("key", "values", "message"),
     [
         ("tokens", [[1, 2, 10**6], [1, 2, -1], [1, 2, True], "abc"], "tokens must be a list of ids from 0 to"),
         ("prompt_tokens", [0, 1.5, [3], 10**6], "and prompt_tokens=.* at least 1 and below their number"),
     ],
 )
-def test_ids_that_cannot_be_right_are_refused(key, values, what):
+def test_ids_that_cannot_be_right_are_refused(key, values, message):
     for value in values:
-        with pytest.raises(ValueError, match=f"Row x: .*{what}"):
-            data.encode(small_tokenizer(), kept_row(**{key: value}))
+        with pytest.raises(ValueError, match=f"Row x: .*{message}"):
+            data.encode(small_tokenizer(), make_kept_row(**{key: value}))
 
 
 # Packs
@@ -266,7 +268,7 @@ def test_packing_equals_the_obvious_first_fit():
             free += [capacity] * (index == len(free))
             free[index] -= length
             expected.append(index)
-        assert first_fit(lengths, capacity).tolist() == expected
+        assert pack_first_fit(lengths, capacity).tolist() == expected
 
 
 def test_packs_of_the_shipped_data_are_those_of_earlier_versions(load, tokenizer):
@@ -286,7 +288,7 @@ def test_packs_are_mapped_and_not_loaded(tmp_path):
     tokens = numpy.arange(num * length, dtype=numpy.int32) % 977
     lists = {"tokens": tokens, "mask": (tokens % 2 == 0).astype(numpy.uint8)}
     columns = {name: pyarrow.ListArray.from_arrays(ends, values) for name, values in lists.items()}
-    rest = {
+    other_columns = {
         "id": ["a"],
         "category": ["b"],
         "supervised": [length // 2],
@@ -296,13 +298,13 @@ def test_packs_are_mapped_and_not_loaded(tmp_path):
         "writer": [""],
         "prompts": [[7, 8]],
     }
-    table = pyarrow.table(columns | {name: value * num for name, value in rest.items()}, schema=SCHEMA)
-    with pyarrow.ipc.new_stream(tmp_path / packing.ENCODED, SCHEMA) as file:
+    table = pyarrow.table(columns | {name: value * num for name, value in other_columns.items()}, schema=SCHEMA)
+    with pyarrow.ipc.new_stream(tmp_path / packing.ENCODED_FILE, SCHEMA) as file:
         file.write_table(table, max_chunksize=1000)
     del tokens, lists, columns, table
     pyarrow.default_memory_pool().release_unused()
     before = anonymous()
-    packs = Packs(Rows.load([tmp_path]), length=2048)
+    packs = Packs(EncodedRows.load([tmp_path]), length=2048)
     assert len(packs) == num // 2 and packs[3][0].tokens[:2] == [138, 139]
     assert anonymous() - before < 15e6  # a quarter of the arrays' 50 MB
 
@@ -325,18 +327,18 @@ def test_weights_say_how_often_rows_occur(load, tmp_path):
     train = {conversations(tmp_path / "a.jsonl", 6): 2, conversations(tmp_path / "b.jsonl", 4): 0.5}
     packs = load(train, length=256)
     once = [f"a-{n}" for n in range(6)]
-    assert ids(packs) == [*once, "b-1", "b-3", *once]
+    assert list_ids(packs) == [*once, "b-1", "b-3", *once]
     both = load(list(train), length=256, packed=True)
-    assert sorted(ids(both)) == sorted([*once, *(f"b-{n}" for n in range(4))])
+    assert sorted(list_ids(both)) == sorted([*once, *(f"b-{n}" for n in range(4))])
     assert both.fingerprint != packs.fingerprint
-    assert ids(load(list(train), tokens=1)) == ["a-0"]
+    assert list_ids(load(list(train), tokens=1)) == ["a-0"]
     with pytest.raises(ValueError, match="Only 0 rows"):
         load(list(train), hold_out=1)
 
 
 def test_hold_out_equals_that_of_scripts(load, tokenizer):
     rows = reading.load_conversations(str(SHIPPED), limit=40)
-    held = reading.hold_out([row["temperature"] == 0 for row in rows], 5)
+    held = reading.choose_held_out([row["temperature"] == 0 for row in rows], 5)
     rest = [row for index, row in enumerate(rows) if index not in held]
     packs = load(str(SHIPPED), tokenizer, limit=40, length=4096, hold_out=5)
-    assert ids(packs) == [row["id"] for row in rest]
+    assert list_ids(packs) == [row["id"] for row in rest]

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from specdec.core import row_files
-from specdec.core.lock import lock
+from specdec.core.lock import hold_lock
 from specdec.text import conversations as data
 from specdec.text import reading
 from tests.support import small_tokenizer
@@ -73,19 +73,19 @@ def test_a_run_whose_log_is_a_link_is_not_resumed(tmp_path):
     run.mkdir()
     (run / "log.jsonl").symlink_to(precious)
     with pytest.raises(ValueError, match="Links out of a folder"):
-        RunFolder(run, {}, {}).check(resume=True)
+        RunFolder(run, {}, {}).check_start(resume=True)
     assert precious.read_text() == "mine\n"
     (run / "log.jsonl").unlink()
     os.symlink("state/step_000001", run / "newest")  # links inside are harmless
     (tmp_path / "link").symlink_to(run)
-    RunFolder(tmp_path / "link", {}, {}).check(resume=True)
+    RunFolder(tmp_path / "link", {}, {}).check_start(resume=True)
 
 
 def test_a_lock_that_is_a_link_does_not_empty_a_file(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("mine\n")
     (tmp_path / "lock").symlink_to(precious)
-    with pytest.raises(OSError), lock(tmp_path / "lock", of=tmp_path):
+    with pytest.raises(OSError), hold_lock(tmp_path / "lock", resource=tmp_path):
         pass
     assert precious.read_text() == "mine\n"
 

@@ -13,10 +13,10 @@ import torch
 from specdec.core import devices
 from tests.conversations import make_rows
 from tests.support import losses_of
-from train.data.packing import Packs, Rows
+from train.data.packing import EncodedRows, Packs
 from train.features import outputs
-from train.features.loader import AHEAD, Loader, Material, Order
-from train.features.outputs import Kept
+from train.features.loader import MICRO_BATCHES_AHEAD, Loader, Material, Order
+from train.features.outputs import StoredFeatures
 
 pytestmark = pytest.mark.full
 
@@ -25,26 +25,30 @@ pytestmark = pytest.mark.full
     "settings", [["features.mode=online"], ["features.mode=cached", "features.folder=cache"]], ids=" ".join
 )
 def test_reading_ahead_changes_no_loss(fit, settings, monkeypatch):
-    for ahead in (0, 2):
-        monkeypatch.setattr("train.loop.trainer.Loader", functools.partial(Loader, ahead=ahead))
-        fit(f"ahead-{ahead}", *settings, "train.accumulation=2")
+    for num_prefetched in (0, 2):
+        monkeypatch.setattr("train.loop.trainer.Loader", functools.partial(Loader, num_prefetched=num_prefetched))
+        fit(f"ahead-{num_prefetched}", *settings, "train.accumulation=2")
     assert losses_of("ahead-0") == losses_of("ahead-2") and len(losses_of("ahead-0")) == 4
 
 
-def make_loader(packs, ahead: int) -> Loader:
-    order = Order(len(packs), seed=3, batch=2, accumulation=2, number=0, num=1)
-    return Loader(Material(packs, 64, None), order=order, device=torch.device("cpu"), ahead=ahead)
+def make_loader(packs, num_prefetched: int) -> Loader:
+    order = Order(len(packs), seed=3, batch=2, accumulation=2, group=0, num_groups=1)
+    return Loader(Material(packs, 64, None), order=order, device=torch.device("cpu"), num_prefetched=num_prefetched)
 
 
 def test_batches_read_ahead_are_those_of_the_step():
-    packs = Packs(Rows.of(make_rows([20, 30, 40, 50, 12, 64, 33])), length=64)
+    packs = Packs(EncodedRows.from_rows(make_rows([20, 30, 40, 50, 12, 64, 33])), length=64)
     slow, fast = make_loader(packs, 0), make_loader(packs, 3)
     for step in range(6):
-        for expected, micro in zip(slow.step(step), fast.step(step), strict=True):
-            assert (micro.indices, micro.rows, micro.number) == (expected.indices, expected.rows, expected.number)
+        for expected, micro in zip(slow.read_step(step), fast.read_step(step), strict=True):
+            assert (micro.pack_indices, micro.row_ids, micro.number) == (
+                expected.pack_indices,
+                expected.row_ids,
+                expected.number,
+            )
             assert torch.equal(micro.batch.tokens, expected.batch.tokens)
-            assert torch.equal(fast.on_device(micro)[0].documents, slow.on_device(expected)[0].documents)
-        assert len(fast.coming) <= 3 and len(fast.coming_on_device) <= 3
+            assert torch.equal(fast.read_on_device(micro)[0].documents, slow.read_on_device(expected)[0].documents)
+        assert len(fast.host_futures) <= 3 and len(fast.device_futures) <= 3
     fast.close()
 
 
@@ -53,9 +57,9 @@ def test_a_thread_that_fails_raises_in_the_training_loop():
         def __getitem__(self, index):
             raise OSError(5, "Input/output error")
 
-    loader = make_loader(Broken(Rows.of(make_rows([20, 30])), length=64), 1)
+    loader = make_loader(Broken(EncodedRows.from_rows(make_rows([20, 30])), length=64), 1)
     with pytest.raises(ValueError, match=r"thread that reads data ahead.*OSError.*Input/output error"):
-        loader.step(0)
+        loader.read_step(0)
     loader.close()
 
 
@@ -67,59 +71,59 @@ class SlowEngine:
 
     def __init__(self, target, latency: float, gap: float):
         self.width, self.latency, self.gap = target.width, latency, gap
-        self.last, self.asked = 0.0, 0
+        self.last, self.num_requests = 0.0, 0
 
     def submit(self, tokens, layers) -> Future:
-        self.asked, future, now = self.asked + 1, Future(), time.monotonic()
+        self.num_requests, future, now = self.num_requests + 1, Future(), time.monotonic()
         self.last = max(now + self.latency, self.last + self.gap)
         states = [torch.zeros(len(tokens), self.width) for _ in layers]
         threading.Timer(self.last - now, future.set_result, [states]).start()
         return future
 
 
-def make_served(target, engine, *, batch: int = 1, ahead: int | None = None, steps: int = 16) -> Loader:
-    packs = Packs(Rows.of(make_rows([40] * 40)), length=64)
-    material = Material(packs, 64, Kept(target, (1,), folder=None, reader=engine))
-    order = Order(len(packs), seed=3, batch=batch, accumulation=1, number=0, num=1)
-    return Loader(material, order=order, device=torch.device("cpu"), ahead=ahead, steps=steps)
+def make_engine_loader(target, engine, *, batch: int = 1, num_prefetched: int | None = None, steps: int = 16) -> Loader:
+    packs = Packs(EncodedRows.from_rows(make_rows([40] * 40)), length=64)
+    material = Material(packs, 64, StoredFeatures(target, (1,), folder=None, reader=engine))
+    order = Order(len(packs), seed=3, batch=batch, accumulation=1, group=0, num_groups=1)
+    return Loader(material, order=order, device=torch.device("cpu"), num_prefetched=num_prefetched, steps=steps)
 
 
-def waits_of(loader: Loader, *, step: float, steps: int = 16) -> list[float]:
+def measure_waits(loader: Loader, *, step: float, steps: int = 16) -> list[float]:
     """Seconds that each step waits for its features; then it computes for `step` seconds."""
-    found = []
+    waits = []
     for number in range(steps):
         start = time.monotonic()
-        (micro,) = loader.step(number)
-        loader.on_device(micro)
-        found.append(time.monotonic() - start)
+        (micro,) = loader.read_step(number)
+        loader.read_on_device(micro)
+        waits.append(time.monotonic() - start)
         time.sleep(step)
-    return found
+    return waits
 
 
 def test_a_server_that_answers_late_but_fast_enough_starves_no_step(small_target):
     """A text takes three steps; in the time of a step, three texts come."""
     starved = {}
-    for ahead in (1, None):
+    for num_prefetched in (1, None):
         engine = SlowEngine(small_target, latency=0.18, gap=0.02)
-        loader = make_served(small_target, engine, ahead=ahead)
-        starved[ahead] = statistics.median(waits_of(loader, step=0.06)[4:])
+        loader = make_engine_loader(small_target, engine, num_prefetched=num_prefetched)
+        starved[num_prefetched] = statistics.median(measure_waits(loader, step=0.06)[4:])
         loader.close()
-        assert engine.asked == 16  # none for steps that the run does not have
-    assert loader.ahead == AHEAD and starved[1] > 0.05 and starved[None] < 0.02
+        assert engine.num_requests == 16  # none for steps that the run does not have
+    assert loader.num_prefetched == MICRO_BATCHES_AHEAD and starved[1] > 0.05 and starved[None] < 0.02
 
 
 def test_a_server_is_asked_for_no_more_tokens_than_the_bound(small_target, monkeypatch):
     engine = SlowEngine(small_target, 0.0, 0.0)
-    for tokens, wanted in ((10**6, AHEAD), (3 * 2 * 64, 3), (10, 1)):
-        monkeypatch.setattr("train.features.loader.AHEAD_TOKENS", tokens)
-        loader = make_served(small_target, engine, batch=2)
-        assert loader.ahead == wanted
-        (micro,) = loader.step(0)
-        loader.on_device(micro)
-        assert set(loader.coming) == set(range(1, 1 + wanted)) and set(loader.coming_on_device) == {1}
-        loader.coming_on_device[1].result()
+    for tokens, expected in ((10**6, MICRO_BATCHES_AHEAD), (3 * 2 * 64, 3), (10, 1)):
+        monkeypatch.setattr("train.features.loader.TOKENS_AHEAD", tokens)
+        loader = make_engine_loader(small_target, engine, batch=2)
+        assert loader.num_prefetched == expected
+        (micro,) = loader.read_step(0)
+        loader.read_on_device(micro)
+        assert set(loader.host_futures) == set(range(1, 1 + expected)) and set(loader.device_futures) == {1}
+        loader.device_futures[1].result()
         loader.close()
-    assert Material(Packs(Rows.of(make_rows([20])), length=64), 64, None).ahead(1) == 1
+    assert Material(Packs(EncodedRows.from_rows(make_rows([20])), length=64), 64, None).count_prefetched(1) == 1
 
 
 def test_features_come_to_the_device_beside_the_training(small_target, monkeypatch):
@@ -132,12 +136,12 @@ def test_features_come_to_the_device_beside_the_training(small_target, monkeypat
         yield
         order.append("end")
 
-    monkeypatch.setattr(devices, "aside", aside)
-    monkeypatch.setattr(devices, "hand_over", lambda joined: order.append(joined.shape))
-    monkeypatch.setattr(outputs, "apply_final_norm", lambda *given: order.append("norm") or norm(*given))
-    loader = make_served(small_target, SlowEngine(small_target, 0.0, 0.0), steps=1)
-    (micro,) = loader.step(0)
-    output = loader.on_device(micro)[1]
+    monkeypatch.setattr(devices, "use_side_stream", aside)
+    monkeypatch.setattr(devices, "join_side_stream", lambda joined: order.append(joined.shape))
+    monkeypatch.setattr(outputs, "apply_final_norm", lambda *arguments: order.append("norm") or norm(*arguments))
+    loader = make_engine_loader(small_target, SlowEngine(small_target, 0.0, 0.0), steps=1)
+    (micro,) = loader.read_step(0)
+    output = loader.read_on_device(micro)[1]
     loader.close()
     assert (
         order == ["aside", "norm", "end", (1, 64, 2 * small_target.width)]

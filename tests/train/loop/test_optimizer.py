@@ -18,7 +18,7 @@ from tests.support import (
     same_weights,
     weights_of,
 )
-from train.loop.optimizer import Average, OptimizerOptions, hidden_matrices, make_optimizer, schedule
+from train.loop.optimizer import OptimizerOptions, WeightAverage, list_hidden_matrices, make_optimizer, make_schedule
 from train.loop.state import RunFolder
 from train.loop.validate import Validation
 
@@ -56,7 +56,7 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed:
 
 def rates(steps: int, **changed) -> list[float]:
     optimizer = make_optimizer(Small(), settings(**changed))
-    scheduler = schedule(optimizer, settings(**changed), steps=steps)
+    scheduler = make_schedule(optimizer, settings(**changed), steps=steps)
     found = []
     for _ in range(steps):
         found.append(scheduler.get_last_lr()[0])
@@ -80,13 +80,13 @@ def test_schedules_warm_up_and_follow_their_shapes():
 @pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
 def test_muon_trains_the_matrices_whose_rows_are_not_tokens(target, variant):
     drafter = make_drafter(target, *variant)
-    chosen = {id(matrix) for matrix in hidden_matrices(drafter)}
+    hidden_ids = {id(matrix) for matrix in list_hidden_matrices(drafter)}
     trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
     for name, parameter in trained.items():
         rows_are_tokens = parameter.shape[0] in (drafter.vocab_size, target.vocab_size)
         bias = name.endswith("_bias")  # LiLiCorr's, of distances
         hidden = parameter.dim() == 2 and not rows_are_tokens and parameter.shape[0] > 1 and not bias
-        assert (id(parameter) in chosen) == hidden, name
+        assert (id(parameter) in hidden_ids) == hidden, name
     groups = make_optimizer(drafter, settings(name="muon")).param_groups
     held = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(held) == sorted(id(parameter) for parameter in trained.values())  # each once
@@ -149,7 +149,7 @@ def test_a_missing_library_is_said(monkeypatch):
 
 def test_the_average_follows_the_weights_and_is_exchanged_for_them():
     module = nn.Linear(2, 1, bias=False)
-    average = Average(module, decay=0.5)
+    average = WeightAverage(module, decay=0.5)
     expected = module.weight.detach().clone()
     for step in range(1, 6):
         module.weight.data += 1.0
@@ -157,10 +157,10 @@ def test_the_average_follows_the_weights_and_is_exchanged_for_them():
         kept = min(0.5, (1 + step) / (10 + step))
         expected = kept * expected + (1 - kept) * module.weight.detach()
     weights = module.weight.detach().clone()
-    with average.applied():
+    with average.swap_in():
         torch.testing.assert_close(module.weight.detach(), expected)
     assert torch.equal(module.weight, weights)
-    restored = Average(nn.Linear(2, 1, bias=False), decay=0.5)
+    restored = WeightAverage(nn.Linear(2, 1, bias=False), decay=0.5)
     restored.load_state_dict(average.state_dict())
     assert restored.updates == 5 and torch.equal(restored.values["weight"], average.values["weight"])
 
@@ -179,12 +179,12 @@ def test_clipping_is_in_the_log_and_in_the_progress(fit, capsys):
 def test_a_checkpoint_holds_the_better_of_weights_and_average(fit, monkeypatch, better):
     replay = Validation.replay
 
-    def judged(self, frozen):  # candidates are judged in the order plain, average
+    def replay_candidates(self, frozen):  # candidates are judged in the order plain, average
         self.calls = [*getattr(self, "calls", []), frozen]
         wanted = ("plain", "average")[(len(self.calls) - 1) % 2] == better
         return [replace(each, replayed_accepted=[1.0 * wanted, 0.0]) for each in replay(self, frozen)]
 
-    monkeypatch.setattr(Validation, "replay", judged)
+    monkeypatch.setattr(Validation, "replay", replay_candidates)
     fit("both", "train.ema=0.9", "optimizer.lr=0.01")
     report = report_of("both")
     assert report["ema"]["kept"] == better and report["replayed_tau"] == report["ema"][better] > 1

@@ -16,8 +16,8 @@ from specdec.decoding.drafting import Drafting
 from specdec.measuring import answers, served, speed
 from specdec.measuring import replay as written_replay
 from specdec.measuring.measure import PromptReplay
-from specdec.measuring.model_card import Provenance, expected
-from specdec.measuring.report import Report, candidate_figures, describe_candidates, tau
+from specdec.measuring.model_card import Provenance, write_expectations
+from specdec.measuring.report import Report, compute_tau, describe_candidates, summarise_candidates
 from specdec.target.model import Target, load_tokenizer
 from specdec.text import reading
 from specdec.text.conversations import Prompt
@@ -56,15 +56,15 @@ def make(small_target, tmp_path, monkeypatch):
         shown = []
         console = SimpleNamespace(say=shown.append, print=shown.append)
         options = {"options": settings, "drafting": drafting, "seed": 0, "stop": {5}, "console": console}
-        made = Validation(Accelerator(cpu=True), drafter, prompts, **options)
-        made.shown = shown
-        return made
+        made_validation = Validation(Accelerator(cpu=True), drafter, prompts, **options)
+        made_validation.shown = shown
+        return made_validation
 
     return validation
 
 
-def judge(made: Validation, drafter, *, step=1, trained=100.0, best=None, required=False) -> Report | None:
-    judged = made({"plain": drafter}, step=step, trained=trained, best=best, required=required)
+def judge(validation: Validation, drafter, *, step=1, trained=100.0, best=None, required=False) -> Report | None:
+    judged = validation({"plain": drafter}, step=step, trained=trained, best=best, required=required)
     return judged and judged[1]
 
 
@@ -78,10 +78,10 @@ def test_a_batch_is_replayed_as_its_rows_are(small_drafter, temperature):
     texts = [(prompt, [(number * 5 + place) % 6 for place in range(9 - number)])
              for number, prompt in enumerate(prompts_of(target))]  # fmt: skip
     depth = min(3, small_drafter.depth or 3)
-    batch = replay.replays(small_drafter, texts, depth=depth, temperature=temperature)
+    batch = replay.replay_answers(small_drafter, texts, depth=depth, temperature=temperature)
     for (prompt, answer), found in zip(texts, batch):
-        (alone,) = replay.replays(small_drafter, [(prompt, answer)], depth=depth, temperature=temperature)
-        assert found.accept.shape == alone.accept.shape == (depth, len(answer))
+        (alone,) = replay.replay_answers(small_drafter, [(prompt, answer)], depth=depth, temperature=temperature)
+        assert found.acceptance.shape == alone.acceptance.shape == (depth, len(answer))
         assert (found.candidates is not None) == small_drafter.has_candidates
         torch.testing.assert_close(vars(found), vars(alone), rtol=1e-9, atol=1e-12)
 
@@ -101,8 +101,8 @@ def test_candidates_are_counted_along_an_answer(target, make, reduced, temperatu
         for start in range(1, len(answer)):
             slot = len(prompt) + start - 1
             _, logits = follow(drafter, tokens, output.features[0], slot, min(depth, len(answer) - start))
-            for d, each in enumerate(logits, start=1):
-                candidates = drafter.to_target(each.isfinite().nonzero()[:, 0])
+            for d, depth_logits in enumerate(logits, start=1):
+                candidates = drafter.to_target(depth_logits.isfinite().nonzero()[:, 0])
                 listed[start, d] = int(tokens[slot + d]) in candidates
                 sums[:, d - 1] += torch.tensor([1, listed[start, d], float(probs[slot + d - 1, candidates].sum())])
                 assert len(candidates) == 20
@@ -110,17 +110,19 @@ def test_candidates_are_counted_along_an_answer(target, make, reduced, temperatu
         while start < len(answer):
             rounds += 1
             start += 1 + next((d - 1 for d in range(1, depth + 1) if not listed.get((start, d))), depth)
-    found = replay.replays(drafter, texts, depth=depth, temperature=temperature)
-    figures = candidate_figures([each.candidates.tolist() for each in found])
+    found = replay.replay_answers(drafter, texts, depth=depth, temperature=temperature)
+    figures = summarise_candidates([each.candidates.tolist() for each in found])
     assert figures["recall"] == pytest.approx((sums[1] / sums[0]).tolist()) and 0 < min(figures["recall"]) < 1
     assert figures["mass"] == pytest.approx((sums[2] / sums[0]).tolist())
     assert figures["oracle_tau"] == pytest.approx(sum(len(answer) - 1 for _, answer in texts) / rounds)
-    assert figures["oracle_tau"] > sum(len(answer) - 1 for _, answer in texts) / sum(each.counted[0] for each in found)
+    assert figures["oracle_tau"] > sum(len(answer) - 1 for _, answer in texts) / sum(
+        each.expected_rounds[0] for each in found
+    )
 
 
 def test_a_report_has_the_candidates(make, target, tmp_path):
     """The table, the line of replay alone, report.json and the page; other heads have none."""
-    drafter = make_drafter(target, "dflash2").decodable()
+    drafter = make_drafter(target, "dflash2").frozen_copy()
     decoded, replayed = make(drafter), make(drafter, decode="end")
     report, again = judge(decoded, drafter), judge(replayed, drafter)
     known = report.candidates
@@ -131,14 +133,14 @@ def test_a_report_has_the_candidates(make, target, tmp_path):
     assert describe_candidates(known) in [*table.columns[1].cells]
     page = run_page.render_run({"name": "a", "report": report.to_json(), "log": [], "about": {}})
     assert "tau, best candidates" in page and "Candidates: share" in page
-    other = make_drafter(target, "dflash").decodable()
+    other = make_drafter(target, "dflash").frozen_copy()
     assert "candidates" not in judge(make(other), other).to_json()
 
 
 @pytest.mark.parametrize("head", ["eagle", "mtp", "dspark"])
 def test_tau_along_kept_answers_is_the_decoded_tau(make, small_target, monkeypatch, head):
     """In float64 at temperature 0: what one validation wrote, another reads, and its tau is that of the decoder."""
-    drafter = make_drafter(small_target, head).decodable()
+    drafter = make_drafter(small_target, head).frozen_copy()
     first = make(drafter)
     written = judge(first, drafter)
     monkeypatch.setattr(answers, "Decoder", None)  # nothing can be written any more
@@ -155,7 +157,7 @@ def test_tau_along_kept_answers_is_the_decoded_tau(make, small_target, monkeypat
 
 
 def test_answers_are_written_again_if_they_are_damaged_or_of_other_settings(make, small_target):
-    drafter = make_drafter(small_target, "eagle").decodable()
+    drafter = make_drafter(small_target, "eagle").frozen_copy()
     make(drafter).replay(drafter)
     (path,) = Path("answers").iterdir()
     content = path.read_text()
@@ -170,7 +172,7 @@ def test_answers_are_written_again_if_they_are_damaged_or_of_other_settings(make
 
 def test_a_folder_that_cannot_be_written_stops_nothing(make, small_target):
     Path("answers").write_text("a file where the folder should be")
-    drafter = make_drafter(small_target, "eagle").decodable()
+    drafter = make_drafter(small_target, "eagle").frozen_copy()
     with pytest.warns(UserWarning, match="cannot be kept"):
         assert len(make(drafter).replay(drafter)) == 5
 
@@ -181,72 +183,72 @@ def test_a_folder_that_cannot_be_written_stops_nothing(make, small_target):
 @pytest.fixture
 def clock(monkeypatch):
     """Time that only decoding takes: 10 seconds a prompt. Answers and replays take none."""
-    now = [0.0]
-    monkeypatch.setattr(validate, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(answers, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    seconds = [0.0]
+    monkeypatch.setattr(validate, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
+    monkeypatch.setattr(answers, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
     measure = validate.measure
 
-    def slow(*arguments, progress, **more):
-        def taken(groups):
+    def slow(*arguments, progress, **options):
+        def iterate_groups(groups):
             for group in progress(groups):
                 yield group
-                now[0] += 10
+                seconds[0] += 10
 
-        return measure(*arguments, progress=taken, **more)
+        return measure(*arguments, progress=iterate_groups, **options)
 
     monkeypatch.setattr(validate, "measure", slow)
-    return now
+    return seconds
 
 
 def test_decoding_keeps_to_its_share_of_the_training_time(make, small_target, clock):
-    drafter = make_drafter(small_target, "eagle").decodable()
-    made = make(drafter, share=0.1)
-    made.each = 10.0
-    assert not judge(made, drafter, trained=199.0).decoded  # 19.9 s are not enough for two prompts
-    report = judge(made, drafter, trained=300.0)
-    assert report.num_prompts == 3 and report.replayed_prompts == 5 and made.seconds["decode"] == 30
-    assert not judge(made, drafter, trained=300.0).decoded  # spent
-    assert not judge(made, drafter, trained=9000.0, best=report.replayed_tau).decoded  # not better than the best
-    assert judge(made, drafter, trained=9000.0, best=1.0).num_prompts == 5
-    assert "validation took 0.9 % of the 9000 s of training (decode 80.0 s)" in made.cost(9000.0)
+    drafter = make_drafter(small_target, "eagle").frozen_copy()
+    validation = make(drafter, share=0.1)
+    validation.prompt_seconds = 10.0
+    assert not judge(validation, drafter, trained=199.0).decoded  # 19.9 s are not enough for two prompts
+    report = judge(validation, drafter, trained=300.0)
+    assert report.num_prompts == 3 and report.replayed_prompts == 5 and validation.seconds["decode"] == 30
+    assert not judge(validation, drafter, trained=300.0).decoded  # spent
+    assert not judge(validation, drafter, trained=9000.0, best=report.replayed_tau).decoded  # not better than the best
+    assert judge(validation, drafter, trained=9000.0, best=1.0).num_prompts == 5
+    assert "validation took 0.9 % of the 9000 s of training (decode 80.0 s)" in validation.describe_cost(9000.0)
 
 
 def test_the_end_decodes_at_least_two_prompts(make, small_target, clock):
-    drafter = make_drafter(small_target, "eagle").decodable()
-    made = make(drafter, share=0.0)
-    report = judge(made, drafter, required=True)
+    drafter = make_drafter(small_target, "eagle").frozen_copy()
+    validation = make(drafter, share=0.0)
+    report = judge(validation, drafter, required=True)
     assert not report.decoded and report.tau is None and report.speedup is None
-    final = made.decode_best(drafter, report, trained=100.0)
+    final = validation.decode_best(drafter, report, trained=100.0)
     assert final.num_prompts == 2 and final.replayed_tau == report.replayed_tau and final.step == report.step == 1
     assert make(drafter).decode_best(drafter, report, trained=0.0).num_prompts == 5  # share=null
-    made.prompts = made.prompts[:1]
-    assert made.decode_best(drafter, report, trained=100.0).num_prompts == 1
+    validation.prompts = validation.prompts[:1]
+    assert validation.decode_best(drafter, report, trained=100.0).num_prompts == 1
 
 
 def test_where_replay_does_not_apply_all_prompts_are_decoded_or_none(make, small_target, clock):
-    drafter = make_drafter(small_target, "eagle").decodable()
+    drafter = make_drafter(small_target, "eagle").frozen_copy()
     tree = Drafting(depth=3, width=2, nodes=6)
-    made = make(drafter, tree, share=0.1)
+    validation = make(drafter, tree, share=0.1)
     assert (
-        judge(made, drafter, trained=100.0).num_prompts == 5 and made.seconds["decode"] == 50
+        judge(validation, drafter, trained=100.0).num_prompts == 5 and validation.seconds["decode"] == 50
     )  # what it takes is known then
-    assert judge(made, drafter, trained=900.0) is None and "put off" in made.shown[-1]
-    assert judge(made, drafter, trained=1000.0).num_prompts == 5
-    assert judge(made, drafter, trained=1000.0, required=True).num_prompts == 5
+    assert judge(validation, drafter, trained=900.0) is None and "put off" in validation.shown[-1]
+    assert judge(validation, drafter, trained=1000.0).num_prompts == 5
+    assert judge(validation, drafter, trained=1000.0, required=True).num_prompts == 5
     report = judge(make(drafter, share=0.0, decode="always"), drafter)
     assert report.num_prompts == 5 and report.replayed_tau == pytest.approx(report.tau, abs=1e-9)
     assert judge(make(drafter, tree, decode="end"), drafter, trained=1e9).num_prompts == 5  # share=null
 
 
 def test_the_better_candidate_is_kept(make, small_target):
-    good = make_drafter(small_target, "eagle").decodable()
-    made = make(good, share=0.0)
-    bad = make_drafter(small_target, "eagle").decodable()
+    good = make_drafter(small_target, "eagle").frozen_copy()
+    validation = make(good, share=0.0)
+    bad = make_drafter(small_target, "eagle").frozen_copy()
     bad.fc.weight.zero_()
     taus = [judge(make(each, share=0.0), each).replayed_tau for each in (good, bad)]
     assert taus[0] != taus[1]
     for candidates in ({"plain": good, "average": bad}, {"plain": bad, "average": good}):
-        kept, report = made(candidates, step=1, trained=1.0, best=None, required=False)
+        kept, report = validation(candidates, step=1, trained=1.0, best=None, required=False)
         assert report.replayed_tau == max(taus) and candidates[report.ema["kept"]] is kept
 
 
@@ -255,20 +257,22 @@ def test_the_better_candidate_is_kept(make, small_target):
 
 def test_on_a_gpu_the_served_speedup_stands_beside_the_measured_one(make, small_target, monkeypatch):
     """A pretended device with told times: plain 10 ms, five nodes 11 ms, a step 1 ms."""
-    told, asked = served.ServedCosts(0.010, 0.011, 0.001, nodes=4, steps=3), []
-    drafter = make_drafter(small_target, "eagle").decodable()
-    measured = served.measure
-    monkeypatch.setattr(served, "measure", lambda target, proposer: asked.append(proposer.shape) or told)
+    known_costs, shapes = served.CapturedCosts(0.010, 0.011, 0.001, nodes=4, steps=3), []
+    drafter = make_drafter(small_target, "eagle").frozen_copy()
+    measured = served.measure_captured
+    monkeypatch.setattr(
+        served, "measure_captured", lambda target, proposer: shapes.append(proposer.shape) or known_costs
+    )
     for drafting in (CHAIN, Drafting(3, 2, 6)):
-        made = make(drafter, drafting)
+        validation = make(drafter, drafting)
         for required in (False, True):
-            report = made.decode_best(drafter, judge(made, drafter, required=required), trained=1e9)
+            report = validation.decode_best(drafter, judge(validation, drafter, required=required), trained=1e9)
             assert report.served_speedup == pytest.approx(report.tau * 10 / 14)
             assert report.served_ms == {"plain": 10.0, "verify": 11.0, "step": 1.0, "nodes": 4, "steps": 3}
-        assert asked == [drafting.shape]  # once
-        asked.clear()
+        assert shapes == [drafting.shape]  # once
+        shapes.clear()
         assert Report.from_json(report.to_json()) == report
-    monkeypatch.setattr(served, "measure", measured)
+    monkeypatch.setattr(served, "measure_captured", measured)
     plain = judge(make(drafter, CHAIN), drafter)  # a CPU captures nothing
     assert plain.decoded and plain.served_speedup is None and "served_speedup" not in plain.to_json()
 
@@ -284,39 +288,39 @@ COUNTED = ("num_prompts", "num_rounds", "tau", "survival", "identical_outputs", 
     [(CHAIN, "best", 0.0), (CHAIN, "always", 0.7), (Drafting(3, 2, 6), "best", 0.0)],
 )
 def test_auto_is_reported_beside_the_fixed_shape(make, small_target, drafting, decode, temperature):
-    drafter = make_drafter(small_target, "eagle").decodable()
+    drafter = make_drafter(small_target, "eagle").frozen_copy()
     fixed = judge(make(drafter, drafting, decode=decode, temperature=temperature), drafter)
-    made = make(drafter, drafting, decode=decode, temperature=temperature, auto="end")
-    made.seconds["decode"] = 1e6  # a third of it is enough for all prompts
-    beside = made.decode_best(drafter, judge(made, drafter), trained=1.0)
-    assert fixed.auto is None and beside.auto["num_prompts"] == 5
+    validation = make(drafter, drafting, decode=decode, temperature=temperature, auto="end")
+    validation.seconds["decode"] = 1e6  # a third of it is enough for all prompts
+    report = validation.decode_best(drafter, judge(validation, drafter), trained=1.0)
+    assert fixed.auto is None and report.auto["num_prompts"] == 5
     for name in COUNTED:
-        assert getattr(beside, name) == getattr(fixed, name), name
-    assert beside.auto["speedup"] > 0 and sum(beside.auto["sizes"].values()) >= 5  # a round for each prompt at least
+        assert getattr(report, name) == getattr(fixed, name), name
+    assert report.auto["speedup"] > 0 and sum(report.auto["sizes"].values()) >= 5  # a round for each prompt at least
     if temperature == 0:
-        assert beside.auto["identical_outputs"] == 1.0
+        assert report.auto["identical_outputs"] == 1.0
 
 
 def test_the_end_adds_auto_and_changes_nothing_else(make, small_target):
-    drafter = make_drafter(small_target, "eagle").decodable()
-    made = make(drafter, auto="end")
-    report = judge(made, drafter)
-    assert report.decoded and report.auto is None and made.unfinished(report)
+    drafter = make_drafter(small_target, "eagle").frozen_copy()
+    validation = make(drafter, auto="end")
+    report = judge(validation, drafter)
+    assert report.decoded and report.auto is None and validation.needs_decoding(report)
     again = Report.from_json(report.to_json())  # as a resumed run reads it
-    final = made.decode_best(drafter, again, trained=100.0)
+    final = validation.decode_best(drafter, again, trained=100.0)
     assert replace(final, auto=None) == report and final.auto["num_prompts"] >= 2
-    assert not made.unfinished(final) and made.seconds["auto"] > 0
-    assert not make(drafter).unfinished(report)  # auto=never
+    assert not validation.needs_decoding(final) and validation.seconds["auto"] > 0
+    assert not make(drafter).needs_decoding(report)  # auto=never
 
 
 def test_auto_takes_a_third_of_what_validation_took_at_most(make, small_target, clock):
-    drafter = make_drafter(small_target, "eagle").decodable()
-    made = make(drafter, auto="end")
-    report = made.decode_best(drafter, judge(made, drafter), trained=100.0)
-    assert report.num_prompts == 5 and made.seconds["decode"] == 50
-    assert report.auto["num_prompts"] == 2 and made.seconds["auto"] == 20  # two at least: one has no interval
-    made.seconds["decode"] = 100.0
-    report = made.decode_best(drafter, replace(report, auto=None), trained=100.0)
+    drafter = make_drafter(small_target, "eagle").frozen_copy()
+    validation = make(drafter, auto="end")
+    report = validation.decode_best(drafter, judge(validation, drafter), trained=100.0)
+    assert report.num_prompts == 5 and validation.seconds["decode"] == 50
+    assert report.auto["num_prompts"] == 2 and validation.seconds["auto"] == 20  # two at least: one has no interval
+    validation.seconds["decode"] = 100.0
+    report = validation.decode_best(drafter, replace(report, auto=None), trained=100.0)
     assert report.auto["num_prompts"] == 4  # a third of 120 s
 
 
@@ -324,12 +328,12 @@ def test_where_auto_cannot_draft_validation_goes_on(make, small_target, monkeypa
     def refuse(*_, **__):
         raise ValueError("These layers see 8 positions.")
 
-    drafter = make_drafter(small_target, "eagle").decodable()
-    made = make(drafter, auto="end")
-    monkeypatch.setattr(validate.Auto, "usual", refuse)
-    report = made.decode_best(drafter, judge(made, drafter), trained=1.0)
+    drafter = make_drafter(small_target, "eagle").frozen_copy()
+    validation = make(drafter, auto="end")
+    monkeypatch.setattr(validate.AutoProposer, "make_default", refuse)
+    report = validation.decode_best(drafter, judge(validation, drafter), trained=1.0)
     assert report.num_prompts == 5 and report.auto is None
-    assert "speedup auto is left out: These layers see 8 positions." in made.shown
+    assert "speedup auto is left out: These layers see 8 positions." in validation.shown
 
 
 # What a run leaves behind
@@ -367,31 +371,31 @@ def test_the_best_step_is_decoded_at_the_end(fit, monkeypatch, capsys):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("place", "method"), [(Trainer, "_decode_best"), (RunFolder, "write_report"), (RunFolder, "finish")]
+    ("class_", "method"), [(Trainer, "_decode_best"), (RunFolder, "write_report"), (RunFolder, "finish")]
 )
-def test_a_run_that_died_at_its_last_decoding_does_it_when_resumed(fit, monkeypatch, place, method):
+def test_a_run_that_died_at_its_last_decoding_does_it_when_resumed(fit, monkeypatch, class_, method):
     """Before it, between the log and the report, and after both: nothing is lost, and no line is there twice."""
 
     def die(*_):
         raise KeyError("power cut")
 
-    more = ("train.steps=2", "train.validate_every=2", "train.save_every=1")
+    options = ("train.steps=2", "train.validate_every=2", "train.save_every=1")
     with monkeypatch.context() as patch, pytest.raises(KeyError):
-        patch.setattr(place, method, die)
-        fit("run", *more)
+        patch.setattr(class_, method, die)
+        fit("run", *options)
     (report,) = Path("checkpoints/run").glob("step_*/report.json")
     assert (json.loads(report.read_text())["tau"] is None) == (method != "finish")
-    assert fit("run", *more, "resume=true") == 0
+    assert fit("run", *options, "resume=true") == 0
     document = json.loads(report.read_text())
     assert document["tau"] >= 1 and document["auto"]["sizes"] and Path("checkpoints/run/finished").exists()
-    files.check(*report.parent.iterdir())
+    files.check_files(*report.parent.iterdir())
     lines = log_of("run")
     assert [(line["step"], "validation" in line) for line in lines] == [(1, False), (2, False), (2, True), (2, True)]
     assert lines[-2]["validation"]["tau"] is None and lines[-1]["validation"]["tau"] >= 1
 
 
 def test_an_export_uses_a_report_without_decoding(make, small_target, tmp_path):
-    drafter = make_drafter(small_target, "eagle").decodable()
+    drafter = make_drafter(small_target, "eagle").frozen_copy()
     report = judge(make(drafter, share=0.0), drafter)
     extra = {"report.json": report.to_json()}
     checkpoint.save(tmp_path / "step", drafter, {"_target_": "specdec.heads.eagle.Eagle"}, extra=extra)
@@ -401,10 +405,12 @@ def test_an_export_uses_a_report_without_decoding(make, small_target, tmp_path):
         tmp_path / "step", checkpoint.read_document(tmp_path / "step"), name="step", target=small_target, license="mit"
     )
     assert read.report == report and read.num_drafts == 3
-    assert f"5 prompts, temperature 0, chain of 3, by replay | {report.replayed_tau:.2f}" in expected(read)
+    assert f"5 prompts, temperature 0, chain of 3, by replay | {report.replayed_tau:.2f}" in write_expectations(read)
     decoded = judge(make(drafter), drafter)
-    assert "by replay" not in expected(replace(read, report=decoded)) and 1 <= speed.best_chain(decoded) <= 3
-    assert speed.best_chain(replace(decoded, replayed_survival=[0.0] * 3)) == 1
+    assert (
+        "by replay" not in write_expectations(replace(read, report=decoded)) and 1 <= speed.choose_chain(decoded) <= 3
+    )
+    assert speed.choose_chain(replace(decoded, replayed_survival=[0.0] * 3)) == 1
 
 
 # Along recorded answers, and the end of a training that no longer rises
@@ -420,11 +426,11 @@ def test_recorded_answers_are_replayed_each_at_its_temperature(fit, folder):
     assert fit("run", "head=mtp", *kept, "decode.depth=3", "validation.decode=end", "validation.auto=never") == 0
     report = report_of("run")
     drafter = checkpoint.load("checkpoints/run", Target.load(str(folder / "target"), dtype="float32"))
-    chosen = reading.spread(reading.load_conversations(str(folder / "recorded.jsonl")), 6)
-    texts = [written_replay.encode_written(tokenizer, row) for row in chosen]
+    chosen = reading.spread_rows(reading.load_conversations(str(folder / "recorded.jsonl")), 6)
+    texts = [written_replay.encode_answered_prompt(tokenizer, row) for row in chosen]
     assert {text.temperature for text in texts} == {0.0, 1.0} and report["replayed_prompts"] == 6
-    counts = written_replay.count_replays(written_replay.replay_texts(drafter, texts, depth=3, what=""))
-    assert report["replayed_tau"] == pytest.approx(tau(counts), abs=1e-6)
+    counts = written_replay.count_replays(written_replay.replay_texts(drafter, texts, depth=3, label=""))
+    assert report["replayed_tau"] == pytest.approx(compute_tau(counts), abs=1e-6)
     assert set(report["by_category"]) == {"a", "b"}
 
 

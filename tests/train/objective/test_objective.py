@@ -16,9 +16,9 @@ from tests import loops
 from tests.loops import follow
 from tests.support import HEADS, VARIANTS, chain_of, load_head, make_drafter, name_of, paired, random_tokens
 from train.data.batches import collate
-from train.features.outputs import Online
+from train.features.outputs import ComputedFeatures
 from train.loop.trainer import count_rounds
-from train.objective.objective import Objective, slots
+from train.objective.objective import Objective, list_slots
 
 WEIGHTS = {"kl": 0.5, "ce": 1.5, "tv": 2.5}
 
@@ -36,18 +36,18 @@ def make_settings(**arguments) -> dict:
 
 def make_objective(drafter, **arguments) -> Objective:
     # The objective refuses a confidence output without the loss confidence, and the reverse.
-    drafter.confident = "confidence" in arguments.get("losses", WEIGHTS)
+    drafter.has_confidence = "confidence" in arguments.get("losses", WEIGHTS)
     drafter.has_candidates = "candidates" in arguments.get("losses", WEIGHTS)  # likewise
     return Objective(drafter, **make_settings(**{"depth": drafter.depth or 4, **arguments}))
 
 
-def judge(objective: Objective, packs: list[list[Row]], length: int):
+def compute_loss(objective: Objective, packs: list[list[Row]], length: int):
     """The loss of rows that are packed in this way. -> Loss, the batch"""
     batch = collate(packs, length=length, pad_token=0)
-    return objective(batch, Online(objective.drafter.target, objective.drafter.target_layers)(batch)), batch
+    return objective(batch, ComputedFeatures(objective.drafter.target, objective.drafter.target_layers)(batch)), batch
 
 
-def distributions(objective: Objective, row: Row):
+def compute_distributions(objective: Objective, row: Row):
     """The distributions of all supervised tokens by the slot rule as a loop: step d of slot j predicts x_(j+d).
 
     -> {(slot, d): (p, q, index)}: p over the draft vocabulary, not renormalised; q; the index of x_(j+d) in the draft
@@ -57,20 +57,20 @@ def distributions(objective: Objective, row: Row):
     tokens = torch.tensor(row.tokens)
     output = target.read(tokens[None], drafter.target_layers)
     features, final = output.features[0], output.final[0]
-    found = {}
+    distributions_by_slot = {}
     for goal, d in itertools.product(range(1, len(tokens)), range(1, objective.depth + 1)):
         slot = goal - d
         if slot < drafter.first_slot or not row.mask[goal]:
             continue
-        _, logits = follow(drafter, tokens, features, slot, d, judged=True)
+        _, logits = follow(drafter, tokens, features, slot, d, loss_logits=True)
         p = (target.logits(final[goal - 1]) / objective.temperature).softmax(-1)  # of token `goal`
         q = (logits[d - 1] / objective.temperature).softmax(-1)
         index = int(tokens[goal])
         if vocab is not None:
             p = p[vocab]
             index = vocab.tolist().index(index) if index in vocab.tolist() else None
-        found[slot, d] = p, q, index
-    return found
+        distributions_by_slot[slot, d] = p, q, index
+    return distributions_by_slot
 
 
 def kl(p, q) -> float:
@@ -78,9 +78,9 @@ def kl(p, q) -> float:
     return float((p * (p / q).log()).sum())
 
 
-def naive(objective: Objective, row: Row) -> float:
+def sum_losses_by_loop(objective: Objective, row: Row) -> float:
     total = 0.0
-    for (_, d), (p, q, index) in distributions(objective, row).items():
+    for (_, d), (p, q, index) in compute_distributions(objective, row).items():
         ce = 0.0 if index is None else -float(q[index].log())
         value = 0.5 * kl(p, q) + 1.5 * ce + 2.5 * (1 - float(torch.minimum(p, q).sum()))
         decay = objective.settings.decay
@@ -88,12 +88,16 @@ def naive(objective: Objective, row: Row) -> float:
     return total
 
 
-def dpace(judged, slot: int, depth: int) -> dict[int, float]:
+def weigh_by_dpace(distributions_by_slot, slot: int, depth: int) -> dict[int, float]:
     """D-PACE's weights of a slot by depth, from its `distributions`"""
-    own = {d: judged[slot, d] for d in range(1, depth + 1) if (slot, d) in judged}
-    sure = {d: 0.5 * (0.0 if index is None else float(q[index])) + 0.5 for d, (_, q, index) in own.items()}
+    slot_distributions = {
+        d: distributions_by_slot[slot, d] for d in range(1, depth + 1) if (slot, d) in distributions_by_slot
+    }
+    sure = {
+        d: 0.5 * (0.0 if index is None else float(q[index])) + 0.5 for d, (_, q, index) in slot_distributions.items()
+    }
     reaching = lambda j: math.prod(sure.get(i, 1.0) for i in range(1, j + 1))
-    return {d: sum(reaching(j) for j in range(d, depth + 1)) for d in own}
+    return {d: sum(reaching(j) for j in range(d, depth + 1)) for d in slot_distributions}
 
 
 # The loss
@@ -103,48 +107,52 @@ def dpace(judged, slot: int, depth: int) -> dict[int, float]:
 def test_total_against_a_loop(any_drafter, num_prompt):
     """Two documents in one row, one in another, padding; prompts longer and shorter than the unroll is deep."""
     rows = [make_row(seed, num_prompt + seed, 5, 61) for seed in range(3)]
-    loss, batch = judge(make_objective(any_drafter), [rows[:2], rows[2:]], 26)
+    loss, batch = compute_loss(make_objective(any_drafter), [rows[:2], rows[2:]], 26)
     assert loss.num_goals == 15 == batch.loss_mask.sum()
-    expected = sum(naive(make_objective(any_drafter), row) for row in rows)
+    expected = sum(sum_losses_by_loop(make_objective(any_drafter), row) for row in rows)
     assert loss.total.item() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("table, weighting", [(False, "decay"), (True, "decay"), (False, "dpace")])
 def test_the_loss_over_candidates_against_a_loop(target, table, weighting):
     """DFlash 2: the scores of 6 candidates behind the true token; the target's likeliest token is one of them, if need be as the last."""
-    part = {"kind": "selector", "rank": 8, "top": 6, "table": table}
-    drafter = make_drafter(target, "dflash2", False, {"dependence": part})
+    dependence_options = {"kind": "selector", "rank": 8, "top": 6, "table": table}
+    drafter = make_drafter(target, "dflash2", False, {"dependence": dependence_options})
     objective = make_objective(drafter, losses={"kl": 1.0, "candidates": 1.0}, weighting=weighting)
     only_kl, row = make_objective(drafter, losses={"kl": 1.0}, weighting=weighting), make_row(3, 5, 12, 61)
-    found = judge(objective, [[row]], 20)[0].total.item() - judge(only_kl, [[row]], 20)[0].total.item()
-    tokens, embedding, part = torch.tensor(row.tokens), target.embed.weight, drafter.dependence
+    difference = (
+        compute_loss(objective, [[row]], 20)[0].total.item() - compute_loss(only_kl, [[row]], 20)[0].total.item()
+    )
+    tokens, embedding, dependence_options = torch.tensor(row.tokens), target.embed.weight, drafter.dependence
     drafter.requires_grad_(False)
     output, total, missing = target.read(tokens[None], drafter.target_layers), 0.0, 0
-    judged = distributions(objective, row)
-    of_tokens = (part.predecessor.weight, part.successor.weight) if table else (
-        embedding @ part.predecessor.weight.T, embedding @ part.successor.weight.T)  # fmt: skip
+    distributions_by_slot = compute_distributions(objective, row)
+    of_tokens = (dependence_options.predecessor.weight, dependence_options.successor.weight) if table else (
+        embedding @ dependence_options.predecessor.weight.T, embedding @ dependence_options.successor.weight.T)  # fmt: skip
     for goal, d in itertools.product(range(len(tokens)), range(1, objective.depth + 1)):
         if goal - d < 1 or not row.mask[goal]:
             continue
-        states, logits = follow(drafter, tokens, output.features[0], goal - d, d, judged=True)
-        state, wanted = states[-1][(d - 1) * 32 : d * 32], int(target.logits(output.final[0, goal - 1]).argmax())
+        states, logits = follow(drafter, tokens, output.features[0], goal - d, d, loss_logits=True)
+        state, likeliest_id = states[-1][(d - 1) * 32 : d * 32], int(target.logits(output.final[0, goal - 1]).argmax())
         ids = logits[-1].topk(6).indices.tolist()
-        missing += wanted not in ids
-        ids = ids if wanted in ids else [*ids[:-1], wanted]
-        query = of_tokens[0][tokens[goal - 1]] * (part.hidden.weight @ state)
+        missing += likeliest_id not in ids
+        ids = ids if likeliest_id in ids else [*ids[:-1], likeliest_id]
+        query = of_tokens[0][tokens[goal - 1]] * (dependence_options.hidden.weight @ state)
         scores = torch.stack([logits[-1][each] + query @ of_tokens[1][each] for each in ids])
-        weight = objective.shares[d - 1] * (dpace(judged, goal - d, objective.depth)[d] if weighting == "dpace" else 1)
-        total -= weight * float(scores.log_softmax(0)[ids.index(wanted)])
-    assert missing > 3 and found == pytest.approx(total, rel=1e-6)
+        weight = objective.shares[d - 1] * (
+            weigh_by_dpace(distributions_by_slot, goal - d, objective.depth)[d] if weighting == "dpace" else 1
+        )
+        total -= weight * float(scores.log_softmax(0)[ids.index(likeliest_id)])
+    assert missing > 3 and difference == pytest.approx(total, rel=1e-6)
 
 
 def test_padding_and_other_prompts_do_not_count(any_drafter):
     objective, row = make_objective(any_drafter), make_row(0, 3, 5, 61)
-    alone = judge(objective, [[row]], len(row.tokens))[0]
+    alone = compute_loss(objective, [[row]], len(row.tokens))[0]
     for num_other, length in ((0, 20), (4, 12), (9, 17), (9, 31)):
         other = [make_row(1, num_other, 0, 61)] if num_other else []
         for pack in ([*other, row], [row, *other]):
-            loss, _ = judge(objective, [pack], length)
+            loss, _ = compute_loss(objective, [pack], length)
             assert loss.total.item() == pytest.approx(alone.total.item(), rel=1e-6)
             assert loss.num_goals == alone.num_goals and loss.matches.sum() == alone.matches.sum()
 
@@ -152,12 +160,12 @@ def test_padding_and_other_prompts_do_not_count(any_drafter):
 def test_supervised_text_is_rows_without_prompts(any_drafter):
     """supervise=text, over two documents and padding, is the loss of the same rows whose every token has a goal."""
     rows = [make_row(seed, 4 + seed, 5, 61) for seed in range(2)]
-    loss, batch = judge(make_objective(any_drafter, supervise="text"), [rows], 25)
+    loss, batch = compute_loss(make_objective(any_drafter, supervise="text"), [rows], 25)
     everywhere = [dataclasses.replace(row, mask=[True] * len(row.tokens)) for row in rows]
-    wanted, _ = judge(make_objective(any_drafter), [everywhere], 25)
-    assert loss.num_goals == wanted.num_goals == 17 == batch.goals("text").sum()  # all but the first of each
-    assert loss.total.item() == pytest.approx(wanted.total.item(), rel=1e-6)
-    answers, _ = judge(make_objective(any_drafter), [rows], 25)
+    expected, _ = compute_loss(make_objective(any_drafter), [everywhere], 25)
+    assert loss.num_goals == expected.num_goals == 17 == batch.goal_mask("text").sum()  # all but the first of each
+    assert loss.total.item() == pytest.approx(expected.total.item(), rel=1e-6)
+    answers, _ = compute_loss(make_objective(any_drafter), [rows], 25)
     assert answers.num_goals == 10 and answers.total.item() != pytest.approx(loss.total.item(), rel=1e-3)
 
 
@@ -168,8 +176,8 @@ def test_less_memory_changes_nothing(any_drafter, settings):
     rows = [make_row(seed, 6, 5, 61) for seed in range(2)]
     parameters = list(any_drafter.parameters())
     results = []
-    for more in ({}, settings):
-        loss, _ = judge(make_objective(any_drafter, **more), [rows], 24)
+    for settings_of_run in ({}, settings):
+        loss, _ = compute_loss(make_objective(any_drafter, **settings_of_run), [rows], 24)
         results.append((loss, torch.autograd.grad(loss.total, parameters, allow_unused=True)))
     (whole, gradients), (parts, chunked_gradients) = results
     assert parts.total.item() == pytest.approx(whole.total.item(), rel=1e-5)
@@ -186,7 +194,7 @@ def test_matches_against_a_loop(small_drafter):
     row = make_row(0, 3, 20, 6)
     tokens = torch.tensor(row.tokens)
     features = small_drafter.target.read(tokens[None], small_drafter.target_layers).features[0]
-    loss, _ = judge(make_objective(small_drafter), [[row]], len(tokens))
+    loss, _ = compute_loss(make_objective(small_drafter), [[row]], len(tokens))
     for d, goal in itertools.product(range(1, len(loss.matches) + 1), range(len(tokens))):
         expected = False
         if row.mask[goal] and goal - d >= small_drafter.first_slot:
@@ -201,9 +209,9 @@ def test_noise_is_for_training_only(drafter):
         return
     objective = make_objective(drafter, noise=0.5)
     rows = [[make_row(0, 4, 5, 61)]]
-    totals = [judge(objective.train(mode), rows, 9)[0].total.item() for mode in (True, True, False, False)]
+    totals = [compute_loss(objective.train(mode), rows, 9)[0].total.item() for mode in (True, True, False, False)]
     assert len(set(totals)) == 3 and totals[2] == totals[3]
-    assert totals[3] == judge(make_objective(drafter), rows, 9)[0].total.item()
+    assert totals[3] == compute_loss(make_objective(drafter), rows, 9)[0].total.item()
 
 
 def test_wrong_settings_are_refused(drafter, monkeypatch):
@@ -211,9 +219,11 @@ def test_wrong_settings_are_refused(drafter, monkeypatch):
         make_objective(drafter, losses={"kl": 1.0, "nothing": 1.0})
     with pytest.raises(ValueError, match=r"^losses=\{\}"):
         make_objective(drafter, losses={})
-    drafter.confident = not drafter.confident
+    drafter.has_confidence = not drafter.has_confidence
     with pytest.raises(ValueError, match=r"The loss confidence and a head with a confidence output.* go together"):
-        Objective(drafter, **make_settings(losses={"kl": 1.0, **({} if drafter.confident else {"confidence": 1.0})}))
+        Objective(
+            drafter, **make_settings(losses={"kl": 1.0, **({} if drafter.has_confidence else {"confidence": 1.0})})
+        )
     monkeypatch.setattr(drafter, "depth", 3)
     with pytest.raises(
         ValueError, match=r"^depth=4 must be this drafter's number of steps, 3.* or change the drafter's"
@@ -229,7 +239,7 @@ def test_slots_against_a_loop(target, depth):
     """Slot j: feature f_(j-1), tokens x_j .. x_(j+K-1), and the target's final states after each of these tokens."""
     rows = [make_row(0, 3, 4, 61), make_row(1, 2, 2, 61)]
     batch = collate([rows, rows[1:]], length=12, pad_token=0)
-    packed = slots(batch, Online(target, (3,))(batch), depth)
+    packed = list_slots(batch, ComputedFeatures(target, (3,))(batch), depth)
     features, states, tokens, goals = [], [], [], []
     for row in [*rows, rows[1]]:
         alone = target.read(torch.tensor([row.tokens]), (3,))
@@ -251,10 +261,10 @@ def test_losses_over_all_depths_against_a_loop(any_drafter, name):
         pytest.skip("its guesses are not those of the logits that are judged")
     rows = [make_row(seed, 4 + seed, 6, 61) for seed in range(3)]
     weighted = name in ("dpace", "vat")
-    chosen = {"losses": {"kl": 1.0}, "weighting": name} if weighted else {"losses": {name: 2.0}}
-    objective = make_objective(any_drafter, **chosen)
-    loss, _ = judge(objective, [rows[:2], rows[2:]], 24)
-    depth, of_rows = objective.depth, [distributions(objective, row) for row in rows]
+    arguments = {"losses": {"kl": 1.0}, "weighting": name} if weighted else {"losses": {name: 2.0}}
+    objective = make_objective(any_drafter, **arguments)
+    loss, _ = compute_loss(objective, [rows[:2], rows[2:]], 24)
+    depth, of_rows = objective.depth, [compute_distributions(objective, row) for row in rows]
     overlap = lambda of_row: {key: float(torch.minimum(p, q).sum()) for key, (p, q, _) in of_row.items()}
     all_overlaps = [overlap(of_row) for of_row in of_rows]
     total = 0.0
@@ -276,7 +286,7 @@ def test_losses_over_all_depths_against_a_loop(any_drafter, name):
                     mean += alive / depth
                 total += 2.0 * (1 - mean)
             elif name == "dpace":
-                weights = dpace(of_row, slot, depth)
+                weights = weigh_by_dpace(of_row, slot, depth)
                 total += sum(weights[d] / depth * kl(p, q) for d, (p, q, _) in of_slot.items())
             elif name == "vat":
                 first = min((d for d, (_, q, x) in of_slot.items() if x is None or int(q.argmax()) != x), default=depth)
@@ -289,13 +299,13 @@ def test_losses_over_all_depths_against_a_loop(any_drafter, name):
 def test_sampled_anchors_give_the_mean_loss(any_drafter):
     """The loss of sampled slots is, on average, the loss of all slots."""
     rows = [make_row(0, 4, 30, 61)]
-    whole = judge(make_objective(any_drafter, anchors=1000), [rows], 34)[0]
-    assert whole.total.item() == judge(make_objective(any_drafter), [rows], 34)[0].total.item()
+    whole = compute_loss(make_objective(any_drafter, anchors=1000), [rows], 34)[0]
+    assert whole.total.item() == compute_loss(make_objective(any_drafter), [rows], 34)[0].total.item()
     torch.manual_seed(0)
-    totals = [judge(make_objective(any_drafter, anchors=16), [rows], 34)[0].total.item() for _ in range(30)]
+    totals = [compute_loss(make_objective(any_drafter, anchors=16), [rows], 34)[0].total.item() for _ in range(30)]
     error = torch.tensor(totals).std() / 30**0.5
     assert abs(sum(totals) / 30 - whole.total.item()) <= 4 * error + 1e-5
-    if any_drafter.attends != "block":  # whose slots run whole
+    if any_drafter.context_kind != "block":  # whose slots run whole
         with pytest.raises(ValueError, match="anchors=null"):
             make_objective(any_drafter, anchors=16, weighting="dpace")
 
@@ -315,12 +325,12 @@ RECIPES = [
 def test_published_recipes_of_block_drafters(target, head, num, arguments, settings):
     """Sampled anchors give the mean loss, and every parameter gets a gradient."""
     drafter, rows = make_drafter(target, head, False, {"num_drafts": num, **arguments}), [make_row(0, 4, 40, 61)]
-    whole = judge(make_objective(drafter, **settings), [rows], 48)[0].total
+    whole = compute_loss(make_objective(drafter, **settings), [rows], 48)[0].total
     whole.backward()
     assert all(parameter.grad.abs().max() > 0 for parameter in drafter.parameters() if parameter.requires_grad)
     torch.manual_seed(0)
     with torch.no_grad():
-        totals = [judge(make_objective(drafter, anchors=12, **settings), [rows], 48)[0].total for _ in range(40)]
+        totals = [compute_loss(make_objective(drafter, anchors=12, **settings), [rows], 48)[0].total for _ in range(40)]
     error = torch.tensor(totals).std() / 40**0.5
     assert 0 < error < 0.1 * whole and abs(sum(totals) / 40 - whole) <= 4 * error
 
@@ -328,7 +338,7 @@ def test_published_recipes_of_block_drafters(target, head, num, arguments, setti
 # Replay
 
 
-def rounds_by_hand(accepted: list[list[bool]]) -> tuple[int, list[int]]:
+def count_rounds_by_loop(accepted: list[list[bool]]) -> tuple[int, list[int]]:
     """One outcome of all acceptances [K][n] -> rounds, and for each d the rounds that emit at least d drafts."""
     depth, num = len(accepted), len(accepted[0])
     exist, num_rounds, counts = 1, 0, [0] * depth
@@ -354,15 +364,15 @@ def test_rounds_against_all_patterns(depth, num):
         for (d, start), happened in zip(places, outcome):
             pattern[d][start] = happened
             weight *= float(accept[d, start]) if happened else 1 - float(accept[d, start])
-        outcome_rounds = rounds_by_hand(pattern)
+        outcome_rounds = count_rounds_by_loop(pattern)
         num_rounds += weight * outcome_rounds[0]
         counts += weight * torch.tensor(outcome_rounds[1], dtype=torch.float64)
-    replayed = replay.rounds(accept)
+    replayed = replay.count_rounds(accept)
     assert replayed[0] == pytest.approx(num_rounds, abs=1e-12)
     torch.testing.assert_close(replayed[1], counts, atol=1e-12, rtol=0)
     if num > 1:
         for wrong in (accept.roll(1, 0), 1 - accept) if depth > 1 else ():  # other acceptances give other rounds
-            assert abs(replay.rounds(wrong)[0] - num_rounds) > 1e-3
+            assert abs(replay.count_rounds(wrong)[0] - num_rounds) > 1e-3
         assert loops.tau(accept) == pytest.approx((num - 1) / num_rounds)
         # Every round emits its accepted drafts and one more token.
         assert loops.tau(accept) == pytest.approx(1 + float(counts.sum()) / num_rounds)
@@ -370,7 +380,7 @@ def test_rounds_against_all_patterns(depth, num):
         assert loops.tau(accept) != loops.tau(accept)
 
 
-def decoded(generation, row: int, depth: int) -> tuple[int, list[int]]:
+def count_decoded_rounds(generation, row: int, depth: int) -> tuple[int, list[int]]:
     accepted = generation.accepted[row]
     return len(accepted), [sum(count >= d for count in accepted) for d in range(1, depth + 1)]
 
@@ -388,8 +398,8 @@ def test_replay_equals_decoding(small_drafter, small_target):
         )
         for row, prompt in enumerate(prompts):
             accept = loops.acceptance(small_drafter, prompt, plain.tokens[row], depth=depth, temperature=0.0)
-            num_rounds, counts = replay.rounds(accept)
-            assert (num_rounds, counts.tolist()) == decoded(drafted, row, depth)
+            num_rounds, counts = replay.count_rounds(accept)
+            assert (num_rounds, counts.tolist()) == count_decoded_rounds(drafted, row, depth)
             accepted_counts |= set(drafted.accepted[row])
     assert {0, 1, 2} <= accepted_counts
 
@@ -411,7 +421,7 @@ def test_replay_equals_decoding_when_sampled(small_drafter, small_target):
     replayed = []
     for answer in plain.tokens:
         accept = loops.acceptance(small_drafter, prompt, answer, depth=depth, temperature=0.7)
-        replayed.append(replay.rounds(accept)[0])
+        replayed.append(replay.count_rounds(accept)[0])
     replayed = torch.tensor(replayed)
     counted = torch.tensor([float(len(accepted)) for accepted in drafted.accepted])
     error = (replayed.var() / num + counted.var() / num).sqrt()
@@ -428,9 +438,9 @@ def test_text_tau_equals_replay(small_drafter, small_target):
         mask = [False] * num_prompt + [True] * len(answer)
         rows.append(Row(id=str(seed), category="all", tokens=prompt + answer, mask=mask))
         accept = loops.acceptance(small_drafter, prompt, answer, depth=small_drafter.depth or 4, temperature=0.0)
-        num_rounds += replay.rounds(accept)[0]
+        num_rounds += replay.count_rounds(accept)[0]
         emitted += len(answer) - 1
-    loss, batch = judge(make_objective(small_drafter), [rows[:3], rows[3:]], 50)
+    loss, batch = compute_loss(make_objective(small_drafter), [rows[:3], rows[3:]], 50)
     assert num_rounds < emitted
     tokens, rounds = count_rounds(batch, loss.matches)
     assert tokens / rounds == pytest.approx(emitted / num_rounds, abs=1e-12)
@@ -442,6 +452,6 @@ def test_configured_objectives_train_every_parameter(target):
     packs = [[make_row(seed, 4, 160, 61)] for seed in range(8)]  # of a lattice, pairs of candidates must occur
     for head in HEADS:
         drafter = make_drafter(target, head)
-        loss, _ = judge(Objective(drafter, **load_head(head)["objective"]), packs, 164)
+        loss, _ = compute_loss(Objective(drafter, **load_head(head)["objective"]), packs, 164)
         loss.total.backward()
         assert all(parameter.grad.abs().max() > 0 for parameter in drafter.parameters() if parameter.requires_grad)

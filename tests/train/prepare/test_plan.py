@@ -14,8 +14,8 @@ from train.prepare import plan
 from train.prepare.facts import PlannedFacts
 from train.settings import decide, hydra_text
 from train.settings.decide import RunSizes
-from train.settings.hydra_text import search_path
-from train.settings.options import NORMS, RunOptions, read_run
+from train.settings.hydra_text import make_search_path
+from train.settings.options import NORM_OPTIONS, RunOptions, read_run
 
 CPU = torch.device("cpu")
 TARGETS = sorted(path.stem for path in (ROOT / "conf/target").glob("*.yaml"))
@@ -30,17 +30,17 @@ TOO_LARGE = {
 
 def settings(*options: str) -> RunOptions:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        composed = compose("train", overrides=["run=some", *options, search_path()])
+        composed = compose("train", overrides=["run=some", *options, make_search_path()])
     return read_run(OmegaConf.to_container(composed, resolve=True))
 
 
 def outline_of(options: RunOptions):
-    return plan.make_outline(options, plan.read_config(options), "bfloat16")
+    return plan.make_outline(options, plan.read_target_config(options), "bfloat16")
 
 
 def sizes_of(options: RunOptions, **changed) -> RunSizes:
     sizes = {"precision": "bf16", "length": 512, "batch": 1, "vocab_size": 8192, "solve_packs": 200}
-    drafter = options.head.drafter | {name: False for name in NORMS if name in options.head.drafter}
+    drafter = options.head.drafter | {name: False for name in NORM_OPTIONS if name in options.head.drafter}
     return RunSizes(**sizes | changed, drafter=drafter)
 
 
@@ -61,26 +61,26 @@ class RandomRows(PlannedFacts):
 def test_every_target_on_every_machine_fits_or_is_refused(target, machine, outlines, monkeypatch):
     monkeypatch.setattr(plan, "make_outline", lambda *_: outlines[target])
     facts = RandomRows(settings("head=eagle3", f"target={target}", f"machine={machine}", "plan=true"))
-    config, counted = decide.decide(facts.options, facts).config, facts.counted
-    made = plan.make_plan(config, counted.drafter, facts.texts, facts.place, counted.memory, facts.pace)
-    print(made)
-    assert made.lines and (config.precision, config.target.dtype) == ("bf16", "bfloat16")
+    config, run_count = decide.decide(facts.options, facts).config, facts.run_count
+    printed_plan = plan.make_plan(config, run_count.drafter, facts.texts, facts.hardware, run_count.memory, facts.pace)
+    print(printed_plan)
+    assert printed_plan.lines and (config.precision, config.target.dtype) == ("bf16", "bfloat16")
     if (target, machine) in TOO_LARGE:
-        assert "the target alone is too large. Give target.shard=true" in made.problems[0]
+        assert "the target alone is too large. Give target.shard=true" in printed_plan.problems[0]
     else:
-        assert not made.problems and counted.memory.fits(facts.place)
+        assert not printed_plan.problems and run_count.memory.fits(facts.hardware)
 
 
 def test_a_plan_is_short_for_a_machine():
-    assert hydra_text.with_plan(["head=mtp", "plan=h100x8"]) == ["head=mtp", "machine=h100x8", "plan=true"]
-    assert hydra_text.with_plan(["plan=true"]) == ["plan=true"] and hydra_text.with_plan(["plan=false"]) == [
+    assert hydra_text.expand_plan(["head=mtp", "plan=h100x8"]) == ["head=mtp", "machine=h100x8", "plan=true"]
+    assert hydra_text.expand_plan(["plan=true"]) == ["plan=true"] and hydra_text.expand_plan(["plan=false"]) == [
         "plan=false"
     ]
 
 
 def test_an_outline_is_of_the_target_that_it_was_written_for():
     with pytest.raises(ValueError, match="some/other could not be loaded"):
-        plan.read_config(settings("target=qwen3-8b", "target.name=some/other", "machine=h100", "plan=true"))
+        plan.read_target_config(settings("target=qwen3-8b", "target.name=some/other", "machine=h100", "plan=true"))
 
 
 def test_a_plan_takes_steps_on_this_machine_and_writes_nothing(fit, capsys):
@@ -100,7 +100,7 @@ def test_a_run_that_cannot_fit_is_refused_before_the_target_is_loaded(fit, monke
 
 
 @pytest.mark.parametrize(
-    "option, said",
+    "option, sentence",
     [
         ("data.train=nowhere.jsonl", "nowhere.jsonl"),
         ("data.heldout=nowhere.jsonl", "nowhere.jsonl"),
@@ -108,10 +108,10 @@ def test_a_run_that_cannot_fit_is_refused_before_the_target_is_loaded(fit, monke
         ("target.name=nobody/nothing", "nobody/nothing could not be loaded"),
     ],
 )
-def test_a_wrong_path_is_said_before_anything_is_loaded(fit, monkeypatch, option, said):
+def test_a_wrong_path_is_said_before_anything_is_loaded(fit, monkeypatch, option, sentence):
     monkeypatch.setattr(prepare, "load_target", lambda *_: pytest.fail("the target was loaded"))
-    monkeypatch.setattr("specdec.core.hub.in_reach", lambda: False)
-    with pytest.raises((ValueError, OSError), match=said):
+    monkeypatch.setattr("specdec.core.hub.is_hub_reachable", lambda: False)
+    with pytest.raises((ValueError, OSError), match=sentence):
         fit("wrong", option)
 
 
@@ -124,13 +124,13 @@ def test_the_start_needs_memory_only_where_there_is_one(outlines):
     for name, options in {"solved": (), "random": ("solve_packs=0",), **heads}.items():
         given = settings("head=eagle3", "machine=h100", *options)
         sizes = sizes_of(given, solve_packs=0 if name == "random" else 200)
-        memory[name] = plan.count_run(given, sizes, target, texts, decide.Place("cuda", 1, 8e10, 1e12)).memory
+        memory[name] = plan.count_run(given, sizes, target, texts, decide.Hardware("cuda", 1, 8e10, 1e12)).memory
     assert memory["solved"].start > 1e9 and memory["random"].start == 0 < memory["medusa"].step
     assert memory["solved"].target == memory["medusa"].target > 2 * 134e6
     assert memory["block"].start == 0 and memory["fused"].start > memory["solved"].start
 
 
 def test_the_figures_of_a_plan_are_sums():
-    memory = decide.Memory(target=16e9, drafter=4e9, step=11e9, start=10e9, other=1e9)
-    assert memory.most == 32e9 and memory.fixed == 21e9 and "target 16.00" in str(memory)
+    memory = decide.Memory(target=16e9, drafter=4e9, step=11e9, start=10e9, overhead=1e9)
+    assert memory.total == 32e9 and memory.fixed == 21e9 and "target 16.00" in str(memory)
     assert "closed-form start" in str(decide.Memory(target=1.0, drafter=1.0, step=1.0, start=1e9))

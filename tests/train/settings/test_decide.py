@@ -7,30 +7,32 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from specdec.core.precision import Choice
+from specdec.core.precision import DtypeChoice
 from specdec.options.config_files import flatten
 from tests.support import ROOT, losses_of
 from train.prepare import build
 from train.prepare import facts as prepare
 from train.settings import decide
-from train.settings.decide import Cost, Decided, Memory, Pace, Place, TargetFacts, TextLengths
-from train.settings.hydra_text import search_path
-from train.settings.options import RunConfig, RunOptions, list_decided, read_run, read_settings
+from train.settings.decide import Cost, Decided, Hardware, Memory, Pace, TargetFacts, TextLengths
+from train.settings.hydra_text import make_search_path
+from train.settings.options import RunConfig, RunOptions, list_auto_options, read_run, read_settings
 
-CPU, GPU = Place("cpu", 1, 24e9, 60e9), Place("cuda", 1, 80e9, 1e12)
+CPU, GPU = Hardware("cpu", 1, 24e9, 60e9), Hardware("cuda", 1, 80e9, 1e12)
 FAST, SLOW = Pace(1 / 5000, 1 / 1500, 0.1), Pace(1 / 300, 1 / 120, 2.0)
 
 
 class GivenFacts:
     """Facts as a test gives them. sizes: those that were counted"""
 
-    def __init__(self, lengths, place, pace, *, most=8192, counts=(), depth=4, packed=True, memory=lambda sizes: None):
-        self.row_lengths, self.place, self.pace, self.memory = numpy.array(lengths), place, pace, memory
+    def __init__(
+        self, lengths, hardware, pace, *, max_positions=8192, counts=(), depth=4, packed=True, memory=lambda sizes: None
+    ):
+        self.row_lengths, self.hardware, self.pace, self.memory = numpy.array(lengths), hardware, pace, memory
         self.counts, self.sizes = numpy.array(counts, dtype=int), []
-        self.target = TargetFacts(49152, most, packed, depth)
+        self.target = TargetFacts(49152, max_positions, packed, depth)
 
     def choose_dtype(self):
-        return Choice("float32", "as it is told")
+        return DtypeChoice("float32", "as it is told")
 
     def read_target(self, dtype):
         return self.target
@@ -52,18 +54,20 @@ class GivenFacts:
 
 def settings(*options: str) -> RunOptions:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        composed = compose("train", overrides=["run=some", "head=eagle3", *options, search_path()])
+        composed = compose("train", overrides=["run=some", "head=eagle3", *options, make_search_path()])
     return read_run(OmegaConf.to_container(composed, resolve=True))
 
 
-def decide_all(lengths, place, pace, *options, **facts) -> tuple[RunConfig, dict[str, str], TextLengths]:
+def decide_all(lengths, hardware, pace, *options, **facts) -> tuple[RunConfig, dict[str, str], TextLengths]:
     """The decided configuration, and the reasons by option"""
-    given = GivenFacts(lengths, place, pace, **facts)
-    decided: Decided = decide.decide(settings(*options), given)
-    assert {each.name for each in decided.decisions} == set(list_decided()) - (
-        set() if "norm_output" in decided.config.head.drafter else {f"head.drafter.{name}" for name in decide.NORMS}
+    facts_given = GivenFacts(lengths, hardware, pace, **facts)
+    decided: Decided = decide.decide(settings(*options), facts_given)
+    assert {each.name for each in decided.decisions} == set(list_auto_options()) - (
+        set()
+        if "norm_output" in decided.config.head.drafter
+        else {f"head.drafter.{name}" for name in decide.NORM_OPTIONS}
     )
-    return decided.config, {each.name: each.reason for each in decided.decisions if each.reason}, given.texts
+    return decided.config, {each.name: each.reason for each in decided.decisions if each.reason}, facts_given.texts
 
 
 def test_forty_rows():
@@ -80,7 +84,7 @@ def test_many_short_rows_on_two_cores_take_no_longer_than_an_hour():
         tokens = (
             config.train.steps * config.train.batch * config.train.accumulation * texts.num_tokens / texts.num_packs
         )
-        spent = Cost(pace, texts.num_tokens, 1, cached=False).seconds(tokens, tokens / config.train.steps)
+        spent = Cost(pace, texts.num_tokens, 1, cached=False).count_seconds(tokens, tokens / config.train.steps)
         assert 3000 < spent <= 3700 and "train.hours=1 allows" in reasons["train.steps"]
     assert config.train.batch * config.train.accumulation > 1  # Muon's own work is a small part of a slow step
     config, _, texts = decide_all([100] * 40_000, GPU, Pace(1e-5, 5e-5, 0.01))
@@ -91,25 +95,25 @@ def test_long_rows_are_read_whole_as_far_as_target_and_device_allow():
     lengths = [16_000] * 200
     config, reasons, _ = decide_all(lengths, CPU, FAST)
     assert config.data.length == 4096 and "cut: 200" in reasons["data.length"]
-    config, reasons, _ = decide_all(lengths, GPU, FAST, most=131_072)
+    config, reasons, _ = decide_all(lengths, GPU, FAST, max_positions=131_072)
     assert config.data.length == 16_000 and "cut: 0" in reasons["data.length"]
-    config, reasons, _ = decide_all(lengths, GPU, FAST, most=2048)
+    config, reasons, _ = decide_all(lengths, GPU, FAST, max_positions=2048)
     assert config.data.length == 2048 and "the target reads at most 2,048" in reasons["data.length"]
 
 
 def test_much_data_on_gpus_is_read_once_in_large_steps():
     lengths = numpy.random.default_rng(0).integers(100, 3000, 700_000)
-    config, _, _ = decide_all(lengths, Place("cuda", 8, 80e9, 1e12), Pace(1e-5, 5e-5, 0.01), most=40_960)
+    config, _, _ = decide_all(lengths, Hardware("cuda", 8, 80e9, 1e12), Pace(1e-5, 5e-5, 0.01), max_positions=40_960)
     assert config.train.epochs == 1 and config.data.length == 4096
     assert config.train.batch * config.train.accumulation * config.data.length * 8 >= 32_768
     assert 10_000 < config.train.steps < 40_000 and config.validation.num_prompts == 64 and config.decode.depth == 4
 
 
 def test_all_drafts_of_a_block_are_judged_on_a_gpu():
-    depth = lambda place, *options: decide_all([300] * 400, place, FAST, *options, depth=15)[0].decode.depth
+    depth = lambda hardware, *options: decide_all([300] * 400, hardware, FAST, *options, depth=15)[0].decode.depth
     block = "head=dflash2", "head.drafter.num_drafts=15"
-    assert [depth(place, *block) for place in (CPU, GPU)] == [2, 15]
-    assert [depth(place, "head=medusa") for place in (CPU, GPU)] == [2, 4]
+    assert [depth(hardware, *block) for hardware in (CPU, GPU)] == [2, 15]
+    assert [depth(hardware, "head=medusa") for hardware in (CPU, GPU)] == [2, 4]
 
 
 def test_long_runs_have_norms_in_place_of_a_start():
@@ -118,8 +122,8 @@ def test_long_runs_have_norms_in_place_of_a_start():
     short, long = kinds("train.tokens=300000"), kinds("train.tokens=3000000")
     assert norms(short) == (False, False) and short.solve_packs == 200
     assert norms(long) == (True, True) and long.solve_packs == 0
-    for option, wanted in (("solve_packs=50", (False, False)), ("head.drafter.norm_features=false", (False, False))):
-        assert norms(kinds("train.tokens=3000000", option)) == wanted
+    for option, expected in (("solve_packs=50", (False, False)), ("head.drafter.norm_features=false", (False, False))):
+        assert norms(kinds("train.tokens=3000000", option)) == expected
     assert kinds("train.tokens=3000", "head.drafter.norm_output=true").solve_packs == 0
     assert kinds("train.tokens=3000000", "head=mtp").solve_packs == 200
 
@@ -155,9 +159,9 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("name", GIVEN)
-@pytest.mark.parametrize("place", [CPU, GPU], ids=["cpu", "gpu"])
-def test_what_is_given_is_never_changed(name, place):
-    config, reasons, _ = decide_all([300] * 5000, place, FAST, f"{name}={GIVEN[name]}")
+@pytest.mark.parametrize("hardware", [CPU, GPU], ids=["cpu", "gpu"])
+def test_what_is_given_is_never_changed(name, hardware):
+    config, reasons, _ = decide_all([300] * 5000, hardware, FAST, f"{name}={GIVEN[name]}")
     assert flatten(config.document())[name] == GIVEN[name] and name not in reasons
 
 
@@ -165,13 +169,13 @@ def test_tokens_epochs_and_hours():
     tokens = lambda config, texts: (
         config.train.steps * config.train.batch * config.train.accumulation * texts.num_tokens / texts.num_packs
     )
-    for options, wanted in (
+    for options, expected in (
         (("train.tokens=300000",), 3e5),
         (("train.epochs=2",), 3e6),
         (("train.epochs=0.5",), 7.5e5),
     ):
         config, _, texts = decide_all([300] * 5000, CPU, SLOW, *options)
-        assert tokens(config, texts) == pytest.approx(wanted, rel=0.02) and config.train.hours is None
+        assert tokens(config, texts) == pytest.approx(expected, rel=0.02) and config.train.hours is None
     config, reasons, texts = decide_all([300] * 5000, CPU, SLOW, "train.epochs=2", "train.hours=0.25")
     assert tokens(config, texts) < 1.5e5 and "train.hours=0.25 allows" in reasons["train.steps"]
 
@@ -190,21 +194,21 @@ def test_a_resumed_run_is_the_same_on_another_machine(fit, monkeypatch):
         "train.accumulation=auto",
         "data.length=auto",
     )
-    monkeypatch.setattr(prepare, "try_steps", lambda *_: FAST)
+    monkeypatch.setattr(prepare, "time_steps", lambda *_: FAST)
     fit("whole", *open_ones)
     fit("some", *open_ones)
     settled = lambda: flatten(read_settings(build.Path("checkpoints/some/config.yaml"))) | {"resume": None}
     decided = settled()
     build.Path("checkpoints/some/finished").unlink()
-    monkeypatch.setattr(prepare, "try_steps", lambda *_: pytest.fail("it was decided before"))
+    monkeypatch.setattr(prepare, "time_steps", lambda *_: pytest.fail("it was decided before"))
     fit("some", *open_ones, "resume=true")
     assert decided == settled()
-    assert losses_of("some") == losses_of("whole") and all(decided.get(name) != "auto" for name in list_decided())
+    assert losses_of("some") == losses_of("whole") and all(decided.get(name) != "auto" for name in list_auto_options())
 
 
 def test_the_speed_is_measured_with_a_drafter_that_is_thrown_away(fit, monkeypatch):
-    monkeypatch.setattr(decide, "BRIEF", 0)
+    monkeypatch.setattr(decide, "SHORT_RUN_STEPS", 0)
     fit("measured", "train.validate_every=auto")
-    monkeypatch.setattr(decide, "BRIEF", 50)
+    monkeypatch.setattr(decide, "SHORT_RUN_STEPS", 50)
     fit("brief", "train.validate_every=auto")
     assert losses_of("measured") == losses_of("brief")

@@ -5,7 +5,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from specdec.text.reading import read_sources
-from train.settings.hydra_text import as_written, check
+from train.settings.hydra_text import check_options, quote_arguments
 
 TEXTS = [
     "data/x.jsonl", "数据/rows.jsonl", "my data (1)/rows.jsonl", "lr=1e-4,bs=2/rows.jsonl", "a#b:c", "it's", 'say "hi', " x ", "a\\", "\\",
@@ -16,7 +16,7 @@ TEXTS = [
 
 def read(argument: str):
     """The value of an argument, as Hydra and then OmegaConf read it."""
-    override = OverridesParser.create().parse_override(as_written([argument])[0])
+    override = OverridesParser.create().parse_override(quote_arguments([argument])[0])
     assert not override.is_sweep_override()
     config = OmegaConf.create({"value": override.value()})
     return OmegaConf.to_container(config, resolve=True)["value"]
@@ -26,8 +26,8 @@ def read(argument: str):
 def test_text_stays_as_it_is_written(text):
     for key in ("data.train", "data.heldout", "target.name", "run", "start", "features.folder", "+target.revision"):
         assert read(f"{key}={text}") == text, key
-    once = as_written([f"run={text}"])
-    assert as_written(once) == once  # the command that about.json repeats
+    once = quote_arguments([f"run={text}"])
+    assert quote_arguments(once) == once  # the command that about.json repeats
 
 
 def test_an_option_that_may_be_null_still_can_be():
@@ -46,7 +46,11 @@ def test_lists_dicts_and_numbers_are_what_the_documents_say(tmp_path, monkeypatc
     assert read('data.train="two words (1)"') == "two words (1)"  # quoted for Hydra already
     assert read("head.drafter.lora={r: 8}") == {"r": 8}
     assert read("data.train=[a${b}.jsonl,c.jsonl]") == ["a${b}.jsonl", "c.jsonl"]
-    assert as_written(["head=eagle", "~data", "hydra.verbose=true"]) == ["head=eagle", "~data", "hydra.verbose=true"]
+    assert quote_arguments(["head=eagle", "~data", "hydra.verbose=true"]) == [
+        "head=eagle",
+        "~data",
+        "hydra.verbose=true",
+    ]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "[a,b]").mkdir()
     (tmp_path / "'a'").touch()
@@ -59,6 +63,6 @@ def test_what_only_looks_like_a_dict_is_one_name(text):
 
 
 def test_options_of_another_command_are_checked():
-    check({"train.steps": "3", "optimizer.lr": "1e-3", "head": "eagle", "data.heldout": "数"}, "training.")
+    check_options({"train.steps": "3", "optimizer.lr": "1e-3", "head": "eagle", "data.heldout": "数"}, "training.")
     with pytest.raises(ValueError, match=r"^training\.train\.steps=x must be a whole number of 1 or more, or auto\.$"):
-        check({"train.steps": "x"}, "training.")
+        check_options({"train.steps": "x"}, "training.")

@@ -18,12 +18,12 @@ from specdec.core import progress
 from specdec.core.option_types import (
     HUGE,
     describe_bounds,
+    find_options,
     format_value,
     list_choices,
     list_fields,
     list_kinds,
     list_types,
-    options_of,
     read_bounds,
     read_options,
 )
@@ -40,8 +40,8 @@ from train.loop import optimizer
 from train.loop.optimizer import read_norms
 from train.settings import hydra_text as overrides
 from train.settings import usage
-from train.settings.hydra_text import search_path
-from train.settings.options import RunConfig, RunDraftingOptions, RunOptions, list_decided, read_run
+from train.settings.hydra_text import make_search_path
+from train.settings.options import RunConfig, RunDraftingOptions, RunOptions, list_auto_options, read_run
 
 WRONG = [
     *map(float, ("nan", "inf", "-inf")),
@@ -71,7 +71,9 @@ CHECKED_BY_THEIR_READERS = (
 
 def compose(*overrides: str) -> dict:
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return OmegaConf.to_container(hydra.compose("train", ["run=some", *overrides, search_path()]), resolve=True)
+        return OmegaConf.to_container(
+            hydra.compose("train", ["run=some", *overrides, make_search_path()]), resolve=True
+        )
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +106,7 @@ def test_every_key_of_yaml_is_an_option_and_the_reverse(head):
     assert set(fields) - names - groups <= absent | {"data.train"}
     for part in ("drafter", "objective"):
         settings = document["head"][part]
-        model = options_of(pkgutil.resolve_name(settings["_target_"]))
+        model = find_options(pkgutil.resolve_name(settings["_target_"]))
         assert settings.keys() - {"_target_"} <= model.model_fields.keys()
 
 
@@ -113,7 +115,7 @@ def test_every_option_that_may_be_auto_is_decided(options):
     undecided = {name for name, field in final.items() if AUTO in list_choices(field)}
     assert undecided == {"resume", "progress"}
     open_ones = {name for name, value in flatten(options.document()).items() if value == AUTO}
-    assert open_ones - {"progress"} <= set(list_decided())
+    assert open_ones - {"progress"} <= set(list_auto_options())
     assert list_fields(RunConfig).keys() == list_fields(RunOptions).keys()
 
 
@@ -132,16 +134,16 @@ def changed(document: dict, name: str, value) -> dict:
 
 def values_of(field) -> list:
     """Values below and above the bounds of an option, and of other types."""
-    found = list(WRONG)
+    values = list(WRONG)
     for annotation in list_types(field):
         _, bounds = read_bounds(annotation)
-        found += [bounds[name] - 1 for name in ("ge", "gt") if name in bounds] + [
+        values += [bounds[name] - 1 for name in ("ge", "gt") if name in bounds] + [
             bounds["gt"] for _ in "g" if "gt" in bounds
         ]
-        found += [bounds[name] + 1 for name in ("le", "lt") if name in bounds] + [
+        values += [bounds[name] + 1 for name in ("le", "lt") if name in bounds] + [
             bounds["lt"] for _ in "l" if "lt" in bounds
         ]
-    return found
+    return values
 
 
 def fits(field, value) -> bool:
@@ -150,25 +152,25 @@ def fits(field, value) -> bool:
         kind, bounds = read_bounds(annotation)
         origin = get_origin(kind) or kind
         if origin is Literal:
-            found = any(value == choice and type(value) is type(choice) for choice in get_args(kind))
+            fits_one = any(value == choice and type(value) is type(choice) for choice in get_args(kind))
         elif origin is float:
-            found = type(value) in (int, float) and bounds.get("ge", -HUGE) <= value <= bounds.get("le", HUGE)
-            found = found and bounds.get("gt", -2 * HUGE) < value < bounds.get("lt", 2 * HUGE)
+            fits_one = type(value) in (int, float) and bounds.get("ge", -HUGE) <= value <= bounds.get("le", HUGE)
+            fits_one = fits_one and bounds.get("gt", -2 * HUGE) < value < bounds.get("lt", 2 * HUGE)
         elif origin is int:
-            found = type(value) is int and bounds.get("ge", -HUGE) <= value <= bounds.get("le", HUGE)
+            fits_one = type(value) is int and bounds.get("ge", -HUGE) <= value <= bounds.get("le", HUGE)
         elif origin in (list, Sequence):
             item = FieldInfo.from_annotation(get_args(kind)[0])
             sizes = bounds.get("min_length", 0), bounds.get("max_length", 99)
-            found = (
+            fits_one = (
                 isinstance(value, list)
                 and sizes[0] <= len(value) <= sizes[1]
                 and all(fits(item, each) for each in value)
             )
         elif origin is str:
-            found = isinstance(value, str) and value != ""
+            fits_one = isinstance(value, str) and value != ""
         else:
-            found = type(value) is (type(None) if kind is None else origin) and (origin is not dict or value != {})
-        if found:
+            fits_one = type(value) is (type(None) if kind is None else origin) and (origin is not dict or value != {})
+        if fits_one:
             return True
     return False
 
@@ -191,13 +193,13 @@ def test_no_option_takes_what_it_cannot_use(usual, name):
     assert_refused(document, name, field, [value for value in values_of(field) if not fits(field, value)])
 
 
-@pytest.mark.parametrize("part", ["drafter", "objective"])
+@pytest.mark.parametrize("group", ["drafter", "objective"])
 @pytest.mark.parametrize("head", HEADS)
-def test_no_option_of_a_head_takes_what_it_cannot_use(head, part):
+def test_no_option_of_a_head_takes_what_it_cannot_use(head, group):
     document = compose(f"head={head}")
-    model = options_of(pkgutil.resolve_name(document["head"][part]["_target_"]))
+    model = find_options(pkgutil.resolve_name(document["head"][group]["_target_"]))
     for key, field in model.model_fields.items():
-        name = f"head.{part}.{key}"
+        name = f"head.{group}.{key}"
         wrong = [value for value in values_of(field) if not (fits(field, value) or dict in list_kinds(field))]
         assert_refused(document, name, field, wrong)
 
@@ -218,24 +220,24 @@ TOGETHER = {  # what two options may not be together
 }
 
 
-@pytest.mark.parametrize("given", TOGETHER)
-def test_what_does_not_go_together(given):
+@pytest.mark.parametrize("options", TOGETHER)
+def test_what_does_not_go_together(options):
     with pytest.raises(ValueError) as refused:
-        read_run(compose(*given.split()))
-    assert str(refused.value).startswith(TOGETHER[given])
+        read_run(compose(*options.split()))
+    assert str(refused.value).startswith(TOGETHER[options])
 
 
 def test_the_choices_are_those_that_exist():
     fields = list_fields(RunOptions)
     choices = lambda name: list_choices(fields[name])
-    assert set(choices("optimizer.schedule")) == set(optimizer.SHAPES)
+    assert set(choices("optimizer.schedule")) == set(optimizer.SCHEDULE_SHAPES)
     assert tuple(choices("progress")) == progress.MODES
     assert set(choices("decode.rule")) == set(RULES) and tuple(choices("decode.children")) == Children.__args__
     assert {*Drafting.__dataclass_fields__} == {*RunDraftingOptions.model_fields}
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("option", "sentence"),
     [
         ("train.batch=0", "train.batch=0 must be a whole number from 1 to 65536, or auto."),
         ("train.steps=0", "train.steps=0 must be a whole number of 1 or more, or auto."),
@@ -245,10 +247,10 @@ def test_the_choices_are_those_that_exist():
         ("start=???", "start: Missing mandatory value: start."),
     ],
 )  # fmt: skip
-def test_a_run_refuses_before_it_loads_anything(fit, monkeypatch, given, sentence):
+def test_a_run_refuses_before_it_loads_anything(fit, monkeypatch, option, sentence):
     monkeypatch.setattr("train.prepare.facts.Target.load", lambda *_, **__: pytest.fail("the target was loaded"))
     with pytest.raises(ValueError) as refused:
-        fit("wrong", "head=eagle3", given)
+        fit("wrong", "head=eagle3", option)
     assert str(refused.value) == sentence
 
 
@@ -271,7 +273,7 @@ def test_zero_means_never(fit, tmp_path):
 
 
 def test_help_shows_every_option_and_its_comment():
-    text = usage.usage()
+    text = usage.describe_usage()
     config = OmegaConf.load(ROOT / "conf" / "train.yaml")
     for key in config:
         if key not in ("defaults", "hydra"):
@@ -287,25 +289,25 @@ def test_help_shows_every_option_and_its_comment():
 
 
 @pytest.mark.parametrize(
-    ("given", "close"),
+    ("option", "close"),
     [("train.stepz=3", "train.steps"), ("head.objektive.depth=3", "head.objective.depth"), ("heads=mtp", "head")],
 )
-def test_an_unknown_option_is_named_with_the_one_that_is_like_it(given, close):
-    known = [
+def test_an_unknown_option_is_named_with_the_one_that_is_like_it(option, close):
+    known_options = [
         "head=eagle",
         "experiment=blockwise",
         "head.objective.losses.kl=1",
         "+more.of=1",
         "head.drafter.num_layers=2",
     ]
-    assert usage.unknown(known) is None
-    said = usage.unknown([*known, given])
-    assert said.startswith(f"There is no option {given.partition('=')[0]!r}. Did you mean {close!r}?")
-    assert usage.unknown(["xyzzy=1"]) == "There is no option 'xyzzy'. See --help."
+    assert usage.find_unknown_option(known_options) is None
+    sentence = usage.find_unknown_option([*known_options, option])
+    assert sentence.startswith(f"There is no option {option.partition('=')[0]!r}. Did you mean {close!r}?")
+    assert usage.find_unknown_option(["xyzzy=1"]) == "There is no option 'xyzzy'. See --help."
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "sentence"),
     [
         (
             "experiment=blokwise",
@@ -316,10 +318,10 @@ def test_an_unknown_option_is_named_with_the_one_that_is_like_it(given, close):
         ("target=Qwen/Qwen3-8B", "There is no target 'Qwen/Qwen3-8B'. Did you mean 'qwen3-8b'?"),
     ],
 )
-def test_a_choice_without_a_file_is_refused(wrong, said):
+def test_a_choice_without_a_file_is_refused(wrong, sentence):
     known = ["head=eagle,mtp", "head=glob(*)", "decode=chain.yaml", "train.steps=2", "heads=x", "plan=true"]
     assert usage.refuse_choices(known) is None
-    assert usage.refuse_choices([*known, wrong]).startswith(f"error: {said}")
+    assert usage.refuse_choices([*known, wrong]).startswith(f"error: {sentence}")
     assert usage.refuse_choices([wrong, "--config-dir=mine"]) is None
 
 
@@ -332,7 +334,7 @@ def test_an_experiment_that_does_not_exist_is_not_optional():
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("options", "name"),
     [
         ([], "eagle-smollm2-135m"),
         (["head=eagle3", "target.name=Qwen/Qwen3-8B"], "eagle3-Qwen3-8B"),
@@ -345,14 +347,14 @@ def test_an_experiment_that_does_not_exist_is_not_optional():
         (["run=mine", "target.name=a/b"], "mine"),
     ],
 )
-def test_a_run_and_its_features_are_named_by_the_target(given, wanted):
-    assert overrides.target_name("targets/smollm2-135m/") == "smollm2-135m"
+def test_a_run_and_its_features_are_named_by_the_target(options, name):
+    assert overrides.make_target_name("targets/smollm2-135m/") == "smollm2-135m"
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = hydra.compose("train", overrides=[*given, search_path()], return_hydra_config=True)
+        config = hydra.compose("train", overrides=[*options, make_search_path()], return_hydra_config=True)
     before = HydraConfig.instance().cfg
     try:
         HydraConfig.instance().set_config(config)
-        assert config.run == wanted and config.features.folder == f"checkpoints/features/{wanted}"
+        assert config.run == name and config.features.folder == f"checkpoints/features/{name}"
     finally:
         HydraConfig.instance().cfg = before
 
@@ -383,7 +385,7 @@ def test_paths_of_the_home_folder_in_every_form(train, paths, monkeypatch):
     monkeypatch.setenv("HOME", "/at/home")
     names = ("data.heldout", "data.cache", "features.folder", "target.name", "start", "run", "validation.answers")
     given = [f"data.train={train}", "head.drafter.model=~/model", *(f"{name}=~/x" for name in names)]
-    config = read_run(compose("head=draft", *overrides.as_written(given)))
+    config = read_run(compose("head=draft", *overrides.quote_arguments(given)))
     known = flatten(config.document())
     assert config.data.train == paths and known["head.drafter.model"] == "/at/home/model"
     assert {known[name] for name in names} == {"/at/home/x"}

@@ -23,32 +23,32 @@ class Reader(HTMLParser):
 
     def __init__(self, text: str):
         super().__init__()
-        self.tiles, self.addresses, self.data, self.inside, self.texts = [], [], "", [], []
+        self.tiles, self.addresses, self.json_text, self.open_elements, self.texts = [], [], "", [], []
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
-        found = dict(attributes)
-        self.inside.append((tag, found))
-        self.addresses += [found[name] for name in ("src", "href") if name in found]
+        attribute_values = dict(attributes)
+        self.open_elements.append((tag, attribute_values))
+        self.addresses += [attribute_values[name] for name in ("src", "href") if name in attribute_values]
         if tag in ("meta", "link", "br", "img"):
-            self.inside.pop()
+            self.open_elements.pop()
 
     def handle_endtag(self, tag):
-        while self.inside and self.inside.pop()[0] != tag:
+        while self.open_elements and self.open_elements.pop()[0] != tag:
             pass
 
-    def handle_data(self, data):
-        tag, found = self.inside[-1] if self.inside else ("", {})
-        if found.get("id") == "data":
-            self.data += data
+    def handle_data(self, text):
+        tag, attribute_values = self.open_elements[-1] if self.open_elements else ("", {})
+        if attribute_values.get("id") == "data":
+            self.json_text += text
         elif tag not in ("script", "style"):
-            self.texts.append(data)
+            self.texts.append(text)
             if tag == "b":
-                self.tiles.append(data)
+                self.tiles.append(text)
 
 
 @pytest.fixture
-def made(fit, folder, tmp_path):
+def best_step(fit, folder, tmp_path):
     """A finished run's best step."""
     write_rows(
         tmp_path / "prompts.jsonl",
@@ -61,22 +61,24 @@ def made(fit, folder, tmp_path):
     return checkpoint.resolve(Path("checkpoints/paged"))
 
 
-def test_a_run_leaves_a_page_that_says_what_its_report_says(made, monkeypatch, capsys):
-    path = made / "report.html"
+def test_a_run_leaves_a_page_that_says_what_its_report_says(best_step, monkeypatch, capsys):
+    path = best_step / "report.html"
     text = path.read_text()
-    found, report = Reader(text), json.loads((made / "report.json").read_text())
-    data = json.loads(found.data)
-    assert data["report"] == page.finite(report)
-    assert data["log"] == page.finite(
+    page_reader, report = Reader(text), json.loads((best_step / "report.json").read_text())
+    data = json.loads(page_reader.json_text)
+    assert data["report"] == page.replace_non_finite(report)
+    assert data["log"] == page.replace_non_finite(
         [json.loads(line) for line in Path("checkpoints/paged/log.jsonl").read_text().splitlines()]
     )
     assert data["about"]["data"]["supervised tokens"] > 0 and "head=eagle3" not in data["name"]
     shown = [report["replayed_tau"], report["tau"], report["speedup"], report["tokens_per_second"]]
-    assert {f"{shown[0]:.2f}", f"{shown[1]:.2f}", f"{shown[2]:.2f}", f"{shown[3]:.2f}"} <= set(found.tiles)
-    assert run_page.worth(Report.from_json(report))[1] in "".join(found.texts)
-    assert {"hostile", "plain"} <= set(found.texts)  # a tag and a category
-    assert len(text) < 1_000_000 and set(found.addresses) == {"data:,"} and "<img" not in text.split("<script>")[0]
-    (made / "report.html").unlink()
+    assert {f"{shown[0]:.2f}", f"{shown[1]:.2f}", f"{shown[2]:.2f}", f"{shown[3]:.2f}"} <= set(page_reader.tiles)
+    assert run_page.rate_speedup(Report.from_json(report))[1] in "".join(page_reader.texts)
+    assert {"hostile", "plain"} <= set(page_reader.texts)  # a tag and a category
+    assert (
+        len(text) < 1_000_000 and set(page_reader.addresses) == {"data:,"} and "<img" not in text.split("<script>")[0]
+    )
+    (best_step / "report.html").unlink()
     monkeypatch.setattr(sys, "argv", ["report.py", "run=checkpoints/paged"])
     script.main()
     assert str(path) in capsys.readouterr().out
@@ -91,7 +93,7 @@ def report_of(**figures) -> Report:
 
 
 @pytest.mark.parametrize(
-    ("figures", "answer", "said"),
+    ("figures", "answer", "sentence"),
     [
         ({"speedup": 1.5, "speedup_ci": [1.4, 1.6]}, "yes", "Yes: 1.50 times as fast as plain decoding (1.40 .. 1.60) with the chain of 2, on 8"),
         ({"speedup": 1.1, "speedup_ci": [0.9, 1.3]}, "unsure", "Not sure: 1.10 times"),
@@ -101,9 +103,9 @@ def report_of(**figures) -> Report:
         ({"tau": None}, "unsure", "tau is 1.90, but nothing was decoded"),
     ],
 )  # fmt: skip
-def test_whether_a_head_is_worth_serving_is_one_sentence(figures, answer, said):
-    found = run_page.worth(report_of(**figures))
-    assert found[0] == answer and said in found[1]
+def test_whether_a_head_is_worth_serving_is_one_sentence(figures, answer, sentence):
+    verdict = run_page.rate_speedup(report_of(**figures))
+    assert verdict[0] == answer and sentence in verdict[1]
 
 
 def test_the_command_of_a_page_says_what_the_run_decided():
@@ -113,5 +115,5 @@ def test_the_command_of_a_page_says_what_the_run_decided():
         "solve_packs": 0,
         "head": {"vocab_size": None},
     }
-    command = record.spell_out(config, ["head=mtp", "resume=auto", "train.epochs=4", "data.length=640"])
+    command = record.spell_out_options(config, ["head=mtp", "resume=auto", "train.epochs=4", "data.length=640"])
     assert command == ["head=mtp", "data.length=640", "head.vocab_size=null", "solve_packs=0", "train.steps=70"]

@@ -30,7 +30,7 @@ def _nobody_is_logged_in(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_MODE", "offline")
 
 
-def wanted(run: str) -> tuple[dict[int, dict[str, float]], dict]:
+def read_expected(run: str) -> tuple[dict[int, dict[str, float]], dict]:
     """What a run should have told: figures by step, and the report of its best step."""
     folder = Path("checkpoints") / run
     steps: dict[int, dict[str, float]] = {}
@@ -40,30 +40,30 @@ def wanted(run: str) -> tuple[dict[int, dict[str, float]], dict]:
             continue
         kind, values = ("validation", row["validation"]) if "validation" in row else ("train", row)
         step = row.pop("step")
-        steps.setdefault(step, {}).update(tracking.figures_of(kind, values))
+        steps.setdefault(step, {}).update(tracking.list_figures(kind, values))
     report = json.loads((checkpoint.resolve(folder) / "report.json").read_text())
-    steps[max(steps)].update(tracking.figures_of("best", report))
+    steps[max(steps)].update(tracking.list_figures("best", report))
     return steps, report
 
 
-def same(found: dict[int, dict[str, float]], run: str, *, digits: float = 1e-12) -> None:
-    steps, report = wanted(run)
+def compare_with_run(tracked: dict[int, dict[str, float]], run: str, *, digits: float = 1e-12) -> None:
+    steps, report = read_expected(run)
     assert {"train/loss", "train/learning_rate", "train/tokens_per_second", "train/memory", "train/grad_norm"} <= set(
         steps[1]
     )
     assert {"validation/replayed_tau", "validation/replayed_tau_low", "validation/replayed_survival_1"} <= set(steps[2])
     assert {"best/speedup", "best/speedup_low", "best/tau", "best/survival_1", "best/auto_speedup"} <= set(steps[4])
     assert steps[4]["best/speedup"] == report["speedup"] and steps[4]["best/speedup_high"] == report["speedup_ci"][1]
-    assert set(found) == set(steps)
+    assert set(tracked) == set(steps)
     for step, figures in steps.items():
-        assert {name: found[step].get(name) for name in figures} == pytest.approx(figures, rel=digits)
-        assert {name for name in found[step] if name.startswith(("train/", "validation/", "best/"))} == set(figures)
+        assert {name: tracked[step].get(name) for name in figures} == pytest.approx(figures, rel=digits)
+        assert {name for name in tracked[step] if name.startswith(("train/", "validation/", "best/"))} == set(figures)
 
 
 def test_figures_are_numbers_by_name():
     report = {"tau": 1.5, "tau_ci": [1.25, 1.75], "survival": [0.5, math.nan], "auto": {"speedup": 2, "sizes": {"3": 7}}, "step": 4,
               "shape": "chain of 2", "speedup": None, "by_category": {"all": {"tau": 1}}, "differences": [{"prompt": "a"}]}  # fmt: skip
-    assert tracking.figures_of("best", report) == {
+    assert tracking.list_figures("best", report) == {
         "best/tau": 1.5, "best/tau_low": 1.25, "best/tau_high": 1.75, "best/survival_1": 0.5, "best/auto_speedup": 2,
         "best/auto_sizes_3": 7, "best/step": 4,
     }  # fmt: skip
@@ -71,14 +71,14 @@ def test_figures_are_numbers_by_name():
 
 def records_of(path: Path) -> Iterator[bytes]:
     """The records of a .wandb file: LevelDB's log format behind a header of 7 bytes, in blocks of 32 KiB."""
-    content, place, record = path.read_bytes(), 7, b""
-    while place + 7 <= len(content):
-        if 32768 - place % 32768 < 7:  # the end of a block holds no header
-            place += 32768 - place % 32768
+    content, offset, record = path.read_bytes(), 7, b""
+    while offset + 7 <= len(content):
+        if 32768 - offset % 32768 < 7:  # the end of a block holds no header
+            offset += 32768 - offset % 32768
             continue
-        _, size, kind = struct.unpack("<IHB", content[place : place + 7])
-        record += content[place + 7 : place + 7 + size]
-        place += 7 + size
+        _, size, kind = struct.unpack("<IHB", content[offset : offset + 7])
+        record += content[offset + 7 : offset + 7 + size]
+        offset += 7 + size
         if kind in (1, 4):  # whole, or the last part
             yield record
             record = b""
@@ -109,7 +109,7 @@ def test_wandb_offline_holds_what_the_run_holds(fit):
     assert fit("wandb", "tracker=wandb", *SHORT) == 0
     folder = Path("checkpoints/wandb")
     steps, runs = read_wandb(folder)
-    same(steps, "wandb")
+    compare_with_run(steps, "wandb")
     ((identity, config),) = runs.items()
     assert identity == (folder / tracking.WANDB_ID).read_text().strip() and config["optimizer.lr"] == 1e-3
 
@@ -135,8 +135,8 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
             content = gzip.decompress(content)
         answer = {}
         if self.path.endswith("/graphql"):
-            asked = json.loads(content)
-            answer = {"data": self.answer(str(asked.get("operationName")), asked.get("variables") or {})}
+            request = json.loads(content)
+            answer = {"data": self.answer(str(request.get("operationName")), request.get("variables") or {})}
         elif self.path.endswith("/file_stream"):
             history = json.loads(content).get("files", {}).get("wandb-history.jsonl")
             if history:
@@ -148,21 +148,21 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.reply({})
 
-    def answer(self, name: str, asked: dict) -> dict:
+    def answer(self, name: str, variables: dict) -> dict:
         project = {"id": "P", "name": "specdec", "entity": {"id": "E", "name": "me"}}
-        run = {"id": "R", "name": asked.get("name"), "displayName": "run", "config": "{}", "project": project}
+        run = {"id": "R", "name": variables.get("name"), "displayName": "run", "config": "{}", "project": project}
         if name == "RunResumeStatus":
-            rows, known = self.rows.get(asked["name"], []), asked["name"] in self.rows
+            rows, is_known = self.rows.get(variables["name"], []), variables["name"] in self.rows
             counts = {"logLineCount": 0, "historyLineCount": len(rows), "eventsLineCount": 0, "eventsTail": "[]"}
             tail = {"historyTail": json.dumps([json.dumps(rows[-1])] if rows else []), "summaryMetrics": json.dumps(rows[-1] if rows else {})}  # fmt: skip
-            told = {**run, **counts, **tail, "tags": [], "wandbConfig": '{"t": 1}'}
-            return {"model": {**project, "bucket": told if known else None}}
+            resumed_run = {**run, **counts, **tail, "tags": [], "wandbConfig": '{"t": 1}'}
+            return {"model": {**project, "bucket": resumed_run if is_known else None}}
         if name == "UpsertBucket":
-            self.rows.setdefault(str(asked["name"]), [])
+            self.rows.setdefault(str(variables["name"]), [])
             return {"upsertBucket": {"bucket": run, "inserted": True}}
         if name == "CreateRunFiles":
             place = f"http://127.0.0.1:{self.server.server_address[1]}/file"
-            return {"createRunFiles": {"runID": "R", "uploadHeaders": [], "files": [{"name": each, "uploadUrl": place} for each in asked["files"]]}}  # fmt: skip
+            return {"createRunFiles": {"runID": "R", "uploadHeaders": [], "files": [{"name": file_name, "uploadUrl": place} for file_name in variables["files"]]}}  # fmt: skip
         return {}
 
     def reply(self, answer: dict) -> None:
@@ -192,13 +192,13 @@ def test_a_continued_run_is_synchronised_whole(fit, monkeypatch):
         server.shutdown()
     ((identity, rows),) = WandbServer.rows.items()
     assert identity == Path("checkpoints/died", tracking.WANDB_ID).read_text().strip(), done.stderr
-    told, _ = read_wandb(Path("checkpoints/died"))
+    figures_by_step, _ = read_wandb(Path("checkpoints/died"))
     steps = [row["step"] for row in rows]
-    assert sorted(set(steps)) == sorted(told) == [1, 2, 3, 4] and len(steps) > 4
-    found: dict[int, dict[str, float]] = {}
+    assert sorted(set(steps)) == sorted(figures_by_step) == [1, 2, 3, 4] and len(steps) > 4
+    tracked: dict[int, dict[str, float]] = {}
     for row in rows:
-        found.setdefault(row["step"], {}).update(row)
-    same(found, "died")
+        tracked.setdefault(row["step"], {}).update(row)
+    compare_with_run(tracked, "died")
 
 
 @pytest.mark.full
@@ -212,7 +212,7 @@ def test_tensorboard_holds_what_the_run_holds(fit):
     for name in events.Tags()["scalars"]:
         for event in events.Scalars(name):
             steps.setdefault(event.step, {})[name] = event.value
-    same(steps, "board", digits=1e-6)  # float32
+    compare_with_run(steps, "board", digits=1e-6)  # float32
 
 
 @pytest.mark.full
@@ -225,7 +225,7 @@ def test_trackio_holds_what_the_run_holds(fit, tmp_path, monkeypatch):
     steps: dict[int, dict[str, float]] = {}
     for row in storage.get_logs("specdec", "io"):
         steps.setdefault(row["step"], {}).update(row)
-    same(steps, "io")
+    compare_with_run(steps, "io")
 
 
 class Broken:
@@ -249,8 +249,8 @@ def test_a_tracker_that_fails_ends_with_one_warning_and_the_run_goes_on(fit, mon
     monkeypatch.setattr(tracking, "open_tracker", Broken)
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     assert fit("goes-on", "tracker=tensorboard", *SHORT) == 0
-    (said,) = [str(each.message) for each in recwarn if "tracker=" in str(each.message)]
-    assert said.startswith("tracker=tensorboard has failed (OSError: no route to https://***@host, key ***).")
+    (warning,) = [str(each.message) for each in recwarn if "tracker=" in str(each.message)]
+    assert warning.startswith("tracker=tensorboard has failed (OSError: no route to https://***@host, key ***).")
     assert Path("checkpoints/goes-on/finished").exists()
 
 
@@ -259,18 +259,18 @@ def test_a_tracker_that_cannot_start_is_named_once(monkeypatch, tmp_path, recwar
         raise RuntimeError("no network")
 
     monkeypatch.setattr(tracking, "open_tracker", refuse)
-    told = tracking.Tracking("wandb", tmp_path)
-    with told.running("run", {}):
-        told.record(1, {"loss": 1.0})
+    run_tracking = tracking.Tracking("wandb", tmp_path)
+    with run_tracking.running("run", {}):
+        run_tracking.record(1, {"loss": 1.0})
     assert ["no network" in str(each.message) for each in recwarn] == [True]
 
 
 def test_an_error_of_the_run_closes_the_tracker_and_settings_have_no_secrets(monkeypatch, tmp_path):
-    given, closed = [], []
+    opened_settings, closed = [], []
 
     class Opened:
         def __init__(self, name, folder, run, settings):
-            given.append(settings)
+            opened_settings.append(settings)
 
         def finish(self):
             closed.append(True)
@@ -280,11 +280,11 @@ def test_an_error_of_the_run_closes_the_tracker_and_settings_have_no_secrets(mon
     settings = {"lr": 0.1, "url": "http://me:pass@host/", "key": "abcdefgh"}
     with pytest.raises(KeyError), tracking.Tracking("wandb", tmp_path).running("run", settings):
         raise KeyError("power cut")
-    assert given == [{"lr": 0.1, "url": "http://***@host/", "key": "***"}] and closed == [True]
+    assert opened_settings == [{"lr": 0.1, "url": "http://***@host/", "key": "***"}] and closed == [True]
 
 
 def test_a_tracker_that_is_not_there_is_refused_in_one_sentence(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError) as caught:
-        tracking.check("trackio")
+        tracking.check_installed("trackio")
     assert str(caught.value) == "tracker=trackio needs a package that is not installed: pip install trackio"
