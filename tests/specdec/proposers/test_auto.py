@@ -213,7 +213,10 @@ def decode_by_clock(
     monkeypatch.setattr(auto_module, "time", clock)
     copies = Copies(clock, accuracy, looking)
     target = SimpleNamespace(
-        vocab_size=4, recurrent=False, device=torch.device("cpu"), share=SimpleNamespace(gather_values=lambda value: [value])
+        vocab_size=4,
+        recurrent=False,
+        device=torch.device("cpu"),
+        share=SimpleNamespace(gather_values=lambda value: [value]),
     )
     known = costs or {1: seconds(1, 0), 2: seconds(2, 0)}
     proposer = AutoProposer(target, members=[copies], costs=Costs({1: known}, sizes=known))
