@@ -1,7 +1,8 @@
 """Trains a drafter; validation decodes.
 
 accelerate launch train.py head=eagle
-python train.py -m head=eagle3,mtp optimizer.lr=1e-3,2e-3    several, one after the other; the same command continues (docs/tracking.md)
+python train.py -m head=eagle3,mtp optimizer.lr=1e-3,2e-3    several, one after the other; the same command continues
+(docs/tracking.md)
 """
 
 import specdec.core.threads  # noqa: F401  says how threads wait, before torch is imported
@@ -31,7 +32,8 @@ from train.settings.decide import decide
 from train.settings.options import RunConfig, list_fixed_settings
 from train.show import display, run_page, tracking
 
-# An error that all processes find is told by the main one, and the launcher then ends the others. They wait so long with theirs.
+# An error that all processes find is told by the main one, and the launcher then ends the others. They wait so long
+# with theirs.
 SECONDS_FOR_MAIN_PROCESS = 10
 
 

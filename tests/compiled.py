@@ -51,8 +51,8 @@ class Scheduled(Exception):
 
 
 def schedule_as_on_a_gpu(monkeypatch) -> list[str]:
-    """From now on inductor stops before it makes code, having put concatenations into the loops that read them, as on a GPU; what was
-    to be compiled runs as it is. -> the refusals, to which each further one is added
+    """From now on inductor stops before it makes code, having put concatenations into the loops that read them, as on a
+    GPU; what was to be compiled runs as it is. -> the refusals, to which each further one is added
     """
     refusals, compile, merge = list[str](), torch._inductor.compile, Scheduler.merge_loops
 

@@ -125,11 +125,18 @@ def traced(monkeypatch) -> None:
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A stand-in for the Hugging Face Hub, which the test's process uses, as the user of `token`, with an empty cache."""
+    """A stand-in for the Hugging Face Hub, which the test's process uses, as the user of `token`, with an empty
+    cache.
+    """
     with Hub(hf_user="user", hf_other="other") as served:
-        for name, value in {"ENDPOINT": served.url, "HUGGINGFACE_CO_URL_TEMPLATE": served.url + "/{repo_id}/resolve/{revision}/{filename}",
-                            "HF_HUB_CACHE": str(tmp_path / "hub-cache"), "HF_TOKEN_PATH": str(tmp_path / "no-token"),
-                            "HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}.items():  # fmt: skip
+        for name, value in {
+            "ENDPOINT": served.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": served.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(tmp_path / "hub-cache"),
+            "HF_TOKEN_PATH": str(tmp_path / "no-token"),
+            "HF_HUB_DISABLE_XET": True,
+            "HF_HUB_OFFLINE": False,
+        }.items():
             monkeypatch.setattr(huggingface_hub.constants, name, value)
         monkeypatch.setenv("HF_TOKEN", "hf_user")
         fetch_checkpoint.cache_clear()
@@ -202,8 +209,13 @@ def folder(tmp_path_factory):
     """A folder with a tiny target, conversations and prompts."""
     folder = tmp_path_factory.mktemp("train")
     save_target(folder / "target", num_layers=8)
-    rows = [{"id": f"row-{n}", "messages": [{"role": "user", "content": f"Count from {n}."},
-                                            {"role": "assistant", "content": answer}]} for n, answer in enumerate(ANSWERS)]  # fmt: skip
+    rows = [
+        {
+            "id": f"row-{n}",
+            "messages": [{"role": "user", "content": f"Count from {n}."}, {"role": "assistant", "content": answer}],
+        }
+        for n, answer in enumerate(ANSWERS)
+    ]
     write_rows(folder / "train.jsonl", rows)
     write_rows(folder / "prompts.jsonl", [{"prompt": "Count from 3."}, {"prompt": "Count on."}])
     return folder

@@ -148,8 +148,8 @@ def rule_error(p: dict, rule, drafts, probs=None) -> float:
     """The largest difference, over TEXTS, between the distribution of decoded texts and the target's distribution.
 
     A decoded text begins with the tokens that the rule emits and continues by the target's distribution.
-    p: the target's distribution for every prefix. parts: pairs (tree, probabilities [B] of its drafts), which sum to 1 over all
-    parts. probs [B, N, V]: given to the rule in place of p at the nodes.
+    p: the target's distribution for every prefix. parts: pairs (tree, probabilities [B] of its drafts), which sum to 1
+    over all parts. probs [B, N, V]: given to the rule in place of p at the nodes.
     """
 
     def continuation(text, start):
@@ -159,11 +159,12 @@ def rule_error(p: dict, rule, drafts, probs=None) -> float:
     for tree, weights in drafts:
         for row, weight, emitted in rule_outcomes(rule, tree, at_nodes(tree, p) if probs is None else probs):
             emitted_probability[emitted] += weights[row] * weight
-    distribution = {
-        text: sum(emitted_probability[text[:n]] * continuation(text, n) for n in range(1, len(text) + 1))
-        for text in TEXTS
-    }
-    return max(abs(distribution[text] - continuation(text, 0)) for text in TEXTS)
+    errors = []
+    for text in TEXTS:
+        lengths = range(1, len(text) + 1)
+        total = sum(emitted_probability[text[:num]] * continuation(text, num) for num in lengths)
+        errors.append(abs(total - continuation(text, 0)))
+    return max(errors)
 
 
 # Whole decoders
@@ -257,20 +258,22 @@ def decoder_outcomes(decoder: Decoder, number: int, *, seed: int, alone: bool, m
 
 
 def decoder_error(decoder: Decoder, number: int, *, seed: int = 0, alone: bool = False, monkeypatch) -> float:
-    """The largest difference between the distribution of texts that begin with the tokens of this round and the target's distribution."""
+    """The largest difference between the distribution of texts that begin with the tokens of this round and the
+    target's distribution.
+    """
     emitted_probability = collections.Counter()
     outcomes = list(decoder_outcomes(decoder, number, seed=seed, alone=alone, monkeypatch=monkeypatch))
     before = outcomes[0][0]
     for _, weight, emitted in outcomes:
         emitted_probability[emitted] += weight
     sampling = decoder.sampling
-    distribution = {
-        text: sum(
-            emitted_probability[text[:n]] * probability(sampling, before + text[:n], text[n:]) for n in range(1, 4)
-        )
-        for text in THREE_TOKENS
-    }
-    return max(abs(distribution[text] - probability(sampling, before, text)) for text in THREE_TOKENS)
+    errors = []
+    for text in THREE_TOKENS:
+        total = 0.0
+        for num in range(1, 4):
+            total += emitted_probability[text[:num]] * probability(sampling, before + text[:num], text[num:])
+        errors.append(abs(total - probability(sampling, before, text)))
+    return max(errors)
 
 
 def without_temperature(tree: Tree) -> Tree:

@@ -1,5 +1,5 @@
-"""kill -9 at random moments of real commands, which are repeated until they end, and what was lost: weights bit for bit, log lines,
-cached features, answers."""
+"""kill -9 at random moments of real commands, which are repeated until they end, and what was lost: weights bit for
+bit, log lines, cached features, answers."""
 
 import collections
 import json
@@ -18,18 +18,39 @@ def make_inputs(folder: Path) -> None:
     """A tiny target with random weights, conversations and prompts."""
     save_target(folder / "target", num_layers=8)
     texts = [f"{number} is followed by {number + 1}, then by {number + 2}." for number in range(ROWS)]
-    rows = [{"id": f"row-{n}", "messages": [{"role": "user", "content": f"Count from {n}."},
-                                            {"role": "assistant", "content": text}]} for n, text in enumerate(texts)]  # fmt: skip
+    rows = [
+        {
+            "id": f"row-{n}",
+            "messages": [{"role": "user", "content": f"Count from {n}."}, {"role": "assistant", "content": text}],
+        }
+        for n, text in enumerate(texts)
+    ]
     write_rows(folder / "train.jsonl", rows)
     write_prompts(folder / "prompts.jsonl", 20)
 
 
 def commands(folder: Path) -> dict[str, list]:
     """Commands with these inputs, by the name of their file: training that writes features, and answering."""
-    often = ("train.steps=30", "train.validate_every=15", "train.save_every=3", "resume=auto", "solve_packs=0", "data.pack=false",
-             "validation.num_prompts=1", "validation.max_new_tokens=3", "features.mode=cached", "features.folder=cache")  # fmt: skip
-    answer = [f"target.name={folder}/target", f"prompts={folder}/prompts.jsonl", "out=answers.jsonl", "max_new_tokens=12", "batch=3",
-              "target.dtype=float32"]  # fmt: skip
+    often = (
+        "train.steps=30",
+        "train.validate_every=15",
+        "train.save_every=3",
+        "resume=auto",
+        "solve_packs=0",
+        "data.pack=false",
+        "validation.num_prompts=1",
+        "validation.max_new_tokens=3",
+        "features.mode=cached",
+        "features.folder=cache",
+    )
+    answer = [
+        f"target.name={folder}/target",
+        f"prompts={folder}/prompts.jsonl",
+        "out=answers.jsonl",
+        "max_new_tokens=12",
+        "batch=3",
+        "target.dtype=float32",
+    ]
     return {
         "train.py": [ROOT / "train.py", *train_overrides(folder, "run", *often)],
         "answer.py": [ROOT / "scripts" / "answer.py", *answer],
@@ -51,29 +72,39 @@ def differing(name: str, whole: list, killed: list) -> list[str]:
 
 
 def lost_run(whole: Path, killed: Path) -> list[str]:
-    """The weights of every checkpoint, the optimizer's last state, the best step, the lines of the log, and features."""
+    """The weights of every checkpoint, the optimizer's last state, the best step, the lines of the log, and
+    features.
+    """
     whole_run, killed_run = (folder / "checkpoints" / "run" for folder in (whole, killed))
     last = max(path.name for path in (whole_run / "state").glob("step_??????"))
     paths = [f"{path.name}/drafter.safetensors" for path in sorted(whole_run.glob("step_??????"))]
     paths += [f"state/{last}/optimizer.safetensors", f"state/{last}/drafter.safetensors", "best", "finished"]
-    sentences = [
-        f"{path} differs" for path in paths if (whole_run / path).read_bytes() != (killed_run / path).read_bytes()
-    ]
-    kinds = ("validation", "last", "skipped")
-    logs = [
-        [(row["step"], row.get("loss"), *(kind in row for kind in kinds)) for row in lines_of(run / "log.jsonl")]
-        for run in (whole_run, killed_run)
-    ]
-    caches = [
-        {path.name: path.read_bytes() for path in (folder / "cache").rglob("*.safetensors")}
-        for folder in (whole, killed)
-    ]
-    return sentences + differing("log lines", *logs) + ["cached features differ"] * (caches[0] != caches[1])
+    sentences = []
+    for path in paths:
+        if (whole_run / path).read_bytes() != (killed_run / path).read_bytes():
+            sentences.append(f"{path} differs")
+    sentences += differing("log lines", log_lines(whole_run), log_lines(killed_run))
+    if cached_features(whole) != cached_features(killed):
+        sentences.append("cached features differ")
+    return sentences
+
+
+def log_lines(run: Path) -> list[tuple]:
+    """Step, loss and kind of every line of a run's log."""
+    lines = lines_of(run / "log.jsonl")
+    return [(row["step"], row.get("loss"), "validation" in row, "last" in row, "skipped" in row) for row in lines]
+
+
+def cached_features(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / "cache").rglob("*.safetensors")}
 
 
 def lost_answers(whole: Path, killed: Path) -> list[str]:
-    rows = [[(row["id"], json.dumps(row)) for row in lines_of(folder / "answers.jsonl")] for folder in (whole, killed)]
-    return differing("answers", *rows)
+    return differing("answers", answer_rows(whole), answer_rows(killed))
+
+
+def answer_rows(folder: Path) -> list[tuple]:
+    return [(row["id"], json.dumps(row)) for row in lines_of(folder / "answers.jsonl")]
 
 
 # Killing
@@ -100,8 +131,8 @@ def half_written(folder: Path) -> bool:
 
 
 def kill_and_repeat(command: list, folder: Path, moments: int, draw: random.Random) -> tuple[int, list[str]]:
-    """Kills up to so many times, each time up to a third of the work after it began, and every second time when a write is under
-    way, too. -> kills, and a sentence for each thing that is lost, doubled or different"""
+    """Kills up to so many times, each time up to a third of the work after it began, and every second time when a write
+    is under way, too. -> kills, and a sentence for each thing that is lost, doubled or different"""
     whole, killed = folder / "whole", folder / "killed"
     whole.mkdir()
     process, begun = begin(command, whole), time.perf_counter()

@@ -13,7 +13,9 @@ from transformers.generation import (
 
 
 def law_of(model, ids: torch.Tensor, mask: torch.Tensor, num: int, settings: dict) -> torch.Tensor:
-    """The distribution [V ** num] of the next `num` tokens, by transformers' own processors, after ids and mask [1, T]."""
+    """The distribution [V ** num] of the next `num` tokens, by transformers' own processors, after ids and mask [1,
+    T].
+    """
     processors = LogitsProcessorList()
     if "repetition_penalty" in settings:
         processors.append(RepetitionPenaltyLogitsProcessor(settings["repetition_penalty"]))
@@ -38,7 +40,9 @@ def law_of(model, ids: torch.Tensor, mask: torch.Tensor, num: int, settings: dic
 
 
 def distance(tokens: torch.Tensor, distribution: torch.Tensor) -> float:
-    """Chi-square of the last two of tokens [N, 3] under a distribution [V ** 3], in standard deviations above its mean."""
+    """Chi-square of the last two of tokens [N, 3] under a distribution [V ** 3], in standard deviations above its
+    mean.
+    """
     vocab_size = round(len(distribution) ** (1 / 3))
     places = tokens @ torch.tensor([0, vocab_size, 1])
     counts = torch.bincount(places, minlength=vocab_size**2).double()

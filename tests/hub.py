@@ -1,4 +1,6 @@
-"""A stand-in for the Hugging Face Hub: those parts of its HTTP interface that huggingface_hub uses for models, in memory."""
+"""A stand-in for the Hugging Face Hub: those parts of its HTTP interface that huggingface_hub uses for models, in
+memory.
+"""
 
 import base64
 import hashlib
@@ -71,8 +73,8 @@ class Hub:
             (r"POST /api/models/(\w+/[\w.-]+)/preupload/(.+)", self.preupload),
             (r"POST /api/models/(\w+/[\w.-]+)/commit/(.+)", self.commit),
             (r"GET /api/models/(\w+/[\w.-]+)/tree/(.+)", self.tree),
-            (r"GET /api/models/(\w+/[\w.-]+)/revision/(.+)", self.info),
-            (r"GET /api/models/(\w+/[\w.-]+)", self.info),
+            (r"GET /api/models/(\w+/[\w.-]+)/revision/(.+)", self.describe),
+            (r"GET /api/models/(\w+/[\w.-]+)", self.describe),
             (r"(?:GET|HEAD) /(\w+/[\w.-]+)/resolve/([^/]+)/(.+)", self.resolve),
         ):
             if match := re.fullmatch(pattern, f"{method} {path}"):
@@ -134,11 +136,20 @@ class Hub:
         commit = repository.commit(revision, contents)
         return 200, {}, {"commitUrl": f"{self.url}/{name}/commit/{commit}", "commitOid": commit}
 
-    def info(self, name, revision="main", *, user, body):
+    def describe(self, name, revision="main", *, user, body):
         repository = self.find(name, user)
         commit, contents = self.find_revision(repository, revision)
-        return 200, {}, {"id": name, "sha": commit, "private": repository.private, "tags": [],
-                         "siblings": [{"rfilename": path} for path in contents]}  # fmt: skip
+        return (
+            200,
+            {},
+            {
+                "id": name,
+                "sha": commit,
+                "private": repository.private,
+                "tags": [],
+                "siblings": [{"rfilename": path} for path in contents],
+            },
+        )
 
     def tree(self, name, revision, *, user, body):
         _, contents = self.find_revision(self.find(name, user), revision)

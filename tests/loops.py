@@ -36,13 +36,17 @@ def logits_of_layers(target: Target, numbers, text: list[int], later: list[int])
 
 
 def tau(accept: torch.Tensor) -> float:
-    """Tokens emitted per round over one answer, accept [K, n] as in `replay.count_rounds`; nan for an answer without a round."""
+    """Tokens emitted per round over one answer, accept [K, n] as in `replay.count_rounds`; nan for an answer without a
+    round.
+    """
     num_tokens = accept.shape[1]
     return (num_tokens - 1) / replay.count_rounds(accept)[0] if num_tokens > 1 else float("nan")
 
 
 def acceptance(drafter, prompt: list[int], answer: list[int], *, depth: int, temperature: float) -> torch.Tensor:
-    """accept [K, n] for `replay.count_rounds`, where the target wrote `answer` (n tokens) to `prompt` at this temperature."""
+    """accept [K, n] for `replay.count_rounds`, where the target wrote `answer` (n tokens) to `prompt` at this
+    temperature.
+    """
     return replay.replay_answers(drafter, [(prompt, answer)], depth=depth, temperature=temperature)[0].acceptance
 
 
@@ -94,7 +98,9 @@ def follow(drafter, tokens, features, slot: int, depth: int, *, loss_logits: boo
         if kind == "text":  # reads the text and the drafted tokens again
             places = torch.arange(slot + d)
             mask = torch.ones(len(places), len(places), dtype=torch.bool).tril()
-            h, readout = drafter.step(1, h.new_zeros(1, len(places), 0), tokens[None, places], places[None], mask[None, None], None)  # fmt: skip
+            h, readout = drafter.step(
+                1, h.new_zeros(1, len(places), 0), tokens[None, places], places[None], mask[None, None], None
+            )
         else:
             if kind == "path" and d > 1:  # keys of step 1 of all slots, and of the steps of this slot
                 slots, h, mask = slots[-1:], h[:, -1:], torch.ones(1, len(causal) + d - 1, dtype=torch.bool)

@@ -1,7 +1,8 @@
 """What torch.compile and the kernel of KL save, for counts on tensors without values (train/prepare/count_tensors.py).
 
-`model_block` stands for torch.compile: in a compiled block, everything between two products is one kernel, that reads its inputs and
-writes its results once. What stays the same from run to run is the use: numbers are compared with budgets.
+`model_block` stands for torch.compile: in a compiled block, everything between two products is one kernel, that reads
+its inputs and writes its results once. What stays the same from run to run is the use: numbers are compared with
+budgets.
 """
 
 import contextlib
@@ -36,7 +37,9 @@ def meta_target(config: PreTrainedConfig) -> Target:
 
 
 def model_block(function: Callable) -> Callable:
-    """A stand-in for `torch.compile(function)` while it is counted: the same operations, and one kernel between two products."""
+    """A stand-in for `torch.compile(function)` while it is counted: the same operations, and one kernel between two
+    products.
+    """
     meta_functions: dict[tuple, Callable] = {}
 
     def run(module: torch.nn.Module, *inputs, **options):
@@ -62,13 +65,13 @@ def model_block(function: Callable) -> Callable:
                     return function(module, *arguments[len(names) :])
 
             meta_functions[key] = aot_function(
-                plain, fw_compiler=lambda graph, _: _FusedRun(graph), bw_compiler=lambda graph, _: _FusedRun(graph),
+                plain,
+                fw_compiler=lambda graph, _: _FusedRun(graph),
+                bw_compiler=lambda graph, _: _FusedRun(graph),
                 partition_fn=min_cut_rematerialization_partition,
-            )  # fmt: skip
-            count, OperationCount.current = (
-                OperationCount.current,
-                OperationCount(),
-            )  # the first call traces, which is not counted
+            )
+            count = OperationCount.current
+            OperationCount.current = OperationCount()  # the first call traces, which is not counted
             with _disable_current_modes():
                 meta_functions[key](*weights.values(), *inputs)
             OperationCount.current = count
@@ -119,36 +122,42 @@ class _FusedRun:
         with _disable_current_modes():
             run = _Values(self.graph)
             result = run.run(*inputs)
+        for members in self._count_products(count, run.values).values():
+            _count_fused_kernel(count, members, run.values)
+        old_storages = {tensor.untyped_storage()._cdata for tensor in list_tensors(inputs)}
+        for tensor in list_tensors(result if isinstance(result, list | tuple) else [result]):
+            if tensor.untyped_storage()._cdata not in old_storages:
+                count._watch_storage(tensor.untyped_storage())
+        return result
+
+    def _count_products(self, count: OperationCount, values: dict) -> dict[int, list[torch.fx.Node]]:
+        """Counts the products. -> the pointwise operations by the number of products before them"""
         level: dict[torch.fx.Node, int] = {}
         groups: dict[int, list[torch.fx.Node]] = defaultdict(list)
         for node in self.graph.graph.nodes:
-            before = [(level[source], source) for source in node.all_input_nodes]
-            level[node] = max((number + (_kind(each) == "product") for number, each in before), default=0)
+            levels = [level[source] + (_kind(source) == "product") for source in node.all_input_nodes]
+            level[node] = max(levels, default=0)
             if _kind(node) == "product":
-                given = [
-                    run.values[each] for each in node.all_input_nodes if isinstance(run.values[each], torch.Tensor)
-                ]
-                args = torch.fx.map_arg(node.args, lambda source: run.values[source])
-                count.add(_name(node), given, list_tensors([run.values[node]]), args)
+                factors = list_tensors([values[source] for source in node.all_input_nodes])
+                args = torch.fx.map_arg(node.args, lambda source: values[source])
+                count.add(_name(node), factors, list_tensors([values[node]]), args)
             elif _kind(node) == "point":
                 groups[level[node]].append(node)
-        for members in groups.values():
-            inside = set(members)
-            read = {_source(each) for node in members for each in _read_whole(node)} - inside
-            written = {node for node in members if any(_outside(user, inside) for user in node.users)}
-            written |= {node.args[2] for node in members if _name(node) in WRITES}  # into a part of a larger tensor
-            moved = sum(
-                count_read_bytes(each) for node in read | written for each in list_tensors([run.values.get(node)])
-            )
-            # What was taken out of a larger tensor and is a factor of a product is made by a kernel of its own
-            count.launches += 1 + sum(_name(node) == "index" and node in written for node in members)
-            count.moved += moved
-            count.seconds += max(LAUNCH_SECONDS, moved / count.bandwidth)
-        old = {each.untyped_storage()._cdata for each in list_tensors(inputs)}
-        for each in list_tensors(result if isinstance(result, list | tuple) else [result]):
-            if each.untyped_storage()._cdata not in old:
-                count._watch_storage(each.untyped_storage())
-        return result
+        return groups
+
+
+def _count_fused_kernel(count: OperationCount, members: list[torch.fx.Node], values: dict) -> None:
+    """Counts the kernel that computes these pointwise operations."""
+    inside = set(members)
+    read_nodes = {_source(source) for node in members for source in _read_whole(node)} - inside
+    written_nodes = {node for node in members if any(_outside(user, inside) for user in node.users)}
+    written_nodes |= {node.args[2] for node in members if _name(node) in WRITES}  # into a part of a larger tensor
+    moved_tensors = list_tensors([values.get(node) for node in read_nodes | written_nodes])
+    moved = sum(count_read_bytes(tensor) for tensor in moved_tensors)
+    # What was taken out of a larger tensor and is a factor of a product is made by a kernel of its own
+    count.launches += 1 + sum(_name(node) == "index" and node in written_nodes for node in members)
+    count.moved += moved
+    count.seconds += max(LAUNCH_SECONDS, moved / count.bandwidth)
 
 
 class _Values(torch.fx.Interpreter):

@@ -5,10 +5,10 @@
         ...                         # any code that would run on a GPU
     device.waits                    # Counter of (kind, file:line): the places where the host would wait for the device
 
-An operation on tensors of both devices raises, as on a GPU. Counted are the reading of a value (`item`, `tolist`, `bool`),
-results whose size depends on values (`nonzero`, boolean indices), copies to the CPU, and copies from the CPU that are not
-declared `non_blocking`. The device is called "meta", because a CPU build of torch refuses "cuda" before any mode sees it; so
-branches on device.type == "cuda" are not taken.
+An operation on tensors of both devices raises, as on a GPU. Counted are the reading of a value (`item`, `tolist`,
+`bool`), results whose size depends on values (`nonzero`, boolean indices), copies to the CPU, and copies from the CPU
+that are not declared `non_blocking`. The device is called "meta", because a CPU build of torch refuses "cuda" before
+any mode sees it; so branches on device.type == "cuda" are not taken.
 """
 
 import collections
@@ -30,7 +30,13 @@ READS = {
     aten.repeat_interleave.Tensor,
 }
 # A CUDA kernel takes these with an index, or a source, on the CPU
-MIXES = {aten.copy_.default, aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}  # fmt: skip
+MIXES = {
+    aten.copy_.default,
+    aten.index.Tensor,
+    aten.index_put_.default,
+    aten.index_put.default,
+    aten._index_put_impl_.default,
+}
 
 
 class Elsewhere(torch.Tensor):
@@ -90,8 +96,10 @@ class PretendDevice(TorchDispatchMode):
         self._replace(
             torch.Tensor,
             "new_tensor",
-            lambda like, values, dtype=None, device=None, **_: self._make(make(values, dtype=dtype or like.dtype), device or like.device),
-        )  # fmt: skip
+            lambda like, values, dtype=None, device=None, **_: self._make(
+                make(values, dtype=dtype or like.dtype), device or like.device
+            ),
+        )
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -114,46 +122,66 @@ class PretendDevice(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         flat, _ = tree_flatten((args, kwargs))
-        tensors = [value for value in flat if isinstance(value, torch.Tensor)]
-        there = [each for each in tensors if isinstance(each, Elsewhere)]
-        device = next((each for each in flat if isinstance(each, torch.device)), None)
-        wraps = bool(there) if device is None else device == ELSEWHERE
+        tensors = select_instances(flat, torch.Tensor)
+        on_device = select_instances(tensors, Elsewhere)
+        device = next(iter(select_instances(flat, torch.device)), None)
+        wraps = bool(on_device) if device is None else device == ELSEWHERE
         if func is aten.copy_.default:
             wraps = isinstance(args[0], Elsewhere)
-            if there and not wraps:
-                self.wait("copy to the CPU")
+            self.count_copies(on_device, wraps, waits_for_upload=False)
         elif device is not None and tensors:
-            if there and not wraps:
-                self.wait("copy to the CPU")
-            if wraps and not there and not kwargs.get("non_blocking"):
-                self.wait("copy from the CPU")
-        elif there and func not in MIXES:
-            mixed = [tuple(each.shape) for each in tensors if not isinstance(each, Elsewhere) and each.dim() > 0]
-            if mixed:
-                raise RuntimeError(f"{func}: tensors on the device and, of these shapes, on the CPU: {mixed}")
-        if there and func in READS:
-            self.wait(str(func))
-        if there and func is aten.index.Tensor and any(_is_bool(each) for each in args[1]):
-            self.wait("boolean index")
+            self.count_copies(on_device, wraps, waits_for_upload=not kwargs.get("non_blocking"))
+        elif on_device and func not in MIXES:
+            refuse_mixed_devices(func, tensors)
+        if on_device:
+            self.count_reads(func, args)
         kwargs.pop("pin_memory", None)
-        out = func(*tree_map(_real, args), **tree_map(_real, kwargs))
-        if func is aten._local_scalar_dense.default:
-            return out
-        # As of torch, a view of a tensor from outside of inference mode is no inference tensor: it has that one's version
-        inference = torch.is_inference_mode_enabled() and all(each.is_inference() for each in there)
-        same = {id(each.values_here): each for each in there}  # what was changed in place stays the same tensor
+        result = func(*tree_map(_real, args), **tree_map(_real, kwargs))
+        if func is aten._local_scalar_dense.default or not wraps:
+            return result
+        return wrap_result(result, on_device)
 
-        def wrap(value):
-            if not isinstance(value, torch.Tensor) or isinstance(value, Elsewhere):
-                return value
-            if not wraps:
-                return value
-            if id(value) in same:
-                return same[id(value)]
-            with torch.inference_mode(inference):
-                return Elsewhere(value)
+    def count_copies(self, on_device: list, wraps: bool, waits_for_upload: bool) -> None:
+        """Counts the waits of a copy between the device and the CPU."""
+        if on_device and not wraps:
+            self.wait("copy to the CPU")
+        if wraps and not on_device and waits_for_upload:
+            self.wait("copy from the CPU")
 
-        return tree_map(wrap, out)
+    def count_reads(self, func, args) -> None:
+        """Counts the waits of an operation whose result, or the size of whose result, the host reads."""
+        if func in READS:
+            self.wait(str(func))
+        if func is aten.index.Tensor and any(_is_bool(index) for index in args[1]):
+            self.wait("boolean index")
+
+
+def select_instances(values: list, kind: type) -> list:
+    return [value for value in values if isinstance(value, kind)]
+
+
+def refuse_mixed_devices(func, tensors: list) -> None:
+    """Raises RuntimeError where an operation reads tensors of the CPU beside those of the device."""
+    mixed = [tuple(tensor.shape) for tensor in tensors if not isinstance(tensor, Elsewhere) and tensor.dim() > 0]
+    if mixed:
+        raise RuntimeError(f"{func}: tensors on the device and, of these shapes, on the CPU: {mixed}")
+
+
+def wrap_result(result, on_device: list):
+    """The tensors of a result as those of the device; a tensor that was changed in place stays the same object."""
+    # As of torch, a view of a tensor from outside of inference mode is no inference tensor: it has that one's version
+    inference = torch.is_inference_mode_enabled() and all(tensor.is_inference() for tensor in on_device)
+    wrapped_inputs = {id(tensor.values_here): tensor for tensor in on_device}
+
+    def wrap(value):
+        if not isinstance(value, torch.Tensor) or isinstance(value, Elsewhere):
+            return value
+        if id(value) in wrapped_inputs:
+            return wrapped_inputs[id(value)]
+        with torch.inference_mode(inference):
+            return Elsewhere(value)
+
+    return tree_map(wrap, result)
 
 
 def _ours(filename: str) -> bool:

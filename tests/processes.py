@@ -1,4 +1,6 @@
-"""Runs of train.py in float64 by several processes, one run after the other: starting Python takes longer than a tiny run."""
+"""Runs of train.py in float64 by several processes, one run after the other: starting Python takes longer than a tiny
+run.
+"""
 
 import os
 import signal
@@ -23,8 +25,8 @@ def fit_float64(
 ) -> None:
     """Trains a run in the working directory, with target, head and optimizer in float64.
 
-    stop: the step before which the run dies; spoil: the step whose loss is not a number; end: the step within which the second
-    process gets SIGTERM
+    stop: the step before which the run dies; spoil: the step whose loss is not a number; end: the step within which the
+    second process gets SIGTERM
     """
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("train", overrides=[*overrides, f"run={run}", "target.dtype=float64", make_search_path()])

@@ -124,22 +124,23 @@ def add_folded_expressions(faults: Faults, node: ast.AST) -> None:
     if isinstance(node, ast.IfExp) and has_within(node, ast.IfExp):
         faults.add(node, "a conditional expression inside another")
     if isinstance(node, COMPREHENSIONS):
-        if len(node.generators) > 1 and any(generator.ifs for generator in node.generators):
-            faults.add(node, "a comprehension with two loops and a condition")
-        if any(has_within(element, COMPREHENSIONS, itself=True) for element in list_elements(node)):
-            faults.add(node, "a comprehension inside another's element")
-        if has_within(node, ast.NamedExpr):
-            faults.add(node, "a walrus inside a comprehension")
+        add_folded_comprehensions(faults, node)
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
-        if sum(isinstance(value, ast.Call) for value in node.value.elts) > 2:
+        num_calls = sum(isinstance(value, ast.Call) for value in node.value.elts)
+        if num_calls > 2:
             faults.add(node, "three calls unpacked in one statement")
 
 
-def list_elements(comprehension: ast.expr) -> list[ast.expr]:
-    """The expressions that a comprehension repeats."""
-    if isinstance(comprehension, ast.DictComp):
-        return [comprehension.key, comprehension.value]
-    return [comprehension.elt]
+def add_folded_comprehensions(faults: Faults, comprehension: ast.expr) -> None:
+    """Adds what a comprehension repeats or binds and a loop would show."""
+    if len(comprehension.generators) > 1 and any(generator.ifs for generator in comprehension.generators):
+        faults.add(comprehension, "a comprehension with two loops and a condition")
+    is_dict = isinstance(comprehension, ast.DictComp)
+    elements = [comprehension.key, comprehension.value] if is_dict else [comprehension.elt]
+    if any(has_within(element, COMPREHENSIONS, itself=True) for element in elements):
+        faults.add(comprehension, "a comprehension inside another's element")
+    if has_within(comprehension, ast.NamedExpr):
+        faults.add(comprehension, "a walrus inside a comprehension")
 
 
 def has_within(node: ast.AST, kinds: type | tuple[type, ...], itself: bool = False) -> bool:
@@ -151,16 +152,7 @@ def find_banned_names(tree: ast.Module) -> set[tuple[int, str, str]]:
     """{(line, kind, name)} of parameters, fields, attributes, definitions, and locals with a life of some lines."""
     names: set[tuple[int, str, str]] = set()
     for node in ast.walk(tree):
-        if isinstance(node, (*FUNCTIONS, ast.Lambda)):
-            names.update((argument.lineno, "parameter", argument.arg) for argument in list_arguments(node.args))
-        if isinstance(node, FUNCTIONS):
-            names.update(find_long_locals(node))
-        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
-            names.add((node.lineno, "definition", node.name))
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            names.add((node.lineno, "field", node.target.id))
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
-            names.add((node.lineno, "attribute", node.attr))
+        names.update(list_names(node))
     for statement in tree.body:
         for target in getattr(statement, "targets", ()):
             if isinstance(target, ast.Name):
@@ -168,9 +160,20 @@ def find_banned_names(tree: ast.Module) -> set[tuple[int, str, str]]:
     return {fault for fault in names if fault[2] in BANNED_NAMES}
 
 
-def list_arguments(arguments: ast.arguments) -> list[ast.arg]:
-    rest = [argument for argument in (arguments.vararg, arguments.kwarg) if argument is not None]
-    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *rest]
+def list_names(node: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """(line, kind, name) of what `node` itself binds."""
+    match node:
+        case ast.arg():
+            yield node.lineno, "parameter", node.arg
+        case ast.AnnAssign(target=ast.Name()):
+            yield node.lineno, "field", node.target.id
+        case ast.Attribute(value=ast.Name(id="self"), ctx=ast.Store()):
+            yield node.lineno, "attribute", node.attr
+        case ast.ClassDef():
+            yield node.lineno, "definition", node.name
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            yield node.lineno, "definition", node.name
+            yield from find_long_locals(node)
 
 
 def find_long_locals(function: ast.AST) -> Iterator[tuple[int, str, str]]:

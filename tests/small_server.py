@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from tests.support import small_tokenizer
 
 STOP = 2  # <|im_end|>
-# status; a document, or text or bytes that are sent as they are, or a list of bytes that begins with b"", which come one by one;
-# headers, if there are any
+# status; a document, or text or bytes that are sent as they are, or a list of bytes that begins with b"", which come
+# one by one; headers, if there are any
 Reply = tuple[int, object] | tuple[int, object, dict[str, str]]
 
 
@@ -82,18 +82,17 @@ class SmallServer:
                 small.keys.add(self.headers["Authorization"])
                 if reply is None:
                     return
-                status, document, *more = reply
-                chunks = document if isinstance(document, list) and document[:1] == [b""] else [document]
-                chunks = [chunk if isinstance(chunk, bytes) else (chunk if isinstance(chunk, str) else json.dumps(chunk)).encode()
-                         for chunk in chunks]  # fmt: skip
+                status, document, *headers = reply
+                is_stream = isinstance(document, list) and document[:1] == [b""]
+                chunks = [encode(chunk) for chunk in (document if is_stream else [document])]
                 self.send_response(status)
-                for name, value in [*(more[0] if more else {}).items()]:
+                for name, value in (headers[0] if headers else {}).items():
                     self.send_header(name, value)
                 if len(chunks) == 1:
                     self.send_header("Content-Length", str(len(chunks[0])))
                 self.end_headers()
-                for part in chunks:
-                    self.wfile.write(part)
+                for chunk in chunks:
+                    self.wfile.write(chunk)
                     self.wfile.flush()
                     time.sleep(0.002 * (len(chunks) > 1))
 
@@ -103,10 +102,18 @@ class SmallServer:
         return Handler
 
 
+def encode(document) -> bytes:
+    """Bytes as they are, text in UTF-8, anything else as JSON."""
+    if isinstance(document, bytes):
+        return document
+    return (document if isinstance(document, str) else json.dumps(document)).encode()
+
+
 class Model:
     """What a server says: an answer of some words, which depend on prompt, seed and temperature. No weights are needed.
 
-    way: "ids" as vLLM; "deaf": unknown fields are passed over; "chat": only messages are taken; "llama.cpp": as its server
+    prompt_kind: "ids" as vLLM; "deaf": unknown fields are passed over; "chat": only messages are taken;
+        "llama.cpp": as its server
     """
 
     def __init__(self, prompt_kind: str = "ids", *, length: int = 512, name: str = "target", **changes):

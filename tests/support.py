@@ -112,7 +112,10 @@ def paired(names: str, variants: list, choices: list):
     cases = [(variant, choices[(i + i // num) % num]) for i, variant in enumerate(variants)]
     first = names.split(",")[0]
     indirect = [first] if first.endswith("_drafter") else []
-    ids = lambda value: name_of(value) if any(value is variant for variant in VARIANTS) else str(value)
+
+    def ids(value) -> str:
+        return name_of(value) if any(value is variant for variant in VARIANTS) else str(value)
+
     return pytest.mark.parametrize(names, cases, ids=ids, indirect=indirect)
 
 
@@ -222,12 +225,18 @@ def small_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<|endoftext|>", bos_token="<|im_start|>", eos_token="<|im_end|>",
-        pad_token="<|im_end|>", chat_template=TEMPLATE)  # fmt: skip
+        tokenizer_object=tokenizer,
+        unk_token="<|endoftext|>",
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        chat_template=TEMPLATE,
+    )
 
 
 def byte_fallback_tokenizer(*, opening: bool = True) -> PreTrainedTokenizerFast:
-    """SentencePiece's way: words with their space in front, and a token for each byte of what is no word or ASCII letter.
+    """SentencePiece's way: words with their space in front, and a token for each byte of what is no word or ASCII
+    letter.
 
     opening: whether a text's first word has a space in front that its text lacks, as with Llama 2; Gemma has none
     """
@@ -246,19 +255,33 @@ def byte_fallback_tokenizer(*, opening: bool = True) -> PreTrainedTokenizerFast:
     strip = [decoders.Strip(" ", 1, 0)] * opening
     parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     tokenizer.decoder = decoders.Sequence(parts)
-    found = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="<|im_end|>", pad_token="</s>",
-        additional_special_tokens=["<|im_start|>"], chat_template=TEMPLATE)  # fmt: skip
-    assert len(found) == len(vocab)
-    return found
+    fast_tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="<|im_end|>",
+        pad_token="</s>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=TEMPLATE,
+    )
+    assert len(fast_tokenizer) == len(vocab)
+    return fast_tokenizer
 
 
 def save_target(folder: Path, *, num_layers: int = 3, seed: int = 0, tokenizer=None) -> Target:
     """A tiny target, saved with a tokenizer as a folder that scripts and train.py load. -> that target, in float32"""
     tokenizer = tokenizer or small_tokenizer()
     torch.manual_seed(seed)
-    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=num_layers,
-                         num_attention_heads=4, num_key_value_heads=2, head_dim=8, eos_token_id=2)  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        eos_token_id=2,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return Target.load(str(folder), dtype="float32")
@@ -282,9 +305,20 @@ def save_word_model(
 ) -> Path:
     """A saved model whose tokenizer has 57 words and whose embedding has `rows` rows. -> path"""
     torch.manual_seed(seed)
-    config = LlamaConfig(vocab_size=rows, hidden_size=width, intermediate_size=48, num_hidden_layers=4, head_dim=8,
-                         num_attention_heads=4, num_key_value_heads=2, initializer_range=0.4, tie_word_embeddings=tied,
-                         bos_token_id=None, eos_token_id=1, pad_token_id=None)  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=rows,
+        hidden_size=width,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        head_dim=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.4,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=None,
+    )
     LlamaForCausalLM(config).save_pretrained(path)
     word_tokenizer(57, prefix).save_pretrained(path)
     return path
@@ -330,10 +364,29 @@ def train_command():
 
 def train_overrides(folder: Path, run: str, *overrides: str) -> list[str]:
     """Arguments of train.py for a short run with the target and data in `folder`."""
-    return [f"run={run}", f"target.name={folder}/target", "target.dtype=float32", f"data.train={folder}/train.jsonl",
-            f"data.heldout={folder}/prompts.jsonl", f"data.cache={folder}/data-cache", "data.length=64", "precision=fp32", "features.mode=online", "threads=1",
-            "validation.max_new_tokens=4", "train.steps=4", "train.batch=1", "train.accumulation=1", "train.validate_every=4", "train.save_every=2", "train.log_every=1",
-            "optimizer.lr=1e-3", "optimizer.warmup=1", "head.vocab_size=200", *overrides]  # fmt: skip
+    return [
+        f"run={run}",
+        f"target.name={folder}/target",
+        "target.dtype=float32",
+        f"data.train={folder}/train.jsonl",
+        f"data.heldout={folder}/prompts.jsonl",
+        f"data.cache={folder}/data-cache",
+        "data.length=64",
+        "precision=fp32",
+        "features.mode=online",
+        "threads=1",
+        "validation.max_new_tokens=4",
+        "train.steps=4",
+        "train.batch=1",
+        "train.accumulation=1",
+        "train.validate_every=4",
+        "train.save_every=2",
+        "train.log_every=1",
+        "optimizer.lr=1e-3",
+        "optimizer.warmup=1",
+        "head.vocab_size=200",
+        *overrides,
+    ]
 
 
 def log_of(run: str) -> list[dict]:
@@ -373,10 +426,14 @@ def start(
 ) -> subprocess.Popen:
     """Starts `python ARGUMENTS`, the first of which is a file.
 
-    errors: stdout has what is printed on stderr, too; file: is written in place of `stdout`; more: variables of the environment
+    errors: stdout has what is printed on stderr, too; file: is written in place of `stdout`; variables: those of the
+        environment
     """
-    opened = lambda path, flags: os.open(path, flags | os.O_NOCTTY)  # a terminal does not become that of the tests
-    with contextlib.nullcontext(subprocess.PIPE) if file is None else open(file, "w", opener=opened) as out:
+
+    def opener(path, flags: int) -> int:
+        return os.open(path, flags | os.O_NOCTTY)  # a terminal does not become that of the tests
+
+    with contextlib.nullcontext(subprocess.PIPE) if file is None else open(file, "w", opener=opener) as out:
         merged = subprocess.STDOUT if errors else None
         command, env = [sys.executable, *map(str, arguments)], child_environment(**variables)
         return subprocess.Popen(command, cwd=cwd, env=env, stdout=out, stderr=merged, text=True)
@@ -424,7 +481,8 @@ def check_counters(generation) -> None:
 class Scripted(Proposer):
     """A proposer that is given the text of every row. drafts(text, place of the newest token) -> Tree of one row
 
-    ends: how long prompt and answer of each row are, if the text goes on; what is committed behind them is not looked at
+    ends: how long prompt and answer of each row are, if the text goes on; what is committed behind them is not looked
+        at
     """
 
     target_layers = (3, 8)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conversations import as_row, pair
 from tests.support import ROOT, child_environment, save_target, train_overrides, write_prompts, write_rows
 
 pytestmark = pytest.mark.full
@@ -57,10 +58,10 @@ def test_every_verb_of_the_core_has_its_help(run, verb):
 def test_a_head_is_trained_decoded_and_exported(run, tmp_path):
     save_target(tmp_path / "target")
     write_prompts(tmp_path / "prompts.jsonl", 2)
-    messages = lambda n: [{"role": "user", "content": "Say"}, {"role": "assistant", "content": f"Hello world {n}"}]
-    write_rows(tmp_path / "train.jsonl", [{"messages": messages(n)} for n in range(9)])
-    more = ("train.steps=2", "train.validate_every=2", "data.hold_out=0", "validation.num_prompts=2")
-    run("-m", "specdec.command", "train", "head=eagle", *train_overrides(tmp_path, "run", *more))
+    rows = [as_row(pair("Say", f"Hello world {number}")) for number in range(9)]
+    write_rows(tmp_path / "train.jsonl", rows)
+    overrides = ("train.steps=2", "train.validate_every=2", "data.hold_out=0", "validation.num_prompts=2")
+    run("-m", "specdec.command", "train", "head=eagle", *train_overrides(tmp_path, "run", *overrides))
     head = ["checkpoint=checkpoints/run", "target.name=target", "target.dtype=float32"]
     assert "tau" in run("-m", "specdec.command", "generate", *head, "prompt=Say hello", "max_new_tokens=8")
     run("-m", "specdec.command", "evaluate", *head, "prompts=prompts.jsonl", "max_new_tokens=4", "auto=false")

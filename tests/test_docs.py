@@ -42,7 +42,8 @@ PAGES = [*GUIDES, *LOGS, ROOT / "data" / "README.md", ROOT / "checkpoints" / "RE
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 START = re.compile(
-    r"(python scripts/(?!VERB)\w+\.py|python train\.py|accelerate launch\b.*train\.py|torchrun\b.*(train|scripts/\w+)\.py)"
+    r"(python scripts/(?!VERB)\w+\.py|python train\.py"
+    r"|accelerate launch\b.*train\.py|torchrun\b.*(train|scripts/\w+)\.py)"
 )
 VERB = re.compile(r"^specdec (\w+)(?= |$)")  # the console command; a verb is a file of scripts/, or train
 FOREIGN_PATH = re.compile(r"(?<![\w.<-])/(?:home|root|tmp|work|mnt|opt|var|Users)/|\.\./shared\b")
@@ -86,8 +87,11 @@ def as_script(line: str) -> str:
 
 def listed(select) -> list:
     """One test parameter for every command that `select` accepts."""
-    cases = [(path, command) for path in GUIDES for command in commands(path) if select(command)]
-    return [pytest.param(command, id=f"{name_of(path)}: {command[:90]}") for path, command in cases]
+    parameters = []
+    for path in GUIDES:
+        for line in filter(select, commands(path)):
+            parameters.append(pytest.param(line, id=f"{name_of(path)}: {line[:90]}"))
+    return parameters
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
@@ -120,8 +124,9 @@ def test_the_documentation_is_short_and_every_page_is_listed():
 
 
 def test_verbs_of_the_console_command_exist():
-    named = {verb[1] for path in GUIDES for line in lines_of_code(path) if (verb := VERB.match(line))} - {"VERB"}
-    assert named <= set(command.find_verbs())
+    matches = [VERB.match(line) for path in GUIDES for line in lines_of_code(path)]
+    verbs = {match[1] for match in matches if match}
+    assert verbs - {"VERB"} <= set(command.find_verbs())
 
 
 def option_class(file: str) -> type:
@@ -141,18 +146,24 @@ def check_files(arguments: list[str]) -> None:
                 assert (ROOT / value).exists(), f"{argument}: {value} is not in the repository"
 
 
+def read_proposers(names: list[str]) -> dict[str, dict]:
+    """{name: settings} of these proposers, and of those that they hold."""
+    files = config_files.list_files("proposer")
+    settings: dict[str, dict] = {}
+    while names:
+        name = names.pop()
+        assert name in files, f"there is no proposer {name}"
+        settings[name] = yaml.safe_load(files[name].read_text())
+        held_names = [*settings[name].get("members", []), settings[name].get("inner")]
+        names += [held for held in held_names if held and held not in settings]
+    return settings
+
+
 def check_proposers(arguments: list[str]) -> None:
     """Asserts that proposer=NAME, proposers=A,B and their settings exist in conf/proposer."""
     values = dict(argument.split("=", 1) for argument in arguments)
-    names = [name for key in ("proposer", "proposers") for name in values.get(key, "").split(",") if name]
-    settings = {}
-    while names:
-        name = names.pop()
-        files = config_files.list_files("proposer")
-        assert name in files, f"there is no proposer {name}"
-        settings[name] = yaml.safe_load(files[name].read_text())
-        groups = [settings[name].get("members", []), [settings[name].get("inner")]]
-        names += [key for group in groups for key in group if key and key not in settings]
+    names = [*values.get("proposer", "").split(","), *values.get("proposers", "").split(",")]
+    settings = read_proposers(list(filter(None, names)))
     for key in values:
         if key.startswith("proposer."):
             *owner, last = key.split(".")[1:]
@@ -225,7 +236,8 @@ def test_targets_of_make_exist(path):
     defined = set(re.findall(r"^(\w[\w-]*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
     text = path.read_text()
     lines = "\n".join(body for _, body in FENCE.findall(text)).splitlines() + re.findall(r"`([^`\n]+)`", text)
-    named = {match[1] for line in lines if (match := re.match(r"make ([a-z][\w-]*)", line))}
+    matches = [re.match(r"make ([a-z][\w-]*)", line) for line in lines]
+    named = {match[1] for match in matches if match}
     assert named <= defined, f"the Makefile has no target {', '.join(sorted(named - defined))}"
 
 

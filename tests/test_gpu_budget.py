@@ -1,7 +1,8 @@
 """What a GPU is given to do in a training step and in decoding, at the sizes of real targets, may only become less.
 
-Counted on tensors without values (train/prepare/count_tensors.py), so no GPU, no weights and no measured time take part. The budgets are
-what was counted when they were set, and one percent. One may be raised only in a commit that says why.
+Counted on tensors without values (train/prepare/count_tensors.py), so no GPU, no weights and no measured time take
+part. The budgets are what was counted when they were set, and one percent. One may be raised only in a commit that says
+why.
 """
 
 from dataclasses import dataclass
@@ -28,13 +29,26 @@ from train.objective.objective import Objective
 from train.prepare.count_tensors import H100_BANDWIDTH, H100_PEAK, REACHED_SHARE, Autocast, OperationCount
 
 QWEN3_8B = Qwen3Config(
-    hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-    intermediate_size=12288, vocab_size=151936, max_position_embeddings=40960, tie_word_embeddings=False,
-)  # fmt: skip
+    hidden_size=4096,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=12288,
+    vocab_size=151936,
+    max_position_embeddings=40960,
+    tie_word_embeddings=False,
+)
 LLAMA_8B = LlamaConfig(
-    hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336,
-    vocab_size=128256, max_position_embeddings=131072, tie_word_embeddings=False,
-)  # fmt: skip
+    hidden_size=4096,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    intermediate_size=14336,
+    vocab_size=128256,
+    max_position_embeddings=131072,
+    tie_word_embeddings=False,
+)
 DOCUMENTS = [2600, 1900, 1300, 900, 620, 410, 260, 190]  # tokens of the conversations in a pack of 8,192
 W = 32_000
 GB = 1e9
@@ -111,7 +125,10 @@ def count_step(
             return judge(*arguments, **options)
 
     objective._compute_losses = compute_again
-    rows = [Row(str(num), "all", [1] * num, [place >= 0.3 * num for place in range(num)]) for num in documents]
+    rows = []
+    for num in documents:
+        mask = [place >= 0.3 * num for place in range(num)]
+        rows.append(Row(str(num), "all", [1] * num, mask))
     batch = collate([rows], length=length, pad_token=0).move_to(torch.device("meta"))
     target.__dict__["reads_segments"] = "varlen" in paths
     with fast.force_paths(*paths), OperationCount(documents) as count:
@@ -134,7 +151,9 @@ def qwen():
 
 @dataclass(frozen=True)
 class StepBudget:
-    """Of a training step with fast paths. mfu: least share of an H100's peak by the roofline; waits of the host: none"""
+    """Of a training step with fast paths. mfu: least share of an H100's peak by the roofline; waits of the host:
+    none
+    """
 
     launches: int
     live: float
@@ -228,8 +247,8 @@ def joined():
 
 
 def test_compiled_passes_of_llama_8b(joined, monkeypatch):
-    """Modelled: a compiled layer is its products, and a kernel between two of them; K and V that a product reads are gathered by
-    kernels of their own. Plain decoding, a chain of five, and a tree of 63 drafts."""
+    """Modelled: a compiled layer is its products, and a kernel between two of them; K and V that a product reads are
+    gathered by kernels of their own. Plain decoding, a chain of five, and a tree of 63 drafts."""
     seconds = {}
     with fast.force_paths("cache"):
         monkeypatch.setitem(joined.__dict__, "reads_length", True)

@@ -1,4 +1,6 @@
-"""Tests of the direction of imports: core, tools, experiments; and inside each from entry to entry of the list below."""
+"""Tests of the direction of imports: core, tools, experiments; and inside each from entry to entry of the list
+below.
+"""
 
 import ast
 import re
@@ -9,8 +11,23 @@ import pytest
 from tests.support import ROOT
 
 # A file imports modules of its own entry and of entries before it.
-CORE = ["core", "text", "target", "heads", "unroll", "proposers", "decoding", "engines", "export", "checkpoint", "options",
-        "loading", "measuring", "hf", "command"]  # fmt: skip
+CORE = [
+    "core",
+    "text",
+    "target",
+    "heads",
+    "unroll",
+    "proposers",
+    "decoding",
+    "engines",
+    "export",
+    "checkpoint",
+    "options",
+    "loading",
+    "measuring",
+    "hf",
+    "command",
+]
 TRAIN = ["settings", "processes", "data", "features", "objective", "show", "loop", "prepare"]
 TOOLS = ["grammar", "suites", "server", "judge", "choose", "adapt"]
 CONFIGURATION = {"hydra", "omegaconf", "accelerate"}  # libraries of training, which the core does not import
@@ -82,9 +99,10 @@ def test_tools_do_not_import_training_and_experiments_not_one_another():
 def test_no_module_imports_itself_through_others():
     lazy = ROOT / "specdec" / "__init__.py"  # it imports what it offers when that is used
     graph = {name_module(path): list_imports(path) for path in FILES if path != lazy}
-    graph = {name: {other for other in others if other in graph and other != name} for name, others in graph.items()}
-    while free := [name for name, others in graph.items() if not others & graph.keys()]:
-        for name in free:
+    for name, imports in graph.items():
+        graph[name] = set(imports) & graph.keys() - {name}
+    while free_names := [name for name, imports in graph.items() if not imports & graph.keys()]:
+        for name in free_names:
             del graph[name]
     assert not graph, f"modules that import one another in a circle: {sorted(graph)}"
 

@@ -25,9 +25,15 @@ def prune(found, rows):
     return kept
 """
     sentences = "\n".join(find_faults("a.py", source).sentences)
-    for sentence in ("a.py:3: a conditional", "a.py:4: a comprehension with two", "a.py:5: a comprehension inside",
-                     "a.py:6: a walrus", "a.py:7: three calls", "a.py:2: the parameter 'found'",
-                     "a.py:8: the attribute 'done'"):  # fmt: skip
+    for sentence in (
+        "a.py:3: a conditional",
+        "a.py:4: a comprehension with two",
+        "a.py:5: a comprehension inside",
+        "a.py:6: a walrus",
+        "a.py:7: three calls",
+        "a.py:2: the parameter 'found'",
+        "a.py:8: the attribute 'done'",
+    ):
         assert sentence in sentences
     assert "'kept'" not in sentences  # a short life
 

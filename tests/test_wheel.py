@@ -1,4 +1,6 @@
-"""Tests of the wheel: the package drafts without the packages of the commands, and the commands work outside of the clone."""
+"""Tests of the wheel: the package drafts without the packages of the commands, and the commands work outside of the
+clone.
+"""
 
 import json
 import shutil
@@ -25,8 +27,20 @@ pytestmark = pytest.mark.full
 
 CLONE = ("specdec", "train", "scripts", "conf")  # folders that the wheel is made of
 # Packages of the console command and of training, which the package alone must not import
-HIDDEN = {"accelerate", "datasets", "gguf", "hydra", "jinja2", "matplotlib", "omegaconf", "peft", "rich", "tensorboard",
-          "train", "wandb"}  # fmt: skip
+HIDDEN = {
+    "accelerate",
+    "datasets",
+    "gguf",
+    "hydra",
+    "jinja2",
+    "matplotlib",
+    "omegaconf",
+    "peft",
+    "rich",
+    "tensorboard",
+    "train",
+    "wandb",
+}
 # Runs in an interpreter without site-packages and .pth files, in which the modules of the extras cannot be found.
 BARE = """
 import importlib.machinery, json, sys
@@ -90,8 +104,9 @@ def run_bare(wheel: Path, script: str, *arguments) -> str:
 
 
 def test_the_wheel_holds_every_package_and_what_the_commands_need(wheel):
-    sources = {path.relative_to(ROOT) for name in CLONE for path in (ROOT / name).rglob("*") if path.is_file()}
-    sources = {path for path in sources if "__pycache__" not in path.parts} | {Path("train.py")}
+    paths = [path for name in CLONE for path in (ROOT / name).rglob("*")]
+    sources = {path.relative_to(ROOT) for path in paths if path.is_file() and "__pycache__" not in path.parts}
+    sources.add(Path("train.py"))
     expected = {path if path.parts[0] == "specdec" else Path("specdec", "_clone", path) for path in sources}
     built = {path.relative_to(wheel) for path in wheel.rglob("*") if path.is_file()}
     assert {path for path in built if "dist-info" not in path.parts[0]} == expected

@@ -26,7 +26,7 @@ def commit(proposer, new: list[list[int]]) -> None:
 def repeating_texts(num_letters: int, length: int) -> list[list[int]]:
     """Random texts, and some that repeat themselves."""
     draw = random.Random(0)
-    texts = [[draw.randrange(num_letters) for _ in range(length)] for _ in range(4)]
+    texts = [draw.choices(range(num_letters), k=length) for _ in range(4)]
     return [*texts, [1] * length, texts[0][:5] + [0, 1, 1, 2] * (length // 4), texts[1][: length // 2] * 2]
 
 

@@ -31,7 +31,9 @@ def free_ports(num: int) -> list[str]:
 
 
 def printed_by(num: int, function: str, *arguments, cwd=None) -> list[str]:
-    """What each of `num` processes prints that call MODULE:NAME(*arguments), all JSON; its result is in the last line."""
+    """What each of `num` processes prints that call MODULE:NAME(*arguments), all JSON; its result is in the last
+    line.
+    """
     shared = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": free_ports(1)[0],
@@ -42,10 +44,15 @@ def printed_by(num: int, function: str, *arguments, cwd=None) -> list[str]:
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(num)]  # a pipe would fill up
         processes = [
-            subprocess.Popen(command, cwd=cwd or ROOT, stdout=file, stderr=subprocess.STDOUT,
-                             env=child_environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank)))
+            subprocess.Popen(
+                command,
+                cwd=cwd or ROOT,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=child_environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank)),
+            )
             for rank, file in enumerate(files)
-        ]  # fmt: skip
+        ]
         try:
             codes = [process.wait(timeout=SECONDS) for process in processes]
         finally:

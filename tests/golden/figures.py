@@ -22,14 +22,39 @@ FORMATS = ("vllm", "sglang", "speculators", "eagle", "medusa", "transformers", "
 SHIPPED = ("eagle3", "mtp")
 ADAPTING = ("consistency", "medusa2")
 # What differs from run to run or from machine to machine
-PASSING = {"settings", "by_prompt", "by_category", "served", "training", "versions", "target_fingerprint", "target_embeddings", "transformers_version",
-           "ms_per_round", "learn_more"}  # fmt: skip
+PASSING = {
+    "settings",
+    "by_prompt",
+    "by_category",
+    "served",
+    "training",
+    "versions",
+    "target_fingerprint",
+    "target_embeddings",
+    "transformers_version",
+    "ms_per_round",
+    "learn_more",
+}
 
 # Training: the arguments of train.py beside `basic`, by name
 
 TRAINING = {
-    **{head: (f"head={head}",) for head in ("dflash", "draft", "dspark", "eagle", "eagle3", "hass", "hydra", "medusa", "medusa2",
-                                            "mtp", "peagle")},
+    **{
+        head: (f"head={head}",)
+        for head in (
+            "dflash",
+            "draft",
+            "dspark",
+            "eagle",
+            "eagle3",
+            "hass",
+            "hydra",
+            "medusa",
+            "medusa2",
+            "mtp",
+            "peagle",
+        )
+    },
     "consistency": ("head=consistency", "head.vocab_size=null"),
     "eagle cached": ("head=eagle", "features.mode=cached"),
     "eagle3 cached": ("head=eagle3", "features.mode=cached"),
@@ -39,9 +64,14 @@ TRAINING = {
     "batches": ("head=mtp", "train.batch=2", "train.accumulation=2", "train.max_grad_norm=0"),
     "muon": ("head=eagle", "optimizer.name=muon", "optimizer.schedule=wsd", "optimizer.weight_decay=0.1"),
     "average": ("head=eagle", "train.ema=0.9", "optimizer.schedule=constant", "validation.temperature=1"),
-    "not packed": ("head=dspark", "head.objective.anchors=16", "data.pack=false", "data.train={train.jsonl: 2, texts.jsonl: 0.5}"),
+    "not packed": (
+        "head=dspark",
+        "head.objective.anchors=16",
+        "data.pack=false",
+        "data.train={train.jsonl: 2, texts.jsonl: 0.5}",
+    ),
     "from a head": ("head=eagle", "start=trained", "start_vocab=data"),
-}  # fmt: skip
+}
 PACKS = {
     "packed": (),
     "not packed": ("data.pack=false",),
@@ -60,14 +90,40 @@ AS_RECORDED = {
 
 def arguments(run: str, *overrides: str) -> list[str]:
     """Arguments of train.py for a short run."""
-    settings = [f"run={run}", "target.name=target", "target.dtype=float32", "data.train=train.jsonl", "data.heldout=prompts.jsonl",
-             "data.cache=data-cache", "data.length=64", "data.workers=1", "precision=fp32", "features.mode=online",
-             f"threads={torch.get_num_threads()}", "validation.max_new_tokens=12", "validation.share=null",
-             "validation.decode=end", "validation.auto=never", f"train.steps={STEPS}", f"train.validate_every={STEPS}",
-             f"train.save_every={MIDDLE}", "train.save_minutes=null", "train.log_every=1", "optimizer.lr=3e-3", "optimizer.warmup=2",
-             "head.vocab_size=200", "progress=quiet", "train.batch=1", "train.accumulation=1", "optimizer.name=adamw",
-             "optimizer.weight_decay=0", "optimizer.schedule=cosine", "optimizer.final=0.05", "decode.depth=2",
-             "validation.num_prompts=8"]  # fmt: skip
+    settings = [
+        f"run={run}",
+        "target.name=target",
+        "target.dtype=float32",
+        "data.train=train.jsonl",
+        "data.heldout=prompts.jsonl",
+        "data.cache=data-cache",
+        "data.length=64",
+        "data.workers=1",
+        "precision=fp32",
+        "features.mode=online",
+        f"threads={torch.get_num_threads()}",
+        "validation.max_new_tokens=12",
+        "validation.share=null",
+        "validation.decode=end",
+        "validation.auto=never",
+        f"train.steps={STEPS}",
+        f"train.validate_every={STEPS}",
+        f"train.save_every={MIDDLE}",
+        "train.save_minutes=null",
+        "train.log_every=1",
+        "optimizer.lr=3e-3",
+        "optimizer.warmup=2",
+        "head.vocab_size=200",
+        "progress=quiet",
+        "train.batch=1",
+        "train.accumulation=1",
+        "optimizer.name=adamw",
+        "optimizer.weight_decay=0",
+        "optimizer.schedule=cosine",
+        "optimizer.final=0.05",
+        "decode.depth=2",
+        "validation.num_prompts=8",
+    ]
     head = next((each.removeprefix("head=") for each in overrides if each.startswith("head=")), "eagle")
     settings += AS_RECORDED.get(head, [])
     names = {each.partition("=")[0] for each in overrides}
@@ -158,9 +214,15 @@ def answers(*, proposer=None, head=None, settings=None, sampling=None, rule="tok
         made = proposer and interface.make_proposer(target, proposer, folder, decode, settings or {})
         some = slice(None) if rows > 1 else slice(2)
         tokens, accepted, trees, probs = interface.decode(
-            target, made, PROMPTS[some], LENGTHS[some], rows=rows, stop={STOP}, sampling=sampling or {"temperature": 0.0},
+            target,
+            made,
+            PROMPTS[some],
+            LENGTHS[some],
+            rows=rows,
+            stop={STOP},
+            sampling=sampling or {"temperature": 0.0},
             rule=rule,
-        )  # fmt: skip
+        )
         figures[str(rows)] = {"answers": tokens}
         if proposer != "auto":  # which rounds draft what depends on times
             weights = None if probs is None else torch.arange(1, probs.numel() + 1).view(probs.shape).double().sqrt()
@@ -213,12 +275,23 @@ ADDED = {"method", "batch", "acceptance_length", "difference"}  # to what report
 def shipped(name: str) -> dict:
     """The figures of a head of checkpoints/shipped on the target that it was trained for."""
     interface.run_command(
-        "scripts/evaluate.py", f"checkpoint={interface.ROOT}/checkpoints/shipped/{name}", "target.dtype=float32",
-        f"target.name={interface.ROOT}/targets/smollm2-135m", "prompts=questions.jsonl", "max_new_tokens=8",
-        "decode.temperature=0,1", "decode.depth=3", "auto=false", "out=evaluation", "progress=quiet",
-    )  # fmt: skip
+        "scripts/evaluate.py",
+        f"checkpoint={interface.ROOT}/checkpoints/shipped/{name}",
+        "target.dtype=float32",
+        f"target.name={interface.ROOT}/targets/smollm2-135m",
+        "prompts=questions.jsonl",
+        "max_new_tokens=8",
+        "decode.temperature=0,1",
+        "decode.depth=3",
+        "auto=false",
+        "out=evaluation",
+        "progress=quiet",
+    )
     found = json.loads(Path("evaluation/results.json").read_text())
-    entries = [{key: value for key, value in each.items() if key not in ADDED} for each in found["results"]]
+    entries = found["results"]
+    for entry in entries:
+        for key in ADDED:
+            entry.pop(key, None)
     return lasting({**entries[0], "definition_of_tau": found["definition_of_tau"], "temperatures": entries})
 
 
@@ -267,21 +340,30 @@ def lasting(value):
 
 
 def differences(measured, recorded, tolerance: float, name: str = "") -> list[str]:
-    """Places where two documents of JSON are not the same. tolerance: relative, of numbers with a fraction; 0: bit for bit"""
+    """Places where two documents of JSON are not the same. tolerance: relative, of numbers with a fraction; 0: bit for
+    bit
+    """
     if isinstance(recorded, dict) and isinstance(measured, dict):
-        keys = [*recorded, *(key for key in measured if key not in recorded)]
+        keys = dict.fromkeys([*recorded, *measured])
         pairs = [(key, measured.get(key, "nothing"), recorded.get(key, "nothing")) for key in keys]
     elif isinstance(recorded, list) and isinstance(measured, list) and len(measured) == len(recorded):
         pairs = list(zip(range(len(measured)), measured, recorded))
+    elif equal_values(measured, recorded, tolerance):
+        return []
     else:
-        if isinstance(recorded, float) and isinstance(measured, float):
-            both = math.isnan(measured) and math.isnan(recorded)
-            near = math.isclose(measured, recorded, rel_tol=tolerance, abs_tol=tolerance * 1e-3)
-            same = both or (near if tolerance else measured == recorded)
-        else:
-            same = type(measured) is type(recorded) and measured == recorded
-        return [] if same else [f"{name}: {measured!r}, recorded {recorded!r}"]
+        return [f"{name}: {measured!r}, recorded {recorded!r}"]
     return [line for key, new, old in pairs for line in differences(new, old, tolerance, f"{name}/{key}")]
+
+
+def equal_values(measured, recorded, tolerance: float) -> bool:
+    """Whether two values of JSON are the same: numbers with a fraction within the tolerance, all others exactly."""
+    if not (isinstance(recorded, float) and isinstance(measured, float)):
+        return type(measured) is type(recorded) and measured == recorded
+    if math.isnan(measured) and math.isnan(recorded):
+        return True
+    if tolerance:
+        return math.isclose(measured, recorded, rel_tol=tolerance, abs_tol=tolerance * 1e-3)
+    return measured == recorded
 
 
 def copy_today(folder: Path) -> None:

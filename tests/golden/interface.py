@@ -40,7 +40,9 @@ SHAPE = ("depth", "width", "nodes", "children")  # settings of conf/decode; the 
 
 
 def run_command(file: str, *arguments: str) -> str:
-    """`python FILE ARGUMENTS` in this process and working directory -> what it printed. Raises RuntimeError if it fails."""
+    """`python FILE ARGUMENTS` in this process and working directory -> what it printed. Raises RuntimeError if it
+    fails.
+    """
     printed, before = io.StringIO(), torch.get_num_threads()
     with mock.patch.object(sys, "argv", [file, *arguments]), contextlib.redirect_stdout(printed):
         try:
@@ -77,7 +79,11 @@ def read_packs(*overrides: str) -> list[list[tuple]]:
     rows, numbers = facts.encode_rows(options, load_tokenizer(target.name))
     packed = facts.decide_packing(target, length=options.data.length, pack=options.data.pack)
     packs = Packs(rows, length=options.data.length, packed=packed, row_numbers=numbers)
-    return [[(row.id, row.tokens, row.mask) for row in packs[number]] for number in range(len(packs))]
+    return [list(map(read_row, packs[number])) for number in range(len(packs))]
+
+
+def read_row(row) -> tuple:
+    return row.id, row.tokens, row.mask
 
 
 def load_target(folder: str, dtype: str = "float64") -> Target:
@@ -139,7 +145,8 @@ def decode(
 
 def decode_ruled(folder: str, source: str, temperature: float, length: int, *, rows: int) -> dict:
     """The report of answers that follow the grammars of rows, with what is forced as drafts."""
-    target, tokenizer, prompts = load_target(folder), load_tokenizer(folder), reading.load_prompts(source)
+    target = load_target(folder)
+    tokenizer, prompts = load_tokenizer(folder), reading.load_prompts(source)
     stop = data.list_stop_tokens(tokenizer, target.model.generation_config)
     grammars = GrammarCompiler(tokenizer, target.vocab_size, stop)
     rules = [row["grammar"] and Grammar.from_row(row["grammar"]) for row in prompts]
@@ -147,10 +154,8 @@ def decode_ruled(folder: str, source: str, temperature: float, length: int, *, r
     forced = make_proposer(target, "forced", None, {}, {})
 
     def answer(proposer: Proposer | None) -> list[Generation]:
-        decoder, generations = (
-            Decoder(target, proposer, sampling=Sampling(temperature), stop=stop),
-            dict[int, Generation](),
-        )
+        decoder = Decoder(target, proposer, sampling=Sampling(temperature), stop=stop)
+        generations: dict[int, Generation] = {}
         for _, ended in decoder.rounds(
             tokens,
             length,
@@ -162,10 +167,16 @@ def decode_ruled(folder: str, source: str, temperature: float, length: int, *, r
         return [generations[number] for number in range(len(prompts))]
 
     results = [
-        PromptResult(Prompt(row["id"], row["category"], read), plain, drafted, float("nan"), [],
-                     None if plain.tokens == drafted.tokens or temperature else 0.0)
+        PromptResult(
+            Prompt(row["id"], row["category"], read),
+            plain,
+            drafted,
+            float("nan"),
+            [],
+            None if plain.tokens == drafted.tokens or temperature else 0.0,
+        )
         for row, read, plain, drafted in zip(prompts, tokens, answer(None), answer(forced))
-    ]  # fmt: skip
+    ]
     return summarise(results, depth=forced.depth, temperature=temperature).to_json()
 
 

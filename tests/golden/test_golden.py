@@ -1,7 +1,9 @@
 """The golden record: what the code before the rebuild computed. It is never recorded anew to make a change pass.
 
-Tokens, trees, packs and exported tensors are the same everywhere. Losses, weights and reports are the same bit for bit on a
-machine of a kind that was recorded, and else within a tolerance (weights are then not compared).
+No script makes it: whoever changes it on purpose edits it by hand, and says in CHANGELOG.md what changed and why.
+
+Tokens, trees, packs and exported tensors are the same everywhere. Losses, weights and reports are the same bit for bit
+on a machine of a kind that was recorded, and else within a tolerance (weights are then not compared).
 """
 
 import json
@@ -43,7 +45,8 @@ def check_numbers(
 ) -> None:
     """Compares with what was recorded on this kind of machine, or, within a tolerance, on another.
 
-    only: of the log, these steps; made: from features of `today`, which the first kind of machine made
+    only: steps of the log that are compared; exact_files: the run read features of
+        `today`, which the first kind of machine made
     """
     here = signature.name()
     entry, tolerance = f"{group}: {name}", 0.0
@@ -60,17 +63,20 @@ def check_numbers(
         assert figures.differences(dict(list(measured["log"].items())[only]), dict(log), tolerance) == []
     if "weights" in measured and tolerance:
         assert measured["weights"].keys() == recorded["weights"].keys()
-    names = measured.keys() - {
-        "log",
-        *(("weights",) if tolerance else ()),
-        *(("report",) if tolerance and group == "training" else ()),
-    }
     measured = json.loads(json.dumps(measured))
-    assert (
-        figures.differences({key: measured[key] for key in names}, {key: recorded[key] for key in names}, tolerance)
-        == []
-    )
+    for key in compared_keys(measured, group, tolerance):
+        assert figures.differences(measured[key], recorded[key], tolerance) == []
     assert measured.keys() <= recorded.keys()
+
+
+def compared_keys(measured: dict, group: str, tolerance: float) -> set[str]:
+    """What is compared as a whole. Digests of weights, and reports of training, are equal on the same machine only."""
+    skipped = {"log"}
+    if tolerance:
+        skipped.add("weights")
+    if tolerance and group == "training":
+        skipped.add("report")
+    return measured.keys() - skipped
 
 
 def test_the_record_holds_what_is_tested():
@@ -165,8 +171,3 @@ def test_every_shipped_checkpoint_loads():
 def test_answers_that_follow_grammars():
     pytest.importorskip("llguidance")
     check_numbers(figures.ruled(), "ruled", "grammars")
-
-
-def test_the_record_is_not_replaced():
-    with pytest.raises(RuntimeError, match="never recorded anew"):
-        interface.run_command("tests/golden/record.py", "--first-and-only")
