@@ -12,7 +12,10 @@ and condition of a comprehension, and further Boolean operand. A nested function
 import argparse
 import ast
 import collections
+import io
+import re
 import subprocess
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +37,10 @@ BANNED_NAMES = frozenset(
     to told wanted way what where which
     """.split()
 )
+
+# A remark that begins so continues the grammar of its name, and cannot be read by itself.
+RIDDLE = re.compile(r"(of|that|by|as|whether it|what|which|those|these|so|and) ", re.IGNORECASE)
+PARAMETER = re.compile(r"(?:^|; |\. )([a-z_]\w*(?:, [a-z_]\w*)*(?: \[[^\]]*\])?): (\S[^\n]*)", re.MULTILINE)
 
 
 @dataclass
@@ -116,7 +123,22 @@ def find_faults(path: str, source: str) -> Faults:
         add_folded_expressions(faults, node)
     for line, kind, name in sorted(find_banned_names(tree)):
         faults.sentences.append(f"{path}:{line}: the {kind} {name!r} does not say what it holds")
+    for line, remark in find_remarks(tree, source):
+        if RIDDLE.match(remark):
+            faults.sentences.append(f"{path}:{line}: the remark {remark[:40]!r} is no noun phrase")
     return faults
+
+
+def find_remarks(tree: ast.Module, source: str) -> Iterator[tuple[int, str]]:
+    """(line, remark) of the comments beside fields, and of the parameters in docstrings."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and node.end_lineno in comments:
+            yield node.lineno, comments[node.end_lineno]
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            for match in PARAMETER.finditer(ast.get_docstring(node) or ""):
+                yield node.lineno, match[2]
 
 
 def add_folded_expressions(faults: Faults, node: ast.AST) -> None:
