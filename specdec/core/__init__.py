@@ -1,1 +1,4 @@
-"""What every floor stands on: files, devices, the KV cache, trees, sampling and acceptance rules. It knows no target and no head."""
+"""The base of all floors: files, devices, KV cache, trees, sampling, acceptance rules.
+
+It knows no target and no head.
+"""

@@ -1,8 +1,9 @@
 """The text of an answer whose tokens come one by one, and the texts that end it.
 
-A character may take several tokens, and a token may end one character and begin the next. A byte-fallback vocabulary (Llama 2, Gemma,
-Mistral) spells a rare character with a token for each byte, and its decoder turns a whole run of these into U+FFFD until the run is
-valid, also the characters in it that were complete before. So bytes are put together here, and the decoder gets the other tokens.
+A character may take several tokens. A token may end one character and begin the next. Vocabularies with byte fallback
+(Llama 2, Gemma, Mistral) spell a rare character with one token a byte. Their decoders turn a whole run of such tokens
+into U+FFFD until the run is valid, complete characters included. So this module joins bytes itself; the decoder gets
+all other tokens.
 """
 
 import codecs
@@ -13,19 +14,20 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-REPLACEMENT = "\ufffd"  # stands for bytes that are no character, or not yet
-MAX_INCOMPLETE = 3  # U+FFFD at most that stand for a character which the next tokens may complete
-CONTEXT_TOKENS = 8  # tokens that are decoded with the next one, as spaces and characters depend on what is before
+REPLACEMENT = "\ufffd"  # character in place of bytes that are no character, or not yet
+MAX_INCOMPLETE = 3  # characters U+FFFD of one incomplete character: UTF-8 has at most four bytes
+CONTEXT_TOKENS = 8  # tokens decoded with the next one: spaces and characters depend on the tokens before
 
 
 @dataclass(frozen=True)
 class TextDecoder:
     """Token ids -> text.
 
-    decode: token ids -> text, of which no token changes more than INCOMPLETE times U+FFFD at the end of the text before it
-    byte_tokens: what the tokens of single bytes stand for, from 128 on, in a byte-fallback vocabulary; they are not decoded
+    decode: function of token ids. A token changes at most MAX_INCOMPLETE
+        characters U+FFFD at the end of the text before.
+    byte_tokens: byte of each single-byte token from 128 on, in a vocabulary with byte fallback. They are not decoded.
     anchor: a token of that vocabulary whose text is one letter
-    special: the special tokens that do not show in the text
+    special: ids of the special tokens that the text does not show
     """
 
     decode: Callable[[list[int]], str]
@@ -35,17 +37,20 @@ class TextDecoder:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: PreTrainedTokenizerBase, *, special: bool = False) -> "TextDecoder":
-        """That of a tokenizer. special: whether special tokens show in the text"""
-        options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
-        decode = lambda tokens: str(tokenizer.decode(tokens, **options))
+        """The decoder of a tokenizer. special: True if the text shows special tokens"""
+
+        def decode(tokens: list[int]) -> str:
+            return str(tokenizer.decode(tokens, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
+
         hidden = {} if special else find_special(tokenizer)
-        ids, sample = find_byte_tokens(tokenizer), "\u00e9A".encode()
+        ids = find_byte_tokens(tokenizer)
+        sample = "\u00e9A".encode()
         if not ids.keys() >= set(sample) or decode([ids[byte] for byte in sample]) != sample.decode():
             return cls(decode, special=hidden)
         return cls(decode, {id: bytes([byte]) for byte, id in ids.items() if byte > 127}, ids[ord("A")], hidden)
 
     def text(self, tokens: Sequence[int], before: Sequence[int] = ()) -> str:
-        """The text of all tokens: what the pieces of a TextStream are together. before: as there"""
+        """The text of `tokens`, equal to the joined pieces of a TextStream. before: tokens that the text continues"""
         if not before:
             text = self.decode(list(tokens))
             if not self.byte_tokens or REPLACEMENT not in text:
@@ -54,12 +59,12 @@ class TextDecoder:
         return "".join([*map(stream.add, tokens), stream.end()])
 
     def is_silent(self, token: int) -> bool:
-        """Whether a token has no text wherever it stands, as a special one that does not show."""
+        """True for a token without text at any place, such as a special token that is not shown."""
         return not self.decode([token, token])
 
 
 def find_special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """The special tokens and their ids"""
+    """{name: id} of the special tokens"""
     added = tokenizer.added_tokens_decoder
     known = added.items() if isinstance(added, dict) else ()  # mistral-common's tokenizers have no such table
     named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids)
@@ -69,7 +74,7 @@ def find_special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def find_byte_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
-    """byte -> id of the token that is called like it; empty for a vocabulary that has no byte fallback"""
+    """{byte: id of its token `<0xXX>`}; empty without byte fallback"""
     names = {byte: f"<0x{byte:02X}>" for byte in range(256)}
     if find_token_id(tokenizer, names[ord("A")]) is None:
         return {}
@@ -78,22 +83,23 @@ def find_byte_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
 
 
 def find_token_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int | None:
-    """The id of a token; None if there is none, where a tokenizer may give that of its unknown token"""
+    """The id of a token; None if the vocabulary lacks it, where some tokenizers answer with their unknown token"""
     id: Any = tokenizer.convert_tokens_to_ids(name)
     return id if id is not None and tokenizer.convert_ids_to_tokens(id) == name else None
 
 
 class TextStream:
-    """Turns the tokens of an answer into pieces of text, each as soon as its characters are complete. Together they are its text.
+    """Turns the tokens of an answer into pieces of text. Each comes as soon as its characters are complete.
 
-    before: the tokens of a text that the answer continues
+    before: tokens of a text that the answer continues
     """
 
     def __init__(self, decoder: TextDecoder, before: Sequence[int] = ()):
         self.decoder = decoder
-        self.window, self.text = list[int](), ""  # the last tokens but those of bytes, and what they decode to
-        self.num_shown = 0  # characters of this text that were given out
-        self.byte_run = codecs.getincrementaldecoder("utf-8")("replace")  # of adjacent tokens of bytes
+        self.window: list[int] = []  # the last tokens but single bytes
+        self.text = ""  # their text
+        self.num_shown = 0  # characters of this text that were returned
+        self.byte_run = codecs.getincrementaldecoder("utf-8")("replace")  # decoder of adjacent single-byte tokens
         context = itertools.islice(
             (token for token in reversed(before) if not decoder.is_silent(token)), CONTEXT_TOKENS
         )
@@ -101,11 +107,11 @@ class TextStream:
             self.add(token)
 
     def add(self, token: int) -> str:
-        """The piece of text that the next token completes; empty if it ends inside of a character."""
+        """The text that the next token completes; empty inside of a character"""
         decoder = self.decoder
         byte = decoder.byte_tokens.get(token)
         if byte is not None:
-            if not self.window:  # what follows does not begin the text
+            if not self.window:  # the next token is not the text's first
                 self._restart_window([decoder.anchor], 0)
             return self.byte_run.decode(byte)
         text = decoder.decode([*self.window, token])
@@ -123,25 +129,27 @@ class TextStream:
         return piece
 
     def end(self) -> str:
-        """What no token completed, as U+FFFD."""
+        """U+FFFD for the bytes that no token completed"""
         remainder = self.byte_run.decode(b"", final=True) + self.text[self.num_shown :]
         self.num_shown = len(self.text)
         return remainder
 
     def _restart_window(self, window: list[int], waiting: int) -> None:
-        """The window begins later. If that is inside of a character, all of it was given out, as the tokens behind it show.
+        """Begins the window later. Inside of a character, all of it was shown, as the tokens behind it prove.
 
-        waiting: characters at its end that were not given out
+        waiting: number of characters at the end of the window that were not shown
         """
-        self.window, self.text = window, self.decoder.decode(window)
+        self.window = window
+        self.text = self.decoder.decode(window)
         self.num_shown = len(self.text) - waiting
 
 
 class StopStrings:
-    """Texts that end an answer: its last token is the one that completes a stop string, or the special token that is one.
+    """Texts that end an answer. Its last token completes a stop string, or is a special token that is a stop string.
 
-    decoder: of the answer's text; continues: whether that goes on from the text of `prompt`, the tokens before the answer
-    Raises ValueError for an empty stop string, and for one that holds a special token beside other text.
+    decoder: decoder of the answer's text
+    continues: True if the answer's text continues that of `prompt`, the tokens before it
+    Raises ValueError for an empty stop string, and for a special token beside other text.
     """
 
     def __init__(
@@ -152,27 +160,29 @@ class StopStrings:
         for string, name in itertools.product(strings, decoder.special):
             if name in string and string not in decoder.special:
                 raise ValueError(
-                    f"The stop string {string!r} holds the special token {name}, which never shows in a text: give the token "
-                    "alone, or the text without it."
+                    f"The stop string {string!r} holds the special token {name}, which never shows in a text: "
+                    "give the token alone, or the text without it."
                 )
-        self.strings, self.decoder, self.continues = tuple(strings), decoder, continues
+        self.strings = tuple(strings)
+        self.decoder = decoder
+        self.continues = continues
         self.tokens = {decoder.special[string] for string in strings if string in decoder.special}
         self.stream = TextStream(decoder, prompt if continues else ())
-        self.text = ""  # the end of the answer's text, in which a stop string may have begun
-        self.num_read = 0  # tokens of the answer
+        self.text = ""  # end of the answer's text, long enough for the beginning of a stop string
+        self.num_read = 0  # tokens of the answer read so far
 
     def begin(self, prompt: Sequence[int]) -> "StopStrings":
-        """The same for one answer, whose tokens it reads as they come."""
+        """The same stop strings for one answer"""
         return StopStrings(self.strings, self.decoder, continues=self.continues, prompt=prompt)
 
     def end(self, written: Sequence[int], new: Sequence[int]) -> int | None:
-        """How many of the `new` tokens, which follow `written`, belong to the answer; None if it does not end there."""
+        """The number of `new` tokens that belong to the answer; None if it goes on. written: its tokens before them"""
         for token in written[self.num_read :]:
             self._read(token)
         return next((num for num, token in enumerate(new, start=1) if self._read(token)), None)
 
     def _read(self, token: int) -> bool:
-        """Whether the next token ends the answer."""
+        """Reads the next token. Returns True if it ends the answer."""
         self.num_read += 1
         text = self.text + self.stream.add(token)
         self.text = text[max(0, len(text) + 1 - max(map(len, self.strings))) :]

@@ -1,11 +1,12 @@
-"""Keys and values while decoding (`RowCache`) and while training (`UnrollCache`).
+"""Keys and values in decoding (`RowCache`) and training (`UnrollCache`).
 
 A head's attention calls `cache.attend` in both loops. The cache and the mask decide which keys a query sees
-(docs/architecture.md). Only this file uses the cache interface of transformers, and only this file assigns the fields of
-a cache (tests/test_imports.py).
+(docs/architecture.md). Only this file uses the cache interface of transformers, and only it assigns the fields of a
+cache (tests/test_imports.py).
 """
 
 import copy
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 from transformers.cache_utils import LinearAttentionCacheLayerMixin as StateLayer
 
 from specdec.core import masks, span_attention
@@ -23,12 +25,12 @@ from specdec.core.cached_keys import MAX_PENDING, CachedKeys, attend_cached, fin
 from specdec.core.devices import upload_values
 from specdec.core.span_attention import Span
 
-# The states of recurrent and convolution layers, row by row, when only a part of the drafts is kept.
+# States of recurrent and convolution layers, row by row, if only some drafts of a pass are kept
 #
-# Such a layer folds each token into a state, which cannot be cut back. So a pass over S tokens starts from the committed
-# states and remembers what each of these layers read. Once it is known how many tokens each row keeps, the layers alone read
-# those tokens again, from the states before the pass: two passes of a part of the model where all S are not kept, none
-# where they are. Rows that keep equally many tokens are read together.
+# Such a layer folds each token into a state, which cannot be cut back. So a pass over S tokens starts from the
+# committed states and remembers the layers' inputs. Once the numbers of kept tokens are known, these layers alone read
+# them again, from the states before the pass. Rows that keep all S are not read again. Rows with equal numbers are
+# read together.
 
 STATE_FIELDS = ("conv_states", "recurrent_states")
 STATE_MARKS = (
@@ -40,55 +42,55 @@ STATE_MARKS = (
 
 
 def copy_states(layer: StateLayer, rows: Tensor | None) -> StateLayer:
-    """A copy of a layer's states; rows [M]: of these rows only"""
+    """A copy of a layer's states. rows [M]: rows of the copy; None: all"""
     copied = copy.copy(layer)
     for name in STATE_FIELDS:
-        states = getattr(layer, name).items()
-        selected = {
-            key: None if state is None else state.clone() if rows is None else state[rows.to(state.device)]
-            for key, state in states
-        }
-        setattr(copied, name, selected)
+        states = dict(getattr(layer, name))
+        for key, state in states.items():
+            if state is not None:
+                states[key] = state.clone() if rows is None else state[rows.to(state.device)]
+        setattr(copied, name, states)
     for name in STATE_MARKS:
         setattr(copied, name, dict(getattr(layer, name)))
     return copied
 
 
 class LayerStates:
-    """The states of a cache, as transformers' layers keep them, and what is needed to take tokens back.
+    """The states of a cache, in transformers' layers, and the means to take tokens back.
 
-    layers: one place for each of the model's layers; those of attention layers stay empty
+    layers: one entry for each of the model's layers; entries of attention layers stay empty
     """
 
     def __init__(self, layers: list):
         self.layers = layers
         self.layer_indices = [layer_index for layer_index, layer in enumerate(layers) if isinstance(layer, StateLayer)]
-        self.states_before: list[StateLayer] | None = None  # the states before the pass, if tokens of it may be dropped
-        self.calls: dict[int, tuple[nn.Module, tuple, dict]] = {}  # by layer: what it read in the pass
+        self.states_before: list[StateLayer] | None = None  # before the pass, if some of its tokens may be dropped
+        self.calls: dict[int, tuple[nn.Module, tuple, dict]] = {}  # module and arguments of each layer in the pass
         self.num_tokens = 0
         self.counts: list[int] | None = None
 
     def select(self, rows: Tensor) -> None:
-        """Goes on with these rows only, in this order. rows [M]"""
+        """Keeps these rows, in this order. rows [M]"""
         for layer_index in self.layer_indices:
             self.layers[layer_index] = copy_states(self.layers[layer_index], rows)
 
     def replace(self, rows: Tensor, source: "LayerStates") -> None:
-        """The states of another cache's rows take the places of these rows. rows [M]"""
+        """Overwrites these rows by the rows of another cache. rows [M]"""
         for layer_index in self.layer_indices:
             _write_rows(self.layers[layer_index], rows, source.layers[layer_index])
 
     def begin_pass(self, num_tokens: int, counts: list[int] | None) -> None:
-        """A pass over `num` tokens begins. counts [B]: how many each row will keep, if that is known"""
+        """Begins a pass over `num_tokens` tokens. counts [B]: tokens that each row will keep, if known"""
         self.calls = {}
-        self.num_tokens, self.counts = num_tokens, counts
+        self.num_tokens = num_tokens
+        self.counts = counts
         keeps_all = num_tokens == 1 if counts is None else min(counts) == num_tokens
         self.states_before = (
             None if keeps_all else [copy_states(self.layers[layer_index], None) for layer_index in self.layer_indices]
         )
 
     def note_call(self, cache, layer_index: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """A layer has read all tokens of the pass. If it is known what to keep, its states are set right at once."""
+        """Notes that a layer has read all tokens of the pass. With known counts, its states are corrected at once."""
         if self.states_before is None:
             return
         if self.counts is not None:
@@ -101,16 +103,17 @@ class LayerStates:
         if self.counts is None and self.states_before is not None:
             for layer_index, (module, args, kwargs) in self.calls.items():
                 self._read_again(cache, layer_index, module, args, kwargs, counts)
-        self.states_before, self.calls = None, {}
+        self.states_before = None
+        self.calls = {}
 
     @torch.no_grad()
     def _read_again(
         self, cache, layer_index: int, module: nn.Module, args: tuple, kwargs: dict, counts: list[int]
     ) -> None:
-        """The module reads the first counts[b] tokens of row b from the states before the pass."""
+        """Lets the module read the first counts[b] tokens of row b, from the states before the pass."""
         assert self.states_before is not None
         before = self.states_before[self.layer_indices.index(layer_index)]
-        groups: dict[int, list[int]] = defaultdict(list)  # rows by the number of tokens that they keep
+        groups: dict[int, list[int]] = defaultdict(list)  # rows by their number of kept tokens
         for row, count in enumerate(counts):
             groups[count].append(row)
         for count, row_numbers in groups.items():
@@ -122,15 +125,15 @@ class LayerStates:
                 row_cache = copy.copy(cache)
                 row_cache.layers = [*cache.layers]
                 row_cache.layers[layer_index] = row_states
-                cut_arguments = [
-                    _cut_argument(value, cache, row_cache, rows, len(counts), self.num_tokens, count)
-                    for value in (args, kwargs)
-                ]
-                module.forward(*cut_arguments[0], **cut_arguments[1])
+                shape = len(counts), self.num_tokens
+                cut = functools.partial(_cut_value, caches=(cache, row_cache), rows=rows, shape=shape, count=count)
+                row_args, row_kwargs = tree_map(cut, (args, kwargs))
+                module.forward(*row_args, **row_kwargs)
             _write_rows(self.layers[layer_index], rows, row_states)
 
 
 def _write_rows(layer: StateLayer, rows: Tensor, source: StateLayer) -> None:
+    """Writes the rows of `source` over `rows` of a layer's states."""
     for name in STATE_FIELDS:
         for key, state in getattr(layer, name).items():
             value = getattr(source, name)[key]
@@ -138,34 +141,30 @@ def _write_rows(layer: StateLayer, rows: Tensor, source: StateLayer) -> None:
                 state[rows.to(state.device)] = torch.zeros_like(state[:1]) if value is None else value
 
 
-def _cut_argument(value: Any, cache, row_cache, rows: Tensor, num_rows: int, num_tokens: int, count: int) -> Any:
-    """Some rows, and the first `count` tokens, of all tensors [B, S, ...] or [1, S, ...] in a module's arguments."""
-    if value is cache:
-        return row_cache
-    if isinstance(value, dict):
-        return {
-            key: _cut_argument(part, cache, row_cache, rows, num_rows, num_tokens, count) for key, part in value.items()
-        }
-    if isinstance(value, tuple | list):
-        return type(value)(_cut_argument(part, cache, row_cache, rows, num_rows, num_tokens, count) for part in value)
-    if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == num_tokens:
-        if value.shape[0] == num_rows:
-            return value[rows.to(value.device), :count]
-        if value.shape[0] == 1:
-            return value[:, :count]
-    return value
+def _cut_value(value: Any, *, caches: tuple, rows: Tensor, shape: tuple[int, int], count: int) -> Any:
+    """Rows, and the first `count` tokens, of a tensor [B, S, ...] or [1, S, ...]; most other values unchanged.
+
+    caches: a cache, and the one that replaces it; shape: (B, S)
+    """
+    if value is caches[0]:
+        return caches[1]
+    if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != shape[1]:
+        return value
+    if value.shape[0] == shape[0]:
+        return value[rows.to(value.device), :count]
+    return value[:, :count] if value.shape[0] == 1 else value
 
 
-CAPACITY_MULTIPLE = 256  # capacities that are allocated at once are multiples of it, so that few occur
-MAX_MEMORY_SHARE = 0.25  # share of a GPU's free memory that is allocated at once
-MAX_SPARE = 2  # sets of K and V that are kept for later answers
+CAPACITY_MULTIPLE = 256  # of capacities from `preallocate`, so that few shapes occur
+MAX_MEMORY_SHARE = 0.25  # of a GPU's free memory in `preallocate`; an answer that ends early would waste more
+MAX_SPARE = 2  # sets of K and V kept for later answers: those of target and drafter
 
-CacheMark = tuple[Tensor, list[int]]  # what `RowCache.mark` returns: lengths [B], and the same on the host
+CacheMark = tuple[Tensor, list[int]]  # lengths [B], and the same on the host
 
 
 @dataclass(frozen=True)
 class EntryShape:
-    """What a layer keeps of a token as its key, or as its value."""
+    """The shape of one token's key, or value, in a layer."""
 
     num_heads: int
     width: int
@@ -174,17 +173,17 @@ class EntryShape:
 
 
 class SpareMemory:
-    """Memory of K and V of answers that have ended. The next cache of the same sizes takes it, so CUDA graphs over it stay valid."""
+    """K and V of ended answers. The next cache of the same sizes takes them, so CUDA graphs over them stay valid."""
 
     def __init__(self) -> None:
         self.spare: list[dict[EntryShape, Tensor]] = []
 
     def take_groups(self, sizes: Mapping[EntryShape, tuple[int, ...]]) -> dict[EntryShape, Tensor] | None:
-        """Tensors of these sizes, zeros; None: there are none"""
+        """Zero tensors of these sizes; None if there are none"""
         for index, groups in enumerate(self.spare):
             if {shape: group.shape for shape, group in groups.items()} == sizes:
                 for group in groups.values():
-                    group.zero_()  # what is hidden by a mask must be finite
+                    group.zero_()  # hidden entries must be finite, too
                 return self.spare.pop(index)
         return None
 
@@ -195,17 +194,17 @@ class SpareMemory:
 class RowCache(transformers.Cache):
     """K and V of fixed capacity with a length per row.
 
-    Each row holds `lengths[b]` committed entries and, behind them, `pending` entries: those that a draft or a draft tree
-    wrote and that are not committed yet. One pass is: `reserve(S)`, the forward pass (which calls `update` once a layer),
-    then `commit`, with `keep` before it where the drafts were a tree. A second `reserve` before the `commit` puts the
-    next level of a tree behind the first.
+    Each row has `lengths[b]` committed entries and, behind them, `pending` entries that a draft or a draft tree wrote.
+    One pass is: `reserve(S)`, the forward pass (which calls `update` once a layer), then `commit`. `keep_path` comes
+    before it if the drafts were a tree. A second `reserve` before the `commit` puts the next level of a tree behind the
+    first.
 
-    Capacity doubles when it is exceeded, so that few shapes occur. A forward pass reads the whole capacity, and its mask
-    hides the entries that are not in use; or it reads the entries to their length, and then `expect` allocates all at once.
+    Capacity doubles when it is exceeded, so that few shapes occur. A forward pass reads the whole capacity, and its
+    mask hides unused entries. Or it reads the entries to their length; then `preallocate` allocates all at once.
 
-    shapes: of the K and V of every layer in turn; None for a layer that keeps none
-    states: of recurrent and convolution layers, which follow the committed tokens; None if there are no such layers
-    query_heads: of every layer, where passes read the entries to their length (core/cached_keys.py); None: under a mask
+    shapes: shape of K and V of every layer in turn; None for a layer without them
+    states: states of recurrent and convolution layers, which follow the committed tokens; None without such layers
+    query_heads: query heads of every layer, if passes read to the length (core/cached_keys.py); None: under a mask
     """
 
     def __init__(
@@ -219,22 +218,24 @@ class RowCache(transformers.Cache):
         query_heads: int | None = None,
     ):
         super().__init__(layers=states.layers if states else [])
-        self.shapes, self.states, self.query_heads = list(shapes), states, query_heads
+        self.shapes = list(shapes)
+        self.states = states
+        self.query_heads = query_heads
         self.spare: SpareMemory | None = None
         self._allocate(batch, capacity)
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # [B]
-        self.skipped = torch.zeros_like(self.lengths)  # [B] earlier positions that have no entry here
-        self.positions: Tensor | None = None  # [B, C] of the entries, once `place` was called
+        self.skipped = torch.zeros_like(self.lengths)  # [B] earlier positions without an entry here
+        self.positions: Tensor | None = None  # [B, C] of the entries, after `note_positions`
         self.rows = torch.arange(batch, device=device)[:, None]  # [B, 1]
         self.pending = 0
-        self.host_lengths = [0] * batch  # the lengths on the host, so that no shape waits for the device
-        self.slots = torch.zeros(batch, 0, dtype=torch.long, device=device)  # [B, S] where the next update writes
+        self.host_lengths = [0] * batch  # lengths on the host, so that no shape waits for the device
+        self.slots = torch.zeros(batch, 0, dtype=torch.long, device=device)  # [B, S] places that the next update writes
 
     @classmethod
     def uniform(
         cls, *, num_layers: int, batch: int, num_heads: int, head_dim: int, dtype, device, **options: Any
     ) -> "RowCache":
-        """A cache of layers of one shape. options: capacity and query_heads, as of the class"""
+        """A cache of layers of one shape. options: capacity and query_heads of the class"""
         shape = EntryShape(num_heads, head_dim, dtype, torch.device(device))
         return cls([shape] * (2 * num_layers), batch=batch, device=device, **options)
 
@@ -245,41 +246,43 @@ class RowCache(transformers.Cache):
         return group.unflatten(0, (-1, 2))
 
     def _allocate(self, batch: int, capacity: int) -> None:
-        """Empty K and V, for all layers that have one shape in one tensor [n, B, heads, C, width], so that `keep` moves them at once"""
+        """Allocates empty K and V.
+
+        All layers of one shape share a tensor [n, B, heads, C, width], which `keep_path` moves at once.
+        """
         counts = Counter(shape for shape in self.shapes if shape is not None)
         sizes = {shape: (num, batch, shape.num_heads, capacity, shape.width) for shape, num in counts.items()}
         groups = None if self.spare is None else self.spare.take_groups(sizes)
         self.groups = groups or {
             shape: torch.zeros(size, dtype=shape.dtype, device=shape.device) for shape, size in sizes.items()
         }
-        self.capacity, self._allocated = capacity, self.groups
+        self.capacity = capacity
+        self._allocated = self.groups
         self.keys_and_values = self._split_groups()
 
     def preallocate(self, num: int, spare: SpareMemory | None = None) -> None:
-        """Allocates room for `num` entries at once, where a pass reads no more than are used. The cache must be empty.
+        """Allocates `num` entries at once, if passes read only used ones. The cache must be empty.
 
-        spare: where its memory comes from, and goes to with `release`
+        spare: source of the memory, to which `release` returns it
         """
         assert not any(self.host_lengths) and not self.pending
         if self.query_heads is None:
             return
         capacity = max(self.capacity, -(-num // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE)
         needed = sum(group.nbytes for group in self.groups.values()) * capacity // self.capacity
-        if needed <= MAX_MEMORY_SHARE * _free_memory(
-            self.lengths.device
-        ):  # else an answer that ends early would keep too much
+        if needed <= MAX_MEMORY_SHARE * _free_memory(self.lengths.device):
             self.spare = spare
             self._allocate(len(self.host_lengths), capacity)
 
     def release(self) -> None:
-        """Leaves the memory to a later cache; this one is not used any more."""
+        """Leaves the memory to a later cache. This one is not used any more."""
         if self.spare is not None and self.capacity == next(iter(self._allocated.values())).shape[3]:
             self.spare.keep_groups(self._allocated)
         self.spare = None
 
     @property
     def visible(self) -> int:
-        """C: the entries that a forward pass reads."""
+        """C: number of entries that a forward pass reads"""
         return self.capacity
 
     def make_room(self, num: int) -> None:
@@ -295,12 +298,13 @@ class RowCache(transformers.Cache):
             self.groups = {shape: F.pad(group, (0, 0, 0, added)) for shape, group in self.groups.items()}
             self.positions = None if self.positions is None else F.pad(self.positions, (0, added))
             self.capacity += added
-            self._allocated, self.keys_and_values = self.groups, self._split_groups()
+            self._allocated = self.groups
+            self.keys_and_values = self._split_groups()
 
     def reserve(self, num: int, counts: list[int] | None = None) -> None:
-        """The next forward pass writes `num` entries behind the committed and pending ones.
+        """Announces `num` entries of the next forward pass, behind the committed and pending ones.
 
-        counts [B]: how many of them `commit` will keep, if that is known
+        counts [B]: entries that `commit` will keep, if known
         """
         self.make_room(num)
         offsets = torch.arange(self.pending, self.pending + num, device=self.lengths.device)  # [S]
@@ -311,7 +315,7 @@ class RowCache(transformers.Cache):
             self.states.begin_pass(num, counts)
 
     def note_positions(self, positions: Tensor) -> Tensor:
-        """Notes the positions [B, S] of the entries that the next pass writes -> those of all entries, [B, C]"""
+        """Notes the positions [B, S] of the next pass's entries -> positions [B, C] of all entries"""
         if self.positions is None:
             self.positions = self.lengths.new_zeros(len(self.lengths), self.capacity)
         self.positions = self.positions.scatter(1, self.slots, positions)
@@ -325,14 +329,16 @@ class RowCache(transformers.Cache):
         slots: Tensor | None = None,
         pending: int | None = None,
     ) -> "RowCache":
-        """The same cache over other tensors, for a compiled or captured function, which has these tensors as its arguments.
+        """The same cache over other tensors: the arguments of a compiled or captured function.
 
-        Such a function outlives the cache that it was made with, so a pass may read no other tensor of the cache.
-        halves: K and V of every layer in turn, [B, heads, C, head_dim] each; or those of one layer, whatever its number
-        lengths [B]; slots [B, S] and pending: if they differ from this cache's
+        Such a function outlives its cache, so a pass may read no other tensor of the cache.
+        keys_and_values: K and V of every layer in turn, [B, heads, C,
+            head_dim] each; or of one layer, whatever its number
+        lengths [B]; slots [B, S] and pending: this cache's own if None
         """
         cache = copy.copy(self)
-        cache.keys_and_values, cache.lengths = list(keys_and_values), lengths
+        cache.keys_and_values = list(keys_and_values)
+        cache.lengths = lengths
         cache.rows = torch.arange(len(lengths), device=lengths.device)[:, None]
         cache.slots = self.slots if slots is None else slots
         cache.pending = self.pending if pending is None else pending
@@ -341,7 +347,7 @@ class RowCache(transformers.Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
-        """[B, heads, S, width] in; the visible entries [B, heads, visible, width] out."""
+        """Writes [B, heads, S, width] and returns the visible entries [B, heads, visible, width]."""
         keys, values = self.visible_keys(layer_idx)
         rows, slots = (place.to(keys.device, non_blocking=True) for place in (self.rows, self.slots))
         keys[rows, :, slots] = key_states.transpose(1, 2)
@@ -349,40 +355,39 @@ class RowCache(transformers.Cache):
         return keys, values
 
     def sees(self, ancestors: Tensor) -> Tensor | CachedKeys:
-        """What queries behind the committed entries see of all entries: a mask [B, 1, S, visible], or where entries are read to
-        their length a `CachedKeys`.
+        """The entries that queries behind the committed ones see: a mask [B, 1, S, visible], or `CachedKeys`.
 
-        ancestors [B, S, P] or [S, P] bool: which of the row's P pending entries each query sees
+        ancestors [B, S, P] or [S, P] bool: pending entries of the row that each query sees
         """
         if self.query_heads is None or ancestors.shape[-1] > MAX_PENDING:
             return masks.pending_mask(ancestors, self.lengths, self.visible)
         return self.find_cached_keys(ancestors)
 
     def find_cached_keys(self, ancestors: Tensor, *, window: int | None = None) -> CachedKeys:
-        """`sees`, where entries are read to their length. window: how many positions a query sees; None: all"""
+        """`sees`, for entries read to their length. window: positions that a query sees; None: all"""
         ancestors = ancestors.expand(len(self.lengths), -1, -1)
         shape = next(shape for shape in self.shapes if shape is not None)
         heads = cast(int, self.query_heads), shape.num_heads
         return find_cached_keys(ancestors, self.lengths, capacity=self.capacity, heads=heads, window=window)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | CachedKeys) -> Tensor:
-        """query [B, heads, S, head_dim], mask as of `sees` -> [B, heads, S, head_dim]"""
+        """query [B, heads, S, head_dim], mask from `sees` -> [B, heads, S, head_dim]"""
         keys, values = self.update(key, value, layer)
         if isinstance(mask, CachedKeys):
             return attend_cached(query, keys, values, mask, scale=query.shape[-1] ** -0.5)
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
 
     def visible_keys(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer as they are: [B, heads, visible, head_dim] each"""
+        """K and V of a layer: [B, heads, visible, head_dim] each"""
         index = 2 * layer if len(self.keys_and_values) > 2 else 0
         return self.keys_and_values[index], self.keys_and_values[index + 1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The number of committed entries of the longest row."""
+        """The number of committed entries of the longest row"""
         return max(self.host_lengths)
 
     def commit(self, num: Tensor, counts: list[int]) -> None:
-        """Commits the first `num[b]` pending entries of row b and drops the rest; counts: `num` on the host."""
+        """Commits the first `num[b]` pending entries of row b, and drops all others. counts: `num` on the host"""
         self.lengths = self.lengths + num
         self.host_lengths = [known + count for known, count in zip(self.host_lengths, counts)]
         self.pending = 0
@@ -390,7 +395,7 @@ class RowCache(transformers.Cache):
             self.states.commit(self, counts)
 
     def drop_pending(self) -> None:
-        """Drops all pending entries; the next pass overwrites them."""
+        """Drops all pending entries. The next pass overwrites them."""
         assert self.states is None, "a recurrent layer's state is set right by `commit` only"
         self.pending = 0
 
@@ -407,21 +412,14 @@ class RowCache(transformers.Cache):
             self.positions = self.positions.scatter(1, destination, self.positions.gather(1, source))
 
     def select(self, rows: list[int]) -> None:
-        """Goes on with these rows only, in this order, perhaps several times; called between passes, when nothing is pending.
+        """Keeps these rows, in this order, perhaps several times. Nothing may be pending.
 
-        Where fewer rows go on, each in its place or in that of one that leaves, only the latter ones are copied.
+        If fewer rows stay, each in its place or in that of a leaving one, only the latter are copied.
         """
-        index, num = upload_values(rows, self.lengths.device), len(rows)
-        moved_rows = {place: row for place, row in enumerate(rows) if place != row}
-        if num <= len(self.host_lengths) and all(row >= num for row in moved_rows.values()):
-            for group in self.groups.values():
-                for place, row in moved_rows.items():
-                    group[:, place] = group[:, row]
-            self.groups = {shape: group[:, :num] for shape, group in self.groups.items()}
-        else:
-            self.groups = {shape: group.index_select(1, index.to(group.device)) for shape, group in self.groups.items()}
-            self._allocated = self.groups
-        self.lengths, self.skipped = self.lengths[index], self.skipped[index]
+        index = upload_values(rows, self.lengths.device)
+        self._select_groups(rows, index)
+        self.lengths = self.lengths[index]
+        self.skipped = self.skipped[index]
         self.positions = None if self.positions is None else self.positions[index]
         self.rows = torch.arange(len(rows), device=self.lengths.device)[:, None]
         self.host_lengths = [self.host_lengths[row] for row in rows]
@@ -431,8 +429,21 @@ class RowCache(transformers.Cache):
         if self.states is not None:
             self.states.select(index)
 
+    def _select_groups(self, rows: list[int], index: Tensor) -> None:
+        """Keeps K and V of `rows`. index [M]: the same numbers on the device"""
+        num = len(rows)
+        moved_rows = {goal: row for goal, row in enumerate(rows) if goal != row}
+        if num > len(self.host_lengths) or any(row < num for row in moved_rows.values()):
+            self.groups = {shape: group.index_select(1, index.to(group.device)) for shape, group in self.groups.items()}
+            self._allocated = self.groups
+            return
+        for group in self.groups.values():
+            for goal, row in moved_rows.items():
+                group[:, goal] = group[:, row]
+        self.groups = {shape: group[:, :num] for shape, group in self.groups.items()}
+
     def replace(self, rows: list[int], source: "RowCache") -> None:
-        """Writes the rows of another cache of the same layers over these rows; called when nothing is pending in either."""
+        """Writes the rows of another cache of the same layers over these rows. Nothing may be pending in either."""
         num = source.get_seq_length()
         self._grow(num)
         index = upload_values(rows, self.lengths.device)
@@ -448,22 +459,23 @@ class RowCache(transformers.Cache):
             self.states.replace(index, source.states)
 
     def mark(self) -> CacheMark:
-        """The committed entries of now, for `rewind`."""
+        """The present committed entries, for `rewind`"""
         return self.lengths, self.host_lengths
 
     def rewind(self, mark: CacheMark) -> None:
-        """Drops everything that was committed since `mark`, and all pending entries."""
+        """Drops all entries committed since `mark`, and all pending ones."""
         assert self.states is None, "states of recurrent layers cannot be taken back so far"
         self.lengths, self.host_lengths = mark
         self.pending = 0
 
     def copy_entries(self, source: "RowCache", entries: Tensor) -> None:
-        """Replaces everything here by copies of chosen entries of another cache of the same layers, rows and heads.
+        """Replaces all entries by copies of another cache's. Both have the same layers, rows and heads.
 
-        entries [layers, B, heads, M]: which ones, in any order. A row of `other` with fewer than M committed entries gives
-        those; its further places are not read. The capacity here must be at least M.
+        entries [layers, B, heads, M]: places in the source, in any order. A row with fewer than M
+            committed entries uses as many of them. The capacity here must be at least M.
         """
-        num, data = entries.shape[-1], source.entry_tensor
+        num = entries.shape[-1]
+        data = source.entry_tensor
         flat = data.flatten(0, 4)  # [layers * 2 * B * heads * C, head_dim]
         first = torch.arange(0, len(flat), source.visible, device=flat.device)  # where each K or V of a head begins
         indices = first.view(*data.shape[:4], 1) + entries[:, None]  # [layers, 2, B, heads, M]
@@ -473,10 +485,10 @@ class RowCache(transformers.Cache):
         self.skipped = source.lengths - self.lengths
         self.pending = 0
 
-    # What transformers' recurrent and convolution layers call beside `update`; most of it is in the base class
+    # Calls of transformers' recurrent and convolution layers besides `update`; most are in the base class
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """The state of one of MiniMax's recurrent layers; None before the first pass."""
+        """The state of one of MiniMax's recurrent layers; None before the first pass"""
         layer = cast(StateLayer, self.layers[layer_idx])
         return layer.recurrent_states[0] if layer.has_previous_state[0] else None
 
@@ -486,7 +498,7 @@ class RowCache(transformers.Cache):
         layer.recurrent_states[0], layer.has_previous_state[0] = linear_cache, True
 
     def _split_groups(self) -> list[Tensor]:
-        """K and V of every layer in turn, [B, heads, C, width] each, empty for a layer that keeps none"""
+        """K and V of every layer in turn, [B, heads, C, width] each, empty for a layer without them"""
         parts = {shape: iter(group.unbind(0)) for shape, group in self.groups.items()}
         return [torch.empty(0) if shape is None else next(parts[shape]) for shape in self.shapes]
 
@@ -496,31 +508,31 @@ def _free_memory(device: torch.device) -> float:
 
 
 class UnrollCache:
-    """The keys of a training unroll: differentiable, and never changed once they are there.
+    """The keys of a training unroll: differentiable, and never changed once stored.
 
-    Step 1 stores the keys of all T slots. Each later step of slot j sees the step-1 keys of slots <= j of its document (its
-    span) and its own keys of steps 2..d. Later steps may run on a subset of S slots.
+    Step 1 stores the keys of all T slots. A later step of slot j sees the step-1 keys of its document's slots up to j
+    (its span), and its own keys of steps 2..d. Later steps may run on a subset of S slots.
     """
 
     def __init__(self) -> None:
-        self.common_keys: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # layer -> K, V that all steps see [B, heads, T, head_dim]
-        self.step_keys: dict[
-            int, dict[int, tuple[Tensor, Tensor]]
-        ] = {}  # layer -> step d -> K, V [B, heads, S, 1, head_dim]
-        # step d -> earlier step -> where the slots of step d are among those of the earlier one; None: in the same places
+        # By layer: K and V [B, heads, T, head_dim] that all steps see
+        self.common_keys: dict[int, tuple[Tensor, Tensor]] = {}
+        # By layer and step d: K and V [B, heads, S, 1, head_dim]
+        self.step_keys: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
+        # By step d and earlier step: places of d's slots among those of the earlier one; None: the same slots
         self.slot_indices: dict[int, dict[int, Tensor | None]] = {}
 
     def at_step(self, d: int, kept_slots: Tensor | None = None) -> "CachedStep":
-        """kept [B, S]: the places of the slots of step d among those of the step before; None: the same slots"""
-        earlier = self.slot_indices.get(d - 1, {})
-        earlier_indices = {
-            e: at if kept_slots is None or at is None else at.gather(1, kept_slots) for e, at in earlier.items()
-        }
-        self.slot_indices[d] = {e: kept_slots if at is None else at for e, at in earlier_indices.items()} | {
-            d - 1: kept_slots
-        }
+        """The view of step d.
+
+        kept_slots [B, S]: its slots' places among those of the step before; None: the same slots
+        """
+        indices = {d - 1: kept_slots}
+        for step, earlier in self.slot_indices.get(d - 1, {}).items():
+            if earlier is not None and kept_slots is not None:
+                earlier = earlier.gather(1, kept_slots)
+            indices[step] = kept_slots if earlier is None else earlier
+        self.slot_indices[d] = indices
         return CachedStep(self, d)
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> None:
@@ -530,7 +542,7 @@ class UnrollCache:
 
 @dataclass(frozen=True)
 class CachedStep:
-    """What step d sees of an `UnrollCache`. A step that is computed again, in the backward pass, sees what it saw before."""
+    """Step d's view of an `UnrollCache`. A step computed again, in the backward pass, sees the same keys as before."""
 
     cache: UnrollCache
     d: int
@@ -540,10 +552,10 @@ class CachedStep:
         return self.cache.common_keys[layer]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, seen: Span) -> Tensor:
-        """query [B, heads, S, head_dim], seen: which common keys -> [B, heads, S, head_dim]"""
+        """query [B, heads, S, head_dim], seen: common keys -> [B, heads, S, head_dim]"""
         steps = self.cache.step_keys.setdefault(layer, {})
         pair = key[..., None, :], value[..., None, :]
-        first = min([*steps, self.d])  # the step whose keys are common: 1, or of a module for one depth its own
+        first = min([*steps, self.d])  # the step of the common keys: 1, or that of a module for one depth
         if self.d == first:
             self.cache.common_keys.setdefault(layer, (key, value))
             common_pair = key, value
@@ -551,12 +563,10 @@ class CachedStep:
         else:
             common_pair = self.cache.common_keys[layer]
             slot_indices = self.cache.slot_indices[self.d]
-            own_keys = [
-                _gather_slots(part, slot_indices[d])
-                for d, earlier in steps.items()
-                if first < d < self.d
-                for part in earlier
-            ]
+            own_keys = []
+            for d, earlier in steps.items():
+                if first < d < self.d:
+                    own_keys += [_gather_slots(values, slot_indices[d]) for values in earlier]
             own_keys += pair
         steps.setdefault(self.d, pair)
         grouped = (query * query.shape[-1] ** -0.5).unflatten(1, (key.shape[1], -1))[..., None, :]  # [B, G, R, S, 1, .]
@@ -564,7 +574,7 @@ class CachedStep:
 
 
 def _gather_slots(values: Tensor, indices: Tensor | None) -> Tensor:
-    """values [B, heads, S, 1, head_dim], places [B, S'] -> [B, heads, S', 1, head_dim]"""
+    """values [B, heads, S, 1, head_dim], indices [B, S'] -> [B, heads, S', 1, head_dim]"""
     if indices is None:
         return values
     return values.gather(2, indices[:, None, :, None, None].expand(-1, values.shape[1], -1, -1, values.shape[-1]))

@@ -1,9 +1,9 @@
-"""Attention of drafts behind a row's committed keys: these are read to the row's length, in parts, and never copied.
+"""Attention of drafts over committed keys, which are read to the row's length and never copied.
 
-All heads of queries that share keys, and all nodes of a tree, see the same committed keys. So they are the queries of one text, and the
-kernel for texts side by side (varlen.py) reads each key once. A text is cut into several, as few texts would leave most of a
-GPU idle (split keys as in Flash-Decoding). The few pending entries, of which a node sees its ancestors, go through a small masked
-product. The parts are joined by their sums of exponents.
+All nodes of a tree, and all query heads of one key head, see the same committed keys. So they are the queries of one
+text, and the kernel of varlen.py reads each key once. A text is cut into parts, because few texts leave most of a GPU
+idle (split keys of Flash-Decoding). Pending entries are few; a node sees its ancestors among them. They go through a
+small masked product. One softmax joins all by their sums of exponents.
 """
 
 import functools
@@ -16,18 +16,19 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from specdec.core import fast
 
-MAX_PENDING = 256  # entries that the masked product may have; a prompt is read with a mask over all entries
-# Fewest keys of a part, how many parts keep a GPU busy, queries of one thread block
-MIN_PART_KEYS, MIN_TEXTS, QUERY_BLOCK = 256, 128, 128
+MAX_PENDING = 256  # entries of the masked product; longer passes, such as prompts, mask all entries
+MIN_PART_KEYS = 256  # of a text's part
+MIN_TEXTS = 128  # parts that keep a GPU busy (an H100 has 132 multiprocessors)
+QUERY_BLOCK = 128  # queries of one thread block of the kernel
 
 
 class CachedKeys(NamedTuple):
-    """What the queries of a pass see.
+    """The keys that the queries of a pass see.
 
-    seen [B, 1, S, M] bool: which of the entries that the masked product has; dimension 1 is 2 (expanded) in layers with a window
-    places [B, M]: where these entries are in the cache: the pending ones, and those at a window's edge
-    table [3, N+1] int32: of N = B * G * parts texts where their queries begin, where their keys begin in the flattened cache, and
-    how many keys they have; of the last only the first line counts
+    seen [B, 1, S, M] bool: entries that each query sees in the masked product; in layers with a window [B, 2, S, M]
+    entries [B, M]: places of these entries in the cache: pending ones, and those at a window's edge
+    table [3, N+1] int32: of N = B * G * parts texts the first query, the first key in the
+        flattened cache, the number of keys. In its last column only the first line counts.
     """
 
     seen: Tensor
@@ -38,28 +39,38 @@ class CachedKeys(NamedTuple):
 def find_cached_keys(
     ancestors: Tensor, lengths: Tensor, *, capacity: int, heads: tuple[int, int], window: int | None = None
 ) -> CachedKeys:
-    """ancestors [B, S, P] bool: which of P pending entries each query sees; lengths [B]: committed entries, all of them seen
+    """The keys that queries behind the committed entries see.
 
-    heads: of queries and of keys; window: how many positions a query sees, itself included, where positions count entries
+    ancestors [B, S, P] bool: pending entries that each query sees; lengths [B]: committed entries, all of them seen
+    capacity: entries of the cache; heads: numbers of query heads and of key heads
+    window: positions that a query sees, itself included; None: all. Positions must count entries.
     """
-    (num_rows, num, pending), (queries, groups), device = ancestors.shape, heads, lengths.device
+    num_rows, num, pending = ancestors.shape
+    queries, groups = heads
+    device = lengths.device
     entries = lengths[:, None] + torch.arange(pending, device=device)  # [B, P]
-    seen, first, reach = ancestors, torch.zeros_like(lengths), capacity
+    seen = ancestors
+    first = torch.zeros_like(lengths)
+    reach = capacity
     if window is not None:
-        # The deepest query sees the fewest committed keys. Those that only some queries see go with the pending ones.
-        first, reach = (lengths + 1 - window).clamp(min=0), min(capacity, window)
+        # The deepest query sees the fewest committed keys. Keys that only some queries see join the pending ones.
+        first = (lengths + 1 - window).clamp(min=0)
+        reach = min(capacity, window)
         edge = first[:, None] + torch.arange(pending - 1, device=device)  # [B, P - 1]
         depth = ancestors.sum(-1, keepdim=True) - 1  # [B, S, 1]
         inside = (edge < lengths[:, None])[:, None] & (edge[:, None] > lengths[:, None, None] + depth - window)
         seen = ancestors & (ancestors.sum(-1)[:, None] > depth + 1 - window) if num == pending else ancestors
-        entries, seen, first = torch.cat([edge, entries], dim=1), torch.cat([inside, seen], dim=2), first + pending - 1
+        entries = torch.cat([edge, entries], dim=1)
+        seen = torch.cat([inside, seen], dim=2)
+        first = first + pending - 1
+    # Cut each text of committed keys into equal parts
     last = lengths + 1 if pending == 1 else lengths  # a single pending entry is a key like the committed ones
     rows = num_rows * groups
     per_text = queries // groups * num
     num_parts = max(1, min(-(-reach // MIN_PART_KEYS), MIN_TEXTS // (rows * -(-per_text // QUERY_BLOCK))))
     size = -(-reach // num_parts)
-    # By number of the text, without concatenation or padding: inductor of torch 2.11 refuses the negative places that these make
-    text_number = torch.arange(rows * num_parts + 1, device=device)  # the last is the end of the one before
+    # A row of the table from each text's number: inductor of torch 2.11 refuses concatenation and padding here
+    text_number = torch.arange(rows * num_parts + 1, device=device)  # the last one ends the text before
     row = (text_number // (groups * num_parts)).clamp(max=num_rows - 1)
     begin = first[row] + text_number % num_parts * size
     used = (last[row] - begin).clamp(0, size)
@@ -74,22 +85,25 @@ def attend_cached(
 ) -> Tensor:
     """query [B, H, S, E]; key, value [B, G, C, E]: all entries of the cache -> [B, H, S, E]
 
-    sinks [H]: one more score of each head, whose value is zero
+    sinks [H]: one more score of each head, with a value of zero
     """
-    (num_rows, heads, num, width), groups, (seen, entries, table) = query.shape, key.shape[1], cached
+    num_rows, heads, num, width = query.shape
+    groups = key.shape[1]
+    seen, entries, table = cached
     grouped = query.reshape(num_rows, groups, -1, width)  # [B, G, Q, E]
     num_parts = (table.shape[1] - 1) // (num_rows * groups)
     texts = grouped[:, :, None].expand(-1, -1, num_parts, -1, -1).reshape(num_rows * groups * num_parts, -1, width)
     out, log_sum = _attend_texts(texts, key.flatten(0, 2), value.flatten(0, 2), table, scale)
-    outs, sums = out.view(num_rows, groups, num_parts, -1, width), log_sum.view(num_rows, groups, num_parts, -1)
+    outs = out.view(num_rows, groups, num_parts, -1, width)
+    sums = log_sum.view(num_rows, groups, num_parts, -1)
     if num_parts == 1 and entries.shape[1] == 1 and sinks is None:
         return outs.view(num_rows, heads, num, width)
-    # One softmax over the sums of the parts, the scores of the entries and the sinks gives the share of each
+    # Shares: one softmax over the sums of the parts, the scores of the entries, and the sinks
     empty = table[2, :-1].view(num_rows, groups, 1, num_parts) == 0
     shares = [sums.transpose(2, 3).masked_fill(empty, -torch.inf)]  # [B, G, Q, parts]
     if entries.shape[1] > 1:
         rows = torch.arange(num_rows, device=entries.device)[:, None]
-        own_key, own_value = (each[rows, :, entries].transpose(1, 2) for each in (key, value))  # [B, G, M, E]
+        own_key, own_value = (tensor[rows, :, entries].transpose(1, 2) for tensor in (key, value))  # [B, G, M, E]
         scores = (grouped @ own_key.mT).to(sums.dtype).view(num_rows, groups, -1, num, entries.shape[1])
         scores = scores.mul_(scale).masked_fill_(~seen[:, :1, None], -torch.inf)
         shares.append(scores.flatten(2, 3))  # [B, G, Q, M]
@@ -104,23 +118,25 @@ def attend_cached(
 
 
 def softmax_jointly(scores: list[Tensor]) -> Sequence[Tensor]:
-    """The softmax over the last dimension of all parts together, [..., n_i] each
+    """The softmax over the last dimensions of all `scores` together, [..., n_i] each.
 
-    Without a concatenation where it is traced for inductor, which refuses the negative places that this makes on CUDA; and what is
-    compiled is one kernel anyway.
+    Traced for inductor, it concatenates nothing, because inductor refuses the negative
+    places of a concatenation on CUDA. Compiled code is one kernel anyway.
     """
     if len(scores) == 1:
         return [scores[0].softmax(-1)]
     if get_proxy_mode() is None:
-        return torch.cat(scores, dim=-1).softmax(-1).split([each.shape[-1] for each in scores], dim=-1)
-    total = functools.reduce(torch.logaddexp, [each.logsumexp(-1, keepdim=True) for each in scores])
-    return [(each - total).exp() for each in scores]
+        return torch.cat(scores, dim=-1).softmax(-1).split([tensor.shape[-1] for tensor in scores], dim=-1)
+    total = functools.reduce(torch.logaddexp, [tensor.logsumexp(-1, keepdim=True) for tensor in scores])
+    return [(tensor - total).exp() for tensor in scores]
 
 
 @torch.library.custom_op("specdec::attend_texts", mutates_args=())
 def _attend_texts(query: Tensor, key: Tensor, value: Tensor, table: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """query [N, Q, E]; key, value [K, E]; table as of `CachedKeys` -> out [N, Q, E], log of sums [N, Q]; of a text without keys
-    zeros, and infinity, as the kernel gives them"""
+    """query [N, Q, E]; key, value [K, E]; table of `CachedKeys` -> out [N, Q, E], log of sums [N, Q].
+
+    A text without keys has zeros, and infinity, as from the kernel.
+    """
     sums = torch.full(query.shape[:2], torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
     out = torch.zeros_like(query)
     for text, (start, num) in enumerate(table[1:, :-1].T.tolist()):
@@ -134,9 +150,11 @@ def _attend_texts(query: Tensor, key: Tensor, value: Tensor, table: Tensor, scal
 @_attend_texts.register_kernel("cuda")
 def _(query, key, value, table, scale):
     num, queries, width = query.shape
-    starts, key_starts = table[0], table[1]
+    starts = table[0]
+    key_starts = table[1]
     out, log_sum, *_ = torch.ops.aten._flash_attention_forward(
-        query.view(-1, 1, width), key[:, None], value[:, None], starts, key_starts, queries, len(key), 0.0, False, False,
+        query.view(-1, 1, width), key[:, None], value[:, None],
+        starts, key_starts, queries, len(key), 0.0, False, False,
         scale=scale, seqused_k=table[2, :num],
     )  # fmt: skip
     return out.view(query.shape), log_sum.view(num, queries)
@@ -150,25 +168,27 @@ def _(query, key, value, table, scale):
 
 
 def fits_kernel(key_width: int, value_width: int) -> bool:
-    """Whether the kernel takes such keys and values."""
+    """True if the kernel takes keys and values of these widths"""
     return key_width == value_width and key_width % 8 == 0 and key_width <= 256
 
 
 def check_cached_keys(device: torch.device) -> None:
-    """Compares the kernel with the loop in float64 on this device. Raises ValueError where they differ beyond rounding."""
+    """Compares the kernel with the loop in float64 on this device. Raises ValueError if they differ beyond rounding."""
     torch.manual_seed(0)
-    lengths, heads = torch.tensor([700, 3]), (8, 2)
+    lengths = torch.tensor([700, 3])
+    heads = (8, 2)
     for num, width, window in ((1, 128, None), (5, 64, None), (5, 128, 40)):
         ancestors = torch.ones(2, num, num, dtype=torch.bool).tril()
         ancestors[:, 2:, 1:2] = num == 1  # a tree
         wide = [
-            torch.randn(2, each, count, width, dtype=torch.float64) for each, count in ((8, num), (2, 768), (2, 768))
+            torch.randn(2, num_heads, count, width, dtype=torch.float64)
+            for num_heads, count in ((8, num), (2, 768), (2, 768))
         ]
         options: dict = {"capacity": 768, "heads": heads, "window": window}
         reference = attend_cached(
             wide[0], wide[1], wide[2], find_cached_keys(ancestors, lengths, **options), scale=width**-0.5
         )
-        narrow = [each.to(device, torch.bfloat16) for each in wide]
+        narrow = [tensor.to(device, torch.bfloat16) for tensor in wide]
         cached = find_cached_keys(ancestors.to(device), lengths.to(device), **options)
         result = attend_cached(narrow[0], narrow[1], narrow[2], cached, scale=width**-0.5)
-        fast.compare_with_reference(f"{num} nodes", [result.cpu()], [reference], 0.02)
+        fast.compare_with_reference(f"{num} nodes", [result], [reference], 0.02)

@@ -1,4 +1,4 @@
-"""Times of what a device was given to do, without waiting for the device."""
+"""Times of a device's work, without a wait for the device."""
 
 import time
 from collections.abc import Callable
@@ -8,34 +8,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-QUEUED_DEVICES = (
-    "cuda",
-)  # kinds of devices that work behind the host, and can note when they reach a place in their work
+QUEUED_DEVICES = ("cuda",)  # types of devices that work behind the host and can record times
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A place in the work. when: the host's seconds, or a CUDA event; apart: seconds before it that do not count"""
+    """A point in a device's work.
+
+    timestamp: seconds of the host, or a CUDA event; excluded_seconds: seconds before it that do not count
+    """
 
     timestamp: Any
     excluded_seconds: float
 
 
 class RoundClock:
-    """apart: gives the seconds so far that do not count, such as those of compiling
+    """Measures the time between points of a device's work.
 
-    queued: whether the device reaches a mark later than the host. Then its time is known after the next `read` only.
+    count_excluded_seconds: returns the seconds so far that do not count, such as those of compiling
+    queued: True if the device works behind the host. Then a point's time is known only after the next `read`.
     """
 
     def __init__(self, device: torch.device, count_excluded_seconds: Callable[[], float]):
-        self.device, self.count_excluded_seconds, self.queued = (
-            device,
-            count_excluded_seconds,
-            device.type in QUEUED_DEVICES,
-        )
+        self.device = device
+        self.count_excluded_seconds = count_excluded_seconds
+        self.queued = device.type in QUEUED_DEVICES
 
     def mark(self) -> Moment:
-        """This place in the work."""
+        """The present point in the work"""
         if not self.queued:
             return Moment(time.perf_counter(), self.count_excluded_seconds())
         event = torch.cuda.Event(enable_timing=True)
@@ -43,13 +43,11 @@ class RoundClock:
         return Moment(event, self.count_excluded_seconds())
 
     def read(self, values: Tensor) -> tuple[list, Moment]:
-        """Waits for the device: values.tolist(), and the place where the device had them."""
-        if self.queued:
-            mark = self.mark()
-            return values.tolist(), mark
-        return values.tolist(), self.mark()
+        """values.tolist(), for which it waits, and the point at which the device had them"""
+        mark = self.mark() if self.queued else None
+        return values.tolist(), mark or self.mark()
 
     def seconds(self, start: Moment, end: Moment) -> float:
-        """Between two places, after the first `read` behind them."""
+        """Seconds between two points, after the first `read` behind them"""
         spent = start.timestamp.elapsed_time(end.timestamp) / 1e3 if self.queued else end.timestamp - start.timestamp
         return max(0.0, spent - (end.excluded_seconds - start.excluded_seconds))

@@ -1,6 +1,6 @@
-"""What an answer may be: the state of one answer under a constraint, and the drafts that it allows.
+"""Constraints of answers: the state of one answer, and the drafts that it allows.
 
-A constraint is part of the target's distribution, as top-p is. specdec/tools/grammar implements it for grammars.
+A constraint is a part of the target's distribution, as top-p is. specdec/tools/grammar implements it for grammars.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,55 +13,58 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec.core.tree import Tree
 
-FORMS = "json:SCHEMA, regex:EXPRESSION or lark:GRAMMAR, each written out or the name of a file"  # of grammar=
+FORMS = "json:SCHEMA, regex:EXPRESSION or lark:GRAMMAR, each written out or the name of a file"  # forms of grammar=
 
 
 class Constraint(Protocol):
-    """The state of one answer, which `take` moves on."""
+    """The state of one answer under a constraint."""
 
     def take(self, tokens: list[int]) -> None:
-        """The answer goes on with these tokens, which the constraint allows."""
+        """Appends tokens, which the constraint allows, to the answer."""
 
     @property
     def complete(self) -> bool:
-        """Whether the answer so far may end here."""
+        """True if the answer may end here"""
         ...
 
     def forced(self) -> list[int]:
-        """The tokens that must follow now; empty where there is a choice."""
+        """The tokens that must follow now; empty where there is a choice"""
         ...
 
     def fits(self, tokens: list[int]) -> bool:
-        """Whether the answer may go on with these tokens, spelled in whichever tokens."""
+        """True if the answer may go on with the text of these tokens, spelled in any tokens"""
         ...
 
     def following(self) -> bytes | None:
-        """What may follow the answer so far, as of `allowed`."""
+        """The mask of the next token, as from `allowed`"""
         ...
 
     def allowed(self, tokens: list[int], parents: list[int]) -> list[bytes | None]:
-        """What may follow each node of a tree, of which node 0 is the newest token of the answer.
+        """The mask of the token after each node of a tree, whose node 0 is the answer's newest token.
 
-        tokens, parents [N] as in Tree -> of each node a bit for each token id, the lowest bit of the first byte first; b"" where
-        everything may follow, behind the end of an answer; None for a node that the constraint does not allow
+        tokens, parents [N]: nodes of one row, in Tree's form
+        -> [N] masks: one bit for each token id, the lowest bit of the first byte first. b"": all
+            tokens, behind the end of an answer. None: the constraint does not allow the node.
         """
         ...
 
 
 class ConstraintSource(Protocol):
-    """What makes constraints for a tokenizer, such as specdec.tools.grammar.grammar.Grammar."""
+    """Makes constraints for a tokenizer, such as specdec.tools.grammar.grammar.Grammar."""
 
     def compile(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop: set[int]) -> Callable[[], Constraint]:
-        """A function that returns the state of an answer that begins. stop: token ids that end an answer"""
+        """A function that returns the state of a new answer. stop: token ids that end an answer"""
         ...
 
 
 def unpack_masks(masks: Sequence[Sequence[bytes | None]], vocab_size: int, device: torch.device | str) -> Tensor:
-    """masks [B][N] as of `Constraint.allowed` -> [B, N, V] bool; everything where a mask is empty or None"""
+    """masks [B][N] from `Constraint.allowed` -> [B, N, V] bool; True everywhere for an empty mask or None"""
     width = (vocab_size + 7) // 8
-    numbers: dict[bytes, int] = {b"": 0}  # equal masks are unpacked once
-    index = torch.tensor([[numbers.setdefault(mask or b"", len(numbers)) for mask in row] for row in masks])
-    packed = numpy.frombuffer(b"".join((mask or b"\xff" * width)[:width] for mask in numbers), dtype=numpy.uint8)
+    everything = b"\xff" * width
+    node_masks = [mask or everything for row in masks for mask in row]
+    numbers = {mask: number for number, mask in enumerate(dict.fromkeys(node_masks))}  # to unpack equal masks once
+    index = torch.tensor([numbers[mask] for mask in node_masks]).view(len(masks), -1)
+    packed = numpy.frombuffer(b"".join(mask[:width] for mask in numbers), dtype=numpy.uint8)
     bits = numpy.unpackbits(packed.reshape(len(numbers), width), axis=1, bitorder="little")[:, :vocab_size]
     return torch.from_numpy(bits).to(device).bool()[index.to(device)]
 
@@ -69,26 +72,29 @@ def unpack_masks(masks: Sequence[Sequence[bytes | None]], vocab_size: int, devic
 def constrain_tree(
     tree: Tree, constraints: Sequence[Constraint | None], vocab_size: int, *, prune: bool
 ) -> tuple[Tree, Tensor]:
-    """constraints [B]: None for a row without a grammar -> the tree, and what may follow each of its nodes [B, N, V] bool
+    """The tree, and the tokens that may follow each of its nodes [B, N, V] bool.
 
-    prune: whether nodes are left out that cannot be accepted: chosen drafts that the grammar does not allow, and what is
-    below. A sampled draft stays where the text before it is allowed, because its refusal changes the distribution of the next token.
+    constraints [B]: None for a row without a grammar
+    prune: True to drop nodes that cannot be accepted: chosen drafts that the grammar does not allow, and their
+        descendants. A sampled draft stays where its parent is allowed, because its refusal changes the next token's
+        distribution.
     """
-    masks, kept_nodes = [], []
+    masks = []  # by row: mask of each node
+    acceptable = []  # by row: nodes that can be accepted
     for constraint, tokens, parents in zip(constraints, tree.tokens.tolist(), tree.parents.tolist()):
         allowed: list[bytes | None] = [b""] * len(tokens)
         if constraint is not None:
             allowed = constraint.allowed(tokens, parents)
         decisive = allowed if tree.probs is None else [b"", *[allowed[parent] for parent in parents[1:]]]
         masks.append(allowed)
-        kept_nodes.append([node for node, mask in enumerate(decisive) if mask is not None])
-    num_nodes = max(map(len, kept_nodes))
-    if prune and num_nodes < tree.tokens.shape[1]:
-        # A row with fewer nodes is filled up with its first others: parents have lower numbers than children
-        numbers = []
-        for row_nodes in kept_nodes:
-            spare_nodes = [node for node in range(tree.tokens.shape[1]) if node not in row_nodes]
-            numbers.append(sorted([*row_nodes, *spare_nodes[: num_nodes - len(row_nodes)]]))
-        tree = tree.select_nodes(numbers)
-        masks = [[row[node] for node in own] for row, own in zip(masks, numbers)]
+        acceptable.append([node for node, mask in enumerate(decisive) if mask is not None])
+    num_nodes = tree.tokens.shape[1]
+    if prune and max(map(len, acceptable)) < num_nodes:
+        size = max(map(len, acceptable))
+        nodes = []
+        for row_nodes in acceptable:  # a shorter row gets its first other nodes: parents come before children
+            preferred = sorted(range(num_nodes), key=row_nodes.__contains__, reverse=True)
+            nodes.append(sorted(preferred[:size]))
+        tree = tree.select_nodes(nodes)
+        masks = [list(map(row.__getitem__, row_nodes)) for row, row_nodes in zip(masks, nodes)]
     return tree, unpack_masks(masks, vocab_size, tree.tokens.device)

@@ -1,4 +1,4 @@
-"""Devices: their numbers, memory that does not suffice, products that are not rounded, and copies that nobody waits for."""
+"""Devices: their numbers, full memory, exact products, and copies without a wait."""
 
 import contextlib
 import functools
@@ -9,18 +9,21 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# How torch and the libraries below it say that memory does not suffice, where they raise a plain RuntimeError
+# Messages of torch and the libraries below it about full memory, where they raise a plain RuntimeError
 OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|_ALLOC_FAILED", re.IGNORECASE)
 ALLOCATION = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMGT]iB)", re.IGNORECASE)
 
 
 def number_device(device: torch.device | str) -> torch.device:
-    """A device with its number: cuda is the current GPU, such as cuda:0. Only such a device equals that of a tensor on it."""
+    """The device with its number: cuda is the current GPU, such as cuda:0.
+
+    A tensor's device equals only such a device.
+    """
     return torch.empty(0, device=device).device
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Waits until a device has done what it was given to do; a CPU always has."""
+    """Waits until a device has done its work; a CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type != "cpu":
@@ -28,26 +31,26 @@ def wait_for_device(device: torch.device) -> None:
 
 
 def use_side_stream(device: torch.device) -> contextlib.AbstractContextManager:
-    """Within, a GPU works beside what it has been given to do, and a wait is for what is given to it here only."""
+    """Within, a GPU works beside its queue, and a wait is for this work only."""
     return torch.cuda.stream(_side_stream(device)) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def join_side_stream(tensor: Tensor) -> None:
-    """Waits until a tensor that was made `aside` is there; what the device is given from now on may use it."""
+    """Waits for a tensor made in `use_side_stream`. The device's later work may then use it."""
     if tensor.device.type == "cuda":
         _side_stream(tensor.device).synchronize()
-        # Its memory is not given to others aside before that has run
+        # The side stream must not reuse its memory before the current stream has read it
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for a device: cuBLAS keeps a workspace for each stream that a thread has used."""
+    """The only side stream of a device: cuBLAS keeps a workspace for each stream that a thread has used."""
     return torch.cuda.Stream(device)
 
 
 def describe_out_of_memory(error: BaseException | None) -> str | None:
-    """The beginning of a sentence, if an error says that memory did not suffice, or comes from one that does; else None."""
+    """The beginning of a sentence about full memory; None if neither the error nor its causes say so"""
     while error is not None:
         text = str(error)
         runs_out = isinstance(error, torch.OutOfMemoryError | MemoryError)
@@ -64,19 +67,20 @@ def describe_out_of_memory(error: BaseException | None) -> str | None:
 
 
 def name_cause(error: BaseException) -> str:
-    """The first line of an error's message, as a part of a sentence; its class where it has none."""
+    """The first line of an error's message, or its class, as a part of a sentence"""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
-    """Within, products of float32 matrices are not rounded to TF32 (or bfloat16), whatever the user or a container has set.
+    """Within, products of float32 matrices are exact, not rounded to TF32 or bfloat16, whatever the user has set.
 
-    The older of torch's two interfaces sets both, and torch refuses to work where they differ.
+    torch has two interfaces for this, and refuses to work where they differ. The older one sets both.
     """
     backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    precisions, old_precision = [place.fp32_precision for place in backends], None
-    with contextlib.suppress(RuntimeError):  # where the newer one alone was used, the older one cannot be read
+    precisions = [backend.fp32_precision for backend in backends]
+    old_precision = None
+    with contextlib.suppress(RuntimeError):  # after the newer interface alone, the older one cannot be read
         old_precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -84,27 +88,27 @@ def exact_products() -> Iterator[None]:
     finally:
         if old_precision is not None:
             torch.set_float32_matmul_precision(old_precision)
-        for place, precision in zip(backends, precisions):
-            place.fp32_precision = precision
+        for backend, precision in zip(backends, precisions):
+            backend.fp32_precision = precision
 
 
 def upload_tensors(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies tensors of int64 from the CPU, as one; as they are if the device is the CPU."""
+    """The tensors of int64 on the device, copied from the CPU as one; unchanged if the device is the CPU"""
     if device.type == "cpu":
         return tensors
-    flat = torch.cat([each.flatten() for each in tensors])
-    parts = upload_tensor(flat, device).split([math.prod(each.shape) for each in tensors])
-    return [part.view(each.shape) for part, each in zip(parts, tensors)]
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    parts = upload_tensor(flat, device).split([math.prod(tensor.shape) for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors)]
 
 
 def upload_values(values: list, device: torch.device | str) -> Tensor:
-    """torch.tensor(values, device=device), but the host does not wait."""
+    """torch.tensor(values, device=device), without a wait of the host"""
     return upload_tensor(torch.tensor(values), torch.device(device))
 
 
 def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """One tensor; from page-locked memory where the device is a GPU, because other memory is copied while the host waits
+    """The tensor on the device, from page-locked memory if that is a GPU. The host waits for copies of other memory.
 
-    On MPS the host waits: there, torch did not keep a tensor whose copy was under way (pytorch issue 189690).
+    On MPS the host waits: there, torch did not keep a tensor during its copy (pytorch issue 189690).
     """
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=device.type != "mps")

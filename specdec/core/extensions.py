@@ -1,6 +1,6 @@
-"""Where tools and experiments are, and whether a user's own classes are trusted. No other module of the core knows their folders.
+"""The folders of tools and experiments, and the user's trust in classes of their own.
 
-A folder that is removed is unknown everywhere: its YAML, its classes and its parts.
+No other module of the core knows these folders. A removed folder is unknown everywhere: its YAML, classes and parts.
 """
 
 import importlib
@@ -13,8 +13,8 @@ from types import ModuleType
 PACKAGE = Path(__file__).resolve().parents[1]
 EXPERIMENTS = "specdec.experiments"
 FOLDERS = ("tools", "experiments")
-TRUST_CODE = "trust_code"  # an option of every command and of train.py
-_trusted: list[bool] = []  # one entry once the user has said trust_code=true
+TRUST_CODE = "trust_code"  # option of every command and of train.py
+_trusted: list[bool] = []  # one entry after trust_code=true
 
 
 def trust_code() -> None:
@@ -24,27 +24,27 @@ def trust_code() -> None:
 
 
 def trusts_code() -> bool:
-    """Whether `trust_code` was called in this process."""
+    """True if `trust_code` was called in this process"""
     return bool(_trusted)
 
 
 def list_conf_folders() -> list[Path]:
-    """Every folder `conf` of a tool or an experiment, with the groups of its YAML."""
+    """Every folder `conf` of a tool or an experiment"""
     return [folder for name in FOLDERS for folder in sorted((PACKAGE / name).glob("*/conf"))]
 
 
 def find_modules(name: str) -> Iterator[str]:
-    """Names of the experiments that have a module of this name, such as part."""
+    """Yields the experiments that have a module of this name, such as part."""
     for folder in sorted((PACKAGE / "experiments").glob(f"*/{name}.py")):
         yield folder.parent.name
 
 
 def find_tool(module: str) -> ModuleType | None:
-    """A module of a tool, such as suites.suites, for a script; None if the tool's folder is not there."""
+    """A module of a tool, such as suites.suites; None if the tool's folder is absent"""
     path = PACKAGE / "tools" / f"{module.replace('.', '/')}.py"
     return importlib.import_module(f"specdec.tools.{module}") if path.exists() else None
 
 
 def import_module(experiment: str, name: str) -> ModuleType:
-    """A module of an experiment. Raises ImportError if the experiment is not there."""
+    """A module of an experiment. Raises ImportError if the experiment is absent."""
     return importlib.import_module(f"{EXPERIMENTS}.{experiment}.{name}")

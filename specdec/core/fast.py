@@ -1,8 +1,8 @@
-"""Fast paths: which of them a device may use, which the user has turned off, and the proof that they agree with the reference.
+"""Fast paths: the devices that may use them, the user's choice, and the proof that they agree with the reference.
 
-A fast path is used where the table below allows it and where a small case agreed with the reference on this device. The case
-runs once on each kind of device, in a process of its own, because a fault of a GPU would end this one. What differs or fails is
-left out with one sentence, and the reference goes on. No fast path is used on a CPU, where the reference is as fast.
+A device uses a fast path if the table below allows it and a small case agreed with the reference on this device. The
+case runs once on each kind of device, in its own process, because a fault of a GPU would end this one. A path that
+differs or fails is left out with one sentence, and the reference runs. A CPU uses none: its reference is as fast.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from specdec.core.devices import name_cause
 from specdec.core.files import find_cache_folder, write_text
 from specdec.core.untrusted import read_json
 
-# Each path, and the function that compares it with the reference on a device and raises an error where they differ
+# By path: the function that compares it with the reference on a device. It raises an error where they differ.
 PATHS = {
     "varlen": "specdec.core.varlen:check_varlen",  # packed texts in one call
     "cache": "specdec.core.cached_keys:check_cached_keys",  # committed keys read to their length
@@ -32,12 +32,12 @@ PATHS = {
     "blocks": "specdec.core.compile:check_blocks",  # torch.compile of decoder blocks in training
     "graphs": "specdec.core.compile:check_graphs",  # passes and steps of decoding as CUDA graphs
 }
-PROOF_SECONDS = 300  # that the proof of one path may take
+PROOF_SECONDS = 300  # limit for the proof of one path: compiling takes up to a minute
 
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """A row of the table: devices, and the paths that may be used there. lowest: compute capability"""
+    """A row of the table: devices, and the paths that they may use. min_capability: compute capability"""
 
     name: str
     paths: tuple[str, ...]
@@ -51,14 +51,14 @@ CUDA = (
 )
 OTHER = DeviceKind("CPU, Apple GPU and others", ())
 
-_turned_off: dict[str, str] = {}  # paths that are turned off, and why
+_turned_off: dict[str, str] = {}  # reason for each path
 _forced: set[str] = set()
-_proved: dict[torch.device, dict[str, str]] = {}  # by device: why a path failed; an empty text: it is proved
+_proved: dict[torch.device, dict[str, str]] = {}  # reason for each failed path, "" for a proved one
 _used: set[str] = set()
 
 
 def find_device_kind(device: torch.device) -> DeviceKind:
-    """The row of the table for a device."""
+    """The row of the table for a device"""
     if device.type != "cuda":
         return OTHER
     if torch.version.hip:
@@ -67,9 +67,9 @@ def find_device_kind(device: torch.device) -> DeviceKind:
 
 
 def allows(path: str, device: torch.device, dtype: torch.dtype | None = None) -> bool:
-    """Whether to use a fast path. The first question on a kind of device proves its paths, which may take a minute.
+    """True if a fast path is to be used. The first question on a kind of device proves its paths, in up to a minute.
 
-    dtype: of what it computes with; the kernel for texts has 16 bits only
+    dtype: dtype of the operands. The kernel for texts has 16 bits only.
     """
     if path in _turned_off:
         return False
@@ -85,7 +85,7 @@ def allows(path: str, device: torch.device, dtype: torch.dtype | None = None) ->
 
 
 def turn_off(names: str | Sequence[str]) -> None:
-    """names: "off" for all, or a comma list of paths. Raises ValueError for others."""
+    """Turns off the paths in a comma list, or all for "off". Raises ValueError for other names."""
     paths = names.split(",") if isinstance(names, str) else list(names)
     paths = list(PATHS) if paths == ["off"] else paths
     if unknown := set(paths) - set(PATHS):
@@ -96,23 +96,26 @@ def turn_off(names: str | Sequence[str]) -> None:
 
 
 def leave_out(path: str, reason: str) -> bool:
-    """Says why a path is not used for one thing, a target for example -> False"""
+    """Warns that a path is not used for one object, such as a target. Returns False."""
     warnings.warn(f"The fast path {path} is left out: {reason}. The reference is used.", stacklevel=2)
     return False
 
 
 def describe_paths(device: torch.device) -> dict[str, str] | None:
-    """For reports: of each path whether it was used, or why it was not; None on devices without any."""
+    """{path: "used", or why not}, for reports; None on devices without fast paths"""
     if not find_device_kind(device).paths:
         return None
-    failed = {path: why for reasons in _proved.values() for path, why in reasons.items() if why}
-    return {path: "used" if path in _used else _turned_off.get(path) or failed.get(path, "not used") for path in PATHS}
+    reasons = {path: reason for results in _proved.values() for path, reason in results.items()}
+    return {
+        path: "used" if path in _used else _turned_off.get(path) or reasons.get(path) or "not used" for path in PATHS
+    }
 
 
 @contextlib.contextmanager
 def force_paths(*paths: str) -> Iterator[None]:
-    """Within, these paths are used on every device, with their references where there is no kernel: for tests."""
-    old_forced, old_used = set(_forced), set(_used)
+    """Within, these paths are used on every device, by their references where there is no kernel (for tests)."""
+    old_forced = set(_forced)
+    old_used = set(_used)
     _forced.update(paths)
     try:
         yield
@@ -123,7 +126,7 @@ def force_paths(*paths: str) -> Iterator[None]:
 
 
 def _prove_paths(device: torch.device) -> dict[str, str]:
-    """The result for each path: from a file of this machine, or else from a child process, which one process starts."""
+    """{path: why it failed, or ""}, from a file of this machine, else from one child process for all processes"""
     if device not in _proved:
         machine = {
             "device": torch.cuda.get_device_name(device),
@@ -146,7 +149,7 @@ def _prove_paths(device: torch.device) -> dict[str, str]:
 
 
 def _run_checks(device: torch.device) -> dict[str, str]:
-    """Each path's proof in a child process; where one dies, another goes on with the paths behind it."""
+    """The proof of each path in a child process. If one dies, another goes on with the paths behind it."""
     results: dict[str, str] = {}
     while missing := [path for path in PATHS if path not in results]:
         command = [sys.executable, "-m", "specdec.core.fast", str(device), *missing]
@@ -155,12 +158,11 @@ def _run_checks(device: torch.device) -> dict[str, str]:
             process = subprocess.run(
                 command, capture_output=True, text=True, timeout=PROOF_SECONDS, check=False, env=os.environ | paths
             )
-            lines, end = process.stdout.splitlines(), f"ended its process with {process.returncode}"
+            lines = process.stdout.splitlines()
+            end = f"ended its process with {process.returncode}"
         except subprocess.TimeoutExpired as late:
-            lines, end = (
-                (late.stdout or b"").decode(errors="replace").splitlines(),
-                f"took more than {late.timeout:.0f} s",
-            )
+            lines = (late.stdout or b"").decode(errors="replace").splitlines()
+            end = f"took more than {late.timeout:.0f} s"
         for line in lines:
             if line.startswith("{"):
                 results |= json.loads(line)
@@ -171,21 +173,22 @@ def _run_checks(device: torch.device) -> dict[str, str]:
 def compare_with_reference(
     name: str, results: Iterable[torch.Tensor], references: Iterable[torch.Tensor], max_error: float
 ) -> None:
-    """Raises ValueError if tensors differ by more than this share of the wanted ones' size."""
+    """Raises ValueError if a result differs from its reference by more than `max_error` of the reference's norm."""
     for result, reference in zip(results, references, strict=True):
-        error = float((result.double() - reference.double()).norm() / reference.double().norm().clamp(min=1e-9))
+        exact = reference.double().cpu()
+        error = float((result.double().cpu() - exact).norm() / exact.norm().clamp(min=1e-9))
         if not error <= max_error:
             raise ValueError(f"differs from the reference by {error:.2%} ({name})")
 
 
 def main(device: str, *paths: str) -> None:
-    """Prints one line for each path: {path: why it failed, or an empty text}"""
+    """Prints one line for each path: {path: why it failed, or ""}."""
     for path in paths:
         module, function = PATHS[path].split(":")
         try:
             getattr(importlib.import_module(module), function)(torch.device(device))
             why = ""
-        except Exception as error:  # a proof runs compilers and kernels: any error can occur
+        except Exception as error:  # compilers and kernels raise errors of any kind
             why = name_cause(error)
         print(json.dumps({path: why}), flush=True)
 

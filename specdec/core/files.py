@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, with checksums by which damaged ones are found."""
+"""Files and folders that appear whole or not at all, with checksums that show damage."""
 
 import contextlib
 import errno
@@ -16,22 +16,22 @@ import filelock
 import safetensors.torch
 from torch import Tensor
 
-CHECKSUMS = "SHA256SUMS"  # of the files beside it, as `sha256sum --check` reads them
+CHECKSUMS = "SHA256SUMS"  # checksums of the files beside it, in the format of `sha256sum --check`
 
 
 @contextlib.contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write files into, which takes the place of `folder`, with checksums, when all of them are on the disk.
+    """Yields a folder for new files. It replaces `folder`, with checksums, once all of them are on the disk.
 
     Raises ValueError, and leaves nothing behind, if the disk is full.
     """
     partial, old = (folder.with_name(folder.name + ending) for ending in (".partial", ".old"))
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left behind by a killed process
     try:
         partial.mkdir(parents=True)
         yield partial
-        names = sorted(path.name for path in partial.iterdir() if path.is_file())
-        (partial / CHECKSUMS).write_text("".join(f"{hash_file(partial / name)}  {name}\n" for name in names))
+        paths = sorted(path for path in partial.iterdir() if path.is_file())
+        (partial / CHECKSUMS).write_text(_write_checksums({path.name: hash_file(path) for path in paths}))
         for path in (*partial.iterdir(), partial):
             sync_path(path)
         shutil.rmtree(old, ignore_errors=True)
@@ -48,7 +48,7 @@ def replace_folder(folder: Path) -> Iterator[Path]:
 
 
 def write_folder(folder: Path, *, tensors: dict[str, dict[str, Tensor]], documents: dict[str, dict]) -> None:
-    """Writes `NAME: tensors` as safetensors and `NAME: document` as JSON; as `whole_folder`."""
+    """Writes `NAME: tensors` as safetensors and `NAME: document` as JSON, by `replace_folder`."""
     with replace_folder(folder) as partial:
         for name, values in tensors.items():
             whole = {key: value.detach().cpu().contiguous() for key, value in values.items()}
@@ -58,11 +58,11 @@ def write_folder(folder: Path, *, tensors: dict[str, dict[str, Tensor]], documen
 
 
 def make_folder_once(folder: Path, make: Callable[[Path], object]) -> None:
-    """Makes a folder of files that every process and later runs read, unless it is there and undamaged.
+    """Makes a folder of files for all processes and later runs, unless it is there and undamaged.
 
-    make: writes files into the folder that it is given. One process calls it, while the others wait; a lock that the
-        system frees when that process ends, however it ends, sees to that
-    Raises ValueError if the disk is full or the folder cannot be written; nothing is left behind then.
+    make: writes files into the folder that it gets. One process calls it, and the others wait. The system frees their
+        lock when that process ends, however it ends.
+    Raises ValueError, and leaves nothing behind, if the disk is full or the folder cannot be written.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -80,23 +80,26 @@ def make_folder_once(folder: Path, make: Callable[[Path], object]) -> None:
 
 
 def _find_damage(folder: Path) -> str | None:
-    """What is wrong with a folder that `keep_folder` made; None if nothing is."""
+    """The damage of a folder by `make_folder_once`; None if there is none"""
     try:
-        for line in (folder / CHECKSUMS).read_text().splitlines():
-            if hash_file(folder / line[66:]) != line[:64]:
-                return f"{line[66:]} has other bytes than were written"
+        for name, checksum in _read_checksums(folder / CHECKSUMS).items():
+            if hash_file(folder / name) != checksum:
+                return f"{name} has other bytes than were written"
     except (OSError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def write_text(path: Path, text: str) -> None:
-    """As `write_bytes`, of a text in UTF-8."""
+    """Writes a text in UTF-8 by `write_bytes`."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """A small file that appears whole or not at all. Raises ValueError, and leaves the old file, if the disk is full."""
+    """Writes a small file that appears whole or not at all.
+
+    Raises ValueError, and leaves the old file, if the disk is full.
+    """
     partial = path.with_name(path.name + ".partial")
     try:
         with partial.open("wb") as file:
@@ -111,7 +114,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def expand_home(value: Any) -> Any:
-    """A setting with the home folder in the place of each `~` or `~user` that begins a path, an item of a list, or a key."""
+    """The setting with a home folder for each `~` or `~user` that begins a path, an item of a list, or a key"""
     if isinstance(value, str | Path):
         return type(value)(os.path.expanduser(value))
     if isinstance(value, list | tuple):
@@ -122,8 +125,9 @@ def expand_home(value: Any) -> Any:
 
 
 def find_cache_folder() -> Path:
-    """For what can be made again: $SPECDEC_CACHE, or `specdec` in the user's cache folder."""
-    given, usual = os.environ.get("SPECDEC_CACHE"), os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    """The folder of files that can be made again: $SPECDEC_CACHE, or `specdec` in the user's cache folder"""
+    given = os.environ.get("SPECDEC_CACHE")
+    usual = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     try:
         return (Path(given) if given else Path(usual) / "specdec").expanduser()
     except RuntimeError:  # a user without a home, as in containers
@@ -131,9 +135,9 @@ def find_cache_folder() -> Path:
 
 
 def cache_document(path: Path, document: dict, name: str) -> None:
-    """Writes JSON that can be made again; where it cannot be written, one warning says so. Other processes may write the same.
+    """Writes JSON that can be made again, or warns that it cannot. Other processes may write the same file.
 
-    what: the document is, for the warning
+    name: name of the content, for the warning
     """
     partial = path.with_suffix(f".{os.getpid()}")
     try:
@@ -145,29 +149,42 @@ def cache_document(path: Path, document: dict, name: str) -> None:
 
 
 def replace_document(path: Path, document: dict) -> None:
-    """Replaces a JSON document in a folder that `write_folder` wrote, and its checksum. Raises ValueError as `write_text`."""
+    """Replaces a JSON document in a folder by `write_folder`, and its checksum.
+
+    Raises ValueError as `write_text` does.
+    """
     for name, content in encode_document(path, document).items():
         write_text(path.with_name(name), content.decode())
 
 
 def encode_document(path: Path, document: dict) -> dict[str, bytes]:
-    """The file that a JSON document would be in the place of `path`, and the file of checksums with it; by name."""
+    """{name: content} of a JSON document in place of `path`, and of the file of checksums with it"""
     return encode_file(path, json.dumps(document, indent=2) + "\n")
 
 
 def encode_file(path: Path, text: str) -> dict[str, bytes]:
-    """A file with this text in the place of `path`, and the file of checksums with it; by name."""
+    """{name: content} of a text in place of `path`, and of the file of checksums with it"""
     content = text.encode()
     sums = path.with_name(CHECKSUMS)
-    others = [line for line in sums.read_text().splitlines() if line[66:] != path.name] if sums.exists() else []
-    lines = [*others, f"{hashlib.sha256(content).hexdigest()}  {path.name}"]
-    return {path.name: content, CHECKSUMS: "".join(f"{line}\n" for line in lines).encode()}
+    checksums = _read_checksums(sums) if sums.exists() else {}
+    checksums.pop(path.name, None)
+    checksums[path.name] = hashlib.sha256(content).hexdigest()
+    return {path.name: content, CHECKSUMS: _write_checksums(checksums).encode()}
+
+
+def _read_checksums(path: Path) -> dict[str, str]:
+    """{name: SHA-256} of a file of checksums"""
+    return {line[66:]: line[:64] for line in path.read_text(errors="replace").splitlines()}
+
+
+def _write_checksums(checksums: dict[str, str]) -> str:
+    return "".join(f"{checksum}  {name}\n" for name, checksum in checksums.items())
 
 
 def append_text(path: Path, text: str, *, synced: bool) -> None:
-    """Adds whole lines to the end of a file. Raises ValueError, and adds nothing, if the disk is full.
+    """Appends whole lines to a file. Raises ValueError, and appends nothing, if the disk is full.
 
-    synced: whether the lines are on the disk when this returns; otherwise a power cut may lose them, a kill does not
+    synced: True if the lines must be on the disk at the return. Otherwise a power cut may lose them, but no kill.
     """
     content = text.encode()
     try:
@@ -186,15 +203,14 @@ def append_text(path: Path, text: str, *, synced: bool) -> None:
 
 
 def describe_write_error(path: Path, error: Exception) -> ValueError:
-    known = isinstance(error, OSError) and error.errno in ADVICE
-    advice = ADVICE[error.errno if known else errno.ENOSPC]  # type: ignore[attr-defined]
-    reason = error.strerror if known else error  # type: ignore[attr-defined]
-    return ValueError(
-        f"{path} could not be written ({reason}). {advice[0].upper()}{advice[1:]}; what was saved before is untouched."
-    )
+    """A ValueError with the cause, and what to do"""
+    advice = ADVICE.get(getattr(error, "errno", None))
+    reason = error if advice is None else getattr(error, "strerror", None)
+    advice = (advice or ADVICE[errno.ENOSPC]).capitalize()
+    return ValueError(f"{path} could not be written ({reason}). {advice}; what was saved before is untouched.")
 
 
-ADVICE = {
+ADVICE: dict[int | None, str] = {
     errno.ENOENT: "check the path",
     errno.EACCES: "take a place that you may read and write, or change its permissions",
     errno.EPERM: "take a place that you may read and write, or change its permissions",
@@ -208,12 +224,12 @@ ADVICE = {
     errno.EMFILE: "allow more open files (ulimit -n)",
     errno.EADDRINUSE: "choose another port",
     errno.ECONNREFUSED: "start the server, or check its address",
-}  # what to do about an error of the system
+}  # advice by error of the system
 
 
 def describe_error(error: OSError) -> str:
-    """An error of the system as a sentence: the file, the cause, and what to do."""
-    if error.errno is None or error.strerror is None:  # a library's own
+    """An error of the system as a sentence: the file, the cause, and what to do"""
+    if error.errno is None or error.strerror is None:  # raised by a library
         return " ".join(str(error).split())
     names = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
     what = f"{names}: {error.strerror}" if names else error.strerror
@@ -222,7 +238,7 @@ def describe_error(error: OSError) -> str:
 
 
 def restore_folders(folder: Path) -> None:
-    """Puts back folders that `write_folder` had moved away when its process was killed before the new one was there."""
+    """Puts back the folders that `write_folder` had moved away when its process was killed."""
     for old in folder.glob("*.old"):
         if old.with_suffix("").exists():
             shutil.rmtree(old)
@@ -231,7 +247,7 @@ def restore_folders(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Renames first, so that a folder is never half there under its own name."""
+    """Removes a folder. It is renamed first, so that no half of it has its name."""
     doomed = folder if folder.suffix == ".partial" else folder.with_name(folder.name + ".partial")
     if folder != doomed:
         shutil.rmtree(doomed, ignore_errors=True)
@@ -249,12 +265,12 @@ def sync_path(path: Path) -> None:
 
 
 def check_files(*paths: Path) -> None:
-    """Raises ValueError if a file is not what `write_folder` wrote. Files without a recorded checksum are not checked."""
+    """Raises ValueError if a file differs from its recorded checksum. Files without one are not checked."""
     for path in paths:
         sums = path.with_name(CHECKSUMS)
         if not sums.exists():
-            continue  # of an earlier version
-        recorded = {line[66:]: line[:64] for line in sums.read_text(errors="replace").splitlines()}
+            continue  # written by an earlier version
+        recorded = _read_checksums(sums)
         if path.name in recorded and hash_file(path) != recorded[path.name]:
             raise ValueError(
                 f"{path} is damaged: it has not the checksum that {sums} records. Take another copy of the folder, or "
@@ -263,11 +279,11 @@ def check_files(*paths: Path) -> None:
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256, in hex digits"""
+    """The SHA-256 of a file, in hex digits"""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def count_free_bytes(path: Path) -> int:
-    """Of the disk that holds a file or folder, or will."""
+    """Free bytes of the disk that holds, or will hold, a file or folder"""
     return shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists())).free

@@ -1,4 +1,4 @@
-"""Who does which part of the work: one process alone. Training has a group of several processes (train/processes.py)."""
+"""The division of work between processes. Training has a group of several (train/processes.py)."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -9,16 +9,16 @@ Item = TypeVar("Item")
 class Group:
     """One process, which does all of the work."""
 
-    main = True  # whether this is the process that reads and writes files
+    main = True  # True in the process that reads and writes files
 
     def mine(self, items: Sequence[Item]) -> Sequence[Item]:
-        """This process's part."""
+        """This process's part of the items"""
         return items
 
     def gather(self, results: list[Item]) -> list[Item]:
-        """The results of all processes, each once."""
+        """The results of all processes, each once"""
         return results
 
     def share(self, value: Item) -> Item:
-        """The value of the main process."""
+        """The value of the main process"""
         return value

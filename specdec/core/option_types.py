@@ -4,7 +4,6 @@ import contextlib
 import difflib
 import functools
 import inspect
-import itertools
 import re
 import types
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,23 +13,24 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, WrapValidator, create_model
 from pydantic.fields import FieldInfo
 
-LARGEST, HUGE = 2**53, 1e30  # bounds of whole numbers and of others for which nothing else is said
+LARGEST = 2**53  # default bound of whole numbers, which are exact as floats up to it
+HUGE = 1e30  # default bound of other numbers, finite in float32
 FREE = "free"  # metadata of options that a resumed run may change
 TRUTH_VALUES = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
-ERROR_ORDER = {"extra_forbidden": 0, "missing": 1}  # errors that are told before all others
+ERROR_ORDER = {"extra_forbidden": 0, "missing": 1}  # errors that come before all others
 
 Auto = Literal["auto"]
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], Field(min_length=1)]
-Names = Annotated[Sequence[Text], Field(min_length=1)]  # of layers
+Names = Annotated[Sequence[Text], Field(min_length=1)]  # names of layers
 Integer = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
 Whole = Annotated[int, Field(ge=0, le=LARGEST)]
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
-SmallCount = Annotated[int, Field(ge=1, le=1024)]  # such as layers, drafts, processes
+SmallCount = Annotated[int, Field(ge=1, le=1024)]  # numbers of layers, drafts or processes
 BatchSize = Annotated[int, Field(ge=1, le=65536)]
-Width = Annotated[int, Field(ge=1, le=2**20)]  # of a layer, or a rank
+Width = Annotated[int, Field(ge=1, le=2**20)]  # width of a layer, or a rank
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
-AS_WRITTEN = WrapValidator(lambda value, validate: (validate(value), value)[1])  # 1 stays 1, and does not become 1.0
+AS_WRITTEN = WrapValidator(lambda value, validate: (validate(value), value)[1])  # keeps 1 as 1, not 1.0
 NonNegative = Annotated[float, Field(ge=0, le=HUGE), AS_WRITTEN]
 Positive = Annotated[float, Field(gt=0, le=HUGE), AS_WRITTEN]
 Share = Annotated[float, Field(ge=0, le=1), AS_WRITTEN]
@@ -38,10 +38,21 @@ PositiveShare = Annotated[float, Field(gt=0, le=1), AS_WRITTEN]
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1), AS_WRITTEN]
 Duration = Annotated[float, Field(gt=0, le=10**6), AS_WRITTEN]  # seconds or minutes
 Integers = Annotated[Sequence[Integer], Field(min_length=1)]
-Layers = Sequence[Whole]  # numbers of layers, from 0; none at all mean something, too
+Layers = Sequence[Whole]  # layers by number, from 0; an empty list is allowed
 Window = Annotated[int, Field(ge=2, le=LARGEST)]  # positions that an attention layer sees
 LISTS = (list, Sequence)
-PLAIN_TYPES = (int, float, bool, str, types.NoneType, list, Sequence, dict, Literal, Any)  # types that a document has
+PLAIN_TYPES = (
+    int,
+    float,
+    bool,
+    str,
+    types.NoneType,
+    list,
+    Sequence,
+    dict,
+    Literal,
+    Any,
+)  # types of a document's values
 
 Model = TypeVar("Model", bound="Options")
 
@@ -54,10 +65,10 @@ class Options(BaseModel):
 
 @functools.cache
 def find_options(maker: Callable[..., Any]) -> type[Options]:
-    """The options of a class or function that a `_target_` names: its own `Options`, or else its keyword arguments.
+    """The options of a class or function that a `_target_` names: its own `Options`, else its keyword arguments.
 
-    A constructor that passes on further arguments takes those of the next class in the method resolution order, too, but
-    for what it must give itself. Arguments that no document can hold, such as tensors, are no options.
+    A constructor with further arguments (**) also takes those of the next class in the method resolution order, but for
+    arguments that it must give itself. Arguments that no document can hold, such as tensors, are no options.
     """
     declared = getattr(maker, "Options", None)
     if declared is not None:
@@ -76,7 +87,7 @@ def find_options(maker: Callable[..., Any]) -> type[Options]:
 
 
 def _list_constructors(maker: Callable[..., Any]) -> list[Any]:
-    """The constructors that get the keyword arguments of a class, its own first; of a function itself."""
+    """The constructors that get the keyword arguments of a class, its own first; a function alone"""
     if not isinstance(maker, type):
         return [maker]
     constructors: list[Any] = []
@@ -90,11 +101,11 @@ def _list_constructors(maker: Callable[..., Any]) -> list[Any]:
 
 
 def _plain_type(annotation: Any) -> Any:
-    """What a document can hold of a type; None for nothing."""
+    """The types of an annotation that a document can hold; None for none"""
     members = [member for member in _list_members(annotation) if _is_plain(member)]
     if not members or members == [types.NoneType]:
         return None
-    return Union[tuple(members)]  # noqa: UP007  of a list that is known at run time only
+    return Union[tuple(members)]  # noqa: UP007  the list is known only at run time
 
 
 def _is_plain(annotation: Any) -> bool:
@@ -106,7 +117,7 @@ def _is_plain(annotation: Any) -> bool:
 def read_options(model: type[Model], document: dict[str, Any], prefix: str = "") -> Model:
     """The document as a model. prefix: groups in front of its options' names, such as head.drafter.
 
-    Raises ValueError with one sentence, which names the option and what it may be.
+    Raises ValueError with one sentence, which names the option and its possible values.
     """
     try:
         return model.model_validate(document)
@@ -127,7 +138,7 @@ def check_value(name: str, field: FieldInfo, value: Any) -> None:
 
 
 def describe_error(errors: list[Any], model: type[Options], document: dict[str, Any], prefix: str = "") -> str:
-    """The sentence for the first of pydantic's errors about a document."""
+    """The sentence for the first of pydantic's errors about a document"""
     error = min(errors, key=lambda error: ERROR_ORDER.get(error["type"], 2))
     if error["type"] == "value_error":  # a validator's own sentence
         return str(error["ctx"]["error"])
@@ -148,10 +159,11 @@ def _describe_refusal(name: str, value: Any, field: FieldInfo | None) -> str:
 def _find_value(
     location: Sequence[Any], fields: dict[str, FieldInfo], document: Any
 ) -> tuple[str, Any, FieldInfo | None]:
-    """Name, value and field of the option that an error is about. location: also has places within a value and tags of unions"""
+    """Name, value and field of the option of an error. location: keys, also within a value, and tags of unions"""
     name = ""
     for key in location:
-        name, document = f"{name}.{key}".removeprefix("."), document[key]
+        name = f"{name}.{key}".removeprefix(".")
+        document = document[key]
         if name in fields:
             break
     field = fields.get(name)
@@ -162,10 +174,10 @@ def _find_value(
 
 
 def describe_unknown(name: str, names: Collection[str]) -> str:
-    """The sentence for an option that does not exist. names: of those that do, with their groups"""
+    """The sentence for an option that does not exist. names: options that do, with their groups"""
     group, _, last = name.rpartition(".")
     siblings = {other.rpartition(".")[2]: other for other in names if other.rpartition(".")[0] == group}
-    close = [other for other in names if other.startswith(f"{name}.")]  # a group alone
+    close = [other for other in names if other.startswith(f"{name}.")]  # the options of a group
     close = close or [siblings[key] for key in difflib.get_close_matches(last, siblings, n=1, cutoff=0.5)]
     elsewhere = [other for other in names if other.endswith(f".{last}")]
     close = close or difflib.get_close_matches(name, elsewhere, n=1, cutoff=0)
@@ -175,14 +187,16 @@ def describe_unknown(name: str, names: Collection[str]) -> str:
 
 
 def describe_bounds(field: FieldInfo | None, value: Any = None) -> str:
-    """What an option may be. field: None for a group; value: what it is, as a number above all bounds has them named"""
+    """The possible values of an option.
+
+    field: None for a group; value: refused value; a number above all bounds names them
+    """
     if field is None:
         return "settings, such as {r: 8}"
     words: list[str] = []
     choices: list[str] = []
     null = False
-    for annotation in list_types(field):
-        kind, bounds = read_bounds(annotation)
+    for kind, bounds in map(read_bounds, list_types(field)):
         if get_origin(kind) is Literal:
             choices += [format_value(choice) for choice in get_args(kind)]
         elif kind is types.NoneType:
@@ -196,7 +210,7 @@ def describe_bounds(field: FieldInfo | None, value: Any = None) -> str:
 
 
 def _describe_type(kind: Any, bounds: dict[str, Any], value: Any, *, first: bool) -> str:
-    """One type of an option. first: whether no other type stands before it"""
+    """One type of an option. first: True if no other type stands before it"""
     origin = get_origin(kind) or kind
     if origin in LISTS and not first:
         return "a list of one or more of these"
@@ -230,7 +244,7 @@ def _describe_number(kind: type, bounds: dict[str, Any], value: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A value as it is written on the command line."""
+    """A value as on the command line"""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, list | tuple):
@@ -248,10 +262,9 @@ def raise_first(sentences: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def prefix_option_names(prefix: str, *, only: Collection[str] | None = None) -> Iterator[None]:
-    """Within, a ValueError that names an argument, `depth=`, names the option of this group instead, `decode.depth=`.
+    """Within, a ValueError that names an argument, `depth=`, names the option of a group instead, `decode.depth=`.
 
-    A name that has a prefix already, and a value behind an equals sign, are left alone. only: the arguments that belong
-    to this group; None: all.
+    Names with a prefix, and values behind an equals sign, stay. only: arguments of the group; None: all
     """
 
     def add_prefix(match: re.Match) -> str:
@@ -268,7 +281,7 @@ def prefix_option_names(prefix: str, *, only: Collection[str] | None = None) -> 
 
 
 def list_fields(model: type[Options], prefix: str = "") -> dict[str, FieldInfo]:
-    """All options of a model by name, with the groups in front."""
+    """All options of a model by name, with the groups in front"""
     fields: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         group = find_group(field)
@@ -277,16 +290,15 @@ def list_fields(model: type[Options], prefix: str = "") -> dict[str, FieldInfo]:
 
 
 def find_group(field: FieldInfo) -> type[Options] | None:
-    """The model of a field that is a group; None for an option."""
-    for annotation in list_types(field):
-        kind, _ = read_bounds(annotation)
+    """The model of a field that is a group; None for an option"""
+    for kind, _ in map(read_bounds, list_types(field)):
         if isinstance(kind, type) and issubclass(kind, Options):
             return kind
     return None
 
 
 def list_types(field: FieldInfo) -> list[Any]:
-    """The types of a field's union, or its only type, with their bounds."""
+    """The types of a field's union, or its only type, with their bounds"""
     members = _list_members(field.annotation)
     return [Annotated[field.annotation, *field.metadata]] if len(members) == 1 and field.metadata else members
 
@@ -296,19 +308,20 @@ def _list_members(annotation: Any) -> list[Any]:
 
 
 def list_kinds(field: FieldInfo) -> set[Any]:
-    """The types of a field's union without what they hold: list for a list of texts."""
-    kinds = [read_bounds(annotation)[0] for annotation in list_types(field)]
-    return {get_origin(kind) or kind for kind in kinds}
+    """The types of a field's union without those of their items: list for a list of texts"""
+    return {get_origin(kind) or kind for kind, _ in map(read_bounds, list_types(field))}
 
 
 def list_choices(field: FieldInfo) -> list[Any]:
-    """The values of a field's literals, such as auto."""
-    kinds = [read_bounds(annotation)[0] for annotation in list_types(field)]
-    return list(itertools.chain.from_iterable(get_args(kind) for kind in kinds if get_origin(kind) is Literal))
+    """The values of a field's literals, such as auto"""
+    choices: list[Any] = []
+    for kind, _ in map(read_bounds, list_types(field)):
+        choices += get_args(kind) if get_origin(kind) is Literal else []
+    return choices
 
 
 def read_bounds(annotation: Any) -> tuple[Any, dict[str, Any]]:
-    """A type without its bounds, and the bounds by pydantic's names."""
+    """A type without its bounds, and the bounds by pydantic's names"""
     if get_origin(annotation) is not Annotated:
         return annotation, {}
     kind, *metadata = get_args(annotation)
@@ -320,7 +333,7 @@ def read_bounds(annotation: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def convert_text(field: FieldInfo, text: str) -> Any:
-    """The value of a text on a command line, by the field's type. What cannot be converted stays, and `read_options` refuses it."""
+    """The value of a text on a command line, by the field's type. Other texts stay, and `read_options` refuses them."""
     kinds = list_kinds(field)
     if types.NoneType in kinds and text.lower() in ("null", "none"):
         return None

@@ -1,10 +1,11 @@
-"""Which dtype a device computes in: bfloat16 where it has units for it, float32 elsewhere.
+"""The dtype in which a device computes: bfloat16 where it has units for it, float32 elsewhere.
 
-A CPU without such units takes bfloat16, too, and converts every number on its way: training is then about ten times slower than
+A CPU without such units takes bfloat16, too, but converts every number. Training is then about ten times slower than
 in float32 (results/44-other-machines.md).
 """
 
 import functools
+import math
 import os
 import platform
 import time
@@ -19,14 +20,14 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class DtypeChoice:
-    """A dtype by its name in torch, and why it was chosen."""
+    """A dtype by its name in torch, and the reason for it."""
 
     dtype: str
     reason: str
 
 
 def choose_dtype(device: torch.device | str) -> DtypeChoice:
-    """What `auto` is on a device, by what the device says of itself."""
+    """The dtype of `auto` on a device, by what the device reports"""
     device = torch.device(device)
     if device.type == "cpu":
         return _choose_for_cpu()
@@ -40,14 +41,12 @@ def choose_dtype(device: torch.device | str) -> DtypeChoice:
 
 
 def resolve_dtype(dtype: str, device: torch.device | str) -> str:
-    """dtype as it is given, or what `auto` is on this device"""
+    """The dtype, or that of `auto` on this device"""
     return choose_dtype(device).dtype if dtype == AUTO else dtype
 
 
 def _choose_for_cpu() -> DtypeChoice:
-    limit = os.environ.get(
-        "ONEDNN_MAX_CPU_ISA", "DEFAULT"
-    ).upper()  # a user's limit of what oneDNN may use of the processor
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()  # the user's limit of instruction sets
     if limit != "DEFAULT" and not any(name in limit for name in ("BF16", "FP16", "AMX", "AVX10")):
         return DtypeChoice("float32", f"ONEDNN_MAX_CPU_ISA={limit} leaves oneDNN no bfloat16 units")
     if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -55,26 +54,26 @@ def _choose_for_cpu() -> DtypeChoice:
         for what, query in units.items():
             if getattr(torch.cpu, query, lambda: False)():
                 return DtypeChoice("bfloat16", f"this CPU computes in it ({what})")
-        if platform.machine() in ("aarch64", "arm64"):  # there oneDNN takes bfloat16 only where it has units
+        if platform.machine() in ("aarch64", "arm64"):  # oneDNN takes bfloat16 there only with units
             return DtypeChoice("bfloat16", "this CPU computes in it")
     return DtypeChoice("float32", "this CPU has no bfloat16 units that oneDNN uses")
 
 
-# Products of few rows with a large matrix in float32 on a CPU: what plain decoding and verification spend their time on.
+# Products of few rows with a large matrix in float32 on a CPU take most of the time of decoding there.
 #
-# A BLAS may have no good kernel for them. MKL on an AMD processor takes two or three times as long for x @ weight.T with 2 to 4 rows as
-# with one, and weight @ x.T is then up to twice as fast (results/44-other-machines.md). Which of the two is faster here depends on the shape, and is
-# measured once for each.
+# A BLAS may have no good kernel for them. On AMD processors, MKL takes two or three times as long for x @ weight.T
+# with 2 to 4 rows as with one; weight @ x.T is up to twice as fast (results/44-other-machines.md). The faster product
+# depends on the shape, and is measured once for each.
 
-FEW_ROWS = range(2, 5)  # with one row or with more than these, the usual way is as fast or faster
-MIN_MATRIX_SIZE = 1 << 18  # numbers of a matrix: reading a smaller one is not what takes the time
-MEASURED_SIZE = 6 << 20  # of the matrices that are measured: 25 MB, which few caches hold
-NUM_REPEATS = 5  # of each way, in turn; the shortest counts
-MAX_TIME_RATIO = 0.85  # of the time that the usual way takes, from which the other one is used
+FEW_ROWS = range(2, 5)  # with other numbers of rows, the plain product is as fast or faster
+MIN_MATRIX_SIZE = 1 << 18  # numbers of a matrix; reading a smaller one does not dominate the time
+MEASURED_SIZE = 6 << 20  # numbers of the measured matrices: 25 MB, more than most caches hold
+NUM_REPEATS = 5  # measurements of each product, in turn; the shortest counts
+MAX_TIME_RATIO = 0.85  # of the plain product's time; above it, noise of the clock could decide
 
 
 def prepare_few_rows(model: nn.Module) -> None:
-    """Makes the linear layers of a frozen model take the faster way."""
+    """Lets the linear layers of a frozen model multiply few rows by the faster of two products."""
 
     def forward(module: nn.Linear, x: Tensor) -> Tensor:
         return multiply_few_rows(x, module.weight, module.bias)
@@ -85,12 +84,12 @@ def prepare_few_rows(model: nn.Module) -> None:
 
 
 def multiply_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """torch.nn.functional.linear: x [.., D], weight [E, D] -> [.., E]. The faster way is taken where no gradient is wanted."""
+    """F.linear: x [.., D], weight [E, D] -> [.., E], by the faster product where no gradient is needed"""
     rows = x.numel() // x.shape[-1] if x.numel() else 0
-    # a function that is traced keeps the usual product, which the compiler knows
+    # A traced function keeps the plain product, which the compiler knows
     if rows not in FEW_ROWS or not _is_large(weight) or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
         return F.linear(x, weight, bias)
-    # processes of one run must round alike, and a clock decides here
+    # Processes of one run must round alike, but a clock decides here
     if torch.distributed.is_initialized() or not is_transposed_faster(rows, *weight.shape, torch.get_num_threads()):
         return F.linear(x, weight, bias)
     out = torch.mm(weight, x.reshape(rows, -1).t()).t()
@@ -98,24 +97,25 @@ def multiply_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def _is_large(weight: Tensor) -> bool:
-    plain = type(weight) in (Tensor, nn.Parameter)  # not one that is quantised or divided
+    plain = type(weight) in (Tensor, nn.Parameter)  # neither quantised nor sharded
     return plain and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= MIN_MATRIX_SIZE
 
 
 @functools.cache
 def is_transposed_faster(rows: int, outputs: int, inputs: int, threads: int) -> bool:
-    """Whether weight @ x.T is clearly faster than x @ weight.T, for x [rows, inputs] and weight [outputs, inputs]."""
-    outputs = min(outputs, max(1, MEASURED_SIZE // inputs))  # the time is in proportion
+    """True if weight @ x.T is clearly faster than x @ weight.T, for x [rows, inputs] and weight [outputs, inputs].
+
+    threads: number of threads, on which the measurement depends
+    """
+    outputs = min(outputs, max(1, MEASURED_SIZE // inputs))  # the time is proportional to it
     weights = [torch.ones(outputs, inputs) for _ in range(max(1, MEASURED_SIZE // (outputs * inputs)))]
     x = torch.ones(rows, inputs)
-    plain_times, transposed_times = [], []
+    products = (lambda weight: F.linear(x, weight)), (lambda weight: torch.mm(weight, x.t()))
+    times = [math.inf, math.inf]
     for _ in range(NUM_REPEATS):
-        start = time.perf_counter()
-        for weight in weights:
-            F.linear(x, weight)
-        middle = time.perf_counter()
-        for weight in weights:
-            torch.mm(weight, x.t())
-        plain_times.append(middle - start)
-        transposed_times.append(time.perf_counter() - middle)
-    return min(transposed_times) < MAX_TIME_RATIO * min(plain_times)
+        for number, product in enumerate(products):
+            start = time.perf_counter()
+            for weight in weights:
+                product(weight)
+            times[number] = min(times[number], time.perf_counter() - start)
+    return times[1] < MAX_TIME_RATIO * times[0]

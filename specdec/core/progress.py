@@ -1,12 +1,12 @@
 """The progress of long work, shown alike by every command (`progress=`):
 
-    rich     on a terminal: one line for each task that is under way, redrawn on stderr
-    plain    on stderr, the first and the last line of each task, and one every 30 s: no control characters, never wrapped
+    rich     on a terminal: one line on stderr for each running task, redrawn
+    plain    on stderr: the first and the last line of each task, and one every 30 s, without control characters
     quiet    nothing: only results, warnings and errors are printed
-    auto     rich where stdout and stderr are terminals, else plain
+    auto     rich if stdout and stderr are terminals, else plain
 
-The variable SPECDEC_PROGRESS has the default, also for processes that a command starts. With several processes only the
-main one shows something. Results go to stdout, through `Results`, which keeps them apart from the lines that are redrawn.
+The variable SPECDEC_PROGRESS has the default, also for processes that a command starts. Of several processes only the
+main one shows something. Results go to stdout through `Results`, apart from the redrawn lines.
 """
 
 import contextlib
@@ -26,69 +26,80 @@ Item = TypeVar("Item")
 MODES = ("auto", "rich", "plain", "quiet")
 VARIABLE = "SPECDEC_PROGRESS"
 HELP = "of long work: auto, rich (redrawn on the terminal), plain (lines for a log) or quiet (results only)"
-SECONDS_BETWEEN_LINES = 30  # of a task, in mode plain
-WIDTH = 200  # of tables in files and pipes, in characters; COLUMNS in the environment replaces it
+SECONDS_BETWEEN_LINES = 30  # between lines of a task, in mode plain
+WIDTH = 200  # characters of tables in files and pipes, unless COLUMNS is set
 SHOW_CURSOR = b"\x1b[?25h\n"
 
-_mode, _main = "plain", True  # of a process that has not called `choose`
-_live: Progress | None = None  # in mode rich: the lines that are redrawn
+_mode = "plain"  # before `choose_mode`
+_main = True  # True in the process that shows progress
+_live: Progress | None = None  # the redrawn lines, in mode rich
 
 
 class Task:
-    """Long work that is under way; `start` makes it."""
+    """Long work that is under way; `start_task` makes it.
+
+    total, num_done: in units; prints: True to print lines (mode plain)
+    """
 
     def __init__(self, name: str, total: int | None, unit: str, num_done: int, prints: bool):
-        self.name, self.total, self.unit = name, total, unit
+        self.name = name
+        self.total = total
+        self.unit = unit
         self.num_done = self.num_before = num_done
-        self.num_tokens, self.figures = 0, ""
+        self.num_tokens = 0
+        self.figures = ""
         self.start_time = self.last_line_time = time.perf_counter()
-        self.prints = prints  # whether it prints lines, in mode plain
-        self.row: tuple[Progress, TaskID] | None = None  # its line, in mode rich
+        self.prints = prints
+        self.row: tuple[Progress, TaskID] | None = None  # its redrawn line, in mode rich
 
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.start_time
 
     def advance(self, num: int = 1, *, num_tokens: int = 0) -> None:
-        """So much more is done. num_tokens: in it, for work whose rate is in tokens/s"""
+        """Adds `num` units, and the tokens in them for work whose rate is in tokens/s."""
         self.update(self.num_done + num, num_tokens=self.num_tokens + num_tokens)
 
     def update(self, num_done: int, *, num_tokens: int = 0, figures: str = "") -> None:
-        """done, num_tokens: so far; figures: shown in place of rate and time left"""
-        self.num_done, self.num_tokens, self.figures = num_done, num_tokens, figures
+        """num_done, num_tokens: present totals; figures: text in place of rate and time left"""
+        self.num_done = num_done
+        self.num_tokens = num_tokens
+        self.figures = figures
         if self.row is not None and self.row[1] in self.row[0].task_ids:
             self.row[0].update(self.row[1], completed=num_done)
         elif time.perf_counter() - self.last_line_time >= SECONDS_BETWEEN_LINES:
             self.print_line(str(self))
 
     def print_line(self, text: str) -> None:
-        """A line of its own, in mode plain."""
+        """Prints a line of its own in mode plain."""
         if self.prints:
             self.last_line_time = time.perf_counter()
             print(f"{self.name}: {text}", file=sys.stderr, flush=True)
 
     def __str__(self) -> str:
-        """What is done of it, the rate, and the time left."""
+        """Units so far, rate, and time left"""
         count, rate = self._measure()
         if self.figures:
             return f"{count}  {self.figures}"
         time_left = ""
         if rate and self.total is not None:
-            time_left = f"{format_duration(self.seconds / (self.num_done - self.num_before) * (self.total - self.num_done))} left"
+            pace = self.seconds / (self.num_done - self.num_before)
+            time_left = f"{format_duration(pace * (self.total - self.num_done))} left"
         elif not rate and self.total is None:
             time_left = format_duration(self.seconds)
         return ", ".join(filter(None, (count, rate, time_left)))
 
     def summary(self) -> str:
-        """What was done, in which time, at which rate."""
+        """Units, time and rate at the end"""
         count, rate = self._measure()
         tokens = f"{self.num_tokens:,} tokens" if self.num_tokens else ""
         return ", ".join(filter(None, (f"{count} in {format_duration(self.seconds)}".lstrip(), tokens, rate)))
 
     def _measure(self) -> tuple[str, str]:
-        """-> what is done of how much (empty without a unit), and the rate (empty before anything is done)"""
+        """-> units so far (empty without a unit), and the rate (empty before the first one)"""
         num_new = self.num_done - self.num_before
-        count = f"{self.num_done:,}{'' if self.total is None else f'/{self.total:,}'} {self.unit}" if self.unit else ""
+        total = "" if self.total is None else f"/{self.total:,}"
+        count = f"{self.num_done:,}{total} {self.unit}" if self.unit else ""
         num, unit = (self.num_tokens, "tokens") if self.num_tokens else (num_new, self.unit)
         rate = num / max(self.seconds, 1e-9)
         text = f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.2g} {unit}/s"
@@ -100,34 +111,45 @@ def format_duration(seconds: float) -> str:
 
 
 def choose_mode(mode: str, *, main: bool) -> None:
-    """The mode of this process and of those that it starts. Raises ValueError for a word that is none of MODES.
+    """Sets the mode of this process and of its children. Raises ValueError for a word that is not in MODES.
 
-    main: whether this process shows what all processes of a run do
+    main: True in the process that shows the progress of all processes of a run
     """
     global _mode, _main, _live
     if mode not in MODES:
         raise ValueError(f"progress={mode} must be one of {', '.join(MODES)} (or the variable {VARIABLE}).")
-    os.environ[VARIABLE] = "auto" if mode == "rich" else mode  # a process whose output is read here has no terminal
+    os.environ[VARIABLE] = "auto" if mode == "rich" else mode  # the output of a child is read here, without a terminal
     terminals = sys.stdout.isatty() and sys.stderr.isatty()
     if mode == "auto":
         mode = "rich" if terminals else "plain"
     if mode == "rich" and os.environ.get("TERM", "").lower() in ("dumb", "unknown"):
         mode = "plain"  # such a terminal cannot go back to an earlier line
     close_display()
-    _mode, _main, _live = mode, main, None
+    _mode = mode
+    _main = main
+    _live = None
     if mode == "rich":
-        text = lambda name: TextColumn(name, markup=False, table_column=rich.table.Column(no_wrap=True))
-        columns = text("{task.description}"), BarColumn(bar_width=None), text("{task.fields[shown]}")
-        screen = rich.console.Console(stderr=True, force_terminal=True)
-        _live = Progress(*columns, console=screen, transient=True, refresh_per_second=4, redirect_stdout=terminals)
+        _live = Progress(
+            _make_column("{task.description}"),
+            BarColumn(bar_width=None),
+            _make_column("{task.fields[shown]}"),
+            console=rich.console.Console(stderr=True, force_terminal=True),
+            transient=True,
+            refresh_per_second=4,
+            redirect_stdout=terminals,
+        )
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _terminate)
 
 
+def _make_column(text: str) -> TextColumn:
+    return TextColumn(text, markup=False, table_column=rich.table.Column(no_wrap=True))
+
+
 def _terminate(number: int, _) -> None:
-    """Ends the process by the signal, as without this handler, but shows the cursor first."""
+    """Shows the cursor, then ends the process by the signal, as without this handler."""
     if _live is not None:
-        os.write(2, SHOW_CURSOR)  # no lock is taken: the interrupted code may hold it
+        os.write(2, SHOW_CURSOR)  # without a lock, which the interrupted code may hold
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
@@ -150,13 +172,14 @@ def start_task(
     own_lines: bool = True,
     any_process: bool = False,
 ) -> Iterator[Task]:
-    """Around long work: a task that is shown until the end of the block. Tasks may be nested.
+    """A task that is shown until the end of the `with` block. Tasks may be nested.
 
-    total: of the work, in `unit`s (a plural); None: not known. done: before it begins
-    own_lines: False if the caller prints lines of its own with `note` in mode plain
-    any_process: whether a process shows it that is not the main one too, for work that one of them does
+    total: size of the work in `unit`s (a plural), None if unknown; num_done: part of it done before
+    own_lines: False if the caller prints lines of its own with `print_note` in mode plain
+    any_process: True if other processes than the main one show it, too: for work of one of them
     """
-    shown, live = _main or any_process, _live
+    shown = _main or any_process
+    live = _live
     task = Task(name, total, unit, num_done, prints=shown and own_lines and _mode == "plain")
     if shown and live is not None:
         task.row = live, live.add_task(name, total=total, completed=num_done, shown=task)
@@ -180,7 +203,7 @@ def track_items(
     total: int | None = None,
     size: Callable[[Item], int] = lambda item: 1,
 ) -> Iterator[Item]:
-    """The items, whose number that are done is shown. size: units of an item, if it stands for several"""
+    """Yields the items, and shows the number of those done. size: units of an item that stands for several"""
     if total is None and isinstance(items, Sized):
         total = sum(map(size, items))
     with start_task(name, total, unit=unit) as task:
@@ -193,13 +216,13 @@ class Results(rich.console.Console):
     """A console for results, on stdout, of the main process. Only tables on a terminal are fitted to its width."""
 
     def __init__(self) -> None:
-        super().__init__(highlight=False, markup=False, emoji=False, quiet=not _main)  # names stay as they are
+        super().__init__(highlight=False, markup=False, emoji=False, quiet=not _main)  # names may look like markup
         if not self.is_terminal and "COLUMNS" not in os.environ:
             self.width = WIDTH
 
     def print(self, *objects: Any, **settings: Any) -> None:
         """Prints while nothing is redrawn."""
-        fitted = self.is_terminal and any(isinstance(each, rich.table.Table) for each in objects)
+        fitted = self.is_terminal and any(isinstance(item, rich.table.Table) for item in objects)
         redrawn = _live is not None and _live.live.is_started
         if _live is not None and redrawn:
             _live.stop()

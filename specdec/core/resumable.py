@@ -1,4 +1,4 @@
-"""Work that is continued after an interruption: rows of results in a JSONL file, and beside it a record of its settings."""
+"""Work that goes on after an interruption: rows of results in a JSONL file, beside a record of its settings."""
 
 import contextlib
 import hashlib
@@ -11,11 +11,11 @@ from specdec.core import files, row_files
 from specdec.core.lock import hold_lock
 from specdec.core.untrusted import read_json
 
-INPUTS = "inputs"  # of a record: digests of what has the same name but perhaps not the same content
+INPUTS = "inputs"  # key of a record: digests of inputs whose content may change under the same name
 
 
 class Identity(Protocol):
-    """What names a target's weights: target.fingerprint.Fingerprint."""
+    """The name of a target's weights: target.fingerprint.Fingerprint."""
 
     @property
     def text(self) -> str: ...
@@ -24,19 +24,21 @@ class Identity(Protocol):
 
 
 class Resumable:
-    """A JSONL file of results that the same settings continue and that other settings must not touch.
+    """A JSONL file of results. The same settings continue it; other settings must not touch it.
 
-    record: a JSON file with the settings of the rows; it is written when the file has no rows yet
-    rows: the JSONL file. A last line without its end, which a killed process leaves behind, is removed
-    settings: a dict that JSON can hold
-    advice: the sentence that ends a refusal: what to do about other settings
+    record: JSON file with the settings of the rows, written before the first row
+    rows: path of the JSONL file. A last line without an end, left by a killed process, is removed.
+    settings: dict for JSON
+    advice: last sentence of a refusal: what to do about other settings
 
     Raises ValueError if the settings differ from the recorded ones, if there are rows without a record, or if a line
     cannot be read. `self.rows` are the rows so far, those of `append` included.
     """
 
     def __init__(self, record: Path, rows: Path, settings: dict, *, advice: str):
-        self.path, self.record, self.advice = rows, record, advice
+        self.path = rows
+        self.record = record
+        self.advice = advice
         if not rows.exists() or rows.stat().st_size == 0:
             rows.parent.mkdir(parents=True, exist_ok=True)
             files.write_text(record, json.dumps(settings, indent=1) + "\n")
@@ -49,10 +51,10 @@ class Resumable:
         self.rows = read_rows(rows)
 
     def check_inputs(self, target: Identity | None = None, **inputs: str) -> None:
-        """Raises ValueError if rows were made with other inputs than these digests say, by the names of the inputs.
+        """Raises ValueError if rows were made with other inputs. inputs: digests by the names of the inputs
 
-        target: an input too; what an earlier version recorded of the same target is replaced
-        They are recorded where nothing is: of a file without rows, and of one that an earlier version began.
+        target: one more input; a record of the same target in an earlier version's form is replaced
+        Inputs without a record are recorded: those of a file without rows, or of one begun by an earlier version.
         """
         recorded = read_json(self.record)
         old_inputs = recorded.get(INPUTS, {}) if self.rows else {}
@@ -63,36 +65,40 @@ class Resumable:
             name.replace("_", " ") for name, value in inputs.items() if old_inputs.get(name, value) != value
         ]:
             raise ValueError(
-                f"{self.path} was begun with another {' and another '.join(changed_inputs)}, under the same name. Put it back, or "
-                f"begin anew. {self.advice}"
+                f"{self.path} was begun with another {' and another '.join(changed_inputs)}, under the same "
+                f"name. Put it back, or begin anew. {self.advice}"
             )
         if recorded.get(INPUTS) != old_inputs | inputs:
             files.write_text(self.record, json.dumps({**recorded, INPUTS: old_inputs | inputs}, indent=1) + "\n")
 
     def append(self, *rows: dict) -> None:
-        """Adds rows to the end of the file; when this returns, they are on the disk."""
+        """Appends rows to the file. At the return they are on the disk."""
         files.append_text(self.path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), synced=True)
         self.rows += rows
 
 
 @contextlib.contextmanager
 def open_resumable(record: Path, rows: Path, settings: dict, *, advice: str) -> Iterator[Resumable]:
-    """`Resumable` with a lock on the rows while it is in use. Raises ValueError too if another process has that lock."""
+    """A `Resumable` with a lock on the rows while it is in use.
+
+    Raises ValueError if another process holds that lock.
+    """
     with hold_lock(rows.with_name(rows.name + ".lock"), resource=rows):
         yield Resumable(record, rows, settings, advice=advice)
 
 
 def check_settings(results: Path, recorded: dict, settings: dict, *, advice: str) -> None:
-    """Raises ValueError, with every setting that differs, if results were made with other settings than these."""
+    """Raises ValueError, with every setting that differs, if results were made with other settings."""
     differing = list(list_differences(recorded, json.loads(json.dumps(settings))))
     if differing:
         raise ValueError(f"{results} was begun with other settings: {', '.join(differing)}. {advice}")
 
 
 def list_differences(recorded: dict, settings: dict, prefix: str = "") -> Iterator[str]:
-    """One phrase for each setting that differs; settings inside a nested dict are named `outer.inner`."""
+    """Yields a phrase for each setting that differs. Settings in a nested dict are named `outer.inner`."""
     for key in [*settings, *(key for key in recorded if key not in settings)]:
-        old, new = recorded.get(key), settings.get(key)
+        old = recorded.get(key)
+        new = settings.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
             yield from list_differences(old, new, f"{prefix}{key}.")
         elif old != new:
@@ -100,7 +106,7 @@ def list_differences(recorded: dict, settings: dict, prefix: str = "") -> Iterat
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a JSONL file, none if there is no file. Removes a last line that was not written to its end.
+    """The rows of a JSONL file, none without a file. Removes a last line without an end.
 
     Raises ValueError for any other line that is not a JSON object.
     """
@@ -116,14 +122,11 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def digest_bytes(content: bytes) -> str:
-    """16 hex digits, to record contents among settings."""
+    """16 hex digits, to record contents among settings"""
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 def digest_folder(folder: Path) -> str:
-    """A digest of the names and contents of a folder's files."""
-    lines = []
-    for path in sorted(path for path in folder.iterdir() if path.is_file()):
-        with path.open("rb") as file:
-            lines.append(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}")
-    return digest_bytes("\n".join(lines).encode())
+    """The digest of the names and contents of a folder's files"""
+    paths = sorted(path for path in folder.iterdir() if path.is_file())
+    return digest_bytes("\n".join(f"{path.name} {files.hash_file(path)}" for path in paths).encode())

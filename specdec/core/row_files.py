@@ -1,10 +1,10 @@
-"""Files of rows, and what becomes of a damaged line.
+"""Files of rows, and the treatment of damaged lines.
 
-Files of users (`read_file`): lines in UTF-8, JSON documents, both compressed with gzip or not, and parquet. A damaged line
-is refused with its place, the cause and what to do.
+Files of users (`read_file`): lines in UTF-8, JSON documents, both compressed with gzip or not, and parquet. A damaged
+line is refused with its place, the cause and what to do.
 
-Files that this project appends to (`read_own_lines`): JSONL in UTF-8. A damaged line is yielded as None, so that the
-caller skips or refuses it. `cut_damaged_end` removes what a killed writer left behind.
+Files that this project appends to (`read_own_lines`): JSONL in UTF-8. A damaged line is yielded as None, which the
+caller skips or refuses. `cut_damaged_end` removes the half line of a killed writer.
 """
 
 import gzip
@@ -34,7 +34,7 @@ def read_text(path: Path, *, longest: int = LONGEST_LINE) -> Iterator[str]:
     """Yields the lines of a text file in UTF-8, with or without a byte-order mark, compressed with gzip or not.
 
     longest: bytes of a line; a small compressed file can hold a huge one
-    Raises ValueError, naming the line, for a longer line, a damaged file, and bytes that are no such text.
+    Raises ValueError, naming the line, for a longer line, a damaged file, and bytes that are not UTF-8.
     """
     number = 0
     try:
@@ -44,11 +44,11 @@ def read_text(path: Path, *, longest: int = LONGEST_LINE) -> Iterator[str]:
                 number += 1
                 if len(line) > longest:
                     raise ValueError(f"{path}:{number}: a line of more than {longest:,} bytes cannot be a row.")
-                yield line.decode().removeprefix("\ufeff")  # of a file that was joined to another one too
+                yield line.decode().removeprefix("\ufeff")  # also in the middle of joined files
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path}:{number}: byte 0x{error.object[error.start]:02x} is not UTF-8. Save the file as UTF-8, compressed with gzip "
-            "or not; of a Latin-1 file, `iconv -f latin1 -t utf-8 FILE` makes one."
+            f"{path}:{number}: byte 0x{error.object[error.start]:02x} is not UTF-8. Save the file as UTF-8, compressed "
+            "with gzip or not; of a Latin-1 file, `iconv -f latin1 -t utf-8 FILE` makes one."
         ) from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(
@@ -79,7 +79,7 @@ def read_file(path: Path) -> Iterator[tuple[str, str | dict]]:
 
 
 def read_document(path: Path) -> Iterator[tuple[str, str]]:
-    """The rows of a .json file: a list or one row, or lines as in a .jsonl file."""
+    """The rows of a .json file: a list, one row, or lines as in a .jsonl file"""
     text = ""
     for line in read_text(path, longest=LONGEST_DOCUMENT):
         text += line
@@ -99,7 +99,7 @@ def read_document(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def read_parquet(path: Path, file: BinaryIO) -> Iterator[tuple[str, dict]]:
-    import pyarrow  # here: most sources are text
+    import pyarrow  # imported here, as most sources are text
     from pyarrow import parquet
 
     try:
@@ -113,10 +113,10 @@ def read_parquet(path: Path, file: BinaryIO) -> Iterator[tuple[str, dict]]:
 
 
 def parse_line(location: str, line: str) -> dict:
-    """The JSON object of a line. Raises ValueError, naming the place, for what is none or has half a surrogate pair."""
+    """The JSON object of a line. Raises ValueError, naming the place, for other lines and for half a surrogate pair."""
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
+    except (ValueError, RecursionError) as error:  # also for numbers of thousands of digits
         raise ValueError(f"{location}: not valid JSON ({error}). Repair or remove the line.") from None
     if type(row) is not dict:
         more = " Give a file with all rows in one list the ending .json." if type(row) is list else ""
@@ -134,7 +134,7 @@ def parse_line(location: str, line: str) -> dict:
 
 
 def read_own_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
-    """Yields (line number, row), None for a damaged line. A last line without its end is left out."""
+    """Yields (line number, row), None for a damaged line. A last line without an end is left out."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.endswith(b"\n") and line.strip():
@@ -142,7 +142,7 @@ def read_own_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
 
 
 def cut_damaged_end(path: Path) -> int:
-    """Cuts off a last line that has no end, of a writer that was killed. -> bytes that were cut"""
+    """Cuts off a last line without an end, left by a killed writer. -> bytes that were cut"""
     size = path.stat().st_size
     if not size:
         return 0
@@ -157,5 +157,5 @@ def cut_damaged_end(path: Path) -> int:
 def _parse_own(line: bytes) -> dict | None:
     try:
         return parse_line("", line.decode())
-    except ValueError:  # also bytes that are not UTF-8
+    except ValueError:  # also for bytes that are not UTF-8
         return None

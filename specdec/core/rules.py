@@ -1,9 +1,9 @@
-"""Acceptance rules: pure functions of a tree and the target's distributions, without a model (docs/methods.md, section 1).
+"""Acceptance rules: functions of a tree and the target's distributions, without a model (docs/methods.md, section 1).
 
 No rule waits for a GPU: loops run over node numbers in Python, and everything else is tensors.
 
-tree.probs[b, i] is the distribution that node i was drawn from, given the context of its parent and its earlier siblings. The
-rules need no other knowledge of how drafts were made:
+tree.probs[b, i] is the distribution that node i was drawn from, given its parent's context and its earlier siblings.
+The rules need no other knowledge of the drafting:
 
     a chain                               q (Leviathan et al. 2211.17192; Chen et al. 2302.01318)
     children drawn independently          q (SpecInfer 2305.09781)
@@ -11,8 +11,9 @@ rules need no other knowledge of how drafts were made:
                                           (Sequoia 2402.12374; RSD 2402.14160)
     chosen children                       one-hot; tree.probs = None stands for it and needs less memory
 
-Every rule returns path [B, P], the accepted nodes from node 0 down (P = N; entries past num_kept are 0), num_kept [B]
-and next_token [B], NO_TOKEN where there is none. The target's distributions, probs [B, N, V], are in float32 or float64.
+Every rule returns path [B, P], the accepted nodes from node 0 down, num_kept [B] and next_token [B]. P is N; entries of
+path past num_kept are 0. next_token is NO_TOKEN where there is none. probs [B, N, V], the target's distributions, are
+in float32 or float64.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,18 +28,26 @@ AcceptedPath = tuple[Tensor, Tensor, Tensor]  # path, num_kept, next_token
 
 
 class Draws:
-    """The random decisions of the rules; a test replaces them by an enumeration."""
+    """The random decisions of the rules. Tests replace them by an enumeration.
+
+    source: generator of all rows, or one of each row
+    """
 
     def __init__(self, source: Randomness):
         self.source = source
 
     def accept(self, probability: Tensor, row_mask: Tensor) -> Tensor:
-        """probability [B] (1 or more: always), where [B] bool -> [B] bool; False, and no draw, where `where` is False."""
-        device, dtype = probability.device, probability.dtype
-        rows_to_draw = row_mask if device.type == "cpu" else None  # on a GPU the question would cost more than a draw
+        """Decides each row with a probability [B], where 1 or more means always -> [B] bool.
+
+        row_mask [B] bool: rows to decide; all others get False, without a draw
+        """
+        device = probability.device
+        dtype = probability.dtype
+        rows_to_draw = row_mask if device.type == "cpu" else None  # on a GPU, reading the mask costs more than a draw
         return row_mask & (draw_uniform(len(probability), self.source, device, dtype, rows_to_draw) < probability)
 
     def _draw_last(self, rows: int, device: torch.device) -> Tensor:
+        """The random numbers [B, 1] of the last tokens"""
         return draw_column(rows, self.source, device)
 
     def accept_all(self, probability: Tensor) -> Tensor:
@@ -47,7 +56,7 @@ class Draws:
         return self._draw_numbers(rows, num, probability.device, probability.dtype) < probability
 
     def draw_ahead(self, rows: int, num: int, device: torch.device, dtype: torch.dtype) -> "FixedDraws":
-        """All draws of a rule over trees of `num` nodes, drawn before: a captured function takes them as its inputs."""
+        """All draws of a rule over trees of `num` nodes, as inputs of a captured function"""
         return FixedDraws(self._draw_numbers(rows, num - 1, device, dtype), draw_column(rows, self.source, device))
 
     def _draw_numbers(self, rows: int, num: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -60,20 +69,22 @@ class Draws:
         return draw_uniform(rows * num, source, device, dtype).view(rows, num)
 
     def token(self, distribution: Tensor, row_mask: Tensor) -> Tensor:
-        """distribution [B, V], where [B] bool -> one index drawn for each row [B]; any index where `where` is False.
+        """distribution [B, V] -> [B], one token drawn in each row; any token where row_mask [B] is False
 
-        NO_TOKEN where a distribution has none: NaN, or no probability.
+        NO_TOKEN for a distribution without a token: NaN, or no probability.
         """
         index = pick_tokens(distribution, self._draw_last(len(distribution), distribution.device))
         return torch.where(distribution.gather(1, index[:, None])[:, 0] > 0, index, NO_TOKEN)
 
 
 class FixedDraws(Draws):
-    """Decisions by given numbers from [0, 1): of the nodes [B, N - 1] in their order, and of the last token [B, 1]"""
+    """Decisions by numbers from [0, 1): [B, N - 1] of the nodes in their order, `last` [B, 1] of the last token."""
 
     def __init__(self, numbers: Tensor, last: Tensor):
         super().__init__(None)
-        self.numbers, self.last, self.num_used = numbers, last, 0
+        self.numbers = numbers
+        self.last = last
+        self.num_used = 0
 
     def accept(self, probability: Tensor, row_mask: Tensor) -> Tensor:
         self.num_used += 1
@@ -87,7 +98,7 @@ class FixedDraws(Draws):
 
 
 def accept_greedy(tree: Tree, choices: Tensor) -> AcceptedPath:
-    """Temperature 0, lossless: follow the children that equal the target's choice.
+    """Temperature 0, lossless: the path follows children that equal the target's choice.
 
     choices [B, N]: the target's argmax after each node
     """
@@ -96,21 +107,22 @@ def accept_greedy(tree: Tree, choices: Tensor) -> AcceptedPath:
 
 
 def accept_tokens(tree: Tree, probs: Tensor, draws: Draws) -> AcceptedPath:
-    """Token by token. Lossless for every kind of drafting listed above. probs is overwritten.
+    """Token by token. Lossless for every kind of drafting above. probs is overwritten.
 
-    Walk down from the root. At a node, try its children in order: accept child x with probability min(1, r(x) / q(x)),
-    where r starts as the target's distribution p and becomes norm(max(r - q, 0)) after a refusal. A chosen child is accepted
-    with probability r(x); if it is refused, r(x) becomes 0 and r is normalised. When every child is refused, the next
-    token is drawn from r.
+    Walk down from the root. At a node, try its children in order. Accept child x with probability min(1, r(x) / q(x)).
+    Here r starts as the target's distribution p, and becomes norm(max(r - q, 0)) after a refusal. A chosen child is
+    accepted with probability r(x); after its refusal r(x) becomes 0, and r is normalised. If every child is refused,
+    the next token is drawn from r.
     """
     if probs.device.type != "cpu" and (tree.probs is None or tree.siblings is not None):
         return accept_tokens_at_once(tree, probs, draws)
     rows = torch.arange(len(probs), device=probs.device)
-    end = torch.zeros_like(tree.tokens[:, 0])  # [B] the last accepted node
-    for node in range(1, tree.tokens.shape[1]):  # a node's descendants all come after it
+    end = torch.zeros_like(tree.tokens[:, 0])  # [B] last accepted node
+    # Try every node below the end of its row's path, and extend the path by accepted ones
+    for node in range(1, tree.tokens.shape[1]):  # descendants come after their node
         parent = tree.parents[:, node]
         if probs.device.type == "cpu" and not bool((parent == end).any()):
-            continue  # no row's path ends at this parent; on a GPU the question would cost more than it saves
+            continue  # no row's path ends at this parent. On a GPU, this read costs more than it saves.
         distribution = probs[rows, parent]  # [B, V] r after the parent's earlier children
         accepted = draws.accept(compute_acceptance(distribution, tree, node), parent == end)
         probs[rows, parent], _ = refuse_node(distribution, tree, node)
@@ -119,16 +131,13 @@ def accept_tokens(tree: Tree, probs: Tensor, draws: Draws) -> AcceptedPath:
 
 
 def accept_tokens_at_once(tree: Tree, probs: Tensor, draws: Draws) -> AcceptedPath:
-    """`sample` in few kernels, whatever the number of nodes: a node's r does not depend on any draw."""
+    """`accept_tokens` in few kernels for any number of nodes: a node's r does not depend on any draw."""
     acceptance_probabilities, find_residual = (_verify_chosen if tree.probs is None else _verify_sampled)(tree, probs)
+    # Decide every node by itself; the path goes through the first accepted child of each node
     accepted = draws.accept_all(acceptance_probabilities[:, 1:])  # [B, N - 1]
     earlier = _find_earlier_siblings(tree)[:, 1:, 1:]
-    first_accepted = accepted & ~(earlier & accepted[:, None]).any(
-        -1
-    )  # none is tried once an earlier sibling was accepted
-    path, num_kept, end = find_longest_path(
-        tree, torch.cat([torch.ones_like(first_accepted[:, :1]), first_accepted], dim=1)
-    )
+    accepted &= ~(earlier & accepted[:, None]).any(-1)  # none is tried after an accepted earlier sibling
+    path, num_kept, end = find_longest_path(tree, torch.cat([torch.ones_like(accepted[:, :1]), accepted], dim=1))
     return path, num_kept, draws.token(find_residual(end), torch.ones_like(end, dtype=torch.bool))
 
 
@@ -139,7 +148,7 @@ def _find_earlier_siblings(tree: Tree) -> Tensor:
 
 
 def _remove_tokens(mass: Tensor, tokens: Tensor, removed: Tensor) -> Tensor:
-    """mass [B, M, V] with zeros, in place, at the tokens [B, N] of the nodes that are gone for it, gone [B, M, N] bool"""
+    """mass [B, M, V] with zeros, in place, at the tokens [B, N] of removed nodes. removed [B, M, N] bool"""
     same = (tokens[:, :, None] == tokens[:, None]).to(mass.dtype)  # [B, N, N]
     stays = (removed.to(mass.dtype) @ same) == 0  # [B, M, N] equal tokens of different nodes alike
     places = tokens[:, None].expand(-1, mass.shape[1], -1)
@@ -147,19 +156,24 @@ def _remove_tokens(mass: Tensor, tokens: Tensor, removed: Tensor) -> Tensor:
 
 
 def _verify_chosen(tree: Tree, probs: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Of chosen children: the probability of each node [B, N], and a function end [B] -> the distribution [B, V] behind it
+    """Chosen children: acceptance probabilities [B, N] of the nodes,
+    and a function end [B] -> residual [B, V] behind it.
 
-    Refusals only take tokens away from p, so all r are p without the earlier siblings' tokens, divided by what is left.
+    A refusal only takes a token away from p. So every r is p without the earlier siblings' tokens, normalised.
     """
-    rows, tokens = torch.arange(len(probs), device=probs.device), tree.tokens
-    earlier, eps = _find_earlier_siblings(tree), torch.finfo(probs.dtype).eps
+    # The residual that meets each node: its parent's distribution without the earlier siblings' tokens
+    rows = torch.arange(len(probs), device=probs.device)
+    tokens = tree.tokens
+    earlier = _find_earlier_siblings(tree)
+    eps = torch.finfo(probs.dtype).eps
     residual = _remove_tokens(probs[rows[:, None], tree.parents.clamp(min=0)], tokens, earlier)  # [B, N, V]
-    total, mass = residual.sum(-1), residual.gather(2, tokens[..., None])[..., 0]
-    previous_sibling = (earlier * torch.arange(tokens.shape[1], device=tokens.device)).amax(
-        -1
-    )  # the last earlier sibling, or 0
+    total = residual.sum(-1)
+    mass = residual.gather(2, tokens[..., None])[..., 0]
+    # Normalise it, unless the last earlier sibling took everything
+    numbers = torch.arange(tokens.shape[1], device=tokens.device)
+    previous_sibling = (earlier * numbers).amax(-1)  # the last earlier sibling, or 0
     previous_total = total.gather(1, previous_sibling)
-    total = torch.where(total <= eps * previous_total, previous_total, total)  # where nothing is left, as `refuse` does
+    total = torch.where(total <= eps * previous_total, previous_total, total)  # an empty residual, as in `refuse_node`
     acceptance_probabilities = torch.where(previous_sibling > 0, mass / total, mass)
 
     def find_residual(end: Tensor) -> Tensor:
@@ -173,46 +187,50 @@ def _verify_chosen(tree: Tree, probs: Tensor) -> tuple[Tensor, Callable[[Tensor]
 
 
 def _verify_sampled(tree: Tree, probs: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """As `_chosen`, of children that were drawn from distributions: all first children, then all second ones and so on."""
+    """`_verify_chosen` for children drawn from distributions: all first children, then all second ones, and so on"""
     assert tree.probs is not None and tree.siblings is not None
-    (num_rows, num), width = tree.tokens.shape, tree.siblings
+    num_rows, num = tree.tokens.shape
+    width = tree.siblings
     rows = torch.arange(num_rows, device=probs.device)[:, None]
-    rank = _find_earlier_siblings(tree).sum(-1)  # [B, N] of each node among its siblings
+    # Children [B, N, width] of each node by their rank among siblings, 0 for none
+    rank = _find_earlier_siblings(tree).sum(-1)  # [B, N]
     places = tree.parents[:, 1:] * width + rank[:, 1:]
     numbers = torch.arange(1, num, device=probs.device).expand(num_rows, -1)
     children = places.new_zeros(num_rows, num * width).scatter_(1, places, numbers).view(num_rows, num, width)
-    acceptance_probabilities, residual = torch.ones_like(probs[..., 0]), probs
+    # Refuse all first children, then all second ones: r of their parents after each refusal
+    acceptance_probabilities = torch.ones_like(probs[..., 0])
+    residual = probs
     for child in children.unbind(2):  # [B, N], 0 where a node has no such child
-        drafted, token = tree.probs[rows, child], tree.tokens.gather(1, child)[..., None]
+        drafted = tree.probs[rows, child]
+        token = tree.tokens.gather(1, child)[..., None]
         acceptance_probability = (residual.gather(2, token) / drafted.gather(2, token))[..., 0].clamp(max=1)
         acceptance_probabilities = acceptance_probabilities.scatter(
             1, child, acceptance_probability
-        )  # that of the root is not read
-        residual = torch.where(
-            (child > 0)[..., None], _normalise_residual(residual, (residual - drafted).clamp_(min=0))[0], residual
-        )
+        )  # the root's is unused
+        refused, _ = _normalise_residual(residual, (residual - drafted).clamp_(min=0))
+        residual = torch.where((child > 0)[..., None], refused, residual)
     return acceptance_probabilities, lambda end: residual[rows[:, 0], end]
 
 
 def accept_blocks(tree: Tree, probs: Tensor, draws: Draws) -> AcceptedPath:
-    """Whole paths at once: traversal verification (2505.12398), which on a chain is block verification (2403.10444).
+    """Whole paths: traversal verification (2505.12398), on a chain block verification (2403.10444).
 
-    Lossless for every kind of drafting listed above. probs is overwritten.
+    Lossless for every kind of drafting above. probs is overwritten.
 
-    Nodes are tried in post-order: children before their parent, the root last. The accepted path ends at the first node
-    that is accepted; a node is accepted with probability P, given that all nodes before it were refused. P(root) = 1 and
+    Nodes are tried in post-order: children before their parent, the root last. The path ends at the first accepted one.
+    A node is accepted with probability P, given that all nodes before it were refused. P(root) = 1 and
     P(x) = min(1, P p(x) / q(x)), with P and p of x's parent. After each child, the parent's p and P become
-    p = norm(R) and P = |R| / (|R| + 1 - P), where R = max(P p - q, 0). No draw changes these values, because a node is
-    tried only if all nodes before it were refused. So they are computed in the order of the nodes, before any draw.
+    p = norm(R) and P = |R| / (|R| + 1 - P), where R = max(P p - q, 0). A node is tried only if all nodes before it
+    were refused, so no draw changes these values. They are computed in the order of the nodes, before any draw.
     """
     num_rows, num_nodes = tree.tokens.shape
     rows = torch.arange(num_rows, device=probs.device)
     ancestors = tree.ancestors()  # [B, N, N]
-    size = ancestors.sum(1)  # [B, N] nodes from each downwards
-    traversal_order = torch.zeros_like(
-        size
-    )  # [B, N] first the next free place below a node, in the end its place in post-order
+    size = ancestors.sum(1)  # [B, N] size of each node's subtree
+    # [B, N] place in post-order; until a node's children are placed, the next free place below it
+    traversal_order = torch.zeros_like(size)
     path_probability = torch.ones_like(probs[..., 0])  # [B, N] P
+    # Compute P of every node, and its parent's p and P after its refusal
     for node in range(1, num_nodes):
         parent = tree.parents[:, node]
         parent_probability = path_probability[rows, parent]  # [B]
@@ -224,11 +242,10 @@ def accept_blocks(tree: Tree, probs: Tensor, draws: Draws) -> AcceptedPath:
         )
         traversal_order[:, node] = traversal_order[rows, parent]
         traversal_order[rows, parent] += size[:, node]
+    # Try the nodes in post-order; the first accepted one ends the path
     end = torch.zeros_like(size[:, 0])
     undecided = torch.ones_like(end, dtype=torch.bool)  # [B]
-    for candidate in traversal_order.argsort(1)[:, :-1].unbind(
-        1
-    ):  # [B] each; the root, whose probability is 1, needs no draw
+    for candidate in traversal_order.argsort(1)[:, :-1].unbind(1):  # [B] each; the root is always accepted
         accepted = draws.accept(path_probability[rows, candidate], undecided)
         end = torch.where(accepted, candidate, end)
         undecided = undecided & ~accepted
@@ -236,7 +253,7 @@ def accept_blocks(tree: Tree, probs: Tensor, draws: Draws) -> AcceptedPath:
 
 
 def compute_acceptance(mass: Tensor, tree: Tree, node: int) -> Tensor:
-    """min(1, r(x) / q(x)) [B] of a node's token x; mass [B, V] is r."""
+    """min(1, r(x) / q(x)) [B] of a node's token x. mass [B, V]: r"""
     token = tree.tokens[:, node, None]  # [B, 1]
     target_probability = mass.gather(1, token)[:, 0]
     return (
@@ -247,9 +264,9 @@ def compute_acceptance(mass: Tensor, tree: Tree, node: int) -> Tensor:
 
 
 def refuse_node(mass: Tensor, tree: Tree, node: int) -> tuple[Tensor, Tensor]:
-    """norm(R) [B, V] and |R| [B] for R = max(r - q, 0), q being the distribution of `node`; mass [B, V] is r.
+    """norm(R) [B, V] and |R| [B] for R = max(r - q, 0). mass [B, V]: r; q: distribution of `node`
 
-    Where |R| is no more than a rounding error, r is returned instead; if r is a distribution, a refusal is then as rare.
+    If |R| is at most a rounding error, r is returned instead: if r is a distribution, such a refusal is equally rare.
     """
     if tree.probs is None:
         residual = mass.scatter(1, tree.tokens[:, node, None], 0)
@@ -259,14 +276,14 @@ def refuse_node(mass: Tensor, tree: Tree, node: int) -> tuple[Tensor, Tensor]:
 
 
 def _normalise_residual(mass: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """rest [..., V], overwritten, divided by its sum, and the sum [...]; `mass` where this is no more than a rounding error"""
+    """residual [..., V], overwritten, over its sum, and the sum [...]; `mass` where the sum is a rounding error"""
     total = residual.sum(-1, keepdim=True)  # [..., 1]
     rounding = (total <= torch.finfo(mass.dtype).eps).to(mass.dtype)
-    return residual.addcmul_(mass, rounding).div_(total + rounding), total[..., 0]  # torch.where would be slower
+    return residual.addcmul_(mass, rounding).div_(total + rounding), total[..., 0]  # torch.where is slower
 
 
 def find_longest_path(tree: Tree, accepted_nodes: Tensor) -> AcceptedPath:
-    """kept [B, N] bool -> the longest path from the root over kept nodes (the root always counts), and its end [B]."""
+    """The longest path from the root over accepted nodes [B, N] bool, and its end [B]. The root always counts."""
     ancestors = tree.ancestors()  # [B, N, N]
     reached = (accepted_nodes[:, None] | ~ancestors)[..., 1:].all(-1)  # [B, N]
     end = (reached * ancestors.sum(-1)).argmax(-1)
@@ -274,7 +291,7 @@ def find_longest_path(tree: Tree, accepted_nodes: Tensor) -> AcceptedPath:
 
 
 def trace_path(ancestors: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """ancestors [B, N, N] as of Tree, end [B] -> path [B, N] from the root to `end`, num_kept [B]"""
+    """ancestors [B, N, N] from Tree, end [B] -> path [B, N] from the root to `end`, num_kept [B]"""
     numbers = torch.arange(ancestors.shape[1], device=end.device)  # [N]
     on_path = ancestors[torch.arange(len(end), device=end.device), end]  # [B, N]
     num_kept = on_path.sum(-1)
@@ -286,6 +303,6 @@ RULES: dict[str, Callable[[Tree, Tensor, Draws], AcceptedPath]] = {"token": acce
 
 
 def check_rule(rule: str) -> None:
-    """Raises ValueError for a rule that does not exist."""
+    """Raises ValueError for an unknown rule."""
     if rule not in RULES:
         raise ValueError(f"rule={rule} must be {' or '.join(RULES)}.")

@@ -1,5 +1,7 @@
-"""From logits to the distribution of the next token, as in transformers' generate: a repetition penalty, then temperature, top-k
-and top-p."""
+"""From logits to the distribution of the next token, in the order of transformers' generate.
+
+A repetition penalty comes first, then temperature, top-k and top-p.
+"""
 
 import math
 from collections.abc import Sequence
@@ -12,20 +14,21 @@ from torch import Tensor
 from specdec.core.devices import upload_tensor, upload_values
 from specdec.core.tree import Tree
 
-# What a distribution costs: the likeliest token; a softmax; with filters or a penalty
+# By increasing cost: the likeliest token, a softmax, a softmax with filters or a penalty
 SamplingKind = Literal["greedy", "sampled", "cut"]
-Randomness = torch.Generator | None | Sequence[torch.Generator | None]  # one of all rows, or one for each row
+Randomness = torch.Generator | None | Sequence[torch.Generator | None]  # of all rows, or of each row
 
-MIN_PLAIN_TEMPERATURE = (
-    1e-3  # below this temperature, logits are divided as differences from the largest one, which cannot overflow
-)
-MIN_TEMPERATURE = 1e-30  # below this temperature, which float32 cannot divide by, a distribution is greedy
-NO_TOKEN = -1  # in the place of a token that does not exist: the logits are not finite, or all are -inf
+MIN_PLAIN_TEMPERATURE = 1e-3  # below it, differences from the largest logit are divided, which cannot overflow
+MIN_TEMPERATURE = 1e-30  # below it, where float32 cannot divide, a distribution is greedy
+NO_TOKEN = -1  # in place of a token if the logits are not finite, or all are -inf
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings of the distribution. Temperature 0 is greedy, and so is one below LOWEST; then only the penalty has an effect."""
+    """The settings of the distribution. Temperature 0 is greedy, and so is one below MIN_TEMPERATURE.
+
+    With a greedy temperature, only the penalty has an effect.
+    """
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -65,10 +68,10 @@ class Sampling:
         return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
     def distribution(self, logits: Tensor) -> Tensor:
-        """logits [..., V] -> probabilities at temperature > 0, in float32 (float64 for logits in float64)
+        """logits [..., V] -> probabilities at temperature > 0, in float32 (float64 for logits in float64).
 
         Top-k keeps all logits that equal the k-th. Of equal logits at the boundary, top-p keeps those of the highest
-        token ids (transformers keeps those that an unstable sort happens to put last, which differ by processor).
+        token ids. (transformers keeps those that an unstable sort puts last, which differ by processor.)
         """
         logits = widen_logits(logits)
         if self.temperature < MIN_PLAIN_TEMPERATURE:
@@ -77,14 +80,14 @@ class Sampling:
         if self.top_k is not None:
             threshold = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1).values[..., -1:]  # [..., 1]
             logits = logits.masked_fill(logits < threshold, -torch.inf)
-        if self.top_p is not None and self.top_p < 1:  # with 1, only tokens of probability 0 would be dropped
+        if self.top_p is not None and self.top_p < 1:  # 1 would drop only tokens of probability 0
             logits = keep_nucleus(logits.reshape(-1, logits.shape[-1]), self.top_p).view(logits.shape)
         return logits.softmax(-1)
 
 
 @dataclass(frozen=True)
 class RowSampling:
-    """Settings of each row of a batch, used like one `Sampling`; tensors have the rows [B] as their first dimension."""
+    """Settings of each row of a batch, used like one `Sampling`. Rows [B] are the first dimension of tensors."""
 
     samplings: tuple[Sampling, ...]
 
@@ -102,12 +105,12 @@ class RowSampling:
 
     @property
     def costliest(self) -> Sampling:
-        """A setting of the rows whose distribution takes as long as that of all."""
+        """A setting of the rows whose distribution takes as long as those of all"""
         order: tuple[SamplingKind, ...] = ("greedy", "sampled", "cut")
         return max(self.samplings, key=lambda row: order.index(row.kind))
 
     def penalise(self, logits: Tensor, seen: Tensor) -> Tensor:
-        """As `Sampling.penalise`."""
+        """`Sampling.penalise` of each row"""
         logits = widen_logits(logits).clone()
         for sampling, rows in self._groups(logits.device):
             if sampling.penalises:
@@ -115,7 +118,10 @@ class RowSampling:
         return logits
 
     def distribution(self, logits: Tensor) -> Tensor:
-        """As `Sampling.distribution`; a greedy row's distribution gives its most likely token in any case, if there is one."""
+        """`Sampling.distribution` of each row.
+
+        A greedy row gives its most likely token probability 1, if there is one.
+        """
         distributions = torch.zeros_like(widen_logits(logits))
         for sampling, rows in self._groups(logits.device):
             if sampling.greedy:
@@ -128,7 +134,7 @@ class RowSampling:
         return distributions
 
     def _groups(self, device: torch.device) -> list[tuple[Sampling, Tensor]]:
-        """Each setting, and the numbers of its rows."""
+        """Each setting, and the numbers of its rows"""
         rows_by_sampling: dict[Sampling, list[int]] = {}
         for row, sampling in enumerate(self.samplings):
             rows_by_sampling.setdefault(sampling, []).append(row)
@@ -139,30 +145,32 @@ AnySampling = Sampling | RowSampling
 
 
 def join_samplings(rows: Sequence[Sampling]) -> AnySampling:
-    """The settings of all rows, which may be one."""
+    """The settings of all rows, as one if they are equal"""
     return rows[0] if len(set(rows)) == 1 else RowSampling(tuple(rows))
 
 
 def keep_nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """Top-p: logits [M, V] in float32 or float64 -> the same, -inf where a token is dropped
+    """Top-p: logits [M, V] in float32 or float64 -> the same, with -inf for dropped tokens.
 
-    A sort of all tokens costs 4 to 10 ms a row on a CPU. There only tokens above (1 - top_p) / V are sorted: all others
-    together have no more than 1 - top_p, so they are dropped. On a GPU a sort is cheap, and a number of tokens would make
-    the host wait.
+    A sort of all tokens costs 4 to 10 ms a row on a CPU. There, only tokens above (1 - top_p) / V are sorted. All
+    others together have at most 1 - top_p, so they are dropped. On a GPU a sort is cheap, and counting tokens makes the
+    host wait.
     """
     if logits.device.type != "cpu":
         return keep_nucleus_by_sort(logits, top_p)
     probs = logits.softmax(-1)
-    above = probs > 0.999 * (1 - top_p) / logits.shape[1]  # of all rows at once: these operations start threads
-    nums, totals = above.sum(-1).tolist(), probs.sum(-1, dtype=torch.float64).tolist()
-    indices = above.flatten().nonzero()[:, 0]  # in the flat logits
-    kept_indices, kept_logits = [], []
+    above = probs > 0.999 * (1 - top_p) / logits.shape[1]  # all rows at once, as these operations start threads
+    nums = above.sum(-1).tolist()
+    totals = probs.sum(-1, dtype=torch.float64).tolist()
+    indices = above.flatten().nonzero()[:, 0]  # of the flattened logits
+    kept_indices = []
+    kept_logits = []
     for row, distribution, row_indices, total in zip(
         logits.take(indices).split(nums), probs.take(indices).split(nums), indices.split(nums), totals
     ):
         ascending, order = row.sort(stable=True)
         tail = max(0.0, total - float(distribution.sum(dtype=torch.float64)))
-        # Added up in float64 and then rounded, as a CPU's cumsum of the sorted tokens is
+        # Sums in float64 and then rounded, like a CPU's cumsum of the sorted tokens
         reached = (tail + distribution[order].cumsum(0, dtype=torch.float64)).to(distribution.dtype)
         num_dropped = int((reached[:-1] <= 1 - top_p).sum())
         kept_indices.append(row_indices[order[num_dropped:]])
@@ -171,7 +179,7 @@ def keep_nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 
 def keep_nucleus_by_sort(logits: Tensor, top_p: float) -> Tensor:
-    """`nucleus`, by a sort of all tokens"""
+    """`keep_nucleus` by a sort of all tokens"""
     ascending, order = logits.sort(dim=-1, stable=True)
     dropped = ascending.softmax(-1).cumsum(-1) <= 1 - top_p  # [M, V]
     dropped[..., -1] = False
@@ -179,25 +187,24 @@ def keep_nucleus_by_sort(logits: Tensor, top_p: float) -> Tensor:
 
 
 def pick_tokens(distribution: Tensor, uniform: Tensor) -> Tensor:
-    """distribution [B, V], uniform [B, 1] in float64 from [0, 1) -> one index for each row [B], distributed as the distribution
+    """distribution [B, V], uniform [B, 1] in float64 from [0, 1) -> [B], one token a row with these probabilities.
 
-    Of a distribution with NaN any index, in range, so that nothing is read outside of a table.
+    A distribution with NaN gives any token in range, so that no table is read outside of its bounds.
     """
-    # [B, V]; in float32 the probabilities of rare tokens would be rounded away
-    reached = distribution.cumsum(-1, dtype=torch.float64)
+    reached = distribution.cumsum(-1, dtype=torch.float64)  # [B, V]; float32 would round away rare tokens
     index = torch.searchsorted(reached, uniform * reached[:, -1:], right=True)[:, 0]
     return index.clamp_(max=distribution.shape[-1] - 1)
 
 
 def draw_column(num: int, source: Randomness, device) -> Tensor:
-    """[num, 1] random numbers from [0, 1) in float64, for `pick`"""
+    """[num, 1] random numbers from [0, 1) in float64, for `pick_tokens`"""
     return draw_uniform(num, source, device, torch.float64)[:, None]
 
 
 def draw_uniform(num: int, source: Randomness, device, dtype: torch.dtype, row_mask: Tensor | None = None) -> Tensor:
-    """[num] random numbers from [0, 1), of each row by its own generator if the source names them
+    """[num] random numbers from [0, 1), of each row by its own generator if the source has several.
 
-    where [num] bool, on the CPU: rows that need one; so what a row draws does not depend on what the others need
+    row_mask [num] bool, on the CPU: rows that need a number. So a row's draws do not depend on other rows.
     """
     if not isinstance(source, Sequence):
         return torch.rand(num, generator=source, device=device, dtype=dtype)
@@ -221,10 +228,10 @@ def widen_logits(logits: Tensor) -> Tensor:
 
 
 def mark_seen(tree: Tree, committed: Tensor) -> Tensor:
-    """committed [B, V] bool: tokens of the prompt and of the answer so far
+    """The tokens before each node: [B, N, V] bool, committed ones, and those on the path from the root to the node.
 
-    -> [B, N, V] bool: those, and the tokens on the path from the root to each node
+    committed [B, V] bool: tokens of the prompt and of the answer so far
     """
-    own = tree.tokens[:, :, None]  # [B, N, 1], which stands where a node is no ancestor
+    own = tree.tokens[:, :, None]  # [B, N, 1] in place of nodes that are no ancestors
     tokens = torch.where(tree.ancestors(), tree.tokens[:, None], own)  # [B, N, N]
     return committed[:, None].repeat(1, tokens.shape[1], 1).scatter_(2, tokens, True)

@@ -1,10 +1,11 @@
-"""The safetensors files of a model, of which single tensors are read without the rest.
+"""The safetensors files of a model. Single tensors are read without the rest.
 
-They are the files that transformers reads, in its order: the one that the configuration names, model.safetensors, and
-only then the index with its shards.
+They are the files that transformers reads, in its order: the one that the
+configuration names, model.safetensors, then the index with its shards.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,32 +17,34 @@ from transformers.utils.hub import cached_files, try_to_load_from_cache
 
 from specdec.core import hub, untrusted
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 
 
 class NoSafetensors(ValueError):
-    """A model has none."""
+    """A model without safetensors."""
 
 
 class Shards:
-    """The tensors of a model by name. Files of the Hugging Face Hub are fetched when one of their tensors is first read.
+    """The tensors of a model by name. A file on the Hugging Face Hub is fetched when one of its tensors is first read.
 
-    name: a folder, or a name on the Hub; whole: whether all files are fetched now
-    `here`: whether all files were on this machine from the beginning
+    name: folder, or name on the Hub; fetch_all: True to fetch all files now
+    `is_local`: True if all files were on this machine from the beginning
 
-    Raises ValueError, with what to do, if it has no safetensors, if one of them is missing or damaged, or if the index
-    names a tensor that its file lacks.
+    Raises ValueError, with what to do, if there are no safetensors, if one of them is
+    missing or damaged, or if the index names a tensor that its file lacks.
     """
 
     def __init__(self, name: str, *, revision: str | None = None, fetch_all: bool = False):
-        self.name, self.revision = name, revision
-        self.open: dict[str, Any] = {}  # files that tensors were read from
-        self.files: dict[str, str] = {}  # by tensor
+        self.name = name
+        self.revision = revision
+        self.open: dict[str, Any] = {}  # opened files by name
+        self.files: dict[str, str] = {}  # file of each tensor
         self.is_local = True
         config = fetch_file(name, "config.json", revision=revision)
         weight_file = None if config is None else untrusted.read_json(config).get("transformers_weights")
         if config is not None and isinstance(weight_file, str):
-            untrusted.find_inside(config.parent, weight_file)  # raises for a name that leads out of it
+            untrusted.find_inside(config.parent, weight_file)  # raises if it leads out of the folder
         for file in [weight_file] if isinstance(weight_file, str) else [SINGLE, INDEX]:
             path = fetch_file(name, file, revision=revision)
             if path is not None:
@@ -53,14 +56,14 @@ class Shards:
         raise NoSafetensors(f"{name} has no safetensors ({SINGLE}, or {INDEX} with the files that it names).")
 
     def __getitem__(self, key: str) -> Tensor:
-        """A tensor whose values are read from the disk where they are used."""
+        """A tensor. Its values are read from the disk at their first use."""
         return self._read(key, lambda file: file.get_tensor(key))
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self._read(key, lambda file: file.get_slice(key).get_shape()))
 
     def dtype(self, key: str) -> str:
-        """As the file writes it: BF16, F8_E4M3, I32, .."""
+        """The dtype in the file's words: BF16, F8_E4M3, I32, .."""
         return str(self._read(key, lambda file: file.get_slice(key).get_dtype()))
 
     def describe(self, key: str) -> tuple[str, list[int]]:
@@ -68,24 +71,24 @@ class Shards:
         return str(self[key].dtype).removeprefix("torch."), list(self.shape(key))
 
     def close(self) -> None:
-        """Lets go of all files, which may then be replaced. Those that are read later are opened again."""
+        """Closes all files, which may then be replaced. A later read opens them again."""
         self.open.clear()
 
     def path(self, file: str) -> Path:
-        """One of the model's files, which is fetched if it is not here."""
+        """The path of one of the model's files, fetched if needed"""
         path = self._find_cached(file) or fetch_file(self.name, file, revision=self.revision)
         if path is None:
             raise ValueError(f"{self.name} has no file {file}: take a complete copy of it.")
         return path
 
     def paths(self) -> list[Path]:
-        """All files with tensors, in the order in which they are read."""
+        """All files with tensors, in the order of reading"""
         return [self.path(file) for file in sorted(set(self.files.values()))]
 
     def find(self, parameter: str, shape: tuple[int, ...]) -> str | None:
         """The tensor of a parameter of the model; None if there is none.
 
-        Checkpoints put other names before the same last part, such as `language_model.model.` for `model.`.
+        Checkpoints put other names before the same last parts, such as `language_model.model.` for `model.`.
         """
         if parameter in self.files:
             return parameter
@@ -110,13 +113,14 @@ class Shards:
         files = sorted(set(files_by_tensor.values()))
         for file in files:
             untrusted.find_inside(index.parent, file)
-        self.files, self.is_local = files_by_tensor, hub.is_folder(self.name) or all(map(self._find_cached, files))
+        self.files = files_by_tensor
+        self.is_local = hub.is_folder(self.name) or all(map(self._find_cached, files))
         if fetch_all and not self.is_local:
             self.is_local = _fetch(cached_files, self.name, files, revision=self.revision) is not None
         if not self.is_local:
             return
         present: dict[str, str] = {}
-        for file in files:  # as transformers reads them: all of every file
+        for file in files:  # like transformers, all tensors of every file
             present |= dict.fromkeys(self._open_file(file).keys(), file)
         for key, file in files_by_tensor.items():
             if key not in present:
@@ -143,7 +147,7 @@ class Shards:
         return self.open[file]
 
     def _find_cached(self, file: str) -> Path | None:
-        """In the cache of the Hub, which is not asked."""
+        """The file's path in the cache of the Hub, which is not asked; None if it is absent"""
         if hub.is_folder(self.name):
             return None
         path = try_to_load_from_cache(self.name, file, revision=self.revision)
@@ -151,9 +155,9 @@ class Shards:
 
 
 def fetch_file(name: str, file: str, *, revision: str | None = None) -> Path | None:
-    """A file of a model, fetched if it is on the Hub and not here; None: the model has no such file.
+    """A file of a model, fetched from the Hub if needed; None if the model has no such file.
 
-    name: a folder, or a name on the Hub. Raises ValueError if that cannot be found out.
+    name: folder, or name on the Hub. Raises ValueError if the Hub cannot answer.
     """
     path = _fetch(cached_file, name, file, revision=revision)
     return None if path is None else Path(path)
@@ -168,19 +172,19 @@ def _fetch(fetch: Callable, name: str, files: Any, *, revision: str | None) -> A
 
 
 def is_cached(name: str) -> bool:
-    """Whether the safetensors of a model on the Hub have been fetched, or begun to be."""
+    """True if the safetensors of a model on the Hub have been fetched, at least in part"""
     try:
         return any(isinstance(try_to_load_from_cache(name, file), str) for file in (INDEX, SINGLE))
-    except ValueError:  # no name on the Hub
+    except ValueError:  # a name that the Hub cannot have
         return False
 
 
 def _find_ending(name: str) -> str:
-    """The last two parts."""
+    """The last two parts of a name"""
     return ".".join(name.split(".")[-2:])
 
 
 def _count_common_parts(key: str, parameter: str) -> int:
-    """The number of last parts that two names share."""
-    parts = zip(reversed(key.split(".")), reversed(parameter.split(".")))
-    return next((num for num, (a, b) in enumerate(parts) if a != b), min(key.count("."), parameter.count(".")) + 1)
+    """The number of last parts that two names share"""
+    pairs = zip(reversed(key.split(".")), reversed(parameter.split(".")))
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))

@@ -1,11 +1,12 @@
-"""Attention of the training unroll: a span of common keys and a few own keys for each slot, in memory linear in their number.
+"""Attention of the training unroll: a span of common keys and few own keys for each slot, in linear memory.
 
 Scores over common keys exist for one chunk of slots at a time. The forward pass keeps the log of each query's sum of
-exponents over all of its keys, and the backward pass computes the chunk's weights again from it (Dao, 2205.14135, section
-3.1). Weights over both kinds of keys come from one softmax: the two parts are joined by their sums of exponents. Where the
+exponents over all of its keys. The backward pass computes the chunk's weights again from it (Dao, 2205.14135, section
+3.1). One softmax gives the weights over both kinds of keys: the two parts are joined by their sums of exponents. If the
 device has a kernel for texts side by side (varlen.py), common keys need no chunks: each document is a text.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -13,17 +14,14 @@ import torch
 from torch import Tensor
 
 from specdec.core import fast
-from specdec.core.varlen import Segments, attend_segments, attend_segments_backward
+from specdec.core.varlen import Segments, attend_segments, attend_segments_backward, count_runs
 
-MAX_MASK_ENTRIES = 2**21  # entries of a chunk's mask on a CPU, whose kernel works through its scores in blocks
-MAX_CHUNK_SLOTS = 256  # of a chunk on a CPU: with more, slots of one document are computed against keys of others
-MAX_CHUNK_SCORES = 2**26  # scores of a chunk on other devices
-WIDE_PRODUCT_DEVICES = (
-    ("cuda",) if torch.version.cuda else ()
-)  # kinds of devices whose products of 16-bit matrices may be 32-bit ones
-MAX_QUERIES_PER_SLOT = (
-    6  # queries that the kernel for texts computes for each slot at most: where slots are scattered, chunks are faster
-)
+MAX_MASK_ENTRIES = 2**21  # of a chunk on a CPU, whose kernel makes its scores in blocks: 2 MB of mask
+MAX_CHUNK_SLOTS = 256  # on a CPU; larger chunks compute slots of one document against keys of others
+MAX_CHUNK_SCORES = 2**26  # on other devices: 256 MB in float32
+# Types of devices whose products of 16-bit matrices may be 32-bit ones
+WIDE_PRODUCT_DEVICES = ("cuda",) if torch.version.cuda else ()
+MAX_QUERIES_PER_SLOT = 6  # of the kernel for texts; for slots more scattered, chunks are faster
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -32,9 +30,11 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 class Texts:
     """The documents of a span's slots as texts, for the kernel.
 
-    slots, places [n]: which slots, of all rows, stand at which of the kernel's queries; None: all of them in order. Queries
-    between them are computed in vain. keys [C]: which common keys, of all rows, are the kernel's; None: all in order
-    num_queries: of the kernel; left: how many keys before its last one a query sees too; None: all
+    slots, queries [n]: slots, of all rows, and their places among the kernel's
+        queries; None: all in order. Queries between them are computed in vain.
+    keys [C]: the kernel's keys among the common keys of all rows; None: all in order
+    num_queries: number of the kernel's queries
+    window_size: keys before its last one that a query sees, too; None: all
     """
 
     segments: Segments
@@ -45,10 +45,12 @@ class Texts:
     window_size: int | None = None
 
     def tensors(self) -> list[Tensor]:
-        index_tensors = [each for each in (self.slots, self.queries, self.keys) if each is not None]
+        """The tensors that a device needs"""
+        index_tensors = [tensor for tensor in (self.slots, self.queries, self.keys) if tensor is not None]
         return [self.segments.query_starts.long(), self.segments.key_starts.long(), *index_tensors]
 
     def with_tensors(self, query_starts: Tensor, key_starts: Tensor, *index_tensors: Tensor) -> "Texts":
+        """The same texts with a device's copies of `tensors`"""
         slots, queries, keys = index_tensors or (None, None, None)
         return Texts(
             self.segments.with_starts(query_starts, key_starts),
@@ -62,11 +64,11 @@ class Texts:
 
 @dataclass(frozen=True)
 class Span:
-    """The common keys that each slot sees: first <= number of the key <= last, both [B, S]; none if last < first.
+    """The common keys that each slot sees: numbers from `first` to `last`, both [B, S]; none if last < first.
 
-    apart: the slot's own key is not among them, although it sees that one too
-    host: first and last on the CPU, so that nobody has to wait for a device to know them; None: they are there
-    texts: the same spans for the kernel, if they are those of documents; None: slots are scattered, or nobody told
+    self_key_separate: True if the slot sees its own key, too, but the span leaves it out
+    host: first and last on the CPU, to avoid a wait for a device; None: they are there
+    texts: the same spans for the kernel, if they are those of documents; None if slots are scattered, or it is unknown
     """
 
     first: Tensor
@@ -76,20 +78,24 @@ class Span:
     texts: Texts | None = None
 
     def select_slots(self, order: Tensor, documents: Tensor | None = None) -> "Span":
-        """The spans of chosen slots. order [B, S'], increasing; documents [B, S]: as of `spans`, to know the texts"""
+        """The spans of some slots.
+
+        order [B, S'], increasing; documents [B, S]: argument of `find_spans`, to find the texts
+        """
         selected = Span(self.first.gather(1, order), self.last.gather(1, order), self.self_key_separate)
         return selected if documents is None else replace(selected, texts=_find_texts(documents, order, 0))
 
     def tensors(self) -> list[Tensor]:
+        """The tensors that a device needs"""
         return [self.first, self.last, *([] if self.texts is None else self.texts.tensors())]
 
     def with_tensors(self, first: Tensor, last: Tensor, *texts: Tensor) -> "Span":
-        """The same spans, of which a device has copies. Arguments as `tensors` gives them"""
+        """The same spans with a device's copies of `tensors`"""
         moved = None if self.texts is None else self.texts.with_tensors(*texts)
         return Span(first, last, self.self_key_separate, (self.first, self.last), moved)
 
     def mask(self, num_keys: int) -> Tensor:
-        """[B, 1, S, keys] bool: True for the keys of the span, and the slot's own key if it is apart (of all slots in order)."""
+        """[B, 1, S, keys] bool: True for the span's keys, and for a separate own key (of all slots in order)"""
         number = torch.arange(num_keys, device=self.first.device)
         seen = (number >= self.first[..., None]) & (number <= self.last[..., None])
         if self.self_key_separate:
@@ -101,9 +107,10 @@ Seen = Span | Tensor
 
 
 def find_spans(documents: Tensor, *, lag: int = 0) -> Span:
-    """Slots see the keys of their document up to `lag` before their own, and their own. documents [B, S], -1: none
+    """The spans of slots that see their own key, and keys of their document at least `lag` before it.
 
-    Slots of a document stand one after the other. One of no document sees its own key only.
+    documents [B, S]: document of each slot, -1: none; slots of a
+        document are adjacent. A slot of none sees its own key.
     """
     number = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = torch.ones_like(documents, dtype=torch.bool)
@@ -113,32 +120,37 @@ def find_spans(documents: Tensor, *, lag: int = 0) -> Span:
 
 
 def _find_texts(documents: Tensor, order: Tensor | None, lag: int) -> Texts | None:
-    """The texts of slots `order` [B, S], increasing; None: all slots, of a span without a lag. None if slots are scattered.
+    """The texts of slots `order` [B, S], increasing; None if slots are scattered. order None: all slots, without a lag
 
-    A text's queries are all slots from its first chosen one to its last one, its keys those from the document's begin to `lag`
-    before the last slot. Padding sees whatever the kernel gives it, as nobody reads that.
+    A text's queries are all slots from its first selected one to its last one. Its keys are those from
+    the document's begin to `lag` before the last slot. Nobody reads what padding sees.
     """
     if documents.device.type != "cpu":
         return None
     num_rows, length = documents.shape
-    flat = (documents + torch.arange(num_rows)[:, None] * (int(documents.max()) + 2)).flatten()
-    _, counts = torch.unique_consecutive(flat, return_counts=True)
+    counts = count_runs(documents)
     if order is None:
-        return Texts(Segments.from_counts(counts.tolist(), longest=length), None, None, None, len(flat))
+        return Texts(Segments.from_counts(counts.tolist(), longest=length), None, None, None, documents.numel())
+    # Keep the documents with a slot that sees a key
     stops = counts.cumsum(0)
     real = documents.flatten()[stops - 1] >= 0
     column = (order + torch.arange(num_rows)[:, None] * length).flatten()  # [B * S], increasing
-    begins, ends = (stops - counts)[real], stops[real]
-    first_slot = torch.searchsorted(
-        column, begins + lag
-    )  # the first and the last chosen slot that sees a key of its document
+    begins = (stops - counts)[real]
+    ends = stops[real]
+    # Slots that see a key of their document
+    first_slot = torch.searchsorted(column, begins + lag)
     stop_slot = torch.searchsorted(column, ends)
     is_kept = stop_slot > first_slot
-    begins, first_slot, stop_slot = begins[is_kept], first_slot[is_kept], stop_slot[is_kept]
+    begins = begins[is_kept]
+    first_slot = first_slot[is_kept]
+    stop_slot = stop_slot[is_kept]
     if not len(first_slot):
         return None
-    start, stop = column[first_slot], column[stop_slot - 1] + 1
-    queries, keys = stop - start, stop - lag - begins
+    # Queries from the first to the last of their slots, unless these are scattered
+    start = column[first_slot]
+    stop = column[stop_slot - 1] + 1
+    queries = stop - start
+    keys = stop - lag - begins
     if int(queries.sum()) > MAX_QUERIES_PER_SLOT * len(column):
         return None
     slots = torch.cat([torch.arange(a, b) for a, b in zip(first_slot.tolist(), stop_slot.tolist())])
@@ -149,10 +161,11 @@ def _find_texts(documents: Tensor, order: Tensor | None, lag: int) -> Texts | No
 
 
 def narrow_to_window(seen: Seen, window: int | None, *, depth: int, positions: Tensor, first: int) -> Seen:
-    """What `window` leaves of it: keys that stand fewer positions than this before the query, which counts; None: all of it.
+    """The part of `seen` inside a window: keys fewer than `window`
+    positions before the query, itself included; None: all.
 
-    depth: of the step, at which the query of column c stands at c + depth - 1; positions [B, S] of the queries; first: the
-    position of the first entry of the cache. The queries' own keys stay: drafts of a round are fewer than the window
+    depth: number of the step; the query of column c stands at c + depth - 1; positions [B, S]: of the queries
+    first: position of the cache's first entry. The queries' own keys stay, as a round has fewer drafts than the window.
     """
     if window is None:
         return seen
@@ -169,12 +182,12 @@ def narrow_to_window(seen: Seen, window: int | None, *, depth: int, positions: T
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen, *slot_keys: Tensor, causal: bool = False) -> Tensor:
-    """Softmax over the common keys that a slot sees and its own ones.
+    """Softmax over the common keys that a slot sees, and its own keys.
 
     query [B, G, R, S, P, E], scaled: P queries of each of S slots, R heads for each of G heads of keys
     key, value [B, G, C, E]; seen: a Span, or a mask [B, 1, S, C] for passes without gradients
-    own: N pairs of a key and a value [B, G, S, n, E] of each slot, with sum(n) own keys for a slot
-    causal: whether query p of a slot sees only the first N - P + p + 1 of the slot's N own keys, not all of them
+    slot_keys: pairs of a key and a value [B, G, S, n, E] of each slot; in all, a slot has N = sum(n) own keys
+    causal: True if query p of a slot sees only the first N - P + p + 1 of its own keys
     -> [B, G, R, S, P, E]
     """
     if isinstance(seen, Tensor):
@@ -199,7 +212,8 @@ class _Attention(torch.autograd.Function):
                 out[row][:, :, slots], log_sum[row][:, :, slots] = _attend_common(*parts, mask)
         out, log_sum = _add_slot_keys(query, out, log_sum, slot_key, slot_value, causal)
         ctx.save_for_backward(query, key, value, out, log_sum, *slot_keys)
-        ctx.seen, ctx.causal = seen, causal
+        ctx.seen = seen
+        ctx.causal = causal
         return out
 
     @staticmethod
@@ -209,9 +223,9 @@ class _Attention(torch.autograd.Function):
         if use_texts(ctx.seen, query):
             slopes = _attend_texts_backward(grad, query, out, log_sum, key, value, ctx.seen.texts)
             return grad_query + slopes[0], *slopes[1:], None, None, *grad_slot_keys
-        grad_key, grad_value = (torch.zeros_like(each, dtype=_exact_dtype(each)) for each in (key, value))
+        grad_key, grad_value = (torch.zeros_like(tensor, dtype=_exact_dtype(tensor)) for tensor in (key, value))
         for row, slots, keys, mask in _split_chunks(query, key, ctx.seen):
-            grad_chunk, q, o, total = (each[row][:, :, slots] for each in (grad, query, out, log_sum))
+            grad_chunk, q, o, total = (tensor[row][:, :, slots] for tensor in (grad, query, out, log_sum))
             chunk_grads = _attend_common_backward(grad_chunk, q, o, total, key[row][:, keys], value[row][:, keys], mask)
             grad_query[row][:, :, slots] += chunk_grads[0]
             grad_key[row][:, keys] += chunk_grads[1]
@@ -220,7 +234,7 @@ class _Attention(torch.autograd.Function):
 
 
 def use_texts(seen: Span, query: Tensor) -> bool:
-    """Whether common keys are attended to by the kernel for texts side by side."""
+    """True if the kernel for texts side by side attends to common keys"""
     return seen.texts is not None and fast.allows("varlen", query.device, query.dtype)
 
 
@@ -229,19 +243,19 @@ def _exact_dtype(values: Tensor) -> torch.dtype:
 
 
 def _split_chunks(query: Tensor, key: Tensor, seen: Span) -> Iterator[tuple[int, slice, slice, Tensor]]:
-    """-> a row, some of its slots, the keys that some of them see, and which of these each one sees, bool [slots, keys]"""
+    """Yields (row, slots, keys that some of these slots see, mask [slots, keys] of the keys that each one sees)."""
     num_rows, groups, heads, num_slots, num_queries, _ = query.shape
     on_cpu = query.device.type == "cpu"
     max_scores = MAX_MASK_ENTRIES // num_queries if on_cpu else MAX_CHUNK_SCORES // (groups * heads * num_queries)
     size = max(1, min(max_scores // max(1, key.shape[2]), MAX_CHUNK_SLOTS if on_cpu else num_slots))
     number = torch.arange(key.shape[2], device=key.device)
-    first, last = (each.tolist() for each in seen.host or (seen.first, seen.last))
+    first, last = (tensor.tolist() for tensor in seen.host or (seen.first, seen.last))
     for row in range(num_rows):
         for start in range(0, num_slots, size):
             slots = slice(start, min(start + size, num_slots))
             keys = slice(min(first[row][slots]), min(max(last[row][slots]) + 1, key.shape[2]))
             if keys.stop > keys.start:
-                low, high = (each[row, slots, None] for each in (seen.first, seen.last))
+                low, high = (tensor[row, slots, None] for tensor in (seen.first, seen.last))
                 yield row, slots, keys, (number[keys] >= low) & (number[keys] <= high)
 
 
@@ -249,7 +263,7 @@ def _split_chunks(query: Tensor, key: Tensor, seen: Span) -> Iterator[tuple[int,
 
 
 def _attend_common(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """-> out, log_sum, of common keys alone. A slot that sees none of them gets a log_sum near the smallest number"""
+    """-> out, log_sum, of common keys alone. log_sum of a slot without any is near the smallest number."""
     if query.device.type != "cpu":
         return _attend_dense(query, key, value, mask)
     out, log_sum = _flash(*_repeat_heads(query, key, value), 0.0, False, attn_mask=_make_bias(query, mask), scale=1.0)
@@ -259,11 +273,11 @@ def _attend_common(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> t
 def _attend_common_backward(
     grad: Tensor, query: Tensor, out: Tensor, log_sum: Tensor, key: Tensor, value: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, log_sum: of common and own keys. -> gradients of query, key, value"""
+    """out, log_sum: results over common and own keys -> gradients of query, key, value"""
     if query.device.type != "cpu":
         return _attend_dense_backward(grad, query, out, log_sum, key, value, mask)
-    parts = grad.flatten(2, 3), *_repeat_heads(query, key, value), out.flatten(2, 3), log_sum.flatten(2)
-    grads = _flash_backward(*parts, 0.0, False, attn_mask=_make_bias(query, mask), scale=1.0)
+    inputs = *_repeat_heads(query, key, value), out.flatten(2, 3), log_sum.flatten(2)
+    grads = _flash_backward(grad.flatten(2, 3), *inputs, 0.0, False, attn_mask=_make_bias(query, mask), scale=1.0)
     return grads[0].unflatten(2, query.shape[2:4]), grads[1].sum(1), grads[2].sum(1)
 
 
@@ -280,7 +294,7 @@ def _make_bias(query: Tensor, mask: Tensor) -> Tensor:
 
 
 def _attend_dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """`_common` as matrix products"""
+    """`_attend_common` as matrix products"""
     scores = _score_dense(query, key, mask)
     log_sum = scores.logsumexp(-1, keepdim=True)
     weights = (scores - log_sum.clamp(min=torch.finfo(scores.dtype).min)).exp().to(value.dtype)
@@ -288,26 +302,33 @@ def _attend_dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tu
 
 
 def _attend_dense_backward(grad, query, out, log_sum, key, value, mask) -> tuple[Tensor, Tensor, Tensor]:
-    """`_common_backward` as matrix products"""
-    weights = (_score_dense(query, key, mask) - log_sum).exp()  # [G, R, S, P, C]
-    flat = grad.flatten(1, 3)
-    grad_value = weights.flatten(1, 3).to(grad.dtype).transpose(-1, -2) @ flat
-    mean = (grad * out).sum(-1, keepdim=True, dtype=log_sum.dtype)
-    scores = _multiply(flat, value.transpose(-1, -2)).view(weights.shape)
-    scores = (weights * (scores - mean)).to(query.dtype).flatten(1, 3)
-    return (scores @ key).view(query.shape), scores.transpose(-1, -2) @ query.flatten(1, 3), grad_value
+    """`_attend_common_backward` as matrix products"""
+    weights = (_score_dense(query, key, mask) - log_sum).exp().flatten(1, 3)  # [G, R * S * P, C]
+    grads = _softmax_backward(grad.flatten(1, 3), weights, query.flatten(1, 3), out.flatten(1, 3), key, value)
+    return grads[0].view(query.shape), *grads[1:]
+
+
+def _softmax_backward(
+    grad: Tensor, weights: Tensor, query: Tensor, out: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """grad, query, out [..., M, E]; weights [..., M, N]; key, value [..., N, E] -> gradients of query, key, value"""
+    mean = (grad * out).sum(-1, keepdim=True, dtype=weights.dtype)
+    grad_value = weights.to(grad.dtype).transpose(-1, -2) @ grad
+    scores = (weights * (_multiply(grad, value.transpose(-1, -2)) - mean)).to(query.dtype)
+    return scores @ key, scores.transpose(-1, -2) @ query, grad_value
 
 
 def _score_dense(query: Tensor, key: Tensor, mask: Tensor) -> Tensor:
-    """-> [G, R, S, P, C], minus infinity where a key is not seen"""
+    """-> [G, R, S, P, C], minus infinity for keys that are not seen"""
     scores = _multiply(query.flatten(1, 3), key.transpose(-1, -2)).view(*query.shape[:-1], -1)
     return scores.masked_fill(~mask[:, None], float("-inf"))
 
 
 def _multiply(first: Tensor, second: Tensor) -> Tensor:
-    """left [..., M, K], right [..., K, N] -> [..., M, N] of at least 32 bits, where the device can not rounded to 16 before.
+    """first [..., M, K], second [..., K, N] -> [..., M, N] of at least
+    32 bits, not rounded to 16 before if the device can.
 
-    A softmax over scores that were rounded errs by a percent where they are large.
+    A softmax over rounded scores errs by a percent where they are large.
     """
     if first.device.type in WIDE_PRODUCT_DEVICES and first.dtype in (torch.bfloat16, torch.float16):
         wide = torch.bmm(first.flatten(0, -3), second.flatten(0, -3), out_dtype=torch.float32)
@@ -319,7 +340,7 @@ def _multiply(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _attend_texts(query: Tensor, key: Tensor, value: Tensor, texts: Texts) -> tuple[Tensor, Tensor]:
-    """`_common`, of all rows; zero, and minus infinity, for slots that see no key"""
+    """`_attend_common` of all rows; zero, and minus infinity, for slots without a key"""
     out, log_sum = attend_segments(
         _to_texts(query, texts),
         _gather_keys(key, texts),
@@ -333,10 +354,11 @@ def _attend_texts(query: Tensor, key: Tensor, value: Tensor, texts: Texts) -> tu
 
 
 def _attend_texts_backward(grad, query, out, log_sum, key, value, texts: Texts) -> tuple[Tensor, Tensor, Tensor]:
-    """`_common_backward`, of all rows"""
-    grad_texts, q, o = (_to_texts(each, texts) for each in (grad, query, out))
+    """`_attend_common_backward` of all rows"""
+    grad_texts, q, o = (_to_texts(tensor, texts) for tensor in (grad, query, out))
     total = _to_texts(log_sum, texts, 0.0)[..., 0].transpose(0, 1).contiguous()  # [H, Q]
-    k, v = _gather_keys(key, texts), _gather_keys(value, texts)
+    k = _gather_keys(key, texts)
+    v = _gather_keys(value, texts)
     slopes = attend_segments_backward(
         grad_texts, q, k, v, o, total, segments=texts.segments, scale=1.0, window=texts.window_size
     )
@@ -349,7 +371,7 @@ def _attend_texts_backward(grad, query, out, log_sum, key, value, texts: Texts) 
 
 
 def _to_texts(values: Tensor, texts: Texts, fill: float = 0.0) -> Tensor:
-    """[B, G, R, S, P, .] -> [Q, G * R * P, .]"""
+    """[B, G, R, S, P, .] -> [Q, G * R * P, .]. fill: value of queries without a slot"""
     flat = values.permute(0, 3, 1, 2, 4, 5).flatten(2, 4).flatten(0, 1)
     if texts.slots is None or texts.queries is None:
         return flat
@@ -358,7 +380,7 @@ def _to_texts(values: Tensor, texts: Texts, fill: float = 0.0) -> Tensor:
 
 
 def _from_texts(values: Tensor, query: Tensor, texts: Texts, fill: float) -> Tensor:
-    """[Q, G * R * P, .] -> [B, G, R, S, P, .]"""
+    """[Q, G * R * P, .] -> [B, G, R, S, P, .]. fill: value of slots without a query"""
     num_rows, groups, heads, num_slots, num_queries, _ = query.shape
     if texts.slots is not None and texts.queries is not None:
         empty = values.new_full((num_rows * num_slots, *values.shape[1:]), fill)
@@ -376,17 +398,17 @@ def _gather_keys(values: Tensor, texts: Texts) -> Tensor:
 
 
 def _join_slot_keys(slot_keys: tuple[Tensor, ...] | list[Tensor], query: Tensor) -> tuple[Tensor, Tensor]:
-    """All own keys of a slot side by side, and values -> [B, G, S, N, E] each"""
+    """The own keys of a slot side by side, and their values -> [B, G, S, N, E] each"""
     if not slot_keys:
         num_rows, groups, _, num_slots, _, width = query.shape
         return (query.new_zeros(num_rows, groups, num_slots, 0, width),) * 2
-    if len(slot_keys) == 2:  # inductor expects another order in memory of such a concatenation than torch gives it
+    if len(slot_keys) == 2:  # inductor and torch order such a concatenation differently in memory
         return slot_keys[0], slot_keys[1]
     return torch.cat(slot_keys[::2], dim=3), torch.cat(slot_keys[1::2], dim=3)
 
 
 def _score_slot_keys(query: Tensor, slot_key: Tensor, causal: bool) -> Tensor:
-    """-> [B, G, S, R * P, N], minus infinity where a key is not seen"""
+    """-> [B, G, S, R * P, N], minus infinity for keys that are not seen"""
     scores = _multiply(_group_by_slot(query), slot_key.transpose(-1, -2))
     if not causal:
         return scores
@@ -398,7 +420,7 @@ def _score_slot_keys(query: Tensor, slot_key: Tensor, causal: bool) -> Tensor:
 def _add_slot_keys(
     query: Tensor, out: Tensor, log_sum: Tensor, slot_key: Tensor, slot_value: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """out, log_sum: of common keys -> the same of common and own keys"""
+    """out, log_sum of common keys -> those of common and own keys"""
     if slot_key.shape[3] == 0:
         return out, log_sum
     scores = _group_by_head(_score_slot_keys(query, slot_key, causal), query)
@@ -411,19 +433,16 @@ def _add_slot_keys(
 def _slot_keys_backward(
     grad: Tensor, query: Tensor, out: Tensor, log_sum: Tensor, slot_keys: list[Tensor], causal: bool
 ) -> list[Tensor]:
-    """-> gradients of query, by its scores over own keys, and of each of `own`"""
+    """-> gradients of query, by its scores over own keys, and of each of `slot_keys`"""
     slot_key, slot_value = _join_slot_keys(slot_keys, query)
     if slot_key.shape[3] == 0:
         return [torch.zeros_like(query)]
-    by_slot = _group_by_slot(query)
     weights = (_score_slot_keys(query, slot_key, causal) - _group_by_slot(log_sum)).exp()  # [B, G, S, R * P, N]
-    grad_by_slot = _group_by_slot(grad)
-    mean = (grad_by_slot * _group_by_slot(out)).sum(-1, keepdim=True, dtype=log_sum.dtype)
-    grad_value = weights.to(grad.dtype).transpose(-1, -2) @ grad_by_slot
-    scores = (weights * (_multiply(grad_by_slot, slot_value.transpose(-1, -2)) - mean)).to(query.dtype)
-    sizes = [each.shape[3] for each in slot_keys[::2]]
-    pairs = zip((scores.transpose(-1, -2) @ by_slot).split(sizes, dim=3), grad_value.split(sizes, dim=3))
-    return [_group_by_head(scores @ slot_key, query), *(each for pair in pairs for each in pair)]
+    inputs = weights, _group_by_slot(query), _group_by_slot(out), slot_key, slot_value
+    grad_query, *grads = _softmax_backward(_group_by_slot(grad), *inputs)
+    sizes = [tensor.shape[3] for tensor in slot_keys[::2]]
+    pairs = zip(*(tensor.split(sizes, dim=3) for tensor in grads))
+    return [_group_by_head(grad_query, query), *itertools.chain.from_iterable(pairs)]
 
 
 def _group_by_slot(values: Tensor) -> Tensor:

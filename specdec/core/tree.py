@@ -1,4 +1,4 @@
-"""Draft trees: their shape and their geometry."""
+"""Draft trees: their shape and geometry."""
 
 from dataclasses import dataclass
 
@@ -8,38 +8,37 @@ from torch import Tensor
 from specdec.core import masks
 from specdec.core.devices import upload_values
 
-Nodes = list[tuple[int, int]]  # the drafts of one row, nodes 1, 2, .. of a tree: (token, parent); the root is node 0
+Nodes = list[tuple[int, int]]  # (token, parent) of nodes 1, 2, .. of a row; the root is node 0
 
 
 def make_one_hot(tokens: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
-    """tokens [B, N] -> [B, N, V] the distributions that give them in any case"""
+    """tokens [B, N] -> [B, N, V], the distributions of certain tokens"""
     distributions = torch.zeros(*tokens.shape, vocab_size, dtype=dtype, device=tokens.device)
     return distributions.scatter_(2, tokens[..., None], 1.0)
 
 
 @dataclass(frozen=True)
 class PartialPass:
-    """The first layers of the target's pass over a tree, if the proposer has run them already.
+    """The first layers of the target's pass over a tree, run by the proposer.
 
-    The nodes' K and V in these layers are in the target's cache, in the order of the nodes, behind the committed entries.
+    The nodes' K and V in these layers are in the target's cache, in
+    the order of the nodes, behind the committed entries.
     """
 
-    states: Tensor  # [B, N, D] the nodes' hidden states after these layers
+    states: Tensor  # [B, N, D] hidden states after these layers
     num_layers: int
 
 
 @dataclass(frozen=True)
 class Tree:
-    """The drafts that a proposer puts before the target. Parents come before their children."""
+    """The drafts of a proposer for the target. Parents come before their children."""
 
     tokens: Tensor  # [B, N] node 0, the root, is the newest committed token
     parents: Tensor  # [B, N] parents[i] < i; parents[0] = -1
-    probs: (
-        Tensor | None
-    )  # [B, N, V] the distribution that node i was sampled from; None: nodes were chosen, not sampled
-    linear: bool = False  # whether every row is a chain
+    probs: Tensor | None  # [B, N, V] distribution that node i was sampled from; None for chosen nodes
+    linear: bool = False  # True if every row is a chain
     partial_pass: PartialPass | None = None
-    max_children: int | None = None  # children that a node has at most; None: nobody told
+    max_children: int | None = None  # upper bound of a node's children, None if unknown
 
     @property
     def siblings(self) -> int | None:
@@ -55,22 +54,22 @@ class Tree:
         if self.linear:
             return masks.causal_mask(num_nodes, self.parents.device).expand(num_rows, -1, -1)
         seen = torch.eye(num_nodes, dtype=torch.bool, device=self.parents.device).repeat(num_rows, 1, 1)
-        above = self.parents.clamp(min=0)  # [B, N] the node 1, 2, 4, .. places further up; the root above itself
+        above = self.parents.clamp(min=0)  # [B, N] ancestor 1, 2, 4, .. levels up; the root's own is itself
         for _ in range((num_nodes - 1).bit_length()):
             seen = seen | seen.gather(1, above[..., None].expand_as(seen))
             above = above.gather(1, above)
         return seen
 
     def pad_to_power(self, depth: int) -> "Tree":
-        """This tree filled up to a power of two drafts, a chain to at most `depth`: so only few sizes are compiled."""
+        """This tree with a power of two drafts, or a chain of at most `depth`, so that only few sizes are compiled"""
         num = self.tokens.shape[1] - 1
         size = 1 << (num - 1).bit_length() if num else 0
         return self.pad_to(min(size, depth) if self.linear else size)
 
     def pad_to(self, num: int) -> "Tree":
-        """This tree filled up to `num` drafts, without `done`; the tree itself if it has as many.
+        """This tree with `num` drafts, without `partial_pass`; the tree itself if it has as many.
 
-        A chain is filled with its last token. A tree is filled with copies of its first draft, which no rule accepts twice.
+        A chain repeats its last token. A tree repeats its first draft, which no rule accepts twice.
         """
         missing = num + 1 - self.tokens.shape[1]
         if missing <= 0:
@@ -79,7 +78,8 @@ class Tree:
             tokens = self.tokens[:, -1:]
             parents = torch.arange(num + 1 - missing, num + 1, device=self.tokens.device) - 1
         else:
-            tokens, parents = self.tokens[:, 1:2], torch.zeros(missing, dtype=torch.long, device=self.tokens.device)
+            tokens = self.tokens[:, 1:2]
+            parents = torch.zeros(missing, dtype=torch.long, device=self.tokens.device)
         tokens, parents = tokens.expand(-1, missing), parents.expand(len(tokens), -1)
         probs = self.probs
         if probs is not None:
@@ -87,7 +87,7 @@ class Tree:
         return Tree(torch.cat([self.tokens, tokens], 1), torch.cat([self.parents, parents], 1), probs, self.linear)
 
     def select_nodes(self, nodes: list[list[int]]) -> "Tree":
-        """Some nodes of each row, as many in each, in increasing order, a node only with its parent; without `done`."""
+        """Nodes of each row, equally many, in increasing order, each with its parent; without `partial_pass`"""
         indices = upload_values(nodes, self.tokens.device)  # [B, M]
         new_numbers = torch.zeros_like(self.tokens).scatter_(
             1, indices, torch.arange(indices.shape[1], device=indices.device).expand_as(indices)
@@ -102,8 +102,9 @@ class Tree:
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The size of a tree: at each depth `width` nodes get `width` children each (of a block drafter, all nodes that can be kept), and
-    the best `nodes` are kept. Width 1: a chain.
+    """The size of a tree. At each depth, `width` nodes get `width` children each; the best `nodes` of all stay.
+
+    A block drafter gives children to all nodes that can stay. Width 1 is a chain.
     """
 
     depth: int
@@ -129,26 +130,28 @@ class TreeShape:
 
 
 def make_root(tokens: Tensor) -> Tree:
-    """The tree without drafts. tokens [B]: the newest committed ones"""
+    """The tree without drafts. tokens [B]: newest committed tokens"""
     return make_chain(tokens[:, None], None)
 
 
 def make_chain(tokens: Tensor, probs: Tensor | None) -> Tree:
-    """tokens [B, N], root first; probs [B, N, V] if the drafts were sampled (the root's entry is not read)."""
+    """tokens [B, N], root first; probs [B, N, V] for sampled drafts (the root's entry is not read)"""
     parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
     return Tree(tokens, parents, probs, linear=True)
 
 
 def make_tree(newest: list[int], drafts: list[Nodes], device) -> Tree:
-    """One tree of chosen drafts. newest [B], drafts [B]: the root and the drafts of each row.
+    """One tree of chosen drafts. newest [B]: root of each row; drafts [B]: drafts of each row
 
-    Rows with fewer drafts than others are filled up as by `Tree.filled`.
+    Rows with fewer drafts are padded as by `Tree.pad_to`.
     """
     linear = all(parent == number for draft in drafts for number, (_, parent) in enumerate(draft))
     num = max(map(len, drafts))
-    rows, parents = [], []
+    rows = []
+    parents = []
     for root_token, draft in zip(newest, drafts):
-        tokens, owners = [root_token], [-1]
+        tokens = [root_token]
+        owners = [-1]
         for token, parent in draft:
             tokens.append(token)
             owners.append(parent)

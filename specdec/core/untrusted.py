@@ -1,4 +1,4 @@
-"""What is checked before a file that a stranger may have made is read (docs/file-formats.md, section 14)."""
+"""Checks of a file before it is read, if a stranger may have made it (docs/file-formats.md, section 14)."""
 
 import json
 import math
@@ -14,15 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.core.devices import name_cause
 
-MAX_JSON_BYTES = 64 * 2**20  # bytes
-MAX_HEADER_BYTES = 16 * 2**20  # bytes of a safetensors header, which is JSON too
-MIN_ELEMENTS = 8192  # elements that a tensor counts for at least: a million tiny layers are large as well
+MAX_JSON_BYTES = 64 * 2**20  # larger than any tokenizer.json
+MAX_HEADER_BYTES = 16 * 2**20  # of a safetensors header, which is JSON; one of 100,000 tensors has 10 MiB
+MIN_ELEMENTS = 8192  # least count of a tensor, because a million tiny layers take memory, too
 
 
 def find_inside(folder: Path, name: str) -> Path:
-    """The file of a folder that a file in it names. Raises ValueError if the name, or a link, leads out of the folder.
+    """The path of a file that a folder names. Raises ValueError if the name, or a link, leads out of the folder.
 
-    In the cache of the Hugging Face Hub every file is a link to ../../blobs; these are followed.
+    In the cache of the Hugging Face Hub every file is a link to ../../blobs; these links are followed.
     """
     parts = Path(name).parts
     if not parts or "\0" in name or Path(name).is_absolute() or ".." in parts:
@@ -31,25 +31,25 @@ def find_inside(folder: Path, name: str) -> Path:
 
 
 def check_link(path: Path, folder: Path) -> Path:
-    """-> path. Raises ValueError if it is a link, or behind one, that leads out of the folder."""
+    """-> path. Raises ValueError if it, or a folder above it, is a link out of `folder`."""
     root = folder.resolve()
     blobs = [parent.parents[1] / "blobs" for parent in (root, *root.parents) if parent.parent.name == "snapshots"]
     real = path.resolve()
     if not any(real.is_relative_to(allowed) for allowed in (root, *blobs)):
         raise ValueError(
-            f"{path} is a link to {real}, outside of {folder}. Links out of a folder are not followed: put a copy of the file "
-            "there, if you trust it."
+            f"{path} is a link to {real}, outside of {folder}. Links out of a folder are not followed: put a copy of "
+            "the file there, if you trust it."
         )
     return path
 
 
 def read_json(path: Path) -> dict:
-    """Raises ValueError, with what to do, for a file that is not a JSON object."""
+    """The JSON object of a file. Raises ValueError, with what to do, for other files."""
     if path.stat().st_size > MAX_JSON_BYTES:
         raise ValueError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB: it is damaged or unsafe.")
     try:
         document = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and bytes that are no text
+    except (ValueError, RecursionError) as error:  # also for numbers of thousands of digits, and bytes that are no text
         raise ValueError(f"{path} is not valid JSON ({error}): take another copy of it.") from error
     if not isinstance(document, dict):
         raise ValueError(f"{path} is not a JSON object but a {type(document).__name__}: take another copy of it.")
@@ -57,7 +57,7 @@ def read_json(path: Path) -> dict:
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value of JSON has no half of a surrogate pair, which is no character, in any of its texts."""
+    """True if no text in a value of JSON has half of a surrogate pair, which is no character"""
     try:
         return bool(json.dumps(value, ensure_ascii=False, default=str).encode())
     except UnicodeEncodeError:
@@ -65,12 +65,12 @@ def is_text(value: Any) -> bool:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """A file of safetensors. Raises ValueError, with what to do, if it is none."""
+    """{name: tensor} of a file of safetensors. Raises ValueError, with what to do, for other files."""
     return _read_safetensors(path, safetensors.torch.load_file)
 
 
 def read_names(path: Path) -> list[str]:
-    """The names of its tensors, which are not read. Raises as `read_tensors`."""
+    """The names of the tensors, which are not read. Raises ValueError as `read_tensors` does."""
     return _read_safetensors(path, lambda file: list(safetensors.safe_open(file, framework="pt").keys()))
 
 
@@ -83,24 +83,25 @@ def _read_safetensors(path: Path, read: Callable[[Path], Any]) -> Any:
         return read(path)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ValueError(
-            f"{path} is missing, truncated or damaged ({error}). Take another copy of it, or another checkpoint of the run."
+            f"{path} is missing, truncated or damaged ({error}). Take another copy of it, or another checkpoint of the "
+            "run."
         ) from error
 
 
 def read_pickle(path: Path) -> Any:
-    """A file of torch.save with tensors and plain values only. Raises ValueError for anything else, and runs no code.
+    """A file of torch.save with tensors and plain values only. Runs no code. Raises ValueError for all other files.
 
-    Files of PyTorch before 1.6, which are no archives, and compressed ones say themselves how much memory they need.
+    Refused are files of PyTorch before 1.6, which are no archives, and compressed ones: they state their own memory.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
                 raise ValueError("it is compressed, which torch.save never does")
         return torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # torch raises many kinds for a damaged file
+    except Exception as error:  # a damaged file raises errors of many kinds
         raise ValueError(
-            f"{path} cannot be read as plain tensors ({name_cause(error)}). Take a copy in safetensors, or have somebody who trusts the "
-            "file save its tensors again."
+            f"{path} cannot be read as plain tensors ({name_cause(error)}). Take a copy in safetensors, or have "
+            "somebody who trusts the file save its tensors again."
         ) from error
 
 
@@ -114,9 +115,9 @@ def check_values(tensors: dict[str, Tensor]) -> None:
 
 
 class Allowance(TorchDispatchMode):
-    """Within, tensors of at most `elements` elements in all are made from nothing; ValueError before there are more.
+    """Within, new tensors have at most `elements` elements in all. Raises ValueError before there are more.
 
-    For constructors whose sizes come from a file: a width of 10^12 must not take memory before it is compared with tensors.
+    For constructors whose sizes come from a file: a width of 10^12 must take no memory before it meets the tensors.
     """
 
     def __init__(self, elements: int):
@@ -129,14 +130,14 @@ class Allowance(TorchDispatchMode):
             self.elements_left -= max(MIN_ELEMENTS, _count_elements(func, args))
             if self.elements_left < 0:
                 raise ValueError(
-                    f"its sizes ask for more than the {self.elements} numbers that its tensors explain: the file is damaged "
-                    "or unsafe."
+                    f"its sizes ask for more than the {self.elements} numbers that its tensors explain: the file is "
+                    "damaged or unsafe."
                 )
         return func(*args, **(kwargs or {}))
 
 
 def _count_elements(function: Any, args: tuple) -> int:
-    """Of the tensor that a factory function makes: torch.empty([2, 3]), torch.arange(5); 0 for others."""
+    """The elements that a factory function makes: torch.empty([2, 3]), torch.arange(5); 0 for other functions"""
     if function.overloadpacket is torch.ops.aten.arange:
         return int(max(abs(bound) for bound in args[:2]))
     return math.prod(args[0]) if args and isinstance(args[0], list | tuple) else 0

@@ -1,7 +1,6 @@
-"""What a chat template makes of a conversation, learned by rendering.
+"""A chat template's treatment of a conversation, learned by rendering.
 
-A template leaves out, without a word, what it does not know: then a conversation that says something else there has the
-same text.
+A template silently leaves out what it does not know. Then a conversation with other content there has the same text.
 """
 
 import contextlib
@@ -9,7 +8,7 @@ import difflib
 import functools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +20,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from specdec.text.messages import MODE, MODE_NAMES, THOUGHT_NAMES, THOUGHTS, select_variables, write_value
 
-MARKER = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # around what the assistant says, for transformers
-SPEAKERS = ("system", "developer", "user", "assistant")  # every template that takes them writes what they say
-WORD, OTHER_WORD = "specdecword", "specdecother"
+MARKER = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # around the assistant's text, for transformers
+SPEAKERS = ("system", "developer", "user", "assistant")  # roles whose content every template writes
+WORD = "specdecword"
+OTHER_WORD = "specdecother"
 TOOL = {
     "type": "function",
     "function": {"name": WORD, "description": WORD, "parameters": {"type": "object", "properties": {}}},
@@ -32,12 +32,12 @@ TOOL = {
 
 @dataclass(frozen=True)
 class TemplateForm:
-    """How a chat template takes what rows hold."""
+    """The form in which a chat template takes the contents of rows."""
 
-    arguments: type | None  # of calls: dict, or str for JSON; None: neither is written
-    mode: str | None  # its variable for the thinking mode; None: it has no such mode
-    thoughts: str | None  # key of a message whose thoughts it writes; None: it has no place for thoughts
-    variables: frozenset[str]  # names of all variables that it reads
+    arguments: type | None  # type of calls' arguments: dict, or str for JSON; None: neither is written
+    mode: str | None  # its variable for the thinking mode, None without such a mode
+    thoughts: str | None  # a message's key for thoughts, None without a place for them
+    variables: frozenset[str]  # names of all variables read
 
     def fit(self, messages: list[dict]) -> list[dict]:
         """Messages in this form. Raises ValueError for thoughts that the template has no place for."""
@@ -49,8 +49,8 @@ class TemplateForm:
             message["tool_calls"] = [_change(call, arguments=self._convert) for call in calls]
         if THOUGHTS in message and self.thoughts is None:
             raise ValueError(
-                f"The chat template has no place for the thoughts of an assistant's message ({THOUGHTS}), so the target would not "
-                "read them. Remove them, or choose a target whose chat template writes them."
+                f"The chat template has no place for the thoughts of an assistant's message ({THOUGHTS}), so the "
+                "target would not read them. Remove them, or choose a target whose chat template writes them."
             )
         if THOUGHTS in message:
             message[str(self.thoughts)] = message.pop(THOUGHTS)
@@ -64,7 +64,7 @@ class TemplateForm:
 
 
 def parse_object(arguments: object) -> object:
-    """An object that was given as JSON text; anything else as it is."""
+    """An object from its JSON text; any other value unchanged"""
     try:
         document = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
@@ -73,30 +73,31 @@ def parse_object(arguments: object) -> object:
 
 
 def _change(call: dict, **changes: Callable) -> dict:
-    """A copy of a tool or of a call of one, with some fields of its function changed."""
+    """A copy of a tool, or of a tool's call, with some fields of its function changed"""
     if isinstance(call.get("function"), dict):
         return {**call, "function": _change(call["function"], **changes)}
     return call | {key: change(call.get(key)) for key, change in changes.items()}
 
 
 def find_form(tokenizer: PreTrainedTokenizerBase) -> TemplateForm:
-    return _find_form(tokenizer, repr(tokenizer.chat_template))  # which may be several, by name
+    """The form of a tokenizer's chat template"""
+    return _find_form(tokenizer, repr(tokenizer.chat_template))  # a template, or several by name
 
 
 @functools.lru_cache(maxsize=8)
 def _find_form(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateForm:
-    """template: the tokenizer's, which may change"""
+    """template: the tokenizer's templates, which may change"""
 
     def text(*messages: dict, **options) -> str:
         try:
             return str(tokenizer.apply_chat_template([*messages], tokenize=False, **options))
-        except Exception:  # it refuses
+        except Exception:  # the template refuses
             return ""
 
     question: dict = {"role": "user", "content": WORD}
 
     def writes(arguments: dict | str) -> bool:
-        """Whether arguments are written, and neither as Python's text of a dict nor as JSON in JSON."""
+        """True if arguments are written, and neither as Python's text of a dict nor as JSON in JSON."""
         function = {"name": "specdecname", "arguments": arguments}
         call = {"id": "specdec01", "type": "function", "function": function}
         answer = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -123,7 +124,7 @@ def _find_form(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateFor
 
 
 def find_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """Names of the variables that any of a tokenizer's chat templates reads; none if it cannot be parsed."""
+    """Names of the variables that a tokenizer's chat templates read; none for a template that cannot be parsed"""
     templates = tokenizer.chat_template or ""
     texts = list(templates.values()) if isinstance(templates, dict) else [templates]
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
@@ -138,7 +139,7 @@ def find_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
 
 
 def check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]) -> None:
-    """Raises ValueError for an argument that the chat template does not read, so that it would change nothing."""
+    """Raises ValueError for an argument without effect, because the chat template does not read it."""
     form = find_form(tokenizer)
     for key, value in arguments.items():
         has_no_mode = key == MODE and form.mode is None and value
@@ -153,9 +154,9 @@ def check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any
 
 
 def select_known_arguments(tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Template arguments without `tools`, and without a thinking mode that the template does not have.
+    """Template arguments without `tools`, and without a thinking mode that the template lacks.
 
-    The answer of another target may say a mode, too.
+    Answers of other targets may state a mode, too.
     """
     form = find_form(tokenizer) if tokenizer.chat_template else None
     has_mode = form is not None and (form.mode is not None or MODE in form.variables)
@@ -163,7 +164,7 @@ def select_known_arguments(tokenizer: PreTrainedTokenizerBase, arguments: dict[s
 
 
 def rename_mode(tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments, with the template's own name for the thinking mode."""
+    """The same arguments, with the template's own name for the thinking mode"""
     mode = find_form(tokenizer).mode or MODE
     return {mode if key == MODE else key: value for key, value in arguments.items()}
 
@@ -177,7 +178,7 @@ def render(
     """The text of a conversation.
 
     arguments: variables of the template, as messages.read_arguments names them
-    Raises ValueError for what the template refuses, or has no place for.
+    Raises ValueError if the template refuses the messages, or has no place for a part of them.
     """
     if not tokenizer.chat_template:
         raise ValueError(describe_missing_template(tokenizer))
@@ -188,11 +189,11 @@ def render(
     except jinja2.TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(f"The chat template refuses a conversation with the roles {roles}: {error}") from error
-    except Exception as error:  # a template computes: 1 / 0, a macro that calls itself
+    except Exception as error:  # templates compute: 1 / 0, endless recursion
         keys = ", ".join(dict.fromkeys(str(key) for message in messages for key in message))
         raise ValueError(
-            f"The chat template of {tokenizer.name_or_path or 'this tokenizer'} cannot write these messages ({type(error).__name__}: {error}). "
-            f"Look at their keys, {keys}; if they are right, repair the template."
+            f"The chat template of {tokenizer.name_or_path or 'this tokenizer'} cannot write these messages "
+            f"({type(error).__name__}: {error}). Look at their keys, {keys}; if they are right, repair the template."
         ) from error
 
 
@@ -204,42 +205,44 @@ def check_written(
     *,
     add_generation_prompt: bool,
 ) -> None:
-    """Raises ValueError if the template leaves out tools, their calls, or what a role says: the text is the same without it.
+    """Raises ValueError if the template leaves out tools, their calls,
+    or a role's content, so that the text stays the same.
 
-    text: what `render` makes of the same arguments. What the assistant says is compared in answer_mask.py.
+    text: result of `render` for the same arguments. answer_mask.py compares the assistant's content.
     """
-    changed: dict[str, tuple[list[dict], dict[str, Any]]] = {}
-    if tools := arguments.get("tools"):
-        changed["tools"] = messages, {**arguments, "tools": [_change(tool, name=lambda _: WORD) for tool in tools]}
-    if any(message.get("tool_calls") for message in messages):
-        changed["tool_calls"] = [_change_calls(message) for message in messages], arguments
-    for role in dict.fromkeys(message["role"] for message in messages if message["role"] not in SPEAKERS):
-        copies = [{**message, "content": WORD} if message["role"] == role else message for message in messages]
-        changed[f"messages of the role {role}"] = copies, arguments
     lost_names = []
-    for name, (copies, changed_arguments) in changed.items():
-        with contextlib.suppress(ValueError):  # it refuses the copy, so it reads what was changed
+    for name, copies, changed_arguments in _list_changes(messages, arguments):
+        with contextlib.suppress(ValueError):  # a refusal shows that the change was read
             if render(tokenizer, copies, changed_arguments, add_generation_prompt=add_generation_prompt) == text:
                 lost_names.append(name)
     if lost_names:
         raise ValueError(
-            f"The chat template of {tokenizer.name_or_path} leaves out {' and '.join(lost_names)}, so the target would not read "
-            "them. Remove them, or choose a target whose chat template writes them."
+            f"The chat template of {tokenizer.name_or_path} leaves out {' and '.join(lost_names)}, so the target would "
+            "not read them. Remove them, or choose a target whose chat template writes them."
         )
+
+
+def _list_changes(messages: list[dict], arguments: dict[str, Any]) -> Iterator[tuple[str, list[dict], dict[str, Any]]]:
+    """Yields (what is changed, messages, arguments): copies with other tools, calls, or contents of a role."""
+    if tools := arguments.get("tools"):
+        yield "tools", messages, {**arguments, "tools": [_change(tool, name=lambda _: WORD) for tool in tools]}
+    if any(message.get("tool_calls") for message in messages):
+        yield "tool_calls", [_change_calls(message) for message in messages], arguments
+    for role in dict.fromkeys(message["role"] for message in messages if message["role"] not in SPEAKERS):
+        copies = [{**message, "content": WORD} if message["role"] == role else message for message in messages]
+        yield f"messages of the role {role}", copies, arguments
 
 
 def _change_calls(message: dict) -> dict:
     """The message with other arguments of all its calls."""
     if not message.get("tool_calls"):
         return message
-    return {
-        **message,
-        "tool_calls": [_change(call, arguments=lambda _: {WORD: WORD}) for call in message["tool_calls"]],
-    }
+    calls = [_change(call, arguments=lambda _: {WORD: WORD}) for call in message["tool_calls"]]
+    return {**message, "tool_calls": calls}
 
 
 def extend_arguments(call: dict) -> dict:
-    """The call of a tool with one more argument."""
+    """The call of a tool with one more argument"""
 
     def extend(arguments: object) -> object:
         parsed = parse_object(arguments)
@@ -249,7 +252,7 @@ def extend_arguments(call: dict) -> dict:
 
 
 def describe_missing_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Why messages are refused, and what to do."""
+    """Why messages are refused, and what to do"""
     return (
         f"The tokenizer of {tokenizer.name_or_path} has no chat template, so it takes no messages. Give plain text "
         "(rows with prompt; to train on, with text, or with prompt and completion), choose an instruct model as "
@@ -260,11 +263,11 @@ def describe_missing_template(tokenizer: PreTrainedTokenizerBase) -> str:
 def find_spans(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict], arguments: dict[str, Any]
 ) -> list[tuple[int, int]] | None:
-    """Where the template's generation markers begin and end in the rendered text, in characters; None without markers."""
+    """Begins and ends of the template's generation markers in the rendered text, in characters; None without markers"""
     template = tokenizer.get_chat_template(tools=arguments.get("tools"))
     if not MARKER.search(template):
         return None
-    render: Callable[..., Any] = render_jinja_template  # whose annotation says that it gives a text
+    render: Callable[..., Any] = render_jinja_template  # its annotation is wrong
     options = {**tokenizer.special_tokens_map, **rename_mode(tokenizer, arguments)}
     fitted = find_form(tokenizer).fit(messages)
     _, (spans,) = render([fitted], chat_template=template, return_assistant_tokens_mask=True, **options)

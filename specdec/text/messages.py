@@ -1,9 +1,9 @@
-"""One name for each key of a message and of a row, whatever its author called it.
+"""One name for each key of a message and of a row, for all names of other authors.
 
-Data sets and servers name the same thing in different ways. The rest of the code reads the names on the left:
+Data sets and servers have several names for one thing. The code reads the names on the left:
 
     message  tool_calls            also function_call; the role tool, also function behind such a call
-             reasoning_content     also reasoning, thinking, thoughts: what the assistant thought before its content
+             reasoning_content     also reasoning, thinking, thoughts: the assistant's thoughts before its content
              weight                also trainable, train, loss: 0 for an assistant's message that is context alone
     row      chat_template_kwargs  also enable_thinking, thinking (true or false), reasoning_effort
              tools                 a list, or its JSON
@@ -29,7 +29,7 @@ RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_messag
 def normalise_messages(messages: list[dict]) -> list[dict]:
     """Messages with the names above, without null values and empty lists of calls.
 
-    Raises ValueError, naming the message, for two values of one key that contradict each other.
+    Raises ValueError, naming the message, for two contradictory values of one key.
     """
     normalised: list[dict] = []
     for number, message in enumerate(messages):
@@ -53,7 +53,7 @@ def _normalise_message(message: dict, earlier: list[dict]) -> dict:
 
 
 def _move_call(message: dict) -> None:
-    """A function_call, as OpenAI's interface had it before tool_calls, becomes a list of one call."""
+    """Turns a function_call, of OpenAI's interface before tool_calls, into a list of one call."""
     call = message.pop("function_call", None)
     if call is None:
         return
@@ -97,10 +97,10 @@ def _move_weight(message: dict) -> None:
 
 
 def read_arguments(row: dict) -> dict[str, Any]:
-    """What a chat template gets beside the messages of a row: its variables by name, and `tools` if there are any.
+    """A row's inputs of the chat template besides messages: variables by name, and `tools` if there are any.
 
-    The thinking mode is called MODE. `thinking` counts only if it is true or false: rows of others have other things there.
-    Raises ValueError for what cannot be read, and for two values that contradict each other.
+    The thinking mode is called MODE. `thinking` counts only if it is true or false, as some rows have other values
+    there. Raises ValueError for values that cannot be read, and for two that contradict each other.
     """
     named_values = [(ARGUMENTS, key, value) for key, value in _read_dictionary(row.get(ARGUMENTS)).items()]
     for name in (*MODE_NAMES, EFFORT):
@@ -119,7 +119,10 @@ def read_arguments(row: dict) -> dict[str, Any]:
 
 
 def _read_dictionary(value: Any) -> dict[str, Any]:
-    """Raises ValueError for what is neither an object nor its JSON, and for an argument that no row may set."""
+    """A dictionary of arguments, or its JSON.
+
+    Raises ValueError for other values, and for an argument that no row may set.
+    """
     if value is None:
         return {}
     value = _read_json(value)
@@ -132,7 +135,7 @@ def _read_dictionary(value: Any) -> dict[str, Any]:
 
 
 def _read_json(value: Any) -> Any:
-    """A value that may be written as its JSON, as in data sets whose columns have one type."""
+    """The value of a JSON text, as in data sets with one type a column; any other value unchanged"""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(value)
@@ -140,12 +143,12 @@ def _read_json(value: Any) -> Any:
 
 
 def select_variables(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Template arguments without `tools`: the variables of the chat template."""
+    """Template arguments without `tools`: the variables of the chat template"""
     return {key: value for key, value in arguments.items() if key != "tools"}
 
 
 def read_tools(tools: Any) -> list[dict] | None:
-    """Tools that the assistant may call; None: none. Raises ValueError for what is no list of them."""
+    """Tools that the assistant may call; None for none. Raises ValueError if they are no list of objects."""
     tools = _read_json(tools)
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError('tools must be a list such as [{"type": "function", "function": {"name": ..}}], or its JSON.')
@@ -153,21 +156,21 @@ def read_tools(tools: Any) -> list[dict] | None:
 
 
 def write_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Template arguments and `tools` as keys of a row; none for no arguments."""
+    """Template arguments and `tools` as keys of a row; empty without arguments"""
     variables = select_variables(arguments)
     tools = {"tools": arguments["tools"]} if "tools" in arguments else {}
     return ({ARGUMENTS: variables} if variables else {}) | tools
 
 
 def set_defaults(row: dict, arguments: dict[str, Any]) -> dict:
-    """The row with its template arguments under ARGUMENTS alone, and those of a command where it has none of that name."""
+    """The row with its template arguments under ARGUMENTS, over those of a command"""
     row_arguments = select_variables(read_arguments(row))
     fields = {key: value for key, value in row.items() if key not in (ARGUMENTS, *MODE_NAMES, EFFORT)}
     return {**fields, ARGUMENTS: {**arguments, **row_arguments}}
 
 
 def describe_arguments(arguments: dict[str, Any]) -> str:
-    """Template arguments as a command has them, such as template.enable_thinking=false; a phrase if there are none."""
+    """Template arguments as on a command line, such as template.enable_thinking=false; a phrase for none"""
     return (
         " ".join(f"template.{key}={write_value(value)}" for key, value in sorted(arguments.items()))
         or "template's defaults"
@@ -175,13 +178,14 @@ def describe_arguments(arguments: dict[str, Any]) -> str:
 
 
 def write_value(value: Any) -> str:
+    """A text as it is; any other value as JSON"""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def parse_arguments(written: dict[str, str]) -> dict[str, Any]:
-    """Template arguments of a command, template.KEY=VALUE -> KEY: value. Values are JSON, or else text.
+    """Template arguments of a command, template.KEY=VALUE -> {KEY: value}. Values are JSON, or else text.
 
-    Raises ValueError as `read_arguments`.
+    Raises ValueError as `read_arguments` does.
     """
     values: dict[str, Any] = {}
     for key, text in written.items():
@@ -194,7 +198,7 @@ def parse_arguments(written: dict[str, str]) -> dict[str, Any]:
 
 
 def check_template(values: dict[str, Any]) -> dict[str, Any]:
-    """The option `template` with its mode called MODE. Raises ValueError, naming the option, for what no template takes."""
+    """The option `template` with its mode called MODE. Raises ValueError, naming the option, for impossible values."""
     for key, value in values.items():
         if key in RESERVED:
             raise ValueError(f"template.{key}: {key} is not a variable of the chat template. Leave it out.")

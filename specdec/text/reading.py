@@ -1,11 +1,11 @@
-"""Rows of conversations and of prompts: the forms in which people have them, and how often each source is read.
+"""Rows of conversations and of prompts in people's own forms, and the weights of sources.
 
 data.train=a.jsonl                       one source
 data.train=[a.jsonl,b.jsonl]             several, each read once an epoch
 'data.train={a.jsonl: 2, b.jsonl: 0.5}'  an epoch has a twice and every second row of b
 
-The reader is the project's own, not that of `datasets`: that one replaces half of a surrogate pair by nothing, and
-names no file and line where a row is damaged.
+The reader is the project's own. That of `datasets` silently drops half of a
+surrogate pair, and names no file and line of a damaged row.
 """
 
 import contextlib
@@ -28,28 +28,32 @@ from specdec.text.messages import normalise_messages, read_arguments, set_defaul
 
 Item = TypeVar("Item")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
-LICENCES = tuple("license licence copying notice terms readme".split())  # how names of files begin that state terms
+LICENCES = tuple("license licence copying notice terms readme".split())  # beginnings of names of files with terms
 EVALUATION = r"evaluation[ -]data ?set[ -]licen[sc]e(?:[ -]agreement)?"
 LIMITS = re.compile(
-    rf"{EVALUATION}|cc[ -]by-n[cd][\w.-]*|no[ -]?derivatives?\b|attribution-non-?commercial|non-?commercial (?:[\w-]+ ){{0,3}}only\b"
-    r"|for non-?commercial\b(?! (?:and|or) commercial)|not for commercial|commercial use is (?:not|prohibited|forbidden)",
+    rf"{EVALUATION}|cc[ -]by-n[cd][\w.-]*|no[ -]?derivatives?\b|attribution-non-?commercial"
+    r"|non-?commercial (?:[\w-]+ ){0,3}only\b|for non-?commercial\b(?! (?:and|or) commercial)|not for commercial"
+    r"|commercial use is (?:not|prohibited|forbidden)",
     re.IGNORECASE,
 )
-# of a README: a line such as license: mit, with a list below it, and a heading that names the licence with its paragraph
+# In a README: a line such as license: mit with a list below it; a heading that names the licence, with its paragraph
 LICENCE_STATEMENT = re.compile(
-    r"^(?:[^\w\n]*licen[sc]e\w*[^\w\n]*:.*(?:\n[ \t]*- .*)*|(?:#.*licen[sc]e.*|.*licen[sc]e.*\n[=-]{3,})\s*\n(?:.+\n?)+)",
+    r"^(?:[^\w\n]*licen[sc]e\w*[^\w\n]*:.*(?:\n[ \t]*- .*)*"
+    r"|(?:#.*licen[sc]e.*|.*licen[sc]e.*\n[=-]{3,})\s*\n(?:.+\n?)+)",
     re.IGNORECASE | re.MULTILINE,
 )
 
 
 def list_suites() -> list[Path]:
-    """The files of public questions, which say what may not be trained on."""
+    """The files of public questions, with their licences"""
     return [path for folder in extensions.list_conf_folders() for path in sorted(folder.glob("suite/*.yaml"))]
 
 
 def read_sources(train: str | Sequence[str] | Mapping[str, float]) -> dict[str, Fraction]:
-    """The setting `train` in one of its three forms -> the weight of each source. Raises ValueError for no source, or for
-    a weight of 0 or less."""
+    """{source: weight} of the setting `train` in one of its three forms.
+
+    Raises ValueError for no source, and for a weight of 0 or less.
+    """
     train = [train] if isinstance(train, str) else train
     weights = dict(train) if isinstance(train, Mapping) else dict.fromkeys(train, 1)
     if not weights or (not isinstance(train, Mapping) and len(weights) < len(train)):
@@ -65,7 +69,7 @@ def read_sources(train: str | Sequence[str] | Mapping[str, float]) -> dict[str, 
 
 @contextlib.contextmanager
 def name_location(location: str) -> Iterator[None]:
-    """Within, a ValueError says where the row is that it is about."""
+    """Within, a ValueError names the place of its row."""
     try:
         yield
     except ValueError as error:
@@ -75,9 +79,9 @@ def name_location(location: str) -> Iterator[None]:
 
 
 def to_row(location: str, raw: str | dict) -> dict:
-    """A row of what `read_raw` yields. Keys whose value is null, and empty lists of tools or calls, are left out.
+    """A row from `read_raw`, without null values and without empty lists of tools or calls.
 
-    Arrow gives all structs of a column the same keys, so that there a null means an absent key at any depth.
+    Arrow gives all structs of a column the same keys. So at any depth a null there means an absent key.
     """
     row = parse_line(location, raw) if isinstance(raw, str) else _without_nulls(raw)
     row = {key: value for key, value in row.items() if value is not None and (key, value) != ("tools", [])}
@@ -90,12 +94,12 @@ def to_row(location: str, raw: str | dict) -> dict:
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def find_files(source: str) -> list[Path]:
-    """The files of a source; none if it is a dataset. Raises ValueError if there is nothing to read."""
+    """The files of a source; none for a dataset. Raises ValueError if there is nothing to read."""
     path = Path(source)
     if path.is_file():
         return [path]
@@ -110,12 +114,12 @@ def find_files(source: str) -> list[Path]:
 
 
 def find_limit(files: Iterable[Path], phrases: re.Pattern[str] = LIMITS) -> tuple[Path, str] | None:
-    """-> the licence, notice or README that limits the use of one of the files, and the phrase that does
+    """-> the licence, notice or README that limits the use of one of the files, and its phrase
 
-    It lies in the folder of the file or in two above, up to a repository's root, and below the home and the working folder.
+    It lies in the folder of the file or in two above, up to a repository's root, below the home and the working folder.
     """
-    for folder in dict.fromkeys(folder for each in files for folder in _folders(each)):
-        with contextlib.suppress(OSError):  # folders above may be closed to this user
+    for folder in dict.fromkeys(folder for file in files for folder in _folders(file)):
+        with contextlib.suppress(OSError):  # this user may not read some folders
             for path in sorted(folder.iterdir()):
                 if not path.name.lower().startswith(LICENCES) or not path.is_file():
                     continue
@@ -129,7 +133,7 @@ def find_limit(files: Iterable[Path], phrases: re.Pattern[str] = LIMITS) -> tupl
 
 
 def _folders(file: Path) -> Iterator[Path]:
-    """Where the licence of a file may lie; a link has two places."""
+    """Yields the folders in which a file's licence may lie. A link has two places."""
     for path in (Path(os.path.abspath(file)), file.resolve()):
         for number, folder in enumerate(path.parents[:3]):
             if number and folder in (Path.home(), Path.cwd()):
@@ -140,12 +144,13 @@ def _folders(file: Path) -> Iterator[Path]:
 
 
 def check_trainable(source: str) -> None:
-    """Raises ValueError for a source that lies beside a licence for evaluation alone, and for a suite of the Hub with one."""
+    """Raises ValueError for a source beside a licence for evaluation alone, and for a suite of the Hub with one."""
     alone = re.compile(EVALUATION, re.IGNORECASE)
     if Path(source).exists():
         if found := find_limit(find_files(source) or [Path(source) / "data"], alone):
             raise ValueError(
-                f'{source} may not be trained on: {found[0]} says "{found[1]}". Give other data, or move yours away from that file.'
+                f'{source} may not be trained on: {found[0]} says "{found[1]}". Give other data, or move yours away '
+                "from that file."
             )
         return
     for entry in (yaml.safe_load(path.read_text()) for path in list_suites()) if "/" in source else ():
@@ -157,9 +162,9 @@ def check_trainable(source: str) -> None:
 def open_dataset(source: str, split: str | None, *, config: str | None = None) -> Any:
     """One split, by default train, of a dataset in a folder, or of one that `datasets.load_dataset` finds.
 
-    config: the name of one of its configurations
+    config: name of one of its configurations
     """
-    import datasets  # here: it takes a second of each command's start, and most sources are files
+    import datasets  # imported here: it takes a second, and most sources are files
 
     split = split or "train"
     try:
@@ -174,56 +179,58 @@ def open_dataset(source: str, split: str | None, *, config: str | None = None) -
         return dataset
     if split not in dataset:
         raise ValueError(
-            f"{source} has no split {split!r}; it has: {', '.join(dataset)}. Choose one with split= (train.py: data.split=, "
-            "data.heldout_split=)."
+            f"{source} has no split {split!r}; it has: {', '.join(dataset)}. Choose one with split= (train.py: "
+            "data.split=, data.heldout_split=)."
         )
     return dataset[split]
 
 
 def read_raw(source: str, split: str | None) -> Iterator[tuple[str, str | dict]]:
-    """Yields (place, JSON text) or (place, row), which `to_row` takes."""
+    """Yields (place, JSON text) or (place, row), for `to_row`."""
     if files := find_files(source):
         return itertools.chain.from_iterable(map(read_file, files))
     return ((f"{source} row {index}", row) for index, row in enumerate(open_dataset(source, split)))
 
 
 def read_rows(source: str, split: str | None) -> Iterator[tuple[str, dict]]:
-    """Yields (place, row) of any of the forms that `source` may take."""
+    """Yields (place, row) in any form of `source`."""
     return ((location, to_row(location, raw)) for location, raw in read_raw(source, split))
 
 
 def name_row(row: dict, index: int, arguments: dict[str, Any] | None = None) -> dict:
     """The row with `id` and `category` as texts, by default its index and "all".
 
-    arguments: variables of the chat template, if the row does not say them
+    arguments: variables of the chat template that the row may replace
     """
     row = set_defaults(row, arguments) if arguments else row
     return {**row, "id": _to_text(row.get("id"), str(index)), "category": _to_text(row.get("category"), "all")}
 
 
 def number_ids(ids: list[str]) -> list[str]:
-    """One that occurs again gets a number: results are joined by their id."""
+    """The ids, with a number after each repeated one, because results are joined by id"""
     numbered_ids: dict[str, None] = {}
     for id in ids:
         numbered = (f"{id} ({number})" for number in itertools.count(2))
-        numbered_ids[next(each for each in itertools.chain([id], numbered) if each not in numbered_ids)] = None
+        numbered_ids[
+            next(candidate for candidate in itertools.chain([id], numbered) if candidate not in numbered_ids)
+        ] = None
     return list(numbered_ids)
 
 
 def _to_text(value: Any, default: str) -> str:
-    """A number, or what else it is, as JSON writes it."""
+    """A text as it is; any other value as JSON"""
     if value is None or isinstance(value, str):
         return default if value is None else value
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def has_ids(row: dict) -> bool:
-    """Whether a row holds the token ids that the target read and wrote, so that it needs no messages (data.kept)."""
+    """True if a row has the token ids that the target read and wrote, so that it needs no messages"""
     return row.get("tokens") is not None and row.get("prompt_tokens") is not None
 
 
 def find_plain_text(row: dict) -> tuple[str | None, str] | None:
-    """-> (prompt, completion) or (None, text) of a row that has these; None if it has messages or neither"""
+    """-> (prompt, completion) or (None, text) of a row; None if it has messages or neither"""
     prompt, completion, text = (row.get(key) for key in ("prompt", "completion", "text"))
     if row.get("messages") is not None:
         return None
@@ -241,33 +248,43 @@ def check_messages(row: dict, location: str) -> list[dict]:
         if not isinstance(messages, list) or not messages:
             keys = ", ".join(map(str, row)) or "none"
             raise ValueError(
-                f'no messages (its keys: {keys}). A row needs "messages": a list [{{"role": ..., "content": ...}}, ...] '
-                'with at least one of them; or "prompt" and "completion", or "text", each a text.'
+                f'no messages (its keys: {keys}). A row needs "messages": a list [{{"role": ..., "content": ...}}, ...]'
+                ' with at least one of them; or "prompt" and "completion", or "text", each a text.'
             )
         for number, message in enumerate(messages):
-            fields = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
-            if not all(isinstance(field, str) for field in fields):
-                raise ValueError(f"every message needs a role and a content, both text; messages[{number}] has not.")
-            calls = message.get("tool_calls", [])
-            if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-                raise ValueError('tool_calls must be a list such as [{"function": {"name": .., "arguments": ..}}].')
+            _check_message(message, number)
         read_arguments(row)
-        roles = dict.fromkeys(message["role"] for message in messages)
-        unknown = [role for role in roles if role not in ROLES and not has_ids(row)]  # ids are used as they are
-        if unknown:
-            raise ValueError(
-                f"unknown roles {', '.join(unknown)}; the row has {', '.join(roles)}. Rename them: known roles are "
-                f"{', '.join(ROLES)}."
-            )
+        if not has_ids(row):  # ids are used as they are
+            _check_roles(messages)
     return messages
+
+
+def _check_message(message: Any, number: int) -> None:
+    fields = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+    if not all(isinstance(field, str) for field in fields):
+        raise ValueError(f"every message needs a role and a content, both text; messages[{number}] has not.")
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ValueError('tool_calls must be a list such as [{"function": {"name": .., "arguments": ..}}].')
+
+
+def _check_roles(messages: list[dict]) -> None:
+    roles = dict.fromkeys(message["role"] for message in messages)
+    unknown = [role for role in roles if role not in ROLES]
+    if unknown:
+        raise ValueError(
+            f"unknown roles {', '.join(unknown)}; the row has {', '.join(roles)}. Rename them: known roles are "
+            f"{', '.join(ROLES)}."
+        )
 
 
 def load_conversations(
     source: str, *, split: str | None = None, limit: int | None = None, arguments: dict[str, Any] | None = None
 ) -> list[dict]:
-    """Reads rows with `messages` or plain text, and `id` and `category` filled in; other keys are kept.
+    """Rows with `messages` or plain text, and with `id` and `category`. Other keys stay.
 
-    source: as FORMS says; split: of a dataset; None: train; arguments: of the chat template, for rows that do not say them
+    source: one of FORMS; split: split of a dataset, None: train
+    arguments: variables of the chat template that rows may replace
     Raises ValueError, naming file and line, for a row that is no conversation.
     """
     conversations: list[dict] = []
@@ -278,22 +295,21 @@ def load_conversations(
 
 
 def choose_held_out(greedy: Sequence[bool], num: int) -> list[int]:
-    """The first `num` rows written at temperature 0: what `specdec replay` reads is not trained on.
+    """Numbers of the first `num` rows written at temperature 0, which `specdec replay` reads and no training.
 
-    greedy: whether each row was written at temperature 0
+    greedy: True for rows written at temperature 0
     """
-    held = [index for index, each in enumerate(greedy) if each][:num]
+    held = [index for index, is_greedy in enumerate(greedy) if is_greedy][:num]
     if len(held) < num:
         raise ValueError(f"Only {len(held)} rows were written at temperature 0: lower hold_out={num}.")
     return held
 
 
 def load_prompts(source: str, *, split: str | None = None, limit: int | None = None) -> list[dict]:
-    """Reads rows {"id", "category", "prompt", "messages", "tags", "grammar", "place"} that end where the target is to
-    answer, with template arguments (messages.ARGUMENTS) and `tools` where a row has them.
+    """Rows {"id", "category", "prompt", "messages", "tags", "grammar", "place"} that end where the target is to answer.
 
-    A row has a `prompt` (text: a user's message for chat models), or `messages`, of which an assistant's at the end is
-    left out; `prompt` is None then.
+    They also have template arguments (messages.ARGUMENTS) and `tools`, if given. A row has a `prompt` (text: a user's
+    message for chat models), or `messages` with `prompt` None. An assistant's message at the end is left out.
     """
     prompts = []
     for index, (location, row) in enumerate(itertools.islice(read_rows(source, split), limit)):
@@ -328,9 +344,11 @@ def _to_prompt(row: dict, location: str) -> dict:
 
 
 def digest_prompts(prompts: list[dict]) -> str:
-    """16 hex digits of what rows of `load_prompts` say, wherever they are."""
-    said = [[value for key, value in row.items() if key != "place"] for row in prompts]
-    return hashlib.sha256(json.dumps(said, default=repr).encode()).hexdigest()[:16]
+    """16 hex digits of the contents of rows of `load_prompts`, without their places"""
+    values = []
+    for row in prompts:
+        values.append([value for key, value in row.items() if key != "place"])
+    return hashlib.sha256(json.dumps(values, default=repr).encode()).hexdigest()[:16]
 
 
 def spread_rows(rows: list[Item], num: int | None) -> list[Item]:

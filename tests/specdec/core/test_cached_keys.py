@@ -1,4 +1,4 @@
-"""Committed keys read to their length: the operator's reference against a mask over all entries, then whole targets and decoders."""
+"""Committed keys read to their length, against a mask over all entries: the operator, whole targets, decoders."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from tests.families import FAMILIES
 from tests.support import make_drafter, make_target
 from tests.target_table import make_family_target
 
-# Families whose attention takes a mask apart, caps its scores, or has other numbers of heads than their configuration says
+# Families whose attention takes a mask apart, caps its scores, or has other numbers of heads than configured
 CANNOT = {"nemotron", "stablelm", "gemma2", "vaultgemma", "doge", "falcon", "jetmoe"}
 
 
@@ -94,6 +94,16 @@ def test_inductor_takes_what_heads_do(head, shape, monkeypatch):
     assert decoder.proposer.runner.compiled and not refusals
 
 
+def must_mask(target) -> bool:
+    """True for targets that cannot read keys to their length: several shapes of K and V, widths without a kernel."""
+    shapes = {(shape.num_heads, shape.width) for shape in target._shapes if shape}
+    return target.recurrent or target.layer_kinds.chunk or len(shapes) > 1 or any(width % 8 for _, width in shapes)
+
+
+def list_addresses(caches) -> list[list[int]]:
+    return [list(map(torch.Tensor.data_ptr, row_cache.keys_and_values)) for row_cache in caches]
+
+
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The fast path cache is left out")
 @pytest.mark.parametrize("family", [family for family in FAMILIES if not family.refused], ids=str)
@@ -104,11 +114,8 @@ def test_passes_of_families_against_a_mask(family):
     with fast.force_paths("cache"):
         lean = target.reads_length
     if not lean:
-        shapes = {(shape.num_heads, shape.width) for shape in target._shapes if shape}
-        known = target.recurrent or target.layer_kinds.chunk or len(shapes) > 1 or str(family) in CANNOT
-        known = known or any(width % 8 for _, width in shapes)
         target.__dict__.pop("reads_length", None)
-        assert known
+        assert str(family) in CANNOT or must_mask(target)
         return
     torch.manual_seed(0)
     tree = random_tree(2, 4, linear=False)
@@ -152,7 +159,7 @@ def test_decoding_gives_the_same_answers(head, shape, temperature):
 
 
 def test_memory_is_allocated_once_and_used_again(monkeypatch):
-    """For prompt, answer and tree, of target and head; an answer of equal size has it in the same place, with nothing left in it."""
+    """For prompt, answer and tree, of target and head. An answer of equal size has it, empty, in the same place."""
     target = make_target(6, num_layers=3)
     with fast.force_paths("cache"):
         drafter = make_drafter(target, "eagle", True)
@@ -162,13 +169,13 @@ def test_memory_is_allocated_once_and_used_again(monkeypatch):
             batch = decoder.batch()
             batch.admit([Request(prompt, num) for prompt in prompts_of(target, seed)])
             caches = batch.cache, decoder.proposer.cache
-            before = [[half.data_ptr() for half in row_cache.keys_and_values] for row_cache in caches]
+            before = list_addresses(caches)
             for each, pending in zip(caches, (9, 18)):
                 assert 0 <= each.capacity - (9 + num + pending) < 512
             assert not any(half[:, :, 9:].any() for half in batch.cache.keys_and_values)
             while batch.running:
                 batch.run_round()
-                assert [[half.data_ptr() for half in each.keys_and_values] for each in caches] == before
+                assert list_addresses(caches) == before
             batch.close()
             places.append(before)
         assert places[0] == places[1] == places[3] != places[2]

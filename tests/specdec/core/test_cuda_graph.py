@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import pytest
 import torch
@@ -33,9 +34,20 @@ def find_address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def list_addresses(*modules) -> set[int]:
+    """Where parameters and buffers are in memory"""
+    parameters = itertools.chain.from_iterable((*module.parameters(), *module.buffers()) for module in modules)
+    return set(map(find_address, parameters))
+
+
+def find_foreign(graphs: list[list[torch.Tensor]], addresses: set[int]) -> list[torch.Tensor]:
+    """Captured tensors that are elsewhere in memory"""
+    captured = itertools.chain.from_iterable(graphs)
+    return [tensor for tensor in captured if not addresses & {find_address(tensor), tensor.data_ptr()}]
+
+
 def record(function, inputs, pool=None, *, captured=None):
-    """Stands in for cuda_graph.capture on a CPU, with the same rules: whatever `function` takes from the host is as it was
-    now, and tensors are read and written where they are in memory now."""
+    """Stands in for capture_graph on a CPU: values from the host are fixed, and tensors stay in place in memory."""
     static_inputs = [value.clone() for value in inputs]
     for _ in range(compile.WARM_UP_CALLS):
         function(*static_inputs)
@@ -60,7 +72,7 @@ def record(function, inputs, pool=None, *, captured=None):
 def test_passes_from_graphs_give_the_same_answers(shallow, traced, monkeypatch, head, shape, compiled):
     """Batches of the same shape with caches at other addresses, and caches that grow while they are used."""
     captured = []
-    monkeypatch.setattr(compile, "capture_graph", lambda *arguments: captured.append(1) or record(*arguments))
+    monkeypatch.setattr(compile, "capture_graph", functools.partial(record, captured=captured))
     drafter = head and make_drafter(shallow, head, True)
     runner = Runner(compiled, cuda_graphs=True)
     graphed = decoder_of(shallow, drafter, shape, compiled=compiled, runner=runner)
@@ -78,21 +90,13 @@ def test_sampled_passes_from_graphs_give_the_same_answers(shallow, monkeypatch, 
     drafter = head and make_drafter(shallow, head, True)
     graphed = decoder_of(shallow, drafter, shape, compiled=False, temperature=1.0, runner=Runner(cuda_graphs=True))
     plain = decoder_of(shallow, drafter, shape, compiled=False, temperature=1.0)
-    addresses = {find_address(tensor) for tensor in [*shallow.model.parameters(), *shallow.model.buffers()]}
     for decoder in (graphed, plain):
         decoder.verify.rule = rules.accept_tokens_at_once
-    verify = graphed.verify
     for seed, lengths in enumerate([(5, 9), (7, 3)]):
         check_same(graphed, plain, prompts_of(shallow, seed, lengths), 12)
-        assert captured and graphed.runner.cuda_graphs and verify.capturable
-    caches = [replay_key[1] for replay_key in graphed.runner.graphs]
-    known = addresses | {address for halves in caches for address, *_ in halves}
-    assert not [
-        tensor
-        for foreign in captured
-        for tensor in foreign
-        if find_address(tensor) not in known and tensor.data_ptr() not in known
-    ]
+        assert captured and graphed.runner.cuda_graphs and graphed.verify.capturable
+    locations = itertools.chain.from_iterable(key[1] for key in graphed.runner.graphs)  # of K and V
+    assert not find_foreign(captured, list_addresses(shallow.model) | {address for address, *_ in locations})
 
 
 def test_a_graph_for_each_cache_and_not_too_many(monkeypatch):
@@ -113,12 +117,11 @@ DRAFTS: list[Nodes] = [[(5, 0), (2, 1)], [(5, 0), (2, 0)]]  # a chain, a tree
 
 @pytest.mark.parametrize("family", [*CACHES, "compiled"])
 def test_a_captured_pass_reads_nothing_that_dies_with_its_answer(shallow, traced, monkeypatch, family):
-    """Only weights, K and V, and its inputs; and with later inputs it gives what the pass gives that is not captured."""
+    """Only weights, K and V, and its inputs. With later inputs it gives the results of a pass without a graph."""
     target = (
         shallow if family == "compiled" else make_family_target(next(each for each in FAMILIES if str(each) == family))
     )
-    addresses = {find_address(tensor) for tensor in [*target.model.parameters(), *target.model.buffers()]}
-    captured = []
+    addresses, captured = list_addresses(target.model), []
 
     def capture(function, inputs, pool):
         function(*inputs)  # it is compiled
@@ -141,8 +144,7 @@ def test_a_captured_pass_reads_nothing_that_dies_with_its_answer(shallow, traced
                 verify(make_tree([3, 4], [drafts, drafts], target.device), cache, rules.Draws(None))
             cache.commit(torch.tensor(counts), counts)
         addresses |= {find_address(tensor) for tensor in cache.keys_and_values}
-        foreign = [tensor for tensor in captured.pop() if find_address(tensor) not in addresses]
-        assert not foreign and not captured and runner.cuda_graphs
+        assert not find_foreign([captured.pop()], addresses) and not captured and runner.cuda_graphs
 
 
 class OnCuda(torch.Tensor):
@@ -189,7 +191,7 @@ def pools(monkeypatch) -> list[list[torch.Tensor]]:
             yield
 
     class Stream:
-        def wait_stream(self, other):
+        def wait_stream(self, stream):
             pass
 
     for name, stand_in in {
@@ -214,23 +216,14 @@ def test_graphs_of_a_runner_have_one_pool_and_none_disturbs_another(pools, monke
             return y.exp(), y.sum()[None]
 
         given = torch.linspace(0, last, num)
-        found = runner.run_whole("sums", function, [given.as_subclass(OnCuda)], [memories[num]])
+        results = runner.run_whole("sums", function, [given.as_subclass(OnCuda)], [memories[num]])
         written = memories[num].clone()
-        answers.append(([torch.Tensor(value) for value in found], list(function(given))))
+        answers.append(([torch.Tensor(value) for value in results], list(function(given))))
         assert written.equal(memories[num])
 
-    for num, last in [
-        (3, 1.0),
-        (4, 2.0),
-        (3, 3.0),
-        (5, 1.0),
-        (4, 0.5),
-        (6, 1.0),
-        (5, 2.0),
-        (4, 1.0),
-        (6, 0.1),
-        (3, 1.0),
-    ]:
+    lasts = {3: [1.0, 3.0, 1.0], 4: [2.0, 0.5, 1.0], 5: [1.0, 2.0], 6: [1.0, 0.1]}
+    for num in (3, 4, 3, 5, 4, 6, 5, 4, 6, 3):
+        last = lasts[num].pop(0)
         answer(num, last)
     for found, wanted in answers:  # later replays have not overwritten them
         torch.testing.assert_close(found, wanted)
@@ -262,26 +255,19 @@ def test_without_a_gpu_passes_run_as_before_and_one_warning_says_so(shallow):
     assert not graphed.runner.graphs and not graphed.runner.cuda_graphs
 
 
-@pytest.mark.parametrize(
-    "head, shape, temperature, paths",
-    [
-        ("eagle3", CHAIN, 0.0, ("cache",)),
-        ("eagle3", CHAIN, 1.0, ()),
-        ("eagle", TREE, 0.0, ("cache",)),
-        ("eagle", TREE, 1.0, ("cache",)),
-        ("mtp", CHAIN, 1.0, ("cache",)),
-        ("peagle", CHAIN, 0.0, ("cache",)),
-        ("medusa", CHAIN, 1.0, ()),
-        ("dflash", CHAIN, 0.0, ("cache",)),
-        ("dflash2", TREE, 0.0, ()),
-        ("dflash2", TREE, 1.0, ("cache",)),
-    ],
-)
+ROUNDS = [
+    ("eagle3", CHAIN, 0.0, ("cache",)), ("eagle3", CHAIN, 1.0, ()), ("eagle", TREE, 0.0, ("cache",)),
+    ("eagle", TREE, 1.0, ("cache",)), ("mtp", CHAIN, 1.0, ("cache",)), ("peagle", CHAIN, 0.0, ("cache",)),
+    ("medusa", CHAIN, 1.0, ()), ("dflash", CHAIN, 0.0, ("cache",)), ("dflash2", TREE, 0.0, ()),
+    ("dflash2", TREE, 1.0, ("cache",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("head, shape, temperature, paths", ROUNDS)
 def test_drafts_of_a_round_from_one_graph_give_the_same_answers(shallow, monkeypatch, head, shape, temperature, paths):
     """Its steps read nothing that dies with the answer, and answers of equal size share it."""
     drafter, captured = make_drafter(shallow, head, True), []
-    modules = shallow.model, drafter
-    addresses = {find_address(tensor) for module in modules for tensor in [*module.parameters(), *module.buffers()]}
+    addresses = list_addresses(shallow.model, drafter)
     addresses.add(find_address(drafter.goal_head[0]))  # the target's rows of the head's vocabulary
 
     monkeypatch.setattr(compile, "capture_graph", functools.partial(record, captured=captured))
@@ -293,7 +279,7 @@ def test_drafts_of_a_round_from_one_graph_give_the_same_answers(shallow, monkeyp
         for seed, num in enumerate((16, 15, 12)):
             check_same(graphed, plain, prompts_of(shallow, seed, (5, 9)), num)
             addresses |= {find_address(tensor) for tensor in graphed.proposer.cache.keys_and_values}
-            assert not [tensor for foreign in captured for tensor in foreign if find_address(tensor) not in addresses]
+            assert not find_foreign(captured, addresses)
             captured.clear()
             if seed == 0:
                 known = len(runner.graphs)

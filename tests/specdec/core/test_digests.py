@@ -1,4 +1,4 @@
-"""Digests of tensors: all values count, in any dtype of 16 bits and more, and what is kept of a file is never wrong and never in the way."""
+"""Digests of tensors count all values, in any dtype of 16 bits and more; cached ones are never wrong or in the way."""
 
 import json
 import os
@@ -37,29 +37,26 @@ def write(path, value, *, time=OLD):
 
 def test_any_value_and_the_shape_count():
     value = torch.randn(LONG)
-    wanted = digest_tensor(value)
-    for place in (0, digests.NUM_VALUES, LONG - 1):
-        other = value.clone()
-        other[place] += 1
-        assert digest_tensor(other) != wanted
-    assert digest_tensor(value[None]) != wanted and digest_tensor(value[:-1]) != wanted
+    expected = digest_tensor(value)
+    for index in (0, digests.NUM_VALUES, LONG - 1):
+        changed = value.clone()
+        changed[index] += 1
+        assert digest_tensor(changed) != expected
+    assert digest_tensor(value[None]) != expected and digest_tensor(value[:-1]) != expected
     assert digest_tensor(torch.zeros(0)) != digest_tensor(torch.zeros(0, 2))
     assert digest_tensor(torch.tensor(1.0)) != digest_tensor(torch.tensor([1.0]))
 
 
-def test_floating_point_numbers_count_as_bfloat16():
+def test_floating_point_numbers_count_as_bfloat16_and_packed_ones_by_their_bytes():
     value = torch.randn(37, 5).bfloat16()
     assert len({digest_tensor(value.to(dtype)) for dtype in (torch.bfloat16, torch.float32, torch.float64)}) == 1
     assert digest_tensor(value.float() + 1e-9) == digest_tensor(value)
-
-
-def test_packed_numbers_count_by_their_bytes():
     packed = torch.arange(64, dtype=torch.uint8).view(8, 8)
     kinds = [packed, packed.view(torch.int8), packed.view(torch.float8_e4m3fn), packed.view(torch.int32), packed.bool()]
     assert len({digest_tensor(value) for value in kinds}) == len(kinds)
-    other = packed.clone()
-    other[7, 7] += 1
-    assert digest_tensor(other.view(torch.float8_e4m3fn)) != digest_tensor(kinds[2])
+    changed = packed.clone()
+    changed[7, 7] += 1
+    assert digest_tensor(changed.view(torch.float8_e4m3fn)) != digest_tensor(kinds[2])
 
 
 @pytest.mark.parametrize("shape", [(7, 300), (300, 70, 9), (2, 5 * digests.NUM_VALUES)])
@@ -70,10 +67,8 @@ def test_the_order_in_memory_does_not_count(shape):
 
 def test_a_file_is_read_once(path, monkeypatch):
     (first,) = digest_files([path], "x")
-    assert first == {
-        "a": digest_tensor(torch.arange(40.0).view(5, 8)),
-        "b": digest_tensor(torch.ones(3, dtype=torch.int8)),
-    }
+    tensors = {"a": torch.arange(40.0).view(5, 8), "b": torch.ones(3, dtype=torch.int8)}
+    assert first == {name: digest_tensor(tensor) for name, tensor in tensors.items()}
     with monkeypatch.context() as patch:
         patch.setattr(safetensors, "safe_open", lambda *_, **__: pytest.fail("it was read again"))
         assert digest_files([path], "x") == [first]

@@ -1,4 +1,4 @@
-"""Which fast paths a device may use, how they are proved in a process of their own, and what is said where one is left out."""
+"""Fast paths: devices that may use them, their proof in a process of its own, the sentence if one is left out."""
 
 import itertools
 import json
@@ -33,10 +33,8 @@ def answers(monkeypatch, *lines: str, code: int = 0) -> list[list[str]]:
     def run(command, **_):
         started.append(command)
         known = {next(iter(json.loads(line))): line for line in lines}
-        given = list(
-            itertools.takewhile(bool, (known.get(path) for path in command[4:]))
-        )  # it dies at the first without one
-        return SimpleNamespace(stdout="\n".join(["noise", *given]), returncode=code)
+        printed = itertools.takewhile(bool, map(known.get, command[4:]))  # it dies at the first path without a line
+        return SimpleNamespace(stdout="\n".join(["noise", *printed]), returncode=code)
 
     monkeypatch.setattr(subprocess, "run", run)
     return started
@@ -51,29 +49,21 @@ def test_proofs_run_once_and_are_kept(gpu):
 
 
 def test_a_child_that_dies_fails_one_path_and_the_next_goes_on(gpu):
-    started = answers(
-        gpu, '{"varlen": ""}', '{"cache": ""}', '{"blocks": "differs from the reference by 12.00% (outputs)"}', code=-11
-    )
-    with pytest.warns(UserWarning) as said:
-        assert (
-            fast.allows("varlen", GPU, torch.float16)
-            and not fast.allows("loss", GPU)
-            and not fast.allows("blocks", GPU)
-        )
-    texts = [str(each.message) for each in said]
-    assert any(
-        "loss is left out: on a GPU ended its process with -11. The reference is used." in text for text in texts
-    )
-    assert any("blocks is left out: on a GPU differs from the reference by 12.00%" in text for text in texts)
+    failure = "differs from the reference by 12.00% (outputs)"
+    started = answers(gpu, '{"varlen": ""}', '{"cache": ""}', json.dumps({"blocks": failure}), code=-11)
+    with pytest.warns(UserWarning) as warned:
+        assert fast.allows("varlen", GPU, torch.float16)
+        assert not fast.allows("loss", GPU) and not fast.allows("blocks", GPU)
+    texts = "\n".join(str(warning.message) for warning in warned)
+    assert "loss is left out: on a GPU ended its process with -11. The reference is used." in texts
+    assert f"blocks is left out: on a GPU {failure}" in texts
     assert len(started) == 2 and fast.describe_paths(GPU)["loss"] == "ended its process with -11"
 
 
 def test_paths_by_device_dtype_and_wish(gpu):
     answers(gpu, *(json.dumps({path: ""}) for path in fast.PATHS))
-    assert (
-        not any(fast.allows(path, torch.device("cpu")) for path in fast.PATHS)
-        and fast.describe_paths(torch.device("cpu")) is None
-    )
+    cpu = torch.device("cpu")
+    assert not any(fast.allows(path, cpu) for path in fast.PATHS) and fast.describe_paths(cpu) is None
     assert not fast.allows("varlen", GPU, torch.float32)
     fast.turn_off("loss,blocks")
     assert not fast.allows("loss", GPU) and fast.allows("varlen", GPU, torch.bfloat16)

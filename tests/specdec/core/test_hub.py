@@ -35,8 +35,13 @@ def push(folder: Path, **settings) -> str:
     return names.push_files(NAME, contents, message="Add a head", **settings).oid
 
 
-def same(left, right) -> bool:
-    return all(torch.equal(value, right.state_dict()[name]) for name, value in left.state_dict().items())
+def same(head, reference) -> bool:
+    return all(torch.equal(value, reference.state_dict()[name]) for name, value in head.state_dict().items())
+
+
+def refuse(sentence: str, name: str = NAME) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        checkpoint.resolve(name)
 
 
 @pytest.fixture
@@ -61,25 +66,20 @@ def test_what_was_pushed_is_loaded_by_name_and_then_from_the_cache(hub, target, 
 
 
 def test_a_revision_is_a_commit_a_tag_or_a_branch(hub, target, pushed, tmp_path):
+    """A process keeps the commit of a name that it has resolved."""
     first, commit = pushed
+    resolved = checkpoint.resolve(NAME)
     second, third = (save(target, tmp_path / "saved" / str(seed), seed) for seed in (1, 2))
     repository = hub.repositories[NAME]
     repository.refs["try/out"] = push(tmp_path / "saved" / "2")
     repository.refs["v2"] = push(tmp_path / "saved" / "1")
+    assert checkpoint.resolve(NAME) == resolved
+    fetch_checkpoint.cache_clear()  # as a new process
+    assert checkpoint.resolve(NAME) != resolved
     for revision, drafter in {commit: first, "v2": second, "main": second, "try/out": third}.items():
         assert same(checkpoint.load(f"{NAME}@{revision}", target), drafter), revision
     assert same(checkpoint.load(NAME, target), second)
-    with pytest.raises(ValueError, match="no revision 'v3': give one of its commits, tags or branches"):
-        checkpoint.resolve(f"{NAME}@v3")
-
-
-def test_a_process_keeps_the_commit_of_a_name(hub, target, pushed, tmp_path):
-    before = checkpoint.resolve(NAME)
-    save(target, tmp_path / "saved" / "1", 1)
-    push(tmp_path / "saved" / "1")
-    assert checkpoint.resolve(NAME) == before
-    fetch_checkpoint.cache_clear()  # as a new process
-    assert checkpoint.resolve(NAME) != before
+    refuse("no revision 'v3': give one of its commits, tags or branches", f"{NAME}@v3")
 
 
 def test_one_commit_replaces_all_files(hub, target, pushed, tmp_path):
@@ -151,10 +151,7 @@ def test_a_name_that_nobody_has(hub, monkeypatch, tmp_path):
     for token in ("hf_user", None):
         if token is None:
             monkeypatch.delenv("HF_TOKEN")
-        with pytest.raises(
-            ValueError, match="neither a folder runs/demo nor a head of that name on the Hugging Face Hub"
-        ):
-            checkpoint.resolve("runs/demo")
+        refuse("neither a folder runs/demo nor a head of that name on the Hugging Face Hub", "runs/demo")
     hub.repositories.clear()
     num = len(hub.requests)
     for path in ("checkpoints/demo", "./a/b", "a/b/c", "step_000001", "a--b/c"):  # only folders are called so
@@ -173,8 +170,7 @@ def test_a_private_head_needs_a_token_of_its_owner(hub, target, tmp_path, monkey
         monkeypatch.delenv("HF_TOKEN")
         if token:
             monkeypatch.setenv("HF_TOKEN", token)
-        with pytest.raises(ValueError, match=r"If it is private, `hf auth login` keeps a token of yours"):
-            checkpoint.resolve(NAME)
+        refuse(r"If it is private, `hf auth login` keeps a token of yours")
         monkeypatch.setenv("HF_TOKEN", "hf_user")
     assert same(checkpoint.load(NAME, target), drafter)
 
@@ -182,14 +178,10 @@ def test_a_private_head_needs_a_token_of_its_owner(hub, target, tmp_path, monkey
 def test_gated_heads_and_repositories_without_a_head(hub, pushed, monkeypatch):
     hub.gated = {NAME}
     monkeypatch.setenv("HF_TOKEN", "hf_other")
-    with pytest.raises(ValueError, match="user/head on the Hugging Face Hub asks you to accept its conditions"):
-        checkpoint.resolve(NAME)
+    refuse("user/head on the Hugging Face Hub asks you to accept its conditions")
     monkeypatch.setenv("HF_TOKEN", "hf_user")
     huggingface_hub.HfApi().create_repo("user/other")
-    with pytest.raises(
-        ValueError, match=r"user/other on the .* Hub is neither a checkpoint of specdec nor a published head"
-    ):
-        checkpoint.resolve("user/other")
+    refuse(r"user/other on the .* Hub is neither a checkpoint of specdec nor a published head", "user/other")
 
 
 def test_without_the_hub_the_cache_is_used(hub, target, pushed, monkeypatch):
@@ -197,8 +189,7 @@ def test_without_the_hub_the_cache_is_used(hub, target, pushed, monkeypatch):
     hub.failing = 500
     begin = time.monotonic()
     message = r"neither a folder user/head nor a head of that name in the cache .* answers with error 500"
-    with pytest.raises(ValueError, match=message):
-        checkpoint.resolve(NAME)
+    refuse(message)
     hub.failing = None
     folder = checkpoint.resolve(NAME)
     fetch_checkpoint.cache_clear()
@@ -207,16 +198,11 @@ def test_without_the_hub_the_cache_is_used(hub, target, pushed, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     fetch_checkpoint.cache_clear()
     assert checkpoint.resolve(NAME) == folder
-    with pytest.raises(ValueError, match=r"neither a folder user/none nor .* the Hub cannot be reached"):
-        checkpoint.resolve("user/none")
+    refuse(r"neither a folder user/none nor .* the Hub cannot be reached", "user/none")
     assert time.monotonic() - begin < 10
-
-
-def test_offline_without_a_copy(hub, pushed, monkeypatch):
     monkeypatch.setattr(*OFFLINE)
     num = len(hub.requests)
-    with pytest.raises(ValueError, match=r"neither a folder user/head nor .* HF_HUB_OFFLINE=1 forbids to ask"):
-        checkpoint.resolve(NAME)
+    refuse(r"neither a folder user/other nor .* HF_HUB_OFFLINE=1 forbids to ask", "user/other")
     with pytest.raises(ValueError, match="HF_HUB_OFFLINE=1 forbids to reach the Hugging Face Hub: unset it"):
         names.push_files(NAME, {}, message="no")
     assert len(hub.requests) == num

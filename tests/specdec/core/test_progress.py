@@ -105,7 +105,7 @@ def test_the_variable_is_the_default_of_the_option(monkeypatch, choose, capsys):
 
 
 def on_terminal(arguments, cwd, *, until=None, number=signal.SIGINT, **environment) -> tuple[str, int]:
-    """Runs Python on a pseudo-terminal, and sends a signal when `until` matches. -> what was printed, the exit status"""
+    """Runs Python on a pseudo-terminal, and sends a signal when `until` matches. -> its output, its exit status"""
     master, slave = pty.openpty()
     environment = {"TERM": "xterm", "COLUMNS": "150", **environment}
     process = start(arguments, cwd=cwd, errors=True, file=Path(os.ttyname(slave)), **environment)
@@ -133,8 +133,8 @@ def answering(folder, tmp_path_factory):
     """Arguments of answer.py for work of some seconds."""
     prompts = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     write_rows(prompts, [{"prompt": f"Count from {number}."} for number in range(400)])
-    return [ROOT / "scripts" / "answer.py", f"prompts={prompts}", f"target.name={folder}/target", "batch=4", "max_new_tokens=24",
-            "target.dtype=float32", "decode.temperature=0"]  # fmt: skip
+    settings = ["batch=4", "max_new_tokens=24", "target.dtype=float32", "decode.temperature=0"]
+    return [ROOT / "scripts" / "answer.py", f"prompts={prompts}", f"target.name={folder}/target", *settings]
 
 
 SHOWN = r"answering.*\d+/\d+ answers, [\d,]+ tokens/s, \d+ (s|min) left"
@@ -157,8 +157,9 @@ def test_a_terminal_without_cursor_movement_gets_plain_lines(answering, tmp_path
 @pytest.mark.parametrize("stopped", [False, True])
 def test_training_on_a_terminal_shows_loss_rate_and_time_left(stopped, folder, tmp_path):
     steps = 100_000 if stopped else 60
-    command = [ROOT / "train.py", *train_overrides(folder, "seen", f"train.steps={steps}", "train.log_every=1000", "train.save_every=100000",
-               f"train.validate_every={100_000 if stopped else 20}", "validation.auto=never", "validation.max_new_tokens=30")]  # fmt: skip
+    rare = ["train.log_every=1000", "train.save_every=100000", "validation.auto=never", "validation.max_new_tokens=30"]
+    steps = [f"train.steps={steps}", f"train.validate_every={100_000 if stopped else 20}"]
+    command = [ROOT / "train.py", *train_overrides(folder, "seen", *steps, *rare)]
     until = r"training.*[\d,]+/[\d,]+ steps  loss [\d.]+  text tau [\d.]+  [\d,]+ tokens/s  \d+ (s|min) left"
     printed, status = on_terminal(command, tmp_path, until=until if stopped else None)
     assert status == (130 if stopped else 0), printed[-3000:]

@@ -1,14 +1,13 @@
 """Losslessness by exact enumeration over three tokens: every draft and every outcome of every draw."""
 
 import collections
-import math
 
 import pytest
 import torch
 
 from specdec.core import rules
 from specdec.core.sampling import Sampling, mark_seen
-from specdec.core.tree import Tree, make_chain
+from specdec.core.tree import Tree, make_chain, make_tree
 from tests.enumeration import (
     BUSH_PARENTS,
     DEPTH,
@@ -29,12 +28,6 @@ DRAFTINGS = ["chosen", "chain", "with replacement", "without replacement"]
 SAMPLINGS = [Sampling(0.6), Sampling(1.0, top_k=2), Sampling(1.0, top_p=0.7), Sampling(1.0, repetition_penalty=1.7)]
 SAMPLINGS += [Sampling(1.3, top_k=2, top_p=0.9, repetition_penalty=1.3)]
 EVERY_RULE = [lambda tree, probs, draws: rules.accept_greedy(tree, probs.argmax(-1)), *rules.RULES.values()]
-
-
-def expected_drafts(p: dict, rule, tree: Tree, weights) -> float:
-    """The expected number of accepted drafts in a round."""
-    outcomes = rule_outcomes(rule, tree, at_nodes(tree, p))
-    return sum(weights[row] * weight * (len(emitted) - 1) for row, weight, emitted in outcomes)
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)
@@ -94,28 +87,33 @@ def test_the_same_law_after_a_refusal_is_detected(rule, drafting, monkeypatch):
     assert rule_error(random_laws(0), rule, [drafted(drafting, 10)]) > 1e-2
 
 
-def test_wrong_budgets_are_detected(monkeypatch):
+def test_wrong_probabilities_are_detected(monkeypatch):
     p, right = random_laws(0), rules.compute_acceptance
-    not_clipped = lambda mass, *node: 1e9 * right(mass / 1e9, *node)
-    forgotten = lambda mass, *node: right(mass / mass.sum(-1, keepdim=True), *node)  # p / q, without P of the parent
-    for wrong in (not_clipped, forgotten):
+
+    def not_clipped(mass, *node):
+        return 1e9 * right(mass / 1e9, *node)
+
+    def without_parent(mass, *node):
+        return right(mass / mass.sum(-1, keepdim=True), *node)  # p / q, without P of the parent
+
+    for wrong in (not_clipped, without_parent):
         monkeypatch.setattr(rules, "compute_acceptance", wrong)
         assert rule_error(p, rules.accept_blocks, [drafted("chain", 10)]) > 1e-2
 
 
 def direct_block(p: dict, q: dict, drawn: tuple[int, ...]) -> list[float]:
-    """The distribution of the number of accepted drafts by block verification (2403.10444; docs/methods.md, section 1)."""
+    """The distribution of the number of accepted drafts by block verification (2403.10444)."""
     budgets, probabilities = [1.0], []
     for place, token in enumerate(drawn):
         rest = float((budgets[-1] * p[drawn[:place]] - q[drawn[:place]]).clamp(min=0).sum())
         bottom = rest + 1 - budgets[-1]
         probabilities.append(rest / bottom if bottom > 0 else 1.0)
         budgets.append(min(1.0, budgets[-1] * float(p[drawn[:place]][token] / q[drawn[:place]][token])))
-    probabilities = [1.0, *probabilities[1:], budgets[-1]]
-    return [
-        probability * math.prod(1 - later for later in probabilities[a + 1 :])
-        for a, probability in enumerate(probabilities)
-    ]
+    law, refused = [], 1.0  # from the last node up: each is accepted if all below it were refused
+    for probability in reversed([1.0, *probabilities[1:], budgets[-1]]):
+        law.append(probability * refused)
+        refused *= 1 - probability
+    return law[::-1]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -129,17 +127,14 @@ def test_block_on_a_chain_is_block_verification(seed):
     torch.testing.assert_close(distributions, torch.tensor(direct, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
-def expected_drafts_of_chain(p: torch.Tensor, q: torch.Tensor, depth: int, rule) -> float:
-    """The expected number of accepted drafts of a chain with the same distributions at every depth."""
-    tree, weights = drafts(collections.defaultdict(lambda: q), list(range(-1, depth)))
-    return expected_drafts(collections.defaultdict(lambda: p), rule, tree, weights)
-
-
 @pytest.mark.parametrize("rule, figure", [(rules.accept_tokens, 10 / 9), (rules.accept_blocks, 11 / 9)])
 def test_expected_drafts_of_a_small_example(rule, figure):
-    """The figures are those of docs/methods.md, section 1."""
+    """A chain with the same distributions at every depth. The figures are those of docs/methods.md, section 1."""
     p = torch.tensor([1 / 3, 2 / 3, 0], dtype=torch.float64)
-    assert expected_drafts_of_chain(p, p[[1, 0, 2]], 2, rule) == pytest.approx(figure, abs=1e-12)
+    tree, weights = drafts(collections.defaultdict(lambda: p[[1, 0, 2]]), [-1, 0, 1])
+    outcomes = rule_outcomes(rule, tree, at_nodes(tree, collections.defaultdict(lambda: p)))
+    drafted_tokens = sum(weights[row] * weight * (len(emitted) - 1) for row, weight, emitted in outcomes)
+    assert drafted_tokens == pytest.approx(figure, abs=1e-12)
 
 
 def random_trees(generator, num_rows: int, num_nodes: int, vocab_size: int) -> Tree:
@@ -161,7 +156,7 @@ def longest_path(tree: Tree, row: int, accepted_nodes: torch.Tensor) -> list[int
 
 
 def test_greedy_equals_the_lossless_rules_with_one_hot_laws():
-    """Batches of chosen trees and of sampled chains: greedy takes the path of the lossless rules with one-hot distributions."""
+    """Chosen trees and sampled chains: greedy takes the path of the lossless rules with one-hot distributions."""
     generator = torch.Generator().manual_seed(0)
     lengths = set()
     for sampled in (False, True):
@@ -185,7 +180,7 @@ def test_greedy_equals_the_lossless_rules_with_one_hot_laws():
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("rule", EVERY_RULE)
 def test_rows_do_not_depend_on_each_other(rule, sampled):
-    """Each row of a batch of different trees has its outcomes alone; a chosen node equals a draw from a one-hot distribution."""
+    """Each row has its outcomes alone. A chosen node equals a draw from a one-hot distribution."""
     generator = torch.Generator().manual_seed(1)
     tree, probs = random_trees(generator, 20, 8, V), random_probs(generator, 20, 8, V)
     distributions = (
@@ -231,6 +226,14 @@ def test_draws_follow_their_laws():
     assert not draws.accept(torch.zeros(20000), torch.ones_like(row_mask)).any()
 
 
+def test_a_draw_of_0_accepts_no_node_of_probability_0(monkeypatch):
+    """Draws come from [0, 1), so one in 2^24 is 0."""
+    monkeypatch.setattr(rules, "draw_uniform", lambda num, *arguments: torch.zeros(num))
+    for draws in (rules.Draws(None), rules.FixedDraws(torch.zeros(3, 2), torch.zeros(3, 1))):
+        assert not draws.accept(torch.zeros(3), torch.ones(3, dtype=torch.bool)).any()
+        assert not draws.accept_all(torch.zeros(3, 2)).any() and draws.accept_all(torch.full((3, 2), 1e-9)).all()
+
+
 class Table(rules.Draws):
     """Given numbers for the nodes [B, N - 1]; keeps the distribution that the last token is drawn from."""
 
@@ -245,12 +248,19 @@ class Table(rules.Draws):
         return distribution.argmax(-1)
 
 
+def test_a_residual_of_rounding_accepts_no_node_at_once():
+    """A refusal that only rounding allows leaves the distribution as it was, as after `refuse_node`."""
+    probs = torch.tensor([[[1 - 2**-24, 2**-24, 0.0]] * 3])  # float32
+    draws = Table(torch.tensor([[1.0, 0.5]]))
+    _, num_kept, _ = rules.accept_tokens_at_once(make_tree([0], [[(0, 0), (1, 0)]], "cpu"), probs, draws)
+    assert num_kept.tolist() == [1]
+
+
 def drafts_of(kind: str, rows: int, num: int, vocab: int) -> Tree:
-    """Random trees: of chosen nodes, filled up with copies; chains and trees whose nodes were drawn"""
+    """Random trees of chosen nodes, padded with copies; random chains and trees of drawn nodes"""
     if kind == "chosen":
-        trees = [random_tree(torch.Generator().manual_seed(row), num, vocab) for row in range(rows)]
-        tokens, parents = (torch.cat([getattr(tree, name) for tree in trees]) for name in ("tokens", "parents"))
-        return Tree(tokens, parents, None).pad_to(num + 2)
+        generator = torch.Generator().manual_seed(int(torch.randint(1000, ())))
+        return random_trees(generator, rows, num, vocab).pad_to(num + 2)
     parents = torch.arange(-1, num - 1) if kind == "chain" else torch.tensor([-1, 0, 0, 1, 1, 1, 2, 3, 3, 7][:num])
     probs, tokens = torch.rand(rows, num, vocab, dtype=torch.float64), torch.zeros(rows, num, dtype=torch.long)
     for row in range(rows):

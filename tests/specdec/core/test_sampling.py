@@ -1,6 +1,6 @@
 """The target's distribution against the logits processors of transformers, and the penalty's context against a loop."""
 
-import dataclasses
+import math
 
 import pytest
 import torch
@@ -36,16 +36,15 @@ def test_law_equals_that_of_transformers(temperature, top_k, top_p, dtype, ties)
         scores = TopKLogitsWarper(top_k)(None, scores)
     if top_p is not None:
         scores = TopPLogitsWarper(top_p)(None, scores)
-    distribution = Sampling(temperature, top_k=top_k, top_p=top_p).distribution(logits)
+    sampling = Sampling(temperature, top_k=top_k, top_p=top_p)
+    distribution = sampling.distribution(logits)
     expected = scores.softmax(-1)
     if ties and top_p is not None:  # which of equal logits an unstable sort puts last is not defined
         torch.testing.assert_close(distribution.sort(-1).values, expected.sort(-1).values, rtol=1e-6, atol=0)
     else:
         assert torch.equal(distribution, expected)
     assert distribution.dtype == dtype
-    assert torch.equal(
-        Sampling(temperature, top_k=top_k, top_p=top_p).distribution(logits.view(5, 10, V)), distribution.view(5, 10, V)
-    )
+    assert torch.equal(sampling.distribution(logits.view(5, 10, V)), distribution.view(5, 10, V))
 
 
 def full_sort(logits: torch.Tensor, top_k: int | None, top_p: float) -> torch.Tensor:
@@ -63,7 +62,7 @@ def full_sort(logits: torch.Tensor, top_k: int | None, top_p: float) -> torch.Te
 @pytest.mark.parametrize("top_p", [1e-6, 0.9, 0.999])
 @pytest.mark.parametrize("kind", ["peaked", "usual", "flat", "equal", "ties", "bfloat16", "forbidden"])
 def test_top_p_of_many_tokens_keeps_what_a_sort_of_all_of_them_keeps(kind, top_p, top_k, dtype):
-    """A few tokens are sorted in place of all; no distribution may be so peaked, flat or full of equal logits that this shows."""
+    """Few tokens are sorted in place of all, which no peaked or flat distribution and no equal logits may show."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(12, 20_000, generator=generator, dtype=dtype)
     logits = {
@@ -75,19 +74,15 @@ def test_top_p_of_many_tokens_keeps_what_a_sort_of_all_of_them_keeps(kind, top_p
         "bfloat16": lambda: (2.5 * noise).bfloat16().to(dtype),
         "forbidden": lambda: noise.masked_fill(noise < 1, -torch.inf),
     }[kind]()
-    distribution, expected = (
-        Sampling(1.0, top_k=top_k, top_p=top_p).distribution(logits),
-        full_sort(logits, top_k, top_p),
-    )
+    distribution = Sampling(1.0, top_k=top_k, top_p=top_p).distribution(logits)
+    expected = full_sort(logits, top_k, top_p)
     assert torch.equal(distribution > 0, expected > 0)
     assert torch.equal(distribution, expected)
 
 
 def test_law_of_bfloat16_logits_is_computed_in_float32():
-    logits = random_logits(torch.bfloat16, 4)
-    assert torch.equal(
-        Sampling(0.7, top_p=0.9).distribution(logits), Sampling(0.7, top_p=0.9).distribution(logits.float())
-    )
+    logits, sampling = random_logits(torch.bfloat16, 4), Sampling(0.7, top_p=0.9)
+    assert torch.equal(sampling.distribution(logits), sampling.distribution(logits.float()))
 
 
 @pytest.mark.parametrize("penalty", [0.8, 1.0, 1.5])
@@ -109,20 +104,16 @@ def test_penalty_equals_that_of_transformers(penalty):
     assert committed.sum() == 2  # unchanged
 
 
-@pytest.mark.parametrize(
-    "name, wrong, right",
-    [
-        ("temperature", -0.1, 0.0),
-        ("top_k", 0, 1),
-        ("top_p", 0.0, 1.0),
-        ("top_p", 1.1, 0.1),
-        ("repetition_penalty", 0.0, 0.5),
-    ],
-)
-def test_settings_out_of_range_are_refused(name, wrong, right):
-    with pytest.raises(ValueError, match=f"^{name}={wrong}"):
+NAN, INFINITY = math.nan, math.inf
+OUT_OF_RANGE = [("temperature", wrong) for wrong in (-0.1, -1e-45, NAN, INFINITY)] + [("top_k", 0)]
+OUT_OF_RANGE += [("top_p", 0.0), ("top_p", 1.1)] + [("repetition_penalty", wrong) for wrong in (0.0, NAN, INFINITY)]
+
+
+@pytest.mark.parametrize("name, wrong", OUT_OF_RANGE)
+def test_settings_out_of_range_are_refused(name, wrong):
+    with pytest.raises(ValueError, match=f"^{name}={wrong} must be "):
         Sampling(**{name: wrong})
-    assert dataclasses.asdict(Sampling(**{name: right}))[name] == right
+    assert Sampling(temperature=0.0, top_k=1, top_p=1.0, repetition_penalty=0.5).top_p == 1.0
 
 
 def test_no_value_is_read_from_the_device():
@@ -148,27 +139,16 @@ def test_tiny_temperatures_are_greedy(temperature, size):
     logits = size * random_logits(torch.float32, 4, 3)
     sampling = Sampling(temperature)
     assert sampling.greedy == (temperature < 1e-30)
-    for each in (sampling, RowSampling((sampling, Sampling(0.8), sampling, Sampling()))):
-        if each.greedy:
+    for settings in (sampling, RowSampling((sampling, Sampling(0.8), sampling, Sampling()))):
+        if settings.greedy:
             continue
-        distribution = each.distribution(logits)
+        distribution = settings.distribution(logits)
         assert distribution.isfinite().all() and torch.allclose(distribution.sum(-1), torch.ones(4, 3))
-        assert (
-            torch.equal(distribution[::2].argmax(-1), logits[::2].argmax(-1))
-            and distribution[::2].max(-1).values.min() > 0.999
-        )
+        assert torch.equal(distribution[::2].argmax(-1), logits[::2].argmax(-1))
+        assert distribution[::2].max(-1).values.min() > 0.999
     if not sampling.greedy:
         tied = torch.tensor([2.0, 5.0, 5.0, -3.0]) * size
         assert sampling.distribution(tied).tolist() == [0, 0.5, 0.5, 0]
-
-
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1e-45, -1.0])
-def test_temperatures_that_are_no_numbers_are_refused(wrong):
-    with pytest.raises(ValueError, match=r"^temperature=.* must be 0 \(greedy\) or above\.$"):
-        Sampling(wrong)
-    if wrong != -1e-45:
-        with pytest.raises(ValueError, match="repetition_penalty="):
-            Sampling(repetition_penalty=wrong)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), "one NaN", float("inf")])
@@ -176,6 +156,7 @@ def test_a_law_without_a_token_says_so_and_the_other_rows_have_theirs(bad):
     logits = random_logits(torch.float32, 3)
     logits[1] = logits[1].index_fill(0, torch.tensor([5]), torch.nan) if bad == "one NaN" else bad
     everywhere = torch.ones(3, dtype=torch.bool)
-    for sampling in (Sampling(0.8), Sampling(1e-20), RowSampling((Sampling(0.8), Sampling(0.3), Sampling())), RowSampling((Sampling(0.8), Sampling(), Sampling()))):  # fmt: skip
+    by_row = [RowSampling((Sampling(0.8), Sampling(temperature), Sampling())) for temperature in (0.3, 0.0)]
+    for sampling in (Sampling(0.8), Sampling(1e-20), *by_row):
         drawn = rules.Draws(torch.Generator().manual_seed(0)).token(sampling.distribution(logits), everywhere)
         assert drawn[1] == NO_TOKEN and (drawn[[0, 2]] >= 0).all() and (drawn < V).all()

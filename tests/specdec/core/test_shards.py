@@ -64,6 +64,13 @@ def readers(tmp_path, folder):
     }
 
 
+def load_both(folder: Path) -> tuple[Target, Target]:
+    """A whole target and its ends, which are the same model."""
+    whole, ends = (load(str(folder), dtype="float32") for load in (Target.load, Target.load_ends))
+    assert torch.equal(whole.lm_head.weight, ends.lm_head.weight) and whole.fingerprint() == ends.fingerprint()
+    return whole, ends
+
+
 def refusals(readers: dict, folder: Path) -> set[str]:
     """What all readers say."""
     sentences = set()
@@ -96,10 +103,8 @@ def test_a_tensor_that_its_shard_lacks_is_named(folder, readers, name):
     tensors = safetensors.torch.load_file(folder / file)
     write(folder, file, {key: value for key, value in tensors.items() if key != name})
     (sentence,) = refusals(readers, folder)
-    assert (
-        sentence
-        == f"{folder / file} lacks the tensor {name}, which {INDEX} places there: take another copy of both files."
-    )
+    lack = f"lacks the tensor {name}, which {INDEX} places there"
+    assert sentence == f"{folder / file} {lack}: take another copy of both files."
 
 
 def test_a_single_file_comes_before_the_index(tmp_path):
@@ -109,21 +114,18 @@ def test_a_single_file_comes_before_the_index(tmp_path):
     write(folder, SINGLE, {name: value + 0.05 * torch.randn_like(value) for name, value in old.items()})
     alone = Target.load_ends(str(folder), dtype="float32")
     divide(folder, old)
-    for load in (Target.load, Target.load_ends):
-        target = load(str(folder), dtype="float32")
-        assert target.fingerprint() == alone.fingerprint() and torch.equal(target.lm_head.weight, alone.lm_head.weight)
+    assert load_both(folder)[0].fingerprint() == alone.fingerprint()
+    assert torch.equal(load_both(folder)[0].lm_head.weight, alone.lm_head.weight)
     (folder / SINGLE).unlink()
-    whole, ends = (load(str(folder), dtype="float32") for load in (Target.load, Target.load_ends))
-    assert whole.fingerprint() == ends.fingerprint() != alone.fingerprint()
-    assert torch.equal(whole.lm_head.weight, old["lm_head.weight"])
+    whole, _ = load_both(folder)
+    assert whole.fingerprint() != alone.fingerprint() and torch.equal(whole.lm_head.weight, old["lm_head.weight"])
 
 
 def test_the_file_that_the_configuration_names_comes_first(tmp_path):
     folder = save(tmp_path)
     write(folder, "other.safetensors", {name: value + 1 for name, value in read(folder).items()})
     edit(folder, transformers_weights="other.safetensors")
-    whole, ends = (load(str(folder), dtype="float32") for load in (Target.load, Target.load_ends))
-    assert torch.equal(whole.lm_head.weight, ends.lm_head.weight) and whole.fingerprint() == ends.fingerprint()
+    _, ends = load_both(folder)
     assert torch.equal(ends.lm_head.weight, read(folder)["lm_head.weight"] + 1)
     edit(folder, transformers_weights="../other.safetensors")
     with pytest.raises(ValueError, match=r"which is not inside it: the folder is damaged or unsafe"):
@@ -142,8 +144,7 @@ def test_a_tensor_that_no_index_names_is_read_as_well(tmp_path):
     (folder / INDEX).write_text(
         json.dumps(document | {"weight_map": document["weight_map"] | {"lm_head.weight": PARTS[0]}})
     )
-    whole, ends = (load(str(folder), dtype="float32") for load in (Target.load, Target.load_ends))
-    assert torch.equal(whole.lm_head.weight, ends.lm_head.weight) and whole.fingerprint() == ends.fingerprint()
+    load_both(folder)
 
 
 def test_pickles_are_read_where_there_is_nothing_else(tmp_path):

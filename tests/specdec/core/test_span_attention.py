@@ -48,8 +48,8 @@ def test_attention_over_spans_of_blocks_of_queries(lag, scores, monkeypatch):
     """As block drafters use it: several queries and several own keys in each slot."""
     monkeypatch.setattr(span_attention, "MAX_MASK_ENTRIES", scores)
     torch.manual_seed(0)
-    shapes = {"query": (3, 2, 2, 7, 4, 6), "key": (3, 2, 7, 6), "value": (3, 2, 7, 6), "own_key": (3, 2, 7, 3, 6), "own_value": (3, 2, 7, 3, 6)}  # fmt: skip
-    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes.values()]
+    shapes = (3, 2, 2, 7, 4, 6), (3, 2, 7, 6), (3, 2, 7, 6), (3, 2, 7, 3, 6), (3, 2, 7, 3, 6)
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     seen = span_attention.Span(*(getattr(find_spans(INDEX, lag=lag), name) for name in ("first", "last")))
     out = span_attention.attend(*inputs[:3], seen, *inputs[3:])
     wanted = span_attention.attend(*inputs[:3], seen.mask(7), *inputs[3:])  # without chunks, by autograd

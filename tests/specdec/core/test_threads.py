@@ -35,7 +35,8 @@ def test_every_command_says_how_threads_wait_before_it_loads_anything(path):
 def environment_of(code: str, **variables: str) -> str:
     clean = {key: value for key, value in os.environ.items() if key not in (*threads.SPIN, *threads.USER_VARIABLES)}
     command = [sys.executable, "-c", f"import os, sys; {code}"]
-    run = subprocess.run(command, env=clean | variables | {"PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}, capture_output=True, text=True)  # fmt: skip
+    environment = clean | variables | {"PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()
 

@@ -60,16 +60,20 @@ def test_proposed_trees(any_drafter, shape):
                 assert set(tokens[1:]) <= set(any_drafter.draft_to_target.tolist())
 
 
+def list_paths(tree: Tree, row: int) -> set[tuple[int, ...]]:
+    """The tokens from the root's child down to each node."""
+    parents = tree.parents[row].tolist()
+    walks = [walk_up(parents, node)[-2::-1] for node in range(1, len(parents))]
+    return {tuple(tree.tokens[row, walk].tolist()) for walk in walks}
+
+
 def test_tree_keeps_the_best_nodes(any_drafter):
     """Compares with a naive ranking of all nodes of a complete, wide enough tree by joint log-probability."""
     (whole, _), (smaller, _) = (propose(any_drafter, TreeShape(2, 4, nodes), 0.0, 0) for nodes in (20, 6))
     single, _ = propose(any_drafter, chain_of(1), 1.0, 0)
     distribution = single.probs[:, 1].log()  # of depth 1
     for row in range(2):
-        path_sets = [
-            {tuple(tree.tokens[row, walk_up(parents, node)[::-1]].tolist()[1:]) for node in range(1, len(parents))}
-            for tree, parents in ((whole, whole.parents[row].tolist()), (smaller, smaller.parents[row].tolist()))
-        ]
+        path_sets = [list_paths(tree, row) for tree in (whole, smaller)]
         assert len(path_sets[0]) == 20 and len(path_sets[1]) == 6 and path_sets[1] < path_sets[0]
         firsts = sorted(
             (path[0] for path in path_sets[0] if len(path) == 1), key=lambda token: -distribution[row, token]

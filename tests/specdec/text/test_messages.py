@@ -1,4 +1,4 @@
-"""Tests of what an assistant's turn says, whoever wrote it: thoughts, calls, weights, template arguments, ends of turns."""
+"""An assistant's turn, whoever wrote it: thoughts, calls, weights, template arguments, ends of turns."""
 
 import json
 
@@ -25,16 +25,17 @@ THINKS = HEAD + (
 DROPS = HEAD + "{{ m.content.split('</think>')[-1] }}" + TAIL
 # as gpt-oss's, with special tokens around channels; other ends for the last turn than for earlier ones
 CHANNELS = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}"
-    "{% if m.thinking and loop.last %}{{ '<|im_start|>assistant<|endoftext|>analysis\n' ~ m.thinking ~ '<|im_end|>' }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% if m.thinking and loop.last %}"
+    "{{ '<|im_start|>assistant<|endoftext|>analysis\n' ~ m.thinking ~ '<|im_end|>' }}{% endif %}"
     "{{ '<|im_start|>assistant<|endoftext|>final\n' ~ m.content ~ ('<|endoftext|>' if loop.last else '<|im_end|>') }}"
     "{% else %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
 )
-# as GLM's: a turn has no end of its own, the token of the next role ends it. <|im_start|> is the user's, <|im_end|> a tool's
+# as GLM's: the token of the next role ends a turn. <|im_start|> is the user's, <|im_end|> a tool's
 ROLES = (
-    "{% for m in messages %}{{ {'user': '<|im_start|>', 'tool': '<|im_end|>', 'assistant': '<|endoftext|>'}[m.role] ~ '\n' ~ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ '\n<call>' ~ c.function.name ~ ' ' ~ (c.function.arguments | tojson) ~ '</call>' }}{% endfor %}"
+    "{% set roles = {'user': '<|im_start|>', 'tool': '<|im_end|>', 'assistant': '<|endoftext|>'} %}"
+    "{% for m in messages %}{{ roles[m.role] ~ '\n' ~ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ '\n<call>' ~ c.function.name ~ ' ' ~ (c.function.arguments | tojson) ~ '</call>' }}{% endfor %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|endoftext|>\n' }}{% endif %}"
 )
 # its markers hold the header of the turn, and the newline behind it
@@ -44,12 +45,13 @@ MARKED = (
     "{% else %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' }}{% endif %}{% endfor %}" + ASKS
 )
 # the prompt ends with an open thought
-OPENS = HEAD + (
-    "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n' ~ (m.reasoning_content or '') ~ '\n</think>\n\n' }}{% endif %}{{ m.content }}"
-) + TAIL[: -len(ASKS)] + (
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}"
+OPENS = (
+    HEAD + "{% if m.role == 'assistant' and loop.last %}"
+    "{{ '<think>\n' ~ (m.reasoning_content or '') ~ '\n</think>\n\n' }}{% endif %}{{ m.content }}"
+    + TAIL[: -len(ASKS)]
+    + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}"
     "{% if enable_thinking is defined and not enable_thinking %}{{ '\n</think>\n\n' }}{% endif %}{% endif %}"
-)  # fmt: skip
+)
 EFFORT = "{{ 'Effort ' ~ (reasoning_effort or 'medium') ~ '\n' }}" + OPENS
 CALL = {"name": "float", "arguments": {"what": "cork"}}
 THOUGHTS = "Cork floats on water, so cork."
@@ -135,11 +137,8 @@ def test_the_token_of_the_next_role_ends_a_turn(arguments):
     said = '\n<call>float {"what": "cork"}</call><|im_end|>'
     messages = [QUESTION, calls, {"role": "tool", "content": "yes"}, answer("It does.")]
     assert encode(ROLES, messages) == [said, "It does."]
-    assert encode(ROLES, [*messages, QUESTION, answer("Cork.")]) == [
-        said,
-        "It does.<|im_start|>",
-        "Cork.",
-    ]
+    later = encode(ROLES, [*messages, QUESTION, answer("Cork.")])
+    assert later == [said, "It does.<|im_start|>", "Cork."]
 
 
 def test_calls_without_any_special_token_are_supervised_whole():
@@ -154,24 +153,16 @@ def test_calls_without_any_special_token_are_supervised_whole():
 
 
 def test_a_function_call_is_a_tool_call():
-    legacy = [
-        QUESTION,
-        answer("", function_call=CALL),
-        {"role": "function", "name": "float", "content": "yes"},
-        answer("It does."),
-    ]
-    modern = [
-        QUESTION,
-        answer("", tool_calls=[{"type": "function", "function": CALL}]),
-        {**legacy[2], "role": "tool"},
-        legacy[3],
-    ]
+    said = {"name": "float", "content": "yes"}
+    legacy = [QUESTION, answer("", function_call=CALL), {"role": "function", **said}, answer("It does.")]
+    calls = [{"type": "function", "function": CALL}]
+    modern = [QUESTION, answer("", tool_calls=calls), {"role": "tool", **said}, answer("It does.")]
     assert normalise_messages(legacy) == modern == normalise_messages(modern)
     assert encode(ROLES, legacy) == encode(ROLES, modern)
     with pytest.raises(ValueError, match="leaves out tool_calls"):
         encode(None, legacy)
-    for call, message in (("float", "function_call must be"), ({"arguments": "{}"}, "function_call must be")):
-        with pytest.raises(ValueError, match=rf"messages\[1\]: {message}"):
+    for call in ("float", {"arguments": "{}"}):
+        with pytest.raises(ValueError, match=r"messages\[1\]: function_call must be"):
             normalise_messages([QUESTION, answer("", function_call=call)])
 
 
@@ -196,31 +187,12 @@ def test_what_the_generation_prompt_supplies_is_not_supervised(finish):
 def test_a_turn_of_weight_0_is_context(template, flag):
     ends = {"weight": 1} if "weight" in flag else {next(iter(flag)): True}
     messages = [QUESTION, answer("Iron.", **flag), QUESTION, answer("Cork.", **ends)]
-    plain = [{key: message[key] for key in ("role", "content")} for message in messages]
+    plain = pair("What floats?", "Iron.") + pair("What floats?", "Cork.")
     tokenizer = with_template(template)
     row, both = data.encode(tokenizer, as_row(messages)), data.encode(tokenizer, as_row(plain))
     assert row.tokens == both.tokens and supervised(tokenizer, row) == supervised(tokenizer, both)[1:]
     with pytest.raises(ValueError, match="row 7: all answers that could count have weight 0"):
         data.encode(tokenizer, as_row(messages[:2]))
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"weight": 0.5}, r"weight=0\.5 must be 0 or 1"),
-        ({"train": "no"}, r'train="no" must be 0 or 1'),
-        ({"weight": 1, "loss": False}, "weight and loss contradict each other"),
-        ({"reasoning": "a", "thinking": "b"}, "reasoning and thinking hold different thoughts"),
-        ({"reasoning": {"text": "a"}}, "reasoning must be a text"),
-        ({"role": "user", "weight": 1}, "weight=1: the assistant's messages alone are trained on"),
-        ({"function_call": CALL, "tool_calls": [{"function": CALL}]}, "function_call and tool_calls"),
-    ],
-)
-def test_keys_that_cannot_be_read_are_refused_with_file_and_line(tmp_path, more, message):
-    write_rows(tmp_path / "a.jsonl", [{"messages": pair("a", "b")}, {"messages": [QUESTION, answer("b") | more]}])
-    for read in (reading.load_conversations, reading.load_prompts):
-        with pytest.raises(ValueError, match=rf"a\.jsonl:2: messages\[1\]: .*{message}"):
-            read(str(tmp_path / "a.jsonl"))
 
 
 # Arguments of the template
@@ -247,55 +219,53 @@ def test_rows_say_template_arguments_in_many_ways(tmp_path, row):
 
 
 def test_arguments_of_a_row_win_over_those_of_the_command(tmp_path):
-    tokenizer, file = with_template(EFFORT), tmp_path / "p.jsonl"
-    path = str(file)
-    rows = [
-        {"prompt": "a"},
-        {"prompt": "a", "reasoning_effort": "high"},
-        {"prompt": "a", "chat_template_kwargs": {"reasoning_effort": "none"}},
-    ]
-    write_rows(file, rows)
+    tokenizer, path = with_template(EFFORT), str(tmp_path / "p.jsonl")
+    high, none = {"reasoning_effort": "high"}, {"chat_template_kwargs": {"reasoning_effort": "none"}}
+    rows = [{"prompt": "a", **fields} for fields in ({}, high, none)]
+    write_rows(tmp_path / "p.jsonl", rows)
     arguments = parse_arguments({"reasoning_effort": "low", "thinking": "FALSE"})
     assert arguments == {"reasoning_effort": "low", "enable_thinking": False}
     texts = [tokenizer.decode(prompt.tokens) for prompt in data.load_prompts(path, tokenizer, arguments=arguments)]
-    assert [text.splitlines()[0] for text in texts] == ["Effort low", "Effort high", "Effort none"]
-    assert all(text.endswith("</think>\n\n") for text in texts)
-    conversations = [{**row, "prompt": "a", "completion": "b"} for row in rows]
-    write_rows(file, conversations)
+    efforts = ["Effort low", "Effort high", "Effort none"]
+    assert [text.splitlines()[0] for text in texts] == efforts and all(text.endswith("</think>\n\n") for text in texts)
+    write_rows(tmp_path / "p.jsonl", [{**row, "completion": "b"} for row in rows])
     packs = load_packs(path, Encoding(tokenizer, tmp_path / "c", arguments=arguments), length=99, packed=False)
-    assert {row[0].id: tokenizer.decode(row[0].tokens).splitlines()[0] for row in packs} == {
-        "0": "Effort low",
-        "1": "Effort high",
-        "2": "Effort none",
-    }
+    texts = [tokenizer.decode(row.tokens) for (row,) in sorted(packs, key=lambda pack: pack[0].id)]
+    assert [text.splitlines()[0] for text in texts] == efforts
+
+
+UNREAD = (
+    r'reasoning_efort="?low"?: the chat template .* reads no variable reasoning_efort\. Did you mean reasoning_effort\?'
+)
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"chat_template_kwargs": {"reasoning_efort": "low"}}, r'reasoning_efort="?low"?: the chat template .* reads no variable reasoning_efort\. Did you mean reasoning_effort\?'),
+        ({"chat_template_kwargs": {"reasoning_efort": "low"}}, UNREAD),
         ({"chat_template_kwargs": ["enable_thinking"]}, "chat_template_kwargs must be an object"),
         ({"chat_template_kwargs": {"messages": []}}, "may not hold messages"),
         ({"enable_thinking": "no"}, "enable_thinking must be true or false"),
-        ({"enable_thinking": True, "thinking": False}, "thinking says another enable_thinking than the rest of the row"),
+        (
+            {"enable_thinking": True, "thinking": False},
+            "thinking says another enable_thinking than the rest of the row",
+        ),
     ],
-)  # fmt: skip
+)
 def test_arguments_that_change_nothing_or_contradict_are_refused(tmp_path, row, message):
-    tokenizer = with_template(EFFORT)
-    write_rows(tmp_path / "a.jsonl", [{"messages": pair("a", "b")}, {"messages": pair("a", "b"), **row}])
-    with pytest.raises(ValueError, match=rf"a\.jsonl:2: .*{message}"):
-        load_packs(str(tmp_path / "a.jsonl"), Encoding(tokenizer, tmp_path / "c"), length=99, packed=False)
-    with pytest.raises(ValueError, match=rf"a\.jsonl:2: .*{message}"):
-        data.load_prompts(str(tmp_path / "a.jsonl"), tokenizer)
+    tokenizer, source = with_template(EFFORT), tmp_path / "a.jsonl"
+    write_rows(source, [{"messages": pair("a", "b")}, {"messages": pair("a", "b"), **row}])
+    for load in (
+        lambda: load_packs(str(source), Encoding(tokenizer, tmp_path / "c"), length=99, packed=False),
+        lambda: data.load_prompts(str(source), tokenizer),
+    ):
+        with pytest.raises(ValueError, match=rf"a\.jsonl:2: .*{message}"):
+            load()
 
 
 def test_arguments_of_a_command_are_checked():
-    assert parse_arguments({"date": "2026-11-27", "num": "3", "flag": "true", "name": "a b"}) == {
-        "date": "2026-11-27",
-        "num": 3,
-        "flag": True,
-        "name": "a b",
-    }
+    written = {"date": "2026-11-27", "num": "3", "flag": "true", "name": "a b"}
+    assert parse_arguments(written) == written | {"num": 3, "flag": True}
     for written, message in (
         ({"tools": "[]"}, "template.tools: tools is not a variable"),
         ({"thinking": "maybe"}, "template.thinking=maybe must be true or false"),

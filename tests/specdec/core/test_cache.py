@@ -1,0 +1,43 @@
+"""A cache of keys and values by itself: capacity, rows that stay, and slots of later unroll steps."""
+
+import pytest
+import torch
+
+from specdec.core.cache import RowCache, UnrollCache
+
+
+def fill_cache(batch: int = 4, num: int = 5) -> RowCache:
+    """Rows b of lengths num - b, whose entry i is 10 b + i."""
+    cache = RowCache.uniform(
+        num_layers=1, batch=batch, num_heads=1, head_dim=2, dtype=torch.float64, device="cpu", capacity=8
+    )
+    cache.reserve(num)
+    values = (10.0 * torch.arange(batch)[:, None] + torch.arange(num)).double()[:, None, :, None].expand(-1, -1, -1, 2)
+    cache.update(values, values, 0)
+    counts = [num - row for row in range(batch)]
+    cache.commit(torch.tensor(counts), counts)
+    return cache
+
+
+def test_capacity_doubles_only_when_it_is_exceeded():
+    cache = fill_cache()
+    cache.make_room(3)
+    assert cache.capacity == cache.visible == 8
+    cache.make_room(4)
+    assert cache.capacity == 16 and cache.entry_tensor[0, 0, 3, 0, :2, 0].tolist() == [30, 31]
+
+
+@pytest.mark.parametrize("rows", [[0, 1], [2, 1], [1, 0], [3, 0, 1], [1, 2, 3], [2, 2], [0, 1, 2, 3, 3], [3, 2, 1, 0]])
+def test_rows_stay_in_any_order_and_several_times(rows):
+    cache, expected = fill_cache(), fill_cache().entry_tensor[:, :, rows]
+    cache.select(rows)
+    assert cache.entry_tensor.equal(expected)
+    assert cache.lengths.tolist() == cache.host_lengths == [5 - row for row in rows]
+
+
+def test_later_steps_know_their_slots_among_those_of_every_earlier_step():
+    cache, slots = UnrollCache(), [torch.arange(6)[None], torch.tensor([[1, 3, 4]]), torch.tensor([[0, 2]])]
+    for d, kept_slots in enumerate([None, slots[1], slots[2], None], start=1):
+        cache.at_step(d, kept_slots)
+    indices = cache.slot_indices[4]
+    assert indices[3] is None and indices[2].tolist() == [[0, 2]] and indices[1].tolist() == [[1, 4]]
