@@ -77,10 +77,10 @@ NO_BLOCKS = "has no list of 4 blocks"
 class Family:
     """A tiny configuration, and what works with such targets. Tests check every field, docs/targets.md shows them.
 
-    model_type: as AutoConfig knows it; variant: tells apart families of one model type
-    fields: of the configuration, where they differ from SIZES
+    model_type: name in AutoConfig; variant: name that tells apart families of one model type
+    fields: fields of the configuration that differ from SIZES
     refused: a regular expression of the sentence that refuses the family; empty for a family that works
-    recurrent: whether it verifies chains only, and is trained on one conversation a row
+    recurrent: whether targets verify chains only, and are trained on one conversation a row
     compiled: whether decode.compile=true works; with recurrent layers it never does
     """
 
@@ -454,6 +454,11 @@ FAMILIES = [
 ]
 
 
+def find_family(name: str) -> Family:
+    """The entry of this name: its model type, and its variant behind a hyphen."""
+    return next(family for family in FAMILIES if str(family) == name)
+
+
 def configuration(family: Family) -> PretrainedConfig:
     """SIZES, as far as the family has such fields, and what the family adds."""
     config_class = CONFIG_MAPPING[family.model_type]
@@ -469,19 +474,20 @@ def configuration(family: Family) -> PretrainedConfig:
 
 @torch.no_grad()
 def make(family: Family, attention: str = "sdpa") -> PreTrainedModel:
-    """A random target in float32; eager attention where the family lacks the attention that was asked for."""
-    torch.manual_seed(SEED)
+    """A random target in float32, with eager attention if the family lacks the requested one."""
     config = configuration(family)
-    build = lambda name: AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=name)
+
+    def build(implementation: str) -> PreTrainedModel:
+        torch.manual_seed(SEED)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=implementation)
+
     try:
         model = build(attention)
     except (ValueError, ImportError):
-        torch.manual_seed(SEED)
         model = build("eager")
     torch.manual_seed(SEED + 1)
-    routing = [
-        value for name, value in model.named_buffers() if name.endswith(("score_correction_bias", "expert_bias"))
-    ]
+    endings = ("score_correction_bias", "expert_bias")
+    routing = [value for name, value in model.named_buffers() if name.endswith(endings)]
     for value in [*model.parameters(), *routing]:
         # Norms, biases, sinks and decays begin as constants: a test would not see that one was left out
         if value.is_floating_point() and (value.dim() < 2 or value.eq(value.flatten()[0]).all()):

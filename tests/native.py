@@ -1,4 +1,4 @@
-"""Tiny models with MTP modules of their own, as transformers writes their layers, and the same modules computed by its classes."""
+"""Tiny models with MTP modules, as transformers writes their layers, and the modules computed by its classes."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec.core.untrusted import read_tensors
 from tests import families
-from tests.families import FAMILIES, FULL, Family
+from tests.families import FULL, Family, find_family
 
 DEEPSEEK = {
     "enorm": "model.layers.4.enorm",
@@ -33,13 +33,9 @@ MIMO = {
     "norm": "model.mtp_layers.0.final_layernorm",
     "layers.0": "model.mtp_layers.0",
 }
-NAMES = {"qwen3_5_text": QWEN, "qwen3_5_moe_text": QWEN, "qwen3_next": QWEN, "deepseek_v3": DEEPSEEK, "glm4_moe": DEEPSEEK,
-         "qwen2": MIMO}  # fmt: skip
+NAMES = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), QWEN)
+NAMES |= {"deepseek_v3": DEEPSEEK, "glm4_moe": DEEPSEEK, "qwen2": MIMO}
 COUNTS = {"qwen3_5_text": "mtp_num_hidden_layers", "qwen3_5_moe_text": "mtp_num_hidden_layers"}
-
-
-def find_family(name: str) -> Family:
-    return next(family for family in FAMILIES if family.model_type == name)
 
 
 def make_one_layer(family: Family, fields: dict) -> torch.nn.Module:
@@ -53,7 +49,7 @@ def make_one_layer(family: Family, fields: dict) -> torch.nn.Module:
 
 
 def save_native(folder: Path, name: str, *, fields: dict | None = None, shard_size: str = "5GB"):
-    """A target of a family with an MTP module -> its folder, the one-layer model that the module's layer is, and its other weights."""
+    """Saves a target with an MTP module. Returns a model with its layer, and the module's tensors around the layer."""
     family = dataclasses.replace(find_family(name), fields={**find_family(name).fields, **(fields or {})})
     families.make(family).save_pretrained(folder, max_shard_size=shard_size)
     model = make_one_layer(family, fields or {})
@@ -101,7 +97,7 @@ def add_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 def run_reference(
     name: str, model, weights: dict[str, Tensor], embedding: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What transformers' own classes give for embedding, state [1, S, D] of a whole text: before the last norm and after it"""
+    """The module's state before and behind its last norm, by transformers' classes. embedding, state [1, S, D]"""
     norm = type(model.model.norm)
 
     def normed(key: str, x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -13,9 +14,11 @@ from specdec.heads.eagle import Eagle
 from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target
 
-SIZES = {"vocab_size": 61, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": None,
-         "eos_token_id": None, "initializer_range": 0.2}  # fmt: skip
+SIZES = {"vocab_size": 61, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256,
+         "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.2}  # fmt: skip
+IMAGES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+          "image_size": 16, "patch_size": 8}  # fmt: skip
 PROMPT = [5, 9, 2, 44, 17]
 
 
@@ -30,6 +33,17 @@ def edit(folder: Path, **fields) -> Path:
     """Replaces fields of config.json -> folder"""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return folder
+
+
+def edit_tensors(folder: Path, change) -> Path:
+    """Changes the tensors of model.safetensors by a function of their dict -> folder"""
+    path = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    change(tensors)
+    path.unlink()  # the file may be mapped
+    contiguous = {name: value.contiguous() for name, value in tensors.items()}
+    safetensors.torch.save_file(contiguous, path, metadata={"format": "pt"})
     return folder
 
 

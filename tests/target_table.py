@@ -1,6 +1,6 @@
-"""The tables of docs/targets.md, one row for each entry of tests/families.py: `python -m tests.target_table` writes them.
+"""The tables of docs/targets.md, one row for each entry of tests/families.py.
 
-tests/specdec/target/test_families.py compares every row with the page.
+`python -m tests.target_table` writes them. tests/specdec/target/test_families.py compares every row with the page.
 """
 
 import functools
@@ -51,13 +51,11 @@ def list_features(target: Target) -> str:
 
 @functools.cache
 def list_exports(family: Family) -> dict[str, str]:
-    """For each engine of FORMATS, the heads that are exported for it; with a star those that the engine may not load."""
+    """For each engine of FORMATS, the heads exported for it, with a star those that the engine may not load."""
     target = make_family_target(family)
     cells = {name: [] for name in FORMATS.values()}
     for head, label in HEADS.items():
-        mask = (
-            {"mask_token": 0} if head == "dflash" else {}
-        )  # a mask of its own needs more of a target than a family tells
+        mask = {"mask_token": 0} if head == "dflash" else {}  # an own mask needs more of a target than a family tells
         drafter = instantiate({**load_head(head)["drafter"], **mask}, target, vocab=None)
         for format_name, engine in FORMATS.items():
             try:
@@ -78,9 +76,8 @@ def table_row(family: Family) -> str:
         with pytest.raises(ValueError, match=family.refused) as error:
             make_family_target(family)
         return line([show_name(family), str(error.value).replace("\n", " ")])
-    yes = lambda value: "yes" if value else "no"
-    linear = yes(not family.recurrent)
-    works = [list_features(make_family_target(family)), "yes", "yes", linear, linear, yes(family.compiles)]
+    linear, compiled = ("yes" if works else "no" for works in (not family.recurrent, family.compiles))
+    works = [list_features(make_family_target(family)), "yes", "yes", linear, linear, compiled]
     return line([show_name(family), *works, *list_exports(family).values()])
 
 

@@ -1,4 +1,4 @@
-"""What heads share that adapt their target by LoRA (2106.09685)."""
+"""The base of heads that adapt their target by LoRA (2106.09685)."""
 
 import torch
 from torch import nn
@@ -12,10 +12,11 @@ from specdec.target.model import Target
 class AdaptsTarget(Head):
     """Puts a LoRA adapter into the target. Outputs, and losslessness, are then those of the adapted target.
 
-    `adapter` holds the parameters that the target uses in place, named as in the target with "/" for ".".
+    `adapter` holds the parameters that the target uses in place. Their names are those of the target, with "/" for ".".
 
-    lora_rank, lora_alpha: the change of a layer's weight is alpha / rank * B A; lora_modules: names of the layers to adapt
-    others: the arguments of the next class in the method resolution order
+    lora_rank, lora_alpha: rank and alpha of a layer's change, alpha / rank * B A
+    lora_modules: names of the layers to adapt
+    head_arguments: arguments of the next class in the method resolution order
     """
 
     adapts_target = True
@@ -28,7 +29,7 @@ class AdaptsTarget(Head):
         self.adapter = nn.ParameterDict({name.replace(".", "/"): value for name, value in parameters.items()})
 
     def _apply(self, fn, recurse=True):
-        """Casts the adapter to a higher precision only: it keeps the precision in which it was trained."""
+        """Casts the adapter to a higher precision, never to a lower one than that of its training."""
         adapter_values = {name: value.data for name, value in self.adapter.items()}
         super()._apply(fn, recurse)
         for name, value in adapter_values.items():

@@ -3,18 +3,18 @@
 THE SLOT RULE (the only alignment in the project; every other file refers to it):
 
     Slot j sees token x_j and feature f_(j-1). Its step d sees x_(j+d-1) and the state its previous step returned,
-    guesses x_(j+d), and is judged by the target's output at position j+d-1.
+    guesses x_(j+d), and is compared with the target's output at position j+d-1.
 
     position      0     1     2     3     4
     token         x0    x1    x2    x3    x4
     feature       f0    f1    f2    f3    f4      f_i: computed by the target once it has read x_i
     target        p1    p2    p3    p4    p5      p_i: its distribution for token i, found at position i-1
 
-    slot 2 step 1   (f1, x2) -> h    guesses x3, judged by p3 (position 2)
-    slot 2 step 2   (h , x3) -> h'   guesses x4, judged by p4 (position 3)
-    slot 2 step 3   (h', x4) -> h''  guesses x5, judged by p5 (position 4)
+    slot 2 step 1   (f1, x2) -> h    guesses x3, compared with p3 (position 2)
+    slot 2 step 2   (h , x3) -> h'   guesses x4, compared with p4 (position 3)
+    slot 2 step 3   (h', x4) -> h''  guesses x5, compared with p5 (position 4)
 
-In decoding the newest committed token is the newest slot. Its later tokens are drafted instead of given.
+In decoding the newest committed token is the newest slot. Its later tokens are drafts.
 
 WHAT A STEP SEES (`context_kind`; docs/architecture.md), in training and in decoding alike:
 
@@ -40,45 +40,42 @@ from specdec.core.cache import RowCache
 from specdec.core.span_attention import Seen
 from specdec.target.model import Target
 
-EXACT_BUFFERS = ("inv_freq", "e_score_correction_bias")  # endings of the names of buffers that are not rounded
+EXACT_BUFFERS = ("inv_freq", "e_score_correction_bias")  # endings of the names of buffers that stay in float32
 
 
 @dataclass(frozen=True)
 class Slots:
-    """M slots of training texts, for `Drafter.solve`: the inputs of their steps 1..K, and the states to estimate."""
+    """M slots of a training text, for `Drafter.solve`: inputs of their steps 1..K, and states to estimate."""
 
-    features: Tensor  # [M, F*D] f_(j-1)
-    state: Tensor  # [M, D] the target's final state at j-1
-    tokens: Tensor  # [M, K] x_j .. x_(j+K-1)
+    features: Tensor  # [M, F*D] features f_(j-1)
+    state: Tensor  # [M, D] the target's final states at j-1
+    tokens: Tensor  # [M, K] tokens x_j .. x_(j+K-1)
     goals: Tensor  # [M, K, D] the target's final states at the positions of `tokens`
 
 
 class Head(nn.Module, ABC):
-    """A trained module beside a frozen target. The same class is trained, decoded with and exported.
+    """A trained module beside a frozen target. The same class is used in training, decoding and export.
 
     vocab [W]: increasing ids of the target's tokens that can be drafted; None: all V of them
     """
 
-    target_layers: tuple[int, ...]  # numbers of the hidden states it reads, as in Target.read; () reads tokens only
-    depth: int | None  # the largest number of drafts along a path; None: any
-    pretrained = False  # whether it starts from trained weights: validation then also runs before training
-    changeable_arguments: tuple[
-        str, ...
-    ] = ()  # arguments without weights, which training further from a checkpoint sets anew
-    exchangeable_parts: tuple[
-        str, ...
-    ] = ()  # arguments of parts, whose tensors begin with their names, which training further may add or exchange
-    token_row_prefixes: tuple[
-        str, ...
-    ] = ()  # beginnings of the names of tensors with a row for each token that can be drafted
-    adapts_target = False  # whether it changes the target in place: outputs are then those of the adapted target
+    target_layers: tuple[int, ...]  # numbers of the hidden states that it reads, as in Target.read; (): tokens only
+    depth: int | None  # upper bound of the drafts along a path; None: no bound
+    pretrained = False  # start from trained weights: validation then also runs before training
+    # Arguments without weights, which further training from a checkpoint sets anew
+    changeable_arguments: tuple[str, ...] = ()
+    # Arguments of parts, whose tensors begin with these names. Further training may add or exchange such a part
+    exchangeable_parts: tuple[str, ...] = ()
+    # Beginnings of the names of tensors with a row for each token that can be drafted
+    token_row_prefixes: tuple[str, ...] = ()
+    adapts_target = False  # change of the target in place: outputs are then those of the adapted target
     draft_to_target: Tensor | None  # [W] target ids of a reduced draft vocabulary, increasing; None: all V
-    target_to_draft: Tensor | None  # [V] the inverse, -1 where a token is not drafted
-    published: dict | None = None  # how it was published, if another project made it (specdec/export/published.py)
+    target_to_draft: Tensor | None  # [V] its inverse, -1 for tokens that are not drafted
+    published: dict | None = None  # record of its publication by another project (specdec/export/published.py)
 
     def __init__(self, target: Target, *, vocab: Tensor | None):
         super().__init__()
-        self._target = (target,)  # in a tuple, so that frozen weights are not registered, trained, moved or saved here
+        self._target = (target,)  # a tuple, so that frozen weights are not registered, trained, moved or saved here
         self.register_buffer("draft_to_target", vocab)
         inverse = None
         if vocab is not None:
@@ -90,13 +87,15 @@ class Head(nn.Module, ABC):
 
         drafted_rows = slice(None) if vocab is None else vocab
         bias = target.lm_head.bias
-        # The target's LM head over the draft vocabulary, frozen: weight [W, D], bias [W] or None. `goal_logits` also scales and caps
+        # The target's LM head over the draft vocabulary, frozen: weight [W, D], bias [W] or None
         self.goal_head: tuple[Tensor, Tensor | None]
         self.goal_head = (target.lm_head.weight[drafted_rows], None if bias is None else bias[drafted_rows])
 
     def _apply(self, fn, recurse=True):
-        """Moves and casts, but keeps rotary frequencies in float32: in bfloat16 they are far off at position 200. So are the
-        biases that choose experts."""
+        """Moves and casts all but EXACT_BUFFERS, which stay in float32.
+
+        In bfloat16 rotary frequencies are far off at position 200, and so are the biases that choose experts.
+        """
         exact_buffers = {name: buffer for name, buffer in self.named_buffers() if name.endswith(EXACT_BUFFERS)}
         super()._apply(fn, recurse)
         for name, buffer in exact_buffers.items():
@@ -111,29 +110,30 @@ class Head(nn.Module, ABC):
 
     @property
     def vocab_size(self) -> int:
-        """W, the number of tokens that can be drafted."""
+        """The number W of tokens that can be drafted."""
         return self.target.vocab_size if self.draft_to_target is None else len(self.draft_to_target)
 
     def goal_logits(self, final: Tensor) -> Tensor:
-        """The target's logits over the draft vocabulary: final [..., D] -> [..., W]"""
+        """The target's logits [..., W] over the draft vocabulary, scaled and capped. final [..., D]"""
         weight, bias = self.goal_head
         return self.target.shape_logits(precision.multiply_few_rows(final.to(weight.dtype), weight, bias))
 
     def to_target(self, tokens: Tensor) -> Tensor:
-        """Draft ids -> target ids, any shape."""
+        """Target ids of draft ids, any shape."""
         return tokens if self.draft_to_target is None else self.draft_to_target[tokens]
 
     def make_proposer(self, drafting: Any) -> Any:
-        """The proposer that drafts with this head, for heads that do not draft by steps. drafting: decoding.drafting.Drafting
+        """The proposer that drafts with this head, for heads that are no `Drafter`. drafting:
+        decoding.drafting.Drafting
 
-        Raises ValueError for a class that does not say how it drafts.
+        Raises ValueError for a class without its own proposer.
         """
         raise ValueError(
             f"{type(self).__name__} neither drafts by steps (Drafter) nor has a make_proposer: add one of them."
         )
 
     def frozen_copy(self) -> Self:
-        """A frozen copy to decode with and to save, so that training can go on undisturbed."""
+        """A frozen copy for decoding and saving. Training can go on undisturbed."""
         shared_values = (self._target, self.goal_head)
         frozen = copy.deepcopy(self, {id(value): value for value in shared_values}).eval().requires_grad_(False)
         for module in frozen.modules():
@@ -142,7 +142,7 @@ class Head(nn.Module, ABC):
         return frozen
 
     def arguments(self) -> dict:
-        """Constructor arguments that a checkpoint must hold in place of those that training was given."""
+        """Constructor arguments that a checkpoint holds in place of those from training."""
         return {}
 
     def num_parameters(self) -> int:
@@ -152,129 +152,127 @@ class Head(nn.Module, ABC):
 class Drafter(Head):
     """A head that drafts step by step.
 
-    `step` returns a state and a readout instead of logits. So both loops make logits only where they are needed: the
-    training unroll for judged slots, in chunks, and the decoder for the frontier of the tree.
+    `step` returns a state and a readout instead of logits. Both loops make logits where they are needed: the training
+    unroll for slots with a goal, in chunks, and the decoder for the frontier of the tree.
     """
 
-    context_kind: Literal["path", "depth", "block", "text", "none"]  # what a step sees
-    estimates_state = (
-        False  # whether its state estimates the target's next final state, so that the two can be compared
-    )
+    context_kind: Literal["path", "depth", "block", "text", "none"]  # keys that a step sees, see above
+    estimates_state = False  # whether its state estimates the target's next final state, which a loss may compare
     has_confidence = False  # whether `confidence` returns logits
-    has_candidates = False  # whether it drafts from a lattice of candidates, see `candidate_loss`
-    # Whether the drafts of a round follow from its first pass, because no step reads a draft or the state of another step, and
+    has_candidates = False  # drafts come from a lattice of candidates, see `candidate_loss`
+    # Whether the drafts of a round follow from its first pass: no step reads a draft or the state of another step, and
     # `logits` is the same at all depths
     parallel = False
     shares_output = True  # whether `logits` is the same at all depths
-    embedding: Tensor | None  # [V, E] its own, frozen, with `own_embedding`; else it reads the target's
+    embedding: Tensor | None  # [V, E] its own frozen embedding, with `own_embedding`; None: the target's
 
     @property
     def first_slot(self) -> int:
-        """The first slot whose step 1 has its inputs: slot 0 has no feature."""
+        """The first slot whose step 1 has its inputs, 0 or 1: slot 0 has no feature."""
         return 1 if self.target_layers else 0
 
     def hold_embedding(self, width: int | None) -> None:
-        """Keeps an embedding of this width in its file, which starts as a copy of the target's; None: it reads the target's"""
-        target_rows = self.target.embed.weight.detach()
-        rows = (
-            target_rows.clone()
-            if width == target_rows.shape[1]
-            else target_rows.new_zeros(len(target_rows), width or 0)
-        )
-        self.register_buffer("embedding", rows if width else None)
+        """Registers an embedding [V, width], which a checkpoint holds; None: none, the head reads the target's.
+
+        It starts as a copy of the target's if the width is the same, else as zero.
+        """
+        rows = None
+        if width is not None:
+            target_rows = self.target.embed.weight.detach()
+            same_width = width == target_rows.shape[1]
+            rows = target_rows.clone() if same_width else target_rows.new_zeros(len(target_rows), width)
+        self.register_buffer("embedding", rows)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """tokens [...] -> [..., E], as the head reads them"""
+        """Embeddings [..., E] of tokens [...], as the head reads them."""
         return self.target.embed(tokens) if self.embedding is None else F.embedding(tokens, self.embedding)
 
     @abstractmethod
     def cache(self, batch: int) -> RowCache:
-        """An empty cache for decoding `batch` rows."""
+        """An empty cache for decoding. batch: number of rows"""
 
-    @abstractmethod
     def encode(self, features: Tensor) -> Tensor:
-        """features [B, S, F*D] -> h [B, S, H], the state that step 1 takes"""
+        """The state h [B, S, H] that step 1 reads, by default the features. features [B, S, F*D]"""
+        return features.to(next(self.parameters()).dtype)
 
     def context(self, h: Tensor, positions: Tensor, cache) -> None:  # most heads have nothing to do
         """Writes keys and values of the features into the cache, if `context_kind` is "block".
 
-        h [B, S, H] as from `encode`; positions [B, S] of the features
+        h [B, S, H]: result of `encode`; positions [B, S]: positions of the features
         """
 
     @abstractmethod
     def step(
         self, d: int, h: Tensor, tokens: Tensor, positions: Tensor, mask: Seen | None, cache
     ) -> tuple[Tensor, Tensor]:
-        """Step d in 1..K. h [B, S, H]; tokens, positions [B, S]; mask: where it may attend, bool [B, 1, S, keys] in decoding
-        and of draft models, spans in training.
+        """Runs step d, in 1..K. Returns h [B, S, H] for the next step, and the readout [B, S, R] for `logits`.
 
-        -> h [B, S, H] for the next step, readout [B, S, R] for `logits`. H may differ from step to step. Where a step
-        sees no keys, the mask may be None.
+        h [B, S, H]: state of the step before, H may differ from step to step; tokens, positions [B, S]
+        mask: visible keys, bool [B, 1, S, keys] in decoding and of draft models, spans in training, None without keys
+        cache: RowCache in decoding, a step of UnrollCache in training
         """
 
-    @abstractmethod
     def logits(self, d: int, readout: Tensor) -> Tensor:
-        """readout [..., R] of step d -> [..., W], over the draft vocabulary"""
+        """Logits [..., W] over the draft vocabulary, by default of the target's LM head. readout [..., R]: step d's"""
+        return self.goal_logits(readout)
 
     def loss_logits(self, d: int, readout: Tensor) -> Tensor:
-        """readout [..., R] of step d -> [..., W]: what losses hold against the target's logits, if not `logits`"""
+        """Logits [..., W] that losses compare with the target's. readout [..., R]: step d's"""
         return self.logits(d, readout)
 
     def guess(self, d: int, readout: Tensor, loss_logits: Tensor) -> Tensor:
-        """readout [..., R], and what `loss_logits` made of it [..., W] -> the likeliest draft ids [...]"""
+        """Likeliest draft ids [...]. readout [..., R]: step d's; loss_logits [..., W]: result of that method"""
         return loss_logits.argmax(-1)
 
     def candidate_loss(self, readout: Tensor, loss_logits: Tensor, token: Tensor) -> Tensor | None:
-        """readout [M, R], `loss_logits` [M, W], the draft ids [M] that ought to be guessed -> the cross-entropy over candidates [M];
-        None without candidates"""
+        """Cross-entropy [M] over candidates; None without candidates. readout [M, R]; loss_logits [M, W]; token [M]:
+        goals
+        """
         return None
 
     def blank(self, num_rows: int, num: int) -> tuple[Tensor, Tensor] | None:
-        """What the later steps of a parallel drafter read in place of drafts -> h [B, num, H], tokens [B, num]
+        """Inputs of the later steps of a parallel drafter, in place of drafts: h [B, num, H], tokens [B, num].
 
-        They can then be read in one pass with step 1. None: step 1 alone has made the readouts of all steps, see `all_readouts`
+        Step 1 and they run in one pass. None: the readouts of all steps follow from step 1 alone, see `all_readouts`.
         """
         return None
 
     def all_readouts(self, h: Tensor) -> Tensor:
-        """h [B, S, H] after step 1 of a parallel drafter without `blank` -> the readouts of all steps, [B, S, K, R]"""
+        """Readouts [B, S, K, R] of all steps of a parallel drafter without `blank`. h [B, S, H]: after step 1"""
         raise TypeError(
             f"{type(self).__name__} has neither `blank` nor `all_readouts`, of which a parallel drafter needs one."
         )
 
     def confidence(self, d: int, readout: Tensor) -> Tensor | None:
-        """readout [..., R] of step d -> [...], the logit of "this draft is accepted"; None without a confidence head"""
+        """Logit [...] of "this draft is accepted"; None without a confidence head. readout [..., R]: step d's"""
         return None
 
     def measure_inputs(self, slots: list[Slots], *, random_weights: bool) -> bool:
-        """Takes in the sizes of what it reads, before it is solved or trained. -> whether it did
+        """Measures the sizes of its inputs, before `solve` and training. Returns whether it did.
 
-        fresh: its weights are random; else what it computes stays the same
+        random_weights: whether its weights are random; if not, its map stays the same
         """
         return False
 
     @property
     def solves(self) -> bool:
-        """Whether `solve` sets weights with these settings."""
+        """Whether `solve` sets weights with the head's settings."""
         return type(self).solve is not Drafter.solve
 
     def solve(self, slots: list[Slots]) -> bool:
-        """Sets weights in closed form before training (docs/methods.md, section 5). -> whether it did"""
+        """Sets weights in closed form before training (docs/methods.md, section 5). Returns whether it did."""
         return False
 
 
-# A linear map whose weights are trained in units of the sizes of its inputs.
-
-
 class SizedLinear(nn.Linear):
-    """The same map as nn.Linear.
+    """nn.Linear with weights in units of the sizes of its inputs: y = W (x / size) + b.
 
-    One entry of a hidden state may be a thousand times as large as the others (massive activations, 2402.17762). Adam moves all
-    weights of a matrix by as much, so its first steps would change the result by that entry alone. Here a weight is what it adds
-    to the result where its input has its usual size. `fold` gives the ordinary weights.
+    One entry of a hidden state may be a thousand times as large as the others (massive activations, 2402.17762). Adam
+    moves all weights of a matrix by as much. So its first steps would change the result by that entry alone. In units
+    of the sizes all inputs count alike. `fold` makes the weights ordinary ones.
     """
 
-    size: Tensor  # [in_features], usual sizes of the inputs; ones: the weights are ordinary ones, and state_dict has no sizes
+    size: Tensor  # [in_features] root mean squares of the inputs; all ones: ordinary weights, state_dict has no sizes
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False):
         super().__init__(in_features, out_features, bias=bias)
@@ -287,9 +285,10 @@ class SizedLinear(nn.Linear):
 
     @torch.no_grad()
     def measure_inputs(self, inputs: Iterable[Tensor], *, random_weights: bool) -> None:
-        """Takes the sizes of these inputs [M, in_features].
+        """Sets the sizes to those of these inputs [M, in_features].
 
-        fresh: the weights are random ones, and stay so in the new units; else the map is not changed
+        random_weights: whether the weights are random, and stay as they are in the new units; else the map stays the
+            same
         """
         squares, num = torch.zeros_like(self.size, dtype=torch.float32), 0
         for x in inputs:
@@ -301,11 +300,11 @@ class SizedLinear(nn.Linear):
             self._change_units(size)
 
     def fold(self) -> None:
-        """Makes the weights ordinary ones."""
+        """Makes the weights ordinary ones. The map stays the same."""
         self._change_units(torch.ones_like(self.size))
 
     def set_weight(self, weight: Tensor) -> None:
-        """weight [out_features, in_features]: an ordinary one"""
+        """Sets the map to that of an ordinary weight [out_features, in_features]."""
         self.weight.data.copy_(weight * self.size)
 
     def _change_units(self, size: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What trained heads share: Llama's decoder block, whose attention takes its keys from the cache, and ridge regression."""
+"""Common parts of trained heads: a Llama layer whose attention takes its keys from the cache, and ridge regression."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
@@ -18,14 +18,14 @@ from specdec.target.model import Target
 from specdec.target.structure import find_experts
 
 RMSNorm = LlamaRMSNorm
-RIDGE_SCALE = 0.01  # relative to the mean of the Gram matrix's diagonal
+RIDGE_SCALE = 0.01  # strength of the regularisation, relative to the mean of the Gram matrix's diagonal
 
 
 @exact_products()
 def solve_ridge(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """The matrix A [D, E] for which A x is nearest to y over all chunks of pairs x [M, E], y [M, D]; at least float32
+    """The matrix A [D, E], in float32 or wider, for which A x is nearest to y (docs/methods.md, section 5).
 
-    See docs/methods.md, section 5.
+    pairs: chunks of inputs x [M, E] and outputs y [M, D]
     """
     gram = cross = torch.zeros(())
     for x, y in pairs:
@@ -36,9 +36,16 @@ def solve_ridge(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.linalg.solve(gram, cross).T
 
 
+def measure_scale(values: Iterable[Tensor]) -> Tensor:
+    """The root mean square of all entries of some tensors [M, D], as a scalar."""
+    return torch.cat(list(values)).float().pow(2).mean().sqrt()
+
+
 def make_row_cache(config: LlamaConfig, weight: Tensor, *, layers: int, batch: int, masked: bool = False) -> RowCache:
-    """An empty cache for attention of these shapes, in the dtype and on the device of `weight`. masked: attention needs a mask over
-    all entries, because of windows for example"""
+    """An empty cache for attention of these shapes, in the dtype and on the device of `weight`.
+
+    masked: whether attention needs a mask over all entries, because of windows for example
+    """
     width = cast(int, config.head_dim)
     reads_length = (
         not masked and cached_keys.fits_kernel(width, width) and fast.allows("cache", weight.device, weight.dtype)
@@ -54,14 +61,23 @@ def make_row_cache(config: LlamaConfig, weight: Tensor, *, layers: int, batch: i
     )
 
 
-PUBLISHED_FIELDS = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "hidden_act",
-            "hidden_size", "qk_norm")  # fmt: skip
+PUBLISHED_FIELDS = (  # fields of a block in which published heads differ from their target
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_parameters",
+    "hidden_act",
+    "hidden_size",
+    "qk_norm",
+)
 
 
 def make_block_config(target: Target, *, intermediate_size: int | None, block: dict | None = None) -> LlamaConfig:
-    """The configuration of a head's block: `make_llama_config`, with the fields of `block` in which published heads differ.
+    """The configuration of a head's block: that of `make_llama_config`, with the fields of `block`.
 
-    qk_norm: whether queries and keys have norms, as in Qwen3. Raises ValueError for fields outside IMPORTED, and for a target whose embeddings have another width than its states.
+    block: PUBLISHED_FIELDS of a published head; qk_norm: norms of queries and keys, as in Qwen3
+    Raises ValueError for other fields, and for a target whose embeddings have another width than its states.
     """
     if not set(block or ()) <= set(PUBLISHED_FIELDS):
         raise ValueError(f"block={block} may hold {', '.join(PUBLISHED_FIELDS)} and nothing else.")
@@ -73,7 +89,9 @@ def make_block_config(target: Target, *, intermediate_size: int | None, block: d
 
 
 def make_llama_config(target: Target, *, intermediate_size: int | None) -> LlamaConfig:
-    """A Llama of the target's width, with its heads and rotary embedding as far as a Llama has such."""
+    """The configuration of a Llama of the target's width, with its heads and rotary embedding if a Llama can have
+    them.
+    """
     fields = list_fields(target.config)
     queries, keys, head_dim = find_attention_heads(fields, target.width)
     return LlamaConfig(
@@ -90,9 +108,9 @@ def make_llama_config(target: Target, *, intermediate_size: int | None) -> Llama
 
 
 class Rotary(LlamaRotaryEmbedding):
-    """h (for its dtype and device), positions [B, S] -> cos, sin [B, S, head_dim]; has no parameters.
+    """The rotary embedding: cos, sin [B, S, head_dim] of positions [B, S], in the dtype of x. It has no parameters.
 
-    As transformers computes them since 5.18; before, by a product of matrices, which a GPU may round.
+    transformers computes them like this since 5.18. Its matrix product of earlier versions is rounded on some GPUs.
     """
 
     @torch.no_grad()
@@ -104,7 +122,7 @@ class Rotary(LlamaRotaryEmbedding):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over the keys that the cache returns. width: of the input, E"""
+    """Grouped-query attention over the keys that the cache returns. width: width E of the input"""
 
     def __init__(self, config: LlamaConfig, *, width: int, layer: int):
         super().__init__()
@@ -120,17 +138,16 @@ class Attention(nn.Module):
         if getattr(config, "qk_norm", False):
             self.q_norm, self.k_norm = (RMSNorm(self.head_dim, eps=config.rms_norm_eps) for _ in range(2))
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Seen, cache) -> Tensor:
-        """x [B, S, E], rotary cos and sin [B, S, head_dim], mask [B, 1, S, keys] or spans -> [B, S, D]"""
-        return self.o_proj(self.attend_cache(self.run_project(x, *rotary), mask, cache))
-
     def attend_cache(self, projected: tuple[Tensor, Tensor, Tensor], mask: Seen, cache) -> Tensor:
-        """What attention gives before its last product -> [B, S, heads * head_dim]. projected: from `project`"""
+        """Output [B, S, heads * head_dim] before the last product. projected: result of `project`
+
+        mask: visible keys, [B, 1, S, keys] bool or spans
+        """
         out = cache.attend(self.layer, *projected, mask)  # [B, heads, S, head_dim]
         return out.transpose(1, 2).flatten(2)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """-> query, key, value [B, heads, S, head_dim]"""
+        """Query, key and value [B, heads, S, head_dim]. x [B, S, E]; cos, sin [B, S, head_dim]"""
         shape = (*x.shape[:2], -1, self.head_dim)
         query, key, value = (
             projection(x).view(shape).transpose(1, 2) for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -143,14 +160,14 @@ class Attention(nn.Module):
     run_project = training_block(project)
 
     def attend_self(self, x: Tensor) -> Tensor:
-        """What it gives where every position attends to itself only: x [M, E] -> [M, D]"""
+        """Output [M, D] of attention in which every position sees only itself. x [M, E]"""
         value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [M, groups, head_dim]
         heads = self.o_proj.in_features // self.head_dim
         return self.o_proj(value.repeat_interleave(heads // value.shape[-2], dim=-2).flatten(-2))
 
 
 class Block(nn.Module):
-    """Attention and MLP, each with a residual; the head itself applies the norm before attention."""
+    """Attention and MLP, each with a residual. The head itself applies the norm before attention."""
 
     def __init__(self, config: LlamaConfig, *, width: int, layer: int):
         super().__init__()
@@ -159,21 +176,21 @@ class Block(nn.Module):
         self.mlp = LlamaMLP(config)
 
     def forward(self, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor], mask: Seen, cache) -> Tensor:
-        """x [B, S, E] into attention, residual [B, S, D] -> [B, S, D]"""
+        """Output [B, S, D]. x [B, S, E]: input of attention; residual [B, S, D]; rotary: cos, sin [B, S, head_dim]"""
         return self.attend_projected(self.self_attn.run_project(x, *rotary), residual, mask, cache)
 
     def attend_projected(self, projected: tuple[Tensor, Tensor, Tensor], residual: Tensor, mask: Seen, cache) -> Tensor:
-        """`forward` behind the first products. projected: from `Attention.project`"""
+        """The part of `forward` behind the first products. projected: result of `Attention.project`"""
         return self.finish_layer(self.self_attn.attend_cache(projected, mask, cache), residual)
 
     @training_block
     def finish_layer(self, attended: Tensor, residual: Tensor) -> Tensor:
-        """What follows attention: attended [B, S, heads * head_dim], residual [B, S, D] -> [B, S, D]"""
+        """The part of `forward` behind attention, [B, S, D]. attended [B, S, heads * head_dim]; residual [B, S, D]"""
         h = residual + self.self_attn.o_proj(attended)
         return h + self.mlp(self.post_attention_layernorm(h))
 
     def run_without_attention(self, h: Tensor) -> Tensor:
-        """`forward` without attention: h [M, D] -> [M, D]"""
+        """`forward` without attention, [M, D]. h [M, D]"""
         return h + self.mlp(self.post_attention_layernorm(h))
 
     @torch.no_grad()
@@ -186,11 +203,12 @@ class Block(nn.Module):
     def solve_mlp(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Sets the MLP's last matrix by ridge regression on its hidden units, which stay random.
 
-        pairs: h [M, D] before the MLP, and what h and the MLP's output together are to be nearest to, [M, D]
+        pairs: chunks of h [M, D] before the MLP, and goals [M, D] of h plus the MLP's output
         """
         self.mlp.down_proj.weight.copy_(solve_ridge((self._hidden_units(h), goal - h) for h, goal in pairs))
 
     def _hidden_units(self, h: Tensor) -> Tensor:
+        """The MLP's hidden units [M, E] of h [M, D]."""
         x = self.post_attention_layernorm(h)
         return self.mlp.act_fn(self.mlp.gate_proj(x)) * self.mlp.up_proj(x)
 
@@ -203,13 +221,13 @@ class DecoderLayer(Block):
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, h: Tensor, rotary: tuple[Tensor, Tensor], mask: Seen, cache) -> Tensor:  # type: ignore[override]
-        """h [B, S, D] -> [B, S, D]"""
+        """Output [B, S, D] of the layer. h [B, S, D]"""
         return super().forward(self.input_layernorm(h), h, rotary, mask, cache)
 
 
 # The sizes of a head's Llama block for a target of any family, from the fields of the target's configuration.
 
-LATENT_FIELDS = ("kv_lora_rank", "q_lora_rank")  # attention that makes keys, values or queries from a narrower vector
+LATENT_FIELDS = ("kv_lora_rank", "q_lora_rank")  # fields of attention that makes keys or queries from a narrower vector
 ROTARY_TYPES = (
     "default",
     "linear",
@@ -217,28 +235,29 @@ ROTARY_TYPES = (
     "yarn",
     "llama3",
     "longrope",
-)  # kinds that Llama's block and engines have
-DEFAULT_THETA = 10_000.0
-DEFAULT_POSITIONS = 32_768  # of a head whose target has no limit
-WIDTH_MULTIPLE = 64  # widths of an MLP that are computed are multiples of it
+)  # types that Llama's layer and engines have
+DEFAULT_THETA = 10_000.0  # base of rotary angles of targets without a rotary embedding, as in Llama
+DEFAULT_POSITIONS = 32_768  # positions of a head whose target has no limit
+WIDTH_MULTIPLE = 64  # computed widths of an MLP are rounded up to a multiple of it
 
 
 def list_fields(config: PreTrainedConfig) -> dict:
-    """All fields, under the names of the family and under those that families have in common."""
+    """All fields of a configuration, under the names of the family and under the common names."""
     fields = config.to_dict()
     return fields | {alias: fields[name] for alias, name in config.attribute_map.items() if name in fields}
 
 
 def find_field(fields: dict, *names: str):
-    """The first of these fields that is set, or None."""
+    """The value of the first of these fields that is set, or None."""
     return next((fields[name] for name in names if fields.get(name) is not None), None)
 
 
 def find_attention_heads(fields: dict, width: int) -> tuple[int, int, int]:
-    """-> number of query heads, number of key heads, width of a head: those of the target, where it has such heads.
+    """Number of query heads, number of key heads and width of a head: those of the target if a Llama layer can have
+    them.
 
-    Latent attention, recurrent targets and layers that differ have none that fit a Llama block. Then a head is as wide as
-    the greatest power of two, at most 128, that divides the width into four or more heads; four queries share a key.
+    It cannot have those of latent attention, recurrent targets and layers that differ. Then the width of a head is the
+    greatest power of two, at most 128, that divides `width` into four or more heads. Four query heads share a key head.
     """
     queries = fields.get("num_attention_heads")
     if isinstance(queries, int) and find_field(fields, *LATENT_FIELDS) is None:
@@ -251,16 +270,17 @@ def find_attention_heads(fields: dict, width: int) -> tuple[int, int, int]:
 
 
 def _key_heads(fields: dict, queries: int) -> int:
+    """Number of key heads of a target with `queries` query heads."""
     if fields.get("multi_query") and not fields.get("new_decoder_architecture"):  # Falcon, GPT-BigCode
         return 1
     return find_field(fields, "num_key_value_heads", "num_kv_heads") or queries
 
 
 def find_mlp_width(fields: dict, width: int) -> int:
-    """The width of the target's dense MLP: 4 x width if the configuration names none, the widest if layers differ.
+    """The width of the target's dense MLP: the widest if layers differ, 4 x width if the configuration names none.
 
-    Of a mixture without a dense MLP it is the width of one expert, and of experts narrower than 2 x width that of all that
-    a token uses: one of them alone would be a far smaller network than the MLP that the head stands for.
+    For a mixture without a dense MLP it is the width of one expert. If that is below 2 x width, it is the width of all
+    experts of a token, because the head's MLP stands for all of them.
     """
     dense = find_field(fields, "intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")
     if isinstance(dense, list | tuple):
@@ -286,11 +306,10 @@ def find_mlp_width(fields: dict, width: int) -> int:
 
 
 def make_rotary_parameters(fields: dict, head_dim: int) -> dict:
-    """The target's rotary embedding as `rope_parameters` of a block that turns whole heads of this width.
+    """The target's rotary embedding as `rope_parameters` of a layer that turns whole heads of width head_dim.
 
-    Targets with several (by the type of a layer): that of full attention. Targets with none, and kinds that Llama's block
-    has not: the plain one. LongRoPE's factors belong to the target's own frequencies and are left out if there are fewer
-    or more of these here.
+    If layers of a target differ, it is that of full attention. It is the plain one for a target without one, for a type
+    that Llama's layer lacks, and for LongRoPE's factors of another number of frequencies.
     """
     rope = fields.get("rope_parameters") or {}
     by_type = [value for value in rope.values() if isinstance(value, dict)]
@@ -299,27 +318,28 @@ def make_rotary_parameters(fields: dict, head_dim: int) -> dict:
     rope = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
     rope.setdefault("rope_theta", DEFAULT_THETA)
     rope.setdefault("rope_type", "default")
-    lists = [value for key, value in rope.items() if key in ("short_factor", "long_factor")]
-    if rope["rope_type"] not in ROTARY_TYPES or any(len(factors) != head_dim // 2 for factors in lists):
+    num_factors = {len(rope[name]) for name in ("short_factor", "long_factor") if name in rope}
+    if rope["rope_type"] not in ROTARY_TYPES or not num_factors <= {head_dim // 2}:
         return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     return rope
 
 
 def find_norm_epsilon(fields: dict) -> float:
+    """The epsilon of the target's norms; 1e-6 if the configuration names none."""
     names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "layernorm_epsilon", "norm_eps")
     epsilon = find_field(fields, *names)
     return 1e-6 if epsilon is None else epsilon
 
 
-# What a head takes over from its target's ends: embeddings and the gain of the last norm, for norms of all kinds.
+# Embeddings and the gain of the last norm of a target, for norms of all kinds.
 
 
 @torch.no_grad()
 def measure_norm_gain(target: Target) -> Tensor:
-    """What the target's last norm multiplies a normalised state by, [D].
+    """The gain [D] of the target's last norm, by which it multiplies a normalised state.
 
-    This is the weight of an RMSNorm of Llama's kind. Other norms have none, or add 1 to it, or subtract the mean, so it is
-    measured: a vector of +1 and -1 is normalised already.
+    This is the weight of an RMSNorm of Llama's kind. Other norms have no weight, add 1 to it, or subtract the mean. So
+    the gain is measured with a vector of +1 and -1, which is normalised already.
     """
     ones = torch.ones(target.width, dtype=target.dtype, device=target.device)
     ones[1::2] = -1
@@ -331,7 +351,7 @@ def measure_norm_gain(target: Target) -> Tensor:
 
 @torch.no_grad()
 def measure_embedding_scale(target: Target) -> float:
-    """What the target's embedding module multiplies its rows by: 1 for most families."""
+    """The factor by which the target's embedding module multiplies its rows: 1 for most families."""
     token = target.embed.weight[:16].float().norm(dim=1).argmax()  # the row of a padding token is zero
     row, out = target.embed.weight[token].float(), target.embed(token).float()
     return 1.0 if torch.equal(out, row) else float(out.norm() / row.norm())
@@ -339,7 +359,7 @@ def measure_embedding_scale(target: Target) -> float:
 
 @torch.no_grad()
 def read_embedding_rows(target: Target) -> Tensor:
-    """[V, D] what the target's embedding module returns for every token"""
+    """The embeddings [V, D] that the target's embedding module returns for all tokens."""
     return torch.cat(
         [target.embed(tokens) for tokens in torch.arange(target.vocab_size, device=target.device).split(4096)]
     )
@@ -350,20 +370,20 @@ def check_one_width(target: Target) -> None:
     width = target.embed.weight.shape[1]
     if width != target.width:
         raise ValueError(
-            f"{target.name} has embeddings of {width} and hidden states of {target.width}, and this head joins the two: "
-            "train a draft model (head=draft)."
+            f"{target.name} has embeddings of {width} and hidden states of {target.width}, and this head joins the "
+            "two: train a draft model (head=draft)."
         )
 
 
-# Which of the target's hidden states a head reads if it is not told, and which of its own layers see a window only.
+# Defaults of the hidden states that a head reads, and the windows of its layers.
 
-MIN_PUBLISHED_LAYERS = 7  # layers: below, (2, L // 2, L - 3) does not increase
+MIN_PUBLISHED_LAYERS = 7  # lower bound of L for which (2, L // 2, L - 3) increases
 
 
 def choose_three_layers(target: Target) -> tuple[int, ...]:
-    """EAGLE-3's: near the input, in the middle, near the output, (2, L // 2, L - 3) as engines and published heads have it.
+    """The hidden states of EAGLE-3: (2, L // 2, L - 3), as engines and published heads have them.
 
-    Where that does not exist, the middle and its neighbours; for three layers these are 0, 1, 2, and 0 is the embedding.
+    For shallow targets they are the middle and its neighbours; for three layers 0, 1, 2, where 0 is the embedding.
     """
     num = _require_num_layers(target)
     middle = num // 2
@@ -371,7 +391,9 @@ def choose_three_layers(target: Target) -> tuple[int, ...]:
 
 
 def choose_five_layers(target: Target) -> tuple[int, ...]:
-    """DFlash's: five, evenly from 2 to L - 2 (the outputs of layers 1 to L - 3); fewer if there are not so many."""
+    """The hidden states of DFlash: five, evenly from 2 to L - 2 (outputs of layers 1 to L - 3); fewer in shallow
+    targets.
+    """
     last = _require_num_layers(target) - 2
     return tuple(sorted({2 + round(number * (last - 2) / 4) for number in range(5)}))
 
@@ -379,7 +401,7 @@ def choose_five_layers(target: Target) -> tuple[int, ...]:
 def choose_fused_layers(
     target: Target, target_layers: Sequence[int] | None, choose_default: Callable[[Target], tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """The hidden states that a head fuses. target_layers: None: the usual ones. Raises ValueError for an empty list."""
+    """The hidden states that a head fuses. target_layers None: the default. Raises ValueError for an empty list."""
     if target_layers is None:
         return target.layer_ids(choose_default(target))
     if not target_layers:
@@ -388,17 +410,18 @@ def choose_fused_layers(
 
 
 def _require_num_layers(target: Target) -> int:
-    """The number of layers. Raises ValueError if there are too few."""
+    """The target's number of layers. Raises ValueError if it is below three."""
     if target.num_layers < 3:
         raise ValueError(
-            f"{target.name} has {target.num_layers} layers, and the default of target_layers needs three: name the hidden "
-            f"states to read (0..{target.num_layers}), or train a head that reads the last one only, such as eagle or mtp."
+            f"{target.name} has {target.num_layers} layers, and the default of target_layers needs three: name the "
+            f"hidden states to read (0..{target.num_layers}), or train a head that reads the last one only, such as "
+            "eagle or mtp."
         )
     return target.num_layers
 
 
 def list_layer_windows(window: int | None, full_layers: Sequence[int] | None, num_layers: int) -> list[int | None]:
-    """Positions that each layer of a head sees; None: all. full_layers: those that see all of them all the same
+    """The window of each layer of a head, in positions; None: all positions. full_layers: layers without the window
 
     Raises ValueError for a window below 2 positions, and for layers that the head does not have.
     """

@@ -1,10 +1,11 @@
-"""Block drafters: DFlash (2602.06036), DSpark (2607.05147) and those that followed. One pass makes the states of all drafts.
+"""Block drafters: DFlash (2602.06036), DSpark (2607.05147) and those that followed. One pass makes the states of all
+drafts.
 
 input    e(x_j)   mask   mask   mask          a block at slot j; keys: features f_0 .. f_(j-1), then the block's own
 DFlash            draft1 draft2 draft3        a mask guesses its own position
 DSpark   draft1   draft2 draft3               an input guesses the next position, so K inputs make K drafts
 
-What makes a draft depend on those before it is a part of its own, of the package `dependence`: DFlash has none, DSpark a Markov head,
+A part of the package `dependence` makes a draft depend on those before it. DFlash has none, DSpark a Markov head,
 DFlash 2, LiLiCorr and Domino have theirs.
 """
 
@@ -29,15 +30,18 @@ from specdec.heads.blocks import (
     make_row_cache,
     measure_embedding_scale,
     measure_norm_gain,
+    measure_scale,
     solve_ridge,
 )
 from specdec.heads.convolution import BlockConvolution
-from specdec.heads.dependence import DraftedBlock, DrafterSizes, Lattice, make_dependence
+from specdec.heads.dependence import Dependence, DraftedBlock, DrafterSizes, Lattice, make_dependence
 from specdec.target.model import Target
 
 
 class BlockLayer(nn.Module):
-    """A decoder layer over blocks; its attention has the context's keys beside the block's own (Qwen3's q and k norms)."""
+    """A decoder layer over blocks; its attention has the context's keys beside the block's own (Qwen3's q and k
+    norms).
+    """
 
     def __init__(self, config, *, layer: int, sinks: bool = False, taps: int | None = None):
         super().__init__()
@@ -56,78 +60,92 @@ class BlockLayer(nn.Module):
         self.attention_conv, self.mlp_conv = convolutions
 
     def keys(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """x [B, S, D] -> K, V [B, G, S, head_dim]"""
+        """Keys and values [B, G, S, head_dim] of x [B, S, D]."""
         shape = (*x.shape[:2], self.groups, self.head_dim)
-        key, value = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2), self.v_proj(x).view(shape).transpose(1, 2)
+        key = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
+        value = self.v_proj(x).view(shape).transpose(1, 2)
         return apply_rotary_pos_emb(key, key, *rotary)[0].to(value.dtype), value
 
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Seen, cache, *, size: int, causal: bool
     ) -> Tensor:
-        """x [B, S*size, D], S blocks one after the other; mask [B, 1, S, C] or spans over the context -> [B, S*size, D]
+        """Output [B, S*size, D] of the layer for S blocks one after the other. x [B, S*size, D]
 
-        causal: whether an input sees only the earlier ones of its block and itself
+        mask: visible keys of the context, [B, 1, S, C] bool or spans
+        causal: whether an input sees only itself and earlier inputs of its block
         """
         num_rows, num = x.shape[:2]
         normed, mix_output = _mix_input(self.attention_conv, self.input_layernorm(x), size)
         query = self.q_norm(self.q_proj(normed).view(num_rows, num, -1, self.head_dim)).transpose(1, 2)
         query = apply_rotary_pos_emb(query, query, *rotary)[0] * self.head_dim**-0.5
-        own_key, own_value = self.keys(normed, rotary)  # [B, G, S*size, head_dim]
-        context_key, context_value = cache.visible_keys(self.layer)  # [B, G, C, head_dim]
-        # [B, G, H/G, S, size, head_dim] against the context's [B, G, C, .] and the block's [B, G, S, size, .]
-        query = query.to(own_value.dtype).view(num_rows, self.groups, -1, num // size, size, self.head_dim)
-        own_key, own_value = (entries.unflatten(2, (-1, size)) for entries in (own_key, own_value))
-        if self.attention_sink_bias is None:
-            out = span_attention.attend(query, context_key, context_value, mask, own_key, own_value, causal=causal)
-        else:  # a further key of each slot, which all queries of a head meet with the same score, and whose value is zero
-            sinks = (
-                self.attention_sink_bias.to(query.dtype).view(1, self.groups, -1, 1, 1, 1).expand(*query.shape[:-1], 1)
-            )
-            query = torch.cat([query, sinks], dim=-1)
-            context_key, context_value, own_key, own_value = (
-                nn.functional.pad(unpadded, (0, 1)) for unpadded in (context_key, context_value, own_key, own_value)
-            )
-            sink_value = torch.zeros_like(own_key[:, :, :, :1])
-            sink_key = nn.functional.pad(sink_value[..., :-1], (0, 1), value=1.0)
-            block_entries = sink_key, sink_value, own_key, own_value
-            out = span_attention.attend(query, context_key, context_value, mask, *block_entries, causal=causal)[
-                ..., :-1
-            ]
+        entries = self.keys(normed, rotary)  # K, V [B, G, S*size, head_dim]
+        query = query.to(entries[1].dtype).view(num_rows, self.groups, -1, num // size, size, self.head_dim)
+        block = tuple(entry.unflatten(2, (-1, size)) for entry in entries)
+        out = self._attend(query, cache.visible_keys(self.layer), block, mask, causal=causal)
         out = out.flatten(1, 2).flatten(2, 3).transpose(1, 2).flatten(2)  # [B, S*size, H * head_dim]
         x = x + mix_output(self.o_proj(out))
         normed, mix_output = _mix_input(self.mlp_conv, self.post_attention_layernorm(x), size)
         return x + mix_output(self.mlp(normed))
 
+    def _attend(
+        self, query: Tensor, context: tuple[Tensor, ...], block: tuple[Tensor, ...], mask: Seen, *, causal: bool
+    ) -> Tensor:
+        """Attention [B, G, H/G, S, size, head_dim] of query, of this shape, over the context and the own block.
+
+        context: K, V [B, G, C, head_dim]; block: K, V [B, G, S, size, head_dim]
+        With sinks each slot has one more key with the value zero. All queries of a head have the same score for it.
+        """
+        if self.attention_sink_bias is None:
+            return span_attention.attend(query, *context, mask, *block, causal=causal)
+        pad = nn.functional.pad
+        sinks = self.attention_sink_bias.to(query.dtype).view(1, self.groups, -1, 1, 1, 1)
+        query = torch.cat([query, sinks.expand(*query.shape[:-1], 1)], dim=-1)
+        context_key, context_value, key, value = (pad(entry, (0, 1)) for entry in (*context, *block))
+        sink_value = torch.zeros_like(key[:, :, :, :1])
+        entries = pad(sink_value[..., :-1], (0, 1), value=1.0), sink_value, key, value
+        return span_attention.attend(query, context_key, context_value, mask, *entries, causal=causal)[..., :-1]
+
 
 def _mix_input(convolution: BlockConvolution | None, x: Tensor, size: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """A sublayer's input [B, S*size, D] -> the input once it is mixed, and what mixes the output"""
+    """The mixed input [B, S*size, D] of a sublayer, and the function that mixes its output. x [B, S*size, D]"""
     if convolution is None:
         return x, lambda out: out
     delta = convolution.kernels(x)
     return convolution.mix(x, delta, 0, size), lambda out: convolution.mix(out, delta, 1, size)
 
 
+def _make_mask(target: Target, mask_token: int | None) -> nn.Parameter:
+    """The embedding [D] of masks: a token's, frozen, or the mean of all. Raises ValueError for an unknown token."""
+    if mask_token is not None and not 0 <= mask_token < target.vocab_size:
+        raise ValueError(f"mask_token={mask_token} must be a token of the target, below {target.vocab_size}.")
+    rows = target.embed.weight.detach().float()
+    mask = measure_embedding_scale(target) * (rows.mean(0) if mask_token is None else rows[mask_token])
+    return nn.Parameter(mask, requires_grad=mask_token is None)
+
+
 class BlockDrafter(Drafter):
-    """num_drafts drafts from one pass of num_layers layers; the target's embedding and LM head are borrowed.
+    """Makes num_drafts drafts in one pass of num_layers layers, with the target's embedding and LM head.
 
     target_layers: hidden states to fuse; null: five, evenly from 2 to L - 2 (blocks.py)
     anchor_predicts: DSpark's alignment, see above; else DFlash's
-    fuse: input fusion, in addition to the keys and values: a linear map of the anchor's embedding and the newest feature
-        is added to every input. It is not in the papers and no engine has it, but it gives short runs a closed-form start
+    fuse: input fusion beside keys and values: every input gets a linear map of the anchor's embedding and the newest
+        feature. No paper and no engine has it. It gives short runs a closed-form start
         (results/08-starts-and-searches.md; docs/methods.md, section 5)
-    dependence: of a draft on those before it: {kind: a file of specdec/heads/dependence, and its arguments}; null: none
+    dependence: part that makes a draft depend on those before it: {kind: a file of specdec/heads/dependence, and its
+        arguments}; null: none
     convolution: positions that DFlash 2's convolution around each sublayer reads; null: no convolution
-    confidence: whether to have DSpark's confidence head: is a draft accepted, from its state and, with confidence_markov, the token
-        before as a Markov head reads it
+    confidence: DSpark's confidence head, which estimates from a draft's state whether it is accepted
+    confidence_markov: whether the confidence head also reads the previous token, as a Markov head reads it
     window: positions before a block that its inputs see, as Speculators trains heads; None: all
-    full_layers: the layers, from 0, that see all of them all the same; None: no layer does
-    window_causal: whether, in layers with a window, an input sees only the earlier ones of its block and itself, as Speculators
-        and vLLM take it unless told otherwise; in other layers all inputs of a block see each other
-    mask_token: the token whose row of the target's embedding is the mask, which is then not trained, as DeepSpec and z-lab have
-        it; null: an embedding of its own, for which SGLang and TensorRT-LLM have no place
-    full_causal, sinks, block, own_embedding, own_output: for published heads: whether an input sees only earlier ones in layers
-        without a window, too; a learnt score of each attention head for attending to nothing; see make_block_config; an embedding and
-        an LM head that are not the target's
+    full_layers: layers, from 0, without the window; None: no layer
+    window_causal: whether, in layers with a window, an input sees only itself and earlier inputs of its block, which is
+        the default of Speculators and vLLM; in other layers all inputs of a block see each other
+    mask_token: token whose embedding is the mask, frozen, as DeepSpec and z-lab have it; null: a trained embedding,
+        which SGLang and TensorRT-LLM cannot load
+    full_causal: causal attention inside a block in layers without a window, too, in published heads
+    sinks: a learnt score of each attention head for attending to no key, in published heads
+    block: fields of published heads, see make_block_config
+    own_embedding, own_output: an embedding and an LM head that are not the target's, in published heads
     """
 
     context_kind = "block"
@@ -161,14 +179,13 @@ class BlockDrafter(Drafter):
     ):
         super().__init__(target, vocab=vocab)
         self.hold_embedding(target.width if own_embedding else None)
-        self.window, self.windows, self.window_causal = (
-            window,
-            list_layer_windows(window, full_layers, num_layers),
-            window_causal,
-        )
-        width = target.width
+        self.window, self.window_causal = window, window_causal
+        self.windows = list_layer_windows(window, full_layers, num_layers)
         self.depth = self.num_drafts = num_drafts
         self.anchor_predicts, self.full_causal, self.sinks = anchor_predicts, full_causal, sinks
+
+        # The pass over a block: fused features, layers, masks
+        width = target.width
         self.target_layers = choose_fused_layers(target, target_layers, choose_five_layers)
         self.config = config = make_block_config(target, intermediate_size=intermediate_size, block=block)
         self.fc = SizedLinear(len(self.target_layers) * width, width)
@@ -176,25 +193,21 @@ class BlockDrafter(Drafter):
         self.layers = nn.ModuleList(
             BlockLayer(config, layer=layer, sinks=sinks, taps=convolution) for layer in range(num_layers)
         )
-        if mask_token is not None and not 0 <= mask_token < target.vocab_size:
-            raise ValueError(f"mask_token={mask_token} must be a token of the target, below {target.vocab_size}.")
-        self.mask_token, rows = mask_token, target.embed.weight.detach().float()
-        mask = measure_embedding_scale(target) * (rows.mean(0) if mask_token is None else rows[mask_token])
-        self.mask_embedding = nn.Parameter(mask, requires_grad=mask_token is None)  # [D]
+        self.mask_token, self.mask_embedding = mask_token, _make_mask(target, mask_token)
         self.rotary = Rotary(config)
         self.join = nn.Linear(2 * width, num_drafts * width, bias=False) if fuse else None
-        self.dependence = None
+
+        # The parts behind it: dependence, LM head, confidence head
+        self.dependence: Dependence | None = None
+        num_markov = 0
         if dependence is not None:
             sizes = DrafterSizes(width, target.vocab_size, self.vocab_size, num_drafts, config.rms_norm_eps)
-            self.dependence = make_dependence(sizes, dependence)
-            self.token_row_prefixes = (
-                "lm_head.",
-                *(f"dependence.{name}" for name in self.dependence.token_row_prefixes),
-            )
+            self.dependence = part = make_dependence(sizes, dependence)
+            self.token_row_prefixes = ("lm_head.", *(f"dependence.{name}" for name in part.token_row_prefixes))
+            num_markov = confidence_markov * part.num_confident
         self.has_confidence, self.has_candidates = confidence, isinstance(self.dependence, Lattice)
         self.lm_head = nn.Linear(width, self.vocab_size, bias=False) if own_output else None
         self.parallel = self.dependence is None and not confidence
-        num_markov = self.dependence.num_confident if self.dependence is not None and confidence_markov else 0
         self.confidence_head = nn.Linear(width + num_markov, 1) if confidence else None
         with torch.no_grad():
             self.norm.weight.copy_(measure_norm_gain(target))
@@ -233,7 +246,7 @@ class BlockDrafter(Drafter):
         return h.unflatten(-1, (self.num_drafts, -1))
 
     def _run_block(self, embedding: Tensor, h: Tensor, positions: Tensor, mask: Seen, cache) -> Tensor:
-        """embedding [B, S, D] of the anchors, h [B, S, D] of the newest features -> states of all drafts, [B, S, K*D]"""
+        """States [B, S, K*D] of all drafts. embedding [B, S, D]: anchors' embeddings; h [B, S, D]: encoded features"""
         num_rows, num = positions.shape
         size = self.num_drafts + (not self.anchor_predicts)
         masks = self.mask_embedding.to(embedding.dtype).expand(num_rows, num, size - 1, -1)
@@ -279,9 +292,9 @@ class BlockDrafter(Drafter):
         return self.lattice.candidate_loss(readout[..., self.target.width :], loss_logits, token, self._embed_drafts)
 
     def unary(self, state: Tensor) -> Tensor:
-        """The logits [..., W] of a state [..., D] alone, whatever the drafts before are"""
-        # Contiguous: a part of a wider tensor makes a batched product, whose weight `compile` does not pack, if it has several
-        # rows; on a CPU that takes ten times as long
+        """Logits [..., W] of a state [..., D], independent of the drafts before."""
+        # Contiguous: a part of a wider tensor makes a batched product if it has several rows. `compile` does not pack
+        # its weight, and on a CPU it takes ten times as long
         state = state.to(self.fc.weight.dtype).contiguous()
         return self.goal_logits(state) if self.lm_head is None else self.lm_head(state)
 
@@ -293,7 +306,7 @@ class BlockDrafter(Drafter):
         return None if head is None else head(readout[..., : head.in_features].detach())[..., 0]
 
     def measure_inputs(self, slots, *, random_weights):
-        self.fc.measure_inputs((text.features for text in slots), random_weights=random_weights)
+        self.fc.measure_inputs([text.features for text in slots], random_weights=random_weights)
         return True
 
     @property
@@ -302,21 +315,26 @@ class BlockDrafter(Drafter):
 
     @torch.no_grad()
     def solve(self, slots):
-        """Ridge regressions for `fc`, onto the newest final state, and for `join`, from this state and the anchor onto
-        the states to guess (docs/methods.md, section 5).
+        """Sets `fc` and `join` by ridge regression (docs/methods.md, section 5).
 
-        The layers start as the identity and the last norm as a constant, so each draft starts as its own regression.
+        `fc` estimates the newest final state; `join` estimates the states to guess from this state and the anchor. The
+        layers start as the identity and the last norm as a constant, so each draft starts as its own regression.
         """
         if self.join is None:
             return False
-        state_scale = torch.cat([text.state for text in slots]).float().pow(2).mean().sqrt()
+        state_scale = measure_scale(text.state for text in slots)
         self.fc.set_weight(solve_ridge((text.features, text.state) for text in slots))
         self.hidden_norm.weight.fill_(state_scale)
         joined = [
             torch.cat([self.embed(text.tokens[:, 0]).float(), self.encode(text.features)], dim=-1) for text in slots
         ]
         num = min(self.num_drafts, slots[0].goals.shape[1])
-        maps = [solve_ridge((x, text.goals[:, d]) for x, text in zip(joined, slots)) for d in range(num)]  # of [D, 2D]
+
+        def solve_depth(d: int) -> Tensor:
+            """The map [D, 2D] onto the states at depth d + 1."""
+            return solve_ridge((x, text.goals[:, d]) for x, text in zip(joined, slots))
+
+        maps = [solve_depth(d) for d in range(num)]
         if self.anchor_predicts:
             maps[0] = maps[0] - torch.eye(
                 *maps[0].shape, device=state_scale.device

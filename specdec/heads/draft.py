@@ -31,20 +31,20 @@ DEFAULT_LAYERS = 2
 class Draft(Drafter):
     """A small LM of the target's architecture (the default), a small Llama (`width`), or an existing model (`model`).
 
-    num_layers: null: as many as copy_layers names, or 2
-    width: null: the target's width and architecture, or a Llama of its width if the target is not built like one (windows,
-        recurrent layers, experts, scaled or capped logits: see `has_copyable_layers`); a number: a new Llama with attention heads
-        as wide as those of any other head (blocks.py)
-    intermediate_size: null: the target's, in proportion to the width
-    copy_layers: for each layer the target's layer (0 .. L-1, or -L .. -1) that it starts from; []: random weights; null:
-        layers at equal distances from the first to the last if the shapes are the target's, and none if they are not
-    borrow_embeddings: whether embedding and LM head are the target's, with its scales, frozen and not saved; null: if the
-        width is the target's. If not, they are trained, and start as copies of the target's if the width is the same
+    num_layers: number of layers; null: as many as copy_layers names, or 2
+    width: width of a new Llama with attention heads as wide as those of any other head (blocks.py); null: the target's
+        width and architecture. If the target has windows, recurrent layers, experts, or scaled or capped logits, null
+        makes a Llama of its width (see `has_copyable_layers`)
+    intermediate_size: width of the MLP; null: the target's, in proportion to the width
+    copy_layers: for each layer the number of the target's layer (0 .. L-1, or -L .. -1) that it starts from; []: random
+        weights; null: layers at equal distances from the first to the last if they have the target's shape, else none
+    borrow_embeddings: whether embedding and LM head are the target's, with its scales, frozen and not saved; null: if
+        the width is the target's. Its own are trained, and start as copies of the target's if the width is the same
     model: folder or Hub name of an existing causal LM with the target's tokenizer, to distil further in float32; or the
         result of `load_existing`
-    lora: arguments of peft.LoraConfig, such as {r: 16, lora_alpha: 32}: only adapters on `model` or on copied layers
-        are trained; `frozen_copy` merges them
-    config: for checkpoints: a model configuration to build; the weights are loaded afterwards
+    lora: arguments of peft.LoraConfig, such as {r: 16, lora_alpha: 32}. Only adapters on `model` or on copied layers
+        are trained, and `frozen_copy` merges them
+    config: configuration of a checkpoint's model, whose weights are loaded afterwards
 
     Raises ValueError for arguments that exclude each other.
     """
@@ -90,7 +90,8 @@ class Draft(Drafter):
         if lora is not None:
             if model is None and not copied:
                 raise ValueError(
-                    "lora= adapts weights that are worth keeping: set model= or copy_layers= of the target, or lora=null."
+                    "lora= adapts weights that are worth keeping: set model= or copy_layers= of the target, or "
+                    "lora=null."
                 )
             self._adapt(lora)
         self._rows: Tensor | None = None  # [W, D] the draft vocabulary's rows of its output layer, see `logits`
@@ -156,9 +157,9 @@ class Draft(Drafter):
     def language_model(self, dtype: torch.dtype) -> PreTrainedModel:
         """A copy as a transformers model: a causal LM over all V tokens that shares no tensors.
 
-        Borrowed embeddings and LM heads are copied with the scales that the target has outside of their weights; caps of
-        logits are left out, which keeps their order. Raises ValueError for a borrowed LM head with a bias that the draft's
-        architecture has no place for.
+        Copies of borrowed embeddings and LM heads hold the scales that the target has outside of its weights. Caps of
+        logits are left out, which keeps their order. Raises ValueError for a borrowed LM head with a bias that the
+        draft's architecture lacks.
         """
         frozen, target = self.frozen_copy(), self.target
         model = AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation=attention.IMPLEMENTATION)
@@ -166,8 +167,8 @@ class Draft(Drafter):
         if self.borrows:
             if target.lm_head.bias is not None and head.bias is None:
                 raise ValueError(
-                    f"The LM head of {target.name} has a bias, for which a draft of the kind {self.config.model_type} has no "
-                    "place. Train with borrow_embeddings=false, or take format=safetensors."
+                    f"The LM head of {target.name} has a bias, for which a draft of the kind {self.config.model_type} "
+                    "has no place. Train with borrow_embeddings=false, or take format=safetensors."
                 )
             embedding = decoder.get_input_embeddings()
             name = next(name for name, module in decoder.named_modules() if module is embedding)
@@ -187,17 +188,18 @@ class Draft(Drafter):
 
 
 def has_copyable_layers(target: Target) -> bool:
-    """Whether some of the target's layers make a language model: they are alike, dense, and kept as Llama keeps them.
+    """Whether some of the target's layers make a language model: they are alike and dense, and kept as Llama keeps
+    them.
 
-    Others get a small Llama: two layers of a mixture hold all of its experts, and a window or a recurrent state has no
-    place in the cache of drafts.
+    Drafts for other targets are small Llamas: two layers of a mixture hold all of its experts, and the cache of drafts
+    has no place for a window or a recurrent state.
     """
     children = {name for name, _ in target.decoder.named_children()}
     return target.plain and {"layers", "norm"} <= children and find_experts(target.config.to_dict()) is None
 
 
 def _make_model(config: PreTrainedConfig) -> Target:
-    """A model with random weights, as a `Target`, for the names of its parts and the same refusals."""
+    """A model with random weights as a `Target`, with its names of modules and its refusals."""
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.get_default_dtype(), attn_implementation=attention.IMPLEMENTATION, trust_remote_code=False
     )
@@ -205,7 +207,9 @@ def _make_model(config: PreTrainedConfig) -> Target:
 
 
 def _make_config(target: Target, width: int | None, num_layers: int, intermediate_size: int | None) -> PreTrainedConfig:
-    """The target's configuration with fewer layers; for another width or a target that is not `has_copyable_layers`, a Llama's."""
+    """The target's configuration with num_layers layers, or a Llama's if the width differs or layers are not
+    copyable.
+    """
     same_width = width in (None, target.width)
     if same_width and has_copyable_layers(target):
         tied = target.lm_head.weight is target.embed.weight
@@ -220,6 +224,9 @@ def _make_config(target: Target, width: int | None, num_layers: int, intermediat
 
 
 def _make_llama_config(target: Target, width: int, num_layers: int, intermediate_size: int | None) -> PreTrainedConfig:
+    """The configuration of a Llama of this width, with the target's tokens and attention heads of the target's
+    width.
+    """
     fields = list_fields(target.config)
     config = make_llama_config(
         target, intermediate_size=intermediate_size or find_mlp_width(fields, target.width) * width // target.width
@@ -230,7 +237,7 @@ def _make_llama_config(target: Target, width: int, num_layers: int, intermediate
         if width % head_dim:
             raise ValueError(f"width={width} must be a multiple of {head_dim}, the width of an attention head.")
         num_heads = width // head_dim
-    # Behind a scale the two are no longer the same matrix
+    # With a scale the embedding and the LM head are different matrices
     scaled = target.shape_logits.scale != 1 or measure_embedding_scale(target) != 1
     config.update(
         {
@@ -250,77 +257,104 @@ def _make_llama_config(target: Target, width: int, num_layers: int, intermediate
 def _choose_copied_layers(
     target: Target, num_layers: int | None, copy_layers: list[int] | None, *, possible: bool
 ) -> list[int]:
-    """The target's layers from which the draft's start, in order; none: random weights, as for a quantised target."""
-    if target.quantisation is not None:
-        if copy_layers:
-            raise ValueError(
-                f"{target.name} is quantised ({target.quantisation}), so its layers cannot be copied: set copy_layers=[]."
-            )
-        return []
+    """Numbers of the target's layers from which the draft's start, in order; none: random weights.
+
+    possible: whether the draft's layers have the shape of the target's. Raises ValueError for layers that do not fit.
+    """
     if copy_layers is None:
-        num_layers = num_layers or DEFAULT_LAYERS
-        return (
-            [round(i * (target.num_layers - 1) / max(1, num_layers - 1)) for i in range(num_layers)] if possible else []
+        num = num_layers or DEFAULT_LAYERS
+        last = target.num_layers - 1
+        possible = possible and target.quantisation is None
+        return [round(i * last / max(1, num - 1)) for i in range(num)] if possible else []
+    if not copy_layers:
+        return []
+    if target.quantisation is not None:
+        raise ValueError(
+            f"{target.name} is quantised ({target.quantisation}), so its layers cannot be copied: set copy_layers=[]."
         )
-    if copy_layers and not possible:
+    if not possible:
         raise ValueError(
             "copy_layers= needs layers of the target's shape: leave width and intermediate_size null, or "
             "set copy_layers=[], as for targets with windows, recurrent layers, experts or scaled logits."
         )
-    if copy_layers and num_layers not in (None, len(copy_layers)):
+    if num_layers not in (None, len(copy_layers)):
         raise ValueError(
-            f"copy_layers={list(copy_layers)} must name a layer for each of num_layers={num_layers}, or leave num_layers null."
+            f"copy_layers={list(copy_layers)} must name a layer for each of num_layers={num_layers}, or leave "
+            "num_layers null."
         )
-    if any(not -target.num_layers <= k < target.num_layers for k in copy_layers):
+    return _resolve_layers(target, copy_layers)
+
+
+def _resolve_layers(target: Target, numbers: list[int]) -> list[int]:
+    """Numbers of layers from 0. Raises ValueError for layers that the target lacks."""
+    if any(not -target.num_layers <= number < target.num_layers for number in numbers):
         raise ValueError(
-            f"copy_layers={list(copy_layers)}: {target.name} has layers 0..{target.num_layers - 1} "
+            f"copy_layers={list(numbers)}: {target.name} has layers 0..{target.num_layers - 1} "
             f"(or -{target.num_layers}..-1)."
         )
-    return [k % target.num_layers for k in copy_layers]
+    return [number % target.num_layers for number in numbers]
 
 
 def load_existing(target: Target, name: str, *, dtype: str) -> tuple[Target, Tensor | None]:
-    """Loads a model whose tokens are the target's; its vocabulary rows are cut or padded to the target's V.
+    """Loads a model whose tokens are the target's, with vocabulary rows cut or padded to the target's V.
 
-    An added row is the mean of all others, so that its logit is never the greatest. The model is on the target's device.
-    -> the model, and the ids that it can draft [W], increasing: those that both tokenizers have; None: all, as they are equal
-
-    Raises ValueError, which begins with model=, if it cannot be used.
+    Returns the model, on the target's device, and the increasing ids [W] that it can draft, those of both tokenizers;
+    None: all, because the tokenizers are equal. Raises ValueError, beginning with model=, for a model that does not
+        fit.
     """
     try:
         lm = Target.load(name, dtype=dtype, device=target.device)
-        target_tokenizer = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code)
-        target_texts, draft_texts = (
-            {id: text for text, id in tokenizer.get_vocab().items()}
-            for tokenizer in (target_tokenizer, load_tokenizer(name))
-        )
+        target_texts = _read_texts(target.name, trust_remote_code=target.trust_remote_code)
+        draft_texts = _read_texts(name)
     except ValueError as error:
         raise ValueError(f"model={name}: {error}") from error
     if not lm.plain:
-        property_name = (
-            "recurrent layers" if lm.recurrent else "windows" if lm.windowed else "scaled logits or unlike layers"
-        )
         raise ValueError(
-            f"model={name} has {property_name}, and a draft's layers must keep entries for the whole text. Take a model whose layers "
-            "all use full attention, or leave model null, which makes a new draft."
+            f"model={name} has {_name_unlike_layers(lm)}, and a draft's layers must keep entries for the whole text. "
+            "Take a model whose layers all use full attention, or leave model null, which makes a new draft."
         )
     shared = sorted(target_texts.keys() & draft_texts.keys())
     unlike_ids = [id for id in shared if target_texts[id] != draft_texts[id]]
     if unlike_ids or not shared:
-        difference = f"{len(unlike_ids)} of its ids mean other texts, such as {unlike_ids[0]}: {draft_texts[unlike_ids[0]]!r} and not {target_texts[unlike_ids[0]]!r}" if unlike_ids else "no id is in both"  # fmt: skip
+        difference = "no id is in both"
+        if unlike_ids:
+            id = unlike_ids[0]
+            texts = f"{draft_texts[id]!r} and not {target_texts[id]!r}"
+            difference = f"{len(unlike_ids)} of its ids mean other texts, such as {id}: {texts}"
         raise ValueError(
-            f"model={name} has another tokenizer than {target.name}: {difference}. Take a smaller model of the target's family, or train "
-            "the head `draft`."
+            f"model={name} has another tokenizer than {target.name}: {difference}. Take a smaller model of the "
+            "target's family, or train the head `draft`."
         )
-    num_rows = lm.vocab_size
-    if num_rows != target.vocab_size:
-        lm.model.resize_token_embeddings(target.vocab_size, mean_resizing=False)
-        for layer in (lm.model.get_input_embeddings(), lm.model.get_output_embeddings()):
-            weight = cast(nn.Embedding, layer).weight.data
-            weight[num_rows:] = weight[:num_rows].mean(0)
-        lm = Target(lm.model, name=name)
+    lm = _resize_vocabulary(lm, target.vocab_size)
     drafted_ids = torch.tensor([id for id in shared if id < target.vocab_size])
     return lm, None if target_texts.keys() == draft_texts.keys() else drafted_ids
+
+
+def _read_texts(name: str, *, trust_remote_code: bool = False) -> dict[int, str]:
+    """The text of each token id of a model's tokenizer."""
+    tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
+    return {id: text for text, id in tokenizer.get_vocab().items()}
+
+
+def _name_unlike_layers(lm: Target) -> str:
+    """The property of a model that keeps it from being a draft, for a message."""
+    if lm.recurrent:
+        return "recurrent layers"
+    return "windows" if lm.windowed else "scaled logits or unlike layers"
+
+
+def _resize_vocabulary(lm: Target, num_rows: int) -> Target:
+    """A model with this number of vocabulary rows. An added row is the mean of all others, so its logit is no
+    maximum.
+    """
+    old_rows = lm.vocab_size
+    if old_rows == num_rows:
+        return lm
+    lm.model.resize_token_embeddings(num_rows, mean_resizing=False)
+    for layer in (lm.model.get_input_embeddings(), lm.model.get_output_embeddings()):
+        weight = cast(nn.Embedding, layer).weight.data
+        weight[old_rows:] = weight[:old_rows].mean(0)
+    return Target(lm.model, name=lm.name)
 
 
 def _make_first_model(
@@ -332,9 +366,9 @@ def _make_first_model(
     model: str | Target | None,
     config: dict | None,
 ) -> tuple[Target, bool, list[int]]:
-    """Of a saved configuration, of an existing model, or new; see `Draft`.
+    """The language model of a draft: of a saved configuration, an existing one, or a new one. Arguments as of `Draft`
 
-    -> the language model, whether it borrows the target's embeddings, which of the target's layers were copied
+    Returns the model, whether it borrows the target's embeddings, and the numbers of the target's copied layers.
     """
     if config is not None:
         return _make_model(AutoConfig.for_model(**config)), bool(borrow_embeddings), []
@@ -345,7 +379,19 @@ def _make_first_model(
                 "intermediate_size, copy_layers and borrow_embeddings null."
             )
         return load_existing(target, model, dtype="float32")[0] if isinstance(model, str) else model, False, []
-    num_layers, width, intermediate_size = sizes.values()
+    return _make_new_model(target, *sizes.values(), copy_layers=copy_layers, borrow_embeddings=borrow_embeddings)
+
+
+def _make_new_model(
+    target: Target,
+    num_layers: int | None,
+    width: int | None,
+    intermediate_size: int | None,
+    *,
+    copy_layers: list[int] | None,
+    borrow_embeddings: bool | None,
+) -> tuple[Target, bool, list[int]]:
+    """A new language model. Arguments as of `Draft`, result as of `_make_first_model`"""
     same_width = width in (None, target.width) and target.embed.weight.shape[1] == target.width
     copies = same_width and has_copyable_layers(target)
     copied = _choose_copied_layers(target, num_layers, copy_layers, possible=copies and intermediate_size is None)
@@ -358,12 +404,18 @@ def _make_first_model(
         )
     for layer, number in zip(lm.layers, copied):
         layer.load_state_dict(target.layer_state(number))
-    if copies:
+    if same_width:
+        _copy_ends(target, lm, same_class=copies)
+    return lm, borrows, copied
+
+
+def _copy_ends(target: Target, lm: Target, *, same_class: bool) -> None:
+    """Starts a model's embedding, last norm and LM head as the target's. same_class: whether they are built alike"""
+    if same_class:
         lm.norm.load_state_dict(target.norm.state_dict())
         lm.embed.load_state_dict(target.embed.state_dict())
         lm.lm_head.load_state_dict(target.lm_head.state_dict())
-    elif same_width:
-        lm.norm.weight.data.copy_(measure_norm_gain(target))  # type: ignore[operator]
-        lm.embed.weight.data.copy_(read_embedding_rows(target))
-        lm.lm_head.weight.data.copy_(target.shape_logits.scale * target.lm_head.weight)
-    return lm, borrows, copied
+        return
+    lm.norm.weight.data.copy_(measure_norm_gain(target))  # type: ignore[operator]
+    lm.embed.weight.data.copy_(read_embedding_rows(target))
+    lm.lm_head.weight.data.copy_(target.shape_logits.scale * target.lm_head.weight)

@@ -1,6 +1,6 @@
 """EAGLE (2401.15077), EAGLE-3 (2503.01840, with the norms of 3.1) and P-EAGLE (2602.01469).
 
-A decoder block over features and tokens; EAGLE-3 and P-EAGLE may have further layers behind it.
+Each has a decoder layer over features and tokens, `block`. EAGLE-3 and P-EAGLE may have further layers behind it.
 """
 
 from collections.abc import Iterator
@@ -23,15 +23,16 @@ from specdec.heads.blocks import (
     list_layer_windows,
     make_block_config,
     make_row_cache,
+    measure_scale,
     solve_ridge,
 )
 from specdec.target.model import Target
 
-SELF_ATTENTION = 4.0  # squared scale of EAGLE-3's first queries and keys: how strongly a position attends to itself
+SELF_ATTENTION = 4.0  # squared scale of EAGLE-3's first queries and keys: the strength of attention to the own position
 
 
 class _Eagle(Drafter):
-    """What these heads share: a block, its cache and rotary embedding; h and the readout have the target's width."""
+    """The base of these heads: a block, its cache and rotary embedding. h and the readout have the block's width."""
 
     depth = None
     context_kind = "path"
@@ -47,7 +48,9 @@ class _Eagle(Drafter):
         own_embedding: bool = False,
         vocab: Tensor | None = None,
     ):
-        """inputs: how many vectors of its width the block reads"""
+        """num_inputs: number of vectors of its width that the block reads; other arguments as of `Eagle` and
+        `Eagle3`
+        """
         super().__init__(target, vocab=vocab)
         self.config = make_block_config(target, intermediate_size=intermediate_size, block=block)
         self.hold_embedding(self.config.hidden_size if own_embedding else None)
@@ -67,11 +70,11 @@ class _Eagle(Drafter):
 
 
 class Eagle(_Eagle):
-    """EAGLE-1: predicts the target's next feature (its final, normed state) and reads it with the target's LM head.
+    """EAGLE-1 predicts the target's next feature, its final normed state, and reads it with the target's LM head.
 
     A reduced `vocab` keeps only its rows of the borrowed LM head: drafting is faster, and fewer tokens can be drafted.
-    fc_bias: for published heads; train without it, because engines treat it differently (docs/file-formats.md)
-    block: for published heads, see make_block_config; own_embedding: for those whose embedding is not the target's
+    fc_bias: bias of published heads; train without it, because engines treat it differently (docs/file-formats.md)
+    block: fields of published heads, see make_block_config; own_embedding: an embedding that is not the target's
     """
 
     def __init__(self, target: Target, *, fc_bias: bool = False, **settings):
@@ -79,19 +82,13 @@ class Eagle(_Eagle):
         self.target_layers = target.layer_ids([-1])
         self.fc = SizedLinear(2 * target.width, target.width, bias=fc_bias)  # embedding first
 
-    def encode(self, features: Tensor) -> Tensor:
-        return features.to(self.fc.weight.dtype)
-
     def step(self, d, h, tokens, positions, mask, cache):
         x = self.fc(torch.cat([self.embed(tokens), h], dim=-1))  # [B, S, D]
         h = self.block(x, x, self.rotary(x, positions), mask, cache)
         return h, h
 
-    def logits(self, d, readout):
-        return self.goal_logits(readout)
-
     def _join_inputs(self, slots: list[Slots]) -> Iterator[Tensor]:
-        """What `fc` reads, [M, 2D] of each text"""
+        """Yields the inputs of `fc` of each text, [M, 2D]."""
         for text in slots:
             yield torch.cat([self.embed(text.tokens[:, 0]), self.encode(text.features)], dim=-1)
 
@@ -101,9 +98,10 @@ class Eagle(_Eagle):
 
     @torch.no_grad()
     def solve(self, slots):
-        """`fc` by ridge regression onto the next feature, and the MLP onto what this lacks. Attention starts at zero.
+        """Sets `fc` by ridge regression onto the next feature, and the MLP onto the residual. Attention starts at zero.
 
-        It replaces more than the first hundreds of training steps (results/01-first-search.md; docs/methods.md, section 5).
+        This replaces more than the first hundreds of training steps (results/01-first-search.md; docs/methods.md,
+        section 5).
         """
         inputs = list(self._join_inputs(slots))
         goals = [text.goals[:, 0] for text in slots]
@@ -116,19 +114,23 @@ class Eagle(_Eagle):
 
 
 class Eagle3(_Eagle):
-    """EAGLE-3: fuses several of the target's layers and recycles its own state.
+    """EAGLE-3 fuses several of the target's layers and recycles its own state.
 
-    own_output: whether it trains an LM head of its own, which starts as a copy of the target's, as in the paper; if not, it uses
-        the target's, frozen, and its file holds none
-    target_layers: hidden states to fuse; None: (2, L // 2, L - 3), as in published heads; for shallow targets see blocks.py
-    num_layers: the block and the layers behind it; published heads have one layer
-    norm_features, norm_output: the norms of EAGLE 3.1 (2605.09992): each fused state is normed, and the state that is
-        fed back is the normed one. Off by default, because every serving engine loads the plain form
-    norm_before_fc, norm_before_residual, block: for published heads: one norm of all fused states; the residual is the
-        normed state; see make_block_config, where hidden_size is the width of a head that has another one than the target
-    own_embedding: for published heads whose embedding is not the target's
-    window: positions that a layer sees, its own included, as Speculators trains heads; None: all. More than the drafts of a round
-    full_layers: the layers, from 0, that see all of them all the same; None: no layer does
+    own_output: an LM head of its own, which starts as a copy of the target's, as in the paper; false: the target's,
+        frozen, and the head's file holds none; None: its own if the target's has a bias, which engines lack
+    target_layers: hidden states to fuse; None: (2, L // 2, L - 3), as in published heads; shallow targets: see
+        blocks.py
+    num_layers: number of layers, the block included; published heads have one
+    norm_features, norm_output: norms of EAGLE 3.1 (2605.09992), of each fused state and of the state that is fed back.
+        Off by default, because every serving engine loads the plain form
+    norm_before_fc: one norm of all fused states; norm_before_residual: the normed state as residual; both in published
+        heads
+    block: fields of published heads, see make_block_config; hidden_size: width of a head that is not as wide as the
+        target
+    own_embedding: an embedding that is not the target's, in published heads
+    window: positions that a layer sees, its own included, as Speculators trains heads; it must exceed the drafts of a
+        round; None: all positions
+    full_layers: layers, from 0, without the window; None: no layer
     """
 
     token_row_prefixes = ("lm_head.",)
@@ -162,14 +164,20 @@ class Eagle3(_Eagle):
         self.input_layernorm, self.hidden_norm, self.norm = (RMSNorm(width, eps=eps) for _ in range(3))
         if own_output is None:  # engines' heads have no bias
             own_output = target.lm_head.bias is not None
-        self.lm_head = nn.Linear(width, self.vocab_size, bias=False) if own_output else None
         self.estimates_state = width == target.width
         if not self.estimates_state and not (own_embedding and own_output):
             raise ValueError(
-                f"The head is {width} wide and {target.name} is {target.width}: it needs an embedding and an LM head of its own."
+                f"The head is {width} wide and {target.name} is {target.width}: it needs an embedding and an LM head "
+                "of its own."
             )
-        if self.lm_head is not None and self.estimates_state:
-            self.lm_head.weight.data.copy_(target.shape_logits.scale * self.goal_head[0])  # a cap keeps the order
+        self.lm_head = self._make_output(width) if own_output else None
+
+    def _make_output(self, width: int) -> nn.Linear:
+        """An LM head, which starts as a copy of the target's if the head is as wide as the target."""
+        lm_head = nn.Linear(width, self.vocab_size, bias=False)
+        if self.estimates_state:
+            lm_head.weight.data.copy_(self.target.shape_logits.scale * self.goal_head[0])  # a cap keeps the order
+        return lm_head
 
     def encode(self, features: Tensor) -> Tensor:
         features = features.to(self.fc.weight.dtype)
@@ -184,14 +192,14 @@ class Eagle3(_Eagle):
     def project_inputs(
         self, h: Tensor, embedding: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """h, embedding [B, S, D] -> the normed state, and query, key and value of the block, which read [B, S, 2D]"""
+        """The normed state [B, S, D], and query, key and value of the block. h, embedding [B, S, D]"""
         normed, embedding = self.hidden_norm(h), embedding.to(self.norm.weight.dtype)
         x = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
         return normed, *self.block.self_attn.project(x, cos, sin)
 
     @training_block
     def run_last_norm(self, h: Tensor) -> Tensor:
-        """The last norm"""
+        """The last norm of h [B, S, D]."""
         return self.norm(h)
 
     def step(self, d, h, tokens, positions, mask, cache):
@@ -211,74 +219,88 @@ class Eagle3(_Eagle):
         return self.goal_logits(readout) if self.lm_head is None else self.lm_head(readout)
 
     def measure_inputs(self, slots, *, random_weights):
-        if self.input_norm is not None or self.fc_norm or not self.estimates_state:
+        if not (self.estimates_state and self._fuses_plain_features):
             return False
-        self.fc.measure_inputs((text.features for text in slots), random_weights=random_weights)
+        self.fc.measure_inputs([text.features for text in slots], random_weights=random_weights)
         return True
+
+    @property
+    def _fuses_plain_features(self) -> bool:
+        """Whether `fc` reads the features as they are, without norms."""
+        return self.input_norm is None and not self.fc_norm
 
     @torch.no_grad()
     def solve(self, slots):
         """A start by regression for a head in which features enter by the residual stream and tokens by attention.
 
-        `fc` estimates the final state at j-1. What this lacks of the final state at j is estimated by a second ridge
-        regression; values and output are its part of the highest rank that the attention heads allow. Attention looks at
-        its own position, because queries and keys are the same random map of the embedding. What is still missing is
-        estimated by the MLP: its last matrix by a third regression, on hidden units that stay random. The last norm starts
-        as a constant, further layers as the identity (docs/methods.md, section 5).
+        1. `fc` estimates the final state at j-1.
+        2. Attention estimates the residual of the final state at j, see `_solve_attention`.
+        3. The MLP estimates the remaining residual. Its hidden units stay random.
+
+        The last norm starts as a constant, further layers as the identity (docs/methods.md, section 5).
         """
         if not self.estimates_state:
             return False
-        attention, config = self.block.self_attn, self.config
-        state_scale = torch.cat([text.state for text in slots]).float().pow(2).mean().sqrt()
-        if not self.fc_norm and self.input_norm is None:
+        state_scale = measure_scale(text.state for text in slots)
+        if self._fuses_plain_features:
             self.fc.set_weight(solve_ridge((text.features, text.state) for text in slots))
         states = [self.encode(text.features) for text in slots]
+        normed = [self.hidden_norm(state) for state in states]
         inputs = [
-            torch.cat([self.input_layernorm(self.embed(text.tokens[:, 0])), self.hidden_norm(state)], dim=-1)
-            for text, state in zip(slots, states)
+            torch.cat([self.input_layernorm(self.embed(text.tokens[:, 0])), state], dim=-1)
+            for text, state in zip(slots, normed)
         ]
-        residuals = [self.hidden_norm(state) for state in states] if self.norm_before_residual else states
-        missing = [text.goals[:, 0] - residual for text, residual in zip(slots, residuals)]
-        regression = solve_ridge(zip(inputs, missing))  # [D, 2D]
-        covariance = sum(
-            ((x @ regression.T).T @ (x @ regression.T) for x in inputs), torch.zeros((), device=state_scale.device)
-        )  # [D, D]
-        groups, heads, width = config.num_key_value_heads, config.num_attention_heads, attention.head_dim
-        eigenvectors = torch.linalg.eigh(covariance).eigenvectors
-        directions = eigenvectors[:, -groups * width :]  # [D, rank] the directions in which the regression varies most
-        directions = nn.functional.pad(
-            directions, (groups * width - directions.shape[1], 0)
-        )  # the heads may be wider than D
-        attention.v_proj.weight.copy_(directions.T @ regression)
-        shared = directions.unflatten(1, (groups, 1, width)).expand(-1, -1, heads // groups, -1) * (groups / heads)
-        attention.o_proj.weight.copy_(shared.flatten(1))  # query heads of a group see the same values
-        key = (
-            torch.randn(groups, width, self.target.width, device=state_scale.device)
-            * (SELF_ATTENTION / self.target.width) ** 0.5
-        )
-        key = torch.cat([key, torch.zeros_like(key)], dim=-1)  # [groups, head_dim, 2D], zero for the state
-        attention.k_proj.weight.copy_(key.flatten(0, 1))
-        attention.q_proj.weight.copy_(key[:, None].expand(-1, heads // groups, -1, -1).flatten(0, 2))
+        residuals = normed if self.norm_before_residual else states
+        goals = [text.goals[:, 0] for text in slots]
+        self._solve_attention(inputs, residuals, goals)
+        attention = self.block.self_attn
         mlp_inputs = (residual + attention.attend_self(x) for x, residual in zip(inputs, residuals))
-        self.block.solve_mlp((mlp_input, text.goals[:, 0]) for mlp_input, text in zip(mlp_inputs, slots))
+        self.block.solve_mlp(zip(mlp_inputs, goals))
         for layer in self.further:
             layer.start_as_identity()
         self.norm.weight.fill_(state_scale)
         return True
 
+    def _solve_attention(self, inputs: list[Tensor], residuals: list[Tensor], goals: list[Tensor]) -> None:
+        """Sets attention so that every position attends to itself and adds a ridge regression of its input.
+
+        Values and output are the regression's part of the highest rank that the attention heads allow. Queries and keys
+        are the same random map of the embedding.
+
+        inputs [M, 2D], residuals [M, D], goals [M, D] of each text: attention estimates goals - residuals
+        """
+        attention, config, target_width = self.block.self_attn, self.config, self.target.width
+        groups, heads, width = config.num_key_value_heads, config.num_attention_heads, attention.head_dim
+        missing = (goal - residual for goal, residual in zip(goals, residuals))
+        regression = solve_ridge(zip(inputs, missing))  # [D, 2D]
+        device = regression.device
+        outputs = (x @ regression.T for x in inputs)
+        covariance = sum((y.T @ y for y in outputs), torch.zeros((), device=device))  # [D, D]
+        eigenvectors = torch.linalg.eigh(covariance).eigenvectors
+        directions = eigenvectors[:, -groups * width :]  # [D, rank] the directions in which the regression varies most
+        missing_rank = groups * width - directions.shape[1]  # the heads may be wider than D
+        directions = nn.functional.pad(directions, (missing_rank, 0))
+        attention.v_proj.weight.copy_(directions.T @ regression)
+        shared = directions.unflatten(1, (groups, 1, width)).expand(-1, -1, heads // groups, -1) * (groups / heads)
+        attention.o_proj.weight.copy_(shared.flatten(1))  # query heads of a group see the same values
+        key = torch.randn(groups, width, target_width, device=device) * (SELF_ATTENTION / target_width) ** 0.5
+        key = torch.cat([key, torch.zeros_like(key)], dim=-1)  # [groups, head_dim, 2D], zero for the state
+        attention.k_proj.weight.copy_(key.flatten(0, 1))
+        attention.q_proj.weight.copy_(key[:, None].expand(-1, heads // groups, -1, -1).flatten(0, 2))
+
 
 class PEagle(Eagle3):
-    """P-EAGLE: an EAGLE-3 whose drafts of a round come from one pass.
+    """P-EAGLE is an EAGLE-3 whose drafts of a round come from one pass.
 
-    Steps 2..K read neither drafts nor the state before. Each reads a mask token and the same learnt features, and attends to
-    the committed slots and to the steps before it:
+    Steps 2..K read neither drafts nor the state before. Each reads a mask token and the same learnt features. It
+    attends to the committed slots and to the steps before it:
 
     position     j-1      j       j+1     j+2
     token        x_(j-1)  x_j     mask    mask
     features     f_(j-2)  f_(j-1) shared  shared
     guesses               x_(j+1) x_(j+2) x_(j+3)
 
-    mask_token: the token whose embedding the masks have; None: the last one of the vocabulary
+    mask_token: token whose embedding the masks have; None: the last token of the vocabulary
     """
 
     estimates_state = False
@@ -302,6 +324,6 @@ class PEagle(Eagle3):
 
     @torch.no_grad()
     def solve(self, slots):
-        """The first step as in EAGLE-3. The features of masks start as the mean ones."""
+        """Sets the first step as in EAGLE-3, and the features of masks to the mean features."""
         self.mask_hidden.copy_(torch.cat([text.features for text in slots]).float().mean(0))
         return super().solve(slots)

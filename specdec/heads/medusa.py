@@ -1,4 +1,6 @@
-"""Medusa (2401.10774) and Hydra (2402.05109): one small network a depth on the target's last state, without attention."""
+"""Medusa (2401.10774) and Hydra (2402.05109): a small network for each depth, on the target's last state, without
+attention.
+"""
 
 from typing import Annotated
 
@@ -29,10 +31,10 @@ class ResBlock(nn.Module):
 
 
 class _IndependentHeads(Drafter):
-    """What Medusa and Hydra share: `num_heads` heads without attention, each with residual blocks.
+    """The base of Medusa and Hydra: `num_heads` heads without attention, each with `num_blocks` residual blocks.
 
-    own_output: whether each head trains an LM head of its own, which starts as a copy of the target's; if not, all use
-        the target's, frozen
+    own_output: whether each head trains an LM head of its own, which starts as a copy of the target's; else all use the
+        target's, frozen
     """
 
     context_kind = "none"
@@ -55,23 +57,23 @@ class _IndependentHeads(Drafter):
         )
         for head in self.lm_heads:
             head.weight.data.copy_(target.shape_logits.scale * self.goal_head[0])
-        self.blocks = nn.ModuleList(
-            nn.Sequential(*(ResBlock(target.width) for _ in range(num_blocks))) for _ in range(num_heads)
-        )
+        self.blocks = nn.ModuleList(_stack_blocks(target.width, num_blocks) for _ in range(num_heads))
 
     def cache(self, batch: int) -> RowCache:
         config = make_block_config(self.target, intermediate_size=None)
         return make_row_cache(config, next(self.parameters()), layers=0, batch=batch, masked=True)
 
-    def encode(self, features: Tensor) -> Tensor:
-        return features.to(next(self.parameters()).dtype)
-
     def logits(self, d, readout):
         return self.lm_heads[d - 1](readout) if self.lm_heads else self.goal_logits(readout)
 
 
+def _stack_blocks(width: int, num: int) -> nn.Sequential:
+    """Residual blocks, one after the other."""
+    return nn.Sequential(*(ResBlock(width) for _ in range(num)))
+
+
 class Medusa(_IndependentHeads):
-    """Head d reads the last state only, not the tokens that were drafted before."""
+    """Medusa-1. Head d reads the last state only, not the tokens drafted before."""
 
     def step(self, d, h, tokens, positions, mask, cache):
         return h, self.blocks[d - 1](h)
@@ -92,7 +94,7 @@ class Medusa2(AdaptsTarget, Medusa):
         super().__init__(target, lora_rank=lora_rank, lora_alpha=lora_alpha, lora_modules=lora_modules, **heads)
 
     def make_merged_heads(self, merged: Target) -> Medusa:
-        """These heads without the adapter, for `merged`, the adapted target as a model of its own."""
+        """Copies these heads, without the adapter, for `merged`, the adapted target as a model of its own."""
         shape = {"num_heads": len(self.blocks), "num_blocks": len(self.blocks[0]), "own_output": len(self.lm_heads) > 0}
         heads = Medusa(merged, **shape, vocab=self.draft_to_target).to(next(self.blocks.parameters()))
         heads.load_state_dict({name: value for name, value in self.state_dict().items() if "adapter." not in name})
@@ -100,9 +102,9 @@ class Medusa2(AdaptsTarget, Medusa):
 
 
 class Hydra(_IndependentHeads):
-    """Head d reads the last state and the embeddings of the newest token and of the d - 1 tokens drafted after it.
+    """Hydra. Head d reads the last state, and the embeddings of the newest token and of the d - 1 drafts behind it.
 
-    The first layer joins them, W x + SiLU(W' x); residual blocks follow. h grows by one embedding with each step.
+    The first layer joins them, W x + SiLU(W' x). Residual blocks follow. h grows by one embedding with each step.
     """
 
     def __init__(self, target: Target, *, num_heads: SmallCount = 4, **heads):
@@ -117,9 +119,8 @@ class Hydra(_IndependentHeads):
 
     @torch.no_grad()
     def solve(self, slots):
-        """`join` by ridge regression onto the state that each head has to guess; `gate` starts at zero.
-
-        See docs/methods.md, section 5.
+        """Sets `join` by ridge regression onto the state that each head guesses, and `gate` to zero (docs/methods.md,
+        5).
         """
         for d, (join, gate) in enumerate(zip(self.join, self.gate), start=1):
             if d > slots[0].tokens.shape[1]:

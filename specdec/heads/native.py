@@ -1,7 +1,7 @@
 """Native MTP: modules that a model ships beside its layers, each made of one layer of the model's own class.
 
-They run here as engines run them, and are trained, replayed and decoded with like any other head. docs/file-formats.md, section 9,
-has the names of their tensors.
+They run here as in engines. Training, replay and decoding treat them like any other head. docs/file-formats.md, section
+9, has the names of their tensors.
 """
 
 import copy
@@ -22,23 +22,23 @@ from specdec.core.cache import RowCache
 from specdec.core.files import hash_file
 from specdec.core.option_types import SmallCount, Text, Width
 from specdec.core.shards import Shards
-from specdec.heads.base import Drafter
 from specdec.heads.blocks import make_row_cache
+from specdec.heads.mtp import ModuleDrafter
 from specdec.target.model import Target
 
-IMPLEMENTATION = "specdec_head"  # of `attend`, for transformers
+IMPLEMENTATION = "specdec_head"  # name of `attend_cache` and `run_experts` in transformers
 FULL_ATTENTION = "full_attention"
-ROUTER = "mlp.gate.weight"  # chooses experts; it stays as it was trained with the model
+ROUTER = "mlp.gate.weight"  # ending of the weight that chooses experts, which stays as in the model
 
 
 @dataclass(frozen=True)
 class NativeLayout:
     """How a family names its modules in its checkpoint, and how vLLM 0.32 runs them.
 
-    parts: the names of what stands around the layer; block: the layer's. {number}: of the module; {layer}: what the number of its layer
-        would be, behind the model's own
-    prefix: before all names, in a checkpoint without such modules; one that has them may have another
-    shared: whether all modules have one set of `parts`, so that they differ in their layers only
+    outer_names: names of the tensors around the layer; layer_name: name of the layer. {number}: the module's number;
+        {layer}: number of its layer, behind the model's own
+    prefix: beginning of all names in a checkpoint without such modules; one that has them may have another
+    shares_norms: whether all modules have the same tensors around the layer
     hidden_first: whether the join reads the state before the embedding
     zero_first: whether the embedding in a text's first slot is zero
     copies: endings of further tensors, which are copies of the target's
@@ -53,15 +53,15 @@ class NativeLayout:
     copies: tuple[str, ...] = ()
 
     def tensor_names(self, state: dict[str, Tensor], number: int, layer: int) -> dict[str, str]:
-        """The name of each tensor of a module in the checkpoint, without the prefix."""
+        """The name of each tensor of a module in the checkpoint, without the prefix.
+
+        state: the module's tensors; number: the module's; layer: number of its layer, behind the model's own
+        """
         names = {}
         for key in state:
             module_name, _, tensor_name = key.partition(".")
-            names[key] = (
-                f"{self.layer_name if module_name == 'block' else self.outer_names[module_name]}.{tensor_name}".format(
-                    number=number, layer=layer
-                )
-            )
+            path = self.layer_name if module_name == "block" else self.outer_names[module_name]
+            names[key] = f"{path}.{tensor_name}".format(number=number, layer=layer)
         return names
 
 
@@ -94,15 +94,21 @@ LAYOUTS = {
         hidden_first=True,
     ),
 }
-UNNORMED_FAMILIES = ("glm4_moe",)  # families to whose modules vLLM gives back the state before the last norm
-FAMILIES = {"qwen3_next": "qwen", "qwen3_5_text": "qwen", "qwen3_5_moe_text": "qwen", "deepseek_v3": "deepseek",
-            "glm4_moe": "deepseek"}  # fmt: skip  # whose modules were compared with an engine's
+UNNORMED_FAMILIES = ("glm4_moe",)  # families whose modules read the state before the last norm in vLLM
+FAMILIES = {  # layout of each model type whose modules were compared with an engine's
+    "qwen3_next": "qwen",
+    "qwen3_5_text": "qwen",
+    "qwen3_5_moe_text": "qwen",
+    "deepseek_v3": "deepseek",
+    "glm4_moe": "deepseek",
+}
 
 
 def attend_cache(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling=None, *, cache, **kwargs):
-    """Attention of a transformers layer over the keys that our cache returns: query, key [B, heads, S, E], value [B, heads, S, V]
+    """Output [B, S, heads, V] of a transformers layer's attention over the keys that our cache returns.
 
-    -> [B, S, heads, V]. The cache scales by E**-0.5, and has one width for keys and values.
+    query, key [B, heads, S, E]; value [B, heads, S, V]; scaling: factor of the scores. The cache scales by E**-0.5, and
+    has one width for keys and values.
     """
     width, value_width = query.shape[-1], value.shape[-1]
     query = (query * (scaling * width**0.5)).to(value.dtype)
@@ -113,11 +119,11 @@ def attend_cache(module, query: Tensor, key: Tensor, value: Tensor, attention_ma
 
 
 def run_experts(module, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-    """Experts of a transformers layer, computed as autocast wants it, which leaves out products of groups.
+    """Output [tokens, D] of a transformers layer's experts, in the dtype of autocast, which omits grouped products.
 
-    x [tokens, D], chosen and weights [tokens, experts of each] -> [tokens, D]
+    x [tokens, D]; expert_ids, weights [tokens, experts per token]
     """
-    dtype = torch.bfloat16 if x.is_meta else x.dtype  # to count with, shapes of groups are known for bfloat16 only
+    dtype = torch.bfloat16 if x.is_meta else x.dtype  # an outline has shapes of groups for bfloat16 only
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
     cast_module = copy.copy(module)
@@ -130,7 +136,7 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, run_experts)
 
 
 class NativeModule(nn.Module):
-    """Norms of the token's embedding and the state, their join, a layer of the target's class, and the norm before the LM head."""
+    """Norms of the token's embedding and the state, their join, a layer of the target's class, and a last norm."""
 
     def __init__(self, target: Target, layout: NativeLayout, *, number: int):
         super().__init__()
@@ -142,18 +148,37 @@ class NativeModule(nn.Module):
         self.join = nn.Linear(2 * width, width, bias=False)
         kinds = type(target.layers[-1]).__mro__
         self.block = cast(Any, next(kind for kind in kinds if not issubclass(kind, FSDPModule)))(config, layer_number)
-        self.block.self_attn.layer_idx = number  # its place in our cache
+        self.block.self_attn.layer_idx = number  # its layer in our cache
 
     def forward(self, embedding: Tensor, h: Tensor, rotary, positions: Tensor, mask, cache) -> tuple[Tensor, Tensor]:
-        """embedding, h [B, S, D] -> the state before the last norm and after it, [B, S, D] each"""
-        parts = [self.enorm(embedding), self.hnorm(h)]
-        x = self.join(torch.cat(parts[::-1] if self.hidden_first else parts, dim=-1))
+        """The state before the last norm and behind it, [B, S, D] each. embedding, h [B, S, D]"""
+        inputs = [self.enorm(embedding), self.hnorm(h)]
+        x = self.join(torch.cat(inputs[::-1] if self.hidden_first else inputs, dim=-1))
         x = self.block(x, position_embeddings=rotary, attention_mask=mask, position_ids=positions, cache=cache)
         return x, self.norm(x)
 
 
+def _check_layout(target: Target, layout: str | None, num_modules: int | None) -> NativeLayout:
+    """The layout of this name. Raises ValueError for an unknown layout, and for modules that the target cannot have."""
+    if layout not in LAYOUTS:
+        raise ValueError(
+            f"{target.name} is a {target.config.model_type} model, whose MTP modules are unknown: use head=mtp."
+        )
+    native_layout = LAYOUTS[layout]
+    if num_modules is not None and not 1 <= num_modules <= (1 if native_layout.shares_norms else num_modules):
+        raise ValueError(
+            f"num_modules={num_modules}: MTP modules of this family share their norms, so there is one. Use null."
+        )
+    if not hasattr(target.layers[-1], "self_attn"):
+        raise ValueError(f"The layers of {target.name} are not built as those of MTP modules are: use head=mtp.")
+    return native_layout
+
+
 def make_layer_config(config: PreTrainedConfig, layer_number: int) -> PreTrainedConfig:
-    """The configuration of one more layer, with full attention, which runs `attend` and `run_experts`. place: its number"""
+    """The configuration of one more layer, with full attention, which runs `attend_cache` and `run_experts`.
+
+    layer_number: number of the layer in the model
+    """
     config = copy.deepcopy(config)
     config._attn_implementation = config._experts_implementation = IMPLEMENTATION
     for field in ("layer_types", "mlp_layer_types"):
@@ -164,14 +189,16 @@ def make_layer_config(config: PreTrainedConfig, layer_number: int) -> PreTrained
 
 
 class LowRankLinear(nn.Linear):
-    """A linear layer whose weight stays, and the product of two narrow matrices, LoRA (2106.09685), which starts at zero."""
+    """A linear layer with a frozen weight, and the product of two narrow matrices, which starts at zero (LoRA,
+    2106.09685).
+    """
 
     down: nn.Parameter  # [rank, in]
     up: nn.Parameter  # [out, rank]
 
     @classmethod
     def convert(cls, layer: nn.Linear, rank: int) -> None:
-        """Makes a linear layer one of these."""
+        """Turns a linear layer into one of these."""
         layer.__class__ = cls
         layer.down = nn.Parameter(torch.randn(rank, layer.in_features).to(layer.weight) * layer.in_features**-0.5)
         layer.up = nn.Parameter(layer.weight.new_zeros(layer.out_features, rank))
@@ -180,21 +207,24 @@ class LowRankLinear(nn.Linear):
         return super().forward(x) + F.linear(F.linear(x, self.down), self.up)
 
     def fold(self) -> None:
-        """Makes it an ordinary layer again, which computes the same."""
+        """Turns it into an ordinary layer with the same map."""
         self.weight.data += self.up @ self.down
         del self.up, self.down
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
 
-class NativeMTP(Drafter):
+class NativeMTP(ModuleDrafter):
     """The target's own MTP module: it reads the target's last state, then its own, and the newest token.
 
-    source: the model whose modules it starts from, a folder or a name on the Hub; "target": the target itself; null: random weights
-    num_modules: null: module 0, used at every depth, as engines do; else one module for each depth
-    lora_rank: of the matrices that are trained beside those of its linear layers, experts excepted; null: all but the router is trained
+    source: model whose modules it starts from, a folder or a name on the Hub; "target": the target; null: random
+        weights
+    num_modules: number of modules, one for each depth; null: module 0 at every depth, as engines run it
+    lora_rank: rank of trained matrices beside those of its linear layers, experts excepted; null: all but the router is
+        trained
     zero_first: whether the embedding in the first slot of a text is zero; null: as vLLM runs the family
-    recycle_norm: whether the next step reads the state after the last norm, or before it; null: as vLLM runs the family
-    layout: of LAYOUTS; null: that of the source
+    recycle_norm: whether the next step reads the state behind the last norm, or before it; null: as vLLM runs the
+        family
+    layout: name in LAYOUTS; null: the source's
     """
 
     changeable_arguments = ("zero_first", "recycle_norm", "lora_rank")
@@ -219,18 +249,8 @@ class NativeMTP(Drafter):
                 target.name if source == "target" else source, target, num_modules=num_modules
             )
             layout, self.published = spec["layout"], spec["published"]
-        self.layout = layout = layout or FAMILIES.get(target.config.model_type)
-        if layout not in LAYOUTS:
-            raise ValueError(
-                f"{target.name} is a {target.config.model_type} model, whose MTP modules are unknown: use head=mtp."
-            )
-        native_layout = LAYOUTS[layout]
-        if num_modules is not None and not 1 <= num_modules <= (1 if native_layout.shares_norms else num_modules):
-            raise ValueError(
-                f"num_modules={num_modules}: MTP modules of this family share their norms, so there is one. Use null."
-            )
-        if not hasattr(target.layers[-1], "self_attn"):
-            raise ValueError(f"The layers of {target.name} are not built as those of MTP modules are: use head=mtp.")
+        self.layout = layout or FAMILIES.get(target.config.model_type)
+        native_layout = _check_layout(target, self.layout, num_modules)
         self.depth, self.context_kind = num_modules, "path" if num_modules is None else "depth"
         self.zero_first = native_layout.zero_first if zero_first is None else zero_first
         self.recycle_norm = target.config.model_type not in UNNORMED_FAMILIES if recycle_norm is None else recycle_norm
@@ -255,7 +275,7 @@ class NativeMTP(Drafter):
 
     @lora_rank.setter
     def lora_rank(self, rank: int | None) -> None:
-        """Chooses what is trained, once."""
+        """Sets which parameters are trained, and adds the low-rank matrices once."""
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(rank is None and not name.endswith(ROUTER))
         if rank is not None and self._rank is None:
@@ -264,7 +284,7 @@ class NativeMTP(Drafter):
         self._rank = rank
 
     def frozen_copy(self) -> Self:
-        """As of `Head`, with plain weights."""
+        """A frozen copy, as of `Head`, with plain weights."""
         frozen = super().frozen_copy()
         for layer in [module for module in frozen.modules() if isinstance(module, LowRankLinear)]:
             layer.fold()
@@ -275,9 +295,6 @@ class NativeMTP(Drafter):
         published = {} if self.published is None else {"published": self.published}
         settings = {"zero_first": self.zero_first, "recycle_norm": self.recycle_norm, "layout": self.layout}
         return {"source": None, "lora_rank": None, **settings, **published}
-
-    def module(self, d: int) -> NativeModule:
-        return self.modules_by_depth[0 if self.depth is None else d - 1]  # type: ignore[return-value]
 
     def cache(self, batch: int) -> RowCache:
         config = self.target.config
@@ -291,28 +308,20 @@ class NativeMTP(Drafter):
         masked = self.context_kind == "depth"
         return make_row_cache(shape, self.module(1).enorm.weight, layers=self.depth or 1, batch=batch, masked=masked)
 
-    def encode(self, features):
-        return features.to(self.module(1).enorm.weight.dtype)
-
     def step(self, d, h, tokens, positions, mask, cache):
-        embedding = self.encode(self.target.embed(tokens))
-        if self.zero_first:
-            embedding = embedding.masked_fill(positions[..., None] == self.first_slot, 0.0)
-        places = (
-            positions.expand(3, -1, -1) if hasattr(self.rotary, "mrope_section") else positions
-        )  # of time, height, width
-        raw, normed = self.module(d)(embedding, h, self.rotary(h, places), positions, mask, cache)
+        embedding = self.embed_inputs(tokens, positions)
+        # Multimodal models turn by positions in time, height and width, which are equal in a text
+        angles = positions.expand(3, -1, -1) if hasattr(self.rotary, "mrope_section") else positions
+        raw, normed = self.module(d)(embedding, h, self.rotary(h, angles), positions, mask, cache)
         return normed if self.recycle_norm else raw, normed
-
-    def logits(self, d, readout):
-        return self.goal_logits(readout)
 
 
 # Reading and naming the tensors of a model's own files
 
 
 def list_expert_places(name: str, shape: torch.Size) -> Iterator[tuple[str, tuple]]:
-    """Where a tensor of all experts is in a checkpoint that has one for each: (name, place in the whole), ..
+    """Yields the places of a tensor of all experts in a checkpoint with one tensor for each: (name, index in the
+    whole).
 
     shape: gate_up_proj [experts, 2 * inner, D] or down_proj [experts, D, inner]
     """
@@ -329,22 +338,24 @@ def list_expert_places(name: str, shape: torch.Size) -> Iterator[tuple[str, tupl
 def list_checkpoint_places(
     drafter: NativeMTP, present: dict[str, str] | None, prefix: str
 ) -> dict[str, list[tuple[str, tuple]]]:
-    """For each tensor of the drafter its names in the checkpoint, each with its place in the tensor; () is all of it
+    """For each tensor of the drafter its names in the checkpoint, each with its index in the tensor; (): the whole
+    tensor.
 
-    present: the checkpoint's tensors; None: it has none of these, so experts stand alone
+    present: the checkpoint's tensors; None: a new checkpoint, in which each expert has its own tensors
     """
     layout, places = LAYOUTS[str(drafter.layout)], {}
     for number, module in enumerate(drafter.modules_by_depth):
         state = module.state_dict()
         for key, name in layout.tensor_names(state, number, drafter.target.num_layers + number).items():
-            apart = key.endswith(("experts.gate_up_proj", "experts.down_proj")) and prefix + name not in (present or ())
-            whole = list_expert_places(prefix + name, state[key].shape) if apart else [(prefix + name, ())]
-            places[f"modules_by_depth.{number}.{key}"] = list(whole)
+            name = prefix + name
+            is_split = key.endswith(("experts.gate_up_proj", "experts.down_proj")) and name not in (present or ())
+            tensor_places = list_expert_places(name, state[key].shape) if is_split else [(name, ())]
+            places[f"modules_by_depth.{number}.{key}"] = list(tensor_places)
     return places
 
 
 def find_layout(shards: Shards, num_layers: int) -> tuple[str, str] | None:
-    """The layout of a checkpoint's MTP modules, and what stands before their names; None: it has none."""
+    """The layout of a checkpoint's MTP modules, and the prefix of their names; None: it has none of a known layout."""
     for name, layout in LAYOUTS.items():
         ending = f"{layout.outer_names['join']}.weight".format(number=0, layer=num_layers)
         for key in shards.files:
@@ -356,62 +367,77 @@ def find_layout(shards: Shards, num_layers: int) -> tuple[str, str] | None:
 def read_native_modules(
     name: str, target: Target, *, num_modules: SmallCount | None = None
 ) -> tuple[dict, dict[str, Tensor]]:
-    """The MTP modules in a model's own files -> the class and its arguments, as `checkpoint.save` takes them, and its tensors
+    """Reads the MTP modules in a model's own files.
 
-    name: a folder, or a name on the Hub with @revision; the target, or a model of its family, whose modules are put beside the target
+    Returns the class with its arguments, as `checkpoint.save` takes them, and the tensors.
+    name: a folder, or a name on the Hub with @revision, of the target or of a model of its family
     Raises ValueError if there are none, or if they are no modules of this target.
     """
     repo, _, revision = (name, "", "") if hub.is_folder(name) else name.partition("@")
     shards = Shards(repo, revision=revision or None)
-    layout_and_prefix = find_layout(shards, target.num_layers)
-    if layout_and_prefix is None:
-        mtp_names = sorted(key for key in shards.files if "mtp" in key or "nextn" in key)
-        finding = (
-            f"has MTP modules of an unknown layout ({', '.join(mtp_names[:3])}, ...)"
-            if mtp_names
-            else "ships no MTP modules"
-        )
-        raise ValueError(
-            f"{name} {finding} for a target of {target.num_layers} layers ({', '.join(LAYOUTS)} are known). "
-            "Train a module (the head `mtp`), or the whole model as a drafter (the head `draft` with model: NAME)."
-        )
-    layout, prefix = layout_and_prefix
+    layout, prefix = _require_layout(name, shards, target)
     with torch.device("meta"):
         empty = NativeMTP(target, source=None, num_modules=num_modules, layout=layout)
     tensors, names = {}, []
+    places = list_checkpoint_places(empty, shards.files, prefix)
     for key, outline in empty.state_dict().items():
-        places = list_checkpoint_places(empty, shards.files, prefix)[key]
-        for stored_name, _ in places:
-            if stored_name not in shards.files:
-                raise ValueError(f"{name} lacks {stored_name}, which its MTP module needs: take a complete copy of it.")
-        tensors[key] = torch.empty(outline.shape, dtype=shards[places[0][0]].dtype)
-        for stored_name, index in places:
-            if shards.shape(stored_name) != tensors[key][index].shape:
-                raise ValueError(
-                    f"{name}: {stored_name} has the shape {list(shards.shape(stored_name))}, and for {target.name} it would be "
-                    f"{list(tensors[key][index].shape)}. Take a model of the target's family and width, that is not quantised."
-                )
-            tensors[key][index] = shards[stored_name]
-            names.append(stored_name)
+        tensors[key] = _read_tensor(name, shards, outline, places[key], target.name)
+        names += [stored_name for stored_name, _ in places[key]]
     untrusted.check_values(tensors)
     _check_all_read(name, shards, set(names), empty, prefix)
     config_path = shards.path("config.json")
     pinned = hub.pin_commit(config_path.parent)
+    files = sorted({shards.files[stored_name] for stored_name in names})
     published = {
         "layout": "native",
         "config": untrusted.read_json(config_path),
         "tensors": {stored_name: list(shards.describe(stored_name)) for stored_name in names},
         "source": pinned if hub.is_hub_name(pinned) else Path(name).name,
-        "sha256": {
-            file: hash_file(shards.path(file)) for file in sorted({shards.files[stored_name] for stored_name in names})
-        },
+        "sha256": {file: hash_file(shards.path(file)) for file in files},
     }
     spec = {"_target_": "specdec.heads.native.NativeMTP", "num_modules": num_modules, **empty.arguments()}
     return {**spec, "published": published}, tensors
 
 
+def _require_layout(name: str, shards: Shards, target: Target) -> tuple[str, str]:
+    """The result of `find_layout`. Raises ValueError for files without modules of a known layout."""
+    layout_and_prefix = find_layout(shards, target.num_layers)
+    if layout_and_prefix is not None:
+        return layout_and_prefix
+    mtp_names = sorted(key for key in shards.files if "mtp" in key or "nextn" in key)
+    finding = "ships no MTP modules"
+    if mtp_names:
+        finding = f"has MTP modules of an unknown layout ({', '.join(mtp_names[:3])}, ...)"
+    raise ValueError(
+        f"{name} {finding} for a target of {target.num_layers} layers ({', '.join(LAYOUTS)} are known). "
+        "Train a module (the head `mtp`), or the whole model as a drafter (the head `draft` with model: NAME)."
+    )
+
+
+def _read_tensor(
+    name: str, shards: Shards, outline: Tensor, places: list[tuple[str, tuple]], target_name: str
+) -> Tensor:
+    """A tensor of a module, put together from its places in the files. Raises ValueError if one is missing or unfit.
+
+    outline: a tensor of its shape; places: names in the files, each with its index in the tensor
+    """
+    for stored_name, _ in places:
+        if stored_name not in shards.files:
+            raise ValueError(f"{name} lacks {stored_name}, which its MTP module needs: take a complete copy of it.")
+    tensor = torch.empty(outline.shape, dtype=shards[places[0][0]].dtype)
+    for stored_name, index in places:
+        if shards.shape(stored_name) != tensor[index].shape:
+            raise ValueError(
+                f"{name}: {stored_name} has the shape {list(shards.shape(stored_name))}, and for {target_name} it "
+                f"would be {list(tensor[index].shape)}. Take a model of the target's family and width, that is not "
+                "quantised."
+            )
+        tensor[index] = shards[stored_name]
+    return tensor
+
+
 def _check_all_read(name: str, shards: Shards, read: set[str], drafter: NativeMTP, prefix: str) -> None:
-    """Raises ValueError for tensors of these modules that have no place here, such as scales of quantised ones."""
+    """Raises ValueError for tensors of these modules that the drafter lacks, such as scales of quantised weights."""
     layout = LAYOUTS[str(drafter.layout)]
     for number in range(len(drafter.modules_by_depth)):
         block = prefix + layout.layer_name.format(number=number, layer=drafter.target.num_layers + number) + "."
@@ -420,6 +446,6 @@ def _check_all_read(name: str, shards: Shards, read: set[str], drafter: NativeMT
         )
         if unread:
             raise ValueError(
-                f"{name}: its MTP module has {unread[0]}, which a layer of {drafter.target.name} has not. If it is quantised, take the "
-                "module of a model that is not: checkpoint=MODEL target.name=THIS."
+                f"{name}: its MTP module has {unread[0]}, which a layer of {drafter.target.name} has not. If it is "
+                "quantised, take the module of a model that is not: checkpoint=MODEL target.name=THIS."
             )

@@ -1,4 +1,4 @@
-"""A LoRA adapter (2106.09685) in a target: it changes the target in place, so outputs are those of the adapted target."""
+"""A LoRA adapter (2106.09685), which changes a target in place: outputs are those of the adapted target."""
 
 import contextlib
 from pathlib import Path
@@ -14,30 +14,19 @@ NEEDS_PEFT = "needs the package peft: pip install 'specdec[train]'"
 def add_adapter(target: Target, *, rank: int, alpha: int, modules: list[str]) -> dict[str, nn.Parameter]:
     """Adds LoRA matrices to the layers that have these names. B starts at 0, so outputs do not change yet.
 
-    -> the matrices by name, in float32. Raises ValueError if no layer has such a name, if the target is adapted already
-    or quantised, or if peft is not installed.
+    Returns the matrices by name, in float32 or wider. Raises ValueError if no layer has such a name, if the target is
+    adapted already, quantised or divided, or if peft is not installed.
     """
     check_unadapted(target)
-    if (
-        target.share.size > 1 or target.quantisation is not None
-    ):  # `merge_adapter` would round quantised weights once more
-        state = (
-            f"quantised ({target.quantisation})"
-            if target.quantisation
-            else f"in parts in {target.share.size} processes"
-        )
-        raise ValueError(
-            f"{target.name} is {state}, and a head that adapts its target changes the weights: load the unquantised target whole, "
-            "or choose another head."
-        )
+    _check_changeable(target)
     try:
         import peft  # in the extra `train`: only adapted targets need it
     except ImportError as error:
         raise ValueError(f"A head that adapts its target {NEEDS_PEFT}.") from error
 
-    layer_modules = {id(module) for block in target.layers for module in block.modules()}
+    layer_modules = {id(module) for layer in target.layers for module in layer.modules()}
     adapted_modules = [module for name, module in target.decoder.named_modules() if name.split(".")[-1] in modules]
-    if not all(id(module) in layer_modules for module in adapted_modules):
+    if not {id(module) for module in adapted_modules} <= layer_modules:
         raise ValueError(f"lora_modules={modules}: only layers inside the decoder's blocks can be adapted.")
     target.identity.compute()
     config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(modules))
@@ -49,6 +38,21 @@ def add_adapter(target: Target, *, rank: int, alpha: int, modules: list[str]) ->
     for parameter in parameters.values():
         parameter.data = parameter.data.to(torch.promote_types(target.dtype, torch.float32))
     return parameters
+
+
+def _check_changeable(target: Target) -> None:
+    """Raises ValueError for a quantised target, whose weights `merge_adapter` would round again, and for a divided
+    one.
+    """
+    if target.quantisation is None and target.share.size == 1:
+        return
+    state = f"in parts in {target.share.size} processes"
+    if target.quantisation is not None:
+        state = f"quantised ({target.quantisation})"
+    raise ValueError(
+        f"{target.name} is {state}, and a head that adapts its target changes the weights: load the unquantised target "
+        "whole, or choose another head."
+    )
 
 
 def check_unadapted(target: Target) -> None:
@@ -64,7 +68,9 @@ def merge_adapter(target: Target) -> None:
 
 
 def save_merged(target: Target, folder: str) -> None:
-    """Writes the adapted model as a folder of its own, after `merge_adapter`. Raises ValueError if the folder exists."""
+    """Writes the adapted model as a folder of its own, after `merge_adapter`. Raises ValueError if the folder
+    exists.
+    """
     if Path(folder).exists():
         raise ValueError(f"{folder} exists; choose another folder for the merged target or delete it.")
     state = {
@@ -79,7 +85,7 @@ def save_merged(target: Target, folder: str) -> None:
 
 @contextlib.contextmanager
 def disable_adapter(target: Target):
-    """Inside this context the adapter of a target is off: outputs are those of the original target."""
+    """A context in which the adapter of a target is off: outputs are those of the original target."""
     layers = target.adapted_layers()
     for layer in layers:
         layer.enable_adapters(False)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""The target's layers, run one after the other without transformers in between, and compiled if that is wanted."""
+"""The target's layers, run one after the other without transformers in between, and compiled on request."""
 
 import functools
 import time
@@ -17,13 +17,13 @@ from specdec.target.model import Target, TargetOutput
 
 
 class CompiledTarget:
-    """Passes of the target, or of some of its layers. `runner` decides whether they are compiled."""
+    """Passes of the target, or of some of its layers. runner: whether they are compiled"""
 
     def __init__(self, target: Target, runner: Runner):
         self.target, self.runner = target, runner
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens, positions [B, S] -> the first layer's input [B, S, D]; cos and sin for the keys, [B, S, head_dim] each"""
+        """The first layer's input [B, S, D], and cos and sin [B, S, head_dim] of positions. tokens, positions [B, S]"""
         h = self.target.embed(tokens)
         return h, *self.target.decoder.rotary_emb(h, positions)  # type: ignore[operator]
 
@@ -37,14 +37,17 @@ class CompiledTarget:
         mask: Tensor | tuple[CachedKeys, ...],
         cache: RowCache,
     ) -> list[Tensor]:
-        """Runs chosen layers in order; number 0 is the first -> h [B, S, D] before each of them, and after the last.
+        """Runs layers in order. Returns h [B, S, D] before each of them, and behind the last.
 
-        rotary: cos and sin of the positions, as `embed_tokens` returns them; mask: as of `Target.read`
-        K and V are written where `cache.reserve` says. If `check_layers` accepts the target, all layers in order are what
-        `Target.read` runs.
+        numbers: numbers of the layers, from 0; rotary: cos and sin of the positions, as `embed_tokens` returns them
+        mask: argument of `Target.read`
+
+        K and V are written to the entries that `cache.reserve` made. If `check_layers` accepts the target,
+        `Target.read` runs the same layers.
         """
 
-        def run_layer(module, h, cos, sin, positions, slots, keys, values, seen, *cached_parts):
+        def run_layer(module, h, cos, sin, positions, *tensors):
+            slots, keys, values, seen, *cached_parts = tensors
             cached = {"cached": {seen.shape[1]: CachedKeys(seen, *cached_parts)}} if cached_parts else {}
             return module(
                 h,
@@ -90,10 +93,10 @@ class CompiledTarget:
         cache: RowCache,
         partial_pass: PartialPass | None = None,
     ) -> TargetOutput:
-        """As `Target.read`, but by `run_layers`. done: layers that were run on these tokens already.
+        """As `Target.read`, but by `run_layers`. partial_pass: layers that were run on these tokens before
 
-        Raises ValueError if the model does more than run its layers, or these do something else when they are compiled: the
-        first pass of every shape is compared. Where compiling was not asked for, it ends instead.
+        Raises ValueError if the model does more than run its layers, or if compiled layers compute something else: the
+        first pass of every shape is compared. Without a request for compiling, compiling then ends instead.
         """
         target, run = self.target, self.runner
         if partial_pass is None and not run.compile:
@@ -126,10 +129,10 @@ class CompiledTarget:
     def _check_pass(
         self, numbers: Sequence[int], states: Sequence[Tensor], tokens: Tensor, *, positions, **arguments
     ) -> None:
-        """Compares each compiled layer with the layer itself on the same input, because roundings grow from layer to layer (of 36
-        random ones in bfloat16 by 2 to 6 %, of one by less than 1 %), and the layers one after the other with `Target.read`.
+        """Compares each compiled layer with the layer itself on the same input, and all layers with `Target.read`.
 
-        numbers, states: given to and returned by `run_layers`; same: its other arguments
+        Roundings grow from layer to layer: 36 random layers differ by 2 to 6 % in bfloat16, one by less than 1 %.
+        numbers, states: arguments and result of `run_layers`; arguments: its other arguments. Raises ValueError
         """
         target, plain, advice = self.target, CompiledTarget(self.target, Runner()), "set compile=false."
         run: Callable = functools.partial(plain.run_layers, positions=positions, **arguments)
@@ -149,13 +152,13 @@ _MORE_THAN_LAYERS = "{} does more than its layers one after the other: {}"
 
 
 def _list_entries(cache: RowCache, number: int) -> list[Tensor]:
-    """K and V of a layer"""
+    """K and V of a layer."""
     return cache.keys_and_values[2 * number : 2 * number + 2]
 
 
 @torch.no_grad()
 def check_layers(target: Target, advice: str) -> None:
-    """Raises ValueError, ending in `advice`, if the model does more than run its layers one after the other."""
+    """Raises ValueError with `advice` if the model does more than run its layers one after the other."""
     if target.recurrent:
         raise ValueError(f"{target.name} has layers that keep a state, so they do more than read entries: {advice}")
     tokens, cache = torch.ones(1, 2, dtype=torch.long, device=target.device), target.cache(1)

@@ -1,10 +1,10 @@
-"""What identifies a target: a digest of its configuration and of every weight.
+"""Fingerprints of targets: digests of configuration and of every weight.
 
     v2.0123456789abcdef                  an unquantised target, in any dtype
     v2.0123456789abcdef-fp8              a quantised one, with its method
-    v2.0123456789abcdef-layers-unread    one whose layers were not read: the digest is of what is before and behind them
+    v2.0123456789abcdef-layers-unread    a target without its layers: the digest is of embedding, last norm and LM head
 
-Those of earlier versions have no `v2.`. They cover sizes and 64 values of every tensor, and are only compared.
+Fingerprints of earlier versions have no `v2.`. They cover sizes and 64 values of every tensor, and are only compared.
 """
 
 import functools
@@ -25,12 +25,12 @@ from specdec.core.digests import digest_files, digest_tensors
 from specdec.core.shards import Shards
 
 VERSION = "v2."
-UNREAD = "layers-unread"  # ends the fingerprint of a target whose layers were not compared
+UNREAD = "layers-unread"  # end of the fingerprint of a target whose layers were not read
 SIZE_FIELDS = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "intermediate_size")
-COUNTED_FIELDS = ("model_type", *SIZE_FIELDS)  # fields that count though they are the defaults of their class
-# Fields of a configuration that leave the output as it is, or that are told otherwise: ties and dtypes by the weights,
-# the quantisation by the fingerprint's end, the share of rotated dimensions by `rope_parameters`. MTP modules are no
-# part of the target. Private fields are paths and the like, but for OPT's `_remove_final_layer_norm`.
+COUNTED_FIELDS = ("model_type", *SIZE_FIELDS)  # fields that count even with the defaults of their class
+# Fields of a configuration that leave the output as it is, or that the fingerprint covers elsewhere: ties and dtypes in
+# the weights, the quantisation in the fingerprint's end, the share of rotated dimensions in `rope_parameters`. MTP
+# modules are no part of the target. Private fields are paths and the like, except OPT's `_remove_final_layer_norm`.
 IDLE_FIELDS = re.compile(
     r"_(?!remove).*|architectures|auto_map|name_or_path|transformers_version|transformers_weights|dtype|torch_dtype|"
     r"tie_word_embeddings|use_cache|return_dict|output_(attentions|hidden_states|router_logits)|attn_implementation|"
@@ -40,14 +40,14 @@ IDLE_FIELDS = re.compile(
 
 
 class Fingerprint:
-    """A fingerprint, and what an earlier version called the same target. Either is made when it is first asked for."""
+    """A fingerprint, and that of an earlier version for the same target. Each is computed at its first use."""
 
     def __init__(self, make: Callable[[], str], make_old: Callable[[], str]):
         self._make, self._make_old = make, make_old
 
     @classmethod
     def from_text(cls, text: str) -> "Fingerprint":
-        """One that somebody else made, in its only form."""
+        """A fingerprint that another process made, in its only form."""
         return cls(lambda: text, lambda: text)
 
     @functools.cached_property
@@ -56,7 +56,7 @@ class Fingerprint:
 
     @functools.cached_property
     def old_text(self) -> str:
-        """As earlier versions wrote it."""
+        """The text that earlier versions wrote."""
         return self._make_old()
 
     def matches(self, stored: object) -> bool:
@@ -64,24 +64,24 @@ class Fingerprint:
         return isinstance(stored, str) and stored == self._in_form_of(stored)
 
     def covers_layers(self, stored: str) -> bool:
-        """Whether a stored fingerprint and this one both cover the layers, so that others are other weights."""
+        """Whether a stored fingerprint and this one both cover the layers, so that a difference means other weights."""
         return UNREAD not in stored + self._in_form_of(stored)
 
     def _in_form_of(self, stored: str) -> str:
         return self.text if stored.startswith(VERSION) else self.old_text
 
     def compute(self) -> "Fingerprint":
-        """Makes both now: afterwards the weights may change."""
+        """Computes both now, before the weights change."""
         assert self.text and self.old_text
         return self
 
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Where a target's weights are.
+    """The places of a target's weights.
 
-    ends: what is before and behind the layers: embed, norm and head; quantisation: the method
-    shards: the files of the weights, which count if all are here; None: the model's own weights do
+    ends: modules before and behind the layers: embed, norm and head; quantisation: method, None: none
+    shards: files of the weights, which count if all are local; None: the model's own weights count
     whole: whether the model has its layers
     """
 
@@ -93,16 +93,18 @@ class WeightSource:
 
     @property
     def config(self) -> PreTrainedConfig:
-        """Of the text part."""
+        """The configuration of the text part."""
         return self.model.config.get_text_config(decoder=True)
 
     def make_fingerprint(self) -> Fingerprint:
+        """The fingerprint of these weights, computed at its first use."""
         return Fingerprint(
             functools.partial(_compute_fingerprint, self), functools.partial(_compute_old_fingerprint, self)
         )
 
 
 def _compute_fingerprint(source: WeightSource) -> str:
+    """The text of a target's fingerprint."""
     model, shards, config = source.model, source.shards, source.config
     name = model.name_or_path or type(model).__name__
     if shards is not None and shards.is_local:
@@ -143,14 +145,14 @@ def describe_config(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _read_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """As JSON holds them, with 1 as 1.0."""
+    """The fields of a configuration as JSON holds them, with 1 as 1.0."""
     return json.loads(json.dumps(config.to_dict(), default=str), parse_int=float)
 
 
 def _list_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """Parameters and buffers that files hold, by the first of their names.
 
-    `state_dict` is not asked: on CPUs with bfloat16 units it spoils 4-bit layers of bitsandbytes 0.50 that have run.
+    It avoids `state_dict`, which spoils 4-bit layers of bitsandbytes 0.50 that have run, on CPUs with bfloat16 units.
     """
     tensors = {name: value.detach() for name, value in model.named_parameters()}
     for module_name, module in model.named_modules():
@@ -161,7 +163,7 @@ def _list_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _name_as_saved(source: WeightSource, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a model as its class saves them, such as experts one by one; of a quantised one as they are."""
+    """The tensors of a model as its class saves them, such as experts one by one; a quantised model's as they are."""
     if source.quantisation is not None:
         return dict(pair for name, value in tensors.items() for pair in _flatten_tensor(name, value))
     conversions = vars(source.model).pop(
@@ -175,7 +177,7 @@ def _name_as_saved(source: WeightSource, tensors: dict[str, Tensor]) -> dict[str
 
 
 def _name_as_model(source: WeightSource, shards: Shards, digests: dict[str, str]) -> dict[str, str]:
-    """Digests of files by the names under which the model's class saves the tensors, of those that the model uses.
+    """Digests of a model's tensors in the files, by the names under which its class saves them.
 
     Files of a quantised model, and files in another form than the class saves, keep their own names.
     """
@@ -188,7 +190,7 @@ def _name_as_model(source: WeightSource, shards: Shards, digests: dict[str, str]
 
 
 def _find_file_names(source: WeightSource, shards: Shards) -> dict[str, str | None]:
-    """The name in the files of each tensor that the model's class saves, None for a missing one that is not tied."""
+    """The name in the files of each tensor that the model's class saves; None: it is missing and not tied."""
     ties = source.model.get_expanded_tied_weights_keys(all_submodels=True)
     shapes = {name: tuple(value.shape) for name, value in _list_weights(source.model).items()}
     for pair in ties.items():
@@ -204,7 +206,7 @@ def _find_file_names(source: WeightSource, shards: Shards) -> dict[str, str | No
 
 
 def _flatten_tensor(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """The tensor, or those that it is made of: torchao keeps packed values and scales in one."""
+    """The tensor, or its components: torchao keeps packed values and scales in one tensor."""
     if not is_traceable_wrapper_subclass(tensor):
         return [(name, tensor)]
     attributes, _ = tensor.__tensor_flatten__()
@@ -214,14 +216,14 @@ def _flatten_tensor(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def _drop_copies(model: PreTrainedModel, digests: dict[str, str]) -> None:
-    """Leaves the first name of two weights that the configuration ties, if they have the same values or one name."""
+    """Drops the second name of two tied weights, if both have the same values or the first is missing."""
     for copy, first in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if copy in digests and digests.setdefault(first, digests[copy]) == digests[copy]:
             del digests[copy]
 
 
 def in_mtp_module(name: str, num_layers: int) -> bool:
-    """Whether a tensor belongs to an MTP module, which is tuned beside the target. num_layers: of the target"""
+    """Whether a tensor belongs to an MTP module, which is no part of the target. num_layers: the target's"""
     number = re.search(r"\blayers\.(\d+)\.", name)
     return any(word.startswith("mtp") for word in name.split(".")) or (
         number is not None and int(number[1]) >= num_layers
@@ -229,7 +231,10 @@ def in_mtp_module(name: str, num_layers: int) -> bool:
 
 
 def describe_difference(template: str, expected: str, actual: str) -> str:
-    """what: "... {} weights ..."; then, here: fingerprints, of the weights meant and of the target's -> one clause"""
+    """A clause on the difference between two fingerprints, those of the expected and of the actual weights.
+
+    template: its first half, "... {} weights ..."
+    """
     (_, _, expected_method), (_, _, actual_method) = expected.partition("-"), actual.partition("-")
     methods = expected_method or "unquantised", actual_method or "unquantised"
     actual_weights = (
@@ -238,9 +243,10 @@ def describe_difference(template: str, expected: str, actual: str) -> str:
     return f"{template.format(methods[0])}, and the target here has {actual_weights}"
 
 
-# As before version 2. The embeddings' fingerprint stays so: forms of a target in 16 bits need not agree in every value.
+# Fingerprints before version 2. The embeddings' fingerprint keeps this form: 16-bit forms of a target may differ in a
+# few values.
 
-NUM_VALUES = 64  # of every tensor
+NUM_VALUES = 64  # upper bound of the values of a tensor that count
 
 
 def fingerprint_embeddings(ends: dict[str, nn.Module], config: PreTrainedConfig) -> str:
@@ -268,7 +274,9 @@ def _compute_old_fingerprint(source: WeightSource) -> str:
 
 
 def _read_old_tensors(source: WeightSource) -> Iterable[tuple[str, Tensor]] | None:
-    """From the files. None where not all are here, or an unquantised model has its experts stored one by one."""
+    """Tensors of the files for an old fingerprint. None: not all are local, or experts of the model are stored one by
+    one.
+    """
     shards = source.shards
     if shards is None or not shards.is_local:
         return None

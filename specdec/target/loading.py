@@ -1,4 +1,6 @@
-"""Loads a target's model and its tokenizer from a folder or the Hugging Face Hub, and refuses what cannot be a target."""
+"""Loads a target's model and its tokenizer from a folder or the Hugging Face Hub, and refuses what cannot be a
+target.
+"""
 
 import contextlib
 import re
@@ -37,8 +39,8 @@ from specdec.target.structure import check_supported, find_layers
 from specdec.text import token_text
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
-PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")  # dtypes of safetensors in which weights need no scales
-# Names of what makes weights of packed values. Scales of inputs, keys and values are no part of the weights.
+PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")  # dtypes of safetensors for weights without scales
+# Names of tensors that make weights of packed values. Scales of inputs, keys and values are no part of the weights.
 SCALE_NAMES = re.compile(
     r".*([._]weight_(scale(_2|_inv)?|global_scale|zero_point|packed)|\.(qweight|qzeros|pre_quant_scale|SCB)|"
     r"_proj_(blocks|scales?|scale_inv)|\.weight\.(absmax|quant_state\..*))"
@@ -52,13 +54,14 @@ DEVICE_ADVICE = "Give cpu, cuda, a numbered one such as cuda:1, or auto (the lay
 def load_model(
     name: str, *, dtype: str, device: str | torch.device, revision: str | None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, str | None, Shards | None]:
-    """Each tensor goes from the file to its device; the host never holds a second copy of the weights.
+    """Loads a model. Returns it, the quantisation of its checkpoint (None: none), and its files (None: no safetensors).
 
-    name: a folder, or a name on the Hugging Face Hub; dtype: one of DTYPES, for what is not quantised, or auto (precision.py)
-    trust_remote_code: whether code that the folder brings may run; it has all rights of the user
-    device: a device; or "auto": the layers in equal shares over all accelerators, everything else on the first
-    -> the model, how its checkpoint is quantised (None: not), and its files (None: no safetensors)
-    Raises ValueError with what to do.
+    Each tensor goes from the file to its device. The host never holds a second copy of the weights.
+    name: a folder, or a name on the Hugging Face Hub; dtype: a name in DTYPES for weights that are not quantised, or
+        auto
+    device: a device; or "auto": the layers in equal shares over all accelerators, all else on the first
+    trust_remote_code: whether code of the folder may run; it has all rights of the user
+    Raises ValueError with advice.
     """
     devices = find_devices(device)
     dtype = choose_dtype(dtype, devices[0])
@@ -90,14 +93,14 @@ def load_model(
     except (ImportError, RuntimeError, MemoryError) as error:
         if describe_out_of_memory(error):
             raise ValueError(
-                f"{name} does not fit into the memory of device={device} ({name_cause(error)}). Use device=auto with more "
-                "accelerators, or a quantised or smaller target."
+                f"{name} does not fit into the memory of device={device} ({name_cause(error)}). Use device=auto with "
+                "more accelerators, or a quantised or smaller target."
             ) from error
         if quantisation is None:
             raise
         raise ValueError(
-            f"{name} is quantised ({quantisation}) and cannot be loaded here ({' '.join(str(error).split())}). Install what it "
-            "names, use another machine, or choose a target that is not quantised."
+            f"{name} is quantised ({quantisation}) and cannot be loaded here ({' '.join(str(error).split())}). Install "
+            "what it names, use another machine, or choose a target that is not quantised."
         ) from error
     check_complete(model, loading_info, name)
     precision.prepare_few_rows(model)
@@ -110,16 +113,17 @@ def _check_method(name: str, config: PreTrainedConfig) -> None:
     if method is not None and not AutoHfQuantizer.supports_quant_method(config.to_dict()["quantization_config"]):
         version = transformers.__version__
         raise ValueError(
-            f"{name} is quantised by a method that transformers {version} does not know ({method}): {UNQUANTISED_ADVICE}."
+            f"{name} is quantised by a method that transformers {version} does not know ({method}): "
+            f"{UNQUANTISED_ADVICE}."
         )
 
 
 def load_skeleton(
     name: str, *, dtype: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, str | None]:
-    """A model whose tensors have shapes and no values (device meta), and how its checkpoint is quantised.
+    """A model with shapes and without values (device meta), and the quantisation of its checkpoint.
 
-    Arguments as of `load_model`; dtype: one of DTYPES
+    Arguments as of `load_model`; dtype: a name in DTYPES
     """
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     model, quantisation = make_skeleton(load_config(name, **origin), name, dtype=dtype, **origin)
@@ -131,7 +135,7 @@ def load_skeleton(
 def make_skeleton(
     config: PreTrainedConfig, name: str, *, dtype: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, str | None]:
-    """As `load_skeleton`, of a configuration that has been read."""
+    """As `load_skeleton`, for a configuration that `load_config` has read."""
     factory, model_class = _find_class(name, config, revision=revision, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = factory.from_config(
@@ -148,10 +152,10 @@ def make_skeleton(
 def _find_class(
     name: str, config: PreTrainedConfig, *, revision: str | None, trust_remote_code: bool
 ) -> tuple[Any, type[PreTrainedModel]]:
-    """The factory of transformers for this model, and the class that it makes.
+    """The factory of transformers for a model, and the model's class.
 
-    The class may be of code that the folder brings, if that may run; then this runs it. Raises ValueError for layers that
-    cannot be those of a target.
+    The class may come from the folder's code, which this runs if it is allowed. Raises ValueError for layers that a
+    target cannot have.
     """
     check_supported(config.get_text_config(decoder=True), name)
     class_path = (config.to_dict().get("auto_map") or {}).get("AutoModelForCausalLM")
@@ -164,15 +168,15 @@ def _find_class(
 
 
 def load_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration of a model that may be a target. Raises ValueError with what to do."""
+    """The configuration of a model that may be a target. Raises ValueError with advice."""
     config = _load_pretrained(AutoConfig.from_pretrained, name, revision=revision, trust_remote_code=trust_remote_code)
     fields = config.to_dict()
     own_class = trust_remote_code and "AutoModelForCausalLM" in (fields.get("auto_map") or {})
     known_class = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if fields.get("is_encoder_decoder") or not (own_class or known_class):
         raise ValueError(
-            f"{name} is a {config.model_type} model; a target must be a causal language model (decoder only), such as one of the "
-            "Llama, Qwen or Mistral family."
+            f"{name} is a {config.model_type} model; a target must be a causal language model (decoder only), such as "
+            "one of the Llama, Qwen or Mistral family."
         )
     if not fields.get("quantization_config"):
         algorithm = _find_modelopt(name, revision)
@@ -182,16 +186,16 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
 
 
 def _find_modelopt(name: str, revision: str | None) -> str | None:
-    """How a file of ModelOpt beside the configuration says that the weights are quantised; None: it does not."""
+    """The algorithm that a file of ModelOpt beside the configuration names; None: no file, or no algorithm."""
     path = fetch_file(name, "hf_quant_config.json", revision=revision)
     settings = None if path is None else read_json(path).get("quantization")
     return settings.get("quant_algo") if isinstance(settings, dict) else None
 
 
 def open_shards(name: str, config: PreTrainedConfig, *, revision: str | None = None, whole: bool = False) -> Shards:
-    """The files of a model's weights; arguments as of `Shards`. config: of the model, as `load_config` reads it
+    """The files of a model's weights. Arguments as of `Shards`; config: result of `load_config`
 
-    Raises ValueError as `Shards`, and for quantised weights of which the configuration says nothing.
+    Raises ValueError as `Shards`, and for quantised weights that the configuration does not mention.
     """
     shards, num_layers = (
         Shards(name, revision=revision, fetch_all=whole),
@@ -202,8 +206,8 @@ def open_shards(name: str, config: PreTrainedConfig, *, revision: str | None = N
             packed = shards.is_local and key.endswith("weight") and shards.dtype(key) not in PLAIN_DTYPES
             if (packed or SCALE_NAMES.fullmatch(key)) and not in_mtp_module(key, num_layers):
                 raise ValueError(
-                    f"{name} has quantised weights ({key}), and its config.json does not say how (quantization_config): "
-                    "take a copy that says it, or one that is not quantised."
+                    f"{name} has quantised weights ({key}), and its config.json does not say how "
+                    "(quantization_config): take a copy that says it, or one that is not quantised."
                 )
     return shards
 
@@ -211,9 +215,10 @@ def open_shards(name: str, config: PreTrainedConfig, *, revision: str | None = N
 def load_tokenizer(
     name: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> transformers.PreTrainedTokenizerBase:
-    """name: a folder, or a name on the Hugging Face Hub. Raises ValueError with what to do.
+    """A target's tokenizer. name: a folder, or a name on the Hugging Face Hub. Raises ValueError with advice.
 
-    Texts with ids that the model has no embedding for are refused later, and plain text begins as the model expects it (core/token_text.py).
+    Texts with ids beyond the model's embedding are refused later. Plain text begins as the model expects it
+    (text/token_text.py).
     """
     name = files.expand_home(name)
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -226,7 +231,7 @@ def load_tokenizer(
 
 
 def assign_devices(model: PreTrainedModel, num_layers: int, devices: list[torch.device]) -> dict[str, torch.device]:
-    """The device of every part of a model: its layers in equal shares and in order, everything else on the first device.
+    """The device of every module: layers in equal shares and in order, all else on the first device.
 
     So tokens go in, and final states and logits come out, on the first device.
     """
@@ -246,14 +251,14 @@ def assign_devices(model: PreTrainedModel, num_layers: int, devices: list[torch.
 
 
 def choose_dtype(dtype: str, device: torch.device) -> str:
-    """The name of a dtype in DTYPES, or what `auto` is on this device. Raises ValueError for a name that is neither."""
+    """The name of a dtype in DTYPES; for `auto` that of the device. Raises ValueError for other names."""
     if dtype not in (*DTYPES, precision.AUTO):
         raise ValueError(f"dtype={dtype} must be auto, or one of {', '.join(DTYPES)}.")
     return precision.resolve_dtype(dtype, device)
 
 
 def find_devices(device: str | torch.device) -> list[torch.device]:
-    """The devices to load to. Raises ValueError for one that is not there."""
+    """The devices to load to. Raises ValueError for a device that does not exist."""
     if str(device) == "auto":
         kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if kind is None:
@@ -280,8 +285,8 @@ def check_complete(model: PreTrainedModel, loading_info: dict, name: str) -> Non
     if loading_info["missing_keys"]:
         names = sorted(loading_info["missing_keys"])
         raise ValueError(
-            f"{name} lacks {len(names)} of its tensors ({', '.join(names[:3])}), which would have random values. Take a "
-            "complete copy of it, or one that was saved as a causal language model."
+            f"{name} lacks {len(names)} of its tensors ({', '.join(names[:3])}), which would have random values. Take "
+            "a complete copy of it, or one that was saved as a causal language model."
         )
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     unread = [
@@ -291,13 +296,13 @@ def check_complete(model: PreTrainedModel, loading_info: dict, name: str) -> Non
     ]
     if unread:
         raise ValueError(
-            f"transformers {transformers.__version__} leaves out {len(unread)} of the scales of {name} ({min(unread)}), so "
-            f"its weights would be wrong: {UNQUANTISED_ADVICE}."
+            f"transformers {transformers.__version__} leaves out {len(unread)} of the scales of {name} "
+            f"({min(unread)}), so its weights would be wrong: {UNQUANTISED_ADVICE}."
         )
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
-            f"{name} has an adapter beside its weights (adapter_config.json), which engines do not read: merge it into them, "
-            "or remove that file."
+            f"{name} has an adapter beside its weights (adapter_config.json), which engines do not read: merge it into "
+            "them, or remove that file."
         )
     for module in (model.get_output_embeddings(), model.get_input_embeddings()):
         weight = module.weight if isinstance(module, nn.Linear | nn.Embedding) else None
@@ -305,7 +310,8 @@ def check_complete(model: PreTrainedModel, loading_info: dict, name: str) -> Non
             continue  # `Target` refuses what has no such layer
         if weight.dtype not in DTYPES.values() or is_traceable_wrapper_subclass(weight):
             raise ValueError(
-                f"{name}: its LM head or its embedding is quantised, and heads need both as plain matrices. Quantise it "
+                f"{name}: its LM head or its embedding is quantised, and heads need both as plain matrices. Quantise "
+                "it "
                 'again and leave them alone: modules_to_not_convert=["lm_head"] (fp8, AWQ, torchao, quanto, HQQ), '
                 'llm_int8_skip_modules=["lm_head"] (bitsandbytes), lm_head=false (GPTQ), ignore=["lm_head"] '
                 "(compressed-tensors)."
@@ -315,7 +321,8 @@ def check_complete(model: PreTrainedModel, loading_info: dict, name: str) -> Non
 def _load_pretrained(load: Callable, name: str, **kwargs):
     if hub.looks_local(name) and not Path(name).is_dir():
         raise ValueError(
-            f"The folder {name} does not exist. Give the folder of a model, or the model's name on the Hugging Face Hub."
+            f"The folder {name} does not exist. Give the folder of a model, or the model's name on the Hugging Face "
+            "Hub."
         )
     local = {} if hub.is_folder(name) or hub.is_hub_reachable() else {"local_files_only": True}
     try:
@@ -323,25 +330,25 @@ def _load_pretrained(load: Callable, name: str, **kwargs):
     except (OSError, ValueError, StrictDataclassError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"{name} brings Python code of its own, which would run here with all your rights. Read it, and if you trust "
-                "it, give trust_remote_code=true; otherwise choose a target whose code is in transformers."
+                f"{name} brings Python code of its own, which would run here with all your rights. Read it, and if you "
+                "trust it, give trust_remote_code=true; otherwise choose a target whose code is in transformers."
             ) from error
         reason = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else name_cause(error)
         raise ValueError(
-            f"{name} could not be loaded as a causal language model by transformers {transformers.__version__} ({reason}). Give a "
-            "folder saved by save_pretrained (config.json, safetensors, tokenizer), or a Hub name with the network in reach; a "
-            "newer model needs a newer transformers (pip install -U specdec)."
+            f"{name} could not be loaded as a causal language model by transformers {transformers.__version__} "
+            f"({reason}). Give a folder saved by save_pretrained (config.json, safetensors, tokenizer), or a Hub name "
+            "with the network in reach; a newer model needs a newer transformers (pip install -U specdec)."
         ) from error
 
 
-# The parts of a target without its layers: their values come from the safetensors files, one tensor at a time.
+# Values of the modules of a target without its layers, from the safetensors files, one tensor at a time.
 
 
 @torch.no_grad()
 def fill_ends(model: PreTrainedModel, modules: tuple[nn.Module, ...], shards: Shards) -> None:
-    """Gives the parameters of some parts of the model their values, in the dtype that they have.
+    """Gives the parameters of some modules their values, in their dtype.
 
-    A matrix that is the same in two parts (a tied LM head) stays so. Raises ValueError for a tensor that is missing.
+    A matrix that is the same in two modules (a tied LM head) stays so. Raises ValueError for a missing tensor.
     """
     names = _list_names(model)
     module_names = {module: name for name, module in model.named_modules()}
@@ -358,15 +365,17 @@ def fill_ends(model: PreTrainedModel, modules: tuple[nn.Module, ...], shards: Sh
 
 
 def read_module(model: PreTrainedModel, module: nn.Module, shards: Shards) -> dict[str, Tensor]:
-    """The values of a part's parameters, by their names in it, in their dtype. Raises ValueError for a tensor that is missing."""
+    """The values of a module's parameters by their names in it, in their dtype. Raises ValueError for a missing
+    tensor.
+    """
     names = _list_names(model)
     return {name: _read_parameter(names[value], value, shards).data for name, value in module.named_parameters()}
 
 
 def untie_parameters(model: PreTrainedModel, shards: Shards) -> None:
-    """Takes apart two parameters that the configuration ties and that differ in the files, as transformers does.
+    """Separates two parameters that the configuration ties and that differ in the files, as transformers does.
 
-    model: without values (device meta)
+    model: a model without values (device meta)
     """
     for copy, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         parameter = model.get_parameter(source)
@@ -382,7 +391,7 @@ def untie_parameters(model: PreTrainedModel, shards: Shards) -> None:
 
 
 def _list_names(model: PreTrainedModel) -> dict[Tensor, list[str]]:
-    """The names of each parameter: a shared one has several."""
+    """The names of each parameter. A shared one has several."""
     names: dict[Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -394,8 +403,8 @@ def _read_parameter(names: list[str], parameter: Tensor, shards: Shards) -> nn.P
     key = next((key for key in keys if key is not None), None)
     if key is None:
         raise ValueError(
-            f"{shards.name} has no tensor {names[0]} of shape {list(parameter.shape)}, which is needed where the target is read "
-            "part by part. Take a complete copy of it, or load the whole target."
+            f"{shards.name} has no tensor {names[0]} of shape {list(parameter.shape)}, which is needed where the "
+            "target is read part by part. Take a complete copy of it, or load the whole target."
         )
     value = shards[key]
     if not value.is_floating_point() or value.element_size() == 1:
@@ -404,9 +413,9 @@ def _read_parameter(names: list[str], parameter: Tensor, shards: Shards) -> nn.P
 
 
 def _fill_buffers(model: PreTrainedModel, module: nn.Module, module_name: str, shards: Shards) -> None:
-    """What no file holds, such as Gemma's scale of embeddings, is computed as transformers does when it loads a model.
+    """Gives buffers that no file holds, such as Gemma's scale of embeddings, the values of a new model of transformers.
 
-    place: the module's name in the model
+    module_name: name of the module in the model
     """
     missing = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
     for name, buffer in missing.items():
@@ -434,19 +443,27 @@ def _replace(model: nn.Module, old: Tensor, new: nn.Parameter) -> None:
 
 
 def name_quantisation(config) -> str | None:
-    """The method in a model's configuration and its bits, such as bitsandbytes-4bit or fp8; None: not quantised."""
+    """The quantisation method of a model's configuration and its bits, such as bitsandbytes-4bit or fp8; None: none."""
     fields = config.to_dict().get("quantization_config")
     if not fields:
         return None
     method = fields.get("quant_method", "unknown")
-    groups = [group.get("weights") or {} for group in (fields.get("config_groups") or {}).values()]
-    weight_settings = groups[0] if groups else {}  # of compressed-tensors and ModelOpt
-    bits = 4 if fields.get("load_in_4bit") else 8 if fields.get("load_in_8bit") else fields.get("bits")
-    bits = bits or weight_settings.get("num_bits")
-    kind = f"fp{bits}" if weight_settings.get("type") == "float" else f"{bits}bit" if bits else fields.get("quant_algo")
+    kind = _name_number_type(fields)
     return "-".join(str(word).lower() for word in (getattr(method, "value", method), kind) if word)
 
 
+def _name_number_type(fields: dict) -> str | None:
+    """The type of quantised weights in a `quantization_config`, such as fp8 or 4bit; None: it names none."""
+    groups = [group.get("weights") or {} for group in (fields.get("config_groups") or {}).values()]
+    weights = groups[0] if groups else {}  # fields of compressed-tensors and ModelOpt
+    bits = fields.get("bits") or weights.get("num_bits")
+    for number in (8, 4):
+        bits = number if fields.get(f"load_in_{number}bit") else bits
+    if weights.get("type") == "float":
+        return f"fp{bits}"
+    return f"{bits}bit" if bits else fields.get("quant_algo")
+
+
 def gather_tensor(tensor: Tensor) -> Tensor:
-    """A tensor of which every process holds a part, put together. All must ask."""
+    """A tensor of which every process holds a part, put together. All processes must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

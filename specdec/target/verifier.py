@@ -1,4 +1,4 @@
-"""One pass of the target over a tree, and what the acceptance rule decides."""
+"""One pass of the target over a tree of drafts, and the verdict of the acceptance rule."""
 
 import itertools
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ from specdec.target.model import Target, TargetOutput
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a rule of rules.py decided, and the target's output that it decided by."""
+    """The decision of a rule of rules.py for B trees of N nodes, and the target's output."""
 
-    path: Tensor  # [B, N] the accepted nodes from node 0 down; entries past num_kept are 0
-    num_kept: Tensor  # [B]
-    next_token: Tensor  # [B] NO_TOKEN where the target has none
-    output: TargetOutput  # of the nodes, [B, N, .]
-    choices: Tensor | None  # [B, N] the most likely token after each node; at temperature > 0 only if asked for
-    distribution: Tensor | None  # [B, N, V] the target's distribution after each node, if asked for and temperature > 0
+    path: Tensor  # [B, N] accepted nodes from node 0 down; entries past num_kept are 0
+    num_kept: Tensor  # [B] number of accepted nodes, node 0 included
+    next_token: Tensor  # [B] the target's token behind the path, NO_TOKEN where it has none
+    output: TargetOutput  # output for the nodes, [B, N, .]
+    choices: Tensor | None  # [B, N] most likely token after each node; at temperature > 0 only on request
+    distribution: Tensor | None  # [B, N, V] the target's distribution after each node, on request at temperature > 0
 
     def follow_path(self, tree: Tree, depth: int) -> tuple[Tensor, Tensor]:
-        """-> path [B, P], P at most 1 + depth, and the token that follows each of its nodes [B, P].
+        """The path [B, P], P at most 1 + depth, and the token that follows each of its nodes [B, P].
 
         These tokens are the accepted drafts and, last, the target's own token. Entries past num_kept mean nothing.
         """
@@ -38,9 +38,11 @@ class Verdict:
 
 
 class Verifier:
-    """Puts trees before the target.
+    """Verifies trees of drafts by passes of the target.
 
-    hidden_states: those wanted in `Verdict.output`; choices, distribution: whether the verdict has them at temperature > 0
+    rule: name of an acceptance rule in rules.RULES
+    hidden_states: numbers of the hidden states in `Verdict.output`
+    choices, distribution: whether a verdict has them at temperature > 0
     """
 
     def __init__(
@@ -68,40 +70,32 @@ class Verifier:
         sampling: AnySampling | None = None,
         allowed: Tensor | None = None,
     ) -> Verdict:
-        """Leaves the nodes' entries pending in the cache. marks [B, V]: see Decoder.stream; sampling: of this pass,
-        None: that of the decoder; allowed [B, N, V] bool: what a grammar lets follow each node; None: everything"""
+        """Verifies a tree, and leaves its entries pending in the cache.
+
+        draws: random numbers of the rule; marks [B, V]: penalised tokens, see Decoder.stream
+        sampling: settings of this pass, None: the decoder's
+        allowed [B, N, V] bool: tokens that a grammar lets follow each node, None: all tokens
+        """
         sampling = sampling or self.sampling
-        linear = tree.linear
-        assert linear or not self.target.recurrent, "Decoder refuses trees for such targets"
+        assert tree.linear or not self.target.recurrent, "Decoder refuses trees for such targets"
         cache.reserve(tree.tokens.shape[1])
 
-        run, partial_pass = self.runner, tree.partial_pass
+        plain = marks is None and allowed is None
+        captures = tree.partial_pass is None and plain and self.capturable
         inputs = tree.tokens, tree.parents, cache.lengths, cache.skipped
-        if sampling.greedy and marks is None and allowed is None:
-            if partial_pass is None and self.capturable:
-
-                def verify_greedily(tokens, parents, lengths, skipped, slots):
-                    view = cache.with_tensors(cache.keys_and_values, lengths, slots=slots)
-                    return self._read_greedily(view, linear, None, tokens, parents, lengths, skipped)
-
-                name = "verify", linear, self.hidden_states
-                outputs = run.run_whole(name, verify_greedily, [*inputs, cache.slots], cache.keys_and_values)
+        if sampling.greedy and plain:
+            if captures:
+                outputs = self._read_greedily_captured(cache, tree.linear, *inputs)
             else:
-                outputs = self._read_greedily(cache, linear, partial_pass, *inputs)
+                outputs = self._read_greedily(cache, tree.linear, tree.partial_pass, *inputs)
             path, num_kept, next_token, choices, features, final = outputs
             return Verdict(path, num_kept, next_token, TargetOutput(features, final), choices, None)
-        if (
-            partial_pass is None
-            and marks is None
-            and allowed is None
-            and isinstance(sampling, Sampling)
-            and self.capturable
-        ):
+        if captures and isinstance(sampling, Sampling):
             return self._sample_captured(tree, cache, draws, sampling)
         return self._sample(cache, tree, draws, sampling, inputs, marks, allowed)
 
     def _sample_captured(self, tree: Tree, cache: RowCache, draws: rules.Draws, sampling: Sampling) -> Verdict:
-        """`_sample` from a CUDA graph, to which its random numbers are inputs"""
+        """`_sample` by a CUDA graph, whose inputs include the random numbers."""
         num_rows, num_nodes = tree.tokens.shape
         drawn = draws.draw_ahead(
             num_rows, num_nodes, tree.tokens.device, torch.promote_types(self.target.dtype, torch.float32)
@@ -135,7 +129,7 @@ class Verifier:
         marks: Tensor | None,
         allowed: Tensor | None,
     ) -> Verdict:
-        """A verdict by the target's distributions. inputs: as of `_read`; marks, allowed: as of `__call__`"""
+        """The verdict by the target's distributions. inputs: tensors as of `_read`; marks, allowed: as of `__call__`"""
         output = self._read(cache, tree.linear, tree.partial_pass, *inputs)
         logits = self.runner("logits", self.target.logits, output.final)  # [B, N, V]
         if marks is not None:
@@ -152,7 +146,9 @@ class Verifier:
 
     @property
     def capturable(self) -> bool:
-        """Whether a pass can be a CUDA graph: masks of windows keep positions, and recurrent layers states, outside of K and V."""
+        """Whether a pass can be a CUDA graph. Masks of windows keep positions, and recurrent layers states, outside of
+        K and V.
+        """
         target = self.target
         one_process = not target.on_several_devices and target.share.size == 1
         masks_positions = target.windowed and not target.reads_length
@@ -161,7 +157,7 @@ class Verifier:
     def _read(
         self, cache: RowCache, linear: bool, partial_pass: PartialPass | None, tokens, parents, lengths, skipped
     ) -> TargetOutput:
-        """The target's pass. tokens, parents [B, N]; lengths, skipped [B]: those of the cache"""
+        """The target's output for the nodes. tokens, parents [B, N]; lengths, skipped [B]: the cache's"""
 
         def place_nodes(tokens, parents, lengths, skipped):
             tree = Tree(tokens, parents, None, linear=linear)
@@ -176,10 +172,20 @@ class Verifier:
             tokens, self.hidden_states, positions=positions, mask=mask, cache=cache, partial_pass=partial_pass
         )
 
+    def _read_greedily_captured(self, cache: RowCache, linear: bool, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """`_read_greedily` by a CUDA graph."""
+
+        def verify_greedily(tokens, parents, lengths, skipped, slots):
+            view = cache.with_tensors(cache.keys_and_values, lengths, slots=slots)
+            return self._read_greedily(view, linear, None, tokens, parents, lengths, skipped)
+
+        name = "verify", linear, self.hidden_states
+        return self.runner.run_whole(name, verify_greedily, [*inputs, cache.slots], cache.keys_and_values)
+
     def _read_greedily(
         self, cache: RowCache, linear: bool, partial_pass: PartialPass | None, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """inputs: tensors as of `_read` -> path, num_kept, next_token and choices, as in Verdict, then the features and the final states"""
+        """Path, num_kept, next_token and choices, as in Verdict, then features and final states of `_read`."""
         output = self._read(cache, linear, partial_pass, *inputs)
 
         def greedy(final, tokens, parents):
@@ -190,7 +196,10 @@ class Verifier:
 
 
 def _choose_greedily(tree: Tree, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logits [B, N, V] -> as rules.accept_greedy, with NO_TOKEN where the largest logit is not finite, and the choices [B, N]"""
+    """Path, num_kept and next_token, as in Verdict, and choices [B, N], by logits [B, N, V].
+
+    next_token is NO_TOKEN where the largest logit is not finite.
+    """
     choices = logits.argmax(-1)
     path, num_kept, next_token = rules.accept_greedy(tree, choices)
     largest = logits.gather(2, choices[..., None])[..., 0].gather(1, path.gather(1, num_kept[:, None] - 1))[:, 0]

@@ -1,22 +1,22 @@
-"""Which slots every step of a training unroll runs on, what they read, and which goals they guess (slot rule: heads/base.py).
+"""The training unroll: the slots of each step, what they read and which goals they guess (slot rule: heads/base.py).
 
-All of it follows from the masks of a batch. It is computed on the CPU, so the sizes of all tensors are known before the
-device has done anything.
+The plan follows from the masks of a batch. It is computed on the CPU, so all sizes are known without a wait.
 
-Column c is slot c + first; a drafter that reads features has first = 1, because slot 0 has none:
+Column c is slot c + first_slot. A drafter that reads features has first_slot = 1, because slot 0 has none:
 
     column            0     1     2    ..   T-2
     slot              1     2     3         T-1
     step 1 reads     x1,f0 x2,f1 x3,f2
-    step d reads     x_d  x_(d+1) x_(d+2)         token index = column + first + d - 1
-    step d guesses   x_(d+1) ...                  goal index = column + first + d, judged at the position before
+    step d reads     x_d  x_(d+1) x_(d+2)         token index = column + first_slot + d - 1
+    step d guesses   x_(d+1) ...                  goal index = column + first_slot + d
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -28,94 +28,89 @@ from specdec.core.masks import Documents
 from specdec.core.span_attention import Span, find_spans
 from specdec.heads.base import Drafter
 
-MIN_SLOT_SHARE = 0.2  # share of the slots that the deepest steps run on at least (P-EAGLE, 2602.01469, section 4)
-SLOT_MULTIPLE = 32  # numbers of chosen slots are multiples of it: libraries prepare each shape of a matrix product once, and keep it
+MIN_SLOT_SHARE = 0.2  # lower bound of the share of slots that the deepest steps run on (P-EAGLE, 2602.01469, section 4)
+SLOT_MULTIPLE = (
+    32  # Numbers of selected slots are multiples of it: libraries prepare each shape of a matrix product once.
+)
+FIRST_REDUCED_STEP = {"block": 1, "path": 2, "none": 2}  # by context kind: first step whose keys no other slot reads
 
 
 @dataclass(frozen=True)
 class UnrollStep:
     """One step of the unroll, on S slots of each row."""
 
-    kept_slots: Tensor | None  # [B, S] the places of these slots among those of the step before; None: the same slots
+    kept_slots: Tensor | None  # [B, S] indices of these slots among those of the step before; None: the same slots
     token_indices: Tensor  # [B, S] index of the token that each slot reads
-    positions: Tensor  # [B, S] of these tokens in their documents
-    key_spans: Span | None  # the step-1 keys, or the context, that each slot sees
-    goals: Tensor  # [M] the goals that this step guesses, increasing
-    slot_indices: Tensor  # [M] the places of the slots that guess them, among B * S
-    slot_share: float  # of the slots with a goal, the share that runs; below 1 if they were sampled
+    positions: Tensor  # [B, S] positions of these tokens in their documents
+    key_spans: Span | None  # visible keys of each slot: keys of step 1, or of the context; None: no span
+    goals: Tensor  # [M] numbers of the goals that this step guesses, increasing
+    slot_indices: Tensor  # [M] indices of the slots that guess them, among B * S
+    slot_share: float  # share of the slots with a goal that runs; below 1 if slots were sampled
 
     def list_tensors(self) -> list[Tensor]:
-        span_tensors = [] if self.key_spans is None else self.key_spans.tensors()
+        """All tensors of the step, in the order that `with_tensors` takes."""
         kept_tensors = [] if self.kept_slots is None else [self.kept_slots]
-        return [self.token_indices, self.positions, self.goals, self.slot_indices, *span_tensors, *kept_tensors]
+        span_tensors = [] if self.key_spans is None else self.key_spans.tensors()
+        return [self.token_indices, self.positions, self.goals, self.slot_indices, *kept_tensors, *span_tensors]
 
     def with_tensors(
         self, token_indices: Tensor, positions: Tensor, goals: Tensor, slot_indices: Tensor, *optional_tensors: Tensor
     ) -> "UnrollStep":
-        kept_slots = None if self.kept_slots is None else optional_tensors[-1]
-        key_spans = (
-            None
-            if self.key_spans is None
-            else self.key_spans.with_tensors(*(optional_tensors if kept_slots is None else optional_tensors[:-1]))
-        )
-        return replace(
-            self,
-            kept_slots=kept_slots,
-            token_indices=token_indices,
-            positions=positions,
-            key_spans=key_spans,
-            goals=goals,
-            slot_indices=slot_indices,
-        )
+        """The same step with other tensors, such as copies on a device."""
+        num_kept = 0 if self.kept_slots is None else 1
+        kept_slots = optional_tensors[0] if num_kept else None
+        key_spans = self.key_spans and self.key_spans.with_tensors(*optional_tensors[num_kept:])
+        return UnrollStep(kept_slots, token_indices, positions, key_spans, goals, slot_indices, self.slot_share)
 
 
 @dataclass(frozen=True)
 class GoalChunk:
-    """Some goals that stand one after the other, and where each step has them."""
+    """Consecutive goals, and their ranges in each step."""
 
     goals: slice
-    step_goals: list[slice]  # of `Step.goals`, for each depth
+    step_goals: list[slice]  # for each depth, the range of `UnrollStep.goals`
 
 
 @dataclass(frozen=True)
 class UnrollPlan:
-    """first: the first slot; num_columns: slots of each row; goals [G, 2]: row and position of each goal, in order
-    positions [B, columns]: of the slots in their documents; steps: K of them
-    documents: for draft models, which read whole texts: the documents' columns, in groups of similar length
-    """
+    """The steps of an unroll over B rows of T tokens."""
 
-    first_slot: int
-    num_columns: int
-    goals: Tensor
-    positions: Tensor
+    first_slot: int  # 1 if step 1 reads a feature, else 0
+    num_columns: int  # slots of each row
+    goals: Tensor  # [G, 2] row and index of each goal, in order
+    positions: Tensor  # [B, columns] positions of the slots in their documents
     steps: list[UnrollStep]
-    documents: Documents | None
-    goal_numbers: list[list[int]]  # the goals of each step, as Python numbers
+    documents: Documents | None  # columns of each document, for draft models, which read whole documents
+    goal_numbers: list[list[int]]  # `goals` of each step as Python numbers, which need no wait for a device
 
     def move_to(self, device: torch.device) -> "UnrollPlan":
-        """The same plan with its tensors on a device; nothing waits for it."""
-        tensors = [self.goals, self.positions]
-        counts = []
-        for step in self.steps:
-            counts.append(len(step.list_tensors()))
-            tensors += step.list_tensors()
-        goals, positions, *step_tensors = devices.upload_tensors(tensors, device)
-        steps = []
-        for step, count in zip(self.steps, counts):
-            steps.append(step.with_tensors(*step_tensors[:count]) if device.type != "cpu" else step)
-            step_tensors = step_tensors[count:]
+        """The same plan with its tensors on a device. Nothing waits for the copy."""
+        if device.type == "cpu":
+            return self
+        step_tensors = [step.list_tensors() for step in self.steps]
+        tensors = iter(devices.upload_tensors([self.goals, self.positions, *chain(*step_tensors)], device))
+        goals, positions = next(tensors), next(tensors)
+        steps = [step.with_tensors(*islice(tensors, len(old))) for step, old in zip(self.steps, step_tensors)]
         documents = self.documents and self.documents.move_to(device)
         return replace(self, goals=goals, positions=positions, steps=steps, documents=documents)
 
     def split_goals(self, size: int) -> Iterator[GoalChunk]:
-        """All goals, `size` at a time."""
+        """Yields all goals in chunks of `size`."""
         num_goals = len(self.goals)
         for start in range(0, num_goals, size):
             stop = min(start + size, num_goals)
-            yield GoalChunk(
-                slice(start, stop),
-                [slice(bisect_left(numbers, start), bisect_left(numbers, stop)) for numbers in self.goal_numbers],
-            )
+            bounds = [(bisect_left(numbers, start), bisect_left(numbers, stop)) for numbers in self.goal_numbers]
+            yield GoalChunk(slice(start, stop), [slice(*bound) for bound in bounds])
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """The S slots of each row that a step runs on."""
+
+    columns: Tensor  # [B, S] columns of these slots, increasing; rows with fewer are filled up with other columns
+    slot_of_column: Tensor  # [B, C] index of each needed column among these slots, -1 for all other columns
+    kept_slots: Tensor | None = None  # [B, S] field of the same name of UnrollStep
+    share: float = 1.0  # share of the needed slots that was selected
 
 
 def plan_unroll(
@@ -128,86 +123,118 @@ def plan_unroll(
     max_anchors: int | None = None,
     keep_share: float = 1.0,
 ) -> UnrollPlan:
-    """documents (-1: padding), positions [B, T]; goals [B, T] bool: tokens to be guessed. All of them on the CPU
+    """Plans which slots each step runs on, what they read and which goals they guess. All tensors are on the CPU.
 
-    Steps whose keys no later slot reads run on slots with a goal only.
-    anchors: the number of these slots in each row, drawn at random; None: all of them
-    keep: the share of these slots that goes on from step to step, drawn at random: step d runs on keep^(d - 1) of them
+    documents [B, T]: document number of each token, -1 for padding
+    positions [B, T]: position of each token in its document
+    goals [B, T] bool: tokens to be guessed
+    depth: number of steps, K
+    max_anchors: upper bound of the slots of a row, which are then drawn at random; None: no bound
+    keep_share: share of the slots that the next step keeps, drawn at random: step d runs on keep_share^(d - 1) of them
+
+    Steps whose keys no other slot reads run on slots with a goal only.
     """
+    # Slots: one before the first feature of its document belongs to no document
     first_slot, context_kind = drafter.first_slot, drafter.context_kind
     num_rows, length = documents.shape
     num_columns = length - first_slot
-    slot_positions = positions[:, first_slot:]  # [B, columns]; below `first`: no feature of its own document
+    slot_positions = positions[:, first_slot:]  # [B, C]
     slot_documents = torch.where(slot_positions >= first_slot, documents[:, first_slot:], -1)
     all_columns = torch.arange(num_columns).expand(num_rows, -1)
+
+    # Goals: the d-th step guesses those that have d tokens before them in their document
     goal_list = goals.nonzero()  # [G, 2]
-    goal_rows, goal_positions = goal_list.unbind(1)
-    lags = (
-        [1] * depth if context_kind == "text" else range(1, depth + 1)
-    )  # step d of a draft model is a later slot's step 1
-    has_slot = [positions[goal_rows, goal_positions] >= d + first_slot for d in range(1, depth + 1)]  # [G]
+    goal_rows, goal_indices = goal_list.unbind(1)
+    has_slot = [positions[goal_rows, goal_indices] >= d + first_slot for d in range(1, depth + 1)]  # [G] each
 
     def find_guessing_slots(d: int) -> Tensor:
-        """[B, columns]: slots whose step d guesses a goal"""
+        """Mask [B, C] of the slots whose step d guesses a goal."""
         guessing_mask = torch.zeros(num_rows, num_columns, dtype=torch.bool)
-        guessing_mask[goal_rows[has_slot[d - 1]], goal_positions[has_slot[d - 1]] - d - first_slot] = True
+        guessing_mask[goal_rows[has_slot[d - 1]], goal_indices[has_slot[d - 1]] - d - first_slot] = True
         return guessing_mask
 
-    steps: list[UnrollStep] = []
-    # The first step that runs on chosen slots only, because no other slot reads its keys
-    first_reduced_step = {"block": 1, "path": 2, "none": 2, "depth": depth + 1, "text": depth + 1}[context_kind]
-    columns, slot_of_column, slot_share, max_needed = all_columns, all_columns, 1.0, 0
-    all_spans = None if context_kind in ("none", "depth", "text") else find_spans(slot_documents)
+    # Keys: all slots of their document up to the slot; modules of MTP see the keys of their own depth
+    all_spans = find_spans(slot_documents) if context_kind in ("block", "path") else None
     key_spans = all_spans
-    for d in range(1, depth + 1):
-        kept_slots = None
-        if d == first_reduced_step or (d > first_reduced_step and keep_share < 1):
-            needed_mask = torch.stack([find_guessing_slots(later) for later in range(d, depth + 1)]).any(0)
-            max_needed = max_needed or int(needed_mask.sum(1).max())
-            max_slots = (
-                None if keep_share == 1 else _raise_to_multiple(max(keep_share ** (d - 1), MIN_SLOT_SHARE) * max_needed)
-            )
-            max_slots = min((bound for bound in (max_anchors, max_slots) if bound is not None), default=None)
-            previous_slots = slot_of_column
-            columns, slot_of_column = _choose_columns(needed_mask & (previous_slots >= 0), max_slots)
-            slot_share = int((slot_of_column >= 0).sum()) / max(1, int(needed_mask.sum()))
-            kept_slots = previous_slots.gather(1, columns).clamp(min=0)
+
+    steps: list[UnrollStep] = []
+    selections = _select_slots(
+        all_columns,
+        find_guessing_slots,
+        first_reduced_step=FIRST_REDUCED_STEP.get(context_kind, depth + 1),
+        depth=depth,
+        max_anchors=max_anchors,
+        keep_share=keep_share,
+    )
+    for d, selection in enumerate(selections, start=1):
+        columns = selection.columns
+        if selection.kept_slots is not None:
             key_spans = all_spans and all_spans.select_slots(columns, slot_documents)
-        goal_columns = (goal_positions - lags[d - 1] - first_slot).clamp(min=0)
-        goal_slots = slot_of_column[goal_rows, goal_columns]  # [G]
+        elif context_kind == "depth":
+            key_spans = find_spans(slot_documents, lag=d - 1)
+
+        # Goals of this step: those whose slot was selected. Step d of a draft model is step 1 of a later slot
+        lag = 1 if context_kind == "text" else d
+        goal_columns = (goal_indices - lag - first_slot).clamp(min=0)
+        goal_slots = selection.slot_of_column[goal_rows, goal_columns]  # [G]
         guessed_goals = (has_slot[d - 1] & (goal_slots >= 0)).nonzero()[:, 0]
         steps.append(
             UnrollStep(
-                kept_slots=kept_slots,
-                token_indices=(columns + first_slot + (0 if context_kind == "text" else d - 1)).clamp(max=length - 1),
-                positions=slot_positions.gather(1, columns) + (0 if context_kind == "text" else d - 1),
-                key_spans=find_spans(slot_documents, lag=d - 1) if context_kind == "depth" else key_spans,
+                kept_slots=selection.kept_slots,
+                token_indices=(columns + first_slot + lag - 1).clamp(max=length - 1),
+                positions=slot_positions.gather(1, columns) + lag - 1,
+                key_spans=key_spans,
                 goals=guessed_goals,
                 slot_indices=(goal_rows * columns.shape[1] + goal_slots)[guessed_goals],
-                slot_share=slot_share,
+                slot_share=selection.share,
             )
         )
     text_documents = Documents.from_index(slot_documents) if context_kind == "text" else None
-    return UnrollPlan(
-        first_slot,
-        num_columns,
-        goal_list,
-        slot_positions,
-        steps,
-        text_documents,
-        [step.goals.tolist() for step in steps],
-    )
+    goal_numbers = [step.goals.tolist() for step in steps]
+    return UnrollPlan(first_slot, num_columns, goal_list, slot_positions, steps, text_documents, goal_numbers)
+
+
+def _select_slots(
+    all_columns: Tensor,
+    find_guessing_slots: Callable[[int], Tensor],
+    *,
+    first_reduced_step: int,
+    depth: int,
+    max_anchors: int | None,
+    keep_share: float,
+) -> Iterator[_Selection]:
+    """Yields the slots of each step: all [B, C], and from first_reduced_step on those that guess a goal then or later.
+
+    The other arguments are those of `plan_unroll`.
+    """
+    selection, max_needed = _Selection(all_columns, all_columns), 0
+    for d in range(1, depth + 1):
+        if d < first_reduced_step or (d > first_reduced_step and keep_share == 1):
+            selection = replace(selection, kept_slots=None)
+            yield selection
+            continue
+        needed_mask = torch.stack([find_guessing_slots(later) for later in range(d, depth + 1)]).any(0)
+        max_needed = max_needed or int(needed_mask.sum(1).max())
+        bounds = [] if max_anchors is None else [max_anchors]
+        if keep_share < 1:
+            bounds.append(_raise_to_multiple(max(keep_share ** (d - 1), MIN_SLOT_SHARE) * max_needed))
+        previous_slots = selection.slot_of_column
+        columns, slot_of_column = _choose_columns(needed_mask & (previous_slots >= 0), min(bounds, default=None))
+        share = int((slot_of_column >= 0).sum()) / max(1, int(needed_mask.sum()))
+        selection = _Selection(columns, slot_of_column, previous_slots.gather(1, columns).clamp(min=0), share)
+        yield selection
 
 
 def _raise_to_multiple(num: float) -> int:
+    """The least multiple of SLOT_MULTIPLE that is not below `num`."""
     return math.ceil(num / SLOT_MULTIPLE) * SLOT_MULTIPLE
 
 
 def _choose_columns(needed_mask: Tensor, max_slots: int | None) -> tuple[Tensor, Tensor]:
-    """Chooses wanted columns, at most `limit` of each row, at random. wanted [B, C] bool
+    """Chooses needed columns, at random if there are more than max_slots in a row.
 
-    -> order [B, S] of chosen columns, in rows with fewer filled up with others; place [B, C] of each wanted column in
-    it, -1 if it was not chosen
+    needed_mask [B, C] bool; max_slots: upper bound, or None
+    Returns `columns` and `slot_of_column` of the selection.
     """
     num_slots = max(1, int(needed_mask.sum(1).max()))
     score = needed_mask.float()
@@ -233,16 +260,18 @@ class UnrollOutput:
     plan: UnrollPlan
 
     def select(self, values: list[Tensor], d: int, chunk: GoalChunk) -> Tensor:
-        """Step d of the slots that guess the goals of a part -> [M, .], in the order of `plan.steps[d - 1].goals`"""
-        return values[d - 1].flatten(0, 1).index_select(0, self.plan.steps[d - 1].slot_indices[chunk.step_goals[d - 1]])
+        """Values [M, .] of step d at the slots that guess a chunk's goals, in the order of the step's `goals`."""
+        slot_indices = self.plan.steps[d - 1].slot_indices[chunk.step_goals[d - 1]]
+        return values[d - 1].flatten(0, 1).index_select(0, slot_indices)
 
 
 def unroll(
     drafter: Drafter, tokens: Tensor, features: Tensor, plan: UnrollPlan, *, gradient_checkpointing: bool = False
 ) -> UnrollOutput:
-    """tokens [B, T], features [B, T, F*D], and a plan for their masks, on one device
+    """Runs all steps of a plan. Returns their states and readouts.
 
-    gradient_checkpointing: whether a step's activations are computed again in the backward pass, instead of being kept
+    tokens [B, T], features [B, T, F*D], plan: all on one device
+    gradient_checkpointing: memory for time, by computing the activations of a step again in the backward pass
     """
     h = drafter.encode(features[:, : plan.num_columns])  # the feature of column c is that of the slot before it
     if drafter.context_kind == "text":
@@ -254,29 +283,24 @@ def unroll(
     for d, step in enumerate(plan.steps, start=1):
         if step.kept_slots is not None:
             h = h.gather(1, step.kept_slots[..., None].expand(-1, -1, h.shape[-1]))
-        arguments = (
-            h,
-            tokens.gather(1, step.token_indices),
-            step.positions,
-            step.key_spans,
-            cache.at_step(d, step.kept_slots),
-        )
+        step_tokens, step_cache = tokens.gather(1, step.token_indices), cache.at_step(d, step.kept_slots)
+        arguments = h, step_tokens, step.positions, step.key_spans, step_cache
         h, readout = _take_step(drafter, d, *arguments, recompute=gradient_checkpointing)
-        # Nobody reads those of blocks, and they are large
+        # No loss reads the states of blocks, which are large
         states.append(h[..., :0].clone() if drafter.context_kind == "block" else h)
         readouts.append(readout)
     return UnrollOutput(states, readouts, plan)
 
 
 def _take_step(drafter: Drafter, d: int, *arguments, recompute: bool) -> tuple[Tensor, Tensor]:
-    """again: whether its activations are computed again in the backward pass, instead of being kept"""
+    """Runs `drafter.step`. recompute: whether the backward pass computes its activations again"""
     if recompute and torch.is_grad_enabled():
         return checkpoint(partial(drafter.step, d), *arguments, use_reentrant=False)
     return drafter.step(d, *arguments)
 
 
 def _read_documents(drafter: Drafter, tokens: Tensor, plan: UnrollPlan, gradient_checkpointing: bool) -> Tensor:
-    """The readouts [B, columns, R] of a draft model, which reads each document from its beginning."""
+    """Readouts [B, columns, R] of a draft model, which reads each document from its beginning."""
 
     def read_group(tokens: Tensor, positions: Tensor) -> Tensor:
         h = drafter.encode(torch.zeros(*tokens.shape, 0, device=tokens.device))

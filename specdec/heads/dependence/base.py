@@ -1,8 +1,8 @@
-"""The interface of a dependence between the tokens of a block, and what candidate lattices have in common.
+"""The interface of a dependence between the tokens of a block, and the base of candidate lattices.
 
-A block drafter makes the states s_1 .. s_K of a block in one pass, and from each the unary logits U_d = LM head(s_d). A part says how
-the distribution of draft d follows from U_d and the tokens before. A `Dependence` corrects the logits of all tokens; a `Lattice`
-scores pairs of the few likeliest tokens of neighbouring positions, and drafts nothing else.
+A block drafter makes the states s_1 .. s_K of a block in one pass. Each gives the unary logits U_d = LM head(s_d). A
+part defines how the distribution of draft d follows from U_d and the tokens before. A `Dependence` corrects the logits
+of all tokens. A `Lattice` scores pairs of the likeliest tokens of neighbouring positions, and drafts no other tokens.
 """
 
 from abc import ABC, abstractmethod
@@ -14,38 +14,38 @@ from torch import Tensor, nn
 
 from specdec.core.sampling import widen_logits
 
-STATES_PER_CHUNK = 512  # states whose logits exist at a time, while candidates are chosen
+STATES_PER_CHUNK = 512  # upper bound of the states whose logits [., W] exist at a time, while candidates are chosen
 
 
 @dataclass(frozen=True)
 class DrafterSizes:
-    """Of a block drafter."""
+    """The sizes of a block drafter."""
 
-    width: int  # D, of states and embeddings
-    num_tokens: int  # V, which a draft may follow
-    vocab_size: int  # W, which can be drafted
-    num_drafts: int  # K
-    eps: float  # of norms
+    width: int  # D, width of states and embeddings
+    num_tokens: int  # V, number of the target's tokens
+    vocab_size: int  # W, number of tokens that can be drafted
+    num_drafts: int  # K, drafts of a block
+    eps: float  # epsilon of the norms
 
 
 @dataclass(frozen=True)
 class DraftedBlock:
-    """What is known once the block's pass is over."""
+    """The result of a block's pass, and the drafter's functions that a part needs."""
 
-    feature: Tensor  # [..., D] the encoded feature before the anchor
-    states: Tensor  # [..., K, D]
-    tokens: Tensor  # [...] the anchor
-    unary: Callable[[Tensor], Tensor]  # states [..., D] -> logits [..., W]
-    embed: Callable[[Tensor], Tensor]  # draft ids [...] -> the target's embeddings [..., D]
-    to_target: Callable[[Tensor], Tensor]  # draft ids -> target ids, any shape
+    feature: Tensor  # [..., D] encoded feature before the anchor
+    states: Tensor  # [..., K, D] states of the drafts
+    tokens: Tensor  # [...] anchors
+    unary: Callable[[Tensor], Tensor]  # logits [..., W] of states [..., D]
+    embed: Callable[[Tensor], Tensor]  # the target's embeddings [..., D] of draft ids [...]
+    to_target: Callable[[Tensor], Tensor]  # target ids of draft ids, any shape
 
 
 class Dependence(nn.Module, ABC):
-    """How a draft depends on those before it. What is carried along a path is a part of its state.
+    """The dependence of a draft on those before it. It may carry values along a path, as a part of the state.
 
-    head: the head that has this part, a file in conf/head
-    by_token: beginnings of the names of tensors with a row for each token that can be drafted
-    num_confident: how many numbers at a readout's beginning a confidence head reads beside the state
+    head: name of the head that has this part, a file in conf/head
+    token_row_prefixes: beginnings of the names of tensors with a row for each token that can be drafted
+    num_confident: numbers at the beginning of a readout that a confidence head reads beside the state
     """
 
     head: str
@@ -53,33 +53,36 @@ class Dependence(nn.Module, ABC):
     num_confident = 0
 
     def first_carried(self, block: DraftedBlock) -> Tensor:
-        """What step 1 finds carried, [..., C]"""
+        """Carried values [..., C] that step 1 reads."""
         return block.states[..., 0, :0]
 
     @abstractmethod
     def advance(
         self, d: int, state: Tensor, tokens: Tensor, embedding: Tensor, carried: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Step d: the state [..., D] of draft d, the token before it [...], its embedding [..., D], and what was carried [..., C].
+        """Readout [..., R] of draft d, and the carried values [..., C] for the next step.
 
-        -> the readout [..., R] of draft d, and what the step behind it finds carried [..., C]
+        state [..., D]: state of draft d; tokens [...], embedding [..., D]: previous token; carried [..., C]
         """
 
     def engine_fields(self, anchor_predicts: bool) -> dict | None:
-        """Fields of config.json by which engines know this part; None: the exporter knows it, or no engine does."""
+        """Fields of config.json by which engines know this part. None: the exporter sets them, or no engine has the
+        part.
+        """
         return None
 
     @abstractmethod
     def logits(self, readout: Tensor, unary: Callable[[], Tensor], embed: Callable[[Tensor], Tensor]) -> Tensor:
-        """readout [..., R], unary() [..., W]; embed: see DraftedBlock -> logits of the draft, [..., W]"""
+        """Logits [..., W] of a draft. readout [..., R]; unary() [..., W]: unary logits; embed: see DraftedBlock"""
 
 
 class Lattice(Dependence):
     """The `top` likeliest tokens of each position by the unary logits, and scores of pairs of neighbours.
 
-    The proposal at temperature T is softmax((U + pair) / T) over the candidates on the path that is taken, in float32. No other token
-    is proposed. Carried are the candidates' draft ids and unary logits of all positions, as float32, which holds ids exactly, and
-    behind them what `prepare_carried` makes. A readout begins with the candidates of its position: ids [top], unary logits [top].
+    The proposal at temperature T is softmax((U + pair) / T) over the candidates, along the path, in float32. No other
+    token is proposed. Carried values are the draft ids and unary logits of all candidates, then those of
+    `prepare_carried`. They are float32, which holds ids exactly. A readout begins with its position's candidates: ids
+    [top], unary logits [top].
     """
 
     def __init__(self, sizes: DrafterSizes, *, top: int):
@@ -98,26 +101,31 @@ class Lattice(Dependence):
         return torch.cat([value.to(scores.dtype) for value in carried], dim=-1)
 
     def choose_candidates(self, unary: Callable[[Tensor], Tensor], states: Tensor) -> tuple[Tensor, ...]:
-        """states [M, D] -> ids and unary logits of the candidates, [M, top] each, and what else `prepare_carried` reads, [M, .] each"""
-        with torch.no_grad():  # logits of all tokens at all positions of a text would not fit
+        """Ids and unary logits of the candidates, [M, top] each, and further inputs of `prepare_carried`, [M, .] each.
+
+        unary: see DraftedBlock; states [M, D]
+        """
+        with torch.no_grad():  # gradients would keep the logits of all tokens at all positions of a text
             top = widen_logits(unary(states)).topk(self.top)
         return top.indices, top.values
 
     def prepare_carried(self, block: DraftedBlock, ids: Tensor, scores: Tensor, *extra: Tensor) -> tuple[Tensor, ...]:
-        """What else a block carries, [..., .] each. ids, scores [..., K, top]: of its candidates; more: from `choose_candidates`"""
+        """Further carried values, [..., .] each. ids, scores [..., K, top]: candidates; extra: from
+        `choose_candidates`
+        """
         return ()
 
     def candidates(self, d: int, carried: Tensor) -> list[Tensor]:
-        """ids and unary logits of position d, [..., top] each"""
+        """Ids and unary logits of the candidates of position d, [..., top] each."""
         starts = (kind * self.sizes.num_drafts * self.top + (d - 1) * self.top for kind in range(2))
         return [carried[..., start : start + self.top] for start in starts]
 
     @abstractmethod
     def pair_scores(self, readout: Tensor, ids: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
-        """readout [..., R] of a draft, ids [..., top] -> the scores of these tokens behind the token before, [..., top]"""
+        """Scores [..., top] of candidates behind the previous token. readout [..., R] of the draft; ids [..., top]"""
 
     def score(self, readout: Tensor, embed: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """readout [..., R] -> ids and scores of the candidates, [..., top] each"""
+        """Ids and scores of the candidates, [..., top] each. readout [..., R]"""
         ids, scores = readout[..., : self.top].long(), readout[..., self.top : 2 * self.top]
         return ids, scores + widen_logits(self.pair_scores(readout, ids, embed))
 
@@ -128,9 +136,9 @@ class Lattice(Dependence):
     def candidate_loss(
         self, readout: Tensor, unary: Tensor, token: Tensor, embed: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """readout [M, R], unary logits [M, W], token [M]: the draft id that ought to be guessed.
+        """Cross-entropy [M] over the candidates. A token that is no candidate takes the place of the least likely one.
 
-        -> the cross-entropy over the candidates, [M]. A token that is none of them takes the place of the least likely one.
+        readout [M, R]; unary [M, W]: unary logits; token [M]: draft id of the goal
         """
         ids = readout[..., : self.top].long()
         missing = ~(ids == token[:, None]).any(-1)

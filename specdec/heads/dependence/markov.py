@@ -1,6 +1,6 @@
-"""DSpark's Markov heads (2607.05147): a low-rank term of the token before is added to the logits of all tokens.
+"""DSpark's Markov heads (2607.05147): a low-rank term of the previous token is added to the logits of all tokens.
 
-plain   W2 m, with m = W1 e(token before)
+plain   W2 m, with m = W1 e(previous token)
 gated   W2 (g m), with g = sigmoid(G [s; m]) of the draft's state s
 rnn     W2 tanh(o), with a state r along the path: [z, c, o] = J [r; m; s], r' = sigmoid(z) r + (1 - sigmoid(z)) tanh(c)
 """
@@ -16,7 +16,12 @@ Form = Literal["plain", "gated", "rnn"]
 
 
 class Markov(Dependence):
-    """rank: of the term; table: whether W1 is the paper's table of all tokens, and no map of their embeddings"""
+    """A Markov head.
+
+    rank: rank of the term
+    table: whether W1 is the paper's table of all tokens; else it maps the tokens' embeddings
+    form: plain, gated or rnn, see above
+    """
 
     head = "dspark"
     token_row_prefixes = ("after.",)

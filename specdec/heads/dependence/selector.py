@@ -1,5 +1,7 @@
-"""DFlash 2's bilinear selector (Inco and Z Lab, August 2026): pair(a, b) = <A[a] * P s, B[b]> of a token a, the candidate b behind it,
-and the state s of b's position."""
+"""DFlash 2's bilinear selector (Inco and Z Lab, August 2026).
+
+pair(a, b) = <A[a] * P s, B[b]> for a token a, the candidate b behind it, and the state s of b's position.
+"""
 
 import torch
 from torch import nn
@@ -8,9 +10,10 @@ from specdec.heads.dependence.base import DrafterSizes, Lattice
 
 
 class Selector(Lattice):
-    """rank: of the product; table: whether A and B are the method's tables of all tokens, and no maps of their embeddings
+    """A lattice whose pair scores are a bilinear form. B starts as zero, so pair scores start as zero.
 
-    B starts as zero, so that the selector starts as the unary logits do.
+    rank: width of the product; top: candidates of a position
+    table: whether A and B are the method's tables of all tokens; else they map the tokens' embeddings
     """
 
     head = "dflash2"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import types
 
 import pytest
@@ -36,26 +37,21 @@ def text(any_drafter):
 def unroll_row(drafter, tokens, features, *, goals=None, documents=None, positions=None, keep=1.0):
     """The unroll over one row; by default one document in which every token is a goal."""
     num = len(tokens)
-    steps = plan_unroll(
-        drafter,
-        torch.zeros(1, num, dtype=torch.long) if documents is None else documents[None],
-        torch.arange(num)[None] if positions is None else positions[None],
-        torch.ones(1, num, dtype=torch.bool) if goals is None else goals[None],
-        depth=find_depth(drafter),
-        keep_share=keep,
-    )
-    return unroll(drafter, tokens[None], features[None], steps)
+    documents = torch.zeros(num, dtype=torch.long) if documents is None else documents
+    positions = torch.arange(num) if positions is None else positions
+    goals = torch.ones(num, dtype=torch.bool) if goals is None else goals
+    arguments = documents[None], positions[None], goals[None]
+    plan = plan_unroll(drafter, *arguments, depth=find_depth(drafter), keep_share=keep)
+    return unroll(drafter, tokens[None], features[None], plan)
 
 
-def select_goals(unrolled, values, d: int, goals: list[int], *, row: int = 0):
-    """Values of step d [M, .] and whether they exist [M], for goals of a row; the first value where one does not exist."""
-    step, goal_list = unrolled.plan.steps[d - 1], unrolled.plan.goals.tolist()
-    numbers = [goal_list.index([row, goal]) if [row, goal] in goal_list else -1 for goal in goals]
-    exists = [number in step.goals for number in numbers]
-    indices = [
-        int(step.slot_indices[step.goals == number]) if present else 0 for number, present in zip(numbers, exists)
-    ]
-    return values[d - 1].flatten(0, 1)[indices], torch.tensor(exists)
+def select_goals(unrolled, values, d: int, goals: list[int]):
+    """Values of step d [M, .] and whether they exist [M], for goals of row 0; the first value for missing ones."""
+    step, goal_list = unrolled.plan.steps[d - 1], unrolled.plan.goals[:, 1].tolist()
+    numbers = [goal_list.index(goal) if goal in goal_list else -1 for goal in goals]
+    slots = dict(zip(step.goals.tolist(), step.slot_indices.tolist()))
+    indices = [slots.get(number, 0) for number in numbers]
+    return values[d - 1].flatten(0, 1)[indices], torch.tensor([number in slots for number in numbers])
 
 
 SLOTS = [(1, ()), (2, (1,)), (4, ()), (7, (4, 6)), (6, (2, 3))]  # (slot, newest slots of earlier rounds)
@@ -209,6 +205,10 @@ def test_fewer_slots_from_step_to_step_give_the_readouts_of_all_slots(any_drafte
     thinned = unroll_row(any_drafter, tokens, features, keep=0.6)
     nums = [len(step.goals) for step in thinned.plan.steps]
     assert nums[0] == len(full.plan.steps[0].goals) and nums == sorted(nums, reverse=True) and nums[1] < nums[0]
+    most = len(full.plan.steps[1].goals)  # slots that step 2 or a later one needs
+    limits = [math.ceil(max(0.6**d, unroll_plan.MIN_SLOT_SHARE) * most) for d in range(1, depth)]
+    widths = [readouts.shape[1] for readouts in thinned.readouts[1:]]
+    assert widths[:1] == limits[:1] and all(width <= limit for width, limit in zip(widths, limits))
     for d in range(1, depth + 1):
         readouts, exists = select_goals(thinned, thinned.readouts, d, goals)
         expected, _ = select_goals(full, full.readouts, d, goals)
@@ -254,7 +254,10 @@ def test_a_step_depends_on_the_inputs_of_its_family(any_drafter, text):
         name += " without the first"
     reads_token, reads_feature = READS[name]
     if name.startswith("BlockDrafter") and any_drafter.window and None not in any_drafter.windows:
-        reads_feature = lambda d, j: range(max(0, j - any_drafter.window), j)
+
+        def reads_feature(d, j):
+            return range(max(0, j - any_drafter.window), j)
+
     tokens, features = text
     base = readouts_by_slot(any_drafter, tokens, features)
     for position in range(LENGTH):

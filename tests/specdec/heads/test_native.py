@@ -1,7 +1,6 @@
-"""Native MTP modules: what they compute is what transformers' own classes compute, in replay and in decoding; refusals."""
+"""Native MTP modules compute what transformers' own classes compute, in replay and in decoding; refusals."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from specdec import checkpoint
-from specdec.core.untrusted import read_tensors
 from specdec.heads.native import NativeMTP, read_native_modules
 from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target
@@ -22,9 +20,13 @@ from tests.support import chain_of, greedy, random_tokens
 LENGTH = 20
 
 
+def load_target(folder) -> Target:
+    return Target.load(str(folder), dtype="float32")
+
+
 def load(folder, **arguments):
     """The target in float32, and its own module."""
-    target = Target.load(str(folder), dtype="float32")
+    target = load_target(folder)
     spec, tensors = read_native_modules(str(folder), target)
     drafter = checkpoint.build({**spec, **arguments}, tensors, target).eval()
     assert isinstance(drafter, NativeMTP)
@@ -34,10 +36,10 @@ def load(folder, **arguments):
 def run_unroll(drafter: NativeMTP, tokens: torch.Tensor, features: torch.Tensor, depth: int):
     positions = torch.arange(LENGTH)[None]
     plan = plan_unroll(drafter, torch.zeros_like(positions), positions, positions > depth, depth=depth)
-    with torch.no_grad():
-        return unroll(drafter, tokens, features, plan)
+    return unroll(drafter, tokens, features, plan)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name", native.NAMES)
 def test_a_module_computes_what_the_classes_of_transformers_compute(tmp_path, name):
     model, weights = save_native(tmp_path, name)
@@ -49,8 +51,7 @@ def test_a_module_computes_what_the_classes_of_transformers_compute(tmp_path, na
     assert drafter.zero_first == (native.NAMES[name] is not native.QWEN)
     if drafter.zero_first:
         embedding[:, 0] = 0
-    with torch.no_grad():
-        raw, normed = native.run_reference(name, model, weights, embedding, output.final[:, :-1])
+    raw, normed = native.run_reference(name, model, weights, embedding, output.final[:, :-1])
     torch.testing.assert_close(result.readouts[0], normed, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(result.states[0], normed if drafter.recycle_norm else raw, rtol=1e-4, atol=1e-5)
 
@@ -68,51 +69,46 @@ def test_replay_is_decoding_at_every_depth(tmp_path, name):
         assert replayed == pytest.approx((len(plain) - 1) / len(decoded.accepted[0]))
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
 def test_the_first_draft_is_that_of_transformers_own_mtp(tmp_path, name):
-    """It reads the same files by its own mapping. It has no zero embedding, and further drafts of one module are no use of it."""
+    """It reads the same files by its own mapping, without a zero embedding. It does not draft again with one module."""
     save_native(tmp_path, name)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    model._keys_to_ignore_on_load_unexpected = [
-        r"model\.layers\.4.*"
-    ]  # its own patterns are for models of the published depth
+    model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.4.*"]  # its own patterns are of the published depth
     reference = MtpModel.from_pretrained(model)
     target, drafter = load(tmp_path, zero_first=False)
     tokens = torch.tensor([random_tokens(3, LENGTH, 64)])
     output = target.read(tokens, drafter.target_layers)
-    layer, rotary = reference.layers[0], reference.rotary_emb
     embedding, positions = target.embed(tokens[:, 1:]), torch.arange(LENGTH - 1)[None]
     mask = torch.ones(LENGTH - 1, LENGTH - 1, dtype=torch.bool).tril()[None, None]
-    with torch.no_grad():
-        expected = layer(embedding, output.final[:, :-1], rotary(embedding, positions), mask, positions, None)
+    rotary = reference.rotary_emb(embedding, positions)
+    expected = reference.layers[0](embedding, output.final[:, :-1], rotary, mask, positions, None)
     readouts = run_unroll(drafter, tokens, output.features, 1).readouts[0]
     torch.testing.assert_close(readouts, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_low_rank_changes_train_and_become_plain_weights(tmp_path):
     save_native(tmp_path, "qwen3_5_moe_text")
-    target = Target.load(str(tmp_path), dtype="float32")
+    target = load_target(tmp_path)
     whole, drafter = NativeMTP(target), NativeMTP(target, lora_rank=2)
     assert whole.pretrained and 0 < drafter.num_parameters() < whole.num_parameters()
-    assert not any(value.requires_grad for name, value in whole.named_parameters() if name.endswith("mlp.gate.weight"))
+    assert not whole.get_parameter("modules_by_depth.0.block.mlp.gate.weight").requires_grad
     tokens = torch.tensor([random_tokens(4, LENGTH, 64)])
     features = target.read(tokens, drafter.target_layers).features
     plain = {name: value.clone() for name, value in drafter.frozen_copy().state_dict().items()}
-    assert plain.keys() == whole.state_dict().keys() and all(
-        map(torch.equal, plain.values(), whole.state_dict().values())
-    )
+    assert plain.keys() == whole.state_dict().keys()
+    assert all(map(torch.equal, plain.values(), whole.state_dict().values()))
     optimizer = torch.optim.Adam([value for value in drafter.parameters() if value.requires_grad], lr=0.1)
     for _ in range(2):  # of B, which is zero at first, then of both
-        positions = torch.arange(LENGTH)[None]
-        plan = plan_unroll(drafter, torch.zeros_like(positions), positions, positions > 2, depth=2)
-        drafter.logits(2, unroll(drafter, tokens, features, plan).readouts[1]).logsumexp(-1).sum().backward()
+        drafter.logits(2, run_unroll(drafter, tokens, features, 2).readouts[1]).logsumexp(-1).sum().backward()
         optimizer.step()
     trained = drafter.frozen_copy()
-    torch.testing.assert_close(
-        run_unroll(trained, tokens, features, 2).readouts[1], run_unroll(drafter, tokens, features, 2).readouts[1]
-    )
-    changed = {name for name, value in trained.state_dict().items() if not torch.equal(value, plain[name])}
-    assert changed == {name for name in plain if name.endswith(("proj.weight", "join.weight", "expert_gate.weight"))}
+    readouts, expected = (run_unroll(head, tokens, features, 2).readouts[1] for head in (trained, drafter))
+    torch.testing.assert_close(readouts, expected)
+    for name, value in trained.state_dict().items():
+        changes = name.endswith(("proj.weight", "join.weight", "expert_gate.weight"))
+        assert torch.equal(value, plain[name]) != changes, name
     folder = tmp_path / "head"
     checkpoint.save(folder, trained, {"_target_": "specdec.heads.native.NativeMTP", "source": "target", "lora_rank": 2})
     document = json.loads((folder / "drafter.json").read_text())
@@ -124,10 +120,12 @@ def test_low_rank_changes_train_and_become_plain_weights(tmp_path):
 def test_a_module_of_another_model_of_the_family_fits(tmp_path):
     save_native(tmp_path / "base", "qwen3_5_text")
     save_native(tmp_path / "mine", "qwen3_5_text")
-    target = Target.load(str(tmp_path / "mine"), dtype="float32")
+    target = load_target(tmp_path / "mine")
     drafter = NativeMTP(target, source=str(tmp_path / "base"))
     assert drafter.published["source"] == "base" and set(drafter.published["sha256"]) == {"model.safetensors"}
     assert drafter.published["tensors"]["mtp.fc.weight"] == ["float32", [32, 64]]
+    with pytest.raises(ValueError, match=r"num_modules=2: MTP modules of this family share their norms"):
+        NativeMTP(target, num_modules=2)
 
 
 def test_routing_biases_are_not_rounded(tmp_path):
@@ -139,49 +137,35 @@ def test_routing_biases_are_not_rounded(tmp_path):
     assert kinds["e_score_correction_bias"] == torch.float32 and kinds["gate_up_proj"] == torch.bfloat16
 
 
-def damage(folder: Path, change) -> None:
-    tensors = read_tensors(folder / "model.safetensors")
-    change(tensors)
-    (folder / "model.safetensors").unlink()
-    native.safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+def drop_module(tensors) -> dict:
+    """Takes the module's tensors out."""
+    return {key: tensors.pop(key) for key in list(tensors) if ".layers.4." in key}
 
 
-EXPERT = "model.layers.4.mlp.experts.1.up_proj.weight"
+EXPERT, SCALE = "model.layers.4.mlp.experts.1.up_proj.weight", "model.layers.4.self_attn.o_proj.weight_scale_inv"
 DAMAGES = {
-    "missing": (lambda t: t.pop(EXPERT), f"lacks {EXPERT}"),
-    "narrow": (
-        lambda t: t.update({EXPERT: t[EXPERT][:, :5].clone()}),
-        r"up_proj.weight has the shape \[24, 5\], .* it would be \[24, 32\]",
+    f"lacks {EXPERT}": lambda t: t.pop(EXPERT),
+    r"up_proj.weight has the shape \[24, 5\], .* it would be \[24, 32\]": lambda t: t.update(
+        {EXPERT: t[EXPERT][:, :5]}
     ),
-    "quantised": (
-        lambda t: t.update({"model.layers.4.self_attn.o_proj.weight_scale_inv": torch.ones(1, 1)}),
-        "has model.layers.4.self_attn.o_proj.weight_scale_inv, .* If it is quantised",
-    ),
-    "none": (lambda t: [t.pop(key) for key in list(t) if ".layers.4." in key], "ships no MTP modules"),
-    "unknown": (
-        lambda t: [
-            t.update({key.replace("layers.4", "mtp_thing"): t.pop(key)}) for key in list(t) if ".layers.4." in key
-        ],
-        "has MTP modules of an unknown layout",
+    f"has {SCALE}, .* If it is quantised": lambda t: t.update({SCALE: torch.ones(1, 1)}),
+    "ships no MTP modules": drop_module,
+    "has MTP modules of an unknown layout": lambda t: t.update(
+        {key.replace("layers.4", "mtp_thing"): value for key, value in drop_module(t).items()}
     ),
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
-def test_models_without_a_fitting_module_are_refused(tmp_path, kind):
+@pytest.mark.parametrize("sentence", DAMAGES)
+def test_models_without_a_fitting_module_are_refused(tmp_path, sentence):
     save_native(tmp_path, "deepseek_v3")
-    target = Target.load(str(tmp_path), dtype="float32")
-    change, sentence = DAMAGES[kind]
-    damage(tmp_path, change)
+    target = load_target(tmp_path)
+    saved_targets.edit_tensors(tmp_path, DAMAGES[sentence])
     with pytest.raises(ValueError, match=sentence):
         read_native_modules(str(tmp_path), target)
 
 
 def test_targets_of_other_families_are_refused(tmp_path):
-    saved_targets.save(tmp_path)
-    target = Target.load(str(tmp_path), dtype="float32")
+    target = load_target(saved_targets.save(tmp_path))
     with pytest.raises(ValueError, match="whose MTP modules are unknown: use head=mtp"):
         NativeMTP(target, source=None)
-    save_native(tmp_path / "qwen", "qwen3_5_text")
-    with pytest.raises(ValueError, match=r"num_modules=2: MTP modules of this family share their norms"):
-        NativeMTP(Target.load(str(tmp_path / "qwen"), dtype="float32"), num_modules=2)

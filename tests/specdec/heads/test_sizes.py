@@ -1,4 +1,4 @@
-"""What heads take from targets of all families: sizes of their block, default hidden states, norms, embeddings, logits."""
+"""Sizes of blocks, default hidden states, norms, embeddings and logits of heads for targets of all families."""
 
 from types import SimpleNamespace
 
@@ -32,34 +32,37 @@ NESTED = {
     "full_attention": {"rope_type": "default", "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
-LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 32, "long_factor": [2.0] * 32, "factor": 2.0,
-        "original_max_position_embeddings": 1024}  # fmt: skip
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 32, "long_factor": [2.0] * 32,
+        "factor": 2.0, "original_max_position_embeddings": 1024}  # fmt: skip
 
 # (model type, fields, expected fields of the block), with the sizes of published models where they matter
 CASES = [
     ("llama", {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536},
      {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "intermediate_size": 1536}),
     ("gpt2", {"n_embd": 768, "n_head": 12, "n_positions": 1024},
-     {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64, "intermediate_size": 3072, "rms_norm_eps": 1e-5,
-      "max_position_embeddings": 1024, "theta": 1e4}),
+     {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64, "intermediate_size": 3072,
+      "rms_norm_eps": 1e-5, "max_position_embeddings": 1024, "theta": 1e4}),
     ("gpt_bigcode", {"n_embd": 256, "n_head": 4}, {"num_attention_heads": 4, "num_key_value_heads": 1}),
     ("falcon", {"hidden_size": 256, "num_attention_heads": 8, "num_kv_heads": 2, "new_decoder_architecture": True},
      {"num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 1024}),
     ("falcon", {"hidden_size": 256, "num_attention_heads": 8, "multi_query": True}, {"num_key_value_heads": 1}),
     ("bloom", {"hidden_size": 64, "n_head": 4}, {"max_position_embeddings": DEFAULT_POSITIONS, "theta": 1e4}),
     ("mamba", {"hidden_size": 2560},
-     {"num_attention_heads": 20, "num_key_value_heads": 5, "head_dim": 128, "max_position_embeddings": DEFAULT_POSITIONS}),
+     {"num_attention_heads": 20, "num_key_value_heads": 5, "head_dim": 128,
+      "max_position_embeddings": DEFAULT_POSITIONS}),
     ("deepseek_v3", {"hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads": 128},
      {"num_attention_heads": 56, "num_key_value_heads": 14, "head_dim": 128, "intermediate_size": 18432}),
     ("qwen3_moe", {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768},
      {"intermediate_size": 6144}),
-    ("olmoe", {"hidden_size": 2048, "intermediate_size": 1024, "num_experts_per_tok": 8}, {"intermediate_size": 8192}),
+    ("olmoe", {"hidden_size": 2048, "intermediate_size": 1024, "num_experts_per_tok": 8},
+     {"intermediate_size": 8192}),
     ("mixtral", {"hidden_size": 4096, "intermediate_size": 14336}, {"intermediate_size": 14336}),
     ("qwen3_5_moe_text", {"hidden_size": 2048, "moe_intermediate_size": 512, "num_experts_per_tok": 8,
                           "shared_expert_intermediate_size": 500}, {"intermediate_size": 4608}),
     ("gemma3_text", {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 256, "rope_parameters": NESTED},
      {"head_dim": 256, "theta": 1e6, "kind": "default"}),
-    ("gpt_neox", {"hidden_size": 64, "num_attention_heads": 4, "rotary_pct": 0.25}, {"kind": "default", "head_dim": 16}),
+    ("gpt_neox", {"hidden_size": 64, "num_attention_heads": 4, "rotary_pct": 0.25},
+     {"kind": "default", "head_dim": 16}),
     ("phi3", {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 2048, "rope_parameters": LONG},
      {"kind": "longrope"}),
     ("phi3", {"hidden_size": 512, "num_attention_heads": 4, "max_position_embeddings": 2048,

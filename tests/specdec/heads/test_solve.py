@@ -1,4 +1,4 @@
-"""Closed-form starts: EAGLE's are ridge regressions onto the next feature, and each start beats random weights."""
+"""Closed-form starts are ridge regressions, and each beats random weights. Weights in units of their inputs' sizes."""
 
 import pytest
 import torch
@@ -7,10 +7,17 @@ from torch import nn
 
 from specdec.core.cache import UnrollCache
 from specdec.core.span_attention import find_spans
-from specdec.heads.base import Slots
+from specdec.heads.base import SizedLinear, Slots
 from specdec.heads.blocks import RIDGE_SCALE
-from specdec.heads.eagle import Eagle
+from specdec.heads.eagle import Eagle, Eagle3
 from tests.support import load_head, make_target
+
+
+def solve_stacked(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Ridge regression as least squares with further rows: x [M, E], y [M, D] -> [E, D]"""
+    strength = RIDGE_SCALE * (x**2).sum(0).mean()
+    stacked = torch.cat([x, strength.sqrt() * torch.eye(x.shape[1]).double()])
+    return torch.linalg.lstsq(stacked, nn.functional.pad(y, (0, 0, 0, x.shape[1]))).solution
 
 
 def test_solve_against_stacked_least_squares(target):
@@ -19,67 +26,81 @@ def test_solve_against_stacked_least_squares(target):
     width, num = target.width, 300
     tokens = torch.randint(0, target.vocab_size, (num,))
     features, goals = torch.randn(num, width).double(), torch.randn(num, width).double()
-    parts = (slice(0, 100), slice(100, num))
-    assert head.solve([Slots(features[part], features[part], tokens[part, None], goals[part, None]) for part in parts])
-
-    def stacked(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # [M, E], [M, D] -> [E, D]
-        strength = RIDGE_SCALE * (x**2).sum(0).mean()
-        x = torch.cat([x, strength.sqrt() * torch.eye(x.shape[1]).double()])
-        return torch.linalg.lstsq(x, nn.functional.pad(y, (0, 0, 0, len(x) - num))).solution
-
+    texts = (slice(0, 100), slice(100, num))
+    assert head.solve([Slots(features[text], features[text], tokens[text, None], goals[text, None]) for text in texts])
     x = torch.cat([target.embed(tokens), features], dim=-1)  # [M, 2D]
-    first = stacked(x, goals)
+    first = solve_stacked(x, goals)
     torch.testing.assert_close(head.fc.weight, first.T)
     mlp, h = head.block.mlp, x @ first
     normed = head.block.post_attention_layernorm(h)
     units = nn.functional.silu(mlp.gate_proj(normed)) * mlp.up_proj(normed)  # [M, E]
-    second = stacked(units, goals - h)
+    second = solve_stacked(units, goals - h)
     torch.testing.assert_close(mlp.down_proj.weight, second.T)
-
     seen = find_spans(torch.zeros(1, num, dtype=torch.long))
     state, _ = head.step(1, features[None], tokens[None], torch.arange(num)[None], seen, UnrollCache().at_step(1))
     torch.testing.assert_close(state[0], h + units @ second)
 
 
-SOLVED = {
-    "eagle": {},
-    "hass": {},
-    "eagle3": {},
-    "peagle": {},
-    "hydra": {},
-    "mtp": {},
-    "dspark": {"fuse": True},
-    "dflash": {"fuse": True},
-}
+SOLVED = {name: {} for name in ("eagle", "hass", "eagle3", "peagle", "hydra", "mtp")}
+SOLVED |= {name: {"fuse": True} for name in ("dspark", "dflash")}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("head", sorted(SOLVED))
-def test_a_closed_form_start_is_more_accurate_than_a_random_start(head):
+@pytest.mark.parametrize("name", SOLVED)
+def test_a_closed_form_start_is_more_accurate_than_a_random_start(name):
     """The next state is linear in the token and the previous state, so a closed-form start drafts depth 1 correctly."""
     torch.manual_seed(0)
     target, num = make_target(61), 600
-    head = load_head(head)["drafter"] | SOLVED[head]
     tokens = torch.randint(61, (num, 3))
     state = torch.randn(num, 32).double()
     turn, move = torch.randn(2, 32, 32).double() / 32**0.5
     goals = [state]
     for d in range(3):
         goals.append(goals[-1] @ turn + 4 * target.embed(tokens[:, d]) @ move)
-    choices = [target.logits(goal).argmax(-1) for goal in goals[1:]]
+    choice = target.logits(goals[1]).argmax(-1)
     accuracies = []
     for solve in (False, True):
-        drafter = instantiate(head, target, vocab=None).double()
+        drafter = instantiate(load_head(name)["drafter"] | SOLVED[name], target, vocab=None).double()
         features = state.repeat(1, len(drafter.target_layers))
-        if solve:
-            assert drafter.solve([Slots(features, state, tokens, torch.stack(goals[1:], dim=1))])
+        assert not solve or drafter.solve([Slots(features, state, tokens, torch.stack(goals[1:], dim=1))])
         cache = drafter.cache(num)
         h, position = drafter.encode(features[:, None]), torch.full((num, 1), 2)  # not the first slot of a text
         cache.reserve(1)
-        if drafter.context_kind == "block":
-            drafter.context(h, position - 1, cache)
+        drafter.context(h, position - 1, cache)
         seen = torch.zeros(num, 1, 1, cache.visible, dtype=torch.bool)
         seen[..., 0] = True
         _, readout = drafter.step(1, h, tokens[:, :1], position, seen, cache)
-        accuracies.append(float((drafter.logits(1, readout)[:, 0].argmax(-1) == choices[0]).double().mean()))
+        accuracies.append(float((drafter.logits(1, readout)[:, 0].argmax(-1) == choice).double().mean()))
     assert accuracies[0] < 0.3 and accuracies[1] > 0.4, accuracies
+
+
+# Weights in units of the sizes of their inputs: the same map, other steps
+
+
+def test_measuring_and_folding_do_not_change_the_map():
+    torch.manual_seed(0)
+    x = torch.randn(64, 4).double() * torch.tensor([0.01, 1.0, 2.0, 5000.0])
+    linear = SizedLinear(4, 3, bias=True).double()
+    before = linear(x)
+    linear.measure_inputs([x[:20], x[20:]], random_weights=False)
+    torch.testing.assert_close(linear.size, x.pow(2).mean(0).sqrt(), check_dtype=False)
+    torch.testing.assert_close(linear(x), before)
+    assert "size" in linear.state_dict()
+    linear.fold()
+    torch.testing.assert_close(linear(x), before)
+    plain, again = nn.Linear(4, 3).double(), SizedLinear(4, 3, bias=True).double()
+    again.measure_inputs([x], random_weights=True)
+    for module in (plain, again):  # the weights are without sizes
+        module.load_state_dict(linear.state_dict())
+        torch.testing.assert_close(module(x), before)
+
+
+def test_a_head_is_saved_and_decoded_with_ordinary_weights():
+    head = Eagle3(make_target(61)).double()
+    torch.manual_seed(0)
+    features = torch.randn(1, 9, head.fc.in_features).double() * torch.logspace(-2, 3, head.fc.in_features).double()
+    head.fc.measure_inputs([features[0]], random_weights=True)
+    frozen = head.frozen_copy()
+    assert "fc.size" in head.state_dict() and "fc.size" not in frozen.state_dict()
+    torch.testing.assert_close(frozen.encode(features), head.encode(features))
+    torch.testing.assert_close(nn.functional.linear(features, frozen.fc.weight), head.encode(features))

@@ -1,4 +1,4 @@
-"""Every family of tests/families.py does what its entry says: decoding, training, replay, compiling, and its refusals."""
+"""Every family of tests/families.py does what its entry says: decoding, training, replay, compiling, refusals."""
 
 import functools
 
@@ -13,15 +13,14 @@ from specdec.core.tree import Nodes, TreeShape, make_tree
 from specdec.decoding.decoder import Decoder
 from specdec.heads.eagle import Eagle3
 from specdec.measuring.model_card import write_export
-from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.text import Ngram
 from specdec.text.conversations import Row
 from specdec.unroll import replay
 from tests import loops
 from tests.exports import bring_in, make_form, make_provenance
-from tests.families import FAMILIES, Family, reference
-from tests.support import OLD_TRANSFORMERS, chain_of, greedy, load_head, random_tokens
+from tests.families import FAMILIES, Family, find_family, reference
+from tests.support import OLD_TRANSFORMERS, Scripted, chain_of, greedy, load_head, random_tokens
 from tests.target_table import PAGE, list_exports, make_family_target, table_row
 from train.data.batches import collate
 from train.features.outputs import ComputedFeatures
@@ -50,46 +49,34 @@ def answers_of(family: Family) -> list[list[int]]:
     return answers
 
 
-class Partly(Proposer):
+class Partly(Scripted):
     """Drafts that are right down to a depth that changes from round to round and from row to row.
 
     As a tree, a right draft has wrong siblings before and behind it, and children of a wrong sibling.
+    count_right(text, position of the newest token): number of right drafts, 0 to 3
     """
 
     target_layers = ()
 
-    def __init__(self, answers: list[list[int]], depth: int, *, tree: bool):
-        self.answers, self.depth, self.linear = answers, depth, not tree
+    def __init__(self, prompts, answers, *, tree: bool = False, count_right=lambda text, position: position // 2 % 4):
+        self.linear, self.count_right = not tree, count_right
+        texts = [prompt + answer for prompt, answer in zip(prompts, answers)]
+        super().__init__(texts, 3, self.draft_nodes, ends=[len(text) for text in texts])
 
-    def begin(self, tokens, num):
-        self.written = [0] * len(num)
-        self.round = 0
-
-    def commit(self, tokens, features, num, counts):
-        first = not self.round  # then the prompt is committed, and the first token of the answer
-        self.written = [done + (1 if first else count) for done, count in zip(self.written, counts)]
-        self.newest = [int(row[count - 1]) for row, count in zip(tokens, counts)]
-        self.round += 1
-
-    def num_right(self, row: int) -> int:
-        return (self.round + row) % (self.depth + 1)
+    def draft_nodes(self, text: list[int], position: int) -> Nodes:
+        right, parent, nodes = self.count_right(text, position), 0, []
+        for d, token in enumerate([*text[position + 1 :], 1, 1, 1][:3]):
+            token = token if d < right else (token + 1) % 60
+            if self.linear:
+                nodes.append((token, d))
+                continue
+            nodes += [((token + 5) % 60, parent), (token, parent), ((token + 9) % 60, len(nodes) + 1)]
+            parent = len(nodes) - 1
+        return nodes
 
     def propose(self, sampling, generator):
-        drafts = []
-        for row, (answer, start) in enumerate(zip(self.answers, self.written)):
-            right = self.num_right(row)
-            nodes: Nodes = []
-            parent = 0
-            for d in range(self.depth):
-                token = answer[start + d] if start + d < len(answer) else 1
-                token = token if d < right else (token + 1) % 60
-                if self.linear:
-                    nodes.append((token, d))
-                    continue
-                nodes += [((token + 5) % 60, parent), (token, parent), ((token + 9) % 60, len(nodes) + 1)]
-                parent = len(nodes) - 1
-            drafts.append(nodes)
-        return make_tree(self.newest, drafts, "cpu")
+        rows = [(text, min(position, len(text) - 1)) for text, position in zip(self.texts, self.places)]
+        return make_tree([text[position] for text, position in rows], [self.draft_nodes(*row) for row in rows], "cpu")
 
 
 def test_decoding_equals_generate(family):
@@ -99,7 +86,7 @@ def test_decoding_equals_generate(family):
     for rows in (slice(0, 1), slice(0, 3)):
         assert greedy(target, None).generate(PROMPTS[rows], NUM_NEW).tokens == answers[rows]
         for tree in (False, True):
-            proposer = Partly(answers[rows], 3, tree=tree)
+            proposer = Partly(PROMPTS[rows], answers[rows], tree=tree)
             if tree and family.recurrent:
                 with pytest.raises(ValueError, match="cannot verify a tree of drafts: set width=1"):
                     greedy(target, proposer)
@@ -109,86 +96,84 @@ def test_decoding_equals_generate(family):
             assert all({0, 1, 2, 3} <= set(accepted) for accepted in generation.accepted)
 
 
-def test_rows_that_have_ended_do_not_outgrow_the_target(monkeypatch):
-    """GPT-2 has learned positions: one that is beyond the last would be an error. Row 0 accepts all drafts, row 1 none."""
-    target = make_family_target(next(family for family in FAMILIES if family.model_type == "gpt2"))
+def test_rows_that_have_ended_do_not_outgrow_the_target():
+    """GPT-2 has learned positions: one beyond the last would be an error. Row 0 accepts all drafts, row 1 none."""
+    target = make_family_target(find_family("gpt2"))
     prompts, num = [random_tokens(seed, 200, 60) for seed in (1, 2)], target.max_positions - 200 - 3
     answers = greedy(target, None).generate(prompts, num).tokens
-    proposer = Partly(answers, 3, tree=False)
-    monkeypatch.setattr(proposer, "num_right", lambda row: 3 * (row == 0))
+    proposer = Partly(prompts, answers, count_right=lambda text, position: 3 * (text[:200] == prompts[0]))
     generation = greedy(target, proposer).generate(prompts, num)
     assert generation.tokens == answers and 3 * len(generation.accepted[0]) < len(generation.accepted[1]) == num - 1
 
 
 BLOCKS = ("dflash2", "lilicorr", "domino")  # in turn, so that each is trained for a third of the families
 SMALL = {"num_drafts": 2, "num_layers": 1, "mask_token": 1}
-SERVED = {
-    "eagle3": ("EAGLE-3", "vLLM"),
-    "domino": ("DFlash", "SGLang"),
-}  # what tests/target_table.py calls them; others: below
+SERVED = {"eagle3": ("EAGLE-3", "vLLM"), "domino": ("DFlash", "SGLang")}  # as in tests/target_table.py; others: below
 
 
-def test_a_trained_head_drafts_as_it_was_trained_replayed_and_exported(family, tmp_path):
-    check_training(family, "eagle3", {}, 12, tmp_path)
-
-
-@pytest.mark.full
-def test_a_trained_block_drafter_drafts_as_it_was_trained_replayed_and_exported(family, tmp_path):
-    check_training(family, BLOCKS[FAMILIES.index(family) % len(BLOCKS)], SMALL, 40, tmp_path)
-
-
-def check_training(family, name: str, arguments: dict, steps: int, folder) -> None:
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("block", marks=pytest.mark.full)])
+def test_a_trained_head_drafts_as_it_was_trained_replayed_and_exported(family, kind, tmp_path):
     """Every parameter gets a gradient; the head learns two answers. Its rounds are those that replay computes."""
     if OLD_TRANSFORMERS and str(family) == "doge":
         pytest.skip("transformers 5.17 leaves out Doge's own mask where it is given none")
-    target, answers = make_family_target(family), answers_of(family)
+    name = kind if kind == "eagle3" else BLOCKS[FAMILIES.index(family) % len(BLOCKS)]
+    target, answers = make_family_target(family), answers_of(family)[:2]
     torch.manual_seed(0)
-    head = Eagle3(target) if name == "eagle3" else instantiate({**load_head(name)["drafter"], **arguments}, target)
+    head = Eagle3(target) if kind == "eagle3" else instantiate({**load_head(name)["drafter"], **SMALL}, target)
+    train_head(family, head, name, steps=12 if kind == "eagle3" else 40)
+    generation = greedy(target, HeadProposer(head, chain_of(2))).generate(PROMPTS[:2], NUM_NEW)
+    assert generation.tokens == answers
+    assert sum(map(sum, generation.accepted)) > (4 if kind == "eagle3" else 1)  # else the next lines compare zeros
+    check_replay(head, answers, generation.accepted)
+    if not family.recurrent:
+        tree = HeadProposer(head, TreeShape(2, 2, 4))
+        assert greedy(target, tree).generate(PROMPTS[:2], NUM_NEW).tokens == answers
+    label, engine = SERVED.get(name, ("DFlash", "vLLM"))
+    served = label in list_exports(family)[engine] and (kind == "eagle3" or target.shape_logits.plain)
+    form = make_form(head, engine.lower() if served else "safetensors")
+    write_export(form, tmp_path / "out", dtype=torch.float32, provenance=make_provenance(head))
+    if served:
+        again = greedy(target, HeadProposer(bring_in(tmp_path / "out", target), chain_of(2)))
+        assert again.generate(PROMPTS[:2], NUM_NEW).accepted == generation.accepted
+
+
+def check_replay(head, answers, accepted_drafts) -> None:
+    """Rounds and accepted drafts of a replay are those of decoding."""
+    for prompt, answer, accepted in zip(PROMPTS, answers, accepted_drafts):
+        num_rounds, at_depth = replay.count_rounds(loops.acceptance(head, prompt, answer, depth=2, temperature=0.0))
+        assert num_rounds == len(accepted)
+        assert at_depth.tolist() == [len(accepted) - accepted.count(0), accepted.count(2)]
+
+
+def train_head(family, head, name: str, *, steps: int) -> None:
+    """Trains a head on two answers. Every parameter gets a gradient: of EAGLE-3 in every step, of others in some step.
+
+    Parts of block drafters start as the identity, so some of their gradients come later, and may end.
+    """
     objective = Objective(head, **{**load_head(name)["objective"], "depth": 2})
-    rows = [Row(str(n), "all", prompt + answer, [False] * len(prompt) + [True] * NUM_NEW)
-            for n, (prompt, answer) in enumerate(zip(PROMPTS[:2], answers))]  # fmt: skip
+    masks_of_rows = [[False] * len(prompt) + [True] * NUM_NEW for prompt in PROMPTS]
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers_of(family))]
+    rows = [Row(str(n), "all", texts[n], masks_of_rows[n]) for n in range(2)]
     batch = collate([rows], length=64, pad_token=0)
-    output = ComputedFeatures(target, head.target_layers)(batch)
+    output = ComputedFeatures(head.target, head.target_layers)(batch)
     check_documents(family, batch, output, head.target_layers)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
-    every = missing = dict(head.named_parameters())
+    parameters = {name: value for name, value in head.named_parameters() if value.requires_grad}
+    missing = set(parameters)
     for _ in range(steps):
         optimizer.zero_grad()
         loss = objective(batch, output)
         (loss.total / loss.num_goals).backward()
-        without = {each: value for each, value in every.items() if value.grad is None or not value.grad.any()}
-        assert name != "eagle3" or not without
-        missing = {
-            each: value for each, value in missing.items() if each in without
-        }  # parts of block drafters start as the identity: some of their gradients come later, and may end
+        trained = {name for name, value in parameters.items() if value.grad is not None and value.grad.any()}
+        assert name != "eagle3" or trained == set(parameters)
+        missing -= trained
         optimizer.step()
-    assert not {name for name, value in missing.items() if value.requires_grad}
+    assert not missing
     head.eval()
-    decoder = greedy(target, HeadProposer(head, chain_of(2)))
-    generation = decoder.generate(PROMPTS[:2], NUM_NEW)
-    assert generation.tokens == answers[:2]
-    assert sum(map(sum, generation.accepted)) > (
-        4 if name == "eagle3" else 1
-    )  # otherwise the next lines would compare zeros
-    for prompt, answer, accepted in zip(PROMPTS, answers, generation.accepted):
-        accept = loops.acceptance(head, prompt, answer, depth=2, temperature=0.0)
-        num_rounds, at_depth = replay.count_rounds(accept)
-        assert num_rounds == len(accepted)
-        assert at_depth.tolist() == [sum(count >= d for count in accepted) for d in (1, 2)]
-    if not family.recurrent:
-        tree = HeadProposer(head, TreeShape(2, 2, 4))
-        assert greedy(target, tree).generate(PROMPTS[:2], NUM_NEW).tokens == answers[:2]
-    label, engine = SERVED.get(name, ("DFlash", "vLLM"))
-    served = label in list_exports(family)[engine] and (name == "eagle3" or target.shape_logits.plain)
-    form = make_form(head, engine.lower() if served else "safetensors")
-    write_export(form, folder / "out", dtype=torch.float32, provenance=make_provenance(head))
-    if served:
-        again = greedy(target, HeadProposer(bring_in(folder / "out", target), chain_of(2)))
-        assert again.generate(PROMPTS[:2], NUM_NEW).accepted == generation.accepted
 
 
 def check_documents(family, batch, output, layers) -> None:
-    """The outputs for packed documents are those with a mask over the pack or, where no mask can cut them, of each alone."""
+    """Outputs of packed documents are those under a mask over the pack, and those of each document alone."""
     target, real = make_family_target(family), batch.documents >= 0
     if not family.recurrent:
         mask = masks.document_mask(batch.documents)
@@ -235,11 +220,11 @@ def table_rows() -> list[str]:
 
 
 @pytest.mark.parametrize(  # a third of those without states, for the time that tests take
-    "family", [each for number, each in enumerate(WORKING) if each.recurrent or number % 3 == 0], ids=str
+    "family", [family for number, family in enumerate(WORKING) if family.recurrent or number % 3 == 0], ids=str
 )
 def test_prompts_join_a_batch(family):
     """Two rows for three prompts: the third takes the place of the row that ends first, which n-grams decide."""
     target = make_family_target(family)
     decoder = greedy(target, Ngram(target, min=1, max=2, num=2))
-    found = dict(decoder.answers(PROMPTS, NUM_NEW, batch_size=2))
-    assert [found[number].tokens[0] for number in range(3)] == answers_of(family)
+    answers = dict(decoder.answers(PROMPTS, NUM_NEW, batch_size=2))
+    assert [answers[number].tokens[0] for number in range(3)] == answers_of(family)

@@ -5,93 +5,117 @@ import warnings
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from specdec import checkpoint
 from specdec.core.files import replace_document
-from specdec.target.fingerprint import WeightSource, describe_config
+from specdec.target import fingerprint as target_fingerprint
+from specdec.target.adapter import add_adapter
+from specdec.target.fingerprint import COUNTED_FIELDS, WeightSource, describe_config
 from specdec.target.model import Target
-from tests.families import FAMILIES, make
+from tests.families import find_family, make
 from tests.native import save_native
-from tests.saved_targets import SIZES, edit, save
+from tests.saved_targets import IMAGES, SIZES, edit, edit_tensors, save
 from tests.support import save_eagle
 
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-CHANGES = [
-    {"rope_parameters": YARN},
-    {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-    {"rms_norm_eps": 0.01},
-    {"hidden_act": "gelu"},
-    {"max_position_embeddings": 512},
-]
-IDLE = [
-    {"architectures": ["AnotherName"]},
-    {"transformers_version": "9.9.9", "_name_or_path": "elsewhere"},
-    {"dtype": "bfloat16"},
-    {"bos_token_id": 5, "eos_token_id": [1, 2], "pad_token_id": 3},
-    {"use_cache": False, "output_hidden_states": True, "attention_dropout": 0.5},
-    {"initializer_range": 0.3},
-    {"num_nextn_predict_layers": 1},
-]
+UP_PROJ, EMBEDDING = "model.layers.{}.mlp.up_proj.weight", "model.embed_tokens.weight"
 
 
-def find_fingerprint(folder: Path, **arguments) -> str:
-    """Of the target as all ways to load it find it, in any dtype."""
-    texts = {
-        Target.load(str(folder), dtype="float32").fingerprint(),
-        Target.load(str(folder), dtype="bfloat16").fingerprint(),
-        Target.load_ends(str(folder), dtype="float32").fingerprint(),
-    }
-    (text,) = texts
+def find_fingerprint(folder: Path) -> str:
+    """The fingerprint of a saved target, equal for all ways to load it, in any dtype."""
+    whole, half = (Target.load(str(folder), dtype=dtype) for dtype in ("float32", "bfloat16"))
+    (text,) = {whole.fingerprint(), half.fingerprint(), Target.load_ends(str(folder), dtype="float32").fingerprint()}
     return text
 
 
-def change_weights(folder: Path, change) -> None:
-    path = folder / "model.safetensors"
-    tensors = safetensors.torch.load_file(path)
-    change(tensors)
-    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+def make_fingerprint(model) -> target_fingerprint.Fingerprint:
+    return WeightSource(model, {}, None, None).make_fingerprint()
 
 
-# The configuration
+# Files and their configuration
 
 
-@pytest.mark.parametrize("fields", CHANGES, ids=lambda fields: next(iter(fields)))
-def test_what_changes_the_output_changes_it(tmp_path, fields):
+def add_to(name: str, *index):
+    """A change of some values of a tensor."""
+    return lambda folder: edit_tensors(folder, lambda tensors: tensors[name][index].add_(0.5))
+
+
+def swap_layers(folder: Path) -> None:
+    first, second = UP_PROJ.format(0), UP_PROJ.format(3)
+    edit_tensors(folder, lambda tensors: tensors.update({first: tensors[second], second: tensors[first]}))
+
+
+def rename_as_bare_model(folder: Path) -> None:
+    """Names without their beginning, with a table of angles and a layer that was pruned."""
+    unused = {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16), "layers.7.mlp.up_proj.weight": torch.ones(1)}
+
+    def rename(tensors) -> None:
+        for key in list(tensors):
+            tensors[key.removeprefix("model.")] = tensors.pop(key)
+        tensors |= unused
+
+    edit_tensors(folder, rename)
+
+
+def set_fields(**fields):
+    return lambda folder: edit(folder, **fields)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+CHANGES = [  # of the output, and so of the fingerprint
+    set_fields(rope_parameters=YARN),
+    set_fields(rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
+    set_fields(rms_norm_eps=0.01),
+    set_fields(hidden_act="gelu"),
+    set_fields(max_position_embeddings=512),
+    add_to(EMBEDDING, slice(30, 31), 5),
+    add_to("model.layers.2.self_attn.k_proj.weight", slice(13, 14), 5),
+    add_to("model.layers.1.post_attention_layernorm.weight", slice(100, 101)),
+    add_to("model.norm.weight", slice(3, 4)),
+    add_to("lm_head.weight", slice(60, 61), 5),
+    swap_layers,
+]
+IDLE = [
+    set_fields(architectures=["AnotherName"]),
+    set_fields(transformers_version="9.9.9", _name_or_path="elsewhere"),
+    set_fields(dtype="bfloat16"),
+    set_fields(bos_token_id=5, eos_token_id=[1, 2], pad_token_id=3),
+    set_fields(use_cache=False, output_hidden_states=True, attention_dropout=0.5),
+    set_fields(initializer_range=0.3),
+    set_fields(num_nextn_predict_layers=1),
+    rename_as_bare_model,
+]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, *IDLE])
+def test_what_changes_the_output_changes_it(tmp_path, change):
     before = find_fingerprint(save(tmp_path))
-    assert find_fingerprint(edit(tmp_path, **fields)) != before
-
-
-@pytest.mark.parametrize("fields", IDLE, ids=lambda fields: next(iter(fields)))
-def test_what_does_not_change_the_output_leaves_it(tmp_path, fields):
-    before = find_fingerprint(save(tmp_path))
-    assert find_fingerprint(edit(tmp_path, **fields)) == before
+    change(tmp_path)
+    assert (find_fingerprint(tmp_path) != before) == (change in CHANGES)
 
 
 @pytest.mark.parametrize(
-    ("family", "fields"),
+    ("family", "field", "value"),
     [
-        ("mistral-window", {"sliding_window": 7}),
-        ("gemma2", {"final_logit_softcapping": 7.0}),
-        ("gemma2", {"attn_logit_softcapping": None}),
-        ("gemma3_text", {"layer_types": ["full_attention"] * 4}),
-        ("gemma3_text", {"query_pre_attn_scalar": 16}),
-        ("cohere2", {"logit_scale": 0.75}),
-        ("granitemoe", {"residual_multiplier": 0.5}),
-        ("qwen3_moe", {"norm_topk_prob": True}),
-        ("opt", {"_remove_final_layer_norm": True}),
-        ("glm4_moe", {"routed_scaling_factor": 2.5}),
+        ("mistral-window", "sliding_window", 7),
+        ("gemma2", "final_logit_softcapping", 7.0),
+        ("gemma2", "attn_logit_softcapping", None),
+        ("gemma3_text", "layer_types", ["full_attention"] * 4),
+        ("gemma3_text", "query_pre_attn_scalar", 16),
+        ("cohere2", "logit_scale", 0.75),
+        ("granitemoe", "residual_multiplier", 0.5),
+        ("qwen3_moe", "norm_topk_prob", True),
+        ("opt", "_remove_final_layer_norm", True),
+        ("glm4_moe", "routed_scaling_factor", 2.5),
     ],
 )
-def test_fields_of_a_family_count(family, fields):
-    config = make(next(candidate for candidate in FAMILIES if str(candidate) == family)).config
+def test_fields_of_a_family_count(family, field, value):
+    config = make(find_family(family)).config
     before = describe_config(config)
-    for key, value in fields.items():
-        assert getattr(config, key) != value
-        setattr(config, key, value)
+    assert getattr(config, field) != value
+    setattr(config, field, value)
     assert describe_config(config) != before
 
 
@@ -107,25 +131,15 @@ def test_only_what_differs_from_the_defaults_of_its_class_counts():
 
     assert describe_config(Newer(**SIZES)) == describe_config(LlamaConfig(**SIZES))
     assert describe_config(Newer(newer=8, **SIZES)) != describe_config(LlamaConfig(**SIZES))
-    theta = [{"rope_type": "default", "rope_theta": value} for value in (500, 500.0)]
-    first, second = (describe_config(LlamaConfig(rope_parameters=rope, **SIZES)) for rope in theta)
+    ropes = [{"rope_type": "default", "rope_theta": value} for value in (500, 500.0)]
+    first, second = (describe_config(LlamaConfig(rope_parameters=rope, **SIZES)) for rope in ropes)
     assert first == second and first["rope_parameters"]["rope_theta"] == 500
-    counted_fields = describe_config(LlamaConfig())
-    assert counted_fields.keys() == {
-        "model_type",
-        "hidden_size",
-        "num_hidden_layers",
-        "vocab_size",
-        "num_attention_heads",
-        "intermediate_size",
-    }
+    assert describe_config(LlamaConfig()).keys() == set(COUNTED_FIELDS)
 
 
 def test_what_only_images_need_does_not_count(tmp_path):
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 16,
-              "patch_size": 8}  # fmt: skip
     text = {**SIZES, "model_type": "mistral", "sliding_window": None}
-    config = transformers.Mistral3Config(text_config=text, vision_config={"model_type": "pixtral", **vision})
+    config = transformers.Mistral3Config(text_config=text, vision_config={"model_type": "pixtral", **IMAGES})
     transformers.Mistral3ForConditionalGeneration(config).save_pretrained(tmp_path)
     before = find_fingerprint(tmp_path)
     document = json.loads((tmp_path / "config.json").read_text())
@@ -138,79 +152,20 @@ def test_what_only_images_need_does_not_count(tmp_path):
 # The weights
 
 
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    [
-        ("model.embed_tokens.weight", [7, 30, 58]),
-        ("model.layers.2.self_attn.k_proj.weight", [13]),
-        ("model.layers.1.post_attention_layernorm.weight", [100]),
-        ("model.norm.weight", [3]),
-        ("lm_head.weight", [60]),
-    ],
-)
-def test_any_value_changes_it(tmp_path, name, rows):
-    before = find_fingerprint(save(tmp_path))
-
-    def change(tensors):
-        index = (rows, 5) if tensors[name].dim() == 2 else rows
-        tensors[name][index] += 0.5
-
-    change_weights(tmp_path, change)
-    assert find_fingerprint(tmp_path) != before
-
-
-def test_two_layers_in_another_order_change_it(tmp_path):
-    before = find_fingerprint(save(tmp_path))
-
-    def swap(tensors):
-        first, second = (f"model.layers.{n}.mlp.up_proj.weight" for n in (0, 3))
-        tensors[first], tensors[second] = tensors[second], tensors[first]
-
-    change_weights(tmp_path, swap)
-    assert find_fingerprint(tmp_path) != before
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "qwen3_moe", "deepseek_v3", "qwen3_5_text", "lfm2"])
-def test_the_model_in_memory_and_its_files_have_the_same(tmp_path, family):
+def test_the_model_in_memory_its_files_and_a_loaded_model_have_the_same(tmp_path, family):
     """In one file or several, in float32 or bfloat16, with experts one by one in the files and together in memory."""
-    model = make(next(candidate for candidate in FAMILIES if str(candidate) == family))
-    texts = {WeightSource(model, {}, None, None).make_fingerprint().text}
+    model = make(find_family(family))
+    texts = {make_fingerprint(model).text}
     for number, dtype in enumerate((torch.float32, torch.bfloat16)):
         folder = tmp_path / str(number)
         model.to(dtype).save_pretrained(folder, max_shard_size="20KB" if number else "1GB")
         texts.add(find_fingerprint(folder))
-    assert len(texts) == 1
-
-
-def test_names_before_and_tensors_beside_the_model_do_not_count(tmp_path):
-    """As in files of the bare model, in old ones with tables of angles, and in those that were pruned."""
-    before = find_fingerprint(save(tmp_path, tie_word_embeddings=True))
-
-    def rename(tensors):
-        for key in list(tensors):
-            tensors[key.removeprefix("model.")] = tensors.pop(key)
-
-    change_weights(tmp_path, rename)
-    assert load_with_equal_heads(tmp_path).fingerprint() == before == find_fingerprint(tmp_path)
-    unused = {
-        "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16),
-        "layers.7.mlp.up_proj.weight": torch.ones(128, 128),
-    }
-    change_weights(tmp_path, lambda tensors: tensors.update(unused))
-    assert find_fingerprint(tmp_path) == before
-    change_weights(tmp_path, lambda tensors: tensors["layers.0.mlp.up_proj.weight"].mul_(2))
-    assert find_fingerprint(tmp_path) != before
-
-
-def test_a_model_that_was_loaded_elsewhere_is_known_again(tmp_path):
-    """As heads beside a model of transformers need it."""
-    for family in ("qwen3_moe", "gemma3_text", "deepseek_v3"):
-        make(next(candidate for candidate in FAMILIES if str(candidate) == family)).save_pretrained(tmp_path / family)
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / family)
-        assert WeightSource(model, {}, None, None).make_fingerprint().text == find_fingerprint(tmp_path / family)
-        with torch.no_grad():
-            model.get_input_embeddings().weight[3] += 0.5
-        assert WeightSource(model, {}, None, None).make_fingerprint().text != find_fingerprint(tmp_path / family)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "0")
+    assert texts == {make_fingerprint(loaded).text}
+    with torch.no_grad():
+        loaded.get_input_embeddings().weight[3] += 0.5
+    assert make_fingerprint(loaded).text not in texts
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5_text", "qwen2"])
@@ -218,17 +173,15 @@ def test_mtp_modules_do_not_count(tmp_path, name):
     save_native(tmp_path, name)
     before = find_fingerprint(tmp_path)
 
-    def change(tensors, keep):
+    def list_modules(tensors) -> list[str]:
         modules = [key for key in tensors if "mtp" in key or ".layers.4." in key]
         assert len(modules) > 10
-        for key in modules:
-            tensors[key].add_(1)
-            if not keep:
-                del tensors[key]
+        return modules
 
-    for keep in (True, False):
-        change_weights(tmp_path, lambda tensors, keep=keep: change(tensors, keep))
-        assert find_fingerprint(tmp_path) == before
+    edit_tensors(tmp_path, lambda tensors: [tensors[key].add_(1) for key in list_modules(tensors)])
+    assert find_fingerprint(tmp_path) == before
+    edit_tensors(tmp_path, lambda tensors: [tensors.pop(key) for key in list_modules(tensors)])
+    assert find_fingerprint(tmp_path) == before
 
 
 # Tied or not: as transformers decides it
@@ -244,72 +197,65 @@ def load_with_equal_heads(folder: Path) -> Target:
     return whole
 
 
-def test_a_second_copy_of_a_tied_matrix_does_not_count(tmp_path):
+def test_a_second_copy_of_a_tied_matrix_does_not_count_and_a_head_of_its_own_does(tmp_path):
     before = find_fingerprint(save(tmp_path, tie_word_embeddings=True))
-    change_weights(
-        tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
-    )
+    edit_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING].clone()}))
     assert load_with_equal_heads(tmp_path).lm_head.weight.shape == (61, 128) and find_fingerprint(tmp_path) == before
-    change_weights(tmp_path, lambda tensors: tensors.pop("model.embed_tokens.weight"))  # it may have the other's name
+    edit_tensors(tmp_path, lambda tensors: tensors.pop(EMBEDDING))  # it may have the other's name
     load_with_equal_heads(tmp_path)
     assert find_fingerprint(tmp_path) == before
-
-
-def test_a_head_of_its_own_counts_although_the_configuration_ties_it(tmp_path):
-    before = find_fingerprint(save(tmp_path, tie_word_embeddings=True))
-    change_weights(
-        tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 0.5})
-    )
+    edit_tensors(tmp_path, lambda tensors: tensors.update({EMBEDDING: tensors["lm_head.weight"] + 0.5}))
     whole = load_with_equal_heads(tmp_path)
     assert whole.lm_head.weight is not whole.embed.weight and find_fingerprint(tmp_path) != before
     assert find_fingerprint(edit(tmp_path, tie_word_embeddings=False)) == whole.fingerprint()  # the weights say it
 
 
-def test_a_head_that_is_missing_is_named_in_both(tmp_path):
-    save(tmp_path, tie_word_embeddings=True)
-    edit(tmp_path, tie_word_embeddings=False)
-    for load, sentence in (
-        (Target.load, r"lacks 1 of its tensors \(lm_head.weight\)"),
-        (Target.load_ends, "has no tensor lm_head"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            load(str(tmp_path), dtype="float32")
-
-
 # Fingerprints of earlier versions
 
 
-def test_a_head_with_an_earlier_fingerprint_loads_silently_and_is_saved_with_the_new_one(tmp_path):
-    save(tmp_path / "target")
-    for load in (Target.load, Target.load_ends):
-        target = load(str(tmp_path / "target"), dtype="float32")
-        save_eagle(tmp_path / "head", target)
-        path = tmp_path / "head" / "drafter.json"
-        document = json.loads(path.read_text())
-        assert document["target_fingerprint"] == target.fingerprint() and target.fingerprint().startswith("v2.")
-        replace_document(path, document | {"target_fingerprint": target.identity.old_text})
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            head, spec = checkpoint.load_for_training(tmp_path / "head", target, {})
-        checkpoint.save(tmp_path / "again", head, spec)
-        assert (
-            json.loads((tmp_path / "again" / "drafter.json").read_text())["target_fingerprint"] == target.fingerprint()
-        )
-        change_weights(tmp_path / "target", lambda tensors: tensors["model.embed_tokens.weight"].mul_(2))
-        with pytest.raises(ValueError, match="Use it with its own target"):
-            checkpoint.load(tmp_path / "head", load(str(tmp_path / "target"), dtype="float32"))
+def test_an_earlier_fingerprint_stays_what_checkpoints_hold():
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                                         num_attention_heads=4, num_key_value_heads=2))  # fmt: skip
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_((torch.arange(parameter.numel()) % 97 - 48 + number).view(parameter.shape) / 64)
+    made = make_fingerprint(model)
+    assert made.old_text == "b627ab7eb7640233" and made.matches("b627ab7eb7640233") and made.matches(made.text)
+    assert not any(map(made.matches, ("v2.b627ab7eb7640233", made.text.removeprefix("v2."), "", None)))
+
+
+def store_old_fingerprint(head: Path, target: Target) -> dict:
+    """Writes the target's earlier fingerprint into a checkpoint. Returns its document of before."""
+    path = head / "drafter.json"
+    document = json.loads(path.read_text())
+    replace_document(path, document | {"target_fingerprint": target.identity.old_text})
+    return document
+
+
+@pytest.mark.parametrize("load", [Target.load, Target.load_ends])
+def test_a_head_with_an_earlier_fingerprint_loads_silently_and_is_saved_with_the_new_one(tmp_path, load):
+    target = load(str(save(tmp_path / "target")), dtype="float32")
+    save_eagle(tmp_path / "head", target)
+    document = store_old_fingerprint(tmp_path / "head", target)
+    assert document["target_fingerprint"] == target.fingerprint() and target.fingerprint().startswith("v2.")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        head, spec = checkpoint.load_for_training(tmp_path / "head", target, {})
+    checkpoint.save(tmp_path / "again", head, spec)
+    saved = json.loads((tmp_path / "again" / "drafter.json").read_text())
+    assert saved["target_fingerprint"] == target.fingerprint()
+    edit_tensors(tmp_path / "target", lambda tensors: tensors[EMBEDDING].mul_(2))
+    with pytest.raises(ValueError, match="Use it with its own target"):
+        checkpoint.load(tmp_path / "head", load(str(tmp_path / "target"), dtype="float32"))
 
 
 def test_an_earlier_fingerprint_that_files_do_not_give_costs_a_warning(tmp_path):
     """Of experts, which files have one by one and an earlier version read as they are in memory."""
-    make(next(candidate for candidate in FAMILIES if str(candidate) == "qwen3_moe")).save_pretrained(
-        tmp_path / "target"
-    )
+    make(find_family("qwen3_moe")).save_pretrained(tmp_path / "target")
     whole, ends = (load(str(tmp_path / "target"), dtype="float32") for load in (Target.load, Target.load_ends))
     assert whole.fingerprint() == ends.fingerprint() and whole.identity.old_text != ends.identity.old_text
     save_eagle(tmp_path / "head", whole)
-    path = tmp_path / "head" / "drafter.json"
-    replace_document(path, json.loads(path.read_text()) | {"target_fingerprint": whole.identity.old_text})
+    store_old_fingerprint(tmp_path / "head", whole)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checkpoint.load(tmp_path / "head", whole)
@@ -318,14 +264,12 @@ def test_an_earlier_fingerprint_that_files_do_not_give_costs_a_warning(tmp_path)
 
 
 def test_it_is_made_when_it_is_asked_for_and_before_the_weights_change(monkeypatch, tmp_path):
-    from specdec.target import fingerprint as module
-    from specdec.target.adapter import add_adapter
-
     calls: list[str] = []
-    digest = module.digest_tensors
-    monkeypatch.setattr(module, "digest_tensors", lambda *arguments: calls.append("x") or digest(*arguments))
-    model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    target = Target(model, name="tiny")
+    digest = target_fingerprint.digest_tensors
+    monkeypatch.setattr(
+        target_fingerprint, "digest_tensors", lambda *arguments: calls.append("x") or digest(*arguments)
+    )
+    target = Target(LlamaForCausalLM(LlamaConfig(**SIZES)), name="tiny")
     assert not calls
     expected = Target(LlamaForCausalLM.from_pretrained(save(tmp_path)), name="other").fingerprint()
     assert calls and expected != target.fingerprint()

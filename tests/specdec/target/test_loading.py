@@ -1,24 +1,21 @@
-"""Loading: low memory, devices, quantised and multimodal checkpoints, fingerprints, and what is refused before training."""
+"""Loading: memory, devices, multimodal checkpoints, numbers of hidden states, and refusals before training."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from specdec.heads.medusa import Medusa2
+from specdec.target import attention
 from specdec.target import loading as target_loading
-from specdec.target.fingerprint import WeightSource
-from specdec.target.model import Target
-from tests.families import FAMILIES, make
-from tests.saved_targets import PROMPT, SIZES, check_decoding, edit, save
-from tests.support import child_environment, save_word_model
-
-# Memory
+from specdec.target.model import Target, load_tokenizer
+from tests.families import find_family, make
+from tests.saved_targets import IMAGES, PROMPT, SIZES, check_decoding, edit, edit_tensors, save
+from tests.support import child_environment, make_target, save_word_model
 
 MEASURE = """
 import sys, torch
@@ -37,22 +34,14 @@ print(peak() - before)
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_loading_holds_the_weights_once(tmp_path):
-    """The file is mapped, so the peak has its size too where the dtype changes; a further copy would exceed the bound."""
+    """The file is mapped, so the peak has its size too if the dtype changes. A further copy would exceed the bound."""
     config = LlamaConfig(**{**SIZES, "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 4096})
     model = LlamaForCausalLM(config)
     model.save_pretrained(tmp_path, max_shard_size="20MB")
     in_file = 4 * sum(parameter.numel() for parameter in model.parameters())
     command = [sys.executable, "-c", MEASURE, str(tmp_path), "bfloat16"]
-    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=True)
-    assert 1.5 * in_file < 1.3 * int(done.stdout) and int(done.stdout) < 1.85 * in_file
-
-
-# Devices
-
-
-def test_devices_that_are_not_there_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"^device=gpu cannot be used here \(.*\)\. Give cpu, cuda, .* or auto"):
-        Target.load(str(save(tmp_path)), dtype="float32", device="gpu")
+    process = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=True)
+    assert 1.5 * in_file < 1.3 * int(process.stdout) and int(process.stdout) < 1.85 * in_file
 
 
 def test_a_spread_target_computes_the_same(tmp_path, monkeypatch):
@@ -71,22 +60,6 @@ def test_a_spread_target_computes_the_same(tmp_path, monkeypatch):
     check_decoding(target)
 
 
-# Fingerprints
-
-
-def test_an_earlier_fingerprint_stays_what_checkpoints_hold():
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                    num_key_value_heads=2)
-    )  # fmt: skip
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_((torch.arange(parameter.numel()) % 97 - 48 + number).view(parameter.shape) / 64)
-    made = WeightSource(model, {}, None, None).make_fingerprint()
-    assert made.old_text == "b627ab7eb7640233" and made.matches("b627ab7eb7640233") and made.matches(made.text)
-    assert not any(map(made.matches, ("v2.b627ab7eb7640233", made.text.removeprefix("v2."), "", None)))
-
-
 # Multimodal targets
 
 VISION = {
@@ -97,43 +70,66 @@ VISION = {
     "out_hidden_size": 128,
     "patch_size": 4,
 }
-IMAGES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 16,
-          "patch_size": 8}  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+MULTIMODAL = {
+    "Qwen2_5_VL": ({"rope_parameters": ROPE}, {**VISION, "fullatt_block_indexes": [0]}),
+    "Qwen3VL": ({"rope_parameters": {**ROPE, "mrope_interleaved": True}}, {**VISION, "deepstack_visual_indexes": [0]}),
+    "Llava": ({"model_type": "llama"}, {"model_type": "clip_vision_model", **IMAGES}),
+    "Mistral3": ({"model_type": "mistral", "sliding_window": None}, {"model_type": "pixtral", **IMAGES}),
+    "Gemma3": ({"layer_types": ["full_attention"] * 4}, IMAGES),
+}
 
 
-@pytest.mark.parametrize(
-    ("family", "text", "vision"),
-    [
-        ("Qwen2_5_VL", {"rope_parameters": ROPE}, {**VISION, "fullatt_block_indexes": [0]}),
-        (
-            "Qwen3VL",
-            {"rope_parameters": {**ROPE, "mrope_interleaved": True}},
-            {**VISION, "deepstack_visual_indexes": [0]},
-        ),
-        ("Llava", {"model_type": "llama"}, {"model_type": "clip_vision_model", **IMAGES}),
-        ("Mistral3", {"model_type": "mistral", "sliding_window": None}, {"model_type": "pixtral", **IMAGES}),
-        ("Gemma3", {"layer_types": ["full_attention"] * 4}, IMAGES),
-    ],
-)
-def test_multimodal_checkpoints_decode_text(tmp_path, family, text, vision):
+@pytest.mark.parametrize("family", MULTIMODAL)
+def test_multimodal_checkpoints_decode_text(tmp_path, family):
     torch.manual_seed(0)
+    text, vision = MULTIMODAL[family]
     config = getattr(transformers, f"{family}Config")(text_config={**SIZES, **text}, vision_config=vision)
     getattr(transformers, f"{family}ForConditionalGeneration")(config).save_pretrained(tmp_path)
     target = Target.load(str(tmp_path), dtype="float64")
     check_decoding(target)
     Medusa2(target)  # its adapter is in the text part only
-    assert {id(layer) for layer in target.adapted_layers()} <= {id(part) for part in target.decoder.modules()}
+    assert {id(layer) for layer in target.adapted_layers()} <= {id(module) for module in target.decoder.modules()}
 
 
-# What is no target
+# Hidden states
+
+
+def test_hidden_states_are_numbered_as_in_transformers(tmp_path):
+    target = Target.load(str(save(tmp_path, num_hidden_layers=8)), dtype="float64")
+    tokens = torch.tensor([[3, 1, 4, 1, 5]])
+    states = target.model(tokens, output_hidden_states=True).hidden_states
+    output = target.read(tokens, target.layer_ids([0, 3, -1]))
+    torch.testing.assert_close(output.features, torch.cat([states[0], states[3], states[8]], dim=-1))
+    torch.testing.assert_close(target.logits(output.final), target.model(tokens).logits)
+
+
+@pytest.mark.parametrize("layers", [[1, 1], [3, 2], [0, 9], [-10]])
+def test_layers_out_of_order_or_range_are_refused(target, layers):
+    with pytest.raises(ValueError, match="strictly increasing"):
+        target.layer_ids(layers)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("sinks", [None, torch.ones(4)])
+def test_queries_that_see_nothing_do_not_become_nan(softcap, sinks):
+    """As padding before a prompt, whose keys and values later layers compute with."""
+    query, key, value = (torch.randn(2, num_heads, 3, 8) for num_heads in (4, 2, 2))
+    seen = torch.ones(2, 1, 3, 3, dtype=torch.bool).tril()
+    cut = seen.clone()
+    cut[1, :, :1] = cut[1, :, :, :1] = False
+    settings = {"sinks": sinks, "softcap": softcap}
+    whole, cut = (attention.multiply_attention(query, key, value, mask, **settings) for mask in (seen, cut))
+    assert cut.isfinite().all() and torch.equal(cut[0], whole[0]) and not torch.equal(cut[1], whole[1])
+
+
+# Refusals
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (transformers.T5Config(), "is a t5 model; a target must be a causal language model"),
-        (transformers.BartConfig(), "is a bart model; a target must be a causal language model"),
         (transformers.ViTConfig(), "is a vit model; a target must be a causal language model"),
         ({"model_type": "newer_than_this"}, r"model type `newer_than_this` .* needs a newer transformers"),
         ({"layer_types": ["telepathic_attention"] * 4}, r"telepathic_attention.* needs a newer transformers"),
@@ -151,18 +147,19 @@ def test_what_cannot_be_a_target_is_refused_by_its_configuration(tmp_path, confi
 
 
 def test_kinds_of_layers_without_entries_that_can_be_dropped_are_refused_by_the_configuration(tmp_path):
-    make(next(family for family in FAMILIES if str(family) == "deepseek_v4")).save_pretrained(tmp_path)
-    command = f"from specdec.target.model import Target; Target.load({str(tmp_path)!r})"  # the family's code is not imported yet
-    done = subprocess.run([sys.executable, "-c", command], env=child_environment(), capture_output=True, text=True)
-    assert "of a kind that is not known here (heavily_compressed_attention)" in done.stderr.splitlines()[-1]
+    make(find_family("deepseek_v4")).save_pretrained(tmp_path)
+    code = (
+        f"from specdec.target.model import Target; Target.load({str(tmp_path)!r})"  # the family's is not imported yet
+    )
+    process = subprocess.run([sys.executable, "-c", code], env=child_environment(), capture_output=True, text=True)
+    assert "of a kind that is not known here (heavily_compressed_attention)" in process.stderr.splitlines()[-1]
 
 
-def test_missing_tensors_are_refused(tmp_path):
-    path = save(tmp_path) / "model.safetensors"
-    tensors = safetensors.torch.load_file(path)
-    del tensors["model.layers.2.mlp.up_proj.weight"]
-    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks 1 of its tensors \(model\.layers\.2\.mlp\.up_proj\.weight\)"):
+@pytest.mark.parametrize("name", ["model.layers.2.mlp.up_proj.weight", "lm_head.weight"])
+def test_missing_tensors_are_refused(tmp_path, name):
+    """Also an LM head that the configuration does not tie."""
+    edit_tensors(save(tmp_path), lambda tensors: tensors.pop(name))
+    with pytest.raises(ValueError, match=rf"lacks 1 of its tensors \({name}\)"):
         Target.load(str(tmp_path), dtype="float32")
 
 
@@ -182,3 +179,16 @@ def test_logits_that_are_no_numbers_are_named(tmp_path, factor, dtype, message):
         Target.load(str(tmp_path), dtype=dtype)
     if dtype == "float16":
         Target.load(str(tmp_path), dtype="bfloat16")
+
+
+def test_messages_for_what_is_not_there_name_the_fix(tmp_path, monkeypatch):
+    for load in (Target.load, load_tokenizer):
+        with pytest.raises(ValueError, match=r"^The folder targets/nothing-here does not exist\. Give the folder of a"):
+            load("targets/nothing-here")
+    with pytest.raises(ValueError, match="could not be loaded"):
+        Target.load(str(tmp_path))
+    with pytest.raises(ValueError, match=r"^device=gpu cannot be used here \(.*\)\. Give cpu, cuda, .* or auto"):
+        Target.load(str(save(tmp_path)), dtype="float32", device="gpu")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match=r"needs the package peft: pip install 'specdec\[train\]'\.$"):
+        Medusa2(make_target(6, num_layers=2))

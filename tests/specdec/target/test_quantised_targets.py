@@ -1,4 +1,4 @@
-"""Tests of quantised checkpoints: loaded, told apart by their fingerprints, or refused."""
+"""Quantised checkpoints: loaded, told apart by their fingerprints, or refused."""
 
 import json
 import re
@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -18,127 +17,118 @@ from specdec.heads.medusa import Medusa2
 from specdec.target import loading as target_loading
 from specdec.target.model import Target
 from tests.quantised import CONFIGS, quantise
-from tests.saved_targets import SIZES, check_decoding, edit, save
+from tests.saved_targets import SIZES, check_decoding, edit, edit_tensors, save
 from tests.support import save_eagle
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-
-
-def save_fp8(folder: Path) -> Path:
-    """The tiny Llama with float8 weights and one scale for each block of 128 x 128, as fp8 checkpoints are. -> folder"""
-    tensors = {}
-    for name, value in safetensors.torch.load_file(save(folder) / "model.safetensors").items():
-        if "_proj" in name:  # [R, 128]
-            blocks = value.split(128)
-            scales = torch.stack([block.abs().amax() / 448 for block in blocks])  # [R/128]
-            packed = [(block / scale).to(torch.float8_e4m3fn) for block, scale in zip(blocks, scales)]
-            tensors |= {name: torch.cat(packed), f"{name}_scale_inv": scales[:, None]}
-        else:
-            tensors[name] = value
-    safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return edit(folder, quantization_config=FP8)
-
-
 LABELS = {"w8a8": "compressed-tensors-8bit", "w4a16": "compressed-tensors-4bit", "fp8": "compressed-tensors-fp8",
           "gptq": "gptq-4bit", "awq": "awq-4bit"}  # fmt: skip
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+ENGINE_ONLY = r"does not know \({}\): let an engine read it \(features.mode=engine\)"
+LOADERS = [Target.load, Target.load_ends]
+
+
+def quantise_blocks(tensors) -> None:
+    """Float8 weights with one scale for each block of 128 x 128, as fp8 checkpoints are."""
+    for name in [name for name in tensors if "_proj" in name]:
+        blocks = tensors[name].split(128)  # of [R, 128]
+        scales = torch.stack([block.abs().amax() / 448 for block in blocks])  # [R / 128]
+        packed = [(block / scale).to(torch.float8_e4m3fn) for block, scale in zip(blocks, scales)]
+        tensors |= {name: torch.cat(packed), f"{name}_scale_inv": scales[:, None]}
+
+
+def quantise_tensors(tensors) -> None:
+    """ModelOpt's FP8: float8 weights with one scale each."""
+    for name in [name for name in tensors if "_proj" in name]:
+        scale = tensors[name].abs().amax() / 448
+        tensors |= {name: (tensors[name] / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+        tensors[name.replace("weight", "input_scale")] = torch.tensor(1.0)
+
+
+@pytest.fixture
+def plain(tmp_path) -> Target:
+    return Target.load(str(save(tmp_path / "plain")), dtype="float32")
 
 
 @pytest.fixture
 def fp8(tmp_path) -> Target:
     if torch.cuda.is_available():
         pytest.skip("with a GPU, transformers keeps float8 weights")
-    return Target.load(str(save_fp8(tmp_path / "fp8")), dtype="float32")
+    folder = edit_tensors(save(tmp_path / "fp8"), quantise_blocks)
+    return Target.load(str(edit(folder, quantization_config=FP8)), dtype="float32")
 
 
-def test_an_fp8_checkpoint_decodes_and_says_so_in_its_fingerprint(fp8, tmp_path):
-    target = Target.load(str(save(tmp_path / "plain")), dtype="float32")
-    weight, reference = (loaded.decoder.layers[1].mlp.down_proj.weight for loaded in (fp8, target))
-    assert 0 < (weight - reference).norm() < 0.05 * reference.norm()
+def check_near(target: Target, plain: Target, limit: float) -> None:
+    """A weight of a quantised target is near that of the plain one, and decoding with it is exact."""
+    weight, reference = (loaded.decoder.layers[1].mlp.down_proj.weight for loaded in (target, plain))
+    assert 0 < (weight - reference).norm() < limit * reference.norm()
+    assert target.embeddings_fingerprint() == plain.embeddings_fingerprint()
+    check_decoding(target)
+
+
+def test_an_fp8_checkpoint_decodes_and_says_so_in_its_fingerprint(fp8, plain):
     assert fp8.quantisation == "fp8" and re.fullmatch(r"v2\.[0-9a-f]{16}-fp8", fp8.fingerprint())
-    assert fp8.embeddings_fingerprint() == target.embeddings_fingerprint()
-    check_decoding(fp8)
-
-
-def load_whole(folder: Path) -> Target:
-    """The target with its layers. Skips where a package is missing."""
-    try:
-        return Target.load(str(folder), dtype="float32")
-    except ValueError as error:
-        assert re.search(r"is quantised \(.*\) and cannot be loaded here .*pip install", str(error))
-        pytest.skip(str(error))
+    check_near(fp8, plain, 0.05)
 
 
 @pytest.mark.parametrize("method", CONFIGS)
-def test_the_fingerprint_covers_quantised_tensors(tmp_path, method):
-    plain = Target.load(str(save(tmp_path / "plain")), dtype="float32")
-    folders = {
-        scale_factor: quantise(tmp_path / "plain", tmp_path / f"{scale_factor}", method, scale_factor=scale_factor)
-        for scale_factor in (1.0, 1.01)
-    }
-    first, second = (Target.load_ends(str(folder), dtype="float32") for folder in folders.values())
+def test_the_fingerprint_covers_quantised_tensors(tmp_path, plain, method):
+    folders = [
+        quantise(tmp_path / "plain", tmp_path / f"{factor}", method, scale_factor=factor) for factor in (1.0, 1.01)
+    ]
+    first, second = (Target.load_ends(str(folder), dtype="float32") for folder in folders)
     assert first.fingerprint() != second.fingerprint()
     for ends in (first, second):
         assert re.fullmatch(rf"v2\.[0-9a-f]{{16}}-{LABELS[method]}", ends.fingerprint())
         assert ends.embeddings_fingerprint() == plain.embeddings_fingerprint()
     save_eagle(tmp_path / "head", first)
-    kind = rf"was trained against {LABELS[method]} weights of .*, and the target here has others of that kind \({re.escape(second.fingerprint())}, "
-    with pytest.warns(UserWarning, match=kind + rf"not {re.escape(first.fingerprint())}\)\. Answers stay"):
+    sentence = rf"was trained against {LABELS[method]} weights of .*, and the target here has others of that kind \("
+    texts = f"{re.escape(second.fingerprint())}, not {re.escape(first.fingerprint())}"
+    with pytest.warns(UserWarning, match=rf"{sentence}{texts}\)\. Answers stay"):
         checkpoint.load(tmp_path / "head", second)
+    try:
+        whole = Target.load(str(folders[0]), dtype="float32")
+    except ValueError as error:
+        assert re.search(r"is quantised \(.*\) and cannot be loaded here .*pip install", str(error))
+        pytest.skip(str(error))
+    assert whole.fingerprint() == first.fingerprint()
+    check_near(whole, plain, 0.2)
 
 
-@pytest.mark.parametrize("method", CONFIGS)
-def test_it_is_the_same_with_the_layers(tmp_path, method):
-    folder = quantise(save(tmp_path / "plain"), tmp_path / "made", method)
-    whole = load_whole(folder)
-    weight, reference = (
-        loaded.decoder.layers[1].mlp.down_proj.weight
-        for loaded in (whole, Target.load(str(tmp_path / "plain"), dtype="float32"))
-    )
-    assert whole.fingerprint() == Target.load_ends(str(folder)).fingerprint()
-    assert 0 < (weight - reference).norm() < 0.2 * reference.norm()
-    check_decoding(whole)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_bitsandbytes_computes_the_same_after_its_fingerprint(tmp_path, bits):
+@pytest.mark.parametrize(
+    ("bits", "fields"),
+    [(4, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}), (8, {"load_in_8bit": True})],
+)
+def test_bitsandbytes_computes_the_same_after_its_fingerprint(tmp_path, bits, fields):
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 
-    settings = (
-        BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-        if bits == 4
-        else BitsAndBytesConfig(load_in_8bit=True)
-    )
-    save(tmp_path / "plain")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=settings, dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path / "made")
-    target = Target.load(str(tmp_path / "made"), dtype="bfloat16")
+    folder, quantised = save(tmp_path / "plain"), tmp_path / "made"
+    settings = BitsAndBytesConfig(**fields)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=settings, dtype=torch.bfloat16)
+    model.save_pretrained(quantised)
+    target = Target.load(str(quantised), dtype="bfloat16")
     assert re.fullmatch(rf"v2\.[0-9a-f]{{16}}-bitsandbytes-{bits}bit", target.fingerprint())
-    assert target.fingerprint() == Target.load_ends(str(tmp_path / "made")).fingerprint()
+    assert target.fingerprint() == Target.load_ends(str(quantised)).fingerprint()
     tokens = torch.arange(1, 33)[None]
-    other = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.bfloat16)
+    other = AutoModelForCausalLM.from_pretrained(quantised, dtype=torch.bfloat16)
     with torch.no_grad():
         logits, expected = target.logits(target.read(tokens, ()).final).float(), other(tokens).logits.float()
     assert (logits - expected).norm() < 0.05 * expected.norm()
 
 
 def test_an_mtp_module_beside_a_quantised_target_may_be_tuned(tmp_path):
-    folder = quantise(save(tmp_path / "plain"), tmp_path / "made", "w4a16")
-    path, found = folder / "model.safetensors", set()
-    tensors = safetensors.torch.load_file(path)
-    for more in ({}, {"mtp.fc.weight": torch.ones(2)}, {"model.layers.4.eh_proj.weight": torch.ones(2)}):
-        safetensors.torch.save_file(tensors | more, path, metadata={"format": "pt"})
-        found.add(Target.load_ends(str(folder)).fingerprint())
-    assert len(found) == 1
+    folder, texts = quantise(save(tmp_path / "plain"), tmp_path / "made", "w4a16"), set()
+    for name in (None, "mtp.fc.weight", "model.layers.4.eh_proj.weight"):
+        edit_tensors(folder, lambda tensors, name=name: name and tensors.update({name: torch.ones(2)}))
+        texts.add(Target.load_ends(str(folder)).fingerprint())
+    assert len(texts) == 1
 
 
 def test_a_method_that_only_an_engine_knows_leaves_the_ends(tmp_path):
     folder = edit(quantise(save(tmp_path / "plain"), tmp_path / "made", "fp8"), quantization_config=MODELOPT)
     assert re.fullmatch(r"v2\.[0-9a-f]{16}-modelopt-nvfp4", Target.load_ends(str(folder)).fingerprint())
-    with pytest.raises(
-        ValueError, match=r"does not know \(modelopt-nvfp4\): let an engine read it \(features.mode=engine\)"
-    ):
+    with pytest.raises(ValueError, match=ENGINE_ONLY.format("modelopt-nvfp4")):
         Target.load(str(folder))
 
 
@@ -146,30 +136,19 @@ def test_a_method_that_only_an_engine_knows_leaves_the_ends(tmp_path):
 
 
 def save_modelopt(folder: Path) -> Path:
-    """The tiny Llama in ModelOpt's FP8: float8 weights with one scale each. Nothing says so yet. -> folder"""
-    tensors = {}
-    for name, value in safetensors.torch.load_file(save(folder) / "model.safetensors").items():
-        if "_proj" in name:
-            scale = value.abs().amax() / 448
-            tensors |= {name: (value / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
-            tensors[name.replace("weight", "input_scale")] = torch.tensor(1.0)
-        else:
-            tensors[name] = value
-    safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    """The tiny Llama in ModelOpt's FP8. Nothing says so yet. -> folder"""
+    return edit_tensors(save(folder), quantise_tensors)
 
 
 def test_modelopt_is_known_by_its_own_file(tmp_path):
-    """Its weights have the shapes of the model, so transformers would read them without their scales, after a warning."""
+    """Its weights have the shapes of the model, so transformers would read them without their scales."""
     algorithm = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
     folders = [save_modelopt(tmp_path / name) for name in ("own", "config")]
     modelopt_file = folders[0] / "hf_quant_config.json"
     modelopt_file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": algorithm}))
     edit(folders[1], quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
     for folder in folders:
-        with pytest.raises(
-            ValueError, match=r"does not know \(modelopt-fp8\): let an engine read it \(features.mode=engine\)"
-        ):
+        with pytest.raises(ValueError, match=ENGINE_ONLY.format("modelopt-fp8")):
             Target.load(str(folder), dtype="float32")
     first, second = (Target.load_ends(str(folder)).fingerprint() for folder in folders)
     assert first == second and first.endswith("-modelopt-fp8")
@@ -177,16 +156,15 @@ def test_modelopt_is_known_by_its_own_file(tmp_path):
     shutil.copy(modelopt_file, plain)
     with pytest.raises(ValueError, match="modelopt-fp8"):
         Target.load(str(plain))
-    (plain / modelopt_file.name).write_text(
-        json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}})
-    )
+    copied = plain / modelopt_file.name
+    copied.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}))
     assert Target.load(str(plain)).quantisation is None  # keys and values only
-    (plain / modelopt_file.name).write_text("[")
+    copied.write_text("[")
     with pytest.raises(ValueError, match=r"hf_quant_config.json is not valid JSON"):
         Target.load(str(plain))
 
 
-@pytest.mark.parametrize("load", [Target.load, Target.load_ends])
+@pytest.mark.parametrize("load", LOADERS)
 @pytest.mark.parametrize("method", ["modelopt", *CONFIGS])
 def test_packed_weights_of_which_nothing_tells_are_refused(tmp_path, load, method):
     if method == "modelopt":
@@ -196,7 +174,7 @@ def test_packed_weights_of_which_nothing_tells_are_refused(tmp_path, load, metho
         config = json.loads((folder / "config.json").read_text())
         del config["quantization_config"]
         (folder / "config.json").write_text(json.dumps(config))
-    sentence = r"has quantised weights \(model\.layers\.\d\..*\), and its config.json does not say how .*: take a copy that says it"
+    sentence = r"has quantised weights \(model\.layers\.\d\..*\), and its config.json does not say how .*: take a copy"
     with pytest.raises(ValueError, match=sentence):
         load(str(folder), dtype="float32")
 
@@ -205,7 +183,7 @@ def test_scales_that_a_method_does_not_read_are_refused(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("with a GPU, transformers keeps float8 weights")
     folder = edit(save_modelopt(tmp_path), quantization_config=FP8)  # whose scales have another name
-    sentence = r"leaves out 28 of the scales of .* \(model\.layers\.0\.mlp\.down_proj\.weight_scale\), so its weights would be wrong: let"
+    sentence = r"leaves out 28 of the scales of .* \(model\.layers\.0\.mlp\.down_proj\.weight_scale\), so its weights"
     with pytest.raises(ValueError, match=sentence):
         Target.load(str(folder), dtype="float32")
 
@@ -225,23 +203,16 @@ def test_scales_that_a_method_does_not_read_are_refused(tmp_path):
     ],
 )
 def test_what_scales_weights_is_told_from_what_does_not(tmp_path, key, refused):
-    folder = save(tmp_path)
-    tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    safetensors.torch.save_file(
-        {**tensors, key: torch.ones(1)}, folder / "model.safetensors", metadata={"format": "pt"}
-    )
-    for load in (Target.load, Target.load_ends):
-        if refused:
-            with pytest.raises(ValueError, match=f"has quantised weights .{key}"):
-                load(str(folder))
-        else:
-            assert load(str(folder)).quantisation is None
-    model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    report = {"missing_keys": set(), "unexpected_keys": {key}}
-    if refused:
-        with pytest.raises(ValueError, match="leaves out 1 of the scales"):
-            target_loading.check_complete(model, report, "tiny")
-    else:
+    folder = edit_tensors(save(tmp_path), lambda tensors: tensors.update({key: torch.ones(1)}))
+    model, report = LlamaForCausalLM(LlamaConfig(**SIZES)), {"missing_keys": set(), "unexpected_keys": {key}}
+    if not refused:
+        assert all(load(str(folder)).quantisation is None for load in LOADERS)
+        target_loading.check_complete(model, report, "tiny")
+        return
+    for load in LOADERS:
+        with pytest.raises(ValueError, match=f"has quantised weights .{key}"):
+            load(str(folder))
+    with pytest.raises(ValueError, match="leaves out 1 of the scales"):
         target_loading.check_complete(model, report, "tiny")
 
 
@@ -250,17 +221,15 @@ def test_an_adapter_beside_the_weights_is_refused(tmp_path):
     peft = pytest.importorskip("peft")
     model = AutoModelForCausalLM.from_pretrained(save(tmp_path))
     peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"has an adapter beside its weights \(adapter_config.json\).*merge it into them"
-    ):
+    sentence = r"has an adapter beside its weights \(adapter_config.json\).*merge it into them"
+    with pytest.raises(ValueError, match=sentence):
         Target.load(str(tmp_path), dtype="float32")
 
 
-def test_a_head_is_used_with_another_quantisation_of_its_target_with_a_warning(fp8, tmp_path):
-    target = Target.load(str(save(tmp_path / "plain")), dtype="float32")
+def test_a_head_is_used_with_another_quantisation_of_its_target_with_a_warning(fp8, plain, tmp_path):
     for trained, used, words in (
-        (target, fp8, "unquantised weights .* fp8"),
-        (fp8, target, "fp8 weights .* unquantised"),
+        (plain, fp8, "unquantised weights .* fp8"),
+        (fp8, plain, "fp8 weights .* unquantised"),
     ):
         folder = tmp_path / str(trained.quantisation)
         save_eagle(folder, trained)
@@ -269,13 +238,9 @@ def test_a_head_is_used_with_another_quantisation_of_its_target_with_a_warning(f
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             checkpoint.load(folder, trained)
-
-
-def test_a_quantised_form_of_another_target_is_refused(fp8, tmp_path):
-    save_eagle(tmp_path / "head", fp8)
     other = Target.load(str(save(tmp_path / "other", initializer_range=0.3)), dtype="float32")
     with pytest.raises(ValueError, match="Use it with its own target"):
-        checkpoint.load(tmp_path / "head", other)
+        checkpoint.load(tmp_path / "fp8", other)
 
 
 def test_heads_that_need_plain_weights_of_a_quantised_target_are_refused(fp8):
@@ -291,9 +256,8 @@ def test_heads_that_need_plain_weights_of_a_quantised_target_are_refused(fp8):
 def test_a_quantised_lm_head_is_refused():
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.to(torch.float8_e4m3fn), requires_grad=False)
-    with pytest.raises(
-        ValueError, match=r"its LM head or its embedding is quantised.* llm_int8_skip_modules=\[\"lm_head\"\]"
-    ):
+    sentence = r"its LM head or its embedding is quantised.* llm_int8_skip_modules=\[\"lm_head\"\]"
+    with pytest.raises(ValueError, match=sentence):
         target_loading.check_complete(model, {"missing_keys": set(), "unexpected_keys": set()}, "tiny")
 
 

@@ -1,4 +1,4 @@
-"""Tests of targets of whose layers two processes hold a part each: states are those of a whole target, whatever each reads."""
+"""Targets whose layers two processes share: states are those of a whole target, whatever each process reads."""
 
 import re
 
@@ -30,9 +30,8 @@ LENGTHS = ([[30], [29]], [[17, 2, 1], [9, 4, 2, 1]])  # of the documents of two 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
-    for family in families.FAMILIES:
-        if str(family) in {*FAMILIES, *REFUSED}:
-            families.make(family).save_pretrained(folder / str(family))
+    for name in (*FAMILIES, *REFUSED):
+        families.make(families.find_family(name)).save_pretrained(folder / name)
     edit(save_word_model(folder / "quantised"), quantization_config={"quant_method": "fp8"})
     save_word_model(folder / "plain", tied=True)
     return folder
@@ -40,28 +39,23 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(folder) -> list[dict]:
-    """What `compare` returns in each of two processes."""
+    """The result of `compare` in each of two processes."""
     return together(2, f"{MODULE}:compare", str(folder))
 
 
 def compare(folder: str) -> dict:
-    """In each process, with its own texts: what a whole target and one in parts say."""
+    """In each process, with its own texts: figures of a whole and of a shared target, and the refusals."""
     dist.init_process_group("gloo")
-    pairs = {
-        name: [load(f"{folder}/{name}", dtype="float64") for load in (Target.load, Target.load_sharded)]
-        for name in (*FAMILIES, "plain")
-    }
-    whole, sharded = pairs["plain"]
-    return {
-        "online": {
-            name: difference(*(ComputedFeatures(loaded, (1, 2))(batch()) for loaded in pair))
-            for name, pair in pairs.items()
-        },
-        "behind": [sharded.share.count_missing_calls(3 + 2 * dist.get_rank()), whole.share.count_missing_calls(3)],
-        "bytes": {name: [count_bytes(loaded) for loaded in pair] for name, pair in pairs.items()},
-        "fingerprints": {name: [loaded.fingerprint() for loaded in pair] for name, pair in pairs.items()},
-        "sentences": list_sentences(folder, sharded),
-    }
+    figures = {}
+    for name in (*FAMILIES, "plain"):
+        whole, sharded = pair = [
+            load(f"{folder}/{name}", dtype="float64") for load in (Target.load, Target.load_sharded)
+        ]
+        outputs = [ComputedFeatures(loaded, (1, 2))(batch()) for loaded in pair]
+        sizes = [count_bytes(loaded) for loaded in pair]
+        figures[name] = difference(*outputs), sizes, whole.fingerprint() == sharded.fingerprint()
+    missing_calls = sharded.share.count_missing_calls(3 + 2 * dist.get_rank()), whole.share.count_missing_calls(3)
+    return {"figures": figures, "missing_calls": missing_calls, "sentences": list_sentences(folder, sharded)}
 
 
 def batch() -> TrainingBatch:
@@ -99,56 +93,48 @@ def count_bytes(target: Target) -> list[int]:
 
 
 def list_sentences(folder: str, sharded: Target) -> list[str]:
-    plain = f"{folder}/plain"
+    """The refusals, in the order of SENTENCES."""
     attempts = [
-        lambda: Target.load_sharded(plain, device="auto"),
+        lambda: Target.load_sharded(f"{folder}/plain", device="auto"),
         lambda: Target.load_sharded(f"{folder}/qwen3_5_text", dtype="float32"),
         lambda: Target.load_sharded(f"{folder}/qwen3_moe", dtype="float32"),
         lambda: Target.load_sharded(f"{folder}/quantised", dtype="float32"),
         lambda: Decoder(sharded, None, sampling=Sampling(), stop=set(), runner=Runner(compile=True)),
         lambda: add_adapter(sharded, rank=2, alpha=4, modules=["q_proj"]),
     ]
-    return [find_sentence(attempt) for attempt in attempts]
+    sentences = []
+    for attempt in attempts:
+        with pytest.raises(ValueError) as error:
+            attempt()
+        sentences.append(str(error.value))
+    return sentences
 
 
-def find_sentence(attempt) -> str:
-    try:
-        attempt()
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
+SENTENCES = [
+    r"use device=null with shard=true",
+    r"recurrent or convolution layers.*Use shard=false\.$",
+    r"experts.*Use shard=false; then device=auto",
+    r"is quantised \(fp8\), and shard=true divides only plain weights",
+    r"set compile=false\.$",
+    r"or choose another head\.$",
+]
 
 
-def test_features_are_those_of_a_whole_target(results):
-    """Though one process calls its target once and the other five times."""
-    for result in results:
-        assert result["online"].keys() == {*FAMILIES, "plain"}
-        assert all(value < 1e-10 for value in result["online"].values()), result["online"]
-    assert [result["behind"] for result in results] == [[2, 0], [0, 0]]
-
-
-def test_each_process_holds_half_of_the_layers_and_all_else(results):
+def test_states_and_fingerprints_are_those_of_a_whole_target(results):
+    """Though one process calls its target once and the other five times. Each holds half of the layers and all else."""
     for name in (*FAMILIES, "plain"):
-        (whole, ends), *_ = results[0]["bytes"][name]
-        shares = [result["bytes"][name][1] for result in results]
-        assert sum(share[0] for share in shares) == whole
-        assert all(0.4 < share[0] / whole < 0.6 for share in shares)
-        assert all(share[1] == ends for share in shares)
-
-
-def test_the_fingerprint_is_that_of_the_whole_target(results):
-    for whole, sharded in results[0]["fingerprints"].values():
-        assert whole == sharded
+        figures = [result["figures"][name] for result in results]
+        assert all(error < 1e-10 and same for error, _, same in figures), name
+        (layers, ends), _ = figures[0][1]
+        shares = [sizes[1] for _, sizes, _ in figures]
+        assert sum(share[0] for share in shares) == layers
+        assert all(0.4 < share[0] / layers < 0.6 and share[1] == ends for share in shares)
+    assert [list(result["missing_calls"]) for result in results] == [[2, 0], [0, 0]]
 
 
 def test_what_is_not_possible_is_refused(results):
-    auto, recurrent, experts, quantised, compiled, adapted = results[0]["sentences"]
-    assert "use device=null with shard=true" in auto
-    assert "recurrent or convolution layers" in recurrent and recurrent.endswith("Use shard=false.")
-    assert "experts" in experts and "Use shard=false; then device=auto" in experts
-    assert re.search(r"is quantised \(fp8\), and shard=true divides only plain weights", quantised)
-    assert compiled.endswith("set compile=false.")
-    assert adapted.endswith("or choose another head.")
+    for sentence, expected in zip(results[0]["sentences"], SENTENCES, strict=True):
+        assert re.search(expected, sentence, re.S)
 
 
 def test_one_process_is_refused(folder):
