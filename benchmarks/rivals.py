@@ -6,8 +6,8 @@
 Compared are: generate alone, and with custom_generate, which puts this decoder inside it; plain decoding here; every
 checkpoint as a chain, as a tree and with auto; every proposer; and the rivals, each alone and with its own speculation.
 llama.cpp and vLLM need `make engines`; they run on the CPU, in processes of their own that are stopped while others are
-timed. A method that fails says why in its row. Read the ratios, which are medians over prompts of decodings next to each
-other: absolute times say little on a shared machine. Rates include the prompt's pass and leave out compiling.
+timed. A method that fails says why in its row. Read the ratios, which are medians over prompts of neighbouring
+decodings: absolute times say little on a shared machine. Rates include the prompt's pass and leave out compiling.
 """
 
 import functools
@@ -49,7 +49,7 @@ VLLM_LOOKUPS = {  # suffix without its cache of earlier answers: every prompt is
     "ngram, n-grams of 2 to 4, 5 drafts": {"method": "ngram", "num_speculative_tokens": 5, **NGRAMS},
     "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
 }
-MAX_LOOKUP_DRAFTS = 64  # of the methods above, for the length of the context
+MAX_LOOKUP_DRAFTS = 64  # drafts of a round by the methods above, at most; the context has room for them
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class RivalOptions:
     limit: int = 8
     max_new_tokens: int = 64
     repeats: int = 3  # times that every method decodes every prompt
-    depth: int = 2  # of chains; engines draft as many
+    depth: int = 2  # drafts of chains, and of engines
     tree: str = "3,2,4"  # depth, width and nodes
     compile: bool = True  # this project's passes, and vLLM's
     out: str | None = None  # JSON file for the figures
@@ -73,10 +73,13 @@ class RivalOptions:
 
 @dataclass(frozen=True)
 class RivalEngine:
-    """generate: prompt -> the new tokens; passes of the target after the prompt's own, None if not known; seconds of compiling"""
+    """An engine that decodes one prompt at a time.
+
+    generate(prompt): the new tokens; passes of the target after the prompt's own, None if unknown; seconds of compiling
+    """
 
     generate: Callable[[list[int]], tuple[list[int], int | None, float]]
-    reset_history: Callable[[], None] = lambda: None  # what it learned from the prompts so far
+    reset_history: Callable[[], None] = lambda: None  # drops all that was learned from earlier prompts
     close: Callable[[], None] = lambda: None
 
 
@@ -84,7 +87,8 @@ class RivalEngine:
 class RivalMethod:
     """A row of the table.
 
-    plain: the name of the same engine's plain decoding; restarts: it learns from answers, and forgets them by a new start
+    plain: name of the same engine's plain decoding
+    restarts: whether the engine must start anew to forget earlier answers
     """
 
     start: Callable[[], RivalEngine]
@@ -119,7 +123,9 @@ class RivalMethod:
             self.answers.append(tokens)
 
     def guard(self, function: Callable[[], None]) -> None:
-        """Calls `function` unless this method has failed. What another project raises is noted, and the others go on."""
+        """Calls `function` unless this method has failed. What another project raises is noted, and the others go
+        on.
+        """
         if self.failure is not None:
             return
         try:
@@ -146,7 +152,9 @@ def measure_methods(methods: dict[str, RivalMethod], prompts: list[list[int]], r
 
 
 def summarise_methods(methods: dict[str, RivalMethod]) -> dict[str, dict]:
-    """Medians over prompts, by method, and how many answers are those of plain decoding; a failed one has its failure."""
+    """Medians over prompts, by method, and how many answers are those of plain decoding; a failed one has its
+    failure.
+    """
     figures: dict[str, dict] = {}
     for name, method in methods.items():
         if method.failure is not None:
@@ -167,7 +175,7 @@ def summarise_methods(methods: dict[str, RivalMethod]) -> dict[str, dict]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all methods decode. longest: tokens of the longest prompt and its answer; folder: for exports"""
+    """The subject of all methods. longest: tokens of the longest prompt with its answer; folder: folder of exports"""
 
     subject: common.Subject
     options: RivalOptions
@@ -253,7 +261,7 @@ def make_proposer(name: str, target: Target, drafting: Drafting) -> Proposer:
 
 
 def make_transformers(setting: Setting) -> dict[str, RivalMethod]:
-    """Assisted generation where a checkpoint is a draft model, with its defaults and a fixed length, and prompt lookup."""
+    """Prompt lookup, and assisted generation with its defaults and a fixed length if a head is a draft model."""
 
     def assisted(draft: Draft, settings: dict[str, Any]) -> RivalEngine:
         assistant = draft.language_model(setting.subject.target.dtype)
@@ -375,8 +383,10 @@ def main(arguments: list[str]) -> None:
     figures, num_bytes = summarise_methods(methods), hardware.count_bytes_per_token(target)
     limit = hardware.measure_bandwidth(num_bytes, target.device) / num_bytes
     title = (
-        f"{target.name}, {str(target.dtype).removeprefix('torch.')}, {target.device}, {torch.get_num_threads()} threads; "
-        f"{len(prompts)} prompts x {options.repeats}. Reading the weights once allows {limit:.0f} tokens/s of plain decoding."
+        f"{target.name}, {str(target.dtype).removeprefix('torch.')}, {target.device}, {torch.get_num_threads()} "
+        "threads; "
+        f"{len(prompts)} prompts x {options.repeats}. Reading the weights once allows {limit:.0f} tokens/s of plain "
+        "decoding."
     )
     print(title, common.format_rows([{"method": name} | row for name, row in figures.items()]), sep="\n\n")
     if options.out:

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import common, hardware
 from specdec.core import devices, fast, files, precision
+from specdec.heads.base import Drafter
 from specdec.target.model import Target
 from specdec.text.conversations import Row
 from train.data.batches import TrainingBatch, collate
@@ -48,9 +49,8 @@ PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # matrix products, by 
 class StepOptions:
     heads: str = "eagle3"  # comma list of heads, by their files in conf/head
     lengths: str = "512,1024,2048"  # comma list of tokens in a pack
-    document: str | None = (
-        None  # tokens of a conversation, or ragged: of several lengths; null: one a pack, which costs attention most
-    )
+    # tokens of a conversation, or ragged for several lengths; null: one conversation a pack, which costs attention most
+    document: str | None = None
     batch: int = 1  # packs in a step
     shape: str | None = None  # a random target instead: 8b, qwen3-8b, 1b, tiny
     without: str = ""  # comma list of fast paths that are left out, on devices that have them
@@ -68,16 +68,16 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Of one step."""
+    """Figures of one step."""
 
-    tokens: int  # that the step reads
-    parameters: int  # that are trained
-    seconds: list[float]  # of a step, by timing
-    peak_bytes: int  # at once above target and head: activations, gradients, the optimizer's state
-    total_bytes: int  # with target and head; 0 on a CPU
-    state_bytes: int  # of these, gradients and the optimizer's state
-    flops: float  # that the step needs
-    depth: int | None  # of the objective's unroll; None: the head has none
+    tokens: int  # tokens that the step reads
+    parameters: int  # trained parameters
+    seconds: list[float]  # seconds of a step, one for each timing
+    peak_bytes: int  # peak memory above target and head: activations, gradients, the optimizer's state
+    total_bytes: int  # peak memory with target and head; 0 on a CPU
+    state_bytes: int  # memory of gradients and the optimizer's state
+    flops: float  # FLOPs that the step needs
+    depth: int | None  # depth of the objective's unroll; None: the head has none
     optimizer: str
 
     @property
@@ -91,9 +91,10 @@ class StepCost:
 class NeededFlops(TorchDispatchMode):
     """Counts the FLOPs that a step needs in its matrix products and its attention: `flops`.
 
-    Only forward passes are looked at, so what is computed again in a backward pass is not counted. A product counts once
-    for its result, and once more for each factor that needs a gradient; attention counts as its two products, over the keys
-    that a text shows to each query. What an autograd.Function computes from its inputs counts as needing a gradient.
+    Only forward passes are looked at, so what is computed again in a backward pass is not counted. A product counts
+    once for its result, and once more for each factor that needs a gradient; attention counts as its two products,
+    over the keys that a text shows to each query. What an autograd.Function computes from its inputs counts as needing
+    a gradient.
     """
 
     supports_higher_order_operators = True
@@ -185,7 +186,8 @@ def make_batch(options: StepOptions, length: int, vocab_size: int) -> TrainingBa
         tokens = torch.randint(vocab_size, (size,), generator=generator).tolist()
         return Row("", "all", tokens, [place >= min(PROMPT, size // 2) for place in range(size)])
 
-    return collate([[make_row(size) for size in sizes] for _ in range(options.batch)], length=length, pad_token=0)
+    packs = [list(map(make_row, sizes)) for _ in range(options.batch)]
+    return collate(packs, length=length, pad_token=0)
 
 
 @contextlib.contextmanager
@@ -199,32 +201,51 @@ def leave_out(paths: list[str], target: Target) -> Iterator[None]:
     target.__dict__.pop("reads_segments", None)
 
 
-def measure_step(options: StepOptions, head: str, length: int, target: Target) -> StepCost:
-    """Takes steps and measures them. Raises an error of torch where memory does not suffice.
+def make_drafter(config: DictConfig, head: str, target: Target) -> Drafter:
+    """The head of these settings, with random weights. Raises ValueError for one that changes its target."""
+    torch.manual_seed(0)
+    size = VOCABULARY_BOUNDS[0] if config.head.vocab_size == precision.AUTO else config.head.vocab_size
+    vocab = None if size is None or size >= target.vocab_size else torch.arange(size)
+    drafter = instantiate(config.head.drafter, target, vocab=vocab, _convert_="all").to(target.device)
+    if drafter.adapts_target:
+        raise ValueError(f"heads={head}: a head that changes its target is not measured.")
+    return drafter
 
-    The FLOPs that it needs are those of the reference without parts and compiled blocks, which hide products.
+
+def is_mixed(options: StepOptions, device: torch.device) -> bool:
+    """Whether steps compute in bfloat16."""
+    chosen_here = precision.choose_dtype(device).dtype == "bfloat16" if options.precision == "auto" else False
+    return options.precision == "bf16" or chosen_here
+
+
+def list_moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All tensors of the optimizer's state."""
+    values = itertools.chain.from_iterable(state.values() for state in optimizer.state.values())
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def measure_step(options: StepOptions, head: str, length: int, target: Target) -> StepCost:
+    """Takes steps and measures them. Raises an error of torch if memory does not suffice, ValueError for wrong options.
+
+    The needed FLOPs are those of the reference without compiled blocks, which hide products.
     """
+    # Make the head, its objective and its optimizer, as train.py does.
     without = common.split_list(options.without)
     if unknown := set(without) - set(fast.PATHS):
         raise ValueError(f"without={','.join(unknown)} must be a comma list of {', '.join(fast.PATHS)}.")
     config, device = compose_settings(options, head), target.device
-    torch.manual_seed(0)
-    size = VOCABULARY_BOUNDS[0] if config.head.vocab_size == precision.AUTO else config.head.vocab_size
-    vocab = None if size is None or size >= target.vocab_size else torch.arange(size)
-    drafter = instantiate(config.head.drafter, target, vocab=vocab, _convert_="all").to(device)
-    if drafter.adapts_target:
-        raise ValueError(f"heads={head}: a head that changes its target is not measured.")
+    drafter = make_drafter(config, head, target)
     objective = instantiate(config.head.objective, drafter, _convert_="all").train()
     optimizer_settings: Any = OmegaConf.to_container(config.optimizer, resolve=True)
     optimizer = make_optimizer(drafter, OptimizerOptions(**optimizer_settings))
+
+    # Make one batch, which every step reads.
     online = ComputedFeatures(target, drafter.target_layers)
     batch = make_batch(options, length, target.vocab_size).move_to(device)
     num_goals = batch.goal_mask(objective.supervise).sum()
     with leave_out(without, target):
         outputs = online(batch) if options.features == "given" else None
-    mixed = options.precision == "bf16" or (
-        options.precision == "auto" and precision.choose_dtype(device).dtype == "bfloat16"
-    )
+    mixed = is_mixed(options, device)
 
     def step() -> None:
         output = online(batch) if outputs is None else outputs
@@ -235,7 +256,8 @@ def measure_step(options: StepOptions, head: str, length: int, target: Target) -
         optimizer.step()
         optimizer.zero_grad()
 
-    seconds, memory, needed = [], hardware.PeakMemory(device), NeededFlops()
+    # Time the steps, and note their memory.
+    seconds, memory = [], hardware.PeakMemory(device)
     with leave_out(without, target), memory.measured():
         for _ in range(options.warmup + options.steps):
             devices.wait_for_device(device)
@@ -244,24 +266,20 @@ def measure_step(options: StepOptions, head: str, length: int, target: Target) -
                 step()
             devices.wait_for_device(device)
             seconds.append((time.perf_counter() - start) / options.together)
-    packed = (
-        fast.force_paths("varlen") if device.type == "cpu" else contextlib.nullcontext()
-    )  # texts show only what they see
-    with (
-        packed,
-        leave_out(["loss", "blocks", "graphs"], target),
-        needed.watching(optimizer),
-    ):  # after the others, because its memory and its time are not those of a step
+
+    # Count the FLOPs last, because counting costs time and memory. Texts in a pack show only what they see.
+    needed = NeededFlops()
+    packed = fast.force_paths("varlen") if device.type == "cpu" else contextlib.nullcontext()
+    with packed, leave_out(["loss", "blocks", "graphs"], target), needed.watching(optimizer):
         step()
     trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-    moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     return StepCost(
         tokens=int((batch.documents >= 0).sum()),
         parameters=sum(parameter.numel() for parameter in trained),
         seconds=seconds[options.warmup :],
         peak_bytes=memory.bytes,
         total_bytes=memory.total,
-        state_bytes=sum(value.nbytes for value in [*trained, *moments]),
+        state_bytes=sum(value.nbytes for value in [*trained, *list_moments(optimizer)]),
         flops=needed.flops,
         depth=config.head.objective.get("depth"),
         optimizer=config.optimizer.name,

@@ -36,7 +36,7 @@ class Child:
             stderr=self.log,
             text=True,
             env=os.environ | {"TMPDIR": self.scratch.name} | environment,
-            process_group=0,  # to stop, continue and end all its processes; Linux ends stopped ones when this process dies
+            process_group=0,  # all its processes are stopped and ended together; Linux ends stopped orphans
         )
         try:
             self._read(f"cannot load {loads}")

@@ -1,6 +1,7 @@
 """python -m benchmarks.engines.facts
 
-Writes the table of docs/serving.md from specdec/export/engine_facts.yaml, and says which installed engines have other versions.
+Writes the table of docs/serving.md from specdec/export/engine_facts.yaml, and says which installed engines have other
+versions.
 """
 
 import importlib.metadata
@@ -52,7 +53,8 @@ def list_installed(folder: Path) -> dict[str, str]:
 def compare_versions(versions: dict[str, str]) -> list[str]:
     """A sentence for each engine among these packages whose version is not that of the facts."""
     return [
-        f"{name} {versions[name]} is installed, and engine_facts.yaml is about {version}: read its source again, run the checks, and "
+        f"{name} {versions[name]} is installed, and engine_facts.yaml is about {version}: read its source again, run "
+        "the checks, and "
         "change the facts."
         for name, version in {**list_packages("packages"), **list_packages("unpacked")}.items()
         if versions.get(name, version) != version
@@ -65,9 +67,13 @@ def format_table(header: list[str], rows: list[list[str]]) -> str:
 
 def write_table(page: str) -> str:
     """The page with the table between its marks."""
-    rows = [[row, *(facts["heads"].get(kind, "") for facts in ENGINES.values())] for kind, row in ROWS.items()]
-    rows += [[row, *(str(facts[name]) for facts in ENGINES.values())] for name, row in ABOUT.items()]
-    text = format_table(["family", *(facts["source"] for facts in ENGINES.values())], rows)
+    sources = [facts["source"] for facts in ENGINES.values()]
+    rows = []
+    for kind, title in ROWS.items():
+        rows.append([title, *(facts["heads"].get(kind, "") for facts in ENGINES.values())])
+    for name, title in ABOUT.items():
+        rows.append([title, *(str(facts[name]) for facts in ENGINES.values())])
+    text = format_table(["family", *sources], rows)
     return re.sub(r"(<!-- engines -->\n).*?(<!-- end -->)", rf"\g<1>{text}\n\g<2>", page, flags=re.S)
 
 

@@ -1,9 +1,9 @@
 """python -m benchmarks.engines.get_engines [FOLDER]
 
-Makes the environment of the real engines that exports are tried with on a CPU: vLLM, and llama.cpp with its converter, in the
-versions of specdec/export/engine_facts.yaml. It is a virtual environment of its own (4 GB), because the engines pin other
-libraries. SGLang's wheel is unpacked beside them, for benchmarks/engines/sglang_names.py. It needs Linux and Python 3.11 to 3.14.
-After an interruption the same command continues.
+Makes the environment of the real engines that exports are tried with on a CPU: vLLM, and llama.cpp with its converter,
+in the versions of specdec/export/engine_facts.yaml. It is a virtual environment of its own (4 GB), because the engines
+pin other libraries. SGLang's wheel is unpacked beside them, for benchmarks/engines/sglang_names.py. It needs Linux and
+Python 3.11 to 3.14. After an interruption the same command continues.
 """
 
 import shutil
@@ -42,7 +42,9 @@ def run_pip(python: Path, title: str, *arguments: str) -> None:
 
 
 def list_requirements(wheels: Path) -> list[str]:
-    """The requirements of the wheels in a folder, without extras, without LEFT_OUT and without the wheels themselves."""
+    """The requirements of the wheels in a folder, without extras, without LEFT_OUT and without the wheels
+    themselves.
+    """
     provided, lines = set(LEFT_OUT), []
     for path in wheels.glob("*.whl"):
         with zipfile.ZipFile(path) as wheel:

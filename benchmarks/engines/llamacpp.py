@@ -1,8 +1,8 @@
 """Greedy decoding in llama.cpp, plainly or with its own speculation, of the same weights as this project's target.
 
-Needs the xllamacpp wheel, here (`pip install xllamacpp`) or in the engines' environment (`make engines`), and a GGUF file
-of the target, which `convert` makes. The weights are then the target's own, bit for bit; the cache is float16.
-It runs in a process of its own: in one process with torch both would share one OpenMP runtime, which slows both down.
+Needs the xllamacpp wheel, here (`pip install xllamacpp`) or in the engines' environment (`make engines`), and a GGUF
+file of the target, which `convert_to_gguf` makes. The weights are then the target's own, bit for bit; the cache is
+float16. It runs in a process of its own: with torch in one process both would share one OpenMP runtime, and be slow.
 The wheel is one build for all machines; a llama.cpp that is compiled for this machine can be faster.
 """
 
@@ -45,9 +45,10 @@ def find_python() -> str:
 
 @dataclass(frozen=True)
 class Counts:
-    """What llama.cpp counted for one answer.
+    """llama.cpp's counts for one answer.
 
-    rounds: passes of the target after the prompt's own, so that tau is (len(tokens) - 1) / rounds; None where llama.cpp's
+    rounds: passes of the target after the prompt's own, so that tau is (len(tokens) - 1) / rounds; None where
+    llama.cpp's
         counters do not tell: for a look-up whose answer ended early
     drafted, accepted: llama.cpp's own counters, which include drafts behind the end of an answer
     """
@@ -58,7 +59,11 @@ class Counts:
 
 
 def read_counters(counters: list[list[int]], *, fixed: bool, num_tokens: int, max_new_tokens: int) -> Counts:
-    """counters: of rounds with drafts, drafted tokens, accepted tokens; fixed: every round has drafts where there is room"""
+    """Counts of an answer.
+
+    counters: llama.cpp's counts of rounds with drafts, drafted tokens and accepted tokens
+    fixed: whether every round has drafts if there is room
+    """
     (drafts,), (drafted,), (accepted,) = counters
     if num_tokens == max_new_tokens:  # only then has an answer no draft behind its end
         return Counts(num_tokens - 1 - accepted, drafted, accepted)
@@ -68,10 +73,10 @@ def read_counters(counters: list[list[int]], *, fixed: bool, num_tokens: int, ma
 class LlamaCpp:
     """One model, one sequence at a time, on the CPU; `context` must hold a prompt and its answer.
 
-    draft: GGUF file of a drafter of the given `kind` (one of KINDS), which drafts `num` tokens in every round, and fewer
-        only where the answer has no room for more
-    kind: without a draft also one of LOOKUPS, with llama.cpp's defaults, which settings replace: {"size_n": 3}
-    cache: what keys and values are stored in, f16 or f32
+    draft: GGUF file of a drafter of this `kind` (one of KINDS), which drafts `num` tokens in every round, and fewer
+        only if the answer has no room for more
+    kind: one of KINDS; without a draft also one of LOOKUPS, with llama.cpp's defaults, which `settings` replace
+    cache: type of stored keys and values, f16 or f32
     With a draft or a look-up, `generate` sets `self.counts`.
     """
 

@@ -9,20 +9,41 @@ import re
 import sys
 
 
-def serve(*, gguf: str, threads: int, context: int, draft: str | None, kind: str | None, num: int, cache: str,
-          settings: dict[str, int]) -> None:  # fmt: skip
+def serve(*, kind: str | None, **settings) -> None:
+    """Answers requests until standard input ends. kind: speculation, None for none; settings: as for `make_params`"""
     import xllamacpp
 
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what llama.cpp prints itself goes to standard error
+    server = xllamacpp.Server(make_params(kind=kind, **settings))
+    print("{}", file=replies, flush=True)
+    before = read_counters(server)
+    for line in sys.stdin:
+        reply = server.handle_completions(json.loads(line))
+        if "error" in reply:
+            reply = {"error": f"{reply['error']['message']}. Give token ids of the GGUF file's target."}
+        elif kind:
+            after = read_counters(server)
+            reply["counts"] = [subtract(new, old) for new, old in zip(after, before)]
+            before = after
+        print(json.dumps(reply), file=replies, flush=True)
+
+
+def make_params(
+    *, gguf: str, threads: int, context: int, draft: str | None, kind: str | None, num: int, cache: str,
+    settings: dict[str, int],
+):  # fmt: skip
+    """llama.cpp's parameters: one slot with all the context, on the CPU. Arguments as of llamacpp.LlamaCpp"""
+    import xllamacpp
+
     params = xllamacpp.CommonParams()
     params.model.path, params.n_gpu_layers = gguf, 0
-    # One slot, with all the context. llama.cpp enters all drafts of a round before it checks whether the context is full.
+    # llama.cpp enters all drafts of a round before it checks whether the context is full
     params.n_ctx, params.n_parallel, params.fit_params = context + (num + 2 if kind else 0), 1, False
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads  # a token's pass, the prompt's pass
     params.cache_prompt, params.cache_ram_mib, params.n_ctx_checkpoints = False, 0, 0  # calls share nothing
     params.cache_type_k = params.cache_type_v = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{cache.upper()}")
-    params.verbosity, params.endpoint_metrics = 1, True  # errors only; for `counters`
+    params.verbosity, params.endpoint_metrics = 1, True  # errors only; for `read_counters`
     if kind:
         kinds = xllamacpp.common_speculative_type
         params.speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{kind}")]
@@ -34,32 +55,24 @@ def serve(*, gguf: str, threads: int, context: int, draft: str | None, kind: str
         drafting.n_max, drafting.n_min, drafting.p_min = num, 0, 0.0  # 0.0: unsure drafts are not cut short
         drafting.cpuparams.n_threads = drafting.cpuparams_batch.n_threads = threads
         drafting.cache_type_k = drafting.cache_type_v = params.cache_type_k
-    server = xllamacpp.Server(params)
-    print("{}", file=replies, flush=True)
-    before = counters(server)
-    for line in sys.stdin:
-        reply = server.handle_completions(json.loads(line))
-        if "error" in reply:
-            reply = {"error": f"{reply['error']['message']}. Give token ids of the GGUF file's target."}
-        elif kind:
-            after = counters(server)
-            before = [old + [0] * (len(new) - len(old)) for old, new in zip(before, after)]
-            reply["counts"] = [[b - a for a, b in zip(*pair)] for pair in zip(before, after)]
-            before = after
-        print(json.dumps(reply), file=replies, flush=True)
+    return params
 
 
-def counters(server) -> list[list[int]]:
-    """Rounds with drafts, drafted tokens and accepted tokens, since it was loaded.
+def subtract(new: list[int], old: list[int]) -> list[int]:
+    """The growth of counters; those that are new began at 0."""
+    return [after - before for after, before in zip(new, old + [0] * (len(new) - len(old)))]
+
+
+def read_counters(server) -> list[list[int]]:
+    """Rounds with drafts, drafted tokens and accepted tokens, since the server was loaded.
 
     llama.cpp prints them with six digits: beyond a million they are rounded.
     """
-    text = server.handle_metrics()
-    names = ("drafts_total", "draft_tokens_total", "accepted_tokens_total")
-    values_by_name = [
-        re.findall(rf"^llamacpp:spec_decode_num_{name}(?:{{.*}})? (\S+)", text, re.MULTILINE) for name in names
-    ]
-    return [[int(float(value)) for value in values] for values in values_by_name]
+    text, counters = server.handle_metrics(), []
+    for name in ("drafts_total", "draft_tokens_total", "accepted_tokens_total"):
+        values = re.findall(rf"^llamacpp:spec_decode_num_{name}(?:{{.*}})? (\S+)", text, re.MULTILINE)
+        counters.append([int(float(value)) for value in values])
+    return counters
 
 
 if __name__ == "__main__":

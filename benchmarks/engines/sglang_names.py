@@ -1,9 +1,10 @@
-"""Whether SGLang's own classes, on a CPU, read a folder of format=sglang: every tensor finds its parameter, none is left over.
+"""Checks that SGLang's own classes, on a CPU, read a folder of format=sglang: each tensor finds its parameter.
 
     python -m benchmarks.engines.sglang_names exported
 
-Nothing is served: SGLang needs a GPU. `make engines` unpacks its wheel without what it requires; modules that are missing then
-stand empty while its code is imported, and only its own code decides what is read. The second half runs in that environment.
+Nothing is served: SGLang needs a GPU. `make engines` unpacks its wheel without what it requires; modules that are
+missing then stand empty while its code is imported, and only its own code decides what is read. The second half runs
+in that environment.
 """
 
 import argparse
@@ -26,13 +27,14 @@ MASK = "mask_embedding.pt"
 
 
 def read_folder(folder: Path, *, engines: Path = ENGINES) -> dict[str, Any]:
-    """-> what SGLang made of the folder
+    """Returns SGLang's reading of the folder.
 
-    model: its class; places: by parameter the tensors that fill it, in the order of its rows; unset: parameters that nothing fills, which
-    come from the target; unused: tensors that it does not read; tokens: target ids of the draft vocabulary, or None
-    drafts, layers, mask: of block drafters the drafts of a round, the outputs of target layers, the mask's token; merged: the mask's
-    embedding, as SGLang puts it into the target's table, or None
-    Raises ValueError where SGLang is not there, or refuses the folder.
+    model: name of its class; places: tensors that fill each parameter, in the order of its rows
+    unset: parameters that nothing fills, which come from the target; unused: tensors that are not read
+    tokens: target ids of the draft vocabulary, or None
+    A block drafter also has drafts (of a round), layers (target layers whose outputs it reads), mask (its token), and
+    merged: the mask's embedding, as SGLang puts it into the target's table, or None.
+    Raises ValueError if SGLang is not there, or refuses the folder.
     """
     if not (engines / "sglang").is_dir():
         raise ValueError("SGLang's wheel is not unpacked: `make engines` does it (40 MB).")
@@ -89,44 +91,54 @@ def _class_of(config: Any, wheel: str) -> type:
 
 
 def _load(folder: Path, wheel: str) -> dict[str, Any]:
-    import torch
     from safetensors.torch import load_file
     from sglang.srt.utils.hf_transformers_utils import get_config
 
     config, tensors = get_config(str(folder), trust_remote_code=False), load_file(folder / "model.safetensors")
     if any(name.startswith("confidence_head") for name in tensors):
-        os.environ["SGLANG_RAGGED_VERIFY_MODE"] = "compact"  # of its modes, one with a confidence head
+        os.environ["SGLANG_RAGGED_VERIFY_MODE"] = "compact"  # a mode with a confidence head
     model = _class_of(config, wheel)(config)
     parameters = dict(model.named_parameters())
     for parameter in parameters.values():
         parameter.data.fill_(float("nan"))
-    names = list(tensors)  # the numbers that fill a tensor say which one it is
-    numbered = (
-        (name, torch.full_like(tensors[name], 1 + n))
-        for n, name in enumerate(names)
-        if tensors[name].is_floating_point()
-    )
-    whole = ((name, value) for name, value in tensors.items() if not value.is_floating_point())
-    model.load_weights([*numbered, *whole])
-    places = {}
-    for name, parameter in parameters.items():
-        values = parameter.detach().flatten(1)[:, 0] if parameter.dim() > 1 else parameter.detach()
-        places[name] = [names[int(v) - 1] for v in values.unique_consecutive() if v > 0]
-    read = {name for found in places.values() for name in found}
+    names = list(tensors)
+    model.load_weights(_number_tensors(tensors, names))
+    places = {name: _find_sources(parameter, names) for name, parameter in parameters.items()}
     tokens = getattr(model, "hot_token_id", None)
-    read |= {"d2t", "t2d"} if tokens is not None else set()
+    used = set().union(*places.values())
+    if tokens is not None:
+        used |= {"d2t", "t2d"}
     return {
         "model": type(model).__name__,
-        "places": {name: found for name, found in places.items() if found},
+        "places": {name: sources for name, sources in places.items() if sources},
         "unset": [name for name, parameter in parameters.items() if bool(parameter.isnan().any())],
-        "unused": sorted(tensors.keys() - read),
+        "unused": sorted(tensors.keys() - used),
         "tokens": None if tokens is None else tokens.tolist(),
         **(_block(folder, config, model) if hasattr(model, "set_block_size") else {}),
     }
 
 
+def _number_tensors(tensors: dict[str, Any], names: list[str]) -> list[tuple[str, Any]]:
+    """The tensors, those of floating point filled with the number of their name, from 1 on."""
+    import torch
+
+    numbered, integers = [], []
+    for number, name in enumerate(names, start=1):
+        if tensors[name].is_floating_point():
+            numbered.append((name, torch.full_like(tensors[name], number)))
+        else:
+            integers.append((name, tensors[name]))
+    return [*numbered, *integers]
+
+
+def _find_sources(parameter: Any, names: list[str]) -> list[str]:
+    """The tensors that fill a parameter, in the order of its rows: tensor n was filled with the number n + 1."""
+    values = parameter.detach().flatten(1)[:, 0] if parameter.dim() > 1 else parameter.detach()
+    return [names[int(value) - 1] for value in values.unique_consecutive() if value > 0]
+
+
 def _block(folder: Path, config: Any, model: Any) -> dict[str, Any]:
-    """What SGLang makes of the fields of a block drafter."""
+    """SGLang's reading of the fields of a block drafter."""
     import torch
     from sglang.srt.speculative import dflash_utils, dflash_worker_v2
     from sglang.srt.speculative.dspark_components import dspark_config

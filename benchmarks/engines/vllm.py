@@ -15,7 +15,7 @@ from specdec.export.mtp import TARGET_OVERRIDES
 
 PYTHON = "engines/bin/python"
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB; 1 unless the environment says otherwise
-MEMORY_SHARE = 0.2  # of the memory, that must be free when it starts; other engines may run beside it
+MEMORY_SHARE = 0.2  # share of the memory that must be free at its start, as other engines may run beside it
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vllm_server.record needs the scheduler in the same process
@@ -26,10 +26,11 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class VllmReply:
-    """What vLLM answered and drafted for P prompts.
+    """vLLM's answers and drafts for P prompts.
 
     answers: [P][.] token ids, with the token that ended an answer
-    rounds: [P][rounds] one for each pass of the target after the prompt's own: the ids drafted for it, which may be none,
+    rounds: [P][rounds] one for each pass of the target after the prompt's own: the ids drafted for it, which may be
+    none,
         and the length of the answer before it
     """
 

@@ -45,10 +45,10 @@ def explain(error: Exception) -> str:
 
 
 def record(scheduler) -> dict[str, list[tuple[list[int], int]]]:
-    """By request id, the rounds of its answer so far: the ids that were drafted, and the answer's length before the round.
+    """The rounds of each answer by request id: the drafted ids, and the answer's length before the round.
 
-    The scheduler receives the drafts of every method as lists, after the target's pass over them. Drafts behind the end of
-    an answer do not reach it; passes over a prompt are left out, because there is no answer yet.
+    The scheduler receives the drafts of every method as lists, after the target's pass over them. Drafts behind the
+    end of an answer do not reach it; passes over a prompt are left out, because there is no answer yet.
     """
     passes: dict[str, list[tuple[list[int], int]]] = {}
     update = scheduler.update_from_output

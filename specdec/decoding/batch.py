@@ -1,8 +1,9 @@
-"""Rows that are decoded together: prompts are read and join between rounds, and rows leave when their answers have ended."""
+"""Requests that are decoded together: they join between rounds, and leave once their answers have ended."""
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,19 +18,21 @@ from specdec.core.sampling import NO_TOKEN, AnySampling, Randomness, Sampling, j
 from specdec.core.tree import Tree, make_root
 from specdec.proposers.base import Opening, Proposer
 from specdec.target.model import Target, TargetOutput
-from specdec.target.verifier import Verifier
+from specdec.target.verifier import Verdict, Verifier
 
 
 @dataclass(eq=False)
 class Request:
     """A prompt, and its answer so far.
 
-    left: tokens that the answer may still have; 0 once it has ended
-    generator: of this answer's random numbers alone; None: those of the batch
-    sampling, ends: of this answer alone; None: those of the decoder
-    penalised [V] bool: tokens to which a repetition penalty applies from the start; None: the prompt's tokens
-    constraint: of a grammar that the answer follows; None: it is free
-    generation: the answer, and its share of the times of the rounds that it took part in
+    tokens_left: number of tokens that the answer may still have; 0 once it has ended
+    generator: random numbers of this answer alone; None: those of the batch
+    sampling, ends: settings of this answer alone; None: those of the decoder
+    penalised [V] bool: tokens with a repetition penalty from the start; None: the prompt's tokens
+    constraint: state of the grammar that the answer follows; None: the answer is free
+    generation: the answer, with its share of the times of its rounds
+    ended: whether a token or a text has ended the answer, not its length
+    fault: sentence that says why the answer could not go on
     """
 
     prompt: list[int]
@@ -40,16 +43,18 @@ class Request:
     penalised: Tensor | None = None
     constraint: Constraint | None = None
     generation: Generation = field(default_factory=lambda: Generation([[]], [[]]))
-    ended: bool = False  # by a token or text that ends it, not by its length
-    fault: str = ""  # why the answer could not go on
+    ended: bool = False
+    fault: str = ""
 
     @property
     def tokens(self) -> list[int]:
         return self.generation.tokens[0]
 
     def extend_answer(self, new: list[int], ends: Ends) -> list[int]:
-        """Adds new tokens to the answer, up to its end -> those that were added. With NO_TOKEN behind them, or where the grammar refuses them,
-        none is added, and the answer ends with a fault."""
+        """Adds the new tokens up to the answer's end, and returns those that were added.
+
+        The answer ends with a fault if the last token is NO_TOKEN, or the grammar refuses one.
+        """
         if new[-1] == NO_TOKEN:
             return self._fail(NOTHING_FOLLOWS.format(len(self.tokens)))
         if not self.tokens:
@@ -71,21 +76,27 @@ class Request:
 
 
 NOTHING_FOLLOWS = (
-    "No token can follow the answer's first {}: the target's logits are not finite there, or a grammar allows none. float16 may "
-    "overflow: then use dtype=bfloat16 or float32."
+    "No token can follow the answer's first {}: the target's logits are not finite there, or a grammar allows none. "
+    "float16 may overflow: then use dtype=bfloat16 or float32."
 )
 
 
 @dataclass(frozen=True)
 class BatchRound:
-    """What one round emitted, for the requests that took part in it."""
+    """The tokens that one round added to the answers of R running requests.
+
+    requests [R]: requests that were running; row_indices [R]: their rows in the tree and the path
+    tokens [R][.]: tokens added to each answer, up to its end
+    path [B, P]: accepted nodes as in Verdict, up to the deepest draft
+    num_kept [R]: accepted nodes of the path with the root, those past the end of an answer included
+    """
 
     requests: list[Request]
     tokens: list[list[int]]
-    row_indices: list[int]  # of these requests, in the tree and the path
+    row_indices: list[int]
     tree: Tree
-    path: Tensor  # [B, P] as in Verdict, up to the deepest draft
-    num_kept: list[int]  # nodes of the path that were accepted, with the root; those past the end of an answer too
+    path: Tensor
+    num_kept: list[int]
     cost: RoundCost
 
     @property
@@ -95,15 +106,33 @@ class BatchRound:
 
     @property
     def accepted(self) -> list[int]:
+        """[R] drafts among the tokens that were added."""
         return [max(0, len(tokens) - 1) for tokens in self.tokens]
+
+    def record(self) -> None:
+        """Adds the round's counts to each answer, and an equal share of its times."""
+        for request, accepted in zip(self.requests, self.accepted):
+            request.generation.accepted[0].append(accepted)
+            request.generation.drafted.append(self.num_drafted)
+            request.generation.add_times(self.cost, 1 / len(self.requests))
+
+
+class AcceptedPath(NamedTuple):
+    """The nodes of a tree that the rule accepted in each row, and the tokens after them."""
+
+    path: Tensor  # [B, P] nodes from the root down, up to the deepest draft
+    following: Tensor  # [B, P] token after each node; 0 in place of NO_TOKEN
+    num_kept: Tensor  # [B] accepted nodes of the path, with the root
+    tokens: list[tuple[int, ...]]  # [B][P] `following` on the host, with NO_TOKEN
+    counts: list[int]  # [B] `num_kept` on the host
 
 
 class Prefill:
-    """Prompts that join a batch together, as far as they were read.
+    """Prompts that join a batch together, read up to some place.
 
-    layers: hidden states that are kept; room: entries that the cache will need
-    tokens [R, T]: the prompts, right-padded; num [R]: their lengths, `counts` on the host
-    pieces: where the reading of each piece began and ended
+    layers: numbers of the hidden states that are kept; room: number of entries that the cache will need
+    `tokens` [R, T]: prompts, right-padded; `num` [R]: their lengths, `counts` on the host
+    `num_read`: tokens of each prompt that were read, padding included; `read_times`: start and end of each reading
     """
 
     def __init__(self, target: Target, layers: tuple[int, ...], prompts: list[list[int]], *, room: int = 0):
@@ -114,21 +143,26 @@ class Prefill:
         self.tokens = padded.to(target.device)
         self.cache = target.cache(len(prompts))
         self.cache.preallocate(room, target.spare)
-        self.num_read, self.read_times = 0, list[tuple[Moment, Moment]]()
+        self.num_read = 0
+        self.read_times: list[tuple[Moment, Moment]] = []
         self.outputs: list[TargetOutput] = []
 
     @property
     def complete(self) -> bool:
+        """Whether all tokens were read."""
         return self.num_read == self.tokens.shape[1]
 
     @property
     def divisible(self) -> bool:
-        """Whether pieces give what the whole gives: windows, recurrent states and LongRoPE's angles need the whole prompt."""
+        """Whether reading in pieces gives the same states as reading at once.
+
+        Windows, recurrent states and LongRoPE's angles need the whole prompt.
+        """
         target = self.target
         return not (target.windowed or target.recurrent) and target.rotary_boundary is None
 
     def advance(self, max_tokens: int | None = None) -> None:
-        """Reads on. most: tokens, of all prompts together, with their padding; None: all that are left"""
+        """Reads on in the prompts. max_tokens: number of tokens of all prompts with padding; None: all that remain"""
         start, end = self.num_read, self.tokens.shape[1]
         if start == end:
             return
@@ -145,7 +179,7 @@ class Prefill:
         self.num_read = end
 
     def output(self) -> tuple[Tensor, Tensor]:
-        """Once all is read -> the last state of each prompt [R, D], and the features of all tokens [R, T, F*D]"""
+        """Returns the last state of each prompt [R, D] and all features [R, T, F*D], once all tokens are read."""
         final, features = self.outputs[0].final, self.outputs[0].features
         if len(self.outputs) > 1:
             final = torch.cat([output.final for output in self.outputs], dim=1)
@@ -154,10 +188,17 @@ class Prefill:
 
 
 class Batch:
-    """Decodes requests together, a round at a time. `Decoder.batch` makes it.
+    """Decodes B requests together, one round at a time. `Decoder.batch` makes it.
 
-    generator: random numbers for all requests that have none of their own
+    generator: random numbers of all requests that have none of their own
+    `requests` [B]: requests being decoded. A finished request keeps its row, unchanged, until `_shrink` removes it
+    `last_tokens` [B]: the last token of each row
+    `penalised_tokens` [B, V] bool: tokens with a repetition penalty; None: no row has a penalty
     """
+
+    cache: RowCache
+    last_tokens: Tensor
+    penalised_tokens: Tensor | None
 
     def __init__(
         self,
@@ -168,18 +209,16 @@ class Batch:
         generator: torch.Generator | None,
     ):
         self.target, self.proposer, self.verify, self.ends, self.generator = target, proposer, verify, ends, generator
-        self.default_sampling = verify.sampling  # of requests that have none of their own
-        self.sampling: AnySampling = self.default_sampling  # of the rows
+        self.default_sampling = verify.sampling  # sampling of requests that have none of their own
+        self.sampling: AnySampling = self.default_sampling  # sampling of all rows
         self.runner = verify.runner
         self.clock = RoundClock(target.device, self._compile_seconds)
-        self.previous_round_marks: tuple[Moment, ...] = ()  # of the last round: the wait, what is kept, the end
-        self.requests: list[Request] = []  # of each row; one whose answer has ended stands still until it leaves
-        self.cache: RowCache
-        self.last_tokens: Tensor  # [B] the last token of each row
-        self.penalised_tokens: Tensor | None  # [B, V] the tokens to which a repetition penalty applies
+        self.previous_round_marks: tuple[Moment, ...] = ()  # after the wait, after the commit, at the end
+        self.requests: list[Request] = []
 
     @property
     def running(self) -> list[Request]:
+        """Requests whose answers have not ended."""
         return [request for request in self.requests if request.tokens_left]
 
     @property
@@ -187,9 +226,14 @@ class Batch:
         """Whether requests can join while others run. Else `admit` needs a batch in which none runs."""
         return self.proposer is None or self.proposer.selects
 
+    def count_free(self, batch_size: int) -> int:
+        """The number of requests that can join now, if `batch_size` may run at once."""
+        running = len(self.running)
+        return batch_size - running if self.joins or not running else 0
+
     @torch.inference_mode()
     def prefill(self, requests: list[Request]) -> Prefill:
-        """The prompts of requests that will be admitted together, of which nothing is read yet."""
+        """Returns the prompts of requests that will be admitted together. Nothing of them is read yet."""
         if not self.running:
             self.close()  # its memory may be used again
         nodes = self.proposer.nodes if self.proposer else 0
@@ -199,14 +243,14 @@ class Batch:
 
     @torch.inference_mode()
     def read(self, prefill: Prefill, max_tokens: int | None = None) -> None:
-        """Reads on in prompts, which may be done between rounds. most: as for Prefill.advance"""
+        """Reads on in prompts between rounds. max_tokens: see Prefill.advance"""
         start = self.clock.mark()
         prefill.advance(max_tokens)
         prefill.read_times.append((start, self.clock.mark()))
 
     @torch.inference_mode()
     def admit(self, requests: list[Request], prefill: Prefill | None = None) -> list[list[int]]:
-        """Reads the prompts, or what `prefill` has not read of them -> the first token of each answer"""
+        """Reads the prompts, or what `prefill` has not read of them, and returns the first token of each answer."""
         prefill, waiting = prefill or self.prefill(requests), self.running
         self.read(prefill)
         start = self.clock.mark()
@@ -214,17 +258,10 @@ class Batch:
             assert self.joins, "this proposer's batches cannot be joined"
             first = self._join(requests, prefill)
         else:
-            self.close()
-            self.requests, self.previous_round_marks = list(requests), ()
-            self.cache, self.last_tokens, self.penalised_tokens, opening, first = self._start_answers(requests, prefill)
-            self._update_sampling(new=True)
-            if self.proposer:
-                self.proposer.attach_cache(self.cache)
-                self.proposer.begin(opening.tokens, opening.num)
-                self.proposer.commit(opening.following, opening.features, opening.num, opening.counts)
+            first = self._open(requests, prefill)
         tokens, end = self.clock.read(first)
         emitted = [request.extend_answer([token], self.ends) for request, token in zip(requests, tokens)]
-        seconds = sum(self.clock.seconds(*piece) for piece in [*prefill.read_times, (start, end)])
+        seconds = sum(self.clock.seconds(*span) for span in [*prefill.read_times, (start, end)])
         for request in requests:
             request.generation.prefill_seconds += seconds / len(requests)
         for request in waiting:
@@ -233,62 +270,46 @@ class Batch:
 
     @torch.inference_mode()
     def run_round(self) -> BatchRound:
-        """One round of all rows. At least one request must be running."""
-        clock, compiled = self.clock, self._compile_seconds()
+        """Drafts, verifies and commits once in all rows, and returns the tokens of the running requests.
+
+        At least one request must be running. docs/architecture.md, section 5, shows the loop.
+        """
+        clock, compile_seconds = self.clock, self._compile_seconds()
         start = clock.mark()
+
+        # Remove finished rows. Those that stay, because shapes are compiled, take part without effect.
         self._shrink()
         is_running = [request.tokens_left > 0 for request in self.requests]
-        tree, allowed = self._constrain(self._propose())
+
+        # Draft a tree in every row, without what grammars do not allow.
+        tree, allowed = self._constrain(self._draft_tree())
         drafted = clock.mark()
-        penalised = self.penalised_tokens if self.sampling.penalises else None
-        draws = rules.Draws(self._randomness(self.requests))
-        verdict = self.verify(tree, self.cache, draws, penalised, sampling=self.sampling, allowed=allowed)
-        num_kept, self.last_tokens = verdict.num_kept, verdict.next_token.clamp(min=0)
-        path, following = verdict.follow_path(tree, self.proposer.depth if self.proposer else 0)  # [B, P] each
-        # The only wait for the device in a round
-        (*lists, counts), verified = clock.read(torch.cat([following, num_kept[:, None]], dim=1).T)
-        following = following.clamp(min=0)  # no NO_TOKEN in what is read next; its row has ended
-        round_marks = self.previous_round_marks
-        if not tree.linear:
-            self.cache.keep_path(path)
-        if not all(is_running):  # a row that has ended stands still: its text would outgrow the target's positions
-            num_kept = num_kept * upload_values(is_running, num_kept.device)
-            counts = [count * on for count, on in zip(counts, is_running)]
-        self.cache.commit(num_kept, counts)
-        if self.proposer:
-            if self.proposer.watches and verdict.choices is not None:
-                self.proposer.watch(tree, verdict.choices)
-            features = verdict.output.features
-            if not tree.linear:
-                features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
-            self.proposer.commit(following, features, num_kept, counts)
+
+        # Verify the tree in one pass of the target, and wait for the accepted path.
+        verdict, accepted, verified = self._verify_tree(tree, allowed)
+
+        # Commit the accepted path to the cache and to the proposer; finished rows commit nothing.
+        accepted = self._commit_accepted(tree, verdict, accepted, is_running)
         committed = clock.mark()
-        requests, row_indices = self.running, [row for row, on in enumerate(is_running) if on]
-        emitted = [list(row[:n]) for row, n in zip(zip(*lists), counts)]
-        tokens = [
-            request.extend_answer(row, self.ends) for request, row, on in zip(self.requests, emitted, is_running) if on
-        ]
-        if self.penalised_tokens is not None:
-            real = torch.arange(following.shape[1], device=following.device) < num_kept[:, None]
-            self.penalised_tokens.scatter_(1, torch.where(real, following, self.last_tokens[:, None]), True)
-        self.previous_round_marks = verified, committed, clock.mark()
-        if not clock.queued:  # else the device is not there yet, and what followed the last wait counts in its place
-            round_marks = self.previous_round_marks
-        intervals = [(start, drafted), (drafted, verified), *itertools.pairwise(round_marks)]
-        stages = dict.fromkeys(STAGES, 0.0) | dict(zip(STAGES, itertools.starmap(clock.seconds, intervals)))
-        cost = RoundCost(sum(stages.values()), self._compile_seconds() - compiled, stages)
-        kept_nodes = [counts[row] for row in row_indices]
-        round_ = BatchRound(requests, tokens, row_indices, tree, path, kept_nodes, cost)
+
+        # Extend the answers of the running requests.
+        row_indices = [row for row, runs in enumerate(is_running) if runs]
+        requests = [self.requests[row] for row in row_indices]
+        emitted = [list(accepted.tokens[row][: accepted.counts[row]]) for row in row_indices]
+        tokens = [request.extend_answer(new, self.ends) for request, new in zip(requests, emitted)]
+        self._penalise(accepted)
+
+        # Measure the round, and give each answer its share.
+        cost = self._measure_round((start, drafted), (verified, committed, clock.mark()), compile_seconds)
+        num_kept = [accepted.counts[row] for row in row_indices]
+        round_ = BatchRound(requests, tokens, row_indices, tree, accepted.path, num_kept, cost)
         if self.proposer and not cost.compile_seconds:
-            self.proposer.record_cost(round_.cost)
-        for request, accepted in zip(requests, round_.accepted):
-            request.generation.accepted[0].append(accepted)
-            request.generation.drafted.append(round_.num_drafted)
-            request.generation.add_times(round_.cost, 1 / len(requests))
+            self.proposer.record_cost(cost)
+        round_.record()
         return round_
 
     def close(self) -> None:
-        """Ends the batch: what proposers learn from its answers, they learn now. It may be used again."""
+        """Ends the batch, and lets the proposer learn from its answers. The batch may be used again."""
         if self.requests:
             if self.proposer:
                 self.proposer.finish(self._answer_lengths())
@@ -298,31 +319,32 @@ class Batch:
     # Rows
 
     def _answer_lengths(self) -> list[int]:
+        """[B] tokens of each answer."""
         return [len(request.tokens) for request in self.requests]
 
     def _shrink(self) -> None:
-        """Rows whose answers have ended leave, unless shapes are compiled: each number of rows would be a new one."""
+        """Removes finished rows, unless shapes are compiled: each number of rows would be a new shape."""
         staying = [row for row, request in enumerate(self.requests) if request.tokens_left or self.runner.by_shape]
         if self.joins and len(staying) < len(self.requests):
             num = len(staying)
-            last = [row for row in staying if row >= num]  # they take the places of those that leave
-            places = [row if self.requests[row].tokens_left else last.pop() for row in range(num)]
-            self._select(places, self._answer_lengths())
+            last = [row for row in staying if row >= num]  # rows that take the places of those that leave
+            rows = [row if self.requests[row].tokens_left else last.pop() for row in range(num)]
+            self._select(rows, self._answer_lengths())
 
     def _select(self, rows: list[int], answer_lengths: list[int]) -> None:
+        """Goes on with these rows only, in this order. answer_lengths [B]: tokens of each answer"""
         index = upload_values(rows, self.last_tokens.device)
         self.cache.select(rows)
-        self.last_tokens, self.penalised_tokens = (
-            self.last_tokens[index],
-            None if self.penalised_tokens is None else self.penalised_tokens[index],
-        )
+        self.last_tokens = self.last_tokens[index]
+        if self.penalised_tokens is not None:
+            self.penalised_tokens = self.penalised_tokens[index]
         if self.proposer:
             self.proposer.select(rows, answer_lengths)
         self.requests = [self.requests[row] for row in rows]
         self._update_sampling()
 
     def _update_sampling(self, *, new: bool = False) -> None:
-        """Recomputes the batch's sampling. The proposer is notified if its kind changed or the batch is new."""
+        """Joins the samplings of all rows. The proposer is told if their kind has changed, or the batch is new."""
         previous, self.sampling = self.sampling, join_samplings([self._sampling_of(row) for row in self.requests])
         if self.proposer and (new or self.sampling.kind != previous.kind):
             self.proposer.attach_verifier(self.verify, self.sampling)
@@ -330,32 +352,44 @@ class Batch:
     def _sampling_of(self, request: Request) -> Sampling:
         return request.sampling or self.default_sampling
 
+    def _open(self, requests: list[Request], prefill: Prefill) -> Tensor:
+        """Starts a new batch with these requests, and returns the first token of each answer [R], or NO_TOKEN."""
+        self.close()
+        self.requests, self.previous_round_marks = list(requests), ()
+        self.cache = prefill.cache
+        first, self.last_tokens, self.penalised_tokens, opening = self._start_answers(requests, prefill)
+        self._update_sampling(new=True)
+        if self.proposer:
+            self.proposer.attach_cache(self.cache)
+            self.proposer.begin(opening.tokens, opening.num)
+            self.proposer.commit(opening.following, opening.features, opening.num, opening.counts)
+        return first
+
     def _join(self, requests: list[Request], prefill: Prefill) -> Tensor:
-        """Requests take the places of rows that have ended, or new rows -> the first token of each answer [R], or NO_TOKEN"""
-        answer_lengths, free = (
-            self._answer_lengths(),
-            [row for row, request in enumerate(self.requests) if not request.tokens_left],
-        )
+        """Puts requests into rows of finished ones or into new rows; returns their first tokens [R], or NO_TOKEN."""
+        # Find rows, and add those that are missing.
+        answer_lengths = self._answer_lengths()
+        free = [row for row, request in enumerate(self.requests) if not request.tokens_left]
         num_added = len(requests) - len(free)
         if num_added > 0:
             num_rows = len(self.requests)
-            self._select([*range(num_rows), *[0] * num_added], answer_lengths)  # places for the new rows
+            self._select([*range(num_rows), *[0] * num_added], answer_lengths)  # copies, which are replaced below
             answer_lengths += [0] * num_added
             free += range(num_rows, num_rows + num_added)
         rows = free[: len(requests)]
-        cache, newest, penalised, opening, first = self._start_answers(requests, prefill)
-        index = upload_values(rows, newest.device)
-        self.cache.replace(rows, cache)
-        cache.release()
-        self.last_tokens = self.last_tokens.index_copy(0, index, newest)
+
+        # Replace these rows in all that is kept for each row.
+        first, last_tokens, penalised, opening = self._start_answers(requests, prefill)
+        index = upload_values(rows, last_tokens.device)
+        self.cache.replace(rows, prefill.cache)
+        prefill.cache.release()
+        self.last_tokens = self.last_tokens.index_copy(0, index, last_tokens)
         if penalised is not None and self.penalised_tokens is None:
-            self.penalised_tokens = torch.zeros(
-                len(self.requests), self.target.vocab_size, dtype=torch.bool, device=newest.device
-            )
+            shape = len(self.requests), self.target.vocab_size
+            self.penalised_tokens = torch.zeros(shape, dtype=torch.bool, device=last_tokens.device)
         if self.penalised_tokens is not None:  # rows without a penalty need no marks
-            self.penalised_tokens = self.penalised_tokens.index_copy(
-                0, index, torch.zeros_like(self.penalised_tokens[index]) if penalised is None else penalised
-            )
+            marks = torch.zeros_like(self.penalised_tokens[index]) if penalised is None else penalised
+            self.penalised_tokens = self.penalised_tokens.index_copy(0, index, marks)
         if self.proposer:
             self.proposer.replace(rows, answer_lengths, opening)
         for row, request in zip(rows, requests):
@@ -368,9 +402,10 @@ class Batch:
             return self.generator
         return [request.generator or self.generator for request in requests]
 
-    # Passes
+    # Steps of a round
 
-    def _propose(self) -> Tree:
+    def _draft_tree(self) -> Tree:
+        """The proposer's tree, or the root alone."""
         if self.proposer is None:
             return make_root(self.last_tokens)
         self.proposer.limit([request.tokens_left for request in self.requests], self.ends.tokens)
@@ -382,7 +417,10 @@ class Batch:
         return [request.constraint if request.tokens_left else None for request in self.requests]
 
     def _constrain(self, tree: Tree) -> tuple[Tree, Tensor | None]:
-        """-> the tree without what grammars do not allow, and what may follow each node [B, N, V] bool; None: everything"""
+        """Returns the tree without drafts that grammars refuse, and the tokens allowed after each node [B, N, V] bool.
+
+        None: every token is allowed.
+        """
         constraints = self._constraints()
         if not any(constraints):
             return tree, None
@@ -392,11 +430,73 @@ class Batch:
             tree, constraints, self.target.vocab_size, prune=not (watched or fixed) and tree.partial_pass is None
         )
 
+    def _verify_tree(self, tree: Tree, allowed: Tensor | None) -> tuple[Verdict, AcceptedPath, Moment]:
+        """Runs the target over the tree and applies the rule; waits for the accepted path, and marks when it came."""
+        penalised = self.penalised_tokens if self.sampling.penalises else None
+        draws = rules.Draws(self._randomness(self.requests))
+        verdict = self.verify(tree, self.cache, draws, penalised, sampling=self.sampling, allowed=allowed)
+        num_kept, self.last_tokens = verdict.num_kept, verdict.next_token.clamp(min=0)
+        path, following = verdict.follow_path(tree, self.proposer.depth if self.proposer else 0)  # [B, P] each
+        # The only wait for the device in a round
+        (*columns, counts), verified = self.clock.read(torch.cat([following, num_kept[:, None]], dim=1).T)
+        # A row without a next token ends with this round, so any token may stand for NO_TOKEN
+        accepted = AcceptedPath(path, following.clamp(min=0), num_kept, list(zip(*columns)), counts)
+        return verdict, accepted, verified
+
+    def _commit_accepted(
+        self, tree: Tree, verdict: Verdict, accepted: AcceptedPath, is_running: list[bool]
+    ) -> AcceptedPath:
+        """Commits the accepted path to the cache and to the proposer, and returns what was committed.
+
+        A finished row commits nothing: else its text would outgrow the target's positions.
+        """
+        path, following, num_kept, _, counts = accepted
+        if not tree.linear:
+            self.cache.keep_path(path)
+        if not all(is_running):
+            num_kept = num_kept * upload_values(is_running, num_kept.device)
+            counts = [count * runs for count, runs in zip(counts, is_running)]
+        self.cache.commit(num_kept, counts)
+        if self.proposer:
+            if self.proposer.watches and verdict.choices is not None:
+                self.proposer.watch(tree, verdict.choices)
+            features = verdict.output.features
+            if not tree.linear:
+                features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
+            self.proposer.commit(following, features, num_kept, counts)
+        return accepted._replace(num_kept=num_kept, counts=counts)
+
+    def _penalise(self, accepted: AcceptedPath) -> None:
+        """Marks the committed tokens, to which a repetition penalty applies from now on."""
+        if self.penalised_tokens is None:
+            return
+        following = accepted.following
+        is_kept = torch.arange(following.shape[1], device=following.device) < accepted.num_kept[:, None]
+        self.penalised_tokens.scatter_(1, torch.where(is_kept, following, self.last_tokens[:, None]), True)
+
+    def _measure_round(
+        self, draft_marks: tuple[Moment, Moment], marks: tuple[Moment, Moment, Moment], compile_seconds: float
+    ) -> RoundCost:
+        """Returns the seconds of each stage of the round. compile_seconds: seconds of compiling before the round
+
+        A device that works behind the host has not reached the last marks: those of the previous round count instead.
+        """
+        shown_marks = self.previous_round_marks if self.clock.queued else marks
+        self.previous_round_marks = marks
+        intervals = [draft_marks, (draft_marks[1], marks[0]), *itertools.pairwise(shown_marks)]
+        stages = dict.fromkeys(STAGES, 0.0) | dict(zip(STAGES, itertools.starmap(self.clock.seconds, intervals)))
+        return RoundCost(sum(stages.values()), self._compile_seconds() - compile_seconds, stages)
+
+    # Prompts
+
     def _start_answers(
         self, requests: list[Request], prefill: Prefill
-    ) -> tuple[RowCache, Tensor, Tensor | None, Opening, Tensor]:
-        """Of prompts that were read: a cache with them, the first token of each answer [R], marks [R, V], what a proposer needs, and the first
-        tokens again, with NO_TOKEN"""
+    ) -> tuple[Tensor, Tensor, Tensor | None, Opening]:
+        """Draws the first token of each answer from prompts that were read.
+
+        Returns the first tokens [R], or NO_TOKEN; the same with 0 for NO_TOKEN; penalised tokens [R, V] bool or None;
+        and the prompts for the proposer.
+        """
         padded, num, (last, features) = prefill.tokens, prefill.num, prefill.output()
         logits = self.target.logits(last)  # [R, V]
         sampling = join_samplings([self._sampling_of(request) for request in requests])
@@ -420,16 +520,16 @@ class Batch:
             penalised.scatter_(1, newest[:, None], True)
         following = torch.cat([padded[:, 1:], newest[:, None]], dim=1)  # [R, T]
         following[torch.arange(len(num), device=num.device), num - 1] = newest
-        opening = Opening(padded, num, following, features, prefill.counts)
-        return prefill.cache, newest, penalised, opening, first
+        return first, newest, penalised, Opening(padded, num, following, features, prefill.counts)
 
     def _mark_penalised(self, padded: Tensor, num: Tensor, penalised: Sequence[Tensor | None]) -> Tensor:
-        """[R, V] bool: the prompts' tokens, or those that a request names"""
-        real = torch.arange(padded.shape[1], device=padded.device) < num[:, None]  # [R, T]
+        """[R, V] bool: tokens of each prompt, or those that its request names. penalised [R]: see Request"""
+        is_prompt = torch.arange(padded.shape[1], device=padded.device) < num[:, None]  # [R, T]
         marks = torch.zeros(len(num), self.target.vocab_size, dtype=torch.bool, device=padded.device)
-        marks.scatter_(1, torch.where(real, padded, padded[:, :1]), True)
+        marks.scatter_(1, torch.where(is_prompt, padded, padded[:, :1]), True)
         row_marks = [marks[row] if named is None else named.to(marks.device) for row, named in enumerate(penalised)]
         return torch.stack(row_marks)
 
     def _compile_seconds(self) -> float:
+        """Seconds spent on compiling so far."""
         return self.runner.seconds + (self.proposer.compile_seconds if self.proposer else 0.0)

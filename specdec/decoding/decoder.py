@@ -1,4 +1,4 @@
-"""The loop of rounds: propose, verify, keep. Plain decoding is the same loop with trees of one node."""
+"""The loop of rounds: draft, verify, commit. Plain decoding is the same loop with trees of one node."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,8 +21,9 @@ from specdec.target.model import Target
 from specdec.target.verifier import Verifier
 
 CHAINS_ONLY = (
-    "has recurrent or convolution layers, whose state follows one chain of tokens, so it cannot verify a tree of drafts: set "
-    "width=1, which drafts a chain, or choose another proposer of chains, such as ngram."
+    "has recurrent or convolution layers, whose state follows one chain of tokens, so it cannot verify a tree of "
+    "drafts: "
+    "set width=1, which drafts a chain, or choose another proposer of chains, such as ngram."
 )
 
 
@@ -30,8 +31,8 @@ class Decoder:
     """Drafts and verifies without changing the target's distribution; `proposer=None` is plain decoding.
 
     stop: token ids that end an answer and belong to it; stop_strings: texts that end an answer
-    rule: a key of rules.RULES
-    runner: compiles the target's passes; decoders of one target can share it. None: nothing is compiled
+    rule: acceptance rule, a key of rules.RULES
+    runner: compiler of the target's passes, which decoders of one target can share; None: nothing is compiled
 
     Raises ValueError for a rule that does not exist, and for settings that do not fit the target.
     """
@@ -66,7 +67,7 @@ class Decoder:
             proposer.attach_verifier(self.verify, sampling)
 
     def steady(self) -> "Decoder":
-        """One whose sampled answers follow from their own random numbers, in the target's rounding: it drafts as Proposer.steady says."""
+        """A decoder whose sampled answers depend on their own random numbers only. See Proposer.steady."""
         proposer = self.proposer and self.proposer.steady()
         if proposer is self.proposer:
             return self
@@ -88,12 +89,12 @@ class Decoder:
         generator: torch.Generator | None = None,
         constraints: Sequence[Constraint | None] | None = None,
     ) -> Generation:
-        """prompts: B lists of token ids -> answers of at most `max_new_tokens` tokens each. Raises ValueError as `stream`."""
+        """Answers B prompts of token ids, with at most `max_new_tokens` tokens each. Raises ValueError as `stream`."""
         result = Generation([[] for _ in prompts], [[] for _ in prompts])
         rounds = self.stream(prompts, max_new_tokens, generator=generator, result=result, constraints=constraints)
         for emitted in rounds:
-            for row, tokens in enumerate(emitted.tokens):
-                result.tokens[row] += tokens
+            for answer, tokens in zip(result.tokens, emitted.tokens):
+                answer += tokens
         return result
 
     def stream(
@@ -106,12 +107,13 @@ class Decoder:
         penalised: Tensor | None = None,
         constraints: Sequence[Constraint | None] | None = None,
     ) -> Iterator[Round]:
-        """Yields the first tokens, read off the prompts, then the tokens of every round; fills the counts of `result`.
+        """Yields the first tokens, which follow the prompts, then the tokens of every round; counts rounds in `result`.
 
-        penalised [B, V] bool: the tokens to which a repetition penalty applies from the start; None: the prompts' tokens
-        constraints [B]: of the grammars that answers follow, made for this call; None: no answer follows one
+        penalised [B, V] bool: tokens with a repetition penalty from the start; None: the prompts' tokens
+        constraints [B]: states of the grammars that answers follow, made for this call; None: no answer follows one
         Raises ValueError for prompts that are empty or do not fit into the target's positions.
         """
+        # Make a request for each prompt.
         result = result or Generation([[] for _ in prompts], [[] for _ in prompts])
         self.check(prompts, max_new_tokens)
         marks = [None] * len(prompts) if penalised is None else list(penalised)
@@ -120,20 +122,25 @@ class Decoder:
             Request(prompt, max_new_tokens, penalised=mark, constraint=constraint)
             for prompt, mark, constraint in zip(prompts, marks, constraints, strict=True)
         ]
-        batch, numbers = self.batch(generator), {id(request): number for number, request in enumerate(requests)}
+        rows = {id(request): row for row, request in enumerate(requests)}
+
+        # Read the prompts.
+        batch = self.batch(generator)
         first = batch.admit(requests)
         result.prefill_seconds += sum(request.generation.prefill_seconds for request in requests)
         _raise_fault(requests)
         yield Round(first, [0] * len(prompts))
+
+        # Run rounds; a finished row emits nothing.
         while batch.running:
             round_ = batch.run_round()
             _raise_fault(requests)
             emitted: list[list[int]] = [[] for _ in prompts]
             accepted = [0] * len(prompts)
             for request, tokens, count in zip(round_.requests, round_.tokens, round_.accepted):
-                number = numbers[id(request)]
-                emitted[number], accepted[number] = tokens, count
-                result.accepted[number].append(count)
+                row = rows[id(request)]
+                emitted[row], accepted[row] = tokens, count
+                result.accepted[row].append(count)
             result.drafted.append(round_.num_drafted)
             result.add_times(round_.cost)
             yield Round(emitted, accepted)
@@ -142,7 +149,7 @@ class Decoder:
     def answers(
         self, prompts: Iterable[list[int]], max_new_tokens: int, **arguments: Any
     ) -> Iterator[tuple[int, Generation]]:
-        """Yields the number of a prompt and its answer as they end. Arguments as of `rounds`."""
+        """Yields (number of the prompt, answer) in the order in which answers end. arguments: see `rounds`"""
         for _, ended in self.rounds(prompts, max_new_tokens, **arguments):
             yield from ended
 
@@ -155,44 +162,45 @@ class Decoder:
         generator: Callable[[int], torch.Generator | None] = lambda number: None,
         constraint: Callable[[int], Constraint | None] = lambda number: None,
     ) -> Iterator[tuple[int, list[tuple[int, Generation]]]]:
-        """Answers any number of prompts, at most `rows` of them at once: when an answer ends, the next prompt takes its place.
+        """Answers any number of prompts, `batch_size` at once: when an answer ends, the next prompt takes its place.
 
-        Yields, round by round, how many tokens were emitted, and the answers that ended: the number of the prompt, and the answer with
-        its share of the times.
-        generator: gives the random numbers of a prompt's answer, which do not depend on the other prompts then
-        constraint: gives that of the grammar that a prompt's answer follows, if it follows one
+        Yields (number of tokens emitted, answers that ended) after each round. An answer comes with the number of its
+        prompt, and has its share of the times.
+        generator: random numbers of a prompt's answer, by its number; then they do not depend on the other prompts
+        constraint: state of the grammar that a prompt's answer follows, by its number
         Raises ValueError for fewer than one row, and for a prompt as `stream`.
         """
         if batch_size < 1:
             raise ValueError(f"rows={batch_size} must be at least 1.")
-        waiting, batch = enumerate(prompts), self.batch()
+        batch, numbered_prompts = self.batch(), enumerate(prompts)
         numbers: dict[int, int] = {}
         while True:
-            free = batch_size - len(batch.running) if batch.joins or not batch.running else 0
-            new = list(itertools.islice(waiting, free))
-            requests = [
-                Request(prompt, max_new_tokens, generator=generator(number), constraint=constraint(number))
-                for number, prompt in new
-            ]
-            emitted = 0
-            if requests:
-                self.check([request.prompt for request in requests], max_new_tokens)
-                numbers |= {id(request): number for request, (number, _) in zip(requests, new)}
-                emitted += sum(map(len, batch.admit(requests)))
+            # Admit as many prompts as there are free rows.
+            taking_part, emitted = [], list[list[int]]()
+            for number, prompt in itertools.islice(numbered_prompts, batch.count_free(batch_size)):
+                random_numbers, grammar = generator(number), constraint(number)
+                request = Request(prompt, max_new_tokens, generator=random_numbers, constraint=grammar)
+                numbers[id(request)] = number
+                taking_part.append(request)
+            if taking_part:
+                self.check([request.prompt for request in taking_part], max_new_tokens)
+                emitted = batch.admit(taking_part)
             elif not batch.running:
                 break
-            taking_part = requests
-            if all(request.tokens_left for request in requests):
+
+            # Run a round, unless an answer has ended with its first token: its row is free.
+            if all(request.tokens_left for request in taking_part):
                 round_ = batch.run_round()
-                taking_part = round_.requests
-                emitted += sum(map(len, round_.tokens))
+                taking_part, emitted = round_.requests, emitted + round_.tokens
+
+            # Hand out the answers that have ended.
             ended = [request for request in taking_part if not request.tokens_left]
             _raise_fault(ended)
-            yield emitted, [(numbers.pop(id(request)), request.generation) for request in ended]
+            yield sum(map(len, emitted)), [(numbers.pop(id(request)), request.generation) for request in ended]
         batch.close()
 
     def batch(self, generator: torch.Generator | None = None) -> Batch:
-        """An empty batch, to decode requests that come and go. generator: for those without random numbers of their own"""
+        """An empty batch for requests that come and go. generator: random numbers of requests without their own"""
         ends = Ends(frozenset(self.stop), self.stop_strings)
         return Batch(self.target, self.proposer, self.verify, ends, generator)
 
@@ -205,7 +213,8 @@ class Decoder:
         highest = max(map(max, prompts))
         if highest >= self.target.vocab_size or min(map(min, prompts)) < 0:
             raise ValueError(
-                f"A prompt has the token {highest}, and {self.target.name} knows tokens from 0 to {self.target.vocab_size - 1}: "
+                f"A prompt has the token {highest}, and {self.target.name} knows tokens from 0 to "
+                f"{self.target.vocab_size - 1}: "
                 "encode it with the tokenizer that belongs to the model."
             )
         limit = self.target.max_positions
@@ -219,7 +228,8 @@ class Decoder:
         boundary = self.target.rotary_boundary
         if boundary is not None and min(map(len, prompts)) <= boundary < longest + max_new_tokens + depth:
             raise ValueError(
-                f"{self.target.name} turns keys by other angles in texts longer than {boundary} tokens (LongRoPE), and this text "
+                f"{self.target.name} turns keys by other angles in texts longer than {boundary} tokens (LongRoPE), and "
+                "this text "
                 "would cross that length: let prompt, answer and drafts stay below it, or give only longer prompts."
             )
 
@@ -231,8 +241,10 @@ class Decoder:
         reach = target.layer_kinds.reach
         if proposer is not None and reach is not None and proposer.depth >= reach:
             raise ValueError(
-                f"{target.name} has layers that see {reach} positions, and {proposer.depth} drafts with the token before them "
-                f"need {proposer.depth + 1}: lower depth= to {reach - 1} or less (of proposers that look at texts: num)."
+                f"{target.name} has layers that see {reach} positions, and {proposer.depth} drafts with the token "
+                "before them "
+                f"need {proposer.depth + 1}: lower depth= to {reach - 1} or less (of proposers that look at texts: "
+                "num)."
             )
         if self.runner.compile and target.share.size > 1:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""How to draft and verify: one frozen record of all settings, and the decoder and proposer that it describes."""
+"""One frozen record of all settings of drafting and verifying, which makes the decoder and the proposer."""
 
 from dataclasses import dataclass
 
@@ -16,14 +16,15 @@ from specdec.target.model import Target
 
 @dataclass(frozen=True)
 class Drafting:
-    """How to draft and verify. The defaults of this class are the defaults of every command (conf/decode/chain.yaml).
+    """All settings of drafting and verifying. Their defaults are those of every command (conf/decode/chain.yaml).
 
-    depth: drafts along a path; width, nodes: see TreeShape. nodes=None means `depth` for a chain, else depth x width
-    children: how the children of a tree's node are made, see HeadProposer
-    rule: the acceptance rule, see Decoder
-    compile: whether the target's passes and the drafter's steps are compiled for the shapes that occur
+    depth: number of drafts along a path; width, nodes: see TreeShape
+        nodes None: `depth` for a chain, else depth x width
+    children: choice of the children of a tree's node, see HeadProposer
+    rule: acceptance rule, see Decoder
+    compile: whether the target's passes and the drafter's steps are compiled for each shape
     cuda_graphs: whether each pass of the target, and the drafter's steps of a round, are one CUDA graph
-        None: on a GPU what is faster, measured at the first use; on a CPU neither
+        None for both: the faster mode on a GPU, measured at the first use; neither on a CPU
 
     Raises ValueError for an unknown value of `children` or `rule`.
     """
@@ -45,11 +46,11 @@ class Drafting:
         return TreeShape(self.depth, self.width, self.depth * self.width if self.nodes is None else self.nodes)
 
     def runner(self) -> Runner:
-        """What runs the target's passes; decoders of one target can share it."""
+        """A new runner of the target's passes, which decoders of one target can share."""
         return Runner(self.compile, cuda_graphs=self.cuda_graphs)
 
     def proposer(self, drafter: Head) -> Proposer:
-        """The proposer that drafts with a trained head; a head that does not draft by steps makes its own."""
+        """A proposer that drafts with a trained head. A head that does not draft by steps makes its own."""
         if not isinstance(drafter, Drafter):
             return drafter.make_proposer(self)
         return HeadProposer(
@@ -57,11 +58,11 @@ class Drafting:
         )
 
     def decoder(self, target: Target, proposer: Proposer | None, **arguments) -> Decoder:
-        """A decoder with this acceptance rule; arguments: the other ones of Decoder."""
+        """A decoder with this acceptance rule. arguments: all other arguments of Decoder"""
         return Decoder(target, proposer, rule=self.rule, **arguments)
 
     def replayable(self, drafter: Head, sampling: Sampling) -> bool:
-        """Whether replay computes tau under these settings: fixed chains of a drafter's steps, verified token by token."""
+        """Whether replay can compute tau: it needs chains of a drafter's steps, verified token by token."""
         if not isinstance(drafter, Drafter):
             return False
         exact = sampling.greedy or self.rule == "token"

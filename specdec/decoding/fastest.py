@@ -1,9 +1,11 @@
-"""Whether to compile passes and to start them as CUDA graphs, where nobody has said so: on a GPU the first use measures it.
+"""The run mode of passes: whether they are compiled, and whether they start as CUDA graphs.
 
-The result is kept on disk beside the measured costs (proposers/costs.py). On a CPU nothing is compiled unless it is asked for.
+Where the user has not chosen it, a GPU measures it at the first use. The result is kept on disk beside the measured
+costs (proposers/costs.py). On a CPU nothing is compiled unless the user asks for it.
 """
 
 import warnings
+from pathlib import Path
 
 import numpy
 import torch
@@ -20,41 +22,34 @@ from specdec.target.verifier import Verifier
 
 RunMode = tuple[bool, bool]  # compile, cuda_graphs
 RUN_MODES: tuple[RunMode, ...] = ((False, False), (False, True), (True, False), (True, True))
-TIMED_NODES, REPEATS = 6, 8  # of the pass that is timed, and how often
-SIMPLER_MODE_TIME_RATIO = 0.97  # of the time of a way that needs less preparation, at most
-_modes_by_file: dict[str, RunMode] = {}  # by file, for folders that cannot be written
+TIMED_NODES = 6  # nodes of the timed pass, as of a usual chain
+REPEATS = 8  # timings of each mode; their lower quartile counts, because other work on the machine only adds time
+# A mode with more preparation is used only if its pass takes at most 97 % of the simpler mode's time: timings vary so.
+SIMPLER_MODE_TIME_RATIO = 0.97
+_modes_by_file: dict[str, RunMode] = {}  # results by their files, for folders that cannot be written
 
 
 def choose_run_mode(runner: Runner, target: Target) -> None:
-    """Decides what the runner was not told: the way in which a pass of this target is fastest."""
+    """Sets the settings of the runner that nobody has chosen: those of the fastest mode for this target."""
     if not runner.undecided:
         return
     requested, runner.undecided = runner.requested, False
     if not _can_measure(target.device) or target.share.size > 1:
         return
-    modes = [mode for mode in RUN_MODES if all(wish in (None, setting) for wish, setting in zip(requested, mode))]
-    if not fast.allows("graphs", target.device):
-        modes = [mode for mode in modes if not mode[1]] or modes
+    modes = _list_modes(requested, target.device)
     plain = Verifier(target, sampling=Sampling(), rule="token", runner=Runner())
-    file = costs.find_costs_file(costs.describe_conditions(plain, Sampling()) | {"ways": modes}).with_suffix(
-        ".way.json"
-    )
+    conditions = costs.describe_conditions(plain, Sampling()) | {"ways": modes}
+    file = costs.find_costs_file(conditions).with_suffix(".way.json")
     if str(file) not in _modes_by_file:
-        try:
-            document = read_json(file)
-            _modes_by_file[str(file)] = bool(document["compile"]), bool(document["cuda_graphs"])
-        except (OSError, ValueError, KeyError, TypeError):
-            seconds = {mode: _time_mode(target, mode) for mode in modes}
-            _modes_by_file[str(file)] = mode = pick_fastest_mode(seconds)
-            seconds_by_mode = {" and ".join(name for name, on in zip(("compile", "cuda_graphs"), run_mode) if on) or "neither": time
-                    for run_mode, time in seconds.items()}  # fmt: skip
-            document = {"compile": mode[0], "cuda_graphs": mode[1], "seconds": seconds_by_mode}
-            cache_document(file, document, "Which way of passes is fastest")
+        _modes_by_file[str(file)] = _read_mode(file) or _measure_modes(target, modes, file)
     runner.compile, runner.cuda_graphs = _modes_by_file[str(file)]
 
 
 def pick_fastest_mode(seconds: dict[RunMode, float | None]) -> RunMode:
-    """The fastest way; one that needs more preparation must be faster by more than what measurements vary. None: it failed"""
+    """The fastest mode. seconds: seconds of a pass by mode, simple modes first; None: the mode has failed
+
+    A later mode must be faster than an earlier one by more than timings vary.
+    """
     best = next(iter(seconds))
     for mode, time in seconds.items():
         best_seconds = seconds[best]
@@ -63,19 +58,50 @@ def pick_fastest_mode(seconds: dict[RunMode, float | None]) -> RunMode:
     return best
 
 
+def _list_modes(requested: tuple[bool | None, bool | None], device: torch.device) -> list[RunMode]:
+    """Modes that agree with the requested settings, None for a free one, and that this device has."""
+    modes = [mode for mode in RUN_MODES if all(wish in (None, setting) for wish, setting in zip(requested, mode))]
+    if not fast.allows("graphs", device):
+        return [mode for mode in modes if not mode[1]] or modes
+    return modes
+
+
+def _read_mode(file: Path) -> RunMode | None:
+    """The mode of an earlier measurement; None without one, or if its file is damaged."""
+    try:
+        document = read_json(file)
+        return bool(document["compile"]), bool(document["cuda_graphs"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _measure_modes(target: Target, modes: list[RunMode], file: Path) -> RunMode:
+    """Times a pass in each mode, writes the seconds to `file`, and returns the fastest mode."""
+    seconds = {mode: _time_mode(target, mode) for mode in modes}
+    mode = pick_fastest_mode(seconds)
+    seconds_by_name = {_name_mode(mode): time for mode, time in seconds.items()}
+    document = {"compile": mode[0], "cuda_graphs": mode[1], "seconds": seconds_by_name}
+    cache_document(file, document, "Which way of passes is fastest")
+    return mode
+
+
+def _name_mode(mode: RunMode) -> str:
+    return " and ".join(name for name, on in zip(("compile", "cuda_graphs"), mode) if on) or "neither"
+
+
 def _can_measure(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
 def _time_mode(target: Target, mode: RunMode) -> float | None:
-    """Seconds of a pass, or None where it cannot run this way"""
+    """Seconds of a pass in this mode; None, with a warning, if it cannot run"""
     runner = Runner(mode[0], cuda_graphs=mode[1])
     verifier = Verifier(target, sampling=Sampling(), rule="token", runner=runner)
     if mode[1] and not verifier.capturable:
         return None
     try:
         timer = costs.PassTimer(verifier, Sampling(), 1, linear=True)
-        for _ in range(2):  # what happens only once
+        for _ in range(2):  # warm-up: compiling, capturing
             timer.seconds(TIMED_NODES)
         times = [timer.seconds(TIMED_NODES) for _ in range(REPEATS)]
     except (RuntimeError, ValueError) as error:

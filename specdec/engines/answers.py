@@ -1,4 +1,7 @@
-"""Answers of servers, many at once, in the order of the jobs. vLLM (v1/completions) and llama.cpp (completion) take and give token ids."""
+"""Answers of servers: many requests at once, and results in the order of the jobs.
+
+vLLM (v1/completions) and llama.cpp (completion) take and give token ids.
+"""
 
 import hashlib
 import warnings
@@ -18,7 +21,7 @@ from specdec.text import chat_template
 from specdec.text import conversations as data
 from specdec.text.messages import read_arguments, write_arguments
 
-WAITING_PER_REQUEST = 4  # requests that wait for an earlier answer, for each one in flight
+WAITING_PER_REQUEST = 4  # answers that may wait for an earlier one, for each request in flight: they take memory
 
 
 @dataclass(frozen=True)
@@ -29,23 +32,23 @@ class AnswerJob:
     category: str
     temperature: float
     messages: list[dict]
-    tokens: list[int]  # the rendered prompt
+    tokens: list[int]  # token ids of the rendered prompt
     tags: tuple[str, ...] = ()
-    arguments: dict = field(default_factory=dict)  # of the chat template, and `tools`
+    arguments: dict = field(default_factory=dict)  # variables of the chat template, and `tools`
     location: str = ""  # file and line of the prompt
-    prompt: str | None = None  # the text that a model without a chat template continues; None: it answers messages
+    prompt: str | None = None  # text that a model without a chat template continues; None: messages are answered
 
     @property
     def context(self) -> list[int]:
-        """The tokens that the text of the answer goes on from; none for the answer to messages."""
+        """The tokens before the answer's text; none for an answer to messages."""
         return [] if self.prompt is None else self.tokens
 
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """How answers are sampled, and where they end. The random seed of an answer follows from `seed` and the id of its job."""
+    """Settings of sampling, and the end of answers. An answer's random seed follows from `seed` and its job's id."""
 
-    stop: frozenset[int]  # tokens that end an answer
+    stop: frozenset[int]  # token ids that end an answer
     max_new_tokens: int
     top_p: float = 1.0
     seed: int = 0
@@ -57,20 +60,19 @@ class AnswerSettings:
 
 @dataclass(frozen=True)
 class WrittenAnswer:
-    """What the target wrote for one job."""
+    """The target's answer to one job."""
 
     text: str
     finish: str  # "stop", or "length" if it was cut
-    tokens: list[int]  # with the token that ended it
+    tokens: list[int]  # token ids, with the token that ended the answer
 
 
 class AnswerServer:
-    """The target in one server, or in several that are used in turn, which answer jobs in their order.
+    """The target in one server, or in several that are used in turn. They answer jobs in their order.
 
-    name: the target's, which the server's model is compared with
-    example: a job, with whose prompt the servers' tokenizer is compared
-
-    `fingerprint`: of the weights that answer; None: not known
+    name: the target's name, which the server's model is compared with
+    example: a job, by whose prompt the servers' tokenizer is compared
+    `fingerprint`: fingerprint of the weights that answer; None: unknown
     Raises ValueError, with what to do, if a server does not answer or has another tokenizer.
     """
 
@@ -90,16 +92,12 @@ class AnswerServer:
         check_tokenizer(client, self.model, tokenizer, example.tokens)
 
     def write(self, jobs: Iterable[AnswerJob]) -> Iterator[list[tuple[AnswerJob, WrittenAnswer]]]:
-        """What was written for the jobs, some of them at a time."""
+        """Yields the jobs with their answers, some at a time."""
         return yield_in_order(self._submit, iter(jobs), max_waiting=WAITING_PER_REQUEST * self.client.in_flight)
 
     def _submit(self, job: AnswerJob) -> "Future[WrittenAnswer]":
-        def read(answer: dict) -> WrittenAnswer:
-            written = self.read_answer(answer, job)
-            discard_states(answer, job.tokens + written.tokens)
-            return written
-
         settings = self.settings
+        seed = settings.seed_of(job.id, bits=31)
         if self.of_llama_cpp:
             body = {
                 "prompt": job.tokens,
@@ -107,18 +105,24 @@ class AnswerServer:
                 "samplers": ["temperature", "top_p"],  # no others, in the order of vLLM
                 "temperature": job.temperature,
                 "top_p": settings.top_p,
-                "seed": settings.seed_of(job.id, bits=31),
+                "seed": seed,
                 "return_tokens": True,
                 "cache_prompt": False,  # answers do not depend on those before
             }
             return self.client.submit("completion", body, lambda answer: self.read_answer(self._as_vllm(answer), job))
-        body = {  # what this interface leaves open is set here, so that the model's defaults do not count
+
+        def read(answer: dict) -> WrittenAnswer:
+            written = self.read_answer(answer, job)
+            discard_states(answer, job.tokens + written.tokens)
+            return written
+
+        body = {  # all settings that the interface leaves open, so that the model's defaults do not count
             "model": self.model,
             "prompt": job.tokens,
             "max_tokens": settings.max_new_tokens,
             "temperature": job.temperature,
             "top_p": settings.top_p,
-            "seed": settings.seed_of(job.id, bits=31),
+            "seed": seed,
             "stop_token_ids": sorted(settings.stop),
             "ignore_eos": True,  # only `stop` ends an answer
             "return_token_ids": True,
@@ -129,14 +133,14 @@ class AnswerServer:
         return self.client.submit("v1/completions", body, read)
 
     def _as_vllm(self, answer: dict) -> dict:
-        """An answer of llama.cpp, which knows no stop tokens but those of its file."""
+        """An answer of llama.cpp in vLLM's form, cut at the first stop token: it knows only those of its file."""
         tokens = answer.get("tokens") or []
         end = next((n + 1 for n, token in enumerate(tokens) if token in self.settings.stop), None)
         finish = "length" if end is None and answer.get("stop_type") == "limit" else "stop"
         return {"choices": [{"token_ids": tokens[:end], "finish_reason": finish}]}
 
     def read_answer(self, answer: dict, job: AnswerJob) -> WrittenAnswer:
-        """What came back for a job. Raises BadAnswer for what may be right the next time."""
+        """The answer to a job. Raises BadAnswer for one that may be right the next time."""
         settings = self.settings
         try:
             choice = answer["choices"][0]
@@ -158,8 +162,10 @@ class AnswerServer:
     # What the servers are
 
     def _choose_model(self, name: str) -> dict:
-        """What the first server says about its model of the target, whose name all servers have."""
-        listings = [{str(model["id"]): model for model in models} for models in self.client.describe_models()]
+        """The first server's entry for the target's model, whose name all servers must have."""
+        listings = []
+        for models in self.client.describe_models():
+            listings.append({str(model["id"]): model for model in models})
         common = [model_id for model_id in listings[0] if all(model_id in models for models in listings)]
         if not common:
             names = "; ".join(", ".join(models) for models in listings)
@@ -176,7 +182,7 @@ class AnswerServer:
 
 
 def check_tokenizer(client: EngineClient, model: str, tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> None:
-    """Compares ids where servers have /tokenize, as vLLM and llama.cpp have. tokens: of a prompt, as an example
+    """Compares token ids if servers have /tokenize, as vLLM and llama.cpp do. tokens: ids of an example prompt
 
     Raises ValueError for a server with another tokenizer.
     """
@@ -198,7 +204,7 @@ def check_tokenizer(client: EngineClient, model: str, tokenizer: PreTrainedToken
 def yield_in_order(
     submit: Callable[[AnswerJob], "Future[WrittenAnswer]"], jobs: Iterator[AnswerJob], *, max_waiting: int
 ) -> Iterator[list[tuple[AnswerJob, WrittenAnswer]]]:
-    """Yields the results of the first jobs as soon as they are there. ahead: jobs that may be under way behind the first one"""
+    """Yields results in the order of the jobs, as soon as they come. max_waiting: number of jobs under way"""
     waiting: deque[tuple[AnswerJob, Future[WrittenAnswer]]] = deque()
     try:
         while True:
@@ -225,7 +231,7 @@ def list_jobs(
 ) -> list[AnswerJob]:
     """One job for each prompt and temperature.
 
-    prompts: rows of reading.load_prompts; arguments: of the chat template, for prompts that do not say them
+    prompts: rows of reading.load_prompts; arguments: variables of the chat template, for prompts without their own
     Raises ValueError if two prompts have the same id, or for an argument that the chat template does not read.
     """
     chat_template.check_arguments(tokenizer, arguments or {})
@@ -244,7 +250,8 @@ def list_jobs(
             job = AnswerJob(id=f"{prompt['id']}@{temperature:g}", temperature=temperature, **shared)
             if (first := jobs.setdefault(job.id, job)) is not job:
                 raise ValueError(
-                    f"Two prompts have the same id, {prompt['id']} ({first.location}; {job.location}). Make the ids unique."
+                    f"Two prompts have the same id, {prompt['id']} ({first.location}; {job.location}). Make the ids "
+                    "unique."
                 )
     return list(jobs.values())
 
@@ -252,7 +259,10 @@ def list_jobs(
 def make_answer(
     tokenizer: PreTrainedTokenizerBase, tokens: list[int], stop: Collection[int], context: list[int] | None = None
 ) -> WrittenAnswer:
-    """tokens: what the target wrote, with the token that ended it; before: AnswerJob.before, as spaces may depend on it"""
+    """Makes an answer of the token ids that the target wrote, with the token that ended it.
+
+    context: AnswerJob.context; spaces at the start of the text may depend on it
+    """
     finish = "stop" if tokens[-1] in stop else "length"
     answer_tokens = tokens[:-1] if finish == "stop" else tokens
     text = TextDecoder.from_tokenizer(tokenizer).text(answer_tokens, context or ())
@@ -261,9 +271,9 @@ def make_answer(
 
 
 def make_row(job: AnswerJob, answer: WrittenAnswer, *, tokenizer: str, writer: str | None = None) -> dict:
-    """A row to train on. tokenizer: digest of the vocabulary that the ids belong to (conversations.find_vocabulary)
+    """Makes a row to train on. tokenizer: digest of the vocabulary that the ids belong to (data.vocabulary)
 
-    writer: fingerprint of the target that wrote it, if it is known
+    writer: fingerprint of the target that wrote the answer; None: unknown
     """
     row = {"id": job.id, "category": job.category, "temperature": job.temperature, "finish": answer.finish}
     row |= write_arguments(job.arguments)

@@ -27,11 +27,11 @@ from specdec.target.model import Target
 
 Result = TypeVar("Result")
 Event = tuple[float, dict]  # seconds since the request was sent, and the document
-TRIES = 5  # of one request whose answers are bad
-LONGEST_PAUSE = 10.0  # seconds between two tries
-LONGEST_WAIT = 60.0  # seconds that a server may ask to wait, with Retry-After
-CONNECT_SECONDS = 10.0  # seconds
-IDLE_SECONDS = 2.0  # seconds for which a connection is kept; servers close theirs after five
+TRIES = 5  # bad answers in a row that end a request
+LONGEST_PAUSE = 10.0  # seconds between two tries, at most
+LONGEST_WAIT = 60.0  # seconds that a server may ask for with Retry-After, at most
+CONNECT_SECONDS = 10.0  # seconds until a connection counts as failed
+IDLE_SECONDS = 2.0  # seconds for which an idle connection is kept: servers close theirs after five
 START = (
     "Start one with python scripts/launch_engine.py, or give the URL of one that runs, such as http://localhost:8000."
 )
@@ -57,10 +57,10 @@ class EngineClient:
     """One or several servers with the same model, used in turn.
 
     urls: comma list such as http://localhost:8000, with or without /v1
-    in_flight: requests that are under way at once
-    patience: minutes without any answer after which a request gives up; a server that was restarted meanwhile is used again
+    in_flight: largest number of requests under way
+    patience: minutes without any answer after which a request gives up; a server may be restarted meanwhile
     longest: minutes that one answer may take before the request is sent again; None: no limit
-    say: prints a sentence, when servers stop to answer and when they answer again
+    say: function that prints a sentence, when servers stop to answer and when they answer again
     Raises ValueError, here and in every request, with what to do. A request that a server refuses raises Refused.
     """
 
@@ -90,27 +90,27 @@ class EngineClient:
         self.url_cycle = itertools.cycle(self.urls)
         self.closed = threading.Event()
         self.sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-        self.silent: set[str] = set()  # servers that did not answer last time
+        self.silent: set[str] = set()  # URLs that did not answer last time
         self.repeated = 0  # requests that were sent again
         self.guard = threading.Lock()
 
     def submit(self, path: str, body: dict, read: Callable[[dict], Result]) -> "Future[Result]":
-        """`post` in another thread."""
+        """Calls `post` in another thread."""
         return self.pool.submit(self.post, path, body, read)
 
     def post(self, path: str, body: dict, read: Callable[[dict], Result]) -> Result:
-        """The result of POST `path`, such as v1/completions.
+        """Returns the result of POST `path`, such as v1/completions.
 
         read: makes the result of the answer's JSON; raises BadAnswer for an answer that must be requested again
         """
         return self._repeat(lambda url: read(self._send(url, path, body)))
 
     def stream(self, path: str, body: dict, read: Callable[[list[Event]], Result]) -> Result:
-        """`post` for an answer that comes as server-sent events, each with the seconds since the request was sent."""
+        """Calls `post` for an answer in server-sent events, each with the seconds since the request was sent."""
         return self._repeat(lambda url: read(self._receive(url, path, body)))
 
     def _repeat(self, ask: Callable[[str], Result]) -> Result:
-        """What `ask` makes of a server's URL, asked again where an answer is lost or bad. Raises GivenUp."""
+        """Returns ask(URL of a server), called again if an answer is lost or bad. Raises GivenUp."""
         silent_since, bad = time.monotonic(), 0
         for number in itertools.count():
             with self.guard:
@@ -136,7 +136,7 @@ class EngineClient:
         raise ValueError("The client of the engine was closed.")
 
     def describe_models(self) -> list[list[dict]]:
-        """What each server says about its models: `id`, and vLLM also `max_model_len`.
+        """The entries of each server's /v1/models: `id`, and vLLM also `max_model_len`.
 
         Raises ValueError at once if a server does not answer.
         """
@@ -155,7 +155,8 @@ class EngineClient:
                 raise
             except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"No server with OpenAI's interface answers at {url}{loopback.describe_proxy(url)} ({_describe_error(error)}). {START}"
+                    f"No server with OpenAI's interface answers at {url}{loopback.describe_proxy(url)} "
+                    f"({_describe_error(error)}). {START}"
                 ) from None
         return listings
 
@@ -165,7 +166,7 @@ class EngineClient:
         self.pool.shutdown(wait=False, cancel_futures=True)
         for connection in list(self.sockets):
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # closing it would not wake a thread that reads from it
+                connection.shutdown(socket.SHUT_RDWR)  # a close alone would not wake a reading thread
         self.client.close()
 
     def _trace(self, event: str, details: dict) -> None:
@@ -205,11 +206,12 @@ class EngineClient:
         self._note_change(url, silent=True, message=f"does not answer{proxy} {reason}")
         if time.monotonic() - silent_since > 60 * self.patience and not self.closed.is_set():
             raise ValueError(
-                f"No server has answered for {self.patience:g} minutes ({url}{proxy}: {_describe_error(error)}). {START}"
+                f"No server has answered for {self.patience:g} minutes ({url}{proxy}: {_describe_error(error)}). "
+                f"{START}"
             )
 
     def _note_change(self, url: str, *, silent: bool, message: str = "answers again") -> None:
-        """Says when a server stops to answer, and when it answers again."""
+        """Prints when a server stops to answer, and when it answers again."""
         with self.guard:
             changed = silent != (url in self.silent)
             (self.silent.add if silent else self.silent.discard)(url)
@@ -225,7 +227,7 @@ def _base_url(url: str) -> str:
 
 
 def _check_status(answer: httpx.Response, address: str) -> None:
-    """Raises BadAnswer or Refused for what is no answer."""
+    """Raises BadAnswer or Refused for a status that is no answer."""
     if answer.status_code in (408, 429) or answer.status_code >= 500:
         error = BadAnswer(f"status {answer.status_code}, {_read_message(answer)}")
         with contextlib.suppress(ValueError):  # it may also be a date
@@ -238,7 +240,7 @@ def _check_status(answer: httpx.Response, address: str) -> None:
 
 
 def read_events(chunks: list[tuple[float, bytes]]) -> list[Event]:
-    """Server-sent events from the pieces in which they came. Raises BadAnswer for an error, and for a stream without its end."""
+    """The server-sent events in the chunks of a stream. Raises BadAnswer for an error, or without the end."""
     events: list[Event] = []
     remainder = b""
     for seconds, chunk in chunks:
@@ -257,7 +259,7 @@ def read_events(chunks: list[tuple[float, bytes]]) -> list[Event]:
 
 
 def _read_message(answer: httpx.Response) -> str:
-    """What a server says is wrong, in one line."""
+    """The error message of a server, in one line."""
     try:
         document = answer.json()
         error = document.get("error", document)
@@ -271,11 +273,11 @@ def _describe_error(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-LLAMA_CPP = "llamacpp"  # as /v1/models names the owner of its models
+LLAMA_CPP = "llamacpp"  # owner of llama.cpp's models in /v1/models
 
 
 def find_fingerprint(model: dict) -> Fingerprint | None:
-    """Of the weights behind an entry of /v1/models; None: neither the server nor this machine can tell.
+    """Fingerprint of the weights of an entry of /v1/models; None: neither the server nor this machine can tell.
 
     llama.cpp's server tells sizes and the type of its file. vLLM tells a folder or a name, which is read if it is here.
     """

@@ -1,13 +1,14 @@
 """vLLM as the source of the target's outputs: one request reads a text, and its hidden states come as a file.
 
-in_vllm/hidden_states_connector.py writes the file into a folder that this machine sees under the same path, and it is deleted
-here once it was read. vLLM numbers hidden states as `Target` does, but the last one is the state before the final norm. The
-norm is applied where a step takes the states.
+in_vllm/hidden_states_connector.py writes the file into a folder that this machine sees under the same path. It is
+deleted here after it was read. vLLM numbers hidden states as `Target` does, but the last one is the state before the
+final norm. The norm is applied when a step takes the states.
 """
 
 import json
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,16 +21,15 @@ from specdec.heads.base import Drafter
 from specdec.target.fingerprint import UNREAD, describe_difference
 from specdec.target.model import Target, TargetOutput
 
-MAX_SHORTFALL = (
-    0.25  # standard deviations of the logits by which the engine's token may fall short of the best one here
-)
+# Standard deviations of the logits by which the engine's token may fall short of the best one here: it rounds otherwise
+MAX_SHORTFALL = 0.25
 RESTART = "Start it again with python scripts/launch_engine.py"
 
 
 class EngineTarget:
     """The target in a server, or in several that are used in turn.
 
-    target: without its layers, or whole
+    target: the target without its layers, or whole
     layers: numbers of the hidden states that are needed beside the final one
     Raises ValueError, with what to do, if a server has another model or gives no hidden states, or not these.
     """
@@ -46,13 +46,13 @@ class EngineTarget:
     # Outputs of texts
 
     def submit(self, tokens: Tensor, layers: tuple[int, ...]) -> "Future[list[Tensor]]":
-        """tokens [t] -> [t, D] for each of these layers, on the CPU, before the final norm, in the target's dtype"""
+        """Requests states [t, D] of each layer for tokens [t]: on the CPU, in the target's dtype, before the norm."""
         ids = tokens.tolist()
         body = self.make_body(ids, max_tokens=1)
         return self.client.submit("v1/completions", body, lambda answer: self.read_states(answer, ids, layers)[1])
 
     def read(self, drafter: Drafter, texts: list[tuple[list[int], list[int]]]) -> TargetOutput:
-        """As specdec.unroll.replay.read_target: prompts and their answers -> features [B, T, F*D], final [B, T, D]"""
+        """Features [B, T, F*D] and final states [B, T, D] of (prompt, answer), as specdec.unroll.replay reads them."""
         layers = (*drafter.target_layers, self.target.num_layers)
         futures = [self.submit(torch.tensor(prompt + answer), layers) for prompt, answer in texts]
         rows = [torch.cat(future.result(), dim=-1) for future in futures]
@@ -62,12 +62,12 @@ class EngineTarget:
     def answer(
         self, prompts: Sequence[list[int]], *, sampling: Sampling, max_new_tokens: int, stop: set[int], seed: int
     ) -> list[list[int]]:
-        """Plain answers, each with the token that ended it. Numbers of prompts are added to the seed."""
+        """Plain answers, each with the token that ended it. Prompt n is answered with seed + n."""
         sampled = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or 0}
 
         def submit(number: int, prompt: list[int]) -> "Future[list[int]]":
             def read(answer: dict) -> list[int]:
-                new = _new_tokens(answer)
+                new = _read_new_tokens(answer)
                 discard_states(answer, [*prompt, *new])  # the server writes them all the same
                 return new
 
@@ -92,32 +92,18 @@ class EngineTarget:
         }
 
     def read_states(self, answer: dict, prompt: list[int], layers: tuple[int, ...]) -> tuple[list[int], list[Tensor]]:
-        """-> the new tokens, and [t, D] for each layer: states of all tokens but the last, which the engine never read
+        """Returns the new tokens, and states [t, D] of each layer for all tokens but the last, which was never read.
 
-        A thread calls this, which must not wait for what the device has been given to do.
-        Raises BadAnswer for what may be right the next time, and ValueError for a server that was started otherwise.
+        A thread calls this, which must not wait for the work of the device.
+        Raises BadAnswer for an answer that may be right the next time, and ValueError for a server with other settings.
         """
-        new, path = _new_tokens(answer), find_file(answer)
+        new, path = _read_new_tokens(answer), find_file(answer)
         if path is None:
             raise ValueError(f"The server at {', '.join(self.client.urls)} gives no hidden states. {RESTART}.")
         tensors, metadata = load_file(path)
-        ids, states = tensors.get("token_ids"), tensors.get("hidden_states")
-        expected_ids = [*prompt, *new][:-1]
-        if ids is None or states is None or states.ndim != 3:
-            raise BadAnswer(f"{path} has no hidden states of a text")
-        if ids.tolist() != expected_ids or len(states) != len(expected_ids):
-            raise BadAnswer(
-                f"hidden states of {len(states)} tokens came back for a text of {len(expected_ids)}. {RESTART}: prefix caching must "
-                "be off (--no-enable-prefix-caching)"
-            )
-        delete_file(path)  # now that it is known to be the engine's
-        if not bool(states.isfinite().all() and states.flatten(1).any(dim=1).all()):
-            raise BadAnswer("the hidden states of some tokens are not finite, or all zero")
-        if states.shape[2] != self.target.width:
-            raise ValueError(
-                f"The engine's hidden states have width {states.shape[2]}, and {self.target.name} has {self.target.width}: it "
-                "serves another model."
-            )
+        states = _check_tokens(tensors, [*prompt, *new][:-1], path)
+        delete_file(path)  # only now is it known to be the engine's
+        self._check_states(states)
         stored = json.loads(metadata.get("layers", "[]"))
         if len(stored) != states.shape[1] or not set(self.layers) <= set(stored):
             raise ValueError(
@@ -126,10 +112,21 @@ class EngineTarget:
             )
         return new, [states[:, stored.index(layer)].to(self.target.dtype) for layer in layers]
 
+    def _check_states(self, states: Tensor) -> None:
+        """Raises BadAnswer for states [t, layers, D] that are not finite or all zero, ValueError for another width."""
+        if not bool(states.isfinite().all() and states.flatten(1).any(dim=1).all()):
+            raise BadAnswer("the hidden states of some tokens are not finite, or all zero")
+        if states.shape[2] != self.target.width:
+            raise ValueError(
+                f"The engine's hidden states have width {states.shape[2]}, and {self.target.name} has "
+                f"{self.target.width}: it serves another model."
+            )
+
     def _check_weights(self, url: str, model: dict) -> None:
         if model.get("owned_by") == LLAMA_CPP:
             raise ValueError(
-                f"{url} is llama.cpp's server, which gives answers only (specdec answer engine=) and no hidden states: use vLLM "
+                f"{url} is llama.cpp's server, which gives answers only (specdec answer engine=) and no hidden states: "
+                "use vLLM "
                 "(specdec launch_engine) with the same weights, or features.mode=online."
             )
         here, served = self.target.fingerprint(), find_fingerprint(model)
@@ -139,29 +136,47 @@ class EngineTarget:
 
     @torch.no_grad()
     def _check_server(self) -> None:
-        """Compares the token that a server chooses behind a short text with the best one by its own hidden state."""
+        """Compares the token that a server chooses after a short text with the best one by its own hidden state."""
         target = self.target
         ids = (torch.arange(1, 9) % target.vocab_size).tolist()
-        read = lambda answer: self.read_states(answer, ids, (target.num_layers,))
-        (token,), (states,) = self.client.post("v1/completions", self.make_body(ids, max_tokens=1), read)
+        (token,), (states,) = self.client.post(
+            "v1/completions",
+            self.make_body(ids, max_tokens=1),
+            lambda answer: self.read_states(answer, ids, (target.num_layers,)),
+        )
         logits = target.logits(target.norm(states[-1:].to(target.device)))[0]  # [V]
         shortfall = float((logits.max() - logits[token]) / logits.std())
         if not shortfall <= MAX_SHORTFALL:
             raise ValueError(
-                f"The engine chose token {token}, whose logit by its own hidden state falls {shortfall:.1f} standard deviations "
+                f"The engine chose token {token}, whose logit by its own hidden state falls {shortfall:.1f} standard "
+                "deviations "
                 f"short of the best. It serves another model than {target.name}, or other layers."
             )
 
 
 def apply_final_norm(target: Target, states: Tensor, layers: tuple[int, ...]) -> Tensor:
-    """states [..., layers * D] of an EngineTarget, on the target's device -> the same with the final norm, applied in place"""
+    """Applies the final norm in place to states [..., layers * D] of an EngineTarget, on the target's device."""
     for layer, layer_states in zip(layers, states.split(target.width, dim=-1), strict=True):
         if layer == target.num_layers:
             layer_states.copy_(target.norm(layer_states))
     return states
 
 
-def _new_tokens(answer: dict) -> list[int]:
+def _check_tokens(tensors: dict[str, Tensor], expected_ids: list[int], path: Path) -> Tensor:
+    """The hidden states [t, layers, D] of a file. Raises BadAnswer unless they are those of these tokens."""
+    ids, states = tensors.get("token_ids"), tensors.get("hidden_states")
+    if ids is None or states is None or states.ndim != 3:
+        raise BadAnswer(f"{path} has no hidden states of a text")
+    if ids.tolist() != expected_ids or len(states) != len(expected_ids):
+        raise BadAnswer(
+            f"hidden states of {len(states)} tokens came back for a text of {len(expected_ids)}. {RESTART}: prefix "
+            "caching must be off (--no-enable-prefix-caching)"
+        )
+    return states
+
+
+def _read_new_tokens(answer: dict) -> list[int]:
+    """The token ids of an answer. Raises ValueError for a server that gives none."""
     try:
         new = answer["choices"][0]["token_ids"]
     except (KeyError, IndexError, TypeError):

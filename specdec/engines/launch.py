@@ -56,7 +56,7 @@ def make_command(options: EngineOptions, target: Target, layers: list[int], fold
 
 @contextlib.contextmanager
 def open_folder(folder: str | None) -> Iterator[str]:
-    """Where hidden states are written; None: a new folder, which is deleted at the end."""
+    """Gives the folder of hidden states. None: a new one, which is deleted at the end"""
     if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         yield str(Path(folder).resolve())
@@ -67,7 +67,7 @@ def open_folder(folder: str | None) -> Iterator[str]:
 
 
 def run_server(options: EngineOptions, target: Target, layers: list[int], folder: str, modules: Path) -> int:
-    """Runs the server until it ends or is stopped. -> its exit status. modules: what vLLM imports by name"""
+    """Runs the server until it ends or is stopped, and returns its status. modules: folder that vLLM imports from"""
     url = f"http://localhost:{options.port}"
     print(f"{target.name} will be served at {url}, with layers {layers}, once vLLM says that its start is complete.")
     print(f"use: features.engine={url} (train.py), engine={url} (scripts/answer.py)", flush=True)

@@ -1,4 +1,4 @@
-"""Which servers are asked through a proxy of the environment (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY): never one on this machine."""
+"""Proxies of the environment (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY). A server on this machine never needs one."""
 
 import ipaddress
 import os
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def is_local(url: str) -> bool:
-    """Whether an address is one of this machine, whatever the environment says about proxies."""
+    """Whether a URL is on this machine, whatever the environment says about proxies."""
     host = (urllib.parse.urlsplit(url).hostname or "").rstrip(".")
     if host == "localhost" or host.endswith(".localhost"):
         return True
@@ -20,8 +20,10 @@ def is_local(url: str) -> bool:
 
 
 def make_client_options(*urls: str) -> dict[str, Any]:
-    """Arguments of an httpx client for these servers. With local ones alone it reads nothing of the environment, so that a proxy that
-    cannot be used does no harm."""
+    """Arguments of an httpx client for these servers.
+
+    For local servers alone it reads nothing of the environment, so that a broken proxy does no harm.
+    """
     local = [url for url in urls if is_local(url)]
     if len(local) == len(urls):
         return {"trust_env": False}
@@ -30,13 +32,10 @@ def make_client_options(*urls: str) -> dict[str, Any]:
 
 
 def describe_proxy(url: str) -> str:
-    """(through NAME), where a variable of the environment names a proxy for this address; else nothing. Its value may hold a password."""
+    """A clause with the variable whose proxy is used for this URL; else nothing. Its value may hold a password."""
     address = urllib.parse.urlsplit(url)
     if is_local(url) or urllib.request.proxy_bypass(address.netloc):
         return ""
-    variables = [f"{kind}_proxy" for kind in (address.scheme, "all")]
-    name = next(
-        (name for variable in variables for name, value in os.environ.items() if name.lower() == variable and value),
-        None,
-    )
+    set_names = {name.lower(): name for name, value in os.environ.items() if value}
+    name = set_names.get(f"{address.scheme}_proxy") or set_names.get("all_proxy")
     return f" (through the proxy of {name}; NO_PROXY={address.hostname} asks it directly)" if name else ""

@@ -1,19 +1,19 @@
-"""Drafting that chooses every round how much to draft, from a measured cost curve and calibrated acceptance probabilities.
+"""Drafting that chooses in every round how much to draft, from measured costs and calibrated acceptance probabilities.
 
-A round with the drafts T takes V(1 + |T|) seconds to verify, and what drafting them took. It emits one token and the
-accepted drafts: on average the sum of the probabilities of T's paths. Over many rounds the most tokens a second come from
-choosing, in each round, what maximises
+A round with the drafts T takes V(1 + |T|) seconds to verify, and the seconds of drafting. It emits one token and the
+accepted drafts: on average the sum of the probabilities of T's paths. Over many rounds, the most tokens a second come
+from the choice that maximises in each round
 
     expected tokens - rate * seconds
 
-where `rate` is the tokens a second of such rounds (Dinkelbach's method for ratios). So a draft is worth verifying if its
-probability exceeds rate times the seconds that it adds. The candidates of a round are text proposals, which cost nothing,
-and those of a head, which grow one level at a time, as long as the next level is worth its step.
+where `rate` is the tokens a second of such rounds (Dinkelbach's method for ratios). So a draft is worth verifying if
+its probability exceeds rate times the seconds that it adds. The candidates of a round are text proposals, which cost
+nothing, and those of a head. They grow one level at a time, as long as the next level is worth its step.
 
-WHAT IS DECIDED WHEN. At temperature 0, and for chosen drafts at any temperature, each draft is a fixed token, and verifying
-any set of them is lossless. A drafted token that was sampled from a distribution q may be left out only by what was known
-before it was drawn: whether to draw at a depth is decided from q and from earlier draws, all of which are verified in any
-case. What is verified beside draws is fixed before the first one (docs/methods.md, section 1).
+WHAT IS DECIDED WHEN. At temperature 0, and for chosen drafts at any temperature, each draft is a fixed token, and
+verifying any set of them is lossless. A draft that was sampled from a distribution q may be left out only by what was
+known before it was drawn. So q and earlier draws decide whether a depth is drawn, and all draws are verified. The nodes
+beside draws are fixed before the first draw (docs/methods.md, section 1).
 """
 
 import statistics
@@ -22,6 +22,7 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,40 +43,40 @@ from specdec.proposers.suffix import make_default_suffix
 from specdec.proposers.text import Forced, TextProposer
 from specdec.target.model import Target
 
-SIBLINGS = 3  # candidates of a head for each token
-MAX_HEAD_STEPS = 6  # steps of a head
-RECENT_TIMINGS = 15  # timings whose median is the time of a step
+SIBLINGS = 3  # candidates of a head for each token; later ones are seldom accepted
+MAX_HEAD_STEPS = 6  # steps of a head in a round, at most
+RECENT_TIMINGS = 15  # timings whose median is the time of a step: machines pause
 LEARNING_SHARE = 0.01  # share of the time that rounds may cost which are made to learn something
-MIN_PROBE_DISTANCE = 8  # rounds between two rounds without drafts that are made to measure one
+MIN_PROBE_DISTANCE = 8  # rounds between two rounds without drafts that measure the plain pass, at least
 
 
 @dataclass(frozen=True)
 class AutoRound:
-    """What one round drafts, and what is expected of it."""
+    """The choice of one round, and its expected figures."""
 
-    size: int  # nodes of a row's tree, the root included
-    sources: Counter[str]  # drafts in the trees of all rows by Kind.source, without the copies that fill trees up
-    head: bool  # whether the head drafts, even if none of its drafts was taken
-    head_probe: bool  # whether it does to see whether it pays by now
-    seconds: float  # expected, of verification and drafting
-    plain_seconds: float  # seconds that plain decoding takes for as many tokens in as many rows
-    head_seconds: float  # that the head took
+    size: int  # nodes of a row's tree, with the root
+    drafts: bool  # whether any row has drafts, copies that fill trees up aside
+    head: bool  # whether the head drafts, even if none of its drafts is taken
+    head_probe: bool  # whether the head drafts only to see if it pays by now
+    seconds: float  # expected seconds of verification and drafting
+    plain_seconds: float  # seconds of plain decoding for as many tokens in as many rows
+    head_seconds: float  # observed seconds of the head
     rows: list[RowCandidates]
 
 
 @dataclass
 class Account:
-    """What was expected and observed since the last `reset_history`."""
+    """Sums over all rounds since the last `reset_history`."""
 
     rounds: int = 0
-    tokens: float = 0.0  # of all rows
-    seconds: float = 0.0  # of verification and drafting, expected
-    plain_seconds: float = 0.0  # seconds that plain decoding takes for the expected tokens, in as many rows
+    tokens: float = 0.0  # tokens emitted in all rows
+    seconds: float = 0.0  # expected seconds of verification and drafting
+    plain_seconds: float = 0.0  # seconds of plain decoding for the expected tokens, in as many rows
     head: int = 0  # rounds in which the head drafted
     sizes: Counter[int] = field(default_factory=Counter)  # rounds by the nodes of their trees
 
     def add(self, choice: AutoRound) -> None:
-        """One round, before it is verified."""
+        """Adds a round before it is verified."""
         self.rounds += 1
         self.sizes[choice.size] += 1
         self.seconds += choice.seconds
@@ -83,33 +84,41 @@ class Account:
         self.head += choice.head
 
 
-class StepTimes:
-    """Seconds of the parts of a round beside the target's pass, by name and rows: medians, as machines pause.
+class HeadDrafts(NamedTuple):
+    """The head's part in a round."""
 
-    A head's first step also reads prompts, and what was committed since it drafted. So one timing is not known yet.
+    distributions: list[Tensor]  # [B, W] each, one for each sampled level
+    expected_seconds: float  # seconds of its steps, by earlier rounds
+    seconds: float  # observed seconds of its steps
+
+
+class StepTimes:
+    """Median seconds of the stages of a round beside the target's pass, by name and batch size.
+
+    A head's first step also reads prompts, and all tokens since it drafted last. So one timing alone says nothing.
     """
 
     def __init__(self) -> None:
         self.recent: dict[tuple[str, int], deque[float]] = {}
 
     def observe(self, name: str, batch_size: int, seconds: float) -> None:
+        """Adds one timing."""
         self.recent.setdefault((name, batch_size), deque(maxlen=RECENT_TIMINGS)).append(seconds)
 
     def seconds(self, name: str, batch_size: int) -> float:
-        """For the nearest known number of rows; 0 for a step that is not known."""
-        timings = [
-            (abs(size - batch_size), times)
-            for (step, size), times in self.recent.items()
-            if step == name and len(times) > 1
-        ]
-        return statistics.median_low(min(timings, key=lambda timing: timing[0])[1]) if timings else 0.0
+        """Median seconds at the nearest batch size with two timings; 0 without one."""
+        sizes = [size for (step, size), times in self.recent.items() if step == name and len(times) > 1]
+        if not sizes:
+            return 0.0
+        nearest = min(sizes, key=lambda size: abs(size - batch_size))
+        return statistics.median_low(self.recent[name, nearest])
 
 
 class AutoProposer(Proposer):
     """Chooses the drafts of its members, or none, by costs and acceptance probabilities. See the head of this file.
 
     members: at most one trained head, and text proposers; a head's shape is that of `steady`
-    costs: user-supplied ones, or their file (costs.read_costs); None: those of this device are measured, or read from disk
+    costs: costs or their file (costs.read_costs); None: this device's, measured or read from disk
     Raises ValueError for other members, and for a file that holds no costs.
     """
 
@@ -118,44 +127,46 @@ class AutoProposer(Proposer):
         heads = [member for member in members if isinstance(member, HeadProposer)]
         if len(self.texts) + len(heads) < len(members) or len(heads) > 1 or not members:
             raise ValueError(
-                "members= of auto must be one trained head (head, draft), or proposers that look at texts (suffix, ngram, "
-                "retrieval), or both."
+                "members= of auto must be one trained head (head, draft), or proposers that look at texts (suffix, "
+                "ngram, retrieval), or both."
             )
-        self.shaped_head = next(iter(heads), None)  # the head with its own shape
-        self.head = self.shaped_head and self.shaped_head.as_chain(MAX_HEAD_STEPS)
-        self.members: list[Proposer] = [*self.texts, *([self.head] if self.head else [])]
-        self.target = target
+        self.shaped_head: HeadProposer | None = None  # the head with its own shape
+        self.head: HeadProposer | None = None  # the same as a chain
+        self.target_layers: tuple[int, ...] = ()
+        self.members: list[Proposer] = [*self.texts]
+        for head in heads:
+            self.shaped_head, self.head = head, head.as_chain(MAX_HEAD_STEPS)
+            self.target_layers = self.head.target_layers
+            self.members.append(self.head)
+        self.depth = min(max(SIZES) - 1, max(member.depth for member in self.members))
+        self.selects = all(member.selects for member in members)
+        self.target, self.linear = target, target.recurrent
         self.costs = read_costs(Path(costs)) if isinstance(costs, str) else costs
         self.measures_costs = costs is None
-        self.costs_by_file: dict[Path, Costs] = {}  # of this device, by their files
-        self.progress = lambda items, _: items  # of measuring
-        self.target_layers = self.head.target_layers if self.head else ()
-        self.selects = all(member.selects for member in members)
-        self.linear = target.recurrent
-        self.depth = min(max(SIZES) - 1, max(member.depth for member in self.members))
+        self.costs_by_file: dict[Path, Costs] = {}  # this device's
+        self.progress = lambda items, _: items  # shows the measurement of costs
         self.reset_history()
 
     @classmethod
     def make_default(cls, target: Target, head: Proposer, *, costs: Costs | Text | None = None) -> "AutoProposer":
-        """A trained head beside a suffix tree and what a grammar forces, as commands draft by default."""
+        """The default of commands: a trained head, a suffix tree, and the tokens that a grammar forces."""
         return cls(target, members=[Forced(target, num=16), make_default_suffix(target), head], costs=costs)
 
     def reset_history(self):
         for member in self.members:
             member.reset_history()
-        self.acceptance, self.times, self.account = Acceptance(), StepTimes(), Account()
-        # Rounds since the head drafted, since one had drafts, and since one had none
+        self.acceptance = Acceptance()
+        self.times, self.account = StepTimes(), Account()
+        # Rounds since the head drafted, since a round had drafts, and since a round had none
         self.rounds_since = Counter[str]()
         self.advantage = 1.0  # expected speed of the last round with drafts over plain decoding
-        self.probing_head = False  # whether a trial goes on in the next round
-        self.probe_seconds = 0.0  # of the head in the last one
+        self.probing_head = False  # whether the next round continues a probe of the head
+        self.probe_seconds = 0.0  # seconds of the head in its last probe
         self.speedup = (0.0, 0.0)  # recent tokens, and seconds, in units of plain rounds
         self.num_rows = 0
-        self.tokens_left, self.ends = (
-            list[int](),
-            Ends(frozenset()),
-        )  # tokens that answers may still have; what ends them
-        self.round: AutoRound | None = None  # the last one of this batch
+        self.tokens_left: list[int] = []  # [B] tokens that each answer may still have
+        self.ends = Ends(frozenset())
+        self.round: AutoRound | None = None  # the last round of this batch
 
     @property
     def compile_seconds(self) -> float:
@@ -170,7 +181,7 @@ class AutoProposer(Proposer):
         return self.shaped_head
 
     def predicted_speedup(self) -> float | None:
-        """The speedup that was expected of all rounds since `reset_history`; None without a round."""
+        """Expected speedup of all rounds since `reset_history`; None without a round."""
         return self.account.plain_seconds / self.account.seconds if self.account.seconds else None
 
     # A batch
@@ -181,16 +192,22 @@ class AutoProposer(Proposer):
         sampling = sampling.costliest if isinstance(sampling, RowSampling) else sampling
         conditions = find_costs_file(describe_conditions(verifier, sampling))
         if conditions not in self.costs_by_file:
-            progress = lambda items, title: self.progress(items, title)
-            self.costs_by_file[conditions] = MeasuredCosts(verifier, sampling, linear=self.linear, progress=progress)
+            self.costs_by_file[conditions] = MeasuredCosts(
+                verifier, sampling, linear=self.linear, progress=self._show_progress
+            )
         self.costs = self.costs_by_file[conditions]
         if self.num_rows:
             self.costs.prepare(self.num_rows)
 
+    def _show_progress(self, items, title):
+        """The items, shown as the command of today shows them: `progress` may be set after the costs were made."""
+        return self.progress(items, title)
+
     def begin(self, tokens, num):
         for member in self.members:
             member.begin(tokens, num)
-        self.newest, self.tokens_left = [0] * len(tokens), [sys.maxsize] * len(tokens)
+        self.newest = [0] * len(tokens)  # [B] the last token of each row
+        self.tokens_left = [sys.maxsize] * len(tokens)
         self.constraints: list[Constraint | None] = [None] * len(tokens)
         if self.num_rows != len(tokens):
             self.num_rows, self.speedup = len(tokens), (0.0, 0.0)
@@ -201,7 +218,7 @@ class AutoProposer(Proposer):
     def commit(self, tokens, features, num, counts):
         if self.head:
             self.head.commit(tokens, features, num, counts)
-        tokens = tokens.cpu()  # once for all that look at them
+        tokens = tokens.cpu()  # once for all members
         for member in self.texts:
             member.commit(tokens, features[..., :0], num, counts)
         rows = [row[:count] for row, count in zip(tokens.tolist(), counts)]
@@ -210,10 +227,10 @@ class AutoProposer(Proposer):
             return  # the prompts
         for candidates, new in zip(self.round.rows, rows):
             candidates.teach(new)
-        tokens_got = sum(len(self.ends.cut_tokens([], new[:left])[0]) for new, left in zip(rows, self.tokens_left))
+        emitted = sum(len(self.ends.cut_tokens([], new[:left])[0]) for new, left in zip(rows, self.tokens_left))
         gained, spent = self.speedup
-        self.speedup = gained + tokens_got / max(1, len(self.running)), spent
-        self.account.tokens += tokens_got
+        self.speedup = gained + emitted / max(1, len(self.running)), spent
+        self.account.tokens += emitted
 
     def select(self, rows, answer_lengths):
         for member in self.members:
@@ -249,50 +266,66 @@ class AutoProposer(Proposer):
 
     def propose(self, sampling, generator):
         assert self.costs is not None
+        # Start without candidates. A round is worth its tokens less its seconds at the rate of recent rounds.
         rows = [
             RowCandidates(self.acceptance, [token], tokens_left, self.ends.tokens, constraint)
             for token, tokens_left, constraint in zip(self.newest, self.tokens_left, self.constraints)
         ]
-        curve, active = self.costs.curve(self.num_rows), len(self.running)
-        fastest, (gained, spent) = min(curve.values()), self.speedup
-        rate = active / fastest * (max(1.0, gained / spent) if spent else 1.0)  # never less than that of plain decoding
-        candidates = Candidates(rows, self.running, curve, rate, self.linear)
-        due = self.rounds_since["plain"] >= MIN_PROBE_DISTANCE and self._is_due(
-            "plain", 2 * (self.advantage - 1) * fastest, fastest
-        )
-        plain_probe = due and self.costs.steps is None  # user-supplied costs need none
-        # Where looking at texts takes long and nothing is worth drafting, most rounds do without
-        unused = self.rounds_since["drafts"]
-        if (
-            unused < MIN_PROBE_DISTANCE
-            or unused % MIN_PROBE_DISTANCE == 0
-            or self._seconds("texts") < LEARNING_SHARE * fastest
-        ):
+        curve, num_running = self.costs.curve(self.num_rows), len(self.running)
+        fastest = min(curve.values())
+        candidates = Candidates(rows, self.running, curve, self._find_rate(fastest), self.linear)
+
+        # Collect candidates: guesses of texts first, which cost nothing, then those of the head.
+        plain_probe = self._is_plain_probe_due(fastest)
+        if self._uses_texts(fastest):
             self._add_text_guesses(rows)
         head = head_probe = False
-        distributions, drafting, head_seconds = list[Tensor](), 0.0, 0.0
+        head_drafts = HeadDrafts([], 0.0, 0.0)
         if self.head is not None and not plain_probe and candidates.room:
             head, head_probe = self._decide_head(self.head, candidates, fastest)
             if head:
-                distributions, drafting, head_seconds = self._add_head_drafts(
-                    self.head, candidates, sampling, generator
-                )
-        best = BestSize(1, curve[1], float(active)) if plain_probe else candidates.best()
-        tree, sources = self._plant_tree(rows, best.size, distributions)
+                head_drafts = self._add_head_drafts(self.head, candidates, sampling, generator)
+
+        # Take the best size, and plant the tree.
+        best = BestSize(1, curve[1], float(num_running)) if plain_probe else candidates.best()
+        tree, drafts = self._plant_tree(rows, best.size, head_drafts.distributions)
+
+        # Remember the choice, by which later rounds are decided.
         self.round = AutoRound(
             size=tree.tokens.shape[1],
-            sources=sources,
+            drafts=drafts,
             head=head,
             head_probe=head_probe,
-            seconds=best.seconds + drafting,
-            plain_seconds=best.tokens * curve[1] / max(1, active),
-            head_seconds=head_seconds,
+            seconds=best.seconds + head_drafts.expected_seconds,
+            plain_seconds=best.tokens * curve[1] / max(1, num_running),
+            head_seconds=head_drafts.seconds,
             rows=rows,
         )
+        gained, spent = self.speedup
         self.speedup = DECAY * gained, DECAY * spent + self.round.seconds / fastest
         self.account.add(self.round)
         self._count(self.round)
         return tree
+
+    def _find_rate(self, fastest: float) -> float:
+        """Tokens a second of recent rounds in all running rows, never less than that of plain decoding."""
+        gained, spent = self.speedup
+        speedup = max(1.0, gained / spent) if spent else 1.0
+        return len(self.running) / fastest * speedup
+
+    def _is_plain_probe_due(self, fastest: float) -> bool:
+        """Whether this round drafts nothing, to measure the plain pass. User-supplied costs need no such round."""
+        assert self.costs is not None
+        if self.costs.steps is not None or self.rounds_since["plain"] < MIN_PROBE_DISTANCE:
+            return False
+        return self._is_due("plain", 2 * (self.advantage - 1) * fastest, fastest)
+
+    def _uses_texts(self, fastest: float) -> bool:
+        """Whether text proposers are asked. If that takes long and never pays, most rounds do without."""
+        unused = self.rounds_since["drafts"]
+        if unused < MIN_PROBE_DISTANCE or unused % MIN_PROBE_DISTANCE == 0:
+            return True
+        return self._seconds("texts") < LEARNING_SHARE * fastest
 
     def record_cost(self, cost):
         assert self.round is not None and self.costs is not None
@@ -301,17 +334,17 @@ class AutoProposer(Proposer):
         self.costs.observe(self.num_rows, self.round.size, seconds)
 
     def _count(self, choice: AutoRound) -> None:
-        """Counts rounds since rare events. A trial takes two: the first one reads what was committed meanwhile."""
+        """Counts rounds since rare events. A probe of the head takes two rounds: the first also reads old tokens."""
         if choice.head_probe:
             self.probe_seconds = choice.head_seconds + (self.probe_seconds if self.probing_head else 0.0)
         self.probing_head = choice.head_probe and not self.probing_head
-        for event, happened in (("head", choice.head), ("drafts", choice.sources), ("plain", choice.size == 1)):
+        for event, happened in (("head", choice.head), ("drafts", choice.drafts), ("plain", choice.size == 1)):
             self.rounds_since[event] = 0 if happened else self.rounds_since[event] + 1
         if choice.size > 1:
             self.advantage = choice.plain_seconds / choice.seconds
 
     def _is_due(self, event: str, lost: float, fastest: float) -> bool:
-        """Whether rounds that lose so many seconds cost less than the share LEARNING of the time since the last ones.
+        """Whether rounds that lose `lost` seconds cost less than LEARNING_SHARE of the time since the last event.
 
         fastest: seconds of the fastest round
         """
@@ -328,7 +361,7 @@ class AutoProposer(Proposer):
         self._observe("texts", start, self.compile_seconds)
 
     def _decide_head(self, head: HeadProposer, candidates: Candidates, fastest: float) -> tuple[bool, bool]:
-        """Whether the head drafts, and whether only for a trial: to see whether it pays by now."""
+        """Whether the head drafts, and whether it does so as a probe, to see whether it pays by now."""
         source = "drawn" if ("drawn", 1) in self.acceptance.counts else "head"
         typical = [self.acceptance.typical(source, depth) for depth in range(1, head.depth + 1)]
         gain = candidates.gain_of_head(typical, self._seconds("absorb"), self._seconds("step"))
@@ -340,91 +373,96 @@ class AutoProposer(Proposer):
 
     def _add_head_drafts(
         self, head: HeadProposer, candidates: Candidates, sampling: AnySampling, generator: Randomness
-    ) -> tuple[list[Tensor], float, float]:
-        """Adds the head's candidates, level by level.
-
-        -> the distributions that were sampled from, [B, W] each; expected and observed seconds of the steps
-        """
-        rows, device, drafter = candidates.rows, self.target.device, head.drafter
-        depth, timing_name, spent = min(head.depth, candidates.room), "absorb", 0.0
-        start, compiled = time.perf_counter(), self.compile_seconds
-        _, first = head.absorb()
-        state, logits, _ = first
-        seen = masks.causal_mask(depth, device).expand(len(rows), -1, -1)
-        spine, distributions = [0] * len(rows), list[Tensor]()
+    ) -> HeadDrafts:
+        """Adds the head's candidates level by level, as long as the next level is worth its step."""
+        rows, drawn = candidates.rows, not sampling.greedy
+        depth = min(head.depth, candidates.room)
+        seen = masks.causal_mask(depth, self.target.device).expand(len(rows), -1, -1)
+        spine = [0] * len(rows)  # [B] node of each row that the next level continues
+        distributions: list[Tensor] = []
+        timing_name, spent = "absorb", 0.0
+        start, compile_seconds = time.perf_counter(), self.compile_seconds
+        _, (state, logits, _) = head.absorb()
         for level in range(1, depth + 1):
-            if sampling.greedy:
-                probabilities, tokens = head.likeliest(logits, min(SIBLINGS, drafter.vocab_size))
-                spent += self._observe(timing_name, start, compiled)
-                for number, row in enumerate(rows):
-                    kinds = [
-                        Kind("head", probability, level, rank) for rank, probability in enumerate(probabilities[number])
-                    ]
-                    nodes = [row.add(token, spine[number], kind) for token, kind in zip(tokens[number], kinds)]
-                    spine[number] = next((node for node in nodes if node not in row.barred), nodes[0])
-                drafts = upload_values([[row.tokens[node]] for row, node in zip(rows, spine)], device)
-            else:
+            # Draft this level. Sampled drafts are drawn only if they pay by distributions and earlier draws.
+            if drawn:
                 distribution = sampling.distribution(logits[:, 0])  # [B, W]
-                top_probabilities = distribution.max(-1).values.tolist()
-                spent += self._observe(timing_name, start, compiled)
-                kinds = [Kind("drawn", sure, level) for sure in top_probabilities]
-                likely = [row.path_probability(node, kind) for row, node, kind in zip(rows, spine, kinds)]
-                if not candidates.gain(likely, drawn=True) > 0:
-                    break  # decided by distributions and earlier draws, not by this one
-                if level == 1:
-                    candidates.fix_nodes(likely)
-                drafts = drafter.to_target(pick_tokens(distribution, draw_column(len(rows), generator, device)))[
-                    :, None
-                ]
-                for number, (row, (token,)) in enumerate(zip(rows, drafts.tolist())):
-                    spine[number] = row.add(token, spine[number], kinds[number], drawn=True)
+                likeliest = distribution.max(-1).values.tolist()
+                spent += self._observe(timing_name, start, compile_seconds)
+                kinds = [Kind("drawn", probability, level) for probability in likeliest]
+                if not self._pays_draw(candidates, spine, kinds):
+                    break
+                indices = pick_tokens(distribution, draw_column(len(rows), generator, self.target.device))
+                drafts = head.drafter.to_target(indices)[:, None]
+                for row, (token,) in enumerate(drafts.tolist()):
+                    spine[row] = rows[row].add(token, spine[row], kinds[row], drawn=True)
                 distributions.append(distribution)
-            if level == depth:
+            else:
+                siblings = zip(*head.likeliest(logits, min(SIBLINGS, head.drafter.vocab_size)))
+                spent += self._observe(timing_name, start, compile_seconds)
+                spine = [row.add_siblings(node, level, *pair) for row, node, pair in zip(rows, spine, siblings)]
+                drafts = upload_values([[row.tokens[node]] for row, node in zip(rows, spine)], self.target.device)
+
+            # Run the next step, if it pays.
+            if level == depth or not self._pays_step(candidates, spine, level + 1, drawn=drawn):
                 break
-            following = self.acceptance.typical("head" if sampling.greedy else "drawn", level + 1)
-            likely = [following * row.probabilities[node] * row.is_useful(level + 1) for row, node in zip(rows, spine)]
-            if candidates.gain(likely, drawn=not sampling.greedy) <= candidates.rate * self._seconds("step"):
-                break
-            timing_name, start, compiled = "step", time.perf_counter(), self.compile_seconds
+            timing_name, start, compile_seconds = "step", time.perf_counter(), self.compile_seconds
             state, logits, _ = head.step(level + 1, level - 1, state, drafts, seen[:, level - 1 : level, :level])
         head.cache.drop_pending()
-        for row in rows:
-            row.normalise()
-        return distributions, self._seconds("absorb") + (level - 1) * self._seconds("step"), spent
+        for row_candidates in rows:
+            row_candidates.normalise()
+        return HeadDrafts(distributions, self._seconds("absorb") + (level - 1) * self._seconds("step"), spent)
 
-    def _plant_tree(
-        self, rows: list[RowCandidates], size: int, distributions: list[Tensor]
-    ) -> tuple[Tree, Counter[str]]:
-        """-> the tree of `size` nodes in each row, and who drafts them. distributions: [B, W] of each sampled level"""
-        device, sources = self.target.device, Counter[str]()
+    def _pays_draw(self, candidates: Candidates, spine: list[int], kinds: list[Kind]) -> bool:
+        """Whether a draw below these nodes [B] pays. Before the first draw, the nodes beside draws are fixed."""
+        likely = [row.path_probability(node, kind) for row, node, kind in zip(candidates.rows, spine, kinds)]
+        if not candidates.gain(likely, drawn=True) > 0:
+            return False
+        if kinds[0].depth == 1:
+            candidates.fix_nodes(likely)
+        return True
+
+    def _pays_step(self, candidates: Candidates, spine: list[int], level: int, *, drawn: bool) -> bool:
+        """Whether a step of the head below these nodes [B], for drafts of this level, pays."""
+        acceptance = self.acceptance.typical("drawn" if drawn else "head", level)
+        likely = [
+            acceptance * row.probabilities[node] * row.is_useful(level) for row, node in zip(candidates.rows, spine)
+        ]
+        return candidates.gain(likely, drawn=drawn) > candidates.rate * self._seconds("step")
+
+    def _plant_tree(self, rows: list[RowCandidates], size: int, distributions: list[Tensor]) -> tuple[Tree, bool]:
+        """Returns the tree of `size` nodes in each row, and whether any row has drafts.
+
+        distributions: [B, W] each, one for each sampled level
+        """
+        device = self.target.device
         if size == 1:
-            return make_root(upload_values(self.newest, device)), sources
+            return make_root(upload_values(self.newest, device)), False
         row_drafts = [row.choose(size - 1, chain=self.linear) for row in rows]
-        for drafts in row_drafts:
-            sources.update(drafts.sources)
-        tree = make_tree(self.newest, [drafts.drafts for drafts in row_drafts], device)
+        has_drafts = any(drafts.nodes for drafts in row_drafts)
+        tree = make_tree(self.newest, [drafts.nodes for drafts in row_drafts], device)
         tree = tree.pad_to(min(size - 1, self.depth) if tree.linear else size - 1)
         if not distributions:
-            return tree, sources
+            return tree, has_drafts
         assert self.head is not None
         probs = make_one_hot(tree.tokens, self.target.vocab_size, distributions[0].dtype)  # [B, N, V]
         for level, distribution in enumerate(distributions):
             places = upload_values([drafts.drawn[level] for drafts in row_drafts], device)
             probs[torch.arange(len(rows), device=device), places] = widen_distribution(self.head.drafter, distribution)
-        return Tree(tree.tokens, tree.parents, probs, tree.linear), sources
+        return Tree(tree.tokens, tree.parents, probs, tree.linear), has_drafts
 
     def _seconds(self, name: str) -> float:
-        """Of a part of a round beside the target's pass."""
+        """Seconds of a stage of a round beside the target's pass, user-supplied or observed."""
         user_seconds = None if self.costs is None else self.costs.steps
         return self.times.seconds(name, self.num_rows) if user_seconds is None else user_seconds.get(name, 0.0)
 
-    def _observe(self, name: str, start: float, compiled: float) -> float:
-        """Takes in the seconds of a step that began at `start`, unless it compiled something -> seconds without compiling
+    def _observe(self, name: str, start: float, compile_seconds: float) -> float:
+        """Notes the seconds of a stage since `start`, unless it compiled something; returns them without compiling.
 
-        compiled: compile_seconds then
+        compile_seconds: total seconds of compiling at `start`
         """
         seconds = self.target.share.gather_values(time.perf_counter() - start)[0]
-        compiling = self.compile_seconds - compiled
+        compiling = self.compile_seconds - compile_seconds
         if not compiling:
             self.times.observe(name, self.num_rows, seconds)
         return max(0.0, seconds - compiling)

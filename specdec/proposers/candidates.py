@@ -1,4 +1,4 @@
-"""The candidates of a round: which drafts there are, how probable it is that they are accepted, and what trees of them are worth."""
+"""The candidates of a round: possible drafts, their acceptance probabilities, and the worth of trees of them."""
 
 import itertools
 import math
@@ -18,10 +18,10 @@ TRUST = 6.0  # prior weight of the drafter's own estimate, in observations
 
 @dataclass(frozen=True)
 class Kind:
-    """What is known of a draft before it is verified.
+    """The properties of a draft before it is verified.
 
-    source: who drafts it; estimate: the drafter's probability that it is accepted if its parent is; rank: siblings of
-    this source that are likelier
+    source: name of the drafter; estimate: the drafter's probability that the draft is accepted if its parent is
+    rank: number of likelier siblings of this source
     """
 
     source: str
@@ -31,24 +31,24 @@ class Kind:
 
 
 class Acceptance:
-    """Calibrated acceptance probabilities: of drafts with nearly the same estimate, how many were accepted.
+    """Calibrated acceptance probabilities: the accepted share of drafts with nearly the same estimate.
 
-    Without observations the estimate counts, which weighs as much as TRUST of them. Old observations weigh less.
+    The estimate itself weighs as much as TRUST observations. Old observations weigh less than new ones.
     """
 
     def __init__(self) -> None:
-        self.counts: dict[tuple, tuple[float, float]] = {}  # drafts that were accepted, and all
+        self.counts: dict[tuple, tuple[float, float]] = {}  # accepted drafts, all drafts
 
     def probability(self, kind: Kind) -> float:
-        """That a draft is accepted if its parent is."""
+        """The probability that a draft is accepted if its parent is."""
         return self._corrected(_group(kind), min(max(kind.estimate, 1e-4), 0.999))
 
     def typical(self, source: str, depth: int) -> float:
-        """Of a source's first draft at a depth, before anything is known about it; one half without observations."""
+        """The probability of a source's first draft at a depth, whatever its estimate; one half at first."""
         return self._corrected((source, depth), 0.5)
 
     def learn(self, kind: Kind, accepted: bool) -> None:
-        """Called for every draft with an accepted parent, verified or not: the text shows whether it was right."""
+        """Adds an observation. It needs an accepted parent, but no verification: the text shows the right token."""
         for key in (_group(kind), *([(kind.source, kind.depth)] if kind.rank == 0 else [])):
             right, total = self.counts.get(key, (0.0, 0.0))
             self.counts[key] = DECAY * right + accepted, DECAY * total + 1
@@ -59,7 +59,7 @@ class Acceptance:
 
 
 def _group(kind: Kind) -> tuple:
-    """Drafts of one source whose estimates have nearly the same log-odds; likeliest siblings apart."""
+    """The key of drafts of one source with nearly the same log-odds. Likeliest siblings have keys of their own."""
     estimate = min(max(kind.estimate, 0.01), 0.99)
     return kind.source, kind.rank == 0, round(math.log(estimate / (1 - estimate)))
 
@@ -67,18 +67,17 @@ def _group(kind: Kind) -> tuple:
 class ChosenDrafts(NamedTuple):
     """The drafts of one row that are verified."""
 
-    drafts: Nodes
-    drawn: list[int]  # numbers in the tree of the sampled ones
-    sources: list[str]
+    nodes: Nodes
+    drawn: list[int]  # numbers of the sampled nodes in the tree
 
 
 @dataclass
 class RowCandidates:
     """The candidates of one row: a trie whose node 0 is the newest token.
 
-    left: tokens that the answer may still have; ends: tokens that end it. A draft that would be its last token is worth
-    nothing, as every round emits a token of the target after the drafts.
-    constraint: of a grammar that the answer follows; a draft that it does not allow is worth nothing
+    tokens_left: tokens that the answer may still have; ends: tokens that end it
+        A draft that would be the answer's last token is worth nothing: a round also emits a token of the target.
+    constraint: state of the answer's grammar; a draft that it refuses is worth nothing
     """
 
     acceptance: Acceptance
@@ -88,14 +87,14 @@ class RowCandidates:
     constraint: Constraint | None = None
     parents: list[int] = field(default_factory=lambda: [-1])
     kinds: list[list[Kind]] = field(default_factory=lambda: [[]])
-    probabilities: list[float] = field(default_factory=lambda: [1.0])  # of the path to each node
-    drawn: list[int] = field(default_factory=list)  # sampled nodes; all of them are verified
-    chosen_nodes: dict[tuple[int, int], int] = field(default_factory=dict)  # (parent, token) -> number of a chosen node
-    barred: set[int] = field(default_factory=set)  # nodes that the grammar does not allow
-    fixed_nodes: list[int] | None = None  # chosen nodes that are verified beside drawn ones; None: nothing was drawn
+    probabilities: list[float] = field(default_factory=lambda: [1.0])  # probability of each node's path
+    drawn: list[int] = field(default_factory=list)  # sampled nodes, all of which are verified
+    chosen_nodes: dict[tuple[int, int], int] = field(default_factory=dict)  # number of a chosen node by (parent, token)
+    barred: set[int] = field(default_factory=set)  # nodes that the grammar refuses
+    fixed_nodes: list[int] | None = None  # chosen nodes beside drawn ones; None before a draw
 
     def add(self, token: int, parent: int, kind: Kind, *, drawn: bool = False) -> int:
-        """-> the number of the node, an old one if it was chosen already"""
+        """Adds a draft, and returns its node: an old one, if the same draft was chosen before."""
         node = None if drawn else self.chosen_nodes.get((parent, token))
         if node is not None:
             self.kinds[node].append(kind)
@@ -120,8 +119,17 @@ class RowCandidates:
         self.chosen_nodes[parent, token] = number
         return number
 
+    def add_siblings(self, parent: int, depth: int, probabilities: list[float], tokens: list[int]) -> int:
+        """Adds a head's likeliest drafts below a node, and returns the first one that the grammar allows.
+
+        Without an allowed one, returns the first.
+        """
+        kinds = [Kind("head", probability, depth, rank) for rank, probability in enumerate(probabilities)]
+        nodes = [self.add(token, parent, kind) for token, kind in zip(tokens, kinds)]
+        return next((node for node in nodes if node not in self.barred), nodes[0])
+
     def add_guesses(self, source: str, guesses: Iterable[Guess]) -> None:
-        """The tree that a text proposer guesses."""
+        """Adds the tree that a text proposer guesses."""
         numbers, depths, children = [0], [0], Counter[int]()
         for guess in guesses:
             depths.append(depths[guess.parent] + 1)
@@ -130,16 +138,16 @@ class RowCandidates:
             numbers.append(self.add(guess.token, numbers[guess.parent], kind))
 
     def is_useful(self, depth: int, token: int | None = None) -> bool:
-        """Whether a draft at this depth can add to the answer. token: None if it is not known yet"""
+        """Whether a draft at this depth can add to the answer. token: None before it is drawn"""
         return depth < self.tokens_left and token not in self.ends
 
     def path_probability(self, parent: int, kind: Kind, token: int | None = None) -> float:
-        """Of the path to such a candidate; 0 if it cannot add to the answer."""
+        """The probability of the path to such a candidate; 0 if it cannot add to the answer."""
         useful = self.is_useful(kind.depth, token)
         return self.probabilities[parent] * self.acceptance.probability(kind) if useful else 0.0
 
     def normalise(self) -> None:
-        """From the root down: probabilities of siblings add up to at most one."""
+        """Scales the probabilities, from the root down, so that those of siblings add up to at most one."""
         above = [self.probabilities[parent] if parent >= 0 else 0.0 for parent in self.parents]
         conditional = [
             probability / parent_probability if parent_probability > 0 else 0.0
@@ -153,7 +161,7 @@ class RowCandidates:
             self.probabilities[node] = self.probabilities[parent] * (conditional[node] / max(1.0, total[parent]))
 
     def order(self, *, chain: bool) -> list[int]:
-        """The nodes in the order in which a growing tree takes them. chain: those of one path"""
+        """The nodes in the order in which a growing tree takes them. chain: the nodes of one path only"""
         if chain:
             return self._path()
         if self.fixed_nodes is not None:
@@ -170,17 +178,17 @@ class RowCandidates:
         nodes = sorted(self.order(chain=chain)[:num])
         number = {0: 0, **{node: index for index, node in enumerate(nodes, 1)}}
         drafts = [(self.tokens[node], number[self.parents[node]]) for node in nodes]
-        return ChosenDrafts(
-            drafts, [number[node] for node in self.drawn], [self.kinds[node][-1].source for node in nodes]
-        )
+        return ChosenDrafts(drafts, [number[node] for node in self.drawn])
 
     def fix_nodes(self, num: int) -> None:
-        """Before anything is drawn: the `num` likeliest nodes are verified beside what will be drawn, whatever that is."""
+        """Fixes the `num` likeliest nodes before anything is drawn: they are verified beside every draw."""
         self.fixed_nodes = sorted(self.order(chain=False)[:num])
 
     def teach(self, new: list[int]) -> None:
-        """new: the tokens that followed. Every candidate with an accepted prefix is counted, verified or not, but none
-        that a grammar does not allow: those say nothing about the drafter."""
+        """Learns from the tokens that followed. Every candidate with an accepted prefix counts, verified or not.
+
+        Drafts that a grammar refuses do not count: they say nothing about the drafter.
+        """
         nodes = {0}
         for token in new:
             following = [
@@ -192,7 +200,7 @@ class RowCandidates:
             nodes = {node for node in following if self.tokens[node] == token}
 
     def _text_to(self, node: int) -> list[int]:
-        """The drafts from the root to this node."""
+        """The tokens of the drafts from the root to this node."""
         text = list[int]()
         while node:
             text.append(self.tokens[node])
@@ -200,6 +208,7 @@ class RowCandidates:
         return text[::-1]
 
     def _path(self) -> list[int]:
+        """The likeliest chain of nodes; drawn nodes come first."""
         path, node = list[int](), 0
         while True:
             following = [
@@ -212,19 +221,19 @@ class RowCandidates:
 
 
 class BestSize(NamedTuple):
-    """The best number of nodes of each row's tree, the seconds of its pass, and the tokens expected of all rows."""
+    """The size of tree that is worth most."""
 
-    size: int
-    seconds: float
-    tokens: float
+    size: int  # nodes of each row's tree, with the root
+    seconds: float  # seconds of its pass
+    tokens: float  # expected tokens of all rows
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The candidates of all rows, and what a round is worth: expected tokens - rate * seconds.
+    """The candidates of all rows, and the worth of a round: expected tokens - rate * seconds.
 
-    rows: of every row; running: those whose answers have not ended; linear: whether trees are chains
-    curve: seconds by nodes, without the head's; rate: tokens a second of all rows that rounds are expected to give
+    rows [B]: all rows; running: rows whose answers have not ended; linear: whether trees are chains
+    curve: seconds of a pass by nodes, without the head's; rate: tokens a second of all rows, expected of rounds
     """
 
     rows: list[RowCandidates]
@@ -235,16 +244,16 @@ class Candidates:
 
     @property
     def room(self) -> int:
-        """Drafts of the largest size."""
+        """Number of drafts that the largest size holds."""
         return max(self.curve) - 1
 
     @property
     def num_required(self) -> int:
-        """Drafts that were drawn, which are verified in any case, and those beside them."""
+        """Number of nodes that must be verified: drawn ones, and those fixed beside them."""
         return max(len(row.drawn) + len(row.fixed_nodes or ()) for row in self.rows)
 
     def values(self) -> list[list[float]]:
-        """Of each running row the path probabilities in the order in which candidates are taken."""
+        """Path probabilities of each running row, in the order in which a growing tree takes its nodes."""
         return [self.rows[row].values(chain=self.linear) for row in self.running]
 
     def best(self) -> BestSize:
@@ -264,9 +273,9 @@ class Candidates:
         return best.tokens - self.rate * best.seconds
 
     def gain(self, likely: list[float], *, drawn: bool) -> float:
-        """What one more candidate in each row, of these path probabilities [B], adds to the value of the round.
+        """Returns the value that one more candidate in each row, of path probabilities [B], adds to the round.
 
-        drawn: it would be sampled, and verified in any case; minus infinity where no size has room for it
+        drawn: whether the candidate is sampled, and so verified in any case; then -inf if no size has room for it
         """
         num_required, values, added = self.num_required, self.values(), [likely[row] for row in self.running]
         if drawn and num_required >= self.room:
@@ -276,21 +285,20 @@ class Candidates:
         return self._value(self._best(grown, num_required + drawn)) - self._value(self._best(values, num_required))
 
     def fix_nodes(self, likely: list[float]) -> None:
-        """Fixes what is verified beside draws, before the first one, whose path probabilities are `likely` [B]."""
+        """Fixes the nodes beside draws, before the first draw, whose path probabilities are `likely` [B]."""
         with_draw = [[likely[row], *row_values] for row, row_values in zip(self.running, self.values())]
         size = self._best(with_draw, 1).size
         for row in self.rows:
             row.fix_nodes(0 if self.linear else size - 2)
 
     def gain_of_head(self, typical: list[float], first: float, step: float) -> float:
-        """What a head is expected to add to the value of the round, less its steps.
+        """Returns the value that a head is expected to add to the round, less that of its steps' seconds.
 
-        typical [K]: acceptance probability of its draft at each depth; first, step: seconds of its steps
+        typical [K]: acceptance probability of its draft at each depth
+        first, step: seconds of its first step, and of each later one
         """
         values = self.values()
-        text_probabilities = [
-            max(row[:1], default=0.0) for row in values
-        ]  # probability that a text proposer is right already
+        text_probabilities = [max(row[:1], default=0.0) for row in values]  # probability that a text proposer is right
         base_value, probability, best_gain, seconds = self._value(self._best(values, 0)), 1.0, -math.inf, first
         for depth, acceptance in enumerate(typical, start=1):
             probability *= acceptance
@@ -305,7 +313,7 @@ class Candidates:
 
 
 def _insert(values: list[float], value: float, position: int | None) -> list[float]:
-    """At a place, or in falling order."""
+    """The values with one more, at a position, or in falling order."""
     return (
         sorted([*values, value], reverse=True) if position is None else [*values[:position], value, *values[position:]]
     )

@@ -1,10 +1,11 @@
-"""The measured cost curve: seconds of the target's pass by rows and nodes.
+"""The measured cost curve: seconds of the target's pass by batch size and nodes.
 
 Costs are measured once on a device and kept on disk. While decoding, the observed seconds of every round correct them.
 """
 
 import bisect
 import copy
+import functools
 import hashlib
 import json
 import math
@@ -26,17 +27,19 @@ from specdec.proposers.candidates import DECAY
 from specdec.target.verifier import Verifier
 
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32)  # nodes of the measured passes, with the root
-ROWS = (1, 8, 32, 64)  # measured numbers of rows; others are interpolated
+ROWS = (1, 8, 32, 64)  # measured batch sizes; costs of others are interpolated
 CONTEXT = 128  # tokens in the cache during the measurement
-SECONDS = 1.5  # time budget of one measurement; each size is measured at least three times
-LOAD_RATE, SIZE_RATE, MAX_ERROR = 0.08, 0.15, 0.4  # see Correction
+SECONDS = 1.5  # time budget of one measurement, in which each size is timed at least three times
+LOAD_RATE = 0.08  # share of an unexplained error that the load takes over, see Correction
+SIZE_RATE = 0.15  # share that the ratio of the observed size takes over
+MAX_ERROR = 0.4  # largest error that counts, as a logarithm: machines pause
 
 Curve = dict[int, float]  # seconds of a pass by its nodes
 Progress = Callable[[list, str], Iterable]
 
 
 def describe_conditions(verifier: Verifier, sampling: AnySampling) -> dict[str, object]:
-    """What costs depend on."""
+    """The conditions on which costs depend."""
     target = verifier.target
     on_cuda = target.device.type == "cuda"
     return {
@@ -52,26 +55,27 @@ def describe_conditions(verifier: Verifier, sampling: AnySampling) -> dict[str, 
 
 
 def find_costs_file(conditions: dict[str, object]) -> Path:
-    """The file of their costs, in $SPECDEC_CACHE or `specdec` in the user's cache folder."""
+    """The file of the costs under these conditions, in $SPECDEC_CACHE or `specdec` in the user's cache folder."""
     return find_cache_folder() / f"{hashlib.sha256(json.dumps(conditions).encode()).hexdigest()[:16]}.json"
 
 
 class Correction:
-    """By how much rounds take longer now than measured: the load of the machine times each size's own ratio.
+    """The factor by which rounds take longer now than measured: the load of the machine times each size's own ratio.
 
-    The logarithm of observed over measured seconds that is not explained yet moves the load by the share LOAD, and own ratios
-    by OWN, those of other sizes the less the farther they are. It counts as MOST at most, as machines pause. Own ratios fade,
-    so that a size that looked expensive is tried again.
+    A logarithm of observed over measured seconds that is not explained yet moves the load by the share LOAD_RATE. It
+    moves the ratios by SIZE_RATE, those of far sizes less than those of near ones. It counts as MAX_ERROR at most.
+    Ratios fade, so that a size that looked expensive is tried again.
     """
 
     def __init__(self, sizes: Iterable[int]):
         self.load, self.size_ratios = 0.0, dict.fromkeys(sizes, 0.0)  # logarithms
 
     def factor(self, num: int) -> float:
+        """Expected seconds of a pass of `num` nodes over its measured seconds."""
         return math.exp(self.load + self.size_ratios[num])
 
     def observe(self, num: int, ratio: float) -> None:
-        """ratio: observed over measured seconds"""
+        """Learns from a round of `num` nodes. ratio: observed over measured seconds"""
         error = math.log(ratio) - self.load - self.size_ratios[num]
         error = min(max(error, -MAX_ERROR), MAX_ERROR)
         self.load += LOAD_RATE * error
@@ -82,9 +86,9 @@ class Correction:
 class Costs:
     """Seconds of a pass over trees of N nodes in each of B rows.
 
-    table: by rows, then by nodes; sizes: numbers of nodes that a pass may have
-    steps: user-supplied seconds of a head's first step ("absorb") and of each further one ("step"); such costs are
-        never corrected. None: the head is timed
+    table: curves by batch size; sizes: numbers of nodes that a pass may have
+    steps: user-supplied seconds of a head's first step ("absorb") and of each later one ("step"); such costs are never
+        corrected. None: the head is timed
     """
 
     def __init__(
@@ -92,18 +96,18 @@ class Costs:
     ):
         self.table = {rows: dict(curve) for rows, curve in table.items()}
         self.sizes, self.steps = tuple(sizes), steps
-        self.corrections: dict[int, Correction] = {}  # by rows
+        self.corrections: dict[int, Correction] = {}  # corrections by batch size
 
     def prepare(self, batch_size: int) -> None:
-        """Measures what a batch of `rows` rows needs, which may lose rows: now, not within a round."""
+        """Measures the costs that a batch needs, which may lose rows, now and not within a round."""
 
     def curve(self, batch_size: int) -> Curve:
-        """Seconds by nodes as they are now."""
+        """Seconds by nodes, as they are now."""
         correction = self._correction(batch_size)
         return {num: seconds * correction.factor(num) for num, seconds in self._measured(batch_size).items()}
 
     def observe(self, batch_size: int, num: int, seconds: float) -> None:
-        """Takes in the seconds of a round. A size that looked too cheap is chosen until it is corrected."""
+        """Learns from the seconds of a round. A size that looks too cheap is chosen until it is corrected."""
         measured = self._measured(batch_size)
         if self.steps is None and num in measured:
             if batch_size not in self.corrections:
@@ -111,12 +115,12 @@ class Costs:
             self.corrections[batch_size].observe(num, seconds / measured[num])
 
     def _correction(self, batch_size: int) -> Correction:
-        """Of the nearest known number of rows."""
+        """The correction at the nearest batch size that was observed."""
         nearest = min(self.corrections, key=lambda size: abs(size - batch_size), default=None)
         return Correction(self.sizes) if nearest is None else self.corrections[nearest]
 
     def _measured(self, batch_size: int) -> Curve:
-        """The curve without corrections: interpolated between known numbers of rows, proportional beyond them."""
+        """The curve without corrections: interpolated between measured batch sizes, proportional beyond them."""
         batch_sizes = sorted(self.table)
         position = bisect.bisect(batch_sizes, batch_size)
         low, high = batch_sizes[max(0, position - 1)], batch_sizes[min(position, len(batch_sizes) - 1)]
@@ -128,13 +132,13 @@ class Costs:
 
 
 class MeasuredCosts(Costs):
-    """The costs of this device, read from disk, and measured where they are missing.
+    """The costs of this device, read from disk, and measured if they are missing.
 
-    progress: wraps the sizes that are measured, with a title
+    progress: wrapper of the sizes that are measured; its second argument is a title
     """
 
     def __init__(self, verifier: Verifier, sampling: Sampling, *, linear: bool, progress: Progress):
-        self.make_timer = lambda batch_size: PassTimer(verifier, sampling, batch_size, linear=linear)
+        self.make_timer = functools.partial(PassTimer, verifier, sampling, linear=linear)
         self.by_shape, self.progress = verifier.runner.by_shape, progress  # by_shape: every shape is compiled
         self.limit = verifier.target.max_positions or sys.maxsize
         self.conditions = describe_conditions(verifier, sampling)
@@ -144,10 +148,8 @@ class MeasuredCosts(Costs):
 
     def prepare(self, batch_size):
         standard_sizes = () if self.by_shape else ROWS
-        for size in [
-            *(each for each in standard_sizes if each < batch_size),
-            min(batch_size, max(standard_sizes, default=batch_size)),
-        ]:
+        smaller_sizes = [size for size in standard_sizes if size < batch_size]
+        for size in [*smaller_sizes, min(batch_size, max(standard_sizes, default=batch_size))]:
             between = standard_sizes and self.table and min(self.table) <= size <= max(self.table)
             if size not in self.table and not between:
                 self._measure(size)
@@ -162,18 +164,24 @@ class MeasuredCosts(Costs):
             cache_document(self.path, {"conditions": self.conditions, "seconds": self.table}, "The measured costs")
 
     def _read(self) -> dict[int, Curve]:
-        """Empty without a file, or for a damaged one: costs are measured again."""
+        """The curves on disk by batch size; empty without a file, or for a damaged one: costs are measured again."""
         try:
             curves = read_json(self.path)["seconds"] if self.path else {}
-            return {int(rows): {int(num): float(each) for num, each in curve.items()} for rows, curve in curves.items()}
+            return {int(batch_size): _read_curve(curve) for batch_size, curve in curves.items()}
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
             return {}
 
 
-class PassTimer:
-    """Times passes of the target over trees of random tokens, behind a text of random tokens.
+def _read_curve(document: dict) -> Curve:
+    """A curve, or ratios, from JSON, whose keys are text."""
+    return {int(num): float(value) for num, value in document.items()}
 
-    linear: chains, for a target that reads nothing else; context: tokens of the text, at most half of the target's positions
+
+class PassTimer:
+    """Times passes of the target over trees of random tokens, which follow a text of random tokens.
+
+    linear: whether the trees are chains, for a target that reads nothing else
+    context: number of tokens of the text; at most half of the target's positions are used
     """
 
     def __init__(
@@ -192,7 +200,7 @@ class PassTimer:
         self._commit(length)
 
     def seconds(self, num: int) -> float:
-        """Of one pass of `num` nodes."""
+        """Seconds of one pass of `num` nodes."""
         target, cache, linear = self.target, self.cache, self.linear
         parents = torch.arange(-1, num - 1, device=target.device).repeat(self.batch_size, 1)
         if not linear and num > 2:
@@ -213,9 +221,9 @@ class PassTimer:
         return seconds
 
     def measure(self, sizes: Iterable[int]) -> Curve:
-        """The lower quartile of each size's passes, which are interleaved: other work on the machine only adds time.
+        """The lower quartile of each size's seconds: other work on the machine only adds time. Passes are interleaved.
 
-        Larger sizes are left out once the budget is spent and a pass costs about half as much as that many one-node passes.
+        Larger sizes are left out if the budget is spent, and a pass of `num` nodes costs about num / 2 passes of one.
         """
         times = dict[int, list[float]]()
         for num in sizes:
@@ -228,7 +236,7 @@ class PassTimer:
         while min(map(len, times.values())) < 3 or sum(map(sum, times.values())) < SECONDS:
             for num in times:
                 times[num].append(self.seconds(num))
-        return {num: float(numpy.quantile(each, 0.25)) for num, each in times.items()}
+        return {num: float(numpy.quantile(seconds, 0.25)) for num, seconds in times.items()}
 
     def _tokens(self, num: int) -> torch.Tensor:
         tokens = torch.randint(0, self.target.vocab_size, (self.batch_size, num), generator=self.generator)
@@ -239,28 +247,30 @@ class PassTimer:
 
 
 def make_costs(ratios: dict[int, float], *, plain: float, absorb: float, step: float) -> Costs:
-    """User-supplied costs. ratios: by nodes, of a pass over the pass of one node, which takes `plain` seconds
+    """User-supplied costs.
 
-    absorb, step: seconds of a head's first step and of each further one
+    ratios: seconds of a pass by nodes, over the pass of one node, which takes `plain` seconds
+    absorb, step: seconds of a head's first step, and of each later one
     """
     curve = {num: ratio * plain for num, ratio in ratios.items()}
     return Costs({1: curve}, sizes=sorted(curve), steps={"absorb": absorb, "step": step})
 
 
 def read_costs(path: Path) -> Costs:
-    """User-supplied costs: {"plain_ms": 23.5, "ratios": {"1": 1, "4": 1.14}, "absorb_ms": 2, "step_ms": 1.2}
+    """Reads user-supplied costs: {"plain_ms": 23.5, "ratios": {"1": 1, "4": 1.14}, "absorb_ms": 2, "step_ms": 1.2}
 
     Raises ValueError for a file that is missing or holds something else.
     """
     try:
         document = read_json(path)
-        ratios = {int(num): float(ratio) for num, ratio in document["ratios"].items()}
+        ratios = _read_curve(document["ratios"])
         plain, absorb, step = (float(document[name]) / 1e3 for name in ("plain_ms", "absorb_ms", "step_ms"))
         if 1 not in ratios or not all(0 < ratio < 1e6 for ratio in ratios.values()) or min(ratios) < 1 or plain <= 0:
             raise ValueError("ratios must have 1 and numbers above 0, and plain_ms must be above 0")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(
-            f"costs={path} must be a JSON file with plain_ms, absorb_ms, step_ms and ratios by the nodes of a pass, such as "
+            f"costs={path} must be a JSON file with plain_ms, absorb_ms, step_ms and ratios by the nodes of a pass, "
+            "such as "
             f'{{"1": 1, "4": 1.14}} ({type(error).__name__}: {error}).'
         ) from error
     return make_costs(ratios, plain=plain, absorb=absorb, step=step)

@@ -1,10 +1,10 @@
 """A datastore: a memory-mapped folder of texts, sorted so that the places that follow given tokens are found quickly.
 
-tokens.npy      int32 [T]  the tokens of all texts, with a separator before the first text and behind every text
-suffixes.npy    int32 [T]  every place of tokens.npy, sorted by the token there, then by the token before it, and so on
-datastore.json  {tokenizer_fingerprint, num_tokens, num_texts, length, ...}; `length`: number of tokens compared in sorting
+tokens.npy      int32 [T]  tokens of all texts, with a separator before the first text and after every text
+suffixes.npy    int32 [T]  places of tokens.npy, sorted by the token there, then by the token before it, and so on
+datastore.json  {tokenizer_fingerprint, num_tokens, num_texts, length, ...}; `length`: tokens compared in sorting
 
-All places where the text ends with given tokens stand in one range, and the range of a longer ending lies inside it:
+The places after given tokens form one range, and the range of a longer ending lies inside it:
 
     tokens     -1  a  b  c -1  b  b  c  d -1        ends with c: places 3, 7       with b c: 3, 7      with a b c: 3
     place       0  1  2  3  4  5  6  7  8  9        followed by: nothing, d
@@ -32,10 +32,10 @@ class Datastore:
 
     tokens: memoryview  # [T]
     suffixes: memoryview  # [T]
-    length: int  # the number of tokens by which `suffixes` is sorted
+    length: int  # number of tokens by which `suffixes` is sorted
 
     def matches(self, text: list[int], longest: int) -> list[range]:
-        """The places where the last 1, 2, .. tokens of `text` occur, as ranges of `suffixes`; at most `longest` tokens.
+        """The places where the last 1, 2, .. `longest` tokens of `text` occur, as ranges of `suffixes`.
 
         The list ends before the first length that occurs nowhere.
         """
@@ -49,7 +49,7 @@ class Datastore:
         return ranges
 
     def _narrow(self, entries: range, back: int, token: int) -> range:
-        """Those of the entries whose place has `token` `back` tokens before it."""
+        """The entries whose place has `token` as the token `back` places before it."""
         tokens = self.tokens
 
         def token_at(position: int) -> int:
@@ -61,7 +61,7 @@ class Datastore:
 
 
 def join_texts(texts: Iterable[list[int]]) -> numpy.ndarray:
-    """Token ids of texts, none of them empty -> [T] int32, with separators. Raises ValueError for 2^31 or more."""
+    """[T] int32: token ids of texts, none empty, with separators. Raises ValueError for 2^31 tokens or more."""
     parts = [numpy.array([SEPARATOR], dtype=numpy.int32)]
     for text in texts:
         parts.append(numpy.array([*text, SEPARATOR], dtype=numpy.int32))
@@ -72,10 +72,10 @@ def join_texts(texts: Iterable[list[int]]) -> numpy.ndarray:
 
 
 def sort_places(tokens: numpy.ndarray, length: int, progress: Callable[[list], Iterable] = iter) -> numpy.ndarray:
-    """tokens [T] -> `suffixes` [T]; ties are in the order of places. Needs about 40 bytes of memory for each token.
+    """Returns `suffixes` [T] of tokens [T]; ties keep the order of places. Needs about 40 bytes for each token.
 
-    Prefix doubling (Manber and Myers, 1990): if the places are sorted by n tokens, then sorting pairs of ranks, at a place
-    and n places before it, sorts them by 2n tokens.
+    Prefix doubling (Manber and Myers, 1990): let the places be sorted by n tokens. Then sorting pairs of ranks, at a
+    place and n places before it, sorts them by 2n tokens.
     """
     ranks = tokens.astype(numpy.int64) - SEPARATOR  # [T] from 0
     order = numpy.argsort(ranks, kind="stable")
@@ -93,9 +93,9 @@ def sort_places(tokens: numpy.ndarray, length: int, progress: Callable[[list], I
 
 
 def write_datastore(folder: Path, tokens: numpy.ndarray, suffixes: numpy.ndarray, document: dict) -> None:
-    """Writes a datastore; the folder appears whole or not at all. Raises ValueError if it cannot be written.
+    """Writes a datastore, whose folder appears whole or not at all. Raises ValueError if it cannot be written.
 
-    document: tokenizer_fingerprint, num_texts, length, and any further information
+    document: tokenizer_fingerprint, num_texts, length, and any further entries
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -19,11 +19,11 @@ def read_texts(
     limit: int | None = None,
     arguments: dict[str, Any] | None = None,
 ) -> Iterator[list[int]]:
-    """Token ids of every text that is not empty.
+    """Yields the token ids of every text that is not empty.
 
-    source: what `reading.read_rows` takes, with rows that have `text`, `messages`, `prompt` and `completion`, or token
-        ids. Of conversations, only the assistant's turns are taken
-    arguments: variables of the chat template, for rows that do not say them
+    source: source of reading.read_rows, whose rows have `text`, `messages`, `prompt` and `completion`, or token ids; of
+        conversations, only the assistant's turns are taken
+    arguments: variables of the chat template, for rows without their own
     Raises ValueError for a row with neither `text` nor `messages`.
     """
     special = find_special(tokenizer)

@@ -14,7 +14,7 @@ from specdec.core.tree import Tree, TreeShape, make_chain
 from specdec.heads.base import Drafter
 
 Children = Literal["distinct", "chosen"]
-MIN_PROBABILITY = 1e-30  # probability that is divided by; float32 has no exact fractions of less
+MIN_PROBABILITY = 1e-30  # smallest probability that may be a divisor: float32 has no exact fractions of less
 
 
 def check_children(children: str) -> None:
@@ -34,25 +34,26 @@ class StepOutput(NamedTuple):
 
 
 class Steps(Protocol):
-    """What growing a tree needs: HeadProposer has it."""
+    """The interface that growing a tree needs. HeadProposer has it."""
 
     drafter: Drafter
     shape: TreeShape
     runner: Runner
 
     def step(self, d: int, pending: int, state: Tensor, tokens: Tensor, seen: Tensor) -> StepOutput:
-        """Step d of w drafted nodes, behind `pending` earlier ones in the drafter's cache.
+        """Runs step d on w drafted nodes, after `pending` earlier ones in the drafter's cache.
 
-        state [B, w, H], tokens [B, w], seen [B, w, pending + w] bool: which drafted nodes each of them sees
+        state [B, w, H], tokens [B, w], seen [B, w, pending + w] bool: drafted nodes that each of them sees
         """
 
 
 def grow_chain(
     steps: Steps, newest: Tensor, first: StepOutput, sampling: AnySampling, draws: Sequence[Tensor] = ()
 ) -> Tree:
-    """Greedy: the most likely tokens; else sampled ones, with their distributions.
+    """Returns a chain of the most likely tokens if greedy, else of sampled tokens with their distributions.
 
-    newest [B], first: step 1 of this token; draws: of each depth, as of `draw_column`
+    newest [B]: the newest token, with `first`: its step 1
+    draws [K]: random numbers of each depth, as `draw_column` gives them
     """
     depth = steps.shape.depth
     (state, logits, _), tokens, distributions = first, [newest], []
@@ -72,27 +73,27 @@ def grow_chain(
 
 
 def grow_tree(steps: Steps, newest: Tensor, first: StepOutput) -> Tree:
-    """EAGLE-2: each depth widens the `width` most likely paths so far; the best `nodes` of all are kept.
+    """Returns the tree of EAGLE-2 (2406.16858).
 
-    Paths are compared by the sum of log-probabilities, without a temperature. newest [B], first: step 1 of this token
-    A block drafter's step costs next to nothing, so each depth widens `nodes` paths: no more can be kept, so these are the best
-    `nodes` of all paths whose nodes have `width` children. Drafts of probability 0 are kept only where there are no others.
+    Each depth widens the `width` best paths, and the best `nodes` of all are kept. Paths are compared by the sum of
+    log-probabilities, without a temperature. A block drafter's step costs next to nothing, so each depth widens `nodes`
+    paths. No more can be kept: so these are the best `nodes` of all paths whose nodes have `width` children. Drafts of
+    probability 0 are kept only if there are no others.
+    newest [B]: the newest token, with `first`: its step 1
     """
     shape, runner, device, num_rows = steps.shape, steps.runner, newest.device, len(newest)
-    width = min(shape.width, steps.drafter.vocab_size)
-    num_widened = shape.nodes if steps.drafter.context_kind == "block" else width
     state, logits, _ = first
-    # All nodes of the growing tree, in the order of their making (so parents come first); entry 0 is the root.
+    # All nodes of the growing tree, parents first; entry 0 is the root
     tokens, scores = [newest[:, None]], [torch.zeros(num_rows, 1, device=device)]
     parents = [torch.full((num_rows, 1), -1, device=device)]
     frontier = torch.zeros(num_rows, 1, dtype=torch.long, device=device)  # [B, w] numbers of the nodes to widen
     value = torch.zeros(num_rows, 1, device=device)  # [B, w] log-probabilities of their paths
-    seen = torch.zeros(num_rows, 1, 0, dtype=torch.bool, device=device)  # [B, w, P] which cached nodes each sees
+    seen = torch.zeros(num_rows, 1, 0, dtype=torch.bool, device=device)  # [B, w, P] cached nodes that each sees
     num_nodes, pending = 1, 0
     for d in range(1, shape.depth + 1):
 
         def widen(*inputs, num_nodes=num_nodes):
-            return _widen_frontier(steps.drafter, width, num_widened, num_nodes, *inputs)
+            return _widen_frontier(steps, num_nodes, *inputs)
 
         widened = runner(("widen", num_nodes), widen, logits, value, frontier, seen, state)
         token, score, parent, value, frontier, seen, state, frontier_tokens = widened
@@ -105,20 +106,25 @@ def grow_tree(steps: Steps, newest: Tensor, first: StepOutput) -> Tree:
         state, logits, _ = steps.step(d + 1, pending, state, frontier_tokens, seen)
         pending += frontier_tokens.shape[1]
     count = len(tokens)
-    rank = lambda *tensors: _rank_nodes(tensors, count, shape.nodes)
+
+    def rank(*tensors):
+        return _rank_nodes(tensors, count, shape.nodes)
+
     kept_tokens, kept_parents = runner(("rank", count), rank, *tokens, *scores, *parents)
     return Tree(kept_tokens, kept_parents, None)
 
 
-def _widen_frontier(
-    drafter: Drafter, width: int, num_widened: int, num_nodes: int, logits, value, frontier, seen, state
-) -> tuple[Tensor, ...]:
-    """The `width` best children of each node of a frontier, and the next frontier: the `most` best of them.
+def _widen_frontier(steps: Steps, num_nodes: int, logits, value, frontier, seen, state) -> tuple[Tensor, ...]:
+    """Makes the `width` best children of each node of a frontier, and the next frontier: the best of them.
 
-    num_nodes: nodes so far -> the children's tokens, scores, parents [B, w * width]; of the next frontier value, numbers,
-    seen, parents' state and tokens
+    num_nodes: number of nodes before
+    Returns tokens, scores and parents of the children [B, w * width]; and of the next frontier values, numbers, seen,
+    states of the parents, and tokens.
     """
-    logits = logits[:, :1] if drafter.parallel else logits  # which are then those of all nodes
+    drafter, shape = steps.drafter, steps.shape
+    width = min(shape.width, drafter.vocab_size)
+    num_widened = shape.nodes if drafter.context_kind == "block" else width
+    logits = logits[:, :1] if drafter.parallel else logits  # all nodes then have the same
     best = logits.float().log_softmax(-1).topk(width, dim=-1)  # [B, w, width]
     score = (value[..., None] + best.values).flatten(1)
     token = drafter.to_target(best.indices).expand(-1, frontier.shape[1], -1).flatten(1)
@@ -142,7 +148,10 @@ def _widen_frontier(
 
 
 def _rank_nodes(tensors: tuple[Tensor, ...], count: int, num_kept: int) -> tuple[Tensor, Tensor]:
-    """`count` batches each of tokens, scores and parents -> tokens and parents [B, N] of the root and the best drafts"""
+    """Returns tokens and parents [B, N] of the root and the best drafts.
+
+    tensors: `count` batches of tokens, then as many of scores, and of parents
+    """
     token, score, parent = (torch.cat(tensors[i * count : (i + 1) * count], dim=1) for i in range(3))
     # A child never scores above its parent, and a stable sort puts the earlier first: a kept child's parent is kept.
     ranked = score.sort(dim=1, descending=True, stable=True).indices
@@ -157,50 +166,75 @@ def _rank_nodes(tensors: tuple[Tensor, ...], count: int, num_kept: int) -> tuple
 def grow_sampled_tree(
     steps: Steps, newest: Tensor, first: StepOutput, sampling: AnySampling, draws: Sequence[Tensor], parents: Tensor
 ) -> Tree:
-    """The tree of `find_static_parents` with sampled tokens, siblings without replacement. Its shape does not depend on any draw.
+    """Returns the tree of `find_static_parents` with sampled tokens, siblings drawn without replacement.
 
-    newest [B], first: step 1 of this token; draws: of each node behind the root, as of `draw_column`; parents [N]: the static ones
+    Its shape does not depend on any draw.
+    newest [B]: the newest token, with `first`: its step 1; parents [N]: the static parents
+    draws [N - 1]: random numbers of each node but the root, as `draw_column` gives them
     """
     drafter, owners = steps.drafter, find_static_parents(steps.shape)
+    children = _list_children(owners)
     tokens, distributions = [newest] * len(owners), [torch.zeros(0)] * (len(owners) - 1)
     state, logits, _ = first
-    level, d, pending = [0], 1, 0  # the nodes that `logits` belong to, in order
+    level, d, pending = [0], 1, 0  # nodes that `logits` belong to, in order
     seen = torch.zeros(len(newest), 1, 0, dtype=torch.bool, device=newest.device)
     while True:
+        # Draw the children of each node of this level.
         for index, node in enumerate(level):
-            remaining_logits, distribution = logits[:, index], sampling.distribution(logits[:, index])  # [B, W] each
-            for child in [child for child, owner in enumerate(owners) if owner == node]:
-                draft = pick_tokens(distribution, draws[child - 1])
+            node_draws = [draws[child - 1] for child in children[node]]
+            siblings = _draw_siblings(logits[:, index], sampling, node_draws)
+            for child, (draft, distribution) in zip(children[node], siblings):
                 distributions[child - 1], tokens[child] = distribution, drafter.to_target(draft)
-                remaining_logits = remaining_logits.scatter(1, draft[:, None], -torch.inf)
-                distribution = _without(distribution, draft, remaining_logits)
-        next_level = [node for node, owner in enumerate(owners) if owner in level and node in owners]
+
+        # Run the next step on those children that have children.
+        next_level = [node for node, owner in enumerate(owners) if owner in level and children[node]]
         if not next_level:
             break
-        # No tensor of places, for which a GPU would have to be given numbers
         above = [level.index(owners[node]) for node in next_level]
-        seen, state = (torch.stack([tensor[:, place] for place in above], dim=1) for tensor in (seen, state))
+        seen, state = _take_nodes(seen, above), _take_nodes(state, above)
         itself = torch.eye(len(next_level), dtype=torch.bool, device=newest.device).expand(len(newest), -1, -1)
-        seen, level_tokens = (
-            torch.cat([seen, itself], dim=-1),
-            torch.stack([tokens[node] for node in next_level], dim=1),
-        )
+        seen = torch.cat([seen, itself], dim=-1)
+        level_tokens = torch.stack([tokens[node] for node in next_level], dim=1)
         d += 1
         state, logits, _ = steps.step(d, pending, state, level_tokens, seen)
         level, pending = next_level, pending + len(next_level)
+    probs = _stack_distributions(drafter, distributions)
     shape = parents.repeat(len(newest), 1)
-    return Tree(
-        torch.stack(tokens, dim=1),
-        shape,
-        _stack_distributions(drafter, distributions),
-        max_children=max(map(owners.count, owners)),
-    )
+    return Tree(torch.stack(tokens, dim=1), shape, probs, max_children=max(map(owners.count, owners)))
+
+
+def _list_children(parents: list[int]) -> list[list[int]]:
+    """The children of each node, in order."""
+    children: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents[1:], start=1):
+        children[parent].append(node)
+    return children
+
+
+def _take_nodes(values: Tensor, nodes: list[int]) -> Tensor:
+    """[B, len(nodes), ...] of values [B, N, ...]. An index tensor would need numbers of the host on a GPU."""
+    return torch.stack([values[:, node] for node in nodes], dim=1)
+
+
+def _draw_siblings(logits: Tensor, sampling: AnySampling, draws: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Draws one draft [B] for each of the random numbers, without replacement, each with its distribution [B, W].
+
+    logits [B, W]: logits after the parent
+    """
+    distribution, siblings = sampling.distribution(logits), []
+    for uniform in draws:
+        draft = pick_tokens(distribution, uniform)
+        siblings.append((draft, distribution))
+        logits = logits.scatter(1, draft[:, None], -torch.inf)
+        distribution = _without(distribution, draft, logits)
+    return siblings
 
 
 def _without(distribution: Tensor, draft: Tensor, remaining_logits: Tensor) -> Tensor:
-    """distribution [B, W] once draft [B] was drawn and not put back; left [B, W]: the logits of what was not drawn.
+    """Returns the distribution [B, W] after draft [B] was drawn from it and not put back.
 
-    If nothing is left, or too little to be divided by, its most likely token gets probability 1, as in a tree of chosen nodes.
+    remaining_logits [B, W]: logits, with -inf for drafts that were drawn. If next to no probability remains, their most
+    likely token gets probability 1, as in a tree of chosen nodes.
     """
     remainder = distribution.scatter(1, draft[:, None], 0)
     total = remainder.sum(-1, keepdim=True)
@@ -209,12 +243,12 @@ def _without(distribution: Tensor, draft: Tensor, remaining_logits: Tensor) -> T
 
 
 def _stack_distributions(drafter: Drafter, distributions: list[Tensor]) -> Tensor:
-    """N distributions over the draft vocabulary, [B, W] each -> [B, 1 + N, V]; 0 for the root and for tokens outside of it"""
+    """[B, 1 + N, V] of N distributions over the draft vocabulary, [B, W] each; 0 for the root and for other tokens"""
     return widen_distribution(drafter, torch.stack([torch.zeros_like(distributions[0]), *distributions], dim=1))
 
 
 def widen_distribution(drafter: Drafter, distribution: Tensor) -> Tensor:
-    """A distribution over the draft vocabulary, [..., W] -> [..., V]; 0 for tokens outside of it"""
+    """[..., V] of a distribution [..., W] over the draft vocabulary; 0 for tokens outside of it"""
     if drafter.draft_to_target is None:
         return distribution
     wide = distribution.new_zeros(*distribution.shape[:-1], drafter.target.vocab_size)
@@ -222,16 +256,17 @@ def widen_distribution(drafter: Drafter, distribution: Tensor) -> Tensor:
     return wide
 
 
-FIRST_CHILD, NEXT_CHILD = 0.6, 0.4  # assumed acceptance of a first child; of each further child relative to the last
+FIRST_CHILD = 0.6  # assumed acceptance probability of a first child, about that of trained heads on held-out text
+NEXT_CHILD = 0.4  # assumed acceptance of each further child, relative to the last one
 
 
 def find_static_parents(shape: TreeShape) -> list[int]:
-    """The parents of a fixed tree, level by level (Sequoia, 2402.12374, with equal probabilities at all positions).
+    """Returns the parents of a fixed tree, level by level (Sequoia, 2402.12374, with equal probabilities everywhere).
 
-    Its nodes are the `nodes` paths that are most likely to be accepted if the children of every node are accepted with
-    the probabilities 0.6, 0.24, 0.096 .. in order.
+    Its nodes are the `nodes` paths that are most likely to be accepted. The children of every node are assumed to be
+    accepted with the probabilities 0.6, 0.24, 0.096 .. in order.
     """
-    # -probability, depth, ranks along the path
+    # (-probability, depth, ranks along the path)
     best: list[tuple[float, int, tuple[int, ...]]] = [(-FIRST_CHILD, 1, (0,))]
     selected: list[tuple[int, ...]] = []
     while best and len(selected) < shape.nodes:

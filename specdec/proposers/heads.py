@@ -39,7 +39,7 @@ class Mark(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """What some rows have not read yet: the first num[b] of S tokens in row b."""
+    """Tokens that a drafter has not read yet: the first num[b] of S entries count in row b."""
 
     tokens: Tensor  # [B, S]
     features: Tensor  # [B, S, F*D]
@@ -48,24 +48,26 @@ class NewTokens(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """The arguments of a `commit`, and which of its rows each row of the batch has been since."""
+    """The arguments of a `commit`, whose rows may have moved since."""
 
-    new: NewTokens  # of P rows
-    rows: list[int | None]  # [B] of the P rows; None: a row that began later
+    new: NewTokens  # P rows
+    rows: list[int | None]  # [B] row of `new` for each row of the batch; None: a row that was opened later
 
     def select(self, rows: list[int]) -> "Committed":
+        """The same for these rows of the batch."""
         return self._replace(rows=[self.rows[row] for row in rows])
 
     def without(self, rows: list[int]) -> "Committed":
+        """The same without the tokens of these rows of the batch."""
         return self._replace(rows=[None if row in rows else source for row, source in enumerate(self.rows)])
 
 
 def join_committed(commits: list[Committed], *, fixed: bool) -> NewTokens:
-    """What several commits brought, as one. fixed: filled up to one of few lengths"""
+    """Joins the tokens of several commits. fixed: whether they are padded to one of a few lengths, for compiling"""
     first, rows = commits[0]
     if len(commits) == 1 and rows == list(range(len(first.counts))):
         return first
-    token_places = [list[int]() for _ in rows]  # of each row, places in the flat tokens of all parts
+    token_places = [list[int]() for _ in rows]  # places of each row's tokens in the flat tokens of all commits
     start, device = 0, first.tokens.device
     for new, source_rows in commits:
         num_rows, length = new.tokens.shape
@@ -85,8 +87,10 @@ def join_committed(commits: list[Committed], *, fixed: bool) -> NewTokens:
 class HeadProposer(Proposer):
     """Drafts a chain if the shape's width is 1, else a tree.
 
-    At temperature 0 a wider tree's nodes are chosen (EAGLE-2). Above, a chain's tokens are sampled, and so is a tree of fixed
-    shape, its siblings without replacement, unless `children` is "chosen". A greedy row of a sampled tree has the likeliest tokens.
+    At temperature 0 a wider tree's nodes are chosen (EAGLE-2). Above, a chain's tokens are sampled. So is a tree of
+    fixed shape, its siblings without replacement, unless `children` is "chosen". A greedy row of a sampled tree has the
+    likeliest tokens.
+    Raises ValueError for an unknown value of `children`, and for a depth beyond the drafter's steps.
     """
 
     rewinds = True
@@ -142,16 +146,14 @@ class HeadProposer(Proposer):
     def begin(self, tokens, num):
         self.cache = self.drafter.cache(tokens.shape[0])
         self.cache.preallocate(self.room, self.spare)
-        self.first_tokens = tokens[:, :1]  # [B, 1] the token of slot 0, which `commit` does not bring
-        self.carried: list[
-            Tensor
-        ] = []  # context_kind="depth": of modules 1..K-1, the state [B, 1, H] of their newest slot
-        self.absorbed: tuple[Tensor, StepOutput] | None = None  # the result of `absorb`, until the next `commit`
-
-        self.waiting: list[Committed] = []  # what `absorb` has not read yet
+        self.first_tokens = tokens[:, :1]  # [B, 1] token of slot 0, which no `commit` has
+        # [B, 1, H] each: for context_kind="depth", the states of modules 1..K-1 at their newest slots
+        self.carried: list[Tensor] = []
+        self.absorbed: tuple[Tensor, StepOutput] | None = None  # result of `absorb`, until the next `commit`
+        self.waiting: list[Committed] = []  # tokens that `absorb` has not read yet
 
     def commit(self, tokens, features, num, counts):
-        """Only stores its arguments: `absorb` reads them when they are needed, so nothing is computed after the last round."""
+        """Only stores its arguments: `absorb` reads them for the next tree. So the last round computes nothing."""
         if self.drafter.first_slot == 0 and self.cache.get_seq_length() == 0 and not self.waiting:
             tokens, num, counts = (
                 torch.cat([self.first_tokens, tokens], dim=1),
@@ -212,15 +214,18 @@ class HeadProposer(Proposer):
         return grow_tree(self, newest[:, 0], first)
 
     def _capturable(self, sampling: AnySampling) -> bool:
-        """Whether all of a round's steps can be one CUDA graph: no row has a prompt to read, all rows have one sampling, and no
-        step reads a copy that it made itself, as draft models do of the weights of fewer tokens."""
+        """Whether all of a round's steps can be one CUDA graph.
+
+        No row may have a prompt to read, all rows need one sampling, and no step may read a copy that it made itself. A
+        draft model with a draft vocabulary copies its weights.
+        """
         copies = self.drafter.context_kind == "text" and self.drafter.draft_to_target is not None
         return (
             self.runner.cuda_graphs and all(self.cache.host_lengths) and isinstance(sampling, Sampling) and not copies
         )
 
     def _propose_from_graph(self, sampling: AnySampling, draws: list[Tensor]) -> Tree:
-        """`absorb` and `_grow` from one CUDA graph"""
+        """Runs `absorb` and `_grow` as one CUDA graph."""
         new = self._take_waiting(fixed=True)
         num_carried = len(self.carried)
 
@@ -247,9 +252,9 @@ class HeadProposer(Proposer):
         return Tree(tokens, parents, probs, self.shape.chain, max_children=self.siblings if draws else None)
 
     def absorb(self) -> tuple[Tensor, StepOutput]:
-        """Runs step 1 over the tokens of the last `commit`, unless that was done; their entries are committed in the cache.
+        """Returns the newest token [B, 1] and the result of its step 1.
 
-        -> the newest token [B, 1], the result of its step 1
+        Runs step 1 over the tokens of each `commit` since the last call, and commits their entries in the cache.
         """
         if self.absorbed is None:
             opened_rows = [row for row, has_tokens in enumerate(self.cache.host_lengths) if not has_tokens]
@@ -260,13 +265,13 @@ class HeadProposer(Proposer):
         return self.absorbed
 
     def _absorb_all(self, *, reads_prompts: bool) -> tuple[Tensor, StepOutput]:
-        """opening: the rows have prompts to read"""
+        """Reads all rows together. reads_prompts: whether their prompts are among the waiting tokens"""
         new = self._take_waiting(fixed=self.runner.by_shape and not reads_prompts)
         # The shape of a prompt seldom comes again: not worth compiling
         return self._read(new, Runner() if reads_prompts else self.runner)
 
     def _take_waiting(self, *, fixed: bool) -> NewTokens:
-        """What was not read yet; the cache has room for it and for drafts."""
+        """Takes the tokens that were not read yet, and makes room for them and for drafts in the cache."""
         new, self.waiting = join_committed(self.waiting, fixed=fixed), []
         drafts = max(self.shape.depth * self.shape.width, self.shape.nodes)  # levels of a sampled tree may be wider
         self.cache.make_room(new.tokens.shape[1] + drafts)
@@ -280,7 +285,7 @@ class HeadProposer(Proposer):
         return newest, StepOutput(state, logits, shared_logits)
 
     def _absorb_opened(self, opened_rows: list[int]) -> tuple[Tensor, StepOutput]:
-        """Rows that have a prompt to read do so by themselves: the others would be filled up to its length."""
+        """Reads the rows with prompts by themselves: else all other rows would be padded to their length."""
         index, opened = upload_values(opened_rows, self.first_tokens.device), copy.copy(self)
         opened.begin(self.first_tokens[index], self.cache.lengths[index])
         opened.waiting = [committed.select(opened_rows) for committed in self.waiting]
@@ -310,7 +315,7 @@ class HeadProposer(Proposer):
         return StepOutput(state, logits, logits[:, :0])
 
     def likeliest(self, logits: Tensor, num: int) -> tuple[list, list]:
-        """logits [B, 1, W] -> of each row the `num` likeliest tokens: probabilities and target ids"""
+        """Returns the `num` likeliest tokens of each row: probabilities [B][num] and target ids. logits [B, 1, W]"""
 
         def likeliest(logits):
             best = logits[:, 0].float().softmax(-1).topk(num, dim=-1)
@@ -320,9 +325,9 @@ class HeadProposer(Proposer):
         return values.tolist(), tokens.tolist()
 
     def _absorb(self, tokens, features, num, lengths, *tensors):
-        """`absorb`, as a function of tensors. rest: the cache's halves, then the states that are carried so far
+        """Computes `absorb` from tensors alone. tensors: keys and values of the cache, then the carried states
 
-        -> the states to carry on, the newest token [B, 1], then state and logits of its step 1, and logits ahead
+        Returns the states to carry on; the newest token [B, 1]; state and logits of its step 1; logits of later steps.
         """
         halves, carried = tensors[: len(self.cache.keys_and_values)], tensors[len(self.cache.keys_and_values) :]
         cache, newest = self.cache.with_tensors(halves, lengths), _select_newest(tokens, num)
@@ -335,16 +340,16 @@ class HeadProposer(Proposer):
         return *states, newest, state, logits, logits[:, :0]
 
     def _parallel_step(self, tokens: Tensor, features: Tensor, num: Tensor, cache: RowCache) -> tuple[Tensor, Tensor]:
-        """`_first_step` of a parallel drafter, with all steps behind it.
+        """Runs all steps of a parallel drafter at once.
 
-        -> a state that nothing reads [B, 1, 0], readouts [B, K, R] of all steps
+        Returns a state that nothing reads [B, 1, 0], and the readouts of all steps [B, K, R].
         """
         drafter, num_new, num_later = self.drafter, tokens.shape[1], self.shape.depth - 1
         blank = drafter.blank(len(tokens), num_later)
         if blank is None:
             state, _ = self._first_step(tokens, features, num, cache, ())
             return state[..., :0], drafter.all_readouts(state)[:, 0, : 1 + num_later]
-        # The steps behind step 1 of the newest slot stand behind all new slots, whatever their number in each row
+        # The later steps of the newest slot stand after all new slots, whatever the number of new slots in each row
         h = torch.cat([drafter.encode(features), blank[0]], dim=1)
         slot_index = torch.arange(num_new + num_later, device=h.device)  # [S + K - 1]
         is_later_step = (slot_index >= num_new)[None]
@@ -364,9 +369,9 @@ class HeadProposer(Proposer):
     def _first_step(
         self, tokens: Tensor, features: Tensor, num: Tensor, cache: RowCache, carried
     ) -> tuple[Tensor, ...]:
-        """Step 1 over the newly committed tokens with their true features; writes the keys that later rounds need.
+        """Runs step 1 over the new tokens with their true features, and writes the keys that later rounds need.
 
-        -> state, readout [B, 1, .] of step 1 of the newest slot, then the states to carry on
+        Returns state and readout [B, 1, .] of the newest slot, then the states to carry on.
         """
         drafter, num_new = self.drafter, tokens.shape[1]
         start = cache.lengths + drafter.first_slot  # [B] the first new slot
@@ -398,7 +403,7 @@ class HeadProposer(Proposer):
         return *newest, *states
 
     def _step(self, d: int, state, tokens, seen, cache: RowCache) -> tuple[Tensor, Tensor]:
-        """`step`, as a function of tensors and of the cache made of them."""
+        """Computes `step` from tensors and a cache made of tensors."""
         drafter, mask = self.drafter, None
         positions = (cache.lengths + drafter.first_slot + d - 2)[:, None].expand_as(tokens)
         if drafter.context_kind not in ("none", "block"):
@@ -422,9 +427,10 @@ def make_draft_proposer(
     children: Children,
     compile: bool | None,
 ) -> HeadProposer:
-    """Two-model drafting (2211.17192, 2302.01318): a frozen causal LM drafts without training, in the target's dtype.
+    """Makes the proposer of two-model drafting (2211.17192, 2302.01318): a frozen causal LM in the target's dtype.
 
-    model: folder or Hub name of a causal LM with the target's tokenizer. Tokens that only one of the two has are never drafted
+    model: folder or Hub name of a causal LM with the target's tokenizer
+        Tokens that only one of the two models has are never drafted.
     depth, width, nodes: see TreeShape; nodes None: depth x width
     Raises ValueError if the model cannot be used.
     """
@@ -434,15 +440,15 @@ def make_draft_proposer(
 
 
 def _select_newest(values: Tensor, num: Tensor) -> Tensor:
-    """[B, S, ...] of the newly committed -> [B, 1, ...] of each row's last"""
+    """[B, 1, ...]: the last value that counts in each row of values [B, S, ...]"""
     return select_last(values, num)[:, None]
 
 
 def _mask_lagging(mask: Tensor, d: int, cache: RowCache) -> Tensor:
-    """context_kind="depth": the entries of module d that a slot could see when it was the newest (docs/architecture.md).
+    """Returns the entries of module d that a slot could see when it was the newest, for context_kind="depth".
 
-    The first d - 1 tokens are read by no slot's step d. The slot whose step d reads an entry's token is d - 1 before this
-    token, and it sees the keys of tokens up to its own; also itself, so that no row is empty.
+    No slot's step d reads the first d - 1 tokens. The slot whose step d reads an entry's token is d - 1 before that
+    token. It sees the keys of tokens up to its own, and itself, so that no row is empty. See docs/architecture.md.
     """
     entry = torch.arange(mask.shape[-1], device=mask.device)  # [C]
     own_slot = cache.slots[:, None, :, None]  # [B, 1, S, 1]

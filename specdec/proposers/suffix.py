@@ -1,7 +1,7 @@
 """Suffix decoding (2411.04975): drafts are the most frequent continuations of the text's end in earlier texts.
 
-The authors' library, arctic-inference, has no wheels and must be built against vLLM's torch. This implementation drafts as
-well and as fast.
+The authors' library, arctic-inference, has no wheels and must be built against vLLM's torch. This implementation drafts
+as well and as fast.
 """
 
 import heapq
@@ -31,26 +31,26 @@ NOWHERE = SuffixMatch(0, 0)
 
 @dataclass
 class RowMemory:
-    """What is kept beside a row's text."""
+    """The state of a row."""
 
-    automaton: "Automaton"  # of the text
-    start: int = 0  # where its answer starts
-    young: SuffixMatch = NOWHERE  # the longest match in each generation of the memory
+    automaton: "Automaton"  # automaton of the row's text
+    start: int = 0  # position of the answer's first token
+    young: SuffixMatch = NOWHERE  # longest match in each generation of the memory
     old: SuffixMatch = NOWHERE
 
 
 class Suffix(TextProposer):
     """Drafts the most frequent continuations of the longest end of the text that occurred before.
 
-    This end is looked up in the row's own text and in the memory, the answers that ended before. If the match is equally
-    long in both, the row's own text is used. (The paper instead uses the one with more expected accepted drafts; measured,
-    its tau is 1 % lower.) Rows of a batch do not read one another's texts while they are written; an answer that has ended
-    enters the memory when the next prompt takes its place, or else with the end of the batch.
+    This end is looked up in the row's own text and in the memory of finished answers. If the match is equally long in
+    both, the row's own text is used. (The paper uses the one with more expected accepted drafts, which measured 1 %
+    less tau.) Rows of a batch do not read one another's texts. A finished answer enters the memory when the next prompt
+    takes its row, or else at the end of the batch.
 
-    num: the largest number of drafts; factor, offset: at most ceil(factor * length of the match) + offset drafts
-    least: the smallest estimated probability that a draft and all drafts before it are accepted
-    memory: the number of tokens of the latest answers that are kept for certain; up to twice as many are kept. 0: none
-    datastore: a folder as specdec/proposers/datastore.py writes it, whose last texts are remembered from the start; None: nothing is
+    num: largest number of drafts; factor, offset: at most ceil(factor * length of the match) + offset drafts
+    least: smallest estimated probability that a draft and all drafts before it are accepted
+    memory: number of tokens of the latest answers that are surely kept; up to twice as many are kept. 0: none
+    datastore: folder as specdec/proposers/datastore.py writes it, whose last texts are remembered at first; None: none
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Suffix(TextProposer):
             self.remember(text)
 
     def begin(self, tokens, num):
-        self.ended: list[list[int]] = []  # answers of rows that have left the batch
+        self.ended: list[list[int]] = []  # answers of rows that left the batch
         super().begin(tokens, num)
         for state, start in zip(self.states, num.tolist()):
             state.start = start
@@ -100,7 +100,7 @@ class Suffix(TextProposer):
         self.ended = []
 
     def remember(self, answer: list[int]) -> None:
-        """Adds an answer to the younger generation. If that is full, it becomes the older one, which is dropped."""
+        """Adds an answer to the younger generation. A full one becomes the older one, whose texts are dropped."""
         answer = answer[: self.memory]
         if self.younger.num_tokens + len(answer) > self.memory:
             self.younger, self.older = Automaton(), self.younger
@@ -152,7 +152,7 @@ class Suffix(TextProposer):
 
 
 def read_last_texts(target: Target, folder: str, num: int) -> list[list[int]]:
-    """The last texts of a datastore that have at most `num` tokens together; of the first of them perhaps the end only.
+    """Reads the last texts of a datastore with at most `num` tokens together; of the first text perhaps the end only.
 
     Raises ValueError as `datastore.read_datastore`.
     """
@@ -170,16 +170,16 @@ def make_default_suffix(target: Target) -> Suffix:
 class Automaton:
     """A suffix automaton: all substrings of texts that may grow, each with the number of its occurrences.
 
-    Substrings that end at the same places form one state; `lengths` holds the length of the longest of them. The state's
-    link is the state of its longest suffix that ends at more places. A child is reached by one more token. State 0 is the
-    empty string. There are fewer than two states for each token. Appending a token takes one step for each state along
-    the links of the text's end: usually few; in a text that repeats a single token, one for each token so far.
+    Substrings that end at the same places form one state, and `lengths` has the length of its longest string. The link
+    of a state leads to the state of its longest suffix that ends at more places. A child is reached by one more token.
+    State 0 is the empty string. There are fewer than two states for each token. Appending a token takes one step for
+    each state along the links of the text's end. These are few; in a text of a single token, one for each token so far.
     """
 
     def __init__(self):
         self.children: list[dict[int, int]] = [{}]  # token -> state
         self.links, self.lengths, self.counts = [-1], [0], [0]
-        self.last = 0  # the state of the current text
+        self.last = 0  # state of the current text
         self.num_tokens = 0
 
     def start_text(self) -> None:
@@ -205,7 +205,7 @@ class Automaton:
             state = self.links[state]
 
     def _exactly(self, state: int, token: int, child: int) -> int:
-        """The state whose longest string is that of `state` and the token; split off `child`, if that has longer ones."""
+        """The state whose longest string is that of `state` and the token. A `child` with a longer one is split."""
         length = self.lengths[state] + 1
         if self.lengths[child] == length:
             return child
@@ -229,7 +229,7 @@ class Automaton:
         return SuffixMatch(state, self.lengths[state])
 
     def follow(self, match: SuffixMatch, token: int) -> SuffixMatch:
-        """The longest end that occurs of the matched string and the token."""
+        """The longest end, of the matched string and the token, that occurs."""
         state, length = match
         while token not in self.children[state]:
             if state == 0:
@@ -239,16 +239,16 @@ class Automaton:
         return SuffixMatch(self.children[state][token], length + 1)
 
     def most_likely(self, match: SuffixMatch, num: int, least: float) -> list[Guess]:
-        """At most `num` nodes that may follow the state's strings, the most likely first; of equals the first found.
+        """Returns at most `num` nodes that may follow the state's strings, likeliest first; of equals the first found.
 
-        The probability of a token is its share of all tokens that followed; the probability of a path is the product, and must be at
-        least `least`. If nothing ever followed a string, as at the end of a text, its longest suffix is used that something
-        followed. A guess states a smaller probability: that of one more token that followed, of which nothing is known, and the
-        less the shorter the string is.
+        The probability of a token is its share of all tokens that followed. That of a path is the product, and must be
+        at least `least`. If nothing ever followed a string, as at the end of a text, its longest suffix with a follower
+        is used. A guess states a smaller probability: it allows for one token that never followed, and for the length
+        of the string.
         """
         draft: list[Guess] = []
         order = itertools.count()
-        # minus the probability of the path, order, stated probability, token, parent, state, depth
+        # (-probability of the path, order, stated probability, token, parent, state, depth)
         heap: list[tuple[float, int, float, int, int, int, int]] = []
         state, probability, depth = match.state, 1.0, 0
         while True:

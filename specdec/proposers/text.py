@@ -17,17 +17,17 @@ from specdec.text import token_text
 
 
 class Guess(NamedTuple):
-    """A node of a draft: as in Nodes, and how probable it is."""
+    """A node of a draft as in Nodes, with its probability."""
 
     token: int
     parent: int
-    probability: float  # estimated, that it is accepted if its parent is
+    probability: float  # estimated probability that it is accepted if its parent is
 
 
 class TextProposer(Proposer):
     """Drafts from each row's text alone: texts[b] is row b's prompt and answer, the newest token last.
 
-    states[b] is what the class keeps beside row b's text, made by `start_row`.
+    states[b]: the class's state of row b, made by `start_row`
     """
 
     target_layers = ()
@@ -65,11 +65,11 @@ class TextProposer(Proposer):
         self.extend(row, new)
 
     def guess(self, row: int) -> list[Guess]:
-        """`draft` with estimates; without any of its own, one half."""
+        """The drafts with estimated probabilities: one half, if the class has no estimates."""
         return [Guess(token, parent, 0.5) for token, parent in self.draft(row)]
 
     def start_row(self, text: list[int]) -> Any:
-        """What is kept beside a row's text. text: that text, empty so far, which grows"""
+        """The state of a new row. text: the row's text, empty so far, which grows"""
         return None
 
     @abstractmethod
@@ -100,7 +100,7 @@ class RetractableTextProposer(TextProposer):
 
 
 def check_bounds(min: int, max: int) -> None:
-    """Raises ValueError unless they are in order."""
+    """Raises ValueError unless min <= max."""
     if max < min:
         raise ValueError(f"max={max} must be at least min={min}.")
 
@@ -109,10 +109,10 @@ class Ngram(RetractableTextProposer):
     """Drafts a chain: the tokens that followed the latest earlier occurrence of the text's last n tokens.
 
     n is the largest for which there is one. The latest occurrence is taken, because an answer that repeats itself
-    usually continues as the last time. A copy that reaches the end of the text goes on with its own tokens: in a text of
+    usually continues as it did last. A copy that reaches the end of the text goes on with its own tokens. In a text of
     period p the match is p tokens back, and so are the tokens that the copy then reads.
 
-    min, max: of n; num: drafts of every chain
+    min, max: bounds of n; num: number of drafts in every chain
     """
 
     linear = True
@@ -142,18 +142,18 @@ class Ngram(RetractableTextProposer):
 
 
 class NgramIndex:
-    """The latest place behind each n-gram of a text, min <= n <= max, at which another token follows.
+    """The latest position after each n-gram of a text, min <= n <= max, at which another token follows.
 
     text: a list that the caller extends and cuts, calling `extend` and `retract`
     """
 
     def __init__(self, text: list[int], min: int, max: int):
         self.text, self.min, self.max = text, min, max
-        self.places: dict[tuple[int, ...], int] = {}  # n-gram -> place behind it
-        self.replaced: list[int | None] = []  # the former entries of `places`, in the order of replacement
+        self.places: dict[tuple[int, ...], int] = {}  # position after each n-gram
+        self.replaced: list[int | None] = []  # former entries of `places`, in the order of replacement
 
     def extend(self, num: int) -> None:
-        """Called after the text has grown by `num` tokens: `num` more places are now followed by a token."""
+        """Adds `num` positions, after the text has grown by as many tokens: a token now follows each."""
         end = len(self.text)
         for place in range(end - num, end):
             for ngram in self._before(place):
@@ -161,7 +161,7 @@ class NgramIndex:
                 self.places[ngram] = place
 
     def retract(self, length: int) -> None:
-        """Called before the text is cut to `length` tokens."""
+        """Removes positions, before the text is cut to `length` tokens."""
         for place in reversed(range(length, len(self.text))):
             for ngram in reversed(self._before(place)):
                 earlier = self.replaced.pop()
@@ -171,7 +171,7 @@ class NgramIndex:
                     self.places[ngram] = earlier
 
     def find(self) -> int | None:
-        """The place behind the earlier occurrence of the longest n-gram that ends the text; None without one"""
+        """The position after the earlier occurrence of the longest n-gram that ends the text; None without one."""
         places = (self.places.get(ngram) for ngram in reversed(self._before(len(self.text))))
         return next((place for place in places if place is not None), None)
 
@@ -183,13 +183,13 @@ class NgramIndex:
 class Retrieval(RetractableTextProposer):
     """Looks up the end of the text in a datastore, makes a trie of the continuations there, and drafts its best part.
 
-    datastore: a folder as specdec/proposers/datastore.py writes it
-    max, min: tokens of the longest end of the text that is looked up, and of the shortest that is drafted from
-    samples: number of places that are read. First those of the longest match; while there are too few, also those of the
-        match that is one token shorter, which includes the places of the longer match again, so these count twice. If a
-        match has too many places, some are taken at equal distances
+    datastore: folder as specdec/proposers/datastore.py writes it
+    max, min: number of tokens of the longest end that is looked up, and of the shortest that is drafted from
+    samples: number of places that are read. The places of the longest match come first. While they are too few, those
+        of the match that is one token shorter follow. They include the places of the longer match, which count twice
+        then. Of too many places, some are taken at equal distances.
     num: number of drafted nodes: those of the trie with the most places below them
-    depth: the largest depth of a drafted node
+    depth: largest depth of a drafted node
     """
 
     def __init__(
@@ -208,8 +208,9 @@ class Retrieval(RetractableTextProposer):
         self.store = store.read_datastore(Path(datastore), token_text.digest_vocabulary(tokenizer))
         if max > self.store.length:
             raise ValueError(
-                f"max={max} exceeds the {self.store.length} tokens that datastore={datastore} is sorted by: lower max=, or "
-                f"sort the datastore by {max} tokens."
+                f"max={max} exceeds the {self.store.length} tokens that datastore={datastore} is sorted by: lower "
+                "max=, "
+                f"or sort the datastore by {max} tokens."
             )
         self.max, self.min, self.samples, self.num, self.depth = max, min, samples, num, depth
 
@@ -223,7 +224,7 @@ class Retrieval(RetractableTextProposer):
         return grow_trie(self.store.tokens, self.find_places(self.texts[row]), num=self.num, depth=self.depth)
 
     def find_places(self, text: list[int]) -> list[int]:
-        """Places of the datastore where the end of `text` occurs."""
+        """The places of the datastore where the end of `text` occurs."""
         places: list[int] = []
         matches = self.store.matches(text[-self.max :], self.max)
         for entries in reversed(matches[self.min - 1 :]):
@@ -234,7 +235,7 @@ class Retrieval(RetractableTextProposer):
 
 
 def grow_trie(tokens: memoryview, places: list[int], *, num: int, depth: int) -> Nodes:
-    """The `num` nodes with the highest counts in the trie of the places' continuations; of equals those nearest the root."""
+    """The `num` most frequent nodes in the trie of the places' continuations; of equals those nearest the root."""
     draft: Nodes = []
     order = itertools.count()
     # (-count, depth, order, token, parent, places of the token); a child's count is never higher than its parent's
@@ -258,13 +259,13 @@ def grow_trie(tokens: memoryview, places: list[int], *, num: int, depth: int) ->
 
 
 class Forced(TextProposer):
-    """Drafts, as a chain, the tokens that the grammar of a row's answer forces; none where it leaves a choice.
+    """Drafts a chain of the tokens that the grammar of a row's answer forces; nothing if the grammar leaves a choice.
 
-    The target has no choice there either, so no such draft is refused. num: drafts, at most
+    The target has no choice there either, so no such draft is refused. num: largest number of drafts
     """
 
     linear = True
-    constraints: list[Constraint | None] = []  # of the rows, once a batch has told them
+    constraints: list[Constraint | None] = []  # [B] once a batch has told them
 
     def __init__(self, target: Target, *, num: Count):
         self.depth = num

@@ -10,7 +10,7 @@ from specdec.core.compile import Runner
 from specdec.core.generation import Ends
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape, make_root
-from specdec.decoding.batch import Request
+from specdec.decoding.batch import Batch, Request
 from specdec.decoding.decoder import Decoder
 from specdec.experiments.jacobi.proposer import Lookahead
 from specdec.proposers.auto import AutoProposer
@@ -18,6 +18,7 @@ from specdec.proposers.costs import make_costs
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.suffix import Suffix
 from specdec.proposers.text import Ngram
+from tests.loops import transformers_answer
 from tests.support import HEADS, chain_of, greedy, make_drafter, random_tokens
 from tests.texts import repeating_texts
 
@@ -35,48 +36,65 @@ def seeded(number: int) -> torch.Generator:
     return torch.Generator().manual_seed(number)
 
 
-def alone(decoder: Decoder, prompts, num: int) -> list[list[int]]:
-    """What each prompt is answered alone, with random numbers of its own."""
+def answer_alone(decoder: Decoder, prompts, num: int) -> list[list[int]]:
+    """The answer of each prompt alone, with random numbers of its own."""
     answers = []
     for number, prompt in enumerate(prompts):
-        ((_, answer),) = decoder.answers([prompt], num, batch_size=1, generator=lambda _, number=number: seeded(number))
+        ((_, answer),) = decoder.answers([prompt], num, batch_size=1, generator=lambda _, n=number: seeded(n))
         answers.append(answer.tokens[0])
     return answers
 
 
-def together(decoder: Decoder, prompts, num: int, rows: int) -> list[list[int]]:
-    found = dict(decoder.answers(prompts, num, batch_size=rows, generator=seeded))
-    assert sorted(found) == list(range(len(prompts)))
-    for answer in found.values():
+def answer_together(decoder: Decoder, prompts, num: int, batch_size: int) -> list[list[int]]:
+    answers = dict(decoder.answers(prompts, num, batch_size=batch_size, generator=seeded))
+    assert sorted(answers) == list(range(len(prompts)))
+    for answer in answers.values():
         assert len(answer.tokens[0]) <= 1 + sum(count + 1 for count in answer.accepted[0])
         assert len(answer.accepted[0]) == len(answer.drafted)
-    return [found[number].tokens[0] for number in range(len(prompts))]
+    return [answers[number].tokens[0] for number in range(len(prompts))]
 
 
-def text_proposers(target) -> dict:
-    suffix = lambda: Suffix(target, num=6, factor=2.0, offset=4, least=0.1, memory=500)
-    ngram = lambda: Ngram(target, min=1, max=3, num=4)
-    return {
+def finish(batch: Batch) -> None:
+    while batch.running:
+        batch.run_round()
+
+
+def make_suffix(target) -> Suffix:
+    return Suffix(target, num=6, factor=2.0, offset=4, least=0.1, memory=500)
+
+
+def make_proposer(target, name: str):
+    """A proposer by name: of texts, of a head as a chain, or auto."""
+    if name in HEADS:
+        return HeadProposer(make_drafter(target, name), chain_of(2))
+    if name == "auto":
+        members = [make_proposer(target, member) for member in ("eagle3", "suffix", "ngram")]
+        free = make_costs(dict.fromkeys(range(1, 10), 1.0), plain=1.0, absorb=0.0, step=0.0)
+        return AutoProposer(target, members=members, costs=free)
+    makers = {
         "none": lambda: None,
-        "suffix": suffix,
-        "ngram": ngram,
+        "suffix": lambda: make_suffix(target),
+        "ngram": lambda: Ngram(target, min=1, max=3, num=4),
         "lookahead": lambda: Lookahead(target, window=3, ngram=3, guesses=2),
-        "auto": lambda: AutoProposer(
-            target,
-            members=[HeadProposer(make_drafter(target, "eagle3"), chain_of(2)), suffix(), ngram()],
-            costs=make_costs(dict.fromkeys(range(1, 10), 1.0), plain=1.0, absorb=0.0, step=0.0),
-        ),
     }
+    return makers[name]()
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+def fix_shapes() -> Runner:
+    """A runner whose shapes are fixed, as if they were compiled: finished rows stay."""
+    runner = Runner(False, cuda_graphs=True)
+    runner.whole = lambda name, function, inputs, memory: function(*inputs)
+    return runner
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("name", ["none", "suffix", "ngram", "lookahead", "auto"])
-def test_greedy_answers_are_those_of_each_prompt_alone(small_target, name, rows):
+def test_greedy_answers_are_those_of_each_prompt_alone(small_target, name, batch_size):
     prompts = prompts_of(small_target)
-    plain = alone(greedy(small_target, None, STOP), prompts, 30)
+    plain = answer_alone(greedy(small_target, None, STOP), prompts, 30)
     assert len({len(answer) for answer in plain}) > 3  # they end at different times
-    decoder = greedy(small_target, text_proposers(small_target)[name](), STOP)
-    assert together(decoder, prompts, 30, rows) == plain
+    decoder = greedy(small_target, make_proposer(small_target, name), STOP)
+    assert answer_together(decoder, prompts, 30, batch_size) == plain
 
 
 @pytest.mark.parametrize(
@@ -91,10 +109,9 @@ def test_heads_are_joined_and_left(small_target, head, shape):
     prompts = prompts_of(small_target)
     decoder = greedy(small_target, HeadProposer(small_drafter, shape), STOP)
     single = [decoder.generate([prompt], 24) for prompt in prompts]
-    found = dict(decoder.answers(prompts, 24, batch_size=3))
+    answers = dict(decoder.answers(prompts, 24, batch_size=3))
     for number, generation in enumerate(single):
-        assert found[number].tokens == generation.tokens
-        assert found[number].accepted == generation.accepted
+        assert answers[number].tokens == generation.tokens and answers[number].accepted == generation.accepted
 
 
 class Seldom(HeadProposer):
@@ -117,41 +134,51 @@ def test_a_head_that_waits_reads_the_same_whoever_joins_and_leaves(small_target,
     shape = chain_of(min(3, drafter.depth or 3))
     seldom = Seldom(drafter, shape)
     batch = seldom.batch = greedy(small_target, seldom, STOP).batch()
-    waiting = [Request(prompt, num) for prompt, num in zip(prompts_of(small_target), itertools.cycle([30, 4, 12, 19]))]
+    waiting = list(map(Request, prompts_of(small_target), itertools.cycle([30, 4, 12, 19])))
     joined = checked = 0
     while waiting or batch.running:
-        num = min(3 - len(batch.running), len(waiting)) if len(waiting) % 3 or not batch.running else 0
-        if num:
-            joined += bool(batch.running)
-            batch.admit([waiting.pop() for _ in range(num)])
-        if batch.running:
-            texts = {id(request): [*request.prompt, *request.tokens] for request in batch.running}
-            step = batch.run_round()
-            if not step.num_drafted:
-                continue
-            for request, tree in zip(batch.requests, seldom.last.tokens.tolist()):
-                if not (text := texts.get(id(request))):
-                    continue
-                decoder = greedy(small_target, HeadProposer(drafter, shape), STOP)
-                other = decoder.batch()
-                other.admit([Request(text[:-1], 2)])
-                assert other.proposer.propose(decoder.sampling, None).tokens[0].tolist() == tree
+        joined += admit_some(batch, waiting)
+        texts = {id(request): [*request.prompt, *request.tokens] for request in batch.running}
+        if not texts or not batch.run_round().num_drafted:
+            continue
+        for request, tree in zip(batch.requests, seldom.last.tokens.tolist()):
+            if id(request) in texts:
+                assert draft_at_once(small_target, HeadProposer(drafter, shape), texts[id(request)]) == tree
                 checked += 1
-    assert joined > 1 and checked > 10
+    assert joined > 3 and checked > 10
+
+
+def admit_some(batch: Batch, waiting: list[Request]) -> bool:
+    """Fills the rows, but not at each fourth number of waiting ones -> whether requests joined others"""
+    joins = bool(batch.running)
+    if joins and len(waiting) % 4 == 0:
+        return False
+    joining = [waiting.pop() for _ in range(min(batch.count_free(3), len(waiting)))]
+    if joining:
+        batch.admit(joining)
+    return joins and bool(joining)
+
+
+def draft_at_once(target, proposer, text: list[int]) -> list[int]:
+    """The tokens of the first tree after a text."""
+    decoder = greedy(target, proposer, STOP)
+    batch = decoder.batch()
+    batch.admit([Request(text[:-1], 2)])
+    return proposer.propose(decoder.sampling, None).tokens[0].tolist()
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("head", [None, "eagle", "medusa", "dflash"])
 def test_sampled_answers_are_those_of_each_prompt_alone(small_target, head, rule):
-    """With random numbers of its own, an answer does not depend on the others of its batch, nor on rows that have ended."""
+    """With random numbers of its own, an answer depends neither on other rows nor on rows that have ended."""
     proposer = head and HeadProposer(make_drafter(small_target, head), chain_of(2))
     sampling = Sampling(1.2, top_k=4, repetition_penalty=1.1)
     decoder = Decoder(small_target, proposer, sampling=sampling, stop=STOP, rule=rule)
     prompts = prompts_of(small_target)
-    single = alone(decoder, prompts, 20)
+    single = answer_alone(decoder, prompts, 20)
     assert len(set(map(tuple, single))) > 8
-    for rows in (2, 5):
-        assert together(decoder, prompts, 20, rows) == single
+    for batch_size in (2, 5):
+        assert answer_together(decoder, prompts, 20, batch_size) == single
 
 
 SETTINGS = [
@@ -163,52 +190,88 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("proposer", ["none", "chain", "tree", "suffix", "auto"])
-def test_rows_with_settings_of_their_own_are_answered_as_alone(small_target, proposer):
+@pytest.mark.parametrize("name", ["none", "chain", "tree", "suffix", "auto"])
+def test_rows_with_settings_of_their_own_are_answered_as_alone(small_target, name):
     """Greedy, sampled, cut and penalised rows that join one another, each with its own stop tokens too."""
     drafter = make_drafter(small_target, "eagle3")
 
     def make():
-        suffix = text_proposers(small_target)["suffix"]
-        return {
-            "none": lambda: None,
-            "chain": lambda: HeadProposer(drafter, chain_of(3)),
-            "tree": lambda: HeadProposer(drafter, TREE),
-            "suffix": suffix,
-            "auto": lambda: AutoProposer(small_target, members=[suffix(), HeadProposer(drafter, TREE)]),
-        }[proposer]()
+        if name in ("chain", "tree"):
+            return HeadProposer(drafter, TREE if name == "tree" else chain_of(3))
+        if name == "auto":
+            return AutoProposer(small_target, members=[make_suffix(small_target), HeadProposer(drafter, TREE)])
+        return make_proposer(small_target, name)
 
-    prompts, single = prompts_of(small_target), []
-    ends = [Ends(frozenset({number % 6} if number % 3 else ())) for number in range(len(prompts))]
-    settings = [SETTINGS[number % len(SETTINGS)] for number in range(len(prompts))]
-    decides = proposer in ("suffix", "auto")  # how much is drafted depends on clocks, or on what was answered before
-    for number, (prompt, sampling) in enumerate(zip(prompts, settings)):
-        decoder = Decoder(small_target, make(), sampling=sampling, stop=set(ends[number].tokens))
-        own = decoder.answers([prompt], 24, batch_size=1, generator=lambda _, number=number: seeded(number))
-        single += [answer.tokens[0] for _, answer in own]
+    requests, single = [], []
+    for number, prompt in enumerate(prompts_of(small_target)):
+        ends = Ends(frozenset({number % 6} if number % 3 else ()))
+        sampling = SETTINGS[number % len(SETTINGS)]
+        decoder = Decoder(small_target, make(), sampling=sampling, stop=set(ends.tokens))
+        generation = decoder.generate([prompt], 24, generator=seeded(number))
+        single.append(generation.tokens[0])
+        requests.append(Request(prompt, 24, seeded(number), sampling, ends))
     batch = Decoder(small_target, make(), sampling=Sampling(), stop=STOP).batch()
-    requests = [
-        Request(prompt, 24, seeded(number), sampling, end)
-        for number, (prompt, sampling, end) in enumerate(zip(prompts, settings, ends))
-    ]
     waiting = list(requests)
     while waiting or batch.running:
         if waiting and len(batch.running) < 4:
             batch.admit([waiting.pop(0)])
         if batch.running:
             batch.run_round()
-    for request, answer, sampling in zip(requests, single, settings):
-        if sampling.greedy or not decides:
+    for request, answer in zip(requests, single):
+        # The amount of drafts of these depends on clocks, or on earlier answers, and so do their draws
+        if request.sampling.greedy or name not in ("suffix", "auto"):
             assert request.tokens == answer
         assert request.ended == (request.tokens[-1] in request.ends.tokens)
     assert {request.ended for request in requests} == {True, False}
 
 
+@pytest.mark.parametrize("name", ["none", "ngram", "eagle3"])
+def test_a_penalty_applies_to_the_prompt_and_to_every_token_of_the_answer(small_target, name):
+    """As in transformers; also in a row that joins later, and with tokens that a request names."""
+    sampling, prompts = Sampling(repetition_penalty=1.3), repeating_texts(3, 12)[:3]
+    batch = Decoder(small_target, make_proposer(small_target, name), sampling=sampling, stop=set()).batch()
+    named = torch.zeros(small_target.vocab_size, dtype=torch.bool)
+    requests = [Request(prompt, 30) for prompt in prompts] + [Request(prompts[0], 30, penalised=named)]
+    batch.admit(requests[:2])
+    batch.run_round()
+    batch.admit(requests[2:])
+    while batch.running:
+        batch.run_round()
+        for request, marks in zip(batch.requests, batch.penalised_tokens):
+            prompt = [] if request is requests[3] else request.prompt
+            assert {*prompt, *request.tokens} <= {*marks.nonzero()[:, 0].tolist()} | {request.tokens[-1]}
+            assert len(request.tokens) == 30 or set(marks.nonzero()[:, 0].tolist()) == {*prompt, *request.tokens}
+    for request in requests[:3]:
+        assert request.tokens == transformers_answer(small_target, request.prompt, 30, 1.3)
+    plain = [transformers_answer(small_target, prompt, 30) for prompt in prompts]
+    assert plain != [request.tokens for request in requests[:3]]
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "eagle3"])
+def test_a_finished_row_that_stays_commits_nothing(small_target, name):
+    """Where shapes are fixed, its text, its cache and what the proposer reads of it end with its answer."""
+    proposer = make_proposer(small_target, name)
+    batch = Decoder(small_target, proposer, sampling=Sampling(), stop=set(), runner=fix_shapes()).batch()
+    short, long = (Request(prompt, num) for prompt, num in zip(repeating_texts(3, 12), (4, 40)))
+    committed = []
+    if proposer:
+        commit = proposer.commit
+        proposer.commit = lambda *arguments: committed.append(arguments[3]) or commit(*arguments)
+    batch.admit([short, long])
+    while short.tokens_left:
+        batch.run_round()
+    length, num_commits = batch.cache.host_lengths[0], len(committed)
+    finish(batch)
+    assert batch.requests == [short, long] and len(short.tokens) == 4 and len(long.tokens) == 40
+    assert batch.cache.host_lengths == batch.cache.lengths.tolist()
+    assert batch.cache.host_lengths[0] == length < batch.cache.host_lengths[1]
+    assert {counts[0] for counts in committed[num_commits:]} == ({0} if proposer else set())
+
+
 def test_a_proposer_is_told_when_laws_of_another_kind_are_asked_for(small_target):
-    proposer = text_proposers(small_target)["suffix"]()
-    kinds = []
+    proposer, kinds = make_suffix(small_target), []
     proposer.attach_verifier = lambda verifier, sampling: kinds.append(sampling.kind)
-    decoder = Decoder(small_target, proposer, sampling=Sampling(), stop=set())
+    decoder = greedy(small_target, proposer)
     batch = decoder.batch()
     batch.admit([Request([1, 2, 3], 4), Request([1, 2], 9, sampling=Sampling())])
     batch.run_round()
@@ -216,8 +279,7 @@ def test_a_proposer_is_told_when_laws_of_another_kind_are_asked_for(small_target
     batch.admit([Request([3, 4], 3, sampling=Sampling(1.0))])
     batch.admit([Request([3, 4], 2, sampling=Sampling(1.0, top_k=2))])
     assert kinds == ["greedy", "sampled", "cut"]
-    while batch.running:
-        batch.run_round()
+    finish(batch)
     assert kinds[-1] == "greedy"
     batch.admit([Request([3, 4], 1, sampling=Sampling(1.0))])
     decoder.batch().admit([Request([1, 2, 3], 4)])  # another batch, of the kind that the decoder has
@@ -227,11 +289,11 @@ def test_a_proposer_is_told_when_laws_of_another_kind_are_asked_for(small_target
 def test_requests_join_a_batch_that_grows_and_shrinks(small_target):
     """Any number of requests between rounds, into places of ended ones or beside the others."""
     prompts, draw = prompts_of(small_target), random.Random(1)
-    plain = alone(greedy(small_target, None), prompts, 16)
+    plain = answer_alone(greedy(small_target, None), prompts, 16)
     decoder = greedy(small_target, HeadProposer(make_drafter(small_target, "eagle3"), TREE))
     for _ in range(3):
-        batch, waiting, sizes = decoder.batch(), [Request(prompt, 16) for prompt in prompts], set()
-        requests = list(waiting)
+        batch, requests, sizes = decoder.batch(), [Request(prompt, 16) for prompt in prompts], set()
+        waiting = list(requests)
         while waiting or batch.running:
             num = min(len(waiting), draw.choice([0, 0, 1, 1, 2, 4]) if batch.running else 1)
             if num:
@@ -240,13 +302,12 @@ def test_requests_join_a_batch_that_grows_and_shrinks(small_target):
             if batch.running:
                 sizes.add(len(batch.run_round().requests))
         batch.close()
-        assert [request.tokens for request in requests] == plain
-        assert len(sizes) > 3
+        assert [request.tokens for request in requests] == plain and len(sizes) > 3
 
 
 def test_a_request_that_is_given_up_leaves_its_row(small_target):
     prompts = prompts_of(small_target)[:3]
-    plain = alone(greedy(small_target, None), prompts, 20)
+    plain = answer_alone(greedy(small_target, None), prompts, 20)
     batch = greedy(small_target, None).batch()
     requests = [Request(prompt, 20) for prompt in prompts]
     batch.admit(requests)
@@ -254,38 +315,25 @@ def test_a_request_that_is_given_up_leaves_its_row(small_target):
     requests[1].tokens_left = 0
     while batch.running:
         assert len(batch.run_round().requests) == 2
-    assert [requests[0].tokens, requests[2].tokens] == [plain[0], plain[2]]
-    assert requests[1].tokens == plain[1][:2]
+    assert [request.tokens for request in requests] == [plain[0], plain[1][:2], plain[2]]
 
 
-def test_rows_that_have_ended_leave_unless_shapes_are_compiled(small_target):
-    def rows_of(decoder: Decoder) -> list[int]:
-        verify, rows = decoder.verify, []
-        batch = decoder.batch()
-        batch.verify = lambda tree, *arguments, **named: (
-            rows.append(len(tree.tokens)) or verify(tree, *arguments, **named)
-        )
-        batch.verify.hidden_states = verify.hidden_states
-        batch.admit([Request([1, 2, 3], num) for num in (4, 9, 20, 30)])
-        while batch.running:
-            batch.run_round()
-        return rows
-
-    found = rows_of(greedy(small_target, None))
-    assert found == [4] * 3 + [3] * 5 + [2] * 11 + [1] * 10
-    runner = Runner(False, cuda_graphs=True)
-    runner.run_whole = lambda name, function, inputs, memory: function(*inputs)
-    kept = rows_of(Decoder(small_target, None, sampling=Sampling(), stop=set(), runner=runner))
-    assert kept == [4] * 29
+@pytest.mark.parametrize("runner, sizes", [(None, [4] * 3 + [3] * 5 + [2] * 11 + [1] * 10), (fix_shapes(), [4] * 29)])
+def test_rows_that_have_ended_leave_unless_shapes_are_compiled(small_target, runner, sizes):
+    decoder = Decoder(small_target, None, sampling=Sampling(), stop=set(), runner=runner)
+    batch, rows = decoder.batch(), []
+    batch.admit([Request([1, 2, 3], num) for num in (4, 9, 20, 30)])
+    while batch.running:
+        rows.append(len(batch.run_round().tree.tokens))
+    assert rows == sizes
 
 
 def test_the_memory_of_ended_answers_helps_the_prompts_that_follow(small_target):
     """Of equal prompts, the second is drafted from the answer of the first, though a third one runs all the time."""
-    text = random_tokens(5, 8, small_target.vocab_size)
-    other_prompt = random_tokens(6, 9, small_target.vocab_size)
-    proposer = Suffix(small_target, num=6, factor=2.0, offset=4, least=0.1, memory=500)
-    batch = greedy(small_target, proposer).batch()
-    first, second, third = Request(text, 20), Request(text, 20), Request(other_prompt, 200)
+    text, other_text = (random_tokens(seed, num, small_target.vocab_size) for seed, num in ((5, 8), (6, 9)))
+    batch = greedy(small_target, make_suffix(small_target)).batch()
+    first, second = Request(text, 20), Request(text, 20)
+    third = Request(other_text, 200)
     batch.admit([first, third])
     for request in (first, second):
         if request is second:
@@ -294,8 +342,8 @@ def test_the_memory_of_ended_answers_helps_the_prompts_that_follow(small_target)
             batch.run_round()
     assert third.tokens_left and second.tokens == first.tokens
     assert len(second.generation.accepted[0]) < len(first.generation.accepted[0])
-    fresh = greedy(small_target, Suffix(small_target, num=6, factor=2.0, offset=4, least=0.1, memory=500))
-    assert fresh.generate([other_prompt], len(third.tokens)).tokens[0] == third.tokens
+    decoder = greedy(small_target, make_suffix(small_target))
+    assert decoder.generate([other_text], len(third.tokens)).tokens[0] == third.tokens
 
 
 def test_times_are_shared_by_the_rows_that_ran(small_target):
@@ -303,6 +351,17 @@ def test_times_are_shared_by_the_rows_that_ran(small_target):
     answers = [answer for _, answer in decoder.answers(prompts, 12, batch_size=2)]
     assert all(answer.seconds == pytest.approx(sum(answer.stages.values())) for answer in answers)
     assert all(answer.prefill_seconds > 0 and len(answer.accepted[0]) == 11 for answer in answers)
+    single = decoder.generate([[1, 2, 3]], 2)  # a CPU knows the times of a round at its end
+    assert len(single.drafted) == 1 and min(single.stages.values()) > 0
+
+
+@pytest.mark.parametrize("name", ["none", "eagle3"])
+def test_no_more_rows_run_than_asked_for(small_target, name):
+    decoder = greedy(small_target, make_proposer(small_target, name), STOP)
+    batch = decoder.batch()
+    decoder.batch = lambda: batch
+    sizes = {len(batch.running) for _ in decoder.rounds(prompts_of(small_target), 30, batch_size=3)}
+    assert max(sizes) == 3
 
 
 def test_bad_input_is_refused(small_target):
@@ -316,13 +375,12 @@ def test_bad_input_is_refused(small_target):
 @pytest.mark.parametrize("name", ["none", "suffix", "eagle3", "draft", "medusa", "auto"])
 def test_prompts_read_in_pieces_are_answered_as_read_whole(small_target, name):
     """Greedy answers and seeded ones, with what heads drafted; rounds of the others are between the pieces."""
-    made = text_proposers(small_target)
-    make = made.get(name) or (lambda: HeadProposer(make_drafter(small_target, name), chain_of(2)))
-    prompts, distributions = prompts_of(small_target), [Sampling(), Sampling(1.0)]
+    samplings = itertools.cycle([Sampling(), Sampling(1.0)])
+    prompts = [*enumerate(zip(prompts_of(small_target), samplings))]
 
     def answer(max_tokens: int | None) -> list:
-        batch = greedy(small_target, make(), STOP).batch()
-        requests = [Request(prompt, 16, seeded(n), distributions[n % 2]) for n, prompt in enumerate(prompts)]
+        batch = greedy(small_target, make_proposer(small_target, name), STOP).batch()
+        requests = [Request(prompt, 16, seeded(number), sampling) for number, (prompt, sampling) in prompts]
         batch.admit(requests[:2])
         for joining in (requests[2:6], requests[6:]):
             prefill, pieces = batch.prefill(joining), 0
@@ -333,21 +391,20 @@ def test_prompts_read_in_pieces_are_answered_as_read_whole(small_target, name):
                     batch.run_round()
             assert pieces == (1 if max_tokens is None else max(prefill.counts))
             batch.admit(joining, prefill)
-        while batch.running:
-            batch.run_round()
+        finish(batch)
         return [(request.tokens, request.generation.accepted) for request in requests]
 
     whole, pieces = answer(None), answer(4)  # of four prompts: a token of each
     assert [tokens for tokens, _ in pieces[::2]] == [tokens for tokens, _ in whole[::2]]
     assert [tokens[0] for tokens, _ in pieces] == [tokens[0] for tokens, _ in whole]
-    if name not in ("suffix", "auto"):  # they draft from what was answered before
+    if name not in ("suffix", "auto"):  # they draft from earlier answers
         assert pieces == whole
 
 
 def test_prompts_whose_pieces_would_be_read_otherwise_are_read_whole(small_target, monkeypatch):
     batch = greedy(small_target, None).batch()
-    for name, value in (("rotary_boundary", 100), ("rotary_boundary", None)):
-        monkeypatch.setattr(small_target, name, value)
+    for boundary in (100, None):
+        monkeypatch.setattr(small_target, "rotary_boundary", boundary)
         prefill = batch.prefill([Request([1, 2, 3, 4], 4)])
         batch.read(prefill, 2)
-        assert prefill.complete == (value is not None) and prefill.divisible == (value is None)
+        assert prefill.complete == (boundary is not None) and prefill.divisible == (boundary is None)

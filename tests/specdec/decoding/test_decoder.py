@@ -41,20 +41,6 @@ def small_answers(small_target):
     return [transformers_answer(small_target, prompt, NUM_NEW) for prompt in prompts_of(small_target)]
 
 
-def test_features_are_transformers_hidden_states(target):
-    tokens = torch.tensor([random_tokens(0, 7, target.vocab_size)])
-    reference = target.model(tokens, output_hidden_states=True)
-    layers = target.layer_ids([0, 2, -2, -1])
-    assert layers == (0, 2, 7, 8)
-    output = target.read(tokens, layers)
-    torch.testing.assert_close(output.features, torch.cat([reference.hidden_states[k] for k in layers], dim=-1))
-    torch.testing.assert_close(target.logits(output.final), reference.logits)
-    assert target.read(tokens, ()).features.shape == (1, 7, 0)
-    for wrong in ([2, 1], [1, 1], [9], [-10]):
-        with pytest.raises(ValueError, match=r"has hidden states 0\.\.8 .*strictly increasing"):
-            target.layer_ids(wrong)
-
-
 # Drafters
 
 
@@ -76,9 +62,7 @@ def test_drafting_does_not_change_the_answers(small_drafter, small_target, small
     together = decoder.generate(prompts, NUM_NEW)
     assert together.tokens == small_answers
     assert [generation.tokens[0] for generation in separate] == small_answers[:2]
-    assert [generation.accepted[0] for generation in separate] == together.accepted[
-        :2
-    ]  # a row does not depend on the other rows
+    assert [generation.accepted[0] for generation in separate] == together.accepted[:2]  # rows are independent
     check_counters(together)
     counts = set(itertools.chain(*together.accepted))
     assert counts <= set(range(shape.depth + 1)) and {0, 1} <= counts  # some were refused and some accepted
@@ -113,8 +97,10 @@ def test_no_draft_of_a_token_outside_the_answers_is_accepted(target, answers):
 def test_accepted_paths_through_scattered_nodes(target, answers):
     """The text is at random nodes of random trees, so the kept nodes are seldom the first ones."""
     generator = torch.Generator().manual_seed(0)
-    pick = lambda num: int(torch.randint(num, (), generator=generator))
     paths = set()
+
+    def pick(num: int) -> int:
+        return int(torch.randint(num, (), generator=generator))
 
     def drafts(text, position):
         parents, tokens, path = [-1], [text[position]], [0]
@@ -155,10 +141,9 @@ def test_stop_inside_an_accepted_run(target, answers):
     prompts = prompts_of(target)
     texts = [prompt + answer for prompt, answer in zip(prompts, answers)]
     firsts = [index for index in range(1, 15) if (index - 1) % 5 < 4 and answers[0].index(answers[0][index]) == index]
-    ends = lambda answer, stop: answer[: answer.index(stop) + 1] if stop in answer else answer
     for index in firsts:
         stop = answers[0][index]
-        expected = [ends(answer, stop) for answer in answers]
+        expected = [answer[: answer.index(stop) + 1] if stop in answer else answer for answer in answers]
         proposer = Scripted(texts, 4, oracle(4), ends=lengths(prompts, expected))
         generation = greedy(target, proposer, {stop}).generate(prompts, NUM_NEW)
         assert generation.tokens == expected
@@ -214,6 +199,14 @@ def test_prompts_and_lengths_that_cannot_be_decoded_are_refused(target):
     assert limit == 512 and len(greedy(target, None).generate([[1] * 500], 12).tokens[0]) == 12
     with pytest.raises(ValueError, match=r"^temperature=-1"):
         Decoder(target, None, sampling=Sampling(-1), stop=set())
+
+
+def test_drafts_fit_into_what_each_layer_sees(target, monkeypatch):
+    """A chunk of four positions has room for the newest token and three drafts."""
+    monkeypatch.setattr(target, "layer_kinds", dataclasses.replace(target.layer_kinds, chunk=4))
+    greedy(target, Scripted([], 3, oracle(3)))
+    with pytest.raises(ValueError, match=r"layers that see 4 positions, and 4 drafts .* lower depth= to 3"):
+        greedy(target, Scripted([], 4, oracle(4)))
 
 
 # Sampling

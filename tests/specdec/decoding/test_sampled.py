@@ -12,7 +12,8 @@ from tests.support import chain_of, make_drafter
 
 pytestmark = pytest.mark.full
 
-CHAIN, TREE, BUSH = chain_of(2), TreeShape(depth=2, width=2, nodes=4), TreeShape(depth=2, width=3, nodes=6)
+CHAIN, TREE = chain_of(2), TreeShape(depth=2, width=2, nodes=4)
+BUSH = TreeShape(depth=2, width=3, nodes=6)
 
 
 def block(head: str, **dependence) -> dict:
@@ -28,7 +29,7 @@ DOMINO, RNN = block("domino", kind="domino", hidden=8, rank=8), block("dspark", 
 def decoder_of(
     sampling="warm", shape=CHAIN, *, head="eagle", reduced=False, arguments=None, rule="token", wrong=None, **how
 ) -> Decoder:
-    """arguments: of the drafter; wrong: a function that changes the proposed tree, for negative controls"""
+    """arguments: settings of the drafter; wrong: function that changes the tree, for negative controls"""
     target = sampled_target()
     proposer = HeadProposer(make_drafter(target, head, reduced, arguments), shape, **how)
     if wrong:

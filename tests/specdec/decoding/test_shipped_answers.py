@@ -1,17 +1,16 @@
-"""Shipped heads on their real target: drafting gives the answers of transformers' generate, but for near ties of rounding."""
+"""Shipped heads on their real target: the answers are those of transformers' generate, but for near ties."""
 
 import pytest
 
 from specdec import checkpoint
 from specdec.core.sampling import Sampling
-from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.measuring.measure import compute_top2_gap
 from specdec.proposers.auto import AutoProposer
 from specdec.target.model import Target, load_tokenizer
 from specdec.text import conversations as data
 from tests.loops import transformers_answer
-from tests.support import REAL_TARGET, ROOT
+from tests.support import REAL_TARGET, ROOT, greedy
 
 pytestmark = [
     pytest.mark.full,
@@ -43,7 +42,7 @@ def test_plain_chain_tree_and_auto_answer_as_generate(target, prompts, expected,
     proposers = {"plain": None, "chain": Drafting(4).proposer(drafter), "tree": Drafting(4, 3, 10).proposer(drafter)}
     proposers["auto"] = AutoProposer.make_default(target, proposers["chain"])
     for name, proposer in proposers.items():
-        decoder = Decoder(target, proposer, sampling=Sampling(), stop=set())
+        decoder = greedy(target, proposer)
         found = dict(decoder.answers(prompts, NUM_NEW, batch_size=ROWS))
         gaps = [
             compute_top2_gap(target, prompt, answer, found[number].tokens[0], Sampling())

@@ -1,4 +1,4 @@
-"""Tests of drafting that chooses how much to draft: its answers, and its choices by user-supplied costs and by a virtual clock."""
+"""Tests of drafting that chooses how much to draft: its answers, and its choices by given costs and a virtual clock."""
 
 import random
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from specdec.proposers.costs import Costs, make_costs
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.suffix import Suffix, make_default_suffix
 from specdec.proposers.text import Guess, Ngram, TextProposer
-from tests.support import ROOT, chain_of, make_drafter, random_tokens
+from tests.support import ROOT, chain_of, greedy, make_drafter, random_tokens
 from tests.texts import repeating_texts
 
 FREE = dict.fromkeys(range(1, 10), 1.0)
@@ -45,51 +45,29 @@ PAIR = {"dependence": {"kind": "selector", "rank": 8, "top": 2}}  # fewer candid
 RNN = {"dependence": {"kind": "markov", "rank": 8, "form": "rnn"}}
 
 
-@pytest.mark.parametrize(
-    "head, arguments",
-    [
-        *((head, None) for head in ("eagle", "medusa", "mtp", "dflash", "draft", "dflash2", "domino", None)),
-        ("dflash2", PAIR),
-        ("dspark", RNN),
-    ],
-)
+HEADS = ("eagle", "medusa", "mtp", "dflash", "draft", "dflash2", "domino", None)
+CASES = [*((head, None) for head in HEADS), ("dflash2", PAIR), ("dspark", RNN)]
+
+
+@pytest.mark.parametrize("head, arguments", CASES)
 def test_greedy_answers_are_those_of_plain_decoding(small_target, head, arguments):
-    """Rows of a batch end at different times and leave it."""
+    """Rows of a batch end at different times and leave it. test_batch.py has prompts that join."""
     prompts = [*repeating_texts(3, 12), random_tokens(1, 5, small_target.vocab_size)]
-    plain = Decoder(small_target, None, sampling=Sampling(), stop={7}).generate(prompts, 40)
+    plain = greedy(small_target, None, {7}).generate(prompts, 40).tokens
     for ratios in (FREE, MIDDLE):
         proposer = auto(small_target, head=head, ratios=ratios, step=0.05, arguments=arguments)
-        result = Decoder(small_target, proposer, sampling=Sampling(), stop={7}).generate(prompts, 40)
-        assert result.tokens == plain.tokens
-        alone = [
-            Decoder(small_target, None, sampling=Sampling(), stop={7}).generate([p], 40).tokens[0] for p in prompts
-        ]
-        assert alone == plain.tokens
-    assert proposer.account.rounds > 0
+        assert greedy(small_target, proposer, {7}).generate(prompts, 40).tokens == plain
+    assert max(proposer.account.sizes) > 1
 
 
 @pytest.mark.parametrize("head", ["eagle", None])
 def test_a_size_beyond_the_longest_chain_is_not_filled_up_with_a_longer_one(small_target, head):
-    """A head that is tried seldom reads what was committed in between, and texts of one token would accept all copies."""
+    """A head that is tried seldom reads many tokens then, and texts of one token would accept all copies."""
     prompts = [*repeating_texts(3, 12), [5] * 9]
-    plain = Decoder(small_target, None, sampling=Sampling(), stop=set()).generate(prompts, 40)
+    plain = greedy(small_target, None).generate(prompts, 40).tokens
     proposer = auto(small_target, head=head, ratios={1: 1.0, 9: 1.01}, absorb=10.0)
-    decoder = Decoder(small_target, proposer, sampling=Sampling(), stop=set())
-    for prompt, answer in zip(prompts, plain.tokens):
-        assert decoder.generate([prompt], 40).tokens == [answer]
+    assert [greedy(small_target, proposer).generate([prompt], 40).tokens[0] for prompt in prompts] == plain
     assert proposer.account.sizes[9] > 10
-
-
-def test_prompts_join_and_leave(small_target):
-    """Three rows at a time; ended answers enter the memory of the suffix tree, and probabilities are kept."""
-    prompts = [*repeating_texts(3, 12), *[random_tokens(seed, 5, small_target.vocab_size) for seed in range(4)]]
-    plain = [Decoder(small_target, None, sampling=Sampling(), stop={2}).generate([p], 30).tokens[0] for p in prompts]
-    for head in ("eagle", "medusa", None):
-        proposer = auto(small_target, head=head, ratios=MIDDLE, step=0.05)
-        decoder = Decoder(small_target, proposer, sampling=Sampling(), stop={2})
-        found = dict(decoder.answers(prompts, 30, batch_size=3))
-        assert [found[number].tokens[0] for number in range(len(prompts))] == plain
-        assert max(proposer.account.sizes) > 1
 
 
 def test_rows_that_have_ended_do_not_count(small_target):
@@ -113,7 +91,7 @@ def test_rows_that_have_ended_do_not_count(small_target):
 
 def test_nothing_is_drafted_where_every_node_costs_a_pass(small_target):
     proposer = auto(small_target, ratios=STEEP, absorb=0.2)
-    decoder = Decoder(small_target, proposer, sampling=Sampling(), stop=set())
+    decoder = greedy(small_target, proposer)
     prompt, account = random_tokens(3, 9, small_target.vocab_size), proposer.account
     decoder.generate([prompt], 100)
     rounds, head = account.rounds, account.head  # at first it is not known that the head is never right
@@ -123,22 +101,21 @@ def test_nothing_is_drafted_where_every_node_costs_a_pass(small_target):
     assert rounds / 25 < trials <= 2 + rounds / 20  # so they take about 1 % of the time
 
 
-# Two threads of float32 beside a spinning process for each core (results/44-other-machines.md): three nodes take 2.9 times as long as one
+# Seconds by nodes, of two threads of float32 beside a spinning process for each core (results/44-other-machines.md)
 BUSY = {1: 1.0, 2: 2.3, 3: 2.9, 4: 3.1, 5: 3.3, 8: 4.0}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("copies", [False, True])
 def test_beside_busy_processes_it_stays_near_plain_decoding(small_target, copies):
-    """By told costs. copies: whether the text repeats, so that a suffix tree is often right."""
+    """copies: whether the text repeats, so that a suffix tree is often right"""
     absorb, step = 0.35, 0.3
     proposer = auto(small_target, ratios=BUSY, absorb=absorb, step=step, num=7)
-    decoder = Decoder(small_target, proposer, sampling=Sampling(), stop=set())
+    decoder = greedy(small_target, proposer)
     prompts = repeating_texts(1, 40) if copies else [random_tokens(3, 9, small_target.vocab_size)]
     for prompt in prompts * 3:
-        result = decoder.generate([prompt], 100)
-        plain = Decoder(small_target, None, sampling=Sampling(), stop=set()).generate([prompt], 100)
-        assert result.tokens == plain.tokens
+        plain = greedy(small_target, None).generate([prompt], 100)
+        assert decoder.generate([prompt], 100).tokens == plain.tokens
     account = proposer.account
     seconds = sum(BUSY[size] * num for size, num in account.sizes.items()) + absorb * account.head
     assert account.tokens / seconds >= 0.97  # plain decoding writes a token a second
@@ -161,13 +138,12 @@ def test_nothing_is_drafted_behind_the_end_of_an_answer(small_target, temperatur
     proposer = auto(small_target, text=False)
     decoder = Decoder(small_target, proposer, sampling=Sampling(temperature), stop=frozenset())
     for num in range(1, 6):
-        drafted, left = [], num - 1
+        left = num - 1
         generation = decoder.generate([[1, 2, 3, 1, 2]], num, generator=seeded_generator(small_target, 0))
         for nodes, accepted in zip(generation.drafted, generation.accepted[0]):
-            drafted.append((nodes > 0, left))
+            assert (nodes > 0) == (left > 1)
             left -= 1 + accepted
-        assert left == 0 and all(some == (before > 1) for some, before in drafted)
-        assert len(generation.tokens[0]) == num
+        assert left == 0 and len(generation.tokens[0]) == num
 
 
 # A virtual clock
@@ -204,22 +180,18 @@ class Copies(TextProposer):
 def decode_by_clock(
     monkeypatch, *, accuracy, seconds, costs=None, looking=0.0, extra_seconds=0.0, rounds=600
 ) -> tuple[AutoProposer, Copies, float, list[int]]:
-    """Rounds in which token 1 always follows. seconds: of a pass, by its nodes and the number of the round
+    """Rounds in which token 1 always follows -> proposer, copies, seconds of all rounds, and the size of each.
 
-    beside: seconds of rounds with drafts beside their passes; costs: those that were measured before; None: the true ones of the first round
-    -> also the seconds of all rounds, and the size of each
+    seconds: seconds of a pass, by its nodes and the number of the round
+    extra_seconds: seconds of rounds with drafts beside their passes
+    costs: measured costs; None: the true ones of the first round
     """
     clock = Clock()
     monkeypatch.setattr(auto_module, "time", clock)
-    copies = Copies(clock, accuracy, looking)
-    target = SimpleNamespace(
-        vocab_size=4,
-        recurrent=False,
-        device=torch.device("cpu"),
-        share=SimpleNamespace(gather_values=lambda value: [value]),
-    )
-    known = costs or {1: seconds(1, 0), 2: seconds(2, 0)}
-    proposer = AutoProposer(target, members=[copies], costs=Costs({1: known}, sizes=known))
+    copies, share = Copies(clock, accuracy, looking), SimpleNamespace(gather_values=lambda value: [value])
+    target = SimpleNamespace(vocab_size=4, recurrent=False, device=torch.device("cpu"), share=share)
+    curve = costs or {1: seconds(1, 0), 2: seconds(2, 0)}
+    proposer = AutoProposer(target, members=[copies], costs=Costs({1: curve}, sizes=curve))
     ones, nothing = torch.ones(1, 1, dtype=torch.long), torch.zeros(1, 1, 0)
     proposer.begin(ones, ones[0])
     proposer.commit(ones, nothing, ones[0], [1])
@@ -229,17 +201,27 @@ def decode_by_clock(
         proposer.limit([10**6], frozenset())
         tree = proposer.propose(Sampling(), None)
         sizes.append(tree.tokens.shape[1])
-        verify = seconds(tree.tokens.shape[1], number)
-        clock.seconds += verify + extra_seconds * (tree.tokens.shape[1] > 1)
+        verify = seconds(sizes[-1], number)
+        clock.seconds += verify + extra_seconds * (sizes[-1] > 1)
         new = 2 if (tree.tokens[0, 1:] == 1).any() else 1
         proposer.commit(ones.repeat(1, new), nothing.repeat(1, new, 1), new * ones[0], [new])
         proposer.record_cost(RoundCost(clock.seconds - start, 0.0, {"verify": verify}))
     return proposer, copies, clock.seconds, sizes
 
 
+def linear_seconds(slope: float):
+    """Seconds of a pass that takes one second for a node, and `slope` for each further one."""
+    return lambda num, _: 1.0 + slope * (num - 1)
+
+
+def steps_at(change: int, before: float, after: float):
+    """Seconds of a pass whose drafts take other times from a round on."""
+    return lambda num, number: 1.0 if num == 1 else (before, after)[number >= change]
+
+
 def test_rounds_without_drafts_cost_little(monkeypatch):
     """Drafts always pay. The passes without drafts stay known, and such rounds cost less than 1 % of the speed."""
-    proposer, _, spent, _ = decode_by_clock(monkeypatch, accuracy=0.8, seconds=lambda num, _: 1.0 + 0.1 * (num - 1))
+    proposer, _, spent, _ = decode_by_clock(monkeypatch, accuracy=0.8, seconds=linear_seconds(0.1))
     account = proposer.account
     assert 3 <= account.sizes[1] < account.rounds / 40
     with_drafts = account.tokens / account.rounds  # about 1.8
@@ -247,41 +229,41 @@ def test_rounds_without_drafts_cost_little(monkeypatch):
 
 
 def test_drafting_stops_where_its_passes_take_longer_than_measured(monkeypatch):
-    slow = lambda num, number: 1.0 if num == 1 else 1.2 if number < 300 else 2.2
-    *_, sizes = decode_by_clock(monkeypatch, accuracy=0.6, seconds=slow)
+    *_, sizes = decode_by_clock(monkeypatch, accuracy=0.6, seconds=steps_at(300, 1.2, 2.2))
     assert sizes[100:300].count(2) > 180 and sizes[400:].count(1) > 180
 
 
 def test_drafting_begins_again_where_its_passes_take_as_long_as_measured(monkeypatch):
-    """What made a size expensive fades, so it is tried again."""
-    slow = lambda num, number: 1.0 if num == 1 else 2.5 if number < 200 else 1.1
+    """An expensive size is tried again, because its correction fades."""
+    slow = steps_at(200, 2.5, 1.1)
     *_, sizes = decode_by_clock(monkeypatch, accuracy=0.7, seconds=slow, costs={1: 1.0, 2: 1.1}, rounds=900)
     assert sizes[50:200].count(1) > 130 and sizes[600:].count(2) > 250
 
 
 @pytest.mark.parametrize("extra_seconds, size", [(0.0, 2), (0.5, 1)])
 def test_what_drafting_takes_beside_the_pass_counts(monkeypatch, extra_seconds, size):
-    cheap = lambda num, _: 1 + 0.2 * (num - 1)
-    *_, sizes = decode_by_clock(monkeypatch, accuracy=0.5, seconds=cheap, looking=0.001, extra_seconds=extra_seconds)
+    settings = {"accuracy": 0.5, "seconds": linear_seconds(0.2), "looking": 0.001}
+    *_, sizes = decode_by_clock(monkeypatch, extra_seconds=extra_seconds, **settings)
     assert sizes[300:].count(size) > 250
 
 
 @pytest.mark.parametrize("looking, lower, upper", [(0.001, 600, 600), (0.5, 75, 150)])
 def test_where_looking_at_texts_takes_long_and_never_pays_it_is_done_seldom(monkeypatch, looking, lower, upper):
-    _, copies, *_ = decode_by_clock(monkeypatch, accuracy=0.02, seconds=lambda num, _: 1.0 * num, looking=looking)
+    _, copies, *_ = decode_by_clock(monkeypatch, accuracy=0.02, seconds=linear_seconds(1.0), looking=looking)
     assert lower <= copies.looks <= upper
 
 
 def test_a_pause_of_the_machine_is_no_cost(monkeypatch):
-    paused = lambda num, number: (1.0 + 0.2 * (num - 1)) * (50.0 if number % 97 == 50 else 1.0)
+    def paused(num, number):
+        return (1.0 + 0.2 * (num - 1)) * (50.0 if number % 97 == 50 else 1.0)
+
     proposer, *_ = decode_by_clock(monkeypatch, accuracy=0.8, seconds=paused)
     assert proposer.account.sizes[2] > 500
     assert proposer.costs.curve(1)[2] == pytest.approx(1.2, rel=0.25)
 
 
-def test_the_usual_suffix_tree_has_the_settings_of_its_configuration(small_target):
+def test_the_default_suffix_tree_has_the_settings_of_its_configuration(small_target):
     config = yaml.safe_load((ROOT / "conf" / "proposer" / "suffix.yaml").read_text())
-    usual = make_default_suffix(small_target)
-    assert {name: getattr(usual, name) for name in config if name != "_target_"} == {
-        name: value for name, value in config.items() if name != "_target_"
-    }
+    config.pop("_target_")
+    default = make_default_suffix(small_target)
+    assert {name: getattr(default, name) for name in config} == config

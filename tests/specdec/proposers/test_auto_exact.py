@@ -1,4 +1,4 @@
-"""Tests of the distribution at temperature > 0 where the amount of drafts is chosen every round: every draw is enumerated."""
+"""Tests of the distribution at temperature > 0 where every round chooses its drafts: every draw is enumerated."""
 
 import pytest
 
@@ -77,7 +77,7 @@ def test_what_is_drafted_beside_a_draw_does_not_depend_on_it(monkeypatch):
         row.add_guesses("text", [Guess(2, 0, 0.4), Guess(0, 1, 0.3), Guess(1, 0, 0.2)])
         row.fix_nodes(2)
         row.add(token, 0, Kind("drawn", 0.5, 1), drawn=True)
-        trees[token] = len(row.values(chain=False)), row.probabilities, row.choose(3, chain=False).drafts[:2]
+        trees[token] = len(row.values(chain=False)), row.probabilities, row.choose(3, chain=False).nodes[:2]
     assert trees[0] == trees[1] == trees[2]
 
 

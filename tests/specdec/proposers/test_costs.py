@@ -1,30 +1,46 @@
 """Tests of what a pass of the target costs: measured, kept on the disk, and corrected by use."""
 
+import functools
 import json
 import math
 import multiprocessing
 import random
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
 from specdec.core.compile import Runner
 from specdec.core.files import cache_document
 from specdec.core.sampling import Sampling
-from specdec.decoding.decoder import Decoder
 from specdec.proposers import costs as costs_module
 from specdec.proposers.auto import AutoProposer
 from specdec.proposers.costs import Correction, Costs, MeasuredCosts, describe_conditions, find_costs_file
 from specdec.proposers.suffix import make_default_suffix
 from specdec.target.verifier import Verifier
+from tests.support import greedy
 from tests.texts import repeating_texts
 
 
-class Clock:
-    """Time that passes only where a test says so."""
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The folder of the costs."""
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "costs"))
+    return tmp_path / "costs"
 
-    def __init__(self):
-        self.seconds = 0.0
+
+@pytest.fixture
+def clock(monkeypatch, cache) -> SimpleNamespace:
+    """Time that passes only in the target's passes: clock.cost(tree) seconds in each."""
+    clock, call = SimpleNamespace(seconds=0.0, cost=None), costs_module.Verifier.__call__
+
+    def verify(self, tree, *inputs, **arguments):
+        clock.seconds += clock.cost(tree)
+        return call(self, tree, *inputs, **arguments)
+
+    monkeypatch.setattr(costs_module.Verifier, "__call__", verify)
+    monkeypatch.setattr(costs_module.time, "perf_counter", lambda: clock.seconds)
+    return clock
 
 
 def measured(target) -> AutoProposer:
@@ -92,7 +108,8 @@ CHECK = 40  # rounds after which one without drafts is made
 def speed_over_best(gain: float, seed: int, *, rounds: int = 1000, load: float = 0.2, turn: int = 60) -> float:
     """Tokens a second of choosing by corrected costs, over those of the best fixed size.
 
-    gain: probability of a first draft; load: deviation of the logarithm of all costs, which wanders within `turn` passes
+    gain: probability of a first draft
+    load: deviation of the logarithm of all costs, which wanders within `turn` passes
     """
     generator, correction = random.Random(seed), Correction(TRUE)
     measured_costs = {
@@ -103,7 +120,7 @@ def speed_over_best(gain: float, seed: int, *, rounds: int = 1000, load: float =
     for _ in range(rounds):
         state = state * (1 - 1 / turn) + generator.gauss(0, load * math.sqrt(2 / turn))
         first = gain * math.exp(generator.gauss(0, 0.25))
-        tokens = {num: 1 + first * sum(0.6**place for place in range(num - 1)) for num in TRUE}
+        tokens = {num: 1 + first * (1 - 0.6 ** (num - 1)) / 0.4 for num in TRUE}
         costs = {num: measured_costs[num] * correction.factor(num) for num in TRUE}
         rate = max(1 / costs[1], recent[0] / recent[1] if recent[1] else 0.0)
         num = 1 if drafted >= CHECK else max(TRUE, key=lambda size: tokens[size] - rate * costs[size])
@@ -135,14 +152,13 @@ def test_sizes_that_are_not_seen_follow_within_a_few_passes():
     assert correction.factor(2) < 1.05 and correction.factor(1) < 1.15
 
 
-def test_costs_are_measured_once_and_kept(small_target, tmp_path, monkeypatch):
-    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "costs"))
+def test_costs_are_measured_once_and_kept(small_target, cache, monkeypatch):
     monkeypatch.setattr(costs_module, "SIZES", (1, 2, 4))
     monkeypatch.setattr(costs_module, "SECONDS", 0.01)
 
     def decode() -> AutoProposer:
         proposer = measured(small_target)
-        Decoder(small_target, proposer, sampling=Sampling(), stop=set()).generate(repeating_texts(3, 12)[:2], 10)
+        greedy(small_target, proposer).generate(repeating_texts(3, 12)[:2], 10)
         return proposer
 
     seen = []
@@ -152,7 +168,7 @@ def test_costs_are_measured_once_and_kept(small_target, tmp_path, monkeypatch):
     assert seen == [1, 2]
     again = decode()
     assert seen == [1, 2] and {1} <= set(again.costs.table[1]) <= {1, 2, 3, 4}
-    (path,) = (tmp_path / "costs").glob("*.json")
+    (path,) = cache.glob("*.json")
     assert json.loads(path.read_text())["conditions"]["sampling"] == "greedy"
     path.write_text("{")
     decode()
@@ -163,50 +179,48 @@ def verifier(target, sampling: Sampling, **how) -> Verifier:
     return Verifier(target, sampling=sampling, rule="token", runner=Runner(**how))
 
 
-def test_other_conditions_have_other_files(small_target, tmp_path, monkeypatch):
+def test_other_conditions_have_other_files(small_target, cache):
     """Those with and without CUDA graphs too, where a pass can be one: sampled ones are not."""
-    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
 
     def conditions(temperature: float = 0.0, **how) -> dict:
         sampling = Sampling(temperature)
         return describe_conditions(verifier(small_target, sampling, **how), sampling)
 
-    compiled_graphs = {"compile": True, "cuda_graphs": True}
-    different = [
-        conditions(),
-        conditions(1.0),
-        conditions(compile=True),
-        conditions(cuda_graphs=True),
-        conditions(**compiled_graphs),
-        conditions(1.0, cuda_graphs=True),
-    ]
-    assert len({find_costs_file(each) for each in different}) == len(different)
+    different = [conditions(), conditions(1.0), conditions(compile=True), conditions(cuda_graphs=True),
+                 conditions(compile=True, cuda_graphs=True), conditions(1.0, cuda_graphs=True)]  # fmt: skip
+    files = {find_costs_file(document) for document in different}
+    assert len(files) == len(different) and {file.parent for file in files} == {cache}
     assert different[1]["sampling"] == "sampled"
-    assert all(find_costs_file(each).parent == tmp_path for each in different)
 
 
-def test_a_machine_that_is_too_slow_for_a_long_pass_is_measured_without_it(target, tmp_path, monkeypatch):
-    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+def test_a_machine_that_is_too_slow_for_a_long_pass_is_measured_without_it(target, clock, monkeypatch):
     monkeypatch.setattr(costs_module, "SECONDS", -1.0)  # the budget is spent before the first pass
-    clock = Clock()
-    monkeypatch.setattr(costs_module.time, "perf_counter", lambda: clock.seconds)
-    call = costs_module.Verifier.__call__
-
-    def verify(self, tree, *inputs, **arguments):
-        clock.seconds += tree.tokens.shape[1]
-        return call(self, tree, *inputs, **arguments)
-
-    monkeypatch.setattr(costs_module.Verifier, "__call__", verify)
+    clock.cost = lambda tree: tree.tokens.shape[1]
     proposer = measured(target)
-    Decoder(target, proposer, sampling=Sampling(), stop=set()).generate([[1, 2, 3]], 4)
+    greedy(target, proposer).generate([[1, 2, 3]], 4)
     assert set(proposer.costs.table[1]) == {1, 2}  # the first that is too slow is the last
 
 
-def test_processes_that_measure_the_same_at_once_do_not_disturb_each_other(tmp_path, small_target, monkeypatch):
-    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
-    make = lambda: MeasuredCosts(
-        verifier(small_target, Sampling()), Sampling(), linear=False, progress=lambda items, _: items
-    )
+def test_the_first_start_keeps_to_its_time(small_target, clock, monkeypatch):
+    """On a machine whose passes take as long as their tokens say, for the first and the last number of rows."""
+    monkeypatch.setattr(costs_module, "SECONDS", 3.0)
+    clock.cost = lambda tree: 0.02 + 0.002 * tree.tokens.numel()
+    proposer = measured(small_target)
+    greedy(small_target, proposer)
+    proposer.costs.prepare(8)
+    spent = clock.seconds
+    assert 6.0 <= spent < 10.0
+    for rows in (1, 2, 5, 8):  # unmeasured batch sizes are between
+        curve = proposer.costs.curve(rows)
+        assert curve == pytest.approx({num: 0.02 + 0.002 * rows * num for num in proposer.costs.sizes})
+        assert set(costs_module.SIZES) <= set(curve)
+        proposer.costs.prepare(rows)
+    assert clock.seconds == spent
+
+
+def test_processes_that_measure_the_same_at_once_do_not_disturb_each_other(small_target, cache):
+    settings = {"linear": False, "progress": lambda items, _: items}
+    make = functools.partial(MeasuredCosts, verifier(small_target, Sampling()), Sampling(), **settings)
 
     def write_often() -> None:
         warnings.simplefilter("error")
@@ -220,40 +234,13 @@ def test_processes_that_measure_the_same_at_once_do_not_disturb_each_other(tmp_p
     for child in children:
         child.join()
     assert [child.exitcode for child in children] == [0, 0]
-    assert make().table == {1: {1: 1.0}} and len(list(tmp_path.iterdir())) == 1
+    assert make().table == {1: {1: 1.0}} and len(list(cache.iterdir())) == 1
 
 
-def test_an_unreadable_cache_folder_is_no_obstacle(small_target, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "file"))
+def test_an_unreadable_cache_folder_is_no_obstacle(small_target, cache, monkeypatch):
+    cache.write_text("a file")
     monkeypatch.setattr(costs_module, "SIZES", (1, 2))
     monkeypatch.setattr(costs_module, "SECONDS", 0.01)
     proposer = measured(small_target)
     with pytest.warns(UserWarning, match="measured costs cannot be kept"):
-        Decoder(small_target, proposer, sampling=Sampling(), stop=set()).generate(repeating_texts(3, 12)[:1], 5)
-
-
-def test_the_first_start_keeps_to_its_time(small_target, tmp_path, monkeypatch):
-    """On a machine whose passes take as long as their tokens say, for the first and the last number of rows."""
-    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
-    clock = Clock()
-    monkeypatch.setattr(costs_module.time, "perf_counter", lambda: clock.seconds)
-    monkeypatch.setattr(costs_module, "SECONDS", 3.0)
-    call = costs_module.Verifier.__call__
-
-    def verify(self, tree, *inputs, **arguments):
-        clock.seconds += 0.02 + 0.002 * tree.tokens.numel()
-        return call(self, tree, *inputs, **arguments)
-
-    monkeypatch.setattr(costs_module.Verifier, "__call__", verify)
-    proposer = measured(small_target)
-    Decoder(small_target, proposer, sampling=Sampling(), stop=set())
-    proposer.costs.prepare(8)
-    spent = clock.seconds
-    assert 6.0 <= spent < 10.0
-    for rows in (1, 2, 5, 8):  # what was not measured is between
-        curve = proposer.costs.curve(rows)
-        assert curve == pytest.approx({num: 0.02 + 0.002 * rows * num for num in proposer.costs.sizes})
-        assert set(costs_module.SIZES) <= set(curve)
-        proposer.costs.prepare(rows)
-    assert clock.seconds == spent
+        greedy(small_target, proposer).generate(repeating_texts(3, 12)[:1], 5)

@@ -1,5 +1,6 @@
 """An existing small causal LM as the drafter: its parameters, its cache after every round, and refusals."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from specdec.options import proposers
 from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target
 from tests.enumeration import SAMPLINGS, decoder_error, sampled_target
-from tests.support import random_tokens, save_word_model, word_tokenizer
+from tests.support import greedy, random_tokens, save_word_model, word_tokenizer
 
 pytestmark = pytest.mark.full
 
@@ -91,16 +92,16 @@ def script(tree: Tree, texts: list[list[int]], answers: list[list[int]], num_rou
 
 
 @pytest.mark.parametrize("scripted", [False, True], ids=["own drafts", "scripted drafts"])
-def test_the_cache_holds_the_whole_text_after_every_round(target, model, target_folder, monkeypatch, scripted):
+def test_the_cache_holds_the_whole_text_after_every_round(target, model, target_folder, scripted):
     """After a round of any length the cache holds the whole text, and the next drafts equal the LM's continuation.
 
     See docs/methods.md, section 1. With scripted drafts, every number of drafts 0 .. DEPTH is accepted in turn.
     """
     proposer = propose_with(target, model)
-    monkeypatch.setattr(proposer, "selects", False)  # ended rows stay, so that all texts can be looked at
+    proposer.selects = False  # ended rows stay, so that all texts can be looked at
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
-    texts, accepted, trees = prompts(), [], []
-    plain = Decoder(target, None, sampling=Sampling(), stop=set()).generate(texts, NUM_NEW).tokens
+    texts, trees = prompts(), []
+    plain = greedy(target, None).generate(texts, NUM_NEW).tokens
     answers = [text + answer for text, answer in zip(texts, plain)]
     propose = proposer.propose
 
@@ -108,37 +109,36 @@ def test_the_cache_holds_the_whole_text_after_every_round(target, model, target_
         trees.append(propose(*arguments))
         assert proposer.cache.lengths.tolist() == proposer.cache.host_lengths == [len(text) for text in texts]
         assert proposer.cache.pending == 0
+        for text, tree in zip(texts, trees[-1].tokens.tolist()):
+            assert tree == [text[-1], *continued(lm, text, DEPTH)]
         return script(trees[-1], texts, answers, len(trees)) if scripted else trees[-1]
 
-    monkeypatch.setattr(proposer, "propose", watched)
-    for emitted in Decoder(target, proposer, sampling=Sampling(), stop=set()).stream(texts, NUM_NEW):
-        if trees:
-            for text, tree in zip(texts, trees[-1].tokens.tolist()):
-                assert tree == [text[-1], *continued(lm, text, DEPTH)]
-            accepted.append(emitted.accepted)
-        if not all(map(len, emitted.tokens)):
-            break  # an answer is full, so its later tokens are not emitted
+    proposer.propose = watched
+    rounds = greedy(target, proposer).stream(texts, NUM_NEW)
+    num_full = (NUM_NEW - 1) // (DEPTH + 1)  # rounds before any answer can be full
+    accepted = []
+    for emitted in itertools.islice(rounds, 1 + num_full):
+        accepted.append(emitted.accepted)
         for text, tokens in zip(texts, emitted.tokens):
             text += tokens
     assert all(text == answer[: len(text)] for text, answer in zip(texts, answers))
-    full = accepted[: (NUM_NEW - 1) // (DEPTH + 1)]  # rounds before any answer can be full
+    del accepted[0]  # the first tokens
     if scripted:
-        assert full == [
-            [(number + row) % (DEPTH + 1) for row in range(len(LENGTHS))] for number in range(1, len(full) + 1)
-        ]
-        assert {count for counts in full for count in counts} == set(range(DEPTH + 1))
+        for number, counts in enumerate(accepted, start=1):
+            assert counts == [(number + row) % (DEPTH + 1) for row in range(len(LENGTHS))]
+        assert set(itertools.chain(*accepted)) == set(range(DEPTH + 1))
     elif model == target_folder:
-        assert full == [[DEPTH] * len(LENGTHS)] * len(full)
+        assert accepted == [[DEPTH] * len(LENGTHS)] * num_full
     else:
-        assert any(0 in counts for counts in full)
+        assert 0 in itertools.chain(*accepted)
 
 
 @pytest.mark.parametrize("rows", [57, 64])
 def test_a_model_with_more_or_fewer_embedding_rows_can_draft(target, tmp_path, rows):
     model = save_word_model(tmp_path / "small", rows=rows, width=24)
     proposer = propose_with(target, model, Drafting(3, width=2, nodes=5))
-    plain = Decoder(target, None, sampling=Sampling(), stop=set()).generate(prompts(), NUM_NEW)
-    drafted = Decoder(target, proposer, sampling=Sampling(), stop=set()).generate(prompts(), NUM_NEW)
+    plain = greedy(target, None).generate(prompts(), NUM_NEW)
+    drafted = greedy(target, proposer).generate(prompts(), NUM_NEW)
     assert drafted.tokens == plain.tokens and proposer.drafter.vocab_size == V
     sampled = Decoder(target, propose_with(target, model), sampling=Sampling(1.0), stop=set())
     assert [len(answer) for answer in sampled.generate(prompts(), 9).tokens] == [9] * len(LENGTHS)
@@ -162,22 +162,20 @@ def test_tokens_that_one_of_the_two_lacks_are_never_drafted(target, tmp_path, nu
     assert drafter.draft_to_target.tolist() == list(range(min(num, 57)))
     head = drafter.body.get_input_embeddings() if drafter.lm_head is None else drafter.lm_head
     head.weight.data[min(num, V) - 1] *= 100  # what is masked cannot win
-    seen: set[int] = set()
-    for temperature in (0.0, 1.0):
-        proposer = HeadProposer(drafter, Drafting(3).shape, children="chosen")
-        proposer.propose = lambda *arguments, propose=proposer.propose: seen.update((tree := propose(*arguments)).tokens[:, 1:].flatten().tolist()) or tree  # fmt: skip
-        drafted = Decoder(target, proposer, sampling=Sampling(temperature), stop=set()).generate(prompts(), NUM_NEW)
-        if not temperature:
-            assert (
-                drafted.tokens
-                == Decoder(target, None, sampling=Sampling(), stop=set()).generate(prompts(), NUM_NEW).tokens
-            )
+    proposer, trees = HeadProposer(drafter, Drafting(3).shape, children="chosen"), []
+    propose = proposer.propose
+    proposer.propose = lambda *arguments: trees.append(propose(*arguments)) or trees[-1]
+    plain = greedy(target, None).generate(prompts(), NUM_NEW)
+    drafted = greedy(target, proposer).generate(prompts(), NUM_NEW)
+    assert drafted.tokens == plain.tokens
+    Decoder(target, proposer, sampling=Sampling(1.0), stop=set()).generate(prompts(), NUM_NEW)
+    seen = {token for tree in trees for token in tree.tokens[:, 1:].flatten().tolist()}
     assert len(seen) > 3 and max(seen) < min(num, 57)
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_at_a_temperature_they_leave_the_targets_law_as_it_is(tmp_path, monkeypatch, rule):
-    """Three tokens, of which the target's tokenizer has two and the drafter's four: every draw of a round is enumerated."""
+    """Three tokens; the target's tokenizer has two of them, the drafter's four: every draw is enumerated."""
     exact = sampled_target()
     exact.model.save_pretrained(tmp_path / "target")
     with_words(tmp_path / "target", 2)

@@ -43,7 +43,10 @@ def test_a_copy_can_continue_into_its_own_drafts():
 
 def test_rewind_restores_the_state_of_the_mark():
     draw = random.Random(1)
-    pick = lambda: [[draw.randrange(3) for _ in range(draw.randrange(1, 6))] for _ in range(3)]
+
+    def pick() -> list[list[int]]:
+        return [random.Random(draw.random()).choices(range(3), k=draw.randrange(1, 6)) for _ in range(3)]
+
     proposer, texts = Ngram(None, min=1, max=3, num=6), [[0, 1, 2, 0], [1, 1], [2, 0, 2]]
     begin(proposer, texts)
     differed = 0

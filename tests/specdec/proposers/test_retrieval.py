@@ -10,14 +10,12 @@ from types import SimpleNamespace
 import numpy
 import pytest
 
-from specdec.core.sampling import Sampling
-from specdec.decoding.decoder import Decoder
 from specdec.proposers import datastore as store
 from specdec.proposers import text as retrieval
 from specdec.proposers.text import Retrieval, grow_trie
 from specdec.target.model import load_tokenizer
 from specdec.text import token_text
-from tests.support import random_tokens
+from tests.support import greedy, prompts_of, random_tokens
 
 load_once = functools.cache(load_tokenizer)
 TOKENIZER = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1})
@@ -42,7 +40,7 @@ def make(folder: Path, texts: list[list[int]], *, length: int = 8, fingerprint: 
 
 def random_texts(seed: int, *, num_texts: int = 12, vocab_size: int = 4) -> list[list[int]]:
     choose = random.Random(seed)
-    return [[choose.randrange(vocab_size) for _ in range(choose.randint(1, 30))] for _ in range(num_texts)]
+    return [choose.choices(range(vocab_size), k=choose.randint(1, 30)) for _ in range(num_texts)]
 
 
 # The datastore
@@ -88,7 +86,8 @@ def test_matches_equal_those_of_a_naive_search(tmp_path):
 def test_places_are_those_of_the_longest_matches(tmp_path, target):
     texts = random_texts(0, num_texts=40)
     for samples in (1, 5, 40, 1000):
-        proposer = Retrieval(target, datastore=make(tmp_path / str(samples), texts), **{**SETTINGS, "samples": samples, "min": 2})  # fmt: skip
+        settings = {**SETTINGS, "samples": samples, "min": 2}
+        proposer = Retrieval(target, datastore=make(tmp_path / str(samples), texts), **settings)
         tokens = list(proposer.store.tokens)
         for query in range(20):
             text = random_tokens(query, 10, 4)
@@ -151,15 +150,9 @@ def test_matches_and_drafts_do_not_cross_the_end_of_a_text(tmp_path, target):
 
 # Decoding
 
-LENGTHS, NUM_NEW = (5, 12, 2, 9, 1), 21
 
-
-def prompts_of(target) -> list[list[int]]:
-    return [random_tokens(seed, num, target.vocab_size) for seed, num in enumerate(LENGTHS)]
-
-
-def decode(target, proposer, num: int = NUM_NEW):
-    return Decoder(target, proposer, sampling=Sampling(), stop=set()).generate(prompts_of(target), num)
+def decode(target, proposer):
+    return greedy(target, proposer).generate(prompts_of(target), 21)
 
 
 @pytest.mark.parametrize("change", [{}, {"num": 1}, {"min": 3, "depth": 2}, {"samples": 2, "num": 3}], ids=str)
@@ -180,18 +173,6 @@ def test_answers_that_are_in_the_datastore_are_accepted(tmp_path, target):
     assert generation.accepted == [[4] * 4] * 5  # tau = 5, the maximum at depth 4
     other = Retrieval(target, datastore=make(tmp_path / "other", random_texts(1, vocab_size=61)), **SETTINGS)
     assert max(max(row) for row in decode(target, other).accepted) < 2
-
-
-def test_rewind_restores_the_drafts(tmp_path, target):
-    proposer = Retrieval(target, datastore=make(tmp_path / "d", [[1, 2, 3, 4]]), **SETTINGS)
-    decode(target, proposer)
-    proposer.texts = [[1], [2]]
-    mark = proposer.mark()
-    before = [proposer.draft(0), proposer.draft(1)]
-    proposer.texts[1] += [3]
-    assert proposer.draft(1) != before[1]
-    proposer.rewind(mark)
-    assert [proposer.draft(0), proposer.draft(1)] == before
 
 
 # Refusals

@@ -1,7 +1,7 @@
 """The ends of answers in every row of a batch, trees of fixed shape, and the settings of decoding."""
 
+import collections
 import itertools
-import math
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from tests.support import (
     Scripted,
     chain_of,
     check_counters,
+    greedy,
     make_drafter,
     make_target,
     oracle,
@@ -60,35 +61,33 @@ def middling() -> Target:
 @pytest.fixture(scope="module")
 def answers(middling) -> dict[float, list[list[int]]]:
     """The answers of transformers under each penalty."""
-    return {
-        penalty: [transformers_answer(middling, prompt, NUM_NEW, penalty) for prompt in prompts_of(middling)]
-        for penalty in PENALTIES
-    }
+    answers = {}
+    for penalty in PENALTIES:
+        answers[penalty] = [transformers_answer(middling, text, NUM_NEW, penalty) for text in prompts_of(middling)]
+    return answers
 
 
 @pytest.mark.parametrize("proposer_kind", WAYS)
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_rows_of_a_batch_end_where_single_answers_end(middling, answers, proposer_kind, penalty):
     """Answers end by a stop token, a text or the budget, as cut answers of transformers do."""
-    prompts, whole = prompts_of(middling), answers[penalty]
+    whole = answers[penalty]
+    texts = [prompt + answer for prompt, answer in zip(prompts_of(middling), whole)]
     spelled = TextDecoder(lambda tokens: " ".join(map(str, tokens)))
     letters = StopStrings((" ".join(map(str, whole[1][5:9])),), spelled)
     ends = set()
-    for stop, strings in ((set(), None), ({whole[0][6]}, None), (set(), letters), ({whole[0][6]}, letters)):
+    for stop, strings in itertools.product((set(), {whole[0][6]}), (None, letters)):
         expected = [cut(answer, stop, strings) for answer in whole]
         ends |= set(map(len, expected))
-        for rows in (range(5), range(1)):
-            texts = [prompts[row] + whole[row] for row in rows]
-            lengths = [len(prompts[row]) + len(expected[row]) for row in rows]
-            proposer = Scripted(texts, 4, oracle(4), ends=lengths) if proposer_kind == "oracle" else None
-            decoder = decoder_of(
-                middling, proposer_kind, proposer=proposer, penalty=penalty, stop=stop, strings=strings
-            )
-            generation = decoder.generate([prompts[row] for row in rows], NUM_NEW)
-            assert generation.tokens == [expected[row] for row in rows]
+        lengths = [len(text) - NUM_NEW + len(answer) for text, answer in zip(texts, expected)]
+        for num in (5, 1):
+            proposer = Scripted(texts[:num], 4, oracle(4), ends=lengths[:num]) if proposer_kind == "oracle" else None
+            settings = {"proposer": proposer, "penalty": penalty, "stop": stop, "strings": strings}
+            decoder = decoder_of(middling, proposer_kind, **settings)
+            generation = decoder.generate(prompts_of(middling)[:num], NUM_NEW)
+            assert generation.tokens == expected[:num]
             check_counters(generation)
-            if proposer_kind == "oracle" and not stop and not strings:
-                assert max(generation.accepted[0]) == 4
+            assert proposer is None or stop or strings or max(generation.accepted[0]) == 4
     assert len(ends) > 3 and max(ends) == NUM_NEW
 
 
@@ -110,7 +109,10 @@ def test_a_penalty_changes_the_answers(answers):
 
 def decoder_of_bytes(texts: dict[int, bytes]) -> TextDecoder:
     """The given tokens are their bytes, and every other token is a full stop."""
-    decode = lambda tokens: b"".join(texts.get(token, b".") for token in tokens).decode("utf-8", errors="replace")
+
+    def decode(tokens: list[int]) -> str:
+        return b"".join(texts.get(token, b".") for token in tokens).decode("utf-8", errors="replace")
+
     return TextDecoder(decode)
 
 
@@ -118,7 +120,7 @@ def decoder_of_bytes(texts: dict[int, bytes]) -> TextDecoder:
 def story(target):
     """A prompt and its answer, which has runs of tokens that occur once."""
     prompt = prompts_of(target)[0]
-    return prompt, Decoder(target, None, sampling=Sampling(), stop=set()).generate([prompt], NUM_NEW).tokens[0]
+    return prompt, greedy(target, None).generate([prompt], NUM_NEW).tokens[0]
 
 
 @pytest.mark.parametrize("text", ["stop", "\N{GRINNING FACE}", "a\u00e9b", "st"])
@@ -183,7 +185,8 @@ def test_ends_equal_those_found_in_the_whole_text(seed):
 
 def expected_drafts(paths) -> float:
     """Expected accepted drafts, if children are accepted with the probabilities that `static_parents` assumes."""
-    return sum(math.prod(FIRST_CHILD * NEXT_CHILD**rank for rank in path) for path in paths)
+    probabilities = (FIRST_CHILD ** len(path) * NEXT_CHILD ** sum(path) for path in paths)
+    return sum(probabilities)
 
 
 def paths_of(parents: list[int]) -> list[tuple[int, ...]]:
@@ -197,31 +200,34 @@ def paths_of(parents: list[int]) -> list[tuple[int, ...]]:
 SHAPES = [(1, 3, 2), (2, 2, 4), (2, 2, 6), (2, 3, 5), (3, 2, 5), (3, 2, 30), (4, 1, 4), (2, 5, 3)]
 
 
+def is_tree(paths: set[tuple[int, ...]]) -> bool:
+    """Whether each path's parent and earlier siblings are among the paths."""
+    earlier = [(*path[:-1], path[-1] - 1) for path in paths if path[-1]]
+    return {path[:-1] for path in paths} | set(earlier) <= paths | {()}
+
+
 @pytest.mark.parametrize("shape", itertools.starmap(TreeShape, SHAPES), ids=str)
 def test_static_trees_are_the_best_of_all_trees(shape):
     parents = find_static_parents(shape)
-    whole = [
-        path for depth in range(1, shape.depth + 1) for path in itertools.product(range(shape.width), repeat=depth)
-    ]
-    num = min(shape.nodes, len(whole))
+    all_paths = []
+    for depth in range(1, shape.depth + 1):
+        all_paths += itertools.product(range(shape.width), repeat=depth)
+    num = min(shape.nodes, len(all_paths))
     assert parents[0] == -1 and len(parents) == 1 + num
-    assert all(0 <= parent < node for node, parent in enumerate(parents) if node)
+    assert all(0 <= parent < node for node, parent in enumerate(parents[1:], start=1))
     paths = paths_of(parents)
-    assert [len(path) for path in paths] == sorted(len(path) for path in paths)  # level by level
-    assert set(paths) <= set(whole)  # no deeper and no wider than the shape permits
-    best = 0.0
-    for subset in itertools.combinations(whole, num):
-        chosen = {(), *subset}
-        if all(path[:-1] in chosen and (not path[-1] or (*path[:-1], path[-1] - 1) in chosen) for path in subset):
-            best = max(best, expected_drafts(subset))
-    assert expected_drafts(paths) == pytest.approx(best)
+    assert sorted(map(len, paths)) == [len(path) for path in paths]  # level by level
+    assert set(paths) <= set(all_paths)  # no deeper and no wider than the shape permits
+    trees = filter(is_tree, map(set, itertools.combinations(all_paths, num)))
+    assert expected_drafts(paths) == pytest.approx(max(map(expected_drafts, trees)))
 
 
 @pytest.mark.parametrize("shape", [TreeShape(4, 3, 20), TreeShape(6, 4, 40)], ids=str)
 def test_earlier_siblings_have_more_nodes_below_them(shape):
     """An earlier sibling has at least as many nodes below it as a later one."""
     paths = paths_of(find_static_parents(shape))
-    below = {path: sum(other[: len(path)] == path for other in paths) for path in paths}
+    prefixes = collections.Counter(path[:length] for path in paths for length in range(1, 1 + len(path)))
+    below = {path: prefixes[path] for path in paths}
     assert all(path[-1] == 0 or below[path] <= below[(*path[:-1], path[-1] - 1)] for path in paths)
     assert max(map(len, paths)) == shape.depth
 
@@ -252,23 +258,3 @@ def test_options_of_scripts_become_settings():
     assert chosen.make_drafting().shape == TreeShape(3, 2, 6)
     options = read_group(DecodeOptions, "decode", temperature="0,0.5", top_k=3, top_p=0.5, repetition_penalty=2.0)
     assert options.make_samplings() == [Sampling(0.0, 3, 0.5, 2.0), Sampling(0.5, 3, 0.5, 2.0)]
-
-
-@pytest.mark.parametrize(
-    "wrong, sentence",
-    [
-        ({"children": "many"}, r"^decode\.children=many must be distinct or chosen\.$"),
-        ({"depth": 0}, r"^decode\.depth=0 must be a whole number from 1 to 1024\.$"),
-        ({"depth": 4, "width": 2, "nodes": 3}, r"^decode\.nodes=3 cannot hold a path of decode\.depth=4"),
-        ({"rule": "best"}, r"^decode\.rule=best must be token or block\.$"),
-        ({"temperature": "hot"}, r"^decode\.temperature=hot: give numbers"),
-        ({"top_p": 2.0}, r"^decode\.top_p=2\.0 must be a number above 0 and at most 1"),
-    ],
-    ids=str,
-)
-def test_wrong_settings_are_refused(small_target, wrong, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        options = read_group(DecodeOptions, "decode", **wrong)
-        drafting, samplings = options.make_drafting(), options.make_samplings()
-        proposer = drafting.proposer(make_drafter(small_target, "eagle"))
-        drafting.decoder(small_target, proposer, sampling=samplings[0], stop=set())

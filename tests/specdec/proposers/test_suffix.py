@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from specdec.core.sampling import Sampling
-from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.measuring.measure import MeasureSettings, Method, measure
 from specdec.proposers import datastore as store
@@ -30,13 +29,11 @@ def automaton_of(texts: list[list[int]]) -> Automaton:
 
 def occurrences(texts: list[list[int]], substring: tuple[int, ...]) -> list[tuple[int, int]]:
     """(number of the text, place after the part) of every occurrence, in order."""
-    num = len(substring)
-    return [
-        (number, place)
-        for number, text in enumerate(texts)
-        for place in range(num, len(text) + 1)
-        if tuple(text[place - num : place]) == substring
-    ]
+    num, places = len(substring), []
+    for number, text in enumerate(texts):
+        ends = (place for place in range(num, len(text) + 1) if tuple(text[place - num : place]) == substring)
+        places += [(number, place) for place in ends]
+    return places
 
 
 def following(texts: list[list[int]], substring: tuple[int, ...]) -> dict[int, int]:
@@ -89,32 +86,40 @@ def test_states_and_counts_equal_those_of_a_naive_search(texts):
     assert len(automaton.counts) == len(classes) <= 2 * automaton.num_tokens == 2 * sum(map(len, texts))
 
 
+def find_longest_end(text: list[int], is_match) -> tuple[int, ...]:
+    """The longest end of the text for which is_match holds."""
+    ends = (tuple(text[start:]) for start in range(len(text)))
+    return next((substring for substring in ends if is_match(substring)), ())
+
+
+def check_trees(automaton: Automaton, texts: list[list[int]], state: int, substring: tuple[int, ...]) -> list:
+    """The drafts after a match equal those of a naive search, for two limits -> the drafts for the second one"""
+    for num, least in ((20, 0.3), (9, 0.07)):
+        guesses = automaton.most_likely(SuffixMatch(state, len(substring)), num, least)
+        draft = [(guess.token, guess.parent) for guess in guesses]
+        assert draft == best_first(texts, substring, num, least)
+    return draft
+
+
 def test_matches_and_trees_along_a_text():
     """For every prefix: its longest suffix that occurred before, in its own or another text, and the trees after it."""
     other_texts = repeating_texts(3, 24)[:3]
     memory = automaton_of(other_texts)
-    num_branched = num_deep = 0
+    drafts = []
     for text in repeating_texts(3, 40):
         own_automaton, match = Automaton(), NOWHERE
         for end, token in enumerate(text, start=1):
             own_automaton.append(token)
             match = memory.follow(match, token)
-            ends = [tuple(text[start:end]) for start in range(end)]
-            repeated = next((part for part in ends if len(occurrences([text[:end]], part)) > 1), ())
-            assert own_automaton.find_repeated().length == len(repeated)
-            matched = next((part for part in ends if occurrences(other_texts, part)), ())
-            assert match.length == len(matched)
-            for automaton, searched_texts, state, substring in (
-                (own_automaton, [text[:end]], own_automaton.find_repeated().state, repeated),
-                (memory, other_texts, match.state, matched),
-            ):
-                for num, least in ((20, 0.3), (9, 0.07)):
-                    guesses = automaton.most_likely(SuffixMatch(state, len(substring)), num, least)
-                    draft = [(guess.token, guess.parent) for guess in guesses]
-                    assert draft == best_first(searched_texts, substring, num, least)
-                num_branched += any(parent != number for number, (_, parent) in enumerate(draft))
-                num_deep += len(draft) == 9
-    assert num_branched > 100 and num_deep > 100
+            start = text[:end]
+            repeated = find_longest_end(start, lambda end, start=start: len(occurrences([start], end)) > 1)
+            matched = find_longest_end(start, lambda end: occurrences(other_texts, end))
+            state, length = own_automaton.find_repeated()
+            assert length == len(repeated) and match.length == len(matched)
+            drafts.append(check_trees(own_automaton, [start], state, repeated))
+            drafts.append(check_trees(memory, other_texts, match.state, matched))
+    branched = [draft for draft in drafts if [parent for _, parent in draft] != list(range(len(draft)))]
+    assert len(branched) > 100 and sum(len(draft) == 9 for draft in drafts) > 100
 
 
 def make(**changed) -> Suffix:
@@ -230,24 +235,11 @@ def test_memory_is_bounded():
 def test_decoding_accepts_the_drafts_of_a_naive_search(small_target):
     def drafts_after(prompt, answer):
         text = prompt + answer
-        part = next(
-            (part for n in range(len(text)) if len(occurrences([text], part := tuple(text[n:]))) > 1),
-            (),
-        )
+        part = find_longest_end(text, lambda end: len(occurrences([text], end)) > 1)
         return best_first([text], part, min(8, len(part) + 2), 0.2) if part else []
 
     proposer = make(num=8, factor=1.0, offset=2, least=0.2, memory=0)
     check_rounds(small_target, proposer, drafts_after)
-
-
-def test_decoding_with_memory_takes_fewer_rounds(small_target):
-    """Answers that were given before take fewer rounds."""
-    proposer = make(num=8, offset=8, least=0.0)
-    decoder = Decoder(small_target, proposer, sampling=Sampling(0.0), stop=set())
-    prompts = [random_tokens(seed, 9, 6) for seed in range(3)]
-    first, again = (decoder.generate(prompts, 40) for _ in range(2))
-    assert first.tokens == again.tokens
-    assert sum(map(len, again.accepted)) < 0.8 * sum(map(len, first.accepted))
 
 
 @pytest.mark.full
@@ -256,12 +248,11 @@ def test_a_measurement_begins_without_memory(small_target):
     prompts = [Prompt(str(seed), "", random_tokens(seed, 9, 6)) for seed in (0, 1, 0)]
     method = Method("drafted", small_target, make(num=8, offset=8, least=0.0), Drafting(2))
     settings = MeasureSettings(Sampling(0.0), set(), 30)
-    first, again = (
-        [each["drafted"] for group in measure([method], prompts, settings) for each in group] for _ in range(2)
-    )
-    assert [row.drafted.accepted for row in first] == [row.drafted.accepted for row in again]
+    first, again = (list(itertools.chain(*measure([method], prompts, settings))) for _ in range(2))
+    accepted = [row["drafted"].drafted.accepted for row in first]
+    assert accepted == [row["drafted"].drafted.accepted for row in again]
     # the third prompt is the first one again, so its answer comes from memory
-    assert len(first[2].drafted.accepted[0]) < len(first[0].drafted.accepted[0])
+    assert len(accepted[2][0]) < len(accepted[0][0])
 
 
 def test_settings_that_draft_nothing_are_refused():

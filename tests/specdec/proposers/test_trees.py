@@ -1,4 +1,4 @@
-"""Trees of block drafters: the best paths of all as a best-first search finds them, and what lattices leave without probability."""
+"""Trees of block drafters: the best paths of all, as a best-first search finds them, and lattices of few candidates."""
 
 import heapq
 
@@ -12,7 +12,7 @@ from specdec.decoding.decoder import Decoder
 from specdec.measuring.measure import seeded_generator
 from specdec.proposers import growth
 from specdec.proposers.heads import HeadProposer
-from tests.support import make_drafter, random_tokens
+from tests.support import greedy, make_drafter, random_tokens
 from tests.texts import repeating_texts
 
 RNN = {"dependence": {"kind": "markov", "rank": 8, "form": "rnn"}}
@@ -35,7 +35,7 @@ def opened(target, head: str, arguments: dict, shape: TreeShape, *, reduced=Fals
 
 @torch.no_grad()
 def search(proposer: HeadProposer) -> dict[tuple[int, ...], float]:
-    """Best-first with a heap, one path at a time -> the best paths of probability above 0, with their log-probabilities"""
+    """Best-first with a heap, one path at a time -> log-probabilities of the best paths of probability above 0"""
     shape, drafter = proposer.shape, proposer.drafter
     _, first = proposer.absorb()
     queue, probabilities = [], {}
@@ -83,9 +83,9 @@ def test_a_tree_has_the_best_paths_of_all(small_target, head, arguments, reduced
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("head, arguments", BLOCKS, ids=str)
 def test_greedy_answers_beside_sampled_ones_are_the_target_s(small_target, head, arguments, rule, children):
-    """Also those of top_k=1, and all of them in a batch of their own; a lattice of two has fewer candidates than siblings."""
+    """Also those of top_k=1, and all in a batch of their own; a lattice of two has fewer candidates than siblings."""
     prompts = repeating_texts(2, 12)[:3]
-    plain = Decoder(small_target, None, sampling=Sampling(), stop=set()).generate(prompts, 30).tokens
+    plain = greedy(small_target, None).generate(prompts, 30).tokens
     proposer = HeadProposer(make_drafter(small_target, head, False, arguments), NARROW, children=children)
     decoder = Decoder(small_target, proposer, sampling=Sampling(), stop=set(), rule=rule)
     assert decoder.generate(prompts, 30).tokens == plain
@@ -106,7 +106,9 @@ def test_a_greedy_row_of_a_sampled_tree_has_the_likeliest_siblings(small_target,
     sampling = RowSampling((Sampling(), Sampling(1.0)))
     proposer.select([0, 0], [0, 0])
     tree = proposer.propose(sampling, seeded_generator(small_target, 0))
-    firsts = [[path[0] for path in paths_of(tree, row) if len(path) == 1] for row in range(2)]
+    firsts = []
+    for row in range(2):
+        firsts.append([path[0] for path in paths_of(tree, row) if len(path) == 1])
     likeliest = proposer.drafter.to_target(first.logits[0, 0].topk(3).indices).tolist()
     count = 2 if arguments is PAIR else 3
     assert firsts[0][:count] == likeliest[:count] and len(firsts[1]) == 3

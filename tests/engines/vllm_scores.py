@@ -1,7 +1,8 @@
-"""In the engines' environment: what vLLM's own classes make of an exported folder's candidate scores, on a CPU.
+"""In the engines' environment: vLLM's own candidate scores of an exported folder, on a CPU.
 
-The argument is a folder with config.json, the weights, and inputs.pt: {hidden [B, K, H], ids and unary [B, K, top], log_probs, anchor [B],
-context [B, H], embeddings [B, K, top, H], x [B * size, H]}. Writes outputs.pt: {scores [B, K, top, top], mixed and finished [B * size, H]}
+The argument is a folder with config.json, the weights, and inputs.pt: {hidden [B, K, H], ids and unary [B, K, top],
+log_probs, anchor [B], context [B, H], embeddings [B, K, top, H], x [B * size, H]}.
+Writes outputs.pt: {scores [B, K, top, top], mixed and finished [B * size, H]}
 """
 
 import json

@@ -20,7 +20,7 @@ from scripts import answer as answer_script
 from specdec.engines.client import EngineClient
 from specdec.engines.engine_target import EngineTarget
 from specdec.target.model import Target
-from tests.engine import TinyEngine
+from tests.engines.tiny_engine import TinyEngine
 from tests.quantised import quantise
 from tests.small_server import SmallServer
 from tests.support import ROOT, losses_of, write_rows
@@ -34,8 +34,8 @@ def engine(folder, tmp_path):
         yield engine
 
 
-def settings(engine: TinyEngine, *flags: str) -> tuple[str, ...]:
-    return "features.mode=engine", f"features.engine={engine.url}", *flags
+def settings(engine: TinyEngine) -> tuple[str, ...]:
+    return "features.mode=engine", f"features.engine={engine.url}"
 
 
 @pytest.fixture
@@ -57,8 +57,9 @@ def test_losses_and_tau_are_those_of_the_target_in_this_process(fit, engine, hea
 
 def test_llama_cpp_is_refused_and_so_is_another_form_of_the_target(engine, ends, folder, tmp_path):
     def connect(**settings) -> EngineTarget:
-        models = [{"id": "target", **settings}]
-        reply = lambda path, body: (200, {"data": models}) if body is None else engine._reply(path, body)
+        def reply(path, body):
+            return (200, {"data": [{"id": "target", **settings}]}) if body is None else engine._reply(path, body)
+
         with SmallServer(reply) as server, contextlib.closing(EngineClient(server.url)) as client:
             return EngineTarget(client, ends, (4,))
 
@@ -103,18 +104,12 @@ def test_an_engine_that_dies_twice_loses_nothing(fit, engine, folder):
     assert losses_of("died") == losses_of("whole")
 
 
-def answer(monkeypatch, engine: TinyEngine, folder: Path, *arguments: str) -> None:
-    """scripts/answer.py with the prompts of the tiny target's data."""
-    given = [f"prompts={folder}/train.jsonl", "out=answers.jsonl", f"target.name={folder}/target", "target.dtype=float32",
-             "max_new_tokens=12", "decode.temperature=0", f"engine={engine.url}", *arguments]  # fmt: skip
-    monkeypatch.setattr("sys.argv", ["answer.py", *given])
-    answer_script.main()
-
-
 def test_answers_alone_leave_no_files_behind(engine, folder, tmp_path, monkeypatch):
     write_rows(folder / "asked.jsonl", [{"id": str(n), "prompt": f"Count from {n}."} for n in range(3)])
     monkeypatch.chdir(tmp_path)
-    answer(monkeypatch, engine, folder, f"prompts={folder}/asked.jsonl")
+    answer_script.main([f"prompts={folder}/asked.jsonl", "out=answers.jsonl", f"target.name={folder}/target",
+                        "target.dtype=float32", "max_new_tokens=12", "decode.temperature=0",
+                        f"engine={engine.url}"])  # fmt: skip
     assert not list(engine.folder.glob("*.safetensors")) and len(Path("answers.jsonl").read_text().splitlines()) == 3
 
 
@@ -126,11 +121,11 @@ def cut(reply):
 
 
 def change(function, **settings):
-    """A fault of the hidden states [t, layers, D]: what `function` makes of them. about: the metadata"""
+    """A fault of the hidden states [t, layers, D]: what `function` makes of them. settings: the metadata"""
 
     def fault(reply):
         reply["tensors"]["hidden_states"] = function(reply["tensors"]["hidden_states"])
-        reply["about"] = settings or reply["about"]
+        reply["metadata"] = settings or reply["metadata"]
 
     return fault
 

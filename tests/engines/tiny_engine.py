@@ -1,4 +1,4 @@
-"""A server with the part of vLLM's interface that features.engine= uses, over a tiny target: real hidden states, and faults."""
+"""A server with vLLM's interface for features.engine=, over a tiny target: real hidden states, and faults."""
 
 import json
 import threading
@@ -13,11 +13,11 @@ from tests.small_server import Reply, SmallServer
 
 
 class TinyEngine(SmallServer):
-    """Serves `target` while it is used as a context manager. vLLM itself is tested in tests/scripts/test_engines.py.
+    """Serves `target` while it is used as a context manager. vLLM itself is tested in test_running_engines.py.
 
     layers: hidden states that are written to `folder`, the last one before the final norm, as vLLM gives it
-    spoil: changes an answer before it is sent: called with the request's number and {"answer", "tensors"}, either may become
-        None: no file, or a connection that is cut
+    spoil(number of the request, {"answer", "tensors", "metadata"}): changes an answer before it is sent
+        Without tensors there is no file; without an answer the connection is cut.
     """
 
     def __init__(self, target: Target, layers: list[int], folder: Path):
@@ -47,15 +47,13 @@ class TinyEngine(SmallServer):
             tensors = {"token_ids": torch.tensor([*prompt, *new][:-1]), "hidden_states": states}
             path = self.folder / f"{number}.safetensors"
             finish = "stop" if new[-1] in stop else "length"
-            answer = {"choices": [{"token_ids": new, "text": "", "finish_reason": finish}], "kv_transfer_params": {"hidden_states_path": str(path)}}  # fmt: skip
-            reply = {"answer": answer, "tensors": tensors, "about": {"layers": json.dumps(self.layers)}}
+            choice = {"token_ids": new, "text": "", "finish_reason": finish}
+            answer = {"choices": [choice], "kv_transfer_params": {"hidden_states_path": str(path)}}
+            reply = {"answer": answer, "tensors": tensors, "metadata": {"layers": json.dumps(self.layers)}}
             self.spoil(number, reply)
             if reply["tensors"] is not None:
-                safetensors.torch.save_file(
-                    {name: value.contiguous() for name, value in reply["tensors"].items()},
-                    path,
-                    metadata=reply["about"],
-                )
+                contiguous = {name: value.contiguous() for name, value in reply["tensors"].items()}
+                safetensors.torch.save_file(contiguous, path, metadata=reply["metadata"])
             return reply["answer"]
 
     @torch.no_grad()

@@ -174,7 +174,9 @@ def test_urls():
 
 # Proxies of the environment
 
-LOCAL = "http://localhost:8000 http://127.0.0.1:1 http://127.3.2.1 http://[::1]:80 http://0.0.0.0:8000 http://a.localhost/v1"
+LOCAL = (
+    "http://localhost:8000 http://127.0.0.1:1 http://127.3.2.1 http://[::1]:80 http://0.0.0.0:1 http://a.localhost/v1"
+)
 REMOTE = "http://example.org https://10.0.0.1:8000 http://localhost.example.org http://[2001:db8::1]:8000"
 VARIABLES = "HTTP_PROXY http_proxy HTTPS_PROXY https_proxy ALL_PROXY all_proxy NO_PROXY no_proxy"
 
@@ -192,8 +194,7 @@ def test_which_addresses_are_of_this_machine():
 
 @pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
 def test_a_server_on_this_machine_is_asked_directly(client_of, environment, name):
-    forbids = lambda path, body: (403, "Access to this site is blocked by policy")
-    with SmallServer(forbids) as proxy, SmallServer(echo) as server:
+    with SmallServer(in_turn((403, "blocked"))) as proxy, SmallServer(echo) as server:
         for address in (proxy.url, "socks5://nowhere:1"):  # the second would need another package
             environment.setenv(name, address)
             ask(client_of(server), 1)
@@ -201,24 +202,17 @@ def test_a_server_on_this_machine_is_asked_directly(client_of, environment, name
 
 
 def test_other_servers_are_asked_through_it_and_errors_say_so(environment):
-    with SmallServer(lambda path, body: (403, "blocked")) as proxy, SmallServer(echo) as server:
+    with SmallServer(in_turn((403, "blocked"))) as proxy, SmallServer(echo) as server:
         environment.setenv("HTTP_PROXY", f"http://user:password@127.0.0.1:{proxy.port}")
         client = EngineClient(f"http://engine.example:8000,{server.url}")
-        where = r"http://engine\.example:8000 \(through the proxy of HTTP_PROXY; NO_PROXY=engine\.example asks it directly\)"
-        with pytest.raises(
-            ValueError, match=rf"No server with OpenAI's interface answers at {where} \(.*403"
-        ) as refused:
+        through = r"\(through the proxy of HTTP_PROXY; NO_PROXY=engine\.example asks it directly\)"
+        nobody = rf"No server with OpenAI's interface answers at http://engine\.example:8000 {through} \(.*403"
+        with pytest.raises(ValueError, match=nobody) as refused:
             client.describe_models()
         with pytest.raises(Refused, match=r"/v1/completions \(through the proxy of HTTP_PROXY.*status 403: blocked"):
             client.post(PATH, {"number": 3}, answer_text)
-        assert (
-            client.post(PATH, {"number": 4}, answer_text) == 4
-            and proxy.requests
-            and "password" not in str(refused.value)
-        )
+        assert client.post(PATH, {"number": 4}, answer_text) == 4
+        assert proxy.requests and "password" not in str(refused.value)
         client.close()
         environment.setenv("NO_PROXY", "engine.example")
-        assert (
-            loopback.describe_proxy("http://engine.example:8000") == ""
-            and loopback.describe_proxy("https://other.example") == ""
-        )
+        assert not any(map(loopback.describe_proxy, ("http://engine.example:8000", "https://other.example")))

