@@ -18,7 +18,6 @@ import transformers
 from torch import Tensor
 
 import specdec
-from specdec import checkpoint
 from specdec.core import extensions, files, hub, untrusted
 from specdec.core.option_types import Text
 from specdec.core.untrusted import read_tensors as read_tensors
@@ -37,29 +36,22 @@ MOVED_CLASSES = {  # classes in files of earlier versions, and where they are no
     "train.objective.Objective": "train.objective.objective.Objective",
     "train.consistency.ConsistencyObjective": "specdec.experiments.jacobi.objective.ConsistencyObjective",
 }
-FACTS_FILE = "about.json"  # of a run: what it was made of
+FACTS_FILE = "about.json"  # a file in the folder of a run: data, target and start
 BEST_FILE = "best"  # a file in the folder of a run, with the name of a step's folder
-MAX_BEST_CHARACTERS = 1000  # of that name
+MAX_BEST_CHARACTERS = 1000  # of the name in that file; folders' names have 255 at most
 EXTRA_NUMBERS = 2**24  # numbers that a head may make beside its tensors, such as angles and maps of the vocabulary
-RECORDED_FACTS = (
-    "target",
-    "target_fingerprint",
-    "target_embeddings",
-    "reads_layers",
-    "published",
-    "versions",
-)  # facts, not arguments
+RECORDED_FACTS = ("target", "target_fingerprint", "target_embeddings", "reads_layers", "published", "versions")
 CHECKPOINT_ADVICE = (
     "A checkpoint is a folder with drafter.json and drafter.safetensors, such as checkpoints/<run>/step_000500 (or "
-    "checkpoints/<run>/best, which names one), a published head (config.json and its weights), or the name of one of both on "
-    "the Hugging Face Hub, such as user/name"
+    "checkpoints/<run>/best, which names one), a published head (config.json and its weights), or the name of one of "
+    "both on the Hugging Face Hub, such as user/name"
 )
 
 
 def save(folder: Path, drafter: Head, spec: dict, *, extra: dict[str, dict] | None = None) -> None:
-    """spec: {"_target_": class under specdec.heads, arguments...}; extra: further JSON files, by name.
+    """Writes a drafter as a checkpoint. A draft vocabulary is saved with the tensors, not in the arguments.
 
-    A draft vocabulary is saved with the tensors, not in the arguments.
+    spec: {"_target_": class under specdec.heads, arguments...}; extra: further JSON files, by name
     """
     document = {
         **{key: value for key, value in spec.items() if key != "vocab"},
@@ -75,14 +67,14 @@ def save(folder: Path, drafter: Head, spec: dict, *, extra: dict[str, dict] | No
 
 
 def read_json(path: Path, *, advice: str = CHECKPOINT_ADVICE) -> dict:
-    """Raises ValueError, with what to do, for a missing or broken file; `advice` says what ought to be there."""
+    """The content of a JSON file. Raises ValueError for a damaged file, and with `advice` for a missing one."""
     if not path.exists():
         raise ValueError(f"{path} does not exist. {advice}.")
     return untrusted.read_json(path)
 
 
 def read_document(folder: Path) -> dict:
-    """drafter.json of a checkpoint, or of a published head what it says without its target (`published.describe_published`).
+    """drafter.json of a checkpoint, or the facts of a published head that need no target.
 
     Raises ValueError, with what to do, if there is none.
     """
@@ -97,21 +89,25 @@ def read_document(folder: Path) -> dict:
 
 
 def find_moved_class(path: Any) -> Any:
-    """Where the class of a `_target_` is now, if an earlier version had it elsewhere; anything else as it is."""
+    """The path of a class that an earlier version had elsewhere; any other value as it is."""
     return MOVED_CLASSES.get(path, path) if isinstance(path, str) else path
 
 
 def read_facts(folder: Path) -> dict:
-    """about.json of a run, or of the run that a step's folder belongs to; {} for older runs. Raises ValueError if it is damaged."""
-    places = (folder / FACTS_FILE, *([folder.parent / FACTS_FILE] if folder.name.startswith("step_") else []))
-    return next((read_json(path) for path in places if path.exists()), {})
+    """about.json of a run, or of the run that a step's folder belongs to; {} for older runs.
+
+    Raises ValueError if it is damaged.
+    """
+    folders = (folder, folder.parent) if folder.name.startswith("step_") else (folder,)
+    return next((read_json(path / FACTS_FILE) for path in folders if (path / FACTS_FILE).exists()), {})
 
 
 def resolve(location: str | Path) -> Path:
     """A checkpoint's folder. A run's folder stands for its best step, and so does its file `best`.
 
-    If there is no such folder, user/name and user/name@revision are checkpoints on the Hugging Face Hub, which are downloaded.
-    Raises ValueError, with what to do, if that has none, and for any other file.
+    If there is no such folder, user/name and user/name@revision are checkpoints on the Hugging Face Hub, which are
+    downloaded.
+    Raises ValueError, with what to do, if the Hub has none, and for any other file.
     """
     name = files.expand_home(str(location))
     if hub.is_hub_head(name):
@@ -130,11 +126,11 @@ def resolve(location: str | Path) -> Path:
 
 
 def name_checkpoint(folder: Path) -> str:
-    """What a checkpoint is called: run for a run's folder, run/step for a step's; on the Hub user/name, with @revision.
+    """The name of a checkpoint: run for a run's folder, run/step for a step's, user/name@revision on the Hub.
 
-    A published head is called as its folder.
+    A published head has its folder's name.
     """
-    if (folder / "best").is_file():
+    if (folder / BEST_FILE).is_file():
         return folder.name
     name = hub.pin_commit(folder)
     if hub.is_hub_name(name):
@@ -143,31 +139,34 @@ def name_checkpoint(folder: Path) -> str:
 
 
 def load_head_class(path: str) -> type[Head]:
-    """The class that `_target_` names. Heads of specdec.heads and of experiments are accepted, others with trust_code=true."""
+    """The class that `_target_` names.
+
+    Heads of specdec.heads and of experiments are accepted, others with trust_code=true.
+    Raises ValueError for any other path.
+    """
     path = find_moved_class(path)
     module, _, name = path.rpartition(".")
-    if (module.startswith(HEAD_MODULES) or extensions.trusts_code()) and all(
-        part.isidentifier() for part in path.split(".")
-    ):
+    trusted = module.startswith(HEAD_MODULES) or extensions.trusts_code()
+    if trusted and all(word.isidentifier() for word in path.split(".")):
         with contextlib.suppress(ImportError):
-            found = vars(importlib.import_module(module)).get(name)
-            if isinstance(found, type) and issubclass(found, Head) and found.__module__ == module:
-                return found
+            head_type = vars(importlib.import_module(module)).get(name)
+            if isinstance(head_type, type) and issubclass(head_type, Head) and head_type.__module__ == module:
+                return head_type
     raise ValueError(
-        f"_target_ {path!r} is not a drafter of {HEAD_MODULES[0]}*; this folder was not made by specdec, or is unsafe. A class of your "
-        f"own needs {extensions.TRUST_CODE}=true."
+        f"_target_ {path!r} is not a drafter of {HEAD_MODULES[0]}*; this folder was not made by specdec, or is unsafe. "
+        f"A class of your own needs {extensions.TRUST_CODE}=true."
     )
 
 
 def _list_arguments(spec: dict) -> dict:
-    """Those of the drafter's constructor."""
+    """The arguments of the drafter's constructor."""
     return {key: value for key, value in spec.items() if key not in ("_target_", *RECORDED_FACTS)}
 
 
 def build(spec: dict, tensors: dict[str, Tensor], target: Target, *, dtype: torch.dtype | None = None) -> Head:
-    """A drafter with these tensors, on the target's device and in its dtype unless another is given; spec as in `save`.
+    """A drafter with these tensors, on the target's device. spec: as in `save`; dtype: None: the target's
 
-    Raises RuntimeError or TypeError if they do not fit together.
+    Raises RuntimeError or TypeError if spec and tensors do not fit together.
     """
     head_type, arguments = load_head_class(str(spec.get("_target_"))), _list_arguments(spec)
     other_model = arguments.get("model") or arguments.get("source")
@@ -188,9 +187,10 @@ def load_for_training(
     head_options: dict,
     vocab: Callable[[Tensor | None], Tensor | None] | None = None,
 ) -> tuple[Head, dict]:
-    """The drafter to be trained further, in float32, and what `save` takes as its spec. Raises ValueError as `load`.
+    """The drafter to be trained further, in float32, and the spec that `save` takes. Raises ValueError as `load`.
 
-    head_options: settings of a head, as in the configuration; those that its class says are `changeable_arguments` replace the checkpoint's
+    head_options: settings of a head, as in the configuration. The class's `changeable_arguments` ones replace the
+    checkpoint's.
     vocab: the checkpoint's draft vocabulary [W] -> another one; None: it is kept
     """
     drafter, document = _read_drafter(resolve(folder), target, torch.float32)
@@ -207,48 +207,63 @@ def load_for_training(
 
 
 def replace_parts(drafter: Head, spec: dict, head_options: dict) -> Head:
-    """The same head with the parts (`Head.exchangeable_parts`) that the configuration `head_options` names and the checkpoint lacks, or has of another
-    kind. A part starts as the identity where its method has such a start. spec: as `build` takes it; it gets them too
+    """The same head with the configuration's parts where the checkpoint lacks them, or has them of another kind.
 
-    Where drafts then depend on each other in another way, the alignment and the confidence head are the configuration's as well.
+    A part starts as the identity where its method has such a start. With another dependence, the alignment and the
+    confidence head are the configuration's, too.
+    spec: as `build` takes it; it gets the parts, too
     """
-    kind = lambda part: (part.get("kind"), part.get("form", "plain")) if isinstance(part, Mapping) else part
-    changed = {
-        name: head_options.get(name) for name in drafter.exchangeable_parts if head_options.get(name) is not None
-    }
-    changed = {name: part for name, part in changed.items() if kind(part) != kind(spec.get(name))}
+    changed = _list_changed_parts(drafter, spec, head_options)
     if not changed:
         return drafter
     if "dependence" in changed:
         changed |= {name: head_options[name] for name in ("confidence", "anchor_predicts") if name in head_options}
-        if changed.get("anchor_predicts", False) != bool(spec.get("anchor_predicts")):
-            warnings.warn(
-                "Drafts of the checkpoint stand one place beside those that the head's settings ask for (anchor_predicts), so it is "
-                "no good start before some training.",
-                stacklevel=2,
-            )
+        _warn_of_alignment(changed, spec)
     spec.update(changed, published=None)
     new = type(drafter)(drafter.target, vocab=drafter.draft_to_target, **_list_arguments(spec))
     new = new.to(next(drafter.parameters()))
-    new_tensors, replaced = new.state_dict(), tuple(f"{name}." for name in changed)
-    for name, value in drafter.state_dict().items():
-        if name in new_tensors and new_tensors[name].shape == value.shape and not name.startswith(replaced):
-            new_tensors[name] = value
-    new.load_state_dict(new_tensors)
+    tensors, replaced = new.state_dict(), tuple(f"{name}." for name in changed)
+    kept = {name: value for name, value in drafter.state_dict().items() if not name.startswith(replaced)}
+    tensors |= {name: value for name, value in kept.items() if name in tensors and tensors[name].shape == value.shape}
+    new.load_state_dict(tensors)
     return new
 
 
-def replace_vocab(drafter: Head, spec: dict, vocab: Tensor | None) -> Head:
-    """The same head, which can draft other tokens: increasing ids [W], or None for all of the target's.
+def _list_changed_parts(drafter: Head, spec: dict, head_options: dict) -> dict:
+    """The parts of the configuration that are of another kind than the checkpoint's."""
+    options = {name: head_options[name] for name in drafter.exchangeable_parts if head_options.get(name) is not None}
+    return {name: part for name, part in options.items() if _name_kind(part) != _name_kind(spec.get(name))}
 
-    spec: as `build` takes it. Of tensors with a row for each token (`Head.token_row_prefixes`) the rows of tokens that stay are kept, and those of
-    further tokens are what a new head has. Raises ValueError for a head that changes its target.
+
+def _warn_of_alignment(changed: dict, spec: dict) -> None:
+    """Warns if the configuration's drafts stand at other positions than the checkpoint's."""
+    if changed.get("anchor_predicts", False) != bool(spec.get("anchor_predicts")):
+        warnings.warn(
+            "Drafts of the checkpoint stand one place beside those that the head's settings ask for (anchor_predicts), "
+            "so it is no good start before some training.",
+            stacklevel=3,
+        )
+
+
+def _name_kind(options: Any) -> Any:
+    """The kind and the form of a part's settings; settings without kinds as they are."""
+    return (options.get("kind"), options.get("form", "plain")) if isinstance(options, Mapping) else options
+
+
+def replace_vocab(drafter: Head, spec: dict, vocab: Tensor | None) -> Head:
+    """The same head with another draft vocabulary: increasing ids [W], or None for all of the target's tokens.
+
+    Tensors with a row for each token (`Head.token_row_prefixes`) keep the rows of tokens that stay. Rows of further
+    tokens are a new head's.
+    spec: as `build` takes it
+    Raises ValueError for a head that changes its target.
     """
     if drafter.adapts_target:
         raise ValueError("A head that changes its target keeps its draft vocabulary.")
     changed = type(drafter)(drafter.target, vocab=vocab, **_list_arguments(spec)).to(next(drafter.parameters()))
     all_tokens = torch.arange(drafter.target.vocab_size)
-    old_vocab, new_vocab = (all_tokens if each is None else each.cpu() for each in (drafter.draft_to_target, vocab))
+    old_vocab = all_tokens if drafter.draft_to_target is None else drafter.draft_to_target.cpu()
+    new_vocab = all_tokens if vocab is None else vocab.cpu()
     kept_mask = torch.isin(new_vocab, old_vocab)
     old_rows = torch.searchsorted(old_vocab, new_vocab[kept_mask])
     tensors = changed.state_dict()
@@ -264,10 +279,10 @@ def replace_vocab(drafter: Head, spec: dict, vocab: Tensor | None) -> Head:
 def load(folder: str | Path, target: Target, *, exact: bool = False) -> Head:
     """The drafter in the target's dtype and on its device. CHANGES THE TARGET if the drafter adapts it.
 
-    folder: as `resolve` takes it; exact: in a dtype that rounds none of the file's values
-
     The adapter of such a drafter is merged into the target's weights, so all later outputs of `target` are those of the
-    adapted target. Raises ValueError if the target is not the one that the drafter was trained for, or is adapted already.
+    adapted target.
+    folder: as `resolve` takes it; exact: whether the dtype must round none of the file's values
+    Raises ValueError if the target is not the one that the drafter was trained for, or is adapted already.
     """
     drafter, _ = _read_drafter(resolve(folder), target, None, exact=exact)
     if drafter.adapts_target:
@@ -276,12 +291,12 @@ def load(folder: str | Path, target: Target, *, exact: bool = False) -> Head:
 
 
 def load_proposer(target: Target, *, checkpoint: Text, decode: dict) -> Proposer:
-    """The drafter of a checkpoint as a proposer. decode: arguments of Drafting. Raises ValueError as `load`."""
+    """The proposer of a checkpoint's drafter. decode: arguments of Drafting. Raises ValueError as `load`."""
     return Drafting(**decode).proposer(load(checkpoint, target))
 
 
 def _read_drafter(folder: Path, target: Target, dtype: torch.dtype | None, *, exact: bool = False) -> tuple[Head, dict]:
-    """-> the drafter, and drafter.json, or what stands for it. dtype: None: the target's"""
+    """The drafter, and drafter.json or the spec of a published head. dtype: None: the target's"""
     is_published = published.is_published(folder)
     if is_published:
         document, tensors = published.read_published(folder, target)
@@ -300,50 +315,48 @@ def _read_drafter(folder: Path, target: Target, dtype: torch.dtype | None, *, ex
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
     except Exception as error:  # with sizes from a file, a constructor may fail in any way
-        what = "config.json and its weights" if is_published else "drafter.json and drafter.safetensors"
-        raise ValueError(f"{folder}: {what} do not fit together: {' '.join(str(error).split())}") from error
-    if is_published:
-        return drafter, document
+        names = "config.json and its weights" if is_published else "drafter.json and drafter.safetensors"
+        raise ValueError(f"{folder}: {names} do not fit together: {' '.join(str(error).split())}") from error
+    if not is_published:
+        _check_files(folder, document, drafter)
+    return drafter, document
+
+
+def _check_files(folder: Path, document: dict, drafter: Head) -> None:
+    """Raises ValueError for other hidden states than the head was trained on, and for files unlike SHA256SUMS."""
     layers, trained = list(drafter.target_layers), document.get("reads_layers")
     if layers != trained:
         raise ValueError(f"{folder}: trained on target layers {trained}, not {layers}.")
     files.check_files(folder / "drafter.json", folder / "drafter.safetensors")  # last: other refusals say more
-    return drafter, document
 
 
 def _check_target(folder: Path, document: dict, target: Target) -> None:
     """Raises ValueError for another target than the head was trained for.
 
-    Warns if only the quantised weights differ, or if no more than the embedding and the final norm can be compared. Then the
-    loaded target still verifies all drafts, so its answers stay its own; only acceptance changes a little.
+    Warns if only the quantised weights differ, or if no more than the embedding and the final norm can be compared.
+    Then the loaded target still verifies all drafts, so its answers stay its own. Only acceptance changes a little.
     """
-    trained_fingerprint, fingerprint, name = (
-        str(document.get("target_fingerprint")),
-        target.fingerprint(),
-        document.get("target"),
-    )
-    if target.matches(trained_fingerprint):
+    trained, name = str(document.get("target_fingerprint")), document.get("target")
+    fingerprint = target.fingerprint()
+    if target.matches(trained):
         return
-    unread = not target.identity.covers_layers(trained_fingerprint)
-    quantised = target.quantisation is not None or "-" in trained_fingerprint or unread
+    unread = not target.identity.covers_layers(trained)
+    quantised = target.quantisation is not None or "-" in trained or unread
     if not (quantised and document.get("target_embeddings") == target.embeddings_fingerprint()):
         raise ValueError(
-            f"{folder} was trained for {name} (fingerprint {trained_fingerprint}), not for {target.name} ({fingerprint}). Use it with its own "
-            "target."
+            f"{folder} was trained for {name} (fingerprint {trained}), not for {target.name} ({fingerprint}). Use it "
+            "with its own target."
         )
     if unread:
         difference = (
-            f"only the embedding and the final norm of {target.name} were compared with those of {name}, for which it was trained, "
-            "because layers were not read on one side"
+            f"only the embedding and the final norm of {target.name} were compared with those of {name}, for which it "
+            "was trained, because layers were not read on one side"
         )
     else:
-        difference = describe_difference(
-            f"was trained against {{}} weights of {name}", trained_fingerprint, fingerprint
-        )
+        difference = describe_difference(f"was trained against {{}} weights of {name}", trained, fingerprint)
     warnings.warn(f"{folder}: {difference}. Answers stay the target's own; acceptance may be lower.", stacklevel=2)
 
 
 def read_head_class(folder: str | Path) -> type[Head]:
     """The class of a checkpoint's head."""
-    document = checkpoint.read_document(checkpoint.resolve(folder))
-    return checkpoint.load_head_class(str(document.get("_target_")))
+    return load_head_class(str(read_document(resolve(folder)).get("_target_")))

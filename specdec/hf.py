@@ -1,7 +1,7 @@
 """A drafter inside transformers: model.generate(**inputs, custom_generate=Speculative("checkpoints/shipped/mtp")).
 
-`generate` prepares the prompts, its settings and its stopping criteria as usual. Then this project's decoder runs instead
-of its own loop.
+`generate` prepares the prompts, its settings and its stopping criteria as usual. Then this project's decoder runs
+instead of its own loop.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from specdec.proposers.heads import HeadProposer
 from specdec.target import attention
 from specdec.target.model import Target
 
-# What changes logits, in the order in which Sampling does it; the last normalises, which changes no distribution.
+# Processors of logits, in the order of Sampling; the last one normalises, which changes no distribution.
 PROCESSORS: tuple[type, ...] = (
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -67,14 +67,15 @@ class _LoadedDrafter:
 
 
 class Speculative:
-    """For `generate(custom_generate=...)`: the answers of `generate`, drafted by a checkpoint and verified by the model.
+    """The answers of `generate`, drafted by a checkpoint and verified by the model: `generate(custom_generate=...)`.
 
     checkpoint: a step's folder, a run's folder for its best step, or user/name[@revision] on the Hugging Face Hub
-    decode: how to draft and verify; None: how much to draft is chosen every round (proposers/auto.py), not compiled
-    grammar: that all answers follow (specdec.tools.grammar.grammar.Grammar); tokenizer: of the model, which a grammar needs
+    decode: settings of drafting and verification; None: the number of drafts is chosen every round, nothing is compiled
+    grammar: the language of all answers (specdec.tools.grammar.grammar.Grammar); tokenizer: the model's, for a grammar
 
-    `generate` hands `streamer=` and `tokenizer=` to no custom_generate. So give it `token_streamer=` for a streamer, and
-    stopping_criteria=[StopStringCriteria(tokenizer, strings)] for stop strings. What `assistant_model=` drafts is not used.
+    `generate` hands `streamer=` and `tokenizer=` to no custom_generate. So give it `token_streamer=` for a streamer,
+    and stopping_criteria=[StopStringCriteria(tokenizer, strings)] for stop strings. What `assistant_model=` drafts is
+    not used.
 
     The drafter is loaded at the first call and kept, with the model, until a call with another model. Raises ValueError
     for a model that is not the checkpoint's target, and for settings of `generate` that this decoder does not support.
@@ -108,7 +109,7 @@ class Speculative:
         token_streamer: BaseStreamer | None = None,
         **model_kwargs,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """input_ids [B, T] -> [B, T + new], or that in an output object; called by `generate`"""
+        """The texts [B, T + new] for input_ids [B, T], or an output object with them. `generate` calls it."""
         _check_settings(model, generation_config, model_kwargs)
         sampling = _read_sampling(logits_processor, bool(generation_config.do_sample))
         mask = _read_mask(input_ids, model_kwargs)
@@ -133,7 +134,7 @@ class Speculative:
         return sequences
 
     def _make_constraints(self, config: GenerationConfig, vocab_size: int, num: int) -> list[Constraint | None] | None:
-        """Of each answer, at its beginning."""
+        """A constraint for each of `num` answers, at its beginning; None without a grammar."""
         if self._grammar is None or self._tokenizer is None:
             return None
         ends = config._eos_token_tensor
@@ -153,18 +154,13 @@ class Speculative:
             return self._loaded
         self._loaded = None
         folder = checkpoint.resolve(self._folder)
-        document = checkpoint.read_document(folder)
-        if checkpoint.load_head_class(str(document.get("_target_"))).adapts_target:
+        if checkpoint.read_head_class(folder).adapts_target:
             raise ValueError(
-                f"{folder} adapts its target, which would change your model: decode with specdec.decoding.decoder.Decoder and a Target "
-                "of its own, or take a checkpoint that does not change its target."
+                f"{folder} adapts its target, which would change your model: decode with "
+                "specdec.decoding.decoder.Decoder and a Target of its own, or take a checkpoint that does not change "
+                "its target."
             )
-        target = Target(model, name=model.name_or_path or type(model).__name__)
-        choice = precision.choose_dtype(target.device)
-        if target.dtype == torch.bfloat16 and choice.dtype == "float32":
-            warnings.warn(
-                f"The model is in bfloat16, but {choice.reason}: load it with dtype=torch.float32.", stacklevel=2
-            )
+        target = _make_target(model)
         with torch.random.fork_rng(devices=[]):  # new weights draw random numbers before those of the file replace them
             drafter = checkpoint.load(folder, target)
         drafting = self._decode or Drafting(min(2, drafter.depth or 2))
@@ -175,6 +171,15 @@ class Speculative:
         return self._loaded
 
 
+def _make_target(model: PreTrainedModel) -> Target:
+    """The model as a target. Warns of a dtype that this device only imitates."""
+    target = Target(model, name=model.name_or_path or type(model).__name__)
+    choice = precision.choose_dtype(target.device)
+    if target.dtype == torch.bfloat16 and choice.dtype == "float32":
+        warnings.warn(f"The model is in bfloat16, but {choice.reason}: load it with dtype=torch.float32.", stacklevel=3)
+    return target
+
+
 def _emit_answers(
     rounds: Iterator[Round],
     result: Generation,
@@ -183,43 +188,58 @@ def _emit_answers(
     pad: int | None,
     streamer: BaseStreamer | None,
 ) -> Tensor:
-    """The loop of `generate` with tokens from rounds. Some rows are ahead of others, but tokens are appended column by column.
+    """The loop of `generate` with tokens from rounds: input_ids [B, T] -> [B, T + new].
 
-    So every criterion sees the same texts as in `generate`, in the same order. input_ids [B, T] -> [B, T + new]
+    Some rows are ahead of others, but tokens are appended column by column. So every criterion sees the same texts as
+    in `generate`, in the same order.
     result: collects tokens and counts; pad: the token after an answer's end; None: answers go on until all have ended
     """
     running = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
     if streamer is not None:
         streamer.put(input_ids.cpu())  # as `generate` does
     awaited = list(range(len(input_ids)))  # rows whose next token is not padding
-    lengths, num_columns = [0] * len(input_ids), 0
+    lengths = [0] * len(input_ids)
     for emitted in rounds:
         for answer, tokens in zip(result.tokens, emitted.tokens):
             answer += tokens
-        while awaited and all(len(result.tokens[row]) > num_columns for row in awaited):
-            column = [pad] * len(input_ids)
-            for row in awaited:
-                column[row], lengths[row] = result.tokens[row][num_columns], num_columns + 1
-            num_columns += 1
-            new = torch.tensor(column, device=input_ids.device)
-            input_ids = torch.cat([input_ids, new[:, None]], dim=1)
+        while awaited and all(len(result.tokens[row]) > lengths[row] for row in awaited):
+            input_ids = _append_column(input_ids, result.tokens, awaited, lengths, pad)
             running &= ~criteria(input_ids, None)  # type: ignore[arg-type]  # as in `generate` without output_scores
             if streamer is not None:
-                streamer.put(new.cpu())
+                streamer.put(input_ids[:, -1].cpu())
             if pad is not None or not running.any():
                 awaited = running.nonzero()[:, 0].tolist()
         if not awaited:
             break
     if streamer is not None:
         streamer.end()
-    for row, length in enumerate(lengths):
-        result.tokens[row] = result.tokens[row][:length]
-        result.accepted[row] = _cut_counts(result.accepted[row], length)
+    _cut_result(result, lengths)
     return input_ids
 
 
+def _cut_result(result: Generation, lengths: list[int]) -> None:
+    """Removes tokens and counts behind the end of each answer."""
+    for row, length in enumerate(lengths):
+        result.tokens[row] = result.tokens[row][:length]
+        result.accepted[row] = _cut_counts(result.accepted[row], length)
+
+
+def _append_column(
+    input_ids: Tensor, answers: list[list[int]], awaited: list[int], lengths: list[int], pad: int | None
+) -> Tensor:
+    """input_ids [B, T] with the next token of each awaited row, and padding elsewhere: [B, T + 1].
+
+    Counts `lengths` up.
+    """
+    column = [pad] * len(input_ids)
+    for row in awaited:
+        column[row] = answers[row][lengths[row]]
+        lengths[row] += 1
+    return torch.cat([input_ids, torch.tensor(column, device=input_ids.device)[:, None]], dim=1)
+
+
 def _cut_counts(accepted: list[int], length: int) -> list[int]:
-    """The drafts emitted by each round, of those rounds that an answer of `length` tokens consists of."""
+    """The drafts emitted by each round that an answer of `length` tokens consists of."""
     counts, tokens_left = [], length - 1
     for count in accepted:
         if tokens_left > 0:
@@ -230,7 +250,7 @@ def _cut_counts(accepted: list[int], length: int) -> list[int]:
 
 @contextlib.contextmanager
 def _borrow_model(model: PreTrainedModel) -> Iterator[None]:
-    """Within, the model can be a Target. Afterwards its attention, training modes and requires_grad are as before."""
+    """Makes the model fit for a Target. On exit its attention, training modes and requires_grad are as before."""
     config = model.config.get_text_config()
     implementation = config._attn_implementation
     training = [module for module in model.modules() if module.training]
@@ -278,29 +298,32 @@ def _read_sampling(processors: LogitsProcessorList, do_sample: bool) -> Sampling
     kinds: list[type] = [type(processor) for processor in processors]
     by_kind: dict[type, Any] = dict(zip(kinds, processors))
     penalty, temperature, top_k, top_p = (by_kind.get(kind) for kind in PROCESSORS[:4])
-    has_usual_settings = not (penalty and penalty.prompt_ignore_length) and not (
-        top_p and top_p.min_tokens_to_keep != 1
-    )
-    has_usual_settings &= all(warper.filter_value == -torch.inf for warper in (top_k, top_p) if warper)
-    if [kind for kind in PROCESSORS if kind in kinds] != kinds or not has_usual_settings:
+    if [kind for kind in PROCESSORS if kind in kinds] != kinds or not _has_usual_settings(penalty, top_k, top_p):
         processor_names = ", ".join(kind.__name__ for kind in PROCESSORS)
         raise _make_refusal(
             f"the logits processors {', '.join(kind.__name__ for kind in kinds)}",
             f"it has {processor_names}, each once, in this order and with their usual settings; leave out others",
         )
-    penalty_factor = penalty.penalty if penalty else 1.0
+    penalty_factor = getattr(penalty, "penalty", 1.0)
     if not do_sample:  # the best token stays the best at any temperature
         return Sampling(repetition_penalty=penalty_factor)
     return Sampling(
-        temperature.temperature if temperature else 1.0,
-        top_k.top_k if top_k else None,
-        top_p.top_p if top_p else None,
+        getattr(temperature, "temperature", 1.0),
+        getattr(top_k, "top_k", None),
+        getattr(top_p, "top_p", None),
         penalty_factor,
     )
 
 
+def _has_usual_settings(penalty: Any, top_k: Any, top_p: Any) -> bool:
+    """Whether processors, None where there is none, have the settings that Sampling amounts to."""
+    values = {getattr(processor, "filter_value", -torch.inf) for processor in (top_k, top_p)}
+    one_token = getattr(top_p, "min_tokens_to_keep", 1) == 1
+    return values == {-torch.inf} and one_token and not getattr(penalty, "prompt_ignore_length", None)
+
+
 def _read_mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
-    """[B, T] bool, the prompts' tokens. Raises ValueError for right padding and positions that do not count them."""
+    """The mask [B, T] bool of the prompts' tokens. Raises ValueError for right padding, and for other positions."""
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask
     if mask.shape != input_ids.shape or not mask[:, -1].all():
@@ -313,7 +336,7 @@ def _read_mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
 
 
 def _find_pad_token(config: GenerationConfig, criteria: StoppingCriteriaList) -> int | None:
-    """What `generate` puts behind an answer that ended; None where it lets such an answer go on, without an eos token."""
+    """The token that `generate` puts behind an answer that ended; None without an eos token: answers then go on."""
     if not any(hasattr(criterion, "eos_token_id") for criterion in criteria):
         return None
     if config._pad_token_tensor is None:
@@ -324,6 +347,6 @@ def _find_pad_token(config: GenerationConfig, criteria: StoppingCriteriaList) ->
 
 
 def _mark_tokens(tokens: Tensor, vocab_size: int) -> Tensor:
-    """tokens [B, T] -> [B, V] bool, where they are; like `generate`, the padding too, and none past the vocabulary"""
+    """A mask [B, V] bool of the tokens [B, T] that occur: like in `generate` padding, too, and none past V."""
     marks = torch.zeros(len(tokens), vocab_size + 1, dtype=torch.bool, device=tokens.device)
     return marks.scatter_(1, tokens.clamp(max=vocab_size), True)[:, :-1]

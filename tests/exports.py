@@ -140,7 +140,8 @@ def make_medusa2(target):
 # Figures of a report, and of a measurement at a server
 REPORT = {"tau": 1.5, "tau_ci": [1.25, 1.75], "num_prompts": 8, "temperature": 0.0, "survival": [0.3, 0.15, 0.05],
           "ms_per_round": {"draft": 9.0, "verify": 25.0, "keep": 0.0, "other": 0.0}, "baseline_tokens_per_second": 50.0,
-          "num_rounds": 20, "acceptance": [0.3, 0.5, 0.33], "tokens_per_second": 44.0, "tokens_per_second_ci": [40.0, 48.0],
+          "num_rounds": 20, "acceptance": [0.3, 0.5, 0.33], "tokens_per_second": 44.0, "tokens_per_second_ci": [40.0,
+             48.0],
           "speedup": 0.88, "speedup_ci": [0.8, 0.96], "identical_outputs": 1.0}  # fmt: skip
 SERVED = {
     "vLLM 0.32.0": {

@@ -12,24 +12,11 @@ from packaging.utils import canonicalize_name
 
 from benchmarks import common
 from specdec.export.engines import ENGINES
+from specdec.export.families import FAMILIES
 
 PAGE = common.ROOT / "docs" / "serving.md"
-ROWS = {
-    "eagle": "EAGLE-1 (`eagle`, `hass`)",
-    "eagle3": "EAGLE-3 (`eagle3`)",
-    "layers": "EAGLE-3 of several layers",
-    "peagle": "P-EAGLE (`peagle`)",
-    "medusa": "Medusa",
-    "mtp": "MTP, one module",
-    "native": "a model's own MTP (`native_mtp`), by `format=stitched`",
-    "dflash": "DFlash",
-    "dspark": "DSpark",
-    "markov": "DSpark with gated and recurrent Markov heads",
-    "dflash2": "DFlash 2",
-    "lilicorr": "LiLiCorr",
-    "domino": "Domino",
-    "draft": "draft model",
-}
+LABELS = {key: label for family in FAMILIES.values() for key, label in family.labels.items()}
+ROWS = {key: LABELS[key] for key in ENGINES["vLLM"]["heads"] if key in LABELS}  # in the order of the facts
 ABOUT = {
     "run": "run here",
     "date": "looked at",

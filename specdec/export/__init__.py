@@ -1,1 +1,1 @@
-"""Layouts of other projects, both ways: `engines.make_form`, `folder.write_export`, `published.read_published`, `cards`."""
+"""Layouts of other projects, both ways: `engines.make_form`, `folder.write_folder`, `published.read_published`."""

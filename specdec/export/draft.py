@@ -4,17 +4,18 @@ from pathlib import Path
 
 import torch
 
+from specdec.export.family import SAMPLING_NOTE, SGLANG_STEPS, EngineRules, ExportFamily
 from specdec.export.layout import Layout
 from specdec.heads.draft import Draft
 from specdec.target.model import load_tokenizer
 
-DROPPED_FIELDS = ("dtype", "_name_or_path", "_model_name_or_path")
+DROPPED_FIELDS = ("dtype", "_name_or_path", "_model_name_or_path")  # of transformers' configuration, not of the model
 
 
 def write_language_model(drafter: Draft) -> Layout:
-    """With the tokenizer and the generation settings beside it.
+    """A draft model with its tokenizer and generation settings.
 
-    Includes the target's embeddings where the draft borrows them, and all V rows of the output layer even if the draft was
+    It has the target's embeddings where the draft borrows them. The output layer has all V rows even if the draft was
     trained on fewer: engines have no draft vocabulary for draft models.
     """
     model = drafter.language_model(torch.promote_types(drafter.dtype, torch.float32))
@@ -31,3 +32,15 @@ def write_language_model(drafter: Draft) -> Layout:
             model.generation_config.save_pretrained(folder)
 
     return Layout(tensors, config, write_companions=write_companions)
+
+
+DRAFT = ExportFamily(
+    kind="draft",
+    head_class=Draft,
+    labels={"draft": "draft model"},
+    inputs="draft",
+    draft_vocabulary=False,
+    writers={"": write_language_model},
+    engines={"sglang": EngineRules(options=[SGLANG_STEPS]), "vllm": EngineRules(notes=[SAMPLING_NOTE])},
+)
+FAMILIES = (DRAFT,)

@@ -49,7 +49,10 @@ def write_folder(form: ExportForm, out: Path, *, dtype: torch.dtype, num_drafts:
 
 
 def _cast_tensors(value, dtype: torch.dtype | None):
-    """Tensors, alone and in dictionaries, as they are written; other values as they are. dtype: None: each keeps its own"""
+    """Tensors, alone and in dictionaries, as they are written; other values as they are.
+
+    dtype: None: each keeps its own
+    """
     if isinstance(value, dict):
         return {key: _cast_tensors(entry, dtype) for key, entry in value.items()}
     if not isinstance(value, Tensor):

@@ -1,8 +1,9 @@
 """A drafter under the names of a public layout, and what the layouts of several families share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,32 +18,33 @@ from specdec.target.model import Target
 from specdec.target.structure import FULL, SLIDING
 
 EMBEDDING = "embed_tokens.weight"
-CONTAINER_FIELDS = ("num_hidden_layers", "vocab_size", "attention_bias")
+CONTAINER_FIELDS = ("num_hidden_layers", "vocab_size", "attention_bias")  # besides the sizes, of a container's layers
 SIZE_FIELDS = (
     "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps".split()
 )
+DEFAULT_THETA = 10_000.0  # base of rotary angles in all engines, where config.json has none
+
+Tensors = dict[str, Tensor]  # by name
+Parsed = tuple[dict, Tensors]  # a reader's result: arguments of the constructor, own tensors
+Prefixes = Sequence[tuple[str, str]]  # pairs (old prefix, new prefix); the first one that fits a name applies
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A drafter under the names of a public layout.
+    """A drafter under the names of a public layout."""
 
-    pickles: further files, written by torch.save, for tensors that engines read from nowhere else; write_companions: writes others
-    fill_folder: fills the whole folder instead, with the head inside its target -> bytes of the head
-    weights: the file of the tensors; keeps_dtypes: whether they keep their dtypes
-    """
-
-    tensors: dict[str, Tensor]
+    tensors: Tensors
     config: dict
+    # files of torch.save with tensors that engines want apart
     pickles: Mapping[str, object] = field(default_factory=dict)
-    write_companions: Callable[[Path], None] | None = None
-    fill_folder: Callable[[Path], int] | None = None
-    weights: str = "model.safetensors"
-    keeps_dtypes: bool = False
+    write_companions: Callable[[Path], None] | None = None  # writer of further files into the folder
+    fill_folder: Callable[[Path], int] | None = None  # writer of the whole folder instead -> bytes of the head
+    weights: str = "model.safetensors"  # name of the file with the tensors
+    keeps_dtypes: bool = False  # whether tensors are written in their own dtypes
 
 
 def make_plain_layout(drafter: Drafter) -> Layout:
-    """Any head under this project's own names. config.json holds what a reader needs to know."""
+    """Any head under this project's own names, with the sizes in config.json."""
     config = {
         "drafter": type(drafter).__name__,
         "reads_layers": list(drafter.target_layers),
@@ -57,28 +59,27 @@ def make_plain_layout(drafter: Drafter) -> Layout:
 # Tensors
 
 
-def list_own_tensors(drafter: Drafter) -> dict[str, Tensor]:
-    """All but the draft vocabulary, which layouts write in another form."""
+def list_own_tensors(drafter: Drafter) -> Tensors:
+    """The head's tensors without the draft vocabulary, which layouts write in another form."""
     return {name: value for name, value in drafter.state_dict().items() if name != "draft_to_target"}
 
 
-def rename_tensors(tensors: dict[str, Tensor], names: list[tuple[str, str]]) -> dict[str, Tensor]:
-    """Replaces prefixes of names: the first pair (from, to) whose `from` begins a name applies. Other names stay."""
-    renamed = {}
-    for name, value in tensors.items():
-        own_prefix, public_prefix = next(((a, b) for a, b in names if name.startswith(a)), ("", ""))
-        renamed[public_prefix + name.removeprefix(own_prefix)] = value
-    return renamed
+def rename_prefix(name: str, prefixes: Prefixes) -> str:
+    """The name with the first fitting prefix replaced; a name that no pair fits stays."""
+    for old, new in prefixes:
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
 
 
-def swap_names(names: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The names for the way back."""
-    return [(public, own) for own, public in names]
+def rename_tensors(tensors: Tensors, prefixes: Prefixes) -> Tensors:
+    """The same tensors under names with other prefixes, as `rename_prefix` gives them."""
+    return {rename_prefix(name, prefixes): value for name, value in tensors.items()}
 
 
-def rename_prefix(name: str, names: list[tuple[str, str]]) -> str:
-    """One name, as `rename_tensors` does it."""
-    return next(iter(rename_tensors({name: torch.empty(0)}, names)))
+def swap_names(prefixes: Prefixes) -> list[tuple[str, str]]:
+    """The pairs for the way back."""
+    return [(new, old) for old, new in prefixes]
 
 
 def is_copy(value: Tensor, original: Tensor) -> bool:
@@ -86,26 +87,25 @@ def is_copy(value: Tensor, original: Tensor) -> bool:
     return value.shape == original.shape and torch.equal(value.cpu(), original.detach().to(value.dtype).cpu())
 
 
-def take_own_tensor(
-    tensors: dict[str, Tensor], name: str, original: Tensor, *, width: int | None = None
-) -> Tensor | None:
-    """Removes a tensor -> it, if it is the head's own; None if there is none, or a copy of the target's.
+def take_own_tensor(tensors: Tensors, name: str, original: Tensor, *, width: int | None = None) -> Tensor | None:
+    """The tensor of this name, removed from `tensors`; None if there is none, or a copy of the target's.
 
-    Raises ValueError if it has another shape than the target's, but for its width if that is given.
+    width: width of the head, if it may differ from the target's
+    Raises ValueError for another shape than that of `original`.
     """
     public_tensor = tensors.pop(name, None)
     if public_tensor is None or is_copy(public_tensor, original):
         return None
     if tuple(public_tensor.shape) != (len(original), width or original.shape[1]):
         raise ValueError(
-            f"{name} is {list(public_tensor.shape)} and the target's is {list(original.shape)}: is the target the model that the head was "
-            "trained for?"
+            f"{name} is {list(public_tensor.shape)} and the target's is {list(original.shape)}: is the target the "
+            "model that the head was trained for?"
         )
     return public_tensor
 
 
-def add_own_embedding(arguments: dict, head: dict[str, Tensor], embedding: Tensor | None) -> tuple[dict, dict]:
-    """What a reader returns, for a head with an embedding [V, E] of its own; None: it reads the target's."""
+def add_own_embedding(arguments: dict, head: Tensors, embedding: Tensor | None) -> Parsed:
+    """A reader's result with the head's own embedding [V, E]; None: the head reads the target's."""
     if embedding is None:
         return arguments, head
     return {**arguments, "own_embedding": True}, {**head, "embedding": embedding}
@@ -114,20 +114,27 @@ def add_own_embedding(arguments: dict, head: dict[str, Tensor], embedding: Tenso
 # The draft vocabulary
 
 
-def make_vocab_tensors(drafter: Drafter) -> dict[str, Tensor]:
-    """d2t int64 [W], an offset (target id = draft id + d2t[draft id]), and t2d bool [V]; empty for a whole vocabulary."""
+def make_vocab_tensors(drafter: Drafter) -> Tensors:
+    """The draft vocabulary as d2t [W] int64 and t2d [V] bool; nothing for a whole vocabulary.
+
+    d2t holds offsets: target id = draft id + d2t[draft id].
+    """
     vocab, inverse = drafter.draft_to_target, drafter.target_to_draft
     if vocab is None or inverse is None:
         return {}
     return {"d2t": vocab - torch.arange(len(vocab), device=vocab.device), "t2d": inverse >= 0}
 
 
-def read_vocab(d2t: Tensor, t2d: Tensor | None) -> Tensor:
-    """The target ids [W] that d2t stands for. Raises ValueError for absolute ids, ids out of order, or another t2d."""
+def read_vocab(tensors: Tensors) -> Tensor | None:
+    """The target ids [W] of the draft vocabulary d2t; None without one.
+
+    Raises ValueError for absolute ids, ids out of order, or another t2d.
+    """
+    if "d2t" not in tensors:
+        return None
+    d2t, t2d = tensors["d2t"], tensors.get("t2d")
     if d2t.dtype != torch.int64 or (t2d is not None and t2d.dtype != torch.bool):
-        raise ValueError(
-            f"d2t must be int64 and t2d bool, not {d2t.dtype} and {t2d.dtype if t2d is not None else None}."
-        )
+        raise ValueError(f"d2t must be int64 and t2d bool, not {d2t.dtype} and {getattr(t2d, 'dtype', None)}.")
     vocab = d2t + torch.arange(len(d2t), device=d2t.device)
     if int(d2t.min()) < 0 or not bool((vocab[1:] > vocab[:-1]).all()):
         raise ValueError("d2t must hold offsets, target id minus draft id, with target ids increasing.")
@@ -136,7 +143,8 @@ def read_vocab(d2t: Tensor, t2d: Tensor | None) -> Tensor:
     return vocab
 
 
-def drop_vocab_maps(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def drop_vocab_maps(tensors: Tensors) -> Tensors:
+    """The tensors without d2t and t2d."""
     return {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
 
 
@@ -145,40 +153,43 @@ def select_lm_head(target: Target, vocab: Tensor | None) -> Tensor:
     return target.lm_head.weight if vocab is None else target.lm_head.weight[vocab]
 
 
-def drop_draft_vocab(drafter: Drafter) -> Drafter:
+def drop_draft_vocab(drafter: Any) -> Any:
     """A copy of a drafter that borrows the target's LM head; the copy drafts from all V tokens.
 
-    Raises ValueError for a table of the draft vocabulary, which has nothing for other tokens.
+    Raises ValueError for a table of the draft vocabulary, which has no rows for other tokens.
     """
-    full_drafter = drafter.frozen_copy()
-    dependence, vocab, vocab_size = (
-        getattr(full_drafter, "dependence", None),
-        full_drafter.draft_to_target,
-        drafter.target.vocab_size,
-    )
-    if vocab is not None and isinstance(dependence, Dependence):
-        if set(dependence.token_row_prefixes) - {"after."}:
-            raise ValueError(
-                "The engine drafts from all tokens, and the selector's table has a draft vocabulary's only: train with "
-                "head.vocab_size=null, or with dependence.table=false."
-            )
-        if isinstance(dependence, Lattice):
-            dependence.sizes = replace(dependence.sizes, vocab_size=vocab_size)
-        if isinstance(
-            after := getattr(dependence, "after", None), nn.Linear
-        ):  # the other tokens follow any token as likely
-            full_weight = after.weight.new_zeros(vocab_size, after.in_features).index_copy(0, vocab, after.weight)
-            after.weight, after.out_features = nn.Parameter(full_weight, requires_grad=False), vocab_size
-    full_drafter.draft_to_target = full_drafter.target_to_draft = None
-    full_drafter.goal_head = (drafter.target.lm_head.weight, drafter.target.lm_head.bias)
-    return full_drafter
+    copy, vocab = drafter.frozen_copy(), drafter.draft_to_target
+    dependence = getattr(copy, "dependence", None)
+    if vocab is not None and dependence is not None:
+        _widen_dependence(dependence, vocab, drafter.target.vocab_size)
+    copy.draft_to_target = copy.target_to_draft = None
+    copy.goal_head = (drafter.target.lm_head.weight, drafter.target.lm_head.bias)
+    return copy
 
 
-# Decoder blocks
+def _widen_dependence(dependence: Dependence, vocab: Tensor, vocab_size: int) -> None:
+    """Gives a block drafter's dependence a row for each of V tokens.
+
+    Tokens outside `vocab` [W] follow any token alike.
+    """
+    if set(dependence.token_row_prefixes) - {"after."}:
+        raise ValueError(
+            "The engine drafts from all tokens, and the selector's table has a draft vocabulary's only: train with "
+            "head.vocab_size=null, or with dependence.table=false."
+        )
+    if isinstance(dependence, Lattice):
+        dependence.sizes = replace(dependence.sizes, vocab_size=vocab_size)
+    after = getattr(dependence, "after", None)
+    if isinstance(after, nn.Linear):
+        weight = after.weight.new_zeros(vocab_size, after.in_features).index_copy(0, vocab, after.weight)
+        after.weight, after.out_features = nn.Parameter(weight, requires_grad=False), vocab_size
+
+
+# Decoder layers
 
 
 def write_layer_fields(config: LlamaConfig, target: Target) -> dict:
-    """The config fields of a head's decoder block, with rotary embeddings in the spellings of transformers 4 and of 5."""
+    """The fields of config.json for a head's decoder layer, in the spellings of transformers 4 and 5."""
     rope = dict(config.rope_parameters)  # type: ignore[arg-type]
     target_fields = target.config.to_dict()
     rope_type = rope["rope_type"]
@@ -200,9 +211,11 @@ def write_layer_fields(config: LlamaConfig, target: Target) -> dict:
 
 
 def read_layer(config: dict, target: Target, *, own_width: bool = False, qk_norm: bool = False) -> dict:
-    """The arguments `intermediate_size` and `block` of a head with this config.json; `block` holds what differs from block_config.
+    """The arguments `intermediate_size` and `block` of a head with this config.json.
 
-    own_width: whether the head may have another width than its target. Raises ValueError for another width, where it may not.
+    `block` holds the settings that differ from `make_block_config`.
+    own_width: whether the head may have another width than its target
+    Raises ValueError for a width that it may not have.
     """
     width, num_heads = config["hidden_size"], config["num_attention_heads"]
     if (config.get("target_hidden_size") or target.width) != target.width or (width != target.width and not own_width):
@@ -210,19 +223,12 @@ def read_layer(config: dict, target: Target, *, own_width: bool = False, qk_norm
             f"The head is {width} wide and {target.name} is {target.width}: only heads of their target's "
             "width can be imported. Is the target the model that the head was trained for?"
         )
-    rope = config.get("rope_parameters")
-    if not rope:
-        scaling = dict(config.get("rope_scaling") or {})
-        rope_type = scaling.pop("type", None)
-        rope = {"rope_type": scaling.pop("rope_type", rope_type) or "default", **scaling}
-        rope["rope_theta"] = config.get("rope_theta", 10_000.0)  # the default of all engines
-    rope = {"rope_type": "default", "rope_theta": config.get("rope_theta", 10_000.0), **rope}
     layer_options = {
         "num_attention_heads": num_heads,
         "num_key_value_heads": config.get("num_key_value_heads") or num_heads,
         "head_dim": config.get("head_dim") or width // num_heads,
         "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
-        "rope_parameters": rope,
+        "rope_parameters": _read_rope(config),
         "hidden_act": config.get("hidden_act", "silu"),
         "hidden_size": width,
     }
@@ -233,8 +239,19 @@ def read_layer(config: dict, target: Target, *, own_width: bool = False, qk_norm
     return {"intermediate_size": config["intermediate_size"], "block": block or None}
 
 
+def _read_rope(config: dict) -> dict:
+    """The rotary embedding in the spelling of transformers 5."""
+    rope = {"rope_type": "default", "rope_theta": config.get("rope_theta", DEFAULT_THETA)}
+    if config.get("rope_parameters"):
+        return rope | config["rope_parameters"]
+    scaling = dict(config.get("rope_scaling") or {})
+    old_type = scaling.pop("type", None)
+    rope_type = scaling.pop("rope_type", old_type) or "default"
+    return {**rope, "rope_type": rope_type, **scaling, "rope_theta": rope["rope_theta"]}
+
+
 def read_container_layers(config: dict) -> dict:
-    """The fields of a Speculators container's layers, with the defaults of their family, which containers leave out."""
+    """The fields of a Speculators container's layers, with their model type's defaults, which containers leave out."""
     layer_fields = config.get("transformer_layer_config")
     if not isinstance(layer_fields, dict):
         return {}
@@ -246,11 +263,14 @@ def read_container_layers(config: dict) -> dict:
 
 
 def check_embedding(target: Target) -> None:
-    """Raises ValueError for a target that scales its embeddings: no field for that is written, and engines then give the unscaled rows."""
+    """Raises ValueError for a target that scales its embeddings.
+
+    No field tells engines, so they give the unscaled rows.
+    """
     if measure_embedding_scale(target) != 1:
         raise ValueError(
-            f"{target.name} scales its embeddings, which exports of this head do not tell engines. Train an EAGLE-3 or MTP head, "
-            "which normalise them."
+            f"{target.name} scales its embeddings, which exports of this head do not tell engines. Train an EAGLE-3 or "
+            "MTP head, which normalise them."
         )
 
 
@@ -258,8 +278,9 @@ def check_layers(layers: tuple[int, ...], target: Target) -> None:
     """Raises ValueError for hidden states that engines number or normalise in another way."""
     if not 1 <= layers[0] <= layers[-1] < target.num_layers:
         raise ValueError(
-            f"The head reads hidden states {list(layers)}. Engines have only 1 .. {target.num_layers - 1} in common with "
-            f"training: their hidden state {target.num_layers} is before the final norm. Train with other target_layers=."
+            f"The head reads hidden states {list(layers)}. Engines have only 1 .. {target.num_layers - 1} in common "
+            f"with training: their hidden state {target.num_layers} is before the final norm. Train with other "
+            "target_layers=."
         )
 
 
@@ -267,7 +288,7 @@ def check_layers(layers: tuple[int, ...], target: Target) -> None:
 
 
 def write_window_fields(drafter: Eagle3 | BlockDrafter) -> dict:
-    """What config.json says of sliding layers; nothing where every layer sees all positions."""
+    """The fields of config.json for sliding layers; none where every layer sees all positions."""
     if drafter.window is None:
         return {}
     layer_types = [FULL if window is None else SLIDING for window in drafter.windows]
@@ -275,7 +296,10 @@ def write_window_fields(drafter: Eagle3 | BlockDrafter) -> dict:
 
 
 def read_window(config: dict, num_layers: int) -> dict:
-    """The arguments `window` and `full_layers` of a head with this config.json. Raises ValueError if it contradicts itself."""
+    """The arguments `window` and `full_layers` of a head with this config.json; none without sliding layers.
+
+    Raises ValueError for layer types and a window that contradict each other.
+    """
     layer_types = list(config.get("layer_types") or ())[:num_layers]
     if SLIDING not in layer_types:
         return {}
@@ -287,9 +311,3 @@ def read_window(config: dict, num_layers: int) -> dict:
             f"config.json has sliding layers and sliding_window={window}: it must say how many positions they see."
         )
     return {"window": window, "full_layers": [layer for layer, kind in enumerate(layer_types) if kind == FULL]}
-
-
-def check_full_attention(drafter: Eagle3 | BlockDrafter, engine: str) -> None:
-    """Raises ValueError for a head whose layers see a window only, in an engine that knows no such heads."""
-    if drafter.window is not None:
-        raise ValueError(f"{engine} has no sliding layers in drafters: take format=vllm or speculators.")

@@ -7,22 +7,24 @@ import torch
 from torch import Tensor
 
 from specdec.export import layout
-from specdec.export.layout import Layout
-from specdec.heads.medusa import Medusa
+from specdec.export.family import Clause, EngineRules, ExportFamily, PublishedFiles
+from specdec.export.layout import Layout, Parsed, Tensors
+from specdec.heads.medusa import Medusa, Medusa2
 from specdec.target.model import Target
 
-HEADS_FILE = "medusa_lm_head.pt"
-ADAPTED_REFUSAL = (
+HEADS_FILE = "medusa_lm_head.pt"  # the weights of the reference code
+VLLM_NOTE = Clause("vLLM drafts the chain of the heads' best guesses, not their tree. Since 0.33 it has no Medusa.")
+ADAPTED_REFUSAL = Clause(
     "Medusa-2 heads were trained with an adapted target and draft badly beside the original one. Export both with "
     "merged_target=DIR, which writes the adapted model for the engine to serve."
 )
-# The names of both layouts
+# The names of both layouts: vLLM's, and those of the reference code
 BLOCK = re.compile(r"(?:(\d+)\.(\d+)\.linear|blocks\.(\d+)\.layers\.(\d+))\.(weight|bias)")
 LM_HEAD = re.compile(r"(\d+)\.\d+\.weight|lm_heads\.(\d+)\.weight")
 
 
 def write_vllm(drafter: Medusa) -> Layout:
-    """Borrowed LM heads become one for all, over all V tokens: vLLM 0.32 cannot load a `token_map`.
+    """Medusa in vLLM's layout. Borrowed LM heads become one for all, over all V tokens: vLLM 0.32 loads no `token_map`.
 
     Raises ValueError for LM heads of their own over a draft vocabulary.
     """
@@ -39,14 +41,15 @@ def write_vllm(drafter: Medusa) -> Layout:
 
 
 def write_reference(drafter: Medusa) -> Layout:
-    """FasterDecoding's layout, which vLLM and TGI read too: an LM head for each Medusa head, over the whole vocabulary.
+    """Medusa in FasterDecoding's layout, which vLLM and TGI read, too, with an LM head [V, D] for each Medusa head.
 
-    Raises ValueError for a head of several blocks, which share their weights there, and for LM heads of their own over a
-    draft vocabulary.
+    Raises ValueError for a head of several blocks, which share their weights there, and for LM heads of their own over
+    a draft vocabulary.
     """
     if len(drafter.blocks[0]) > 1:
         raise ValueError(
-            "The reference code repeats one block where a head has several. Train with num_blocks=1, or take format=vllm."
+            "The reference code repeats one block where a head has several. Train with num_blocks=1, or take "
+            "format=vllm."
         )
     _check_vocab(drafter)
     tensors = _write_blocks(drafter, "{}.{}.linear.")
@@ -74,11 +77,12 @@ def _make_config(drafter: Medusa, counts: dict, layout_fields: dict) -> dict:
 def _check_vocab(drafter: Medusa) -> None:
     if drafter.lm_heads and drafter.draft_to_target is not None:
         raise ValueError(
-            "Engines run Medusa's own LM heads over the whole vocabulary only. Train with vocab_size=null or own_output=false."
+            "Engines run Medusa's own LM heads over the whole vocabulary only. Train with vocab_size=null or "
+            "own_output=false."
         )
 
 
-def _write_blocks(drafter: Medusa, prefix: str) -> dict[str, Tensor]:
+def _write_blocks(drafter: Medusa, prefix: str) -> Tensors:
     tensors = {}
     for name, value in drafter.blocks.state_dict().items():  # 0.1.linear.weight: head 0, block 1
         number, block, _, kind = name.split(".")
@@ -87,7 +91,10 @@ def _write_blocks(drafter: Medusa, prefix: str) -> dict[str, Tensor]:
 
 
 def map_medusa_names(config: dict, names: Iterable[str]) -> dict[str, str]:
-    """This project's name for each public name. One LM head for all is the first one."""
+    """This project's name for each public name. One LM head for all is the first one.
+
+    Raises ValueError for other names.
+    """
     own_names = {}
     for name in names:
         short_name = name.removeprefix("medusa_heads.")
@@ -102,31 +109,72 @@ def map_medusa_names(config: dict, names: Iterable[str]) -> dict[str, str]:
     return own_names
 
 
-def read_medusa(config: dict, tensors: dict[str, Tensor], side_files: dict, target: Target) -> tuple[dict, dict]:
-    """-> the arguments of `heads.medusa.Medusa`, its tensors. Raises ValueError if they are no Medusa heads of this target.
+def read_medusa(files: PublishedFiles, target: Target) -> Parsed:
+    """The arguments of `heads.medusa.Medusa`, and its tensors, from both layouts.
 
-    Reads both layouts. LM heads that are copies of the target's are not kept.
+    LM heads like the target's are left out.
+    Raises ValueError if they are no Medusa heads of this target.
     """
-    names = map_medusa_names(config, tensors)
-    vocab = next((value for name, value in tensors.items() if name.endswith("token_map")), None)
-    shared_lm_head = next((value for name, value in tensors.items() if name.endswith("lm_head.weight")), None)
-    head_tensors = {names[name]: value for name, value in tensors.items() if names[name].startswith("blocks.")}
-    lm_heads = {names[name]: value for name, value in tensors.items() if names[name].startswith("lm_heads.")}
-    if not head_tensors:
+    head = {name: files.tensors[public] for public, name in map_medusa_names(files.flat, files.tensors).items()}
+    blocks = _select_tensors(head, "blocks.")
+    if not blocks:
         raise ValueError("There are no Medusa heads among the tensors.")
-    num_heads, num_blocks = (1 + max(int(name.split(".")[place]) for name in head_tensors) for place in (1, 2))
-    for name in [name for name in head_tensors if name.endswith(".weight")]:
-        head_tensors.setdefault(name.replace("weight", "bias"), torch.zeros_like(head_tensors[name][:, 0]))
-    if vocab is not None:  # a draft vocabulary is increasing here
-        vocab, order = vocab.sort()
-        lm_heads = {name: value[order] for name, value in lm_heads.items()}
+    numbers = [tuple(map(int, name.split(".")[1:3])) for name in blocks]  # of the head, and of its block
+    num_heads, num_blocks = (1 + max(column) for column in zip(*numbers))
+    for name in _select_tensors(blocks, "", ".weight"):  # without biases they are zero
+        blocks.setdefault(name.replace("weight", "bias"), torch.zeros_like(blocks[name][:, 0]))
+    lm_heads, vocab = _sort_vocabulary(_select_tensors(head, "lm_heads."), head.get("draft_to_target"))
     original = layout.select_lm_head(target, vocab)
-    borrowed = all(layout.is_copy(value, original) for value in lm_heads.values())
-    if not borrowed:
-        if shared_lm_head is not None:
-            lm_heads = {f"lm_heads.{number}.weight": lm_heads["lm_heads.0.weight"] for number in range(num_heads)}
-        head_tensors |= lm_heads
+    own_output = not all(layout.is_copy(value, original) for value in lm_heads.values())
+    if own_output:
+        shared = any(name.endswith("lm_head.weight") for name in files.tensors)
+        blocks |= _share_lm_head(lm_heads, num_heads) if shared else lm_heads
     if vocab is not None:
-        head_tensors["draft_to_target"] = vocab
-    arguments = {"num_heads": num_heads, "num_blocks": num_blocks, "own_output": not borrowed}
-    return {"_target_": "specdec.heads.medusa.Medusa", **arguments}, head_tensors
+        blocks["draft_to_target"] = vocab
+    arguments = {"num_heads": num_heads, "num_blocks": num_blocks, "own_output": own_output}
+    return {"_target_": MEDUSA.head, **arguments}, blocks
+
+
+def _select_tensors(tensors: Tensors, prefix: str, ending: str = "") -> Tensors:
+    return {name: value for name, value in tensors.items() if name.startswith(prefix) and name.endswith(ending)}
+
+
+def _sort_vocabulary(lm_heads: Tensors, vocab: Tensor | None) -> tuple[Tensors, Tensor | None]:
+    """The LM heads and the draft vocabulary [W] with increasing ids, as they are here."""
+    if vocab is None:
+        return lm_heads, None
+    vocab, order = vocab.sort()
+    return {name: value[order] for name, value in lm_heads.items()}, vocab
+
+
+def _share_lm_head(lm_heads: Tensors, num_heads: int) -> Tensors:
+    """The first LM head for each Medusa head."""
+    return {f"lm_heads.{number}.weight": lm_heads["lm_heads.0.weight"] for number in range(num_heads)}
+
+
+def is_medusa(files: PublishedFiles) -> bool:
+    """Whether the tensors are those of Medusa heads."""
+    return any("linear" in name or name.startswith("blocks.") for name in files.tensors)
+
+
+MEDUSA = ExportFamily(
+    kind="medusa",
+    head_class=Medusa,
+    labels={"medusa": "Medusa"},
+    inputs="last_state",
+    recognises=is_medusa,
+    read=read_medusa,
+    public_names=map_medusa_names,
+    draft_vocabulary=False,
+    writers={"medusa": write_reference, "vllm": write_vllm},
+    engines={"vllm": EngineRules(notes=[VLLM_NOTE])},
+)
+ADAPTED_RULES = EngineRules([ADAPTED_REFUSAL])
+MEDUSA2 = ExportFamily(
+    kind="medusa2",
+    head_class=Medusa2,
+    labels={},
+    inputs="last_state",
+    engines={"medusa": ADAPTED_RULES, "vllm": ADAPTED_RULES},
+)
+FAMILIES = (MEDUSA2, MEDUSA)  # a Medusa-2 head is a Medusa head, too

@@ -24,7 +24,8 @@ from benchmarks.engines.llamacpp import LlamaCpp, convert_to_gguf
 from benchmarks.engines.sglang_names import read_folder
 from benchmarks.engines.vllm import Vllm, VllmReply
 from specdec.export import block_drafter
-from specdec.export.engines import ENGINES, READS, find_target_families
+from specdec.export.engines import ENGINES, find_target_families
+from specdec.export.families import FAMILIES
 from specdec.heads.dependence import DraftedBlock
 from specdec.heads.native import NativeMTP
 from specdec.target.model import Target
@@ -56,7 +57,7 @@ def test_the_page_has_the_table_of_the_facts():
     for name, engine in ENGINES.items():
         assert f"| {engine['source']} |" in page and f"| {engine['date']} |" in page
         assert set(engine["heads"]) <= set(facts.ROWS)
-        for kind in READS:
+        for kind in FAMILIES:
             families = find_target_families(name, kind)
             assert families is None or "llama" in families
 

@@ -223,13 +223,16 @@ LAWS = [{}, WARPED, WARPED | {"temperature": 1.2}, WARPED | {"top_p": 1.0}, WARP
 @pytest.fixture(scope="module")
 def distributions(model):
     """The distributions after each of two prompts, under each of the settings in LAWS."""
-    rows = [[value[row : row + 1] for value in inputs_of().values()] for row in (1, 2)]
-    return [[law_of(model, ids, mask, 3, settings) for settings in LAWS] for ids, mask in rows]
+    laws = []
+    for row in (1, 2):
+        ids, mask = (value[row : row + 1] for value in inputs_of().values())
+        laws.append([law_of(model, ids, mask, 3, settings) for settings in LAWS])
+    return laws
 
 
 @pytest.mark.parametrize("name, decode", [("eagle", None), ("draft", None), ("eagle", SAMPLED_TREE)], ids=str)
 def test_sampled_answers_have_the_law_of_generate(model, head, distributions, name, decode):
-    """Answers to two prompts, one of them padded, follow their own distribution and differ from the other distributions."""
+    """Answers to two prompts, one of them padded, follow their own distribution and differ from the others."""
     inputs, num = {key: value[1:3] for key, value in inputs_of().items()}, 300
     speculative = Speculative(head(name), decode)
     for number, settings in enumerate(LAWS[:2]):
@@ -269,11 +272,13 @@ def filled_cache(model) -> DynamicCache:
 
 REFUSED = [
     ({"num_beams": 3}, r"num_beams=3: set num_beams=1"),
-    *(({name: True, "return_dict_in_generate": True}, name) for name in ("output_scores", "output_logits", "output_hidden_states")),
+    *(({name: True, "return_dict_in_generate": True}, name) for name in ("output_scores", "output_logits",
+        "output_hidden_states")),
     ({"min_new_tokens": 4, "eos_token_id": 3}, "the logits processors MinLengthLogitsProcessor"),
     ({"min_p": 0.1, "do_sample": True}, ".*MinPLogitsWarper"),
     ({"guidance_scale": 1.5}, ".*UnbatchedClassifierFreeGuidanceLogitsProcessor"),
-    *(({"logits_processor": LogitsProcessorList(given)}, "the logits processors .*in this order and with their usual settings")
+    *(({"logits_processor": LogitsProcessorList(given)},
+        "the logits processors .*in this order and with their usual settings")
       for given in ([TopKLogitsWarper(3), TemperatureLogitsWarper(0.5)], [TopKLogitsWarper(3, filter_value=-9.0)],
                     [TopPLogitsWarper(0.5, min_tokens_to_keep=2)], [RepetitionPenaltyLogitsProcessor(1.9, 13)])),
     ({"prompt_lookup_num_tokens": 2}, "assisted_generation: .*prompt_lookup_num_tokens"),

@@ -98,8 +98,10 @@ def test_json(saved, published, target, kind):
         checkpoint.load(saved, target)
 
 
-NAMED = ["os.system", "builtins.exec", "torch.load", "subprocess.Popen", "hydra.utils.call", "Eagle3", "specdec.checkpoint.load",
-         "specdec.target.model.Target", "specdec.heads.os.system", "specdec.heads.nothing.Eagle3", "specdec.heads..eagle.X",
+NAMED = ["os.system", "builtins.exec", "torch.load", "subprocess.Popen", "hydra.utils.call", "Eagle3",
+   "specdec.checkpoint.load",
+         "specdec.target.model.Target", "specdec.heads.os.system", "specdec.heads.nothing.Eagle3",
+         "specdec.heads..eagle.X",
          *(f"specdec.heads.eagle{name}" for name in ("", ".torch", ".torch.load", ".Drafter", ".Eagle3.load")),
          "specdec.heads.draft.AutoModelForCausalLM", ["os.system"], {"_target_": "os.system"}, None, ""]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Drafts are made by the target itself with a part of its cache, and verified with all of it (TriForce, 2404.11912)."""
+"""The target itself drafts with a part of its cache, and verifies with all of it (TriForce, 2404.11912)."""
 
 import torch
 from torch import Tensor
@@ -14,12 +14,12 @@ from specdec.target.verifier import Verifier
 
 
 class Cascade(Proposer):
-    """Useful if a pass spends most of its time on a long context: passes over a part of the cache do not.
+    """The proposer, which is useful if a pass spends most of its time on a long context.
 
-    The part of a row's cache is chosen anew each round: the first `sinks` entries and the last `window` entries. `inner` drafts
-    for the target on that part, which verifies token by token, until every row has exactly `num` drafts. These have the
-    distributions of the target on the part, and verification by the full target uses them. Only the full target applies a
-    repetition penalty.
+    Each round takes another part of a row's cache: the first `sinks` entries and the last `window` entries. `inner`
+    drafts for the target on that part, which verifies token by token, until every row has exactly `num` drafts. These
+    have the target's distributions on the part, and the verification by the full target uses them. Only the full target
+    applies a repetition penalty.
     """
 
     linear = True
@@ -36,12 +36,13 @@ class Cascade(Proposer):
     ):
         if not inner.rewinds:
             raise ValueError(
-                f"inner={type(inner).__name__} cannot be rewound, so it cannot draft for a cascade: choose another inner=."
+                f"inner={type(inner).__name__} cannot be rewound, so it cannot draft for a cascade: choose another "
+                "inner=."
             )
         if not target.plain:
             raise ValueError(
-                f"{target.name} has layers that do not keep every token's entries alike, so no part of them can be chosen for a "
-                "cascade: choose another proposer."
+                f"{target.name} has layers that do not keep every token's entries alike, so no part of them can be "
+                "chosen for a cascade: choose another proposer."
             )
         if target.on_several_devices:
             raise ValueError(
@@ -94,10 +95,11 @@ class Cascade(Proposer):
         mark = proposer.mark()
         tokens = self.last_tokens[:, None].repeat(1, 2 + num)  # [B, 2 + num] root, drafts, and a place for the surplus
         probs: Tensor | None = None  # [B, 2 + num, V]
+        # [B] drafts so far; the same on the host
         num_drafted, host_drafted = (
             torch.zeros_like(self.last_tokens),
             [0] * len(tokens),
-        )  # [B] drafts so far; the same on the host
+        )
         while min(host_drafted) < num:
             tree = proposer.propose(sampling, generator)
             if self.runner.compile and proposer.varies:
@@ -129,7 +131,7 @@ class Cascade(Proposer):
         self.part_cache.copy_entries(self.full, self._select_entries())
 
     def _select_entries(self) -> Tensor:
-        """The full cache's entries that the part has: [layers, B, heads, M], short rows filled up."""
+        """Indices [layers, B, heads, M] of the full cache's entries that the part has; short rows are filled up."""
         full = self.full
         positions = torch.arange(min(self.budget, full.get_seq_length()), device=full.entry_tensor.device)
         start = (full.lengths - self.budget).clamp(min=0)[:, None]  # [B, 1] entries that a row leaves out

@@ -1,7 +1,7 @@
-"""Domino's correction (2605.29707): a GRU reads the tokens of the path, and its state corrects the logits of all tokens.
+"""Domino's correction (2605.29707): a GRU reads the tokens of the path, and its state corrects all logits.
 
-The first draft is not corrected. The paper's correction starts at random, so its loss moves from the uncorrected logits to the corrected
-ones as training goes on. Here `after` starts at zero, so training starts from the uncorrected logits without such a schedule.
+The first draft is not corrected. The paper's correction starts at random, so its loss moves from the uncorrected logits
+to the corrected ones in training. Here `after` starts at zero, so training needs no such schedule.
 """
 
 import torch
@@ -11,7 +11,10 @@ from specdec.heads.dependence.base import Dependence, DrafterSizes
 
 
 class Domino(Dependence):
-    """hidden: width of the GRU; rank: of the correction W2 silu(W1 [s; r]) of a state s and the GRU's state r"""
+    """The correction W2 silu(W1 [s; r]) for a state s and the GRU's state r.
+
+    hidden: width of r; rank: rank of the correction
+    """
 
     head = "domino"
     token_row_prefixes = ("after.",)
@@ -30,15 +33,6 @@ class Domino(Dependence):
         carried = self.reader(embedding.flatten(0, -2), carried.flatten(0, -2)).view(carried.shape)
         out = nn.functional.silu(self.join(torch.cat([state, carried], dim=-1)))
         return (torch.zeros_like(out) if d == 1 else out), carried
-
-    def engine_fields(self, anchor_predicts):
-        return {
-            "projector_type": "domino",
-            "shift_label": anchor_predicts,
-            "pure_draft_prefix_len": 1,
-            "gru_hidden_dim": self.reader.hidden_size,
-            "emb_dim": self.after.in_features,
-        }
 
     def logits(self, readout, unary, embed):
         return unary() + self.after(readout.contiguous())

@@ -1,4 +1,4 @@
-"""Consistency LLM (CLLM, 2403.00835): the target itself, tuned so that Jacobi iteration needs fewer passes for a text."""
+"""Consistency LLM (CLLM, 2403.00835): the target itself, tuned so that Jacobi iteration needs fewer passes."""
 
 from specdec.core.option_types import Names, Positive, SmallCount, Width
 from specdec.experiments.jacobi.proposer import Lookahead
@@ -7,7 +7,7 @@ from specdec.target.model import Target
 
 
 class Consistency(AdaptsTarget):
-    """An adapter of the target and nothing else. It has no steps: the adapted target guesses its own next tokens.
+    """An adapter of the target and nothing else, without steps: the adapted target guesses its own next tokens.
 
     A round reads the newest token and the guesses behind it, as many as the decoder's depth; `num_drafts` is the number
     used in training. The target's output at these tokens verifies the guesses and provides those of the next round. So

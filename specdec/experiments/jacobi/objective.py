@@ -1,4 +1,4 @@
-"""Consistency training (CLLM, 2403.00835): from every state of a Jacobi trajectory, guess the tokens of its fixed point.
+"""Consistency training (CLLM, 2403.00835): every state of a Jacobi trajectory guesses the tokens of its fixed point.
 
 The answers of a batch are cut into blocks of n tokens. Jacobi iteration continues the text before a block:
 
@@ -11,12 +11,11 @@ The answers of a batch are cut into blocks of n tokens. Jacobi iteration continu
     reads      x_(s-1)  y_1    y_2     y_3          tokens of a state
     judged by           y*_1   y*_2    y*_3         the original's distribution at the same position of the fixed point
 
-States are on policy: decoding will meet the adapted target's own guesses, and what the original target guesses behind a
-wrong token teaches little. Fixed points are the original target's, as in the paper, so that the goal does not move during
-training, and every state is trained towards the original's distribution. y* needs no iteration: greedy decoding finds the same
-tokens, for all blocks side by side, and reads each token once. Since y* is the target's continuation and not the text's, the
-temperature at which a row was written does not matter; the text only stands before the blocks. (CachedKeys an end of turn y*
-goes on, although decoding stops there: a few tokens in a hundred.)
+States are on policy: decoding will meet the adapted target's own guesses. Guesses of the original target behind a wrong
+token teach little. Fixed points are the original target's, as in the paper, so the goal does not move during training.
+y* needs no iteration: greedy decoding finds the same tokens, for all blocks side by side, and reads each token once. It
+is the target's continuation and not the text's, so the temperature at which a row was written does not matter. Behind
+an end of turn y* goes on, although decoding stops there: this concerns a few tokens in a hundred.
 """
 
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ Passes = Annotated[int, Field(ge=0, le=1024)]
 
 @dataclass(frozen=True)
 class Continuation:
-    """The original target's states along a batch, and its continuation of the text before M blocks of n tokens a row."""
+    """The original target's states along a batch, and its continuation of the text before each of M blocks."""
 
     text: Tensor  # [B, T, D] final states along the text
     tokens: Tensor  # [B, n, M] y*; entry [., k] belongs to the block's token k
@@ -47,9 +46,10 @@ class Continuation:
 
 
 def cut_blocks(batch: TrainingBatch, num: int) -> Tensor:
-    """Cuts every answer into adjacent blocks of `num` tokens; the first block starts at random in its first `num` tokens.
+    """The starts [B, M] of adjacent blocks of `num` tokens in all answers, as positions in the row.
 
-    -> starts [B, M], places in the row; rows with fewer blocks are filled up with 0, where no block can start
+    An answer's first block starts at random in its first `num` tokens. Rows with fewer blocks are filled up with 0,
+    where no block can start.
     """
     starts_by_row = []
     for row in range(len(batch.tokens)):
@@ -63,7 +63,7 @@ def cut_blocks(batch: TrainingBatch, num: int) -> Tensor:
 
 
 def draw_guesses(batch: TrainingBatch, starts: Tensor, num: int) -> Tensor:
-    """y(0): tokens drawn from the text before each block in its document; starts [B, M] -> [B, num, M]"""
+    """y(0) [B, num, M]: tokens drawn from the text before each block in its document. starts: [B, M]"""
     num_preceding = batch.positions.gather(1, starts)[:, None]  # [B, 1, M]
     uniforms = torch.rand(len(starts), num, starts.shape[1], device=starts.device)
     sources = starts[:, None] - num_preceding + (uniforms * num_preceding).long()
@@ -71,10 +71,10 @@ def draw_guesses(batch: TrainingBatch, starts: Tensor, num: int) -> Tensor:
 
 
 class ContinuationReader:
-    """The target reads a batch once, and then blocks that continue it, any number of times."""
+    """Reads a batch with the target once, and then blocks that continue it, any number of times."""
 
     def __init__(self, target: Target, batch: TrainingBatch, starts: Tensor, num: int):
-        """starts [B, M]: where blocks of num tokens begin"""
+        """starts [B, M]: first positions of the blocks; num: tokens of a block"""
         self.target, self.batch, self.starts, self.num = target, batch, starts, num
         num_rows, length = batch.tokens.shape
         self.block_positions = find_block_positions(batch, starts, num)  # [B, n, M]
@@ -86,13 +86,13 @@ class ContinuationReader:
         self.first = target.logits(self.text.gather(1, preceding)).argmax(-1)  # [B, M] each block's first token
 
     def read(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """tokens, at [B, S], mask [B, 1, S, keys] -> final [B, S, D]"""
+        """The final states [B, S, D] of tokens at positions [B, S]. mask: [B, 1, S, keys]"""
         self.cache.reserve(tokens.shape[1])
         mask = nn.functional.pad(mask, (0, self.cache.visible - mask.shape[-1]))
         return self.target.read(tokens, (), positions=positions, mask=mask, cache=self.cache).final
 
     def decode_greedily(self) -> Continuation:
-        """Greedy decoding of all blocks, one token of each in a pass."""
+        """The continuation by greedy decoding of all blocks, one token of each in a pass."""
         mask = masks.jacobi_mask(self.batch.documents, self.starts, self.num)
         mask = mask.unflatten(2, self.block_positions.shape[1:])  # [B, 1, n, M, T + n*M]
         token, tokens, final = self.first, [], []
@@ -116,7 +116,7 @@ class ContinuationReader:
 
 
 def find_block_positions(batch: TrainingBatch, starts: Tensor, num: int) -> Tensor:
-    """Positions of the blocks' tokens in their documents: starts [B, M] -> [B, num, M]"""
+    """The positions [B, num, M] of the blocks' tokens in their documents. starts: [B, M]"""
     return batch.positions.gather(1, starts)[:, None] + torch.arange(num, device=starts.device)[:, None]
 
 
@@ -124,7 +124,8 @@ class ConsistencyObjective(nn.Module):
     """The training objective of a consistency adapter, in the place of `Objective`, which is for drafters with steps.
 
     losses: weights by name; a loss of weight 0 is not computed:
-        consistency   KL of the adapted target's distribution at a state from the original's at the fixed point, from the state's
+        consistency   KL of the adapted target's distribution at a state from the original's at the fixed point, from
+        the state's
                       first wrong token on: the paper's global consistency loss, summed over positions
         original      KL of the adapted target from the original one along the text
     depth: n, tokens of a block
@@ -141,20 +142,20 @@ class ConsistencyObjective(nn.Module):
             f"losses={dict(losses)}: give weights to some of {', '.join(loss_names)}; the first needs one.": (
                 {name for name, weight in losses.items() if weight} - set(loss_names) or not losses.get("consistency")
             ),
-            f"{drafter.target.name} has recurrent or convolution layers, and consistency training reads many blocks behind one "
+            f"{drafter.target.name} has recurrent or convolution layers, and consistency training reads many blocks "
+            "behind one "
             "text, which their state cannot follow: train another head.": drafter.target.recurrent,
             f"depth={depth} must be the drafter's num_drafts, {drafter.depth}, so that decoding meets states of the "
             "length that was trained. Change one of them.": depth != drafter.depth,
-            f"passes={passes} must be 0 to depth - 1 = {depth - 1}: after {depth} passes every state is its fixed point.": (
-                not 0 <= passes < depth
-            ),
+            f"passes={passes} must be 0 to depth - 1 = {depth - 1}: after {depth} passes every state is its fixed "
+            "point.": (not 0 <= passes < depth),
         }
         raise_first(wrong)
         self.drafter, self.depth, self.passes = drafter, depth, passes
         self.losses = {name: weight for name, weight in losses.items() if weight}
 
     def forward(self, batch: TrainingBatch, output: TargetOutput | None, *, compare: bool = False) -> Loss:
-        """output: None, because the adapted target is read here; compare: there is nothing to compare"""
+        """The loss of a batch. output: None, as the adapted target is read here; compare: without effect"""
         assert output is None
         target = self.drafter.target
         starts = cut_blocks(batch, self.depth)  # [B, M]

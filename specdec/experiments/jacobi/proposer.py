@@ -1,8 +1,8 @@
 """Lookahead decoding (2402.02057): the target guesses its own next tokens; the smallest case is plain Jacobi decoding.
 
 A window of columns stands ahead of the text. A column is a trajectory of Jacobi iteration: N - 1 tokens at consecutive
-positions, each the target's most likely token after those before it, and one round younger. With window=3 columns a, b, c,
-ngram=4, and the newest committed token, the root, at position p:
+positions, each the target's most likely token after those before it, and one round younger. With window=3 columns a, b,
+c, ngram=4, and the newest committed token, the root, at position p:
 
     position    p      p+1    p+2    p+3    p+4    p+5    p+6
     level 0     root   a0     b0     c0                          a chain under the root
@@ -10,9 +10,9 @@ ngram=4, and the newest committed token, the root, at position p:
     level 2                          a2     b2     c2            a2 hangs under a1, b2 under b1, c2 under c1
     choices                                 a3     b3     c3     the target's most likely token after a2, b2, c2
 
-After the round a0 a1 a2 a3, b0 .. b3 and c0 .. c3 go to the pool, and the columns are a1 a2 a3, b1 b2 b3, c1 c2 c3. Guesses
-keep their positions, so a column that the root has passed by accepted drafts becomes the last one. The n-grams of the pool
-that begin with the root's token hang under the root. Nodes with the same path are one node.
+After the round a0 a1 a2 a3, b0 .. b3 and c0 .. c3 go to the pool, and the columns are a1 a2 a3, b1 b2 b3, c1 c2 c3.
+Guesses keep their positions, so a column that the root has passed by accepted drafts becomes the last one. The n-grams
+of the pool that begin with the root's token hang under the root. Nodes with the same path are one node.
 """
 
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ from specdec.target.model import Target
 
 @dataclass
 class Window:
-    """The state of one row."""
+    """The columns and the pool of one row."""
 
     columns: list[list[int]] = field(default_factory=list)  # the tokens of each column, the oldest first
     ends: list[int] = field(default_factory=list)  # the node of each column's last token
@@ -41,8 +41,8 @@ class Lookahead(TextProposer):
     window: number of columns; ngram: N, tokens of an n-gram
     guesses: number of n-grams that the pool keeps and proposes for each first token: the latest ones
 
-    With ngram=2 and guesses=0 it is Jacobi decoding: a chain of `window` guesses, each of them the target's choice of the
-    round before. At temperature > 0 the window still iterates the most likely tokens.
+    With ngram=2 and guesses=0 it is Jacobi decoding: a chain of `window` guesses, each of them the target's choice of
+    the round before. At temperature > 0 the window still iterates the most likely tokens.
     """
 
     watches = True
@@ -67,7 +67,7 @@ class Lookahead(TextProposer):
         node_numbers: dict[tuple[int, int], int] = {}  # of nodes, by token and parent
 
         def add_path(tokens, node: int) -> int:
-            """Adds tokens below a node -> the number of the last one"""
+            """Adds tokens below a node -> the number of the last one."""
             for token in tokens:
                 if (token, node) not in node_numbers:
                     draft.append((token, node))

@@ -1,7 +1,8 @@
-"""Self-speculation: drafts are made by some of the target's own layers (Draft & Verify, 2309.08168; LayerSkip, 2404.16710)."""
+"""Self-speculation: some of the target's own layers draft (Draft & Verify, 2309.08168; LayerSkip, 2404.16710)."""
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,33 +18,40 @@ from specdec.target.model import Target
 
 
 def find_layers(target: Target, layers: int | Sequence[int] | None) -> tuple[int, ...]:
-    """layers: how many of the first, or a list of numbers (0 is the first layer, -1 the last); None: the first two thirds
+    """The numbers of the layers that draft, increasing.
 
+    layers: number of the first layers, or a list of numbers (0 is the first layer, -1 the last); None: two thirds of
+    all
     Raises ValueError unless the layers exist and are strictly increasing.
     """
-    num = target.num_layers
+    num_layers = target.num_layers
     if layers is None:
-        layers = max(1, 2 * num // 3)
-    if isinstance(layers, int) and 1 <= layers <= num:
+        layers = max(1, 2 * num_layers // 3)
+    if isinstance(layers, int) and 1 <= layers <= num_layers:
         return tuple(range(layers))
-    layer_numbers = list(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else []
-    if not layer_numbers or not all(isinstance(k, int) and -num <= k < num for k in layer_numbers):
+    chosen_layers = list(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else []
+    numbers = [number % num_layers for number in chosen_layers if _is_layer(number, num_layers)]
+    if not numbers or len(numbers) < len(chosen_layers):
         raise ValueError(
-            f"layers={layer_numbers or layers}: {target.name} has {num} layers; give how many of the first to draft "
-            f"with, 1 to {num}, or a list of some, such as [0,1,{num - 1}]."
+            f"layers={chosen_layers or layers}: {target.name} has {num_layers} layers; give how many of the first to "
+            f"draft with, 1 to {num_layers}, or a list of some, such as [0,1,{num_layers - 1}]."
         )
-    indices = tuple(k % num for k in layer_numbers)
-    if any(a >= b for a, b in zip(indices, indices[1:])):
-        raise ValueError(f"layers={layer_numbers}: list every layer once and in the order in which they are run.")
-    return indices
+    if numbers != sorted(set(numbers)):
+        raise ValueError(f"layers={chosen_layers}: list every layer once and in the order in which they are run.")
+    return tuple(numbers)
+
+
+def _is_layer(number: Any, num_layers: int) -> bool:
+    return isinstance(number, int) and -num_layers <= number < num_layers
 
 
 class LayerSkip(Proposer):
     """A chain of `depth` drafts, each by a pass through the chosen `layers`, the final norm and the LM head.
 
-    These passes read the committed tokens' K and V in the target's own cache, and write those of the drafts behind them. If
-    layers 0 .. E-1 are among the chosen ones, the drafts' K and V in these layers, and the hidden states after them, are
-    those of a full pass: verification continues from there, and overwrites the drafts' K and V in the other layers.
+    These passes read the committed tokens' K and V in the target's own cache, and write those of the drafts behind
+    them. If layers 0 .. E-1 are among the chosen ones, the drafts' K and V there, and the hidden states after them, are
+    those of a full pass. Verification continues from these states, and overwrites the drafts' K and V in the other
+    layers.
 
     At temperature > 0 drafts are sampled.
     """
@@ -102,7 +110,7 @@ class LayerSkip(Proposer):
         return dataclasses.replace(make_chain(torch.stack(tokens, dim=1), probs), partial_pass=partial_pass)
 
     def _run_layers(self, tokens: Tensor, numbers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Runs layers on one more token of each row [B] -> h [B, 1, D] after the first E layers, and after all of them"""
+        """Runs layers on one more token of each row [B] -> h [B, 1, D] after the first E layers, and after all."""
         cache, run = self.cache, self.runner
         cache.reserve(1)
 

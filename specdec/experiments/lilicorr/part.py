@@ -1,11 +1,13 @@
-"""LiLiCorr (NVIDIA Model-Optimizer): a small transformer reads the candidates of all positions at once, and its factors score neighbours.
+"""LiLiCorr (NVIDIA Model-Optimizer): a small transformer reads all candidates, and its factors score neighbours.
 
-x[s, k]     e(candidate k of position s) + the state of s + a map of the candidate's log-probability and rank + embeddings of s and k
+x[s, k]     e(candidate k of position s) + the state of s + a map of the candidate's log-probability and rank
+            + embeddings of s and k
 a           the encoded feature before the anchor; the anchor's own token is not read
-pair(i, j)  scale * cos(out(f_i), in(f_j)), with f = silu(W [x; a; x * a]); the first position's scores are scale * cos(anchor_out(a), in(f_j))
+pair(i, j)  scale * cos(out(f_i), in(f_j)), with f = silu(W [x; a; x * a])
+start(j)    scale * cos(anchor_out(a), in(f_j)), the scores of the first position
 
-The scores are these cosines alone: unary logits are read, not added. So no start is the identity: until the part is trained, drafts
-are about as good as random choices among the candidates.
+The scores are these cosines alone: unary logits are read, not added. So no start is the identity. Until the part is
+trained, drafts are about as good as random choices among the candidates.
 """
 
 import torch
@@ -17,12 +19,18 @@ from specdec.core.sampling import widen_logits
 from specdec.heads.blocks import RMSNorm
 from specdec.heads.dependence.base import DrafterSizes, Lattice
 
-NUM_FEATURES = 5  # of a candidate, see `LiLiCorr._score_pairs`
-INIT_STD = 0.02
-BLOCKS_PER_PASS = 4096  # whose candidates are read at a time; CUDA's attention takes 65,535 rows at most
+NUM_FEATURES = 5  # numbers that describe a candidate, see `LiLiCorr._score_pairs`
+INIT_STD = 0.02  # of all linear maps, as published
+SIZES_ADVICE = (
+    "dependence: hidden, factor, num_layers and hidden * mlp_ratio must be at least 1, logit_scale above 0, and "
+    "vector_eps between 0 and 0.5."
+)
+BLOCKS_PER_PASS = 4096  # blocks whose candidates are read at a time; CUDA's attention takes 65,535 rows at most
 
 
 class MLP(nn.Module):
+    """Two linear maps with SiLU between them."""
+
     def __init__(self, width: int, hidden_width: int, out: int):
         super().__init__()
         self.up_proj, self.down_proj = nn.Linear(width, hidden_width), nn.Linear(hidden_width, out)
@@ -32,7 +40,7 @@ class MLP(nn.Module):
 
 
 class LatticeAttention(nn.MultiheadAttention):
-    """Of all candidates of a block on each other, with a bias that all blocks share"""
+    """Attention of all candidates of a block to each other, with a bias that all blocks share."""
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
         """x [M, L, H], bias [heads, L, L] -> [M, L, H]"""
@@ -43,29 +51,43 @@ class LatticeAttention(nn.MultiheadAttention):
 
 
 class LatticeLayer(nn.Module):
-    def __init__(self, width: int, heads: int, hidden_width: int, eps: float):
+    """A transformer layer over the candidates of a block."""
+
+    def __init__(self, width: int, num_heads: int, hidden_width: int, eps: float):
         super().__init__()
         self.attn_norm, self.mlp_norm = (RMSNorm(width, eps=eps) for _ in range(2))
-        self.attn, self.mlp = LatticeAttention(width, heads), MLP(width, hidden_width, width)
+        self.attn, self.mlp = LatticeAttention(width, num_heads), MLP(width, hidden_width, width)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         x = x + self.attn(self.attn_norm(x), bias)
         return x + self.mlp(self.mlp_norm(x))
 
 
+def _check_sizes(top: int, width: int, num_heads: int, smallest_size: int) -> None:
+    """Raises ValueError for sizes that engines, attention or linear maps do not have."""
+    if top not in (2, 4, 8, 16):
+        raise ValueError(f"dependence.top={top} must be 2, 4, 8 or 16: engines have no other lattice of LiLiCorr.")
+    if num_heads < 1 or width % num_heads:
+        raise ValueError(f"dependence.num_heads={num_heads} must divide dependence.hidden={width}.")
+    if smallest_size < 1:
+        raise ValueError(SIZES_ADVICE)
+
+
 class LiLiCorr(Lattice):
-    """top: a power of two up to 16, as engines have it; hidden: width of the transformer, null: the drafter's; factor: of the vectors
-    whose cosines are the scores; vector_eps: the least length that they are divided by
+    """The part with its scores of all pairs of candidates.
 
-    After `first_carried` all pairs are scored. Carried are, behind what each lattice carries: the candidates' target ids [K * top], the first
-    scores [top], pair matrices [(K-1) * top * top], and whether all tokens so far were candidates [1]. Behind a token that is none of
-    the candidates, which only a given text has, all scores are zero. Training keeps about 1.4 MB in float32 for each anchor
-    (K = 4, top = 8, hidden = 256), in proportion to K * top * hidden.
+    top: a power of two up to 16, as engines have it; hidden: width of the transformer, null: the drafter's
+    factor: width of the vectors whose cosines are the scores; vector_eps: least length by which these are divided
 
-    The loss `candidates` is the published cross-entropy without its margin terms (hinge and penalty). A position counts if the token
-    to guess, and all tokens of the text before it in the block, are among the candidates; that token is the target's likeliest, and
-    the text's in the publication. The sum is divided by the number of all goals, not of those that count, and a block that the
-    text's end cuts counts as far as it goes.
+    `first_carried` scores all pairs. Besides the entries of each lattice it carries the candidates' target ids [K *
+    top], the first scores [top], pair matrices [(K-1) * top * top], and whether all tokens so far were candidates [1].
+    Behind a token that is no candidate, which only a given text has, all scores are zero. Training keeps about 1.4 MB
+    in float32 for each anchor (K = 4, top = 8, hidden = 256), in proportion to K * top * hidden.
+
+    The loss `candidates` is the published cross-entropy without its margin terms (hinge and penalty). A position counts
+    if its goal, and all tokens of the text before it in the block, are among the candidates. The goal is the target's
+    likeliest token here, and the text's in the publication. The sum is divided by the number of all goals, not of those
+    that count. A block that the text's end cuts counts as far as it goes.
     """
 
     head = "lilicorr"
@@ -85,15 +107,10 @@ class LiLiCorr(Lattice):
     ):
         super().__init__(sizes, top=top)
         width, num = hidden or sizes.width, sizes.num_drafts
-        if top not in (2, 4, 8, 16):
-            raise ValueError(f"dependence.top={top} must be 2, 4, 8 or 16: engines have no other lattice of LiLiCorr.")
-        if num_heads < 1 or width % num_heads:
-            raise ValueError(f"dependence.num_heads={num_heads} must divide dependence.hidden={width}.")
-        if min(width, factor, num_layers, int(width * mlp_ratio)) < 1 or logit_scale <= 0 or not 0 < vector_eps < 0.5:
-            raise ValueError(
-                "dependence: hidden, factor, num_layers and hidden * mlp_ratio must be at least 1, logit_scale above 0, and "
-                "vector_eps between 0 and 0.5."
-            )
+        hidden_width = int(width * mlp_ratio)
+        _check_sizes(top, width, num_heads, min(width, factor, num_layers, hidden_width))
+        if logit_scale <= 0 or not 0 < vector_eps < 0.5:
+            raise ValueError(SIZES_ADVICE)
         self.logit_scale, self.vector_eps = logit_scale, vector_eps
         self.token_proj = nn.Identity() if width == sizes.width else nn.Linear(sizes.width, width)
         self.pass_hidden_proj, self.context_proj = (nn.Linear(sizes.width, width) for _ in range(2))
@@ -102,8 +119,7 @@ class LiLiCorr(Lattice):
         self.rank_embedding = nn.Parameter(torch.zeros(1, 1, 1, self.top, width))
         self.relative_slot_bias = nn.Parameter(torch.zeros(num_heads, 2 * num + 1))  # of distances -num .. num
         self.same_slot_bias = nn.Parameter(torch.zeros(num_heads))
-        inner = int(width * mlp_ratio)
-        self.layers = nn.ModuleList(LatticeLayer(width, num_heads, inner, sizes.eps) for _ in range(num_layers))
+        self.layers = nn.ModuleList(LatticeLayer(width, num_heads, hidden_width, sizes.eps) for _ in range(num_layers))
         self.output_norm, self.anchor_norm = (RMSNorm(width, eps=sizes.eps) for _ in range(2))
         self.factor_input_proj = nn.Linear(3 * width, width)
         self.out_head, self.in_head, self.anchor_out_head = (nn.Linear(width, factor) for _ in range(3))
@@ -111,27 +127,6 @@ class LiLiCorr(Lattice):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=INIT_STD)
                 nn.init.zeros_(module.bias)
-
-    def engine_fields(self, anchor_predicts):
-        """Raises ValueError if the anchor predicts a draft, which no engine has."""
-        if anchor_predicts:
-            raise ValueError(
-                "Engines have LiLiCorr with an anchor that predicts nothing: train with anchor_predicts=false."
-            )
-        width, hidden_width = self.pass_hidden_proj.out_features, int(self.layers[0].mlp.up_proj.out_features)  # type: ignore[union-attr, arg-type]
-        ratio = hidden_width / width
-        sizes: dict[str, float] = {
-            "candidate_topk": self.top,
-            "hidden_size": width,
-            "factor_dim": self.out_head.out_features,
-            "num_layers": len(self.layers),
-            "num_heads": len(self.same_slot_bias),
-            "mlp_ratio": ratio if int(width * ratio) == hidden_width else (hidden_width + 0.5) / width,
-            "logit_scale": self.logit_scale,
-            "vector_eps": self.vector_eps,
-        }
-        named_sizes = {f"lilicorr_{name}": value for name, value in sizes.items()}
-        return {"projector_type": "lilicorr", "lilicorr_enabled": True, **named_sizes}
 
     def choose_candidates(self, unary, states):
         def run(states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,7 +149,10 @@ class LiLiCorr(Lattice):
         return block.to_target(ids).flatten(-2), cosines, torch.ones_like(cosines[..., :1])
 
     def _score_pairs(self, embed, feature: Tensor, states: Tensor, ids: Tensor, log_probs: Tensor) -> Tensor:
-        """feature [M, D], states [M, K, D], ids and log-probabilities [M, K, top] -> cosines [M, top + (K-1) * top * top]"""
+        """The cosines [M, top + (K-1) * top * top] of M blocks.
+
+        feature: [M, D]; states: [M, K, D]; ids, log_probs: [M, K, top]
+        """
         dtype, (num, top) = self.pass_hidden_proj.weight.dtype, ids.shape[1:]
         rank = torch.arange(top, device=ids.device).to(log_probs.dtype).expand_as(log_probs)
         best = log_probs - log_probs[..., :1]

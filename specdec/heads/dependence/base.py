@@ -65,12 +65,6 @@ class Dependence(nn.Module, ABC):
         state [..., D]: state of draft d; tokens [...], embedding [..., D]: previous token; carried [..., C]
         """
 
-    def engine_fields(self, anchor_predicts: bool) -> dict | None:
-        """Fields of config.json by which engines know this part. None: the exporter sets them, or no engine has the
-        part.
-        """
-        return None
-
     @abstractmethod
     def logits(self, readout: Tensor, unary: Callable[[], Tensor], embed: Callable[[Tensor], Tensor]) -> Tensor:
         """Logits [..., W] of a draft. readout [..., R]; unary() [..., W]: unary logits; embed: see DraftedBlock"""

@@ -6,10 +6,9 @@ import torch
 from specdec.core import masks, rules
 from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
-from specdec.core.tree import TreeShape, make_chain, make_root
+from specdec.core.tree import TreeShape, make_chain
 from specdec.decoding.decoder import Decoder
 from specdec.experiments.cascade.proposer import Cascade
-from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.text import Ngram
 from specdec.target.verifier import Verifier
@@ -55,35 +54,28 @@ def commit_spans(proposer, texts, features, spans) -> None:
 
 
 def rewound_and_fresh(drafter, shape):
-    """Results of a proposer that was rewound over two rounds, and of one that never had these rounds.
-
-    Each result holds the outputs of the first step, the drafts and the cache.
-    """
-    target = drafter.target
+    """The outputs of the first step, the drafts and the cache: rewound over two rounds, and without these rounds."""
+    target, results = drafter.target, []
     texts = torch.tensor([random_tokens(row, 24, target.vocab_size) for row in range(3)])
-    wrong = torch.tensor([random_tokens(row + 9, 24, target.vocab_size) for row in range(3)])
+    wrong = torch.tensor([random_tokens(row, 24, target.vocab_size) for row in range(9, 12)])
     with torch.no_grad():
-        true, wrong_features = (target.read(tokens, drafter.target_layers).features for tokens in (texts, wrong))
-    results = []
+        features, wrong_features = (target.read(tokens, drafter.target_layers).features for tokens in (texts, wrong))
     for rewinds in (True, False):
         proposer = HeadProposer(drafter, shape)
         proposer.begin(texts, torch.tensor([7, 5, 9]))
-        commit_spans(proposer, texts, true, [(1, 8), (1, 6), (1, 10)])
+        commit_spans(proposer, texts, features, [(1, 8), (1, 6), (1, 10)])
+        mark = proposer.mark() if rewinds else None
+        first = proposer.propose(Sampling(), None)
         if rewinds:
-            mark = proposer.mark()
-            first = proposer.propose(Sampling(), None)
-            commit_spans(proposer, wrong, wrong_features, [(8, 9), (6, 9), (10, 12)])
-            proposer.propose(Sampling(), None)
-            commit_spans(proposer, wrong, wrong_features, [(9, 12), (9, 11), (12, 13)])
-            proposer.propose(Sampling(), None)
+            for spans in ([(8, 9), (6, 9), (10, 12)], [(9, 12), (9, 11), (12, 13)]):
+                commit_spans(proposer, wrong, wrong_features, spans)
+                proposer.propose(Sampling(), None)
             proposer.rewind(mark)
             assert torch.equal(proposer.propose(Sampling(), None).tokens, first.tokens)
-        else:
-            proposer.propose(Sampling(), None)
-        commit_spans(proposer, texts, true, [(8, 11), (6, 8), (10, 11)])
+        commit_spans(proposer, texts, features, [(8, 11), (6, 8), (10, 11)])
         with torch.no_grad():
-            newest, first = proposer.absorb()
-        results.append(((newest, *first), proposer.propose(Sampling(), None), proposer.cache))
+            newest, outputs = proposer.absorb()
+        results.append(((newest, *outputs), proposer.propose(Sampling(), None), proposer.cache))
     return results
 
 
@@ -100,24 +92,9 @@ def test_a_rewound_head_drafts_what_a_fresh_one_does(target, head, arguments, sh
     assert rewound[2].lengths.tolist() == fresh[2].lengths.tolist() == rewound[2].host_lengths
 
 
-class Stubborn(Proposer):
-    """A proposer without `mark` and `rewind`."""
-
-    target_layers, depth = (), 1
-
-    def begin(self, tokens, num):
-        pass
-
-    def commit(self, tokens, features, num, counts):
-        self.newest = tokens[torch.arange(len(num)), num - 1]
-
-    def propose(self, sampling, generator):
-        return make_root(self.newest)
-
-
 def test_proposers_that_cannot_be_rewound_are_refused(target):
-    with pytest.raises(ValueError, match=r"^inner=Stubborn cannot be rewound"):
-        make_cascade(target, Stubborn(), **SMALL)
+    with pytest.raises(ValueError, match=r"^inner=Cascade cannot be rewound"):
+        make_cascade(target, make_cascade(target, **SMALL), **SMALL)
 
 
 # The part
@@ -164,7 +141,6 @@ def test_the_part_gives_the_logits_of_a_mask_over_the_whole_text(target, argumen
 
 @pytest.mark.parametrize("inner_name", INNERS)
 def test_all_drafts_are_accepted_with_a_window_over_the_whole_text(small_target, inner_name):
-    """Every round drafts the same number of tokens, however many drafts of `inner` are right."""
     prompts, num_rounds = prompts_of(small_target), 4
     proposer = make_cascade(small_target, INNERS[inner_name](small_target), **WHOLE)
     plain = greedy(small_target, None).generate(prompts, 1 + 5 * num_rounds)
@@ -173,29 +149,19 @@ def test_all_drafts_are_accepted_with_a_window_over_the_whole_text(small_target,
     assert generation.accepted == [[4] * num_rounds] * 5 and generation.drafted == [4] * num_rounds
 
 
-@pytest.fixture(scope="module")
-def together(small_target):
-    """The generation of a batch on a small window, for each `inner`."""
-    return {
-        name: greedy(small_target, make_cascade(small_target, make(small_target), **SMALL)).generate(
-            prompts_of(small_target), 14
-        )
-        for name, make in INNERS.items()
-    }
-
-
-def test_drafting_does_not_change_the_answers(small_target, together):
+def test_drafting_does_not_change_the_answers(small_target):
+    """At temperature 0 the drafts are the target's choices on its part, whatever `inner` drafts, in any batch."""
     prompts = prompts_of(small_target)
-    plain = greedy(small_target, None).generate(prompts, 14)
-    for generation in together.values():
+    plain, accepted = greedy(small_target, None).generate(prompts, 14), []
+    for make in INNERS.values():
+        generation = greedy(small_target, make_cascade(small_target, make(small_target), **SMALL)).generate(prompts, 14)
         assert generation.tokens == plain.tokens
-        assert {0, 4} <= {count for row in generation.accepted for count in row}
         check_counters(generation)
-
-
-def test_inner_drafts_do_not_change_what_is_accepted(together):
-    """At temperature 0 the drafts are the choices of the target on its part, whatever `inner` drafts."""
-    assert all(generation.accepted == together["ngram"].accepted for generation in together.values())
+        accepted.append(generation.accepted)
+    assert accepted == accepted[:1] * len(INNERS) and {0, 4} <= {count for row in accepted[0] for count in row}
+    for row in (0, 1):
+        decoder = greedy(small_target, make_cascade(small_target, **SMALL))
+        assert decoder.generate([prompts[row]], 14).accepted[0] == accepted[0][row]
 
 
 def test_inner_holds_the_committed_tokens_only(small_target):
@@ -206,27 +172,20 @@ def test_inner_holds_the_committed_tokens_only(small_target):
         assert text[: len(prompt) + len(answer)] == prompt + answer
 
 
-def test_rows_do_not_depend_on_each_other(small_target, together):
-    prompts = prompts_of(small_target)
-    for row in (0, 1):
-        decoder = greedy(small_target, make_cascade(small_target, **SMALL))
-        assert decoder.generate([prompts[row]], 14).accepted[0] == together["ngram"].accepted[row]
-
-
 # Sampling
 
 
-def sampled(inner, rule="token", **arguments) -> Decoder:
+def make_sampled(inner_name, rule="token", **arguments) -> Decoder:
     target = sampled_target()
-    inner = Ngram(target, min=1, max=2, num=2) if inner == "ngram" else eagle(target, chain_of(1))
-    return Decoder(target, make_cascade(target, inner, **arguments), sampling=Sampling(1.0), stop=set(), rule=rule)
+    proposer = Ngram(target, min=1, max=2, num=2) if inner_name == "ngram" else eagle(target, chain_of(1))
+    return Decoder(target, make_cascade(target, proposer, **arguments), sampling=Sampling(1.0), stop=set(), rule=rule)
 
 
 NARROW = {"num": 2, "sinks": 0, "window": 1}
 
 
 def test_the_laws_of_drafts_equal_those_of_the_partial_target(target):
-    """Checks the distribution of every draft after the drafts before it; some rows need more inner rounds than others."""
+    """The distribution of every draft after those before it. Some rows need more inner rounds than others."""
     sampling, prompts = Sampling(1.3), PROMPTS
     for make in INNERS.values():
         proposer, cache = make_cascade(target, make(target), **SMALL), read_prompts(target, PROMPTS)
@@ -245,10 +204,9 @@ def test_the_laws_of_drafts_equal_those_of_the_partial_target(target):
         torch.testing.assert_close(tree.probs[:, 1:], sampling.distribution(logits)[:, :-1], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("inner_name", ["ngram", "chain"])
+@pytest.mark.parametrize("inner_name, rule", [("ngram", "block"), ("chain", "token")])
 def test_sampled_answers_follow_the_target_law(inner_name, rule):
-    decoder = sampled(inner_name, rule, **NARROW)
+    decoder = make_sampled(inner_name, rule, **NARROW)
     statistic, freedom = answer_statistic(decoder, 1000)
     assert freedom > 9 and statistic < freedom + 4 * (2 * freedom) ** 0.5
     counts = decoder.generate([[1, 1]] * 200, 4, generator=torch.Generator().manual_seed(0)).accepted
@@ -256,7 +214,7 @@ def test_sampled_answers_follow_the_target_law(inner_name, rule):
 
 
 def test_a_wrong_law_is_detected():
-    decoder = sampled("ngram", **NARROW)
+    decoder = make_sampled("ngram", **NARROW)
     original_propose = decoder.proposer.propose
     decoder.proposer.propose = lambda *arguments: without_temperature(original_propose(*arguments))
     statistic, freedom = answer_statistic(decoder, 1000)

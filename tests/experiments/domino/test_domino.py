@@ -1,4 +1,4 @@
-"""Domino's correction against the formula of its paper, and the fields by which engines know it."""
+"""Domino's correction against the formula of its paper."""
 
 import torch
 
@@ -9,11 +9,13 @@ WIDTH, VOCAB = 6, 11
 SIZES = DrafterSizes(width=WIDTH, num_tokens=VOCAB, vocab_size=VOCAB, num_drafts=3, eps=1e-6)
 
 
+def embed(tokens):
+    return torch.nn.functional.one_hot(tokens % WIDTH, WIDTH).double()
+
+
 def make_block() -> DraftedBlock:
-    unary = lambda states: states.new_zeros(*states.shape[:-1], VOCAB)
-    embed = lambda tokens: torch.nn.functional.one_hot(tokens % WIDTH, WIDTH).double()
     states = torch.randn(2, 3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return DraftedBlock(states[:, 0], states, torch.tensor([1, 2]), unary, embed, lambda tokens: tokens)
+    return DraftedBlock(states[:, 0], states, torch.tensor([1, 2]), torch.zeros_like, embed, torch.clone)
 
 
 def test_the_first_draft_is_unchanged_and_later_ones_read_all_tokens_before():
@@ -30,10 +32,3 @@ def test_the_first_draft_is_unchanged_and_later_ones_read_all_tokens_before():
         expected = (inner * torch.sigmoid(inner)) @ domino.after.weight.T
         torch.testing.assert_close(logits, torch.zeros_like(expected) if d == 1 else expected)
         tokens = logits.argmax(-1)
-
-
-def test_engines_know_it_by_its_fields():
-    fields = Domino(SIZES, hidden=4, rank=5).engine_fields(True)
-    assert fields == {
-        "projector_type": "domino", "shift_label": True, "pure_draft_prefix_len": 1, "gru_hidden_dim": 4, "emb_dim": 5
-    }  # fmt: skip

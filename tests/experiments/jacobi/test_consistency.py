@@ -1,21 +1,16 @@
 """Consistency training against a naive version: one block, one state or one token at a time."""
 
+import itertools
+
 import pytest
 import torch
 from hydra.utils import instantiate
 
 from specdec import checkpoint
-from specdec.core import masks
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.experiments.jacobi.head import Consistency
-from specdec.experiments.jacobi.objective import (
-    ConsistencyObjective,
-    ContinuationReader,
-    cut_blocks,
-    draw_guesses,
-    find_block_positions,
-)
+from specdec.experiments.jacobi.objective import ConsistencyObjective, ContinuationReader, cut_blocks, draw_guesses
 from specdec.heads.base import Drafter
 from specdec.target.adapter import disable_adapter
 from specdec.text.conversations import Row
@@ -38,14 +33,12 @@ PACKS = [[make_row(0, 3, 9), make_row(1, 1, 5)], [make_row(2, 6, 7)]]
 BATCH = collate(PACKS, length=20, pad_token=0)
 
 
-def make(**arguments) -> Consistency:
+def make() -> Consistency:
     """A drafter with a random adapter."""
-    drafter = instantiate(
-        {**CONFIG["drafter"], "num_drafts": N, **arguments}, make_target(V, num_layers=2), vocab=None
-    ).double()
+    drafter = instantiate({**CONFIG["drafter"], "num_drafts": N}, make_target(V, num_layers=2), vocab=None).double()
     torch.manual_seed(1)
     for parameter in drafter.parameters():
-        parameter.data = torch.randn_like(parameter) * 0.1
+        torch.nn.init.normal_(parameter, std=0.1)
     return drafter
 
 
@@ -78,24 +71,6 @@ def jacobi(target, text: list[int], first: list[int], passes: int) -> list[int]:
     return state
 
 
-def test_all_blocks_in_one_pass_equal_each_block_alone():
-    """With this mask and these positions, a state's tokens get the distribution of a plain pass over [text before, state]."""
-    torch.manual_seed(0)
-    target, starts = make().target, cut_blocks(BATCH, N)
-    states = torch.randint(V, (2, N, starts.shape[1]))
-    top = torch.nn.functional.pad(masks.document_mask(BATCH.documents), (0, states[0].numel()))
-    final = target.read(
-        torch.cat([BATCH.tokens, states.flatten(1)], dim=1),
-        (),
-        positions=torch.cat([BATCH.positions, find_block_positions(BATCH, starts, N).flatten(1)], dim=1),
-        mask=torch.cat([top, masks.jacobi_mask(BATCH.documents, starts, N)], dim=2),
-    ).final
-    distributions = target.logits(final[:, BATCH.tokens.shape[1] :]).log_softmax(-1).unflatten(1, states.shape[1:])
-    for row, number, text in each_block(starts):
-        expected = law_after(target, text + states[row, :, number].tolist())[len(text) :]
-        torch.testing.assert_close(distributions[row, :, number], expected, rtol=0, atol=1e-10)
-
-
 @torch.no_grad()
 def test_trajectories_equal_those_of_single_passes():
     torch.manual_seed(0)
@@ -120,6 +95,10 @@ def test_trajectories_equal_those_of_single_passes():
     assert num_changed > 10
 
 
+def kl(p, q) -> float:
+    return float((p.exp() * (p - q)).sum())
+
+
 def test_the_loss_equals_a_naive_sum_and_trains_only_the_adapter():
     drafter = make()
     target, objective = drafter.target, ConsistencyObjective(drafter, **SETTINGS)
@@ -129,13 +108,19 @@ def test_the_loss_equals_a_naive_sum_and_trains_only_the_adapter():
     assert all(parameter.grad.abs().max() > 0 for parameter in drafter.parameters())
     trained = {id(parameter) for parameter in drafter.parameters()}
     assert all(parameter.grad is None for parameter in target.model.parameters() if id(parameter) not in trained)
-
     torch.manual_seed(5)  # the same blocks and states again
+    states, num_left = sum_over_states(target)
+    assert num_left > 10
+    expected = 0.7 * states + 0.4 * sum(sum_over_text(target, row) for row in itertools.chain(*PACKS))
+    assert loss.total.item() == pytest.approx(expected, rel=1e-9)
+    assert loss.num_goals == int(BATCH.loss_mask.sum()) and loss.matches is None
+
+
+def sum_over_states(target) -> tuple[float, int]:
+    """KL from the original at fixed points, from each state's first wrong token on, and the number of these tokens."""
     starts = cut_blocks(BATCH, N)
     passes = torch.randint(N, (starts.shape[1],))
-    first = draw_guesses(BATCH, starts, N)
-    kl = lambda p, q: float((p.exp() * (p - q)).sum())
-    expected, num_left = 0.0, 0
+    first, total, num_left = draw_guesses(BATCH, starts, N), 0.0, 0
     for row, number, text in each_block(starts):
         state = jacobi(target, text, first[row, :, number].tolist(), int(passes[number]))
         q = law_after(target, text + state)[len(text) :]
@@ -143,24 +128,29 @@ def test_the_loss_equals_a_naive_sum_and_trains_only_the_adapter():
             fixed = greedy(target, text, N)
             p = law_after(target, text + fixed)[len(text) :]
         wrong = next((k for k in range(N) if state[k] != fixed[k]), N)
-        expected += 0.7 * kl(p[wrong:], q[wrong:])
+        total += kl(p[wrong:], q[wrong:])
         num_left += N - wrong
-    for row in (row for pack in PACKS for row in pack):
-        after = law_after(target, row.tokens)
-        with disable_adapter(target):
-            before = law_after(target, row.tokens)
-        num_prompt = max(1, row.mask.index(True))
-        expected += 0.4 * kl(before[num_prompt - 1 : -1], after[num_prompt - 1 : -1])
-    assert num_left > 10 and loss.total.item() == pytest.approx(expected, rel=1e-9)
-    assert loss.num_goals == int(BATCH.loss_mask.sum()) and loss.matches is None
+    return total, num_left
+
+
+def sum_over_text(target, row: Row) -> float:
+    """KL from the original along the answer of a row."""
+    adapted = law_after(target, row.tokens)
+    with disable_adapter(target):
+        original = law_after(target, row.tokens)
+    answer = slice(max(1, row.mask.index(True)) - 1, -1)
+    return kl(original[answer], adapted[answer])
 
 
 def test_a_checkpoint_restores_the_adapted_target(tmp_path):
     drafter = make()
-    prompt = [random_tokens(5, 6, V)]
-    answer = lambda target: Decoder(target, None, sampling=Sampling(0.0), stop=set()).generate(prompt, 20).tokens
+
+    def answer(target):
+        return Decoder(target, None, sampling=Sampling(0.0), stop=set()).generate([random_tokens(5, 6, V)], 20).tokens
+
     expected = answer(drafter.target)
-    checkpoint.save(tmp_path / "step", drafter.frozen_copy(), {**CONFIG["drafter"], "num_drafts": N})
+    old_path = {"_target_": "specdec.heads.consistency.Consistency"}  # of checkpoints before the class moved
+    checkpoint.save(tmp_path / "step", drafter.frozen_copy(), {**CONFIG["drafter"], "num_drafts": N, **old_path})
     fresh = make_target(V, num_layers=2)
     assert answer(fresh) != expected
     loaded = checkpoint.load(tmp_path / "step", fresh)
@@ -168,14 +158,8 @@ def test_a_checkpoint_restores_the_adapted_target(tmp_path):
     assert answer(fresh) == expected
     before = dict(drafter.named_parameters())
     assert all(torch.equal(value, before[name]) for name, value in loaded.named_parameters())
-
-
-def test_a_checkpoint_from_before_the_move_loads(tmp_path):
-    spec = {**CONFIG["drafter"], "num_drafts": N, "_target_": "specdec.heads.consistency.Consistency"}
-    checkpoint.save(tmp_path / "step", make().frozen_copy(), spec)
-    assert isinstance(checkpoint.load(tmp_path / "step", make_target(V, num_layers=2)), Consistency)
-    module, _, name = checkpoint.find_moved_class("train.consistency.ConsistencyObjective").rpartition(".")
-    assert (module, name) == (ConsistencyObjective.__module__, ConsistencyObjective.__name__)
+    moved = checkpoint.find_moved_class("train.consistency.ConsistencyObjective")
+    assert moved == f"{ConsistencyObjective.__module__}.ConsistencyObjective"
 
 
 def test_wrong_options_are_refused():

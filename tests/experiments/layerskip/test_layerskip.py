@@ -73,17 +73,6 @@ def test_drafts_equal_those_of_a_model_of_these_layers(target, layers):
                 torch.testing.assert_close(tree.probs[row, 1:], sampling.distribution(logits), atol=1e-10, rtol=0)
 
 
-def test_sampled_drafts_are_drawn_from_the_laws_they_come_with(small_target):
-    num, proposer = 600, LayerSkip(small_target, layers=6, depth=2)
-    tree, _ = propose(small_target, proposer, [[1, 2, 0]] * num, Sampling(2.0))
-    for d in (1, 2):
-        same = tree.tokens[:, 1] == tree.tokens[:, 1].mode().values if d == 2 else torch.ones(num, dtype=torch.bool)
-        expected = tree.probs[same, d][0] * same.sum()
-        assert (tree.probs[same, d] == tree.probs[same, d][0]).all() and expected.min() < 0.6 * expected.max()
-        counts = torch.bincount(tree.tokens[same, d], minlength=6)
-        assert float(((counts - expected) ** 2 / expected).sum()) < 5 + 4 * 10**0.5
-
-
 @pytest.mark.parametrize("layers", SUBSETS.values(), ids=SUBSETS)
 def test_drafting_does_not_change_the_answers(small_target, small_answers, layers):
     prompts = prompts_of(small_target)
@@ -231,44 +220,24 @@ def test_compiled_drafting_equals_uncompiled_drafting(shallow, traced, layers, h
         ]
         generations.append([(part.tokens, part.accepted) for part in parts])
         assert (proposer.compile_seconds > 0) == compiled
+        with torch.no_grad():
+            tree, cache = propose(shallow, proposer, prompts_of(shallow), GREEDY)
+        assert max(differences(shallow, tree, cache, prompts_of(shallow), decoder.runner)) < 1e-12
     assert generations[0] == generations[1]
-
-
-@pytest.mark.parametrize("layers", [2, [0, 2], [1, 2], 3], ids=str)
-@torch.no_grad()
-def test_compiled_passes_leave_other_layers_alone(shallow, traced, layers):
-    """This also holds for a new shape, which is tried on all layers."""
-    prompts = prompts_of(shallow)
-    for runner in (Runner(), Runner(True)):
-        tree, cache = propose(shallow, LayerSkip(shallow, layers=layers, depth=2, compile=True), prompts, GREEDY)
-        assert max(differences(shallow, tree, cache, prompts, runner)) < 1e-12
 
 
 # Refusals
 
 
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        (
-            0,
-            "layers=0: tiny has 8 layers; give how many of the first to draft with, 1 to 8, or a list of some",
-        ),
-        (9, "layers=9: tiny has 8 layers"),
-        (2.5, "layers=2.5: tiny has 8 layers"),
-        (-1, "layers=-1: tiny has 8 layers"),
-        ([], "layers=[]: tiny has 8 layers"),
-        ([0, 8], "layers=[0, 8]: tiny has 8 layers"),
-        ([-9, 1], "layers=[-9, 1]: tiny has 8 layers"),
-        ([0, 1.5], "layers=[0, 1.5]: tiny has 8 layers"),
-        ("many", "layers=many: tiny has 8 layers"),
-        ([0, 2, 2], "layers=[0, 2, 2]: list every layer once and in the order"),
-        ([3, 1], "layers=[3, 1]: list every layer once and in the order"),
-        ([7, -1], "layers=[7, -1]: list every layer once and in the order"),
-    ],
-)
-def test_layers_out_of_range_or_order_are_refused(target, layers, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+@pytest.mark.parametrize("layers", [0, 9, 2.5, -1, [], [0, 8], [-9, 1], [0, 1.5], "many"], ids=str)
+def test_layers_that_do_not_exist_are_refused(target, layers):
+    with pytest.raises(ValueError, match=rf"^layers={re.escape(str(layers))}: tiny has 8 layers; give .* 1 to 8, or a"):
+        LayerSkip(target, layers=layers, depth=2)
+
+
+@pytest.mark.parametrize("layers", [[0, 2, 2], [3, 1], [7, -1]], ids=str)
+def test_layers_out_of_order_are_refused(target, layers):
+    with pytest.raises(ValueError, match=rf"^layers={re.escape(str(layers))}: list every layer once and in the order"):
         LayerSkip(target, layers=layers, depth=2)
 
 

@@ -1,10 +1,13 @@
-"""Exported folders: an engine (reference.py) draws the same drafts from them, import gives the head back, mistakes are named."""
+"""Exported folders: an engine (reference.py) draws the same drafts from them, and import gives the head back."""
 
 import dataclasses
 
 import pytest
+import safetensors
 import torch
 
+from specdec.export.engines import FORMATS
+from specdec.export.families import FAMILIES
 from specdec.export.layout import drop_draft_vocab
 from specdec.measuring.model_card import write_export
 from tests import reference
@@ -30,6 +33,7 @@ from tests.exports import (
     make_provenance,
 )
 from tests.loops import follow
+from tests.specdec.export.test_export import REFUSALS
 from tests.support import TABLE
 
 pytestmark = pytest.mark.full
@@ -50,7 +54,8 @@ CASES = [
     *(("eagle3", {switch: True}, "vllm", EAGLE3) for switch in ALL_NORMS),
     ("eagle3", ALL_NORMS, "vllm", EAGLE3),
     ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}, "gguf", EAGLE3),
-    *(("eagle3", {switch: True, "norm_output": True}, "sglang", SGLANG3) for switch in ("norm_features", "norm_before_fc")),
+    *(("eagle3", {switch: True, "norm_output": True}, "sglang", SGLANG3) for switch in ("norm_features",
+        "norm_before_fc")),
     *(("eagle3", arguments, "sglang", SGLANG3) for arguments in ({}, LAYERS, {"num_layers": 3})),
     ("eagle3", {"window": 4}, "sglang", SGLANG3),
     *(("eagle3", {**CONTAINED, **layers}, "speculators", EAGLE3) for layers in ({}, LAYERS)),
@@ -71,7 +76,8 @@ CASES = [
     *(("dflash", {}, form, BLOCK) for form in ("vllm", "gguf", "speculators")),
     *(("dflash", arguments, form, BLOCK) for form in ("vllm", "speculators")
       for arguments in ({"target_layers": [1, 5], "num_layers": 3}, {"num_drafts": 6, "num_layers": 1}, {"window": 4},
-                        {"window": 4, "window_causal": False}, {"window": 2, "full_layers": [1], "window_causal": False})),
+                        {"window": 4, "window_causal": False}, {"window": 2, "full_layers": [1],
+                            "window_causal": False})),
     ("dflash", {"window": 4, "num_layers": 3, "full_layers": [1]}, "vllm", BLOCK),
     *(("dflash", {"mask_token": 7, **arguments}, "sglang", SGLANG_BLOCK)
       for arguments in ({}, {"window": 4}, {"window": 4, "window_causal": False})),
@@ -83,16 +89,19 @@ CASES = [
     *(("dspark", {"dependence": TABLE, "anchor_predicts": False, "confidence": False}, form, BLOCK)
       for form in ("vllm", "speculators")),
     *(("dspark", {"dependence": TABLE}, form, BLOCK) for form in ("vllm", "gguf", "speculators")),
-    *(("dspark", {"dependence": {"kind": "markov", "rank": 8, "form": kind, "table": True}, "mask_token": 7}, form, reader)
+    *(("dspark", {"dependence": {"kind": "markov", "rank": 8, "form": kind, "table": True}, "mask_token": 7}, form,
+        reader)
       for kind in ("gated", "rnn") for form, reader in (("sglang", SGLANG_BLOCK), ("speculators", BLOCK))),
     *(("dflash2", {"dependence": {**SELECTOR, "table": False}, "mask_token": 7, **arguments}, form, reader)
       for arguments in ({}, {"convolution": 3}) for form, reader in (*ALL_BLOCK, ("gguf", BLOCK))),
-    *(("dflash2", {"dependence": SELECTOR, "mask_token": 7}, form, reader) for form, reader in (*ALL_BLOCK, ("gguf", BLOCK))),
+    *(("dflash2", {"dependence": SELECTOR, "mask_token": 7}, form, reader) for form,
+        reader in (*ALL_BLOCK, ("gguf", BLOCK))),
     *(("dflash2", {"mask_token": 7, **arguments}, form, reader)
       for arguments in ({"window": 4}, {"window": 4, "window_causal": False}) for form, reader in ALL_BLOCK),
     ("dflash2", {"window": 4, "num_layers": 3, "full_layers": [1]}, "vllm", BLOCK),
     *(("lilicorr", {"mask_token": 7, "dependence": {**LILICORR, **changes}, **arguments}, form, reader)
-      for changes, arguments in (({}, {}), ({"hidden": None, "num_layers": 1}, {"convolution": 2}), ({"mlp_ratio": 1.7}, {"window": 4}))
+      for changes, arguments in (({}, {}), ({"hidden": None, "num_layers": 1}, {"convolution": 2}),
+         ({"mlp_ratio": 1.7}, {"window": 4}))
       for form, reader in (("vllm", BLOCK), ("sglang", SGLANG_BLOCK))),
     *(("domino", {"mask_token": 7, **arguments}, "sglang", SGLANG_BLOCK)
       for arguments in ({}, {"anchor_predicts": True, "num_drafts": 5}, {"window": 4})),
@@ -139,6 +148,8 @@ def test_weights_are_cast_to_the_dtype_and_vocabulary_maps_are_not(target, tmp_p
     dtypes = {value.dtype for name, value in tensors.items() if name not in ("d2t", "t2d")}
     assert dtypes == {torch.bfloat16} and config["torch_dtype"] == "bfloat16"
     assert (tensors["d2t"].dtype, tensors["t2d"].dtype) == (torch.int64, torch.bool)
+    with safetensors.safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}  # without it, older transformers load nothing
 
 
 def test_a_failure_while_writing_leaves_nothing(target, tmp_path):
@@ -152,3 +163,11 @@ def test_a_failure_while_writing_leaves_nothing(target, tmp_path):
     with pytest.raises(ValueError, match="Free some disk space"):
         write_export(form, tmp_path / "out", dtype=torch.float32, provenance=make_provenance(drafter))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_family_is_tried_in_every_format_that_takes_it():
+    tried = {(head, form) for head, _, form, _ in CASES} | {(head, form) for head, _, _, form, _ in REFUSALS}
+    takes = {(kind, name) for name, facts in FORMATS.items() for kind in facts.takes}
+    elsewhere = {"native", "draft"}  # test_stitched.py, tests/specdec/heads/test_draft.py
+    assert {(kind, name) for kind, name in takes if kind not in elsewhere} <= tried
+    assert {kind for kind, family in FAMILIES.items() if family.read} <= {kind for kind, _ in takes}

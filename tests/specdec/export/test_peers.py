@@ -1,5 +1,7 @@
-"""Heads as other projects publish them: names, fields and shapes from their sources. Each is read, drafts as a reference does, and is
-given back to the last bit."""
+"""Heads as other projects publish them: names, fields and shapes from their sources.
+
+Each is read, drafts as a reference does, and is given back to the last bit.
+"""
 
 import json
 import shutil
@@ -30,9 +32,12 @@ from tests.exports import (
 from tests.support import make_target
 
 V, D, F, HEADS, GROUPS, SIZE, W = 61, 32, 48, 4, 2, 8, 40  # of the target; W: draft vocabulary
-SIZES = {"hidden_size": D, "intermediate_size": F, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "head_dim": SIZE,
-         "rms_norm_eps": 1e-6, "hidden_act": "silu", "vocab_size": V, "max_position_embeddings": 512, "rope_theta": 500.0,
-         "rope_scaling": None, "attention_bias": False, "tie_word_embeddings": False, "torch_dtype": "bfloat16"}  # fmt: skip
+SIZES = {"hidden_size": D, "intermediate_size": F, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS,
+   "head_dim": SIZE,
+         "rms_norm_eps": 1e-6, "hidden_act": "silu", "vocab_size": V, "max_position_embeddings": 512,
+         "rope_theta": 500.0,
+         "rope_scaling": None, "attention_bias": False, "tie_word_embeddings": False,
+         "torch_dtype": "bfloat16"}  # fmt: skip
 MODERN = {key: value for key, value in SIZES.items() if "rope" not in key and "dtype" not in key} | {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}
 }
@@ -81,7 +86,8 @@ SELECTOR_SHAPES = {f"candidate_selector.{name}_codebook": (V, 8) for name in ("p
        for name, shape in (("base_kernel", (2, 2, D)), ("kernel_projection.weight", (4 * D // 16, D)))},
 }  # fmt: skip
 LILICORR = {"projector_type": "lilicorr", "lilicorr_enabled": True, **{f"lilicorr_{name}": value for name, value in {
-    "candidate_topk": 4, "hidden_size": 16, "factor_dim": 12, "num_layers": 1, "num_heads": 2, "mlp_ratio": 2.0, "logit_scale": 8.0,
+    "candidate_topk": 4, "hidden_size": 16, "factor_dim": 12, "num_layers": 1, "num_heads": 2, "mlp_ratio": 2.0,
+    "logit_scale": 8.0,
     "vector_eps": 1e-4}.items()}}  # fmt: skip
 LILICORR_SHAPES = {f"lilicorr.{name}.{part}": shape[: 1 + (part == "weight")] for name, shape in {
     "token_proj": (16, D), "pass_hidden_proj": (16, D), "context_proj": (16, D), "feature_mlp.up_proj": (16, 5),
@@ -89,12 +95,15 @@ LILICORR_SHAPES = {f"lilicorr.{name}.{part}": shape[: 1 + (part == "weight")] fo
     "layers.0.mlp.down_proj": (16, 32), "factor_input_proj": (16, 48), "out_head": (12, 16), "in_head": (12, 16),
     "anchor_out_head": (12, 16)}.items() for part in ("weight", "bias")}  # fmt: skip
 LILICORR_SHAPES |= {f"lilicorr.{name}": shape for name, shape in {
-    "feature_norm.weight": (5,), "feature_norm.bias": (5,), "slot_embedding": (1, 1, 4, 1, 16), "rank_embedding": (1, 1, 1, 4, 16),
-    "relative_slot_bias": (2, 9), "same_slot_bias": (2,), "layers.0.attn_norm.weight": (16,), "layers.0.mlp_norm.weight": (16,),
+    "feature_norm.weight": (5,), "feature_norm.bias": (5,), "slot_embedding": (1, 1, 4, 1, 16), "rank_embedding": (1,
+       1, 1, 4, 16),
+    "relative_slot_bias": (2, 9), "same_slot_bias": (2,), "layers.0.attn_norm.weight": (16,),
+    "layers.0.mlp_norm.weight": (16,),
     "layers.0.attn.in_proj_weight": (48, 16), "layers.0.attn.in_proj_bias": (48,), "output_norm.weight": (16,),
     "anchor_norm.weight": (16,)}.items()}  # fmt: skip
 DOMINO = {"projector_type": "domino", "pure_draft_prefix_len": 1, "gru_hidden_dim": 12, "emb_dim": 8}
-DOMINO_SHAPES = {"prefix_gru.weight_ih_l0": (36, D), "prefix_gru.weight_hh_l0": (36, 12), "embed_proj.0.weight": (8, D + 12),
+DOMINO_SHAPES = {"prefix_gru.weight_ih_l0": (36, D), "prefix_gru.weight_hh_l0": (36, 12), "embed_proj.0.weight": (8,
+   D + 12),
                  "embed_proj.2.weight": (V, 8)}  # fmt: skip
 CONFIDENCE = {"enable_confidence_head": True, "confidence_head_with_markov": True}
 
@@ -107,7 +116,8 @@ def container(kind: str, model_type: str, num_layers: int = 1, **fields) -> dict
     verifier = {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]}
     method = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
-        "architectures": ["Speculator"], "speculators_model_type": kind, "speculators_version": "0.9.0", "dtype": "bfloat16",
+        "architectures": ["Speculator"], "speculators_model_type": kind, "speculators_version": "0.9.0",
+        "dtype": "bfloat16",
         "speculators_config": {"algorithm": kind, "proposal_methods": [method], "verifier": verifier},
         "transformer_layer_config": {"model_type": model_type, "num_hidden_layers": num_layers, **inside},
         "draft_vocab_size": V, "target_hidden_size": None, **fields,
@@ -163,17 +173,21 @@ PUBLISHED = {
         | {"confidence_head.proj.weight": (1, D), "confidence_head.proj.bias": (1,)}, (), reference.block),
     "SpecForge DSpark, old names": (
         ZLAB | {"architectures": ["DSparkDraftModel"], "dflash_config": NESTED | MARKOV | {"projector_type": "dspark"}},
-        block() | {f"logit_head.markov_head.{key}": value for key, value in MARKOV_SHAPES.items()}, (), reference.block),
+        block() | {f"logit_head.markov_head.{key}": value for key, value in MARKOV_SHAPES.items()}, (),
+        reference.block),
     "DeepSpec DSpark": (
-        {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", **OUTER, **MODERN, **NESTED, **MARKOV, **CONFIDENCE,
+        {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", **OUTER, **MODERN, **NESTED, **MARKOV,
+            **CONFIDENCE,
          "num_anchors": 4, "dtype": "bfloat16"},
-        block() | EMBED | {"lm_head.weight": (V, D)} | {f"markov_head.{key}": value for key, value in MARKOV_SHAPES.items()}
+        block() | EMBED | {"lm_head.weight": (V, D)} | {f"markov_head.{key}": value for key,
+           value in MARKOV_SHAPES.items()}
         | {"confidence_head.proj.weight": (1, D + 8), "confidence_head.proj.bias": (1,)},
         ("embed_tokens.weight", "lm_head.weight"), reference.block),
     "DeepSpec DSpark, trained ends": (
         {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", **OUTER, **MODERN, **NESTED, **MARKOV,
          "enable_confidence_head": False, "num_anchors": 4},
-        block() | EMBED | {"lm_head.weight": (V, D)} | {f"markov_head.{key}": value for key, value in MARKOV_SHAPES.items()},
+        block() | EMBED | {"lm_head.weight": (V, D)} | {f"markov_head.{key}": value for key,
+           value in MARKOV_SHAPES.items()},
         (), reference.block),
     "DeepSpec DFlash with a predicting anchor": (
         {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", **OUTER, **MODERN, **NESTED, "markov_rank": 0,
@@ -184,46 +198,60 @@ PUBLISHED = {
         eagle3("layers.0.", output=W) | layer("layers.1.") | {"d2t": (W,)}, (), SGLANG3),
     "NVIDIA DFlash, sinks": (
         ZLAB | {"attention_sink_bias": True, "dflash_config": NESTED | {"attention_sink_bias": True, "causal": False}},
-        block() | {f"layers.{number}.self_attn.attention_sink_bias": (HEADS,) for number in range(2)}, (), reference.block),
+        block() | {f"layers.{number}.self_attn.attention_sink_bias": (HEADS,) for number in range(2)}, (),
+        reference.block),
     "NVIDIA DFlash, causal windows and sinks": (
         ZLAB | {"sliding_window": 4, "dflash_config": NESTED | {
             "attention_sink_bias": True, "causal": True, "use_swa": True, "swa_window_size": 4}},
-        block() | {f"layers.{number}.self_attn.attention_sink_bias": (HEADS,) for number in range(2)}, (), reference.block),
+        block() | {f"layers.{number}.self_attn.attention_sink_bias": (HEADS,) for number in range(2)}, (),
+        reference.block),
     "NVIDIA DFlash, causal": (ZLAB | {"dflash_config": NESTED | {"causal": True}}, block(), (), reference.block),
     "NVIDIA DSpark": (
         ZLAB | {"dflash_config": NESTED | MARKOV | {
             "projector_type": "dspark", "shift_label": True, "use_confidence_head": True, "causal": False,
             "confidence_head_with_markov": True}},
-        block() | MARKOV_SHAPES | {"confidence_proj.weight": (1, D + 8), "confidence_proj.bias": (1,)}, (), reference.block),
+        block() | MARKOV_SHAPES | {"confidence_proj.weight": (1, D + 8), "confidence_proj.bias": (1,)}, (),
+        reference.block),
     "z-lab DFlash 2": (ZLAB2, block() | SELECTOR_SHAPES, (), reference.block),
     "z-lab DFlash 2, causal windows": (
         ZLAB2 | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4, "is_causal": True},
         {f"model.{key}": value for key, value in (block() | SELECTOR_SHAPES).items()}, (), reference.block),
     "Speculators DFlash 2": (
-        container("dflash2", "qwen3", 2, **BLOCKS | {"sliding_window_non_causal": True}, **SELECTOR, sample_from_anchor=False),
+        container("dflash2", "qwen3", 2, **BLOCKS | {"sliding_window_non_causal": True}, **SELECTOR,
+           sample_from_anchor=False),
         block() | SELECTOR_SHAPES, (), reference.block),
     "DeepSpec DSpark, gated": (
-        ZLAB | {"architectures": ["Qwen3DSparkModel"], **NESTED, **MARKOV, "markov_head_type": "gated", "sample_from_anchor": True},
-        block() | {f"markov_head.{key}": value for key, value in (MARKOV_SHAPES | GATED_SHAPES).items()}, (), reference.block),
+        ZLAB | {"architectures": ["Qwen3DSparkModel"], **NESTED, **MARKOV, "markov_head_type": "gated",
+           "sample_from_anchor": True},
+        block() | {f"markov_head.{key}": value for key, value in (MARKOV_SHAPES | GATED_SHAPES).items()}, (),
+        reference.block),
     "NVIDIA DSpark, gated": (
-        ZLAB | {"dflash_config": NESTED | MARKOV | {"projector_type": "dspark", "shift_label": True, "markov_head_type": "gated"}},
+        ZLAB | {"dflash_config": NESTED | MARKOV | {"projector_type": "dspark", "shift_label": True,
+           "markov_head_type": "gated"}},
         block() | MARKOV_SHAPES | GATED_SHAPES, (), reference.block),
     "Speculators DSpark, recurrent": (
-        container("dspark", "qwen3", 2, **BLOCKS, **MARKOV | {"markov_head_type": "rnn"}, enable_confidence_head=False, sample_from_anchor=True),
+        container("dspark", "qwen3", 2, **BLOCKS, **MARKOV | {"markov_head_type": "rnn"}, enable_confidence_head=False,
+           sample_from_anchor=True),
         block() | {f"markov_head.{key}": value for key, value in
-                   (MARKOV_SHAPES | {"joint_proj.weight": (24, D + 16), "joint_proj.bias": (24,)}).items()}, (), reference.block),
+                   (MARKOV_SHAPES | {"joint_proj.weight": (24, D + 16), "joint_proj.bias": (24,)}).items()}, (),
+                    reference.block),
     "NVIDIA LiLiCorr": (
-        ZLAB | {"architectures": ["LiLiCorrDraftModel"], "dflash_config": NESTED | LILICORR}, block() | LILICORR_SHAPES, (), reference.block),
+        ZLAB | {"architectures": ["LiLiCorrDraftModel"], "dflash_config": NESTED | LILICORR},
+        block() | LILICORR_SHAPES, (), reference.block),
     "NVIDIA LiLiCorr, convolution": (
-        ZLAB | {"architectures": ["LiLiCorrDraftModel"], "dflash_config": NESTED | LILICORR | {"conv_kernel_size": 2, "conv_group_size": 16}},
-        block() | LILICORR_SHAPES | {key: value for key, value in SELECTOR_SHAPES.items() if "conv" in key}, (), reference.block),
+        ZLAB | {"architectures": ["LiLiCorrDraftModel"], "dflash_config": NESTED | LILICORR | {"conv_kernel_size": 2,
+           "conv_group_size": 16}},
+        block() | LILICORR_SHAPES | {key: value for key, value in SELECTOR_SHAPES.items() if "conv" in key}, (),
+        reference.block),
     "SpecForge Domino": (
         ZLAB | {"architectures": ["DominoDraftModel"], "dflash_config": NESTED | DOMINO | {"shift_label": False}},
         block() | DOMINO_SHAPES, (), reference.block),
     "NVIDIA Domino": (
-        ZLAB | {"dflash_config": NESTED | DOMINO | {"shift_label": True}}, block() | DOMINO_SHAPES, (), reference.block),
+        ZLAB | {"dflash_config": NESTED | DOMINO | {"shift_label": True}}, block() | DOMINO_SHAPES, (),
+        reference.block),
     "z-lab DFlash": (
-        {key: value for key, value in ZLAB.items() if key != "block_size"} | {"dflash_config": NESTED | {"block_size": 5}},
+        {key: value for key, value in ZLAB.items() if key != "block_size"}
+        | {"dflash_config": NESTED | {"block_size": 5}},
         block(), (), reference.block),
     "transformers' assistant": (
         {"architectures": ["AssistantModel"], "model_type": "assistant", **OUTER, **MODERN, **NESTED,
@@ -231,8 +259,10 @@ PUBLISHED = {
         {{"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}.get(key, key): value
          for key, value in block().items()}, (), reference.block),
     "SGLang, a Speculators container flattened": (
-        ZLAB | {"architectures": ["DSparkDraftModel"], **NESTED, **MARKOV, "sample_from_anchor": False, "dflash_config": {}},
-        block() | {f"markov_head.{key}": value for key, value in MARKOV_SHAPES.items()}, (), partial(reference.block, engine="sglang")),
+        ZLAB | {"architectures": ["DSparkDraftModel"], **NESTED, **MARKOV, "sample_from_anchor": False,
+           "dflash_config": {}},
+        block() | {f"markov_head.{key}": value for key, value in MARKOV_SHAPES.items()}, (), partial(reference.block,
+           engine="sglang")),
     "SGLang EAGLE-3, old norms": (
         LLAMA3 | {"draft_vocab_size": V, "use_aux_norm": True, "eagle_config": {"norm_before_fc": True}},
         eagle3("midlayer.") | {f"aux_norm_{where}.weight": (D,) for where in ("low", "mid", "high")}
@@ -240,8 +270,9 @@ PUBLISHED = {
     "EAGLE-3 of another width": (
         LLAMA3 | {"hidden_size": 24, "target_hidden_size": D, "draft_vocab_size": W},
         eagle3("midlayer.", width=24, output=W) | MAPS | {"embed_tokens.weight": (V, 24)}, (), reference.eagle3),
-    "EAGLE-3 with the target's LM head": (
-        LLAMA3 | {"draft_vocab_size": V}, {key: value for key, value in eagle3("midlayer.").items() if "lm_head" not in key}, (),
+    "EAGLE-3 with the target's LM head, without fields that have defaults": (
+        {key: value for key, value in LLAMA3.items() if key != "head_dim"} | {"draft_vocab_size": V},
+         {key: value for key, value in eagle3("midlayer.").items() if "lm_head" not in key}, (),
         reference.eagle3),
     "EAGLE-1, its own embedding": (
         {**LLAMA3, "architectures": ["LlamaForCausalLMEagle"]},
@@ -251,7 +282,8 @@ PUBLISHED = {
         {f"{n}.0.linear.weight": (D, D) for n in range(4)} | {f"{n}.0.linear.bias": (D,) for n in range(4)}
         | {f"{n}.1.weight": (V, D) for n in range(4)}, ("2.1.weight",), REFERENCE_MEDUSA),
     "Medusa of vLLM": (
-        {"architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": D, "vocab_size": V, "truncated_vocab_size": W,
+        {"architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": D, "vocab_size": V,
+            "truncated_vocab_size": W,
          "num_heads": 4, "num_hidden_layers": 1, "medusa_fc_bias": False, "original_lm_head": True},
         {f"blocks.{n}.layers.0.weight": (D, D) for n in range(4)} | {"lm_head.weight": (W, D), "token_map": (W,)}, (),
         reference.medusa),
@@ -386,7 +418,8 @@ def test_parts_that_would_be_misread(rounded, tmp_path, name, changes, message):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("use_aux_hidden_state", False), ("use_last_layernorm", False), ("use_mtp_layernorm", True), ("parallel_draft_step", 4)]
+    ("field", "value"), [("use_aux_hidden_state", False), ("use_last_layernorm", False), ("use_mtp_layernorm", True),
+        ("parallel_draft_step", 4)]
 )  # fmt: skip
 def test_switches_of_nvidia_that_make_another_head(rounded, tmp_path, field, value):
     folder = publish(tmp_path / "published", rounded, "NVIDIA EAGLE-3")
@@ -424,7 +457,13 @@ def test_a_trained_head_is_read_again_from_its_layout(rounded, tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["SpecForge EAGLE-3", "EAGLE-3 with the target's LM head", "z-lab DFlash", "Speculators DFlash"]
+    "name",
+    [
+        "SpecForge EAGLE-3",
+        "EAGLE-3 with the target's LM head, without fields that have defaults",
+        "z-lab DFlash",
+        "Speculators DFlash",
+    ],
 )
 def test_another_draft_vocabulary_is_written(rounded, tmp_path, name):
     folder = publish(tmp_path / "published", rounded, name)
