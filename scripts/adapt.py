@@ -1,13 +1,13 @@
-"""Trains a drafter further on your traffic, and takes the new one into use only if it drafts better and has not forgotten.
+"""Trains a drafter further on your traffic, and uses the new one only if it drafts better and has not forgotten.
 
     specdec adapt checkpoint=checkpoints/shipped/mtp traffic=traffic out=adapted
     specdec adapt checkpoint=user/name target.name=my-model prompts=prompts.jsonl out=adapted
     specdec serve checkpoint=adapted
 
-With prompts= the target answers them first. The newest conversations are held out, and the present head is judged on them by
-replay, which also tells whether training is likely to pay. Then it is trained on the other new rows beside a share of old ones,
-and judged again. OUT stands for the head in use; OUT/export has it in the layout that it came in, OUT/adaptations what was
-measured and decided. After Ctrl-C the same command continues. docs/adapting.md has more.
+With prompts= the target answers them first. The newest conversations are held out, and the present head is judged on
+them by replay, which also tells whether training is likely to pay. Then the head is trained on the other new rows
+beside a share of old ones, and judged again. OUT stands for the head in use. OUT/export has it in the layout of the
+checkpoint, OUT/adaptations what was measured and decided. After Ctrl-C the same command continues (docs/adapting.md).
 """
 
 from specdec.options.command_line import read_command

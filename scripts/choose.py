@@ -4,9 +4,10 @@
     specdec choose checkpoint=checkpoints/a proposers=suffix trees=4x3x8 contexts=200,2000 out=choice
     specdec choose checkpoint=checkpoints/a engine=http://localhost:8000 baseline=http://localhost:8001 loads=1,4,16
 
-Acceptance is measured once, by replay and by decoding, and seconds of rounds at each load (docs/choosing.md). The folder OUT gets
-results.json, results.md and results.html with the speedup of every drafter's best shape, the load from which plain decoding is faster,
-and lines that start engines. predicted=OUT of evaluate and judge puts these speedups beside measured ones.
+Acceptance is measured once, by replay and by decoding, and seconds of rounds at each load (docs/choosing.md). The
+folder OUT gets results.json, results.md and results.html with the speedup of every drafter's best shape, the load from
+which plain decoding is faster, and lines that start engines. predicted=OUT of evaluate and judge puts these speedups
+beside measured ones.
 """
 
 from specdec.options.command_line import read_command

@@ -2,12 +2,13 @@
 
     specdec datastore data=data/train.jsonl out=datastore target.name=targets/smollm2-135m
 
-Texts that resemble what the target writes are best: its own answers (specdec answer). Of conversations, the assistant's turns
-are kept; of other rows, their text.
+Texts that resemble the target's own are best: its answers (specdec answer). Of conversations the assistant's turns are
+kept, of other rows their text.
 """
 
 from specdec.options.command_line import read_command
 
+import functools
 import time
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise ValueError(f"data={options.data} holds no text, so there is nothing to retrieve: give some with text.")
     tokenised_time = time.perf_counter()
     tokens = datastore.join_texts(texts)
-    rounds = lambda items: progress.track_items(items, "sorting", unit="rounds")
+    track_rounds = functools.partial(progress.track_items, name="sorting", unit="rounds")
     document = {
         "tokenizer_fingerprint": token_text.digest_vocabulary(tokenizer),
         "num_texts": len(texts),
@@ -62,11 +63,14 @@ def main(arguments: list[str] | None = None) -> None:
         "limit": options.limit,
         "versions": {module.__name__: module.__version__ for module in (specdec, transformers, numpy)},
     }
-    datastore.write_datastore(out, tokens, datastore.sort_places(tokens, options.length, progress=rounds), document)
-    size, end_time = sum(path.stat().st_size for path in out.iterdir()), time.perf_counter()
+    datastore.write_datastore(
+        out, tokens, datastore.sort_places(tokens, options.length, progress=track_rounds), document
+    )
+    size = sum(path.stat().st_size for path in out.iterdir())
+    seconds, tokenising_seconds = time.perf_counter() - start_time, tokenised_time - start_time
     console.print(
-        f"{out}: {sum(map(len, texts)):,} tokens in {len(texts):,} texts, {size / 1e6:.1f} MB; {end_time - start_time:.0f} s, "
-        f"{tokenised_time - start_time:.0f} s of them for tokenising"
+        f"{out}: {sum(map(len, texts)):,} tokens in {len(texts):,} texts, {size / 1e6:.1f} MB; {seconds:.0f} s, "
+        f"{tokenising_seconds:.0f} s of them for tokenising"
     )
 
 

@@ -2,9 +2,9 @@
 
     python scripts/demo.py [minutes=10]
 
-train.py measures how fast this device trains, and takes as many steps as fit into its part of the minutes; the comparison takes
-fewer prompts where decoding is slow. After Ctrl-C the same command continues. It writes checkpoints/demo, with report.html and
-comparison/results.html.
+train.py measures how fast this device trains, and takes as many steps as fit into its share of the minutes. The
+comparison takes fewer prompts where decoding is slow. After Ctrl-C the same command continues. It writes
+checkpoints/demo, with report.html and comparison/results.html.
 """
 
 from specdec.options.command_line import read_command
@@ -76,13 +76,13 @@ def main(arguments: list[str] | None = None) -> None:
         token_seconds = measure_token_seconds(opened.target, prompt)
     del opened
     prompts, seconds = choose_prompts(token_seconds, options.minutes)
-    if (
-        settings_path := folder / "comparison/settings.json"
-    ).exists():  # it continues with the size that it was begun with
+    settings_path = folder / "comparison/settings.json"
+    if settings_path.exists():  # an interrupted comparison continues with its number of prompts
         prompts = loading.read_yaml(settings_path).get("num_questions") or prompts
     print(
-        f"Training: at most {TRAINING_SHARE * options.minutes:.0f} minutes of steps; the first lines below say how many. Comparison: {prompts} "
-        f"prompts, about {progress.format_duration(seconds)}, as plain decoding has {1 / token_seconds:.1f} tokens/s here.",
+        f"Training: at most {TRAINING_SHARE * options.minutes:.0f} minutes of steps; the first lines below say how "
+        f"many. Comparison: {prompts} prompts, about {progress.format_duration(seconds)}, as plain decoding has "
+        f"{1 / token_seconds:.1f} tokens/s here.",
         flush=True,
     )
     if (folder / "finished").exists():

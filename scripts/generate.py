@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from specdec import loading
 from specdec.core import progress
 from specdec.core.constraint import Constraint
+from specdec.core.generation import Generation
 from specdec.core.option_types import Count, Seed, Text, prefix_option_names
 from specdec.decoding.decoder import Decoder
 from specdec.measuring.measure import compute_top2_gap, seeded_generator
@@ -51,7 +52,7 @@ def encode_prompt(options: GenerateOptions, loaded: loading.OpenTarget) -> list[
 
 
 def prepare_constraint(grammar: str | None, loaded: loading.OpenTarget) -> Callable[[], list[Constraint | None] | None]:
-    """-> gives the constraint of an answer, at its beginning; None without a grammar. Raises ValueError for a wrong one."""
+    """A maker of the constraints of an answer; it returns None without a grammar. Raises ValueError for a wrong one."""
     if grammar is None:
         return lambda: None
     from specdec.tools.grammar.grammar import Grammar
@@ -60,6 +61,17 @@ def prepare_constraint(grammar: str | None, loaded: loading.OpenTarget) -> Calla
         rule = Grammar.parse(grammar)
     begin = rule.compile(loaded.tokenizer, loaded.target.vocab_size, loaded.stop)
     return lambda: [begin()]
+
+
+def print_rate(drafted: Generation, console: progress.Results, *, title: str, temperature: float) -> None:
+    """Prints tau and the rate of a drafted answer, if it has rounds. title: name of the proposer"""
+    rate = compute_rate(drafted)
+    if rate:
+        num_tokens, num_rounds = len(drafted.tokens[0]), len(drafted.accepted[0])
+        console.print(
+            f"{num_tokens} tokens in {num_rounds} rounds: tau {(num_tokens - 1) / num_rounds:.2f}, {rate:.1f} tokens/s "
+            f"({title}, temperature {temperature:g})"
+        )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -79,12 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     length, seed = options.max_new_tokens, options.seed
     drafted = print_answer(loaded, decoder, prompt, length, console, seed=seed, constraints=make_constraint())
-    if compute_rate(drafted):
-        tokens, rounds = len(drafted.tokens[0]), len(drafted.accepted[0])
-        console.print(
-            f"{tokens} tokens in {rounds} rounds: tau {(tokens - 1) / rounds:.2f}, {compute_rate(drafted):.1f} tokens/s "
-            f"({loaded.title}, temperature {sampling.temperature:g})"
-        )
+    print_rate(drafted, console, title=loaded.title, temperature=sampling.temperature)
     if options.compare:
         generator = seeded_generator(loaded.target, seed)
         undrafted = plain.generate([prompt], length, generator=generator, constraints=make_constraint())

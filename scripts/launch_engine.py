@@ -2,8 +2,9 @@
 
     specdec launch_engine target.name=Qwen/Qwen3-8B heads=eagle3
 
-The server is for features.engine=URL of train.py and engine=URL of answer.py. It runs until it is stopped. With print=true the
-command to run on another machine is printed instead. Hidden states are files: another machine needs a folder= that both see.
+The server is for features.engine=URL of train.py and engine=URL of answer.py. It runs until it is stopped. With
+print=true the command to run on another machine is printed instead. Hidden states are files: another machine needs a
+folder= that both see.
 """
 
 from specdec.options.command_line import read_command, split_list

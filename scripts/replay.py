@@ -3,8 +3,8 @@
     specdec replay checkpoint=checkpoints/a,checkpoints/b answers=my_answers.jsonl
     specdec replay checkpoint=checkpoints/a answers=my_answers.jsonl hold_out=null decode.temperature=1 decode.depth=5
 
-Prints tau and acceptance by position of each head's chain, with 95 % intervals over answers, and how the others differ from the first.
-The folder OUT gets results.json, results.md and results.html.
+Prints tau and acceptance by position of each head's chain, with 95 % intervals over answers, and how the others differ
+from the first. The folder OUT gets results.json, results.md and results.html.
 """
 
 from specdec.options.command_line import read_command

@@ -3,8 +3,8 @@
     specdec report run=checkpoints/eagle-smollm2-135m
     specdec report results=evaluation,other/evaluation
 
-The page is report.html beside the report.json of the run's best step. Results of different protocols are not comparable: what differs is
-said first.
+The page is report.html beside the report.json of the run's best step. Results of different protocols are not
+comparable: what differs is said first.
 """
 
 from specdec.options.command_line import read_command, split_list

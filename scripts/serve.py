@@ -4,11 +4,11 @@
     curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
       -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}'
 
-http://localhost:8000 is a page on which drafted and plain answers are written side by side. Beside OpenAI's fields, requests may have
-top_k, repetition_penalty, ignore_eos, structured_outputs, chat_template_kwargs, and speculate=false for an answer
-without drafts. record=FOLDER records conversations, to train on them (docs/adapting.md); nothing is recorded without it. Ctrl-C or
-SIGTERM: what runs is finished, a second one ends it.
-docs/serving.md says when to serve with vLLM, SGLang or llama.cpp instead.
+http://localhost:8000 is a page on which drafted and plain answers are written side by side. Beside OpenAI's fields,
+requests may have top_k, repetition_penalty, ignore_eos, structured_outputs, chat_template_kwargs, and speculate=false
+for an answer without drafts. record=FOLDER records conversations, to train on them (docs/adapting.md); nothing is
+recorded without it. Ctrl-C or SIGTERM: running answers are finished, a second one ends them. docs/serving.md says when
+to serve with vLLM, SGLang or llama.cpp instead.
 """
 
 from specdec.options.command_line import read_command

@@ -1,7 +1,8 @@
 """The console command `specdec VERB key=value ..`: each verb is a file of scripts/, or train.py.
 
-They are taken from the clone beside this package, else from the copy in the wheel. This module imports nothing large, so that
-`specdec --help` answers at once. Launchers of several processes take it as a module: accelerate launch -m specdec.command train ..
+The files come from the clone beside this package, else from the copy in the wheel. This module imports nothing large,
+so that `specdec --help` answers at once. Launchers of several processes run it as a module:
+accelerate launch -m specdec.command train ..
 """
 
 import ast
@@ -13,17 +14,17 @@ from pathlib import Path
 from specdec.options.config_files import HOME, IN_CLONE
 
 TRAIN = "train"
-CLONE_FILES = ("data/", "targets/", "checkpoints/shipped")  # defaults of options that name files of a clone
+CLONE_FILES = ("data/", "targets/", "checkpoints/shipped")  # files of a clone that defaults of options name
 
 
 def find_verbs() -> dict[str, Path]:
-    """The file of each verb, in the order of the alphabet."""
+    """The file of each verb by name, in the order of the alphabet."""
     files = {path.stem: path for path in (HOME / "scripts").glob("*.py") if path.stem != "__init__"}
     return dict(sorted((files | {TRAIN: HOME / "train.py"}).items()))
 
 
 def describe_verbs(verbs: dict[str, Path]) -> str:
-    """What `specdec --help` prints: the first line of each verb's docstring."""
+    """The text of `specdec --help`, with the first line of each verb's docstring."""
     lines = [
         "specdec VERB key=value ..  trains drafters for speculative decoding, decodes with them and measures them.",
         "",
@@ -48,13 +49,24 @@ def run_verb(path: Path, arguments: list[str]) -> None:
     runpy.run_path(str(path), run_name="__main__")
 
 
+def refuse_clone_files(error: SystemExit) -> None:
+    """Raises SystemExit, with where they are, for an error about files of a clone where there is no clone."""
+    message = str(error.code)
+    names = [separator + name for name in CLONE_FILES for separator in " ="]
+    if not IN_CLONE and any(name in message for name in names):
+        advice = "data/, targets/ and checkpoints/shipped are folders of the clone: work there, or name other files."
+        raise SystemExit(f"{message} ({advice})") from error
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """The entry point. arguments: None: the command line"""
+    """Runs one verb. arguments: None: the command line"""
     verb, *verb_arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    verbs, verb = find_verbs(), verb.replace("-", "_") if not verb.startswith("-") else verb
+    verbs = find_verbs()
     if verb in ("-h", "--help", "help"):
         print(describe_verbs(verbs))
         return
+    if not verb.startswith("-"):
+        verb = verb.replace("-", "_")
     if verb not in verbs:
         raise make_verb_error(verb, verbs)
     try:
@@ -63,15 +75,10 @@ def main(arguments: list[str] | None = None) -> None:
         package = str(error.name).partition(".")[0]
         if package in ("specdec", "scripts", TRAIN):
             raise
-        raise SystemExit(
-            f"error: specdec {verb} needs the package {package}, which is not installed: pip install 'specdec[train]'."
-        ) from error
-    except SystemExit as exit_error:
-        message = str(exit_error.code)
-        if not IN_CLONE and any(f"{separator}{name}" in message for name in CLONE_FILES for separator in (" ", "=")):
-            raise SystemExit(
-                f"{message} (data/, targets/ and checkpoints/shipped are folders of the clone: work there, or name other files.)"
-            ) from exit_error
+        sentence = f"specdec {verb} needs the package {package}, which is not installed"
+        raise SystemExit(f"error: {sentence}: pip install 'specdec[train]'.") from error
+    except SystemExit as error:
+        refuse_clone_files(error)
         raise
 
 

@@ -1,4 +1,4 @@
-"""What the commands that decode load: the target, its tokenizer, and checkpoints."""
+"""Loading of a target, its tokenizer, checkpoints and proposers, for commands that decode."""
 
 import functools
 import os
@@ -27,15 +27,15 @@ from specdec.target.model import Target, load_tokenizer
 from specdec.text import chat_template, messages
 from specdec.text import conversations as data
 
-_threads: list[int] = []  # of this process, once they are chosen
+_threads: list[int] = []  # number of threads of this process, once it is chosen
 DEFAULT_TARGET = "targets/smollm2-135m"
 PROMPTS = "data/prompts_heldout.jsonl"
-MAX_SETTINGS_BYTES = 2**20  # bytes of a file of settings
+MAX_SETTINGS_BYTES = 2**20  # bound of a file of settings that a stranger may have made; real ones have some KiB
 
 
 @dataclass(frozen=True)
 class OpenTarget:
-    """A target, ready to answer."""
+    """A target, ready to answer. stop: ids of tokens that end an answer"""
 
     target: Target
     tokenizer: PreTrainedTokenizerBase
@@ -54,20 +54,20 @@ class LoadedHead(OpenTarget):
 class LoadedProposer(OpenTarget):
     """A proposer beside its target."""
 
-    name: str  # of the file in conf/proposer
+    name: str  # name of its file in conf/proposer
     proposer: Proposer
-    checkpoint: Path | None
+    checkpoint: Path | None  # folder of the trained head
 
     @property
     def title(self) -> str:
-        """A trained head's chain or tree, or the proposer's name."""
+        """The chain or tree of a trained head, or the proposer's name."""
         return str(self.proposer.shape) if isinstance(self.proposer, HeadProposer) else self.name
 
 
 def use_threads(record: Path | None = None) -> None:
-    """One for each core that this process may use, unless OMP_NUM_THREADS says otherwise; decided once in a process.
+    """Chooses the number of torch's threads, once in a process: OMP_NUM_THREADS, else one for each usable core.
 
-    record: settings of results that are continued, if it exists: as many as there
+    record: file of settings of results that are continued. If it exists, its number of threads comes before the cores.
     """
     if _threads:
         return
@@ -96,7 +96,7 @@ def describe_target(target: Target) -> dict[str, Any]:
 
 
 class _NoAliases(yaml.SafeLoader):
-    """Plain values only. Aliases are refused: a few of them can stand for more values than fit into memory."""
+    """A loader of plain values without aliases: a few of these can stand for more values than fit into memory."""
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
@@ -105,7 +105,10 @@ class _NoAliases(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> dict:
-    """A YAML or JSON file that a stranger may have made, as plain values by name. Raises ValueError for what is no such file."""
+    """The plain values by name of a YAML or JSON file that a stranger may have made.
+
+    Raises ValueError for a file that is too large, has other values, or is not of this form.
+    """
     if path.stat().st_size > MAX_SETTINGS_BYTES:
         raise ValueError(f"{path} is larger than {MAX_SETTINGS_BYTES >> 20} MiB, so it holds no settings.")
     try:
@@ -118,7 +121,10 @@ def read_yaml(path: Path) -> dict:
 
 
 def load_target(options: TargetOptions, *, default: str | None = None) -> OpenTarget:
-    """default: its name, where the options give none; without one DEFAULT_TARGET. Raises ValueError as Target.load."""
+    """The target of the options. default: its name where they give none; None: DEFAULT_TARGET
+
+    Raises ValueError as `Target.load`, for a missing DEFAULT_TARGET with the command that makes it.
+    """
     use_threads()
     name = options.name or default or DEFAULT_TARGET
     try:
@@ -136,7 +142,7 @@ def load_target(options: TargetOptions, *, default: str | None = None) -> OpenTa
 
 @functools.cache
 def print_dtype(asked_dtype: str, dtype: str, choice: precision.DtypeChoice) -> None:
-    """Once, which dtype `auto` is here and why, or that the given one is slow here."""
+    """Prints, once in a process, which dtype `auto` is here and why, or that the asked one is slow here."""
     if asked_dtype == precision.AUTO:
         print(f"target.dtype={dtype} ({choice.reason})", file=sys.stderr)
     elif dtype == "bfloat16" != choice.dtype:
@@ -144,6 +150,7 @@ def print_dtype(asked_dtype: str, dtype: str, choice: precision.DtypeChoice) -> 
 
 
 def open_target(target: Target) -> OpenTarget:
+    """A loaded target with its tokenizer and stop tokens."""
     tokenizer = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code)
     return OpenTarget(target, tokenizer, data.list_stop_tokens(tokenizer, target.model.generation_config))
 
@@ -151,10 +158,10 @@ def open_target(target: Target) -> OpenTarget:
 def read_template(
     template_texts: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None = None, heads: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Template arguments of a command, over those with which its checkpoints were trained.
+    """The template arguments of a command: its own, and others as its checkpoints were trained.
 
-    tokenizer: whose chat template must read them; None: not known here
-    Raises ValueError for one that no template may have, or that this one does not read.
+    tokenizer: the target's, whose chat template takes the arguments; None: unknown here; heads: folders of checkpoints
+    Raises ValueError for an argument that no template may have, or that this one does not read.
     """
     arguments = {**find_trained_template(heads), **messages.parse_arguments(template_texts)}
     if tokenizer is not None:
@@ -163,39 +170,41 @@ def read_template(
 
 
 def find_trained_template(heads: Sequence[str]) -> dict[str, Any]:
-    """The template arguments of the rows that checkpoints were trained on; {} if they are not known, or not the same"""
-    data_facts = [checkpoint.read_facts(checkpoint.resolve(head)).get("data") for head in heads]
-    all_arguments = [_read_template_facts(facts) if isinstance(facts, dict) else {} for facts in data_facts]
-    first_arguments = all_arguments[0] if all_arguments else {}
-    return first_arguments if all(arguments == first_arguments for arguments in all_arguments) else {}
-
-
-def _read_template_facts(facts: dict[str, Any]) -> dict[str, Any]:
-    """The template arguments in what about.json says of a run's data."""
-    arguments = facts.get("template")
-    return arguments if isinstance(arguments, dict) else {}
+    """The template arguments of the rows that checkpoints were trained on; {} if unknown, or not the same for all."""
+    templates: list[dict[str, Any]] = []
+    for head in heads:
+        data_facts = checkpoint.read_facts(checkpoint.resolve(head)).get("data")
+        template = data_facts.get("template") if isinstance(data_facts, dict) else None
+        templates.append(template if isinstance(template, dict) else {})
+    is_known = templates and all(template == templates[0] for template in templates)
+    return templates[0] if is_known else {}
 
 
 def find_target_name(folder: Path, given_name: str | None = None) -> str:
-    """The name of the target that a checkpoint was trained for, unless one is given.
+    """The given name of a target, or that of the target that a checkpoint was trained for.
 
     Raises ValueError for a published head whose files do not name its target.
     """
     name = given_name or checkpoint.read_document(folder).get("target")
     if name is None:
         raise ValueError(
-            f"{checkpoint.name_checkpoint(folder)} does not say which target it was trained for: give target.name=, a folder or a Hub name."
+            f"{checkpoint.name_checkpoint(folder)} does not say which target it was trained for: "
+            "give target.name=, a folder or a Hub name."
         )
     return str(name)
 
 
 def warn_adapted(folder: Path | None, target: Target) -> None:
+    """Prints that a head has changed its target, if it has."""
     if target.adapted:
         print(f"{folder} adapts its target: all outputs are those of the adapted one.", file=sys.stderr)
 
 
 def load_head(folder: str, options: TargetOptions, *, exact: bool = False) -> LoadedHead:
-    """exact: as of `checkpoint.load`. Raises ValueError, with what to do, for a wrong folder or target."""
+    """A trained head beside its target. exact: the option of `checkpoint.load`
+
+    Raises ValueError, with what to do, for a wrong folder or target.
+    """
     path = checkpoint.resolve(folder)
     opened = load_target(options, default=find_target_name(path, options.name))
     drafter = checkpoint.load(path, opened.target, exact=exact)
@@ -206,8 +215,8 @@ def load_head(folder: str, options: TargetOptions, *, exact: bool = False) -> Lo
 def load_proposer(options: ProposerOptions, target: TargetOptions, drafting: Drafting) -> LoadedProposer:
     """A proposer beside its target, which is the checkpoint's if there is one.
 
-    By default that is auto, where it can draft: not with a target that guesses ahead of itself. Raises ValueError for what does
-    not exist or does not fit.
+    The default is auto, but the head itself where it does not draft by steps. Raises ValueError for what does not exist
+    or does not fit.
     """
     head = options.proposer_settings.get("checkpoint", options.checkpoint)
     folder = checkpoint.resolve(head) if head else None

@@ -52,7 +52,7 @@ class AnswerOptions(Options):
 
 
 def read_distinct_temperatures(text: str) -> list[float]:
-    """Raises ValueError for one that is listed twice, or that is none."""
+    """The temperatures of a comma list. Raises ValueError for one that is listed twice, or cannot be sampled at."""
     temperatures = read_temperatures(text)
     if len(set(temperatures)) < len(temperatures):
         raise ValueError(f"decode.temperature={text}: give each temperature once.")
@@ -61,7 +61,7 @@ def read_distinct_temperatures(text: str) -> list[float]:
 
 
 def read_stop_tokens(tokenizer: PreTrainedTokenizerBase, target: TargetOptions) -> set[int]:
-    """Ids that end an answer, without loading the target."""
+    """The ids of tokens that end an answer, read without loading the target's weights."""
     name = str(target.name)
     try:
         config = GenerationConfig.from_pretrained(name)
@@ -72,7 +72,7 @@ def read_stop_tokens(tokenizer: PreTrainedTokenizerBase, target: TargetOptions) 
     return data.list_stop_tokens(tokenizer, config)
 
 
-# What writes the answers
+# Writers of answers
 
 
 @contextlib.contextmanager
@@ -83,7 +83,7 @@ def open_writer(
     jobs: list[AnswerJob],
     console: rich.console.Console,
 ) -> Iterator[tuple[OwnDecoder | AnswerServer, Fingerprint | None]]:
-    """The servers, or this project's decoder; with the target's fingerprint, if it is known."""
+    """Opens the servers, or this project's decoder, with the target's fingerprint, or None where it is not known."""
     if options.engine is None:
         target = loading.load_target(options.target).target
         runner = Runner(options.decode.compile)
@@ -99,22 +99,23 @@ def open_writer(
 
 
 def check_prompts(record: Resumable, jobs: list[AnswerJob], source: str) -> None:
-    """Raises ValueError if an answer is to another prompt than the one that has its id now. source: of the prompts"""
+    """Raises ValueError if an answer's prompt is not the one with its id now. source: place of the prompts"""
     job_of_id = {job.id: job for job in jobs}
     for row in record.rows:
         job, messages = job_of_id.get(row["id"]), row.get("messages")
-        if job is None or not (messages or "prompt" in row):  # rows that others wrote
+        if job is None or not (messages or "prompt" in row):  # a row of another writer
             continue
         written_prompt = normalise_messages(messages[:-1]) if messages else row["prompt"]
         if (written_prompt, read_arguments(row)) != (job.messages if messages else job.prompt, job.arguments):
             raise ValueError(
-                f"{record.path} has an answer {job.id} to another prompt than {job.location} now: {source} has changed. Put the "
-                "prompts back (rows without id= are known by their number), or choose another out=FILE."
+                f"{record.path} has an answer {job.id} to another prompt than {job.location} now: {source} has "
+                "changed. Put the prompts back (rows without id= are known by their number), or choose another "
+                "out=FILE."
             )
 
 
 def answer_prompts(options: AnswerOptions, console: rich.console.Console) -> None:
-    """Writes the answers that are missing. Raises ValueError for settings that do not fit to those that are there."""
+    """Writes the answers that out= lacks. Raises ValueError for settings other than those of the answers in it."""
     try:
         write_missing_answers(options, console)
     except KeyboardInterrupt:
@@ -123,6 +124,7 @@ def answer_prompts(options: AnswerOptions, console: rich.console.Console) -> Non
 
 
 def write_missing_answers(options: AnswerOptions, console: rich.console.Console) -> None:
+    """Writes the answers that out= lacks, and prints how many were written. Raises ValueError as `answer_prompts`."""
     if options.target.name is None:
         raise ValueError("target.name= must name the model that answers: a folder or a Hub name.")
     reading.check_trainable(options.prompts)  # answers are to be trained on
@@ -172,15 +174,18 @@ def write_missing_answers(options: AnswerOptions, console: rich.console.Console)
 def append_answers(
     writer: OwnDecoder | AnswerServer, missing: list[AnswerJob], answers: Resumable, origin: dict[str, Any]
 ) -> str:
-    """Appends rows. -> how many were written, cut and empty. origin: arguments of make_row that all have"""
+    """Appends the rows of missing answers, and returns a sentence: how many were written, cut and empty.
+
+    origin: arguments of `make_row` that all rows share
+    """
     ends: Counter[str] = Counter()
-    with progress.start_task("answering", len(missing), unit="answers") as shown:
+    with progress.start_task("answering", len(missing), unit="answers") as task:
         for group in writer.write(missing):
             answers.append(*(make_row(*pair, **origin) for pair in group))
             ends.update(answer.finish for _, answer in group)
             ends.update("empty" for _, answer in group if not answer.text.strip())
-            shown.advance(len(group), num_tokens=sum(len(answer.tokens) for _, answer in group))
+            task.advance(len(group), num_tokens=sum(len(answer.tokens) for _, answer in group))
     return (
-        f"{shown.num_done} answers written, {shown.num_tokens} tokens in {shown.seconds:.0f} s; {ends['length']} were cut at "
-        f"{writer.settings.max_new_tokens} tokens, {ends['empty']} are empty"
+        f"{task.num_done} answers written, {task.num_tokens} tokens in {task.seconds:.0f} s; "
+        f"{ends['length']} were cut at {writer.settings.max_new_tokens} tokens, {ends['empty']} are empty"
     )

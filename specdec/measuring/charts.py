@@ -9,7 +9,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-TEXT = "#010203"  # becomes the colour of the page's text
+TEXT = "#010203"  # stands for the colour of the page's text, which replaces it in the SVG
 COLOURED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -33,11 +33,11 @@ class ChartCurve:
     name: str
     points: Sequence[tuple[float, float]]
     marks: bool = False
-    spans: Sequence[tuple[float, float]] = ()  # of each point: an interval of y
+    spans: Sequence[tuple[float, float]] = ()  # interval of y for each point
 
 
 def format_number(value: float) -> str:
-    """As short as is readable: 1.23, 45.6, 1,234, 12 K, 3.4 M, 2.5e-4."""
+    """A number as a short text: 1.23, 45.6, 1,234, 12 K, 3.4 M, 2.5e-4."""
     size = abs(value)
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
@@ -49,7 +49,7 @@ def format_number(value: float) -> str:
 
 
 def chart_lines(curves: Sequence[ChartCurve], *, x: str, y: str, title: str) -> Markup:
-    """Curves over common axes, named x and y."""
+    """A chart of curves over common axes. x, y: names of the axes"""
     curves = [curve for curve in curves if curve.points]
     if not curves:
         return Markup('<p class="soft">{}: nothing of this was measured.</p>').format(title)
@@ -61,7 +61,7 @@ def chart_lines(curves: Sequence[ChartCurve], *, x: str, y: str, title: str) -> 
             axes.plot(xs, ys, color=f"C{index}", label=curve.name, linewidth=1.2, markersize=4, marker=marker)
             if curve.spans:
                 axes.vlines(xs, *zip(*curve.spans), color=f"C{index}", linewidth=1.2)
-        is_whole = all(float(a).is_integer() for curve in curves for a, _ in curve.points)
+        is_whole = all(float(point[0]).is_integer() for curve in curves for point in curve.points)
         axes.xaxis.get_major_locator().set_params(integer=is_whole)
 
     return _draw_figure(plot, x=x, y=y, title=title)
@@ -70,7 +70,7 @@ def chart_lines(curves: Sequence[ChartCurve], *, x: str, y: str, title: str) -> 
 def chart_bars(
     groups: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], *, x: str, y: str, title: str
 ) -> Markup:
-    """Bars beside each other, one for each name and group. groups: by name, [len(names)] heights from 0"""
+    """A chart of bars, one for each name and group. groups: name, and heights [len(names)] from 0"""
 
     def plot(axes: Any) -> None:
         width = 0.8 / len(groups)
@@ -85,7 +85,7 @@ def chart_bars(
 
 
 def _draw_figure(plot: Callable[[Any], None], *, x: str, y: str, title: str) -> Markup:
-    """A figure, whose axes are given to `plot`."""
+    """A figure as SVG with its title. plot: function that draws into the axes"""
     import matplotlib
     from matplotlib.figure import Figure
 

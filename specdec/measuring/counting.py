@@ -1,21 +1,23 @@
 """Acceptance length as publications count it.
 
-An answer of N tokens took R rounds, which accepted a_1 .. a_R drafts: N = 1 + sum(a_i + 1), its first token comes from the prompt's
-pass. Publications differ in what stands over the line, what stands below it, and in what they take the mean of. All of it follows from
-a_1 .. a_R, but for drafts that were accepted behind the end of an answer: they are never counted here (at most one round of an answer).
+An answer of N tokens took R rounds, which accepted a_1 .. a_R drafts: N = 1 + sum(a_i + 1). Its first token comes from
+the prompt's pass. Publications differ in numerator, denominator, and in the unit of their mean. All of it follows from
+a_1 .. a_R, except drafts that were accepted behind the end of an answer: these are never counted here (at most one
+round of an answer).
 """
 
 import math
 import statistics
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from specdec.measuring.measure import PromptResult
 
-First = Literal["out", "token", "round"]
-Mean = Literal["rounds", "answers", "questions"]
-End = Literal["none", "alone", "with others"]
+First = Literal["out", "token", "round"]  # keys of FIRSTS
+Mean = Literal["rounds", "answers", "questions"]  # keys of MEANS
+End = Literal["none", "alone", "with others"]  # a token that ends an answer: missing, alone in its round, or not
 FIRSTS = {
     "out": "the answer's first token is not counted",
     "token": "the answer's first token is counted, the prompt's pass is not",
@@ -30,42 +32,39 @@ MEANS = {
 
 @dataclass(frozen=True)
 class AnswerCounts:
-    """accepted: drafts in all rounds; end: whether a token that ends the answer was emitted, and with others of its round or alone"""
+    """The numbers of one answer from which all acceptance lengths follow."""
 
-    answer: str
-    question: str
-    accepted: int
+    answer: str  # id of the prompt
+    question: str  # id of the question
+    accepted: int  # accepted drafts of all rounds
     rounds: int
     end: End = "none"
 
     @classmethod
     def from_result(cls, result: PromptResult, stop: Container[int] = ()) -> "AnswerCounts":
-        """stop: tokens that end an answer"""
+        """The counts of a drafted answer. stop: ids of tokens that end an answer"""
         prompt, accepted = result.prompt, result.drafted.accepted[0]
-        ended = bool(accepted) and result.drafted.tokens[0][-1] in stop
-        return cls(
-            prompt.id, prompt.question_id, sum(accepted), len(accepted), classify_end(ended, ended and not accepted[-1])
-        )
+        has_end = bool(accepted) and result.drafted.tokens[0][-1] in stop
+        end = classify_end(has_end, has_end and not accepted[-1])
+        return cls(prompt.id, prompt.question_id, sum(accepted), len(accepted), end)
 
 
 def classify_end(has_end: bool, is_alone: bool) -> End:
-    """ended: whether a token ended the answer; alone: whether its round emitted nothing else"""
-    return "none" if not has_end else "alone" if is_alone else "with others"
+    """The kind of an answer's end. has_end: a token ended it; is_alone: the round of this token emitted nothing else"""
+    if not has_end:
+        return "none"
+    return "alone" if is_alone else "with others"
 
 
 @dataclass(frozen=True)
 class Counting:
-    """first: what becomes of an answer's first token; bonus: whether the target's own token of a round counts; mean: of what
+    """One way to count acceptance length, as the YAML of a protocol describes it."""
 
-    behind_end: whether the publication counts drafts that were accepted behind the end of an answer, which is only said here
-    end: whether a token that ends an answer counts; without it, a round that emits nothing else is none
-    """
-
-    first: First = "out"
-    bonus: bool = True
-    mean: Mean = "rounds"
-    behind_end: bool = False
-    end: bool = True
+    first: First = "out"  # treatment of an answer's first token
+    bonus: bool = True  # the target's own token of a round counts
+    mean: Mean = "rounds"  # unit of the mean
+    behind_end: bool = False  # the publication counts drafts behind the end of an answer; only named here, not counted
+    end: bool = True  # a token that ends an answer counts; otherwise a round with this token alone does not count
 
     def __post_init__(self):
         if self.first not in FIRSTS or self.mean not in MEANS:
@@ -82,15 +81,23 @@ class Counting:
         return f"{MEANS[self.mean]}; {FIRSTS[self.first]}; {bonus}{end}{omission}"
 
     def compute_length(self, counts: Sequence[AnswerCounts]) -> float:
-        """The acceptance length; nan without a round."""
-        ratio = lambda answers: _divide_sums([self._count(answer) for answer in answers])
-        if self.mean == "rounds":
-            return ratio(counts)
-        key = (lambda answer: answer.answer) if self.mean == "answers" else (lambda answer: answer.question)
-        return _average_known([ratio(group) for group in _group_counts(counts, key)])
+        """The acceptance length; nan without a round. Answers without a round do not enter a mean over answers."""
+        groups: dict[str, list[AnswerCounts]] = defaultdict(list)
+        for answer in counts:
+            group = {"rounds": "", "answers": answer.answer, "questions": answer.question}[self.mean]
+            groups[group].append(answer)
+        lengths = [self._divide(answers) for answers in groups.values()]
+        known_lengths = [length for length in lengths if not math.isnan(length)]
+        return statistics.fmean(known_lengths) if known_lengths else math.nan
+
+    def _divide(self, answers: Sequence[AnswerCounts]) -> float:
+        """Counted tokens over counted rounds of all answers; nan without a round."""
+        counts = [self._count(answer) for answer in answers]
+        num_rounds = sum(rounds for _, rounds in counts)
+        return sum(tokens for tokens, _ in counts) / num_rounds if num_rounds else math.nan
 
     def _count(self, answer: AnswerCounts) -> tuple[int, int]:
-        """-> tokens that are counted, rounds"""
+        """The counted tokens and the counted rounds of an answer."""
         rounds = answer.rounds
         tokens = answer.accepted + (rounds if self.bonus else 0)
         if not self.end and rounds and answer.end != "none":
@@ -99,31 +106,13 @@ class Counting:
 
 
 SPECDEC = Counting()
-# As the counters of engines have it, and as an acceptance rate has it
+# The counters of engines, and the numerator of an acceptance rate
 ENGINES = {"vLLM": Counting(behind_end=True), "SGLang": Counting(first="token"), "drafts alone": Counting(bonus=False)}
 
 
 def join_equal(countings: Mapping[str, Counting]) -> dict[str, Counting]:
-    """The same with one entry for all that give the same number, under their names."""
+    """The countings, with one entry for all that give the same number, under their joined names."""
     names: dict[Counting, list[str]] = {}
     for name, counting in countings.items():
         names.setdefault(replace(counting, behind_end=False), []).append(name)
     return {", ".join(equal_names): counting for counting, equal_names in names.items()}
-
-
-def _divide_sums(counts: Sequence[tuple[int, int]]) -> float:
-    tokens, rounds = (sum(column) for column in zip(*counts, (0, 0)))
-    return tokens / rounds if rounds else math.nan
-
-
-def _average_known(values: Sequence[float]) -> float:
-    """Of those that are known: an answer of one token has no round."""
-    known_values = [value for value in values if not math.isnan(value)]
-    return statistics.fmean(known_values) if known_values else math.nan
-
-
-def _group_counts(counts: Sequence[AnswerCounts], key: Callable[[AnswerCounts], str]) -> list[list[AnswerCounts]]:
-    groups: dict[str, list[AnswerCounts]] = {}
-    for answer in counts:
-        groups.setdefault(key(answer), []).append(answer)
-    return list(groups.values())

@@ -1,4 +1,4 @@
-"""evaluate: each request by every method in turn, at each temperature and batch size, resumable."""
+"""The verb evaluate: each request is decoded by every method, at each temperature and batch size; resumable."""
 
 from specdec.options.command_line import split_list
 
@@ -35,13 +35,12 @@ from specdec.options.decoding import DecodeOptions
 from specdec.target.model import Target
 from specdec.text.conversations import Prompt
 
-TURN_STRIDE = 10**6  # between the numbers of requests of different turns
+TURN_STRIDE = 10**6  # distance of the numbers of a question's turns; more than any number of questions
 FREE_OPTIONS = ("out", "batch", "predicted", "accept_licence", "proposer_settings")  # options that change no row
-Request = tuple[int, Question]  # its slot among those of a turn, and what is asked
-Prediction = tuple[float, float, float, bool]  # speedup, low, high, whether it is extrapolated
-# (drafter, shape, requests at once, context in tokens) -> its speedup; None where nothing is predicted of it
+Prediction = tuple[float, float, float, bool]  # speedup, low, high, extrapolated or not
+# (drafter, shape, requests at once, context in tokens) -> predicted speedup; None: without a prediction
 PredictSpeedup = Callable[[str, str, int, float | None], Prediction | None]
-# What is predicted of a target and a sampling; notes take the reason where nothing is
+# (target, sampling, notes) -> predictions for them; notes: list that gets the reason where there are none
 Predict = Callable[[Target, Sampling, list[str]], PredictSpeedup]
 
 
@@ -60,31 +59,26 @@ class EvaluateOptions(MeasureOptions):
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is decoded, and how.
-
-    runs: heads by the names of their methods; base: settings that all batch sizes and temperatures share
-    settings: as they are recorded; heads: folders of all trained heads, by name
-    """
+    """Questions, methods and settings of an evaluation."""
 
     question_set: QuestionSet
     opened: OpenTarget
     methods: list[Method]
-    head_of_method: dict[str, ComparedHead]
-    samplings: list[Sampling]
-    batches: list[int]
-    base_settings: MeasureSettings
-    settings: dict[str, Any]
-    head_folders: dict[str, Path]
+    head_of_method: dict[str, ComparedHead]  # trained heads, by the names of their methods
+    samplings: list[Sampling]  # one for each temperature, increasing
+    batches: list[int]  # batch sizes, increasing
+    base_settings: MeasureSettings  # settings that all batch sizes and temperatures share
+    settings: dict[str, Any]  # settings as they are recorded
+    head_folders: dict[str, Path]  # folders of all trained heads, by name
 
     @cached_property
-    def requests(self) -> dict[int, list[list[Request]]]:
-        """The requests of each turn, by batch size."""
+    def requests(self) -> dict[int, list[dict[int, Question]]]:
+        """The requests of each turn, as of `plan_turns`, by batch size."""
         return {batch: plan_turns(self.question_set.questions, batch) for batch in self.batches}
 
     def list_numbers(self, batch: int) -> list[int]:
         """The numbers of all requests of a batch size."""
-        turns = enumerate(self.requests[batch])
-        return [number_request(turn, index) for turn, requests in turns for index, _ in requests]
+        return [number for requests in self.requests[batch] for number in requests]
 
 
 def predict_nothing(target: Target, sampling: Sampling, notes: list[str]) -> PredictSpeedup:
@@ -93,7 +87,11 @@ def predict_nothing(target: Target, sampling: Sampling, notes: list[str]) -> Pre
 
 
 def evaluate(options: EvaluateOptions, question_set: QuestionSet, predict: Predict, console: progress.Results) -> None:
-    """Decodes what has no row yet, and writes the results."""
+    """Decodes the requests that have no row yet, and writes the results.
+
+    Raises ValueError, before anything is decoded, for what cannot be measured, and for other settings than recorded
+    ones.
+    """
     out = Path(options.out)
     loading.use_threads(out / "settings.json")
     comparison = prepare_comparison(options, question_set)
@@ -124,7 +122,8 @@ def prepare_comparison(options: EvaluateOptions, question_set: QuestionSet) -> C
     names = options.proposers
     if not names and not split_list(options.checkpoint):
         raise ValueError(
-            "There is nothing to measure: give checkpoint=checkpoints/a,checkpoints/b, or proposers=ngram,suffix, or both."
+            "There is nothing to measure: give checkpoint=checkpoints/a,checkpoints/b, or proposers=ngram,suffix, or "
+            "both."
         )
     heads = load_heads(options.checkpoint, options.target)
     opened = open_shared_target(heads, options.target, head=options.proposer_settings.get("checkpoint"))
@@ -167,7 +166,7 @@ def list_settings(
     configs: dict[str, proposers.Config],
     opened: OpenTarget,
 ) -> dict[str, Any]:
-    """The options that all rows have in common, with what they stand for."""
+    """The settings that all rows share: options, with digests of weights, files and questions."""
     folders = sorted({folder for config in configs.values() for folder in proposers.list_folders(config)})
     return {
         **results.describe_options(options, free_options=FREE_OPTIONS),
@@ -183,7 +182,7 @@ def list_settings(
 def make_methods(
     heads: list[ComparedHead], configs: dict[str, proposers.Config], target: Target, draftings: list[Drafting]
 ) -> tuple[list[Method], dict[str, ComparedHead]]:
-    """Every head in every shape, no deeper than its steps, and every proposer; the heads' runs by their methods' names."""
+    """The methods: every head in every shape, no deeper than its steps, and every proposer. And the heads by method."""
     methods: list[Method] = []
     head_of_method: dict[str, ComparedHead] = {}
     for head in heads:
@@ -201,24 +200,28 @@ def make_methods(
 
 
 def name_shape(shape: TreeShape) -> str:
+    """A shape as a part of a method's name."""
     return str(shape) if shape.chain else f"tree of {shape.depth}x{shape.width}x{shape.nodes}"
 
 
 # Decoding
 
 
-def plan_turns(questions: list[Question], batch: int) -> list[list[Request]]:
-    """The requests of each turn, which follows when all answers to the turn before are there.
+def plan_turns(questions: list[Question], batch: int) -> list[dict[int, Question]]:
+    """The requests of each turn: questions by number, which is also that of their random numbers in rows.jsonl.
 
-    Questions are repeated for a batch larger than their number.
+    A turn follows when the answers to all requests of the turn before are there. Questions are repeated for a batch
+    larger than their number.
     """
-    indexed_questions = [(index, questions[index % len(questions)]) for index in range(max(len(questions), batch))]
-    num_turns = max(len(question.turns) for question in questions)
-    return [[(index, each) for index, each in indexed_questions if len(each.turns) > turn] for turn in range(num_turns)]
-
-
-def number_request(turn: int, index: int) -> int:
-    return turn * TURN_STRIDE + index
+    turns = []
+    for turn in range(max(len(question.turns) for question in questions)):
+        requests = {}
+        for index in range(max(len(questions), batch)):
+            question = questions[index % len(questions)]
+            if len(question.turns) > turn:
+                requests[turn * TURN_STRIDE + index] = question
+        turns.append(requests)
+    return turns
 
 
 def decode_missing(comparison: Comparison, settings: MeasureSettings, record: Resumable) -> None:
@@ -246,26 +249,27 @@ def decode_missing(comparison: Comparison, settings: MeasureSettings, record: Re
 def encode_missing(comparison: Comparison, settings: MeasureSettings, turn: int, rows: list[dict]) -> dict[int, Prompt]:
     """The prompts of a turn by number, without those that have a row.
 
-    A later turn needs the answers to the turns before it, and is left out where it does not fit into the target.
+    rows: finished rows of this temperature and batch size. A later turn needs the answers to the turns before it. It is
+    left out where it does not fit into the target; a first turn that does not fit is refused by `measure`.
     """
     opened, question_set = comparison.opened, comparison.question_set
     row_of_number = {row["number"]: row for row in rows}
     plain = Decoder(opened.target, None, sampling=settings.sampling, stop=settings.stop)
     max_tokens = settings.max_new_tokens + max(method.proposer.depth for method in comparison.methods)
     prompts: dict[int, Prompt] = {}
-    for index, question in comparison.requests[settings.batch][turn]:
-        number = number_request(turn, index)
-        earlier = [row_of_number.get(number_request(earlier_turn, index)) for earlier_turn in range(turn)]
+    for number, question in comparison.requests[settings.batch][turn].items():
+        earlier = [row_of_number.get(number - distance * TURN_STRIDE) for distance in range(turn, 0, -1)]
         if number in row_of_number or None in earlier:
             continue
         answers = [read_answer(row, opened, settings.stop) for row in earlier if row is not None]
         prompt = question_set.make_prompt(question, turn, answers, opened.tokenizer)
-        if turn == 0 or fits_target(plain, prompt, max_tokens):  # a first turn that does not fit is refused
-            prompts[number] = replace(prompt, question=str(index % len(question_set.questions)))
+        if turn == 0 or fits_target(plain, prompt, max_tokens):
+            prompts[number] = replace(prompt, question=str(number % TURN_STRIDE % len(question_set.questions)))
     return prompts
 
 
 def fits_target(plain: Decoder, prompt: Prompt, max_new_tokens: int) -> bool:
+    """Whether the target has positions for a prompt and its answer."""
     try:
         check_prompts(plain, [prompt], max_new_tokens)
     except ValueError:
@@ -274,7 +278,7 @@ def fits_target(plain: Decoder, prompt: Prompt, max_new_tokens: int) -> bool:
 
 
 def read_answer(row: dict, opened: OpenTarget, stop: set[int]) -> str:
-    """What the frozen target answered plainly, as text."""
+    """The plain answer of the frozen target in a row, as text; of an adapted target where no other was decoded."""
     plain = row["plain"].get(FROZEN) or next(iter(row["plain"].values()))
     tokens = [token for token in plain["tokens"][0] if token not in stop]
     return TextDecoder.from_tokenizer(opened.tokenizer).text(tokens)
@@ -282,21 +286,27 @@ def read_answer(row: dict, opened: OpenTarget, stop: set[int]) -> str:
 
 def encode_result(methods: list[Method], results_by_method: dict[str, PromptResult]) -> dict:
     """The results of one request for JSON. `decode_results` is the inverse."""
-    figures = ("replayed_rounds", "replayed_accepted", "gap", "candidates")
-    cells = {
-        name: {"drafted": asdict(result.drafted), **{figure: getattr(result, figure) for figure in figures}}
-        for name, result in results_by_method.items()
-    }
-    plain = {method.baseline: asdict(results_by_method[method.name].plain) for method in methods}
+    cells, plain = {}, {}
+    for method in methods:
+        result = results_by_method[method.name]
+        plain[method.baseline] = asdict(result.plain)
+        cells[method.name] = {
+            "drafted": asdict(result.drafted),
+            "replayed_rounds": result.replayed_rounds,
+            "replayed_accepted": result.replayed_accepted,
+            "gap": result.gap,
+            "candidates": result.candidates,
+        }
     return {"prompt": asdict(results_by_method[methods[0].name].prompt), "plain": plain, "methods": cells}
 
 
 def decode_results(rows: Iterable[dict], method: Method) -> list[PromptResult]:
-    """The results of one method, by request."""
+    """The results of one method, for each row."""
     results = []
     for row in rows:
         cell = {**row["methods"][method.name]}
-        plain, drafted = Generation(**row["plain"][method.baseline]), Generation(**cell.pop("drafted"))
+        plain = Generation(**row["plain"][method.baseline])
+        drafted = Generation(**cell.pop("drafted"))
         results.append(PromptResult(Prompt(**row["prompt"]), plain, drafted, **cell))
     return results
 
@@ -312,7 +322,10 @@ def make_entries(
     predict: Predict,
     notes: list[str],
 ) -> list[Entry]:
-    """The figures of every method at one temperature and batch size, by tau. notes: takes what is to be known of them"""
+    """The figures of every method at one temperature and batch size, by tau, decreasing.
+
+    rows: finished rows of all temperatures and batch sizes; notes: list that gets sentences on what was left out
+    """
     key = {"temperature": sampling.temperature, "batch": batch}
     row_of_number = {row["number"]: row for row in rows if key.items() <= row.items()}
     numbers = comparison.list_numbers(batch)
@@ -337,7 +350,7 @@ def make_entries(
 def make_entry(
     comparison: Comparison, method: Method, sampling: Sampling, batch: int, results: list[PromptResult]
 ) -> Entry:
-    """The figures of one method."""
+    """The figures of one method at one temperature and batch size."""
     temperature, head = sampling.temperature, comparison.head_of_method.get(method.name)
     report = summarise_by_category(
         results, depth=method.proposer.depth, temperature=temperature, adapted=method.target.adapted

@@ -9,7 +9,7 @@ from pydantic import model_validator
 from specdec import loading
 from specdec.core import progress
 from specdec.core.option_types import Text, raise_first
-from specdec.export.engines import FORMATS, make_form
+from specdec.export.engines import FORMATS, ExportForm, make_form
 from specdec.heads.base import Drafter, Head
 from specdec.heads.medusa import Medusa2
 from specdec.measuring.model_card import read_provenance, write_export
@@ -40,23 +40,8 @@ class ExportOptions(ShareOptions):
         return self
 
 
-def merge_target(options: ExportOptions, loaded: loading.LoadedHead) -> Drafter | None:
-    """Writes the adapted target to merged_target. -> the heads for it; None if the adapter is all of the drafter"""
-    folder = str(options.merged_target)
-    if not loaded.drafter.adapts_target:
-        raise ValueError(f"merged_target={folder}: this drafter does not adapt its target.")
-    with progress.start_task("writing the adapted target"):
-        save_merged(loaded.target, folder)
-    loaded.tokenizer.save_pretrained(folder)
-    print(f"written: {folder}, the adapted target")
-    if not isinstance(loaded.drafter, Medusa2):
-        return None
-    merged = Target.load(folder, dtype=options.target.dtype, device=loaded.target.device)
-    return loaded.drafter.make_merged_heads(merged)
-
-
 def export_checkpoint(options: ExportOptions) -> None:
-    """Writes the folder of an export, and prints how engines serve it."""
+    """Writes the folder of an export, and prints how engines serve it. Raises ValueError for what cannot be."""
     if options.format not in FORMATS:
         raise ValueError(f"There is no format {options.format!r}; there are: {', '.join(FORMATS)}.")
     out = Path(str(options.out))
@@ -83,9 +68,29 @@ def export_checkpoint(options: ExportOptions) -> None:
         size = write_export(form, out, dtype=DTYPES[options.target.dtype_here], provenance=provenance)
     num_tensors = len(drafter.state_dict() if form.layout.fill_folder else form.layout.tensors)
     print(f"written: {out}, {num_tensors} tensors, {size / 1e6:.1f} MB")
-    for engine, line in form.launch_lines(target=drafter.target.name, out=str(out), num=num_drafts).items():
+    print_launch_lines(form, drafter.target.name, str(out), num_drafts)
+
+
+def merge_target(options: ExportOptions, loaded: loading.LoadedHead) -> Drafter | None:
+    """Writes the adapted target to merged_target=, and returns the heads for it; None for an adapter without heads."""
+    folder = str(options.merged_target)
+    if not loaded.drafter.adapts_target:
+        raise ValueError(f"merged_target={folder}: this drafter does not adapt its target.")
+    with progress.start_task("writing the adapted target"):
+        save_merged(loaded.target, folder)
+    loaded.tokenizer.save_pretrained(folder)
+    print(f"written: {folder}, the adapted target")
+    if not isinstance(loaded.drafter, Medusa2):
+        return None
+    merged = Target.load(folder, dtype=options.target.dtype, device=loaded.target.device)
+    return loaded.drafter.make_merged_heads(merged)
+
+
+def print_launch_lines(form: ExportForm, target: str, out: str, num_drafts: int) -> None:
+    """Prints how engines serve an export: launch lines, the configuration, notes. target: its name"""
+    for engine, line in form.launch_lines(target=target, out=out, num=num_drafts).items():
         print(f"\n{engine}, {num_drafts} drafts a round:\n{line}")
     if form.settings:
-        print(f"\nas a configuration: {json.dumps(form.engine_settings(str(out), num_drafts))}")
+        print(f"\nas a configuration: {json.dumps(form.engine_settings(out, num_drafts))}")
     if form.notes:
         print("\n" + "\n".join(f"- {note}" for note in form.notes))

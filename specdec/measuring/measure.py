@@ -1,4 +1,4 @@
-"""Decoding as measurement: every prompt is decoded plainly and by each method, round by round in turn, under the same settings."""
+"""Decoding as measurement: each prompt is decoded plainly and by each method, in turn, under the same settings."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,10 +19,11 @@ from specdec.target.model import Target
 from specdec.text.conversations import Prompt
 from specdec.unroll import replay
 
-# Batches that are decoded side by side before the next ones begin: with more of them fewer rows are empty at their ends
+# Prompts of a group are decoded side by side; a group has GROUP_BATCHES batches, or fewer of batches above LARGE_BATCH.
+# Rows are empty only at the end of a group, so larger groups keep batches full, and smaller ones are finished earlier.
 GROUP_BATCHES, LARGE_GROUP_BATCHES, LARGE_BATCH = 4, 2, 8
-WARM_UP_TOKENS = 8  # tokens
-FROZEN = "the frozen target"
+WARM_UP_TOKENS = 8  # tokens of the answer before the first timed one; enough to compile every pass
+FROZEN = "the frozen target"  # name of plain decoding with a target that no head has changed
 Item = TypeVar("Item")
 
 
@@ -33,10 +34,11 @@ class PromptReplay:
     prompt: Prompt
     replayed_rounds: float  # expected rounds of drafting along the answer
     replayed_accepted: list[float]  # [K] expected rounds that accept at least d drafts
-    candidates: list[list[float]] | None = None  # [4, K] of replay.Replay
+    candidates: list[list[float]] | None = None  # [4, K] as in replay.Replay
 
 
 def make_prompt_replay(prompt: Prompt, text_replay: replay.Replay) -> PromptReplay:
+    """The replay along one text, as numbers for JSON."""
     num_rounds, accepted = text_replay.expected_rounds
     candidates = text_replay.candidates
     return PromptReplay(prompt, num_rounds, accepted.tolist(), None if candidates is None else candidates.tolist())
@@ -51,56 +53,53 @@ class PromptResult:
     drafted: Generation
     replayed_rounds: float  # expected rounds of drafting along the plain answer; nan if replay does not apply
     replayed_accepted: list[float]  # [K] expected rounds that accept at least d drafts; empty if replay does not apply
-    gap: float | None  # at temperature 0, where the answers differ: the target's top-2 logit gap there; else None
-    auto: Generation | None = None  # decoded with proposers/auto.py, if that is measured beside
-    candidates: list[list[float]] | None = None  # as of PromptReplay
+    gap: float | None  # at temperature 0, the target's top-2 logit gap where the answers differ; else None
+    auto: Generation | None = None  # answer with proposers/auto.py, where that is measured, too
+    candidates: list[list[float]] | None = None  # [4, K] as in replay.Replay
 
     @property
     def num_rounds(self) -> int:
+        """Rounds of the drafted answer."""
         return len(self.drafted.accepted[0])
 
     @property
     def first_difference(self) -> int | None:
-        """The first token of the drafted answer that is not the plain one's; None if they are the same."""
+        """The index of the first token in which the answers differ; None if they are equal."""
         return find_first_difference(self.plain.tokens[0], self.drafted.tokens[0])
 
     @property
     def num_emitted(self) -> int:
-        """Tokens emitted by drafted rounds."""
+        """Tokens that the rounds of the drafted answer emitted."""
         return sum(self.drafted.accepted[0]) + self.num_rounds
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to draft, which is measured beside plain decoding of its target."""
+    """One way to draft, compared with plain decoding of its target."""
 
     name: str
     target: Target
     proposer: Proposer
     drafting: Drafting
-    baseline: str = FROZEN  # a name of the target's plain decoding; methods of one target share it
-    head: Head | None = None  # to replay along plain answers; None for a proposer that is not trained
+    baseline: str = FROZEN  # name of the target's plain decoding, which methods of one target share
+    head: Head | None = None  # trained head, which is replayed along plain answers; None for other proposers
 
     def find_replayable_head(self, sampling: Sampling) -> Drafter | None:
-        """The head, if replay applies."""
+        """The head, if replay gives its tau at this sampling; otherwise None."""
         head = self.head
         return head if isinstance(head, Drafter) and self.drafting.replayable(head, sampling) else None
 
 
 @dataclass(frozen=True)
 class MeasureSettings:
-    """How prompts are decoded. stop_strings: beside the tokens of `stop`; seed: with the number of a prompt that of its random numbers
-
-    batch: prompts decoded at once: when an answer ends, the next prompt takes its place. An answer's times are its share of
-        those of the batch
-    """
+    """How prompts are decoded."""
 
     sampling: Sampling
-    stop: set[int]
+    stop: set[int]  # ids of tokens that end an answer
     max_new_tokens: int
-    seed: int = 0
-    batch: int = 1
-    stop_strings: StopStrings | None = None
+    seed: int = 0  # added to the number of a prompt, it seeds the random numbers of its answer
+    batch: int = 1  # prompts decoded at once; the times of an answer are its share of those of the batch
+    stop_strings: StopStrings | None = None  # texts that end an answer, too
 
 
 def measure(
@@ -114,11 +113,11 @@ def measure(
 ) -> Iterator[list[dict[str, PromptResult]]]:
     """Decodes each prompt plainly and by each method, round by round in turn, after a warm-up.
 
-    Yields the results of each group of prompts: for each prompt those of the methods, by name. The time of compiling is not
-    counted. Proposers first forget what they learned from earlier batches.
-    numbers: of the prompts, for random numbers and the order; None: 0, 1, 2 ..
-    source: of the prompts, for messages
-    progress: what the groups are taken from; it may end early
+    Yields the results of each group of prompts: for each prompt a dictionary of results by method. The time of
+    compiling is not counted. Proposers first forget what they learned from earlier batches.
+    numbers: number of each prompt, for its random numbers and the order of methods; None: 0, 1, 2 ..
+    source: name of the prompts' file, for messages
+    progress: function that passes on the groups, and may end early
     Raises ValueError for a prompt that cannot be decoded, and for two methods of one name.
     """
     decoders = make_decoders(methods, settings)
@@ -140,19 +139,12 @@ def measure(
             seeds=[settings.seed + number for number, _ in pairs],
             rotation=pairs[0][0] // settings.batch,
         )
-        yield [
-            {
-                method.name: compare_answers(
-                    method,
-                    prompt,
-                    generations[method.baseline][index],
-                    generations[method.name][index],
-                    settings.sampling,
-                )
-                for method in methods
-            }
-            for index, prompt in enumerate(group)
-        ]
+        results: list[dict[str, PromptResult]] = [{} for _ in group]
+        for method in methods:
+            answers = zip(results, group, generations[method.baseline], generations[method.name], strict=True)
+            for result, prompt, plain, drafted in answers:
+                result[method.name] = compare_answers(method, prompt, plain, drafted, settings.sampling)
+        yield results
 
 
 def make_decoders(methods: Sequence[Method], settings: MeasureSettings) -> dict[str, Decoder]:
@@ -162,8 +154,12 @@ def make_decoders(methods: Sequence[Method], settings: MeasureSettings) -> dict[
         if method.name in decoders:
             raise ValueError(f"Two methods are called {method.name}: give them different names.")
         runner = decoders[method.baseline].runner if method.baseline in decoders else method.drafting.runner()
-        decoder_options: dict[str, Any] = {"sampling": settings.sampling, "stop": settings.stop, "runner": runner}
-        decoder_options["stop_strings"] = settings.stop_strings
+        decoder_options: dict[str, Any] = {
+            "sampling": settings.sampling,
+            "stop": settings.stop,
+            "stop_strings": settings.stop_strings,
+            "runner": runner,
+        }
         if method.baseline not in decoders:
             decoders[method.baseline] = Decoder(method.target, None, **decoder_options)
         decoders[method.name] = method.drafting.decoder(method.target, method.proposer, **decoder_options)
@@ -171,17 +167,19 @@ def make_decoders(methods: Sequence[Method], settings: MeasureSettings) -> dict[
 
 
 def check_prompts(decoder: Decoder, prompts: Iterable[Prompt], max_new_tokens: int, *, source: str = "") -> None:
-    """Raises ValueError, naming the prompt, for one that cannot be decoded: before the others are. source: of all"""
+    """Raises ValueError, naming the prompt, for one that cannot be decoded. source: name of the prompts' file"""
+    prefix = f"{source}, " if source else ""
     for prompt in prompts:
         try:
             decoder.check([prompt.tokens], max_new_tokens)
         except ValueError as error:
-            raise ValueError(f"{f'{source}, ' if source else ''}prompt {prompt.id}: {error}") from None
+            raise ValueError(f"{prefix}prompt {prompt.id}: {error}") from None
 
 
 def split_prompts(items: list[Item], batch: int) -> list[list[Item]]:
-    """What the methods decode side by side: single items; for a batch several batches, so that its rows are mostly full"""
-    size = 1 if batch == 1 else (LARGE_GROUP_BATCHES if batch > LARGE_BATCH else GROUP_BATCHES) * batch
+    """Groups of items for `decode_side_by_side`: single items, or several batches, nearly equal in size."""
+    num_batches = LARGE_GROUP_BATCHES if batch > LARGE_BATCH else GROUP_BATCHES
+    size = 1 if batch == 1 else num_batches * batch
     num_groups = max(1, round(len(items) / size))
     borders = [index * len(items) // num_groups for index in range(num_groups + 1)]
     return [items[start:end] for start, end in zip(borders, borders[1:])]
@@ -196,18 +194,21 @@ def decode_side_by_side(
     seeds: list[int],
     rotation: int = 0,
 ) -> dict[str, list[Generation]]:
-    """The answers of several decoders to prompts, at most `rows` of them at once, in the order of the prompts.
+    """The answers of several decoders to prompts, at most `batch` of them at once, in the order of the prompts.
 
-    After every round the decoder that has emitted the fewest tokens goes on. So all are at the same place of the same answers
-    at nearly the same time, and other load of the machine affects all alike. All hold their caches at once.
-    seeds: of each prompt's random numbers; turn: rotates which decoder begins
+    After every round the decoder with the fewest emitted tokens goes on. So all decoders are at the same position of
+    the same answers at nearly the same time, and other load of the machine affects all alike. All hold their caches at
+    once.
+    seeds: seed of each prompt's random numbers; rotation: index of the decoder that begins, modulo their number
     """
     names = list(decoders)
     names = names[rotation % len(names) :] + names[: rotation % len(names)]
 
     def start_rounds(decoder: Decoder) -> Iterator[tuple[int, list[tuple[int, Generation]]]]:
-        generator = lambda number: seeded_generator(decoder.target, seeds[number])
-        return decoder.rounds(prompts, max_new_tokens, batch_size=batch, generator=generator)
+        def make_generator(number: int) -> torch.Generator:
+            return seeded_generator(decoder.target, seeds[number])
+
+        return decoder.rounds(prompts, max_new_tokens, batch_size=batch, generator=make_generator)
 
     rounds_of_decoder = {name: start_rounds(decoders[name]) for name in names}
     emitted = dict.fromkeys(names, 0)
@@ -220,16 +221,13 @@ def decode_side_by_side(
         else:
             emitted[name] += round_[0]
             answers_of_decoder[name] |= dict(round_[1])
-    return {
-        name: [generations[number] for number in range(len(prompts))]
-        for name, generations in answers_of_decoder.items()
-    }
+    return {name: list(dict(sorted(answers.items())).values()) for name, answers in answers_of_decoder.items()}
 
 
 def compare_answers(
     method: Method, prompt: Prompt, plain: Generation, drafted: Generation, sampling: Sampling
 ) -> PromptResult:
-    """One prompt's result from its two answers."""
+    """The result of one prompt from its two answers, with replay and the gap at the first difference."""
     replayed, gap = PromptReplay(prompt, float("nan"), []), None
     head, text = method.find_replayable_head(sampling), (prompt.tokens, plain.tokens[0])
     if head is not None:
@@ -244,12 +242,12 @@ def compare_answers(
 
 
 def seeded_generator(target: Target, seed: int) -> torch.Generator:
-    """Random numbers on the target's device."""
+    """A generator of random numbers on the target's device."""
     return torch.Generator(target.device).manual_seed(seed)
 
 
 def find_first_difference(answer: list[int], other_answer: list[int]) -> int | None:
-    """The place of the first token where two answers differ, from 0; None if they are the same."""
+    """The index of the first token in which two answers differ; None if they are equal."""
     pairs = enumerate(itertools.zip_longest(answer, other_answer))
     return next((index for index, (token, other_token) in pairs if token != other_token), None)
 
@@ -262,8 +260,11 @@ def compute_top2_gap(
     sampling: Sampling,
     constraint: Constraint | None = None,
 ) -> float | None:
-    """The gap between the target's two largest logits at the first token where two greedy answers differ; None if they
-    are the same. A gap as small as the rounding of the dtype means a near tie, which rounding may decide either way."""
+    """The gap between the target's two largest logits where two greedy answers first differ; None if they are equal.
+
+    A gap as small as the rounding of the dtype is a near tie, which rounding may decide either way.
+    constraint: at the beginning of the answer; it is advanced
+    """
     num_equal = find_first_difference(answer, other_answer)
     if num_equal is None:
         return None

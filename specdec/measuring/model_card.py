@@ -11,37 +11,20 @@ from specdec.core.option_types import Options, SmallCount, Text
 from specdec.core.untrusted import read_json
 from specdec.export.engines import ExportForm
 from specdec.export.folder import write_folder
-from specdec.measuring.report import Report, Training, describe_losslessness
-from specdec.measuring.speed import choose_chain
+from specdec.measuring.page import render_template
+from specdec.measuring.report import Report, Training, describe_losslessness, read_report
 from specdec.options.target import TargetOptions
 from specdec.target.model import Target
+from specdec.target.structure import Experts, interpolate_cost
 
 MISSING = "not recorded"
-WHOLE_VOCABULARY_NOTE = (
-    "The checkpoint drafts from a reduced vocabulary and this engine from the whole one, on which it was not trained: "
-    "acceptance differs from the validated one, and each draft costs more."
-)
-USE_TEMPLATE = """## Use it with specdec
-
-```
-python scripts/generate.py checkpoint={repo} prompt="Why is the sky blue?"
-accelerate launch train.py head=... start={repo}
-```
-
-```python
-from specdec import Speculative
-
-model.generate(**inputs, custom_generate=Speculative("{repo}"))
-```
-
-`{repo}@REVISION` is the head of one commit, tag or branch. To train it further, `head=` is its family, as in the command above."""
 # Beside a checkpoint's report.json, its tau in real engines: by the name of the engine, an entry with these fields.
 SERVED_FILE = "served.json"
 SERVED_FIELDS = ("prompts", "num_prompts", "max_new_tokens", "num_drafts", "dtype", "tau", "served_tau")
 
 
 class CardOptions(Options):
-    """What a model card says."""
+    """Options of a model card's contents."""
 
     checkpoint: Text
     num_drafts: SmallCount | None
@@ -54,16 +37,16 @@ class CardOptions(Options):
 class Provenance:
     """Where a drafter comes from and how it was measured, for the model card."""
 
-    source: str  # the checkpoint's name
+    source: str  # name of the checkpoint
     document: dict  # drafter.json
-    target: str
-    fingerprint: str
-    report: Report | None  # of the validation that chose the checkpoint
-    served_figures: dict  # by engine, see SERVED
+    target: str  # name of the target
+    fingerprint: str  # fingerprint of the target
+    report: Report | None  # report of the validation that chose the checkpoint
+    served_figures: dict  # entries of SERVED_FILE, by engine
     training_data: str
     license: str
-    num_drafts: int
-    run_facts: dict = field(default_factory=dict)  # the run's about.json
+    num_drafts: int  # drafts per round in launch lines
+    run_facts: dict = field(default_factory=dict)  # about.json of the run
 
     @classmethod
     def read(
@@ -78,33 +61,74 @@ class Provenance:
         num_drafts: int | None = None,
         run_facts: dict | None = None,
     ) -> "Provenance":
-        """From a checkpoint's folder. document: drafter.json, or what stands for it; name: the checkpoint's
+        """The provenance of a checkpoint's folder. document: drafter.json, or what replaces it; name: of the checkpoint
 
-        num_drafts: None: the fastest number by its own validation, if that decoded a chain, or 3
+        num_drafts: None: the fastest number by the head's validation, if that decoded a chain, otherwise 3
+        Raises ValueError for a report or a record of served figures that cannot be read.
         """
-        figures, served_figures = (
-            read_json(folder / file) if (folder / file).exists() else None for file in ("report.json", SERVED_FILE)
+        report = read_report(folder)
+        is_chain = report is not None and report.decoded and (report.shape or "chain").startswith("chain")
+        if num_drafts is None:
+            num_drafts = choose_chain(report) if report is not None and is_chain else 3
+        return cls(
+            source=name,
+            document=document,
+            target=target.name,
+            fingerprint=target.fingerprint(),
+            report=report,
+            served_figures=read_served_figures(folder / SERVED_FILE),
+            training_data=training_data or MISSING,
+            license=license,
+            num_drafts=num_drafts,
+            run_facts=run_facts or {},
         )
-        if not all(set(SERVED_FIELDS) <= set(entry) for entry in (served_figures or {}).values()):
-            raise ValueError(f"{folder / SERVED_FILE} is not a record of served figures: delete it.")
-        report = Report.from_json(figures, source=str(folder / "report.json")) if figures else None
-        is_chain = report is not None and report.decoded and (report.shape is None or report.shape.startswith("chain"))
-        num = num_drafts or (choose_chain(report) if report is not None and is_chain else 3)
-        values = (
-            target.name,
-            target.fingerprint(),
-            report,
-            served_figures or {},
-            training_data or MISSING,
-            license,
-            num,
-            run_facts or {},
-        )
-        return cls(name, document, *values)
+
+
+def read_served_figures(path: Path) -> dict[str, dict]:
+    """The entries of a SERVED_FILE by engine; {} without the file. Raises ValueError for another document."""
+    figures = read_json(path) if path.exists() else {}
+    if not all(set(SERVED_FIELDS) <= set(entry) for entry in figures.values()):
+        raise ValueError(f"{path} is not a record of served figures: delete it.")
+    return figures
+
+
+# The chain that pays for an export
+
+
+def predict_chain_speedups(report: Report) -> list[float]:
+    """[K] predicted speedups of chains of 1, 2, .. drafts, up to the length that the report measured by decoding.
+
+    Assumes equal costs of a drafting step at every depth, and of each draft in the target's pass, or in that of a
+    mixture of each further expert (target.structure.interpolate_cost).
+    """
+    survival, stages = report.replayed_survival or report.survival, report.ms_per_round  # replay has more prompts
+    assert survival is not None and stages is not None and report.baseline_tokens_per_second is not None
+    depth, plain_ms = len(survival), 1e3 / report.baseline_tokens_per_second
+    experts = None if report.experts is None else Experts(*report.experts)
+
+    def predict_speedup(num: int) -> float:
+        draft_ms = num / depth * stages["draft"]
+        verify_ms = plain_ms + interpolate_cost(experts, 1, 1 + num, 1 + depth) * (stages["verify"] - plain_ms)
+        other_ms = sum(ms for stage, ms in stages.items() if stage not in ("draft", "verify"))
+        return (1 + sum(survival[:num])) * plain_ms / (draft_ms + verify_ms + other_ms)
+
+    return [predict_speedup(num) for num in range(1, depth + 1)]
+
+
+def choose_chain(report: Report) -> int:
+    """The chain length with the highest of `predict_chain_speedups`."""
+    speedups = predict_chain_speedups(report)
+    return 1 + speedups.index(max(speedups))
+
+
+# The text
 
 
 def write_export(form: ExportForm, out: Path, *, dtype: torch.dtype, provenance: Provenance) -> int:
-    """The folder of an export with its model card. -> bytes of the tensors. Raises ValueError as `write_folder`."""
+    """Writes the folder of an export with its model card, and returns the bytes of its tensors.
+
+    Raises ValueError as `write_folder`.
+    """
     card = make_card(provenance, {form.name: form}, out=str(out))
     return write_folder(form, out, dtype=dtype, num_drafts=provenance.num_drafts, card=card)
 
@@ -117,80 +141,30 @@ def make_card(
     repo: str | None = None,
     adapts: bool = False,
 ) -> str:
-    """What a head is worth, how it was trained, how engines serve it. What is not known is said to be missing.
+    """The model card: how a head was trained, what to expect of it, how engines serve it. It names what is not known.
 
-    forms: by format, those that it has; out: the folder of an export, in the commands; adapts: whether it changes its target
-    repo: user/name of a checkpoint on the Hub; None: of an export
+    forms: forms of the head by format; out: folder of an export, in the commands
+    repo: user/name of a checkpoint on the Hub; None: for an export; adapts: the head changes its target
     """
-    target, kind = provenance.target, str(provenance.document["_target_"]).rpartition(".")[2]
-    metadata = [
-        f"license: {provenance.license}",
-        *([] if hub.is_folder(target) else [f"base_model: {target}"]),
-        *(["library_name: specdec"] if repo else []),
-        f"tags: [speculative-decoding, {kind.lower()}]",
-    ]
-    owner = "those of the target as this head adapts it" if adapts else "the target's own"
-    paragraphs = [
-        "\n".join(["---", *metadata, "---"]),
-        f"# {kind} for {target}",
-        f"A drafter for speculative decoding: it drafts tokens and {target} verifies them, so the texts are {owner}.",
-        "## How it was trained",
-        _write_training_table(provenance),
-        "## What to expect",
-        write_expectations(provenance),
-        *_list_figures(provenance),
-        *([USE_TEMPLATE.format(repo=repo)] if repo else []),
-        "## Serve it in an engine",
-    ]
-    for name, form in forms.items():
-        num_drafts = form.limit_drafts(provenance.num_drafts)
-        lines = form.launch_lines(target=target, out=out, num=num_drafts)
-        export = f"python scripts/export.py checkpoint={repo or provenance.source} format={name} out={out}"
-        paragraphs += [
-            f"### format={name}",
-            f"```\n{export}\n```",
-            *([f"With {num_drafts} drafts a round:"] if lines else []),
-        ]
-        paragraphs += [f"{engine}:\n\n```\n{line}\n```" for engine, line in lines.items()]
-        notes = [*([WHOLE_VOCABULARY_NOTE] if form.whole_vocabulary else []), *form.notes]
-        paragraphs += ["\n".join(f"- {note}" for note in notes)] if notes else []
-    if not forms:
-        paragraphs.append("No engine has a form for this head.")
-    return "\n\n".join(paragraphs) + "\n"
-
-
-def _write_training_table(provenance: Provenance) -> str:
-    """A table of two columns: target, data, size, tokens, time, machine, command, versions."""
-    document, run_facts = provenance.document, provenance.run_facts
-    training = (provenance.report and provenance.report.training) or Training()
-    environment, data_facts, start = (run_facts.get(name) or {} for name in ("environment", "data", "start"))
-    machine, processes = environment.get("machine"), environment.get("processes")
-    versions = {**document.get("versions", {}), **({"python": environment["python"]} if environment else {})}
-    tokens = _format_millions(training.tokens)
-    if training.tokens and training.unique_tokens:
-        tokens += f", of {_format_millions(training.unique_tokens)} different ones"
-    rows = {
-        "checkpoint": provenance.source,
-        "target": f"{provenance.target}, fingerprint {provenance.fingerprint}",
-        "hidden states read": ", ".join(map(str, document.get("reads_layers", ()))) or "none",
-        "trained on": provenance.training_data,
-        "licence": f"{provenance.license} (the target has its own)",
-        "trained parameters": _format_millions(training.parameters),
-        "conversations": f"{data_facts['conversations']:,}" if data_facts.get("conversations") else MISSING,
-        "tokens read in training": tokens,
-        "minutes of training": f"{training.seconds / 60:.1f}" if training.seconds else MISSING,
-        "machine": f"{machine}, {environment.get('threads')} threads, {processes} processes" if machine else MISSING,
-        **({"started from": start["used"]} if start else {}),
-        "command": f"`{run_facts['command']}`" if run_facts.get("command") else MISSING,
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-    }
-    # a bar inside a value would end its cell
-    cells = ("| {} | {} |".format(name, value.replace("|", "\\|")) for name, value in rows.items())
-    return "\n".join(["| | |\n|---|---|", *cells])
-
-
-def _format_millions(number: int | None) -> str:
-    return f"{number / 1e6:.2f} M" if number else MISSING
+    report = provenance.report
+    environment = provenance.run_facts.get("environment") or {}
+    versions = {**provenance.document.get("versions", {}), **({"python": environment["python"]} if environment else {})}
+    text = render_template(
+        "model_card.md.jinja",
+        card=provenance,
+        forms=forms,
+        out=out,
+        repo=repo,
+        adapts=adapts,
+        kind=str(provenance.document["_target_"]).rpartition(".")[2],
+        target_is_folder=hub.is_folder(provenance.target),
+        training=(report and report.training) or Training(),
+        versions=versions,
+        expectations=write_expectations(provenance),
+        shape=report and _name_shape(report),
+        losslessness=report and report.decoded and describe_losslessness(report),
+    )
+    return text.rstrip() + "\n"
 
 
 def write_expectations(provenance: Provenance) -> str:
@@ -200,12 +174,11 @@ def write_expectations(provenance: Provenance) -> str:
     if report:
         decoded = (report.num_prompts, report.tau, report.tau_ci)
         replayed = (report.replayed_prompts, report.replayed_tau, report.replayed_tau_ci)
-        is_replayed = report.num_prompts < (
-            report.replayed_prompts or 0
-        )  # decoded in the time that validation had for it
+        is_replayed = report.num_prompts < (report.replayed_prompts or 0)  # validation had time to decode some only
         num, tau, interval = replayed if is_replayed else decoded
         assert tau is not None and interval is not None
-        setting = f"{num} prompts, temperature {report.temperature:g}, {_name_shape(report)}{', by replay' if is_replayed else ''}"
+        setting = f"{num} prompts, temperature {report.temperature:g}, {_name_shape(report)}"
+        setting += ", by replay" * is_replayed
         lines.append(f"| specdec, validation | {setting} | {tau:.2f} ({interval[0]:.2f} .. {interval[1]:.2f}) |")
     for engine, entry in served_figures.items():
         num, prompts, tau, served_tau = (entry[key] for key in ("num_prompts", "prompts", "tau", "served_tau"))
@@ -215,41 +188,18 @@ def write_expectations(provenance: Provenance) -> str:
     if len(lines) == 1:
         return "Not measured."
     return (
-        "tau: tokens emitted per target pass of a round, with the bonus or correction token. Do not compare it across chain "
-        "lengths.\n\n" + "\n".join(lines)
+        "tau: tokens emitted per target pass of a round, with the bonus or correction token. Do not compare it across "
+        "chain lengths.\n\n" + "\n".join(lines)
     )
 
 
 def _name_shape(report: Report) -> str:
+    """The chain or tree of a report."""
     return report.shape or f"chain of {len(report.survival or [])}"
 
 
-def _list_figures(provenance: Provenance) -> list[str]:
-    """Speedup with its conditions, and whether answers are unchanged."""
-    report, run_facts = provenance.report, provenance.run_facts
-    if report is None:
-        return []
-    if report.speedup is None or report.speedup_ci is None:
-        return ["The speedup was not measured: nothing was decoded with the clock running."]
-    environment, dtype = run_facts.get("environment") or {}, (run_facts.get("target") or {}).get("dtype")
-    machine = "a machine that is not recorded"
-    if environment:
-        machine = f"{environment['machine']}, {environment['threads']} threads"
-    speedups = (
-        f"{report.speedup:.2f} ({report.speedup_ci[0]:.2f} .. {report.speedup_ci[1]:.2f}) with a {_name_shape(report)}"
-    )
-    if report.auto:
-        low, high = report.auto["speedup_ci"]
-        speedups += f", {report.auto['speedup']:.2f} ({low:.2f} .. {high:.2f}) with proposer=auto"
-    return [
-        f"Speedup over plain decoding, with 95 % intervals over prompts: {speedups}. {report.num_prompts} prompts, one stream, "
-        f"temperature {report.temperature:g}, {dtype or 'a dtype that is not recorded'}, {machine}.",
-        f"Answers: {describe_losslessness(report)}.",
-    ]
-
-
 def read_provenance(options: CardOptions, loaded: loading.LoadedHead, target: Target) -> Provenance:
-    """What a model card tells of a checkpoint. `data` of the options replaces what the record of the run names."""
+    """The provenance of a loaded checkpoint. `data` of the options replaces the data in the record of the run."""
     run_facts = checkpoint.read_facts(loaded.folder)
     document = checkpoint.read_document(loaded.folder) | {"reads_layers": list(loaded.drafter.target_layers)}
     data_facts = run_facts.get("data")

@@ -22,7 +22,7 @@ from specdec.text.conversations import Prompt
 
 
 class QuestionOptions(Options):
-    """Which questions are asked, for verbs that measure."""
+    """Options of verbs that measure: which questions are asked."""
 
     suite: Text | None
     subset: Text | None
@@ -45,11 +45,11 @@ class MeasureOptions(QuestionOptions):
 
 @dataclass(frozen=True)
 class Question:
-    """turns: rows as of reading.load_prompts, with the messages that each turn adds, and `original`: the published text"""
+    """A question of one or several turns."""
 
     id: str
     category: str
-    turns: tuple[dict, ...]
+    turns: tuple[dict, ...]  # rows as from reading.load_prompts: new messages of a turn; `original`: published text
     tags: tuple[str, ...] = ()
 
 
@@ -59,16 +59,16 @@ EncodeTurn = Callable[[Question, int, Sequence[str], PreTrainedTokenizerBase], P
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """Questions of one source, how they are asked, and how publications count what comes of them.
+    """Questions of one source, how they are asked, and how publications count acceptance on them.
 
     source: file, folder or name of the rows
-    arguments: variables of the chat template, for questions that do not have their own
-    encode: maker of prompts; None where the target's answers are already recorded
+    arguments: variables of the chat template, for questions without own ones
+    encode: maker of prompts; None where the target's answers are recorded already
     suite, protocol: {name, title, digest}; None: rows of prompts=, and this project's own protocol
     chat: target (its chat template), vicuna, or none
     stop: texts that end an answer
-    published: ways of counting, by the names of their protocols
-    notes: sentences on what is not as published
+    published: ways to count, by the names of their protocols
+    notes: sentences on differences from the publication
     """
 
     questions: list[Question]
@@ -84,29 +84,36 @@ class QuestionSet:
 
     @property
     def num_turns(self) -> int:
+        """The turns of the longest question."""
         return max(len(question.turns) for question in self.questions)
 
     @property
     def countings(self) -> dict[str, Counting]:
-        """This project's own counting, those of publications, and those of engines."""
+        """The ways to count by name: this project's own, those of publications, and those of engines."""
         return {"specdec": SPECDEC, **self.published, **ENGINES}
 
     def make_prompt(
         self, question: Question, turn: int, answers: Sequence[str], tokenizer: PreTrainedTokenizerBase
     ) -> Prompt:
-        """answers: the target's, to the earlier turns. Raises ValueError for a prompt that cannot be encoded."""
+        """The prompt of a turn. answers: the target's answers to earlier turns
+
+        Raises ValueError for a prompt that cannot be encoded.
+        """
         assert self.encode is not None
         return self.encode(question, turn, answers, tokenizer)
 
     def make_stop_strings(self, tokenizer: PreTrainedTokenizerBase) -> StopStrings | None:
-        """None without `stop`. Raises ValueError, naming the protocol, for a text that no answer can hold."""
+        """The texts that end an answer; None without any.
+
+        Raises ValueError, naming the protocol, for a text that no answer can hold.
+        """
         if self.protocol is None or not self.stop:
             return None
         with reading.name_location(f"protocol={self.protocol['name']}"):
             return StopStrings(list(self.stop), TextDecoder.from_tokenizer(tokenizer))
 
     def describe(self, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-        """The questions as settings of a measurement. tokenizer: None where a server encodes the prompts"""
+        """The questions as settings of a measurement. tokenizer: None: a server encodes the prompts"""
         arguments = self.arguments
         if tokenizer is not None:
             arguments = chat_template.select_known_arguments(tokenizer, arguments)
@@ -122,7 +129,7 @@ class QuestionSet:
         }
 
     def _describe_chat(self, tokenizer: PreTrainedTokenizerBase | None) -> str:
-        """The form in which questions are sent. Rows that are plain text stay plain text."""
+        """The form in which questions are sent, as text. Rows that are plain text stay plain text."""
         if self.chat == "vicuna":
             return "the conversation of Vicuna"
         if self.chat == "target" and tokenizer is None:
@@ -132,13 +139,16 @@ class QuestionSet:
         return "bare text"
 
     def list_notes(self, heads: Mapping[str, Path]) -> list[str]:
-        """What is not as published, and which heads were trained on some of the questions. heads: folders by name"""
+        """Sentences on differences from the publication, and on heads that were trained on questions.
+
+        heads: folders by name
+        """
         rows = [{**question.turns[0], "id": question.id} for question in self.questions]
         return [*self.notes, *find_copies(rows, heads)]
 
 
 def read_plain_questions(source: str, split: str | None = None) -> list[Question]:
-    """Rows of prompts= as questions of one turn. Raises ValueError as reading.load_prompts."""
+    """The rows of prompts= as questions of one turn. Raises ValueError as reading.load_prompts."""
     with reading.name_location(source):
         rows = reading.spread_rows(reading.load_prompts(source, split=split), None)
     ids = reading.number_ids([row["id"] for row in rows])
@@ -146,13 +156,16 @@ def read_plain_questions(source: str, split: str | None = None) -> list[Question
 
 
 def read_questions(options: QuestionOptions, heads: Sequence[str]) -> QuestionSet:
-    """The rows of prompts=. Raises ValueError as `read_rows`, and for suite= and protocol=, which specdec/tools/suites reads."""
+    """The rows of prompts=, where there is no specdec/tools/suites.
+
+    Raises ValueError as `read_rows`, and for suite= and protocol=.
+    """
     raise_first({f"suite= and protocol= need {extensions.PACKAGE}/tools/suites.": options.suite or options.protocol})
     return read_rows(options, heads)
 
 
 def read_rows(options: QuestionOptions, heads: Sequence[str]) -> QuestionSet:
-    """The rows of prompts=, `limit` of them, spread over the file. heads: folders, whose template arguments are the defaults
+    """The rows of prompts=, `limit` of them, spread over the file. heads: folders with default template arguments
 
     Raises ValueError as reading.load_prompts.
     """
@@ -170,7 +183,7 @@ def encode_turn(
     *,
     arguments: dict[str, Any],
 ) -> Prompt:
-    """The prompt of a turn, counted from 0, behind the turns before it and the target's answers to them, by its chat template.
+    """The prompt of a turn, counted from 0, by the chat template: earlier turns with the target's answers, then itself.
 
     Raises ValueError as conversations.encode_row.
     """
@@ -185,7 +198,7 @@ def encode_turn(
 
 
 def find_copies(rows: Sequence[dict], heads: Mapping[str, Path]) -> Iterator[str]:
-    """A sentence for each head that was trained on some of the prompts. heads: folders by name"""
+    """Yields a sentence for each head that was trained on some of the prompts. heads: folders by name"""
     for name, folder in heads.items():
         digests = trained_prompts.read_digests(folder)
         if digests is None:
@@ -207,8 +220,8 @@ def read_answers(
 ) -> QuestionSet:
     """Conversations whose last message the target wrote at a temperature, as questions of one turn.
 
-    hold_out: number of rows that are used, the first at temperature 0; None: all
-    Raises ValueError if there is none.
+    hold_out: number of rows that are used, the first ones of temperature 0; None: all
+    Raises ValueError if there is no such row.
     """
     rows = reading.load_conversations(source, split=split, arguments=arguments)
     if hold_out is not None:

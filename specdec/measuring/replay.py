@@ -1,4 +1,4 @@
-"""tau of a drafter along answers that the target wrote, without decoding: texts in batches, and their counts."""
+"""The verb replay, and its means: tau of a drafter along answers that the target wrote, without decoding."""
 
 from specdec.options.command_line import split_list
 
@@ -40,12 +40,12 @@ from specdec.text import conversations, reading
 from specdec.text.conversations import Prompt
 from specdec.unroll import replay
 
-BATCH_TOKENS = 4096  # of prompts and answers that are replayed at once, padding included
+BATCH_TOKENS = 4096  # bound of the tokens that are replayed at once, prompts and padding included
 
 
 @dataclass(frozen=True)
 class AnsweredPrompt:
-    """What the target wrote to a prompt, at a temperature: token ids."""
+    """A prompt and the target's answer at a temperature, as token ids."""
 
     prompt: list[int]
     answer: list[int]
@@ -53,11 +53,12 @@ class AnsweredPrompt:
 
     @property
     def length(self) -> int:
+        """Tokens of the prompt and its answer."""
         return len(self.prompt) + len(self.answer)
 
 
 def encode_answered_prompt(tokenizer: PreTrainedTokenizerBase, row: dict) -> AnsweredPrompt:
-    """The last answer of a row of `reading.load_conversations`."""
+    """The last answer of a row of `reading.load_conversations`, with all before it as the prompt."""
     tokens = conversations.encode(tokenizer, row)
     start, stop = conversations.find_last_answer(tokens)
     return AnsweredPrompt(tokens.tokens[:start], tokens.tokens[start:stop], float(row.get("temperature") or 0.0))
@@ -66,8 +67,9 @@ def encode_answered_prompt(tokenizer: PreTrainedTokenizerBase, row: dict) -> Ans
 def encode_answers(
     question_set: QuestionSet, tokenizer: PreTrainedTokenizerBase, *, temperature: float, length: int
 ) -> tuple[list[Prompt], list[AnsweredPrompt]]:
-    """The prompts of `read_answers`, and their answers of two tokens or more. length: of a prompt with its answer, in tokens
+    """The prompts of `read_answers`, and their answers of two tokens or more.
 
+    length: tokens of a prompt with its answer; longer answers are cut
     Raises ValueError if no answer has a second token.
     """
     prompts, texts = [], []
@@ -86,14 +88,15 @@ def encode_answers(
 def replay_texts(
     drafter: Drafter, texts: Sequence[AnsweredPrompt], *, depth: int, label: str, engine: EngineTarget | None = None
 ) -> list[replay.Replay]:
-    """What the drafter does along each text. what: is shown
+    """The replay of the drafter along each text, in the order of the texts.
 
-    depth: of the chain, or as many drafts as the drafter can make; engine: reads the texts in place of the target
+    depth: drafts of the chain, at most as many as the drafter can make; label: name of the work, for progress
+    engine: server that reads the texts; None: the target in this process
     """
     depth = min(depth, drafter.depth or depth)
     lengths = [text.length for text in texts]
     replay_of_text: dict[int, replay.Replay] = {}
-    groups: list[tuple[float, list[int]]] = []  # of one temperature
+    groups: list[tuple[float, list[int]]] = []  # temperature, and numbers of texts
     for temperature in sorted({text.temperature for text in texts}):
         numbers_of_temperature = [number for number, text in enumerate(texts) if text.temperature == temperature]
         groups += [(temperature, group) for group in batch_texts(numbers_of_temperature, lengths, drafter.target)]
@@ -106,21 +109,25 @@ def replay_texts(
 
 
 def count_replays(replays: Iterable[replay.Replay]) -> list[PromptCounts]:
-    """What tau of each text is made of. judged: by `replay_texts`"""
-    return [
-        PromptCounts(number, number + float(accepted.sum()))
-        for number, accepted in (text_replay.expected_rounds for text_replay in replays)
-    ]
+    """The numbers behind tau of each text."""
+    counts = []
+    for text_replay in replays:
+        num_rounds, accepted = text_replay.expected_rounds
+        counts.append(PromptCounts(num_rounds, num_rounds + float(accepted.sum())))
+    return counts
 
 
 def sort_by_length(numbers: Iterable[int], lengths: Sequence[int]) -> list[int]:
-    """The longest first"""
+    """The numbers of texts, the longest text first. lengths: tokens of all texts"""
     return sorted(numbers, key=lambda number: (-lengths[number], number))
 
 
 def batch_texts(numbers: Iterable[int], lengths: Sequence[int], target: Target) -> list[list[int]]:
-    """Numbers of texts that are read together, of at most BATCH_TOKENS with the padding. lengths: of all texts, in tokens"""
-    max_tokens = BATCH_TOKENS if target.rotary_boundary is None else 0  # of LongRoPE one: a batch has one set of angles
+    """Groups of numbers of texts that are read together, of at most BATCH_TOKENS with padding, the longest first.
+
+    lengths: tokens of all texts. With LongRoPE each text is alone, as a batch has one set of angles.
+    """
+    max_tokens = BATCH_TOKENS if target.rotary_boundary is None else 0
     batches: list[list[int]] = []
     for number in sort_by_length(numbers, lengths):  # the first of a batch is its longest
         if batches and (1 + len(batches[-1])) * lengths[batches[-1][0]] <= max_tokens:
@@ -131,24 +138,20 @@ def batch_texts(numbers: Iterable[int], lengths: Sequence[int], target: Target) 
 
 
 def warn_of_writers(writers: Iterable[str | None], target: Target) -> None:
-    """Warns of rows that were written by other weights than the target's.
-
-    writers: fingerprints of what wrote each row; empty or None: not known
-    """
+    """Warns of rows that other weights than the target's wrote. writers: fingerprints by row; empty or None: unknown"""
     counts, identity = collections.Counter(writers), target.identity
     comparable_counts = {writer: num for writer, num in counts.items() if writer and identity.covers_layers(writer)}
     other_counts = {writer: num for writer, num in comparable_counts.items() if not identity.matches(writer)}
     if other_counts:
         subject = f"{sum(other_counts.values())} of {counts.total()} rows were written by {{}} weights"
-        clause = describe_difference(
-            subject, max(other_counts, key=lambda counted_writer: other_counts[counted_writer]), identity.text
-        )
+        most_frequent = max(other_counts, key=lambda writer: other_counts[writer])
+        clause = describe_difference(subject, most_frequent, identity.text)
         warnings.warn(f"{clause}: let it answer the prompts itself (specdec answer), or expect less.", stacklevel=2)
 
 
 # The verb
 
-FREE_OPTIONS = ("out",)  # options that change no figure
+FREE_OPTIONS = ("out",)  # options that are not recorded, as they change no figure
 
 
 class ReplayDecodeOptions(Options):
@@ -211,7 +214,7 @@ def replay_heads(options: ReplayOptions, console: progress.Results) -> None:
 
 
 def replay_head(head: ComparedHead, texts: list[AnsweredPrompt], depth: int) -> list[replay.Replay]:
-    """Raises ValueError for a head that does not draft by steps."""
+    """The replays of one head along all texts. Raises ValueError for a head that does not draft by steps."""
     if not isinstance(head.drafter, Drafter):
         raise ValueError(f"{head.folder} does not draft by steps, so it cannot be replayed: evaluate decodes with it.")
     return replay_texts(head.drafter, texts, depth=depth, label=f"replay of {head.name}")
@@ -220,7 +223,7 @@ def replay_head(head: ComparedHead, texts: list[AnsweredPrompt], depth: int) -> 
 def make_entry(
     head: ComparedHead, prompts: list[Prompt], replays: list[replay.Replay], sampling: Sampling, seed: int
 ) -> Entry:
-    """The figures of one head."""
+    """The figures of one head, from its replays along the prompts' answers."""
 
     def summarise(replays_of_prompts: list) -> Report:
         return add_replays(make_undecoded_report(sampling.temperature), replays_of_prompts, seed=seed)

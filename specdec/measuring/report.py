@@ -1,91 +1,93 @@
-"""What a measurement says: acceptance length (tau), speed and losslessness, overall and by category, as a record and as JSON.
+"""Reports: acceptance length (tau), speed and losslessness, overall and by category, as records and as JSON.
 
 Intervals are 95 % bootstrap intervals over prompts (docs/glossary.md).
 """
 
+import functools
+import itertools
 import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from specdec.core.generation import STAGES, count_rounds_reaching
+from specdec.core.untrusted import read_json
 from specdec.measuring.measure import PromptReplay, PromptResult
 from specdec.text.conversations import Prompt
 
 TAU = "tokens emitted per target pass of a round, bonus or correction token counted; the prompt's own pass is no round"
-RESAMPLES = 1000
+RESAMPLES = 1000  # draws of a bootstrap; their own error of a bound is then about 2 % of the interval's width
 
 
 @dataclass(frozen=True)
 class Training:
-    """What training took until a validation. Reports of older runs lack some of it."""
+    """The cost of training until a validation. Reports of older runs lack some figures."""
 
-    parameters: int | None = None  # trained ones
-    tokens: int | None = None  # read, in all processes
-    seconds: float | None = None  # without validation and saving
+    parameters: int | None = None  # trained parameters
+    tokens: int | None = None  # tokens read in all processes
+    seconds: float | None = None  # time without validation and saving
     tokens_per_second: float | None = None
-    peak_memory: int | None = None  # bytes: of the device, on a CPU of the process
+    peak_memory: int | None = None  # bytes of the device, on a CPU those of the process
     processes: int | None = None
-    unique_tokens: int | None = None  # of the data set, if all of it is known; of more, some were read several times
+    unique_tokens: int | None = None  # tokens of the data set, if all of it is known; `tokens` above it are repeats
 
 
 @dataclass(frozen=True)
 class Report:
     """Figures of drafting on a set of prompts (docs/glossary.md). `*_ci` are 95 % bootstrap intervals over prompts.
 
-    What is counted or timed by decoding is None where nothing was decoded.
+    Figures of decoding are None where nothing was decoded, those of replay where replay does not apply. K: depths
     """
 
     temperature: float
-    num_prompts: int  # decoded ones
-    num_rounds: int
+    num_prompts: int  # decoded prompts
+    num_rounds: int  # rounds of their drafted answers
     tau: float | None = None
     tau_ci: list[float] | None = None
     survival: list[float] | None = None  # [K] share of rounds that accept at least d drafts
-    acceptance: list[float] | None = None  # [K] the same, of the rounds that accept d - 1
+    acceptance: list[float] | None = None  # [K] share of these among the rounds that accept d - 1
     tokens_per_second: float | None = None
     tokens_per_second_ci: list[float] | None = None
     baseline_tokens_per_second: float | None = None
     speedup: float | None = None
     speedup_ci: list[float] | None = None
-    ms_per_round: dict[str, float] | None = None  # by decode.STAGES
-    adapted_target: bool = False  # whether outputs are those of a target that the head has changed
-    identical_outputs: float | None = None  # share of the answers that equal plain decoding; None at temperature > 0
-    largest_gap_at_difference: float | None = None  # the largest top-2 logit gap where a greedy answer differs
-    replayed_prompts: int | None = None  # None where replay does not apply
+    ms_per_round: dict[str, float] | None = None  # milliseconds by stage (generation.STAGES)
+    adapted_target: bool = False  # the head has changed its target, whose outputs these are
+    identical_outputs: float | None = None  # share of answers that equal plain decoding; None at temperature > 0
+    largest_gap_at_difference: float | None = None  # largest top-2 logit gap at the first difference of greedy answers
+    replayed_prompts: int | None = None
     replayed_tau: float | None = None
     replayed_tau_ci: list[float] | None = None
     replayed_survival: list[float] | None = None  # [K]
-    candidates: dict | None = None  # of a head with a lattice: `summarise_candidates`
+    candidates: dict | None = None  # `summarise_candidates` of a head with a lattice
     by_category: dict[str, "Report"] = field(default_factory=dict)
-    shape: str | None = None  # of a validation: the chain or tree
-    step: int | None = None  # of a validation
-    training: Training | None = None  # of a validation
-    ema: dict | None = None  # of a validation with train.ema: the weights kept, and replayed tau of both
-    served_speedup: float | None = None  # on a GPU: by captured passes and steps (served.py)
-    served_ms: dict | None = None  # what it is made of
-    auto: dict | None = (
-        None  # of proposers/auto.py beside: see _summarise_auto, scripts/evaluate.py and train/loop/validate.py
-    )
+    shape: str | None = None  # chain or tree of a validation
+    step: int | None = None  # training step of a validation
+    training: Training | None = None  # cost of training until a validation
+    ema: dict | None = None  # validation with train.ema: the better weights, and replayed tau of both
+    served_speedup: float | None = None  # speedup by captured passes and steps, on a GPU (captured_speed.py)
+    served_ms: dict | None = None  # milliseconds of these passes and steps
+    auto: dict | None = None  # figures of proposers/auto.py (`summarise_auto`, train/loop/validate.py)
     differences: list[dict] = field(default_factory=list)  # greedy answers unlike plain decoding's: prompt, token, gap
-    by_tag: dict[str, "Report"] = field(default_factory=dict)  # of the tags that rows of prompts have
-    by_prompt: list[dict] = field(default_factory=list)  # of a validation: `count_prompts`
-    fast: dict | None = None  # on a GPU: of each fast path whether it was used, or why not
-    user_tokens_per_second: float | None = None  # the median over answers, in which others of the batch cost time, too
+    by_tag: dict[str, "Report"] = field(default_factory=dict)  # reports by the tags of the rows of prompts
+    by_prompt: list[dict] = field(default_factory=list)  # `count_prompts` of a validation
+    fast: dict | None = None  # fast paths of a GPU: used, or the reason why not
+    user_tokens_per_second: float | None = None  # median over answers; the rest of the batch costs them time, too
     baseline_user_tokens_per_second: float | None = None
-    experts: list[int] | None = None  # of a validation whose target is a mixture: experts of a layer, those of a token
+    experts: list[int] | None = None  # [experts per layer, experts used per token] of a target that is a mixture
 
     @property
     def decoded(self) -> bool:
-        """Whether prompts were decoded; if not, all figures are by replay."""
+        """Whether prompts were decoded; otherwise all figures are by replay."""
         return self.tau is not None
 
     def to_json(self) -> dict:
-        """A document for json.dump; `from_json` reads it."""
+        """The report as a document for JSON, without unknown optional figures; `from_json` reads it."""
         document = {item.name: getattr(self, item.name) for item in fields(self)}
         for group in ("by_category", "by_tag"):
             document[group] = {name: report.to_json() for name, report in getattr(self, group).items()}
@@ -99,21 +101,29 @@ class Report:
 
     @classmethod
     def from_json(cls, document: dict, *, source: str = "this document") -> "Report":
-        """Ignores keys that it does not know. Raises ValueError, naming `source`, if a figure is missing."""
+        """The report of a document; unknown keys are ignored. source: file of the document, for messages
+
+        Raises ValueError, naming `source`, if a figure is missing.
+        """
         known_names = {item.name for item in fields(cls)}
         values = {key: value for key, value in document.items() if key in known_names}
         try:
-            by_category, by_tag = (
-                {name: cls.from_json(document_of_group) for name, document_of_group in values.pop(group, {}).items()}
-                for group in ("by_category", "by_tag")
-            )
-            training = values.pop("training", None)
-            training = training and Training(**training)
-            return cls(**values, by_category=by_category, by_tag=by_tag, training=training)
+            for name in ("by_category", "by_tag"):
+                groups = values.get(name, {})
+                values[name] = {group: cls.from_json(report) for group, report in groups.items()}
+            training = values.get("training")
+            values["training"] = training and Training(**training)
+            return cls(**values)
         except (TypeError, AttributeError) as error:
             raise ValueError(
                 f"{source} is not a report of drafting ({error}). Take another copy of it, or measure again."
             ) from error
+
+
+def read_report(folder: Path) -> Report | None:
+    """The report of a checkpoint's folder; None without one. Raises ValueError for another document."""
+    path = folder / "report.json"
+    return Report.from_json(read_json(path), source=str(path)) if path.exists() else None
 
 
 def summarise(
@@ -124,55 +134,72 @@ def summarise(
     adapted: bool = False,
     seed: int = 0,
 ) -> Report:
-    """Figures over all results. depth: the deepest draft; adapted: `Target.adapted`; seed: of the bootstrap"""
-    rounds = sum(result.num_rounds for result in results)
-    reaching = count_rounds_reaching([count for result in results for count in result.drafted.accepted[0]], depth)
-    survival = [count / rounds if rounds else math.nan for count in reaching]
-    previous_survival = [1.0, *survival[:-1]]
-    gaps = [result.gap for result in results if result.gap is not None]
-    report = Report(
-        temperature=temperature,
-        adapted_target=adapted,
-        num_prompts=len(results),
-        num_rounds=rounds,
-        tau=compute_tau(results),
-        tau_ci=bootstrap_interval(results, compute_tau, seed),
-        survival=survival,
-        acceptance=[
-            share / previous_share if previous_share else math.nan
-            for share, previous_share in zip(survival, previous_survival)
-        ],
-        tokens_per_second=compute_rate(results, "drafted"),
-        tokens_per_second_ci=bootstrap_interval(results, lambda drawn: compute_rate(drawn, "drafted"), seed),
-        baseline_tokens_per_second=compute_rate(results, "plain"),
-        speedup=compute_speedup(results),
-        speedup_ci=bootstrap_interval(results, compute_speedup, seed),
-        user_tokens_per_second=compute_user_rate(results, "drafted"),
-        baseline_user_tokens_per_second=compute_user_rate(results, "plain"),
-        ms_per_round={
-            name: 1e3 * sum(result.drafted.stages[name] for result in results) / max(1, rounds) for name in STAGES
-        },
-        identical_outputs=None if temperature > 0 else 1 - len(gaps) / len(results),
-        largest_gap_at_difference=None if temperature > 0 else max(gaps, default=None),
-        differences=[
-            {"prompt": result.prompt.id, "token": result.first_difference, "gap": result.gap}
-            for result in results
-            if result.gap is not None
-        ],
-        auto=_summarise_auto(results, temperature, seed) if all(result.auto for result in results) else None,
-    )
-    replayed = all(result.replayed_accepted for result in results)
-    return add_replays(report, results, seed=seed) if replayed else report
+    """The report over all results. depth: deepest draft; adapted: `Target.adapted`; seed: of the bootstrap"""
+    num_rounds = sum(result.num_rounds for result in results)
+    figures = summarise_acceptance(results, depth, seed) | summarise_speed(results, seed)
+    if temperature == 0:
+        figures |= summarise_differences(results)
+    if all(result.auto for result in results):
+        figures["auto"] = summarise_auto(results, temperature, seed)
+    report = Report(temperature, len(results), num_rounds, adapted_target=adapted, **figures)
+    is_replayed = all(result.replayed_accepted for result in results)
+    return add_replays(report, results, seed=seed) if is_replayed else report
 
 
-def _summarise_auto(results: list[PromptResult], temperature: float, seed: int) -> dict:
-    """Figures of drafting that chooses how much to draft. sizes: rounds by the nodes of their trees, the root included"""
-    answers = [result.auto for result in results if result.auto is not None]
-    rounds = sum(len(answer.accepted[0]) for answer in answers)
-    sizes = Counter(1 + num for answer in answers for num in answer.drafted)
-    num_identical = sum(result.auto is not None and result.auto.tokens == result.plain.tokens for result in results)
+def summarise_acceptance(results: list[PromptResult], depth: int, seed: int) -> dict[str, Any]:
+    """Figures of the drafts that rounds accept, by the names of the report's fields. depth: deepest draft"""
+    counts = [count for result in results for count in result.drafted.accepted[0]]
+    survival = [num / len(counts) if counts else math.nan for num in count_rounds_reaching(counts, depth)]
+    pairs = zip(survival, [1.0, *survival])  # of a depth, and of the one before
     return {
-        "tau": 1 + sum(sum(answer.accepted[0]) for answer in answers) / rounds if rounds else math.nan,
+        "tau": compute_tau(results),
+        "tau_ci": bootstrap_interval(results, compute_tau, seed),
+        "survival": survival,
+        "acceptance": [share / previous if previous else math.nan for share, previous in pairs],
+    }
+
+
+def summarise_speed(results: list[PromptResult], seed: int) -> dict[str, Any]:
+    """Figures of time, by the names of the report's fields."""
+    num_rounds = max(1, sum(result.num_rounds for result in results))
+    milliseconds = {}
+    for stage in STAGES:
+        milliseconds[stage] = 1e3 * sum(result.drafted.stages[stage] for result in results) / num_rounds
+    return {
+        "tokens_per_second": compute_rate(results),
+        "tokens_per_second_ci": bootstrap_interval(results, compute_rate, seed),
+        "baseline_tokens_per_second": compute_rate(results, "plain"),
+        "speedup": compute_speedup(results),
+        "speedup_ci": bootstrap_interval(results, compute_speedup, seed),
+        "user_tokens_per_second": compute_user_rate(results, "drafted"),
+        "baseline_user_tokens_per_second": compute_user_rate(results, "plain"),
+        "ms_per_round": milliseconds,
+    }
+
+
+def summarise_differences(results: list[PromptResult]) -> dict[str, Any]:
+    """Figures of greedy answers that differ from plain decoding, by the names of the report's fields."""
+    different = [(result, result.gap) for result in results if result.gap is not None]
+    differences = [
+        {"prompt": result.prompt.id, "token": result.first_difference, "gap": gap} for result, gap in different
+    ]
+    return {
+        "identical_outputs": 1 - len(different) / len(results),
+        "largest_gap_at_difference": max((gap for _, gap in different), default=None),
+        "differences": differences,
+    }
+
+
+def summarise_auto(results: list[PromptResult], temperature: float, seed: int) -> dict:
+    """Figures of proposer=auto, which chooses how much to draft. sizes: rounds by nodes of the tree, with its root"""
+    compute_auto_speedup = functools.partial(compute_speedup, kind="auto")
+    pairs = [(result.auto, result.plain) for result in results if result.auto is not None]
+    num_rounds = sum(len(auto.accepted[0]) for auto, _ in pairs)
+    num_accepted = sum(sum(auto.accepted[0]) for auto, _ in pairs)
+    num_identical = sum(auto.tokens == plain.tokens for auto, plain in pairs)
+    sizes = Counter(1 + num for auto, _ in pairs for num in auto.drafted)
+    return {
+        "tau": 1 + num_accepted / num_rounds if num_rounds else math.nan,
         "speedup": compute_auto_speedup(results),
         "speedup_ci": bootstrap_interval(results, compute_auto_speedup, seed),
         "tokens_per_second": compute_rate(results, "auto"),
@@ -182,7 +209,7 @@ def _summarise_auto(results: list[PromptResult], temperature: float, seed: int) 
 
 
 def count_prompts(results: Sequence[PromptResult | PromptReplay]) -> list[dict]:
-    """For each prompt what its tau is made of: {prompt: its id, rounds, emitted: tokens of these rounds}, by decoding or by replay."""
+    """The numbers behind tau of each prompt, by decoding or by replay: {prompt: id, rounds, emitted: their tokens}."""
     counts = []
     for result in results:
         if isinstance(result, PromptResult):
@@ -194,12 +221,12 @@ def count_prompts(results: Sequence[PromptResult | PromptReplay]) -> list[dict]:
 
 
 def make_undecoded_report(temperature: float) -> Report:
-    """The report of a validation that replays only, before `add_replays`."""
+    """The report of a validation without decoding, before `add_replays`."""
     return Report(temperature, num_prompts=0, num_rounds=0)
 
 
 def add_replays(report: Report, replays: Sequence[PromptResult | PromptReplay], *, seed: int = 0) -> Report:
-    """The report with the figures of replay. These may be over more prompts than were decoded."""
+    """The report with the figures of replay, which may be over more prompts than were decoded."""
     rounds = sum(prompt.replayed_rounds for prompt in replays)
     reaching = [sum(counts) for counts in zip(*(prompt.replayed_accepted for prompt in replays))]
     return replace(
@@ -213,10 +240,10 @@ def add_replays(report: Report, replays: Sequence[PromptResult | PromptReplay], 
 
 
 def summarise_candidates(counts: Sequence[list[list[float]]]) -> dict | None:
-    """How good candidates are, by [4, K] of each answer's replay.Replay; None without any.
+    """The quality of a lattice's candidates; None without any. counts: [4, K] of each answer's replay.Replay
 
-    recall [K]: share of the answers' tokens that are candidates of a depth; mass [K]: the target's probability of the candidates,
-    the mean; oracle_tau: of replay, if every token that is a candidate were drafted
+    recall [K]: share of the answers' tokens that are candidates of a depth; mass [K]: mean probability of the
+    candidates by the target; oracle_tau: tau of replay if every token that is a candidate were drafted
     """
     if not counts:
         return None
@@ -230,34 +257,36 @@ def summarise_candidates(counts: Sequence[list[list[float]]]) -> dict | None:
 
 
 def describe_candidates(figures: dict) -> str:
-    """`summarise_candidates` as text"""
-    return f"recall {format_by_depth(figures['recall'])}, mass {format_by_depth(figures['mass'])}, oracle tau {figures['oracle_tau']:.3f}"
+    """The figures of `summarise_candidates` as text."""
+    recall, mass = format_by_depth(figures["recall"]), format_by_depth(figures["mass"])
+    return f"recall {recall}, mass {mass}, oracle tau {figures['oracle_tau']:.3f}"
 
 
 def summarise_by_category(results: list[PromptResult], **settings) -> Report:
-    """`summarise` over all results, with a report for each category and tag in it."""
+    """The report over all results, as by `summarise`, with one for each category and tag in it."""
     return add_categories(summarise(results, **settings), results, lambda group: summarise(group, **settings))
 
 
 def add_categories(report: Report, results: Sequence[Any], summary: Callable[[list[Any]], Report]) -> Report:
-    """The report with one for each category of the prompts, and for each of their tags. summary: of some of the results"""
+    """The report with one for each category and each tag of the prompts. summary: function of some of the results"""
 
-    def summarise_groups(names: Callable[[Prompt], Iterable[str]]) -> dict[str, Report]:
-        sorted_names = sorted({name for result in results for name in names(result.prompt)})
-        return {name: summary([result for result in results if name in names(result.prompt)]) for name in sorted_names}
+    def summarise_groups(list_names: Callable[[Prompt], Iterable[str]]) -> dict[str, Report]:
+        groups: dict[str, list[Any]] = {}
+        for result in results:
+            for name in set(list_names(result.prompt)):
+                groups.setdefault(name, []).append(result)
+        return {name: summary(groups[name]) for name in sorted(groups)}
 
-    return replace(
-        report,
-        by_category=summarise_groups(lambda prompt: (prompt.category,)),
-        by_tag=summarise_groups(lambda prompt: prompt.tags),
-    )
+    by_category = summarise_groups(lambda prompt: (prompt.category,))
+    return replace(report, by_category=by_category, by_tag=summarise_groups(lambda prompt: prompt.tags))
 
 
 def describe_losslessness(report: Report) -> str:
-    """One sentence on losslessness, of a report with decoded answers."""
+    """A sentence on losslessness. report: with decoded answers"""
     adapted = "; outputs are those of the adapted target, not of the original one" if report.adapted_target else ""
     if report.temperature > 0:
-        return f"lossless by the acceptance rule (answers are draws from the same distribution, not the same draws){adapted}"
+        draws = "answers are draws from the same distribution, not the same draws"
+        return f"lossless by the acceptance rule ({draws}){adapted}"
     assert report.identical_outputs is not None
     num = round(report.identical_outputs * report.num_prompts)
     if num == report.num_prompts:
@@ -269,7 +298,7 @@ def describe_losslessness(report: Report) -> str:
 
 
 def format_by_depth(values: list[float]) -> str:
-    """Survival or acceptance as text. Depths that are hardly ever reached (below 0.005) are left out, at most 8 are shown."""
+    """Survival or acceptance of at most 8 depths, as text. The last ones below 0.005 are left out."""
     last = max((depth for depth, value in enumerate(values, 1) if value >= 0.005), default=1)
     shown = values[: min(last, 8)]
     return " ".join(f"{value:.2f}" for value in shown) + (" .." if last > len(shown) else "")
@@ -280,7 +309,7 @@ def format_by_depth(values: list[float]) -> str:
 
 @dataclass(frozen=True)
 class PromptCounts:
-    """What tau is made of, of one prompt; expected numbers if it was replayed at a temperature."""
+    """The numbers behind tau of one prompt; expected ones, if it was replayed at a temperature."""
 
     num_rounds: float
     num_emitted: float
@@ -298,38 +327,41 @@ def compute_replayed_tau(results: Sequence[PromptResult | PromptReplay]) -> floa
     return 1 + sum(sum(result.replayed_accepted) for result in results) / rounds if rounds else float("nan")
 
 
-def compute_rate(results: list[PromptResult], kind: Literal["plain", "drafted", "auto"]) -> float:
-    """Tokens/s: the tokens of all rounds over the seconds of all rounds; nan without a second."""
-    generations = [generation for result in results if (generation := getattr(result, kind)) is not None]
+def compute_rate(results: list[PromptResult], kind: Literal["plain", "drafted", "auto"] = "drafted") -> float:
+    """Tokens/s: tokens of all rounds over seconds of all rounds; nan without a second."""
+    generations = list(filter(None, (getattr(result, kind) for result in results)))
     seconds = sum(generation.seconds for generation in generations)
     return sum(len(generation.tokens[0]) - 1 for generation in generations) / seconds if seconds else float("nan")
 
 
 def compute_user_rate(results: list[PromptResult], kind: Literal["plain", "drafted"]) -> float | None:
-    """Tokens/s of an answer, without its first token: the median over answers; None without a round."""
+    """The median over answers of tokens/s, the first token left out; None without a round."""
     answers = [getattr(result, kind) for result in results]
     rates = [(len(answer.tokens[0]) - 1) / answer.elapsed for answer in answers if answer.elapsed]
     return statistics.median(rates) if rates else None
 
 
-def compute_speedup(results: list[PromptResult]) -> float:
-    return compute_rate(results, "drafted") / compute_rate(results, "plain")
-
-
-def compute_auto_speedup(results: list[PromptResult]) -> float:
-    return compute_rate(results, "auto") / compute_rate(results, "plain")
+def compute_speedup(results: list[PromptResult], kind: Literal["drafted", "auto"] = "drafted") -> float:
+    """The rate of drafted answers over that of plain ones."""
+    return compute_rate(results, kind) / compute_rate(results, "plain")
 
 
 def bootstrap_interval(items: Sequence, statistic: Callable[[list], float], seed: int) -> list[float]:
-    """95 % percentile bootstrap over `items`, which are prompts: tokens of one prompt are strongly correlated, and so are the turns of
-    one question, which are drawn together."""
+    """The bounds of the 95 % percentile bootstrap over prompts; [nan, nan] where the statistic is nearly always nan.
+
+    Prompts are drawn whole, as tokens of one prompt are strongly correlated, and so are the turns of one question,
+    which are drawn together. items: results of prompts, or pairs of them
+    """
     groups: dict[Any, list] = {}
     for index, item in enumerate(items):
         groups.setdefault(_find_question(item) or index, []).append(item)
     questions = list(groups.values())
     generator = torch.Generator().manual_seed(seed)
-    draws = (torch.randint(len(questions), (len(questions),), generator=generator).tolist() for _ in range(RESAMPLES))
-    estimates = (statistic([item for question_index in draw for item in questions[question_index]]) for draw in draws)
+    estimates = []
+    for _ in range(RESAMPLES):
+        draw = torch.randint(len(questions), (len(questions),), generator=generator).tolist()
+        sample = itertools.chain.from_iterable(questions[index] for index in draw)
+        estimates.append(statistic(list(sample)))
     values = sorted(value for value in estimates if not math.isnan(value))  # a draw may have no round
     if len(values) < 2:
         return [math.nan, math.nan]
@@ -338,7 +370,7 @@ def bootstrap_interval(items: Sequence, statistic: Callable[[list], float], seed
 
 
 def _find_question(item: Any) -> str | None:
-    """Of a result, or of a pair of results; None: it stands for itself."""
+    """The question of a result, or of a pair of results; None where it is the only one of its question."""
     prompt = getattr(item[0] if isinstance(item, tuple) and item else item, "prompt", None)
     return prompt.question if isinstance(prompt, Prompt) else None
 
@@ -346,12 +378,11 @@ def _find_question(item: Any) -> str | None:
 def measure_tau_difference(
     results: Sequence[PromptResult | PromptCounts], reference: Sequence[PromptResult | PromptCounts], *, seed: int = 0
 ) -> tuple[float, list[float]]:
-    """tau of `results` minus tau of `others`, the same prompts in the same order, and the paired 95 % interval."""
+    """tau of `results` minus tau of `reference`, the same prompts in the same order, and the paired 95 % interval."""
 
     def statistic(pairs: Sequence[tuple[PromptResult | PromptCounts, PromptResult | PromptCounts]]) -> float:
-        return compute_tau([result for result, _ in pairs]) - compute_tau(
-            [reference_result for _, reference_result in pairs]
-        )
+        first, second = zip(*pairs)
+        return compute_tau(first) - compute_tau(second)
 
     pairs = list(zip(results, reference, strict=True))
     return statistic(pairs), bootstrap_interval(pairs, statistic, seed)

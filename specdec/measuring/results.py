@@ -1,4 +1,4 @@
-"""The record of a measurement, which `evaluate`, `replay`, `judge` and `choose` write alike: results.json, .md and .html."""
+"""The record of a measurement: results.json, .md and .html of `evaluate`, `replay`, `judge` and `choose`."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,35 +13,31 @@ from specdec.measuring.questions import QuestionSet
 from specdec.measuring.report import TAU, Report
 from specdec.text.messages import describe_arguments
 
-FORM = 1
+FORM = 1  # version of results.json
 RESULTS_FILE = "results.json"
 MADE_BY = "The folder that evaluate, replay, judge or choose writes has it, so run that command again"
-ADVICE = "Choose another out=FOLDER."  # where a folder holds results of other settings
+ADVICE = "Choose another out=FOLDER."  # end of the sentence for a folder with results of other settings
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One method at one temperature and batch size.
-
-    counts: of each answer; empty where nothing was decoded
-    difference: tau minus that of the reference, with its interval
-    predicted: speedup, low, high, and whether it is extrapolated
-    user_speedup: speedup of a user of a server, with its interval; first_token: seconds
-    remarks: sentences that take the place of a verdict on the answers
-    """
+    """The figures of one method at one temperature and batch size."""
 
     method: str
     temperature: float
-    batch: int
+    batch: int  # requests at once
     report: Report
-    counts: Sequence[AnswerCounts] = field(default=(), repr=False)
-    difference: tuple[float, list[float]] | None = None
-    predicted: tuple[float, float, float, bool] | None = None
-    user_speedup: tuple[float | None, list[float] | None] | None = None
-    first_token: float | None = None
-    remarks: Sequence[str] | None = None
+    counts: Sequence[AnswerCounts] = field(
+        default=(), repr=False
+    )  # counts of each answer; empty if nothing was decoded
+    difference: tuple[float, list[float]] | None = None  # tau minus that of the reference, with its interval
+    predicted: tuple[float, float, float, bool] | None = None  # predicted speedup, low, high, extrapolated or not
+    user_speedup: tuple[float | None, list[float] | None] | None = None  # speedup of a server's user, its interval
+    first_token: float | None = None  # seconds until the first token
+    remarks: Sequence[str] | None = None  # sentences in place of the one on losslessness
 
     def to_json(self, countings: Mapping[str, Counting]) -> dict[str, Any]:
+        """The entry of results.json. countings: ways to count acceptance length, by name"""
         document: dict[str, Any] = {"method": self.method, "temperature": self.temperature, "batch": self.batch}
         if self.counts:
             lengths = {name: counting.compute_length(self.counts) for name, counting in countings.items()}
@@ -57,40 +53,36 @@ class Entry:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a verb measured.
+    """The results of a verb, before they are written."""
 
-    settings: the verb's options, with digests of weights, files and questions
-    entries: in the order in which they are shown; reference: the method of the differences of tau
-    sections: further parts of the page, shown before the tables
-    parts: further parts of results.json, such as `choice` and `server`
-    """
-
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # options of the verb, with digests of weights, files and questions
     question_set: QuestionSet
-    entries: Sequence[Entry]
+    entries: Sequence[Entry]  # in the order in which they are shown
     notes: Sequence[str]
-    reference: str | None = None
+    reference: str | None = None  # method from whose tau the differences are taken
     title: str = ""
-    sections: Sequence[Section] = ()
-    extra: dict[str, Any] = field(default_factory=dict)
+    sections: Sequence[Section] = ()  # further sections of the page, shown before the tables
+    extra: dict[str, Any] = field(default_factory=dict)  # further keys of results.json, such as `choice` and `server`
 
     @property
     def countings(self) -> dict[str, Counting]:
+        """The ways to count acceptance length, by name."""
         return self.question_set.countings
 
     @property
     def protocol(self) -> str:
-        """What the figures depend on, in one sentence."""
+        """A sentence with all that the figures depend on."""
         sentence, name = describe_protocol(self.settings), self.published
         return f"{sentence}; column {name}: {self.countings[name]}" if name else sentence
 
     @property
     def published(self) -> str:
-        """The protocol that was asked for, if it counts otherwise than this project."""
+        """The name of the protocol, if it counts in another way than this project; otherwise empty."""
         name = (self.question_set.protocol or {}).get("name", "")
         return name if name and replace(self.countings[name], behind_end=False) != SPECDEC else ""
 
     def to_json(self) -> dict[str, Any]:
+        """The document of results.json."""
         document = {
             "form": FORM,
             "definition_of_tau": TAU,
@@ -104,12 +96,12 @@ class Measurement:
 
 
 def describe_options(options: Options, *, free_options: Container[str]) -> dict[str, Any]:
-    """A verb's options as a dictionary for JSON. free: names of options that change no row of the results"""
+    """A verb's options as a dictionary for JSON. free_options: names that are left out, as they change no row"""
     return {name: value for name, value in options.model_dump().items() if name not in free_options}
 
 
 def describe_protocol(settings: Mapping[str, Any]) -> str:
-    """What a figure depends on, in one sentence."""
+    """A sentence with all that figures depend on. settings: the settings in results.json"""
     suite, protocol, decode = settings["suite"], settings["protocol"], settings["decode"]
     clauses = [f"{settings['num_questions']} questions of {suite['title'] if suite else settings['prompts']}"]
     if protocol:
@@ -137,6 +129,7 @@ def describe_protocol(settings: Mapping[str, Any]) -> str:
 
 
 def _describe_decoding(decode: Mapping[str, Any]) -> Iterator[str]:
+    """The settings of sampling, without those that change nothing."""
     yield f"T={str(decode['temperature']).removesuffix('.0')}"
     for name, default in (("top_p", None), ("top_k", None), ("repetition_penalty", 1)):
         value = decode.get(name, default)
@@ -165,12 +158,12 @@ MACHINE_SETTINGS = ("machine", "device", "threads", "torch")
 
 
 def read_results(path: str) -> dict[str, Any]:
-    """results.json, given itself or by its folder. Raises ValueError where there is none."""
+    """The document of a results.json, or of the one in a folder. Raises ValueError where there is none."""
     return checkpoint.read_json(Path(path) / RESULTS_FILE if Path(path).is_dir() else Path(path), advice=MADE_BY)
 
 
 def read_all_results(folders: Sequence[str]) -> dict[str, dict]:
-    """results.json of each folder. Raises ValueError for a folder without one."""
+    """The documents of several folders, by folder. Raises ValueError for a folder without one, and for another file."""
     documents: dict[str, dict] = {}
     for folder in folders:
         documents[folder] = checkpoint.read_json(Path(folder) / RESULTS_FILE, advice=MADE_BY)
@@ -185,12 +178,12 @@ def read_all_results(folders: Sequence[str]) -> dict[str, dict]:
 
 
 def find_differences(documents: Mapping[str, dict]) -> Iterator[str]:
-    """Sentences on what of the protocol, and what of the machine, is not the same. documents: by their folders"""
-    settings = [document["settings"] for document in documents.values()]
-    flat_settings = [
-        {**values_of_folder, **{f"decode.{name}": values_of_folder["decode"].get(name) for name in DECODING_SETTINGS}}
-        for values_of_folder in settings
-    ]
+    """Yields sentences on different protocols and on different machines. documents: results.json of each folder"""
+    flat_settings = []
+    for document in documents.values():
+        settings = document["settings"]
+        decoding = {f"decode.{name}": settings["decode"].get(name) for name in DECODING_SETTINGS}
+        flat_settings.append(settings | decoding)
     protocol = (*QUESTION_SETTINGS, *(f"decode.{name}" for name in DECODING_SETTINGS))
     for names, consequence in (
         (protocol, "different protocols, so acceptance lengths are not comparable"),
@@ -206,12 +199,12 @@ def find_differences(documents: Mapping[str, dict]) -> Iterator[str]:
 
 
 def _format_setting(value: Any) -> str:
-    """A suite or protocol by its title and digest, any other value as it is."""
+    """A setting as text: a suite or protocol by its title and digest, any other value as it is."""
     return f"{value['title']} {value['digest']}" if isinstance(value, dict) and "digest" in value else str(value)
 
 
 def tabulate_side_by_side(documents: Mapping[str, dict]) -> Table:
-    """documents: by their folders"""
+    """A table with the main figures of several results. documents: results.json of each folder"""
     rows = []
     for folder, document in documents.items():
         for entry in document["results"]:

@@ -1,4 +1,4 @@
-"""Results of a measurement as tables, charts and sentences: on a terminal, in Markdown and on a page."""
+"""Results of a measurement as tables, charts and sentences, on a terminal, in Markdown and on a page."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -15,14 +15,9 @@ from specdec.measuring.page import Section, Table, format_figure, render_page
 from specdec.measuring.report import Training, describe_losslessness, format_by_depth
 from specdec.measuring.results import RESULTS_FILE, Entry, Measurement
 
-WIDE_COLUMNS = (
-    "tau, best",
-    "speedup, captured",
-    "draft, ms",
-    "verify, ms",
-    "tokens trained on",
-)  # columns left out there  # columns that a terminal leaves out
-Cells = dict[str, str]  # of an entry, by the heads of their columns; empty where nothing is known
+# Beginnings of the heads of columns that a terminal leaves out, as it has no room for them
+WIDE_COLUMNS = ("tau, best", "speedup, captured", "draft, ms", "verify, ms", "tokens trained on")
+Cells = dict[str, str]  # texts of an entry by the heads of their columns; empty for unknown figures
 
 
 def write_results(measurement: Measurement, out: Path, console: progress.Results) -> None:
@@ -42,6 +37,7 @@ def write_results(measurement: Measurement, out: Path, console: progress.Results
 
 
 def make_terminal_table(heading: str, table: Table) -> rich.table.Table:
+    """A table for a terminal, without WIDE_COLUMNS."""
     terminal_table = rich.table.Table(title=heading, title_justify="left")
     columns = [column for column, head in enumerate(table.heads) if not head.startswith(WIDE_COLUMNS)]
     for column in columns:
@@ -53,17 +49,19 @@ def make_terminal_table(heading: str, table: Table) -> rich.table.Table:
 
 @dataclass(frozen=True)
 class ResultsPage:
+    """The sections, tables and sentences of a measurement."""
+
     measurement: Measurement
 
     @property
     def title(self) -> str:
+        """The measurement's own title, else the suite's, else the number of methods."""
         suite = self.measurement.question_set.suite
-        default = (
-            suite["title"] if suite else f"{len({entry.method for entry in self.measurement.entries})} ways to draft"
-        )
-        return self.measurement.title or default
+        methods = {entry.method for entry in self.measurement.entries}
+        return self.measurement.title or (suite["title"] if suite else f"{len(methods)} ways to draft")
 
     def list_sections(self) -> list[Section]:
+        """The sections of the page, in order."""
         tables = [Section(heading, table=table) for heading, table in self.tables()]
         countings = [f"{name}: {counting}" for name, counting in self.measurement.countings.items()]
         return [
@@ -76,7 +74,7 @@ class ResultsPage:
         ]
 
     def tables(self) -> Iterator[tuple[str, Table]]:
-        """The tables of the entries, with their headings."""
+        """Yields the tables of the entries, with their headings."""
         yield "Acceptance" if self.measurement.sections else self.title, self._tabulate(self._cells)
         if len(self._categories()) > 1:
             yield "Acceptance length by category", self._tabulate(self._cells_of_categories)
@@ -84,7 +82,7 @@ class ResultsPage:
             yield "The same rounds as others count them", self._tabulate(self._cells_of_countings)
 
     def verdicts(self) -> Iterator[str]:
-        """Whether answers are the target's. Methods with the same verdict are named together."""
+        """Yields sentences on losslessness, or remarks. Methods with the same sentence are named together."""
         names_by_sentence: dict[str, list[str]] = {}
         for entry in self.measurement.entries:
             sentences = [describe_losslessness(entry.report)] if entry.remarks is None else entry.remarks
@@ -95,11 +93,12 @@ class ResultsPage:
             yield f"{'all' if all_the_same else '; '.join(names)}: {sentence}"
 
     def sentences(self) -> list[str]:
-        """What a terminal shows below the tables."""
+        """The sentences that a terminal shows below the tables."""
         points = [point for section in self.measurement.sections for point in section.points]
         return [*points, *self.verdicts(), *self.measurement.notes, f"protocol: {self.measurement.protocol}"]
 
     def to_markdown(self, sections: Sequence[Section]) -> str:
+        """The content of results.md."""
         paragraphs = [section.to_markdown() for section in sections if section.filled]
         return "\n\n".join([f"# {self.title}", *filter(None, paragraphs)]) + "\n"
 
@@ -107,16 +106,20 @@ class ResultsPage:
 
     @property
     def _decoded(self) -> bool:
+        """Whether any entry comes from decoding."""
         return any(entry.counts for entry in self.measurement.entries)
 
     def _tabulate(self, make_cells: Callable[[Entry], Cells]) -> Table:
-        """A row for each entry. A column in which nothing is known is left out."""
+        """A table with a row for each entry, without columns in which all figures are unknown."""
         rows = [[*self._identify(entry).items(), *make_cells(entry).items()] for entry in self.measurement.entries]
         columns = [column for column in range(len(rows[0])) if any(row[column][1] for row in rows)]
-        heads = [rows[0][column][0] for column in columns]
-        return Table(heads, [[row[column][1] or "-" for column in columns] for row in rows])
+        lines = []
+        for row in rows:
+            lines.append([row[column][1] or "-" for column in columns])
+        return Table([rows[0][column][0] for column in columns], lines)
 
     def _identify(self, entry: Entry) -> Cells:
+        """The cells that tell an entry from the others."""
         temperatures = {other_entry.temperature for other_entry in self.measurement.entries}
         batches = {other_entry.batch for other_entry in self.measurement.entries}
         return {
@@ -126,10 +129,12 @@ class ResultsPage:
         }
 
     def _name(self, entry: Entry) -> str:
+        """The name of an entry in sentences."""
         method, *settings = self._identify(entry).items()
         return ", ".join([method[1], *(f"{key} {value}" for key, value in settings if value)])
 
     def _cells(self, entry: Entry) -> Cells:
+        """The cells of the main table."""
         training = entry.report.training or Training()
         return {
             **self._cells_of_acceptance(entry),
@@ -169,7 +174,7 @@ class ResultsPage:
         }
 
     def _cells_of_users(self, entry: Entry) -> Cells:
-        """Speeds of one of several users, which a batch of one has already."""
+        """Speeds of one of several users; at a batch size of 1 they equal the others, and are left out."""
         report = entry.report
         drafted = report.user_tokens_per_second if entry.batch > 1 else None
         plain = report.baseline_user_tokens_per_second if entry.batch > 1 else None
@@ -199,7 +204,7 @@ class ResultsPage:
     # Charts
 
     def _charts(self) -> Iterator[Markup]:
-        """Speedup against tau of each temperature; with several batch sizes speedup by batch size instead."""
+        """Yields charts of speedup against tau, one for each temperature; with several batch sizes, against these."""
         measured = [entry for entry in self.measurement.entries if entry.report.tau and entry.report.speedup_ci]
         batches = {entry.batch for entry in self.measurement.entries}
         for temperature in sorted({entry.temperature for entry in measured}):

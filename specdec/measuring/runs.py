@@ -11,7 +11,7 @@ from specdec.core import hub
 from specdec.core.resumable import digest_bytes
 from specdec.heads.base import Head
 from specdec.measuring.measure import FROZEN
-from specdec.measuring.report import Report, Training
+from specdec.measuring.report import Training, read_report
 from specdec.options import proposers
 from specdec.options.target import TargetOptions
 from specdec.target.model import Target
@@ -24,18 +24,19 @@ class ComparedHead:
     name: str
     folder: Path
     drafter: Head
-    baseline: str  # a name of its target's plain decoding: FROZEN, or one of its own if it adapts the target
-    training: Training | None  # from its report; None for older checkpoints
+    baseline: str  # name of its target's plain decoding: FROZEN, or its own if it adapts the target
+    training: Training | None  # training costs of its report; None for older checkpoints
 
 
 def load_heads(listed: str, options: TargetOptions) -> list[ComparedHead]:
-    """The checkpoints of a comma list beside one frozen target; a drafter that adapts its target gets one of its own.
+    """The checkpoints of a comma list beside one frozen target. A head that adapts its target has a copy for itself.
 
-    Raises ValueError as `load`, and if two have the same name.
+    Raises ValueError as `loading.load_head`, and if two have the same name.
     """
     folders = [Path(folder) for folder in split_list(listed)]
     names = [checkpoint.name_checkpoint(folder) for folder in folders]
-    if repeated_names := sorted({name for name in names if names.count(name) > 1}):
+    repeated_names = sorted({name for name in names if names.count(name) > 1})
+    if repeated_names:
         raise ValueError(f"Two runs are called {', '.join(repeated_names)}: list each once, or rename a folder.")
     heads: list[ComparedHead] = []
     targets: dict[str, Target] = {}
@@ -46,8 +47,7 @@ def load_heads(listed: str, options: TargetOptions) -> list[ComparedHead]:
                 options, default=loading.find_target_name(folder, options.name)
             ).target
         drafter = checkpoint.load(folder, targets[baseline])
-        path = folder / "report.json"
-        report = Report.from_json(checkpoint.read_json(path), source=str(path)) if path.exists() else None
+        report = read_report(folder)
         heads.append(ComparedHead(name, folder, drafter, baseline, report.training if report else None))
     return heads
 
@@ -55,7 +55,7 @@ def load_heads(listed: str, options: TargetOptions) -> list[ComparedHead]:
 def open_shared_target(
     heads: list[ComparedHead], options: TargetOptions, *, head: str | None = None
 ) -> loading.OpenTarget:
-    """The frozen target of the runs. Where there is none, it is loaded: that of the first run, or of `head`."""
+    """The frozen target of the heads. If all of them adapt theirs, it is loaded: of the first head, or of `head`."""
     frozen_targets = [compared_head.drafter.target for compared_head in heads if compared_head.baseline == FROZEN]
     if frozen_targets:
         return loading.open_target(frozen_targets[0])
@@ -64,7 +64,7 @@ def open_shared_target(
 
 
 def find_head_folders(heads: Iterable[ComparedHead], configs: Iterable[proposers.Config] = ()) -> dict[str, Path]:
-    """The folders of all trained heads, of the runs and inside proposers, by name."""
+    """The folders of all trained heads, compared ones and those inside proposers, by name."""
     folders = [Path(head) for config in configs for head in proposers.list_heads(config)]
     names = {folder: checkpoint.name_checkpoint(folder) for folder in folders} | {
         compared_head.folder: compared_head.name for compared_head in heads
@@ -73,6 +73,6 @@ def find_head_folders(heads: Iterable[ComparedHead], configs: Iterable[proposers
 
 
 def describe_weights(heads: Sequence[ComparedHead]) -> dict[str, str]:
-    """Revision and digest of each head's weights, by name."""
+    """The revision and the digest of each head's weights, as text, by name."""
     weights = {head.name: digest_bytes((head.folder / "drafter.safetensors").read_bytes()) for head in heads}
     return {head.name: f"{hub.pin_commit(head.folder)} {weights[head.name]}" for head in heads}

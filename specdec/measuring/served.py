@@ -1,7 +1,7 @@
-"""The speedup that an engine would have, which gives the device whole passes and steps at once, as captured CUDA graphs.
+"""The speedup that an engine would have, which starts whole passes and steps at once, as captured CUDA graphs.
 
-What decoding here measures on a GPU contains the time in which Python starts kernels, more of it in plain decoding than in an
-engine. So the report has, beside the measured speedup, tau * plain / (verify + steps * step), of three captured times that are
+Decoding on a GPU here includes the time in which Python starts kernels, more of it in plain decoding than in an engine.
+So the report has, beside the measured speedup, tau * plain / (verify + steps * step), of three captured times that are
 measured once. Sampling, scheduling and the end of a round are left out (docs/gpu.md).
 """
 
@@ -24,20 +24,21 @@ from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target
 from specdec.target.verifier import Verifier
 
-REPEATS = 20  # timings of a step; the median counts
+REPEATS = 20  # timings of a step, of which the median counts; the first ones may be slower
 
 
 @dataclass(frozen=True)
 class CapturedCosts:
-    """Seconds of a captured plain pass, of verification and of a step of the head, and the steps of a round. nodes: with the root"""
+    """Times of the captured parts of a round."""
 
-    plain: float
-    verify: float
-    step: float
-    nodes: int
-    steps: int
+    plain: float  # seconds of the target's pass over one token
+    verify: float  # seconds of its pass over a tree
+    step: float  # seconds of a step of the head
+    nodes: int  # nodes of the tree, with its root
+    steps: int  # steps of a round
 
     def speedup(self, tau: float) -> float:
+        """The speedup over plain decoding at an acceptance length."""
         return tau * self.plain / (self.verify + self.steps * self.step)
 
     def add_to(self, report: Report) -> Report:
@@ -50,7 +51,7 @@ class CapturedCosts:
 
 
 def measure_captured(target: Target, proposer: Proposer | None) -> CapturedCosts | None:
-    """Times what a round of a head is made of. None: where passes are not captured, or what drafts is no trained head."""
+    """The times of a head's round; None where passes are not captured, and for other proposers."""
     if not isinstance(proposer, HeadProposer) or not fast.allows("graphs", target.device):
         return None
     runner, layers = Runner(cuda_graphs=True), proposer.target_layers
@@ -72,7 +73,7 @@ def measure_captured(target: Target, proposer: Proposer | None) -> CapturedCosts
 
 @torch.inference_mode()
 def time_passes(verifier: Verifier, nodes: int, *, linear: bool) -> dict[int, float]:
-    """Seconds of captured passes over one node and over `nodes`, in turn."""
+    """Seconds of captured passes over one node and over `nodes`, measured in turn, by their nodes."""
     timer = PassTimer(verifier, Sampling(), 1, linear=linear)
     seconds = timer.measure([1, nodes])
     return seconds if nodes in seconds else seconds | timer.measure([nodes])
@@ -80,7 +81,10 @@ def time_passes(verifier: Verifier, nodes: int, *, linear: bool) -> dict[int, fl
 
 @torch.inference_mode()
 def time_step(proposer: HeadProposer) -> float:
-    """Seconds of a captured step behind a text: of a chain's one node, or of a tree's `width`. A parallel head has one step."""
+    """Seconds of a captured step after a text: over one node of a chain, or over `width` nodes of a tree.
+
+    The only step of a parallel head, or of one draft, reads the committed tokens.
+    """
     drafter, shape = proposer.drafter, proposer.shape
     target, device = drafter.target, drafter.target.device
     proposer_copy = HeadProposer(drafter, shape)  # with a cache of its own
@@ -109,12 +113,15 @@ def time_step(proposer: HeadProposer) -> float:
         return time_captured(lambda *tensors: proposer_copy._absorb(*tensors, *inputs[2:]), inputs[:2])
     nodes = 1 if shape.chain else shape.width
     visible_nodes = torch.eye(nodes, dtype=torch.bool, device=device)[None]
-    step = lambda state, parents: proposer_copy.step(2, 0, state, parents, visible_nodes)[:2]
+
+    def step(state: Tensor, parents: Tensor) -> tuple[Tensor, ...]:
+        return proposer_copy.step(2, 0, state, parents, visible_nodes)[:2]
+
     return time_captured(step, (first.state.expand(-1, nodes, -1), tokens[:, :nodes]))
 
 
 def time_captured(function: Callable[..., tuple[Tensor, ...]], inputs: tuple[Tensor, ...]) -> float:
-    """The median of a graph's seconds. Raises RuntimeError where it cannot be captured."""
+    """The median of a captured function's seconds. Raises RuntimeError where it cannot be captured."""
     replay, times = capture_graph(function, inputs, GraphPool()), []
     for _ in range(REPEATS):
         torch.cuda.synchronize(inputs[0].device)

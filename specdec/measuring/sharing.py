@@ -23,7 +23,10 @@ class ShareOptions(CardOptions):
 
 
 def share_checkpoint(options: ShareOptions) -> None:
-    """Pushes a checkpoint in one commit; with dry_run only writes its card into the folder `out`."""
+    """Pushes a checkpoint in one commit; with dry_run only writes its card into the folder `out`.
+
+    Raises ValueError for names that the Hub cannot have, and for heads that are no checkpoints of this project.
+    """
     for name, value in (("push", options.push), ("base_model", options.base_model)):
         if value is not None and ("@" in value or not hub.is_hub_name(value)):
             raise ValueError(f"{name}={value} must be a name on the Hugging Face Hub, such as user/name.")
@@ -54,7 +57,10 @@ def share_checkpoint(options: ShareOptions) -> None:
 
 
 def collect_files(folder: Path, document: dict) -> dict[str, Path | bytes]:
-    """The files to share, by name. document: for drafter.json"""
+    """The files to share, as paths or changed contents, by name. document: contents of drafter.json
+
+    Raises ValueError for a damaged file.
+    """
     paths = [folder / name for name in (*hub.FILES, "report.html")]
     contents: dict[str, Path | bytes] = {path.name: path for path in paths if path.exists()}
     files.check_files(*paths[:-1])
@@ -66,7 +72,7 @@ def collect_files(folder: Path, document: dict) -> dict[str, Path | bytes]:
 
 
 def compose_card(options: ShareOptions, loaded: LoadedHead, target: str) -> str:
-    """The model card. target: its name in the card"""
+    """The model card. target: name of the target in the card"""
     provenance = read_provenance(options, loaded, loaded.target)
     return make_card(
         replace(provenance, target=target, fingerprint=provenance.document["target_fingerprint"]),

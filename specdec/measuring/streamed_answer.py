@@ -23,7 +23,10 @@ def print_answer(
     seed: int,
     constraints: Sequence[Constraint | None] | None,
 ) -> Generation:
-    """Decodes the prompt and prints tokens as they come, drafted ones in green. Says if the grammar was left incomplete."""
+    """Decodes a prompt and prints tokens as they come, drafted ones in green; then whether the grammar is complete.
+
+    prompt: token ids; constraints: one for the answer, or None
+    """
     context = () if opened.tokenizer.chat_template else prompt
     result, text = (
         Generation([[]], [[]]),
@@ -42,8 +45,8 @@ def print_answer(
         console.print(f"The answer is complete under the grammar, with {len(result.tokens[0])} tokens.")
     elif constraints and constraints[0]:
         console.print(
-            "The answer ends before the grammar is complete: raise max_new_tokens=, or bound what the grammar allows (maxLength, "
-            "maxItems)."
+            "The answer ends before the grammar is complete: raise max_new_tokens=, or bound what the grammar allows "
+            "(maxLength, maxItems)."
         )
     return result
 
@@ -56,7 +59,10 @@ def compute_rate(generation: Generation) -> float:
 def print_comparison(
     drafted: Generation, plain: Generation, sampling: Sampling, gap: float | None, console: rich.console.Console
 ) -> None:
-    """gap: between the target's two largest logits where greedy answers differ"""
+    """Prints the plain rate, the speedup, and where the answers differ.
+
+    gap: between the target's two largest logits at the first difference of greedy answers; None: they are equal
+    """
     drafted_rate, plain_rate = compute_rate(drafted), compute_rate(plain)
     if not (drafted_rate and plain_rate):
         return
@@ -64,7 +70,7 @@ def print_comparison(
     difference = find_first_difference(drafted.tokens[0], plain.tokens[0])
     if difference is not None and gap is not None:
         remark = (
-            f"; another answer from token {difference + 1} on, where the target's two best logits are {gap:.3g} apart (a pass over several "
-            "tokens rounds differently; target.dtype=float32 rounds less)"
+            f"; another answer from token {difference + 1} on, where the target's two best logits are {gap:.3g} apart "
+            "(a pass over several tokens rounds differently; target.dtype=float32 rounds less)"
         )
     console.print(f"without drafts {plain_rate:.1f} tokens/s: speedup {drafted_rate / plain_rate:.2f}{remark}")

@@ -1,9 +1,10 @@
-"""The prompts that a head was trained on, as digests in the folder of its run, by which held-out ones that are copies are found.
+"""Digests of the prompts that a head was trained on, in the folder of its run, to find copies of held-out prompts.
 
     checkpoints/<run>/trained_prompts.safetensors   digests [N] int64, increasing
 
-A digest is of a user's message, but for case and blanks, so that a copy in another file, or a question that is asked later in a
-conversation, is noticed. Of a row of token ids alone it is of the prompt's ids. Text without a prompt asks nothing.
+A digest is of a user's message, without case and blanks, so that a copy in another file, or a question that is asked
+later in a conversation, is noticed. For a row of token ids alone it is of the prompt's ids. Text without a prompt has
+no digest.
 """
 
 import contextlib
@@ -21,11 +22,11 @@ from specdec.core import files, untrusted
 from specdec.text import reading
 
 FILE = "trained_prompts.safetensors"
-TENSOR = "digests"  # of the tensor in it
+TENSOR = "digests"  # name of the tensor in it
 
 
 def list_prompts(row: dict) -> list[str]:
-    """The texts that a row asks: every user's message, its prompt, or the ids of its prompt. Keys of any type are read."""
+    """The prompts of a row: every user's message, the prompt, or the prompt's ids. Values may be of any type."""
     messages = row.get("messages")
     if isinstance(messages, list):
         users = [message for message in messages if isinstance(message, dict) and message.get("role") == "user"]
@@ -38,18 +39,18 @@ def list_prompts(row: dict) -> list[str]:
 
 
 def digest_text(text: str) -> int:
-    """Eight bytes of a text but for case and blanks, as a signed number."""
+    """The digest of a text without case and blanks: eight bytes as a signed number."""
     normal = " ".join(text.casefold().split()).encode(errors="surrogatepass")
     return int.from_bytes(hashlib.blake2b(normal, digest_size=8).digest(), "little", signed=True)
 
 
 def digest_row(row: dict) -> list[int]:
-    """Of each text that a row asks; none for an empty one."""
+    """The digests of a row's prompts, without empty ones."""
     return [digest_text(text) for text in list_prompts(row) if text.strip()]
 
 
 def digest_question(row: dict) -> list[int]:
-    """Of what is asked before the first answer of a held-out row, and of its published text where a protocol changes it."""
+    """The digests of a held-out row's question, before its first answer, and of its text before a protocol."""
     messages = row.get("messages")
     if isinstance(messages, list):
         roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
@@ -60,18 +61,15 @@ def digest_question(row: dict) -> list[int]:
 
 
 def find_trained_rows(rows: Sequence[dict], digests: ndarray) -> list[str]:
-    """The ids of the held-out rows whose question is among the digests, increasing [N]."""
+    """The ids of the held-out rows whose question was trained on. digests [N]: increasing"""
     questions = [digest_question(row) for row in rows]
-    numbers = numpy.array([number for question in questions for number in question], dtype=numpy.int64)
-    positions = numpy.searchsorted(digests, numbers)
-    copies = {
-        number for number, position in zip(numbers.tolist(), positions) if number in digests[position : position + 1]
-    }
+    numbers = [number for question in questions for number in question]
+    copies = set(numpy.intersect1d(numpy.array(numbers, dtype=numpy.int64), digests).tolist())
     return [str(row["id"]) for row, question in zip(rows, questions, strict=True) if copies.intersection(question)]
 
 
 def count_copies(ids: Sequence[str], num_prompts: int, noun: str) -> str:
-    """The subject of a sentence: how many of `num` prompts were trained on, and which is the first."""
+    """The subject of a sentence: how many of `num_prompts` were trained on, and the first id. noun: for the prompts"""
     return f"{len(ids)} of {num_prompts} {noun} (first: {ids[0]})"
 
 
@@ -79,26 +77,29 @@ def count_copies(ids: Sequence[str], num_prompts: int, noun: str) -> str:
 
 
 def find_file(folder: Path) -> Path | None:
-    """Of the run of a step's or a run's folder; None where there is none."""
+    """The file of digests for a step's or a run's folder; None without one."""
     folders = [folder, folder.parent] if folder.name.startswith("step_") else [folder]
     return next((run_folder / FILE for run_folder in folders if (run_folder / FILE).exists()), None)
 
 
 def join_digests(digests: ndarray, start: str | None) -> ndarray:
-    """Digests of a run, increasing [N]: of its own rows, increasing too, and of the head that it starts from, where those are known."""
+    """The digests of a run, increasing [N]: of its rows (`digests`, increasing), and of its start, if those are known.
+
+    start: checkpoint from which the run starts
+    """
     start_digests = None if start is None else read_digests(checkpoint.resolve(start))
     return digests if start_digests is None else numpy.union1d(digests, start_digests)
 
 
 def write_digests(run: Path, digests: ndarray) -> None:
-    """Raises ValueError if the disk is full."""
+    """Writes the digests into a run's folder. Raises ValueError if the disk is full."""
     files.write_bytes(run / FILE, safetensors.torch.save({TENSOR: torch.from_numpy(digests)}))
 
 
 def read_digests(folder: Path) -> ndarray | None:
-    """What the head of a step's or a run's folder was trained on, increasing [N]; None where that is not known.
+    """The digests of a step's or a run's folder, increasing [N]; None where the training prompts are not known.
 
-    Runs of earlier versions have no such file: then the rows that they name are read, as far as they are here.
+    Runs of earlier versions have no file of digests. Then the rows that they name are read, as far as they are here.
     Raises ValueError for a damaged file.
     """
     if (path := find_file(folder)) is not None:
@@ -116,7 +117,7 @@ def read_digests(folder: Path) -> ndarray | None:
 
 
 def digest_source(source: str) -> ndarray:
-    """Of all rows of a source, up to a damaged one [N]"""
+    """The digests [N] of all rows of a source, up to a damaged one."""
     digests: list[int] = []
     with contextlib.suppress(ValueError, OSError):
         for _, row in reading.read_rows(source, None):

@@ -15,16 +15,16 @@ from specdec.options import config_files
 from specdec.options.command_types import Prefix
 
 GROUP = "command"  # the folder of these files in conf/
-REQUIRED = "???"  # default of an option that must be given
-PROGRESS = "progress"  # an option of every command
+REQUIRED = "???"  # written as the default of an option that must be given
+PROGRESS = "progress"  # name of an option that every command has
 TRUST = "load heads whose class is your own Python code; never set for a head from the Hub"
-NO_BOUNDS = ("a text", "true or false", "settings")  # how the words begin that --help leaves out
+NO_BOUNDS = ("a text", "true or false", "settings")  # beginnings of the bounds that --help leaves out
 LINE = re.compile(r"^( *)(\w+):(.*?)(?: # (.*))?$", re.MULTILINE)  # indentation, key, value and comment
 
 
 @dataclass(frozen=True)
 class OptionDefault:
-    """value: of an option that is not given; help: the comment behind it"""
+    """The default of an option, and its help: the comment behind it."""
 
     value: Any
     help: str
@@ -33,8 +33,8 @@ class OptionDefault:
 def read_defaults(name: str) -> dict[str, OptionDefault]:
     """Default and help of each option of conf/command/NAME.yaml, by its name with its group, as decode.depth.
 
-    `defaults:` lists files whose options the file has, too. Where it names one of them again, the value is replaced, and
-    the help if there is a comment.
+    `defaults:` lists files whose options are included. Where the file names one of them again, its value replaces the
+    included one, and so does its comment, if there is one.
     """
     text = config_files.list_files(GROUP)[name].read_text(encoding="utf-8")
     document, comments = yaml.safe_load(text) or {}, read_comments(text)
@@ -58,33 +58,21 @@ def read_comments(text: str) -> dict[str, str]:
     return comments
 
 
-def nest(values: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `config_files.flatten`."""
-    document: dict[str, Any] = {}
-    for name, value in values.items():
-        *groups, key = name.split(".")
-        group = document
-        for name_of_group in groups:
-            group = group.setdefault(name_of_group, {})
-        group[key] = value
-    return document
-
-
 def read_group(model: type[Model], name: str, /, **changes: Any) -> Model:
-    """The options of conf/command/NAME.yaml's group NAME, such as target, with these in place of their defaults."""
+    """The options of a group, such as target, by conf/command/NAME.yaml, with `changes` in place of their defaults."""
     values = {option.removeprefix(f"{name}."): default.value for option, default in read_defaults(name).items()}
     defaults = {key: value for key, value in values.items() if key in model.model_fields}
     return read_options(model, defaults | changes, f"{name}.")
 
 
 def name_option(name: str, field: FieldInfo) -> str:
-    """An option's name, or PREFIX.KEY."""
+    """The name of an option as --help writes it: its own, or PREFIX.KEY."""
     prefix = next((entry.name for entry in field.metadata if isinstance(entry, Prefix)), None)
     return f"{prefix}.KEY" if prefix else name
 
 
 def describe_command(docstring: str, defaults: dict[str, OptionDefault], fields: dict[str, FieldInfo]) -> str:
-    """What --help prints: the docstring, then the options, required ones first and groups last."""
+    """The text of --help: the docstring, then the options, required ones first and groups last."""
     lines = [docstring.strip(), "", "Options, written key=value:"]
     order = sorted(fields, key=lambda name: (name.count("."), defaults[name].value != REQUIRED))
     for group, names in itertools.groupby(order, key=lambda name: name.rpartition(".")[0]):
@@ -98,7 +86,7 @@ def describe_command(docstring: str, defaults: dict[str, OptionDefault], fields:
 
 
 def describe_option(name: str, default: OptionDefault, field: FieldInfo) -> str:
-    """A line of --help: name, help, what it may be, and the default."""
+    """A line of --help: name, help, bounds and default of an option."""
     bounds = describe_bounds(field)
     bounds_text = "" if bounds.startswith(NO_BOUNDS) else f"{bounds}; "
     default_text = "required" if default.value == REQUIRED else f"default: {format_value(default.value) or 'empty'}"

@@ -3,7 +3,8 @@
 The same words mean the same thing in every command:
 
     checkpoint=DIR                a trained head: a step's folder, a run's folder for its best step, or a name on the
-                                  Hugging Face Hub, user/name or user/name@revision. DIR,DIR,.. where a command compares several
+                                  Hugging Face Hub, user/name or user/name@revision. DIR,DIR,.. where a command
+                                  compares several
     proposer=NAME proposers=A,B   what drafts, by its file in conf/proposer
     proposer.KEY=VALUE            its settings; with proposers=, or inside another proposer, proposer.NAME.KEY=VALUE
     proposer.checkpoint=DIR       the trained head inside a proposer that holds one; default: the first of checkpoint=
@@ -36,7 +37,7 @@ from specdec.core.option_types import (
     read_options,
 )
 from specdec.options import config_files
-from specdec.options.command_defaults import PROGRESS, REQUIRED, describe_command, name_option, nest, read_defaults
+from specdec.options.command_defaults import PROGRESS, REQUIRED, describe_command, name_option, read_defaults
 from specdec.options.command_types import OUTPUT_FILE, OUTPUT_FOLDER, PROSE
 
 if str(config_files.HOME) not in sys.path:  # a script that is started as a file finds train and other scripts, too
@@ -55,8 +56,9 @@ def read_command(
 ) -> Model:
     """The options of conf/command/VERB.yaml, with `arguments` (None: the command line) in place of their defaults.
 
-    -h or --help prints `docstring` and every option, and exits. All commands have `progress` and `trust_code`, used here.
-    presets: function of the texts of options, which returns texts of others; what the command lacks is left out
+    -h or --help prints `docstring` and every option, and exits. All commands have `progress` and `trust_code`, which
+    take effect here.
+    presets: function from the texts of options to texts of further ones. Those that the command lacks are left out.
     Raises ValueError, with the option's name, for an argument that cannot be used.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -65,13 +67,7 @@ def read_command(
         print(describe_command(docstring or "", defaults, fields))
         raise SystemExit(0)
     texts = split_arguments(arguments)
-    mode = texts.pop(PROGRESS, os.environ.get(progress.VARIABLE, "auto"))
-    progress.choose_mode(mode, main=True)
-    trusted = texts.pop(extensions.TRUST_CODE, "false")
-    if trusted.lower() not in TRUTH_VALUES:
-        raise ValueError(f"{extensions.TRUST_CODE}={trusted} must be true or false.")
-    if TRUTH_VALUES[trusted.lower()]:
-        extensions.trust_code()
+    use_common_options(texts)
     values = {name: defaults[name].value for name in fields if defaults[name].value != REQUIRED}
     names = {name_option(name, field): name for name, field in fields.items()}
     for key, text in (presets(texts) | texts).items():
@@ -80,16 +76,24 @@ def read_command(
             values[name] = convert_option(key, text, fields[name], values.get(name))
         elif key in texts:
             raise ValueError(describe_unknown(key, [*names, PROGRESS, extensions.TRUST_CODE]))
-    options = read_options(model, nest(values))
-    for name, field in fields.items():
-        is_folder = OUTPUT_FOLDER in field.metadata
-        if values.get(name) and (is_folder or OUTPUT_FILE in field.metadata):
-            check_output_path(f"{name}={values[name]}", Path(values[name]), is_folder=is_folder)
+    options = read_options(model, config_files.fill({}, values))
+    check_output_paths(values, fields)
     return options
 
 
+def use_common_options(texts: OptionTexts) -> None:
+    """Takes `progress` and `trust_code`, options of all commands, out of the texts, and does what they ask for."""
+    mode = texts.pop(PROGRESS, os.environ.get(progress.VARIABLE, "auto"))
+    progress.choose_mode(mode, main=True)
+    text = texts.pop(extensions.TRUST_CODE, "false")
+    if text.lower() not in TRUTH_VALUES:
+        raise ValueError(f"{extensions.TRUST_CODE}={text} must be true or false.")
+    if TRUTH_VALUES[text.lower()]:
+        extensions.trust_code()
+
+
 def split_arguments(arguments: list[str]) -> OptionTexts:
-    """Texts by name. Values stay as they are written: a prompt may hold quotes, commas and equals signs."""
+    """The texts of key=value arguments by name, as they are written: a prompt may hold quotes, commas, equals signs."""
     texts: OptionTexts = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -100,13 +104,13 @@ def split_arguments(arguments: list[str]) -> OptionTexts:
 
 
 def find_option(key: str, names: dict[str, str]) -> str | None:
-    """The field that key=value is for; None if there is none. names: fields by option, or by PREFIX.KEY"""
+    """The name of the field that key=value sets; None without one. names: field names by option, or by PREFIX.KEY"""
     group, _, setting = key.partition(".")
     return names.get(key) or names.get(f"{group}.KEY" if setting else "")
 
 
 def convert_option(key: str, text: str, field: FieldInfo, present_value: Any) -> Any:
-    """The value of a text, by the type of the option. before: the option's value until now"""
+    """The value of a text, by the type of the option. present_value: default, or the value of earlier arguments"""
     if isinstance(present_value, dict):
         return present_value | {key.partition(".")[2]: read_paths(key, text)}
     value = convert_text(field, text)
@@ -116,9 +120,9 @@ def convert_option(key: str, text: str, field: FieldInfo, present_value: Any) ->
 
 
 def read_paths(name: str, text: str, *, may_be_empty: bool = False) -> str:
-    """A text, or a comma list of them, with the home folder in the place of each `~` that begins one.
+    """A text, or a comma list of texts, with the home folder in place of each leading `~`.
 
-    Raises ValueError for a list of nothing, and for an empty text, unless it has a meaning.
+    may_be_empty: whether an empty text has a meaning. Raises ValueError for an empty list, and for another empty text.
     """
     if not text.strip(" ,") and (text or not may_be_empty):
         raise ValueError(f"{name}={text} is empty: give a value, or leave the option out.")
@@ -130,10 +134,18 @@ def split_list(text: str | None) -> list[str]:
     return [entry.strip() for entry in (text or "").split(",") if entry.strip()]
 
 
-def check_output_path(option: str, path: Path, *, is_folder: bool) -> None:
-    """Makes the folder that a result goes to, before anything is loaded. Raises ValueError where nothing can be written.
+def check_output_paths(values: dict[str, Any], fields: dict[str, FieldInfo]) -> None:
+    """Makes the folders that results go to, before anything is loaded. Raises ValueError as `check_output_path`."""
+    for name, field in fields.items():
+        is_folder = OUTPUT_FOLDER in field.metadata
+        if values.get(name) and (is_folder or OUTPUT_FILE in field.metadata):
+            check_output_path(f"{name}={values[name]}", Path(values[name]), is_folder=is_folder)
 
-    is_folder: whether the result is a folder, or else a file
+
+def check_output_path(option: str, path: Path, *, is_folder: bool) -> None:
+    """Makes the parent folder of a result. Raises ValueError for a path where the result cannot be written.
+
+    option: key=value, for messages; is_folder: the result is a folder, otherwise a file
     """
     try:
         path.absolute().parent.mkdir(parents=True, exist_ok=True)

@@ -1,18 +1,18 @@
-"""What the options of commands say of themselves beside type and bounds: metadata of their fields."""
+"""Metadata of the fields of commands' options: what an option says of itself besides its type and bounds."""
 
 from dataclasses import dataclass
 from typing import Annotated
 
 from specdec.core.option_types import Text
 
-MEMORY = "memory"  # sizes what a command holds at once
-PROSE = "prose"  # a text for the model, which stays as it is written
-OUTPUT_FILE, OUTPUT_FOLDER = "output file", "output folder"  # names what a command writes
+MEMORY = "memory"  # the option sizes the memory of a command
+PROSE = "prose"  # the option is a text for the model, which stays as it is written
+OUTPUT_FILE, OUTPUT_FOLDER = "output file", "output folder"  # the option names what a command writes
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """Of a dict that takes NAME.KEY=VALUE for every KEY, as it is written."""
+    """Marks a dict that takes PREFIX.KEY=VALUE for every KEY, as it is written."""
 
     name: str
 

@@ -1,6 +1,8 @@
 """Where the YAML of options is: conf/ of the clone or of the wheel, and the folder conf of each tool and experiment."""
 
+import copy
 from pathlib import Path
+from typing import Any
 
 from specdec.core import extensions
 
@@ -20,15 +22,27 @@ def list_files(group: str) -> dict[str, Path]:
     return dict(sorted(files.items()))
 
 
-def flatten(settings: dict, prefix: str = "", *, without: tuple[str, ...] = (), keep_empty: bool = False) -> dict:
-    """Settings by dotted name. without: names of settings and of groups that are left out; keep_empty: whether an empty group is a value"""
+def flatten(settings: dict, prefix: str = "", *, keep_empty: bool = False) -> dict:
+    """Settings in groups by dotted name. keep_empty: an empty group is a value"""
     values: dict = {}
     for key, value in settings.items():
         name = prefix + key
-        if name in without:
-            continue
         if isinstance(value, dict) and (value or not keep_empty):
-            values |= flatten(value, f"{name}.", without=without, keep_empty=keep_empty)
+            values |= flatten(value, f"{name}.", keep_empty=keep_empty)
         else:
             values[name] = value
     return values
+
+
+def fill(document: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a document in groups, with these values, by dotted name. Groups that it lacks are made."""
+    document = copy.deepcopy(document)
+    for name, value in values.items():
+        *groups, key = name.split(".")
+        group = document
+        for group_name in groups:
+            if not isinstance(group.get(group_name), dict):
+                group[group_name] = {}
+            group = group[group_name]
+        group[key] = value
+    return document

@@ -1,4 +1,7 @@
-"""Options of decoding: sampling, verification, and the shapes of drafts. conf/command/decode.yaml has the defaults of `Drafting`."""
+"""Options of decoding: sampling, verification, and the shapes of drafts.
+
+conf/command/decode.yaml has the defaults of `Drafting` and `Sampling`.
+"""
 
 from specdec.options.command_line import split_list
 
@@ -24,17 +27,17 @@ from specdec.options.command_types import MEMORY
 from specdec.proposers.auto import AutoProposer
 from specdec.proposers.base import Proposer
 
-MAX_REQUESTS = 4096  # requests at once
+MAX_REQUESTS = 4096  # bound of batch=, far above what one device decodes at once
 
 
 def show_measuring(proposer: Proposer) -> None:
-    """Lets proposer=auto show the progress of measuring costs, which it does once on a device."""
+    """Lets proposer=auto show how far it is with its costs, which it measures once on a device."""
     if isinstance(proposer, AutoProposer):
         proposer.progress = functools.partial(progress.track_items, unit="sizes")
 
 
 def read_temperatures(text: str) -> list[float]:
-    """The numbers of a comma list. Raises ValueError for what is none."""
+    """The numbers of a comma list. Raises ValueError for any other text."""
     try:
         return [float(value) for value in text.split(",")]
     except ValueError:
@@ -42,7 +45,7 @@ def read_temperatures(text: str) -> list[float]:
 
 
 class SamplingOptions(Options):
-    """Of the distribution of each token."""
+    """Options of the distribution from which each token is drawn."""
 
     temperature: Text
     top_k: Count | None
@@ -50,17 +53,17 @@ class SamplingOptions(Options):
     repetition_penalty: Positive
 
     def make_samplings(self) -> list[Sampling]:
-        """One for each temperature."""
+        """The sampling of each temperature."""
         temperatures = read_temperatures(self.temperature)
         with prefix_option_names("decode"):
             return [Sampling(value, self.top_k, self.top_p, self.repetition_penalty) for value in temperatures]
 
     def make_sampling(self) -> Sampling:
-        """Raises ValueError for more than one temperature."""
-        make_samplings = self.make_samplings()
-        if len(make_samplings) > 1:
+        """The only sampling. Raises ValueError for more than one temperature."""
+        samplings = self.make_samplings()
+        if len(samplings) > 1:
             raise ValueError(f"decode.temperature={self.temperature}: give one, and run this again for each other one.")
-        return make_samplings[0]
+        return samplings[0]
 
 
 class DraftingOptions(Options):
@@ -72,12 +75,15 @@ class DraftingOptions(Options):
     rule: Literal["token", "block"]
 
     def make_drafting(self, shape: TreeShape | None = None) -> Drafting:
-        """How to draft and verify. shape: None: of these options, or the usual one. Raises ValueError, naming an option."""
+        """The way to draft and verify. shape: shape of drafts; None: that of these options, or the usual one
+
+        Raises ValueError, with the option's name, for settings that do not fit together.
+        """
         settings = self.model_dump(include={field.name for field in dataclasses.fields(Drafting)})
         with prefix_option_names("decode"):
-            make_drafting = Drafting(**settings | (dataclasses.asdict(shape) if shape else {}))
-            _ = make_drafting.shape  # raises ValueError here, where the message names the options
-        return make_drafting
+            drafting = Drafting(**settings | (dataclasses.asdict(shape) if shape else {}))
+            _ = drafting.shape  # raises ValueError here, where the message names the options
+        return drafting
 
 
 class ShapedDraftingOptions(DraftingOptions):
@@ -97,25 +103,26 @@ class DecodeOptions(SamplingOptions, ShapedDraftingOptions):
 
 
 def read_shapes(chains: str, trees: str) -> list[TreeShape]:
-    """Comma lists of chain lengths and of trees, DEPTHxWIDTHxNODES; chains first. Raises ValueError for what is no shape."""
-    shapes = []
-    for name, text, form, example in (
-        ("chains", chains, "DEPTH", "1,2,3"),
-        ("trees", trees, "DEPTHxWIDTHxNODES", "2x2x4,4x3x8"),
-    ):
-        for entry in split_list(text):
-            number_texts = entry.split("x")
-            if len(number_texts) != len(form.split("x")) or not all(
-                number_text.isdecimal() for number_text in number_texts
-            ):
-                raise ValueError(f"{name}={text} cannot be read: give a comma list of {form}, such as {example}.")
-            numbers = [int(number_text) for number_text in number_texts]
-            shapes.append(TreeShape(*numbers) if name == "trees" else TreeShape(numbers[0], 1, numbers[0]))
-    return shapes
+    """The shapes of two comma lists, of chain lengths and of trees DEPTHxWIDTHxNODES; chains first.
+
+    Raises ValueError for an entry that is no shape.
+    """
+    lengths = read_number_lists("chains", chains, form="DEPTH", example="1,2,3")
+    sizes = read_number_lists("trees", trees, form="DEPTHxWIDTHxNODES", example="2x2x4,4x3x8")
+    return [TreeShape(depth, 1, depth) for (depth,) in lengths] + [TreeShape(*numbers) for numbers in sizes]
+
+
+def read_number_lists(name: str, text: str, *, form: str, example: str) -> list[list[int]]:
+    """The entries of a comma list, each some numbers joined by x. name, form, example: for the message of ValueError"""
+    entries = [entry.split("x") for entry in split_list(text)]
+    for entry in entries:
+        if len(entry) != len(form.split("x")) or not all(map(str.isdecimal, entry)):
+            raise ValueError(f"{name}={text} cannot be read: give a comma list of {form}, such as {example}.")
+    return [list(map(int, entry)) for entry in entries]
 
 
 def read_batches(text: str) -> list[int]:
-    """batch=, in order. Raises ValueError for what is no list of numbers."""
+    """The batch sizes of batch=, increasing. Raises ValueError for what is no list of such numbers."""
     sizes = split_list(text)
     if not all(size.isdecimal() and 0 < int(size) <= MAX_REQUESTS for size in sizes):
         raise ValueError(f"batch={text}: give numbers from 1 to {MAX_REQUESTS}, such as 1,4,16.")
@@ -123,7 +130,9 @@ def read_batches(text: str) -> list[int]:
 
 
 def cut_shapes(shapes: list[TreeShape], max_depth: int | None) -> list[TreeShape]:
-    """The shapes for a drafter that takes `limit` steps (None: any number), no deeper than that, each once."""
-    depths = [min(shape.depth, max_depth or shape.depth) for shape in shapes]
-    limited_shapes = [TreeShape(d, shape.width, d if shape.chain else shape.nodes) for d, shape in zip(depths, shapes)]
-    return list(dict.fromkeys(limited_shapes))
+    """The shapes, each once, for a drafter that takes at most `max_depth` steps; None: any number."""
+    limited = []
+    for shape in shapes:
+        depth = min(shape.depth, max_depth or shape.depth)
+        limited.append(TreeShape(depth, shape.width, depth if shape.chain else shape.nodes))
+    return list(dict.fromkeys(limited))

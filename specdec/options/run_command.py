@@ -10,13 +10,21 @@ from specdec.core.option_types import Options, list_fields
 from specdec.options.command_types import MEMORY
 
 
+def format_warning(message: Warning | str, *_: object, **__: object) -> str:
+    """A warning as one line."""
+    return f"warning: {message}\n"
+
+
 def run_command(main: Callable[[], None], model: type[Options]) -> None:
-    """Runs a command with the command line: a user's mistake (ValueError), full memory and what the system refuses
-    (OSError) end in one sentence, Ctrl-C without a traceback, warnings are lines."""
+    """Runs a command with the command line. Warnings are printed as lines.
+
+    A user's mistake (ValueError), full memory, and what the system refuses (OSError) end in one sentence; Ctrl-C ends
+    without a traceback.
+    """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    warnings.formatwarning = format_warning
     try:
         main()
     except ValueError as error:
@@ -38,7 +46,7 @@ def run_command(main: Callable[[], None], model: type[Options]) -> None:
 
 
 def advise_less_memory(model: type[Options]) -> str:
-    """Which options of a command lower the memory that it needs."""
+    """The advice which options of a command lower the memory that it needs."""
     fields = list_fields(model)
     sizes = [f"{name}=" for name, field in fields.items() if MEMORY in field.metadata]
     alternatives = ["target.dtype=bfloat16", "target.device=auto with more GPUs"] if "target.device" in fields else []

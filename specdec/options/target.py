@@ -11,13 +11,15 @@ from specdec.target.loading import find_devices
 
 
 class TokenizerOptions(Options):
-    """For commands that read the target's tokenizer and not its weights."""
+    """Options of commands that read the target's tokenizer and not its weights."""
 
     name: Text
     trust_remote_code: bool
 
 
 class TargetOptions(Options):
+    """Options of commands that load the target."""
+
     name: Text | None
     dtype: Literal["auto", "bfloat16", "float32", "float16", "float64"]
     device: Text | None
@@ -33,11 +35,11 @@ class TargetOptions(Options):
 
     @property
     def device_here(self) -> str:
-        """The device, where none is given, too."""
+        """The device; by default CUDA's, if there is one."""
         return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
     @property
     def dtype_here(self) -> str:
-        """dtype, or what auto is on the device. Raises ValueError for a device that is not there."""
+        """The dtype, with auto decided for the device. Raises ValueError for a device that is not there."""
         with prefix_option_names("target"):
             return precision.resolve_dtype(self.dtype, find_devices(self.device_here)[0])

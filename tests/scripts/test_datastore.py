@@ -16,60 +16,50 @@ from specdec.text import token_text
 from tests.support import ROOT, save_target, write_rows
 
 load_once = functools.cache(load_tokenizer)
-
-
+TALK = [("user", "Say hello."), ("assistant", "Hello, world!"), ("user", "Bye."), ("assistant", "See you")]
 ROWS = [
-    {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "Hello, world!"},
-                  {"role": "user", "content": "Bye."}, {"role": "assistant", "content": "See you"}], "finish": "length"},
+    {"messages": [{"role": role, "content": text} for role, text in TALK], "finish": "length"},
     {"text": "Plain text, as it stands."},
     {"text": ""},
-]  # fmt: skip
-ANSWERS = [
-    "<|im_start|>assistant\nHello, world!<|im_end|>",
-    "<|im_start|>assistant\nSee you",
-    "Plain text, as it stands.",
 ]
+ANSWERS = ["<|im_start|>assistant\nHello, world!<|im_end|>", "<|im_start|>assistant\nSee you", ROWS[1]["text"]]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("datastore")
     save_target(folder / "target")
-    write_rows(folder / "rows.jsonl", ROWS)
-    write_rows(folder / "none.jsonl", ROWS[2:])
-    write_rows(folder / "wrong.jsonl", [{"prompt": "?"}])
+    for name, rows in {"rows": ROWS, "none": ROWS[2:], "wrong": [{"prompt": "?"}]}.items():
+        write_rows(folder / f"{name}.jsonl", rows)
     return folder
 
 
 @pytest.fixture
 def run(folder, monkeypatch, run_script):
+    """run(file, out, "key=value", ...) -> what the script printed"""
+    monkeypatch.setattr(script, "load_tokenizer", load_once)
+
     def run(source, out, *arguments):
-        monkeypatch.setattr(script, "load_tokenizer", load_once)
         return run_script(script, f"data={folder}/{source}", f"out={out}", f"target.name={folder}/target", *arguments)
 
     return run
 
 
-def texts_in(folder: Path, tokenizer) -> list[str]:
-    datastore = store.read_datastore(folder, token_text.digest_vocabulary(tokenizer))
-    texts: list[list[int]] = []
-    for token in list(datastore.tokens)[:-1]:
-        if token == store.SEPARATOR:
-            texts.append([])
-        else:
-            texts[-1].append(token)
-    return [tokenizer.decode(text) for text in texts]
+def read_texts(folder: Path, tokenizer) -> list[str]:
+    tokens = list(store.read_datastore(folder, token_text.digest_vocabulary(tokenizer)).tokens)
+    starts = [place for place, token in enumerate(tokens) if token == store.SEPARATOR]
+    return [tokenizer.decode(tokens[start + 1 : end]) for start, end in zip(starts, starts[1:])]
 
 
 def test_the_proposer_reads_the_datastore_of_the_script(run, folder, tmp_path, monkeypatch):
     tokenizer = load_once(f"{folder}/target")
     printed = run("rows.jsonl", tmp_path / "d", "length=8")
     assert "tokens in 3 texts" in printed and "MB" in printed and " s" in printed
-    assert texts_in(tmp_path / "d", tokenizer) == ANSWERS
+    assert read_texts(tmp_path / "d", tokenizer) == ANSWERS
     document = json.loads((tmp_path / "d" / "datastore.json").read_text())
     assert document["source"] == "rows.jsonl" and str(folder) not in json.dumps(document)
     run("rows.jsonl", tmp_path / "first", "limit=1")
-    assert texts_in(tmp_path / "first", tokenizer) == ANSWERS[:2]
+    assert read_texts(tmp_path / "first", tokenizer) == ANSWERS[:2]
 
     monkeypatch.setattr(retrieval, "load_tokenizer", load_once)
     target = Target.load(f"{folder}/target", dtype="float32")
@@ -80,21 +70,15 @@ def test_the_proposer_reads_the_datastore_of_the_script(run, folder, tmp_path, m
 
 
 @pytest.mark.parametrize(
-    ("data", "arguments", "message"),
+    ("source", "out", "argument", "message"),
     [
-        ("none.jsonl", [], "holds no text, so there is nothing to retrieve"),
-        ("rows.jsonl", ["limit=0"], "limit=0 must be a whole number of 1 or more, or null"),
-        ("wrong.jsonl", [], "wrong.jsonl:1: neither messages nor text"),
-        ("nowhere.jsonl", [], "There is no file"),
-        ("rows.jsonl", ["length=0"], "length=0 must be a whole number of 1 or more"),
-        ("rows.jsonl", ["target.name=./nowhere"], "does not exist"),
+        ("none.jsonl", "d", "length=8", "holds no text, so there is nothing to retrieve"),
+        ("wrong.jsonl", "d", "length=8", "wrong.jsonl:1: neither messages nor text"),
+        ("nowhere.jsonl", "d", "length=8", "There is no file"),
+        ("rows.jsonl", "d", "target.name=./nowhere", "does not exist"),
+        ("rows.jsonl", ".", "length=8", "exists; choose another out=FOLDER or delete it"),
     ],
 )
-def test_wrong_arguments_are_refused(refuse, tmp_path, data, arguments, message):
-    refuse(message, data, tmp_path / "d", *arguments)
+def test_what_cannot_be_made_is_refused(refuse, tmp_path, source, out, argument, message):
+    refuse(message, source, tmp_path / out, argument.replace("length=8", "length=8"))
     assert not list(tmp_path.iterdir())
-
-
-def test_an_existing_folder_is_not_overwritten(refuse, tmp_path):
-    (tmp_path / "d").mkdir()
-    refuse("exists; choose another out=FOLDER or delete it", "rows.jsonl", tmp_path / "d")

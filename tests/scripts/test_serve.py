@@ -28,8 +28,8 @@ def head(tmp_path_factory):
     return path / "run" / "head"
 
 
-def line_of(child) -> str:
-    """What the process prints next. Raises TimeoutError after two minutes without a line: a test is not to wait for ever."""
+def read_line(child) -> str:
+    """The next line of a process. Raises TimeoutError after two minutes without one: a test is not to wait for ever."""
     with ThreadPoolExecutor(1) as pool:
         line = pool.submit(child.stdout.readline)
         try:
@@ -39,27 +39,27 @@ def line_of(child) -> str:
             raise
 
 
+def stream_answer(url: str, lines: list[str]) -> None:
+    body = {**QUESTION, "max_tokens": 600, "ignore_eos": True, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
+        lines.extend(line for line in answer.iter_lines() if line)
+
+
 @pytest.mark.full
 def test_the_command_records_and_finishes_what_runs(head, tmp_path):
-    given = [f"checkpoint={head}", "proposer=head", "target.dtype=float32", "port=0", f"record={tmp_path / 'rows'}"]
-    child = start([ROOT / "scripts" / "serve.py", *given])
+    options = [f"checkpoint={head}", "proposer=head", "target.dtype=float32", "port=0", f"record={tmp_path / 'rows'}"]
+    child = start([ROOT / "scripts" / "serve.py", *options])
+    lines: list[str] = []
     try:
-        url = re.search(ADDRESS, line_of(child)).group()
+        url = re.search(ADDRESS, read_line(child)).group()
         assert "<h1>specdec</h1>" in httpx.get(url).text
-        lines: list[str] = []
-
-        def stream() -> None:
-            body = {**QUESTION, "max_tokens": 600, "ignore_eos": True, "stream": True}
-            body["stream_options"] = {"include_usage": True}
-            with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
-                lines.extend(line for line in answer.iter_lines() if line)
-
-        asking = threading.Thread(target=stream)
-        asking.start()
+        client = threading.Thread(target=stream_answer, args=(url, lines))
+        client.start()
         while httpx.get(f"{url}/health").json()["running"] != 1:
             time.sleep(0.01)
         child.send_signal(signal.SIGTERM)
-        asking.join(timeout=60)
+        client.join(timeout=60)
         assert json.loads(lines[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 600
         assert lines[-1] == "data: [DONE]" and child.wait(timeout=30) in (0, -signal.SIGTERM)
     finally:
@@ -70,17 +70,9 @@ def test_the_command_records_and_finishes_what_runs(head, tmp_path):
     assert row["target"] == str(head.parents[1] / "target") and row["target_fingerprint"]
 
 
-def test_what_cannot_be_served_is_refused(head, monkeypatch, run_script):
-    checkpoint_argument = f"checkpoint={head}"
-
-    def refuse(message: str, *arguments: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            run_script(serve, *arguments)
-
-    refuse("rows=0 must be a whole number of 1 or more", checkpoint_argument, "rows=0")
-    refuse("give temperature in the request", checkpoint_argument, "decode.temperature=1")
+def test_what_cannot_be_served_is_refused(head, monkeypatch, refuse):
+    checkpoint = f"checkpoint={head}"
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        refuse("choose another port=", checkpoint_argument, f"port={taken.getsockname()[1]}")
-    refuse("port=70000 must be a whole number from 0 to 65535", checkpoint_argument, "port=70000")
+        refuse("choose another port=", serve, checkpoint, f"port={taken.getsockname()[1]}")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    refuse(r"pip install '\.\[serve\]'", checkpoint_argument)
+    refuse(r"pip install '\.\[serve\]'", serve, checkpoint)

@@ -1,4 +1,6 @@
-"""Decoding as measurement: several ways side by side."""
+"""Decoding as measurement: several methods side by side."""
+
+import pytest
 
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
@@ -7,40 +9,41 @@ from specdec.proposers.heads import HeadProposer
 from tests.support import chain_of, greedy, make_drafter, prompts_of
 
 
-def test_ways_go_on_side_by_side_with_the_answers_that_they_have_alone(small_target, monkeypatch):
-    head = HeadProposer(make_drafter(small_target, "eagle"), chain_of(2))
-    decoders = {"plain": greedy(small_target, None), "drafted": greedy(small_target, head)}
-    prompts = prompts_of(small_target)
-    alone = {
-        name: decode_side_by_side({name: each}, prompts, 12, batch=2, seeds=[0] * 9)[name]
-        for name, each in decoders.items()
-    }
-    order, rounds = [], Decoder.rounds
+class RecordedDecoder:
+    """A decoder whose rounds are written into `order`: its name, and the tokens of the round."""
 
-    def recorded(decoder, *given, **how):
-        for emitted, ended in rounds(decoder, *given, **how):
-            order.append(("plain" if decoder.proposer is None else "drafted", emitted))
+    def __init__(self, name: str, decoder: Decoder, order: list[tuple[str, int]]):
+        self.name, self.decoder, self.order, self.target = name, decoder, order, decoder.target
+
+    def rounds(self, *arguments, **options):
+        for emitted, ended in self.decoder.rounds(*arguments, **options):
+            self.order.append((self.name, emitted))
             yield emitted, ended
 
-    monkeypatch.setattr(Decoder, "rounds", recorded)
-    for turn in range(2):
-        order.clear()
-        found = decode_side_by_side(decoders, prompts, 12, batch=2, seeds=[0] * 9, rotation=turn)
-        for name, generations in found.items():
-            assert [each.tokens for each in generations] == [each.tokens for each in alone[name]]
-            assert [each.accepted for each in generations] == [each.accepted for each in alone[name]]
-        assert order[0][0] == list(decoders)[turn]
-        emitted, most = {"plain": 0, "drafted": 0}, max(num for _, num in order)
-        for name, num in order:
-            assert emitted[name] <= min(emitted.values()) + most
-            emitted[name] += num
-        assert len(set(emitted.values())) == 1
+
+@pytest.mark.parametrize("rotation", [0, 1])
+def test_methods_go_on_side_by_side_with_the_answers_that_they_have_alone(small_target, rotation):
+    head = HeadProposer(make_drafter(small_target, "eagle"), chain_of(2))
+    decoders = {"plain": greedy(small_target, None), "drafted": greedy(small_target, head)}
+    prompts, order = prompts_of(small_target), []
+    recorded = {name: RecordedDecoder(name, decoder, order) for name, decoder in decoders.items()}
+    answers = decode_side_by_side(recorded, prompts, 12, batch=2, seeds=[0] * 9, rotation=rotation)
+    for name, decoder in decoders.items():
+        alone = decode_side_by_side({name: decoder}, prompts, 12, batch=2, seeds=[0] * 9)[name]
+        for generation, expected in zip(answers[name], alone, strict=True):
+            assert (generation.tokens, generation.accepted) == (expected.tokens, expected.accepted)
+    assert order[0][0] == list(decoders)[rotation]
+    emitted, largest_round = {"plain": 0, "drafted": 0}, max(num for _, num in order)
+    for name, num in order:
+        assert emitted[name] <= min(emitted.values()) + largest_round
+        emitted[name] += num
+    assert len(set(emitted.values())) == 1
 
 
 def test_the_random_numbers_of_an_answer_are_its_own(small_target):
     sampled = {name: Decoder(small_target, None, sampling=Sampling(1.0), stop=set()) for name in "ab"}
     prompts = prompts_of(small_target)[:3]
-    found = decode_side_by_side(sampled, prompts, 6, batch=2, seeds=[5, 6, 7])
-    assert [each.tokens for each in found["a"]] == [each.tokens for each in found["b"]]
+    answers = decode_side_by_side(sampled, prompts, 6, batch=2, seeds=[5, 6, 7])
+    assert [generation.tokens for generation in answers["a"]] == [generation.tokens for generation in answers["b"]]
     (again,) = decode_side_by_side({"a": sampled["a"]}, prompts[2:], 6, batch=1, seeds=[7])["a"]
-    assert again.tokens == found["a"][2].tokens
+    assert again.tokens == answers["a"][2].tokens

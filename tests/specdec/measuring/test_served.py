@@ -20,23 +20,23 @@ def test_the_formula_and_reports_without_tau():
 
 @pytest.mark.parametrize("shape", [chain_of(1), chain_of(3), TreeShape(3, 2, 5)], ids=str)
 def test_what_is_timed_may_run_again_and_again(small_drafter, shape, monkeypatch):
-    """A graph is replayed: each call must give the same, read nothing that is gone, and leave the caches as they were."""
+    """A graph is replayed: each call must give the same, read nothing that is gone, and leave the caches alone."""
     if small_drafter.depth is not None and shape.depth > small_drafter.depth:
         pytest.skip("the head has fewer steps")
     results = []
 
     def capture(function, inputs, pool):
         inputs = [value.clone() for value in inputs]
-        return lambda *_: results.append([each.clone() for each in function(*inputs)])
+        return lambda *_: results.append([value.clone() for value in function(*inputs)])
 
     monkeypatch.setattr(served, "capture_graph", capture)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     assert served.time_step(HeadProposer(small_drafter, shape)) > 0
     assert len(results) == served.REPEATS
-    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
+    assert all(torch.equal(*pair) for result in results[1:] for pair in zip(results[0], result, strict=True))
 
 
-def test_told_times_of_a_pretended_device(small_target, monkeypatch):
+def test_times_of_a_pretended_device(small_target, monkeypatch):
     monkeypatch.setattr(served.Verifier, "capturable", True)
     monkeypatch.setattr(served, "time_passes", lambda verifier, nodes, linear: {1: 0.01, nodes: 0.011})
     monkeypatch.setattr(served, "time_step", lambda proposer: 0.001)
@@ -44,7 +44,8 @@ def test_told_times_of_a_pretended_device(small_target, monkeypatch):
         proposer = HeadProposer(make_drafter(small_target, head), TreeShape(3, 2, 5))
         assert served.measure_captured(small_target, proposer) is None  # a CPU
         with fast.force_paths("graphs"):
-            assert served.measure_captured(small_target, proposer) == served.CapturedCosts(0.01, 0.011, 0.001, 6, steps)
+            costs = served.measure_captured(small_target, proposer)
+            assert costs == served.CapturedCosts(0.01, 0.011, 0.001, 6, steps)
             assert served.measure_captured(small_target, None) is None
 
 

@@ -1,4 +1,4 @@
-"""Held-out prompts that were trained on: what is a copy, what of a source is trained on, and what a run's folder says later."""
+"""Held-out prompts that were trained on: copies, what of a source is trained on, and the record in a run's folder."""
 
 import json
 from pathlib import Path
@@ -21,12 +21,12 @@ def talk(*texts: str, system: str | None = None, **fields) -> dict:
     return {"messages": [{"role": "system", "content": system}] * bool(system) + messages, **fields}
 
 
-def digests(*rows: dict) -> numpy.ndarray:
-    return numpy.unique(numpy.array([each for row in rows for each in trained_prompts.digest_row(row)], numpy.int64))
+def digest(*rows: dict) -> numpy.ndarray:
+    return numpy.unique(numpy.concatenate([numpy.array(trained_prompts.digest_row(row), numpy.int64) for row in rows]))
 
 
-def held_out(tmp_path: Path, *rows: dict) -> list[dict]:
-    """As prompts are read."""
+def hold_out(tmp_path: Path, *rows: dict) -> list[dict]:
+    """Rows as prompts are read, named h0, h1, .."""
     write_rows(tmp_path / "held.jsonl", [{"id": f"h{number}", **row} for number, row in enumerate(rows)])
     return reading.load_prompts(str(tmp_path / "held.jsonl"))
 
@@ -35,7 +35,7 @@ TRAINED = [talk(USER, "Far.", MORE, "Farther."), {"prompt": "Complete this", "co
 
 
 @pytest.mark.parametrize(
-    ("row", "copy"),
+    ("row", "is_copy"),
     [
         (talk(USER, "Another answer."), True),
         ({"prompt": " how far  is the MOON?\n"}, True),
@@ -47,54 +47,47 @@ TRAINED = [talk(USER, "Far.", MORE, "Farther."), {"prompt": "Complete this", "co
         ({"prompt": OTHER}, False),
     ],
 )
-def test_a_held_out_prompt_that_is_asked_in_training_is_a_copy(row, copy, tmp_path):
-    rows = held_out(tmp_path, {"prompt": OTHER}, row)
-    assert trained_prompts.find_trained_rows(rows, digests(*TRAINED)) == ["h1"] * copy
+def test_a_held_out_prompt_that_is_asked_in_training_is_a_copy(row, is_copy, tmp_path):
+    rows = hold_out(tmp_path, {"prompt": OTHER}, row)
+    assert trained_prompts.find_trained_rows(rows, digest(*TRAINED)) == ["h1"] * is_copy
 
 
 def test_rows_of_token_ids_and_published_texts_are_compared_too():
     row = {"tokens": [5, 6, 7, 8], "prompt_tokens": 2, "id": "a"}
-    known = digests(
-        row, {"text": "What follows nothing asks nothing."}, {"messages": 5}, {"messages": [5]}, {"prompt": [5]}
-    )
-    assert len(known) == 1
-    assert trained_prompts.find_trained_rows([row, {**row, "prompt_tokens": 3, "id": "b"}], known) == ["a"]
-    asked = {"id": "c", "messages": [{"role": "user", "content": f"Solve: {USER}"}], "original": USER}
-    assert trained_prompts.find_trained_rows([asked], digests(talk(USER, "Far."))) == ["c"]
+    unusable = [{"text": "What follows nothing asks nothing."}, {"messages": 5}, {"messages": [5]}, {"prompt": [5]}]
+    digests = digest(row, *unusable)
+    assert len(digests) == 1
+    assert trained_prompts.find_trained_rows([row, {**row, "prompt_tokens": 3, "id": "b"}], digests) == ["a"]
+    question = {"id": "c", "messages": [{"role": "user", "content": f"Solve: {USER}"}], "original": USER}
+    assert trained_prompts.find_trained_rows([question], digest(talk(USER, "Far."))) == ["c"]
 
 
 def test_only_rows_that_are_trained_on_count(tmp_path):
     rows = [talk(f"Question {number}?", "Yes.", temperature=number % 2) for number in range(6)]
-    write_rows(tmp_path / "a.jsonl", rows[:4])
-    write_rows(tmp_path / "b.jsonl", rows[4:])
+    sources = {str(tmp_path / "a.jsonl"): rows[:4], str(tmp_path / "b.jsonl"): rows[4:]}
+    for source, rows_of_source in sources.items():
+        write_rows(Path(source), rows_of_source)
     encoding = Encoding(small_tokenizer(), tmp_path / "cache")
-    sources = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
-    packs = load_packs(sources, encoding, length=64, packed=True, hold_out=2)
-    asked = held_out(tmp_path, *({"prompt": f"question {number}?"} for number in range(7)))
-    assert trained_prompts.find_trained_rows(asked, packs.prompt_digests) == [
-        "h1",
-        "h3",
-        "h4",
-        "h5",
-    ]  # h0 and h2 are held out
-    twice = load_packs({sources[0]: 2.0}, encoding, length=64, packed=False)
-    assert numpy.array_equal(twice.prompt_digests, digests(*rows[:4]))
+    packs = load_packs(list(sources), encoding, length=64, packed=True, hold_out=2)
+    prompts = hold_out(tmp_path, *({"prompt": f"question {number}?"} for number in range(7)))
+    trained = trained_prompts.find_trained_rows(prompts, packs.prompt_digests)
+    assert trained == ["h1", "h3", "h4", "h5"]  # h0 and h2 are held out
+    twice = load_packs({next(iter(sources)): 2.0}, encoding, length=64, packed=False)
+    assert numpy.array_equal(twice.prompt_digests, digest(*rows[:4]))
 
 
 def test_a_runs_folder_says_what_was_trained_on(tmp_path):
-    run, own = tmp_path / "run", digests(talk(USER, "Far."))
+    run, digests = tmp_path / "run", digest(talk(USER, "Far."))
     step = run / "step_000001"
     step.mkdir(parents=True)
     assert trained_prompts.read_digests(step) is None
-    trained_prompts.write_digests(run, trained_prompts.join_digests(own, None))
-    assert numpy.array_equal(trained_prompts.read_digests(step), own)
-    assert (
-        numpy.array_equal(trained_prompts.read_digests(run), own)
-        and trained_prompts.read_digests(run / "other") is None
-    )
+    trained_prompts.write_digests(run, trained_prompts.join_digests(digests, None))
+    for folder in (step, run):
+        assert numpy.array_equal(trained_prompts.read_digests(folder), digests)
+    assert trained_prompts.read_digests(run / "other") is None
     (run / "best").write_text("step_000001\n")
-    further = trained_prompts.join_digests(digests(talk(OTHER, "Round.")), str(run))
-    assert set(further) == {*own, *digests(talk(OTHER, "Round."))}
+    further = digest(talk(OTHER, "Round."))
+    assert set(trained_prompts.join_digests(further, str(run))) == {*digests, *further}
     (run / trained_prompts.FILE).write_bytes(b"damaged")
     with pytest.raises(ValueError, match="is missing, truncated or damaged"):
         trained_prompts.read_digests(run)
@@ -103,11 +96,11 @@ def test_a_runs_folder_says_what_was_trained_on(tmp_path):
 def test_the_rows_of_a_run_of_an_earlier_version_are_read(tmp_path):
     rows = [talk(USER, "Far."), talk(OTHER, "Round."), {"text": "Text"}]
     write_rows(tmp_path / "train.jsonl", rows)
-    about = {"data": {"train": [str(tmp_path / "train.jsonl"), "gone.jsonl"]}}
-    files.write_text(tmp_path / "about.json", json.dumps(about))
-    assert numpy.array_equal(trained_prompts.read_digests(tmp_path), digests(*rows))
+    facts = {"data": {"train": [str(tmp_path / "train.jsonl"), "gone.jsonl"]}}
+    files.write_text(tmp_path / "about.json", json.dumps(facts))
+    assert numpy.array_equal(trained_prompts.read_digests(tmp_path), digest(*rows))
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write('{"messages"')  # damaged: what comes before it counts
-    assert numpy.array_equal(trained_prompts.read_digests(tmp_path), digests(*rows))
+    assert numpy.array_equal(trained_prompts.read_digests(tmp_path), digest(*rows))
     files.write_text(tmp_path / "about.json", json.dumps({"data": {"train": "gone.jsonl"}}))
     assert trained_prompts.read_digests(tmp_path) is None

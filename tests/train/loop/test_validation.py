@@ -13,10 +13,10 @@ from rich.table import Table
 from specdec import checkpoint
 from specdec.core import files
 from specdec.decoding.drafting import Drafting
-from specdec.measuring import answers, served, speed
+from specdec.measuring import answers, served
 from specdec.measuring import replay as written_replay
 from specdec.measuring.measure import PromptReplay
-from specdec.measuring.model_card import Provenance, write_expectations
+from specdec.measuring.model_card import Provenance, choose_chain, write_expectations
 from specdec.measuring.report import Report, compute_tau, describe_candidates, summarise_candidates
 from specdec.target.model import Target, load_tokenizer
 from specdec.text import reading
@@ -407,10 +407,8 @@ def test_an_export_uses_a_report_without_decoding(make, small_target, tmp_path):
     assert read.report == report and read.num_drafts == 3
     assert f"5 prompts, temperature 0, chain of 3, by replay | {report.replayed_tau:.2f}" in write_expectations(read)
     decoded = judge(make(drafter), drafter)
-    assert (
-        "by replay" not in write_expectations(replace(read, report=decoded)) and 1 <= speed.choose_chain(decoded) <= 3
-    )
-    assert speed.choose_chain(replace(decoded, replayed_survival=[0.0] * 3)) == 1
+    assert "by replay" not in write_expectations(replace(read, report=decoded)) and 1 <= choose_chain(decoded) <= 3
+    assert choose_chain(replace(decoded, replayed_survival=[0.0] * 3)) == 1
 
 
 # Along recorded answers, and the end of a training that no longer rises

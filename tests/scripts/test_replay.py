@@ -1,5 +1,6 @@
 """Tests of scripts/replay.py on tiny checkpoints: figures, heads side by side, candidates, refusals."""
 
+import itertools
 import json
 
 import pytest
@@ -9,8 +10,11 @@ from scripts import replay
 from specdec import checkpoint, loading
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.medusa import Medusa2
+from specdec.measuring.questions import read_answers
+from specdec.measuring.replay import BATCH_TOKENS, batch_texts, encode_answers
 from specdec.options.command_defaults import read_group
 from specdec.options.target import TargetOptions
+from specdec.target.model import load_tokenizer
 from specdec.text import conversations
 from specdec.unroll.replay import count_rounds
 from tests.loops import acceptance
@@ -33,8 +37,10 @@ def folder(tmp_path_factory):
     shape = {"num_heads": 2, "lora_rank": 2}
     adapting = Medusa2(target, **shape)
     checkpoint.save(folder / "adapting", adapting.frozen_copy(), {"_target_": "specdec.heads.medusa.Medusa2", **shape})
-    rows = [{"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-            | {"id": str(number), "temperature": 1, "category": "a"} for number, (question, answer) in enumerate(ANSWERS)]  # fmt: skip
+    rows = []
+    for number, (question, answer) in enumerate(ANSWERS):
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        rows.append({"id": str(number), "temperature": 1, "category": "a", "messages": messages})
     write_rows(folder / "answers.jsonl", rows)
     return folder
 
@@ -44,8 +50,8 @@ def run(folder, run_script, tmp_path):
     """run(key=value ..) -> results.json"""
 
     def run(*arguments):
-        given = [f"answers={folder}/answers.jsonl", "hold_out=null", "decode.temperature=1", f"out={tmp_path}/replay"]
-        run_script(replay, f"checkpoint={folder}/one", *given, "target.dtype=float32", *arguments)
+        answers = [f"answers={folder}/answers.jsonl", "hold_out=null", "decode.temperature=1", f"out={tmp_path}/replay"]
+        run_script(replay, f"checkpoint={folder}/one", *answers, "target.dtype=float32", *arguments)
         return json.loads((tmp_path / "replay" / "results.json").read_text())
 
     return run
@@ -66,10 +72,8 @@ def test_heads_are_compared_on_the_same_answers(run, folder, tmp_path):
             emitted += len(answer) - 1
         taus.append(emitted / num_rounds)
     first, second = document["results"]
-    assert [first["method"], second["method"]] == [
-        f"{folder.name}/{name}, chain of 4" for name in ("one", "two")
-    ] and first["replayed_prompts"] == 4
-    assert [first["replayed_tau"], second["replayed_tau"]] == pytest.approx(taus)
+    assert [first["method"], second["method"]] == [f"{folder.name}/{name}, chain of 4" for name in ("one", "two")]
+    assert [first["replayed_tau"], second["replayed_tau"]] == pytest.approx(taus) and first["replayed_prompts"] == 4
     assert first["difference"] == [0, [0, 0]] and second["difference"][0] == pytest.approx(taus[1] - taus[0])
     assert first["replayed_tau"] == pytest.approx(1 + sum(first["replayed_survival"]))
     settings = document["settings"]
@@ -79,9 +83,30 @@ def test_heads_are_compared_on_the_same_answers(run, folder, tmp_path):
     assert f"| {second['method']} |" in written and f"tau minus that of {first['method']}" in written
 
 
-def test_candidates_of_a_lattice_are_reported(run, folder):
-    one, lattice = run(f"checkpoint={folder}/one,{folder}/lattice", "decode.depth=3")["results"]
-    assert "candidates" not in one and len(lattice["candidates"]["recall"]) == 3
+@pytest.mark.parametrize(("depth", "steps"), [(3, 3), (1000, 4)])
+def test_candidates_of_a_lattice_are_reported_to_its_last_step(run, folder, depth, steps):
+    first, lattice = run(f"checkpoint={folder}/one,{folder}/lattice", f"decode.depth={depth}")["results"]
+    assert "candidates" not in first and len(lattice["candidates"]["recall"]) == steps
+    assert lattice["method"].endswith(f"chain of {steps}")
+
+
+def test_answers_are_cut_and_need_two_tokens(folder):
+    tokenizer = load_tokenizer(f"{folder}/target")
+    question_set = read_answers(f"{folder}/answers.jsonl", arguments={}, temperature=1)
+    _, texts = encode_answers(question_set, tokenizer, temperature=1, length=1000)
+    shortest = min(len(text.prompt) for text in texts)
+    _, texts = encode_answers(question_set, tokenizer, temperature=1, length=shortest + 2)
+    assert {len(text.answer) for text in texts} == {2}
+    with pytest.raises(ValueError, match="No answer has a second token"):
+        encode_answers(question_set, tokenizer, temperature=1, length=shortest + 1)
+
+
+def test_texts_are_read_in_batches_that_are_full_with_their_padding(small_target):
+    lengths = [BATCH_TOKENS // 2, 5000, 100, BATCH_TOKENS // 2, 1500, *[10] * 500]
+    batches = batch_texts(range(len(lengths)), lengths, small_target)
+    assert batches[:2] == [[1], [0, 3]] and sorted(itertools.chain(*batches)) == list(range(len(lengths)))
+    sizes = [len(batch) * lengths[batch[0]] for batch in batches]  # the longest text comes first
+    assert max(sizes[1:]) <= BATCH_TOKENS and sizes[0] == 5000
 
 
 def test_what_cannot_be_replayed_is_refused(refuse, folder, tmp_path):
